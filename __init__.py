@@ -1,0 +1,1 @@
+"""Baton: serve large language models with prefill and decode on different GPUs."""

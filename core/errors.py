@@ -1,0 +1,186 @@
+"""Every error Baton raises on purpose, as one tree.
+
+    BatonError
+    ├── InvalidRequest                 the caller's fault; never retry
+    │   ├── ContextLengthExceeded
+    │   └── PromptTooLarge             fits the context, but no pool of this deployment
+    ├── ModelNotFound
+    ├── Unauthenticated
+    ├── Overloaded                     queue or credit full; retry later
+    ├── Unavailable                    no node for a role, draining; retry later
+    │   └── NodeLost                   a node went away under the request; the gateway retries
+    ├── DeadlineExceeded
+    ├── Cancelled
+    ├── HandoffFailed                  the KV could not be passed; the gateway retries elsewhere
+    │   ├── FingerprintMismatch        the two sides differ; names the field
+    │   ├── StaleBlocks                a generation moved under the copy
+    │   ├── LeaseExpired
+    │   └── UnknownTransfer            no such ticket here (never existed, finished, or cancelled)
+    ├── EngineFailed                   the engine process broke; its supervisor restarts it
+    └── StartupFailed                  says what is wrong and what to do; the process exits 1
+
+Each error knows its gRPC status (by name: this module imports no grpc), its HTTP status, a stable
+`code` that survives the wire, and whether a retry can help.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class BatonError(Exception):
+    """Base of all. `param` names the request field at fault, if one is."""
+
+    code: ClassVar[str] = "internal"
+    grpc_status: ClassVar[str] = "INTERNAL"
+    http_status: ClassVar[int] = 500
+    is_retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class InvalidRequest(BatonError):
+    """The request cannot be served as it is written."""
+
+    code = "invalid_request"
+    grpc_status = "INVALID_ARGUMENT"
+    http_status = 400
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """prompt + max_tokens is longer than the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class PromptTooLarge(InvalidRequest):
+    """The prompt fits the context but not the KV pool of any node: never retryable."""
+
+    code = "prompt_too_large_for_deployment"
+    grpc_status = "FAILED_PRECONDITION"
+
+
+class ModelNotFound(BatonError):
+    """This deployment does not serve the model that was asked for."""
+
+    code = "model_not_found"
+    grpc_status = "NOT_FOUND"
+    http_status = 404
+
+
+class Unauthenticated(BatonError):
+    """The cluster secret or API key is absent or wrong."""
+
+    code = "unauthenticated"
+    grpc_status = "UNAUTHENTICATED"
+    http_status = 401
+
+
+class Overloaded(BatonError):
+    """A bounded queue or a credit is full."""
+
+    code = "overloaded"
+    grpc_status = "RESOURCE_EXHAUSTED"
+    http_status = 429
+    is_retryable = True
+
+
+class Unavailable(BatonError):
+    """No node can take the request now."""
+
+    code = "unavailable"
+    grpc_status = "UNAVAILABLE"
+    http_status = 503
+    is_retryable = True
+
+
+class NodeLost(Unavailable):
+    """A node that held the request went away."""
+
+    code = "node_lost"
+
+
+class DeadlineExceeded(BatonError):
+    """The request's deadline passed."""
+
+    code = "deadline_exceeded"
+    grpc_status = "DEADLINE_EXCEEDED"
+    http_status = 504
+
+
+class Cancelled(BatonError):
+    """The client gave up or called Abort."""
+
+    code = "cancelled"
+    grpc_status = "CANCELLED"
+    http_status = 499
+
+
+class HandoffFailed(BatonError):
+    """The KV blocks could not be passed from source to puller."""
+
+    code = "handoff_failed"
+    grpc_status = "UNAVAILABLE"
+    http_status = 503
+    is_retryable = True
+
+
+class FingerprintMismatch(HandoffFailed):
+    """Source and puller are not of one make; the message names the first field that differs."""
+
+    code = "fingerprint_mismatch"
+    grpc_status = "FAILED_PRECONDITION"
+    is_retryable = False
+
+
+class StaleBlocks(HandoffFailed):
+    """A block was reallocated while it was being copied; the copy was thrown away."""
+
+    code = "stale_blocks"
+
+
+class LeaseExpired(HandoffFailed):
+    """The source took its blocks back before the pull was done."""
+
+    code = "lease_expired"
+
+
+class UnknownTransfer(HandoffFailed):
+    """A message names a transfer that this side does not know, or knows to be over."""
+
+    code = "unknown_transfer"
+
+
+class EngineFailed(BatonError):
+    """The engine process ended or raised; no token of this request can be trusted to follow."""
+
+    code = "engine_failed"
+    is_retryable = True
+
+
+class StartupFailed(BatonError):
+    """A process cannot start: the message says why, `hint` what to do about it."""
+
+    code = "startup_failed"
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+def _tree(root: type[BatonError]) -> dict[str, type[BatonError]]:
+    found = {root.code: root}
+    for child in root.__subclasses__():
+        found.update(_tree(child))
+    return found
+
+
+def from_code(code: str, message: str, param: str | None = None) -> BatonError:
+    """Rebuild an error that came over the wire; an unknown code gives a plain `BatonError`."""
+    cls = _tree(BatonError).get(code, BatonError)
+    if cls is StartupFailed:
+        return StartupFailed(message)
+    return cls(message, param=param)

@@ -1,0 +1,32 @@
+"""What one engine tells the cluster about itself. A discovery hint, checked again on connecting."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Role(enum.Enum):
+    """What a node's engines are for. The engine itself can do both."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One engine of one node.
+
+    `incarnation` (32 hex digits) is drawn anew at every start of the engine process and names it
+    everywhere; `address` is the host:port of its node's gRPC server; `name` is for people.
+    """
+
+    incarnation: str
+    role: Role
+    name: str
+    address: str
+    model: str
+    fingerprint: str
+    max_model_len: int
+    block_size: int
+    num_blocks: int

@@ -1,0 +1,66 @@
+"""The definitions of what we measure, once, for gateway, dashboard, demo and benchmarks.
+
+TTFT         request sent to first non-empty token received, on the observer's clock
+TBT (= ITL)  one gap between consecutive tokens: many samples a request
+TPOT         (E2E - TTFT) / (n_out - 1): one sample a request
+hand-off gap first to second token: the gap that contains the KV transfer and decode admission
+goodput      requests/s that meet both SLOs
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTimes:
+    """When a request was sent and when each of its tokens came, on one monotonic clock."""
+
+    sent_s: float
+    token_s: tuple[float, ...]
+
+    @property
+    def ttft_s(self) -> float | None:
+        return self.token_s[0] - self.sent_s if self.token_s else None
+
+    @property
+    def gaps_s(self) -> tuple[float, ...]:
+        """All TBT samples, the hand-off gap first."""
+        return tuple(b - a for a, b in zip(self.token_s, self.token_s[1:], strict=False))
+
+    @property
+    def handoff_gap_s(self) -> float | None:
+        return self.token_s[1] - self.token_s[0] if len(self.token_s) > 1 else None
+
+    @property
+    def tpot_s(self) -> float | None:
+        if len(self.token_s) < 2:
+            return None
+        return (self.token_s[-1] - self.token_s[0]) / (len(self.token_s) - 1)
+
+    @property
+    def e2e_s(self) -> float | None:
+        return self.token_s[-1] - self.sent_s if self.token_s else None
+
+    def meets(self, *, ttft_slo_s: float, tbt_slo_s: float) -> bool:
+        """Whether TTFT and every gap are within their targets."""
+        ttft = self.ttft_s
+        return ttft is not None and ttft <= ttft_slo_s and max(self.gaps_s, default=0) <= tbt_slo_s
+
+
+def percentile(samples: Sequence[float], q: float) -> float | None:
+    """The nearest-rank percentile, 0 < q <= 100: a value that occurred, never an interpolation."""
+    if not samples:
+        return None
+    ordered = sorted(samples)
+    return ordered[max(0, math.ceil(q / 100 * len(ordered)) - 1)]
+
+
+def goodput_rps(
+    times: Sequence[TokenTimes], duration_s: float, *, ttft_slo_s: float, tbt_slo_s: float
+) -> float:
+    """Requests per second that meet both SLOs."""
+    good = sum(t.meets(ttft_slo_s=ttft_slo_s, tbt_slo_s=tbt_slo_s) for t in times)
+    return good / duration_s

@@ -1,0 +1,73 @@
+"""The outside world as small Protocols: clock, entropy, cluster directory.
+
+Control-plane code (session, routing, leases, membership, tickets, schedulers) sees time, chance,
+network and Redis only through these, so the production code runs unmodified in a simulation.
+The real ones are `SystemClock` and `SystemEntropy` below and `gateway`/`node` adapters elsewhere;
+fakes live in tests/fakes.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from .membership import Member
+
+
+class Clock(Protocol):
+    """Two clocks. Leases and deadlines use the monotonic one; only display uses wall time."""
+
+    def monotonic_s(self) -> float: ...
+
+    def unix_ns(self) -> int: ...
+
+
+class Entropy(Protocol):
+    """Chance: identifiers and sampling seeds."""
+
+    def new_id(self) -> str:
+        """128 random bits as 32 lowercase hex digits."""
+        ...
+
+    def new_seed(self) -> int:
+        """A seed in [0, 2**63)."""
+        ...
+
+
+class Directory(Protocol):
+    """Who is in the cluster. Entries are hints for discovery, never proof of life."""
+
+    async def announce(self, member: Member, ttl_s: float) -> None: ...
+
+    async def withdraw(self, incarnation: str) -> None: ...
+
+    def watch(self) -> AsyncIterator[tuple[Member, ...]]:
+        """Yield the whole membership at once and again after every change."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class SystemClock:
+    """The process's clocks. Wall time is anchored once, so one process's stamps never run back."""
+
+    def __init__(self) -> None:
+        self._offset_ns = time.time_ns() - time.monotonic_ns()
+
+    def monotonic_s(self) -> float:
+        return time.monotonic()
+
+    def unix_ns(self) -> int:
+        return time.monotonic_ns() + self._offset_ns
+
+
+class SystemEntropy:
+    """The operating system's randomness."""
+
+    def new_id(self) -> str:
+        return secrets.token_hex(16)
+
+    def new_seed(self) -> int:
+        return secrets.randbits(63)

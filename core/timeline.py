@@ -1,0 +1,39 @@
+"""The life of a request as stamped events. The names are the ones the documentation uses.
+
+    arrived -> routed -> prefill_started -> first_token
+                             └-> transfer_started -> transfer_ended -> decode_started
+                                                         -> finished | failed | cancelled
+A request that ends at its first token has no transfer. Exactly one terminal event, always.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Event(enum.Enum):
+    """The steps of a request's path; a retry repeats those from `routed` on."""
+
+    ARRIVED = "arrived"
+    ROUTED = "routed"
+    PREFILL_STARTED = "prefill_started"
+    FIRST_TOKEN = "first_token"
+    TRANSFER_STARTED = "transfer_started"
+    TRANSFER_ENDED = "transfer_ended"
+    DECODE_STARTED = "decode_started"
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+TERMINAL = frozenset({Event.FINISHED, Event.FAILED, Event.CANCELLED})
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """One event. Wall time: comparable within a host, across hosts only as well as their clocks."""
+
+    event: Event
+    unix_ns: int
+    node: str
