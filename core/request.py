@@ -52,6 +52,11 @@ class Request:
     cache_salt: str = ""
 
     @property
+    def key(self) -> str:
+        """What a node files this request under: unique, and never equal across attempts."""
+        return f"{self.request_id}/{self.attempt}"
+
+    @property
     def num_known_tokens(self) -> int:
         """Tokens whose KV can be computed before anything new is sampled."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)

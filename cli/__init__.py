@@ -1,0 +1,1 @@
+"""Commands: baton, launch_gateway, launch_prefill, launch_decode."""

@@ -1,0 +1,1 @@
+"""The client SDK: Client and AsyncClient over gRPC. No torch."""

@@ -1,0 +1,1 @@
+"""The cluster on Redis: directory of members, private server, shared secret."""

@@ -1,0 +1,1 @@
+"""launch_decode: pulls KV, runs the continuous batch."""

@@ -1,0 +1,1 @@
+"""One engine: scheduler, block pool, prefix cache, KV tensors, model, runner, sampler."""

@@ -1,0 +1,1 @@
+"""launch_gateway: the gRPC front door, sessions, routing, membership. No torch."""

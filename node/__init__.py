@@ -1,0 +1,1 @@
+"""What both kinds of node share: supervisor, engine process, rpc server, registration."""

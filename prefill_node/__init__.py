@@ -1,0 +1,1 @@
+"""launch_prefill: computes prompts, samples first tokens, is the source of hand-offs."""

@@ -1,0 +1,127 @@
+"""Between wire messages and the values of core/. Knows both, decides nothing.
+
+Decoding never trusts: an unknown enum value or a missing field raises InvalidRequest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..core import errors
+from ..core.errors import BatonError, InvalidRequest
+from ..core.request import FinishReason, Request, SamplingParams, Ticket
+from ..core.timeline import Event, Stamp
+from .v1 import common_pb2, node_pb2
+
+_FINISH_TO_WIRE = {
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+}
+_FINISH_FROM_WIRE = {wire: reason for reason, wire in _FINISH_TO_WIRE.items()}
+
+
+def finish_to_wire(reason: FinishReason | None) -> common_pb2.FinishReason:
+    """`None` (not finished) is UNSPECIFIED on the wire."""
+    if reason is None:
+        return common_pb2.FINISH_REASON_UNSPECIFIED
+    return _FINISH_TO_WIRE[reason]
+
+
+def finish_from_wire(wire: int) -> FinishReason | None:
+    """The reverse of `finish_to_wire`."""
+    return _FINISH_FROM_WIRE.get(common_pb2.FinishReason.ValueType(wire))
+
+
+def error_to_wire(error: BatonError) -> common_pb2.Error:
+    return common_pb2.Error(code=error.code, message=error.message, param=error.param or "")
+
+
+def error_from_wire(wire: common_pb2.Error) -> BatonError:
+    return errors.from_code(wire.code, wire.message, wire.param or None)
+
+
+def sampling_to_wire(sampling: SamplingParams) -> common_pb2.SamplingParams:
+    return common_pb2.SamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=sampling.seed,
+        stop=sampling.stop,
+        stop_token_ids=sampling.stop_token_ids,
+        ignore_eos=sampling.ignore_eos,
+    )
+
+
+def sampling_from_wire(wire: common_pb2.SamplingParams) -> SamplingParams:
+    """Decode parameters that a gateway wrote; public requests go through its validator first."""
+    return SamplingParams(
+        max_tokens=wire.max_tokens,
+        temperature=wire.temperature if wire.HasField("temperature") else 1.0,
+        top_p=wire.top_p if wire.HasField("top_p") else 1.0,
+        top_k=wire.top_k if wire.HasField("top_k") else None,
+        seed=wire.seed,
+        stop=tuple(wire.stop),
+        stop_token_ids=tuple(wire.stop_token_ids),
+        ignore_eos=wire.ignore_eos,
+    )
+
+
+def ticket_to_wire(ticket: Ticket) -> node_pb2.Ticket:
+    return node_pb2.Ticket(
+        transfer_id=ticket.transfer_id,
+        source_incarnation=ticket.source_incarnation,
+        puller_incarnation=ticket.puller_incarnation,
+    )
+
+
+def ticket_from_wire(wire: node_pb2.Ticket) -> Ticket:
+    return Ticket(wire.transfer_id, wire.source_incarnation, wire.puller_incarnation)
+
+
+def dispatch_to_wire(
+    request: Request,
+    work: node_pb2.Work.ValueType,
+    ticket: Ticket | None,
+    deadline_remaining_s: float,
+) -> node_pb2.Dispatch:
+    return node_pb2.Dispatch(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        prompt_token_ids=request.prompt_token_ids,
+        output_token_ids=request.output_token_ids,
+        sampling=sampling_to_wire(request.sampling),
+        cache_salt=request.cache_salt,
+        work=work,
+        ticket=None if ticket is None else ticket_to_wire(ticket),
+        deadline_remaining_us=max(0, int(deadline_remaining_s * 1e6)),
+    )
+
+
+def request_from_wire(wire: node_pb2.Dispatch) -> Request:
+    """The request inside a dispatch; raises InvalidRequest if it has no prompt or id."""
+    if not wire.request_id or not wire.prompt_token_ids:
+        raise InvalidRequest("a dispatch needs a request id and a prompt")
+    return Request(
+        request_id=wire.request_id,
+        attempt=wire.attempt,
+        prompt_token_ids=tuple(wire.prompt_token_ids),
+        output_token_ids=tuple(wire.output_token_ids),
+        sampling=sampling_from_wire(wire.sampling),
+        cache_salt=wire.cache_salt,
+    )
+
+
+def stamps_to_wire(stamps: Sequence[Stamp]) -> list[common_pb2.TimelineEvent]:
+    return [
+        common_pb2.TimelineEvent(event=s.event.value, unix_ns=s.unix_ns, node=s.node)
+        for s in stamps
+    ]
+
+
+def stamps_from_wire(wire: Sequence[common_pb2.TimelineEvent]) -> list[Stamp]:
+    """Decode events; raises InvalidRequest on a name that is not in core/timeline.py."""
+    try:
+        return [Stamp(Event(e.event), e.unix_ns, e.node) for e in wire]
+    except ValueError as error:
+        raise InvalidRequest(f"unknown timeline event: {error}") from error

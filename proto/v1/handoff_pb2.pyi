@@ -1,0 +1,110 @@
+from baton.proto.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class PeerMessage(_message.Message):
+    __slots__ = ("hello", "attach", "renew", "release", "cancel", "manifest", "revoked")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    ATTACH_FIELD_NUMBER: _ClassVar[int]
+    RENEW_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    REVOKED_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    attach: Attach
+    renew: Renew
+    release: Release
+    cancel: CancelTransfer
+    manifest: Manifest
+    revoked: Revoked
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., cancel: _Optional[_Union[CancelTransfer, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., revoked: _Optional[_Union[Revoked, _Mapping]] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("incarnation", "protocol", "fingerprint")
+    class FingerprintEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
+    protocol: int
+    fingerprint: _containers.ScalarMap[str, str]
+    def __init__(self, incarnation: _Optional[str] = ..., protocol: _Optional[int] = ..., fingerprint: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class Attach(_message.Message):
+    __slots__ = ("transfer_id",)
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    def __init__(self, transfer_id: _Optional[str] = ...) -> None: ...
+
+class Renew(_message.Message):
+    __slots__ = ("transfer_ids",)
+    TRANSFER_IDS_FIELD_NUMBER: _ClassVar[int]
+    transfer_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, transfer_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Release(_message.Message):
+    __slots__ = ("transfer_id",)
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    def __init__(self, transfer_id: _Optional[str] = ...) -> None: ...
+
+class CancelTransfer(_message.Message):
+    __slots__ = ("transfer_id",)
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    def __init__(self, transfer_id: _Optional[str] = ...) -> None: ...
+
+class BlockRef(_message.Message):
+    __slots__ = ("index", "block_id", "generation", "hash")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    block_id: int
+    generation: int
+    hash: bytes
+    def __init__(self, index: _Optional[int] = ..., block_id: _Optional[int] = ..., generation: _Optional[int] = ..., hash: _Optional[bytes] = ...) -> None: ...
+
+class Manifest(_message.Message):
+    __slots__ = ("transfer_id", "seq", "blocks", "num_tokens", "lease_remaining_us", "state")
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_REMAINING_US_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    seq: int
+    blocks: _containers.RepeatedCompositeFieldContainer[BlockRef]
+    num_tokens: int
+    lease_remaining_us: int
+    state: HandoffState
+    def __init__(self, transfer_id: _Optional[str] = ..., seq: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[BlockRef, _Mapping]]] = ..., num_tokens: _Optional[int] = ..., lease_remaining_us: _Optional[int] = ..., state: _Optional[_Union[HandoffState, _Mapping]] = ...) -> None: ...
+
+class HandoffState(_message.Message):
+    __slots__ = ("num_blocks", "first_token_id")
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    first_token_id: int
+    def __init__(self, num_blocks: _Optional[int] = ..., first_token_id: _Optional[int] = ...) -> None: ...
+
+class Revoked(_message.Message):
+    __slots__ = ("transfer_id", "error")
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    error: _common_pb2.Error
+    def __init__(self, transfer_id: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...

@@ -1,0 +1,181 @@
+from baton.proto.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Work(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WORK_UNSPECIFIED: _ClassVar[Work]
+    WORK_PREFILL: _ClassVar[Work]
+    WORK_DECODE: _ClassVar[Work]
+    WORK_LOCAL: _ClassVar[Work]
+WORK_UNSPECIFIED: Work
+WORK_PREFILL: Work
+WORK_DECODE: Work
+WORK_LOCAL: Work
+
+class GatewayMessage(_message.Message):
+    __slots__ = ("dispatch", "cancel")
+    DISPATCH_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    dispatch: Dispatch
+    cancel: Cancel
+    def __init__(self, dispatch: _Optional[_Union[Dispatch, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ...) -> None: ...
+
+class Dispatch(_message.Message):
+    __slots__ = ("request_id", "attempt", "prompt_token_ids", "output_token_ids", "sampling", "cache_salt", "work", "ticket", "deadline_remaining_us")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    WORK_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_REMAINING_US_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    output_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    sampling: _common_pb2.SamplingParams
+    cache_salt: str
+    work: Work
+    ticket: Ticket
+    deadline_remaining_us: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., work: _Optional[_Union[Work, str]] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ..., deadline_remaining_us: _Optional[int] = ...) -> None: ...
+
+class Ticket(_message.Message):
+    __slots__ = ("transfer_id", "source_incarnation", "puller_incarnation")
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PULLER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    source_incarnation: str
+    puller_incarnation: str
+    def __init__(self, transfer_id: _Optional[str] = ..., source_incarnation: _Optional[str] = ..., puller_incarnation: _Optional[str] = ...) -> None: ...
+
+class Cancel(_message.Message):
+    __slots__ = ("request_id", "attempt")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class NodeMessage(_message.Message):
+    __slots__ = ("welcome", "outputs", "heartbeat")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    outputs: StepOutputs
+    heartbeat: Heartbeat
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., outputs: _Optional[_Union[StepOutputs, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("incarnation", "role", "name", "model", "fingerprint", "max_model_len", "block_size", "num_blocks", "vocab_size", "eos_token_ids")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
+    role: str
+    name: str
+    model: str
+    fingerprint: str
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    vocab_size: int
+    eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, incarnation: _Optional[str] = ..., role: _Optional[str] = ..., name: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class StepOutputs(_message.Message):
+    __slots__ = ("outputs",)
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    outputs: _containers.RepeatedCompositeFieldContainer[RequestOutput]
+    def __init__(self, outputs: _Optional[_Iterable[_Union[RequestOutput, _Mapping]]] = ...) -> None: ...
+
+class RequestOutput(_message.Message):
+    __slots__ = ("request_id", "attempt", "first_index", "token_ids", "finish_reason", "error", "events", "cached_tokens", "transfer")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    first_index: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    finish_reason: _common_pb2.FinishReason
+    error: _common_pb2.Error
+    events: _containers.RepeatedCompositeFieldContainer[_common_pb2.TimelineEvent]
+    cached_tokens: int
+    transfer: TransferInfo
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., events: _Optional[_Iterable[_Union[_common_pb2.TimelineEvent, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., transfer: _Optional[_Union[TransferInfo, _Mapping]] = ...) -> None: ...
+
+class TransferInfo(_message.Message):
+    __slots__ = ("bytes", "cached_tokens", "transport")
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    bytes: int
+    cached_tokens: int
+    transport: str
+    def __init__(self, bytes: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., transport: _Optional[str] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("num_steps", "num_running", "num_waiting", "free_blocks", "num_blocks", "credit_blocks", "waiting_tokens", "is_draining", "links")
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CREDIT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
+    num_steps: int
+    num_running: int
+    num_waiting: int
+    free_blocks: int
+    num_blocks: int
+    credit_blocks: int
+    waiting_tokens: int
+    is_draining: bool
+    links: _containers.RepeatedCompositeFieldContainer[PeerLink]
+    def __init__(self, num_steps: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., credit_blocks: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., is_draining: bool = ..., links: _Optional[_Iterable[_Union[PeerLink, _Mapping]]] = ...) -> None: ...
+
+class PeerLink(_message.Message):
+    __slots__ = ("incarnation", "transport", "gbytes_per_s")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    GBYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
+    transport: str
+    gbytes_per_s: float
+    def __init__(self, incarnation: _Optional[str] = ..., transport: _Optional[str] = ..., gbytes_per_s: _Optional[float] = ...) -> None: ...
+
+class GetLedgerRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetLedgerResponse(_message.Message):
+    __slots__ = ("ledgers",)
+    LEDGERS_FIELD_NUMBER: _ClassVar[int]
+    ledgers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, ledgers: _Optional[_Iterable[str]] = ...) -> None: ...
