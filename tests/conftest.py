@@ -1,0 +1,8 @@
+"""Shared by all tests: puts this folder on the path, so that tests can import `fakes`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
