@@ -118,3 +118,19 @@ class GatewayConfig:
     max_request_s: float = flag(600.0, "deadline of requests that come without one")
     heartbeat_timeout_s: float = flag(1.2, "a node silent for so long is taken for lost")
     max_attempts: int = flag(3, "dispatches of one request before its error reaches the client")
+
+
+@dataclass(frozen=True, slots=True)
+class UpConfig:
+    """A whole deployment on one host."""
+
+    prefill_gpus: str | None = flag(None, "GPU ids of the prefill node, e.g. 0,1")
+    decode_gpus: str | None = flag(None, "GPU ids of the decode node, e.g. 2,3")
+    num_prefill_nodes: int = flag(1, "prefill nodes on a CPU")
+    num_decode_nodes: int = flag(1, "decode nodes on a CPU")
+    redis_url: str = flag("redis+spawn://", "Redis to use; redis+spawn:// starts a private one")
+    start_timeout_s: float = flag(300.0, "how long all parts may take to become ready")
+
+    def __post_init__(self) -> None:
+        if self.num_prefill_nodes < 1 or self.num_decode_nodes < 1:
+            raise StartupFailed("a deployment needs at least one prefill and one decode node")

@@ -1,0 +1,49 @@
+# make demo   see a prompt pass from prefill to decode, on this machine's CPU
+# make test   the CPU tests
+# Each sets up .venv by itself. See README.md.
+
+PYTHON ?= python3
+# Without a GPU only the CPU build will do: the default one brings gigabytes of CUDA packages.
+# Where pip cannot find it, set TORCH_INDEX to PyTorch's index of CPU wheels (see its install page).
+TORCH ?= $(if $(shell command -v nvidia-smi),torch>=2.11,torch==2.13.0+cpu)
+TORCH_INDEX ?=
+
+BIN := .venv/bin
+RUN := PYTHONSAFEPATH=1 $(BIN)/python
+PIP := $(RUN) -m pip install --disable-pip-version-check --progress-bar on
+READY := .venv/.ready
+
+.PHONY: demo test test-all check format proto clean
+
+demo: $(READY)
+	@$(BIN)/baton demo
+
+test: $(READY)
+	$(RUN) -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+
+test-all: $(READY)
+	$(RUN) -m pytest -m "not gpu" $(PYTEST_ARGS)
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@mkdir -p .venv/import-root && ln -sfn $(CURDIR) .venv/import-root/baton
+	MYPYPATH=.venv/import-root $(BIN)/mypy -p baton
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+proto: $(READY)
+	$(RUN) proto/generate.py
+
+clean:
+	rm -rf .venv build *.egg-info
+
+$(READY): pyproject.toml
+	@echo "setting up .venv with $$($(PYTHON) --version)"
+	$(PYTHON) -m venv .venv
+	$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "$(TORCH)" || { \
+	  echo "pip found no '$(TORCH)': set TORCH_INDEX to PyTorch's index of CPU wheels"; exit 1; }
+	$(PIP) -e ".[dev]"
+	@touch $@

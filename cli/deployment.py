@@ -1,0 +1,193 @@
+"""A whole deployment on one host: Redis, nodes, gateway, as child processes.
+
+Owns their start, their readiness and their end; knows nothing of requests. Children print one line
+`ready: <role> <name> <address>` when they can serve; their other lines go to `report`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+
+from ..cluster.redis_server import RedisServer
+from ..core import flags
+from ..core.children import dies_with_parent
+from ..core.config import ClusterConfig, EngineConfig, GatewayConfig, NodeConfig, UpConfig
+from ..core.errors import StartupFailed
+
+SPAWN_URL = "redis+spawn://"
+_STOP_GRACE_S = 8.0
+
+Report = Callable[[str, str], None]  # (name of the child, one line)
+
+
+@dataclass(slots=True)
+class Child:
+    """One child process; `address` is known once it is ready."""
+
+    name: str
+    process: asyncio.subprocess.Process
+    ready: asyncio.Future[str]
+    reader: asyncio.Task[None] | None = None
+    last_lines: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Deployment:
+    """`async with Deployment(...) as d`: everything runs and is ready; `d.address` is the gateway."""
+
+    up: UpConfig
+    engine: EngineConfig
+    node: NodeConfig
+    gateway: GatewayConfig
+    report: Report
+    cluster: ClusterConfig = ClusterConfig()
+    children: list[Child] = field(default_factory=list)
+    address: str = ""
+    _redis: RedisServer | None = None
+
+    async def __aenter__(self) -> Deployment:
+        try:
+            async with asyncio.timeout(self.up.start_timeout_s):
+                await self._start()
+        except TimeoutError as error:
+            await self.stop()
+            raise StartupFailed(
+                f"not ready after {self.up.start_timeout_s:.0f} s", hint="--start-timeout-s"
+            ) from error
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.stop()
+
+    async def _start(self) -> None:
+        self.cluster = replace(
+            self.cluster,
+            redis_url=self._redis_url(),
+            cluster_secret=self.cluster.cluster_secret or secrets.token_hex(16),
+        )
+        gateway = await self._launch("gateway", self.gateway)
+        for name, node in self._nodes():
+            await self._launch(name, self.engine, node)
+        await asyncio.gather(*(self._wait_ready(child) for child in self.children))
+        self.address = gateway.ready.result()
+        await self._wait_serving()
+
+    def _redis_url(self) -> str:
+        if self.up.redis_url != SPAWN_URL:
+            return self.up.redis_url
+        self._redis = RedisServer.start()
+        return self._redis.url
+
+    def _nodes(self) -> list[tuple[str, NodeConfig]]:
+        """One node per role over its GPUs; without GPUs, as many nodes as were asked for."""
+        up, nodes = self.up, []
+        for role, gpus, count in (
+            ("prefill", up.prefill_gpus, up.num_prefill_nodes),
+            ("decode", up.decode_gpus, up.num_decode_nodes),
+        ):
+            for i in range(1 if gpus else count):
+                name = f"{role}-{i}"
+                nodes.append((name, replace(self.node, gpus=gpus, name=name, port=0)))
+        return nodes
+
+    async def _launch(self, name: str, *configs: object) -> Child:
+        role = name.partition("-")[0]
+        program = f"import sys; from baton.cli.launch import {role}; sys.exit({role}())"
+        argv = [flag for config in (*configs, self.cluster) for flag in flags.to_argv(config)]
+        secret = self.cluster.cluster_secret or ""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", program, *argv),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=os.environ
+            | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "BATON_CLUSTER_SECRET": secret},
+            start_new_session=True,  # Ctrl-C reaches us alone: we stop the parts in order
+            preexec_fn=dies_with_parent(signal.SIGTERM),
+        )
+        child = Child(name, process, asyncio.get_running_loop().create_future())
+        child.reader = asyncio.create_task(self._read(child))
+        self.children.append(child)
+        return child
+
+    async def _read(self, child: Child) -> None:
+        """Pass a child's lines on until it ends; note its ready line."""
+        assert child.process.stdout is not None
+        async for raw in child.process.stdout:
+            line = raw.decode(errors="replace").rstrip()
+            child.last_lines = [*child.last_lines[-9:], line]
+            if line.startswith("ready: ") and not child.ready.done():
+                child.ready.set_result(line.split()[-1])
+            self.report(child.name, line)
+        code = await child.process.wait()
+        if not child.ready.done():
+            said = "\n  ".join(child.last_lines) or "nothing"
+            child.ready.set_exception(
+                StartupFailed(f"{child.name} ended with code {code}; it said:\n  {said}")
+            )
+
+    async def _wait_ready(self, child: Child) -> None:
+        await child.ready
+
+    async def _wait_serving(self) -> None:
+        """Wait until the gateway has found a linked pair of nodes."""
+        import grpc
+        from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+        async with grpc.aio.insecure_channel(self.address) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            request = health_pb2.HealthCheckRequest(service="baton.v1.Inference")
+            async for answer in stub.Watch(request):
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+        raise StartupFailed("the gateway ended before it could serve")
+
+    async def wait(self) -> str:
+        """Wait for the first child that ends by itself; returns its name."""
+        waits = {asyncio.create_task(c.process.wait()): c.name for c in self.children}
+        done, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for task in pending:
+            task.cancel()
+        return waits[done.pop()]
+
+    async def stop(self) -> None:
+        """End every child, the gateway first, and Redis last; what will not end is killed."""
+        for group in (self.children[:1], self.children[1:]):
+            await self._stop_group(group)
+        self.children.clear()
+        if self._redis is not None:
+            self._redis.stop()
+            self._redis = None
+
+    async def _stop_group(self, group: Sequence[Child]) -> None:
+        for child in group:
+            if child.process.returncode is None:
+                child.process.send_signal(signal.SIGINT)
+        for child in group:
+            try:
+                async with asyncio.timeout(_STOP_GRACE_S):
+                    await child.process.wait()
+            except TimeoutError:
+                child.process.kill()
+                await child.process.wait()
+            if child.reader is not None:
+                await child.reader
+            if child.ready.done():
+                with contextlib.suppress(StartupFailed, asyncio.CancelledError):
+                    child.ready.result()  # looked at, so asyncio does not complain

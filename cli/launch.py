@@ -1,0 +1,73 @@
+"""launch_gateway, launch_prefill, launch_decode: flags in, one running process."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from ..core import flags
+from ..core.config import ClusterConfig, EngineConfig, GatewayConfig, NodeConfig
+from ..core.errors import StartupFailed
+from ..core.membership import Role
+
+
+def run_reporting(start: Callable[[], Coroutine[Any, Any, int]]) -> int:
+    """Run a process's main coroutine; a StartupFailed becomes two lines and exit code 1."""
+    try:
+        return asyncio.run(start())
+    except StartupFailed as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        if error.hint:
+            print(f"  try: {error.hint}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _node(role: Role) -> int:
+    parser = argparse.ArgumentParser(
+        prog=f"launch_{role.value}", description=f"Start a {role.value} node."
+    )
+    flags.add_flags(parser, EngineConfig, NodeConfig, ClusterConfig)
+    arguments = parser.parse_args()
+
+    async def start() -> int:
+        from ..node import supervisor
+
+        return await supervisor.run(
+            role,
+            flags.parse(EngineConfig, arguments),
+            flags.parse(NodeConfig, arguments),
+            flags.parse(ClusterConfig, arguments),
+        )
+
+    return run_reporting(start)
+
+
+def prefill() -> int:
+    """Console script `launch_prefill`."""
+    return _node(Role.PREFILL)
+
+
+def decode() -> int:
+    """Console script `launch_decode`."""
+    return _node(Role.DECODE)
+
+
+def gateway() -> int:
+    """Console script `launch_gateway`."""
+    parser = argparse.ArgumentParser(prog="launch_gateway", description="Start a gateway.")
+    flags.add_flags(parser, GatewayConfig, ClusterConfig)
+    arguments = parser.parse_args()
+
+    async def start() -> int:
+        from ..gateway import server
+
+        return await server.run(
+            flags.parse(GatewayConfig, arguments), flags.parse(ClusterConfig, arguments)
+        )
+
+    return run_reporting(start)

@@ -1,0 +1,100 @@
+"""core/: formulas against independent ones, flags against argparse, errors over the wire."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core import errors, flags
+from baton.core.block_hash import block_hashes, root_hash
+from baton.core.config import EngineConfig, NodeConfig
+from baton.core.metrics import TokenTimes, goodput_rps, percentile
+from baton.core.sampling import mix64, token_key
+
+
+def test_block_hash_is_the_documented_formula() -> None:
+    root = root_hash("f" * 8, "tenant")
+    assert root == hashlib.blake2b(b"8:ffffffff" + b"tenant", digest_size=16).digest()
+    tokens = list(range(20))
+    packed = b"".join(t.to_bytes(4, "little") for t in tokens[:16])
+    assert block_hashes(root, tokens, 16) == [
+        hashlib.blake2b(root + packed, digest_size=16).digest()
+    ]
+
+
+@given(st.lists(st.integers(0, 2**31 - 1), max_size=70), st.sampled_from([1, 4, 16]))
+def test_block_hashes_cover_full_blocks_and_share_prefixes(tokens: list[int], size: int) -> None:
+    root = root_hash("m")
+    hashes = block_hashes(root, tokens, size)
+    assert len(hashes) == len(tokens) // size
+    assert block_hashes(root, tokens[: len(hashes) * size], size) == hashes
+    assert len(set(hashes)) == len(hashes)
+
+
+def test_salts_and_fingerprints_do_not_collide_by_concatenation() -> None:
+    assert root_hash("a", "bc") != root_hash("ab", "c")
+
+
+def test_mix64_matches_the_published_sequence() -> None:
+    """splitmix64 seeded with 1234567: the reference implementation's first outputs."""
+    state, outputs = 1234567, []
+    for _ in range(3):
+        state = (state + 0x9E3779B97F4A7C15) % 2**64
+        outputs.append(mix64(state))
+    assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+
+
+def test_token_keys_differ_in_every_argument() -> None:
+    keys = {token_key(s, i, p) for s in range(8) for i in range(4) for p in range(64)}
+    assert len(keys) == 8 * 4 * 64
+
+
+def test_token_times() -> None:
+    times = TokenTimes(10.0, (10.5, 10.75, 10.85))
+    assert times.ttft_s == 0.5
+    assert times.handoff_gap_s == 0.25
+    assert times.gaps_s == pytest.approx((0.25, 0.1))
+    assert times.tpot_s == pytest.approx(0.175)
+    assert goodput_rps([times, TokenTimes(0, ())], 2, ttft_slo_s=1, tbt_slo_s=0.3) == 0.5
+    assert goodput_rps([times], 2, ttft_slo_s=1, tbt_slo_s=0.2) == 0
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1), st.floats(0.1, 100))
+def test_percentile_is_nearest_rank(samples: list[float], q: float) -> None:
+    value = percentile(samples, q)
+    assert value in samples
+    assert sum(s <= value for s in samples) >= q / 100 * len(samples) - 1e-9
+
+
+def test_flags_round_trip() -> None:
+    parser = argparse.ArgumentParser()
+    flags.add_flags(parser, EngineConfig, NodeConfig)
+    config = EngineConfig(model="m", tensor_parallel_size=2, enable_prefix_caching=False)
+    parsed = parser.parse_args(flags.to_argv(config))
+    assert flags.parse(EngineConfig, parsed) == config
+    assert flags.parse(EngineConfig, parser.parse_args(["--tp", "4"])).tensor_parallel_size == 4
+
+
+def test_environment_gives_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_BLOCK_SIZE", "32")
+    parser = argparse.ArgumentParser()
+    flags.add_flags(parser, EngineConfig)
+    assert flags.parse(EngineConfig, parser.parse_args([])).block_size == 32
+
+
+@pytest.mark.parametrize("wrong", [{"block_size": 12}, {"max_num_seqs": 0}])
+def test_bad_settings_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(errors.StartupFailed):
+        EngineConfig(**wrong)  # type: ignore[arg-type]
+
+
+def test_every_error_survives_the_wire() -> None:
+    for code, cls in errors._tree(errors.BatonError).items():
+        rebuilt = errors.from_code(code, "why", None)
+        assert type(rebuilt) is cls
+        assert rebuilt.message == "why"
+    assert type(errors.from_code("from the future", "why")) is errors.BatonError

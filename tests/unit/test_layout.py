@@ -1,0 +1,120 @@
+"""The shape of the house: who may import whom, and that the package list is complete."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NOT_PRODUCT = {"tests", "bench", "docs", "deploy", "build"}
+
+# folder -> the folders of ours that it may import, besides itself
+MAY_IMPORT: dict[str, set[str]] = {
+    "core": set(),
+    "kernels": set(),
+    "models": set(),
+    "proto": {"core"},
+    "engine": {"core", "kernels"},
+    "kv_transfer": {"core", "engine", "proto"},
+    "cluster": {"core"},
+    "node": {"core", "proto", "engine", "kv_transfer", "cluster"},
+    "prefill_node": {"core", "proto", "engine", "kv_transfer", "node"},
+    "decode_node": {"core", "proto", "engine", "kv_transfer", "node"},
+    "gateway": {"core", "proto", "cluster"},
+    "client": {"core", "proto"},
+    "cli": {"core", "cluster", "node", "gateway", "client", "engine"},
+}
+
+
+def product_files() -> list[Path]:
+    files = [*ROOT.glob("*.py"), *ROOT.glob("*/**/*.py")]
+    return [
+        path
+        for path in files
+        if not path.relative_to(ROOT).parts[0].startswith(".")
+        and path.relative_to(ROOT).parts[0] not in NOT_PRODUCT
+    ]
+
+
+def imports_of(path: Path) -> set[tuple[str, ...]]:
+    """Modules of ours that a file imports anywhere in it: as paths from the root."""
+    package = path.relative_to(ROOT).parent.parts
+    found: set[tuple[str, ...]] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = package[: len(package) - (node.level - 1)]
+            names = tuple(node.module.split(".")) if node.module else ()
+            found |= {(*base, *names, alias.name) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(tuple(node.module.split("."))[1:] if node.module[:6] == "baton." else ())
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.startswith("baton."):
+                    found.add(tuple(alias.name.split("."))[1:])
+    return {parts for parts in found if parts and (ROOT / parts[0]).is_dir()}
+
+
+def test_no_import_runs_up() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {'.'.join(target)}"
+        for path in product_files()
+        for target in imports_of(path)
+        if len(path.relative_to(ROOT).parts) > 1
+        and target[0] != path.relative_to(ROOT).parts[0]
+        and target[0] not in MAY_IMPORT[path.relative_to(ROOT).parts[0]]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_wire_modules_of_kv_transfer_import_proto() -> None:
+    users = {
+        path.name
+        for path in (ROOT / "kv_transfer").glob("*.py")
+        if any(target[0] == "proto" for target in imports_of(path))
+    }
+    assert users <= {"wire.py"}
+
+
+def test_package_list_is_complete() -> None:
+    declared = set(
+        tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    )
+    folders = {path.parent.relative_to(ROOT) for path in product_files()}
+    expected = {"baton" if not f.parts else "baton." + ".".join(f.parts) for f in folders}
+    assert declared == expected
+
+
+def run_python(program: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    return result.stdout.strip()
+
+
+@pytest.mark.parametrize("face", ["baton.gateway.server", "baton.client", "baton.node.supervisor"])
+def test_control_plane_never_imports_torch(face: str) -> None:
+    program = f"import sys, {face}; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    assert run_python(program) == "[]"
+
+
+def test_generic_names_are_not_importable_bare() -> None:
+    """`kernels` is also the name of a package that transformers imports: it must not be ours."""
+    program = (
+        "import importlib.util as u; "
+        f"print([n for n in ('kernels', 'gateway', 'core') if (s := u.find_spec(n)) "
+        f"and str(s.origin).startswith({str(ROOT) + '/'!r}) and '.venv' not in str(s.origin)])"
+    )
+    assert run_python(program) == "[]"
+
+
+def test_stubs_are_fresh(tmp_path: Path) -> None:
+    from baton.proto.generate import generate
+
+    generate(tmp_path)
+    for stub in tmp_path.iterdir():
+        assert stub.read_text() == (ROOT / "proto/v1" / stub.name).read_text(), stub.name
