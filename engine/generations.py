@@ -1,0 +1,97 @@
+"""One uint64 per block that changes whenever the block gets new content: HANDOFF.md, decision 4.
+
+    0        8         12        16            32          40            64
+    | magic  | version | padding | incarnation | num_blocks | padding    | generation[0], [1], ...
+
+The page lies in shared memory: its owner bumps at reallocation, before anything can overwrite the
+block; pullers read before and after a copy. Knows no block's state: that is block_pool.py.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Sequence
+from typing import Protocol
+
+from ..core.errors import HandoffFailed
+from . import memfd
+
+_HEADER = struct.Struct("=8sI4x16sQ24x")
+_MAGIC = b"BATONGEN"
+_VERSION = 1
+
+
+class Generations(Protocol):
+    """The owner's side."""
+
+    def bump(self, block_ids: Sequence[int]) -> None:
+        """Before `block_ids` may be overwritten: no copy that began earlier is valid any more."""
+        ...
+
+    def read(self, block_id: int) -> int: ...
+
+
+class LocalGenerations:
+    """Generations that no other process reads."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._values = [0] * num_blocks
+
+    def bump(self, block_ids: Sequence[int]) -> None:
+        for block_id in block_ids:
+            self._values[block_id] += 1
+
+    def read(self, block_id: int) -> int:
+        return self._values[block_id]
+
+
+class SharedGenerations:
+    """The owner's page. `fd` is what a puller must be passed."""
+
+    def __init__(self, num_blocks: int, incarnation: str) -> None:
+        self.num_blocks = num_blocks
+        self.fd, self._memory = memfd.create("baton-generations", page_bytes(num_blocks))
+        header = _HEADER.pack(_MAGIC, _VERSION, bytes.fromhex(incarnation), num_blocks)
+        self._memory[: _HEADER.size] = header
+        # One aligned 8-byte store per bump: a reader sees the old value or the new, never a mix.
+        self._values = memoryview(self._memory)[_HEADER.size :].cast("Q")
+
+    def bump(self, block_ids: Sequence[int]) -> None:
+        values = self._values
+        for block_id in block_ids:
+            values[block_id] += 1
+
+    def read(self, block_id: int) -> int:
+        return self._values[block_id]
+
+    def close(self) -> None:
+        """Give the page back; a reader's mapping stays as it is."""
+        self._values.release()
+        self._memory.close()
+        os.close(self.fd)
+
+
+class GenerationsReader:
+    """A puller's read-only view of a peer's page."""
+
+    def __init__(self, fd: int, num_blocks: int, incarnation: str) -> None:
+        """Map `fd`, which stays the caller's. Raises HandoffFailed if it is not that page."""
+        self._memory = memfd.map_read_only(fd, page_bytes(num_blocks))
+        expected = (_MAGIC, _VERSION, bytes.fromhex(incarnation), num_blocks)
+        if _HEADER.unpack_from(self._memory) != expected:
+            self._memory.close()
+            raise HandoffFailed("the generation page is of another version or process")
+        self._values = memoryview(self._memory)[_HEADER.size :].cast("Q")
+
+    def read(self, block_id: int) -> int:
+        return self._values[block_id]
+
+    def close(self) -> None:
+        self._values.release()
+        self._memory.close()
+
+
+def page_bytes(num_blocks: int) -> int:
+    """The size of the page for `num_blocks` blocks."""
+    return _HEADER.size + 8 * num_blocks
