@@ -1,7 +1,7 @@
 """Directory entries on the wire: one `Member` as JSON, signed when the deployment has a secret.
 
-Owns the schema check. Whatever else lies in Redis under our prefix (junk, other versions, forgeries)
-raises BadEntry, never anything else.
+Owns the schema check: whatever else lies in Redis under our prefix (junk, forgeries) raises BadEntry
+and nothing else.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .secret import is_signed, sign
 
 MAX_ENTRY_BYTES = 4096
 
-_MAX_TEXT = 256
+_MAX_TEXT = 1024
 _MAX_COUNT = 2**40
 _INCARNATION = re.compile(r"[0-9a-f]{32}\Z")
 _ADDRESS = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}\Z")

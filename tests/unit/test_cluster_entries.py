@@ -1,0 +1,100 @@
+"""Directory entries: what we write can be read back; nothing else can get in or break the reader."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from baton.cluster.entries import MAX_ENTRY_BYTES, BadEntry, decode_entry, encode_entry
+from baton.cluster.secret import METADATA_KEY, check_secret, secret_metadata
+from baton.core.errors import Unauthenticated
+from baton.core.membership import Member, Role
+from hypothesis import given
+from hypothesis import strategies as st
+
+MEMBER = Member("ab" * 16, Role.DECODE, "decode-0", "127.0.0.1:5000", "demo", "f1", 512, 16, 64)
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=5,
+)
+
+
+@pytest.mark.parametrize("secret", [None, "s3cret", "ключ"])
+def test_round_trip(secret: str | None) -> None:
+    assert decode_entry(encode_entry(MEMBER, secret), secret) == MEMBER
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"role": "router"},
+        {"incarnation": "AB" * 16},
+        {"incarnation": "ab" * 16 + "\n"},
+        {"address": "127.0.0.1"},
+        {"address": "http://169.254.169.254:80"},
+        {"address": "unix:/tmp/x:1"},
+        {"name": ""},
+        {"name": "a\x1b[31m"},
+        {"model": "m" * 2000},
+        {"max_model_len": True},
+        {"max_model_len": -1},
+        {"num_blocks": 1e3},
+        {"block_size": "16"},
+        {"fingerprint": None},
+    ],
+)
+def test_a_wrong_field_is_refused(changes: dict[str, object]) -> None:
+    fields = json.loads(encode_entry(MEMBER, None)) | changes
+    with pytest.raises(BadEntry):
+        decode_entry(json.dumps(fields).encode(), None)
+
+
+def test_unknown_fields_are_for_later_versions() -> None:
+    fields = json.loads(encode_entry(MEMBER, None)) | {"zone": "a"}
+    assert decode_entry(json.dumps(fields).encode(), None) == MEMBER
+
+
+@given(st.binary(max_size=200) | json_values.map(lambda v: json.dumps(v).encode()))
+def test_junk_is_refused(raw: bytes) -> None:
+    with pytest.raises(BadEntry):
+        decode_entry(raw, None)
+
+
+@given(st.data())
+def test_a_mutated_entry_is_refused_or_well_formed(data: st.DataObject) -> None:
+    raw = bytearray(encode_entry(MEMBER, None))
+    position = data.draw(st.integers(0, len(raw) - 1))
+    raw[position] = data.draw(st.integers(0, 255))
+    try:
+        member = decode_entry(bytes(raw), None)
+    except BadEntry:
+        return
+    for field in dataclasses.fields(Member):
+        assert type(getattr(member, field.name)) is type(getattr(MEMBER, field.name))
+
+
+def test_deep_or_huge_entries_are_refused() -> None:
+    for raw in (b"[" * MAX_ENTRY_BYTES, b" " * (MAX_ENTRY_BYTES + 1), b"9" * MAX_ENTRY_BYTES):
+        with pytest.raises(BadEntry):
+            decode_entry(raw, None)
+
+
+def test_only_holders_of_the_secret_can_write_entries() -> None:
+    fields = json.loads(encode_entry(MEMBER, "right"))
+    forged = json.dumps(fields | {"address": "10.0.0.1:1"}).encode()
+    for raw in (encode_entry(MEMBER, None), encode_entry(MEMBER, "wrong"), forged):
+        with pytest.raises(BadEntry):
+            decode_entry(raw, "right")
+
+
+def test_the_secret_is_proved_by_metadata_and_never_sent() -> None:
+    metadata = secret_metadata("pass wörd")
+    check_secret("pass wörd", metadata)
+    assert "pass" not in metadata[0][1] and metadata[0][1].isascii()
+    for wrong in ((), None, secret_metadata("other"), ((METADATA_KEY, b"\xff"),)):
+        with pytest.raises(Unauthenticated):
+            check_secret("pass wörd", wrong)
+    check_secret(None, secret_metadata("anything"))
