@@ -1,0 +1,150 @@
+"""Will it fit? By an estimate of the most blocks that all sequences will ever hold at once.
+
+After "Past-Future Scheduler for LLM Serving under SLA Guarantees" (Gong et al. 2025, LightLLM):
+every step adds one slot to each sequence, and a sequence that ends gives all of its blocks back.
+
+      blocks │        ╱|             sequences sorted by what they may still grow, longest first:
+             │      ╱  |    ╱|       the sum peaks just before one of them ends, so
+             │    ╱    |  ╱  |       peak = max over i of blocks of 0..i, each grown by growth[i]
+             └─────────┴─────┴── t
+
+It is an estimate: outputs may be longer than estimated, and prefills take their time. Whoever
+admits by it must be able to preempt.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .limits import EngineLimits
+from .sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What one sequence needs now and later.
+
+    `num_tokens` slots now, `num_growth_tokens` more before it ends; `block_ids` are the blocks of
+    these that exist already, possibly shared with other sequences. A held sequence does not grow
+    and outlives all others.
+    """
+
+    num_tokens: int
+    num_growth_tokens: int
+    block_ids: list[int]
+    is_held: bool = False
+
+
+def peak_blocks(footprints: Iterable[Footprint], block_size: int) -> int:
+    """The most blocks held at once if every sequence grows one slot a step and then ends.
+
+    Exact in whole blocks; a shared block counts once, and until the last of its sequences ends.
+    O(n log n) in sequences, O(1) a block.
+    """
+    ordered = sorted(footprints, key=lambda f: (f.is_held, f.num_growth_tokens), reverse=True)
+    seen: set[int] = set()
+    num_fixed = 0  # whole blocks of the first i sequences, each shared one counted once
+    num_growing = 0
+    tails = [0] * block_size  # of those that grow: how many have k tokens in their last block
+    peak = 0
+    for footprint in ordered:
+        num_seen = len(seen)
+        seen.update(footprint.block_ids)
+        num_fixed -= len(footprint.block_ids) - (len(seen) - num_seen)
+        num_full, tail = divmod(footprint.num_tokens, block_size)
+        num_fixed += num_full
+        if footprint.is_held:
+            num_fixed += tail > 0
+            peak = max(peak, num_fixed)
+            continue
+        num_growing += 1
+        tails[tail] += 1
+        # All that grow have now grown by `growth`: a tail of k tokens becomes k + part, which
+        # takes no block if that is 0, two if it is over block_size, and one otherwise.
+        whole, part = divmod(footprint.num_growth_tokens, block_size)
+        num_last = (
+            num_growing - (tails[0] if part == 0 else 0) + sum(tails[block_size - part + 1 :])
+        )
+        peak = max(peak, num_fixed + num_growing * whole + num_last)
+    return peak
+
+
+class OutputLengthEstimator:
+    """How long will it get? The past answers: a high quantile of recent output lengths.
+
+    Only outputs longer than what a request already has say anything about it; if there are none,
+    it is taken to use all of its max_tokens.
+    """
+
+    def __init__(self, *, window: int = 512, quantile: float = 0.9) -> None:
+        self._window = window
+        self._quantile = quantile
+        self._recent: deque[int] = deque()
+        self._ordered: list[int] = []
+
+    def observe(self, num_outputs: int) -> None:
+        """A request ended by itself after `num_outputs` tokens."""
+        if len(self._recent) == self._window:
+            oldest = self._recent.popleft()
+            del self._ordered[bisect.bisect_left(self._ordered, oldest)]
+        self._recent.append(num_outputs)
+        bisect.insort(self._ordered, num_outputs)
+
+    def estimate(self, num_generated: int, max_tokens: int) -> int:
+        """Output tokens still to come, at least 1, of a request that has `num_generated`."""
+        first = bisect.bisect_right(self._ordered, num_generated)
+        num_longer = len(self._ordered) - first
+        total = max_tokens
+        if num_longer:
+            rank = math.ceil(self._quantile * num_longer) - 1
+            total = min(total, self._ordered[first + max(0, rank)])
+        return max(1, total - num_generated)
+
+
+class Admission:
+    """Judges whether one more sequence fits beside those that have blocks."""
+
+    def __init__(self, limits: EngineLimits, estimator: OutputLengthEstimator) -> None:
+        self._limits = limits
+        self._estimator = estimator
+
+    def fits(self, candidate: Sequence, matched: list[int], others: Iterable[Sequence]) -> bool:
+        """Whether the pool could hold the estimated peak; `matched` are cached blocks to share.
+
+        A candidate with nobody to wait for fits: however long it is estimated to get, waiting
+        would not help it.
+        """
+        footprints = [self._footprint(sequence, sequence.block_ids) for sequence in others]
+        if not candidate.is_held and all(f.is_held for f in footprints):
+            return True
+        footprints.append(self._footprint(candidate, matched))
+        return peak_blocks(footprints, self._limits.block_size) <= self._limits.capacity
+
+    def has_credit(
+        self, candidate: Sequence, matched: list[int], holders: Iterable[Sequence]
+    ) -> bool:
+        """Whether the KV that is held for pullers leaves room for the candidate's.
+
+        The first one passes whatever its size: nothing is there to wait for.
+        """
+        held = distinct_blocks(holders)
+        num_fresh = self._limits.blocks_for(candidate.num_slots) - len(matched)
+        return not held or len(held.union(matched)) + num_fresh <= self._limits.held_blocks_limit
+
+    def _footprint(self, sequence: Sequence, block_ids: list[int]) -> Footprint:
+        if sequence.is_held:
+            return Footprint(sequence.num_slots, 0, block_ids, is_held=True)
+        max_outputs = self._limits.max_outputs(sequence.request)
+        num_left = self._estimator.estimate(sequence.num_outputs, max_outputs)
+        num_last = sequence.num_tokens + num_left - 1  # the last token's KV is never computed
+        return Footprint(sequence.num_slots, max(0, num_last - sequence.num_slots), block_ids)
+
+
+def distinct_blocks(sequences: Iterable[Sequence]) -> set[int]:
+    """The blocks of all the sequences, shared ones once."""
+    blocks: set[int] = set()
+    return blocks.union(*(sequence.block_ids for sequence in sequences))

@@ -1,0 +1,125 @@
+"""Gives blocks to sequences and takes them back: the one writer of `Sequence.block_ids`.
+
+Joins pool and prefix cache: an admission takes cached blocks first, a computed full block becomes a
+cached one, and a block that a step on the device still touches stays fenced. Decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .block_pool import BlockPool, BlockRef, Fence
+from .generations import Generations
+from .prefix_cache import PrefixCache
+from .sequence import Sequence
+
+
+class StepFence:
+    """Keeps what the step's sequences give back while the step is on the device.
+
+    As long as a sequence holds its blocks itself no fence is needed: a fence over every block of
+    every step would cost more host time than a decode step takes.
+    """
+
+    def __init__(self, tables: BlockTables, sequences: Iterable[Sequence]) -> None:
+        self._tables = tables
+        self._fences: list[Fence] = []
+        self.sequences = frozenset(sequences)
+
+    def keep(self, fence: Fence) -> None:
+        self._fences.append(fence)
+
+    def close(self) -> None:
+        """The step has completed."""
+        self._tables._steps.remove(self)
+        for fence in self._fences:
+            fence.close()
+
+
+class BlockTables:
+    """Block tables of all sequences of one engine."""
+
+    def __init__(
+        self, pool: BlockPool, cache: PrefixCache, generations: Generations, block_size: int
+    ) -> None:
+        self._pool = pool
+        self._cache = cache
+        self._generations = generations
+        self._block_size = block_size
+        self._steps: list[StepFence] = []
+
+    def match(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        """Cached blocks that hold the beginning of the sequence's first `num_tokens` tokens."""
+        if not self._cache.is_enabled:
+            return []
+        num_blocks = num_tokens // self._block_size
+        return self._cache.match(sequence.block_hashes(num_blocks, self._block_size))
+
+    def take(self, sequence: Sequence, matched: list[int]) -> bool:
+        """Give an empty-handed sequence blocks for all its slots, or none.
+
+        `matched` come first and count as computed.
+        """
+        assert not sequence.block_ids
+        self._pool.acquire(matched)  # first: the allocation could evict them
+        sequence.block_ids = [*matched]
+        if not self.grow(sequence):
+            sequence.block_ids = []
+            self._pool.release(matched)
+            return False
+        sequence.num_stored_blocks = len(matched)
+        sequence.num_cached_tokens = len(matched) * self._block_size
+        sequence.num_computed_tokens = sequence.num_cached_tokens
+        return True
+
+    def grow(self, sequence: Sequence) -> bool:
+        """Make its blocks cover all its slots; False if the pool has too few left."""
+        num_missing = -(-sequence.num_slots // self._block_size) - len(sequence.block_ids)
+        if num_missing <= 0:
+            return True
+        fresh = self._pool.allocate(num_missing)
+        if fresh is None:
+            return False
+        sequence.block_ids += fresh
+        return True
+
+    def store(self, sequence: Sequence) -> None:
+        """Enter the full blocks that are computed by now into the prefix cache."""
+        if not self._cache.is_enabled:
+            return
+        num_full = sequence.num_computed_tokens // self._block_size
+        if num_full == sequence.num_stored_blocks:
+            return
+        hashes = sequence.block_hashes(num_full, self._block_size)
+        for index in range(sequence.num_stored_blocks, num_full):
+            self._cache.store(hashes[index], sequence.block_ids[index])
+        sequence.num_stored_blocks = num_full
+
+    def give_back(self, sequence: Sequence) -> None:
+        """Take all blocks from the sequence; its tokens are to be computed anew, if ever."""
+        for step in self._steps:
+            if sequence in step.sequences:
+                step.keep(self._pool.open_fence(sequence.block_ids))
+        self._pool.release(sequence.block_ids)
+        sequence.block_ids = []
+        sequence.num_computed_tokens = sequence.num_stored_blocks = 0
+
+    def open_step(self, sequences: Iterable[Sequence]) -> StepFence:
+        """A step that touches the sequences' blocks is about to be launched."""
+        step = StepFence(self, sequences)
+        self._steps.append(step)
+        return step
+
+    def refs(self, sequence: Sequence, first: int, last: int) -> list[BlockRef]:
+        """Logical blocks [first, last); those that are full and computed have a hash."""
+        num_full = sequence.num_computed_tokens // self._block_size
+        hashes = sequence.block_hashes(min(last, num_full), self._block_size)
+        return [
+            BlockRef(
+                index=index,
+                block_id=block_id,
+                generation=self._generations.read(block_id),
+                hash=hashes[index] if index < num_full else None,
+            )
+            for index, block_id in enumerate(sequence.block_ids[first:last], start=first)
+        ]

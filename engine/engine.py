@@ -1,0 +1,299 @@
+"""One engine as nodes see it: requests in, tokens out, one step at a time.
+
+    step()  =  schedule -> execute on the runner -> postprocess
+
+Joins scheduler, block tables and runner; judges when a request ends (EOS, stop ids, lengths). Owns
+no tensor and speaks to no other process. Everything happens on the caller's thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from ..core.block_hash import root_hash
+from ..core.errors import HandoffFailed, InvalidRequest
+from ..core.request import FinishReason, Request
+from ..core.sampling import token_key
+from .admission import OutputLengthEstimator
+from .batch import Runner, SampledToken, SampleSpec, SequenceSlice
+from .block_pool import BlockPool, BlockRef
+from .block_tables import BlockTables, StepFence
+from .generations import Generations
+from .limits import EngineLimits
+from .outputs import ChunkDone, Load, Reservation, StepOutput, StepOutputBuilder, TokenOutput
+from .prefix_cache import CacheObserver, PrefixCache
+from .scheduler import Schedule, ScheduledSequence, Scheduler
+from .sequence import Sequence, SequenceState, finish_reason
+
+__all__ = ["ChunkDone", "Engine", "Load", "Reservation", "StepOutput", "TokenOutput"]
+
+
+@dataclass(frozen=True, slots=True)
+class _StepInFlight:
+    """A launched step: its results are parallel to `schedule.scheduled`."""
+
+    schedule: Schedule
+    fence: StepFence
+    sampled: list[SampledToken | None]
+
+
+class Engine:
+    """`pool` is public: transports open fences on the blocks that they fill."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        limits: EngineLimits,
+        generations: Generations,
+        *,
+        fingerprint: str,
+        eos_token_ids: Collection[int],
+        enable_prefix_caching: bool = True,
+        cache_observer: CacheObserver | None = None,
+        estimator: OutputLengthEstimator | None = None,
+    ) -> None:
+        self.limits = limits
+        self.pool = BlockPool(limits.num_blocks, generations)
+        self._runner = runner
+        self._fingerprint = fingerprint
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._estimator = estimator or OutputLengthEstimator()
+        cache = PrefixCache(self.pool, is_enabled=enable_prefix_caching, observer=cache_observer)
+        self._tables = BlockTables(self.pool, cache, generations, limits.block_size)
+        self._scheduler = Scheduler(limits, self.pool, self._tables, self._estimator)
+        self._sequences: dict[str, Sequence] = {}
+        self._num_arrivals = 0
+        self._stalled_at: int | None = None  # `opportunities` when there was nothing to schedule
+        self._refused: tuple[str, int] | None = None  # the last reservation that did not fit, when
+
+    # -- requests in ------------------------------------------------------------------------------
+
+    def add(self, request: Request, *, hold: bool = False) -> None:
+        """Queue a request; with `hold`, stop behind its first token and keep its KV.
+
+        A first token that ends the request ends a held one too, and its blocks are given back.
+        Raises InvalidRequest and its kin: never servable here.
+        """
+        sequence = self._new_sequence(request, SequenceState.WAITING, is_held=hold)
+        self._sequences[request.key] = sequence
+        self._scheduler.add(sequence)
+        self._stalled_at = None
+
+    def reserve(self, request: Request) -> Reservation | None:
+        """Blocks for the known tokens and the first one to come, or None: not now.
+
+        Ask again after a step, a release or an abort; keeping the order of arrival is the caller's
+        duty. Raises InvalidRequest and its kin like `add`.
+        """
+        if self._refused == (request.key, self._scheduler.opportunities):
+            return None
+        sequence = self._new_sequence(request, SequenceState.RESERVED)
+        if not self._scheduler.reserve(sequence):
+            self._refused = (request.key, self._scheduler.opportunities)
+            return None
+        self._sequences[request.key] = sequence
+        return Reservation(
+            request.key,
+            tuple(sequence.block_ids),
+            num_cached_blocks=sequence.num_stored_blocks,
+            num_known_blocks=self.limits.blocks_for(sequence.num_tokens),
+        )
+
+    def start(self, reservation: Reservation, token_id: int) -> None:
+        """The KV of all known tokens is in place, and `token_id` follows them: go on from there.
+
+        The token was streamed already and is not output again. Raises HandoffFailed if it ends the
+        request: there would have been nothing to hand over; the reservation stays as it was.
+        """
+        sequence = self._sequences[reservation.key]
+        if self._finish_reason(sequence, token_id, sequence.num_outputs + 1) is not None:
+            raise HandoffFailed(f"{reservation.key} ended with its first token: no hand-off")
+        sequence.token_ids.append(token_id)
+        self._scheduler.start(sequence)
+        self._stalled_at = None
+
+    # -- requests out -----------------------------------------------------------------------------
+
+    def drop(self, reservation: Reservation) -> None:
+        """Give a reservation up. Blocks that a pull still writes to need a fence of their own.
+
+        A reservation that was aborted before is no error.
+        """
+        sequence = self._sequences.get(reservation.key)
+        if sequence is not None and sequence.state is SequenceState.RESERVED:
+            self._end(sequence)
+
+    def release(self, key: str) -> None:
+        """A held request's KV is no longer wanted; unknown keys are no error."""
+        self.abort(key)
+
+    def abort(self, key: str) -> None:
+        """End a request in any state, without an output; unknown keys are no error.
+
+        If a step that touches its blocks is in flight, they stay fenced until that has completed.
+        """
+        sequence = self._sequences.get(key)
+        if sequence is not None:
+            self._end(sequence)
+
+    # -- stepping ---------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step could do anything: False also while all that is left waits for memory."""
+        is_stalled = self._stalled_at == self._scheduler.opportunities
+        return bool(self._scheduler.running or self._scheduler.waiting) and not is_stalled
+
+    def step(self) -> StepOutput:
+        """Compute one batch; empty if there is nothing to do.
+
+        What the runner raises (EngineFailed) goes through, and the engine is of no use after it.
+        """
+        return self._collect(self._launch())
+
+    def _launch(self) -> _StepInFlight:
+        schedule = self._scheduler.schedule()
+        batch = [self._slice(scheduled) for scheduled in schedule.scheduled]
+        fence = self._tables.open_step(scheduled.sequence for scheduled in schedule.scheduled)
+        sampled = self._runner.execute(batch) if batch else []
+        if not batch:
+            self._stalled_at = self._scheduler.opportunities
+        return _StepInFlight(schedule, fence, sampled)
+
+    def _collect(self, step: _StepInFlight) -> StepOutput:
+        step.fence.close()
+        output = StepOutputBuilder()
+        for sequence, error in step.schedule.failed:
+            del self._sequences[sequence.key]
+            output.failed.append((sequence.key, error))
+        for scheduled, sampled in zip(step.schedule.scheduled, step.sampled, strict=True):
+            if scheduled.sequence.state is SequenceState.RUNNING:  # else aborted in flight
+                self._advance(scheduled, sampled, output)
+        return output.build()
+
+    def _slice(self, scheduled: ScheduledSequence) -> SequenceSlice:
+        sequence = scheduled.sequence
+        start = sequence.num_computed_tokens
+        end = start + scheduled.num_scheduled_tokens
+        sample = None
+        if end == sequence.num_tokens:
+            params = sequence.request.sampling
+            sample = SampleSpec(params, token_key(params.seed, 0, position=end))
+        return SequenceSlice(sequence.token_ids[start:end], start, sequence.block_ids, sample)
+
+    def _advance(
+        self, scheduled: ScheduledSequence, sampled: SampledToken | None, output: StepOutputBuilder
+    ) -> None:
+        """Account for one sequence's part of a completed step."""
+        sequence = scheduled.sequence
+        sequence.num_computed_tokens += scheduled.num_scheduled_tokens
+        self._tables.store(sequence)
+        if not sequence.has_started:
+            sequence.has_started = True
+            output.started.append(sequence.key)
+        reason = None
+        if sampled is not None:
+            reason = self._append(sequence, sampled, output)
+        if sequence.is_held and reason is None:
+            output.chunks.append(
+                ChunkDone(
+                    sequence.key,
+                    sequence.num_computed_tokens,
+                    sequence.num_cached_tokens,
+                    is_last=sampled is not None,
+                )
+            )
+
+    def _append(
+        self, sequence: Sequence, sampled: SampledToken, output: StepOutputBuilder
+    ) -> FinishReason | None:
+        """Output a token, and end or hold its sequence if that was its last one here."""
+        index = sequence.num_outputs
+        reason = self._finish_reason(sequence, sampled.token_id, index + 1)
+        sequence.token_ids.append(sampled.token_id)
+        output.tokens.append(
+            TokenOutput(sequence.key, index, sampled.token_id, sampled.logprob, reason)
+        )
+        if reason is not None:
+            self._estimator.observe(sequence.num_outputs)
+            self._end(sequence)
+        elif sequence.is_held:
+            self._scheduler.hold(sequence)
+        return reason
+
+    # -- looking in -------------------------------------------------------------------------------
+
+    def load(self) -> Load:
+        scheduler = self._scheduler
+        queued = [*scheduler.waiting, *scheduler.running]
+        return Load(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            waiting_tokens=sum(s.num_uncomputed_tokens for s in queued),
+            free_blocks=self.pool.num_available,
+            credit_blocks=max(0, self.limits.held_blocks_limit - scheduler.num_held_blocks),
+        )
+
+    def block_refs(self, key: str, first: int, last: int) -> list[BlockRef]:
+        """Logical blocks [first, last) of a request that holds blocks (else KeyError).
+
+        A block has a hash once it is full and computed.
+        """
+        return self._tables.refs(self._sequences[key], first, last)
+
+    def ledger(self) -> dict[str, object]:
+        """Who holds what, JSON-able, for people and for tests."""
+        return {
+            "blocks": dataclasses.asdict(self.pool.counts) | {"total": self.pool.num_blocks},
+            "requests": {
+                sequence.key: {
+                    "state": sequence.state.value,
+                    "num_blocks": len(sequence.block_ids),
+                    "num_tokens": sequence.num_tokens,
+                    "num_computed_tokens": sequence.num_computed_tokens,
+                }
+                for sequence in self._sequences.values()
+            },
+            "num_held_blocks": self._scheduler.num_held_blocks,
+            "num_fences": len(self.pool.open_fences),
+            "num_preemptions": self._scheduler.num_preemptions,
+        }
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if a reference is nobody's: requests, reservations, fences."""
+        owners: Counter[int] = Counter()
+        for sequence in self._sequences.values():
+            owners.update(sequence.block_ids)
+        for fence in self.pool.open_fences:
+            owners.update(fence.block_ids)
+        self.pool.check_integrity(owners)
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _new_sequence(
+        self, request: Request, state: SequenceState, *, is_held: bool = False
+    ) -> Sequence:
+        if request.key in self._sequences:
+            raise InvalidRequest(f"{request.key} is here already")
+        self.limits.check(request)
+        self._num_arrivals += 1
+        root = root_hash(self._fingerprint, request.cache_salt)
+        return Sequence(request, self._num_arrivals, is_held, root, state=state)
+
+    def _finish_reason(
+        self, sequence: Sequence, token_id: int, num_outputs: int
+    ) -> FinishReason | None:
+        return finish_reason(
+            sequence.request,
+            token_id,
+            num_outputs,
+            eos_token_ids=self._eos_token_ids,
+            max_model_len=self.limits.max_model_len,
+        )
+
+    def _end(self, sequence: Sequence) -> None:
+        del self._sequences[sequence.key]
+        self._scheduler.remove(sequence)

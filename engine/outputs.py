@@ -1,0 +1,84 @@
+"""What an engine tells those above it: tokens, finished chunks, reservations, load. Plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..core.errors import BatonError
+from ..core.request import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Blocks for KV that comes from elsewhere: [num_cached_blocks, num_known_blocks) to be filled.
+
+    Those before are cached here already, those behind are room to grow.
+    """
+
+    key: str
+    block_ids: tuple[int, ...]
+    num_cached_blocks: int
+    num_known_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """Output token number `index` (from 0, over all attempts); EOS and stop ids included."""
+
+    key: str
+    index: int
+    token_id: int
+    logprob: float
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkDone:
+    """The KV of a held request's first `num_computed_tokens` tokens is complete.
+
+    `cached_tokens` of them came from the prefix cache. `is_last` comes with the first token.
+    """
+
+    key: str
+    num_computed_tokens: int
+    cached_tokens: int
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one step brought. `started`: requests whose first tokens were computed in it."""
+
+    tokens: tuple[TokenOutput, ...] = ()
+    chunks: tuple[ChunkDone, ...] = ()
+    started: tuple[str, ...] = ()
+    failed: tuple[tuple[str, BatonError], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy the engine is. `free_blocks` counts cached ones, which are there for the taking.
+
+    `waiting_tokens` are known, but not yet computed; `credit_blocks` may still be held for pullers.
+    """
+
+    num_running: int
+    num_waiting: int
+    waiting_tokens: int
+    free_blocks: int
+    credit_blocks: int
+
+
+@dataclass(slots=True)
+class StepOutputBuilder:
+    """A StepOutput in the making."""
+
+    tokens: list[TokenOutput] = field(default_factory=list)
+    chunks: list[ChunkDone] = field(default_factory=list)
+    started: list[str] = field(default_factory=list)
+    failed: list[tuple[str, BatonError]] = field(default_factory=list)
+
+    def build(self) -> StepOutput:
+        return StepOutput(
+            tuple(self.tokens), tuple(self.chunks), tuple(self.started), tuple(self.failed)
+        )

@@ -1,0 +1,225 @@
+"""Which sequences run in the next step, and how many tokens of each: the engine's one scheduler.
+
+One token budget for all: first the decodes, then the next chunks of running prefills, then
+admissions, first come first served without overtaking. Roles are policies over it elsewhere; it
+does prefill and decode in any mixture. Memory:
+
+- an admission takes all blocks of the known tokens at once, if the peak estimate says that it fits;
+- a decode takes a block when it crosses into one; if there is none, the latest arrival is preempted
+  (tokens kept, KV recomputed later), never the oldest, so that something always gets on;
+- a held sequence takes all it will ever need at admission, and is never preempted.
+
+Knows no runner and no time.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+from collections.abc import Iterator, MutableSequence
+from dataclasses import dataclass, field
+
+from ..core.errors import BatonError, PromptTooLarge
+from .admission import Admission, OutputLengthEstimator, distinct_blocks
+from .block_pool import BlockPool
+from .block_tables import BlockTables
+from .limits import EngineLimits
+from .sequence import Sequence, SequenceState
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """`num_scheduled_tokens` known tokens of the sequence, from `num_computed_tokens` on."""
+
+    sequence: Sequence
+    num_scheduled_tokens: int
+
+
+@dataclass(slots=True)
+class Schedule:
+    """One step. `failed` sequences can never go on: they are out of the scheduler already."""
+
+    scheduled: list[ScheduledSequence] = field(default_factory=list)
+    failed: list[tuple[Sequence, BatonError]] = field(default_factory=list)
+    num_preempted: int = 0
+    num_budget_tokens: int = 0
+
+    def plan(self, sequence: Sequence) -> None:
+        """Take as many of the sequence's uncomputed tokens as the budget has."""
+        num_tokens = min(sequence.num_uncomputed_tokens, self.num_budget_tokens)
+        self.scheduled.append(ScheduledSequence(sequence, num_tokens))
+        self.num_budget_tokens -= num_tokens
+
+
+class Scheduler:
+    """Owns the queues. Sequences come in by `add` or `reserve` and leave by `remove`."""
+
+    def __init__(
+        self,
+        limits: EngineLimits,
+        pool: BlockPool,
+        tables: BlockTables,
+        estimator: OutputLengthEstimator,
+    ) -> None:
+        self._limits = limits
+        self._pool = pool
+        self._tables = tables
+        self._admission = Admission(limits, estimator)
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # by arrival
+        self.reserved: list[Sequence] = []
+        self.held: list[Sequence] = []  # computed, waiting to be released
+        self.num_preemptions = 0
+        self._num_departures = 0
+        self._refused_at: int | None = None  # `opportunities` when the head did not fit
+
+    @property
+    def opportunities(self) -> int:
+        """Moves whenever something ended that an admission may have been waiting for."""
+        return self._pool.num_releases + self._num_departures
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Blocks that wait to be pulled, or will: shared ones count once."""
+        return len(distinct_blocks(self._holders()))
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue it up behind all others."""
+        self.waiting.append(sequence)
+
+    def reserve(self, sequence: Sequence) -> bool:
+        """Take blocks for all slots of a new RESERVED sequence, or nothing: whether it fits.
+
+        The head of the waiting queue goes first: only what fits beside it is given away.
+        """
+        assert sequence.state is SequenceState.RESERVED
+        matched = self._tables.match(sequence, sequence.num_tokens)
+        others = [*self._owners(), *[*self.waiting][:1]]
+        if not self._has_slot() or not self._admission.fits(sequence, matched, others):
+            return False
+        if not self._tables.take(sequence, matched):
+            return False
+        self.reserved.append(sequence)
+        return True
+
+    def start(self, sequence: Sequence) -> None:
+        """The KV of all known tokens but the last is in place: decode from here."""
+        self.reserved.remove(sequence)
+        sequence.num_computed_tokens = sequence.num_prefill_tokens = sequence.num_tokens - 1
+        self._tables.store(sequence)
+        self._run(sequence)
+
+    def hold(self, sequence: Sequence) -> None:
+        """The held sequence is computed: it no longer runs, and keeps its blocks."""
+        self.running.remove(sequence)
+        self._num_departures += 1
+        sequence.state = SequenceState.HELD
+        self.held.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget the sequence, whatever its state, and give its blocks back."""
+        queues: dict[SequenceState, MutableSequence[Sequence]] = {
+            SequenceState.WAITING: self.waiting,
+            SequenceState.RUNNING: self.running,
+            SequenceState.RESERVED: self.reserved,
+            SequenceState.HELD: self.held,
+        }
+        queues[sequence.state].remove(sequence)
+        sequence.state = SequenceState.ENDED
+        self._num_departures += 1
+        self._tables.give_back(sequence)
+
+    def schedule(self) -> Schedule:
+        """Plan a step; sequences that are not in it wait for budget or memory."""
+        schedule = Schedule(num_budget_tokens=self._limits.max_num_batched_tokens)
+        for sequence in [*self.running]:
+            if schedule.num_budget_tokens == 0:
+                break
+            if sequence.state is not SequenceState.RUNNING or sequence.is_prefilling:
+                continue  # preempted by one before it, or not yet its turn
+            if self._make_room(sequence, schedule):
+                schedule.plan(sequence)
+        for sequence in self.running:
+            if sequence.is_prefilling and schedule.num_budget_tokens:
+                schedule.plan(sequence)
+        if not schedule.num_preempted:
+            self._admit_waiting(schedule)
+        return schedule
+
+    def _make_room(self, sequence: Sequence, schedule: Schedule) -> bool:
+        """Slots for all its tokens, preempting others if need be; False: not in this step."""
+        if self._has_outgrown_pool(sequence, schedule):
+            return False
+        while not self._tables.grow(sequence):
+            victim = self._latest_preemptible()
+            if victim is None:
+                return False  # the rest is held, reserved or fenced, and will be released
+            self._preempt(victim)
+            schedule.num_preempted += 1
+            if victim is sequence:
+                return False
+        return True
+
+    def _admit_waiting(self, schedule: Schedule) -> None:
+        while self.waiting and schedule.num_budget_tokens and self._has_slot():
+            if self._refused_at == self.opportunities:
+                return
+            sequence = self.waiting[0]
+            if self._has_outgrown_pool(sequence, schedule):
+                continue
+            if not self._try_admit(sequence):
+                self._refused_at = self.opportunities
+                return
+            self.waiting.popleft()
+            sequence.num_prefill_tokens = sequence.num_tokens
+            self._run(sequence)
+            schedule.plan(sequence)
+
+    def _try_admit(self, sequence: Sequence) -> bool:
+        # At least one token must be computed, or there would be no logits to sample from.
+        matched = self._tables.match(sequence, sequence.num_tokens - 1)
+        admission = self._admission
+        if sequence.is_held and not admission.has_credit(sequence, matched, self._holders()):
+            return False
+        if not admission.fits(sequence, matched, self._owners()):
+            return False
+        return self._tables.take(sequence, matched)
+
+    def _owners(self) -> Iterator[Sequence]:
+        """All that have blocks."""
+        yield from self.running
+        yield from self.reserved
+        yield from self.held
+
+    def _holders(self) -> Iterator[Sequence]:
+        yield from self.held
+        yield from (s for s in self.running if s.is_held)
+
+    def _has_slot(self) -> bool:
+        return len(self.running) + len(self.reserved) < self._limits.max_num_seqs
+
+    def _run(self, sequence: Sequence) -> None:
+        sequence.state = SequenceState.RUNNING
+        bisect.insort(self.running, sequence, key=lambda s: s.arrival)
+
+    def _has_outgrown_pool(self, sequence: Sequence, schedule: Schedule) -> bool:
+        """Take it out if the whole pool could not hold its tokens any more."""
+        try:
+            self._limits.check_fits(sequence.num_tokens)
+        except PromptTooLarge as error:
+            self.remove(sequence)
+            schedule.failed.append((sequence, error))
+            return True
+        return False
+
+    def _latest_preemptible(self) -> Sequence | None:
+        """The latest arrival that is not held, unless it is also the oldest."""
+        preemptible = [s for s in self.running if not s.is_held]
+        return preemptible[-1] if len(preemptible) > 1 else None
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._tables.give_back(sequence)
+        sequence.state = SequenceState.WAITING
+        self.waiting.appendleft(sequence)
+        self.num_preemptions += 1

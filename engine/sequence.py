@@ -1,0 +1,122 @@
+"""One request while it lives in an engine: its tokens, its blocks, how far its KV is computed.
+
+      add                              start
+       │                                 │
+       ▼        admit                    ▼       reserve
+    WAITING ───────────► RUNNING ◄──── RESERVED ◄────────
+       ▲                 │  │  │           │
+       └─────────────────┘  │  └─► HELD    │     every state ──► ENDED
+            preempt         ▼  first token │     (finish, release, drop, abort, failure)
+                          ENDED  of a held request
+
+Plain bookkeeping: decides nothing, allocates nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from ..core.block_hash import BlockHash, next_hash
+from ..core.request import FinishReason, Request
+
+
+class SequenceState(enum.Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = "waiting"  # holds no block
+    RUNNING = "running"  # scheduled step by step
+    HELD = "held"  # computed; keeps its blocks for a puller until released
+    RESERVED = "reserved"  # holds blocks that a pull fills
+    ENDED = "ended"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request in an engine.
+
+        token_ids   [ prompt | outputs of earlier attempts | outputs ]
+        KV          [ num_cached_tokens | computed here      )        )
+                                        num_computed_tokens ─┘        └─ known, not yet computed
+        block_ids   [ b0 | b1 | b2 | ... ]   slot of position p: block_ids[p // block_size]
+
+    `arrival` orders first come first served; `is_held` asks to stop behind the first token and keep
+    the KV. `num_stored_blocks` leading blocks have been offered to the prefix cache.
+    """
+
+    request: Request
+    arrival: int
+    is_held: bool
+    root_hash: BlockHash
+    token_ids: list[int] = field(init=False)
+    state: SequenceState = SequenceState.WAITING
+    block_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_prefill_tokens: int = 0
+    num_stored_blocks: int = 0
+    has_started: bool = False
+    _hashes: list[BlockHash] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.token_ids = [*self.request.prompt_token_ids, *self.request.output_token_ids]
+
+    @property
+    def key(self) -> str:
+        return self.request.key
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens; the KV of the last one may be still to compute."""
+        return len(self.token_ids)
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that need a place in its blocks now; a reservation has one for the first token."""
+        if self.state is SequenceState.HELD:
+            return self.num_computed_tokens
+        return len(self.token_ids) + (self.state is SequenceState.RESERVED)
+
+    @property
+    def num_outputs(self) -> int:
+        """Output tokens over all attempts."""
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether tokens that were known at its admission are still to compute."""
+        return self.num_computed_tokens < self.num_prefill_tokens
+
+    def block_hashes(self, num_blocks: int, block_size: int) -> list[BlockHash]:
+        """The hashes of the first `num_blocks` blocks, all of them full; computed once each."""
+        hashes = self._hashes
+        for start in range(len(hashes) * block_size, num_blocks * block_size, block_size):
+            parent = hashes[-1] if hashes else self.root_hash
+            hashes.append(next_hash(parent, self.token_ids[start : start + block_size]))
+        return hashes[:num_blocks]
+
+
+def finish_reason(
+    request: Request,
+    token_id: int,
+    num_outputs: int,
+    *,
+    eos_token_ids: Collection[int],
+    max_model_len: int,
+) -> FinishReason | None:
+    """Whether `token_id`, output number `num_outputs` (from 1), ends the request, and why.
+
+    Stop strings are not judged here: the gateway knows text.
+    """
+    sampling = request.sampling
+    if token_id in sampling.stop_token_ids:
+        return FinishReason.STOP
+    if token_id in eos_token_ids and not sampling.ignore_eos:
+        return FinishReason.STOP
+    is_full = len(request.prompt_token_ids) + num_outputs >= max_model_len
+    return FinishReason.LENGTH if is_full or num_outputs >= sampling.max_tokens else None

@@ -1,0 +1,38 @@
+"""Time and chance under a test's control: fakes of core/ports.py."""
+
+from __future__ import annotations
+
+
+class FakeClock:
+    """Stands still until it is told to advance. Wall time starts at 2000-01-01 and keeps step."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+
+    def monotonic_s(self) -> float:
+        return self._now_s
+
+    def unix_ns(self) -> int:
+        return 946_684_800_000_000_000 + round(self._now_s * 1e9)
+
+    def advance(self, seconds: float) -> None:
+        assert seconds >= 0
+        self._now_s += seconds
+
+
+class FakeEntropy:
+    """Counts where the real one draws. `node` keeps the identifiers of several fakes apart."""
+
+    def __init__(self, node: int = 0) -> None:
+        self._node = node
+        self._num_drawn = 0
+
+    def new_id(self) -> str:
+        return f"{self._node:016x}{self._next():016x}"
+
+    def new_seed(self) -> int:
+        return self._next()
+
+    def _next(self) -> int:
+        self._num_drawn += 1
+        return self._num_drawn

@@ -1,0 +1,117 @@
+"""A model without a model: its next token is a hash of the whole history, read back from its KV.
+
+A slot of its KV is 16 bytes, (token id, chain), where chain = mix(chain of the position before,
+token id). Every step reads the history back through the block table, so a block that is mixed up,
+missing, stale or overwritten is found at once, and any wrong position changes the tokens.
+`expected_tokens` computes the same continuation without blocks.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+
+from baton.core.request import SamplingParams
+from baton.core.sampling import mix64, token_key
+from baton.engine.batch import SampledToken, SampleSpec, SequenceSlice
+
+_SLOT = struct.Struct("<QQ")  # token id, chain
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def _extend_chain(chain: int, token_id: int) -> int:
+    return mix64(chain ^ mix64(token_id + 1))
+
+
+def _sample(chain: int, key: int, params: SamplingParams, vocab_size: int) -> int:
+    noise = 0 if params.is_greedy else key
+    return mix64(chain ^ noise) % vocab_size
+
+
+def expected_tokens(
+    prompt: Sequence[int], n: int, *, params: SamplingParams = GREEDY, vocab_size: int = 1000
+) -> list[int]:
+    """The first `n` tokens behind `prompt`; where they end is the engine's business."""
+    chain = 0
+    for token_id in prompt:
+        chain = _extend_chain(chain, token_id)
+    outputs: list[int] = []
+    for position in range(len(prompt), len(prompt) + n):
+        token_id = _sample(chain, token_key(params.seed, 0, position), params, vocab_size)
+        chain = _extend_chain(chain, token_id)
+        outputs.append(token_id)
+    return outputs
+
+
+class FakeRunner:
+    """A `Runner`. Its KV lies in `memory` (writable, num_blocks * block_bytes), if one is given.
+
+    `on_execute` is called with each batch before it is computed, as if the step were in flight.
+    `batch_sizes` holds the number of tokens of every slice of every step.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        vocab_size: int = 1000,
+        memory: bytearray | memoryview | None = None,
+        on_execute: Callable[[Sequence[SequenceSlice]], None] | None = None,
+    ) -> None:
+        self.block_bytes = block_size * _SLOT.size
+        self.batch_sizes: list[list[int]] = []
+        self.on_execute = on_execute
+        self._block_size = block_size
+        self._vocab_size = vocab_size
+        self._kv = memoryview(bytearray(num_blocks * self.block_bytes) if memory is None else memory)
+
+    def execute(self, batch: Sequence[SequenceSlice]) -> list[SampledToken | None]:
+        assert batch, "a step without work"
+        if self.on_execute is not None:
+            self.on_execute(batch)
+        self.batch_sizes.append([s.num_scheduled_tokens for s in batch])
+        for one in batch:
+            self._write(one)
+        return [self._attend(one) for one in batch]
+
+    def read_block(self, block_id: int) -> bytes:
+        return bytes(self._block(block_id))
+
+    def write_block(self, block_id: int, content: bytes) -> None:
+        self._block(block_id)[:] = content
+
+    def block_tokens(self, block_id: int) -> list[int]:
+        """The token ids whose KV lies in the block."""
+        return [token_id for token_id, _chain in _SLOT.iter_unpack(self._block(block_id))]
+
+    def _write(self, one: SequenceSlice) -> None:
+        chain = self._read(one, one.start - 1)[1] if one.start else 0
+        for position, token_id in enumerate(one.token_ids, start=one.start):
+            chain = _extend_chain(chain, token_id)
+            _SLOT.pack_into(self._kv, self._offset(one, position), token_id, chain)
+
+    def _attend(self, one: SequenceSlice) -> SampledToken | None:
+        """Read the history as attention would, after all slices of the step have written."""
+        chain = 0
+        end = one.start + one.num_scheduled_tokens
+        for position in range(end):
+            token_id, stored = self._read(one, position)
+            chain = _extend_chain(chain, token_id)
+            assert chain == stored, f"position {position} is not the KV of this sequence"
+        return None if one.sample is None else self._sampled(chain, one.sample)
+
+    def _sampled(self, chain: int, spec: SampleSpec) -> SampledToken:
+        token_id = _sample(chain, spec.key, spec.params, self._vocab_size)
+        return SampledToken(token_id, logprob=-float(token_id))
+
+    def _read(self, one: SequenceSlice, position: int) -> tuple[int, int]:
+        return _SLOT.unpack_from(self._kv, self._offset(one, position))
+
+    def _offset(self, one: SequenceSlice, position: int) -> int:
+        block_id = one.block_table[position // self._block_size]
+        assert block_id >= 2, "blocks 0 and 1 are reserved"
+        return block_id * self.block_bytes + position % self._block_size * _SLOT.size
+
+    def _block(self, block_id: int) -> memoryview:
+        return self._kv[block_id * self.block_bytes : (block_id + 1) * self.block_bytes]
