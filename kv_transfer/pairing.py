@@ -1,0 +1,85 @@
+"""How far each pair has come: linked, greeted, ready. Compares fingerprints; sends nothing.
+
+PeerLinked         Hello fits            window is open (puller only)
+    └──► LINKED ──────────────► GREETED ───────────────────────────► READY
+            └── Hello differs: the pair is refused and forgotten
+"""
+
+from __future__ import annotations
+
+import enum
+
+from ..core.errors import FingerprintMismatch, HandoffFailed
+from .messages import Hello
+
+
+class PairState(enum.Enum):
+    """Of one peer with an open stream."""
+
+    LINKED = "linked"  # our Hello is out
+    GREETED = "greeted"  # theirs fits ours: transfers may be spoken of
+    READY = "ready"  # and its pool can be read
+
+
+class Pairs:
+    """The peers with an open stream. A peer without one is not here."""
+
+    def __init__(self, hello: Hello) -> None:
+        self.hello = hello  # what this side says first
+        self._num_links = 0  # streams opened so far, to all peers
+        self._states: dict[str, PairState] = {}
+        self._links: dict[str, int] = {}
+
+    def add(self, incarnation: str) -> None:
+        """A stream to this peer is open; it has come no further."""
+        self._num_links += 1
+        self._links[incarnation] = self._num_links
+        self._states[incarnation] = PairState.LINKED
+
+    def remove(self, incarnation: str) -> PairState | None:
+        """Forget the peer; returns how far it had come."""
+        self._links.pop(incarnation, None)
+        return self._states.pop(incarnation, None)
+
+    def get(self, incarnation: str) -> PairState | None:
+        return self._states.get(incarnation)
+
+    def link(self, incarnation: str) -> int:
+        """The number of the peer's present stream: an answer about an earlier one is void."""
+        return self._links[incarnation]
+
+    def is_opening(self, incarnation: str, link: int) -> bool:
+        """Whether this stream's pair is greeted and waits for its window."""
+        is_greeted = self._states.get(incarnation) is PairState.GREETED
+        return is_greeted and self._links[incarnation] == link
+
+    def set_ready(self, incarnation: str) -> None:
+        assert self._states[incarnation] is PairState.GREETED
+        self._states[incarnation] = PairState.READY
+
+    def greet(self, incarnation: str, hello: Hello) -> bool:
+        """Take in a linked peer's Hello; True if it is the first.
+
+        Raises FingerprintMismatch that names the first differing field, HandoffFailed if the
+        peer is not who the stream was opened to.
+        """
+        if hello.incarnation != incarnation:
+            raise HandoffFailed(f"the stream to {incarnation} is answered by {hello.incarnation}")
+        _require_equal(self.hello, hello)
+        is_first = self._states[incarnation] is PairState.LINKED
+        if is_first:
+            self._states[incarnation] = PairState.GREETED
+        return is_first
+
+    def ledger(self) -> dict[str, str]:
+        return {incarnation: state.value for incarnation, state in self._states.items()}
+
+
+def _require_equal(ours: Hello, theirs: Hello) -> None:
+    if ours.protocol != theirs.protocol:
+        raise FingerprintMismatch(f"protocol: {ours.protocol} here, {theirs.protocol} there")
+    for name in sorted({*ours.fingerprint, *theirs.fingerprint}):
+        here = ours.fingerprint.get(name)
+        there = theirs.fingerprint.get(name)
+        if here != there:
+            raise FingerprintMismatch(f"{name}: {here!r} here, {there!r} there")

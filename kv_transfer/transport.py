@@ -1,0 +1,99 @@
+"""How blocks travel: small Protocols over shared memory, GPUs or a network, and the choice of one.
+
+A transport opens a window onto one source's pool; a window copies blocks into the local pool on the
+side. Knows no transfer, no lease and no message.
+
+    connect(incarnation) ──► PoolWindow ── start_pull(pairs) ──► PullHandle
+                                               └── on_done(outcome), exactly once
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..core.errors import HandoffFailed
+from ..engine.block_pool import BlockRef
+
+
+class PullOutcome(enum.Enum):
+    """How a pull ended. Only OK makes its destination blocks readable."""
+
+    OK = "ok"
+    STALE = "stale"  # a generation differed before or after the copy
+    CANCELLED = "cancelled"
+    FAILED = "failed"  # the copy differs from its source, or the transport broke
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPair:
+    """One block to copy: where it lies in the source's pool, and the block of ours it goes to."""
+
+    source: BlockRef
+    destination: int
+
+
+class PullHandle(Protocol):
+    """One pull in flight."""
+
+    def cancel(self) -> None:
+        """Ask it to end early. It still reports, and may still report OK."""
+        ...
+
+
+class PoolWindow(Protocol):
+    """One source's pool as this process sees it, canary checked, until `close`."""
+
+    @property
+    def transport(self) -> str: ...
+
+    @property
+    def gbytes_per_s(self) -> float:
+        """Measured when the window was opened."""
+        ...
+
+    def start_pull(
+        self, pairs: Sequence[BlockPair], on_done: Callable[[PullOutcome], None]
+    ) -> PullHandle:
+        """Copy all pairs; each generation is checked before and after its copy.
+
+        Returns at once. `on_done` is called exactly once, from a thread of the window; until then
+        the destination blocks may be written and must stay fenced.
+        """
+        ...
+
+    def close(self) -> None:
+        """Accept no more pulls. Those accepted end and report, then the memory is unmapped."""
+        ...
+
+    def join(self) -> None:
+        """After `close`: wait until that has happened."""
+        ...
+
+
+class Transport(Protocol):
+    """One way to reach a source's pool."""
+
+    @property
+    def name(self) -> str: ...
+
+    def connect(self, incarnation: str) -> PoolWindow:
+        """Open the pool of exactly this incarnation. Raises HandoffFailed and says why not."""
+        ...
+
+
+def open_window(transports: Sequence[Transport], incarnation: str) -> PoolWindow:
+    """The window of the first transport that connects, best first.
+
+    Raises HandoffFailed that names every transport tried with its reason.
+    """
+    reasons = []
+    for transport in transports:
+        try:
+            return transport.connect(incarnation)
+        except HandoffFailed as error:
+            reasons.append(f"{transport.name}: {error.message}")
+    tried = "; ".join(reasons) or "none is configured"
+    raise HandoffFailed(f"no transport reaches source {incarnation}: {tried}")

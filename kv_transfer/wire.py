@@ -1,0 +1,163 @@
+"""Between the hand-off's messages and their protobuf form. Decoding trusts nothing.
+
+What a peer sent is bounded and checked field by field here, so that source and puller only meet
+well-formed messages. Knows no stream and no framing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar, assert_never
+
+from ..core.block_hash import BlockHash
+from ..core.errors import HandoffFailed
+from ..engine.block_pool import BlockRef
+from ..proto import codec
+from ..proto.v1 import handoff_pb2 as pb
+from .messages import (
+    Attach,
+    CancelTransfer,
+    HandoffState,
+    Hello,
+    Manifest,
+    Message,
+    Release,
+    Renew,
+    Revoked,
+)
+
+MAX_FINGERPRINT_FIELDS = 64
+MAX_TEXT_CHARS = 1024  # of a fingerprint's names and values, and of an error
+MAX_RENEWALS = 16_384
+MAX_BLOCKS = 65_536  # in one manifest: a million tokens in blocks of 16
+MAX_LEASE_S = 3600.0
+
+_ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
+_HASH_BYTES = 16
+
+_T = TypeVar("_T", bound=Collection[Any])
+
+
+def to_wire(message: Message) -> pb.PeerMessage:
+    """Encode a message of our own."""
+    match message:
+        case Hello(incarnation, fingerprint, protocol):
+            hello = pb.Hello(
+                incarnation=incarnation, protocol=protocol, fingerprint=dict(fingerprint)
+            )
+            return pb.PeerMessage(hello=hello)
+        case Attach(transfer_id):
+            return pb.PeerMessage(attach=pb.Attach(transfer_id=transfer_id))
+        case Renew(transfer_ids):
+            return pb.PeerMessage(renew=pb.Renew(transfer_ids=transfer_ids))
+        case Release(transfer_id):
+            return pb.PeerMessage(release=pb.Release(transfer_id=transfer_id))
+        case CancelTransfer(transfer_id):
+            return pb.PeerMessage(cancel=pb.CancelTransfer(transfer_id=transfer_id))
+        case Manifest():
+            return pb.PeerMessage(manifest=_manifest_to_wire(message))
+        case Revoked(transfer_id, error):
+            wire_error = codec.error_to_wire(error)
+            wire_error.message = wire_error.message[:MAX_TEXT_CHARS]
+            return pb.PeerMessage(revoked=pb.Revoked(transfer_id=transfer_id, error=wire_error))
+        case _:
+            assert_never(message)
+
+
+def from_wire(wire: pb.PeerMessage) -> Message:
+    """Decode a peer's message. Raises HandoffFailed if it is not one that a sane peer sends."""
+    kind = wire.WhichOneof("body")
+    if kind is None:
+        raise HandoffFailed("a peer sent a message of no known kind")
+    return _DECODERS[kind](getattr(wire, kind))
+
+
+def _manifest_to_wire(manifest: Manifest) -> pb.Manifest:
+    state = manifest.state
+    return pb.Manifest(
+        transfer_id=manifest.transfer_id,
+        seq=manifest.seq,
+        blocks=[
+            pb.BlockRef(
+                index=ref.index,
+                block_id=ref.block_id,
+                generation=ref.generation,
+                hash=ref.hash or b"",
+            )
+            for ref in manifest.blocks
+        ],
+        num_tokens=manifest.num_tokens,
+        lease_remaining_us=int(manifest.lease_remaining_s * 1e6),
+        state=None
+        if state is None
+        else pb.HandoffState(num_blocks=state.num_blocks, first_token_id=state.first_token_id),
+    )
+
+
+def _hello(wire: pb.Hello) -> Hello:
+    fields = _at_most(MAX_FINGERPRINT_FIELDS, wire.fingerprint)
+    fingerprint = {_text(name): _text(value) for name, value in fields.items()}
+    return Hello(_id(wire.incarnation), fingerprint, wire.protocol)
+
+
+def _renew(wire: pb.Renew) -> Renew:
+    return Renew(tuple(_id(each) for each in _at_most(MAX_RENEWALS, wire.transfer_ids)))
+
+
+def _manifest(wire: pb.Manifest) -> Manifest:
+    lease_s = wire.lease_remaining_us / 1e6
+    if lease_s > MAX_LEASE_S:
+        raise HandoffFailed(f"a peer sent a lease of {lease_s:.0f} s")
+    state = None
+    if wire.HasField("state"):
+        state = HandoffState(wire.state.num_blocks, wire.state.first_token_id)
+    return Manifest(
+        _id(wire.transfer_id),
+        wire.seq,
+        tuple(_block_ref(ref) for ref in _at_most(MAX_BLOCKS, wire.blocks)),
+        wire.num_tokens,
+        lease_s,
+        state,
+    )
+
+
+def _block_ref(wire: pb.BlockRef) -> BlockRef:
+    if len(wire.hash) not in (0, _HASH_BYTES):
+        raise HandoffFailed(f"a peer sent a block hash of {len(wire.hash)} bytes")
+    block_hash = BlockHash(wire.hash) if wire.hash else None
+    return BlockRef(wire.index, wire.block_id, wire.generation, block_hash)
+
+
+def _revoked(wire: pb.Revoked) -> Revoked:
+    for text in (wire.error.code, wire.error.message, wire.error.param):
+        _text(text)
+    return Revoked(_id(wire.transfer_id), codec.error_from_wire(wire.error))
+
+
+def _id(text: str) -> str:
+    if not _ID.fullmatch(text):
+        raise HandoffFailed("a peer sent an id that is not 32 hex digits")
+    return text
+
+
+def _text(text: str) -> str:
+    _at_most(MAX_TEXT_CHARS, text)
+    return text
+
+
+def _at_most(limit: int, items: _T) -> _T:
+    if len(items) > limit:
+        raise HandoffFailed(f"a peer sent {len(items)} items where {limit} are allowed")
+    return items
+
+
+_DECODERS: dict[str, Callable[[Any], Message]] = {
+    "hello": _hello,
+    "attach": lambda wire: Attach(_id(wire.transfer_id)),
+    "renew": _renew,
+    "release": lambda wire: Release(_id(wire.transfer_id)),
+    "cancel": lambda wire: CancelTransfer(_id(wire.transfer_id)),
+    "manifest": _manifest,
+    "revoked": _revoked,
+}
