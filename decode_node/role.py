@@ -1,0 +1,276 @@
+"""The puller's role: waits for KV, pulls it into reserved blocks, decodes.
+
+    Dispatch ─► Intended            manifests ─► Puller        step ─► tokens to the gateway
+    Puller ─► Reserve, StartPull ─► Complete ─► engine.start
+
+Glue alone: the engine decides about blocks, `kv_transfer.puller` about transfers.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import assert_never
+
+from ..core.block_hash import block_hashes, root_hash
+from ..core.errors import BatonError, InvalidRequest
+from ..core.ports import Clock
+from ..core.request import Ticket
+from ..core.timeline import Event
+from ..engine.engine import Engine
+from ..engine.outputs import Reservation, StepOutput, TokenOutput
+from ..kv_transfer import wire
+from ..kv_transfer.events import (
+    CancelPull,
+    ClosePeer,
+    CloseWindow,
+    Complete,
+    DropReservation,
+    Failed,
+    Intended,
+    IntentCancelled,
+    MemoryFreed,
+    OpenWindow,
+    PeerLinked,
+    PeerLost,
+    PeerMessage,
+    PullEnded,
+    PullerEffect,
+    PullerEvent,
+    Reserve,
+    Reserved,
+    ReserveRefused,
+    Send,
+    StartPull,
+    Tick,
+    WindowFailed,
+    WindowOpened,
+)
+from ..kv_transfer.puller import Puller
+from ..kv_transfer.transport import PullOutcome
+from ..node.desk import RequestDesk
+from ..node.outbox import Outbox
+from ..node.request_book import Entry, TransferSummary
+from ..node.role import Vitals
+from ..proto.v1 import handoff_pb2, node_pb2
+from .windows import Windows
+
+log = logging.getLogger(__name__)
+
+
+class DecodeRole:
+    """`node.role.Role` of a decode node's engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        desk: RequestDesk,
+        outbox: Outbox,
+        puller: Puller,
+        windows: Windows,
+        clock: Clock,
+        *,
+        fingerprint: str,
+        block_bytes: int,
+    ) -> None:
+        self._engine = engine
+        self._desk = desk
+        self._outbox = outbox
+        self._puller = puller
+        self._windows = windows
+        self._clock = clock
+        self._fingerprint = fingerprint
+        self._block_bytes = block_bytes
+        self._tickets: dict[str, Ticket] = {}  # by request key, until its KV is here
+        self._reservations: dict[str, Reservation] = {}  # by transfer
+        self._is_memory_short = False  # the puller waits for blocks
+
+    # -- gateways ------------------------------------------------------------------------------
+
+    def dispatch(self, gateway: str, dispatch: node_pb2.Dispatch) -> None:
+        entry = self._desk.accept(gateway, dispatch)
+        if entry is None:
+            return
+        try:
+            self._admit(entry, dispatch.work)
+        except BatonError as error:
+            self.fail(entry.key, error)
+
+    def _admit(self, entry: Entry, work: node_pb2.Work) -> None:
+        if work == node_pb2.WORK_LOCAL:
+            self._engine.add(entry.request)
+        elif work == node_pb2.WORK_DECODE and entry.ticket is not None:
+            self._engine.limits.check(entry.request)
+            self._tickets[entry.key] = entry.ticket
+            self._feed(self._intent(entry, entry.ticket))
+        else:
+            raise InvalidRequest("a decode node takes local work, or decodes with a ticket")
+
+    def _intent(self, entry: Entry, ticket: Ticket) -> Intended:
+        request, limits = entry.request, self._engine.limits
+        known = (*request.prompt_token_ids, *request.output_token_ids)
+        root = root_hash(self._fingerprint, request.cache_salt)
+        return Intended(
+            ticket,
+            entry.key,
+            block_hashes(root, known, limits.block_size),
+            limits.blocks_for(len(known)),
+            entry.deadline_s,
+        )
+
+    def cancel(self, key: str) -> None:
+        self._end(key, None)
+
+    def fail(self, key: str, error: BatonError) -> None:
+        self._end(key, error)
+
+    def gateway_lost(self, gateway: str) -> None:
+        for key in self._desk.forget_gateway(gateway):
+            self.cancel(key)
+
+    def _end(self, key: str, error: BatonError | None) -> None:
+        """End a request in any state; with an error its gateway is told."""
+        self._desk.end(key, error)
+        if ticket := self._tickets.pop(key, None):
+            # Its reservation stays until the last copy into it has ended: the puller says when.
+            self._feed(IntentCancelled(ticket.transfer_id))
+        else:
+            self._engine.abort(key)
+
+    # -- the engine's results ------------------------------------------------------------------
+
+    def after_step(self, output: StepOutput) -> None:
+        for key in output.started:
+            if entry := self._desk.book.get(key):
+                has_pulled = entry.ticket is not None
+                self._desk.stamp(
+                    entry, Event.DECODE_STARTED if has_pulled else Event.PREFILL_STARTED
+                )
+        for token in output.tokens:
+            self._on_token(token)
+        for key, error in output.failed:
+            self.fail(key, error)
+
+    def _on_token(self, token: TokenOutput) -> None:
+        entry = self._desk.book.get(token.key)
+        if entry is None:
+            return
+        if entry.ticket is None and token.index == len(entry.request.output_token_ids):
+            self._desk.stamp(entry, Event.FIRST_TOKEN)
+        self._desk.emit(entry, token)
+        if token.finish_reason is not None:
+            self._desk.end(token.key, None)
+
+    # -- sources -------------------------------------------------------------------------------
+
+    def peer_linked(self, incarnation: str, peer_is_source: bool) -> None:
+        self._feed(PeerLinked(incarnation))
+
+    def peer_message(self, incarnation: str, message: handoff_pb2.PeerMessage) -> None:
+        self._feed(PeerMessage(incarnation, wire.from_wire(message)))
+
+    def peer_lost(self, incarnation: str) -> None:
+        self._feed(PeerLost(incarnation))
+
+    def _feed(self, event: PullerEvent) -> None:
+        """Tell the puller, and do what it says. A `Reserve` comes last: its answer may be fed."""
+        for effect in self._puller.handle(event):
+            self._apply(effect)
+
+    def _apply(self, effect: PullerEffect) -> None:
+        match effect:
+            case Send(incarnation, message):
+                self._outbox.to_peer(incarnation, wire.to_wire(message))
+            case Reserve(transfer_id, key):
+                self._reserve(transfer_id, key)
+            case StartPull():
+                self._start_pull(effect)
+            case CancelPull(transfer_id):
+                self._windows.cancel_pulls(transfer_id)
+            case Complete():
+                self._start(effect)
+            case Failed(_, key, error):
+                self._tickets.pop(key, None)
+                self._desk.end(key, error)
+            case DropReservation(transfer_id):
+                self._engine.drop(self._reservations.pop(transfer_id))
+            case OpenWindow(incarnation, link):
+                self._open_window(incarnation, link)
+            case CloseWindow(incarnation):
+                self._windows.close(incarnation)
+            case ClosePeer(incarnation, error):
+                log.warning("refused source %s: %s", incarnation, error.message)
+                self._outbox.close_peer(incarnation)
+            case _:
+                assert_never(effect)
+
+    def _open_window(self, incarnation: str, link: int) -> None:
+        def opened(error: BatonError | None) -> None:
+            if error is None:
+                self._feed(WindowOpened(incarnation, link))
+            else:
+                self._feed(WindowFailed(incarnation, link, error))
+
+        self._windows.open(incarnation, opened)
+
+    def _reserve(self, transfer_id: str, key: str) -> None:
+        entry = self._desk.book.get(key)
+        assert entry is not None, "the puller asks for a request that is over"
+        try:
+            reservation = self._engine.reserve(entry.request)
+        except BatonError as error:
+            self._feed(ReserveRefused(transfer_id))
+            self.fail(key, error)
+            return
+        self._is_memory_short = reservation is None
+        if reservation is None:
+            self._feed(ReserveRefused(transfer_id))
+            return
+        self._reservations[transfer_id] = reservation
+        self._desk.stamp(entry, Event.TRANSFER_STARTED)
+        self._feed(Reserved(transfer_id, reservation.num_cached_blocks, reservation.block_ids))
+
+    def _start_pull(self, pull: StartPull) -> None:
+        def ended(outcome: PullOutcome) -> None:
+            self._feed(PullEnded(pull.transfer_id, pull.seq, outcome))
+
+        self._windows.start_pull(pull, ended)
+
+    def _start(self, complete: Complete) -> None:
+        """All KV is in place: decode. The next output carries what the hand-off took."""
+        reservation = self._reservations.pop(complete.transfer_id)
+        ticket = self._tickets.pop(complete.key)
+        entry = self._desk.book.get(complete.key)
+        assert entry is not None, "a transfer outlived its request"
+        self._desk.stamp(entry, Event.TRANSFER_ENDED)
+        entry.transfer = TransferSummary(
+            num_bytes=complete.num_pulled_blocks * self._block_bytes,
+            cached_tokens=reservation.num_cached_blocks * self._engine.limits.block_size,
+            transport=self._windows.transport_of(ticket.source_incarnation),
+        )
+        try:
+            self._engine.start(reservation, complete.state.first_token_id)
+        except BatonError as error:
+            self.fail(complete.key, error)
+
+    # -- time and looking in -------------------------------------------------------------------
+
+    def tick(self) -> float | None:
+        for key, error in self._desk.overdue():
+            self.fail(key, error)
+        if self._is_memory_short:
+            self._feed(MemoryFreed())  # perhaps; the engine knows without asking its pool again
+        due_s = self._puller.next_deadline()
+        if due_s is not None and due_s <= self._clock.monotonic_s():
+            self._feed(Tick())
+            due_s = self._puller.next_deadline()
+        deadlines = (due_s, self._desk.book.next_deadline_s())
+        return min((d for d in deadlines if d is not None), default=None)
+
+    def vitals(self) -> Vitals:
+        return Vitals(num_pending=len(self._tickets), links=self._windows.links())
+
+    def is_idle(self) -> bool:
+        return not (self._desk.book or self._reservations or self._windows.num_pulls)
+
+    def ledger(self) -> dict[str, object]:
+        return self._engine.ledger() | self._puller.ledger()

@@ -1,0 +1,47 @@
+"""gRPC servers and channels as nodes use them: options, binding, and nothing about calls."""
+
+from __future__ import annotations
+
+import grpc
+
+from ..core.errors import StartupFailed
+from .frames import MAX_FRAME_BYTES
+
+_BOTH_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
+    ("grpc.max_send_message_length", MAX_FRAME_BYTES),
+    ("grpc.keepalive_time_ms", 1000),
+    ("grpc.keepalive_timeout_ms", 1000),
+    (
+        "grpc.http2.ping_timeout_ms",
+        1000,
+    ),  # without it a stopped peer costs 60 s
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+_SERVER_OPTIONS = (
+    *_BOTH_OPTIONS,
+    ("grpc.so_reuseport", 0),  # or a second node would share the port without an error
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),
+    ("grpc.http2.max_ping_strikes", 0),
+)
+
+
+def make_server(host: str, port: int) -> tuple[grpc.aio.Server, int]:
+    """A server bound to host:port, not yet started, and its port. Raises StartupFailed."""
+    server = grpc.aio.server(options=_SERVER_OPTIONS)
+    try:
+        bound = server.add_insecure_port(f"{host}:{port}")
+    except RuntimeError:
+        bound = 0
+    if bound == 0:
+        raise StartupFailed(
+            f"cannot listen on {host}:{port}: the port is taken or the address is not ours",
+            hint="give another --port, or 0 for a free one",
+        )
+    return server, bound
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """A channel to a node. It connects lazily and reports a silent peer within about 2 s."""
+    return grpc.aio.insecure_channel(address, options=_BOTH_OPTIONS)

@@ -1,0 +1,109 @@
+"""The front desk of an engine: dispatches in, outputs out. Both roles stand behind it.
+
+It decodes and files dispatches, writes tokens and errors as RequestOutputs, stamps timelines and
+watches deadlines. It knows no transfer and gives no order to the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from ..core.errors import BatonError, DeadlineExceeded, InvalidRequest, Unavailable
+from ..core.ports import Clock
+from ..core.timeline import Event, Stamp
+from ..engine.outputs import TokenOutput
+from ..proto import codec
+from ..proto.v1 import node_pb2
+from .outbox import Outbox
+from .request_book import Entry, RequestBook
+
+log = logging.getLogger(__name__)
+
+
+class RequestDesk:
+    """Belongs to the engine loop's thread."""
+
+    def __init__(self, outbox: Outbox, clock: Clock, node_name: str, vocab_size: int) -> None:
+        self.book = RequestBook(clock)
+        self.is_draining = False
+        self._outbox = outbox
+        self._clock = clock
+        self._node_name = node_name
+        self._vocab_size = vocab_size
+
+    def accept(self, gateway: str, dispatch: node_pb2.Dispatch) -> Entry | None:
+        """File a dispatch. None: it was refused, and its gateway was told why."""
+        try:
+            return self._open(gateway, dispatch)
+        except BatonError as error:
+            log.info("refused %s/%d: %s", dispatch.request_id, dispatch.attempt, error.message)
+            self._send_error(gateway, dispatch.request_id, dispatch.attempt, error)
+            return None
+
+    def _open(self, gateway: str, dispatch: node_pb2.Dispatch) -> Entry:
+        if self.is_draining:
+            raise Unavailable(f"{self._node_name} is draining")
+        request = codec.request_from_wire(dispatch)
+        if max((*request.prompt_token_ids, *request.output_token_ids)) >= self._vocab_size:
+            raise InvalidRequest(f"a token id is outside the vocabulary of {self._vocab_size}")
+        entry = Entry(
+            request=request,
+            gateway=gateway,
+            deadline_s=self._clock.monotonic_s() + dispatch.deadline_remaining_us / 1e6,
+            ticket=codec.ticket_from_wire(dispatch.ticket) if dispatch.HasField("ticket") else None,
+        )
+        self.book.open(entry)
+        return entry
+
+    def stamp(self, entry: Entry, event: Event) -> None:
+        """Note that `event` happens now; the request's next output carries it."""
+        entry.stamps.append(Stamp(event, self._clock.unix_ns(), self._node_name))
+
+    def emit(self, entry: Entry, token: TokenOutput) -> None:
+        """Queue one token, with all that has waited for an output of this request."""
+        output = self._output(entry)
+        output.first_index = token.index
+        output.token_ids.append(token.token_id)
+        output.finish_reason = codec.finish_to_wire(token.finish_reason)
+        self._outbox.to_gateway(entry.gateway, output)
+
+    def end(self, key: str, error: BatonError | None) -> Entry | None:
+        """Close a request; with an error its gateway is told. None: it was not open."""
+        entry = self.book.close(key)
+        if entry is not None and error is not None:
+            log.info("failed %s: %s", key, error.message)
+            output = self._output(entry)
+            output.error.CopyFrom(codec.error_to_wire(error))
+            self._outbox.to_gateway(entry.gateway, output)
+        return entry
+
+    def forget_gateway(self, gateway: str) -> list[str]:
+        """The keys that now run for nobody."""
+        self._outbox.forget_gateway(gateway)
+        return self.book.keys_of_gateway(gateway)
+
+    def overdue(self) -> list[tuple[str, DeadlineExceeded]]:
+        """Requests to fail because their time is up."""
+        error = DeadlineExceeded("the request's deadline passed")
+        return [(key, error) for key in self.book.overdue()]
+
+    def _output(self, entry: Entry) -> node_pb2.RequestOutput:
+        output = node_pb2.RequestOutput(
+            request_id=entry.request.request_id,
+            attempt=entry.request.attempt,
+            events=codec.stamps_to_wire(entry.stamps),
+            cached_tokens=entry.cached_tokens,
+        )
+        if entry.transfer is not None:
+            output.transfer.bytes = entry.transfer.num_bytes
+            output.transfer.cached_tokens = entry.transfer.cached_tokens
+            output.transfer.transport = entry.transfer.transport
+        entry.stamps.clear()
+        entry.cached_tokens = entry.transfer = None
+        return output
+
+    def _send_error(self, gateway: str, request_id: str, attempt: int, error: BatonError) -> None:
+        output = node_pb2.RequestOutput(
+            request_id=request_id, attempt=attempt, error=codec.error_to_wire(error)
+        )
+        self._outbox.to_gateway(gateway, output)

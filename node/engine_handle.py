@@ -1,0 +1,264 @@
+"""The supervisor's end of one engine process: its start, its frames, its streams, its death.
+
+    gateways ─ mailbox ◄─┐
+    peers ──── mailbox ◄─┼── frames ◄── engine process      when it ends, all mailboxes end
+    ledgers ── future  ◄─┘
+
+Relays and holds no request. Restarting is the slot's business (engine_slot.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from ..core.errors import BatonError, NodeLost, StartupFailed, Unavailable
+from ..core.ports import Clock, Entropy
+from ..proto import codec
+from ..proto.v1 import engine_pb2, handoff_pb2, node_pb2
+from .frames import encode, read_frame
+from .mailbox import Mailbox
+
+HEARTBEATS_MISSED = 6  # silent for so many intervals: not progressing
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCommand:
+    """How to start an engine process: a module with a main, its configuration and surroundings."""
+
+    module: str
+    configuration: str  # JSON, the first frame
+    environment: Mapping[str, str]
+    heartbeat_s: float
+
+
+@dataclass(slots=True, eq=False)
+class PeerStream:
+    """One open Handoff.Link. What the engine says before it greets was meant for an older one."""
+
+    outgoing: Mailbox[handoff_pb2.PeerMessage] = field(default_factory=Mailbox)
+    is_greeted: bool = False
+
+
+class EngineHandle:
+    """One engine process from its start to its end. Made by `start_engine`."""
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        welcome: node_pb2.Welcome,
+        heartbeat_s: float,
+        clock: Clock,
+        entropy: Entropy,
+    ) -> None:
+        self.welcome = welcome
+        self.heartbeat = node_pb2.Heartbeat()
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._clock = clock
+        self._entropy = entropy
+        self._silence_s = HEARTBEATS_MISSED * heartbeat_s
+        self._last_heartbeat_s = clock.monotonic_s()
+        self._gateways: dict[str, Mailbox[node_pb2.NodeMessage]] = {}
+        self._peers: dict[str, PeerStream] = {}
+        self._ledgers: dict[int, asyncio.Future[str]] = {}
+        self._num_queries = 0
+        self._failure: BatonError | None = None
+        self._lost: NodeLost | None = None  # set once the frames have ended
+
+    @property
+    def incarnation(self) -> str:
+        return self.welcome.incarnation
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since its last heartbeat."""
+        return self._clock.monotonic_s() - self._last_heartbeat_s
+
+    @property
+    def is_progressing(self) -> bool:
+        return self.silent_s < self._silence_s and not self.heartbeat.is_draining
+
+    def send(self, message: engine_pb2.EngineInput) -> None:
+        """Queue a frame; to a process that is gone it is lost, and its end is noticed elsewhere."""
+        if not self._writer.is_closing():
+            self._writer.write(encode(message))
+
+    async def run(self) -> BatonError | None:
+        """Route frames until the process has ended; says why, or None after an orderly end."""
+        try:
+            while (payload := await read_frame(self._reader)) is not None:
+                self._route(engine_pb2.EngineOutput.FromString(payload))
+        finally:
+            self._end_streams()
+        code = await self._reap()
+        if self._failure is None and code != 0:
+            return NodeLost(f"the engine process ended with {_describe(code)}")
+        return self._failure
+
+    def _route(self, message: engine_pb2.EngineOutput) -> None:
+        match message.WhichOneof("body"):
+            case "to_gateway":
+                if mailbox := self._gateways.get(message.to_gateway.gateway):
+                    mailbox.put(message.to_gateway.message)
+            case "to_peer":
+                if peer := self._peers.get(message.to_peer.incarnation):
+                    peer.is_greeted |= message.to_peer.message.HasField("hello")
+                    if peer.is_greeted:
+                        peer.outgoing.put(message.to_peer.message)
+            case "heartbeat":
+                self.heartbeat = message.heartbeat
+                self._last_heartbeat_s = self._clock.monotonic_s()
+                for mailbox in self._gateways.values():
+                    mailbox.put(node_pb2.NodeMessage(heartbeat=message.heartbeat))
+            case "ledger":
+                if future := self._ledgers.pop(message.ledger.query, None):
+                    future.set_result(message.ledger.json)
+            case "close_peer":
+                if peer := self._peers.get(message.close_peer):
+                    peer.outgoing.end()
+            case "failed":
+                self._failure = codec.error_from_wire(message.failed)
+
+    def _end_streams(self) -> None:
+        lost = self._lost = NodeLost("the engine process ended")
+        for mailbox in self._gateways.values():
+            mailbox.end(lost)
+        for peer in self._peers.values():
+            peer.outgoing.end(lost)
+        for future in self._ledgers.values():
+            if not future.done():
+                future.set_exception(lost)
+
+    # -- streams -------------------------------------------------------------------------------
+
+    def open_gateway(self) -> tuple[str, Mailbox[node_pb2.NodeMessage]]:
+        """A new gateway stream: its id and what goes out on it, the welcome first."""
+        gateway, mailbox = self._entropy.new_id(), Mailbox[node_pb2.NodeMessage]()
+        mailbox.put(node_pb2.NodeMessage(welcome=self.welcome))
+        if self._lost:
+            mailbox.end(self._lost)
+        self._gateways[gateway] = mailbox
+        return gateway, mailbox
+
+    def from_gateway(self, gateway: str, message: node_pb2.GatewayMessage) -> None:
+        relayed = engine_pb2.FromGateway(gateway=gateway, message=message)
+        self.send(engine_pb2.EngineInput(from_gateway=relayed))
+
+    def close_gateway(self, gateway: str) -> None:
+        del self._gateways[gateway]
+        self.send(engine_pb2.EngineInput(gateway_lost=gateway))
+
+    def open_peer(self, incarnation: str, *, is_source: bool) -> PeerStream:
+        """A new control stream with a peer; one that was open is ended: a pair has one stream."""
+        if older := self._peers.get(incarnation):
+            older.outgoing.end(Unavailable("a newer stream of this pair took over"))
+            self.close_peer(incarnation, older)
+        peer = self._peers[incarnation] = PeerStream()
+        if self._lost:
+            peer.outgoing.end(self._lost)
+        linked = engine_pb2.PeerLinked(incarnation=incarnation, peer_is_source=is_source)
+        self.send(engine_pb2.EngineInput(peer_linked=linked))
+        return peer
+
+    def from_peer(
+        self, incarnation: str, peer: PeerStream, message: handoff_pb2.PeerMessage
+    ) -> None:
+        if self._peers.get(incarnation) is peer:
+            relayed = engine_pb2.FromPeer(incarnation=incarnation, message=message)
+            self.send(engine_pb2.EngineInput(from_peer=relayed))
+
+    def close_peer(self, incarnation: str, peer: PeerStream) -> None:
+        if self._peers.get(incarnation) is peer:
+            del self._peers[incarnation]
+            self.send(engine_pb2.EngineInput(peer_lost=incarnation))
+
+    async def ledger(self) -> str:
+        """The engine's ledger as JSON. Raises NodeLost if the engine ends before it answers."""
+        if self._lost:
+            raise self._lost
+        self._num_queries += 1
+        query = self._num_queries
+        future = self._ledgers[query] = asyncio.get_running_loop().create_future()
+        self.send(engine_pb2.EngineInput(get_ledger=query))
+        try:
+            answer: str = await future
+            return answer
+        finally:
+            self._ledgers.pop(query, None)
+
+    # -- end -----------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Take nothing new; the process ends by itself when it holds nothing any more."""
+        self.send(engine_pb2.EngineInput(drain=True))
+
+    def shut_down(self) -> None:
+        self.send(engine_pb2.EngineInput(shutdown=True))
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def _reap(self) -> int:
+        self._writer.close()
+        return await self._process.wait()
+
+
+async def start_engine(
+    command: EngineCommand, report: Callable[[str], None], clock: Clock, entropy: Entropy
+) -> EngineHandle:
+    """Start an engine process and wait until it is ready; `report` gets its progress lines.
+
+    Raises StartupFailed with the engine's own words. A cancel kills the process.
+    """
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", command.module, str(theirs.fileno())),
+            stdin=asyncio.subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, **command.environment},
+        )
+    reader, writer = await asyncio.open_connection(sock=ours)
+    writer.write(encode(engine_pb2.EngineInput(configure=command.configuration)))
+    try:
+        welcome = await _wait_ready(reader, process, report)
+    except BaseException:
+        writer.close()
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        raise
+    return EngineHandle(process, reader, writer, welcome, command.heartbeat_s, clock, entropy)
+
+
+async def _wait_ready(
+    reader: asyncio.StreamReader,
+    process: asyncio.subprocess.Process,
+    report: Callable[[str], None],
+) -> node_pb2.Welcome:
+    while (payload := await read_frame(reader)) is not None:
+        message = engine_pb2.EngineOutput.FromString(payload)
+        match message.WhichOneof("body"):
+            case "progress":
+                report(message.progress)
+            case "ready":
+                return message.ready
+            case "failed":
+                cause, _, hint = message.failed.message.partition("\n")
+                raise StartupFailed(cause, hint=hint)
+    code = await process.wait()
+    raise StartupFailed(f"the engine process ended with {_describe(code)} while it was starting")
+
+
+def _describe(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -1,0 +1,199 @@
+"""The engine process's one thread of decisions: inbox -> role -> engine step -> outbox.
+
+    supervisor ──reader thread──┐                        ┌─ flush: one message a gateway and step
+    pulls ──────completions─────┴─► inbox ─► turn ───────┤
+                                              tick, step └─ pulse: numbers for the heartbeat
+Idle it waits for the inbox or the role's next deadline, busy it empties the inbox between steps.
+Blocks, leases and tokens are touched here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..core.errors import BatonError, EngineFailed
+from ..core.ports import Clock
+from ..engine.engine import Engine
+from ..proto.v1 import engine_pb2, node_pb2
+from .desk import RequestDesk
+from .outbox import Outbox, Send
+from .pulse import Pulse
+from .role import Role
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """Something that another thread has finished: `run` tells the role."""
+
+    run: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class InputEnded:
+    """The supervisor is gone."""
+
+
+Inbox = queue.SimpleQueue[engine_pb2.EngineInput | Completion | InputEnded]
+
+
+class EngineLoop:
+    """Runs until it is told to shut down, has drained, or the engine fails (it raises then)."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        role: Role,
+        desk: RequestDesk,
+        outbox: Outbox,
+        inbox: Inbox,
+        send: Send,
+        pulse: Pulse,
+        clock: Clock,
+    ) -> None:
+        self._engine = engine
+        self._role = role
+        self._desk = desk
+        self._outbox = outbox
+        self._inbox = inbox
+        self._send = send
+        self._pulse = pulse
+        self._clock = clock
+        self._num_steps = 0
+        self._is_over = False
+
+    def run(self) -> None:
+        """Raises EngineFailed when a step breaks, OSError when the supervisor is gone."""
+        timeout_s: float | None = 0.0
+        while not self._is_over:
+            timeout_s = self.turn(timeout_s)
+
+    def turn(self, timeout_s: float | None) -> float | None:
+        """Wait for input at most `timeout_s`, handle all there is, run at most one step.
+
+        Returns how long the next turn may wait; None: until something comes.
+        """
+        items = self._receive(timeout_s)
+        self._pulse.turn_started()
+        for item in items:
+            self._handle(item)
+        deadline_s = self._role.tick()  # after the inbox: a renewal that waited there still counts
+        has_work = self._engine.has_work and not self._is_over
+        if has_work:
+            output = self._engine.step()
+            self._num_steps += 1
+            self._role.after_step(output)
+        self._outbox.flush()
+        self._is_over |= self._desk.is_draining and self._role.is_idle()
+        self._pulse.turn_ended(self._numbers())
+        return 0.0 if has_work else self._seconds_until(deadline_s)
+
+    def _seconds_until(self, deadline_s: float | None) -> float | None:
+        return None if deadline_s is None else max(0.0, deadline_s - self._clock.monotonic_s())
+
+    def _receive(
+        self, timeout_s: float | None
+    ) -> list[engine_pb2.EngineInput | Completion | InputEnded]:
+        items = []
+        try:
+            items.append(self._inbox.get(block=timeout_s != 0, timeout=timeout_s))
+            while True:
+                items.append(self._inbox.get_nowait())
+        except queue.Empty:
+            return items
+
+    def _handle(self, item: engine_pb2.EngineInput | Completion | InputEnded) -> None:
+        """Whatever one request does to us, the others go on."""
+        try:
+            if isinstance(item, engine_pb2.EngineInput):
+                self._route(item)
+            elif isinstance(item, Completion):
+                item.run()
+            else:
+                self._is_over = True
+        except EngineFailed:
+            raise
+        except Exception as error:
+            self._blame(item, error)
+
+    def _route(self, message: engine_pb2.EngineInput) -> None:
+        role = self._role
+        match message.WhichOneof("body"):
+            case "from_gateway":
+                self._from_gateway(message.from_gateway)
+            case "gateway_lost":
+                role.gateway_lost(message.gateway_lost)
+            case "from_peer":
+                role.peer_message(message.from_peer.incarnation, message.from_peer.message)
+            case "peer_linked":
+                linked = message.peer_linked
+                role.peer_linked(linked.incarnation, linked.peer_is_source)
+            case "peer_lost":
+                role.peer_lost(message.peer_lost)
+            case "get_ledger":
+                text = json.dumps(role.ledger())
+                ledger = engine_pb2.Ledger(query=message.get_ledger, json=text)
+                self._send(engine_pb2.EngineOutput(ledger=ledger))
+            case "drain":
+                self._desk.is_draining = True
+            case "shutdown":
+                self._is_over = True
+            case body:
+                log.warning("a frame that does not belong here: %s", body)
+
+    def _from_gateway(self, message: engine_pb2.FromGateway) -> None:
+        match message.message.WhichOneof("body"):
+            case "dispatch":
+                self._role.dispatch(message.gateway, message.message.dispatch)
+            case "cancel":
+                self._role.cancel(_key(message.message.cancel))
+            case body:
+                log.warning("a gateway sent %s", body)
+
+    def _blame(
+        self, item: engine_pb2.EngineInput | Completion | InputEnded, error: Exception
+    ) -> None:
+        """Fail the request, or drop the peer, on whose account `error` was raised."""
+        if isinstance(item, engine_pb2.EngineInput) and item.HasField("from_peer"):
+            incarnation = item.from_peer.incarnation
+            log.error("message from peer %s failed", incarnation, exc_info=error)
+            self._outbox.close_peer(incarnation)
+            self._role.peer_lost(incarnation)
+            return
+        key = _key_of(item)
+        if key is None:
+            raise EngineFailed(f"{type(error).__name__}: {error}") from error
+        log.error("request %s failed", key, exc_info=error)
+        public = error if isinstance(error, BatonError) else BatonError("internal error")
+        self._role.fail(key, public)
+
+    def _numbers(self) -> node_pb2.Heartbeat:
+        load, vitals = self._engine.load(), self._role.vitals()
+        return node_pb2.Heartbeat(
+            num_steps=self._num_steps,
+            num_running=load.num_running,
+            num_waiting=load.num_waiting + vitals.num_pending,
+            free_blocks=load.free_blocks,
+            num_blocks=self._engine.limits.num_blocks,
+            credit_blocks=load.credit_blocks,
+            waiting_tokens=load.waiting_tokens,
+            is_draining=self._desk.is_draining,
+            links=vitals.links,
+        )
+
+
+def _key(message: node_pb2.Dispatch | node_pb2.Cancel) -> str:
+    """`core.request.Request.key` of the request that a gateway speaks of."""
+    return f"{message.request_id}/{message.attempt}"
+
+
+def _key_of(item: engine_pb2.EngineInput | Completion | InputEnded) -> str | None:
+    if isinstance(item, engine_pb2.EngineInput) and item.HasField("from_gateway"):
+        message = item.from_gateway.message
+        return _key(message.dispatch if message.HasField("dispatch") else message.cancel)
+    return None

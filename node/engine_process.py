@@ -1,0 +1,238 @@
+"""The engine process: loads the model, says so, runs the loop, and never outlives its supervisor.
+
+    configure ─► model, KV pool, generations ─► exporter ─► role ─► ready ─► loop ─► end
+
+`main` is what `python -m baton.prefill_node.engine_main FD` and its decode twin call, each with its
+own role. What goes wrong is told in a `failed` frame, in words for people.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from ..core import flags
+from ..core.children import dies_with_parent
+from ..core.config import EngineConfig, NodeConfig
+from ..core.errors import BatonError, EngineFailed, StartupFailed
+from ..core.membership import Role as RoleName
+from ..core.ports import Clock, SystemClock, SystemEntropy
+from ..engine import fingerprint
+from ..engine.checkpoint import LoadProgress
+from ..engine.engine import Engine
+from ..engine.generations import SharedGenerations
+from ..engine.limits import EngineLimits
+from ..engine.runner import ModelRunner
+from ..kv_transfer.messages import Hello
+from ..kv_transfer.shm_exporter import ShmExporter
+from ..proto import codec
+from ..proto.v1 import engine_pb2, node_pb2
+from .desk import RequestDesk
+from .engine_loop import Completion, EngineLoop, Inbox, InputEnded
+from .frames import BrokenStream, FrameSocket
+from .outbox import Outbox
+from .pulse import Pulse
+from .role import Role
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a role is built from: everything that its engine process has made."""
+
+    engine: Engine
+    runner: ModelRunner
+    desk: RequestDesk
+    outbox: Outbox
+    clock: Clock
+    hello: Hello
+    config: NodeConfig
+    post: Callable[[Callable[[], None]], None]  # run it on the loop's thread
+
+
+@dataclass(frozen=True, slots=True)
+class RolePlan:
+    """How one kind of node differs: its name, its limits, its role."""
+
+    name: RoleName
+    adjust: Callable[[EngineConfig], EngineConfig]
+    max_held_blocks: Callable[[NodeConfig, int], int | None]
+    build: Callable[[Parts], Role]
+
+
+def main(plan: RolePlan) -> int:
+    """Run until the supervisor says so or is gone; returns the exit code."""
+    dies_with_parent(signal.SIGKILL)()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's: it ends us in order
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    frames = FrameSocket(socket.socket(fileno=int(sys.argv[1])))
+    try:
+        _run(plan, frames)
+    except OSError as error:
+        log.warning("the supervisor is gone: %s", error)
+    except Exception as error:
+        if not isinstance(error, StartupFailed):
+            log.exception("the engine process ends")
+        _report_failure(frames, error)
+        return 1
+    return 0
+
+
+def _run(plan: RolePlan, frames: FrameSocket) -> None:
+    """Configure, load, announce, loop. Raises what ends the process."""
+    engine_config, node_config = _read_configuration(frames)
+    engine_config = plan.adjust(engine_config)
+    report = LoadReport(frames)
+    runner = ModelRunner(engine_config, report.on_progress)
+    clock, incarnation = SystemClock(), SystemEntropy().new_id()
+    generations = SharedGenerations(runner.kv.num_blocks, incarnation)
+    runner.write_canary(incarnation)
+    exporter = ShmExporter(incarnation, runner.kv, generations.fd)
+    limits = _limits(plan, engine_config, node_config, runner)
+    engine = Engine(
+        runner,
+        limits,
+        generations,
+        fingerprint=fingerprint.short(runner.fingerprint),
+        eos_token_ids=runner.eos_token_ids,
+        enable_prefix_caching=engine_config.enable_prefix_caching,
+    )
+    report.line(describe_pool(limits))
+    inbox: Inbox = Inbox()
+    outbox = Outbox(frames.send)
+    name = node_config.name or plan.name.value
+    desk = RequestDesk(outbox, clock, name, runner.model_config.vocab_size)
+    role = plan.build(
+        Parts(
+            engine=engine,
+            runner=runner,
+            desk=desk,
+            outbox=outbox,
+            clock=clock,
+            hello=Hello(incarnation, runner.fingerprint),
+            config=node_config,
+            post=lambda run: inbox.put(Completion(run)),
+        )
+    )
+    welcome = _welcome(plan, engine_config, node_config, runner, limits, incarnation)
+    frames.send(engine_pb2.EngineOutput(ready=welcome))
+    threading.Thread(target=_read_into, args=(frames, inbox), name="inbox", daemon=True).start()
+    pulse = Pulse(
+        lambda numbers: frames.send(engine_pb2.EngineOutput(heartbeat=numbers)),
+        node_config.heartbeat_s,
+        clock,
+    )
+    pulse.start()
+    try:
+        EngineLoop(engine, role, desk, outbox, inbox, frames.send, pulse, clock).run()
+    finally:
+        pulse.stop()
+        exporter.close()
+
+
+def _read_configuration(frames: FrameSocket) -> tuple[EngineConfig, NodeConfig]:
+    payload = frames.receive()
+    if payload is None:
+        raise ConnectionError("no configuration came")
+    configuration = json.loads(engine_pb2.EngineInput.FromString(payload).configure)
+    return (
+        flags.from_json(EngineConfig, configuration["engine"]),
+        flags.from_json(NodeConfig, configuration["node"]),
+    )
+
+
+def _limits(
+    plan: RolePlan, engine: EngineConfig, node: NodeConfig, runner: ModelRunner
+) -> EngineLimits:
+    limits = EngineLimits(
+        num_blocks=runner.kv.num_blocks,
+        block_size=engine.block_size,
+        max_model_len=runner.max_model_len,
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+    )
+    return dataclasses.replace(limits, max_held_blocks=plan.max_held_blocks(node, limits.capacity))
+
+
+def _welcome(
+    plan: RolePlan,
+    engine: EngineConfig,
+    node: NodeConfig,
+    runner: ModelRunner,
+    limits: EngineLimits,
+    incarnation: str,
+) -> node_pb2.Welcome:
+    return node_pb2.Welcome(
+        incarnation=incarnation,
+        role=plan.name.value,
+        name=node.name or plan.name.value,
+        model=engine.served_model_name or runner.model_dir.name,
+        fingerprint=fingerprint.short(runner.fingerprint),
+        max_model_len=runner.max_model_len,
+        block_size=limits.block_size,
+        num_blocks=limits.num_blocks,
+        vocab_size=runner.model_config.vocab_size,
+        eos_token_ids=runner.eos_token_ids,
+    )
+
+
+def describe_pool(limits: EngineLimits) -> str:
+    """The KV pool in the units that people plan in."""
+    num_tokens = limits.capacity * limits.block_size
+    return (
+        f"{limits.capacity:,} KV blocks of {limits.block_size} = {num_tokens:,} tokens; "
+        f"{num_tokens // limits.max_model_len:,} requests of {limits.max_model_len:,}"
+    )
+
+
+class LoadReport:
+    """Progress lines, not more than one a second."""
+
+    def __init__(self, frames: FrameSocket) -> None:
+        self._frames = frames
+        self._last_s = time.monotonic()
+
+    def on_progress(self, progress: LoadProgress) -> None:
+        now_s = time.monotonic()
+        is_done = progress.num_tensors == progress.total_tensors
+        if is_done or now_s - self._last_s > 1.0:
+            self._last_s = now_s
+            share = 100 * progress.num_bytes // max(1, progress.total_bytes)
+            self.line(f"weights {share} % of {progress.total_bytes / 1e6:,.1f} MB")
+
+    def line(self, text: str) -> None:
+        self._frames.send(engine_pb2.EngineOutput(progress=text))
+
+
+def _read_into(frames: FrameSocket, inbox: Inbox) -> None:
+    """The reader thread: whatever the supervisor says, in order, until it is gone."""
+    try:
+        while (payload := frames.receive()) is not None:
+            inbox.put(engine_pb2.EngineInput.FromString(payload))
+    except (BrokenStream, DecodeError) as error:
+        log.error("the supervisor is not understood: %s", error)
+    inbox.put(InputEnded())
+
+
+def _report_failure(frames: FrameSocket, error: Exception) -> None:
+    """Tell the supervisor; a hint travels as the message's second line."""
+    if isinstance(error, StartupFailed):
+        public: BatonError = StartupFailed(f"{error.message}\n{error.hint}")
+    elif isinstance(error, BatonError):
+        public = error
+    else:
+        public = EngineFailed(f"{type(error).__name__}: {error}")
+    with contextlib.suppress(OSError):
+        frames.send(engine_pb2.EngineOutput(failed=codec.error_to_wire(public)))

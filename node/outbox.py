@@ -1,0 +1,50 @@
+"""What one turn of the engine loop has to say, collected and sent at its end.
+
+All outputs of a step for one gateway travel in one message, and gateways hear before peers do: the
+first token is on its way before the manifest that follows from it. Knows no request's state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..proto.v1 import engine_pb2, handoff_pb2, node_pb2
+
+Send = Callable[[engine_pb2.EngineOutput], None]
+
+
+class Outbox:
+    """Belongs to the engine loop's thread."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._outputs: dict[str, list[node_pb2.RequestOutput]] = {}
+        self._to_peers: list[engine_pb2.EngineOutput] = []
+
+    def to_gateway(self, gateway: str, output: node_pb2.RequestOutput) -> None:
+        """Queue one request's output for the stream `gateway`."""
+        self._outputs.setdefault(gateway, []).append(output)
+
+    def to_peer(self, incarnation: str, message: handoff_pb2.PeerMessage) -> None:
+        """Queue a message of the hand-off's control stream."""
+        to_peer = engine_pb2.ToPeer(incarnation=incarnation, message=message)
+        self._to_peers.append(engine_pb2.EngineOutput(to_peer=to_peer))
+
+    def close_peer(self, incarnation: str) -> None:
+        """Queue the end of the pair's control stream, behind what was queued before."""
+        self._to_peers.append(engine_pb2.EngineOutput(close_peer=incarnation))
+
+    def forget_gateway(self, gateway: str) -> None:
+        """Nobody listens there any more."""
+        self._outputs.pop(gateway, None)
+
+    def flush(self) -> None:
+        """Send everything queued."""
+        outputs, self._outputs = self._outputs, {}
+        for gateway, batch in outputs.items():
+            message = node_pb2.NodeMessage(outputs=node_pb2.StepOutputs(outputs=batch))
+            to_gateway = engine_pb2.ToGateway(gateway=gateway, message=message)
+            self._send(engine_pb2.EngineOutput(to_gateway=to_gateway))
+        to_peers, self._to_peers = self._to_peers, []
+        for frame in to_peers:
+            self._send(frame)

@@ -1,0 +1,241 @@
+"""A node: its gRPC server, its engines, their entries in the directory, its orderly end.
+
+    listen ─► start engines ─► announce ─► "ready: ..." ─► serve until a signal ─► drain ─► stop
+
+`run` is what launch_prefill and launch_decode call. Never imports torch: the model lives in the
+engine processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import signal
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc
+
+from ..cluster.redis_directory import RedisDirectory
+from ..core.config import ClusterConfig, EngineConfig, NodeConfig
+from ..core.membership import Member, Role
+from ..core.ports import Directory, SystemClock, SystemEntropy
+from ..proto.v1 import handoff_pb2_grpc, node_pb2_grpc
+from .channels import make_server
+from .engine_handle import EngineCommand, EngineHandle
+from .engine_slot import EngineSlot
+from .health import NodeHealth
+from .links import Links
+from .placement import engine_environments
+from .rpc import HandoffServicer, NodeServicer
+
+ENTRY_TTL_S = 6.0
+DRAIN_S = 20.0  # what runs may take so long after SIGTERM
+GRACE_S = 2.0  # an engine that was told to end may take so long
+
+
+async def run(role: Role, engine: EngineConfig, node: NodeConfig, cluster: ClusterConfig) -> int:
+    """Serve until SIGTERM (drains first) or SIGINT (does not); returns the exit code.
+
+    Raises StartupFailed if the node cannot start, after everything of it has ended.
+    """
+    server, port = make_server(node.host, node.port)
+    node = dataclasses.replace(node, port=port, name=node.name or f"{role.value}-{port}")
+    directory = RedisDirectory(cluster.redis_url, cluster.cluster, cluster.cluster_secret)
+    supervisor = Supervisor(role, engine, node, cluster.cluster_secret, directory)
+    try:
+        await supervisor.serve(server, StopSignals())
+    finally:
+        await directory.close()
+    return 0
+
+
+class StopSignals:
+    """SIGTERM asks to stop; SIGINT, or a second signal, asks to hurry."""
+
+    def __init__(self) -> None:
+        self.stop = asyncio.Event()
+        self.hurry = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._receive, number)
+
+    def _receive(self, number: signal.Signals) -> None:
+        if number == signal.SIGINT or self.stop.is_set():
+            self.hurry.set()
+        self.stop.set()
+
+
+class Supervisor:
+    """One node. It holds no request: it relays, watches and restarts."""
+
+    def __init__(
+        self,
+        role: Role,
+        engine: EngineConfig,
+        node: NodeConfig,
+        secret: str | None,
+        directory: Directory,
+    ) -> None:
+        self._role = role
+        self._node = node
+        self._secret = secret
+        self._directory = directory
+        self._address = f"{_reachable(node.host)}:{node.port}"
+        self._is_draining = False
+        self._health = NodeHealth(self._is_ready, node.heartbeat_s)
+        environments = engine_environments(engine, node)
+        self._slots = [
+            self._make_slot(engine, environment, None if len(environments) == 1 else index)
+            for index, environment in enumerate(environments)
+        ]
+
+    def engines(self) -> Sequence[EngineHandle]:
+        """Those that are alive now."""
+        return [slot.engine for slot in self._slots if slot.engine is not None]
+
+    def _is_ready(self) -> bool:
+        return not self._is_draining and all(slot.is_ready for slot in self._slots)
+
+    def _make_slot(
+        self, engine: EngineConfig, environment: dict[str, str], index: int | None
+    ) -> EngineSlot:
+        """`index` tells several engines of a node apart."""
+        name = f"{self._node.name}" if index is None else f"{self._node.name}.{index}"
+        node = dataclasses.replace(self._node, name=name)
+        settings = {"engine": dataclasses.asdict(engine), "node": dataclasses.asdict(node)}
+        command = EngineCommand(
+            module=f"baton.{self._role.value}_node.engine_main",
+            configuration=json.dumps(settings),
+            environment=environment,
+            heartbeat_s=node.heartbeat_s,
+        )
+        return EngineSlot(
+            command,
+            report=lambda line: report(line if index is None else f"[{index}] {line}"),
+            on_change=self._health.changed.set,
+            presence=self._presence,
+            clock=SystemClock(),
+            entropy=SystemEntropy(),
+        )
+
+    async def serve(self, server: grpc.aio.Server, signals: StopSignals) -> None:
+        """Run the node until it is told to stop. Raises StartupFailed."""
+        _add_services(server, self, self._secret, self._health)
+        await server.start()
+        looking = asyncio.create_task(self._health.run())
+        stopping = asyncio.create_task(signals.stop.wait())
+        running: list[asyncio.Task[None]] = []
+        try:
+            if await self._start_engines(stopping):
+                running = [asyncio.create_task(slot.run()) for slot in self._slots]
+                report(f"ready: {self._role.value} {self._node.name} {self._address}")
+                await _first_done(stopping, *running)
+                await self._drain(signals.hurry, running)
+        finally:
+            await self._stop_engines(running)
+            looking.cancel()
+            stopping.cancel()
+            await server.stop(None)
+
+    async def _start_engines(self, stopping: asyncio.Task[bool]) -> bool:
+        """All at once; False if the node was told to stop meanwhile. Raises StartupFailed."""
+        starting = [asyncio.create_task(slot.start()) for slot in self._slots]
+        all_started = asyncio.gather(*starting)
+        try:
+            await _first_done(all_started, stopping)
+            if all_started.done():
+                all_started.result()
+            return all_started.done()
+        finally:
+            for task in starting:
+                task.cancel()
+            await asyncio.gather(*starting, all_started, return_exceptions=True)
+
+    async def _drain(self, hurry: asyncio.Event, running: list[asyncio.Task[None]]) -> None:
+        """Take nothing new and let what runs finish, until time or somebody's patience is over."""
+        self._is_draining = True
+        self._health.changed.set()
+        if hurry.is_set():
+            return
+        report("draining")
+        for engine in self.engines():
+            await self._directory.withdraw(engine.incarnation)
+        for slot in self._slots:
+            slot.drain()
+        hurrying = asyncio.create_task(hurry.wait())
+        drained = asyncio.gather(*running, return_exceptions=True)
+        await _first_done(drained, hurrying, timeout_s=DRAIN_S)
+        hurrying.cancel()
+
+    async def _stop_engines(self, running: list[asyncio.Task[None]]) -> None:
+        """End what is left; raises what a slot's task raised."""
+        if not running:  # the node did not start, but some of its engines may have
+            for engine in self.engines():
+                engine.kill()
+                await engine.run()
+            return
+        stops = (s.stop(task, GRACE_S) for s, task in zip(self._slots, running, strict=True))
+        await asyncio.gather(*stops)
+
+    @asynccontextmanager
+    async def _presence(self, engine: EngineHandle) -> AsyncIterator[None]:
+        """While it lives, an engine is in the directory, and a puller's is linked to sources."""
+        linking = None
+        if self._role is Role.DECODE:
+            linking = asyncio.create_task(Links(engine, self._secret, report).run(self._directory))
+        await self._directory.announce(self._member(engine), ENTRY_TTL_S)
+        try:
+            yield
+        finally:
+            if linking is not None:
+                linking.cancel()
+                await asyncio.gather(linking, return_exceptions=True)
+            await self._directory.withdraw(engine.incarnation)
+
+    def _member(self, engine: EngineHandle) -> Member:
+        welcome = engine.welcome
+        return Member(
+            incarnation=welcome.incarnation,
+            role=self._role,
+            name=welcome.name,
+            address=self._address,
+            model=welcome.model,
+            fingerprint=welcome.fingerprint,
+            max_model_len=welcome.max_model_len,
+            block_size=welcome.block_size,
+            num_blocks=welcome.num_blocks,
+        )
+
+
+def _add_services(
+    server: grpc.aio.Server, node: Supervisor, secret: str | None, health: NodeHealth
+) -> None:
+    node_pb2_grpc.add_NodeServicer_to_server(  # type: ignore[no-untyped-call]
+        NodeServicer(node, secret), server
+    )
+    handoff_pb2_grpc.add_HandoffServicer_to_server(  # type: ignore[no-untyped-call]
+        HandoffServicer(node, secret), server
+    )
+    health_pb2_grpc.add_HealthServicer_to_server(  # type: ignore[no-untyped-call]
+        health.servicer, server
+    )
+
+
+async def _first_done(*waits: asyncio.Future[Any], timeout_s: float | None = None) -> None:
+    await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+
+
+def report(line: str) -> None:
+    """A line for people, on stdout, at once: `baton up` reads it through a pipe."""
+    print(line, flush=True)
+
+
+def _reachable(host: str) -> str:
+    """What others dial: an address that means "all of them" is no address."""
+    name = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    return f"[{name}]" if ":" in name else name

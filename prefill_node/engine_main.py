@@ -1,0 +1,27 @@
+"""`python -m baton.prefill_node.engine_main FD`: an engine process with the prefill role."""
+
+from __future__ import annotations
+
+import sys
+
+from ..core.membership import Role
+from ..kv_transfer.source import Source
+from ..node.engine_process import Parts, RolePlan, main
+from . import policy
+from .role import PrefillRole
+
+
+def build(parts: Parts) -> PrefillRole:
+    source = Source(parts.hello, parts.clock, parts.config.lease_s)
+    return PrefillRole(parts.engine, parts.desk, parts.outbox, source, parts.clock)
+
+
+PLAN = RolePlan(
+    name=Role.PREFILL,
+    adjust=lambda config: config,
+    max_held_blocks=policy.max_held_blocks,
+    build=build,
+)
+
+if __name__ == "__main__":
+    sys.exit(main(PLAN))

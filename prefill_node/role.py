@@ -1,0 +1,213 @@
+"""The source's role: computes prompts, emits first tokens, keeps the KV until it is fetched.
+
+    Dispatch ─► engine.add(hold) + Offered      Attach, Renew, Release ─► Source
+    step ─► first token to the gateway          Source ─► manifests, release or abort
+         └► ChunkReady with the blocks
+
+Glue alone: the engine decides about blocks, `kv_transfer.source` about leases.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import assert_never
+
+from ..core.errors import BatonError, Cancelled, InvalidRequest
+from ..core.ports import Clock
+from ..core.request import Ticket
+from ..core.timeline import Event
+from ..engine.engine import Engine
+from ..engine.outputs import ChunkDone, StepOutput, TokenOutput
+from ..kv_transfer import wire
+from ..kv_transfer.events import (
+    ChunkReady,
+    ClosePeer,
+    Offered,
+    PeerLinked,
+    PeerLost,
+    PeerMessage,
+    ReleaseBlocks,
+    Send,
+    SourceEvent,
+    Tick,
+    Withdrawn,
+)
+from ..kv_transfer.messages import HandoffState
+from ..kv_transfer.source import Source
+from ..node.desk import RequestDesk
+from ..node.outbox import Outbox
+from ..node.request_book import Entry
+from ..node.role import Vitals
+from ..proto.v1 import handoff_pb2, node_pb2
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Offer:
+    """A prompt that is computed for a puller. Lives from Offered to ReleaseBlocks."""
+
+    ticket: Ticket
+    num_offered_blocks: int = 0
+    is_first_token_out: bool = False
+
+
+class PrefillRole:
+    """`node.role.Role` of a prefill node's engine."""
+
+    def __init__(
+        self, engine: Engine, desk: RequestDesk, outbox: Outbox, source: Source, clock: Clock
+    ) -> None:
+        self._engine = engine
+        self._desk = desk
+        self._outbox = outbox
+        self._source = source
+        self._clock = clock
+        self._offers: dict[str, _Offer] = {}  # by request key
+
+    # -- gateways ------------------------------------------------------------------------------
+
+    def dispatch(self, gateway: str, dispatch: node_pb2.Dispatch) -> None:
+        entry = self._desk.accept(gateway, dispatch)
+        if entry is None:
+            return
+        try:
+            self._admit(entry, dispatch.work)
+        except BatonError as error:
+            self.fail(entry.key, error)
+
+    def _admit(self, entry: Entry, work: node_pb2.Work) -> None:
+        if work == node_pb2.WORK_LOCAL:
+            self._engine.add(entry.request)
+        elif work == node_pb2.WORK_PREFILL and entry.ticket is not None:
+            self._engine.add(entry.request, hold=True)
+            self._offers[entry.key] = _Offer(entry.ticket)
+            self._feed(Offered(entry.ticket, entry.key, entry.deadline_s))
+        else:
+            raise InvalidRequest("a prefill node takes local work, or prefills with a ticket")
+
+    def cancel(self, key: str) -> None:
+        self._end(key, None)
+
+    def fail(self, key: str, error: BatonError) -> None:
+        self._end(key, error)
+
+    def gateway_lost(self, gateway: str) -> None:
+        for key in self._desk.forget_gateway(gateway):
+            self.cancel(key)
+
+    def _end(self, key: str, error: BatonError | None) -> None:
+        """End a request in any state; with an error its gateway is told."""
+        self._desk.end(key, error)
+        if offer := self._offers.get(key):
+            reason = error or Cancelled("the request was cancelled")
+            self._feed(Withdrawn(offer.ticket.transfer_id, reason))
+        self._engine.abort(key)
+
+    # -- the engine's results ------------------------------------------------------------------
+
+    def after_step(self, output: StepOutput) -> None:
+        for key in output.started:
+            if entry := self._desk.book.get(key):
+                self._desk.stamp(entry, Event.PREFILL_STARTED)
+        for chunk in output.chunks:
+            if chunk.is_last and (entry := self._desk.book.get(chunk.key)):
+                entry.cached_tokens = chunk.cached_tokens
+        for token in output.tokens:
+            self._on_token(token)
+        first_tokens = {token.key: token.token_id for token in output.tokens}
+        for chunk in output.chunks:
+            self._on_chunk(chunk, first_tokens.get(chunk.key))
+        for key, error in output.failed:
+            self.fail(key, error)
+
+    def _on_token(self, token: TokenOutput) -> None:
+        entry = self._desk.book.get(token.key)
+        if entry is None:
+            return
+        if token.index == len(entry.request.output_token_ids):
+            self._desk.stamp(entry, Event.FIRST_TOKEN)
+        self._desk.emit(entry, token)
+        offer = self._offers.get(token.key)
+        if offer is not None:
+            offer.is_first_token_out = True
+        if token.finish_reason is not None:
+            self._desk.end(token.key, None)
+            if offer is not None:
+                ended = Cancelled("the request ended with its first token")
+                self._feed(Withdrawn(offer.ticket.transfer_id, ended))
+
+    def _on_chunk(self, chunk: ChunkDone, first_token_id: int | None) -> None:
+        """Offer the blocks that the chunk completed; with the last one also the partial block."""
+        offer = self._offers.get(chunk.key)
+        if offer is None:
+            return
+        first, block_size = offer.num_offered_blocks, self._engine.limits.block_size
+        last = chunk.num_computed_tokens // block_size
+        state = None
+        if chunk.is_last:
+            assert first_token_id is not None, "a last chunk comes with its token"
+            last = self._engine.limits.blocks_for(chunk.num_computed_tokens)
+            state = HandoffState(last, first_token_id)
+        elif first == last:
+            return
+        blocks = tuple(self._engine.block_refs(chunk.key, first, last))
+        offer.num_offered_blocks = last
+        transfer_id = offer.ticket.transfer_id
+        self._feed(ChunkReady(transfer_id, blocks, chunk.num_computed_tokens, state))
+
+    # -- pullers -------------------------------------------------------------------------------
+
+    def peer_linked(self, incarnation: str, peer_is_source: bool) -> None:
+        self._feed(PeerLinked(incarnation))
+
+    def peer_message(self, incarnation: str, message: handoff_pb2.PeerMessage) -> None:
+        self._feed(PeerMessage(incarnation, wire.from_wire(message)))
+
+    def peer_lost(self, incarnation: str) -> None:
+        self._feed(PeerLost(incarnation))
+
+    def _feed(self, event: SourceEvent) -> None:
+        """Tell the source, and do what it says."""
+        for effect in self._source.handle(event):
+            match effect:
+                case Send(incarnation, message):
+                    self._outbox.to_peer(incarnation, wire.to_wire(message))
+                case ClosePeer(incarnation, error):
+                    log.warning("refused puller %s: %s", incarnation, error.message)
+                    self._outbox.close_peer(incarnation)
+                case ReleaseBlocks(_, key, error):
+                    self._release(key, error)
+                case _:
+                    assert_never(effect)
+
+    def _release(self, key: str, error: BatonError | None) -> None:
+        """The hand-off is over. Behind the first token its outcome is the puller's to report."""
+        offer = self._offers.pop(key)
+        self._desk.end(key, None if offer.is_first_token_out else error)
+        if error is None:
+            self._engine.release(key)
+        else:
+            self._engine.abort(key)
+
+    # -- time and looking in -------------------------------------------------------------------
+
+    def tick(self) -> float | None:
+        for key, error in self._desk.overdue():
+            self.fail(key, error)
+        lease_s = self._source.next_deadline()
+        if lease_s is not None and lease_s <= self._clock.monotonic_s():
+            self._feed(Tick())
+            lease_s = self._source.next_deadline()
+        deadlines = (lease_s, self._desk.book.next_deadline_s())
+        return min((d for d in deadlines if d is not None), default=None)
+
+    def vitals(self) -> Vitals:
+        return Vitals()
+
+    def is_idle(self) -> bool:
+        return not self._desk.book and not self._offers
+
+    def ledger(self) -> dict[str, object]:
+        return self._engine.ledger() | self._source.ledger()
