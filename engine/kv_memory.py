@@ -19,7 +19,7 @@ import torch
 from ..core.config import EngineConfig
 from ..core.errors import StartupFailed
 from . import memfd
-from .canary import NUM_RESERVED_BLOCKS
+from .block_pool import NUM_RESERVED_BLOCKS
 
 
 @dataclass(frozen=True, slots=True)
