@@ -1,0 +1,123 @@
+"""A real deployment (Redis, gateway, nodes as processes) for tests, behind a plain context manager.
+
+After each use it checks what must always hold: every node's ledger is idle and balanced, and no
+process or abstract socket is left behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from baton.cli.deployment import Deployment
+from baton.cluster.secret import secret_metadata
+from baton.core.config import EngineConfig, GatewayConfig, NodeConfig, UpConfig
+from baton.proto.v1 import node_pb2, node_pb2_grpc
+
+
+@dataclass
+class Running:
+    """A deployment that serves; `lines` is all that its processes said."""
+
+    deployment: Deployment
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def address(self) -> str:
+        return self.deployment.address
+
+    def node_addresses(self) -> dict[str, str]:
+        return {
+            child.name: child.ready.result()
+            for child in self.deployment.children
+            if child.name != "gateway"
+        }
+
+    def pids(self) -> list[int]:
+        return [child.process.pid for child in self.deployment.children]
+
+    def ledgers(self) -> dict[str, list[dict[str, Any]]]:
+        """Every engine's ledger, by node."""
+        metadata = secret_metadata(self.deployment.cluster.cluster_secret)
+        found = {}
+        for name, address in self.node_addresses().items():
+            with grpc.insecure_channel(address) as channel:
+                stub = node_pb2_grpc.NodeStub(channel)
+                answer = stub.GetLedger(node_pb2.GetLedgerRequest(), metadata=metadata, timeout=5)
+            found[name] = [json.loads(text) for text in answer.ledgers]
+        return found
+
+    def wait_idle(self, timeout_s: float = 5.0) -> dict[str, list[dict[str, Any]]]:
+        """Wait until no node holds a block for anybody; fails with the ledgers otherwise."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            ledgers = self.ledgers()
+            if all(is_idle(ledger) for node in ledgers.values() for ledger in node):
+                return ledgers
+            if time.monotonic() > deadline_s:
+                raise AssertionError(f"blocks are still held: {json.dumps(ledgers, indent=1)}")
+            time.sleep(0.01)
+
+
+def is_idle(ledger: dict[str, Any]) -> bool:
+    """Nothing held, and the counts add up."""
+    blocks = ledger["blocks"]
+    total = blocks["free"] + blocks["cached"] + blocks["held"] + blocks["reserved"]
+    assert total == blocks["total"], ledger
+    return blocks["held"] == 0 and not ledger["requests"] and not ledger["transfers"]
+
+
+@contextmanager
+def running(
+    engine: EngineConfig,
+    *,
+    up: UpConfig | None = None,
+    node: NodeConfig | None = None,
+    gateway: GatewayConfig | None = None,
+) -> Iterator[Running]:
+    """Start a deployment, yield it, check its ledgers, stop it, check that nothing is left."""
+    sockets_before = abstract_sockets()
+    lines: list[str] = []
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+
+    def call(coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
+
+    deployment = Deployment(
+        up or UpConfig(),
+        engine,
+        node or NodeConfig(),
+        gateway or GatewayConfig(grpc_port=0, model=engine.model),
+        lambda name, line: lines.append(f"{name} | {line}"),
+    )
+    try:
+        call(deployment.__aenter__())
+        pids = [child.process.pid for child in deployment.children]
+        state = Running(deployment, lines)
+        try:
+            yield state
+            state.wait_idle()
+        finally:
+            call(deployment.stop())
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+    assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+    assert abstract_sockets() <= sockets_before
+
+
+def abstract_sockets() -> set[str]:
+    """The names of our abstract unix sockets on this host."""
+    with open("/proc/net/unix") as table:
+        return {line.split()[-1] for line in table if "@baton" in line}
