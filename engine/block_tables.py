@@ -102,7 +102,7 @@ class BlockTables:
                 step.keep(self._pool.open_fence(sequence.block_ids))
         self._pool.release(sequence.block_ids)
         sequence.block_ids = []
-        sequence.num_computed_tokens = sequence.num_stored_blocks = 0
+        sequence.num_computed_tokens = 0
 
     def open_step(self, sequences: Iterable[Sequence]) -> StepFence:
         """A step that touches the sequences' blocks is about to be launched."""

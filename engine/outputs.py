@@ -1,4 +1,4 @@
-"""What an engine tells those above it: tokens, finished chunks, reservations, load. Plain values."""
+"""What an engine tells those above it: tokens, finished chunks, reservations, load. All values."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ class ChunkDone:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one step brought. `started`: requests whose first tokens were computed in it."""
+    """What one step brought. `started`: requests that took part in a step here for the first time.
+
+    That is their prefill's first chunk, or after `start` their first decode.
+    """
 
     tokens: tuple[TokenOutput, ...] = ()
     chunks: tuple[ChunkDone, ...] = ()

@@ -41,7 +41,6 @@ class Schedule:
 
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     failed: list[tuple[Sequence, BatonError]] = field(default_factory=list)
-    num_preempted: int = 0
     num_budget_tokens: int = 0
 
     def plan(self, sequence: Sequence) -> None:
@@ -70,13 +69,13 @@ class Scheduler:
         self.reserved: list[Sequence] = []
         self.held: list[Sequence] = []  # computed, waiting to be released
         self.num_preemptions = 0
-        self._num_departures = 0
+        self._num_holds = 0
         self._refused_at: int | None = None  # `opportunities` when the head did not fit
 
     @property
     def opportunities(self) -> int:
-        """Moves whenever something ended that an admission may have been waiting for."""
-        return self._pool.num_releases + self._num_departures
+        """Moves whenever blocks or a place among the running may have become free."""
+        return self._pool.num_releases + self._num_holds
 
     @property
     def num_held_blocks(self) -> int:
@@ -112,9 +111,9 @@ class Scheduler:
     def hold(self, sequence: Sequence) -> None:
         """The held sequence is computed: it no longer runs, and keeps its blocks."""
         self.running.remove(sequence)
-        self._num_departures += 1
         sequence.state = SequenceState.HELD
         self.held.append(sequence)
+        self._num_holds += 1
 
     def remove(self, sequence: Sequence) -> None:
         """Forget the sequence, whatever its state, and give its blocks back."""
@@ -126,7 +125,6 @@ class Scheduler:
         }
         queues[sequence.state].remove(sequence)
         sequence.state = SequenceState.ENDED
-        self._num_departures += 1
         self._tables.give_back(sequence)
 
     def schedule(self) -> Schedule:
@@ -142,8 +140,7 @@ class Scheduler:
         for sequence in self.running:
             if sequence.is_prefilling and schedule.num_budget_tokens:
                 schedule.plan(sequence)
-        if not schedule.num_preempted:
-            self._admit_waiting(schedule)
+        self._admit_waiting(schedule)
         return schedule
 
     def _make_room(self, sequence: Sequence, schedule: Schedule) -> bool:
@@ -155,7 +152,6 @@ class Scheduler:
             if victim is None:
                 return False  # the rest is held, reserved or fenced, and will be released
             self._preempt(victim)
-            schedule.num_preempted += 1
             if victim is sequence:
                 return False
         return True

@@ -64,7 +64,9 @@ class FakeRunner:
         self.on_execute = on_execute
         self._block_size = block_size
         self._vocab_size = vocab_size
-        self._kv = memoryview(bytearray(num_blocks * self.block_bytes) if memory is None else memory)
+        self._kv = memoryview(
+            bytearray(num_blocks * self.block_bytes) if memory is None else memory
+        )
 
     def execute(self, batch: Sequence[SequenceSlice]) -> list[SampledToken | None]:
         assert batch, "a step without work"

@@ -1,0 +1,281 @@
+"""The scheduler's policy, step by step: order, budget, preemption, credit. No runner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from baton.core.block_hash import root_hash
+from baton.core.errors import PromptTooLarge
+from baton.core.request import Request, SamplingParams
+from baton.engine.admission import OutputLengthEstimator
+from baton.engine.block_pool import NUM_RESERVED_BLOCKS, BlockPool
+from baton.engine.block_tables import BlockTables
+from baton.engine.generations import LocalGenerations
+from baton.engine.limits import EngineLimits
+from baton.engine.prefix_cache import PrefixCache
+from baton.engine.scheduler import Scheduler
+from baton.engine.sequence import Sequence, SequenceState
+
+BLOCK_SIZE = 4
+
+
+class Guess(OutputLengthEstimator):
+    """Always guesses the same, to be wrong on purpose."""
+
+    def __init__(self, num_left: int) -> None:
+        super().__init__()
+        self.num_left = num_left
+        self.num_guesses = 0
+
+    def estimate(self, num_generated: int, max_tokens: int) -> int:
+        self.num_guesses += 1
+        return self.num_left
+
+
+@dataclass
+class Bench:
+    """A scheduler of `capacity` blocks of 4 tokens, and a model that always says 9."""
+
+    capacity: int = 100
+    budget: int = 16
+    max_num_seqs: int = 8
+    max_held_blocks: int | None = None
+    guess: int = 1
+    sequences: list[Sequence] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        num_blocks = self.capacity + NUM_RESERVED_BLOCKS
+        limits = EngineLimits(
+            num_blocks, BLOCK_SIZE, 1000, self.max_num_seqs, self.budget, self.max_held_blocks
+        )
+        generations = LocalGenerations(num_blocks)
+        self.pool = BlockPool(num_blocks, generations)
+        cache = PrefixCache(self.pool)
+        self.tables = BlockTables(self.pool, cache, generations, BLOCK_SIZE)
+        self.estimator = Guess(self.guess)
+        self.scheduler = Scheduler(limits, self.pool, self.tables, self.estimator)
+
+    def new(self, num_tokens: int, *, is_held: bool = False, first_id: int = 0) -> Sequence:
+        """Sequences are named a, b, c...; `first_id` sets their token ids apart."""
+        name = "abcdefghij"[len(self.sequences)]
+        tokens = tuple(range(first_id, first_id + num_tokens))
+        request = Request(name, 0, tokens, SamplingParams(max_tokens=500))
+        sequence = Sequence(request, len(self.sequences), is_held, root_hash("m"))
+        self.sequences.append(sequence)
+        return sequence
+
+    def add(self, num_tokens: int, *, is_held: bool = False, first_id: int = 0) -> Sequence:
+        sequence = self.new(num_tokens, is_held=is_held, first_id=first_id)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def step(self) -> dict[str, int]:
+        """Schedule and "compute"; the scheduled tokens by name."""
+        schedule = self.scheduler.schedule()
+        self.failed = schedule.failed
+        for scheduled in schedule.scheduled:
+            sequence = scheduled.sequence
+            sequence.num_computed_tokens += scheduled.num_scheduled_tokens
+            self.tables.store(sequence)
+            if sequence.num_uncomputed_tokens == 0:
+                sequence.token_ids.append(9)
+                if sequence.is_held:
+                    self.scheduler.hold(sequence)
+        return {s.sequence.request.request_id: s.num_scheduled_tokens for s in schedule.scheduled}
+
+
+def test_decodes_then_chunks_then_admissions_share_the_budget() -> None:
+    bench = Bench(budget=16)
+    bench.add(3, first_id=100)
+    assert bench.step() == {"a": 3}
+    bench.add(20, first_id=200)
+    assert bench.step() == {"a": 1, "b": 15}
+    bench.add(20, first_id=300)
+    assert bench.step() == {"a": 1, "b": 5, "c": 10}
+    assert bench.step() == {"a": 1, "b": 1, "c": 10}
+    assert bench.step() == {"a": 1, "b": 1, "c": 1}
+
+
+def test_known_tokens_of_a_decode_are_scheduled_together_and_can_be_rolled_back() -> None:
+    """What speculation will need: several tokens a step, and taking computed ones back."""
+    bench = Bench()
+    a = bench.add(3)
+    bench.step()
+    a.token_ids += [5, 5, 5]
+    assert bench.step() == {"a": 4}
+    del a.token_ids[5:]
+    a.num_computed_tokens = 4
+    assert bench.step() == {"a": 1}
+    assert len(a.block_ids) == 2
+
+
+def test_at_most_max_num_seqs_run() -> None:
+    bench = Bench(max_num_seqs=2)
+    for _ in range(3):
+        bench.add(2)
+    assert bench.step() == {"a": 2, "b": 2}
+    assert bench.step() == {"a": 1, "b": 1}
+    bench.scheduler.remove(bench.sequences[0])
+    assert bench.step() == {"b": 1, "c": 2}
+
+
+def test_no_overtaking() -> None:
+    """c would fit, but b is before it."""
+    bench = Bench(capacity=6)
+    a = bench.add(16, first_id=100)
+    bench.add(16, first_id=200)
+    bench.add(1, first_id=300)
+    assert bench.step() == {"a": 16}
+    assert bench.step() == {"a": 1}
+    bench.scheduler.remove(a)
+    assert bench.step() == {"b": 16}
+    assert bench.step() == {"b": 1, "c": 1}
+
+
+def test_a_prefill_computes_at_least_one_token() -> None:
+    bench = Bench()
+    for num_tokens, num_left in [(8, 8), (8, 4), (9, 1)]:
+        sequence = bench.add(num_tokens)
+        assert list(bench.step().values()) == [num_left]
+        bench.scheduler.remove(sequence)
+
+
+def test_the_latest_are_preempted_and_the_earlier_comes_back_first() -> None:
+    bench = Bench(capacity=3)
+    a = bench.add(4, first_id=100)
+    for first_id in (200, 300):
+        bench.add(4, first_id=first_id)
+    assert bench.step() == {"a": 4, "b": 4, "c": 4}
+    assert bench.step() == {"a": 1}  # in c's block; after that b finds only itself to preempt
+    assert bench.scheduler.num_preemptions == 2
+    assert [s.request.request_id for s in bench.scheduler.waiting] == ["b", "c"]
+    bench.scheduler.remove(a)
+    assert bench.step() == {"b": 1}
+
+
+def test_a_preempted_sequence_finds_its_blocks_in_the_cache() -> None:
+    bench = Bench(capacity=5)
+    a = bench.add(8, first_id=100)
+    b = bench.add(8, first_id=200)
+    bench.step()
+    assert bench.step() == {"a": 1}  # took the last block; b had none to take but its own
+    assert b.state is SequenceState.WAITING and b.num_uncomputed_tokens == 9
+    bench.scheduler.remove(a)
+    assert bench.step() == {"b": 1}
+    assert b.num_cached_tokens == 8
+
+
+def test_the_oldest_waits_for_held_blocks_and_is_not_preempted() -> None:
+    bench = Bench(capacity=3)
+    a = bench.add(4, first_id=100)
+    held = bench.add(8, is_held=True, first_id=200)
+    assert bench.step() == {"a": 4, "b": 8}
+    assert held.state is SequenceState.HELD
+    assert bench.step() == {}
+    assert a.state is SequenceState.RUNNING and bench.scheduler.num_preemptions == 0
+    bench.scheduler.remove(held)
+    assert bench.step() == {"a": 1}
+
+
+def test_a_held_sequence_is_never_preempted() -> None:
+    bench = Bench(capacity=5, budget=10)
+    bench.add(4, first_id=100)
+    b = bench.add(4, first_id=200)
+    held = bench.add(12, is_held=True, first_id=300)
+    assert bench.step() == {"a": 4, "b": 4, "c": 2}
+    assert bench.step() == {"a": 1, "c": 9}
+    assert b.state is SequenceState.WAITING
+    assert bench.step() == {"a": 1, "c": 1}
+    assert held.state is SequenceState.HELD
+
+
+def test_a_sequence_that_outgrows_the_pool_fails() -> None:
+    bench = Bench(capacity=2)
+    a = bench.add(7)
+    assert [bench.step() for _ in range(2)] == [{"a": 7}, {"a": 1}]
+    assert bench.step() == {}
+    [(sequence, error)] = bench.failed
+    assert sequence is a and isinstance(error, PromptTooLarge)
+    assert bench.pool.counts.held == 0
+
+
+def test_a_waiting_sequence_that_has_outgrown_the_pool_does_not_block_the_queue() -> None:
+    bench = Bench(capacity=2)
+    a = bench.add(7)
+    bench.add(3, first_id=100)
+    a.token_ids += [9, 9]
+    assert bench.step() == {"b": 3}
+    assert [(sequence, type(error)) for sequence, error in bench.failed] == [(a, PromptTooLarge)]
+
+
+def test_what_did_not_fit_is_not_judged_again_before_something_is_released() -> None:
+    bench = Bench(capacity=5, guess=9)
+    a = bench.add(8, first_id=100)
+    bench.add(8, first_id=200)
+    bench.step()
+    num_guesses = bench.estimator.num_guesses
+    for _ in range(5):
+        assert bench.step() == {"a": 1}
+    assert bench.estimator.num_guesses == num_guesses
+    bench.scheduler.remove(a)
+    assert bench.step() == {"b": 8}
+
+
+def test_credit_stops_held_admissions() -> None:
+    bench = Bench(max_held_blocks=5)
+    first = bench.add(8, is_held=True, first_id=100)
+    bench.add(12, is_held=True, first_id=200)
+    bench.add(4, is_held=True, first_id=300)
+    assert bench.step() == {"a": 8, "b": 8}
+    assert bench.step() == {"b": 4}
+    assert bench.step() == {}
+    bench.scheduler.remove(first)
+    assert bench.step() == {"c": 4}
+
+
+def test_the_estimate_keeps_out_what_would_not_fit_later() -> None:
+    """Two sequences of 8 tokens that grow by 8 fill 8 blocks at their end."""
+    for capacity, expected in [(8, {"a": 8, "b": 8}), (7, {"a": 8})]:
+        bench = Bench(capacity=capacity, guess=9)
+        bench.add(8, first_id=100)
+        bench.add(8, first_id=200)
+        assert bench.step() == expected
+
+
+def test_a_reservation_leaves_room_for_the_head_of_the_queue() -> None:
+    bench = Bench(capacity=4)
+    head = bench.add(8, first_id=100)
+    late = bench.new(8, first_id=200)
+    late.state = SequenceState.RESERVED
+    assert not bench.scheduler.reserve(late)  # 2 blocks and 3, one too many
+    bench.scheduler.remove(head)
+    assert bench.scheduler.reserve(late)
+    assert len(late.block_ids) == 3
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2])
+def test_a_reservation_needs_a_slot(max_num_seqs: int) -> None:
+    bench = Bench(max_num_seqs=max_num_seqs)
+    bench.add(4, first_id=100)
+    bench.step()
+    late = bench.new(8, first_id=200)
+    late.state = SequenceState.RESERVED
+    assert bench.scheduler.reserve(late) == (max_num_seqs == 2)
+    bench.add(4, first_id=300)
+    assert bench.step() == {"a": 1}
+
+
+def test_a_started_reservation_runs_by_its_arrival() -> None:
+    bench = Bench(capacity=5)
+    early = bench.new(8, first_id=100)
+    early.state = SequenceState.RESERVED
+    assert bench.scheduler.reserve(early)
+    b = bench.add(8, first_id=200)
+    assert bench.step() == {"b": 8}
+    early.token_ids.append(9)
+    bench.scheduler.start(early)
+    assert bench.scheduler.running == [early, b]
+    assert bench.step() == {"a": 1}
+    assert b.state is SequenceState.WAITING
