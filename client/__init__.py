@@ -1,1 +1,27 @@
-"""The client SDK: Client and AsyncClient over gRPC. No torch."""
+"""The client SDK: Client and AsyncClient over gRPC. No torch.
+
+    from baton.client import Client
+
+    with Client("127.0.0.1:50051") as client:
+        for chunk in client.generate("def fib(n):", max_tokens=64):
+            print(chunk.text, end="")
+
+Errors are those of `baton.core.errors`, raised while reading the stream.
+"""
+
+from ..core.request import FinishReason
+from .aio import AsyncClient, AsyncGeneration
+from .messages import Chunk, ModelInfo, NodeInfo, Result
+from .sync import Client, Generation
+
+__all__ = [
+    "AsyncClient",
+    "AsyncGeneration",
+    "Chunk",
+    "Client",
+    "FinishReason",
+    "Generation",
+    "ModelInfo",
+    "NodeInfo",
+    "Result",
+]

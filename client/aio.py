@@ -1,0 +1,151 @@
+"""The asyncio client. Make it inside a running event loop, and use it from that loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
+from typing import Any, TypeVar, Unpack
+
+import grpc
+
+from ..core.errors import Cancelled
+from ..proto.v1 import inference_pb2_grpc
+from .messages import (
+    CHANNEL_OPTIONS,
+    Call,
+    Chunk,
+    Collector,
+    GenerateParams,
+    ModelInfo,
+    Result,
+    abort_call,
+    build_request,
+    detokenize_call,
+    model_info_call,
+    tokenize_call,
+    translate,
+)
+
+T = TypeVar("T")
+
+
+class AsyncGeneration(AsyncIterator[Chunk]):
+    """One running request: `async for chunk in generation`, or `await generation.finish()`.
+
+    Leaving early (`async with`, `cancel`, losing the last reference) cancels it on the server.
+    """
+
+    def __init__(self, call: Any, collector: Collector) -> None:
+        self._call = call
+        self._collector = collector
+        self._is_cancelled = False
+
+    @property
+    def id(self) -> str:
+        """The gateway's id; empty before the first chunk."""
+        return self._collector.id
+
+    @property
+    def result(self) -> Result:
+        """The whole result, once the stream was read to its end."""
+        if self._collector.result is None:
+            raise RuntimeError("the stream is not at its end: iterate, or await finish()")
+        return self._collector.result
+
+    async def finish(self) -> Result:
+        """Read what is left of the stream; returns the result or raises a typed error."""
+        async for _ in self:
+            pass
+        return self.result
+
+    async def __anext__(self) -> Chunk:
+        try:
+            message = await self._call.read()
+        except grpc.RpcError as error:
+            raise translate(error) from error
+        except asyncio.CancelledError:
+            if self._is_cancelled:  # the call, not our task
+                raise Cancelled("the request was cancelled") from None
+            raise
+        if message is grpc.aio.EOF:
+            raise StopAsyncIteration
+        return self._collector.add(message)
+
+    def cancel(self) -> None:
+        """End the request on the server; a request that is over stays as it ended."""
+        self._is_cancelled = True
+        self._call.cancel()
+
+    async def aclose(self) -> None:
+        """For contextlib.aclosing."""
+        self.cancel()
+
+    async def __aenter__(self) -> AsyncGeneration:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.cancel()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # the loop or the interpreter may be gone
+            self._call.cancel()
+
+
+class AsyncClient:
+    """`async with AsyncClient("127.0.0.1:50051") as client: await client.generate("x").finish()`"""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.aio.insecure_channel(address, CHANNEL_OPTIONS)
+        self._stub = inference_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]
+
+    def generate(
+        self, prompt: str | None = None, **params: Unpack[GenerateParams]
+    ) -> AsyncGeneration:
+        """Start a request; see GenerateParams. Raises InvalidRequest for what cannot be sent."""
+        request, timeout_s = build_request(prompt, params)
+        collector = Collector()
+        return AsyncGeneration(self._stub.Generate(request, timeout=timeout_s), collector)
+
+    async def tokenize(self, text: str) -> tuple[int, ...]:
+        """The ids of a text as the gateway would tokenise a prompt."""
+        return await self._unary(tokenize_call(text))
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of these ids."""
+        return await self._unary(detokenize_call(token_ids))
+
+    async def model_info(self) -> ModelInfo:
+        """The model that is served, and the nodes that do it."""
+        return await self._unary(model_info_call())
+
+    async def abort(self, *ids: str) -> int:
+        """Cancel requests by gateway id or label; returns how many were in flight."""
+        return await self._unary(abort_call(ids))
+
+    async def close(self) -> None:
+        """Cancel what is running and close the connection."""
+        await self._channel.close()
+
+    async def _unary(self, call: Call[T]) -> T:
+        try:
+            return call.decode(await getattr(self._stub, call.method)(call.request))
+        except grpc.RpcError as error:
+            raise translate(error) from error
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()

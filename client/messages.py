@@ -1,0 +1,270 @@
+"""What a client says and hears, without a word of how it travels: both drivers share this.
+
+Builds requests, collects a stream's chunks into a Result, describes the unary calls, and turns gRPC
+failures into the errors of core/errors.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypedDict, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from ..core.errors import (
+    BatonError,
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    Unauthenticated,
+    Unavailable,
+    from_code,
+)
+from ..core.metrics import TokenTimes
+from ..core.request import FinishReason
+from ..core.timeline import Stamp
+from ..proto import codec
+from ..proto.v1 import inference_pb2
+
+T = TypeVar("T")
+
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.keepalive_time_ms", 15000),
+    ("grpc.http2.ping_timeout_ms", 5000),
+)
+
+
+class GenerateParams(TypedDict, total=False):
+    """Keyword arguments of `generate`; whatever is absent takes the server's default."""
+
+    prompt_token_ids: Sequence[int]  # instead of the prompt's text
+    model: str
+    max_tokens: int  # default: what is left of the context
+    temperature: float  # [0, 2], default 1; 0 is greedy
+    top_p: float  # (0, 1], default 1
+    top_k: int  # 0: no limit
+    seed: int  # [0, 2**63), default: drawn
+    stop: str | Sequence[str]  # at most 4, never part of the text
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    timeout_s: float
+    request_id: str  # a label for abort() and logs
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Some tokens, from position `index` of the output on. `finish_reason`: on the last one."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    index: int
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A finished request: what came, who served it, when each token came on our clock."""
+
+    id: str
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    matched_stop: str | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    prefill_node: str
+    decode_node: str | None
+    transfer_bytes: int
+    transfer_cached_tokens: int
+    transport: str | None
+    attempts: int
+    seed: int
+    timeline: tuple[Stamp, ...]
+    times: TokenTimes
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """One engine as the gateway sees it."""
+
+    name: str
+    role: str
+    incarnation: str
+    is_ready: bool
+    num_blocks: int
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """The model that is served, and by whom."""
+
+    model: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    nodes: tuple[NodeInfo, ...]
+    version: str
+
+
+def build_request(
+    prompt: str | None, params: GenerateParams
+) -> tuple[inference_pb2.GenerateRequest, float | None]:
+    """The request and its timeout in seconds; InvalidRequest for what the wire cannot even say."""
+    fields: dict[str, Any] = dict(params)
+    prompt_token_ids = fields.pop("prompt_token_ids", None)
+    if prompt is not None and prompt_token_ids is not None:
+        raise InvalidRequest("give the prompt as text or as token ids, not both", param="prompt")
+    timeout_s: float | None = fields.pop("timeout_s", None)
+    request = inference_pb2.GenerateRequest()
+    for name in ("model", "request_id"):
+        if name in fields:
+            _set(request, name, fields.pop(name))
+    if isinstance(fields.get("stop"), str):
+        fields["stop"] = [fields["stop"]]
+    for name, value in fields.items():
+        if value is not None:
+            _set(request.sampling, name, value)
+    if prompt is not None:
+        _set(request, "text", prompt, param="prompt")
+    if prompt_token_ids is not None:
+        _set(request.token_ids, "ids", prompt_token_ids, param="prompt")
+        request.token_ids.SetInParent()
+    return request, timeout_s
+
+
+def _set(message: Message, name: str, value: Any, param: str | None = None) -> None:
+    """Set a field; a value of the wrong type or range is the caller's InvalidRequest."""
+    if name not in message.DESCRIPTOR.fields_by_name:
+        raise TypeError(f"generate() has no parameter {name!r}")
+    try:
+        if isinstance(value, str | bool | int | float):
+            setattr(message, name, value)
+        else:
+            getattr(message, name).extend(value)
+    except (TypeError, ValueError, AttributeError) as error:
+        param = param or name
+        raise InvalidRequest(f"{param} cannot be {value!r:.100}: {error}", param=param) from error
+
+
+class Collector:
+    """Adds up one stream. `result` is None until the last chunk is in."""
+
+    def __init__(self) -> None:
+        self.id = ""
+        self.result: Result | None = None
+        self._sent_s = time.monotonic()
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._token_s: list[float] = []
+
+    def add(self, wire: inference_pb2.GenerateChunk) -> Chunk:
+        """Take the next message; raises BatonError if tokens are missing or doubled."""
+        self.id = wire.id
+        if wire.token_ids and wire.index != len(self._token_ids):
+            raise BatonError(f"token {len(self._token_ids)} is missing in the stream")
+        self._text.append(wire.text)
+        self._token_ids += wire.token_ids
+        self._token_s += [time.monotonic()] * len(wire.token_ids)
+        reason = codec.finish_from_wire(wire.finish_reason)
+        if reason is not None:
+            self.result = self._finished(wire, reason)
+        return Chunk(wire.text, tuple(wire.token_ids), wire.index, reason)
+
+    def _finished(self, wire: inference_pb2.GenerateChunk, reason: FinishReason) -> Result:
+        result = wire.result
+        return Result(
+            id=wire.id,
+            text="".join(self._text),
+            token_ids=tuple(self._token_ids),
+            finish_reason=reason,
+            matched_stop=wire.matched_stop or None,
+            prompt_tokens=result.prompt_tokens,
+            completion_tokens=result.completion_tokens,
+            cached_tokens=result.cached_tokens,
+            prefill_node=result.prefill_node,
+            decode_node=result.decode_node or None,
+            transfer_bytes=result.transfer_bytes,
+            transfer_cached_tokens=result.transfer_cached_tokens,
+            transport=result.transport or None,
+            attempts=result.attempts,
+            seed=result.seed,
+            timeline=tuple(codec.stamps_from_wire(result.timeline)),
+            times=TokenTimes(self._sent_s, tuple(self._token_s)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """A unary call: the stub's method, what to send, what to make of the answer."""
+
+    method: str
+    request: Any
+    decode: Callable[[Any], T]
+
+
+def tokenize_call(text: str) -> Call[tuple[int, ...]]:
+    request = inference_pb2.TokenizeRequest()
+    _set(request, "text", text)
+    return Call("Tokenize", request, lambda answer: tuple(answer.ids))
+
+
+def detokenize_call(token_ids: Sequence[int]) -> Call[str]:
+    request = inference_pb2.DetokenizeRequest()
+    _set(request, "ids", token_ids)
+    return Call("Detokenize", request, lambda answer: str(answer.text))
+
+
+def abort_call(ids: Sequence[str]) -> Call[int]:
+    request = inference_pb2.AbortRequest(ids=ids)
+    return Call("Abort", request, lambda answer: int(answer.num_aborted))
+
+
+def model_info_call() -> Call[ModelInfo]:
+    return Call("GetModelInfo", inference_pb2.GetModelInfoRequest(), _model_info)
+
+
+def _model_info(wire: inference_pb2.ModelInfo) -> ModelInfo:
+    return ModelInfo(
+        model=wire.model,
+        max_model_len=wire.max_model_len,
+        vocab_size=wire.vocab_size,
+        eos_token_ids=tuple(wire.eos_token_ids),
+        nodes=tuple(
+            NodeInfo(n.name, n.role, n.incarnation, n.is_ready, n.num_blocks, n.block_size)
+            for n in wire.nodes
+        ),
+        version=wire.version,
+    )
+
+
+_BY_STATUS: Mapping[str, type[BatonError]] = {
+    cls.grpc_status: cls
+    for cls in (
+        InvalidRequest,
+        ModelNotFound,
+        Unauthenticated,
+        Overloaded,
+        Unavailable,
+        DeadlineExceeded,
+        Cancelled,
+    )
+}
+
+
+def translate(error: Any) -> BatonError:
+    """The typed error of a failed call: by the gateway's own code, else by the gRPC status."""
+    metadata = dict(error.trailing_metadata() or ())
+    details = error.details() or error.code().name
+    if code := metadata.get("baton-error-code"):
+        return from_code(str(code), details, metadata.get("baton-error-param"))
+    status: grpc.StatusCode = error.code()
+    return _BY_STATUS.get(status.name, BatonError)(details)

@@ -1,0 +1,131 @@
+"""The blocking client. Thread-safe: one Client serves any number of threads and streams at once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, TypeVar, Unpack
+
+import grpc
+
+from ..proto.v1 import inference_pb2_grpc
+from .messages import (
+    CHANNEL_OPTIONS,
+    Call,
+    Chunk,
+    Collector,
+    GenerateParams,
+    ModelInfo,
+    Result,
+    abort_call,
+    build_request,
+    detokenize_call,
+    model_info_call,
+    tokenize_call,
+    translate,
+)
+
+T = TypeVar("T")
+
+
+class Generation(Iterator[Chunk]):
+    """One running request: iterate over its chunks, or ask for its `result`.
+
+    Leaving early (`with`, `close`, losing the last reference) cancels it on the server.
+    """
+
+    def __init__(self, call: Any, collector: Collector) -> None:
+        self._call = call
+        self._collector = collector
+
+    @property
+    def id(self) -> str:
+        """The gateway's id; empty before the first chunk."""
+        return self._collector.id
+
+    @property
+    def result(self) -> Result:
+        """The whole result; reads what is left of the stream first. Raises typed errors."""
+        for _ in self:
+            pass
+        assert self._collector.result is not None
+        return self._collector.result
+
+    def __next__(self) -> Chunk:
+        try:
+            return self._collector.add(next(self._call))
+        except grpc.RpcError as error:
+            raise translate(error) from error
+
+    def cancel(self) -> None:
+        """End the request on the server; a request that is over stays as it ended."""
+        self._call.cancel()
+
+    close = cancel
+
+    def __enter__(self) -> Generation:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.cancel()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # at the interpreter's end anything may be gone
+            self._call.cancel()
+
+
+class Client:
+    """`with Client("127.0.0.1:50051") as client: client.generate("def f(").result.text`"""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.insecure_channel(address, CHANNEL_OPTIONS)  # type: ignore[no-untyped-call]
+        self._stub = inference_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]
+
+    def generate(self, prompt: str | None = None, **params: Unpack[GenerateParams]) -> Generation:
+        """Start a request; see GenerateParams. Raises InvalidRequest for what cannot be sent."""
+        request, timeout_s = build_request(prompt, params)
+        collector = Collector()
+        return Generation(self._stub.Generate(request, timeout=timeout_s), collector)
+
+    def tokenize(self, text: str) -> tuple[int, ...]:
+        """The ids of a text as the gateway would tokenise a prompt."""
+        return self._unary(tokenize_call(text))
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of these ids."""
+        return self._unary(detokenize_call(token_ids))
+
+    def model_info(self) -> ModelInfo:
+        """The model that is served, and the nodes that do it."""
+        return self._unary(model_info_call())
+
+    def abort(self, *ids: str) -> int:
+        """Cancel requests by gateway id or label; returns how many were in flight."""
+        return self._unary(abort_call(ids))
+
+    def close(self) -> None:
+        """Cancel what is running and close the connection."""
+        self._channel.close()
+
+    def _unary(self, call: Call[T]) -> T:
+        try:
+            return call.decode(getattr(self._stub, call.method)(call.request))
+        except grpc.RpcError as error:
+            raise translate(error) from error
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

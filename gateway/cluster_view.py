@@ -1,0 +1,121 @@
+"""The cluster as this gateway sees it: follows the directory and keeps a link to every engine.
+
+The directory says whom to try; a link's own stream says who lives. So an engine that vanished from
+the directory is used as long as its stream lives, and one that the directory still lists but that
+does not answer is tried again, with back-off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from typing import Protocol
+
+from ..core.membership import Member
+from ..core.ports import Clock, Directory
+from .engine_link import EngineOutput
+from .engine_table import EngineTable, LinkedEngine, Load
+from .node_link import NodeLink
+
+log = logging.getLogger(__name__)
+
+_RETRY_MIN_S = 0.05
+_RETRY_MAX_S = 2.0
+
+
+class EngineEvents(Protocol):
+    """Whom the view tells (sessions.SessionTable)."""
+
+    def engine_outputs(self, incarnation: str, outputs: Sequence[EngineOutput]) -> None: ...
+
+    def engine_lost(self, incarnation: str) -> None: ...
+
+    def cluster_changed(self) -> None: ...
+
+
+class ClusterView:
+    """`run` follows the directory until cancelled; `close` ends all links."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        model: str,
+        secret: str | None,
+        clock: Clock,
+        table: EngineTable,
+        events: EngineEvents,
+        silence_s: float,
+    ) -> None:
+        self._directory = directory
+        self._model = model
+        self._secret = secret
+        self._clock = clock
+        self._table = table
+        self._events = events
+        self._silence_s = silence_s
+        self._listed: dict[str, Member] = {}
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+
+    def members(self) -> list[Member]:
+        """Every engine of this model that is listed or linked."""
+        linked = {i: engine.member for i, engine in self._table.engines.items()}
+        return list((self._listed | linked).values())
+
+    async def run(self) -> None:
+        """Follow the directory."""
+        watch = self._directory.watch()
+        try:
+            async for members in watch:
+                self._listed = {m.incarnation: m for m in members if m.model == self._model}
+                for incarnation in self._listed.keys() - self._keepers.keys():
+                    self._keepers[incarnation] = asyncio.create_task(self._keep(incarnation))
+        finally:
+            if isinstance(watch, AsyncGenerator):
+                await watch.aclose()
+
+    async def close(self) -> None:
+        """End all links, as if their engines had gone."""
+        keepers = list(self._keepers.values())
+        for keeper in keepers:
+            keeper.cancel()
+        if keepers:
+            await asyncio.wait(keepers)
+
+    async def _keep(self, incarnation: str) -> None:
+        """Keep a link to this engine for as long as the directory lists it or the link lives."""
+        delay_s, last_reason = _RETRY_MIN_S, ""
+        try:
+            while member := self._listed.get(incarnation):
+                link = NodeLink(member, self._secret, self, self._clock, self._silence_s)
+                began_s = self._clock.monotonic_s()
+                reason = await link.run()
+                if reason != last_reason:
+                    log.warning("engine %s at %s: %s", member.name, member.address, reason)
+                last_reason = reason
+                if self._clock.monotonic_s() - began_s > _RETRY_MAX_S:
+                    delay_s = _RETRY_MIN_S  # it was up for a while: a new story
+                await asyncio.sleep(delay_s)
+                delay_s = min(2 * delay_s, _RETRY_MAX_S)
+        finally:
+            del self._keepers[incarnation]
+
+    # --- node_link.LinkEvents ---------------------------------------------------------------------
+
+    def linked(self, link: NodeLink) -> None:
+        member = link.member
+        log.info("linked to %s engine %s at %s", member.role.value, member.name, member.address)
+        self._table.engines[member.incarnation] = LinkedEngine(member, link)
+
+    def heartbeat(self, link: NodeLink, load: Load) -> None:
+        self._table.engines[link.member.incarnation].load = load
+        self._events.cluster_changed()
+
+    def outputs(self, link: NodeLink, outputs: Sequence[EngineOutput]) -> None:
+        self._table.engines[link.member.incarnation].settle(outputs)
+        self._events.engine_outputs(link.member.incarnation, outputs)
+
+    def lost(self, link: NodeLink, reason: str) -> None:
+        del self._table.engines[link.member.incarnation]
+        self._events.engine_lost(link.member.incarnation)
+        self._events.cluster_changed()

@@ -1,0 +1,94 @@
+"""What a session sees of an engine: a link to send work over, and the outputs that come back.
+
+Plain values and Protocols; node_link.py is the real link, tests have fake ones.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..core.errors import BatonError
+from ..core.request import FinishReason, Request, Ticket
+from ..core.timeline import Stamp
+
+
+class Work(enum.Enum):
+    """What an engine is to do with a dispatch."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What the hand-off moved. `cached_tokens`: prompt tokens that the puller had already."""
+
+    num_bytes: int
+    cached_tokens: int
+    transport: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOutput:
+    """What one step of an engine brought for one attempt of a request."""
+
+    request_id: str
+    attempt: int
+    first_index: int = 0
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: BatonError | None = None
+    stamps: tuple[Stamp, ...] = ()
+    cached_tokens: int | None = None
+    transfer: Transfer | None = None
+
+
+class EngineLink(Protocol):
+    """One engine, as long as its stream lives. Sending never blocks and never raises."""
+
+    @property
+    def incarnation(self) -> str: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def dispatch(
+        self, request: Request, work: Work, ticket: Ticket, deadline_remaining_s: float
+    ) -> None: ...
+
+    def cancel(self, request_id: str, attempt: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Who computes the prompt and who goes on."""
+
+    prefill: EngineLink
+    decode: EngineLink
+
+
+@dataclass(frozen=True, slots=True)
+class Avoid:
+    """Engines and (prefill, decode) pairs that failed this request a moment ago."""
+
+    incarnations: frozenset[str] = frozenset()
+    pairs: frozenset[tuple[str, str]] = frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(self.incarnations or self.pairs)
+
+
+class Router(Protocol):
+    """Picks the engines for a request."""
+
+    def choose(self, num_tokens: int, *, avoid: Avoid, fingerprint: str | None) -> Route:
+        """A pair for `num_tokens` known tokens, none of `avoid`, both of this fingerprint.
+
+        Raises Unavailable, naming what is missing.
+        """
+        ...

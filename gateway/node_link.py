@@ -1,0 +1,173 @@
+"""The stream to one engine: `Node.Session` over grpc.aio, from connecting to its loss.
+
+Owns one connection attempt and what flows over it: checks the Welcome against what the directory
+promised, sends dispatches and cancels, hands on heartbeats and outputs, and takes a silent engine
+for lost. Reports the loss exactly once, and only of a link that was up. Whoever wants another try
+makes another NodeLink.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import grpc
+
+from ..cluster.secret import secret_metadata
+from ..core.membership import Member
+from ..core.ports import Clock
+from ..core.request import Request, Ticket
+from ..proto.v1 import node_pb2, node_pb2_grpc
+from .engine_link import EngineOutput, Work
+from .engine_table import Load
+from .wire import dispatch_message, load_from_wire, output_from_wire
+
+_Stream = Any  # grpc.aio.StreamStreamCall[GatewayMessage, NodeMessage]; grpc has no types
+
+_CONNECT_TIMEOUT_S = 3.0
+
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.use_local_subchannel_pool", 1),  # our back-off, not one shared with earlier channels
+    ("grpc.keepalive_time_ms", 2000),
+    ("grpc.keepalive_timeout_ms", 1000),
+    ("grpc.http2.ping_timeout_ms", 1000),  # without it a stopped peer is noticed after a minute
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+class LinkEvents(Protocol):
+    """Whom a link tells. `lost` comes last, and only after `linked`."""
+
+    def linked(self, link: NodeLink) -> None: ...
+
+    def heartbeat(self, link: NodeLink, load: Load) -> None: ...
+
+    def outputs(self, link: NodeLink, outputs: Sequence[EngineOutput]) -> None: ...
+
+    def lost(self, link: NodeLink, reason: str) -> None: ...
+
+
+class NodeLink:
+    """One connection attempt to `member`; `run` lives as long as the stream."""
+
+    def __init__(
+        self,
+        member: Member,
+        secret: str | None,
+        events: LinkEvents,
+        clock: Clock,
+        silence_s: float,
+    ) -> None:
+        self.member = member
+        self._secret = secret
+        self._events = events
+        self._clock = clock
+        self._silence_s = silence_s
+        self._outgoing: asyncio.Queue[node_pb2.GatewayMessage] = asyncio.Queue()
+        self._last_heard_s = clock.monotonic_s()
+
+    def dispatch(
+        self, request: Request, work: Work, ticket: Ticket, deadline_remaining_s: float
+    ) -> None:
+        message = dispatch_message(request, work, ticket, deadline_remaining_s)
+        self._outgoing.put_nowait(message)
+
+    def cancel(self, request_id: str, attempt: int) -> None:
+        cancel = node_pb2.Cancel(request_id=request_id, attempt=attempt)
+        self._outgoing.put_nowait(node_pb2.GatewayMessage(cancel=cancel))
+
+    async def run(self) -> str:
+        """Connect and serve the stream until it ends; returns why it did.
+
+        Raises nothing of the network's. Cancelling it closes the stream.
+        """
+        metadata = (("baton-engine", self.member.incarnation), *secret_metadata(self._secret))
+        async with grpc.aio.insecure_channel(self.member.address, CHANNEL_OPTIONS) as channel:
+            stub = node_pb2_grpc.NodeStub(channel)  # type: ignore[no-untyped-call]
+            stream: _Stream = stub.Session(metadata=metadata)
+            refusal = await self._connect(stream)
+            if refusal is not None:
+                stream.cancel()
+                return refusal
+            return await self._serve(stream)
+
+    async def _connect(self, stream: _Stream) -> str | None:
+        """Wait for the Welcome and check it; returns what is wrong, if something is."""
+        try:
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                message = await stream.read()
+        except TimeoutError:
+            return f"no welcome within {_CONNECT_TIMEOUT_S:g} s"
+        except grpc.aio.AioRpcError as error:
+            return _reason(error)
+        if message is grpc.aio.EOF or not message.HasField("welcome"):
+            return "no welcome"
+        welcome, member = message.welcome, self.member
+        for field in ("incarnation", "role", "model", "fingerprint"):
+            expected = member.role.value if field == "role" else getattr(member, field)
+            if getattr(welcome, field) != expected:
+                return f"{field} is {getattr(welcome, field)!r}, announced was {expected!r}"
+        return None
+
+    async def _serve(self, stream: _Stream) -> str:
+        """Run the two directions and the watch over silence; the first to end ends the link."""
+        self._last_heard_s = self._clock.monotonic_s()
+        self._events.linked(self)
+        reason = "closed by the gateway"
+        tasks = [
+            asyncio.create_task(part)
+            for part in (self._read(stream), self._write(stream), self._watch_silence())
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            reason = done.pop().result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            stream.cancel()
+            self._events.lost(self, reason)
+        return reason
+
+    async def _read(self, stream: _Stream) -> str:
+        try:
+            while (message := await stream.read()) is not grpc.aio.EOF:
+                self._last_heard_s = self._clock.monotonic_s()
+                if message.HasField("outputs"):
+                    self._events.outputs(self, [*map(output_from_wire, message.outputs.outputs)])
+                elif message.HasField("heartbeat"):
+                    self._events.heartbeat(self, load_from_wire(message.heartbeat))
+        except grpc.aio.AioRpcError as error:
+            return _reason(error)
+        return "the node ended the stream"
+
+    async def _write(self, stream: _Stream) -> str:
+        try:
+            while True:
+                await stream.write(await self._outgoing.get())
+        except grpc.aio.AioRpcError as error:
+            return _reason(error)
+        except asyncio.InvalidStateError:  # what grpc.aio raises on writing to an ended stream
+            return "the node ended the stream"
+
+    async def _watch_silence(self) -> str:
+        """Return once the engine was silent for too long.
+
+        Where this process itself stood still, what the engine sent is still unread: its silence is
+        counted anew.
+        """
+        period_s = self._silence_s / 8
+        while True:
+            before_s = self._clock.monotonic_s()
+            await asyncio.sleep(period_s)
+            now_s = self._clock.monotonic_s()
+            if now_s - before_s > 2 * period_s:
+                self._last_heard_s = now_s
+            if now_s - self._last_heard_s > self._silence_s:
+                return f"no heartbeat for {self._silence_s:g} s"
+
+
+def _reason(error: grpc.aio.AioRpcError) -> str:
+    return f"{error.code().name}: {error.details()}"

@@ -1,0 +1,96 @@
+"""Which prefill and which decode engine serve a request: a pure function of what is known of them.
+
+Among all pairs whose link is up, the least loaded: first the prefill engine with the fewest prompt
+tokens before it, then the decode engine with the fewest requests. An engine that has no room for
+the request now comes after every one that has, but is not left out: nodes queue, first come first
+served, and a queue is better than an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..core.errors import Unavailable
+from ..core.membership import Role
+from .engine_link import Avoid
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """A live engine's last heartbeat, and what this gateway has sent it since.
+
+    `in_flight_tokens`: prompt tokens dispatched by us and still without an answer; `num_in_flight`:
+    such requests; `num_dispatched`: all we ever sent (ties go to the one that was asked less).
+    """
+
+    incarnation: str
+    role: Role
+    fingerprint: str
+    block_size: int
+    num_running: int = 0
+    num_waiting: int = 0
+    waiting_tokens: int = 0
+    free_blocks: int = 0
+    credit_blocks: int = 0
+    is_draining: bool = False
+    links: frozenset[str] = frozenset()
+    in_flight_tokens: int = 0
+    num_in_flight: int = 0
+    num_dispatched: int = 0
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+
+_Rank = tuple[bool, int, int, str]
+
+
+def _prefill_rank(engine: EngineState, num_tokens: int) -> _Rank:
+    has_credit = engine.credit_blocks >= engine.blocks_for(num_tokens)
+    load = engine.waiting_tokens + engine.in_flight_tokens
+    return (not has_credit, load, engine.num_dispatched, engine.incarnation)
+
+
+def _decode_rank(engine: EngineState, num_tokens: int) -> tuple[bool, int, int, int, str]:
+    has_room = engine.free_blocks >= engine.blocks_for(num_tokens)
+    load = engine.num_running + engine.num_waiting + engine.num_in_flight
+    return (not has_room, load, -engine.free_blocks, engine.num_dispatched, engine.incarnation)
+
+
+def choose_pair(
+    engines: Iterable[EngineState],
+    num_tokens: int,
+    *,
+    avoid: Avoid = Avoid(),  # noqa: B008 (frozen)
+    fingerprint: str | None = None,
+) -> tuple[str, str]:
+    """The incarnations of (prefill, decode) for a request of `num_tokens` known tokens.
+
+    `fingerprint`: where given, both must have it; tokens already streamed came from such a model.
+    Raises Unavailable, naming the missing role or link.
+    """
+    usable = [
+        engine
+        for engine in engines
+        if not engine.is_draining
+        and engine.incarnation not in avoid.incarnations
+        and fingerprint in (None, engine.fingerprint)
+    ]
+    by_role = {role: [e for e in usable if e.role is role] for role in Role}
+    if missing := [role.value for role in Role if not by_role[role]]:
+        raise Unavailable(f"no {' and no '.join(missing)} node is ready")
+    pairs = [
+        (prefill, decode)
+        for prefill in by_role[Role.PREFILL]
+        for decode in by_role[Role.DECODE]
+        if prefill.incarnation in decode.links
+        and (prefill.incarnation, decode.incarnation) not in avoid.pairs
+    ]
+    if not pairs:
+        raise Unavailable("no decode node is linked to a prefill node")
+    prefill, decode = min(
+        pairs,
+        key=lambda pair: (_prefill_rank(pair[0], num_tokens), _decode_rank(pair[1], num_tokens)),
+    )
+    return prefill.incarnation, decode.incarnation

@@ -1,0 +1,333 @@
+"""One request's life, from its arrival to its one terminal event.
+
+    WAITING ──route found──► RUNNING ──last token──────────► ENDED (finished)
+       ▲                       │ │ └──cancel, deadline─────► ENDED (cancelled, failed)
+       └──attempt failed, ─────┘ └──attempts used up───────► ENDED (failed)
+          retryable
+
+An *attempt* is one dispatch to a prefill and a decode engine. When one fails, the tokens already
+streamed go with the next as `output_token_ids`, and both engines of the old one get a Cancel; what
+still comes from them is dropped by its attempt number. Sees clock, entropy, engines and the client
+only through Protocols; never blocks: the owner calls `tick` at `next_wakeup_s`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..core.errors import (
+    BatonError,
+    Cancelled,
+    DeadlineExceeded,
+    EngineFailed,
+    HandoffFailed,
+    NodeLost,
+    Overloaded,
+    Unavailable,
+)
+from ..core.ports import Clock, Entropy
+from ..core.request import FinishReason, Request, Ticket
+from ..core.timeline import TERMINAL, Event, Stamp
+from .attempt import Attempt
+from .engine_link import Avoid, EngineOutput, Router, Transfer, Work
+from .text_stream import TextStream
+from .validation import ValidatedRequest
+
+GATEWAY = "gateway"
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """How long and how often a request tries.
+
+    `recovery_wait_s`: wait for an engine where none can take it. `avoid_s`: how long a failed
+    engine is left out even if it is the only one; covers the age of heartbeats.
+    """
+
+    max_attempts: int = 3
+    recovery_wait_s: float = 2.0
+    avoid_s: float = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What is known of a finished request. `decode_node` is None if the prefill node ended it."""
+
+    finish_reason: FinishReason
+    matched_stop: str | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    prefill_node: str
+    decode_node: str | None
+    transfer: Transfer | None
+    attempts: int
+    seed: int
+    timeline: tuple[Stamp, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens for the client, from position `index` on; the last one carries the result."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    index: int
+    result: Result | None = None
+
+
+class Sink(Protocol):
+    """Where the client's stream begins. It ends by a chunk with a result, or by a failure."""
+
+    def emit(self, chunk: Chunk) -> bool:
+        """Take a chunk; False if the client is too far behind to be given any more."""
+        ...
+
+    def fail(self, error: BatonError) -> None: ...
+
+
+class Session:
+    """One request. All methods are calls of the owner's single thread."""
+
+    def __init__(
+        self,
+        request_id: str,
+        request: ValidatedRequest,
+        *,
+        deadline_s: float,
+        arrived: Stamp,
+        text: TextStream,
+        sink: Sink,
+        router: Router,
+        clock: Clock,
+        entropy: Entropy,
+        limits: SessionLimits,
+    ) -> None:
+        self.request_id = request_id
+        self.request = request
+        self.timeline = [arrived]
+        self._deadline_s = deadline_s
+        self._text = text
+        self._sink = sink
+        self._router = router
+        self._clock = clock
+        self._entropy = entropy
+        self._limits = limits
+        self._output_ids: list[int] = []
+        self._attempt: Attempt | None = None
+        self._num_attempts = 0
+        self._fingerprint: str | None = None
+        self._avoid = Avoid()
+        self._avoid_until_s = 0.0
+        self._wait_until_s: float | None = None
+        self._cached_tokens = 0
+        self._transfer: Transfer | None = None
+        self.is_over = False
+
+    # --- what the owner calls ---------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Find engines and dispatch, or begin to wait for them."""
+        self._try_dispatch()
+
+    def engine_output(self, incarnation: str, output: EngineOutput) -> None:
+        """Take what an engine sent; anything of another attempt is dropped."""
+        attempt = self._attempt
+        if attempt is None or not attempt.expects(incarnation, output.attempt):
+            return
+        self._note(attempt, incarnation, output)
+        if output.finish_reason is not None:
+            attempt.close(incarnation)
+        if output.error is not None:
+            self._engine_gave_up(attempt, incarnation, output.error)
+            return
+        try:
+            tokens = attempt.add(output, now_s=self._clock.monotonic_s())
+        except EngineFailed as error:
+            self._fail_attempt(attempt, error, blamed=incarnation)
+            return
+        self._advance(attempt, tokens)
+
+    def engine_lost(self, incarnation: str) -> None:
+        """An engine's stream ended: what it still owed will not come."""
+        attempt = self._attempt
+        if attempt is not None and incarnation in attempt.pair:
+            name = attempt.name_of(incarnation)
+            self._engine_gave_up(attempt, incarnation, NodeLost(f"node {name} was lost"))
+
+    def cluster_changed(self) -> None:
+        """An engine came, or one's load changed: a waiting request may find its place."""
+        if self._attempt is None and not self.is_over:
+            self._try_dispatch()
+
+    def cancel(self, error: BatonError) -> None:
+        """End early: `Cancelled`, or what made the gateway give up on the client."""
+        if not self.is_over:
+            self._end_badly(error)
+
+    @property
+    def next_wakeup_s(self) -> float:
+        """When `tick` has something to do, on the monotonic clock."""
+        if self._attempt is not None:
+            return min(self._deadline_s, self._attempt.doubt_until_s)
+        waits = [self._deadline_s]
+        if self._wait_until_s is not None:
+            waits.append(self._wait_until_s)
+        if self._avoid:
+            waits.append(self._avoid_until_s)
+        return min(waits)
+
+    def tick(self) -> None:
+        """Act on whatever time is up."""
+        now_s = self._clock.monotonic_s()
+        attempt = self._attempt
+        if self.is_over:
+            return
+        if now_s >= self._deadline_s:
+            self._end_badly(DeadlineExceeded("the request's deadline passed"))
+        elif attempt is not None and now_s >= attempt.doubt_until_s:
+            self._fail_attempt(attempt, attempt.doubt or HandoffFailed("no word"), blamed=None)
+        elif attempt is None:
+            self._try_dispatch()
+
+    # --- attempts ---------------------------------------------------------------------------------
+
+    def _try_dispatch(self) -> None:
+        """Dispatch the next attempt, or wait for engines as long as that makes sense."""
+        now_s = self._clock.monotonic_s()
+        if self._avoid and now_s >= self._avoid_until_s:
+            self._avoid = Avoid()
+        num_known = len(self.request.prompt_token_ids) + len(self._output_ids)
+        try:
+            route = self._router.choose(num_known, avoid=self._avoid, fingerprint=self._fingerprint)
+        except Unavailable as error:
+            if self._wait_until_s is None:
+                self._wait_until_s = now_s + self._limits.recovery_wait_s
+            elif now_s >= self._wait_until_s:
+                self._end_badly(error)
+            return
+        self._wait_until_s = None
+        attempt = Attempt(
+            number=self._num_attempts,
+            route=route,
+            base_index=len(self._output_ids),
+            max_tokens=self.request.sampling.max_tokens,
+        )
+        self._num_attempts += 1
+        self._attempt = attempt
+        self._stamp(Event.ROUTED)
+        self._send(attempt, now_s)
+
+    def _send(self, attempt: Attempt, now_s: float) -> None:
+        """Hand the attempt to its two engines."""
+        prefill, decode = attempt.route.prefill, attempt.route.decode
+        request = Request(
+            request_id=self.request_id,
+            attempt=attempt.number,
+            prompt_token_ids=self.request.prompt_token_ids,
+            sampling=self.request.sampling,
+            output_token_ids=tuple(self._output_ids),
+        )
+        ticket = Ticket(self._entropy.new_id(), prefill.incarnation, decode.incarnation)
+        remaining_s = self._deadline_s - now_s
+        prefill.dispatch(request, Work.PREFILL, ticket, remaining_s)
+        decode.dispatch(request, Work.DECODE, ticket, remaining_s)
+
+    def _engine_gave_up(self, attempt: Attempt, incarnation: str, error: BatonError) -> None:
+        """An engine of this attempt failed it or is gone; the attempt may survive that."""
+        attempt.close(incarnation)
+        if attempt.survives(incarnation, error, now_s=self._clock.monotonic_s()):
+            return
+        # A hand-off fails between two engines: each may be fine with another partner.
+        is_pair_fault = isinstance(error, HandoffFailed)
+        self._fail_attempt(attempt, error, blamed=None if is_pair_fault else incarnation)
+
+    def _fail_attempt(self, attempt: Attempt, error: BatonError, *, blamed: str | None) -> None:
+        """Give this attempt up; try again if that can help. `blamed` None: the pair."""
+        attempt.cancel(self.request_id)
+        self._attempt = None
+        if blamed is None:
+            self._avoid = Avoid(self._avoid.incarnations, self._avoid.pairs | {attempt.pair})
+        else:
+            self._avoid = Avoid(self._avoid.incarnations | {blamed}, self._avoid.pairs)
+        self._avoid_until_s = self._clock.monotonic_s() + self._limits.avoid_s
+        if len(self._output_ids) == self.request.sampling.max_tokens:
+            # All tokens are out: only the word "done" was lost.
+            self._finish(attempt, FinishReason.LENGTH, self._text.flush(), ())
+        elif error.is_retryable and self._num_attempts < self._limits.max_attempts:
+            self._try_dispatch()
+        else:
+            self._end_badly(error)
+
+    # --- tokens -----------------------------------------------------------------------------------
+
+    def _note(self, attempt: Attempt, incarnation: str, output: EngineOutput) -> None:
+        """Keep what an output says beside its tokens. Terminal events are ours alone to give."""
+        self.timeline += [stamp for stamp in output.stamps if stamp.event not in TERMINAL]
+        if output.cached_tokens is not None and incarnation == attempt.route.prefill.incarnation:
+            self._cached_tokens = min(output.cached_tokens, len(self.request.prompt_token_ids))
+        if output.transfer is not None:
+            self._transfer = output.transfer
+        if incarnation == attempt.route.decode.incarnation:
+            attempt.note_decode_progress(output)
+
+    def _advance(self, attempt: Attempt, tokens: list[int]) -> None:
+        """Pass tokens on that are now in order, and finish where they are the last."""
+        index = len(self._output_ids)
+        piece = self._text.feed(tokens)
+        shown = tuple(tokens[: piece.num_tokens])
+        self._output_ids += shown
+        if shown:
+            self._fingerprint = attempt.route.prefill.fingerprint
+        if piece.matched_stop is not None:
+            self._finish(attempt, FinishReason.STOP, piece.text, shown, piece.matched_stop)
+        elif attempt.is_complete and attempt.finish_reason is not None:
+            self._finish(attempt, attempt.finish_reason, piece.text + self._text.flush(), shown)
+        elif shown and not self._sink.emit(Chunk(piece.text, shown, index)):
+            self._end_badly(Overloaded("the client reads too slowly; its stream was ended"))
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def _finish(
+        self,
+        attempt: Attempt,
+        reason: FinishReason,
+        text: str,
+        token_ids: tuple[int, ...],
+        matched_stop: str | None = None,
+    ) -> None:
+        """The good end. Whoever still holds the request gets a Cancel."""
+        self._end(Event.FINISHED)
+        attempt.cancel(self.request_id)
+        result = Result(
+            finish_reason=reason,
+            matched_stop=matched_stop,
+            prompt_tokens=len(self.request.prompt_token_ids),
+            completion_tokens=len(self._output_ids),
+            cached_tokens=self._cached_tokens,
+            prefill_node=attempt.route.prefill.name,
+            decode_node=attempt.route.decode.name if attempt.is_handed_over else None,
+            transfer=self._transfer,
+            attempts=self._num_attempts,
+            seed=self.request.sampling.seed,
+            timeline=tuple(self.timeline),
+        )
+        self._sink.emit(Chunk(text, token_ids, len(self._output_ids) - len(token_ids), result))
+
+    def _end_badly(self, error: BatonError) -> None:
+        """The other end: cancelled or failed."""
+        attempt = self._attempt
+        self._end(Event.CANCELLED if isinstance(error, Cancelled) else Event.FAILED)
+        if attempt is not None:
+            attempt.cancel(self.request_id)
+        self._sink.fail(error)
+
+    def _end(self, event: Event) -> None:
+        assert not self.is_over, "a request ends once"
+        self.is_over = True
+        self._attempt = None
+        self._stamp(event)
+
+    def _stamp(self, event: Event) -> None:
+        self.timeline.append(Stamp(event, self._clock.unix_ns(), GATEWAY))

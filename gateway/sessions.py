@@ -1,0 +1,116 @@
+"""All sessions of a gateway: finds them by id and label, gives them outputs, losses and time.
+
+Owns the only timers of a session and the bound on their number. A session that breaks (our own bug)
+fails alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+from ..core.errors import BatonError, Cancelled, Overloaded
+from ..core.ports import Clock
+from .engine_link import EngineOutput
+from .session import Session
+
+log = logging.getLogger(__name__)
+
+
+class SessionTable:
+    """Use from one event loop. A session is in the table from `add` to its end."""
+
+    def __init__(self, clock: Clock, max_num_requests: int) -> None:
+        self._clock = clock
+        self._max_num_requests = max_num_requests
+        self._sessions: dict[str, Session] = {}
+        self._timers: dict[str, tuple[float, asyncio.TimerHandle]] = {}
+        self._num_admitted = 0
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def admit(self) -> None:
+        """Count one more request in flight; raises Overloaded at the limit. Pair with `leave`."""
+        if self._num_admitted >= self._max_num_requests:
+            raise Overloaded(f"{self._num_admitted} requests are in flight; try again later")
+        self._num_admitted += 1
+        self._is_idle.clear()
+
+    def leave(self) -> None:
+        """The request's call is over."""
+        self._num_admitted -= 1
+        if self._num_admitted == 0:
+            self._is_idle.set()
+
+    async def wait_idle(self) -> None:
+        """Wait until no request is in flight."""
+        await self._is_idle.wait()
+
+    def start(self, session: Session) -> None:
+        """Take a session and set it going."""
+        self._sessions[session.request_id] = session
+        self._do(session, session.start)
+
+    def engine_outputs(self, incarnation: str, outputs: Iterable[EngineOutput]) -> None:
+        """One step's outputs of one engine; those of requests that are over are dropped."""
+        for output in outputs:
+            if session := self._sessions.get(output.request_id):
+                self._do(session, session.engine_output, incarnation, output)
+
+    def engine_lost(self, incarnation: str) -> None:
+        for session in list(self._sessions.values()):
+            self._do(session, session.engine_lost, incarnation)
+
+    def cluster_changed(self) -> None:
+        for session in list(self._sessions.values()):
+            self._do(session, session.cluster_changed)
+
+    def cancel(self, session: Session, error: BatonError) -> None:
+        """End a session early; one that is over stays as it ended."""
+        self._do(session, session.cancel, error)
+
+    def abort(self, names: Iterable[str]) -> int:
+        """Cancel by gateway id or caller's label; returns how many were in flight."""
+        wanted = set(names) - {""}
+        found = [
+            session
+            for session in self._sessions.values()
+            if session.request_id in wanted or session.request.label in wanted
+        ]
+        for session in found:
+            self.cancel(session, Cancelled("aborted"))
+        return len(found)
+
+    def _do(self, session: Session, call: Callable[..., None], *arguments: object) -> None:
+        """Let a session act, then note its end or its next wake-up."""
+        try:
+            call(*arguments)
+        except Exception:  # one session's bug must not end the stream that feeds all of them
+            log.exception("request %s failed by a bug", session.request_id)
+            session.cancel(BatonError("internal error"))
+        if session.is_over:
+            self._sessions.pop(session.request_id, None)
+            if timer := self._timers.pop(session.request_id, None):
+                timer[1].cancel()
+        else:
+            self._arm(session)
+
+    def _arm(self, session: Session) -> None:
+        """Keep one timer per session, at its next wake-up."""
+        due_s = session.next_wakeup_s
+        timer = self._timers.get(session.request_id)
+        if timer is not None:
+            if timer[0] == due_s:
+                return
+            timer[1].cancel()
+        delay_s = max(0.0, due_s - self._clock.monotonic_s())
+        handle = asyncio.get_running_loop().call_later(delay_s, self._wake, session)
+        self._timers[session.request_id] = (due_s, handle)
+
+    def _wake(self, session: Session) -> None:
+        self._timers.pop(session.request_id, None)
+        self._do(session, session.tick)

@@ -1,0 +1,44 @@
+"""Tokens of one attempt, put in order by their position in the request's output.
+
+        known already │ next_index
+    0 1 2 3 4 5 6 7 8 │ 9  _  11        9 can go out; 11 is held until 10 comes
+    └ doubles: dropped ┘
+
+Two streams race: the decode node's first token may overtake the prefill node's. The first value
+seen for a position stays; streamed tokens never change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..core.errors import EngineFailed
+
+
+@dataclass(slots=True)
+class TokenSplice:
+    """`next_index` is the position that must come next; `max_tokens` bounds all positions."""
+
+    next_index: int
+    max_tokens: int
+    _early: dict[int, int] = field(default_factory=dict)
+
+    def add(self, first_index: int, token_ids: Sequence[int]) -> list[int]:
+        """Take tokens of positions from `first_index` on; return those now in order.
+
+        Raises EngineFailed for a position past `max_tokens`: no engine may send that.
+        """
+        if token_ids and first_index + len(token_ids) > self.max_tokens:
+            raise EngineFailed(
+                f"an engine sent token {first_index + len(token_ids) - 1} of at most "
+                f"{self.max_tokens}"
+            )
+        for index, token_id in enumerate(token_ids, first_index):
+            if index >= self.next_index:
+                self._early.setdefault(index, token_id)
+        ready: list[int] = []
+        while self.next_index in self._early:
+            ready.append(self._early.pop(self.next_index))
+            self.next_index += 1
+        return ready

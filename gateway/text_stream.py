@@ -1,0 +1,46 @@
+"""A request's tokens as text that may be shown: detokenised, and cut at the first stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from .stop_strings import StopMatcher
+
+
+class Detokenize(Protocol):
+    """tokenizer.Detokenizer, or a fake."""
+
+    def step(self, token_id: int) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    """What some tokens brought. `num_tokens` of them count: all, or up to the stop string's end."""
+
+    text: str
+    num_tokens: int
+    matched_stop: str | None
+
+
+class TextStream:
+    """One request's text so far: what is held back lies here."""
+
+    def __init__(self, detokenizer: Detokenize, stops: Sequence[str]) -> None:
+        self._detokenizer = detokenizer
+        self._matcher = StopMatcher(stops)
+
+    def feed(self, token_ids: Sequence[int]) -> TextPiece:
+        """Take the next tokens; those behind the one that completes a stop string do not count."""
+        shown: list[str] = []
+        for count, token_id in enumerate(token_ids, 1):
+            text, stop = self._matcher.feed(self._detokenizer.step(token_id))
+            shown.append(text)
+            if stop is not None:
+                return TextPiece("".join(shown), count, stop)
+        return TextPiece("".join(shown), len(token_ids), None)
+
+    def flush(self) -> str:
+        """The last of the text, once no more tokens come."""
+        return self._matcher.flush()

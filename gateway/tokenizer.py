@@ -1,0 +1,106 @@
+"""Text to tokens and back with the `tokenizers` library, from a model directory's tokenizer.json.
+
+Owns the two directions and where they run: short texts on the event loop, long ones on a thread.
+Knows no request; the ids that end a text are the model's, given by the caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import tokenizers
+from tokenizers.decoders import DecodeStream
+
+from ..core.errors import StartupFailed
+
+# Encoding costs about a microsecond per character; below this it is cheaper than a thread's turn.
+_INLINE_CHARS = 2000
+_NUM_CONTEXT_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenizer:
+    """A loaded tokenizer; `hidden_ids` (the model's EOS ids) never show up as text."""
+
+    _library: tokenizers.Tokenizer
+    _pool: ThreadPoolExecutor
+    hidden_ids: frozenset[int]
+
+    @classmethod
+    def load(cls, model_dir: Path, hidden_ids: Iterable[int] = ()) -> Tokenizer:
+        """Read `model_dir`/tokenizer.json; raises StartupFailed where it is absent or broken."""
+        path = model_dir / "tokenizer.json"
+        if not path.is_file():
+            raise StartupFailed(
+                f"{model_dir} has no tokenizer.json",
+                hint="save it beside the weights: AutoTokenizer.from_pretrained(DIR)"
+                ".save_pretrained(DIR) writes one",
+            )
+        try:
+            library = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise StartupFailed(f"cannot read {path}: {error}") from error
+        library.no_truncation()
+        library.no_padding()
+        pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
+        return cls(library, pool, frozenset(hidden_ids))
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that the tokenizer knows, added tokens included; a model may have more."""
+        return self._library.get_vocab_size(with_added_tokens=True)
+
+    async def encode(self, text: str) -> tuple[int, ...]:
+        """The ids of a prompt, with the special tokens that the model's tokenizer adds."""
+        if len(text) <= _INLINE_CHARS:
+            return self._encode(text)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, self._encode, text)
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._library.encode(text).ids)
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of these ids, special tokens left out."""
+        loop = asyncio.get_running_loop()
+        ids = [i for i in token_ids if i not in self.hidden_ids]
+        return await loop.run_in_executor(self._pool, self._library.decode, ids)
+
+    def detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
+        """An incremental detokenizer for the continuation of this prompt."""
+        return Detokenizer(self._library, self.hidden_ids, prompt_token_ids)
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+
+class Detokenizer:
+    """One request's text, token by token.
+
+    A character whose bytes are not all there yet is held back; a text that ends inside one loses
+    it. The prompt's last tokens are the context: some tokenizers write a word's leading space
+    only behind another word.
+    """
+
+    def __init__(
+        self,
+        library: tokenizers.Tokenizer,
+        hidden_ids: frozenset[int],
+        prompt_token_ids: Sequence[int],
+    ) -> None:
+        self._library = library
+        self._hidden_ids = hidden_ids
+        context = list(prompt_token_ids[-_NUM_CONTEXT_TOKENS:])
+        if library.decode(context).endswith("\ufffd"):
+            context = []  # ends inside a character: the stream would repeat it as output
+        self._stream = DecodeStream(ids=context, skip_special_tokens=True)
+
+    def step(self, token_id: int) -> str:
+        """The text that this token completes: often a word, sometimes nothing."""
+        if token_id in self._hidden_ids:
+            return ""
+        return self._stream.step(self._library, token_id) or ""

@@ -1,0 +1,215 @@
+"""The one validator of requests: what a client may ask, and what absent fields mean.
+
+Two steps, since a text's length is known only after tokenisation:
+
+    GenerateRequest ── check_request ──► Draft ── complete_request ──► ValidatedRequest
+                       ids, ranges, model    (tokenise)   lengths, defaults, seed
+
+Errors name the field at fault as the client knows it. Knows no node: what the deployment can hold
+comes in as `ModelLimits`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..core.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, PromptTooLarge
+from ..core.request import SamplingParams
+from ..proto.v1 import common_pb2, inference_pb2
+
+MAX_STOP_STRINGS = 4
+MAX_STOP_BYTES = 256
+MAX_STOP_TOKEN_IDS = 256
+MAX_LABEL_CHARS = 256
+MAX_TEMPERATURE = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What requests are measured against. The pools' sizes are None while no node is known.
+
+    `max_prompt_tokens`: what the largest prefill pool can hold; `max_total_tokens`: prompt and
+    output, in the largest decode pool.
+    """
+
+    model: str
+    vocab_size: int
+    max_model_len: int
+    max_prompt_tokens: int | None = None
+    max_total_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A request whose fields are each in order; `None` takes the default of complete_request."""
+
+    prompt: str | tuple[int, ...]
+    max_tokens: int | None
+    temperature: float
+    top_p: float
+    top_k: int | None
+    seed: int | None
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class ValidatedRequest:
+    """A request that the deployment can serve. `label` is the caller's name for it."""
+
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    label: str
+
+
+def check_request(wire: inference_pb2.GenerateRequest, limits: ModelLimits) -> Draft:
+    """Check every field that needs no tokeniser; raises InvalidRequest kin or ModelNotFound."""
+    check_model(wire.model, limits)
+    if len(wire.request_id) > MAX_LABEL_CHARS:
+        raise InvalidRequest(
+            f"request_id is longer than {MAX_LABEL_CHARS} characters", param="request_id"
+        )
+    sampling = wire.sampling
+    return Draft(
+        prompt=_prompt(wire, limits.vocab_size),
+        max_tokens=_max_tokens(sampling),
+        temperature=_temperature(sampling),
+        top_p=_top_p(sampling),
+        # An explicit 0 means "no limit", as clients of other servers know it.
+        top_k=sampling.top_k if sampling.HasField("top_k") and sampling.top_k else None,
+        seed=_seed(sampling),
+        stop=_stop(sampling.stop),
+        stop_token_ids=_stop_token_ids(sampling.stop_token_ids, limits.vocab_size),
+        ignore_eos=sampling.ignore_eos,
+        label=wire.request_id,
+    )
+
+
+def complete_request(
+    draft: Draft, prompt_token_ids: Sequence[int], limits: ModelLimits, *, drawn_seed: int
+) -> ValidatedRequest:
+    """Check the lengths and fill in the defaults.
+
+    `max_tokens` defaults to what is left of the context, or of the largest decode pool where that
+    is smaller. Raises ContextLengthExceeded, PromptTooLarge.
+    """
+    if not prompt_token_ids:
+        raise InvalidRequest("the prompt is empty", param="prompt")
+    return ValidatedRequest(
+        prompt_token_ids=tuple(prompt_token_ids),
+        sampling=SamplingParams(
+            max_tokens=_fitting_max_tokens(len(prompt_token_ids), draft.max_tokens, limits),
+            temperature=draft.temperature,
+            top_p=draft.top_p,
+            top_k=draft.top_k,
+            seed=drawn_seed if draft.seed is None else draft.seed,
+            stop=draft.stop,
+            stop_token_ids=draft.stop_token_ids,
+            ignore_eos=draft.ignore_eos,
+        ),
+        label=draft.label,
+    )
+
+
+def check_model(name: str, limits: ModelLimits) -> None:
+    """Raise ModelNotFound unless `name` is empty or the one that is served."""
+    if name and name != limits.model:
+        raise ModelNotFound(f"The model `{name[:64]}` does not exist.", param="model")
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raise InvalidRequest naming the first id that is not in the vocabulary."""
+    if token_ids and max(token_ids) >= vocab_size:
+        position = next(i for i, token_id in enumerate(token_ids) if token_id >= vocab_size)
+        raise InvalidRequest(
+            f"{param}[{position}] is {token_ids[position]}; the vocabulary has {vocab_size} ids",
+            param=f"{param}[{position}]",
+        )
+
+
+def _prompt(wire: inference_pb2.GenerateRequest, vocab_size: int) -> str | tuple[int, ...]:
+    """A oneof holds at most one of the two; an empty text or list is no prompt either."""
+    if wire.WhichOneof("prompt") is None:
+        raise InvalidRequest("give a prompt: text or token ids", param="prompt")
+    if wire.HasField("text"):
+        if not wire.text:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        return wire.text
+    if not wire.token_ids.ids:
+        raise InvalidRequest("the prompt is empty", param="prompt")
+    check_token_ids(wire.token_ids.ids, vocab_size, "prompt")
+    return tuple(wire.token_ids.ids)
+
+
+def _max_tokens(sampling: common_pb2.SamplingParams) -> int | None:
+    if not sampling.HasField("max_tokens"):
+        return None
+    if sampling.max_tokens == 0:
+        raise InvalidRequest("max_tokens must be at least 1", param="max_tokens")
+    return sampling.max_tokens
+
+
+def _temperature(sampling: common_pb2.SamplingParams) -> float:
+    value = sampling.temperature if sampling.HasField("temperature") else 1.0
+    if not 0.0 <= value <= MAX_TEMPERATURE:  # NaN compares false
+        raise InvalidRequest(
+            f"temperature must lie in [0, {MAX_TEMPERATURE:g}], not {value:g}", param="temperature"
+        )
+    return math.fabs(value)  # -0.0 is 0.0
+
+
+def _top_p(sampling: common_pb2.SamplingParams) -> float:
+    value = sampling.top_p if sampling.HasField("top_p") else 1.0
+    if not 0.0 < value <= 1.0:
+        raise InvalidRequest(f"top_p must lie in (0, 1], not {value:g}", param="top_p")
+    return value
+
+
+def _seed(sampling: common_pb2.SamplingParams) -> int | None:
+    if not sampling.HasField("seed"):
+        return None
+    if sampling.seed >= 1 << 63:
+        raise InvalidRequest("seed must lie in [0, 2**63)", param="seed")
+    return sampling.seed
+
+
+def _stop(stop: Sequence[str]) -> tuple[str, ...]:
+    if len(stop) > MAX_STOP_STRINGS:
+        raise InvalidRequest(f"at most {MAX_STOP_STRINGS} stop strings", param="stop")
+    for i, text in enumerate(stop):
+        if not 0 < len(text.encode()) <= MAX_STOP_BYTES:
+            raise InvalidRequest(
+                f"stop[{i}] must have 1 to {MAX_STOP_BYTES} bytes", param=f"stop[{i}]"
+            )
+    return tuple(stop)
+
+
+def _stop_token_ids(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    if len(token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest(f"at most {MAX_STOP_TOKEN_IDS} stop ids", param="stop_token_ids")
+    check_token_ids(token_ids, vocab_size, "stop_token_ids")
+    return tuple(dict.fromkeys(token_ids))
+
+
+def _fitting_max_tokens(num_prompt: int, max_tokens: int | None, limits: ModelLimits) -> int:
+    """`max_tokens` or its default; raises where prompt and output cannot fit."""
+    context = limits.max_model_len
+    if num_prompt + (max_tokens or 1) > context:
+        asked = "1 token at least" if max_tokens is None else f"max_tokens {max_tokens}"
+        raise ContextLengthExceeded(
+            f"prompt ({num_prompt} tokens) + {asked} is more than the context of {context} tokens",
+            param="prompt" if num_prompt >= context else "max_tokens",
+        )
+    prompt_room = context if limits.max_prompt_tokens is None else limits.max_prompt_tokens
+    total_room = context if limits.max_total_tokens is None else limits.max_total_tokens
+    if num_prompt > prompt_room or num_prompt + (max_tokens or 1) > total_room:
+        raise PromptTooLarge(
+            f"prompt ({num_prompt} tokens) and max_tokens ({max_tokens or 1}) fit the context but "
+            f"no KV pool here: prefill nodes hold {prompt_room}, decode nodes {total_room} tokens",
+            param="prompt",
+        )
+    return min(context, total_room) - num_prompt if max_tokens is None else max_tokens

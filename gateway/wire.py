@@ -1,0 +1,85 @@
+"""Between the gateway's values and the messages of both its sides. Knows both, decides nothing."""
+
+from __future__ import annotations
+
+from ..core.errors import EngineFailed, InvalidRequest
+from ..core.request import Request, Ticket
+from ..proto import codec
+from ..proto.v1 import inference_pb2, node_pb2
+from .engine_link import EngineOutput, Transfer, Work
+from .engine_table import Load
+from .session import Chunk, Result
+
+_WORK = {Work.PREFILL: node_pb2.WORK_PREFILL, Work.DECODE: node_pb2.WORK_DECODE}
+
+
+def dispatch_message(
+    request: Request, work: Work, ticket: Ticket, deadline_remaining_s: float
+) -> node_pb2.GatewayMessage:
+    """A dispatch for an engine."""
+    dispatch = codec.dispatch_to_wire(request, _WORK[work], ticket, deadline_remaining_s)
+    return node_pb2.GatewayMessage(dispatch=dispatch)
+
+
+def load_from_wire(wire: node_pb2.Heartbeat) -> Load:
+    return Load(
+        num_running=wire.num_running,
+        num_waiting=wire.num_waiting,
+        waiting_tokens=wire.waiting_tokens,
+        free_blocks=wire.free_blocks,
+        credit_blocks=wire.credit_blocks,
+        is_draining=wire.is_draining,
+        links=frozenset(link.incarnation for link in wire.links),
+    )
+
+
+def output_from_wire(wire: node_pb2.RequestOutput) -> EngineOutput:
+    """An engine's output; one that cannot be read fails its attempt."""
+    try:
+        stamps = tuple(codec.stamps_from_wire(wire.events))
+    except InvalidRequest as error:
+        broken = EngineFailed(f"unreadable output: {error.message}")
+        return EngineOutput(wire.request_id, wire.attempt, error=broken)
+    transfer = wire.transfer
+    return EngineOutput(
+        request_id=wire.request_id,
+        attempt=wire.attempt,
+        first_index=wire.first_index,
+        token_ids=tuple(wire.token_ids),
+        finish_reason=codec.finish_from_wire(wire.finish_reason),
+        error=codec.error_from_wire(wire.error) if wire.HasField("error") else None,
+        stamps=stamps,
+        cached_tokens=wire.cached_tokens if wire.HasField("cached_tokens") else None,
+        transfer=Transfer(transfer.bytes, transfer.cached_tokens, transfer.transport)
+        if wire.HasField("transfer")
+        else None,
+    )
+
+
+def chunk_to_wire(request_id: str, chunk: Chunk) -> inference_pb2.GenerateChunk:
+    """A chunk for the client; the last one carries why it ended and the result."""
+    wire = inference_pb2.GenerateChunk(
+        id=request_id, text=chunk.text, token_ids=chunk.token_ids, index=chunk.index
+    )
+    if chunk.result is not None:
+        wire.finish_reason = codec.finish_to_wire(chunk.result.finish_reason)
+        wire.matched_stop = chunk.result.matched_stop or ""
+        wire.result.CopyFrom(_result_to_wire(chunk.result))
+    return wire
+
+
+def _result_to_wire(result: Result) -> inference_pb2.Result:
+    transfer = result.transfer
+    return inference_pb2.Result(
+        prompt_tokens=result.prompt_tokens,
+        completion_tokens=result.completion_tokens,
+        cached_tokens=result.cached_tokens,
+        prefill_node=result.prefill_node,
+        decode_node=result.decode_node or "",
+        transfer_bytes=transfer.num_bytes if transfer else 0,
+        transfer_cached_tokens=transfer.cached_tokens if transfer else 0,
+        transport=transfer.transport if transfer else "",
+        attempts=result.attempts,
+        seed=result.seed,
+        timeline=codec.stamps_to_wire(result.timeline),
+    )

@@ -1,0 +1,464 @@
+"""A real gateway and client over gRPC and a private Redis; the nodes have no engine behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import pytest
+from baton.client import AsyncClient, Client, FinishReason
+from baton.cluster.redis_directory import RedisDirectory
+from baton.cluster.redis_server import RedisServer
+from baton.core.config import ClusterConfig, GatewayConfig
+from baton.core.errors import (
+    BatonError,
+    Cancelled,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    HandoffFailed,
+    InvalidRequest,
+    ModelNotFound,
+    NodeLost,
+    Overloaded,
+    PromptTooLarge,
+    StartupFailed,
+    Unavailable,
+)
+from baton.core.membership import Role
+from baton.core.timeline import TERMINAL, Event
+from baton.gateway.server import Gateway, serve
+from baton.gateway.session import SessionLimits
+from baton.proto.v1 import inference_pb2, inference_pb2_grpc
+from fakes.byte_model import write_byte_model
+from fakes.node import FakeNode, expected_text
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+SECRET = "test secret"
+PROMPT = "hello"
+
+
+@dataclass
+class World:
+    """One gateway, its Redis, one prefill and two decode nodes, a client."""
+
+    redis: RedisServer
+    cluster: ClusterConfig
+    config: GatewayConfig
+    gateway: Gateway
+    directory: RedisDirectory
+    client: AsyncClient
+    nodes: dict[str, FakeNode] = field(default_factory=dict)
+
+    async def add(self, name: str, role: Role, **options: object) -> FakeNode:
+        number = len(self.nodes) + 1
+        sources = [n.incarnation for n in self.nodes.values() if n.role is Role.PREFILL]
+        node = FakeNode(role, name, f"{number:032x}", sources, secret=SECRET, **options)  # type: ignore[arg-type]
+        self.nodes[name] = await node.start()
+        await self.directory.announce(node.member, 5.0)
+        return node
+
+
+@pytest.fixture(scope="module")
+def redis_server() -> Iterator[RedisServer]:
+    with RedisServer.start() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_byte_model(tmp_path_factory.mktemp("models") / "demo")
+
+
+@pytest.fixture
+async def empty(redis_server: RedisServer, model_dir: Path) -> AsyncIterator[World]:
+    """A gateway without nodes."""
+    cluster = ClusterConfig(redis_server.url, f"c{time.monotonic_ns()}", SECRET)
+    config = GatewayConfig(grpc_port=0, model=str(model_dir), max_num_requests=8)
+    limits = SessionLimits(recovery_wait_s=0.3, avoid_s=0.1)
+    gateway = await serve(config, cluster, session_limits=limits)
+    directory = RedisDirectory(cluster.redis_url, cluster.cluster, SECRET)
+    client = AsyncClient(f"127.0.0.1:{gateway.port}")
+    world = World(redis_server, cluster, config, gateway, directory, client)
+    yield world
+    await client.close()
+    await gateway.stop(grace_s=0.0)
+    await directory.close()
+    async with asyncio.timeout(1):
+        while any(node.num_sessions for node in world.nodes.values()):
+            await asyncio.sleep(0.005)
+    for node in world.nodes.values():
+        await node.kill()
+
+
+@pytest.fixture
+async def world(empty: World) -> World:
+    await empty.add("p1", Role.PREFILL)
+    await empty.add("d1", Role.DECODE)
+    await empty.add("d2", Role.DECODE)
+    await empty.gateway.wait_ready(5)
+    while sum(node.is_ready for node in (await empty.client.model_info()).nodes) < 3:
+        await asyncio.sleep(0.01)
+    return empty
+
+
+async def until_cancelled(node: FakeNode, began_s: float) -> float:
+    """Wait until a Cancel reached the node; returns the seconds since `began_s`."""
+    async with asyncio.timeout(2):
+        while not node.cancelled:
+            await asyncio.sleep(0.005)
+    return node.cancelled[-1][2] - began_s
+
+
+def decode_node_of(world: World) -> FakeNode:
+    return next(n for n in world.nodes.values() if n.role is Role.DECODE and n.dispatched)
+
+
+async def test_stream(world: World) -> None:
+    generation = world.client.generate(PROMPT, max_tokens=20, temperature=0.0, seed=5)
+    chunks = [chunk async for chunk in generation]
+    result = generation.result
+    assert "".join(chunk.text for chunk in chunks) == result.text == expected_text(PROMPT, 20)
+    assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert result.finish_reason is FinishReason.LENGTH
+    assert (result.prompt_tokens, result.completion_tokens) == (len(PROMPT), 20)
+    assert (result.prefill_node, result.seed, result.attempts) == ("p1", 5, 1)
+    assert result.decode_node in ("d1", "d2")
+    assert result.transfer_bytes == 4096
+    assert len(result.times.token_s) == 20
+    events = [stamp.event for stamp in result.timeline]
+    assert events[:2] == [Event.ARRIVED, Event.ROUTED] and events[-1] is Event.FINISHED
+    assert sum(event in TERMINAL for event in events) == 1
+
+
+async def test_prompts_as_ids_and_requests_that_end_on_the_prefill_node(world: World) -> None:
+    generation = world.client.generate(prompt_token_ids=list(PROMPT.encode()), max_tokens=1)
+    result = await generation.finish()
+    assert result.text == expected_text(PROMPT, 1)
+    assert (result.decode_node, result.transport) == (None, None)
+    await until_cancelled(decode_node_of(world), time.monotonic())
+
+
+async def test_stop_strings_end_at_the_gateway(world: World) -> None:
+    decode_s = 0.005
+    for name in ("d1", "d2"):
+        world.nodes[name].token_s = decode_s
+    whole = expected_text(PROMPT, 100)
+    result = await world.client.generate(PROMPT, max_tokens=100, stop=[whole[10:14]]).finish()
+    assert (result.text, result.matched_stop) == (whole[:10], whole[10:14])
+    assert (result.finish_reason, result.completion_tokens) == (FinishReason.STOP, 14)
+    await until_cancelled(decode_node_of(world), time.monotonic())
+
+
+async def test_many_at_once_spread_over_the_nodes(world: World) -> None:
+    for name in ("d1", "d2"):
+        world.nodes[name].token_s = 0.01
+    prompts = [f"prompt {i}" for i in range(8)]
+    results = await asyncio.gather(
+        *(world.client.generate(prompt, max_tokens=15).finish() for prompt in prompts)
+    )
+    assert [r.text for r in results] == [expected_text(prompt, 15) for prompt in prompts]
+    assert {r.decode_node for r in results} == {"d1", "d2"}
+
+
+async def test_the_blocking_client(world: World) -> None:
+    address = f"127.0.0.1:{world.gateway.port}"
+
+    def use() -> None:
+        with Client(address) as client:
+            assert client.generate(PROMPT, max_tokens=9).result.text == expected_text(PROMPT, 9)
+            ids = client.tokenize("é <|end|>")
+            assert ids == (0xC3, 0xA9, 0x20, 256)
+            assert client.detokenize(ids) == "é "
+            info = client.model_info()
+            assert (info.model, info.max_model_len, info.eos_token_ids) == ("demo", 512, (256,))
+            assert [(n.name, n.role) for n in info.nodes] == [
+                ("d1", "decode"),
+                ("d2", "decode"),
+                ("p1", "prefill"),
+            ]
+            with pytest.raises(InvalidRequest) as caught:
+                client.generate(PROMPT, top_k=-1)
+            assert caught.value.param == "top_k"
+
+    await asyncio.to_thread(use)
+
+
+@pytest.mark.parametrize("way", ["disconnect", "cancel", "break", "abort", "deadline"])
+async def test_leaving_early_reaches_the_nodes(world: World, way: str) -> None:
+    for name in ("d1", "d2"):
+        world.nodes[name].token_s = 0.02
+    generation = world.client.generate(
+        PROMPT, max_tokens=200, request_id="mine", timeout_s=0.3 if way == "deadline" else None
+    )
+    async for _chunk in generation:
+        break
+    began_s = time.monotonic()
+    if way == "disconnect":
+        await world.client.close()
+    elif way == "cancel":
+        generation.cancel()
+        with pytest.raises(Cancelled):
+            await generation.finish()
+    elif way == "break":
+        del generation
+    elif way == "abort":
+        assert await world.client.abort("mine", "unknown") == 1
+        with pytest.raises(Cancelled):
+            await generation.finish()
+        assert await world.client.abort("mine") == 0
+    else:
+        with pytest.raises(DeadlineExceeded):
+            await generation.finish()
+        began_s = time.monotonic()
+    assert await until_cancelled(decode_node_of(world), began_s) < 0.25
+
+
+@pytest.mark.parametrize(
+    ("params", "error", "param"),
+    [
+        ({"max_tokens": 0}, InvalidRequest, "max_tokens"),
+        ({"max_tokens": 508}, ContextLengthExceeded, "max_tokens"),
+        ({"temperature": float("nan")}, InvalidRequest, "temperature"),
+        ({"top_p": 0.0}, InvalidRequest, "top_p"),
+        ({"stop": ["a", ""]}, InvalidRequest, "stop[1]"),
+        ({"seed": 2**63}, InvalidRequest, "seed"),
+        ({"prompt": None, "prompt_token_ids": [1, 264]}, InvalidRequest, "prompt[1]"),
+        ({"prompt": None, "prompt_token_ids": []}, InvalidRequest, "prompt"),
+        ({"prompt": ""}, InvalidRequest, "prompt"),
+        ({"prompt": None}, InvalidRequest, "prompt"),
+        ({"model": "other"}, ModelNotFound, "model"),
+    ],
+)
+async def test_bad_requests_are_answered(
+    world: World, params: dict[str, object], error: type[BatonError], param: str
+) -> None:
+    with pytest.raises(error) as caught:
+        await world.client.generate(**({"prompt": PROMPT} | params)).finish()  # type: ignore[arg-type]
+    assert (type(caught.value), caught.value.param) == (error, param)
+    assert not world.nodes["p1"].dispatched
+
+
+async def test_garbage_bytes_are_answered(world: World) -> None:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{world.gateway.port}") as channel:
+        call = channel.unary_stream("/baton.v1.Inference/Generate")
+        with pytest.raises(grpc.aio.AioRpcError):
+            async for _ in call(b"\xff" * 20):
+                pass
+    result = await world.client.generate(PROMPT, max_tokens=2).finish()
+    assert result.completion_tokens == 2
+
+
+async def test_a_prompt_for_no_pool(empty: World) -> None:
+    await empty.add("p1", Role.PREFILL, num_blocks=4)
+    await empty.add("d1", Role.DECODE)
+    await empty.gateway.wait_ready(5)
+    with pytest.raises(PromptTooLarge):
+        await empty.client.generate("x" * 33, max_tokens=1).finish()
+
+
+async def test_no_nodes(empty: World) -> None:
+    with pytest.raises(Unavailable, match="no prefill and no decode node is ready"):
+        await empty.gateway.wait_ready(0.05)
+    with pytest.raises(Unavailable, match="no prefill and no decode node is ready"):
+        await empty.client.generate(PROMPT, max_tokens=2).finish()
+    await empty.add("p1", Role.PREFILL)
+    with pytest.raises(Unavailable, match="no decode node is ready"):
+        await empty.client.generate(PROMPT, max_tokens=2).finish()
+
+
+async def test_a_request_waits_for_the_first_nodes(empty: World) -> None:
+    finishing = asyncio.create_task(empty.client.generate(PROMPT, max_tokens=3).finish())
+    await asyncio.sleep(0.05)
+    await empty.add("p1", Role.PREFILL)
+    await empty.add("d1", Role.DECODE)
+    assert (await finishing).text == expected_text(PROMPT, 3)
+
+
+async def test_health_tells_when_it_can_serve(empty: World) -> None:
+    serving, not_serving = health_pb2.HealthCheckResponse.SERVING, 2
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{empty.gateway.port}") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        assert (await stub.Check(health_pb2.HealthCheckRequest())).status == serving
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service="baton.v1.Inference"))
+        assert (await watch.read()).status == not_serving
+        await empty.add("p1", Role.PREFILL)
+        decode = await empty.add("d1", Role.DECODE)
+        assert (await asyncio.wait_for(watch.read(), 2)).status == serving
+        await decode.kill()
+        assert (await asyncio.wait_for(watch.read(), 2)).status == not_serving
+        watch.cancel()
+
+
+@pytest.mark.parametrize("lost", ["decode", "prefill"])
+async def test_a_lost_node_is_replaced_under_the_stream(world: World, lost: str) -> None:
+    for name in ("d1", "d2"):
+        world.nodes[name].token_s = 0.01
+    generation = world.client.generate(PROMPT, max_tokens=40)
+    text = ""
+    async for chunk in generation:
+        text += chunk.text
+        if len(text) == 10:
+            victim = decode_node_of(world) if lost == "decode" else world.nodes["p1"]
+            await victim.kill()
+    result = generation.result
+    assert text == result.text == expected_text(PROMPT, 40)
+    assert result.attempts == (2 if lost == "decode" else 1), "KV that is over needs no source"
+    if lost == "decode":
+        assert result.decode_node != victim.name
+
+
+async def test_a_silent_node_is_taken_for_lost(world: World) -> None:
+    for name in ("d1", "d2"):
+        world.nodes[name].token_s = 0.01
+    generation = world.client.generate(PROMPT, max_tokens=60)
+    began_s = 0.0
+    async for chunk in generation:
+        if chunk.index == 5:
+            decode_node_of(world).is_silent = True
+            began_s = time.monotonic()
+    assert generation.result.text == expected_text(PROMPT, 60)
+    assert generation.result.attempts == 2
+    pause_s = max(generation.result.times.gaps_s)
+    assert time.monotonic() - began_s > pause_s
+    assert 1.0 < pause_s < 1.7
+
+
+async def test_failed_handoffs_are_tried_elsewhere_then_told(world: World) -> None:
+    world.nodes["d1"].error = HandoffFailed("the wire is cut")
+    results = [await world.client.generate(PROMPT, max_tokens=4).finish() for _ in range(4)]
+    assert {r.text for r in results} == {expected_text(PROMPT, 4)}
+    assert 2 in {r.attempts for r in results}
+    world.nodes["d2"].error = HandoffFailed("the wire is cut")
+    with pytest.raises(HandoffFailed, match="the wire is cut"):
+        await world.client.generate(PROMPT, max_tokens=4).finish()
+
+
+async def test_the_only_decode_node_lost(world: World) -> None:
+    await world.nodes["d2"].kill()
+    world.nodes["d1"].token_s = 0.01
+    generation = world.client.generate(PROMPT, max_tokens=100)
+    with pytest.raises(Unavailable, match="no decode node is ready"):
+        async for chunk in generation:
+            if chunk.index == 3:
+                await world.nodes["d1"].kill()
+
+
+async def test_serving_goes_on_without_redis(model_dir: Path, empty: World) -> None:
+    with RedisServer.start() as doomed:
+        cluster = ClusterConfig(doomed.url, "c", SECRET)
+        directory = RedisDirectory(doomed.url, "c", SECRET)
+        gateway = await serve(empty.config, cluster)
+        world = World(doomed, cluster, empty.config, gateway, directory, empty.client)
+        await world.add("p1", Role.PREFILL)
+        await world.add("d1", Role.DECODE)
+        await gateway.wait_ready(5)
+        doomed.process.kill()
+        doomed.process.wait()
+        async with AsyncClient(f"127.0.0.1:{gateway.port}") as client:
+            for _ in range(10):
+                result = await client.generate(PROMPT, max_tokens=5).finish()
+                assert result.text == expected_text(PROMPT, 5)
+        await gateway.stop(0.0)
+        await directory.close()
+        for node in world.nodes.values():
+            await node.kill()
+
+
+async def test_members_of_another_secret_or_model_are_left_alone(empty: World) -> None:
+    stranger = FakeNode(Role.PREFILL, "p", "f" * 32, model="other", secret=SECRET)
+    await stranger.start()
+    await empty.directory.announce(stranger.member, 5.0)
+    forger = RedisDirectory(empty.cluster.redis_url, empty.cluster.cluster, "wrong")
+    forged = await FakeNode(Role.PREFILL, "q", "e" * 32).start()
+    await forger.announce(forged.member, 5.0)
+    liar = FakeNode(Role.PREFILL, "r", "d" * 32, secret=SECRET)
+    await liar.start()
+    await empty.directory.announce(liar.member, 5.0)
+    liar.max_model_len, liar.incarnation = 64, "c" * 32
+    await empty.add("d1", Role.DECODE)
+    await asyncio.sleep(0.2)
+    ready = [node.name for node in (await empty.client.model_info()).nodes if node.is_ready]
+    assert ready == ["d1"]
+    await forger.close()
+    for node in (stranger, forged, liar):
+        await node.kill()
+
+
+async def test_a_vanished_entry_does_not_cut_a_living_link(world: World) -> None:
+    for node in world.nodes.values():
+        await world.directory.withdraw(node.incarnation)
+    await asyncio.sleep(0.1)
+    result = await world.client.generate(PROMPT, max_tokens=4).finish()
+    assert result.text == expected_text(PROMPT, 4)
+    assert len((await world.client.model_info()).nodes) == 3
+
+
+async def test_too_many_requests(world: World) -> None:
+    for name in ("d1", "d2"):
+        world.nodes[name].token_s = 0.05
+    running = [world.client.generate(PROMPT, max_tokens=400) for _ in range(8)]
+    for generation in running:
+        await anext(generation)
+    with pytest.raises(Overloaded):
+        await world.client.generate(PROMPT, max_tokens=4).finish()
+    for generation in running:
+        generation.cancel()
+    async with asyncio.timeout(2):
+        while True:
+            with contextlib.suppress(Overloaded):
+                await world.client.generate(PROMPT, max_tokens=4).finish()
+                break
+
+
+async def test_a_reader_that_does_not_read(empty: World) -> None:
+    await empty.add("p1", Role.PREFILL, num_blocks=20_000, max_model_len=200_000)
+    decode = await empty.add("d1", Role.DECODE, num_blocks=20_000, max_model_len=200_000)
+    await empty.gateway.wait_ready(5)
+    options = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+    address = f"127.0.0.1:{empty.gateway.port}"
+    async with grpc.aio.insecure_channel(address, options) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        request = inference_pb2.GenerateRequest(text=PROMPT)
+        request.sampling.max_tokens = 100_000
+        call = stub.Generate(request)
+        await call.read()
+        await until_cancelled(decode, time.monotonic())
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            while await call.read() is not grpc.aio.EOF:
+                pass
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert await empty.client.abort("") == 0
+
+
+async def test_stop_lets_requests_end_and_refuses_new_ones(world: World) -> None:
+    for name in ("d1", "d2"):
+        world.nodes[name].token_s = 0.01
+    generation = world.client.generate(PROMPT, max_tokens=30)
+    await anext(generation)
+    stopping = asyncio.create_task(world.gateway.stop(grace_s=2.0))
+    await asyncio.sleep(0.05)
+    with pytest.raises(Unavailable):
+        await world.client.generate(PROMPT, max_tokens=2).finish()
+    assert (await generation.finish()).text == expected_text(PROMPT, 30)
+    await stopping
+
+
+async def test_port_taken(world: World) -> None:
+    config = GatewayConfig(grpc_port=world.gateway.port, model=world.config.model)
+    with pytest.raises(StartupFailed, match=str(world.gateway.port)) as caught:
+        await serve(config, world.cluster)
+    assert "--grpc-port" in caught.value.hint
+
+
+async def test_no_gateway_at_all() -> None:
+    async with AsyncClient("127.0.0.1:1") as client:
+        with pytest.raises(Unavailable):
+            await client.generate(PROMPT).finish()
+    with Client("127.0.0.1:1") as blocking, pytest.raises(Unavailable):
+        await asyncio.to_thread(blocking.model_info)
+    assert issubclass(NodeLost, Unavailable)
