@@ -1,0 +1,38 @@
+"""`baton generate`: one process, no roles, no hand-off. The baseline, and the tests' oracle."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from ..core.config import EngineConfig
+from ..core.model_dir import eos_token_ids
+from ..core.ports import SystemEntropy
+from ..core.request import Request, SamplingParams
+from ..gateway.tokenizer import Tokenizer
+
+
+async def run(
+    config: EngineConfig, prompts: list[str], *, max_tokens: int, temperature: float, seed: int
+) -> int:
+    """Continue every prompt in one continuous batch and print them with the time it took."""
+    from ..engine.local import LocalEngine
+
+    def report(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    local = LocalEngine.load(config, report)
+    tokenizer = Tokenizer.load(local.model_dir, eos_token_ids(local.model_dir))
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    requests = [
+        Request(SystemEntropy().new_id(), 0, await tokenizer.encode(prompt), sampling)
+        for prompt in prompts
+    ]
+    began_s = time.monotonic()
+    outputs = local.generate(requests)
+    took_s = time.monotonic() - began_s
+    for prompt, request in zip(prompts, requests, strict=True):
+        print(prompt + await tokenizer.decode(outputs[request.key]))
+    num_tokens = sum(len(tokens) for tokens in outputs.values())
+    report(f"{num_tokens} tokens in {took_s:.2f} s")
+    return 0
