@@ -230,7 +230,7 @@ class Source:
             self._await_offer(puller, transfer_id)
         elif transfer.puller != puller:
             self._revoke(puller, transfer_id, _not_yours())
-        elif not transfer.is_attached:
+        else:
             transfer.is_attached = True
             self._renew(transfer)
             self._flush(transfer)

@@ -1,0 +1,33 @@
+"""A KV pool in shared host memory without tensors: what `shm` needs of one, and quick to start."""
+
+from __future__ import annotations
+
+import os
+
+from baton.engine import memfd
+from baton.engine.block_pool import CANARY_BLOCK
+from baton.engine.canary import canary_bytes
+from baton.engine.generations import SharedGenerations
+
+
+class HostPool:
+    """Blocks in a sealed memfd with their generation page; the canary is written."""
+
+    def __init__(self, incarnation: str, num_blocks: int, block_bytes: int) -> None:
+        self.incarnation = incarnation
+        self.num_blocks = num_blocks
+        self.block_bytes = block_bytes
+        self.fd, self._memory = memfd.create("fake-pool", num_blocks * block_bytes)
+        self.view = memoryview(self._memory)
+        self.generations = SharedGenerations(num_blocks, incarnation)
+        self.block(CANARY_BLOCK)[:] = canary_bytes(incarnation, block_bytes)
+
+    def block(self, block_id: int) -> memoryview:
+        return self.view[block_id * self.block_bytes : (block_id + 1) * self.block_bytes]
+
+    def close(self) -> None:
+        """Raises BufferError if somebody still refers to the memory."""
+        self.view.release()
+        self._memory.close()
+        os.close(self.fd)
+        self.generations.close()
