@@ -156,6 +156,8 @@ class Engine:
 
     def _launch(self) -> _StepInFlight:
         schedule = self._scheduler.schedule()
+        for sequence, _error in schedule.failed:
+            del self._sequences[sequence.key]
         batch = [self._slice(scheduled) for scheduled in schedule.scheduled]
         fence = self._tables.open_step(scheduled.sequence for scheduled in schedule.scheduled)
         sampled = self._runner.execute(batch) if batch else []
@@ -166,9 +168,7 @@ class Engine:
     def _collect(self, step: _StepInFlight) -> StepOutput:
         step.fence.close()
         output = StepOutputBuilder()
-        for sequence, error in step.schedule.failed:
-            del self._sequences[sequence.key]
-            output.failed.append((sequence.key, error))
+        output.failed += [(sequence.key, error) for sequence, error in step.schedule.failed]
         for scheduled, sampled in zip(step.schedule.scheduled, step.sampled, strict=True):
             if scheduled.sequence.state is SequenceState.RUNNING:  # else aborted in flight
                 self._advance(scheduled, sampled, output)

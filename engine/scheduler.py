@@ -18,6 +18,7 @@ import bisect
 from collections import deque
 from collections.abc import Iterator, MutableSequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from ..core.errors import BatonError, PromptTooLarge
 from .admission import Admission, OutputLengthEstimator, distinct_blocks
@@ -39,9 +40,9 @@ class ScheduledSequence:
 class Schedule:
     """One step. `failed` sequences can never go on: they are out of the scheduler already."""
 
+    num_budget_tokens: int  # left
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     failed: list[tuple[Sequence, BatonError]] = field(default_factory=list)
-    num_budget_tokens: int = 0
 
     def plan(self, sequence: Sequence) -> None:
         """Take as many of the sequence's uncomputed tokens as the budget has."""
@@ -93,7 +94,7 @@ class Scheduler:
         """
         assert sequence.state is SequenceState.RESERVED
         matched = self._tables.match(sequence, sequence.num_tokens)
-        others = [*self._owners(), *[*self.waiting][:1]]
+        others = [*self._owners(), *islice(self.waiting, 1)]
         if not self._has_slot() or not self._admission.fits(sequence, matched, others):
             return False
         if not self._tables.take(sequence, matched):

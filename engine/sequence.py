@@ -1,13 +1,13 @@
 """One request while it lives in an engine: its tokens, its blocks, how far its KV is computed.
 
-      add                              start
-       │                                 │
-       ▼        admit                    ▼       reserve
-    WAITING ───────────► RUNNING ◄──── RESERVED ◄────────
-       ▲                 │  │  │           │
-       └─────────────────┘  │  └─► HELD    │     every state ──► ENDED
-            preempt         ▼  first token │     (finish, release, drop, abort, failure)
-                          ENDED  of a held request
+      add                                  reserve
+       │          admit          start        │
+       ▼      ──────────►      ◄────────      ▼
+    WAITING               RUNNING         RESERVED
+              ◄──────────    │
+                preempt      │ first token of a held request
+                             ▼
+                           HELD       any state ──► ENDED: finish, release, drop, abort, failure
 
 Plain bookkeeping: decides nothing, allocates nothing.
 """
@@ -94,6 +94,7 @@ class Sequence:
 
     def block_hashes(self, num_blocks: int, block_size: int) -> list[BlockHash]:
         """The hashes of the first `num_blocks` blocks, all of them full; computed once each."""
+        assert num_blocks * block_size <= len(self.token_ids)
         hashes = self._hashes
         for start in range(len(hashes) * block_size, num_blocks * block_size, block_size):
             parent = hashes[-1] if hashes else self.root_hash
