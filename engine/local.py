@@ -18,6 +18,7 @@ class LocalEngine:
     """`generate` runs a batch of requests to their ends."""
 
     def __init__(self, config: EngineConfig, runner: ModelRunner) -> None:
+        self.runner = runner
         self.model_dir: Path = runner.model_dir
         self.engine = Engine(
             runner,

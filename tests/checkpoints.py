@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
@@ -34,3 +35,14 @@ def write_checkpoint(
     model = LlamaForCausalLM(LlamaConfig(**(settings | changes))).eval().float()
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model
+
+
+def write_byte_tokenizer(folder: Path) -> None:
+    """Write a tokenizer.json without merges: ids 0 to 2 are special, then one for each byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<pad>", "<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))

@@ -1,36 +1,68 @@
-"""Reference continuations by transformers, the oracle of every greedy test."""
+"""The deployments of the end-to-end tests: started once, used by many tests, checked at the end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
-Reference = Callable[[Sequence[int], int], list[int]]
+sys.path.insert(0, str(Path(__file__).parent))
 
+from baton.cli.deployment import UpConfig
+from baton.core.config import EngineConfig
+from baton.engine.local import LocalEngine
+from baton.engine.runner import ModelRunner
+from checkpoints import write_byte_tokenizer, write_checkpoint
+from deployments import Running, running
+from oracle import GreedyOracle
 
-def greedy_reference(model_dir: Path) -> Reference:
-    """`reference(prompt_ids, n)`: n greedy tokens in float32, ending early at EOS as generate does."""
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-
-    def reference(prompt_ids: Sequence[int], n: int) -> list[int]:
-        ids = torch.tensor([list(prompt_ids)])
-        with torch.inference_mode():
-            out = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=n,
-                do_sample=False,
-                pad_token_id=0,
-            )
-        return [int(token) for token in out[0, len(prompt_ids) :]]
-
-    return reference
+BUNDLED = Path(__file__).resolve().parents[2] / "models" / "demo"
 
 
-@pytest.fixture(scope="session")
-def bundled_dir() -> Path:
-    return Path(__file__).resolve().parents[2] / "models" / "demo"
+@dataclass
+class Subject:
+    """A system under test beside its two references."""
+
+    system: Running
+    oracle: GreedyOracle
+    local: LocalEngine
+    vocab_size: int
+
+
+def _engine_config(model_dir: Path, **changes: int) -> EngineConfig:
+    return EngineConfig(model=str(model_dir), device="cpu", cpu_kv_bytes=64 << 20, **changes)
+
+
+def _subject(config: EngineConfig) -> Iterator[Subject]:
+    runner = ModelRunner(config)
+    local = LocalEngine(config, runner)
+    with running(config, up=UpConfig(num_decode_nodes=2)) as system:
+        vocab_size = runner.model_config.vocab_size
+        yield Subject(system, GreedyOracle(Path(config.model)), local, vocab_size)
+
+
+@pytest.fixture(scope="module", params=["bundled", "tiny, chunks of 16", "tiny MHA, chunks of 40"])
+def subject(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Subject]:
+    """One prefill and two decode nodes for each checkpoint and chunk budget."""
+    if request.param == "bundled":
+        yield from _subject(_engine_config(BUNDLED))
+        return
+    folder = tmp_path_factory.mktemp("checkpoint")
+    write_byte_tokenizer(folder)
+    if request.param == "tiny, chunks of 16":
+        write_checkpoint(folder, seed=3, max_position_embeddings=1024)
+        yield from _subject(_engine_config(folder, max_num_batched_tokens=16))
+    else:
+        write_checkpoint(
+            folder,
+            seed=5,
+            max_position_embeddings=1024,
+            num_key_value_heads=4,
+            tie_word_embeddings=True,
+        )
+        yield from _subject(_engine_config(folder, max_num_batched_tokens=40, block_size=8))

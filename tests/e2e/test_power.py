@@ -1,0 +1,95 @@
+"""Would the token tests notice one bad block? Each block of a hand-off is spoilt in turn."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from baton.core.config import EngineConfig
+from baton.core.request import Request, SamplingParams
+from baton.engine.local import LocalEngine
+from baton.engine.runner import ModelRunner
+from checkpoints import write_checkpoint
+
+NUM_TOKENS = 24
+PROMPT, OTHER_PROMPT = (
+    tuple(random.Random(seed).choices(range(3, 320), k=90)) for seed in (11, 12)
+)  # 6 blocks each, the last in part
+
+Spoil = Callable[[torch.Tensor, list[int], int], None]
+
+
+def zero(pool: torch.Tensor, ids: list[int], index: int) -> None:
+    pool[ids[index]].zero_()
+
+
+def swap(pool: torch.Tensor, ids: list[int], index: int) -> None:
+    """The block trades places with another request's. (With a full one of its own it could not be
+    noticed: the keys carry their positions, and attention sums over them in any order.)"""
+    a, b = ids[index], pool.shape[0] - 1 - index
+    pool[[a, b]] = pool[[b, a]]
+
+
+def shift(pool: torch.Tensor, ids: list[int], index: int) -> None:
+    """Everything lies one slot too far: each head's last slot becomes the next one's first."""
+    block = pool[ids[index]]  # [layers, 2, kv_heads, block_size, head_dim]
+    block.copy_(block.flatten().roll(block.shape[-1]).view(block.shape))
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[LocalEngine, ...]:
+    folder: Path = tmp_path_factory.mktemp("checkpoint")
+    write_checkpoint(folder, seed=3)
+    config = EngineConfig(
+        model=str(folder), device="cpu", cpu_kv_bytes=4 << 20, enable_prefix_caching=False
+    )
+    source, puller = (LocalEngine(config, ModelRunner(config)) for _ in range(2))
+    other = Request("b" * 32, 0, OTHER_PROMPT, SamplingParams(max_tokens=2))
+    source.engine.add(other, hold=True)
+    while not source.engine.step().tokens:
+        pass
+    refs = source.engine.block_refs(other.key, 0, 6)
+    puller.runner.kv.tensor[-6:] = source.runner.kv.tensor[[ref.block_id for ref in refs]]
+    source.engine.release(other.key)
+    return source, puller
+
+
+def hand_over(pair: tuple[LocalEngine, ...], spoil: Spoil | None, index: int) -> list[int]:
+    """Prefill on one engine, copy the blocks, spoil one, decode on the other."""
+    source, puller = pair
+    sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+    request = Request(f"{random.getrandbits(128):032x}", 0, PROMPT, sampling)
+    source.engine.add(request, hold=True)
+    tokens = []
+    while not tokens:
+        tokens = [token.token_id for token in source.engine.step().tokens]
+    reservation = puller.engine.reserve(request)
+    assert reservation is not None
+    known = list(reservation.block_ids[: reservation.num_known_blocks])
+    refs = source.engine.block_refs(request.key, 0, len(known))
+    blocks = source.runner.kv.tensor[[ref.block_id for ref in refs]]
+    puller.runner.kv.tensor[known] = blocks
+    if spoil is not None:
+        spoil(puller.runner.kv.tensor, known, index)
+    source.engine.release(request.key)
+    puller.engine.start(reservation, tokens[0])
+    while puller.engine.has_work:
+        tokens += [token.token_id for token in puller.engine.step().tokens]
+    return tokens
+
+
+def test_a_faithful_copy_gives_the_same_tokens(pair: tuple[LocalEngine, ...]) -> None:
+    sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+    request = Request("a" * 32, 0, PROMPT, sampling)
+    assert hand_over(pair, None, 0) == pair[0].generate([request])[request.key]
+
+
+@pytest.mark.parametrize("index", range(6))
+@pytest.mark.parametrize("spoil", [zero, swap, shift])
+def test_one_bad_block_changes_the_tokens(
+    pair: tuple[LocalEngine, ...], spoil: Spoil, index: int
+) -> None:
+    assert hand_over(pair, spoil, index) != hand_over(pair, None, 0)
