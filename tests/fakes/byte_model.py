@@ -1,4 +1,4 @@
-"""A model directory without weights: one token per byte, and one EOS. For tests without an engine."""
+"""A model directory without weights: one token per byte, and one EOS."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def write_byte_model(folder: Path, max_model_len: int = 512) -> Path:
 
 
 def _byte_of(letter: str) -> int:
-    """The byte that a letter of the byte-level alphabet stands for: its rank puts bytes in order."""
+    """The byte that a letter of the byte-level alphabet stands for."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     if ord(letter) in printable:
         return ord(letter)

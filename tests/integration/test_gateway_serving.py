@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -88,11 +88,16 @@ async def empty(redis_server: RedisServer, model_dir: Path) -> AsyncIterator[Wor
     await client.close()
     await gateway.stop(grace_s=0.0)
     await directory.close()
-    async with asyncio.timeout(1):
-        while any(node.num_sessions for node in world.nodes.values()):
-            await asyncio.sleep(0.005)
+    await until(lambda: not any(node.num_sessions for node in world.nodes.values()))
     for node in world.nodes.values():
         await node.kill()
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 2.0) -> None:
+    """Wait for something that is about to happen elsewhere."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
 
 
 @pytest.fixture
@@ -100,17 +105,14 @@ async def world(empty: World) -> World:
     await empty.add("p1", Role.PREFILL)
     await empty.add("d1", Role.DECODE)
     await empty.add("d2", Role.DECODE)
+    await until(lambda: all(node.num_sessions for node in empty.nodes.values()))
     await empty.gateway.wait_ready(5)
-    while sum(node.is_ready for node in (await empty.client.model_info()).nodes) < 3:
-        await asyncio.sleep(0.01)
     return empty
 
 
 async def until_cancelled(node: FakeNode, began_s: float) -> float:
     """Wait until a Cancel reached the node; returns the seconds since `began_s`."""
-    async with asyncio.timeout(2):
-        while not node.cancelled:
-            await asyncio.sleep(0.005)
+    await until(lambda: bool(node.cancelled))
     return node.cancelled[-1][2] - began_s
 
 
@@ -326,6 +328,18 @@ async def test_a_silent_node_is_taken_for_lost(world: World) -> None:
     pause_s = max(generation.result.times.gaps_s)
     assert time.monotonic() - began_s > pause_s
     assert 1.0 < pause_s < 1.7
+
+
+async def test_a_pause_of_the_gateway_is_no_fault_of_the_nodes(world: World) -> None:
+    """While this process stood still, the heartbeats lay unread in its sockets."""
+    for name in ("d1", "d2"):
+        world.nodes[name].token_s = 0.01
+    generation = world.client.generate(PROMPT, max_tokens=30)
+    async for chunk in generation:
+        if chunk.index == 5:
+            time.sleep(1.4)  # noqa: ASYNC251
+    assert generation.result.text == expected_text(PROMPT, 30)
+    assert generation.result.attempts == 1
 
 
 async def test_failed_handoffs_are_tried_elsewhere_then_told(world: World) -> None:

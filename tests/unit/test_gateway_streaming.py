@@ -1,0 +1,125 @@
+"""Between session and client: the bounded queue, and the table that keeps sessions apart."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+from baton.core.errors import BatonError, Cancelled, Overloaded
+from baton.core.ports import SystemClock
+from baton.core.request import FinishReason, SamplingParams
+from baton.core.timeline import Event, Stamp
+from baton.gateway.chunk_queue import ChunkQueue
+from baton.gateway.engine_link import EngineOutput
+from baton.gateway.session import Chunk, Result, Session, SessionLimits
+from baton.gateway.sessions import SessionTable
+from baton.gateway.text_stream import TextStream
+from baton.gateway.validation import ValidatedRequest
+from fakes.clock import FakeEntropy
+from fakes.engine_link import FakeLink, FakeRouter, FakeSink, Letters
+
+RESULT = Result(FinishReason.STOP, None, 1, 2, 0, "p", None, None, 1, 0, ())
+
+
+def queue(max_tokens: int = 4) -> tuple[ChunkQueue, list[str]]:
+    failures: list[str] = []
+    return ChunkQueue(lambda: failures.append("failed"), max_tokens), failures
+
+
+async def test_a_reader_that_keeps_up_gets_every_chunk() -> None:
+    chunks, _ = queue()
+    reading = asyncio.create_task(chunks.next())
+    await asyncio.sleep(0)
+    assert chunks.emit(Chunk("a", (1,), 0))
+    assert await reading == Chunk("a", (1,), 0)
+
+
+async def test_what_waits_comes_as_one() -> None:
+    chunks, _ = queue()
+    for index in range(3):
+        chunks.emit(Chunk("abc"[index], (index,), index))
+    chunks.emit(Chunk("d", (), 3, RESULT))
+    assert await chunks.next() == Chunk("abcd", (0, 1, 2), 0, RESULT)
+
+
+async def test_a_reader_too_far_behind_gets_no_more() -> None:
+    chunks, _ = queue(max_tokens=4)
+    assert chunks.emit(Chunk("", tuple(range(100)), 0)), "one chunk may be of any size"
+    assert not chunks.emit(Chunk("", (1,), 100))
+    assert chunks.emit(Chunk("", (), 100, RESULT)), "the end is never refused"
+
+
+async def test_the_error_comes_after_what_waits() -> None:
+    chunks, failures = queue()
+    chunks.emit(Chunk("a", (1,), 0))
+    chunks.fail(Overloaded("x"))
+    assert failures == ["failed"]
+    assert (await chunks.next()).text == "a"
+    with pytest.raises(Overloaded):
+        await chunks.next()
+
+
+class BrokenDetokenizer:
+    def step(self, token_id: int) -> str:
+        raise ZeroDivisionError
+
+
+def session(name: str, text: TextStream, sink: FakeSink, deadline_s: float = 60.0) -> Session:
+    clock = SystemClock()
+    return Session(
+        name,
+        ValidatedRequest((1,), SamplingParams(max_tokens=2), "label"),
+        deadline_s=clock.monotonic_s() + deadline_s,
+        arrived=Stamp(Event.ARRIVED, 0, "gateway"),
+        text=text,
+        sink=sink,
+        router=FakeRouter([FakeLink("p")], [FakeLink("d")]),
+        clock=clock,
+        entropy=FakeEntropy(),
+        limits=SessionLimits(),
+    )
+
+
+async def test_a_bug_in_one_session_fails_that_one(caplog: pytest.LogCaptureFixture) -> None:
+    table = SessionTable(SystemClock(), 10)
+    sinks = FakeSink(), FakeSink()
+    table.start(session("bad", TextStream(BrokenDetokenizer(), ()), sinks[0]))
+    table.start(session("good", TextStream(Letters(), ()), sinks[1]))
+    with caplog.at_level(logging.CRITICAL, "baton.gateway.sessions"):
+        table.engine_outputs("p", [EngineOutput(name, 0, 0, (97,)) for name in ("bad", "good")])
+    assert type(sinks[0].error) is BatonError and "Zero" not in sinks[0].error.message
+    assert (sinks[1].text, len(table)) == ("a", 1)
+
+
+async def test_deadlines_come_by_themselves() -> None:
+    table, sink = SessionTable(SystemClock(), 10), FakeSink()
+    table.start(session("r", TextStream(Letters(), ()), sink, deadline_s=0.02))
+    await asyncio.sleep(0.04)
+    assert sink.error is not None and sink.error.code == "deadline_exceeded"
+    assert len(table) == 0
+
+
+async def test_abort_by_id_and_label() -> None:
+    table = SessionTable(SystemClock(), 10)
+    sinks = [FakeSink() for _ in range(3)]
+    for number, sink in enumerate(sinks):
+        table.start(session(f"r{number}", TextStream(Letters(), ()), sink))
+    assert table.abort(["r0", "", "nobody"]) == 1
+    assert table.abort(["label"]) == 2
+    assert table.abort(["label", "r0"]) == 0
+    assert all(isinstance(sink.error, Cancelled) for sink in sinks)
+
+
+async def test_admission_is_bounded() -> None:
+    table = SessionTable(SystemClock(), 1)
+    await table.wait_idle()
+    table.admit()
+    with pytest.raises(Overloaded):
+        table.admit()
+    waiting = asyncio.create_task(table.wait_idle())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    table.leave()
+    await waiting
+    table.admit()

@@ -1,0 +1,164 @@
+"""The validator, row by row: what is refused, with which error and field, and what defaults mean."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from baton.core.errors import (
+    BatonError,
+    ContextLengthExceeded,
+    InvalidRequest,
+    ModelNotFound,
+    PromptTooLarge,
+)
+from baton.core.request import SamplingParams
+from baton.gateway.validation import (
+    ModelLimits,
+    ValidatedRequest,
+    check_request,
+    complete_request,
+)
+from baton.proto.v1 import common_pb2, inference_pb2
+
+LIMITS = ModelLimits("demo", vocab_size=100, max_model_len=50)
+
+
+def wire(**fields: Any) -> inference_pb2.GenerateRequest:
+    """A request with prompt "ab" unless told otherwise; sampling fields may be named directly."""
+    names = common_pb2.SamplingParams.DESCRIPTOR.fields_by_name
+    sampling = {key: fields.pop(key) for key in list(fields) if key in names}
+    if "ids" in fields:
+        fields["token_ids"] = inference_pb2.TokenIds(ids=fields.pop("ids"))
+    elif "text" not in fields:
+        fields["text"] = "ab"
+    return inference_pb2.GenerateRequest(sampling=common_pb2.SamplingParams(**sampling), **fields)
+
+
+def validate(
+    request: inference_pb2.GenerateRequest, limits: ModelLimits = LIMITS
+) -> ValidatedRequest:
+    draft = check_request(request, limits)
+    ids = draft.prompt if isinstance(draft.prompt, tuple) else range(len(draft.prompt))
+    return complete_request(draft, tuple(ids), limits, drawn_seed=77)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "param"),
+    [
+        ({"text": ""}, InvalidRequest, "prompt"),
+        ({"ids": []}, InvalidRequest, "prompt"),
+        ({"ids": [1, 99, 100]}, InvalidRequest, "prompt[2]"),
+        ({"ids": [2**32 - 1]}, InvalidRequest, "prompt[0]"),
+        ({"model": "other"}, ModelNotFound, "model"),
+        ({"model": "../../etc"}, ModelNotFound, "model"),
+        ({"model": "x" * 300}, ModelNotFound, "model"),
+        ({"request_id": "x" * 257}, InvalidRequest, "request_id"),
+        ({"max_tokens": 0}, InvalidRequest, "max_tokens"),
+        ({"max_tokens": 49}, ContextLengthExceeded, "max_tokens"),
+        ({"max_tokens": 2**32 - 1}, ContextLengthExceeded, "max_tokens"),
+        ({"ids": [1] * 50}, ContextLengthExceeded, "prompt"),
+        ({"ids": [1] * 51, "max_tokens": 1}, ContextLengthExceeded, "prompt"),
+        ({"temperature": -0.01}, InvalidRequest, "temperature"),
+        ({"temperature": 2.01}, InvalidRequest, "temperature"),
+        ({"temperature": math.nan}, InvalidRequest, "temperature"),
+        ({"temperature": math.inf}, InvalidRequest, "temperature"),
+        ({"top_p": 0.0}, InvalidRequest, "top_p"),
+        ({"top_p": -0.1}, InvalidRequest, "top_p"),
+        ({"top_p": 1.1}, InvalidRequest, "top_p"),
+        ({"top_p": math.nan}, InvalidRequest, "top_p"),
+        ({"seed": 2**63}, InvalidRequest, "seed"),
+        ({"seed": 2**64 - 1}, InvalidRequest, "seed"),
+        ({"stop": ["a"] * 5}, InvalidRequest, "stop"),
+        ({"stop": ["a", ""]}, InvalidRequest, "stop[1]"),
+        ({"stop": ["é" * 129]}, InvalidRequest, "stop[0]"),
+        ({"stop_token_ids": [1, 100]}, InvalidRequest, "stop_token_ids[1]"),
+        ({"stop_token_ids": [1] * 257}, InvalidRequest, "stop_token_ids"),
+    ],
+)
+def test_refused(fields: dict[str, Any], error: type[BatonError], param: str) -> None:
+    with pytest.raises(BatonError) as caught:
+        validate(wire(**fields))
+    assert (type(caught.value), caught.value.param) == (error, param)
+    assert len(caught.value.message) < 200, "a caller's value is not thrown back whole"
+
+
+def test_no_prompt_at_all() -> None:
+    with pytest.raises(InvalidRequest, match="give a prompt"):
+        validate(inference_pb2.GenerateRequest())
+
+
+def test_a_text_of_no_tokens() -> None:
+    with pytest.raises(InvalidRequest, match="empty"):
+        complete_request(check_request(wire(), LIMITS), (), LIMITS, drawn_seed=1)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_tokens": 48},
+        {"ids": [0, 99], "max_tokens": 1},
+        {"ids": [1] * 49},
+        {"temperature": 2.0},
+        {"temperature": 0.0},
+        {"top_p": 1.0},
+        {"top_p": 1e-6},
+        {"top_k": 2**32 - 1},
+        {"seed": 2**63 - 1},
+        {"stop": ["a", "b", "c", "é" * 128]},
+        {"stop_token_ids": [0, 99]},
+        {"model": "demo", "request_id": "x" * 256},
+    ],
+)
+def test_accepted(fields: dict[str, Any]) -> None:
+    validate(wire(**fields))
+
+
+def test_defaults() -> None:
+    request = validate(wire())
+    assert request.sampling == SamplingParams(
+        max_tokens=48, temperature=1.0, top_p=1.0, top_k=None, seed=77
+    )
+    assert (request.prompt_token_ids, request.label) == ((0, 1), "")
+
+
+def test_values_pass_through() -> None:
+    fields = {"max_tokens": 3, "temperature": 0.5, "top_p": 0.25, "top_k": 7, "seed": 5}
+    more = {"stop": ["x"], "stop_token_ids": [4, 9, 4], "ignore_eos": True}
+    request = validate(wire(**fields, **more, request_id="mine"))
+    assert request.sampling == SamplingParams(3, 0.5, 0.25, 7, 5, ("x",), (4, 9), True)
+    assert request.label == "mine"
+
+
+def test_an_explicit_zero_top_k_is_no_limit() -> None:
+    assert validate(wire(top_k=0)).sampling.top_k is None
+
+
+def test_a_negative_zero_is_greedy() -> None:
+    temperature = validate(wire(temperature=-0.0)).sampling.temperature
+    assert math.copysign(1.0, temperature) == 1.0 and temperature == 0.0
+
+
+def test_lengths_are_both_named() -> None:
+    with pytest.raises(ContextLengthExceeded, match=r"2 tokens.*60.*50"):
+        validate(wire(max_tokens=60))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "fits"),
+    [(10, 10, True), (11, 1, False), (10, 11, False), (1, 19, True), (1, 20, False)],
+)
+def test_what_no_pool_can_hold(prompt: int, max_tokens: int, fits: bool) -> None:
+    pools = ModelLimits("demo", 100, 50, max_prompt_tokens=10, max_total_tokens=20)
+    request = wire(ids=[1] * prompt, max_tokens=max_tokens)
+    if fits:
+        validate(request, pools)
+        return
+    with pytest.raises(PromptTooLarge):
+        validate(request, pools)
+
+
+def test_the_default_length_fits_the_pools() -> None:
+    pools = ModelLimits("demo", 100, 50, max_prompt_tokens=10, max_total_tokens=20)
+    assert validate(wire(ids=[1] * 5), pools).sampling.max_tokens == 15
