@@ -1,12 +1,10 @@
-"""`baton demo`: a real deployment on this CPU, several prompts at once, a table, nothing left behind."""
+"""`baton demo`: a real deployment on this CPU, several prompts at once, and a table of them."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
-import tempfile
 import time
-from pathlib import Path
 
 from ..client import AsyncClient, Result
 from ..core.config import EngineConfig, GatewayConfig, NodeConfig, UpConfig
@@ -21,6 +19,10 @@ PROMPTS = (
     _SHARED + "def write_lines(path, lines):\n",
     "import unittest\n\nclass TestSort(unittest.TestCase):\n",
     "def main():\n    parser = argparse.ArgumentParser(",
+)
+_HEADER = (
+    *("#", "prefill", "decode", "prompt", "cached", "KV moved", "out"),
+    *("TTFT ms", "hand-off ms", "TBT p50", "TBT p99", "tokens/s"),
 )
 
 
@@ -52,25 +54,21 @@ async def run(max_tokens: int, *, verbose: bool) -> int:
     """Start, stream, print, stop. Returns the exit code."""
     began_s = time.monotonic()
     print("starting Redis, a gateway, one prefill node and two decode nodes on the CPU", flush=True)
-    with tempfile.TemporaryDirectory(prefix="baton-demo-") as scratch:
-        log = Path(scratch, "log")
-        with log.open("w") as lines:
 
-            def report(name: str, line: str) -> None:
-                print(f"{name:>10} | {line}", file=lines)
-                if verbose or "ready: " in line or "KV blocks" in line:
-                    print(f"{name:>10} | {line}", flush=True)
+    def report(name: str, line: str) -> None:
+        if verbose or "ready: " in line or "KV blocks" in line:
+            print(f"{name:>10} | {line}", flush=True)
 
-            deployment = Deployment(
-                UpConfig(num_decode_nodes=2),
-                EngineConfig(device="cpu", cpu_kv_bytes=96 << 20),
-                NodeConfig(),
-                GatewayConfig(grpc_port=0),
-                report,
-            )
-            async with deployment:
-                print(f"ready in {time.monotonic() - began_s:.1f} s\n", flush=True)
-                results = await _stream_all(deployment.address, max_tokens)
+    deployment = Deployment(
+        UpConfig(num_decode_nodes=2),
+        EngineConfig(device="cpu", cpu_kv_bytes=96 << 20),
+        NodeConfig(),
+        GatewayConfig(grpc_port=0),
+        report,
+    )
+    async with deployment:
+        print(f"ready in {time.monotonic() - began_s:.1f} s\n", flush=True)
+        results = await _stream_all(deployment.address, max_tokens)
     print_table(results)
     return 0
 
@@ -100,9 +98,7 @@ def _ms(seconds: float | None) -> str:
 
 def print_table(results: list[Result]) -> None:
     """One row per request: who served it, what moved, how fast."""
-    header = ("#", "prefill", "decode", "prompt", "cached", "KV moved", "out")
-    header += ("TTFT ms", "hand-off ms", "TBT p50", "TBT p99", "tokens/s")
-    rows = [header]
+    rows = [_HEADER]
     for number, result in enumerate(results, 1):
         times = result.times
         e2e_s = times.e2e_s
@@ -122,7 +118,7 @@ def print_table(results: list[Result]) -> None:
                 f"{result.completion_tokens / e2e_s:.0f}" if e2e_s else "-",
             )
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
     print()
     for row in rows:
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))

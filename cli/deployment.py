@@ -41,14 +41,14 @@ class Child:
 
 @dataclass(slots=True)
 class Deployment:
-    """`async with Deployment(...) as d`: everything runs and is ready; `d.address` is the gateway."""
+    """`async with Deployment(...) as d`: everything runs; `d.address` is the gateway's."""
 
     up: UpConfig
     engine: EngineConfig
     node: NodeConfig
     gateway: GatewayConfig
     report: Report
-    cluster: ClusterConfig = ClusterConfig()
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     children: list[Child] = field(default_factory=list)
     address: str = ""
     _redis: RedisServer | None = None
@@ -151,7 +151,7 @@ class Deployment:
         from grpc_health.v1 import health_pb2, health_pb2_grpc
 
         async with grpc.aio.insecure_channel(self.address) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
+            stub = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
             request = health_pb2.HealthCheckRequest(service="baton.v1.Inference")
             async for answer in stub.Watch(request):
                 if answer.status == health_pb2.HealthCheckResponse.SERVING:

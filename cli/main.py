@@ -8,8 +8,6 @@ from ..core import flags
 from ..core.config import ClusterConfig, EngineConfig, GatewayConfig, NodeConfig, UpConfig
 from .launch import run_reporting
 
-_UP_CONFIGS = (UpConfig, EngineConfig, NodeConfig, GatewayConfig, ClusterConfig)
-
 
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
@@ -18,7 +16,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     up = commands.add_parser("up", help="start everything on this host, until Ctrl-C")
-    flags.add_flags(up, *_UP_CONFIGS)
+    flags.add_flags(up, UpConfig, EngineConfig, NodeConfig, GatewayConfig, ClusterConfig)
     demo = commands.add_parser("demo", help="a deployment on this CPU, several prompts, a table")
     demo.add_argument("--max-tokens", type=int, default=64, help="tokens per prompt (64)")
     demo.add_argument("--verbose", action="store_true", help="show every process's output")
@@ -37,7 +35,15 @@ def main() -> int:
     if arguments.command == "up":
         from . import up
 
-        return run_reporting(lambda: up.run(*(flags.parse(c, arguments) for c in _UP_CONFIGS)))
+        return run_reporting(
+            lambda: up.run(
+                flags.parse(UpConfig, arguments),
+                flags.parse(EngineConfig, arguments),
+                flags.parse(NodeConfig, arguments),
+                flags.parse(GatewayConfig, arguments),
+                flags.parse(ClusterConfig, arguments),
+            )
+        )
     if arguments.command == "demo":
         from . import demo
 

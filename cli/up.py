@@ -56,9 +56,4 @@ async def _print_topology(deployment: Deployment) -> None:
     for node in info.nodes:
         tokens = node.num_blocks * node.block_size
         print(f"  {node.role:8} {node.name:12} {node.num_blocks} KV blocks = {tokens} tokens")
-    print(
-        f"\ntry:  python -c \"from baton.client import Client; "
-        f"print(Client('{deployment.address}').generate('def fib(n):', max_tokens=64).result.text)\""
-        "\nCtrl-C stops everything",
-        flush=True,
-    )
+    print("\nCtrl-C stops everything", flush=True)

@@ -22,8 +22,9 @@ T = TypeVar("T")
 def _base_type(annotation: Any) -> type:
     """The type to parse a value with: `int | None` parses as int."""
     if isinstance(annotation, types.UnionType):
-        return next(a for a in typing.get_args(annotation) if a is not type(None))
-    return typing.cast(type, annotation)
+        annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
+    assert isinstance(annotation, type)
+    return annotation
 
 
 def add_flags(parser: argparse.ArgumentParser, *configs: type) -> None:

@@ -17,7 +17,7 @@ _FINISH_TO_WIRE = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
 }
-_FINISH_FROM_WIRE = {wire: reason for reason, wire in _FINISH_TO_WIRE.items()}
+_FINISH_FROM_WIRE: dict[int, FinishReason] = {wire: r for r, wire in _FINISH_TO_WIRE.items()}
 
 
 def finish_to_wire(reason: FinishReason | None) -> common_pb2.FinishReason:
@@ -29,7 +29,7 @@ def finish_to_wire(reason: FinishReason | None) -> common_pb2.FinishReason:
 
 def finish_from_wire(wire: int) -> FinishReason | None:
     """The reverse of `finish_to_wire`."""
-    return _FINISH_FROM_WIRE.get(common_pb2.FinishReason.ValueType(wire))
+    return _FINISH_FROM_WIRE.get(wire)
 
 
 def error_to_wire(error: BatonError) -> common_pb2.Error:
@@ -81,7 +81,7 @@ def ticket_from_wire(wire: node_pb2.Ticket) -> Ticket:
 
 def dispatch_to_wire(
     request: Request,
-    work: node_pb2.Work.ValueType,
+    work: node_pb2.Work,
     ticket: Ticket | None,
     deadline_remaining_s: float,
 ) -> node_pb2.Dispatch:

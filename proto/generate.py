@@ -22,7 +22,8 @@ def generate(out: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         arguments = ["protoc", f"-Ibaton/proto={HERE}"]
         arguments += [f"--{kind}_out={scratch}" for kind in ("python", "pyi", "grpc_python")]
-        if protoc.main([*arguments, *(f"baton/proto/v1/{name}" for name in sources)]) != 0:
+        arguments += [f"baton/proto/v1/{name}" for name in sources]
+        if protoc.main(arguments) != 0:  # type: ignore[no-untyped-call]
             raise SystemExit("protoc failed")
         for stub in sorted(Path(scratch, "baton/proto/v1").iterdir()):
             name = stub.stem.removesuffix("_grpc").removesuffix("_pb2")

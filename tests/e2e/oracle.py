@@ -1,4 +1,4 @@
-"""Reference continuations by transformers, and a comparison that shows near-ties instead of hiding them."""
+"""Reference continuations by transformers; near-ties of the top two logits are shown."""
 
 from __future__ import annotations
 
