@@ -55,6 +55,7 @@ class ClusterView:
         self._events = events
         self._silence_s = silence_s
         self._listed: dict[str, Member] = {}
+        self._foreign: set[str] = set()
         self._keepers: dict[str, asyncio.Task[None]] = {}
 
     def members(self) -> list[Member]:
@@ -67,12 +68,23 @@ class ClusterView:
         watch = self._directory.watch()
         try:
             async for members in watch:
-                self._listed = {m.incarnation: m for m in members if m.model == self._model}
+                self._list(members)
                 for incarnation in self._listed.keys() - self._keepers.keys():
                     self._keepers[incarnation] = asyncio.create_task(self._keep(incarnation))
         finally:
             if isinstance(watch, AsyncGenerator):
                 await watch.aclose()
+
+    def _list(self, members: Sequence[Member]) -> None:
+        """Take over the directory's word, as far as it is about our model."""
+        self._listed = {m.incarnation: m for m in members if m.model == self._model}
+        for member in members:
+            if member.model != self._model and member.incarnation not in self._foreign:
+                log.warning(
+                    "engine %s serves %r, this gateway %r: left alone",
+                    *(member.name, member.model, self._model),
+                )
+        self._foreign = {m.incarnation for m in members if m.model != self._model}
 
     async def close(self) -> None:
         """End all links, as if their engines had gone."""

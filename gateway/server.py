@@ -9,7 +9,6 @@ import asyncio
 import logging
 import signal
 from collections.abc import Sequence
-from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -18,17 +17,15 @@ from grpc_reflection.v1alpha import reflection
 from ..cluster.redis_directory import RedisDirectory
 from ..core.config import ClusterConfig, GatewayConfig
 from ..core.errors import StartupFailed, Unavailable
-from ..core.model_dir import eos_token_ids, read_json, resolve_model_dir
 from ..core.ports import Clock, Directory, Entropy, SystemClock, SystemEntropy
 from ..proto.v1 import inference_pb2, inference_pb2_grpc
 from .cluster_view import ClusterView
 from .engine_link import Avoid, EngineOutput
 from .engine_table import EngineTable
+from .served_model import ServedModel
 from .service import InferenceService
 from .session import SessionLimits
 from .sessions import SessionTable
-from .tokenizer import Tokenizer
-from .validation import ModelLimits
 
 log = logging.getLogger(__name__)
 
@@ -59,16 +56,13 @@ class Gateway:
         entropy: Entropy,
         session_limits: SessionLimits,
     ) -> None:
-        model_dir = resolve_model_dir(config.model)
-        eos_ids = eos_token_ids(model_dir)
-        self._tokenizer = Tokenizer.load(model_dir, eos_ids)
-        limits = read_limits(model_dir, config.served_model_name or model_dir.resolve().name)
+        self._model = ServedModel.load(config)
         self._directory = directory
         self._table = EngineTable()
         self._sessions = SessionTable(clock, config.max_num_requests)
         self._view = ClusterView(
             directory,
-            limits.model,
+            self._model.limits.model,
             cluster.cluster_secret,
             clock,
             self._table,
@@ -76,9 +70,7 @@ class Gateway:
             config.heartbeat_timeout_s,
         )
         self._service = InferenceService(
-            limits,
-            eos_ids,
-            self._tokenizer,
+            self._model,
             self._sessions,
             self._table,
             self._view,
@@ -133,7 +125,15 @@ class Gateway:
         await asyncio.wait(self._tasks)
         await self._view.close()
         await self._directory.close()
-        self._tokenizer.close()
+        self._model.tokenizer.close()
+
+    async def run_until(self, stop: asyncio.Event) -> None:
+        """Wait for `stop`; raises at once if a part of ours broke, since then we serve nobody."""
+        stopping = asyncio.create_task(stop.wait())
+        done, _ = await asyncio.wait({stopping, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        for task in done:
+            task.result()
 
     async def _publish_readiness(self) -> None:
         """Tell every change of readiness to who watches our health."""
@@ -163,21 +163,6 @@ class Gateway:
             self._is_ready.set() if is_ready else self._is_ready.clear()
             self._readiness_changed.set()
         self._sessions.cluster_changed()
-
-
-def read_limits(model_dir: Path, model: str) -> ModelLimits:
-    """What config.json says of a model; raises StartupFailed where it does not say it."""
-    config = read_json(model_dir / "config.json")
-    found = {}
-    for key in ("vocab_size", "max_position_embeddings"):
-        if type(config.get(key)) is not int or config[key] < 1:
-            raise StartupFailed(f"{model_dir}/config.json has no {key}")
-        found[key] = config[key]
-    return ModelLimits(
-        model=model,
-        vocab_size=found["vocab_size"],
-        max_model_len=found["max_position_embeddings"],
-    )
 
 
 def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
@@ -218,6 +203,8 @@ async def run(config: GatewayConfig, cluster: ClusterConfig) -> int:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     gateway = await serve(config, cluster)
     print(f"ready: gateway gateway {gateway.host}:{gateway.port}", flush=True)
-    await stop.wait()
-    await gateway.stop()
+    try:
+        await gateway.run_until(stop)
+    finally:
+        await gateway.stop()
     return 0

@@ -23,12 +23,11 @@ from ..proto.v1 import inference_pb2, inference_pb2_grpc
 from .chunk_queue import ChunkQueue
 from .cluster_view import ClusterView
 from .engine_table import EngineTable
+from .served_model import ServedModel
 from .session import GATEWAY, Session, SessionLimits
 from .sessions import SessionTable
 from .text_stream import TextStream
-from .tokenizer import Tokenizer
 from .validation import (
-    ModelLimits,
     ValidatedRequest,
     check_model,
     check_request,
@@ -39,7 +38,7 @@ from .wire import chunk_to_wire
 
 log = logging.getLogger(__name__)
 
-_Context = Any  # grpc.aio.ServicerContext; grpc has no types
+_Context = grpc.aio.ServicerContext[Any, Any]
 _LAST_WRITE_S = 0.25  # how long a failed stream may take to deliver what waits
 
 ERROR_CODE = "baton-error-code"
@@ -76,9 +75,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     def __init__(
         self,
-        base_limits: ModelLimits,
-        eos_token_ids: tuple[int, ...],
-        tokenizer: Tokenizer,
+        model: ServedModel,
         sessions: SessionTable,
         table: EngineTable,
         view: ClusterView,
@@ -88,9 +85,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         max_request_s: float,
     ) -> None:
         self.is_draining = False
-        self._base_limits = base_limits
-        self._eos_token_ids = eos_token_ids
-        self._tokenizer = tokenizer
+        self._model = model
         self._sessions = sessions
         self._table = table
         self._view = view
@@ -120,13 +115,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def GetModelInfo(
         self, wire: inference_pb2.GetModelInfoRequest, context: _Context
     ) -> inference_pb2.ModelInfo:
-        limits = self._table.limits(self._base_limits)
+        limits = self._table.limits(self._model.limits)
         members = sorted(self._view.members(), key=lambda m: (m.role.value, m.name, m.incarnation))
         return inference_pb2.ModelInfo(
             model=limits.model,
             max_model_len=limits.max_model_len,
             vocab_size=limits.vocab_size,
-            eos_token_ids=self._eos_token_ids,
+            eos_token_ids=self._model.eos_token_ids,
             nodes=[self._node_info(member) for member in members],
             version=_version(),
         )
@@ -135,17 +130,17 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, wire: inference_pb2.TokenizeRequest, context: _Context
     ) -> inference_pb2.TokenizeResponse:
         async with _answering(context):
-            check_model(wire.model, self._base_limits)
-            ids = await self._tokenizer.encode(wire.text)
+            check_model(wire.model, self._model.limits)
+            ids = await self._model.tokenizer.encode(wire.text)
         return inference_pb2.TokenizeResponse(ids=ids)
 
     async def Detokenize(
         self, wire: inference_pb2.DetokenizeRequest, context: _Context
     ) -> inference_pb2.DetokenizeResponse:
         async with _answering(context):
-            check_model(wire.model, self._base_limits)
-            check_token_ids(wire.ids, self._base_limits.vocab_size, "ids")
-            text = await self._tokenizer.decode(wire.ids)
+            check_model(wire.model, self._model.limits)
+            check_token_ids(wire.ids, self._model.limits.vocab_size, "ids")
+            text = await self._model.tokenizer.decode(wire.ids)
         return inference_pb2.DetokenizeResponse(text=text)
 
     def _node_info(self, member: Member) -> inference_pb2.NodeInfo:
@@ -168,10 +163,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         )
 
     async def _prepare(self, wire: inference_pb2.GenerateRequest) -> ValidatedRequest:
-        limits = self._table.limits(self._base_limits)
+        limits = self._table.limits(self._model.limits)
         draft = check_request(wire, limits)
         prompt = draft.prompt
-        token_ids = await self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        token_ids = (
+            await self._model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        )
         return complete_request(draft, token_ids, limits, drawn_seed=self._entropy.new_seed())
 
     async def _generate(
@@ -195,7 +192,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     def _session(
         self, request: ValidatedRequest, queue: ChunkQueue, arrived: Stamp, deadline_s: float
     ) -> Session:
-        detokenizer = self._tokenizer.detokenizer(request.prompt_token_ids)
+        detokenizer = self._model.tokenizer.detokenizer(request.prompt_token_ids)
         return Session(
             self._entropy.new_id(),
             request,

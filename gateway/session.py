@@ -156,9 +156,14 @@ class Session:
             name = attempt.name_of(incarnation)
             self._engine_gave_up(attempt, incarnation, NodeLost(f"node {name} was lost"))
 
+    @property
+    def is_waiting(self) -> bool:
+        """For an engine."""
+        return self._attempt is None and not self.is_over
+
     def cluster_changed(self) -> None:
         """An engine came, or one's load changed: a waiting request may find its place."""
-        if self._attempt is None and not self.is_over:
+        if self.is_waiting:
             self._try_dispatch()
 
     def cancel(self, error: BatonError) -> None:

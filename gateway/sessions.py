@@ -66,7 +66,7 @@ class SessionTable:
             self._do(session, session.engine_lost, incarnation)
 
     def cluster_changed(self) -> None:
-        for session in list(self._sessions.values()):
+        for session in [s for s in self._sessions.values() if s.is_waiting]:
             self._do(session, session.cluster_changed)
 
     def cancel(self, session: Session, error: BatonError) -> None:

@@ -164,8 +164,7 @@ def test_failures_become_typed_errors(
 
 def test_both_clients_can_do_the_same() -> None:
     def calls(client: type) -> set[str]:
-        return {
-            name for name, _ in inspect.getmembers(client, inspect.isfunction) if name[0] != "_"
-        }
+        members = inspect.getmembers(client, inspect.isfunction)
+        return {name for name, _ in members if not name.startswith("_")}
 
     assert calls(Client) == calls(AsyncClient)

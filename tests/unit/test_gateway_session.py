@@ -120,6 +120,15 @@ def test_the_decode_node_may_overtake() -> None:
     assert (rig.sink.text, rig.sink.finish_reason) == ("abc", LENGTH)
 
 
+def test_a_decode_node_that_is_done_may_go() -> None:
+    rig = Rig(max_tokens=2).started()
+    rig.send("d1", 1, "b", finish_reason=LENGTH)
+    rig.lose("d1")
+    rig.send("p1", 0, "a")
+    assert (rig.sink.text, rig.sink.finish_reason) == ("ab", LENGTH)
+    assert rig.links["d2"].dispatched == []
+
+
 def test_doubles_are_dropped_and_never_change_a_token() -> None:
     rig = Rig().started()
     rig.send("p1", 0, "a")
@@ -160,7 +169,7 @@ def test_a_decode_node_that_bows_out_for_no_reason_is_a_failure() -> None:
     assert rig.links["d2"].dispatched[0][0].output_token_ids == (ord("a"),)
 
 
-def test_stop_strings_cancel_both_nodes() -> None:
+def test_stop_strings_cancel_whoever_goes_on() -> None:
     rig = Rig(max_tokens=50, stop=("bcd",)).started()
     rig.send("p1", 0, "a")
     rig.send("d1", 1, "bcxbc")

@@ -135,7 +135,7 @@ def test_a_leading_space_depends_on_what_comes_before(tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_with_a_tokenizer_is_said(tmp_path: Path) -> None:
-    with pytest.raises(StartupFailed, match="no tokenizer.json") as caught:
+    with pytest.raises(StartupFailed, match=r"no tokenizer\.json") as caught:
         Tokenizer.load(tmp_path)
     assert caught.value.hint
     (tmp_path / "tokenizer.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""The validator, row by row: what is refused, with which error and field, and what defaults mean."""
+"""The validator, row by row: what is refused, by which error and field; what defaults mean."""
 
 from __future__ import annotations
 
