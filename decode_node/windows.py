@@ -29,18 +29,29 @@ log = logging.getLogger(__name__)
 Post = Callable[[Callable[[], None]], None]
 
 
+def on_a_thread(run: Callable[[], None]) -> None:
+    """Run something that may block for a while."""
+    threading.Thread(target=run, name="connect-window", daemon=True).start()
+
+
 class Windows:
     """All windows of one engine, at most one for a source."""
 
-    def __init__(self, transports: Sequence[Transport], post: Post) -> None:
+    def __init__(
+        self,
+        transports: Sequence[Transport],
+        post: Post,
+        run_aside: Callable[[Callable[[], None]], None] = on_a_thread,
+    ) -> None:
         self._transports = transports
         self._post = post
+        self._run_aside = run_aside
         self._attempts: dict[str, object] = {}  # incarnation -> the attempt that may still answer
         self._windows: dict[str, PoolWindow] = {}
         self._pulls: dict[tuple[str, int], PullHandle] = {}
 
     def open(self, incarnation: str, on_opened: Callable[[BatonError | None], None]) -> None:
-        """Connect on a thread of its own; answered once, unless it is closed before."""
+        """Connect aside of the loop; answered once, unless it is closed before."""
         attempt = self._attempts[incarnation] = object()
 
         def answer(window: PoolWindow | None, error: BatonError | None) -> None:
@@ -68,7 +79,7 @@ class Windows:
             else:
                 self._post(lambda: answer(window, None))
 
-        threading.Thread(target=connect, name=f"connect-{incarnation[:8]}", daemon=True).start()
+        self._run_aside(connect)
 
     def close(self, incarnation: str) -> None:
         """Start no more pulls; those in flight end by themselves and report."""

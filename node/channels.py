@@ -25,6 +25,11 @@ _SERVER_OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
 )
+_CLIENT_OPTIONS = (
+    *_BOTH_OPTIONS,
+    ("grpc.use_local_subchannel_pool", 1),  # our back-off, not one shared with earlier channels
+    ("grpc.enable_http_proxy", 0),
+)
 
 
 def make_server(host: str, port: int) -> tuple[grpc.aio.Server, int]:
@@ -44,4 +49,4 @@ def make_server(host: str, port: int) -> tuple[grpc.aio.Server, int]:
 
 def open_channel(address: str) -> grpc.aio.Channel:
     """A channel to a node. It connects lazily and reports a silent peer within about 2 s."""
-    return grpc.aio.insecure_channel(address, options=_BOTH_OPTIONS)
+    return grpc.aio.insecure_channel(address, options=_CLIENT_OPTIONS)

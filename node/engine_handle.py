@@ -59,7 +59,7 @@ class EngineHandle:
         entropy: Entropy,
     ) -> None:
         self.welcome = welcome
-        self.heartbeat = node_pb2.Heartbeat()
+        self.heartbeat: node_pb2.Heartbeat | None = None  # the last one
         self._process = process
         self._reader = reader
         self._writer = writer
@@ -85,7 +85,7 @@ class EngineHandle:
 
     @property
     def is_progressing(self) -> bool:
-        return self.silent_s < self._silence_s and not self.heartbeat.is_draining
+        return self.silent_s < self._silence_s
 
     def send(self, message: engine_pb2.EngineInput) -> None:
         """Queue a frame; to a process that is gone it is lost, and its end is noticed elsewhere."""
@@ -141,9 +141,11 @@ class EngineHandle:
     # -- streams -------------------------------------------------------------------------------
 
     def open_gateway(self) -> tuple[str, Mailbox[node_pb2.NodeMessage]]:
-        """A new gateway stream: its id and what goes out on it, the welcome first."""
+        """A new gateway stream: its id and what goes out on it: welcome, last heartbeat, ..."""
         gateway, mailbox = self._entropy.new_id(), Mailbox[node_pb2.NodeMessage]()
         mailbox.put(node_pb2.NodeMessage(welcome=self.welcome))
+        if self.heartbeat is not None:
+            mailbox.put(node_pb2.NodeMessage(heartbeat=self.heartbeat))
         if self._lost:
             mailbox.end(self._lost)
         self._gateways[gateway] = mailbox

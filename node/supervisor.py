@@ -23,6 +23,7 @@ from grpc_health.v1 import health_pb2_grpc
 from ..cluster.redis_directory import RedisDirectory
 from ..core.config import ClusterConfig, EngineConfig, NodeConfig
 from ..core.membership import Member, Role
+from ..core.model_dir import resolve_model_dir
 from ..core.ports import Directory, SystemClock, SystemEntropy
 from ..proto.v1 import handoff_pb2_grpc, node_pb2_grpc
 from .channels import make_server
@@ -43,6 +44,7 @@ async def run(role: Role, engine: EngineConfig, node: NodeConfig, cluster: Clust
 
     Raises StartupFailed if the node cannot start, after everything of it has ended.
     """
+    resolve_model_dir(engine.model)  # a wrong path is told before an engine process is started
     server, port = make_server(node.host, node.port)
     node = dataclasses.replace(node, port=port, name=node.name or f"{role.value}-{port}")
     directory = RedisDirectory(cluster.redis_url, cluster.cluster, cluster.cluster_secret)
