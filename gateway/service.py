@@ -166,10 +166,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         limits = self._table.limits(self._model.limits)
         draft = check_request(wire, limits)
         prompt = draft.prompt
-        token_ids = (
-            await self._model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        )
-        return complete_request(draft, token_ids, limits, drawn_seed=self._entropy.new_seed())
+        if isinstance(prompt, str):
+            prompt = await self._model.tokenizer.encode(prompt)
+        return complete_request(draft, prompt, limits, drawn_seed=self._entropy.new_seed())
 
     async def _generate(
         self, request: ValidatedRequest, context: _Context, arrived: Stamp, deadline_s: float
