@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.norm import rms_norm
+from ..kernels.ops import Ops, TorchOps
 from .model_config import RopeConfig
 
 Target = tuple[str, Tensor]
@@ -23,10 +23,11 @@ Target = tuple[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where weights lie and of what type they are."""
+    """Where weights lie, of what type they are, and what computes with them."""
 
     device: torch.device
     dtype: torch.dtype
+    ops: Ops = field(default_factory=TorchOps)
 
     def vector(self, size: int) -> Tensor:
         return torch.empty(size, dtype=self.dtype, device=self.device)
@@ -57,12 +58,13 @@ class Linear:
         has_bias: bool = False,
     ) -> None:
         self._outputs = outputs
+        self._ops = placement.ops
         num_outputs = sum(size for _, size in outputs)
         self.weight = placement.matrix(num_outputs, num_inputs)
         self.bias = placement.vector(num_outputs) if has_bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return self._ops.linear(x, self.weight, self.bias)
 
     def targets(self) -> Iterator[Target]:
         first = 0
@@ -79,10 +81,15 @@ class RMSNorm:
     def __init__(self, name: str, size: int, eps: float, placement: Placement) -> None:
         self._name = name
         self._eps = eps
+        self._ops = placement.ops
         self.weight = placement.vector(size)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self._eps)
+        return self._ops.rms_norm(x, self.weight, self._eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Add x to `residual` in place; the norm of the sum."""
+        return self._ops.add_rms_norm(x, residual, self.weight, self._eps)
 
     def targets(self) -> Iterator[Target]:
         yield f"{self._name}.weight", self.weight
@@ -93,6 +100,7 @@ class Embedding:
 
     def __init__(self, name: str, vocab_size: int, size: int, placement: Placement) -> None:
         self._name = name
+        self._ops = placement.ops
         self.weight = placement.matrix(vocab_size, size)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
@@ -100,7 +108,7 @@ class Embedding:
 
     def project(self, x: Tensor) -> Tensor:
         """The products with every vector: what a tied LM head computes."""
-        return F.linear(x, self.weight)
+        return self._ops.linear(x, self.weight, None)
 
     def targets(self) -> Iterator[Target]:
         yield f"{self._name}.weight", self.weight

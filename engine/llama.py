@@ -10,9 +10,8 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from ..kernels.activation import silu_and_mul
 from ..kernels.attention import AttentionBackend
-from ..kernels.rope import apply_rope, rope_angles
+from ..kernels.rope import rope_angles
 from .layers import Embedding, Linear, Placement, RMSNorm, Target, rope_inv_freq
 from .model_config import ModelConfig
 
@@ -22,7 +21,6 @@ class Attention:
 
     def __init__(self, index: int, prefix: str, config: ModelConfig, placement: Placement) -> None:
         self._layer = index
-        self._num_heads, self._num_kv_heads = config.num_heads, config.num_kv_heads
         self._head_dim = config.head_dim
         q_size = config.num_heads * config.head_dim
         kv_size = config.num_kv_heads * config.head_dim
@@ -45,9 +43,7 @@ class Attention:
         self, x: Tensor, rope: tuple[Tensor, Tensor], attention: AttentionBackend
     ) -> Tensor:
         qkv = self.qkv(x).view(len(x), -1, self._head_dim)  # [tokens, heads + 2 kv_heads, dim]
-        q_and_k, v = qkv.tensor_split([self._num_heads + self._num_kv_heads], dim=1)
-        q, k = apply_rope(q_and_k, *rope).tensor_split([self._num_heads], dim=1)
-        return self.out(attention.run(self._layer, q, k, v).view(len(x), -1))
+        return self.out(attention.run(self._layer, qkv, rope).view(len(x), -1))
 
     def targets(self) -> Iterator[Target]:
         yield from self.qkv.targets()
@@ -60,6 +56,7 @@ class MLP:
     def __init__(self, prefix: str, config: ModelConfig, placement: Placement) -> None:
         hidden, inner = config.hidden_size, config.intermediate_size
         has_bias = config.has_mlp_bias
+        self._ops = placement.ops
         self.gate_up = Linear(
             [(f"{prefix}.gate_proj", inner), (f"{prefix}.up_proj", inner)],
             hidden,
@@ -69,7 +66,7 @@ class MLP:
         self.down = Linear([(f"{prefix}.down_proj", hidden)], inner, placement, has_bias=has_bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(silu_and_mul(self.gate_up(x)))
+        return self.down(self._ops.silu_and_mul(self.gate_up(x)))
 
     def targets(self) -> Iterator[Target]:
         yield from self.gate_up.targets()
@@ -77,7 +74,11 @@ class MLP:
 
 
 class DecoderLayer:
-    """Attention and MLP, each behind a norm and added to the residual stream."""
+    """Attention and MLP, each behind a norm.
+
+    What a part computes is added to the residual stream by the norm of the next one, which is one
+    kernel on a GPU.
+    """
 
     def __init__(self, index: int, config: ModelConfig, placement: Placement) -> None:
         prefix, eps = f"model.layers.{index}", config.rms_norm_eps
@@ -89,10 +90,16 @@ class DecoderLayer:
         self.mlp = MLP(f"{prefix}.mlp", config, placement)
 
     def __call__(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], attention: AttentionBackend
+        self,
+        x: Tensor | None,
+        residual: Tensor,
+        rope: tuple[Tensor, Tensor],
+        attention: AttentionBackend,
     ) -> Tensor:
-        x = x + self.attention(self.input_norm(x), rope, attention)
-        return x + self.mlp(self.post_attention_norm(x))
+        """x: what is to be added to `residual` yet, if anything; returns the same for the next."""
+        normed = self.input_norm(residual) if x is None else self.input_norm.add(x, residual)
+        attended = self.attention(normed, rope, attention)
+        return self.mlp(self.post_attention_norm.add(attended, residual))
 
     def targets(self) -> Iterator[Target]:
         for part in (self.input_norm, self.attention, self.post_attention_norm, self.mlp):
@@ -120,11 +127,11 @@ class Llama:
 
         `attention` has been planned for this step.
         """
-        x = self.embed(token_ids)
+        residual, x = self.embed(token_ids), None
         rope = rope_angles(positions, self._inv_freq)
         for layer in self.layers:
-            x = layer(x, rope, attention)
-        return self.norm(x)
+            x = layer(x, residual, rope, attention)
+        return self.norm(residual) if x is None else self.norm.add(x, residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab]."""

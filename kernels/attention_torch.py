@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .attention import AttentionMetadata
 from .kv_blocks import block_rows, store_kv_at
+from .rope import apply_rope
 
 _TILE_TOKENS = 128  # query rows at a time: skips most of the upper triangle
 
@@ -56,7 +57,9 @@ class TorchAttention:
             if query_len > 1:
                 self._grow_mask(seq_len)
 
-    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def run(self, layer: int, qkv: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        q_and_k, v = qkv.tensor_split([-self._kv_heads], dim=1)
+        q, k = apply_rope(q_and_k, *rope).tensor_split([-self._kv_heads], dim=1)
         store_kv_at(self._pool, layer, k, v, self._blocks, self._offsets)
         return torch.cat([self._run_slice(layer, s, q[s.first : s.last]) for s in self._slices])
 

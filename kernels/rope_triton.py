@@ -1,0 +1,101 @@
+"""Rotate q and k and store k and v into the paged pool, in one Triton kernel.
+
+The reference is rope.apply_rope followed by kv_blocks.store_kv.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_TILE_HEADS = 8
+
+
+def rotate_and_store(
+    qkv: Tensor, rope: tuple[Tensor, Tensor], layer_pool: Tensor, slot_mapping: Tensor
+) -> Tensor:
+    """The rotated q [tokens, heads, dim]; k and v go to the slots [tokens], int64.
+
+    qkv [tokens, heads + 2 kv_heads, dim] contiguous, rope from `rope.rope_angles`, layer_pool
+    [num_blocks, 2, kv_heads, block_size, dim]: one layer of the pool.
+    """
+    num_tokens, all_heads, dim = qkv.shape
+    _, _, kv_heads, block_size, _ = layer_pool.shape
+    heads = all_heads - 2 * kv_heads
+    q = torch.empty((num_tokens, heads, dim), dtype=qkv.dtype, device=qkv.device)
+    cos, sin = rope
+    q_tiles, kv_tiles = triton.cdiv(heads, _TILE_HEADS), triton.cdiv(kv_heads, _TILE_HEADS)
+    _rotate_and_store[(num_tokens, q_tiles + 2 * kv_tiles)](
+        qkv,
+        cos,
+        sin,
+        slot_mapping,
+        q,
+        layer_pool,
+        heads,
+        kv_heads,
+        q_tiles,
+        kv_tiles,
+        layer_pool.stride(0),
+        BLOCK_SIZE=block_size,
+        DIM=dim,
+        HALF_PADDED=triton.next_power_of_2(dim // 2),
+        TILE_HEADS=_TILE_HEADS,
+        num_warps=2,
+    )
+    return q
+
+
+@triton.jit
+def _rotate_and_store(
+    qkv: Any,
+    cos: Any,
+    sin: Any,
+    slot_mapping: Any,
+    q: Any,
+    layer_pool: Any,
+    heads: Any,
+    kv_heads: Any,
+    q_tiles: Any,
+    kv_tiles: Any,
+    block_stride: Any,
+    BLOCK_SIZE: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    half: tl.constexpr = DIM // 2
+    dims = tl.arange(0, HALF_PADDED)[None, :]
+    rows = tl.arange(0, TILE_HEADS)[:, None]
+    source = qkv + token * (heads + 2 * kv_heads) * DIM
+    # part 0: q, 1: k, 2: v; `head` counts within its part.
+    if tile < q_tiles:
+        part, head, num_heads = 0, tile * TILE_HEADS + rows, heads
+        source += head * DIM
+    else:
+        part = 1 + (tile - q_tiles) // kv_tiles
+        head, num_heads = (tile - q_tiles) % kv_tiles * TILE_HEADS + rows, kv_heads
+        source += (heads + (part - 1) * kv_heads + head) * DIM
+    mask = (head < num_heads) & (dims < half)
+    first = tl.load(source + dims, mask=mask, other=0.0)
+    second = tl.load(source + dims + half, mask=mask, other=0.0)
+    if part < 2:
+        # cos is (c, c) and sin is (-s, s) over the two halves.
+        c = tl.load(cos + token * DIM + dims, mask=dims < half, other=0.0)
+        s = tl.load(sin + token * DIM + half + dims, mask=dims < half, other=0.0)
+        a, b = first.to(tl.float32), second.to(tl.float32)
+        first, second = (a * c - b * s).to(first.dtype), (b * c + a * s).to(second.dtype)
+    if part == 0:
+        target = q + (token * heads + head) * DIM
+    else:
+        slot = tl.load(slot_mapping + token)
+        target = layer_pool + slot // BLOCK_SIZE * block_stride
+        target += (((part - 1) * kv_heads + head) * BLOCK_SIZE + slot % BLOCK_SIZE) * DIM
+    tl.store(target + dims, first, mask=mask)
+    tl.store(target + dims + half, second, mask=mask)

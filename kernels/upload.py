@@ -1,0 +1,29 @@
+"""Small host arrays to the device without waiting for it.
+
+A copy from ordinary memory waits until the device has done all earlier work; one from pinned memory
+does not. torch's pinned allocator gives a buffer out again only once its copy has been made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+def pin(values: NDArray[Any], device: torch.device) -> Tensor:
+    """`values` in host memory that `device` can read by itself; as they are for a CPU."""
+    host = torch.from_numpy(values)
+    return host.pin_memory() if device.type == "cuda" else host
+
+
+def upload(values: NDArray[Any], device: torch.device) -> Tensor:
+    """`values` as a tensor on `device`, ordered before whatever is launched after this."""
+    return pin(values, device).to(device, non_blocking=True)
+
+
+def upload_into(target: Tensor, values: NDArray[Any]) -> None:
+    """Overwrite the first len(values) elements of a flat device tensor."""
+    target[: len(values)].copy_(pin(values, target.device), non_blocking=True)

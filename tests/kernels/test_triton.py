@@ -1,0 +1,205 @@
+"""Each Triton kernel against its torch reference: on a GPU if there is one, else interpreted."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from baton.kernels import activation, kv_blocks, norm, rope, sampling
+from baton.kernels.activation_triton import silu_and_mul
+from baton.kernels.attention import AttentionBackend, AttentionMetadata
+from baton.kernels.attention_torch import TorchAttention
+from baton.kernels.attention_triton import TritonAttention
+from baton.kernels.gemv_triton import gemv
+from baton.kernels.kv_blocks_triton import gather_blocks, scatter_blocks
+from baton.kernels.norm_triton import add_rms_norm, rms_norm
+from baton.kernels.rope_triton import rotate_and_store
+from baton.kernels.sampling_triton import sample_unfiltered
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+DTYPES = [torch.float32, torch.bfloat16] if HAS_GPU else [torch.float32]
+HEADS = [(4, 4), (4, 2), (8, 1)] + ([(32, 8), (24, 8), (16, 2)] if HAS_GPU else [])
+DIMS = [64, 80] + ([96, 128, 256] if HAS_GPU else [])
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor, scale: float = 1.0) -> None:
+    """Equal up to the rounding of the type: relative in the norm, so that nothing hides in size."""
+    limit = (2e-6 if expected.dtype == torch.float32 else 1e-2) * scale
+    difference = (actual.double() - expected.double()).norm() / expected.double().norm()
+    assert difference < limit, f"{difference:.2e}"
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("tokens", "dim"), [(1, 96), (5, 4096), (3, 1000)])
+def test_norms(tokens: int, dim: int, dtype: torch.dtype) -> None:
+    x, residual, weight = (randn(n, dim, dtype=dtype) for n in (tokens, tokens, 1))
+    weight = weight[0]
+    close(rms_norm(x, weight, 1e-5), norm.rms_norm(x, weight, 1e-5))
+    summed = x + residual
+    close(add_rms_norm(x, residual, weight, 1e-5), norm.rms_norm(summed, weight, 1e-5))
+    assert torch.equal(residual, summed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("tokens", "dim"), [(1, 160), (7, 1500)])
+def test_silu_and_mul(tokens: int, dim: int, dtype: torch.dtype) -> None:
+    gate_up = randn(tokens, 2 * dim, dtype=dtype) * 3
+    close(silu_and_mul(gate_up), activation.silu_and_mul(gate_up))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("outputs", "inputs"), [(96, 100), (130, 4096), (9000, 48)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_gemv(outputs: int, inputs: int, has_bias: bool, dtype: torch.dtype) -> None:
+    x, weight = randn(1, inputs, dtype=dtype), randn(outputs, inputs, dtype=dtype)
+    bias = randn(outputs, dtype=dtype) if has_bias else None
+    expected = torch.nn.functional.linear(x.double(), weight.double())
+    expected = expected + (0 if bias is None else bias.double())
+    close(gemv(x, weight, bias), expected.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+@pytest.mark.parametrize("dim", DIMS)
+def test_rotate_and_store(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+    tokens, blocks, block_size = 9, 8, 4
+    qkv = randn(tokens, heads + 2 * kv_heads, dim, dtype=dtype)
+    positions = torch.randint(0, 100_000, (tokens,), device=DEVICE)
+    angles = rope.rope_angles(positions, torch.rand(dim // 2, device=DEVICE))
+    slots = torch.randperm(blocks * block_size, device=DEVICE)[:tokens]
+    pool = torch.full((blocks, 3, 2, kv_heads, block_size, dim), math.nan, device=DEVICE).to(dtype)
+    expected_pool = pool.clone()
+    rotated = rope.apply_rope(qkv[:, : heads + kv_heads], *angles)
+    kv_blocks.store_kv(expected_pool, 1, rotated[:, heads:], qkv[:, heads + kv_heads :], slots)
+    close(rotate_and_store(qkv, angles, pool[:, 1], slots), rotated[:, :heads])
+    assert torch.equal(pool.isnan(), expected_pool.isnan())
+    close(pool.nan_to_num(), expected_pool.nan_to_num())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", [3, 16])
+def test_gather_and_scatter(dim: int, dtype: torch.dtype) -> None:
+    pool = randn(11, 2, 2, 3, 1, dim, dtype=dtype)
+    ids = torch.tensor([7, 2, 10], device=DEVICE)
+    blocks = gather_blocks(pool, ids)
+    assert torch.equal(blocks, kv_blocks.gather_blocks(pool, ids))
+    target = torch.zeros_like(pool)
+    scatter_blocks(target, ids, blocks)
+    expected = torch.zeros_like(pool)
+    kv_blocks.scatter_blocks(expected, ids, blocks)
+    assert torch.equal(target, expected)
+
+
+def sampled(
+    logits: torch.Tensor, rows: list[sampling.RowSampling]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    temperatures = torch.tensor([row.temperature for row in rows], device=DEVICE)
+    keys = torch.tensor([sampling.as_signed(row.key) for row in rows], device=DEVICE)
+    token_ids = torch.full((len(rows),), -7, device=DEVICE)
+    logprobs = torch.full((len(rows),), math.nan, device=DEVICE)
+    sample_unfiltered(logits, temperatures, keys, token_ids, logprobs)
+    return token_ids, logprobs
+
+
+@pytest.mark.parametrize("vocab_size", [50, 4096, 10_000])
+def test_samples_as_the_reference_does(vocab_size: int) -> None:
+    generator = random.Random(vocab_size)
+    rows = [
+        sampling.RowSampling(generator.choice([0.0, 0.3, 1.0, 2.0]), None, 1.0, key)
+        for key in [0, 1, (1 << 64) - 1, *(generator.getrandbits(64) for _ in range(13))]
+    ]
+    logits = randn(len(rows), vocab_size, dtype=torch.bfloat16) * 4
+    ids, logprobs = sampled(logits.float() if not HAS_GPU else logits, rows)
+    expected_ids, expected_logprobs = sampling.sample(logits, rows)
+    assert ids.tolist() == expected_ids.tolist()
+    torch.testing.assert_close(logprobs, expected_logprobs, rtol=1e-5, atol=1e-5)
+
+
+def test_greedy_takes_the_lowest_of_equals() -> None:
+    logits = torch.zeros(2, 9000, device=DEVICE)
+    logits[0, [5000, 8999]] = 1.0
+    ids, _ = sampled(logits, [sampling.RowSampling(0.0, None, 1.0, 0)] * 2)
+    assert ids.tolist() == [5000, 0]
+
+
+# -- attention ------------------------------------------------------------------------------------
+
+
+class Batch:
+    """Sequences in a pool of random KV, and the new tokens of one step."""
+
+    def __init__(
+        self, heads: tuple[int, int], dim: int, lens: list[tuple[int, int]], dtype: torch.dtype
+    ) -> None:
+        """`lens`: for each sequence its (earlier positions, new tokens)."""
+        block_size, num_heads, kv_heads = 16, *heads
+        counts = [-(-sum(pair) // block_size) for pair in lens]
+        ids = (torch.randperm(sum(counts)) + 1).tolist()
+        tables = [[ids.pop() for _ in range(count)] for count in counts]
+        self.pool = randn(sum(counts) + 1, 2, 2, kv_heads, block_size, dim, dtype=dtype)
+        slots = [
+            table[p // block_size] * block_size + p % block_size
+            for table, (start, new) in zip(tables, lens, strict=True)
+            for p in range(start, start + new)
+        ]
+        self.metadata = AttentionMetadata(
+            query_lens=[new for _, new in lens],
+            seq_lens=[start + new for start, new in lens],
+            block_tables=tables,
+            slot_mapping=torch.tensor(slots, device=DEVICE),
+        )
+        self.qkv = randn(len(slots), num_heads + 2 * kv_heads, dim, dtype=dtype)
+        positions = torch.tensor([p for s, n in lens for p in range(s, s + n)], device=DEVICE)
+        self.rope = rope.rope_angles(positions, torch.rand(dim // 2, device=DEVICE))
+
+    def run(self, backend: AttentionBackend) -> torch.Tensor:
+        backend.plan(self.metadata)
+        return backend.run(1, self.qkv, self.rope)
+
+
+LENS = {
+    "decodes": [(0, 1), (15, 1), (16, 1), (200, 1), (63, 1)],
+    "prefill": [(0, 5), (0, 130), (0, 64)],
+    "mixed": [(40, 1), (7, 1), (30, 70), (0, 1), (100, 2)],
+} | ({"long": [(9000, 1), (5000, 300), (1, 1), (0, 1025)]} if HAS_GPU else {})
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("lens", LENS)
+def test_attention(heads: tuple[int, int], dim: int, lens: str, dtype: torch.dtype) -> None:
+    if not HAS_GPU and (dim, lens) not in ((64, "mixed"), (80, "decodes"), (64, "prefill")):
+        pytest.skip("the interpreter is slow")
+    batch = Batch(heads, dim, LENS[lens], dtype)
+    twin = batch.pool.clone()
+    actual = batch.run(TritonAttention(batch.pool, max_num_seqs=8, max_model_len=16_384))
+    batch.pool, stored = twin, batch.pool
+    close(actual, batch.run(TorchAttention(twin)), scale=2)
+    close(stored, twin)
+
+
+def test_padding_rows_share_the_padding_block() -> None:
+    batch = Batch((4, 2), 64, [(33, 1), (0, 1), (0, 1)], torch.float32)
+    slots = batch.metadata.slot_mapping.clone()
+    slots[1:] = 0
+    batch.metadata = AttentionMetadata(
+        [1] * 3, [34, 1, 1], [*batch.metadata.block_tables[:1], [0], [0]], slots
+    )
+    expected = batch.run(TorchAttention(batch.pool.clone()))[0]
+    close(batch.run(TritonAttention(batch.pool, 8, 512))[0], expected, scale=2)
