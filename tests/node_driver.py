@@ -1,0 +1,244 @@
+"""A gateway's part, played by a test: real node processes, one Node.Session to each engine.
+
+Knows the wire and nothing of the gateway's code, so that nodes are tested before there is one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+from baton.cluster.redis_directory import RedisDirectory
+from baton.cluster.secret import secret_metadata
+from baton.core.membership import Member, Role
+from baton.core.request import Request, Ticket
+from baton.proto import codec
+from baton.proto.v1 import node_pb2, node_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+SECRET = "a test's secret"
+CLUSTER = "test"
+
+
+class NodeProcess:
+    """A launched node. `said` are its lines so far, also shown when a test fails."""
+
+    def __init__(self, role: Role, process: subprocess.Popen[str]) -> None:
+        self.role = role
+        self.process = process
+        self.said: list[str] = []
+        self._ready: Future[str] = Future()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.said.append(line.rstrip())
+            print(f"{self.role.value} | {line}", end="")
+            if line.startswith("ready: "):
+                self._ready.set_result(line.split()[-1])
+        if not self._ready.done():
+            self._ready.set_exception(AssertionError("the node ended before it was ready"))
+
+    @property
+    def address(self) -> str:
+        """Known once the node is ready; waits for that."""
+        return self._ready.result(timeout=30)
+
+    def engine_pids(self) -> list[int]:
+        path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return [int(pid) for pid in path.read_text().split()]
+
+    def end(self, number: signal.Signals) -> int:
+        """Signal the node and wait for its end; returns its exit code."""
+        self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> int:
+        """Wait for its end and for its last words; returns its exit code."""
+        code = self.process.wait(timeout=20)
+        self._reader.join()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return code
+
+
+def launch(role: Role, redis_url: str, *flags: str) -> NodeProcess:
+    """Start a node; its output is piped and must be read."""
+    program = f"import sys; from baton.cli.launch import {role.value} as run; sys.exit(run())"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "--redis-url", redis_url, "--cluster", CLUSTER, *flags],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ
+        | {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "BATON_CLUSTER_SECRET": SECRET},
+        start_new_session=True,  # a Ctrl-C on the tests is not one on the node
+    )
+    return NodeProcess(role, process)
+
+
+async def members(redis_url: str, wanted: Callable[[Sequence[Member]], bool]) -> list[Member]:
+    """The directory's members once `wanted` holds of them."""
+    directory = RedisDirectory(redis_url, CLUSTER, SECRET)
+    try:
+        async for found in directory.watch():
+            if wanted(found):
+                return list(found)
+    finally:
+        await directory.close()
+    raise AssertionError("the watch ended")
+
+
+@dataclass
+class Heard:
+    """What one engine said about one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    outputs: list[node_pb2.RequestOutput] = field(default_factory=list)
+
+    @property
+    def is_over(self) -> bool:
+        return any(o.finish_reason or o.HasField("error") for o in self.outputs)
+
+    @property
+    def error(self) -> str:
+        return next((o.error.code for o in self.outputs if o.HasField("error")), "")
+
+    @property
+    def events(self) -> list[str]:
+        return [stamp.event for output in self.outputs for stamp in output.events]
+
+
+class Session:
+    """One open Node.Session. `status` is how it ended."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._changed = asyncio.Event()
+        self.welcome: node_pb2.Welcome | None = None
+        self.heartbeat = node_pb2.Heartbeat()
+        self.num_heartbeats = 0
+        self.heard: dict[str, Heard] = {}
+        self.status: grpc.StatusCode | None = None
+
+    async def read(self) -> None:
+        try:
+            async for message in self._call:
+                match message.WhichOneof("body"):
+                    case "welcome":
+                        self.welcome = message.welcome
+                    case "heartbeat":
+                        self.heartbeat = message.heartbeat
+                        self.num_heartbeats += 1
+                    case "outputs":
+                        for output in message.outputs.outputs:
+                            self._hear(output)
+                self._changed.set()
+        except grpc.aio.AioRpcError:
+            pass
+        self.status = await self._call.code()
+        self._changed.set()
+
+    def _hear(self, output: node_pb2.RequestOutput) -> None:
+        heard = self.heard.setdefault(f"{output.request_id}/{output.attempt}", Heard())
+        heard.outputs.append(output)
+        heard.tokens += output.token_ids
+
+    async def dispatch(
+        self, request: Request, work: int, ticket: Ticket | None, deadline_s: float = 30.0
+    ) -> None:
+        dispatch = codec.dispatch_to_wire(request, work, ticket, deadline_s)
+        await self._call.write(node_pb2.GatewayMessage(dispatch=dispatch))
+
+    async def cancel(self, request: Request) -> None:
+        cancel = node_pb2.Cancel(request_id=request.request_id, attempt=request.attempt)
+        await self._call.write(node_pb2.GatewayMessage(cancel=cancel))
+
+    async def until(self, holds: Callable[[], bool], timeout_s: float = 10.0) -> None:
+        """Wait until something heard makes `holds` true."""
+        async with asyncio.timeout(timeout_s):
+            while not holds():
+                self._changed.clear()
+                await self._changed.wait()
+
+
+@asynccontextmanager
+async def session(
+    address: str, incarnation: str, secret: str | None = SECRET
+) -> AsyncIterator[Session]:
+    metadata = (("baton-engine", incarnation), *secret_metadata(secret))
+    async with grpc.aio.insecure_channel(address) as channel:
+        call = node_pb2_grpc.NodeStub(channel).Session(metadata=metadata)
+        opened = Session(call)
+        reading = asyncio.create_task(opened.read())
+        try:
+            yield opened
+        finally:
+            call.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+
+async def ledgers(address: str) -> list[dict[str, Any]]:
+    """The ledgers of a node's engines."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = node_pb2_grpc.NodeStub(channel)
+        metadata = secret_metadata(SECRET)
+        answer = await stub.GetLedger(node_pb2.GetLedgerRequest(), metadata=metadata, timeout=5)
+    return [json.loads(text) for text in answer.ledgers]
+
+
+def is_idle(ledger: dict[str, Any]) -> bool:
+    """Nothing is held for anybody, and every block is somewhere."""
+    blocks = ledger["blocks"]
+    assert (
+        blocks["free"] + blocks["cached"] + blocks["held"] + blocks["reserved"] == (blocks["total"])
+    )
+    return blocks["held"] == 0 and not ledger["requests"] and not ledger["transfers"]
+
+
+async def wait_idle(*addresses: str, timeout_s: float = 5.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        for address in addresses:
+            while not all(is_idle(ledger) for ledger in await ledgers(address)):  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def health(address: str) -> AsyncIterator[Callable[[bool], Any]]:
+    """`await become(True)` waits until the node says that it serves, as `Watch` tells it."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+
+        async def become(is_serving: bool) -> None:
+            wanted = (
+                health_pb2.HealthCheckResponse.SERVING
+                if is_serving
+                else (health_pb2.HealthCheckResponse.NOT_SERVING)
+            )
+            async for answer in call:
+                if answer.status == wanted:
+                    return
+
+        yield become
+        call.cancel()
+
+
+def abstract_sockets() -> set[str]:
+    """The names of our abstract unix sockets on this host."""
+    with open("/proc/net/unix") as table:
+        return {line.split()[-1] for line in table if "@baton" in line}
