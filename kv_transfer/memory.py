@@ -45,6 +45,10 @@ class MemoryPull:
     def cancel(self) -> None:
         self._is_cancelled = True
 
+    @property
+    def is_in_flight(self) -> bool:
+        return self in self._window.pulls
+
     def advance(self, num_bytes: int) -> None:
         """Copy up to `num_bytes`, of one block at most; reports at the end or when it fails."""
         outcome = PullOutcome.CANCELLED if self._is_cancelled else self._copy(num_bytes)
@@ -54,7 +58,7 @@ class MemoryPull:
 
     def finish(self) -> None:
         """Advance to the end."""
-        while self in self._window.pulls:
+        while self.is_in_flight:
             self.advance(self._window.source.block_bytes)
 
     def _copy(self, num_bytes: int) -> PullOutcome | None:

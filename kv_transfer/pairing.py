@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 
 from ..core.errors import FingerprintMismatch, HandoffFailed
-from .messages import Hello
+from .messages import Hello, Message
 
 
 class PairState(enum.Enum):
@@ -43,6 +43,15 @@ class Pairs:
 
     def get(self, incarnation: str) -> PairState | None:
         return self._states.get(incarnation)
+
+    def is_audible(self, incarnation: str, message: Message) -> bool:
+        """Whether a message counts: its stream is open and Hello was, or is, said on it.
+
+        What comes before Hello was sent by a peer that had not noticed yet that its stream was
+        replaced; it will, and fails on its side what the message was about.
+        """
+        state = self._states.get(incarnation)
+        return state is not None and (state is not PairState.LINKED or isinstance(message, Hello))
 
     def link(self, incarnation: str) -> int:
         """The number of the peer's present stream: an answer about an earlier one is void."""

@@ -267,20 +267,11 @@ class Puller:
     # ---- the source's side
 
     def _on_message(self, source: str, message: Message) -> None:
-        state = self._pairs.get(source)
-        if state is None:
-            return  # its stream has ended
-        try:
-            if isinstance(message, Hello):
-                if self._pairs.greet(source, message):
-                    self._effects.append(OpenWindow(source, self._pairs.link(source)))
-                return
-            if state is PairState.LINKED:
-                raise HandoffFailed("a message came before Hello")
-        except HandoffFailed as violation:
-            self._refuse(source, violation)
+        if not self._pairs.is_audible(source, message):
             return
         match message:
+            case Hello():
+                self._on_hello(source, message)
             case Manifest():
                 self._on_manifest(source, message)
             case Revoked(transfer_id, error):
@@ -290,6 +281,15 @@ class Puller:
                 self._refuse(source, HandoffFailed("a source spoke like a puller"))
             case _:
                 assert_never(message)
+
+    def _on_hello(self, source: str, hello: Hello) -> None:
+        try:
+            is_first = self._pairs.greet(source, hello)
+        except HandoffFailed as error:
+            self._refuse(source, error)
+            return
+        if is_first:
+            self._effects.append(OpenWindow(source, self._pairs.link(source)))
 
     def _on_ready(self, source: str) -> None:
         self._pairs.set_ready(source)

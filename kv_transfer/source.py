@@ -46,7 +46,7 @@ from .messages import (
     Renew,
     Revoked,
 )
-from .pairing import Pairs, PairState
+from .pairing import Pairs
 from .tombstones import Tombstones
 
 
@@ -197,19 +197,11 @@ class Source:
     # ---- the puller's side
 
     def _on_message(self, puller: str, message: Message) -> None:
-        state = self._pairs.get(puller)
-        if state is None:
-            return  # its stream has ended: nothing can be answered
-        try:
-            if isinstance(message, Hello):
-                self._pairs.greet(puller, message)
-                return
-            if state is PairState.LINKED:
-                raise HandoffFailed("a message came before Hello")
-        except HandoffFailed as violation:
-            self._refuse(puller, violation)
+        if not self._pairs.is_audible(puller, message):
             return
         match message:
+            case Hello():
+                self._on_hello(puller, message)
             case Attach(transfer_id):
                 self._on_attach(puller, transfer_id)
             case Renew(transfer_ids):
@@ -223,6 +215,12 @@ class Source:
                 self._refuse(puller, HandoffFailed("a puller spoke like a source"))
             case _:
                 assert_never(message)
+
+    def _on_hello(self, puller: str, hello: Hello) -> None:
+        try:
+            self._pairs.greet(puller, hello)
+        except HandoffFailed as error:
+            self._refuse(puller, error)
 
     def _on_attach(self, puller: str, transfer_id: str) -> None:
         transfer = self._transfers.get(transfer_id)

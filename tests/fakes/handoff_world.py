@@ -177,8 +177,10 @@ class PullerNode:
         self.reservations: dict[str, _Reservation] = {}
         self.question: Reserve | None = None
         self.openings: list[OpenWindow] = []
+        self.wanted: dict[str, int] = {}  # incarnation -> the link whose window is wanted
         self.windows: dict[str, MemoryWindow] = {}
         self.pulls: dict[tuple[str, int], MemoryPull] = {}  # in flight
+        self.started: set[tuple[str, int]] = set()  # all pulls ever
         self.ends: dict[str, str] = {}  # key -> how it ended
 
     def intend(self, prompt: Prompt) -> None:
@@ -223,7 +225,8 @@ class PullerNode:
         except HandoffFailed as error:
             self.feed(WindowFailed(opening.incarnation, opening.link, error))
             return
-        self.windows.setdefault(opening.incarnation, window)
+        if self.wanted.get(opening.incarnation) == opening.link:
+            self.windows[opening.incarnation] = window
         self.feed(WindowOpened(opening.incarnation, opening.link))
 
     def feed(self, event: PullerEvent) -> None:
@@ -236,7 +239,9 @@ class PullerNode:
                     self.question = effect
                 case OpenWindow():
                     self.openings.append(effect)
+                    self.wanted[effect.incarnation] = effect.link
                 case CloseWindow(incarnation):
+                    self.wanted.pop(incarnation, None)
                     window = self.windows.pop(incarnation, None)
                     if window is not None:
                         window.close()
@@ -259,6 +264,8 @@ class PullerNode:
         reservation = self.reservations[pull.transfer_id]
         own = set(reservation.block_ids[reservation.num_cached_blocks :])
         assert {pair.destination for pair in pull.pairs} <= own
+        assert (pull.transfer_id, pull.seq) not in self.started, "pulled twice"
+        self.started.add((pull.transfer_id, pull.seq))
         on_done = partial(self._on_done, pull.transfer_id, pull.seq)
         handle = self.windows[pull.incarnation].start_pull(pull.pairs, on_done)
         self.pulls[pull.transfer_id, pull.seq] = handle
@@ -318,17 +325,24 @@ class World:
 
     def unlink(self, num_kept: int = 0) -> None:
         """The stream breaks; of what was on its way each side still hears `num_kept` messages."""
-        if not self.is_linked:
-            return
-        self.is_linked = False
-        for node, peer in (
-            (self.source, self.puller.incarnation),
-            (self.puller, self.source.incarnation),
-        ):
+        if self.is_linked:
+            self.is_linked = False
+            self._lose_messages(num_kept)
+            self.source.inbox.append(PeerLost(self.puller.incarnation))
+            self.puller.inbox.append(PeerLost(self.source.incarnation))
+
+    def replace_link(self) -> None:
+        """A new stream takes the old one's place before anybody noticed that it broke."""
+        if self.is_linked:
+            self._lose_messages(0)
+            self.is_linked = False
+            self.link()
+
+    def _lose_messages(self, num_kept: int) -> None:
+        for node in (self.source, self.puller):
             on_the_way = [e for e in node.inbox if isinstance(e, PeerMessage)]
             for event in on_the_way[num_kept:]:
                 node.inbox.remove(event)  # type: ignore[arg-type]
-            node.inbox.append(PeerLost(peer))
 
     def _new_incarnation(self) -> str:
         self.num_starts += 1
@@ -351,9 +365,16 @@ class World:
             node.feed(node.inbox.pop(index))  # type: ignore[arg-type]
             self.carry()
 
+    def exchange(self) -> None:
+        """Deliver, in order, everything that is on its way and what it leads to."""
+        self.carry()
+        while self.source.inbox or self.puller.inbox:
+            self.deliver(self.source)
+            self.deliver(self.puller)
+
     def double(self, node: SourceNode | PullerNode, index: int) -> None:
-        if index < len(node.inbox):
-            node.inbox.append(node.inbox[index])  # type: ignore[arg-type]
+        if 0 <= index < len(node.inbox):
+            node.inbox.insert(index, node.inbox[index])  # type: ignore[arg-type]
 
     def carry(self) -> None:
         """Take what the nodes say to the other side's inbox, or lose it if the stream is down."""
@@ -419,6 +440,7 @@ class World:
             assert ledger["num_tombstones"] == 0
             assert node.machine.next_deadline() is None
             assert sorted(node.free) == list(range(NUM_POOL_BLOCKS))
+        assert self.is_linked or not self.puller.windows
         intended = {prompt.key for prompt in self.puller.prompts.values()}
         assert intended == set(self.puller.ends)
 

@@ -435,7 +435,6 @@ def test_a_ticket_of_another_incarnation_is_refused(world: World) -> None:
     [
         (Hello(SOURCE, {**FINGERPRINT, "dtype": "bfloat16"}), FingerprintMismatch, "dtype"),
         (Hello("6" * 32, FINGERPRINT), HandoffFailed, "6" * 32),
-        (manifest(0, 0, 2), HandoffFailed, "before Hello"),
     ],
 )
 def test_refuses_a_pair_and_says_why(theirs: Message, error: type[BatonError], named: str) -> None:
@@ -458,6 +457,16 @@ def test_closes_a_source_that_speaks_out_of_turn(world: World, message: Message)
     effects = world.hear(message)
     only(effects, ClosePeer)
     only(effects, Failed)
+
+
+def test_what_comes_before_hello_belongs_to_an_older_stream() -> None:
+    world = World(is_ready=False)
+    world.intend()
+    world.feed(PeerLinked(SOURCE))
+    assert world.hear(manifest(0, 0, 2)) == []
+    assert world.hear(Revoked(T, Cancelled(""))) == []
+    opening = only(world.hear(hello(SOURCE)), OpenWindow)
+    assert world.feed(WindowOpened(SOURCE, opening.link)) == [Send(SOURCE, Attach(T))]
 
 
 def test_messages_of_strangers_are_dropped(world: World) -> None:

@@ -327,7 +327,6 @@ def test_an_offer_may_wait_for_its_pullers_first_link() -> None:
         (Hello(PULLER, {"model": "toy"}), FingerprintMismatch, "block_size"),
         (Hello(PULLER, FINGERPRINT, protocol=2), FingerprintMismatch, "protocol"),
         (Hello(OTHER_PULLER, FINGERPRINT), HandoffFailed, OTHER_PULLER),
-        (Attach(T), HandoffFailed, "before Hello"),
     ],
 )
 def test_refuses_a_pair_and_says_why(theirs: Message, error: type[BatonError], named: str) -> None:
@@ -353,6 +352,15 @@ def test_closes_a_puller_that_speaks_out_of_turn(world: World, message: Message)
     only(effects, ClosePeer)
     assert released(effects) is not None
     world.assert_over()
+
+
+def test_what_comes_before_hello_belongs_to_an_older_stream(world: World) -> None:
+    world.feed(PeerLinked(PULLER))
+    assert world.hear(Attach(T)) == []
+    world.hear(hello(PULLER))
+    world.offer()
+    assert world.chunk(0, 3) == []  # nobody has attached on this stream
+    assert len(sent(world.hear(Attach(T)))) == 1
 
 
 def test_messages_of_strangers_are_dropped(world: World) -> None:

@@ -10,7 +10,14 @@ import copy
 
 import pytest
 from baton.kv_transfer.events import MemoryFreed
-from fakes.handoff_world import LEASE_S, MAX_PROMPT_BLOCKS, NUM_POOL_BLOCKS, World, withdrawn
+from fakes.handoff_world import (
+    BLOCK_BYTES,
+    LEASE_S,
+    MAX_PROMPT_BLOCKS,
+    NUM_POOL_BLOCKS,
+    World,
+    withdrawn,
+)
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
@@ -43,6 +50,29 @@ class Handoff(RuleBasedStateMachine):
             self.world.puller.intend(prompt)
         self.world.carry()
 
+    @rule(
+        num_blocks=st.integers(2, MAX_PROMPT_BLOCKS),
+        is_full=st.sampled_from([False, False, True]),
+        num_bytes=st.integers(0, 2 * BLOCK_BYTES),
+    )
+    def copy_begins(self, num_blocks: int, is_full: bool, num_bytes: int) -> None:
+        """A short cut to where it gets interesting: a copy in flight, or a queue for memory."""
+        world = self.world
+        world.exchange()
+        prompt = world.new_prompt(num_blocks)
+        if not world.source.offer(prompt):
+            return
+        world.puller.intend(prompt)
+        world.exchange()
+        world.source.compute(prompt, num_blocks - 1)
+        world.exchange()
+        world.puller.answer_reserve(0, is_full=is_full)
+        pull = world.puller.pulls.get((prompt.transfer_id, 0))
+        for _ in range(num_bytes):
+            if pull is not None and pull.is_in_flight:
+                pull.advance(1)
+        world.carry()
+
     @precondition(lambda self: self.world.prompts)
     @rule(data=st.data())
     def complete_dispatch(self, data: st.DataObject) -> None:
@@ -55,12 +85,15 @@ class Handoff(RuleBasedStateMachine):
         self.world.carry()
 
     @precondition(lambda self: self.world.source.num_computed)
-    @rule(data=st.data(), num_blocks=st.integers(1, MAX_PROMPT_BLOCKS))
-    def compute(self, data: st.DataObject, num_blocks: int) -> None:
-        computing = [p for p in self.world.prompts if p.key in self.world.source.held]
-        if computing:
-            self.world.source.compute(data.draw(st.sampled_from(computing)), num_blocks)
-            self.world.carry()
+    @rule(data=st.data(), num_blocks=st.integers(1, MAX_PROMPT_BLOCKS), is_doubled=RARELY)
+    def compute(self, data: st.DataObject, num_blocks: int, is_doubled: bool) -> None:
+        computing = [
+            p for p in self.world.prompts if p.transfer_id in self.world.source.num_computed
+        ]
+        self.world.source.compute(data.draw(st.sampled_from(computing)), num_blocks)
+        self.world.carry()
+        if is_doubled:
+            self.world.double(self.world.puller, len(self.world.puller.inbox) - 1)
 
     @precondition(lambda self: self.world.prompts)
     @rule(data=st.data(), is_at_puller=st.booleans(), happens=RARELY)
@@ -76,14 +109,18 @@ class Handoff(RuleBasedStateMachine):
 
     # ---- the network
 
-    @rule(is_source=st.booleans(), num_events=st.integers(1, 6))
-    def deliver(self, is_source: bool, num_events: int) -> None:
-        for _ in range(num_events):
-            self.world.deliver(self.world.source if is_source else self.world.puller)
+    @rule()
+    def exchange(self) -> None:
+        self.world.exchange()
 
-    @rule(is_source=st.booleans(), index=SMALL)
-    def deliver_out_of_order(self, is_source: bool, index: int) -> None:
-        self.world.deliver(self.world.source if is_source else self.world.puller, index)
+    @rule(is_source=st.booleans())
+    def deliver(self, is_source: bool) -> None:
+        self.world.deliver(self.world.source if is_source else self.world.puller)
+
+    @rule(is_source=st.booleans(), index=SMALL, happens=RARELY)
+    def deliver_out_of_order(self, is_source: bool, index: int, happens: bool) -> None:
+        if happens:
+            self.world.deliver(self.world.source if is_source else self.world.puller, index)
 
     @rule(is_source=st.booleans(), index=SMALL)
     def double(self, is_source: bool, index: int) -> None:
@@ -95,6 +132,11 @@ class Handoff(RuleBasedStateMachine):
             self.world.unlink(num_kept)
             if is_short:
                 self.world.link()
+
+    @rule(happens=RARELY)
+    def replace_link(self, happens: bool) -> None:
+        if happens:
+            self.world.replace_link()
 
     @precondition(lambda self: not self.world.is_linked)
     @rule()
@@ -195,7 +237,7 @@ TestHandoff.settings = _quick
 
 @pytest.mark.slow
 class TestHandoffLong(Handoff.TestCase):
-    settings = settings(_quick, max_examples=20_000, stateful_step_count=80)
+    settings = settings(_quick, max_examples=5_000, stateful_step_count=80)
 
 
 def finished(world: World) -> list[str]:
