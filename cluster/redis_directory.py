@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any, TypeVar
 
 import redis.asyncio as redis
 from redis.asyncio.retry import Retry
@@ -23,6 +24,8 @@ from redis.exceptions import RedisError
 from ..core.errors import StartupFailed
 from ..core.membership import Member
 from .entries import MAX_ENTRY_BYTES, BadEntry, decode_entry, encode_entry
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +53,16 @@ def _connect(url: str) -> redis.Redis:
             f"--redis-url {url.split('@')[-1]!r} is not usable: {error}",
             hint="redis://host:port/db, rediss://..., unix:///path/to/redis.sock",
         ) from error
+
+
+async def _reply(command: Awaitable[T]) -> T:
+    """What Redis answers. redis-py loses a cancellation that comes while it connects: kept here."""
+    try:
+        return await command
+    finally:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise asyncio.CancelledError
 
 
 class RedisDirectory:
@@ -82,8 +95,8 @@ class RedisDirectory:
         """Remove the entry; where Redis is away, its TTL does it."""
         await self._stop_announcer(incarnation)
         try:
-            if await self._redis.delete(self._prefix + incarnation):
-                await self._redis.publish(self._channel, incarnation)
+            if await _reply(self._redis.delete(self._prefix + incarnation)):
+                await _reply(self._redis.publish(self._channel, incarnation))
         except _REDIS_ERRORS as error:
             self._note_away(error)
 
@@ -97,7 +110,7 @@ class RedisDirectory:
         while True:
             try:
                 async with self._redis.pubsub(ignore_subscribe_messages=True) as changes:
-                    await changes.subscribe(self._channel)
+                    await _reply(changes.subscribe(self._channel))
                     while True:
                         members = await self._read()
                         self._note_back()
@@ -105,7 +118,7 @@ class RedisDirectory:
                         if members != seen:
                             seen = members
                             yield members
-                        await changes.get_message(timeout=_REFRESH_S)
+                        await _reply(changes.get_message(timeout=_REFRESH_S))
             except _REDIS_ERRORS as error:
                 self._note_away(error)
             if seen is None:
@@ -143,9 +156,9 @@ class RedisDirectory:
             async with self._redis.pipeline(transaction=False) as pipe:
                 pipe.exists(key)
                 pipe.set(key, encode_entry(member, self._secret), px=max(1, int(ttl_s * 1000)))
-                was_there, _ = await pipe.execute()
+                was_there, _ = await _reply(pipe.execute())
             if not was_there:
-                await self._redis.publish(self._channel, member.incarnation)
+                await _reply(self._redis.publish(self._channel, member.incarnation))
         except _REDIS_ERRORS as error:
             self._note_away(error)
             return False
@@ -154,18 +167,21 @@ class RedisDirectory:
 
     async def _read(self) -> tuple[Member, ...]:
         """All entries that pass the check, of at most `_MAX_MEMBERS` keys, ordered."""
-        keys: list[bytes] = []
-        async for key in self._redis.scan_iter(match=f"{self._prefix}*", count=500):
-            keys.append(key)
-            if len(keys) == _MAX_MEMBERS:
-                log.warning("more than %d keys under %s", _MAX_MEMBERS, self._prefix)
+        found: set[Any] = set()  # SCAN may name a key twice
+        cursor = 0
+        while len(found) < _MAX_MEMBERS:
+            cursor, page = await _reply(
+                self._redis.scan(cursor, match=f"{self._prefix}*", count=500)
+            )
+            found.update(page)
+            if cursor == 0:
                 break
+        keys: list[bytes] = sorted(found)[:_MAX_MEMBERS]
         async with self._redis.pipeline(transaction=False) as pipe:
             for key in keys:
                 pipe.getrange(key, 0, MAX_ENTRY_BYTES)  # junk may be huge: never ask for all of it
-            values = await pipe.execute(raise_on_error=False)
-        members = {m.incarnation: m for m in map(self._decode, keys, values) if m is not None}
-        return tuple(members[incarnation] for incarnation in sorted(members))
+            values = await _reply(pipe.execute(raise_on_error=False))
+        return tuple(m for m in map(self._decode, keys, values) if m is not None)
 
     def _decode(self, key: bytes, value: object) -> Member | None:
         if value == b"":

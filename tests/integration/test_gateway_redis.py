@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import redis
+
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.redis_server import RedisServer, find_redis_server
 from baton.core.errors import StartupFailed
@@ -116,6 +117,27 @@ async def test_loss_and_return_of_redis(directory: RedisDirectory, server: Redis
         again.terminate()
         await again.wait()
     await watch.aclose()  # type: ignore[attr-defined]
+
+
+async def test_watching_and_announcing_can_be_cancelled_at_any_moment(
+    server: RedisServer,
+) -> None:
+    """redis-py itself loses a cancellation that comes while it connects."""
+
+    async def follow(directory: RedisDirectory) -> None:
+        await directory.announce(A, 0.01)
+        async for _ in directory.watch():
+            pass
+
+    for num_turns in range(60):
+        directory = RedisDirectory(server.url, "test")
+        following = asyncio.create_task(follow(directory))
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        following.cancel()
+        _, pending = await asyncio.wait({following}, timeout=1)
+        assert not pending, num_turns
+        await asyncio.wait_for(directory.close(), 1)
 
 
 async def test_no_redis_from_the_start(tmp_path: Path) -> None:

@@ -5,13 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
 import pytest
+from fakes.byte_model import write_byte_model
+from fakes.node import FakeNode, expected_text
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
 from baton.client import AsyncClient, Client, FinishReason
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.redis_server import RedisServer
@@ -34,9 +41,6 @@ from baton.core.timeline import TERMINAL, Event
 from baton.gateway.server import Gateway, serve
 from baton.gateway.session import SessionLimits
 from baton.proto.v1 import inference_pb2, inference_pb2_grpc
-from fakes.byte_model import write_byte_model
-from fakes.node import FakeNode, expected_text
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 SECRET = "test secret"
 PROMPT = "hello"
@@ -186,8 +190,40 @@ async def test_the_blocking_client(world: World) -> None:
             with pytest.raises(InvalidRequest) as caught:
                 client.generate(PROMPT, top_k=-1)
             assert caught.value.param == "top_k"
+            prompts = [f"thread {i}" for i in range(6)]
+            with ThreadPoolExecutor(3) as threads:
+                texts = threads.map(lambda p: client.generate(p, max_tokens=9).result.text, prompts)
+            assert list(texts) == [expected_text(prompt, 9) for prompt in prompts]
 
     await asyncio.to_thread(use)
+
+
+@pytest.mark.parametrize("way", ["with", "del"])
+async def test_leaving_a_blocking_stream(world: World, way: str) -> None:
+    for name in ("d1", "d2"):
+        world.nodes[name].token_s = 0.02
+
+    def use() -> float:
+        with Client(f"127.0.0.1:{world.gateway.port}") as client:
+            generation = client.generate(PROMPT, max_tokens=200)
+            next(generation)
+            left_s = time.monotonic()
+            if way == "with":
+                with generation:
+                    pass
+                with pytest.raises(Cancelled):
+                    next(generation)
+            else:
+                del generation
+            asyncio.run_coroutine_threadsafe(until(node_is_told), loop).result()
+            return left_s
+
+    def node_is_told() -> bool:
+        return any(node.cancelled for node in world.nodes.values())
+
+    loop = asyncio.get_running_loop()
+    left_s = await asyncio.to_thread(use)
+    assert await until_cancelled(decode_node_of(world), left_s) < 0.25
 
 
 @pytest.mark.parametrize("way", ["disconnect", "cancel", "break", "abort", "deadline"])
@@ -312,6 +348,14 @@ async def test_a_lost_node_is_replaced_under_the_stream(world: World, lost: str)
     assert result.attempts == (2 if lost == "decode" else 1), "KV that is over needs no source"
     if lost == "decode":
         assert result.decode_node != victim.name
+
+
+async def test_a_node_that_comes_back_is_linked_again(world: World) -> None:
+    for name in ("p1", "d1", "d2"):
+        await world.nodes[name].kill()
+        await world.nodes[name].start()
+    result = await world.client.generate(PROMPT, max_tokens=4).finish()
+    assert result.text == expected_text(PROMPT, 4)
 
 
 async def test_a_silent_node_is_taken_for_lost(world: World) -> None:
@@ -467,6 +511,41 @@ async def test_port_taken(world: World) -> None:
     with pytest.raises(StartupFailed, match=str(world.gateway.port)) as caught:
         await serve(config, world.cluster)
     assert "--grpc-port" in caught.value.hint
+
+
+async def test_the_process_around_it(world: World) -> None:
+    """It says where it listens, and ends cleanly when told to."""
+    config = f"GatewayConfig(grpc_port=0, model={world.config.model!r})"
+    cluster = f"ClusterConfig({world.cluster.redis_url!r}, {world.cluster.cluster!r}, {SECRET!r})"
+    program = (
+        "import asyncio, sys; from baton.gateway.server import run; "
+        "from baton.core.config import ClusterConfig, GatewayConfig; "
+        f"sys.exit(asyncio.run(run({config}, {cluster})))"
+    )
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", program),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    line = (await process.stdout.readline()).decode().split()
+    assert line[:3] == ["ready:", "gateway", "gateway"]
+    async with AsyncClient(line[3]) as client:
+        result = await client.generate(PROMPT, max_tokens=4).finish()
+    assert result.text == expected_text(PROMPT, 4)
+    process.terminate()
+    _, said = await process.communicate()
+    assert process.returncode == 0
+    assert b"Traceback" not in said
+
+
+async def test_reflection_names_the_service(empty: World) -> None:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{empty.gateway.port}") as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        answer = await stub.ServerReflectionInfo(iter([request])).read()
+    names = {service.name for service in answer.list_services_response.service}
+    assert {"baton.v1.Inference", "grpc.health.v1.Health"} <= names
 
 
 async def test_no_gateway_at_all() -> None:
