@@ -273,4 +273,4 @@ class DecodeRole:
         return not (self._desk.book or self._reservations or self._windows.num_pulls)
 
     def ledger(self) -> dict[str, object]:
-        return self._engine.ledger() | self._puller.ledger()
+        return {"node": self._desk.node_name} | self._engine.ledger() | self._puller.ledger()

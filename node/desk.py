@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 
-from ..core.errors import BatonError, DeadlineExceeded, InvalidRequest, Unavailable
+from ..core.errors import BatonError, Cancelled, DeadlineExceeded, InvalidRequest, Unavailable
 from ..core.ports import Clock
 from ..core.timeline import Event, Stamp
 from ..engine.outputs import TokenOutput
@@ -25,10 +25,10 @@ class RequestDesk:
 
     def __init__(self, outbox: Outbox, clock: Clock, node_name: str, vocab_size: int) -> None:
         self.book = RequestBook(clock)
+        self.node_name = node_name
         self.is_draining = False
         self._outbox = outbox
         self._clock = clock
-        self._node_name = node_name
         self._vocab_size = vocab_size
 
     def accept(self, gateway: str, dispatch: node_pb2.Dispatch) -> Entry | None:
@@ -42,7 +42,7 @@ class RequestDesk:
 
     def _open(self, gateway: str, dispatch: node_pb2.Dispatch) -> Entry:
         if self.is_draining:
-            raise Unavailable(f"{self._node_name} is draining")
+            raise Unavailable(f"{self.node_name} is draining")
         request = codec.request_from_wire(dispatch)
         if max((*request.prompt_token_ids, *request.output_token_ids)) >= self._vocab_size:
             raise InvalidRequest(f"a token id is outside the vocabulary of {self._vocab_size}")
@@ -57,7 +57,7 @@ class RequestDesk:
 
     def stamp(self, entry: Entry, event: Event) -> None:
         """Note that `event` happens now; the request's next output carries it."""
-        entry.stamps.append(Stamp(event, self._clock.unix_ns(), self._node_name))
+        entry.stamps.append(Stamp(event, self._clock.unix_ns(), self.node_name))
 
     def emit(self, entry: Entry, token: TokenOutput) -> None:
         """Queue one token, with all that has waited for an output of this request."""
@@ -71,7 +71,8 @@ class RequestDesk:
         """Close a request; with an error its gateway is told. None: it was not open."""
         entry = self.book.close(key)
         if entry is not None and error is not None:
-            log.info("failed %s: %s", key, error.message)
+            if not isinstance(error, Cancelled):
+                log.info("failed %s: %s", key, error.message)
             output = self._output(entry)
             output.error.CopyFrom(codec.error_to_wire(error))
             self._outbox.to_gateway(entry.gateway, output)

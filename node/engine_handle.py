@@ -79,6 +79,11 @@ class EngineHandle:
         return self.welcome.incarnation
 
     @property
+    def is_over(self) -> bool:
+        """Whether the process has ended, or is about to."""
+        return self._lost is not None
+
+    @property
     def silent_s(self) -> float:
         """Seconds since its last heartbeat."""
         return self._clock.monotonic_s() - self._last_heartbeat_s

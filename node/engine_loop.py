@@ -26,6 +26,8 @@ from .role import Role
 
 log = logging.getLogger(__name__)
 
+RECOUNT_S = 0.02  # age of a heartbeat's numbers; to count them takes longer than a small step may
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:
@@ -65,6 +67,7 @@ class EngineLoop:
         self._pulse = pulse
         self._clock = clock
         self._num_steps = 0
+        self._recount_s = 0.0  # when the heartbeat's numbers are too old
         self._is_over = False
 
     def run(self) -> None:
@@ -90,11 +93,23 @@ class EngineLoop:
             self._role.after_step(output)
         self._outbox.flush()
         self._is_over |= self._desk.is_draining and self._role.is_idle()
-        self._pulse.turn_ended(self._numbers())
-        return 0.0 if has_work else self._seconds_until(deadline_s)
+        recount_s = self._rest()
+        return 0.0 if has_work else self._wait_s(deadline_s, recount_s)
 
-    def _seconds_until(self, deadline_s: float | None) -> float | None:
-        return None if deadline_s is None else max(0.0, deadline_s - self._clock.monotonic_s())
+    def _rest(self) -> float | None:
+        """End a turn for the pulse; returns when to come back to count, if it is too early now."""
+        now_s = self._clock.monotonic_s()
+        if now_s < self._recount_s:
+            self._pulse.turn_ended(None)
+            return self._recount_s
+        self._recount_s = now_s + RECOUNT_S
+        self._pulse.turn_ended(self._numbers())
+        return None
+
+    def _wait_s(self, *deadlines_s: float | None) -> float | None:
+        """How long to wait for the first of some deadlines; None if there is none."""
+        due_s = min((due_s for due_s in deadlines_s if due_s is not None), default=None)
+        return None if due_s is None else max(0.0, due_s - self._clock.monotonic_s())
 
     def _receive(
         self, timeout_s: float | None

@@ -87,6 +87,8 @@ def main(plan: RolePlan) -> int:
             log.exception("the engine process ends")
         _report_failure(frames, error)
         return 1
+    finally:
+        frames.end()  # at once, not when the interpreter has taken itself apart
     return 0
 
 

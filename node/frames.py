@@ -9,6 +9,7 @@ by the end of the stream is an end like any other: whoever wrote it is gone.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import struct
 import threading
@@ -62,6 +63,11 @@ class FrameSocket:
         except ConnectionResetError:
             return None
         return payload if len(payload) == length else None
+
+    def end(self) -> None:
+        """Both sides' readers find the stream over; the one blocked in `receive` here too."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._reader.close()

@@ -62,6 +62,8 @@ class Links:
         delay_s, last_reason = FIRST_DELAY_S, ""
         while member := self._sources.get(incarnation):
             reason, was_linked = await self._link(member)
+            if self._engine.is_over:
+                break
             if was_linked:
                 delay_s = FIRST_DELAY_S
             if reason != last_reason:

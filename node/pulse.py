@@ -36,9 +36,10 @@ class Pulse:
     def turn_started(self) -> None:
         self._turn_started_s = self._clock.monotonic_s()
 
-    def turn_ended(self, numbers: node_pb2.Heartbeat) -> None:
-        """The loop is about to wait or to begin anew; `numbers` are not changed afterwards."""
-        self._numbers = numbers
+    def turn_ended(self, numbers: node_pb2.Heartbeat | None) -> None:
+        """The loop is about to wait or to begin anew; `numbers`, if new, are never changed."""
+        if numbers is not None:
+            self._numbers = numbers
         self._turn_started_s = None
 
     def is_stalled(self) -> bool:

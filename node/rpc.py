@@ -15,12 +15,13 @@ from typing import Any, NoReturn, Protocol
 import grpc
 
 from ..cluster.secret import check_secret
-from ..core.errors import BatonError, InvalidRequest, NodeLost
+from ..core.errors import BatonError, InvalidRequest, NodeLost, Overloaded
 from ..proto.v1 import handoff_pb2, handoff_pb2_grpc, node_pb2, node_pb2_grpc
 from .engine_handle import EngineHandle
 from .mailbox import Mailbox
 
 LEDGER_TIMEOUT_S = 10.0
+WRITE_TIMEOUT_S = 10.0
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -99,10 +100,16 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServicer):
 async def _write_all(
     outgoing: Mailbox[node_pb2.NodeMessage] | Mailbox[handoff_pb2.PeerMessage], context: Context
 ) -> None:
-    """Write until the mailbox ends; an error that ended it becomes the call's status."""
+    """Write until the mailbox ends; an error that ended it becomes the call's status.
+
+    A write waits once gRPC has buffered some MiB for a reader that does not read.
+    """
     try:
         while (message := await outgoing.get()) is not None:
-            await context.write(message)
+            async with asyncio.timeout(WRITE_TIMEOUT_S):
+                await context.write(message)
+    except TimeoutError:
+        await abort(context, Overloaded("the stream's reader does not read"))
     except BatonError as error:
         await abort(context, error)
 

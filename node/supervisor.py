@@ -14,7 +14,7 @@ import json
 import signal
 import socket
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import grpc
@@ -234,7 +234,8 @@ async def _first_done(*waits: asyncio.Future[Any], timeout_s: float | None = Non
 
 def report(line: str) -> None:
     """A line for people, on stdout, at once: `baton up` reads it through a pipe."""
-    print(line, flush=True)
+    with suppress(OSError):  # nobody reads any more, or the disk is full: serving goes on
+        print(line, flush=True)
 
 
 def _reachable(host: str) -> str:

@@ -210,4 +210,4 @@ class PrefillRole:
         return not self._desk.book and not self._offers
 
     def ledger(self) -> dict[str, object]:
-        return self._engine.ledger() | self._source.ledger()
+        return {"node": self._desk.node_name} | self._engine.ledger() | self._source.ledger()

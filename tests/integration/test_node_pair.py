@@ -97,9 +97,17 @@ def nodes(model_dir: Path, redis_url: str) -> Iterator[Nodes]:
                 node.end(signal.SIGKILL)
 
 
+def is_alive(pid: int) -> bool:
+    """A zombie has let go of everything; its new parent may take its time to bury it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def wait_gone(pids: list[int], timeout_s: float = 2.0) -> None:
     deadline_s = time.monotonic() + timeout_s
-    while any(os.path.exists(f"/proc/{pid}") for pid in pids):
+    while any(is_alive(pid) for pid in pids):
         assert time.monotonic() < deadline_s, "a process is left"
         time.sleep(0.01)
 
@@ -329,3 +337,38 @@ def test_start_failures_are_told_in_words(model_dir: Path, redis_url: str) -> No
             assert node.wait() == 1
             assert any(line.startswith(f"error: {words}") for line in node.said)
             assert not any("Traceback" in line for line in node.said)
+
+
+async def test_sigterm_lets_what_runs_finish(
+    model_dir: Path, redis_url: str, reference: ModelRunner
+) -> None:
+    """A node with two engines: each drains by itself, and then the node ends."""
+    flags = ("--model", str(model_dir), "--load-format", "dummy", "--num-engines", "2")
+    node = launch(Role.DECODE, redis_url, *flags, "--num-kv-blocks", str(NUM_BLOCKS), "--name", "n")
+    try:
+        found = await members(redis_url, lambda seen: sum(m.name[0] == "n" for m in seen) == 2)
+        ours = [member for member in found if member.name in ("n.0", "n.1")]
+        async with (
+            session(node.address, ours[0].incarnation) as busy,
+            session(node.address, ours[1].incarnation) as idle,
+        ):
+            await busy.until(lambda: busy.num_heartbeats > 0)
+            request, late = (
+                Request(name * 32, 0, (1, 2, 3), SamplingParams(max_tokens=1500, temperature=0.0))
+                for name in "ab"
+            )
+            await busy.dispatch(request, node_pb2.WORK_LOCAL, None)
+            await busy.until(lambda: request.key in busy.heard)
+            node.process.send_signal(signal.SIGTERM)
+            await idle.until(lambda: idle.status is not None)
+            await busy.dispatch(late, node_pb2.WORK_LOCAL, None)
+            await busy.until(lambda: busy.heard[request.key].is_over)
+            await busy.until(lambda: late.key in busy.heard)
+        expected = single_process_tokens(reference, request)
+        assert busy.heard[request.key].tokens == expected
+        assert busy.heard[late.key].error == "unavailable"
+        assert node.wait() == 0
+        assert "draining" in node.said
+    finally:
+        if node.process.poll() is None:
+            node.end(signal.SIGKILL)

@@ -1,0 +1,215 @@
+"""Between an engine's frames and gRPC streams: what is relayed, and how streams end."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from fakes.clock import FakeClock, FakeEntropy
+
+from baton.core.errors import NodeLost
+from baton.node import rpc
+from baton.node.engine_handle import EngineHandle
+from baton.node.frames import encode, read_frame
+from baton.node.rpc import HandoffServicer, NodeServicer
+from baton.proto.v1 import engine_pb2, handoff_pb2, node_pb2
+
+ENGINE, PEER = "a" * 32, "b" * 32
+HELLO = handoff_pb2.PeerMessage(hello=handoff_pb2.Hello(incarnation=ENGINE))
+ATTACH = handoff_pb2.PeerMessage(attach=handoff_pb2.Attach(transfer_id="t"))
+
+
+class FakeProcess:
+    async def wait(self) -> int:
+        return 0
+
+
+class FakeEngine:
+    """An engine process's end of the socket pair, in the test's hands."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    async def next(self) -> engine_pb2.EngineInput:
+        payload = await asyncio.wait_for(read_frame(self._reader), 1.0)
+        assert payload is not None
+        return engine_pb2.EngineInput.FromString(payload)
+
+    def say(self, **body: Any) -> None:
+        self._writer.write(encode(engine_pb2.EngineOutput(**body)))
+
+    def end(self) -> None:
+        self._writer.close()
+
+
+class Node:
+    """One engine's handle, as the servicers see a node."""
+
+    def __init__(self, handle: EngineHandle, engine: FakeEngine) -> None:
+        self.handle = handle
+        self.engine = engine
+
+    def engines(self) -> list[EngineHandle]:
+        return [self.handle]
+
+
+@pytest.fixture
+async def node() -> AsyncIterator[Node]:
+    ours, theirs = socket.socketpair()
+    reader, writer = await asyncio.open_connection(sock=ours)
+    welcome = node_pb2.Welcome(incarnation=ENGINE)
+    process: Any = FakeProcess()
+    handle = EngineHandle(process, reader, writer, welcome, 0.25, FakeClock(), FakeEntropy())
+    engine = FakeEngine(*await asyncio.open_connection(sock=theirs))
+    running = asyncio.create_task(handle.run())
+    yield Node(handle, engine)
+    engine.end()
+    await running
+
+
+class Aborted(Exception):
+    """What `abort` raises, as gRPC's does."""
+
+
+class FakeContext:
+    """A call's server side: metadata in, messages and status out. It reads while `is_reading`."""
+
+    def __init__(self, **metadata: str) -> None:
+        self._metadata = [(name.replace("_", "-"), value) for name, value in metadata.items()]
+        self.written: asyncio.Queue[Any] = asyncio.Queue()
+        self.is_reading = True
+        self.status: grpc.StatusCode | None = None
+
+    def invocation_metadata(self) -> list[tuple[str, str]]:
+        return self._metadata
+
+    async def send_initial_metadata(self, metadata: object) -> None: ...
+
+    async def write(self, message: object) -> None:
+        if not self.is_reading:
+            await asyncio.Event().wait()
+        self.written.put_nowait(message)
+
+    async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: object) -> None:
+        self.status = code
+        raise Aborted(details)
+
+
+async def never() -> AsyncIterator[Any]:
+    await asyncio.Event().wait()
+    yield
+
+
+async def nothing() -> AsyncIterator[Any]:
+    return
+    yield
+
+
+async def test_gateway_gets_its_outputs_and_everybody_heartbeats(node: Node) -> None:
+    contexts = [FakeContext(baton_engine=ENGINE) for _ in range(2)]
+    calls = [
+        asyncio.create_task(NodeServicer(node, None).Session(never(), context))
+        for context in contexts
+    ]
+    welcomes = [await context.written.get() for context in contexts]
+    assert all(message.welcome.incarnation == ENGINE for message in welcomes)
+    node.engine.say(heartbeat=node_pb2.Heartbeat(num_steps=7))
+    for context in contexts:
+        assert (await context.written.get()).heartbeat.num_steps == 7
+    for call in calls:
+        call.cancel()
+    lost = {(await node.engine.next()).gateway_lost for _ in calls}
+    assert len(lost) == 2
+
+
+async def test_stream_that_opens_later_hears_the_last_heartbeat(node: Node) -> None:
+    node.engine.say(heartbeat=node_pb2.Heartbeat(num_steps=7))
+    for _ in range(2):
+        _, mailbox = node.handle.open_gateway()
+        bodies = [(await mailbox.get()).WhichOneof("body") for _ in range(2)]
+        assert bodies == ["welcome", "heartbeat"]
+
+
+async def test_end_of_the_gateways_side_ends_the_session(node: Node) -> None:
+    context: Any = FakeContext(baton_engine=ENGINE)
+    await NodeServicer(node, None).Session(nothing(), context)
+    assert (await node.engine.next()).HasField("gateway_lost")
+
+
+async def test_death_of_the_engine_ends_sessions_links_and_questions(node: Node) -> None:
+    session, link = (
+        FakeContext(baton_engine=ENGINE),
+        FakeContext(baton_source=ENGINE, baton_puller=PEER),
+    )
+    calls = [
+        asyncio.create_task(NodeServicer(node, None).Session(never(), session)),
+        asyncio.create_task(HandoffServicer(node, None).Link(never(), link)),
+        asyncio.create_task(node.handle.ledger()),
+    ]
+    await node.engine.next()
+    node.engine.end()
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(result) for result in results] == [Aborted, Aborted, NodeLost]
+    assert session.status is link.status is grpc.StatusCode.UNAVAILABLE
+    _, mailbox = node.handle.open_gateway()  # too late
+    await mailbox.get()
+    with pytest.raises(NodeLost):
+        await mailbox.get()
+
+
+async def test_reader_that_does_not_read_loses_its_session(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rpc, "WRITE_TIMEOUT_S", 0.01)
+    context: Any = FakeContext(baton_engine=ENGINE)
+    context.is_reading = False
+    with pytest.raises(Aborted):
+        await NodeServicer(node, None).Session(never(), context)
+    assert context.status is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert (await node.engine.next()).HasField("gateway_lost")
+
+
+async def test_calls_that_prove_or_name_nothing_are_refused(node: Node) -> None:
+    servicer = NodeServicer(node, "secret")
+    for metadata, secret, status in (
+        ({"baton_engine": ENGINE}, "secret", grpc.StatusCode.UNAUTHENTICATED),
+        ({"baton_engine": PEER}, None, grpc.StatusCode.UNAVAILABLE),
+        ({}, None, grpc.StatusCode.UNAVAILABLE),
+    ):
+        context: Any = FakeContext(**metadata)
+        with pytest.raises(Aborted):
+            await NodeServicer(node, secret).Session(never(), context)
+        assert context.status is status
+    context = FakeContext()
+    with pytest.raises(Aborted):
+        await servicer.GetLedger(node_pb2.GetLedgerRequest(), context)
+    context = FakeContext(baton_source=ENGINE)
+    with pytest.raises(Aborted):
+        await HandoffServicer(node, None).Link(never(), context)
+    assert context.status is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_newer_link_of_a_pair_replaces_the_older(node: Node) -> None:
+    older = node.handle.open_peer(PEER, is_source=False)
+    newer = node.handle.open_peer(PEER, is_source=False)
+    assert older.outgoing.is_over
+    bodies = [(await node.engine.next()).WhichOneof("body") for _ in range(3)]
+    assert bodies == ["peer_linked", "peer_lost", "peer_linked"]
+    node.handle.from_peer(PEER, older, ATTACH)  # late: dropped
+    node.handle.close_peer(PEER, older)  # its handler ends: says nothing
+    node.handle.from_peer(PEER, newer, HELLO)
+    assert (await node.engine.next()).from_peer.message == HELLO
+
+
+async def test_what_was_meant_for_an_older_link_is_not_said_on_the_new_one(node: Node) -> None:
+    peer = node.handle.open_peer(PEER, is_source=False)
+    for message in (ATTACH, HELLO, ATTACH):
+        node.engine.say(to_peer=engine_pb2.ToPeer(incarnation=PEER, message=message))
+    assert [await peer.outgoing.get() for _ in range(2)] == [HELLO, ATTACH]
+    node.engine.say(close_peer=PEER)
+    assert await peer.outgoing.get() is None
