@@ -106,10 +106,6 @@ class MemoryWindow:
     def close(self) -> None:
         self.is_closed = True
 
-    def join(self) -> None:
-        for pull in list(self.pulls):
-            pull.finish()
-
 
 class MemoryTransport:
     """Reaches the pools in `sources`, by incarnation."""

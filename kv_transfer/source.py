@@ -123,11 +123,6 @@ class Source:
         waits = [t.expires_s for t in self._transfers.values() if t.expires_s is not None]
         return min(waits, default=None)
 
-    @property
-    def num_pinned_blocks(self) -> int:
-        """Announced blocks that wait for their pullers: what the credit is charged with."""
-        return sum(t.num_blocks for t in self._transfers.values())
-
     def ledger(self) -> dict[str, object]:
         """What is held for whom, as JSON-able values."""
         now_s = self._clock.monotonic_s()

@@ -68,10 +68,6 @@ class PoolWindow(Protocol):
         """Accept no more pulls. Those accepted end and report, then the memory is unmapped."""
         ...
 
-    def join(self) -> None:
-        """After `close`: wait until that has happened."""
-        ...
-
 
 class Transport(Protocol):
     """One way to reach a source's pool."""

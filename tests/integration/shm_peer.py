@@ -22,11 +22,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
+from fakes.host_pool import HostPool
+
 from baton.engine.block_pool import NUM_RESERVED_BLOCKS, BlockRef
 from baton.kv_transfer.shm import ShmTransport
 from baton.kv_transfer.shm_exporter import ShmExporter
 from baton.kv_transfer.transport import BlockPair, PullOutcome
-from fakes.host_pool import HostPool
 
 NUM_BLOCKS = 16
 BLOCK_BYTES = 256 << 10

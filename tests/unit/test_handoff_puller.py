@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from fakes.clock import FakeClock
+from fakes.handoff import FINGERPRINT, PULLER, SOURCE, hello, only, prompt_hashes, refs, ticket
+
 from baton.core.errors import (
     BatonError,
     Cancelled,
@@ -53,8 +56,6 @@ from baton.kv_transfer.messages import (
 )
 from baton.kv_transfer.puller import Puller
 from baton.kv_transfer.transport import BlockPair, PullOutcome
-from fakes.clock import FakeClock
-from fakes.handoff import FINGERPRINT, PULLER, SOURCE, hello, only, prompt_hashes, refs, ticket
 
 LEASE_S = 9.0
 LINK_WAIT_S = 10.0

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from fakes.clock import FakeClock
+from fakes.handoff import FINGERPRINT, PULLER, SOURCE, hello, only, prompt_hashes, refs, ticket
+
 from baton.core.errors import (
     BatonError,
     Cancelled,
@@ -40,8 +43,6 @@ from baton.kv_transfer.messages import (
 )
 from baton.kv_transfer.source import Source
 from baton.kv_transfer.tombstones import TOMBSTONE_S
-from fakes.clock import FakeClock
-from fakes.handoff import FINGERPRINT, PULLER, SOURCE, hello, only, prompt_hashes, refs, ticket
 
 LEASE_S = 10.0
 DEADLINE_S = 600.0
@@ -85,7 +86,6 @@ class World:
 
     def assert_over(self) -> None:
         assert self.source.ledger()["transfers"] == {}
-        assert self.source.num_pinned_blocks == 0
         assert self.source.next_deadline() is None
 
 
@@ -122,7 +122,6 @@ def test_hands_over(world: World) -> None:
     assert world.chunk(1, 3) == [
         Send(PULLER, Manifest(T, 1, refs(HASHES, 1, 3), 12, LEASE_S, STATE)),
     ]
-    assert world.source.num_pinned_blocks == 3
     assert released(world.hear(Release(T))) is None
     world.assert_over()
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 
 import pytest
-from baton.kv_transfer.events import MemoryFreed
 from fakes.handoff_world import (
     BLOCK_BYTES,
     LEASE_S,
@@ -21,6 +20,8 @@ from fakes.handoff_world import (
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+
+from baton.kv_transfer.events import MemoryFreed
 
 SMALL = st.integers(0, 3)
 RARELY = st.sampled_from([False] * 9 + [True])

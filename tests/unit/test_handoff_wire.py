@@ -5,6 +5,10 @@ from __future__ import annotations
 import contextlib
 
 import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import given
+from hypothesis import strategies as st
+
 from baton.core.block_hash import BlockHash
 from baton.core.errors import HandoffFailed, StaleBlocks
 from baton.engine.block_pool import BlockRef
@@ -22,9 +26,6 @@ from baton.kv_transfer.messages import (
 )
 from baton.proto.v1 import common_pb2
 from baton.proto.v1 import handoff_pb2 as pb
-from google.protobuf.message import DecodeError
-from hypothesis import given
-from hypothesis import strategies as st
 
 ID = "0123456789abcdef" * 2
 IDS = st.text("0123456789abcdef", min_size=32, max_size=32)
