@@ -68,12 +68,15 @@ from .transport import BlockPair, PullOutcome
 class PullerState(enum.Enum):
     """Of one transfer. Memory is taken late: only when there is something to pull.
 
-    Intended       pair ready       first manifest      Reserved           all pulled,
-    ──────► WAITING ──► ATTACHED ──────► QUEUED ──────► PULLING ── last manifest ──► Complete
-               └───────────┴───────────────┴───────────────┤ pulls in flight
-                                                           ├──► ENDING ── last one ended ──┐
-                                                           ▼                               ▼
-    Failed, at once, or silence after IntentCancelled; then DropReservation: none in flight ◄
+    Intended     pair ready     first manifest    Reserved     all is pulled
+    ───────► WAITING ────► ATTACHED ────► QUEUED ────► PULLING ────► Complete
+                │              │             │            │
+                └──────────────┴─────────────┴────────────┤ given up: Failed at once,
+                                                          │ or silence if it was cancelled
+                         copies in flight ┌───────────────┤
+                                          ▼               │ none in flight
+                                       ENDING ────────────┴───► DropReservation, if reserved
+                                              last one ended
     """
 
     WAITING = "waiting"  # the pair is not ready; the source has not been asked

@@ -1,13 +1,13 @@
 """`shm`: blocks between CPU engines of one host. The source's pool is mapped read-only and copied.
 
-Three things are checked per block, in this order of importance:
+Two things are checked for every block:
 
     generation before and after    a copy that overlapped a rewrite is stale, however it looks
     copy == source, byte by byte   stands in for a checksum
 
 With both memories in reach, comparing is stronger than any checksum over them, and cheaper than
-CRC32 (7 against 3 GB/s): it finds a torn or misdirected copy and a writer that forgot to bump. Like
-every check on this side it cannot tell whether the source computed the right bytes.
+CRC32 (5-7 against 3 GB/s): it finds a torn or misdirected copy and a writer that forgot to bump.
+Like every check on this side it cannot tell whether the source computed the right bytes.
 """
 
 from __future__ import annotations

@@ -51,17 +51,17 @@ from .tombstones import Tombstones
 
 
 class SourceState(enum.Enum):
-    """Of one transfer; every arrow out of the picture is `_end`, which leaves a tombstone.
+    """Of one transfer. Manifests go out once it is both attached and offered.
 
-                 Attach                 Offered
-        ───────────────────► AWAITED ───────────────┐
-                                │ one lease          ▼
-        ────────── Offered ─────┼───────────► COMPUTING ── last ChunkReady ──► HELD
-                                ▼                    │                           │
-                              over ◄─────────────────┴───────────────────────────┘
-                      Withdrawn, CancelTransfer, PeerLost, Release; HELD also by its lease
+      Attach              Offered
+    ─────────► AWAITED ──────┐
+                  │          ▼      last ChunkReady
+    ─────────── Offered ─► COMPUTING ─────────────► HELD
+                  │          │                       │
+                  └──────────┴───────────────────────┴──► over: `_end` leaves a tombstone
 
-    Manifests go out once the transfer is both attached and offered, in whichever order.
+    Withdrawn, CancelTransfer and PeerLost end every state; Release and a lease that ran out end
+    HELD; one lease without an offer ends AWAITED.
     """
 
     AWAITED = "awaited"  # its puller asks for it, its prompt has not come
