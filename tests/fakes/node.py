@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+
 from baton.cluster.secret import check_secret
 from baton.core.errors import BatonError, Unauthenticated
 from baton.core.membership import Member, Role

@@ -15,6 +15,7 @@ from pathlib import Path
 import grpc
 import pytest
 from fakes.byte_model import write_byte_model
+from fakes.directory import FakeDirectory
 from fakes.node import FakeNode, expected_text
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -37,7 +38,10 @@ from baton.core.errors import (
     Unavailable,
 )
 from baton.core.membership import Role
+from baton.core.ports import SystemClock
 from baton.core.timeline import TERMINAL, Event
+from baton.gateway.cluster_view import ClusterView
+from baton.gateway.engine_table import EngineTable
 from baton.gateway.server import Gateway, serve
 from baton.gateway.session import SessionLimits
 from baton.proto.v1 import inference_pb2, inference_pb2_grpc
@@ -348,6 +352,33 @@ async def test_a_lost_node_is_replaced_under_the_stream(world: World, lost: str)
     assert result.attempts == (2 if lost == "decode" else 1), "KV that is over needs no source"
     if lost == "decode":
         assert result.decode_node != victim.name
+
+
+async def test_engines_that_do_not_answer_are_tried_until_they_are_not_listed() -> None:
+    class NobodyListens:
+        def engine_outputs(self, incarnation: str, outputs: object) -> None: ...
+        def engine_lost(self, incarnation: str) -> None: ...
+        def cluster_changed(self) -> None: ...
+
+    directory, table = FakeDirectory(), EngineTable()
+    view = ClusterView(directory, "demo", SECRET, SystemClock(), table, NobodyListens(), 1.2)
+    following = asyncio.create_task(view.run())
+    node = await FakeNode(Role.DECODE, "d", "1" * 32, secret=SECRET).start()
+    await node.kill()
+    await directory.announce(node.member, 5.0)
+    await asyncio.sleep(0.1)
+    await node.start()
+    await until(lambda: bool(table.engines))
+    await directory.withdraw(node.incarnation)
+    await node.kill()
+    await until(lambda: not table.engines)
+    await asyncio.sleep(0.3)
+    await node.start()
+    await asyncio.sleep(0.3)
+    assert (table.engines, view.members()) == ({}, [])
+    following.cancel()
+    await view.close()
+    await node.kill()
 
 
 async def test_a_node_that_comes_back_is_linked_again(world: World) -> None:

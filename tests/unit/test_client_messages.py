@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 import pytest
+
 from baton.client import AsyncClient, Client, FinishReason
 from baton.client.messages import Collector, GenerateParams, build_request, translate
 from baton.core.errors import (

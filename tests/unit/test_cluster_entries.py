@@ -6,12 +6,13 @@ import dataclasses
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from baton.cluster.entries import MAX_ENTRY_BYTES, BadEntry, decode_entry, encode_entry
 from baton.cluster.secret import METADATA_KEY, check_secret, secret_metadata
 from baton.core.errors import Unauthenticated
 from baton.core.membership import Member, Role
-from hypothesis import given
-from hypothesis import strategies as st
 
 MEMBER = Member("ab" * 16, Role.DECODE, "decode-0", "127.0.0.1:5000", "demo", "f1", 512, 16, 64)
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from fakes.engine_link import FakeLink
+from hypothesis import given
+from hypothesis import strategies as st
+
 from baton.core.errors import Unavailable
 from baton.core.membership import Member, Role
 from baton.core.request import Request, SamplingParams, Ticket
@@ -12,9 +16,6 @@ from baton.gateway.engine_link import Avoid, EngineOutput, Work
 from baton.gateway.engine_table import EngineTable, LinkedEngine, Load
 from baton.gateway.routing import EngineState, choose_pair
 from baton.gateway.validation import ModelLimits
-from fakes.engine_link import FakeLink
-from hypothesis import given
-from hypothesis import strategies as st
 
 
 def prefill(name: str, **fields: object) -> EngineState:

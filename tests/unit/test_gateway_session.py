@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from fakes.clock import FakeClock, FakeEntropy
+from fakes.engine_link import FakeLink, FakeRouter, FakeSink, Letters
+
 from baton.core.errors import (
     BatonError,
     Cancelled,
@@ -22,8 +25,6 @@ from baton.gateway.engine_link import EngineOutput, Transfer, Work
 from baton.gateway.session import Session, SessionLimits
 from baton.gateway.text_stream import TextStream
 from baton.gateway.validation import ValidatedRequest
-from fakes.clock import FakeClock, FakeEntropy
-from fakes.engine_link import FakeLink, FakeRouter, FakeSink, Letters
 
 PROMPT = (1, 2, 3)
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH

@@ -10,6 +10,12 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from fakes.clock import FakeClock, FakeEntropy
+from fakes.engine_link import FakeLink, FakeRouter, FakeSink, Letters
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
 from baton.core.errors import BatonError, Cancelled, EngineFailed, HandoffFailed, Overloaded
 from baton.core.request import FinishReason, Request, SamplingParams, Ticket
 from baton.core.timeline import TERMINAL, Event, Stamp
@@ -17,11 +23,6 @@ from baton.gateway.engine_link import EngineOutput, Transfer, Work
 from baton.gateway.session import Session, SessionLimits
 from baton.gateway.text_stream import TextStream
 from baton.gateway.validation import ValidatedRequest
-from fakes.clock import FakeClock, FakeEntropy
-from fakes.engine_link import FakeLink, FakeRouter, FakeSink, Letters
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 TEXT = "abacabadabacaba"
 DEADLINE_S = 100.0

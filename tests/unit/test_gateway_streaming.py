@@ -6,6 +6,9 @@ import asyncio
 import logging
 
 import pytest
+from fakes.clock import FakeEntropy
+from fakes.engine_link import FakeLink, FakeRouter, FakeSink, Letters
+
 from baton.core.errors import BatonError, Cancelled, Overloaded
 from baton.core.ports import SystemClock
 from baton.core.request import FinishReason, SamplingParams
@@ -16,8 +19,6 @@ from baton.gateway.session import Chunk, Result, Session, SessionLimits
 from baton.gateway.sessions import SessionTable
 from baton.gateway.text_stream import TextStream
 from baton.gateway.validation import ValidatedRequest
-from fakes.clock import FakeEntropy
-from fakes.engine_link import FakeLink, FakeRouter, FakeSink, Letters
 
 RESULT = Result(FinishReason.STOP, None, 1, 2, 0, "p", None, None, 1, 0, ())
 

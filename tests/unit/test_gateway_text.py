@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+from fakes.byte_model import EOS_ID, write_byte_model
+from fakes.engine_link import Letters
+from hypothesis import given
+from hypothesis import strategies as st
+
 from baton.core.errors import EngineFailed, StartupFailed
 from baton.gateway.splice import TokenSplice
 from baton.gateway.stop_strings import StopMatcher
 from baton.gateway.text_stream import TextStream
 from baton.gateway.tokenizer import Tokenizer
-from fakes.byte_model import EOS_ID, write_byte_model
-from fakes.engine_link import Letters
-from hypothesis import given
-from hypothesis import strategies as st
 
 letters = st.text("abc", max_size=30)
 stops = st.lists(st.text("abc", min_size=1, max_size=5), max_size=4)
