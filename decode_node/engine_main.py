@@ -6,8 +6,10 @@ import sys
 
 from ..core.membership import Role
 from ..engine import fingerprint
+from ..engine.kv_memory import CpuKvMemory
 from ..kv_transfer.puller import Puller
 from ..kv_transfer.shm import ShmTransport
+from ..kv_transfer.transport import Transport
 from ..node.engine_process import Parts, RolePlan, main
 from . import policy
 from .role import DecodeRole
@@ -16,13 +18,19 @@ from .windows import Windows
 LINK_WAIT_S = 5.0  # how long an intent waits for a pair that is being set up
 
 
+def transports(parts: Parts) -> list[Transport]:
+    """The ways in which blocks can reach this engine's pool, best first."""
+    kv = parts.runner.kv
+    return [ShmTransport(kv)] if isinstance(kv, CpuKvMemory) else []
+
+
 def build(parts: Parts) -> DecodeRole:
     return DecodeRole(
         parts.engine,
         parts.desk,
         parts.outbox,
         Puller(parts.hello, parts.clock, LINK_WAIT_S),
-        Windows([ShmTransport(parts.runner.kv)], parts.post),
+        Windows(transports(parts), parts.post),
         parts.clock,
         fingerprint=fingerprint.short(parts.hello.fingerprint),
         block_bytes=parts.runner.kv.block_bytes,

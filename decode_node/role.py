@@ -141,10 +141,8 @@ class DecodeRole:
     def after_step(self, output: StepOutput) -> None:
         for key in output.started:
             if entry := self._desk.book.get(key):
-                has_pulled = entry.ticket is not None
-                self._desk.stamp(
-                    entry, Event.DECODE_STARTED if has_pulled else Event.PREFILL_STARTED
-                )
+                started = Event.DECODE_STARTED if entry.ticket else Event.PREFILL_STARTED
+                self._desk.stamp_started(entry, started)
         for token in output.tokens:
             self._on_token(token)
         for key, error in output.failed:

@@ -30,6 +30,7 @@ class RequestDesk:
         self._outbox = outbox
         self._clock = clock
         self._vocab_size = vocab_size
+        self._step_began_ns = 0
 
     def accept(self, gateway: str, dispatch: node_pb2.Dispatch) -> Entry | None:
         """File a dispatch. None: it was refused, and its gateway was told why."""
@@ -58,6 +59,14 @@ class RequestDesk:
     def stamp(self, entry: Entry, event: Event) -> None:
         """Note that `event` happens now; the request's next output carries it."""
         entry.stamps.append(Stamp(event, self._clock.unix_ns(), self.node_name))
+
+    def begin_step(self) -> None:
+        """A step is about to run: what starts in it starts now, though it is told afterwards."""
+        self._step_began_ns = self._clock.unix_ns()
+
+    def stamp_started(self, entry: Entry, event: Event) -> None:
+        """Note that `event` happened when the step began."""
+        entry.stamps.append(Stamp(event, self._step_began_ns, self.node_name))
 
     def emit(self, entry: Entry, token: TokenOutput) -> None:
         """Queue one token, with all that has waited for an output of this request."""

@@ -88,6 +88,7 @@ class EngineLoop:
         deadline_s = self._role.tick()  # after the inbox: a renewal that waited there still counts
         has_work = self._engine.has_work and not self._is_over
         if has_work:
+            self._desk.begin_step()
             output = self._engine.step()
             self._num_steps += 1
             self._role.after_step(output)

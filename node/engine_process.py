@@ -32,6 +32,7 @@ from ..engine import fingerprint
 from ..engine.checkpoint import LoadProgress
 from ..engine.engine import Engine
 from ..engine.generations import SharedGenerations
+from ..engine.kv_memory import CpuKvMemory
 from ..engine.limits import EngineLimits
 from ..engine.runner import ModelRunner
 from ..kv_transfer.messages import Hello
@@ -101,7 +102,9 @@ def _run(plan: RolePlan, frames: FrameSocket) -> None:
     clock, incarnation = SystemClock(), SystemEntropy().new_id()
     generations = SharedGenerations(runner.kv.num_blocks, incarnation)
     runner.write_canary(incarnation)
-    exporter = ShmExporter(incarnation, runner.kv, generations.fd)
+    exporter = None
+    if isinstance(runner.kv, CpuKvMemory):  # what lies on a GPU no other process can map
+        exporter = ShmExporter(incarnation, runner.kv, generations.fd)
     limits = _limits(plan, engine_config, node_config, runner)
     engine = Engine(
         runner,
@@ -141,7 +144,8 @@ def _run(plan: RolePlan, frames: FrameSocket) -> None:
         EngineLoop(engine, role, desk, outbox, inbox, frames.send, pulse, clock).run()
     finally:
         pulse.stop()
-        exporter.close()
+        if exporter is not None:
+            exporter.close()
 
 
 def _read_configuration(frames: FrameSocket) -> tuple[EngineConfig, NodeConfig]:

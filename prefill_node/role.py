@@ -110,7 +110,7 @@ class PrefillRole:
     def after_step(self, output: StepOutput) -> None:
         for key in output.started:
             if entry := self._desk.book.get(key):
-                self._desk.stamp(entry, Event.PREFILL_STARTED)
+                self._desk.stamp_started(entry, Event.PREFILL_STARTED)
         for chunk in output.chunks:
             if chunk.is_last and (entry := self._desk.book.get(chunk.key)):
                 entry.cached_tokens = chunk.cached_tokens

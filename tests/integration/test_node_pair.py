@@ -354,7 +354,7 @@ async def test_sigterm_lets_what_runs_finish(
         ):
             await busy.until(lambda: busy.num_heartbeats > 0)
             request, late = (
-                Request(name * 32, 0, (1, 2, 3), SamplingParams(max_tokens=1500, temperature=0.0))
+                Request(name * 32, 0, (1, 2, 3), SamplingParams(max_tokens=600, temperature=0.0))
                 for name in "ab"
             )
             await busy.dispatch(request, node_pb2.WORK_LOCAL, None)
