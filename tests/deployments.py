@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+
 from baton.cli.deployment import Deployment
 from baton.cluster.secret import secret_metadata
 from baton.core.config import EngineConfig, GatewayConfig, NodeConfig, UpConfig

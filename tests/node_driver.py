@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.secret import secret_metadata
 from baton.core.membership import Member, Role
 from baton.core.request import Request, Ticket
 from baton.proto import codec
 from baton.proto.v1 import node_pb2, node_pb2_grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 SECRET = "a test's secret"
 CLUSTER = "test"

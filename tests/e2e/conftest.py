@@ -11,13 +11,14 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from checkpoints import write_byte_tokenizer, write_checkpoint
+from deployments import Running, running
+from oracle import GreedyOracle
+
 from baton.cli.deployment import UpConfig
 from baton.core.config import EngineConfig
 from baton.engine.local import LocalEngine
 from baton.engine.runner import ModelRunner
-from checkpoints import write_byte_tokenizer, write_checkpoint
-from deployments import Running, running
-from oracle import GreedyOracle
 
 BUNDLED = Path(__file__).resolve().parents[2] / "models" / "demo"
 

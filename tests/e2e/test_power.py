@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import write_checkpoint
+
 from baton.core.config import EngineConfig
 from baton.core.request import Request, SamplingParams
 from baton.engine.local import LocalEngine
 from baton.engine.runner import ModelRunner
-from checkpoints import write_checkpoint
 
 NUM_TOKENS = 24
 PROMPT, OTHER_PROMPT = (

@@ -6,9 +6,10 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from conftest import Subject
+
 from baton.client import Client, Result
 from baton.core.request import Request, SamplingParams
-from conftest import Subject
 
 LENGTHS = (1, 15, 16, 17, 255, 256, 257, 600)
 NUM_TOKENS = 20

@@ -15,16 +15,6 @@ from pathlib import Path
 
 import grpc
 import pytest
-from baton.cluster.redis_server import RedisServer
-from baton.core.config import EngineConfig
-from baton.core.membership import Role
-from baton.core.request import Request, SamplingParams, Ticket
-from baton.engine import fingerprint
-from baton.engine.engine import Engine
-from baton.engine.generations import LocalGenerations
-from baton.engine.limits import EngineLimits
-from baton.engine.runner import ModelRunner
-from baton.proto.v1 import node_pb2
 from node_driver import (
     NodeProcess,
     Session,
@@ -36,6 +26,17 @@ from node_driver import (
     session,
     wait_idle,
 )
+
+from baton.cluster.redis_server import RedisServer
+from baton.core.config import EngineConfig
+from baton.core.membership import Role
+from baton.core.request import Request, SamplingParams, Ticket
+from baton.engine import fingerprint
+from baton.engine.engine import Engine
+from baton.engine.generations import LocalGenerations
+from baton.engine.limits import EngineLimits
+from baton.engine.runner import ModelRunner
+from baton.proto.v1 import node_pb2
 
 TINY_MODEL = {
     "architectures": ["LlamaForCausalLM"],

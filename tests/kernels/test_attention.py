@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from baton.kernels.attention import AttentionBackend, AttentionMetadata
-from baton.kernels.attention_torch import TorchAttention
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from baton.kernels.attention import AttentionBackend, AttentionMetadata
+from baton.kernels.attention_torch import TorchAttention
 
 BACKENDS: dict[str, Callable[[torch.Tensor], AttentionBackend]] = {"torch": TorchAttention}
 BLOCK_SIZE, LAYERS, LAYER = 4, 2, 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import torch
+
 from baton.kernels.kv_blocks import (
     block_rows,
     copy_blocks,

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from baton.engine.layers import rope_inv_freq
-from baton.engine.model_config import Llama3Scaling, RopeConfig
-from baton.kernels.activation import silu_and_mul
-from baton.kernels.norm import rms_norm
-from baton.kernels.rope import apply_rope, rope_angles
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import (
     LlamaMLP,
@@ -16,6 +11,12 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
     apply_rotary_pos_emb,
 )
+
+from baton.engine.layers import rope_inv_freq
+from baton.engine.model_config import Llama3Scaling, RopeConfig
+from baton.kernels.activation import silu_and_mul
+from baton.kernels.norm import rms_norm
+from baton.kernels.rope import apply_rope, rope_angles
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from baton.core.sampling import mix64, token_key
 from baton.kernels import sampling
 from baton.kernels.sampling import RowSampling, sample
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 WORDS = st.integers(0, 2**64 - 1)
 

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import write_checkpoint
+from safetensors.torch import load_file, save_file
+
 from baton.core.errors import StartupFailed
 from baton.engine.checkpoint import (
     LoadProgress,
@@ -17,8 +20,6 @@ from baton.engine.checkpoint import (
     weight_files,
     weights_identity,
 )
-from checkpoints import write_checkpoint
-from safetensors.torch import load_file, save_file
 
 TENSORS = {
     "a.weight": torch.arange(12.0).view(3, 4),

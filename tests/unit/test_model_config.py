@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig
+
 from baton.core import model_dir
 from baton.core.errors import StartupFailed
 from baton.core.model_dir import eos_token_ids, resolve_model_dir
 from baton.engine.model_config import Llama3Scaling, RopeConfig, read_model_config
-from transformers import LlamaConfig
 
 OLD: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from fakes.clock import FakeClock
+
 from baton.core.config import EngineConfig, NodeConfig
 from baton.core.errors import BatonError, Cancelled, InvalidRequest, Overloaded, StartupFailed
 from baton.core.request import Request, SamplingParams
@@ -17,7 +19,6 @@ from baton.node.pulse import STALL_S, Pulse
 from baton.node.request_book import TOMBSTONE_S, Entry, RequestBook
 from baton.prefill_node import policy as prefill_policy
 from baton.proto.v1 import engine_pb2, handoff_pb2, node_pb2
-from fakes.clock import FakeClock
 
 
 def entry(number: int, *, gateway: str = "g", deadline_s: float = 100.0) -> Entry:

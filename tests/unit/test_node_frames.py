@@ -8,6 +8,7 @@ import struct
 from collections.abc import Iterator
 
 import pytest
+
 from baton.node.frames import MAX_FRAME_BYTES, BrokenStream, FrameSocket, encode, read_frame
 from baton.proto.v1 import engine_pb2
 

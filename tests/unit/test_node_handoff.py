@@ -6,12 +6,13 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
-from baton.core.request import FinishReason, Request
-from baton.proto.v1 import engine_pb2, node_pb2
 from fakes.node_world import BLOCK_SIZE, GATEWAY, LEASE_S, NodeWorld, request
 from fakes.runner import expected_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from baton.core.request import FinishReason, Request
+from baton.proto.v1 import engine_pb2, node_pb2
 
 NUM_MOMENTS = 24  # turns that a hand-off of `request(1, 19)` takes, with some to spare
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import write_checkpoint
+from transformers import LlamaForCausalLM
+
 from baton.core.config import EngineConfig
 from baton.core.request import SamplingParams
 from baton.engine.batch import SampledToken, SampleSpec, SequenceSlice
 from baton.engine.runner import ModelRunner
-from checkpoints import write_checkpoint
-from transformers import LlamaForCausalLM
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 80
 GREEDY = SampleSpec(SamplingParams(temperature=0.0), key=0)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import write_checkpoint
+
 from baton.core.config import EngineConfig
 from baton.core.errors import EngineFailed, StartupFailed
 from baton.core.request import SamplingParams
@@ -17,7 +19,6 @@ from baton.engine.checkpoint import LoadProgress
 from baton.engine.fingerprint import short
 from baton.engine.memfd import map_read_only
 from baton.engine.runner import ModelRunner
-from checkpoints import write_checkpoint
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 64
 GREEDY = SamplingParams(temperature=0.0)

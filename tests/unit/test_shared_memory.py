@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from baton.core.config import EngineConfig
 from baton.core.errors import HandoffFailed, StartupFailed
 from baton.engine import memfd
