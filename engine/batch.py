@@ -24,12 +24,17 @@ class SampleSpec:
 
 @dataclass(frozen=True, slots=True)
 class SequenceSlice:
-    """One sequence's part of a step. `sample` is None for a chunk that is not the last."""
+    """One sequence's part of a step. `sample` is None for a chunk that is not the last.
+
+    `follows`: the slice's one token is what that slice of the step launched before samples, which
+    the host does not know yet; `token_ids` holds a stand-in for it.
+    """
 
     token_ids: Sequence[int]
     start: int
     block_table: Sequence[int]
     sample: SampleSpec | None
+    follows: int | None = None
 
     @property
     def num_scheduled_tokens(self) -> int:
@@ -44,12 +49,38 @@ class SampledToken:
     logprob: float
 
 
-class Runner(Protocol):
-    """Executes steps: owns model, KV tensors and sampler; knows no request."""
+class LaunchedStep(Protocol):
+    """A step on the device."""
 
-    def execute(self, batch: Sequence[SequenceSlice]) -> list[SampledToken | None]:
-        """Run one step. The result is parallel to `batch`; None where nothing was sampled.
+    def collect(self) -> list[SampledToken | None]:
+        """Wait until it has completed; call once. Parallel to the batch, None: nothing sampled.
 
         Raises EngineFailed when the device is lost or out of memory: the engine must end.
         """
         ...
+
+
+class Runner(Protocol):
+    """Executes steps: owns model, KV tensors and sampler; knows no request."""
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether `launch` returns before the step has completed.
+
+        One more step may then be launched before it is collected. Steps complete in order.
+        """
+        ...
+
+    def launch(self, batch: Sequence[SequenceSlice]) -> LaunchedStep:
+        """Begin one step; `batch` is not empty. Raises EngineFailed as `collect` does."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CompletedStep:
+    """What a runner that does not run ahead returns."""
+
+    results: list[SampledToken | None]
+
+    def collect(self) -> list[SampledToken | None]:
+        return self.results

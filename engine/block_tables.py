@@ -18,15 +18,18 @@ class StepFence:
     """Keeps what the step's sequences give back while the step is on the device.
 
     As long as a sequence holds its blocks itself no fence is needed: a fence over every block of
-    every step would cost more host time than a decode step takes.
+    every step would cost more host time than a decode step takes. What the step computes for a
+    sequence that is no longer among `sequences` is of no use.
     """
 
     def __init__(self, tables: BlockTables, sequences: Iterable[Sequence]) -> None:
         self._tables = tables
         self._fences: list[Fence] = []
-        self.sequences = frozenset(sequences)
+        self.sequences = set(sequences)
 
-    def keep(self, fence: Fence) -> None:
+    def fence_off(self, sequence: Sequence, fence: Fence) -> None:
+        """The sequence gives its blocks back: from here on the fence holds them."""
+        self.sequences.remove(sequence)
         self._fences.append(fence)
 
     def close(self) -> None:
@@ -70,6 +73,7 @@ class BlockTables:
         sequence.num_stored_blocks = len(matched)
         sequence.num_cached_tokens = len(matched) * self._block_size
         sequence.num_computed_tokens = sequence.num_cached_tokens
+        sequence.num_launched_tokens = sequence.num_cached_tokens
         return True
 
     def grow(self, sequence: Sequence) -> bool:
@@ -99,10 +103,11 @@ class BlockTables:
         """Take all blocks from the sequence; its tokens are to be computed anew, if ever."""
         for step in self._steps:
             if sequence in step.sequences:
-                step.keep(self._pool.open_fence(sequence.block_ids))
+                step.fence_off(sequence, self._pool.open_fence(sequence.block_ids))
         self._pool.release(sequence.block_ids)
         sequence.block_ids = []
         sequence.num_computed_tokens = 0
+        sequence.num_launched_tokens = sequence.num_awaited_tokens = 0
 
     def open_step(self, sequences: Iterable[Sequence]) -> StepFence:
         """A step that touches the sequences' blocks is about to be launched."""

@@ -69,7 +69,7 @@ def load_weights(
             )
     progress = _Progress(targets, on_progress)
     for path in files:
-        with _open(path) as file:
+        with _open(path, next(iter(targets.values())).device) as file:
             for name in file.keys():  # noqa: SIM118 (a handle, not a dict)
                 if name in targets:
                     _copy(path, file, name, targets[name])
@@ -156,10 +156,13 @@ class _Progress:
 
 
 @contextmanager
-def _open(path: Path) -> Iterator[Any]:
-    """Map a safetensors file; what is wrong with it becomes StartupFailed."""
+def _open(path: Path, device: torch.device | None = None) -> Iterator[Any]:
+    """Map a safetensors file; what is wrong with it becomes StartupFailed.
+
+    Its tensors come straight to `device`, without a copy in host memory.
+    """
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(path, framework="pt", device=str(device or "cpu")) as file:
             yield file
     except (SafetensorError, OSError, json.JSONDecodeError) as error:
         raise StartupFailed(f"{path} is no valid safetensors file: {error}") from error

@@ -1,6 +1,12 @@
 """One engine as nodes see it: requests in, tokens out, one step at a time.
 
-    step()  =  schedule -> execute on the runner -> postprocess
+    step()  =  schedule -> launch on the runner -> collect -> postprocess
+
+    runner that runs ahead (a GPU):    step n     schedule n | launch n | collect n-1, postprocess
+                                       device     | n-1 ................. | n ................
+The host schedules n without knowing the tokens of n-1: it takes each sequence to go on, and lets
+the device fill in the token. A sequence that ended with n-1 loses what n computes for it, nothing
+else.
 
 Joins scheduler, block tables and runner; judges when a request ends (EOS, stop ids, lengths). Owns
 no tensor and speaks to no other process. Everything happens on the caller's thread.
@@ -10,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ..core.block_hash import root_hash
@@ -18,14 +24,14 @@ from ..core.errors import HandoffFailed, InvalidRequest
 from ..core.request import FinishReason, Request
 from ..core.sampling import token_key
 from .admission import OutputLengthEstimator
-from .batch import Runner, SampledToken, SampleSpec, SequenceSlice
+from .batch import LaunchedStep, Runner, SampledToken, SampleSpec, SequenceSlice
 from .block_pool import BlockPool, BlockRef
 from .block_tables import BlockTables, StepFence
 from .generations import Generations
 from .limits import EngineLimits
 from .outputs import ChunkDone, Load, Reservation, StepOutput, StepOutputBuilder, TokenOutput
 from .prefix_cache import CacheObserver, PrefixCache
-from .scheduler import Schedule, ScheduledSequence, Scheduler
+from .scheduler import ScheduledSequence, Scheduler
 from .sequence import Sequence, SequenceState, finish_reason
 
 __all__ = ["ChunkDone", "Engine", "Load", "Reservation", "StepOutput", "TokenOutput"]
@@ -33,11 +39,14 @@ __all__ = ["ChunkDone", "Engine", "Load", "Reservation", "StepOutput", "TokenOut
 
 @dataclass(frozen=True, slots=True)
 class _StepInFlight:
-    """A launched step: its results are parallel to `schedule.scheduled`."""
+    """A launched step: its results are parallel to `scheduled`."""
 
-    schedule: Schedule
+    scheduled: list[ScheduledSequence]
     fence: StepFence
-    sampled: list[SampledToken | None]
+    launched: LaunchedStep
+
+    def index_of(self) -> dict[Sequence, int]:
+        return {one.sequence: index for index, one in enumerate(self.scheduled)}
 
 
 class Engine:
@@ -66,6 +75,7 @@ class Engine:
         self._scheduler = Scheduler(limits, self.pool, self._tables, self._estimator)
         self._sequences: dict[str, Sequence] = {}
         self._num_arrivals = 0
+        self._in_flight: _StepInFlight | None = None
         self._stalled_at: int | None = None  # `opportunities` when there was nothing to schedule
         self._refused: tuple[str, int] | None = None  # the last reservation that did not fit, when
 
@@ -144,45 +154,70 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step could do anything: False also while all that is left waits for memory."""
+        if self._in_flight is not None:
+            return True
         is_stalled = self._stalled_at == self._scheduler.opportunities
         return bool(self._scheduler.running or self._scheduler.waiting) and not is_stalled
 
     def step(self) -> StepOutput:
-        """Compute one batch; empty if there is nothing to do.
+        """Launch one batch and collect one: the same, or the one before if the runner runs ahead.
 
-        What the runner raises (EngineFailed) goes through, and the engine is of no use after it.
+        Empty if there is nothing to do. What the runner raises (EngineFailed) goes through, and the
+        engine is of no use after it.
         """
-        return self._collect(self._launch())
-
-    def _launch(self) -> _StepInFlight:
-        schedule = self._scheduler.schedule()
-        for sequence, _error in schedule.failed:
-            del self._sequences[sequence.key]
-        batch = [self._slice(scheduled) for scheduled in schedule.scheduled]
-        fence = self._tables.open_step(scheduled.sequence for scheduled in schedule.scheduled)
-        sampled = self._runner.execute(batch) if batch else []
-        if not batch:
-            self._stalled_at = self._scheduler.opportunities
-        return _StepInFlight(schedule, fence, sampled)
-
-    def _collect(self, step: _StepInFlight) -> StepOutput:
-        step.fence.close()
         output = StepOutputBuilder()
-        output.failed += [(sequence.key, error) for sequence, error in step.schedule.failed]
-        for scheduled, sampled in zip(step.schedule.scheduled, step.sampled, strict=True):
-            if scheduled.sequence.state is SequenceState.RUNNING:  # else aborted in flight
-                self._advance(scheduled, sampled, output)
+        previous, self._in_flight = self._in_flight, None
+        step = self._launch(previous, output)
+        if previous is not None:
+            self._collect(previous, output)
+        elif step is None:
+            self._stalled_at = self._scheduler.opportunities
+        if step is not None and not self._runner.runs_ahead:
+            self._collect(step, output)
+        else:
+            self._in_flight = step
         return output.build()
 
-    def _slice(self, scheduled: ScheduledSequence) -> SequenceSlice:
+    def _launch(
+        self, previous: _StepInFlight | None, output: StepOutputBuilder
+    ) -> _StepInFlight | None:
+        """Schedule and launch a step behind `previous`; None if there is nothing to do."""
+        schedule = self._scheduler.schedule()
+        for sequence, error in schedule.failed:
+            del self._sequences[sequence.key]
+            output.failed.append((sequence.key, error))
+        if not schedule.scheduled:
+            return None
+        indices = {} if previous is None else previous.index_of()
+        batch = [self._slice(scheduled, indices) for scheduled in schedule.scheduled]
+        fence = self._tables.open_step(scheduled.sequence for scheduled in schedule.scheduled)
+        return _StepInFlight(schedule.scheduled, fence, self._runner.launch(batch))
+
+    def _collect(self, step: _StepInFlight, output: StepOutputBuilder) -> None:
+        results = step.launched.collect()
+        step.fence.close()
+        for scheduled, sampled in zip(step.scheduled, results, strict=True):
+            # One that was aborted or preempted in flight, or ended late, is not among them.
+            if scheduled.sequence in step.fence.sequences:
+                self._advance(scheduled, sampled, output)
+
+    def _slice(
+        self, scheduled: ScheduledSequence, previous: Mapping[Sequence, int]
+    ) -> SequenceSlice:
+        """What to launch; `previous` has the slices of the step in flight."""
         sequence = scheduled.sequence
-        start = sequence.num_computed_tokens
+        start = sequence.num_launched_tokens
         end = start + scheduled.num_scheduled_tokens
+        token_ids, follows = sequence.token_ids[start:end], None
+        if start == sequence.num_tokens:
+            token_ids, follows = [0], previous[sequence]
         sample = None
-        if end == sequence.num_tokens:
+        if end == sequence.num_tokens + sequence.num_awaited_tokens:
             params = sequence.request.sampling
             sample = SampleSpec(params, token_key(params.seed, 0, position=end))
-        return SequenceSlice(sequence.token_ids[start:end], start, sequence.block_ids, sample)
+            sequence.num_awaited_tokens += not sequence.is_held
+        sequence.num_launched_tokens = end
+        return SequenceSlice(token_ids, start, sequence.block_ids, sample, follows)
 
     def _advance(
         self, scheduled: ScheduledSequence, sampled: SampledToken | None, output: StepOutputBuilder
@@ -212,6 +247,7 @@ class Engine:
     ) -> FinishReason | None:
         """Output a token, and end or hold its sequence if that was its last one here."""
         index = sequence.num_outputs
+        sequence.num_awaited_tokens -= not sequence.is_held
         reason = self._finish_reason(sequence, sampled.token_id, index + 1)
         sequence.token_ids.append(sampled.token_id)
         output.tokens.append(

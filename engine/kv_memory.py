@@ -89,6 +89,12 @@ def choose_num_blocks(config: EngineConfig, layout: KvLayout, max_model_len: int
     num_blocks = config.num_kv_blocks
     if num_blocks is None:
         num_blocks = config.cpu_kv_bytes // layout.block_bytes
+    check_num_blocks(num_blocks, layout, max_model_len, "--cpu-kv-bytes or --num-kv-blocks")
+    return num_blocks
+
+
+def check_num_blocks(num_blocks: int, layout: KvLayout, max_model_len: int, flags: str) -> None:
+    """Raise StartupFailed, with `flags` as a way out, if the longest sequence would not fit."""
     needed = math.ceil(max_model_len / layout.block_size) + NUM_RESERVED_BLOCKS
     if num_blocks < needed:
         fitting_len = max(0, num_blocks - NUM_RESERVED_BLOCKS) * layout.block_size
@@ -99,7 +105,6 @@ def choose_num_blocks(config: EngineConfig, layout: KvLayout, max_model_len: int
             hint=(
                 f"give it --max-model-len {fitting_len} or more memory"
                 if fitting_len
-                else "give it more memory: --cpu-kv-bytes or --num-kv-blocks"
+                else f"give it more memory: {flags}"
             ),
         )
-    return num_blocks

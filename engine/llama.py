@@ -110,6 +110,7 @@ class Llama:
     """The whole decoder. Its weights are uninitialised until a loader filled `targets()`."""
 
     def __init__(self, config: ModelConfig, placement: Placement) -> None:
+        self.device = placement.device
         self.embed = Embedding(
             "model.embed_tokens", config.vocab_size, config.hidden_size, placement
         )

@@ -1,6 +1,6 @@
-"""Executes steps: flattens a batch, runs the model, samples. Owns weights, KV pool and sampler.
+"""An engine's model on its device: weights, KV pool, and the steps over them.
 
-    slices -> token ids, positions, slots -> model over the paged pool -> rows that sample -> tokens
+    config ─► placement ─► weights ─► largest step measured ─► KV pool ─► (GPU: graphs captured)
 
 Knows no request and no schedule: what is computed together is the scheduler's choice, and a
 slice's token must not depend on it.
@@ -8,44 +8,54 @@ slice's token must not depend on it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from ..core.config import EngineConfig
 from ..core.errors import EngineFailed, StartupFailed
 from ..core.model_dir import eos_token_ids, resolve_model_dir
-from ..kernels.attention import AttentionMetadata
-from ..kernels.attention_torch import TorchAttention
+from ..core.request import SamplingParams
+from ..kernels.attention import AttentionBackend
 from ..kernels.kv_blocks import copy_blocks
-from ..kernels.sampling import RowSampling, sample
-from .batch import SampledToken, SampleSpec, SequenceSlice
+from . import cuda_kv_memory, kv_memory
+from .batch import LaunchedStep, SampledToken, SampleSpec, SequenceSlice
 from .block_pool import CANARY_BLOCK, PADDING_BLOCK
 from .canary import canary_bytes
 from .checkpoint import OnProgress, fill_dummy_weights, load_weights, weights_identity
-from .device import choose_placement
+from .cpu_steps import CpuSteps
+from .cuda_kv_memory import CudaKvMemory
+from .device import choose_attention, choose_placement, make_attention
 from .fingerprint import fingerprint_fields
-from .kv_memory import CpuKvMemory, KvLayout, choose_num_blocks
+from .kv_memory import CpuKvMemory, KvLayout
 from .llama import Llama
 from .model_config import ModelConfig, read_model_config
 
-# BLAS multiplies a single row by another routine, whose sums round differently: with this second
-# row a decode alone gives bit for bit what it gives in a batch.
-_PADDING_SLICE = SequenceSlice(token_ids=(0,), start=0, block_table=(PADDING_BLOCK,), sample=None)
+if TYPE_CHECKING:
+    from .gpu_steps import GpuSteps  # needs Triton
+
+# What a step may need most memory for: every row sampled with filters.
+_DEAREST_SAMPLE = SampleSpec(SamplingParams(temperature=1.0, top_k=50, top_p=0.9), key=1)
 
 
 class ModelRunner:
-    """A `batch.Runner` of one rank."""
+    """A `batch.Runner` of one rank. `startup_notes` are lines for people."""
+
+    kv: CpuKvMemory | CudaKvMemory
 
     def __init__(self, config: EngineConfig, on_progress: OnProgress | None = None) -> None:
         """Load the model and take the KV memory; raises StartupFailed."""
         torch.set_num_threads(config.num_threads or 1)
-        self._placement = choose_placement(config)
         self.model_dir = resolve_model_dir(config.model)
         self.model_config = read_model_config(self.model_dir)
         self.eos_token_ids = eos_token_ids(self.model_dir)
         self.max_model_len = _choose_max_model_len(config, self.model_config)
+        self._config = config
+        self._placement = choose_placement(config, self.model_config)
+        self._attention_name = choose_attention(config, self.model_config, self._placement)
+        self.startup_notes = [f"{self._placement.device}, {self._attention_name} attention"]
         layout = KvLayout(
             num_layers=self.model_config.num_layers,
             num_kv_heads=self.model_config.num_kv_heads,
@@ -53,82 +63,109 @@ class ModelRunner:
             head_dim=self.model_config.head_dim,
             dtype=self._placement.dtype,
         )
-        num_blocks = choose_num_blocks(config, layout, self.max_model_len)
-        self._model = Llama(self.model_config, self._placement)
-        weights = self._load(config, on_progress)
+        if self._placement.device.type == "cpu":
+            # Before the weights: whoever asks for too much memory should not wait for them.
+            num_blocks = kv_memory.choose_num_blocks(config, layout, self.max_model_len)
+        model, weights = self._load(on_progress)
         self.fingerprint = fingerprint_fields(self.model_config, weights, layout)
-        self.kv = CpuKvMemory(layout, num_blocks)
-        self._attention = TorchAttention(self.kv.tensor)
+        if self._placement.device.type == "cpu":
+            self.kv = CpuKvMemory(layout, num_blocks)
+            attention = self._make_attention(self.kv.tensor)
+            self._steps: CpuSteps | GpuSteps = CpuSteps(model, attention, config.block_size)
+        else:
+            self._start_gpu(model, layout)
 
-    def _load(self, config: EngineConfig, on_progress: OnProgress | None) -> str:
-        """Fill the weights; returns what identifies them."""
-        targets = dict(self._model.targets())
-        if config.load_format == "dummy":
-            std = self.model_config.initializer_range
-            fill_dummy_weights(targets, std=std, seed=config.seed, on_progress=on_progress)
-            return f"dummy:{config.seed}"
-        is_tied = self.model_config.has_tied_embeddings
-        ignored = frozenset({"lm_head.weight"}) if is_tied else frozenset()
-        load_weights(self.model_dir, targets, ignored=ignored, on_progress=on_progress)
-        return weights_identity(self.model_dir)
+    def _load(self, on_progress: OnProgress | None) -> tuple[Llama, str]:
+        """The model, its weights filled, and what identifies them."""
+        config, begin_s = self._config, time.perf_counter()
+        try:
+            model = Llama(self.model_config, self._placement)
+            targets = dict(model.targets())
+            if config.load_format == "dummy":
+                std = self.model_config.initializer_range
+                fill_dummy_weights(targets, std=std, seed=config.seed, on_progress=on_progress)
+                identity = f"dummy:{config.seed}"
+            else:
+                is_tied = self.model_config.has_tied_embeddings
+                ignored = frozenset({"lm_head.weight"}) if is_tied else frozenset()
+                load_weights(self.model_dir, targets, ignored=ignored, on_progress=on_progress)
+                identity = weights_identity(self.model_dir)
+        except torch.OutOfMemoryError as error:
+            raise StartupFailed(
+                f"the weights do not fit into GPU memory: {error}",
+                hint="use another GPU, or --dtype bfloat16",
+            ) from error
+        if self._placement.device.type == "cuda":
+            torch.cuda.synchronize()
+        num_bytes, seconds = sum(t.nbytes for t in targets.values()), time.perf_counter() - begin_s
+        self.startup_notes.append(
+            f"weights: {num_bytes / 1e9:.1f} GB in {seconds:.1f} s, "
+            f"{num_bytes / seconds / 1e9:.1f} GB/s"
+        )
+        return model, identity
 
-    def execute(self, batch: Sequence[SequenceSlice]) -> list[SampledToken | None]:
-        """Run one step: see `batch.Runner`."""
-        if not batch:
-            return []
+    def _start_gpu(self, model: Llama, layout: KvLayout) -> None:
+        """Measure the largest step, take the rest as KV pool, capture the decode graphs."""
+        from .gpu_steps import GpuSteps
+
+        config, device = self._config, self._placement.device
+        sizes = (config.block_size, config.max_num_seqs)
+
+        def run_largest_step() -> None:
+            pool = torch.zeros(1, *layout.block_shape, dtype=layout.dtype, device=device)
+            steps = GpuSteps(model, self._make_attention(pool), *sizes)
+            steps.launch(_largest_batch(config, self.max_model_len)).collect()
+
+        begin_s = time.perf_counter()
+        num_blocks = cuda_kv_memory.choose_num_blocks(
+            config, layout, self.max_model_len, device, run_largest_step
+        )
+        self.kv = CudaKvMemory(layout, num_blocks, device)
+        self.startup_notes.append(
+            f"KV pool: {num_blocks * layout.block_bytes / 1e9:.1f} GB, {num_blocks} blocks; "
+            f"largest step measured in {time.perf_counter() - begin_s:.1f} s"
+        )
+        steps = GpuSteps(model, self._make_attention(self.kv.tensor), *sizes)
+        free_before, _ = torch.cuda.mem_get_info(device)
+        steps.capture_graphs()
+        free_after, _ = torch.cuda.mem_get_info(device)
+        self.startup_notes.append(
+            f"{len(steps.graphs.sizes)} decode graphs of up to {steps.graphs.sizes[-1]} sequences "
+            f"in {steps.graphs.capture_s:.1f} s, {(free_before - free_after) / 1e6:.0f} MB"
+        )
+        self._steps = steps
+
+    def _make_attention(self, pool: torch.Tensor) -> AttentionBackend:
+        return make_attention(
+            self._attention_name, pool, self._config, self.model_config, self.max_model_len
+        )
+
+    @property
+    def runs_ahead(self) -> bool:
+        """See `batch.Runner`."""
+        return self._steps.runs_ahead
+
+    def launch(self, batch: Sequence[SequenceSlice]) -> LaunchedStep:
+        """See `batch.Runner`."""
         try:
             with torch.inference_mode():
-                return self._execute(batch)
+                return self._steps.launch(batch)
         except RuntimeError as error:  # torch's: out of memory, device lost
             raise EngineFailed(f"the step failed: {error}") from error
 
-    def _execute(self, batch: Sequence[SequenceSlice]) -> list[SampledToken | None]:
-        hidden = self._forward(batch)
-        results: list[SampledToken | None] = [None] * len(batch)
-        rows, specs, last = [], [], -1
-        for index, piece in enumerate(batch):
-            last += piece.num_scheduled_tokens
-            if piece.sample is not None:
-                rows.append((index, last))
-                specs.append(piece.sample)
-        if rows:
-            logits = self._logits(hidden, [row for _, row in rows])
-            token_ids, logprobs = sample(logits, [_row_sampling(spec) for spec in specs])
-            tokens = zip(token_ids.tolist(), logprobs.tolist(), strict=True)
-            for (index, _), (token_id, logprob) in zip(rows, tokens, strict=True):
-                results[index] = SampledToken(token_id, logprob)
-        return results
-
-    def _forward(self, batch: Sequence[SequenceSlice]) -> Tensor:
-        """Hidden states [tokens, hidden], perhaps with a padding row at the end."""
-        if len(batch) == 1 and batch[0].num_scheduled_tokens == 1:
-            batch = (*batch, _PADDING_SLICE)
-        token_ids: list[int] = []
-        positions: list[int] = []
-        for piece in batch:
-            token_ids += piece.token_ids
-            positions += range(piece.start, piece.start + piece.num_scheduled_tokens)
-        self._attention.plan(
-            AttentionMetadata(
-                query_lens=[piece.num_scheduled_tokens for piece in batch],
-                seq_lens=[piece.start + piece.num_scheduled_tokens for piece in batch],
-                block_tables=[piece.block_table for piece in batch],
-                slot_mapping=self._tensor(slot_mapping(batch, self.kv.layout.block_size)),
-            )
-        )
-        return self._model.forward(
-            self._tensor(token_ids), self._tensor(positions), self._attention
-        )
-
-    def _logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
-        """Logits [len(rows), vocab]; a single row is computed twice, as in `_PADDING_SLICE`."""
-        index = rows if len(rows) > 1 else rows * 2
-        return self._model.logits(hidden.index_select(0, self._tensor(index)))[: len(rows)]
+    def execute(self, batch: Sequence[SequenceSlice]) -> list[SampledToken | None]:
+        """Run one step and wait for it."""
+        return self.launch(batch).collect() if batch else []
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks (source, target) within the pool; no target may repeat."""
+        device = self._placement.device
         sources, targets = zip(*pairs, strict=True) if pairs else ((), ())
-        copy_blocks(self.kv.tensor, self._tensor(sources), self._tensor(targets))
+        copy_blocks(
+            self.kv.tensor,
+            torch.tensor(sources, dtype=torch.int64, device=device),
+            torch.tensor(targets, dtype=torch.int64, device=device),
+        )
 
     def write_canary(self, incarnation: str) -> None:
         """Fill the canary block, so that a puller can tell whether it reads this pool rightly."""
@@ -136,22 +173,25 @@ class ModelRunner:
         block = self.kv.tensor[CANARY_BLOCK].view(torch.uint8)
         block.copy_(torch.frombuffer(pattern, dtype=torch.uint8).view(block.shape))
 
-    def _tensor(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._placement.device)
+    def close(self) -> None:
+        """Give the KV memory back; no step may be in flight."""
+        del self._steps
+        self.kv.close()
 
 
-def slot_mapping(batch: Sequence[SequenceSlice], block_size: int) -> list[int]:
-    """The slot (block_id * block_size + offset) of every token of a step."""
-    return [
-        piece.block_table[position // block_size] * block_size + position % block_size
-        for piece in batch
-        for position in range(piece.start, piece.start + piece.num_scheduled_tokens)
-    ]
-
-
-def _row_sampling(spec: SampleSpec) -> RowSampling:
-    params = spec.params
-    return RowSampling(params.temperature, params.top_k, params.top_p, spec.key)
+def _largest_batch(config: EngineConfig, max_model_len: int) -> list[SequenceSlice]:
+    """A step of as many tokens and sampled rows as any, all in the padding block."""
+    num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * (max_model_len - 1))
+    num_slices = min(config.max_num_seqs, num_tokens)
+    first = min(num_tokens - num_slices + 1, max_model_len - 1)
+    lens = [first, *[1] * (num_slices - 1)]
+    num_left = num_tokens - sum(lens)
+    for index in range(1, num_slices):
+        more = min(num_left, max_model_len - 2)
+        lens[index] += more
+        num_left -= more
+    table = [PADDING_BLOCK] * -(-max_model_len // config.block_size)
+    return [SequenceSlice([0] * length, 0, table, _DEAREST_SAMPLE) for length in sorted(lens)]
 
 
 def _choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -30,7 +30,7 @@ from .sequence import Sequence, SequenceState
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """`num_scheduled_tokens` known tokens of the sequence, from `num_computed_tokens` on."""
+    """`num_scheduled_tokens` tokens of the sequence, from `num_launched_tokens` on."""
 
     sequence: Sequence
     num_scheduled_tokens: int
@@ -45,8 +45,8 @@ class Schedule:
     failed: list[tuple[Sequence, BatonError]] = field(default_factory=list)
 
     def plan(self, sequence: Sequence) -> None:
-        """Take as many of the sequence's uncomputed tokens as the budget has."""
-        num_tokens = min(sequence.num_uncomputed_tokens, self.num_budget_tokens)
+        """Take as many of the sequence's unlaunched tokens as the budget has."""
+        num_tokens = min(sequence.num_unlaunched_tokens, self.num_budget_tokens)
         self.scheduled.append(ScheduledSequence(sequence, num_tokens))
         self.num_budget_tokens -= num_tokens
 
@@ -106,6 +106,7 @@ class Scheduler:
         """The KV of all known tokens but the last is in place: decode from here."""
         self.reserved.remove(sequence)
         sequence.num_computed_tokens = sequence.num_prefill_tokens = sequence.num_tokens - 1
+        sequence.num_launched_tokens = sequence.num_computed_tokens
         self._tables.store(sequence)
         self._run(sequence)
 
@@ -136,6 +137,8 @@ class Scheduler:
                 break
             if sequence.state is not SequenceState.RUNNING or sequence.is_prefilling:
                 continue  # preempted by one before it, or not yet its turn
+            if self._awaits_its_end(sequence):
+                continue
             if self._make_room(sequence, schedule):
                 schedule.plan(sequence)
         for sequence in self.running:
@@ -143,6 +146,13 @@ class Scheduler:
                 schedule.plan(sequence)
         self._admit_waiting(schedule)
         return schedule
+
+    def _awaits_its_end(self, sequence: Sequence) -> bool:
+        """Whether a step in flight computes the last token that it can have here."""
+        if sequence.num_unlaunched_tokens == 0:
+            return True  # held behind its first token
+        num_outputs = sequence.num_outputs + sequence.num_awaited_tokens
+        return num_outputs >= self._limits.max_outputs(sequence.request)
 
     def _make_room(self, sequence: Sequence, schedule: Schedule) -> bool:
         """Slots for all its tokens, preempting others if need be; False: not in this step."""
@@ -200,12 +210,16 @@ class Scheduler:
         bisect.insort(self.running, sequence, key=lambda s: s.arrival)
 
     def _has_outgrown_pool(self, sequence: Sequence, schedule: Schedule) -> bool:
-        """Take it out if the whole pool could not hold its tokens any more."""
+        """Take it out if the whole pool could not hold its tokens any more.
+
+        An awaited token may end it: it is judged once that is known.
+        """
         try:
-            self._limits.check_fits(sequence.num_tokens)
+            self._limits.check_fits(sequence.num_slots)
         except PromptTooLarge as error:
-            self.remove(sequence)
-            schedule.failed.append((sequence, error))
+            if not sequence.num_awaited_tokens:
+                self.remove(sequence)
+                schedule.failed.append((sequence, error))
             return True
         return False
 

@@ -36,13 +36,14 @@ class SequenceState(enum.Enum):
 class Sequence:
     """A request in an engine.
 
-        token_ids   [ prompt | outputs of earlier attempts | outputs ]
-        KV          [ num_cached_tokens | computed here      )        )
-                                        num_computed_tokens ─┘        └─ known, not yet computed
+        token_ids   [ prompt | outputs of earlier attempts | outputs ] num_awaited_tokens
+        KV          [ num_cached_tokens | computed here      | in flight )
+                                        num_computed_tokens ─┘           └─ num_launched_tokens
         block_ids   [ b0 | b1 | b2 | ... ]   slot of position p: block_ids[p // block_size]
 
     `arrival` orders first come first served; `is_held` asks to stop behind the first token and keep
-    the KV. `num_stored_blocks` leading blocks have been offered to the prefix cache.
+    the KV. `num_stored_blocks` leading blocks have been offered to the prefix cache. Awaited tokens
+    are sampled by steps that have been launched, but not collected; a held sequence awaits none.
     """
 
     request: Request
@@ -53,6 +54,8 @@ class Sequence:
     state: SequenceState = SequenceState.WAITING
     block_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
+    num_launched_tokens: int = 0
+    num_awaited_tokens: int = 0
     num_cached_tokens: int = 0
     num_prefill_tokens: int = 0
     num_stored_blocks: int = 0
@@ -68,7 +71,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens; the KV of the last one may be still to compute."""
+        """Tokens known to the host; the KV of the last one may be still to compute."""
         return len(self.token_ids)
 
     @property
@@ -76,7 +79,8 @@ class Sequence:
         """Tokens that need a place in its blocks now; a reservation has one for the first token."""
         if self.state is SequenceState.HELD:
             return self.num_computed_tokens
-        return len(self.token_ids) + (self.state is SequenceState.RESERVED)
+        reserved = self.state is SequenceState.RESERVED
+        return len(self.token_ids) + self.num_awaited_tokens + reserved
 
     @property
     def num_outputs(self) -> int:
@@ -88,9 +92,14 @@ class Sequence:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
+    def num_unlaunched_tokens(self) -> int:
+        """Tokens, known or awaited, that no step has been launched for yet."""
+        return len(self.token_ids) + self.num_awaited_tokens - self.num_launched_tokens
+
+    @property
     def is_prefilling(self) -> bool:
-        """Whether tokens that were known at its admission are still to compute."""
-        return self.num_computed_tokens < self.num_prefill_tokens
+        """Whether tokens that were known at its admission are still to launch."""
+        return self.num_launched_tokens < self.num_prefill_tokens
 
     def block_hashes(self, num_blocks: int, block_size: int) -> list[BlockHash]:
         """The hashes of the first `num_blocks` blocks, all of them full; computed once each."""

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .upload import upload
+
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIN_TEMPERATURE = 1e-5  # below it is greedy in float32, and division would overflow
 _LARGEST_BELOW_ONE = 1 - 2.0**-24
@@ -41,7 +43,7 @@ def sample(logits: Tensor, rows: Sequence[RowSampling]) -> tuple[Tensor, Tensor]
     scores = logits
     drawn = [i for i, row in enumerate(rows) if row.temperature > 0]
     if drawn:
-        index = torch.tensor(drawn, device=logits.device)
+        index = _on_device(drawn, logits.device)
         noisy = _noisy(logits.index_select(0, index), [rows[i] for i in drawn])
         scores = logits.index_copy(0, index, noisy)
     token_ids = scores.argmax(-1)
@@ -52,17 +54,17 @@ def sample(logits: Tensor, rows: Sequence[RowSampling]) -> tuple[Tensor, Tensor]
 def _noisy(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:
     """The rows' scaled, filtered logits plus their noise."""
     device, vocab_size = logits.device, logits.shape[-1]
-    temperatures = torch.tensor([max(row.temperature, _MIN_TEMPERATURE) for row in rows])
-    scaled = logits / temperatures.to(device)[:, None]
+    temperatures = _on_device([max(row.temperature, _MIN_TEMPERATURE) for row in rows], device)
+    scaled = logits / temperatures[:, None]
     top_ks = [vocab_size if row.top_k is None else min(row.top_k, vocab_size) for row in rows]
     filtered = [i for i, row in enumerate(rows) if top_ks[i] < vocab_size or row.top_p < 1]
     if filtered:
-        index = torch.tensor(filtered, device=device)
-        top_k = torch.tensor([top_ks[i] for i in filtered], device=device)
-        top_p = torch.tensor([rows[i].top_p for i in filtered], device=device)
+        index = _on_device(filtered, device)
+        top_k = _on_device([top_ks[i] for i in filtered], device)
+        top_p = _on_device([rows[i].top_p for i in filtered], device)
         kept = filter_logits(scaled.index_select(0, index), top_k, top_p)
         scaled.index_copy_(0, index, kept)
-    keys = torch.tensor([as_signed(row.key) for row in rows], device=device)
+    keys = _on_device([as_signed(row.key) for row in rows], device)
     return scaled.add_(gumbel_noise(keys, vocab_size))
 
 
@@ -106,6 +108,11 @@ def mix64(value: Tensor) -> Tensor:
 def as_signed(value: int) -> int:
     """The int64 with the bits of an unsigned 64-bit integer."""
     return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _on_device(values: Sequence[int] | Sequence[float], device: torch.device) -> Tensor:
+    """int64, or float32, without waiting for the device."""
+    return upload(torch.tensor(values).numpy(), device)
 
 
 def _shift_right(value: Tensor, count: int) -> Tensor:

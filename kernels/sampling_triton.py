@@ -28,7 +28,8 @@ def sample_unfiltered(
 ) -> None:
     """logits [rows, vocab] -> token_ids [rows] int64, logprobs [rows] float32.
 
-    temperatures [rows] float32, 0 for greedy; keys [rows] int64 bit patterns. No synchronisation.
+    temperatures [rows] of a float type, 0 for greedy; keys [rows] int64 bit patterns. Waits for
+    nothing.
     """
     num_rows, vocab_size = logits.shape
     num_chunks = triton.cdiv(vocab_size, _CHUNK)
@@ -91,7 +92,7 @@ def _score(
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     mask = ids < vocab_size
     logit = tl.load(logits + row * row_stride + ids, mask=mask, other=float("-inf")).to(tl.float32)
-    temperature = tl.load(temperatures + row)
+    temperature = tl.load(temperatures + row).to(tl.float32)
     score = logit
     if temperature > 0:
         noise = _gumbel(tl.load(keys + row), ids)

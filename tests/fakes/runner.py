@@ -8,6 +8,7 @@ missing, stale or overwritten is found at once, and any wrong position changes t
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 from collections.abc import Callable, Sequence
 
@@ -43,11 +44,23 @@ def expected_tokens(
     return outputs
 
 
+class FakeStep:
+    """A step in flight."""
+
+    def __init__(self, runner: FakeRunner, batch: Sequence[SequenceSlice]) -> None:
+        self._runner = runner
+        self.batch = batch
+
+    def collect(self) -> list[SampledToken | None]:
+        return self._runner._execute(self)
+
+
 class FakeRunner:
     """A `Runner`. Its KV lies in `memory` (writable, num_blocks * block_bytes), if one is given.
 
     `on_execute` is called with each batch before it is computed, as if the step were in flight.
-    `batch_sizes` holds the number of tokens of every slice of every step.
+    With `runs_ahead` a step is computed as late as can be: when it is collected. `batch_sizes`
+    holds the number of tokens of every slice of every step.
     """
 
     def __init__(
@@ -58,21 +71,47 @@ class FakeRunner:
         vocab_size: int = 1000,
         memory: bytearray | memoryview | None = None,
         on_execute: Callable[[Sequence[SequenceSlice]], None] | None = None,
+        runs_ahead: bool = False,
     ) -> None:
         self.block_bytes = block_size * _SLOT.size
         self.batch_sizes: list[list[int]] = []
         self.on_execute = on_execute
+        self.runs_ahead = runs_ahead
+        self._in_flight: list[FakeStep] = []
+        self._last_results: list[SampledToken | None] = []
         self._block_size = block_size
         self._vocab_size = vocab_size
         self._kv = memoryview(
             bytearray(num_blocks * self.block_bytes) if memory is None else memory
         )
 
-    def execute(self, batch: Sequence[SequenceSlice]) -> list[SampledToken | None]:
+    def launch(self, batch: Sequence[SequenceSlice]) -> FakeStep:
         assert batch, "a step without work"
+        assert len(self._in_flight) < 1 + self.runs_ahead, "too many steps in flight"
         if self.on_execute is not None:
             self.on_execute(batch)
         self.batch_sizes.append([s.num_scheduled_tokens for s in batch])
+        # The device has its own copy of the tables: the host's may change while it computes.
+        tables = [dataclasses.replace(s, block_table=[*s.block_table]) for s in batch]
+        step = FakeStep(self, tables)
+        self._in_flight.append(step)
+        return step
+
+    def _execute(self, step: FakeStep) -> list[SampledToken | None]:
+        assert step is self._in_flight.pop(0), "steps complete in order"
+        batch = [self._with_token(s) for s in step.batch]
+        self._last_results = self._compute(batch)
+        return self._last_results
+
+    def _with_token(self, one: SequenceSlice) -> SequenceSlice:
+        """Put in the token of the step before, where it was not known to the host."""
+        if one.follows is None:
+            return one
+        sampled = self._last_results[one.follows]
+        assert sampled is not None and len(one.token_ids) == 1
+        return dataclasses.replace(one, token_ids=[sampled.token_id], follows=None)
+
+    def _compute(self, batch: Sequence[SequenceSlice]) -> list[SampledToken | None]:
         for one in batch:
             self._write(one)
         return [self._attend(one) for one in batch]

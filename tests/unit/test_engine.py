@@ -47,11 +47,12 @@ def new_engine(capacity: int = 60, *, optimistic: bool = False, **options: objec
     """An engine of `capacity` blocks of 4 tokens over a fake runner; options are EngineLimits'."""
     num_blocks = capacity + NUM_RESERVED_BLOCKS
     is_caching = bool(options.pop("enable_prefix_caching", True))
+    runs_ahead = bool(options.pop("runs_ahead", False))
     limits = EngineLimits(
         num_blocks, BLOCK_SIZE, **({"max_model_len": 200, "max_num_batched_tokens": 16} | options)
     )
     return Engine(
-        FakeRunner(num_blocks, BLOCK_SIZE, vocab_size=VOCAB_SIZE),
+        FakeRunner(num_blocks, BLOCK_SIZE, vocab_size=VOCAB_SIZE, runs_ahead=runs_ahead),
         limits,
         LocalGenerations(num_blocks),
         fingerprint=FINGERPRINT,
@@ -156,6 +157,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         is_caching=st.booleans(),
         is_optimistic=st.booleans(),
+        runs_ahead=st.booleans(),
         max_held_blocks=st.sampled_from([None, 4, 12]),
     )
     def start(
@@ -165,12 +167,14 @@ class EngineMachine(RuleBasedStateMachine):
         max_num_seqs: int,
         is_caching: bool,
         is_optimistic: bool,
+        runs_ahead: bool,
         max_held_blocks: int | None,
     ) -> None:
         self.source, self.puller = self.engines = [
             new_engine(
                 capacity,
                 optimistic=is_optimistic,
+                runs_ahead=runs_ahead,
                 max_num_batched_tokens=budget,
                 max_num_seqs=max_num_seqs,
                 max_held_blocks=max_held_blocks,

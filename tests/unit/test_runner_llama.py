@@ -17,6 +17,7 @@ from transformers import LlamaForCausalLM
 from baton.core.config import EngineConfig
 from baton.core.request import SamplingParams
 from baton.engine.batch import SampledToken, SampleSpec, SequenceSlice
+from baton.engine.cpu_steps import CpuSteps
 from baton.engine.runner import ModelRunner
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 80
@@ -64,7 +65,7 @@ class Pair:
 
 
 def make_runner(folder: Path, **changes: Any) -> ModelRunner:
-    settings = {"block_size": BLOCK_SIZE, "num_kv_blocks": NUM_BLOCKS} | changes
+    settings = {"device": "cpu", "block_size": BLOCK_SIZE, "num_kv_blocks": NUM_BLOCKS} | changes
     return ModelRunner(EngineConfig(model=str(folder), **settings))
 
 
@@ -113,7 +114,9 @@ def test_logits_equal_transformers(pair: Pair, rng: random.Random) -> None:
     token_ids = prompt(rng, 150)
     piece = SequenceSlice(token_ids, 0, Blocks(rng).table(150), None)
     with torch.inference_mode():
-        ours = pair.ours._model.logits(pair.ours._forward([piece]))
+        steps = pair.ours._steps
+            assert isinstance(steps, CpuSteps)
+            ours = steps.model.logits(steps._forward([piece]))
     theirs = pair.logits(token_ids)
     scale = float(theirs.abs().max())
     assert scale > 1  # the checkpoint says something

@@ -34,7 +34,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def config(folder: Path) -> EngineConfig:
-    return EngineConfig(model=str(folder), block_size=BLOCK_SIZE, num_kv_blocks=NUM_BLOCKS)
+    return EngineConfig(
+        model=str(folder), device="cpu", block_size=BLOCK_SIZE, num_kv_blocks=NUM_BLOCKS
+    )
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +94,7 @@ def test_what_torch_raises_ends_the_engine(
     def out_of_memory(*_: object) -> None:
         raise RuntimeError("not enough memory: you tried to allocate 1 bytes")
 
-    monkeypatch.setattr(runner, "_model", type("Broken", (), {"forward": out_of_memory})())
+    monkeypatch.setattr(runner._steps, "model", type("Broken", (), {"forward": out_of_memory})())
     with pytest.raises(EngineFailed, match="not enough memory"):
         runner.execute([SequenceSlice([1, 2], 0, [5], None)])
 
@@ -170,7 +172,6 @@ def test_bf16_runs_and_stays_near_float32(config: EngineConfig, runner: ModelRun
         ({"max_model_len": 513}, "512 tokens"),
         ({"max_model_len": 0}, "--max-model-len 0"),
         ({"num_kv_blocks": 10}, "the KV of 512 tokens"),
-        ({"device": "cuda"}, "CPU"),
         ({"attention_backend": "flashinfer"}, "flashinfer"),
         ({"tensor_parallel_size": 2}, "tensor parallelism"),
         ({"model": "/nowhere"}, "/nowhere"),

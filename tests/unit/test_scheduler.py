@@ -78,6 +78,7 @@ class Bench:
         for scheduled in schedule.scheduled:
             sequence = scheduled.sequence
             sequence.num_computed_tokens += scheduled.num_scheduled_tokens
+            sequence.num_launched_tokens = sequence.num_computed_tokens
             self.tables.store(sequence)
             if sequence.num_uncomputed_tokens == 0:
                 sequence.token_ids.append(9)
@@ -106,7 +107,7 @@ def test_known_tokens_of_a_decode_are_scheduled_together_and_can_be_rolled_back(
     a.token_ids += [5, 5, 5]
     assert bench.step() == {"a": 4}
     del a.token_ids[5:]
-    a.num_computed_tokens = 4
+    a.num_computed_tokens = a.num_launched_tokens = 4
     assert bench.step() == {"a": 1}
     assert len(a.block_ids) == 2
 

@@ -1,0 +1,81 @@
+"""The KV pool on a GPU: how large it may be, and its memory.
+
+    gpu_memory_utilization * total  =  other processes | weights | work of the largest step | pool
+The rest is for CUDA graphs and libraries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..core.config import EngineConfig
+from ..core.errors import StartupFailed
+from .cuda_memory import CudaAllocation
+from .kv_memory import KvLayout, check_num_blocks
+
+
+class CudaKvMemory:
+    """A pool in one cudaMalloc; `address` and `num_bytes` are what an IPC handle is made of."""
+
+    def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
+        """Raises StartupFailed if the device has not got the memory."""
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self._allocation = CudaAllocation(num_blocks * layout.block_bytes, device)
+        self.address = self._allocation.address
+        flat = self._allocation.tensor().view(layout.dtype)
+        # Kernels multiply what they mask by zero: the memory may not begin as NaN.
+        self.tensor = flat.zero_().view(num_blocks, *layout.block_shape)
+
+    @property
+    def block_bytes(self) -> int:
+        return self.layout.block_bytes
+
+    def close(self) -> None:
+        """Give the memory back, once the device is done with it."""
+        del self.tensor
+        self._allocation.free()
+
+
+def choose_num_blocks(
+    config: EngineConfig,
+    layout: KvLayout,
+    max_model_len: int,
+    device: torch.device,
+    run_largest_step: Callable[[], None],
+) -> int:
+    """Blocks of a pool on `device`, the reserved ones included; weights are loaded already.
+
+    `run_largest_step` uses as much memory as any step will. Raises StartupFailed if one sequence of
+    `max_model_len` tokens would not fit.
+    """
+    num_blocks = config.num_kv_blocks
+    if num_blocks is None:
+        pool_bytes = _free_for_pool(config.gpu_memory_utilization, device, run_largest_step)
+        num_blocks = max(0, pool_bytes // layout.block_bytes)
+    check_num_blocks(
+        num_blocks, layout, max_model_len, "--gpu-memory-utilization or --num-kv-blocks"
+    )
+    return num_blocks
+
+
+def _free_for_pool(
+    utilization: float, device: torch.device, run_largest_step: Callable[[], None]
+) -> int:
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    try:
+        run_largest_step()
+    except torch.OutOfMemoryError as error:
+        raise StartupFailed(
+            f"the largest step does not fit into GPU memory: {error}",
+            hint="lower --max-num-batched-tokens or --max-num-seqs",
+        ) from error
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.empty_cache()
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    outside_torch = total_bytes - free_bytes - torch.cuda.memory_reserved(device)
+    return int(utilization * total_bytes) - outside_torch - peak
