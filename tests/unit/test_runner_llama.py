@@ -113,10 +113,10 @@ def prompt(rng: random.Random, length: int) -> list[int]:
 def test_logits_equal_transformers(pair: Pair, rng: random.Random) -> None:
     token_ids = prompt(rng, 150)
     piece = SequenceSlice(token_ids, 0, Blocks(rng).table(150), None)
+    steps = pair.ours._steps
+    assert isinstance(steps, CpuSteps)
     with torch.inference_mode():
-        steps = pair.ours._steps
-            assert isinstance(steps, CpuSteps)
-            ours = steps.model.logits(steps._forward([piece]))
+        ours = steps.model.logits(steps._forward([piece]))
     theirs = pair.logits(token_ids)
     scale = float(theirs.abs().max())
     assert scale > 1  # the checkpoint says something
