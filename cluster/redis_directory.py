@@ -12,71 +12,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
-from collections.abc import AsyncIterator, Awaitable
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator
+from typing import Any
 
-import redis.asyncio as redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
-
-from ..core.errors import StartupFailed
 from ..core.membership import Member
 from .entries import MAX_ENTRY_BYTES, BadEntry, decode_entry, encode_entry
-
-T = TypeVar("T")
+from .redis_client import REDIS_ERRORS, RETRY_MAX_S, RETRY_MIN_S, connect, key_prefix, reply
 
 log = logging.getLogger(__name__)
 
 _REFRESH_S = 2.0  # a full re-read covers lost messages and entries that ran out
-_TIMEOUT_S = 1.0
-_RETRY_MIN_S = 0.05
-_RETRY_MAX_S = 1.0
 _MAX_MEMBERS = 4096
-_CLUSTER_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")  # no glob characters, no separators
-_REDIS_ERRORS = (RedisError, OSError, asyncio.TimeoutError)
-
-
-def _connect(url: str) -> redis.Redis:
-    """A client of redis://, rediss:// or unix://; raises StartupFailed on anything else."""
-    try:
-        return redis.Redis.from_url(
-            url,
-            protocol=2,
-            socket_timeout=_TIMEOUT_S,
-            socket_connect_timeout=_TIMEOUT_S,
-            retry=Retry(NoBackoff(), 0),  # the loops here retry, with their own back-off
-        )
-    except (ValueError, TypeError) as error:
-        raise StartupFailed(
-            f"--redis-url {url.split('@')[-1]!r} is not usable: {error}",
-            hint="redis://host:port/db, rediss://..., unix:///path/to/redis.sock",
-        ) from error
-
-
-async def _reply(command: Awaitable[T]) -> T:
-    """What Redis answers. redis-py loses a cancellation that comes while it connects: kept here."""
-    try:
-        return await command
-    finally:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise asyncio.CancelledError
 
 
 class RedisDirectory:
     """Announce, withdraw, watch. `num_bad_entries` counts the junk that was read so far."""
 
     def __init__(self, url: str, cluster: str, secret: str | None = None) -> None:
-        if not _CLUSTER_NAME.match(cluster):
-            raise StartupFailed(
-                f"--cluster {cluster!r} is not usable", hint="1 to 64 of A-Z a-z 0-9 _ . -"
-            )
-        self._redis = _connect(url)
+        prefix = key_prefix(cluster)
+        self._redis = connect(url)
         self._secret = secret
-        self._prefix = f"baton:{cluster}:member:"
-        self._channel = f"baton:{cluster}:members"
+        self._prefix = f"{prefix}member:"
+        self._channel = f"{prefix}members"
         self._announcers: dict[str, asyncio.Task[None]] = {}
         self._is_away = False
         self.num_bad_entries = 0
@@ -95,9 +52,9 @@ class RedisDirectory:
         """Remove the entry; where Redis is away, its TTL does it."""
         await self._stop_announcer(incarnation)
         try:
-            if await _reply(self._redis.delete(self._prefix + incarnation)):
-                await _reply(self._redis.publish(self._channel, incarnation))
-        except _REDIS_ERRORS as error:
+            if await reply(self._redis.delete(self._prefix + incarnation)):
+                await reply(self._redis.publish(self._channel, incarnation))
+        except REDIS_ERRORS as error:
             self._note_away(error)
 
     async def watch(self) -> AsyncIterator[tuple[Member, ...]]:
@@ -106,26 +63,26 @@ class RedisDirectory:
         With Redis away from the start, the first one is empty.
         """
         seen: tuple[Member, ...] | None = None
-        delay_s = _RETRY_MIN_S
+        delay_s = RETRY_MIN_S
         while True:
             try:
                 async with self._redis.pubsub(ignore_subscribe_messages=True) as changes:
-                    await _reply(changes.subscribe(self._channel))
+                    await reply(changes.subscribe(self._channel))
                     while True:
                         members = await self._read()
                         self._note_back()
-                        delay_s = _RETRY_MIN_S
+                        delay_s = RETRY_MIN_S
                         if members != seen:
                             seen = members
                             yield members
-                        await _reply(changes.get_message(timeout=_REFRESH_S))
-            except _REDIS_ERRORS as error:
+                        await reply(changes.get_message(timeout=_REFRESH_S))
+            except REDIS_ERRORS as error:
                 self._note_away(error)
             if seen is None:
                 seen = ()
                 yield seen
             await asyncio.sleep(delay_s)
-            delay_s = min(2 * delay_s, _RETRY_MAX_S)
+            delay_s = min(2 * delay_s, RETRY_MAX_S)
 
     async def close(self) -> None:
         """Stop announcing, without withdrawing, and close the connections."""
@@ -133,7 +90,7 @@ class RedisDirectory:
             await self._stop_announcer(incarnation)
         try:
             await self._redis.aclose()
-        except _REDIS_ERRORS as error:
+        except REDIS_ERRORS as error:
             log.debug("closing the connection to Redis: %s", error)
 
     async def _stop_announcer(self, incarnation: str) -> None:
@@ -147,7 +104,7 @@ class RedisDirectory:
         while True:
             await asyncio.sleep(delay_s)
             is_written = await self._write(member, ttl_s)
-            delay_s = ttl_s / 3 if is_written else min(ttl_s / 3, _RETRY_MAX_S)
+            delay_s = ttl_s / 3 if is_written else min(ttl_s / 3, RETRY_MAX_S)
 
     async def _write(self, member: Member, ttl_s: float) -> bool:
         """Store the entry; tell the watchers if it was not there."""
@@ -156,10 +113,10 @@ class RedisDirectory:
             async with self._redis.pipeline(transaction=False) as pipe:
                 pipe.exists(key)
                 pipe.set(key, encode_entry(member, self._secret), px=max(1, int(ttl_s * 1000)))
-                was_there, _ = await _reply(pipe.execute())
+                was_there, _ = await reply(pipe.execute())
             if not was_there:
-                await _reply(self._redis.publish(self._channel, member.incarnation))
-        except _REDIS_ERRORS as error:
+                await reply(self._redis.publish(self._channel, member.incarnation))
+        except REDIS_ERRORS as error:
             self._note_away(error)
             return False
         self._note_back()
@@ -170,7 +127,7 @@ class RedisDirectory:
         found: set[Any] = set()  # SCAN may name a key twice
         cursor = 0
         while len(found) < _MAX_MEMBERS:
-            cursor, page = await _reply(
+            cursor, page = await reply(
                 self._redis.scan(cursor, match=f"{self._prefix}*", count=500)
             )
             found.update(page)
@@ -180,7 +137,7 @@ class RedisDirectory:
         async with self._redis.pipeline(transaction=False) as pipe:
             for key in keys:
                 pipe.getrange(key, 0, MAX_ENTRY_BYTES)  # junk may be huge: never ask for all of it
-            values = await _reply(pipe.execute(raise_on_error=False))
+            values = await reply(pipe.execute(raise_on_error=False))
         return tuple(m for m in map(self._decode, keys, values) if m is not None)
 
     def _decode(self, key: bytes, value: object) -> Member | None:
