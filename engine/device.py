@@ -29,10 +29,10 @@ def choose_placement(config: EngineConfig, model: ModelConfig) -> Placement:
     """
     if config.tensor_parallel_size > 1:
         raise StartupFailed("this build has no tensor parallelism", hint="--tp 1")
-    has_gpu = torch.cuda.is_available()
-    if config.device == "cuda" and not has_gpu:
-        raise StartupFailed("torch sees no CUDA device", hint="--device cpu")
-    if config.device == "cpu" or not has_gpu:
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if config.device.startswith("cuda"):
+        _check_gpu(config.device, num_gpus)
+    if config.device == "cpu" or not num_gpus:
         dtype = "float32" if config.dtype == "auto" else config.dtype
         return Placement(torch.device("cpu"), _DTYPES[dtype])
     if not _has("triton"):
@@ -42,8 +42,20 @@ def choose_placement(config: EngineConfig, model: ModelConfig) -> Placement:
     dtype = model.dtype if config.dtype == "auto" else config.dtype
     if dtype not in _DTYPES:
         raise StartupFailed(f"the checkpoint is in {dtype}", hint="--dtype bfloat16")
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = torch.device("cuda:0" if config.device in ("auto", "cuda") else config.device)
+    torch.cuda.set_device(device)
     return Placement(device, _DTYPES[dtype], TritonOps())
+
+
+def _check_gpu(device: str, num_gpus: int) -> None:
+    """`device` is cuda, or cuda:N as --gpus N gives it."""
+    if not num_gpus:
+        raise StartupFailed("torch sees no GPU here: --gpus needs one", hint="--device cpu")
+    index = torch.device(device).index
+    if index is not None and index >= num_gpus:
+        raise StartupFailed(
+            f"--gpus {index}: this host has GPUs 0 to {num_gpus - 1}", hint="nvidia-smi -L"
+        )
 
 
 def choose_attention(config: EngineConfig, model: ModelConfig, placement: Placement) -> str:

@@ -25,13 +25,16 @@ from ..core.config import ClusterConfig, EngineConfig, NodeConfig
 from ..core.membership import Member, Role
 from ..core.model_dir import resolve_model_dir
 from ..core.ports import Directory, SystemClock, SystemEntropy
+from ..prefix_index.link import PublisherLink
+from ..prefix_index.publisher import Publisher
+from ..prefix_index.redis_link import RedisIndexLink
 from ..proto.v1 import handoff_pb2_grpc, node_pb2_grpc
 from .channels import make_server
 from .engine_handle import EngineCommand, EngineHandle
 from .engine_slot import EngineSlot
 from .health import NodeHealth
 from .links import Links
-from .placement import engine_environments
+from .placement import engine_configs, engine_environment
 from .rpc import HandoffServicer, NodeServicer
 
 ENTRY_TTL_S = 6.0
@@ -48,11 +51,13 @@ async def run(role: Role, engine: EngineConfig, node: NodeConfig, cluster: Clust
     server, port = make_server(node.host, node.port)
     node = dataclasses.replace(node, port=port, name=node.name or f"{role.value}-{port}")
     directory = RedisDirectory(cluster.redis_url, cluster.cluster, cluster.cluster_secret)
-    supervisor = Supervisor(role, engine, node, cluster.cluster_secret, directory)
+    index = RedisIndexLink(cluster.redis_url, cluster.cluster)
+    supervisor = Supervisor(role, engine, node, cluster.cluster_secret, directory, index)
     try:
         await supervisor.serve(server, StopSignals())
     finally:
         await directory.close()
+        await index.close()
     return 0
 
 
@@ -82,18 +87,20 @@ class Supervisor:
         node: NodeConfig,
         secret: str | None,
         directory: Directory,
+        index: PublisherLink,
     ) -> None:
         self._role = role
         self._node = node
         self._secret = secret
         self._directory = directory
+        self._index = index
         self._address = f"{_reachable(node.host)}:{node.port}"
         self._is_draining = False
         self._health = NodeHealth(self._is_ready, node.heartbeat_s)
-        environments = engine_environments(engine, node)
+        configs = engine_configs(engine, node)
         self._slots = [
-            self._make_slot(engine, environment, None if len(environments) == 1 else index)
-            for index, environment in enumerate(environments)
+            self._make_slot(config, None if len(configs) == 1 else index)
+            for index, config in enumerate(configs)
         ]
 
     def engines(self) -> Sequence[EngineHandle]:
@@ -103,9 +110,7 @@ class Supervisor:
     def _is_ready(self) -> bool:
         return not self._is_draining and all(slot.is_ready for slot in self._slots)
 
-    def _make_slot(
-        self, engine: EngineConfig, environment: dict[str, str], index: int | None
-    ) -> EngineSlot:
+    def _make_slot(self, engine: EngineConfig, index: int | None) -> EngineSlot:
         """`index` tells several engines of a node apart."""
         name = f"{self._node.name}" if index is None else f"{self._node.name}.{index}"
         node = dataclasses.replace(self._node, name=name)
@@ -113,7 +118,7 @@ class Supervisor:
         command = EngineCommand(
             module=f"baton.{self._role.value}_node.engine_main",
             configuration=json.dumps(settings),
-            environment=environment,
+            environment=engine_environment(engine),
             heartbeat_s=node.heartbeat_s,
         )
         return EngineSlot(
@@ -186,17 +191,22 @@ class Supervisor:
 
     @asynccontextmanager
     async def _presence(self, engine: EngineHandle) -> AsyncIterator[None]:
-        """While it lives, an engine is in the directory, and a puller's is linked to sources."""
-        linking = None
+        """While it lives, an engine is in the directory, its cache in the prefix index.
+
+        A puller's is linked to sources.
+        """
+        publisher = Publisher(engine.cache_journal, self._index, SystemClock())
+        tasks = [asyncio.create_task(publisher.run())]
         if self._role is Role.DECODE:
-            linking = asyncio.create_task(Links(engine, self._secret, report).run(self._directory))
+            links = Links(engine, self._secret, report)
+            tasks.append(asyncio.create_task(links.run(self._directory)))
         await self._directory.announce(self._member(engine), ENTRY_TTL_S)
         try:
             yield
         finally:
-            if linking is not None:
-                linking.cancel()
-                await asyncio.gather(linking, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self._directory.withdraw(engine.incarnation)
 
     def _member(self, engine: EngineHandle) -> Member:
