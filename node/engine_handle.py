@@ -2,7 +2,8 @@
 
     gateways ─ mailbox ◄─┐
     peers ──── mailbox ◄─┼── frames ◄── engine process      when it ends, all mailboxes end
-    ledgers ── future  ◄─┘
+    ledgers ── future  ◄─┤
+    index ──── journal ◄─┘
 
 Relays and holds no request. Restarting is the slot's business (engine_slot.py).
 """
@@ -19,6 +20,8 @@ from dataclasses import dataclass, field
 
 from ..core.errors import BatonError, NodeLost, StartupFailed, Unavailable
 from ..core.ports import Clock, Entropy
+from ..prefix_index.journal import CacheJournal
+from ..prefix_index.messages import split_hashes
 from ..proto import codec
 from ..proto.v1 import engine_pb2, handoff_pb2, node_pb2
 from .frames import encode, read_frame
@@ -60,6 +63,7 @@ class EngineHandle:
     ) -> None:
         self.welcome = welcome
         self.heartbeat: node_pb2.Heartbeat | None = None  # the last one
+        self.cache_journal = CacheJournal(welcome.incarnation)
         self._process = process
         self._reader = reader
         self._writer = writer
@@ -130,6 +134,10 @@ class EngineHandle:
             case "close_peer":
                 if peer := self._peers.get(message.close_peer):
                     peer.outgoing.end()
+            case "cache_changes":
+                changes = message.cache_changes
+                removed, stored = split_hashes(changes.removed), split_hashes(changes.stored)
+                self.cache_journal.record(removed, stored)
             case "failed":
                 self._failure = codec.error_from_wire(message.failed)
 

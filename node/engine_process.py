@@ -106,6 +106,7 @@ def _run(plan: RolePlan, frames: FrameSocket) -> None:
     if isinstance(runner.kv, CpuKvMemory):  # what lies on a GPU no other process can map
         exporter = ShmExporter(incarnation, runner.kv, generations.fd)
     limits = _limits(plan, engine_config, node_config, runner)
+    outbox = Outbox(frames.send)
     engine = Engine(
         runner,
         limits,
@@ -113,10 +114,10 @@ def _run(plan: RolePlan, frames: FrameSocket) -> None:
         fingerprint=fingerprint.short(runner.fingerprint),
         eos_token_ids=runner.eos_token_ids,
         enable_prefix_caching=engine_config.enable_prefix_caching,
+        cache_observer=outbox,
     )
     report.line(describe_pool(limits))
     inbox: Inbox = Inbox()
-    outbox = Outbox(frames.send)
     name = node_config.name or plan.name.value
     desk = RequestDesk(outbox, clock, name, runner.model_config.vocab_size)
     role = plan.build(

@@ -1,25 +1,30 @@
 """What one turn of the engine loop has to say, collected and sent at its end.
 
 All outputs of a step for one gateway travel in one message, and gateways hear before peers do: the
-first token is on its way before the manifest that follows from it. Knows no request's state.
+first token is on its way before the manifest that follows from it. The supervisor's prefix index
+hears last what the step changed in the cache. Knows no request's state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from ..core.block_hash import BlockHash
+from ..prefix_index.messages import join_hashes
+from ..prefix_index.net_changes import NetChanges
 from ..proto.v1 import engine_pb2, handoff_pb2, node_pb2
 
 Send = Callable[[engine_pb2.EngineOutput], None]
 
 
 class Outbox:
-    """Belongs to the engine loop's thread."""
+    """Belongs to the engine loop's thread. An `engine.prefix_cache.CacheObserver` beside."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self._outputs: dict[str, list[node_pb2.RequestOutput]] = {}
         self._to_peers: list[engine_pb2.EngineOutput] = []
+        self._cache_changes = NetChanges()
 
     def to_gateway(self, gateway: str, output: node_pb2.RequestOutput) -> None:
         """Queue one request's output for the stream `gateway`."""
@@ -38,6 +43,14 @@ class Outbox:
         """Nobody listens there any more."""
         self._outputs.pop(gateway, None)
 
+    def stored(self, block_hash: BlockHash) -> None:
+        """The engine's cache has this block now."""
+        self._cache_changes.stored(block_hash)
+
+    def removed(self, block_hash: BlockHash) -> None:
+        """The engine's cache has this block no longer."""
+        self._cache_changes.removed(block_hash)
+
     def flush(self) -> None:
         """Send everything queued."""
         outputs, self._outputs = self._outputs, {}
@@ -48,3 +61,7 @@ class Outbox:
         to_peers, self._to_peers = self._to_peers, []
         for frame in to_peers:
             self._send(frame)
+        if self._cache_changes:
+            removed, stored = map(join_hashes, self._cache_changes.take())
+            changes = engine_pb2.CacheChanges(removed=removed, stored=stored)
+            self._send(engine_pb2.EngineOutput(cache_changes=changes))

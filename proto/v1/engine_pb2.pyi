@@ -54,7 +54,7 @@ class PeerLinked(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ..., peer_is_source: bool = ...) -> None: ...
 
 class EngineOutput(_message.Message):
-    __slots__ = ("progress", "ready", "failed", "to_gateway", "to_peer", "heartbeat", "ledger", "close_peer")
+    __slots__ = ("progress", "ready", "failed", "to_gateway", "to_peer", "heartbeat", "ledger", "close_peer", "cache_changes")
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +63,7 @@ class EngineOutput(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     LEDGER_FIELD_NUMBER: _ClassVar[int]
     CLOSE_PEER_FIELD_NUMBER: _ClassVar[int]
+    CACHE_CHANGES_FIELD_NUMBER: _ClassVar[int]
     progress: str
     ready: _node_pb2.Welcome
     failed: _common_pb2.Error
@@ -71,7 +72,8 @@ class EngineOutput(_message.Message):
     heartbeat: _node_pb2.Heartbeat
     ledger: Ledger
     close_peer: str
-    def __init__(self, progress: _Optional[str] = ..., ready: _Optional[_Union[_node_pb2.Welcome, _Mapping]] = ..., failed: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., to_gateway: _Optional[_Union[ToGateway, _Mapping]] = ..., to_peer: _Optional[_Union[ToPeer, _Mapping]] = ..., heartbeat: _Optional[_Union[_node_pb2.Heartbeat, _Mapping]] = ..., ledger: _Optional[_Union[Ledger, _Mapping]] = ..., close_peer: _Optional[str] = ...) -> None: ...
+    cache_changes: CacheChanges
+    def __init__(self, progress: _Optional[str] = ..., ready: _Optional[_Union[_node_pb2.Welcome, _Mapping]] = ..., failed: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., to_gateway: _Optional[_Union[ToGateway, _Mapping]] = ..., to_peer: _Optional[_Union[ToPeer, _Mapping]] = ..., heartbeat: _Optional[_Union[_node_pb2.Heartbeat, _Mapping]] = ..., ledger: _Optional[_Union[Ledger, _Mapping]] = ..., close_peer: _Optional[str] = ..., cache_changes: _Optional[_Union[CacheChanges, _Mapping]] = ...) -> None: ...
 
 class ToGateway(_message.Message):
     __slots__ = ("gateway", "message")
@@ -88,6 +90,14 @@ class ToPeer(_message.Message):
     incarnation: str
     message: _handoff_pb2.PeerMessage
     def __init__(self, incarnation: _Optional[str] = ..., message: _Optional[_Union[_handoff_pb2.PeerMessage, _Mapping]] = ...) -> None: ...
+
+class CacheChanges(_message.Message):
+    __slots__ = ("removed", "stored")
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    removed: bytes
+    stored: bytes
+    def __init__(self, removed: _Optional[bytes] = ..., stored: _Optional[bytes] = ...) -> None: ...
 
 class Ledger(_message.Message):
     __slots__ = ("query", "json")

@@ -22,10 +22,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"core", "kernels"},
     "kv_transfer": {"core", "engine", "proto"},
     "cluster": {"core"},
-    "node": {"core", "proto", "engine", "kv_transfer", "cluster"},
+    "prefix_index": {"core", "cluster"},
+    "node": {"core", "proto", "engine", "kv_transfer", "cluster", "prefix_index"},
     "prefill_node": {"core", "proto", "engine", "kv_transfer", "node"},
     "decode_node": {"core", "proto", "engine", "kv_transfer", "node"},
-    "gateway": {"core", "proto", "cluster"},
+    "gateway": {"core", "proto", "cluster", "prefix_index"},
     "client": {"core", "proto"},
     "cli": {"core", "cluster", "node", "gateway", "client", "engine"},
 }

@@ -1,0 +1,1 @@
+"""The cluster-wide prefix index: engines publish what they have cached, gateways mirror it."""

@@ -1,0 +1,167 @@
+"""A gateway's copy of what every linked engine has cached, kept up by the index's messages.
+
+    exact at seq ──DELTA seq+1──► exact at seq+1
+         │ any other number: something was lost
+         ▼
+      inexact ──SNAPSHOT s, read and installed──► exact at s
+
+An inexact copy goes on taking deltas: it is still a good hint. All of this is hints: a wrong one
+makes a prompt's prefill longer and changes no token. Pure state; follower.py does what it asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..core.block_hash import BlockHash
+from ..core.ports import Clock
+from .messages import MAX_HASHES, BadMessage, Chunk, Delta, Head, Snapshot, decode
+
+STALE_S = 60.0  # an engine that the index does not hear of for so long counts as empty
+ASK_S = 0.5  # one request for a snapshot in so long
+
+
+@dataclass(frozen=True, slots=True)
+class AskSnapshot:
+    """Something was lost: ask this engine for a snapshot."""
+
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSnapshot:
+    """Read this snapshot's chunks, and install them."""
+
+    snapshot: Snapshot
+
+
+@dataclass(slots=True)
+class _Copy:
+    """One engine's cache as we know it. `seq` is None while the copy is inexact."""
+
+    max_hashes: int
+    heard_s: float
+    seq: int | None = 0
+    hashes: set[BlockHash] = field(default_factory=set)
+    may_ask_s: float = 0.0
+
+
+class PrefixMirror:
+    """Engines come and go by `add` and `remove`: messages of any other are dropped.
+
+    `num_bad_messages`: junk; `num_foreign_messages`: of engines that we do not know.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._copies: dict[str, _Copy] = {}
+        self.num_bad_messages = 0
+        self.num_foreign_messages = 0
+        self.num_gaps = 0
+
+    def add(self, incarnation: str, num_blocks: int) -> None:
+        """Begin to mirror an engine that can cache at most `num_blocks` blocks."""
+        self._copies[incarnation] = _Copy(num_blocks, self._clock.monotonic_s())
+
+    def remove(self, incarnation: str) -> None:
+        self._copies.pop(incarnation, None)
+
+    # -- messages in ---------------------------------------------------------------------------
+
+    def take(self, raw: bytes) -> AskSnapshot | ReadSnapshot | None:
+        """Take a message as it came; says what must be done about it."""
+        try:
+            message = decode(raw)
+        except BadMessage:
+            self.num_bad_messages += 1
+            return None
+        copy = self._copies.get(message.incarnation)
+        if copy is None:
+            self.num_foreign_messages += 1
+            return None
+        copy.heard_s = self._clock.monotonic_s()
+        match message:
+            case Head(_, seq):
+                if copy.seq is not None and seq > copy.seq:
+                    self._note_gap(copy)
+            case Delta():
+                self._apply(copy, message)
+            case Snapshot():
+                return self._consider(copy, message)
+            case Chunk():
+                self.num_bad_messages += 1  # belongs in a key
+        return self._ask(message.incarnation, copy)
+
+    def _apply(self, copy: _Copy, delta: Delta) -> None:
+        if copy.seq is not None:
+            if delta.seq <= copy.seq:
+                return  # a double
+            if delta.seq > copy.seq + 1:
+                self._note_gap(copy)
+            else:
+                copy.seq = delta.seq
+        copy.hashes.difference_update(delta.removed)
+        copy.hashes.update(delta.stored)
+        if len(copy.hashes) > copy.max_hashes:  # lost removals, or lies
+            copy.hashes.clear()
+            self._note_gap(copy)
+
+    def _note_gap(self, copy: _Copy) -> None:
+        self.num_gaps += copy.seq is not None
+        copy.seq = None
+
+    def _ask(self, incarnation: str, copy: _Copy) -> AskSnapshot | None:
+        now_s = self._clock.monotonic_s()
+        if copy.seq is not None or now_s < copy.may_ask_s:
+            return None
+        copy.may_ask_s = now_s + ASK_S
+        return AskSnapshot(incarnation)
+
+    def _consider(self, copy: _Copy, snapshot: Snapshot) -> ReadSnapshot | None:
+        """A snapshot is on offer, perhaps for another gateway."""
+        if copy.seq is not None and snapshot.seq <= copy.seq:
+            return None
+        if snapshot.num_chunks > 1 + copy.max_hashes // MAX_HASHES:
+            self.num_bad_messages += 1
+            return None
+        return ReadSnapshot(snapshot)
+
+    def install(self, snapshot: Snapshot, hashes: set[BlockHash]) -> None:
+        """Replace the copy by a snapshot that was read whole; `hashes` is ours from now on."""
+        copy = self._copies.get(snapshot.incarnation)
+        if copy is None:
+            return
+        if len(hashes) > copy.max_hashes:
+            self.num_bad_messages += 1
+            return
+        copy.hashes, copy.seq = hashes, snapshot.seq
+
+    # -- questions -----------------------------------------------------------------------------
+
+    def is_exact(self, incarnation: str) -> bool:
+        """Whether nothing that was published up to now is known to be missing."""
+        copy = self._copies.get(incarnation)
+        return copy is not None and copy.seq is not None
+
+    def holds_any(self, incarnations: Iterable[str], block_hash: BlockHash) -> bool:
+        """Whether one of these engines has the block."""
+        return any(block_hash in hashes for _, hashes in self._fresh(incarnations))
+
+    def cached_blocks(
+        self, incarnations: Iterable[str], hashes: Sequence[BlockHash]
+    ) -> Mapping[str, int]:
+        """How many blocks of the chain `hashes` each of these engines has, from the first on."""
+        found = {}
+        for incarnation, cached in self._fresh(incarnations):
+            missing = (i for i, block_hash in enumerate(hashes) if block_hash not in cached)
+            found[incarnation] = next(missing, len(hashes))
+        return found
+
+    def _fresh(self, incarnations: Iterable[str]) -> Iterable[tuple[str, set[BlockHash]]]:
+        """The copies of these engines that are worth a look."""
+        oldest_s = self._clock.monotonic_s() - STALE_S
+        for incarnation in incarnations:
+            copy = self._copies.get(incarnation)
+            if copy is not None and copy.hashes and copy.heard_s >= oldest_s:
+                yield incarnation, copy.hashes

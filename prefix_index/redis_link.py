@@ -1,0 +1,134 @@
+"""The index over Redis: both sides of link.py over redis.asyncio, commands of Redis 2.6 or newer.
+
+    baton:{cluster}:prefix                                  channel: what all engines publish
+    baton:{cluster}:prefix:ask:{incarnation}                channel: gateways ask for a snapshot
+    baton:{cluster}:prefix:{incarnation}:{index}            a chunk of its last snapshot, with a TTL
+
+Knows nothing of what the messages say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from ..cluster.redis_client import (
+    REDIS_ERRORS,
+    RETRY_MAX_S,
+    RETRY_MIN_S,
+    connect,
+    key_prefix,
+    reply,
+)
+from .link import IndexAway
+from .messages import MAX_MESSAGE_BYTES
+
+log = logging.getLogger(__name__)
+
+_CHUNK_TTL_S = 10
+_PROBE_S = 2.0  # silence after which a subscription is asked whether it lives
+
+
+class RedisIndexLink:
+    """One for a process. Raises StartupFailed on a bad URL or cluster name."""
+
+    def __init__(self, url: str, cluster: str) -> None:
+        self._redis = connect(url)
+        self._channel = f"{key_prefix(cluster)}prefix"
+        self._is_away = False
+
+    async def publish(self, messages: Sequence[bytes]) -> None:
+        try:
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for message in messages:
+                    pipe.publish(self._channel, message)
+                await reply(pipe.execute())
+        except REDIS_ERRORS as error:
+            raise self._away(error) from error
+        self._note_back()
+
+    async def write_chunks(self, incarnation: str, chunks: Sequence[bytes]) -> None:
+        try:
+            for index, chunk in enumerate(chunks):
+                key = self._chunk_key(incarnation, index)
+                await reply(self._redis.set(key, chunk, ex=_CHUNK_TTL_S))
+        except REDIS_ERRORS as error:
+            raise self._away(error) from error
+
+    def questions(self, incarnation: str) -> AsyncGenerator[bytes]:
+        return self._follow(self._ask_channel(incarnation))
+
+    def messages(self) -> AsyncGenerator[bytes]:
+        return self._follow(self._channel)
+
+    async def ask(self, incarnation: str) -> None:
+        try:
+            await reply(self._redis.publish(self._ask_channel(incarnation), b"snapshot"))
+        except REDIS_ERRORS as error:
+            raise self._away(error) from error
+
+    async def read_chunk(self, incarnation: str, index: int) -> bytes:
+        key = self._chunk_key(incarnation, index)
+        try:
+            # Junk may be huge: never ask for all of it.
+            value = await reply(self._redis.getrange(key, 0, MAX_MESSAGE_BYTES))
+        except REDIS_ERRORS as error:
+            raise self._away(error) from error
+        assert isinstance(value, bytes), "the client does not decode"
+        return value
+
+    async def close(self) -> None:
+        try:
+            await self._redis.aclose()
+        except REDIS_ERRORS as error:
+            log.debug("closing the connection to Redis: %s", error)
+
+    def _ask_channel(self, incarnation: str) -> str:
+        return f"{self._channel}:ask:{incarnation}"
+
+    def _chunk_key(self, incarnation: str, index: int) -> str:
+        return f"{self._channel}:{incarnation}:{index}"
+
+    async def _follow(self, channel: str) -> AsyncGenerator[bytes]:
+        """What is published there, through any loss of Redis."""
+        delay_s = RETRY_MIN_S
+        while True:
+            try:
+                async with aclosing(self._subscribe(channel)) as published:
+                    async for data in published:
+                        delay_s = RETRY_MIN_S
+                        yield data
+            except REDIS_ERRORS as error:
+                self._away(error)
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, RETRY_MAX_S)
+
+    async def _subscribe(self, channel: str) -> AsyncGenerator[bytes]:
+        """One subscription until it breaks. A peer that went silently away is found by asking."""
+        async with self._redis.pubsub() as pubsub:
+            await reply(pubsub.subscribe(channel))
+            is_probed = False
+            while True:
+                message = await reply(pubsub.get_message(timeout=_PROBE_S))
+                if message is not None:
+                    is_probed = False
+                    if message["type"] == "message":
+                        yield message["data"]
+                elif is_probed:
+                    raise TimeoutError(f"no answer in {_PROBE_S} s")
+                else:
+                    await reply(pubsub.ping())
+                    is_probed = True
+
+    def _away(self, error: BaseException) -> IndexAway:
+        if not self._is_away:
+            log.warning("Redis is away (%s): routing goes by what is known and by load", error)
+        self._is_away = True
+        return IndexAway(str(error))
+
+    def _note_back(self) -> None:
+        if self._is_away:
+            log.warning("Redis is back: the prefix index follows")
+        self._is_away = False
