@@ -1,7 +1,7 @@
 """A real deployment (Redis, gateway, nodes as processes) for tests, behind a plain context manager.
 
 After each use it checks what must always hold: every node's ledger is idle and balanced, and no
-process or abstract socket is left behind.
+process is left behind.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -22,6 +24,8 @@ from baton.cli.deployment import Deployment
 from baton.cluster.secret import secret_metadata
 from baton.core.config import EngineConfig, GatewayConfig, NodeConfig, UpConfig
 from baton.proto.v1 import node_pb2, node_pb2_grpc
+
+MARK = "BATON_TEST_MARK"
 
 
 @dataclass
@@ -85,7 +89,8 @@ def running(
     gateway: GatewayConfig | None = None,
 ) -> Iterator[Running]:
     """Start a deployment, yield it, check its ledgers, stop it, check that nothing is left."""
-    sockets_before = abstract_sockets()
+    mark = secrets.token_hex(8)
+    os.environ[MARK] = mark  # for the children to inherit
     lines: list[str] = []
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
@@ -103,7 +108,6 @@ def running(
     )
     try:
         call(deployment.__aenter__())
-        pids = [child.process.pid for child in deployment.children]
         state = Running(deployment, lines)
         try:
             yield state
@@ -114,11 +118,17 @@ def running(
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
-    assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
-    assert abstract_sockets() <= sockets_before
+    assert not marked_processes(mark)
 
 
-def abstract_sockets() -> set[str]:
-    """The names of our abstract unix sockets on this host."""
-    with open("/proc/net/unix") as table:
-        return {line.split()[-1] for line in table if "@baton" in line}
+def marked_processes(mark: str) -> list[int]:
+    """Processes that descend from one started with `mark`, whoever their parent is by now.
+
+    Abstract sockets and memfds live as long as their processes: none of those, none of these.
+    """
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if f"{MARK}={mark}\0".encode() in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+    return found

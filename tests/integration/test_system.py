@@ -11,14 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from deployments import MARK, Running, marked_processes, running
 
 from baton.cli.deployment import UpConfig
 from baton.client import Client
 from baton.core import errors
 from baton.core.config import EngineConfig
-from deployments import Running, abstract_sockets, running
 
 MODEL = str(Path(__file__).resolve().parents[2] / "models" / "demo")
+OUR_MARK = f"system-{os.getpid()}"
 BATON = str(Path(sys.executable).parent / "baton")
 
 
@@ -107,20 +108,8 @@ def start(*arguments: str) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        env=os.environ | {"BATON_TEST_MARK": str(os.getpid())},
+        env=os.environ | {MARK: OUR_MARK},
     )
-
-
-def marked_processes() -> list[int]:
-    """Processes that descend from one we marked, whoever their parent is by now."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"BATON_TEST_MARK={os.getpid()}".encode() in (entry / "environ").read_bytes():
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return found
 
 
 AT_ONCE_S = 0.05
@@ -129,7 +118,6 @@ AT_ONCE_S = 0.05
 @pytest.mark.parametrize("after_s", [AT_ONCE_S, 0.8, 2.0, None])
 def test_ctrl_c_leaves_nothing_behind(after_s: float | None) -> None:
     """At once, in the middle of start-up, or once it runs."""
-    sockets = abstract_sockets()
     process = start("up", "--device", "cpu", "--grpc-port", "0", "--cpu-kv-bytes", "30000000")
     assert process.stdout is not None
     if after_s is None:
@@ -143,8 +131,7 @@ def test_ctrl_c_leaves_nothing_behind(after_s: float | None) -> None:
     if after_s != AT_ONCE_S:  # then the interpreter itself was still starting
         assert process.returncode in (0, 130), output
         assert "Traceback" not in output
-    assert not marked_processes()
-    assert abstract_sockets() <= sockets
+    assert not marked_processes(OUR_MARK)
 
 
 def test_kill_9_of_the_parent_ends_everything() -> None:
@@ -156,9 +143,9 @@ def test_kill_9_of_the_parent_ends_everything() -> None:
     process.kill()
     process.communicate(timeout=15)
     deadline_s = time.monotonic() + 10
-    while marked_processes() and time.monotonic() < deadline_s:
+    while marked_processes(OUR_MARK) and time.monotonic() < deadline_s:
         time.sleep(0.05)
-    assert not marked_processes()
+    assert not marked_processes(OUR_MARK)
 
 
 def test_demo_twice_in_a_row() -> None:
@@ -167,7 +154,7 @@ def test_demo_twice_in_a_row() -> None:
         output, _ = process.communicate(timeout=60)
         assert process.returncode == 0, output
         assert "tokens/s" in output
-        assert not marked_processes()
+        assert not marked_processes(OUR_MARK)
 
 
 @pytest.mark.parametrize(
