@@ -117,7 +117,7 @@ class ClusterView:
     def linked(self, link: NodeLink) -> None:
         member = link.member
         log.info("linked to %s engine %s at %s", member.role.value, member.name, member.address)
-        self._table.engines[member.incarnation] = LinkedEngine(member, link)
+        self._table.add(LinkedEngine(member, link))
 
     def heartbeat(self, link: NodeLink, load: Load) -> None:
         self._table.engines[link.member.incarnation].load = load
@@ -128,6 +128,6 @@ class ClusterView:
         self._events.engine_outputs(link.member.incarnation, outputs)
 
     def lost(self, link: NodeLink, reason: str) -> None:
-        del self._table.engines[link.member.incarnation]
+        self._table.remove(link.member.incarnation)
         self._events.engine_lost(link.member.incarnation)
         self._events.cluster_changed()

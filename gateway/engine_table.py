@@ -1,22 +1,26 @@
 """What the gateway knows of every linked engine: its welcome, last heartbeat and own dispatches.
 
 Owns the account of requests that were dispatched and not yet answered, which routing adds to the
-heartbeat's load. Knows no grpc and no directory: cluster_view.py tells it what happens.
+heartbeat's load, and of how often the prefix index was right. Knows no grpc and no directory:
+cluster_view.py tells it what happens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Protocol
 
 from ..core.membership import Member, Role
 from ..core.request import Request, Ticket
+from ..prefix_index.mirror import PrefixMirror
 from .engine_link import Avoid, EngineOutput, Route, Work
 from .routing import EngineState, choose_pair
 from .validation import ModelLimits
 
 _RESERVED_BLOCKS = 2  # padding and canary
+_NOTHING_CACHED: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +46,29 @@ class Outbox(Protocol):
     def cancel(self, request_id: str, attempt: int) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Dispatched:
+    """What we expect of a dispatch: tokens to compute, and tokens that are there already."""
+
+    uncached_tokens: int
+    cached_tokens: int
+
+
 @dataclass(slots=True)
 class LinkedEngine:
-    """One engine behind a live link; what sessions see of it (engine_link.EngineLink)."""
+    """One engine behind a live link.
+
+    `num_index_hits`: dispatches for which the index promised cached tokens; `num_stale_hits`: those
+    of them that found fewer.
+    """
 
     member: Member
     outbox: Outbox
     load: Load | None = None
     num_dispatched: int = 0
-    _unanswered: dict[tuple[str, int], int] = field(default_factory=dict)  # -> prompt tokens
+    num_index_hits: int = 0
+    num_stale_hits: int = 0
+    _unanswered: dict[tuple[str, int], _Dispatched] = field(default_factory=dict)
 
     @property
     def incarnation(self) -> str:
@@ -69,10 +87,18 @@ class LinkedEngine:
         return self.load is not None and not self.load.is_draining
 
     def dispatch(
-        self, request: Request, work: Work, ticket: Ticket, deadline_remaining_s: float
+        self,
+        request: Request,
+        work: Work,
+        ticket: Ticket,
+        deadline_remaining_s: float,
+        cached_tokens: int = 0,
     ) -> None:
+        """`cached_tokens`: what the index promises of the request here."""
         self.num_dispatched += 1
-        self._unanswered[request.request_id, request.attempt] = request.num_known_tokens
+        uncached_tokens = request.num_known_tokens - cached_tokens
+        dispatched = _Dispatched(uncached_tokens, cached_tokens)
+        self._unanswered[request.request_id, request.attempt] = dispatched
         self.outbox.dispatch(request, work, ticket, deadline_remaining_s)
 
     def cancel(self, request_id: str, attempt: int) -> None:
@@ -82,10 +108,19 @@ class LinkedEngine:
     def settle(self, outputs: Iterable[EngineOutput]) -> None:
         """Requests that these outputs answer are in the engine's own count now, or over."""
         for output in outputs:
+            if output.cached_tokens is not None:
+                self._compare(output, output.cached_tokens)
             if output.token_ids or output.finish_reason is not None or output.error is not None:
                 self._unanswered.pop((output.request_id, output.attempt), None)
 
-    def state(self, load: Load) -> EngineState:
+    def _compare(self, output: EngineOutput, cached_tokens: int) -> None:
+        """Count how the index did: a prefill says what it really found."""
+        dispatched = self._unanswered.get((output.request_id, output.attempt))
+        if dispatched is not None and dispatched.cached_tokens:
+            self.num_index_hits += 1
+            self.num_stale_hits += cached_tokens < dispatched.cached_tokens
+
+    def state(self, load: Load, cached_tokens: int = 0) -> EngineState:
         return EngineState(
             incarnation=self.member.incarnation,
             role=self.member.role,
@@ -98,9 +133,10 @@ class LinkedEngine:
             credit_blocks=load.credit_blocks,
             is_draining=load.is_draining,
             links=load.links,
-            in_flight_tokens=sum(self._unanswered.values()),
+            in_flight_tokens=sum(d.uncached_tokens for d in self._unanswered.values()),
             num_in_flight=len(self._unanswered),
             num_dispatched=self.num_dispatched,
+            cached_tokens=cached_tokens,
         )
 
     @property
@@ -109,17 +145,73 @@ class LinkedEngine:
         return (self.member.num_blocks - _RESERVED_BLOCKS) * self.member.block_size
 
 
+@dataclass(frozen=True, slots=True)
+class ChosenEngine:
+    """An engine as the request sees it that it was chosen for (engine_link.EngineLink)."""
+
+    engine: LinkedEngine
+    cached_tokens: int
+
+    @property
+    def incarnation(self) -> str:
+        return self.engine.incarnation
+
+    @property
+    def name(self) -> str:
+        return self.engine.name
+
+    @property
+    def fingerprint(self) -> str:
+        return self.engine.fingerprint
+
+    def dispatch(
+        self, request: Request, work: Work, ticket: Ticket, deadline_remaining_s: float
+    ) -> None:
+        self.engine.dispatch(request, work, ticket, deadline_remaining_s, self.cached_tokens)
+
+    def cancel(self, request_id: str, attempt: int) -> None:
+        self.engine.cancel(request_id, attempt)
+
+
 class EngineTable:
-    """All linked engines by incarnation; the `Router` of the sessions."""
+    """All linked engines by incarnation; what is mirrored of the prefix index is theirs."""
 
-    def __init__(self) -> None:
+    def __init__(self, mirror: PrefixMirror) -> None:
         self.engines: dict[str, LinkedEngine] = {}
+        self.mirror = mirror
 
-    def choose(self, num_tokens: int, *, avoid: Avoid, fingerprint: str | None) -> Route:
-        """See engine_link.Router. An engine counts from its first heartbeat on."""
-        states = [e.state(e.load) for e in self.engines.values() if e.load is not None]
+    def add(self, engine: LinkedEngine) -> None:
+        """The engine's link is up."""
+        self.engines[engine.incarnation] = engine
+        self.mirror.add(engine.incarnation, engine.member.num_blocks)
+
+    def remove(self, incarnation: str) -> None:
+        """The engine's link is down."""
+        del self.engines[incarnation]
+        self.mirror.remove(incarnation)
+
+    def choose(
+        self,
+        num_tokens: int,
+        *,
+        avoid: Avoid,
+        fingerprint: str | None,
+        cached_tokens: Mapping[str, int] = _NOTHING_CACHED,
+    ) -> Route:
+        """See engine_link.Router. An engine counts from its first heartbeat on.
+
+        `cached_tokens`: by incarnation, what engines are likely to have of the request.
+        """
+        states = [
+            engine.state(engine.load, cached_tokens.get(engine.incarnation, 0))
+            for engine in self.engines.values()
+            if engine.load is not None
+        ]
         prefill, decode = choose_pair(states, num_tokens, avoid=avoid, fingerprint=fingerprint)
-        return Route(self.engines[prefill], self.engines[decode])
+        return Route(
+            ChosenEngine(self.engines[prefill], cached_tokens.get(prefill, 0)),
+            ChosenEngine(self.engines[decode], cached_tokens.get(decode, 0)),
+        )
 
     def limits(self, base: ModelLimits) -> ModelLimits:
         """`base` narrowed to what the linked engines can do."""

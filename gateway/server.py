@@ -18,6 +18,9 @@ from ..cluster.redis_directory import RedisDirectory
 from ..core.config import ClusterConfig, GatewayConfig
 from ..core.errors import StartupFailed, Unavailable
 from ..core.ports import Clock, Directory, Entropy, SystemClock, SystemEntropy
+from ..prefix_index.follower import Follower
+from ..prefix_index.mirror import PrefixMirror
+from ..prefix_index.redis_link import RedisIndexLink
 from ..proto.v1 import inference_pb2, inference_pb2_grpc
 from .cluster_view import ClusterView
 from .engine_link import Avoid, EngineOutput
@@ -52,13 +55,16 @@ class Gateway:
         config: GatewayConfig,
         cluster: ClusterConfig,
         directory: Directory,
+        index: RedisIndexLink,
         clock: Clock,
         entropy: Entropy,
         session_limits: SessionLimits,
     ) -> None:
         self._model = ServedModel.load(config)
         self._directory = directory
-        self._table = EngineTable()
+        self._index = index
+        self._table = EngineTable(PrefixMirror(clock))
+        self._follower = Follower(index, self._table.mirror)
         self._sessions = SessionTable(clock, config.max_num_requests)
         self._view = ClusterView(
             directory,
@@ -98,6 +104,7 @@ class Gateway:
         await self._server.start()
         self._tasks = [
             asyncio.create_task(self._view.run()),
+            asyncio.create_task(self._follower.run()),
             asyncio.create_task(self._publish_readiness()),
         ]
 
@@ -125,6 +132,7 @@ class Gateway:
         await asyncio.wait(self._tasks)
         await self._view.close()
         await self._directory.close()
+        await self._index.close()
         self._model.tokenizer.close()
 
     async def run_until(self, stop: asyncio.Event) -> None:
@@ -185,11 +193,14 @@ async def serve(
 ) -> Gateway:
     """Build and start a gateway; raises StartupFailed."""
     directory = RedisDirectory(cluster.redis_url, cluster.cluster, cluster.cluster_secret)
+    index = RedisIndexLink(cluster.redis_url, cluster.cluster)
     limits = session_limits or SessionLimits(max_attempts=config.max_attempts)
+    clock, entropy = SystemClock(), SystemEntropy()
     try:
-        gateway = Gateway(config, cluster, directory, SystemClock(), SystemEntropy(), limits)
+        gateway = Gateway(config, cluster, directory, index, clock, entropy, limits)
     except StartupFailed:
         await directory.close()
+        await index.close()
         raise
     await gateway.start()
     return gateway

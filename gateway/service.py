@@ -23,6 +23,7 @@ from ..proto.v1 import inference_pb2, inference_pb2_grpc
 from .chunk_queue import ChunkQueue
 from .cluster_view import ClusterView
 from .engine_table import EngineTable
+from .prompt_router import PromptRouter, route_prompt
 from .served_model import ServedModel
 from .session import GATEWAY, Session, SessionLimits
 from .sessions import SessionTable
@@ -174,12 +175,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: ValidatedRequest, context: _Context, arrived: Stamp, deadline_s: float
     ) -> None:
         """Run a session and stream what it brings; whatever ends this call ends the session."""
+        router = await route_prompt(self._table, request.prompt_token_ids)
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(None) as patience:
                 # The write of a stuck reader never ends: after a failure it is left behind.
                 queue = ChunkQueue(lambda: patience.reschedule(loop.time() + _LAST_WRITE_S))
-                session = self._session(request, queue, arrived, deadline_s)
+                session = self._session(request, router, queue, arrived, deadline_s)
                 try:
                     self._sessions.start(session)
                     await _stream(context, session.request_id, queue)
@@ -189,7 +191,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             raise queue.error or Cancelled("the stream was ended") from None
 
     def _session(
-        self, request: ValidatedRequest, queue: ChunkQueue, arrived: Stamp, deadline_s: float
+        self,
+        request: ValidatedRequest,
+        router: PromptRouter,
+        queue: ChunkQueue,
+        arrived: Stamp,
+        deadline_s: float,
     ) -> Session:
         detokenizer = self._model.tokenizer.detokenizer(request.prompt_token_ids)
         return Session(
@@ -199,7 +206,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             arrived=arrived,
             text=TextStream(detokenizer, request.sampling.stop),
             sink=queue,
-            router=self._table,
+            router=router,
             clock=self._clock,
             entropy=self._entropy,
             limits=self._session_limits,

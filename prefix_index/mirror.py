@@ -144,9 +144,9 @@ class PrefixMirror:
         copy = self._copies.get(incarnation)
         return copy is not None and copy.seq is not None
 
-    def holds_any(self, incarnations: Iterable[str], block_hash: BlockHash) -> bool:
-        """Whether one of these engines has the block."""
-        return any(block_hash in hashes for _, hashes in self._fresh(incarnations))
+    def holds_any(self, incarnations: Iterable[str], hashes: Sequence[BlockHash]) -> bool:
+        """Whether one of these engines has anything, and all of `hashes` among it."""
+        return any(cached.issuperset(hashes) for _, cached in self._fresh(incarnations))
 
     def cached_blocks(
         self, incarnations: Iterable[str], hashes: Sequence[BlockHash]
@@ -159,7 +159,7 @@ class PrefixMirror:
         return found
 
     def _fresh(self, incarnations: Iterable[str]) -> Iterable[tuple[str, set[BlockHash]]]:
-        """The copies of these engines that are worth a look."""
+        """The copies of these engines that are worth a look: not empty, not stale."""
         oldest_s = self._clock.monotonic_s() - STALE_S
         for incarnation in incarnations:
             copy = self._copies.get(incarnation)

@@ -44,6 +44,7 @@ from baton.gateway.cluster_view import ClusterView
 from baton.gateway.engine_table import EngineTable
 from baton.gateway.server import Gateway, serve
 from baton.gateway.session import SessionLimits
+from baton.prefix_index.mirror import PrefixMirror
 from baton.proto.v1 import inference_pb2, inference_pb2_grpc
 
 SECRET = "test secret"
@@ -360,7 +361,7 @@ async def test_engines_that_do_not_answer_are_tried_until_they_are_not_listed() 
         def engine_lost(self, incarnation: str) -> None: ...
         def cluster_changed(self) -> None: ...
 
-    directory, table = FakeDirectory(), EngineTable()
+    directory, table = FakeDirectory(), EngineTable(PrefixMirror(SystemClock()))
     view = ClusterView(directory, "demo", SECRET, SystemClock(), table, NobodyListens(), 1.2)
     following = asyncio.create_task(view.run())
     node = await FakeNode(Role.DECODE, "d", "1" * 32, secret=SECRET).start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from fakes.clock import FakeClock
 from fakes.engine_link import FakeLink
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from baton.gateway.engine_link import Avoid, EngineOutput, Work
 from baton.gateway.engine_table import EngineTable, LinkedEngine, Load
 from baton.gateway.routing import EngineState, choose_pair
 from baton.gateway.validation import ModelLimits
+from baton.prefix_index.mirror import PrefixMirror
 
 
 def prefill(name: str, **fields: object) -> EngineState:
@@ -124,7 +126,7 @@ def linked(name: str, role: Role, num_blocks: int = 10, max_model_len: int = 400
 
 
 def table_of(*engines: LinkedEngine) -> EngineTable:
-    table = EngineTable()
+    table = EngineTable(PrefixMirror(FakeClock()))
     table.engines = {engine.incarnation: engine for engine in engines}
     return table
 

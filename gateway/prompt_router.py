@@ -1,0 +1,77 @@
+"""The router of one request: the engine table, asked with what each engine has cached of a prompt.
+
+Hashing costs some microseconds a block, so it stops where no engine has the chain, gives the event
+loop its turns, and is done once a request. No network: the mirror is in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..core.block_hash import BlockHash, block_hashes, root_hash
+from ..core.membership import Role
+from .engine_link import Avoid, Route
+from .engine_table import EngineTable
+
+_SLICE_BLOCKS = 64  # about 0.1 ms of hashing
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRouter:
+    """`engine_link.Router`. `hashes`: of the prompt's first full blocks, by fingerprint."""
+
+    table: EngineTable
+    hashes: Mapping[str, Sequence[BlockHash]]
+
+    def choose(self, num_tokens: int, *, avoid: Avoid, fingerprint: str | None) -> Route:
+        cached_tokens = self._cached_tokens(num_tokens)
+        return self.table.choose(
+            num_tokens, avoid=avoid, fingerprint=fingerprint, cached_tokens=cached_tokens
+        )
+
+    def _cached_tokens(self, num_tokens: int) -> dict[str, int]:
+        """By incarnation, how many tokens each engine is likely to have."""
+        cached: dict[str, int] = {}
+        for fingerprint, chain in self.hashes.items():
+            engines = _engines_of(self.table, fingerprint)
+            for incarnation, num_blocks in self.table.mirror.cached_blocks(engines, chain).items():
+                member = self.table.engines[incarnation].member
+                if member.role is Role.PREFILL:  # it computes one token at least
+                    num_blocks = min(num_blocks, (num_tokens - 1) // member.block_size)
+                cached[incarnation] = num_blocks * member.block_size
+        return cached
+
+
+async def route_prompt(table: EngineTable, token_ids: Sequence[int]) -> PromptRouter:
+    """The router for a prompt: hashes as much of it as some engine may have cached."""
+    block_sizes = {e.fingerprint: e.member.block_size for e in table.engines.values()}
+    hashes = {
+        fingerprint: await _hash_while_cached(table, token_ids, fingerprint, block_size)
+        for fingerprint, block_size in block_sizes.items()
+    }
+    return PromptRouter(table, hashes)
+
+
+async def _hash_while_cached(
+    table: EngineTable, token_ids: Sequence[int], fingerprint: str, block_size: int
+) -> list[BlockHash]:
+    """The chain, to the end of the slice in which the last engine's cache of it ends."""
+    mirror = table.mirror
+    hashes: list[BlockHash] = []
+    parent = root_hash(fingerprint)
+    num_slice_tokens = _SLICE_BLOCKS * block_size
+    for start in range(0, len(token_ids), num_slice_tokens):
+        if not mirror.holds_any(_engines_of(table, fingerprint), hashes[-1:]):
+            break
+        hashes += block_hashes(parent, token_ids[start : start + num_slice_tokens], block_size)
+        if not hashes:
+            break  # shorter than a block
+        parent = hashes[-1]
+        await asyncio.sleep(0)
+    return hashes
+
+
+def _engines_of(table: EngineTable, fingerprint: str) -> list[str]:
+    return [e.incarnation for e in table.engines.values() if e.fingerprint == fingerprint]
