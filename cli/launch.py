@@ -19,20 +19,37 @@ def run_reporting(start: Callable[[], Coroutine[Any, Any, int]]) -> int:
     try:
         return asyncio.run(start())
     except StartupFailed as error:
-        print(f"error: {error.message}", file=sys.stderr)
-        if error.hint:
-            print(f"  try: {error.hint}", file=sys.stderr)
+        report_failure(error)
         return 1
     except KeyboardInterrupt:
         return 130
 
 
-def _node(role: Role) -> int:
+def report_failure(error: StartupFailed) -> None:
+    """What is wrong, and what to do about it."""
+    print(f"error: {error.message}", file=sys.stderr)
+    if error.hint:
+        print(f"  try: {error.hint}", file=sys.stderr)
+
+
+def node_parser(role: Role) -> argparse.ArgumentParser:
+    """The command line of launch_prefill and launch_decode."""
     parser = argparse.ArgumentParser(
         prog=f"launch_{role.value}", description=f"Start a {role.value} node."
     )
     flags.add_flags(parser, EngineConfig, NodeConfig, ClusterConfig)
-    arguments = parser.parse_args()
+    return parser
+
+
+def gateway_parser() -> argparse.ArgumentParser:
+    """The command line of launch_gateway."""
+    parser = argparse.ArgumentParser(prog="launch_gateway", description="Start a gateway.")
+    flags.add_flags(parser, GatewayConfig, ClusterConfig)
+    return parser
+
+
+def _node(role: Role) -> int:
+    arguments = node_parser(role).parse_args()
 
     async def start() -> int:
         from ..node import supervisor
@@ -59,9 +76,7 @@ def decode() -> int:
 
 def gateway() -> int:
     """Console script `launch_gateway`."""
-    parser = argparse.ArgumentParser(prog="launch_gateway", description="Start a gateway.")
-    flags.add_flags(parser, GatewayConfig, ClusterConfig)
-    arguments = parser.parse_args()
+    arguments = gateway_parser().parse_args()
 
     async def start() -> int:
         from ..gateway import server

@@ -1,0 +1,132 @@
+"""Asks a whole cluster: who is in Redis, who answers, and with which ledger.
+
+An engine lives if its node's Session stream for that incarnation says Welcome, as a gateway would
+find out; nothing is dispatched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from ..cluster.redis_client import REDIS_ERRORS, connect
+from ..cluster.redis_directory import RedisDirectory
+from ..cluster.secret import secret_metadata
+from ..core.config import ClusterConfig
+from ..core.errors import StartupFailed
+from ..core.membership import Member
+from ..proto.v1 import node_pb2, node_pb2_grpc
+from .ledger import BadLedger, Ledger, parse_ledger
+
+_ANSWER_S = 3.0
+_LEDGER_S = 12.0  # a node waits up to 10 s for an engine that hangs
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """One engine. `member` is None if no entry in Redis is its; `silence` says why no ledger."""
+
+    name: str
+    address: str
+    member: Member | None
+    ledger: Ledger | None
+    silence: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """One look at a cluster."""
+
+    engines: tuple[EngineView, ...]
+    num_bad_entries: int = 0
+
+
+async def survey(cluster: ClusterConfig) -> Survey:
+    """Ask everybody at once. Raises StartupFailed if Redis does not answer."""
+    members, num_bad_entries = await _members(cluster)
+    addresses = sorted({member.address for member in members})
+    secret = cluster.cluster_secret
+    nodes = await asyncio.gather(
+        *(_look_at(a, [m for m in members if m.address == a], secret) for a in addresses)
+    )
+    engines = tuple(engine for node in nodes for engine in node)
+    return Survey(engines, num_bad_entries)
+
+
+async def _members(cluster: ClusterConfig) -> tuple[tuple[Member, ...], int]:
+    """The directory, and how many of its entries are junk or not signed with our secret."""
+    client = connect(cluster.redis_url)
+    try:
+        await client.ping()
+    except REDIS_ERRORS as error:
+        raise StartupFailed(
+            f"Redis does not answer: {error or type(error).__name__}", hint="--redis-url"
+        ) from error
+    finally:
+        await client.aclose()
+    directory = RedisDirectory(cluster.redis_url, cluster.cluster, cluster.cluster_secret)
+    try:
+        async with aclosing(directory.watch()) as watch:  # type: ignore[type-var]
+            async for members in watch:
+                return members, directory.num_bad_entries
+        raise AssertionError("a watch does not end")
+    finally:
+        await directory.close()
+
+
+async def _look_at(address: str, members: Sequence[Member], secret: str | None) -> list[EngineView]:
+    """All engines of one node: those that Redis names, and those that it does not."""
+    async with grpc.aio.insecure_channel(
+        address, (("grpc.use_local_subchannel_pool", 1),)
+    ) as channel:
+        stub = node_pb2_grpc.NodeStub(channel)  # type: ignore[no-untyped-call]
+        ledgers, silence = await _ledgers(stub, secret)
+        reasons = await asyncio.gather(*(_silence(stub, member, secret) for member in members))
+    engines = []
+    for member, reason in zip(members, reasons, strict=True):
+        ledger = None if reason else ledgers.pop(member.name, None)
+        why = reason or ("" if ledger else silence or "its node has no ledger of it")
+        engines.append(EngineView(member.name, address, member, ledger, why))
+    strangers = [EngineView(name, address, None, ledger) for name, ledger in ledgers.items()]
+    return [*engines, *strangers]
+
+
+async def _ledgers(stub: Any, secret: str | None) -> tuple[dict[str, Ledger], str]:
+    """The node's ledgers by engine name, and what went wrong with the rest."""
+    request, found, silence = node_pb2.GetLedgerRequest(), {}, ""
+    try:
+        answer = await stub.GetLedger(request, metadata=secret_metadata(secret), timeout=_LEDGER_S)
+    except grpc.aio.AioRpcError as error:
+        return {}, _reason(error)
+    for text in answer.ledgers:
+        try:
+            ledger = parse_ledger(text)
+        except BadLedger as error:
+            silence = str(error)
+        else:
+            found[ledger.node] = ledger
+    return found, silence
+
+
+async def _silence(stub: Any, member: Member, secret: str | None) -> str:
+    """Why this incarnation cannot be spoken to; empty if it can."""
+    metadata = (("baton-engine", member.incarnation), *secret_metadata(secret))
+    stream = stub.Session(metadata=metadata, timeout=_ANSWER_S)
+    try:
+        message = await stream.read()
+    except grpc.aio.AioRpcError as error:
+        return _reason(error)
+    finally:
+        stream.cancel()
+    if message is grpc.aio.EOF or not message.HasField("welcome"):
+        return "no welcome"
+    return ""
+
+
+def _reason(error: grpc.aio.AioRpcError) -> str:
+    return f"{error.code().name}: {error.details()}"

@@ -1,0 +1,189 @@
+"""The commands against a real deployment: the chat shell on a pseudo-terminal, fsck, doctor."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from deployments import Running, running
+
+from baton.client import Client
+from baton.cluster.redis_directory import RedisDirectory
+from baton.core.config import EngineConfig
+from baton.core.membership import Member, Role
+
+BATON = Path(sys.executable).parent / "baton"
+GHOST = Member("f" * 32, Role.DECODE, "ghost", "127.0.0.1:1", "demo", "fp", 2048, 16, 100)
+
+
+@pytest.fixture(scope="module")
+def system() -> Iterator[Running]:
+    with running(EngineConfig(device="cpu", cpu_kv_bytes=64 << 20)) as system:
+        yield system
+
+
+class Terminal:
+    """`baton chat` on a pseudo-terminal: what a person types and sees."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._fd, child = pty.openpty()
+        self.process = subprocess.Popen(
+            [BATON, "chat", *arguments],
+            stdin=child,
+            stdout=child,
+            stderr=child,
+            env=os.environ | {"PYTHONSAFEPATH": "1", "TERM": "dumb"},
+            start_new_session=True,
+            preexec_fn=_take_terminal,  # so that ^C makes a signal
+        )
+        os.close(child)
+        self.seen = ""
+
+    def type(self, text: str) -> None:
+        os.write(self._fd, text.encode())
+
+    def expect(self, pattern: str, timeout_s: float = 20.0) -> str:
+        """Read until `pattern` has come behind what was expected before; returns what it took."""
+        deadline_s = time.monotonic() + timeout_s
+        while not (match := re.search(pattern, self.seen)):
+            assert time.monotonic() < deadline_s, f"no {pattern!r} in {self.seen!r}"
+            self.seen += os.read(self._fd, 65536).decode(errors="replace")
+        before, self.seen = self.seen[: match.end()], self.seen[match.end() :]
+        return before
+
+    def close(self) -> int:
+        code = self.process.wait(timeout=20)
+        os.close(self._fd)
+        return code
+
+
+def _take_terminal() -> None:
+    import fcntl
+    import termios
+
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def test_chat_on_a_terminal(system: Running) -> None:
+    shell = Terminal("--address", system.address, "--temperature", "0", "--max-tokens", "24")
+    shell.expect("plain completion shell.*\n> ")
+    prompt = "def read_file(path):"
+    shell.type(f"{prompt}\n")
+    shown = shell.expect(r"\n> $").replace("\r\n", "\n")
+    with Client(system.address) as client:
+        text = client.generate(prompt, max_tokens=24, temperature=0.0).result.text
+    assert text in shown
+    shell.type("/info\n")
+    assert "prefill-0 -> decode-0" in shell.expect("tokens/s")
+
+    shell.type("/set max_tokens 1900\n/reset\n")
+    shell.expect("forgotten")
+    shell.type("import os\n")
+    shell.expect("import os")
+    time.sleep(0.3)
+    shell.type("\x03")
+    shell.expect(r"\[cancelled\]")
+    shell.type("\x04")
+    assert shell.close() == 0
+
+
+def test_chat_without_a_gateway(system: Running) -> None:
+    said = subprocess.run(
+        [BATON, "chat", "--address", "127.0.0.1:1"], capture_output=True, text=True, timeout=30
+    )
+    assert said.returncode == 1
+    assert "no gateway answers at 127.0.0.1:1" in said.stderr
+
+
+@pytest.mark.slow
+def test_chat_starts_a_deployment_of_its_own() -> None:
+    said = subprocess.run(
+        [BATON, "chat", "--device", "cpu", "--cpu-kv-bytes", "67108864", "--max-tokens", "4"],
+        input="def f(\n/info\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert said.returncode == 0, said.stderr
+    assert "prefill-0" in said.stdout
+
+
+def fsck(system: Running, *arguments: str, secret: str | None = None) -> tuple[int, str]:
+    cluster = system.deployment.cluster
+    said = subprocess.run(
+        [BATON, "fsck", "--redis-url", cluster.redis_url, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"BATON_CLUSTER_SECRET": secret or cluster.cluster_secret or ""},
+    )
+    return said.returncode, said.stdout + said.stderr
+
+
+def test_fsck_of_a_sound_cluster(system: Running) -> None:
+    code, said = fsck(system)
+    assert code == 0, said
+    assert len(re.findall(r"^ok +(?:prefill|decode)-0 ", said, re.MULTILINE)) == 2
+
+
+def test_fsck_while_requests_run(system: Running) -> None:
+    with Client(system.address) as client:
+        streams = [
+            client.generate(f"def f{i}(", max_tokens=400, temperature=0.0, ignore_eos=True)
+            for i in range(4)
+        ]
+        for stream in streams:
+            next(stream)
+        code, said = fsck(system, "--json")
+        for stream in streams:
+            stream.cancel()
+    assert code == 0, said
+    assert {finding["level"] for finding in json.loads(said)} == {"ok"}
+
+
+def test_fsck_finds_an_entry_that_nobody_stands_behind(system: Running) -> None:
+    cluster = system.deployment.cluster
+
+    async def announce() -> None:
+        directory = RedisDirectory(cluster.redis_url, cluster.cluster, cluster.cluster_secret)
+        await directory.announce(GHOST, 60.0)
+        await directory.close()
+
+    async def withdraw() -> None:
+        directory = RedisDirectory(cluster.redis_url, cluster.cluster, cluster.cluster_secret)
+        await directory.withdraw(GHOST.incarnation)
+        await directory.close()
+
+    asyncio.run(announce())
+    try:
+        code, said = fsck(system)
+    finally:
+        asyncio.run(withdraw())
+    assert code == 1
+    assert re.search(r"^problem +ghost +in Redis, but does not answer", said, re.MULTILINE), said
+
+
+def test_fsck_with_another_secret_finds_nothing(system: Running) -> None:
+    code, said = fsck(system, secret="another")
+    assert code == 1
+    assert "2 entries are junk or not signed with this secret" in said
+
+
+def test_fsck_without_redis() -> None:
+    said = subprocess.run(
+        [BATON, "fsck", "--redis-url", "redis://127.0.0.1:1/0"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert said.returncode == 1
+    assert "Redis does not answer" in said.stderr

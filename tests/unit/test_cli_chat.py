@@ -1,0 +1,175 @@
+"""The completion shell: its text, its commands, and how a generation ends. No terminal, no net."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from baton.cli.chat import Shell, describe
+from baton.client import Chunk, FinishReason, Result
+from baton.client.messages import GenerateParams
+from baton.core.errors import BatonError, Cancelled, ContextLengthExceeded, InvalidRequest
+from baton.core.metrics import TokenTimes
+
+
+def result_of(text: str) -> Result:
+    return Result(
+        id="0" * 32,
+        text=text,
+        token_ids=(1, 2, 3),
+        finish_reason=FinishReason.LENGTH,
+        matched_stop=None,
+        prompt_tokens=7,
+        completion_tokens=3,
+        cached_tokens=0,
+        prefill_node="prefill-0",
+        decode_node="decode-0",
+        transfer_bytes=2048,
+        transfer_cached_tokens=0,
+        transport="shm",
+        attempts=1,
+        seed=0,
+        timeline=(),
+        times=TokenTimes(10.0, (10.02, 10.05, 10.06)),
+    )
+
+
+@dataclass
+class FakeGeneration:
+    """Yields texts, then ends well or by `error`. `at_end` is called before it ends."""
+
+    texts: Sequence[str]
+    error: BatonError | None = None
+    sends_ctrl_c: bool = False
+    is_cancelled: bool = False
+
+    @property
+    def result(self) -> Result:
+        return result_of("".join(self.texts))
+
+    def __iter__(self) -> Iterator[Chunk]:
+        for index, text in enumerate(self.texts):
+            yield Chunk(text, (1,), index, None)
+        if self.sends_ctrl_c:
+            os.kill(os.getpid(), signal.SIGINT)
+        if self.is_cancelled:
+            raise Cancelled("the request was cancelled")
+        if self.error:
+            raise self.error
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+@dataclass
+class World:
+    """A shell whose input is a list; an exception in it is raised."""
+
+    answers: list[FakeGeneration] = field(default_factory=list)
+    asked: list[tuple[str, GenerateParams]] = field(default_factory=list)
+    written: list[str] = field(default_factory=list)
+
+    def run(self, *entries: str | BaseException) -> str:
+        lines = iter(entries)
+
+        def read(prompt: str) -> str:
+            entry = next(lines, EOFError())
+            if isinstance(entry, BaseException):
+                raise entry
+            return entry
+
+        def generate(text: str, params: GenerateParams) -> FakeGeneration:
+            self.asked.append((text, params))
+            return self.answers.pop(0) if self.answers else FakeGeneration([" ok"])
+
+        Shell(generate, read, self.written.append, {"max_tokens": 4}).run()
+        return "".join(self.written)
+
+    @property
+    def texts(self) -> list[str]:
+        return [text for text, _ in self.asked]
+
+
+def test_text_is_streamed_and_the_end_of_input_ends() -> None:
+    world = World([FakeGeneration(["a", "b"])])
+    assert world.run("hello") == "ab\n\n"
+    assert world.asked == [("hello", {"max_tokens": 4})]
+
+
+def test_later_prompts_follow_the_text_so_far() -> None:
+    world = World([FakeGeneration([" one"]), FakeGeneration([" two\n"])])
+    world.run("first", "second", "third")
+    assert world.texts == ["first", "first one\nsecond", "first one\nsecond two\nthird"]
+
+
+def test_reset_forgets_the_text() -> None:
+    world = World()
+    world.run("first", "/reset", "second")
+    assert world.texts == ["first", "second"]
+
+
+def test_a_backslash_continues_the_line() -> None:
+    world = World()
+    world.run("class A:\\", "    def f(self):\\", "        pass", "/quit", "never read")
+    assert world.texts == ["class A:\n    def f(self):\n        pass"]
+
+
+def test_settings_are_sent() -> None:
+    world = World()
+    said = world.run("/set temperature 0.7", "/set max_tokens 100", "/set", "go")
+    assert world.asked == [("go", {"max_tokens": 100, "temperature": 0.7})]
+    assert "max_tokens 100, temperature 0.7\n" in said
+
+
+@pytest.mark.parametrize("entry", ["/set temperature hot", "/set colour red", "/set seed", "/what"])
+def test_wrong_commands_are_explained_and_change_nothing(entry: str) -> None:
+    world = World()
+    assert world.run(entry).strip()
+    world.run("go")
+    assert world.asked == [("go", {"max_tokens": 4})]
+
+
+def test_info_tells_path_and_times() -> None:
+    said = World().run("/info", "go", "/info")
+    assert "no request has finished yet" in said
+    assert "prefill-0 -> decode-0, 2 KiB of KV by shm; 7 prompt tokens, 0 cached; 3 out" in said
+    assert "TTFT 20.0 ms, hand-off gap 30.0 ms, TBT p50 10.0 ms, 50 tokens/s" in said
+
+
+def test_a_result_without_tokens_can_be_described() -> None:
+    import dataclasses
+
+    nothing = dataclasses.replace(result_of(""), times=TokenTimes(0.0, ()), decode_node=None)
+    assert "TTFT -, hand-off gap -" in describe(nothing)
+
+
+def test_ctrl_c_cancels_the_generation_alone() -> None:
+    answer = FakeGeneration([" so", " far"], sends_ctrl_c=True)
+    world = World([answer])
+    said = world.run("start", "next")
+    assert answer.is_cancelled
+    assert "[cancelled]" in said
+    assert world.texts == ["start", "start so far\nnext"]  # what was shown stays
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_at_the_prompt_ends_nothing() -> None:
+    world = World()
+    world.run(KeyboardInterrupt(), "go")
+    assert world.texts == ["go"]
+
+
+def test_errors_are_shown_and_their_prompt_is_forgotten() -> None:
+    world = World([FakeGeneration([], InvalidRequest("temperature must lie in [0, 2]"))])
+    said = world.run("bad", "good")
+    assert "invalid_request: temperature must lie in [0, 2]" in said
+    assert world.texts == ["bad", "good"]
+
+
+def test_a_full_context_says_how_to_go_on() -> None:
+    world = World([FakeGeneration([" x"]), FakeGeneration([], ContextLengthExceeded("too long"))])
+    assert "/reset" in world.run("a", "b")
