@@ -139,10 +139,10 @@ class PrefixMirror:
 
     # -- questions -----------------------------------------------------------------------------
 
-    def is_exact(self, incarnation: str) -> bool:
-        """Whether nothing that was published up to now is known to be missing."""
+    def exact_seq(self, incarnation: str) -> int | None:
+        """The delta behind which the copy was equal to the cache; None while it is inexact."""
         copy = self._copies.get(incarnation)
-        return copy is not None and copy.seq is not None
+        return None if copy is None else copy.seq
 
     def holds_any(self, incarnations: Iterable[str], hashes: Sequence[BlockHash]) -> bool:
         """Whether one of these engines has anything, and all of `hashes` among it."""

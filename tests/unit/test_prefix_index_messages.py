@@ -1,0 +1,86 @@
+"""The index on the wire: what is written can be read, and junk is BadMessage and nothing else."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+from fakes.clock import FakeClock
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.prefix_index.messages import (
+    MAX_HASHES,
+    MAX_MESSAGE_BYTES,
+    BadMessage,
+    Chunk,
+    Delta,
+    Head,
+    Message,
+    Snapshot,
+    decode,
+    encode,
+)
+from baton.prefix_index.mirror import PrefixMirror
+
+A = "aa" * 16
+seqs = st.integers(0, 2**64 - 1)
+counts = st.integers(0, 2**32 - 1)
+incarnations = st.binary(min_size=16, max_size=16).map(bytes.hex)
+hash_lists = st.lists(st.binary(min_size=16, max_size=16), max_size=5).map(tuple)
+messages: st.SearchStrategy[Message] = st.one_of(
+    st.builds(Head, incarnations, seqs),
+    st.builds(Delta, incarnations, seqs, hash_lists, hash_lists),
+    st.builds(Snapshot, incarnations, seqs, counts),
+    st.builds(Chunk, incarnations, seqs, counts, hash_lists),
+)
+
+
+@given(messages)
+def test_what_is_written_can_be_read(message: Message) -> None:
+    assert decode(encode(message)) == message
+
+
+def test_the_layout_is_the_documented_one() -> None:
+    raw = encode(Delta(A, 7, (b"r" * 16,), (b"s" * 16, b"t" * 16)))
+    header = b"BPX1" + b"\x02" + b"\xaa" * 16 + struct.pack("<Q", 7)
+    assert raw == header + struct.pack("<II", 1, 2) + b"r" * 16 + b"s" * 16 + b"t" * 16
+
+
+def test_the_fullest_message_is_within_the_limit() -> None:
+    full = tuple(i.to_bytes(16, "little") for i in range(MAX_HASHES))
+    assert len(encode(Delta(A, 1, full))) <= MAX_MESSAGE_BYTES
+    assert len(encode(Chunk(A, 1, 0, full))) <= MAX_MESSAGE_BYTES
+
+
+@given(st.one_of(st.binary(max_size=80), messages.map(encode)), st.data())
+def test_junk_is_refused_and_never_more_than_that(raw: bytes, data: st.DataObject) -> None:
+    """Also messages with a byte changed, cut short, or with more behind them."""
+    if raw:
+        position = data.draw(st.integers(0, len(raw) - 1))
+        raw = raw[:position] + data.draw(st.binary(max_size=2)) + raw[position + 1 :]
+    mirror = PrefixMirror(FakeClock())
+    mirror.add(A, 10)
+    mirror.take(raw)
+    try:
+        assert encode(decode(raw)) == raw, "one message has one form"
+    except BadMessage:
+        assert mirror.num_bad_messages == 1
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"BPX1",
+        b"x" * (MAX_MESSAGE_BYTES + 1),
+        b"BPX2" + encode(Head(A, 1))[4:],
+        encode(Head(A, 1)) + b"x",
+        encode(Delta(A, 1, (), (b"h" * 16,)))[:-1],
+        encode(Snapshot(A, 1, 1)) + b"x",
+        encode(Head(A, 1))[:4] + b"\x09" + encode(Head(A, 1))[5:],
+    ],
+)
+def test_examples_of_junk(raw: bytes) -> None:
+    with pytest.raises(BadMessage):
+        decode(raw)
