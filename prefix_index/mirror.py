@@ -21,6 +21,8 @@ from .messages import MAX_HASHES, BadMessage, Chunk, Delta, Head, Snapshot, deco
 STALE_S = 60.0  # an engine that the index does not hear of for so long counts as empty
 ASK_S = 0.5  # one request for a snapshot in so long
 
+_STRIDE = 64
+
 
 @dataclass(frozen=True, slots=True)
 class AskSnapshot:
@@ -152,11 +154,8 @@ class PrefixMirror:
         self, incarnations: Iterable[str], hashes: Sequence[BlockHash]
     ) -> Mapping[str, int]:
         """How many blocks of the chain `hashes` each of these engines has, from the first on."""
-        found = {}
-        for incarnation, cached in self._fresh(incarnations):
-            missing = (i for i, block_hash in enumerate(hashes) if block_hash not in cached)
-            found[incarnation] = next(missing, len(hashes))
-        return found
+        fresh = self._fresh(incarnations)
+        return {incarnation: _length_in(cached, hashes) for incarnation, cached in fresh}
 
     def _fresh(self, incarnations: Iterable[str]) -> Iterable[tuple[str, set[BlockHash]]]:
         """The copies of these engines that are worth a look: not empty, not stale."""
@@ -165,3 +164,12 @@ class PrefixMirror:
             copy = self._copies.get(incarnation)
             if copy is not None and copy.hashes and copy.heard_s >= oldest_s:
                 yield incarnation, copy.hashes
+
+
+def _length_in(cached: set[BlockHash], hashes: Sequence[BlockHash]) -> int:
+    """The position of the first hash that is not in `cached`."""
+    start = 0
+    while start < len(hashes) and cached.issuperset(hashes[start : start + _STRIDE]):
+        start += _STRIDE  # many at a time: a long prompt is looked up on every engine
+    rest = (i for i in range(start, len(hashes)) if hashes[i] not in cached)
+    return next(rest, len(hashes))

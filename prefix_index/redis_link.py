@@ -14,6 +14,8 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
+from redis.exceptions import ResponseError
+
 from ..cluster.redis_client import (
     REDIS_ERRORS,
     RETRY_MAX_S,
@@ -74,6 +76,8 @@ class RedisIndexLink:
         try:
             # Junk may be huge: never ask for all of it.
             value = await reply(self._redis.getrange(key, 0, MAX_MESSAGE_BYTES))
+        except ResponseError:
+            return b""  # something else lies there
         except REDIS_ERRORS as error:
             raise self._away(error) from error
         assert isinstance(value, bytes), "the client does not decode"
@@ -113,6 +117,7 @@ class RedisIndexLink:
             while True:
                 message = await reply(pubsub.get_message(timeout=_PROBE_S))
                 if message is not None:
+                    self._note_back()
                     is_probed = False
                     if message["type"] == "message":
                         yield message["data"]
@@ -124,11 +129,11 @@ class RedisIndexLink:
 
     def _away(self, error: BaseException) -> IndexAway:
         if not self._is_away:
-            log.warning("Redis is away (%s): routing goes by what is known and by load", error)
+            log.warning("the prefix index stands still, Redis is away: %s", error)
         self._is_away = True
         return IndexAway(str(error))
 
     def _note_back(self) -> None:
         if self._is_away:
-            log.warning("Redis is back: the prefix index follows")
+            log.warning("the prefix index goes on, Redis is back")
         self._is_away = False
