@@ -11,7 +11,7 @@ from ..kernels.attention import AttentionBackend, AttentionMetadata
 from ..kernels.sampling import sample
 from .batch import CompletedStep, SampledToken, SequenceSlice
 from .block_pool import PADDING_BLOCK
-from .llama import Llama
+from .decoder import Decoder
 from .step_arrays import flatten, row_sampling
 
 # BLAS multiplies a single row by another routine, whose sums round differently: with this second
@@ -24,7 +24,7 @@ class CpuSteps:
 
     runs_ahead = False
 
-    def __init__(self, model: Llama, attention: AttentionBackend, block_size: int) -> None:
+    def __init__(self, model: Decoder, attention: AttentionBackend, block_size: int) -> None:
         self.model = model
         self._attention = attention
         self._block_size = block_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -58,10 +59,26 @@ def _check_gpu(device: str, num_gpus: int) -> None:
         )
 
 
-def choose_attention(config: EngineConfig, model: ModelConfig, placement: Placement) -> str:
-    """The name of the attention backend that `--attention-backend` means here.
+@dataclass(frozen=True, slots=True)
+class AttentionChoice:
+    """Which kernels attend: torch on a CPU, else one kind for decodes and one for prefill."""
 
-    Raises StartupFailed if it cannot compute this model on this device.
+    decode: str
+    prefill: str
+
+    def __str__(self) -> str:
+        if self.decode == self.prefill:
+            return f"{self.decode} attention"
+        return f"{self.prefill} attention for prefill, {self.decode} for decode"
+
+
+def choose_attention(
+    config: EngineConfig, model: ModelConfig, placement: Placement
+) -> AttentionChoice:
+    """What `--attention-backend` means here.
+
+    By itself: FlashInfer's FA3 for prefill where it can, and our decode kernel, which reads KV as
+    fast and needs no plan. Raises StartupFailed if the wanted one cannot compute this model.
     """
     wanted = config.attention_backend
     if placement.device.type == "cpu":
@@ -69,33 +86,42 @@ def choose_attention(config: EngineConfig, model: ModelConfig, placement: Placem
             raise StartupFailed(
                 f"--attention-backend {wanted} needs a GPU", hint="--attention-backend torch"
             )
-        return "torch"
-    why_not = _why_not_flashinfer(config, model, placement)
+        return AttentionChoice("torch", "torch")
+    if wanted == "torch":
+        raise StartupFailed("--attention-backend torch is for CPUs", hint="leave the flag out")
+    why_not = _why_not_flashinfer(model, placement)
     if wanted == "flashinfer" and why_not:
         raise StartupFailed(
             f"--attention-backend flashinfer: {why_not}", hint="--attention-backend triton"
         )
     if wanted == "auto":
-        return "triton" if why_not else "flashinfer"
-    return wanted
+        return AttentionChoice("triton", "triton" if why_not else "flashinfer")
+    return AttentionChoice(wanted, wanted)
 
 
 def make_attention(
-    name: str, pool: Tensor, config: EngineConfig, model: ModelConfig, max_model_len: int
+    choice: AttentionChoice,
+    pool: Tensor,
+    config: EngineConfig,
+    model: ModelConfig,
+    max_model_len: int,
 ) -> AttentionBackend:
-    """The backend of that name over `pool`."""
-    if name == "flashinfer":
-        from ..kernels.attention_flashinfer import FlashInferAttention
+    """The backend over `pool`."""
+    if choice.decode == "torch":
+        return TorchAttention(pool)
+    from ..kernels.attention_gpu import make_gpu_attention
 
-        return FlashInferAttention(pool, model.num_heads, config.max_num_seqs, max_model_len)
-    if name == "triton":
-        from ..kernels.attention_triton import TritonAttention
+    return make_gpu_attention(
+        pool,
+        model.num_heads,
+        config.max_num_seqs,
+        max_model_len,
+        decode=choice.decode,
+        prefill=choice.prefill,
+    )
 
-        return TritonAttention(pool, config.max_num_seqs, max_model_len)
-    return TorchAttention(pool)
 
-
-def _why_not_flashinfer(config: EngineConfig, model: ModelConfig, placement: Placement) -> str:
+def _why_not_flashinfer(model: ModelConfig, placement: Placement) -> str:
     """Empty if FlashInfer can compute this."""
     if not _has("flashinfer"):
         return "it is not installed"

@@ -27,7 +27,7 @@ from ..kernels.upload import upload, upload_into
 from .batch import SampledToken, SequenceSlice
 from .block_pool import PADDING_BLOCK
 from .cuda_graphs import DecodeGraph, DecodeGraphs
-from .llama import Llama
+from .decoder import Decoder
 from .step_arrays import Int64s, flatten, row_sampling
 
 _PADDING_SLICE = SequenceSlice(token_ids=(0,), start=0, block_table=(PADDING_BLOCK,), sample=None)
@@ -75,7 +75,7 @@ class GpuSteps:
     runs_ahead = True
 
     def __init__(
-        self, model: Llama, attention: AttentionBackend, block_size: int, max_num_seqs: int
+        self, model: Decoder, attention: AttentionBackend, block_size: int, max_num_seqs: int
     ) -> None:
         self.model = model
         self._attention = attention

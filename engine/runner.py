@@ -30,7 +30,7 @@ from .cuda_kv_memory import CudaKvMemory
 from .device import choose_attention, choose_placement, make_attention
 from .fingerprint import fingerprint_fields
 from .kv_memory import CpuKvMemory, KvLayout
-from .llama import Llama
+from .decoder import Decoder
 from .model_config import ModelConfig, read_model_config
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ class ModelRunner:
         self.max_model_len = _choose_max_model_len(config, self.model_config)
         self._config = config
         self._placement = choose_placement(config, self.model_config)
-        self._attention_name = choose_attention(config, self.model_config, self._placement)
-        self.startup_notes = [f"{self._placement.device}, {self._attention_name} attention"]
+        self._attention_choice = choose_attention(config, self.model_config, self._placement)
+        self.startup_notes = [f"{self._placement.device}, {self._attention_choice}"]
         layout = KvLayout(
             num_layers=self.model_config.num_layers,
             num_kv_heads=self.model_config.num_kv_heads,
@@ -75,11 +75,11 @@ class ModelRunner:
         else:
             self._start_gpu(model, layout)
 
-    def _load(self, on_progress: OnProgress | None) -> tuple[Llama, str]:
+    def _load(self, on_progress: OnProgress | None) -> tuple[Decoder, str]:
         """The model, its weights filled, and what identifies them."""
         config, begin_s = self._config, time.perf_counter()
         try:
-            model = Llama(self.model_config, self._placement)
+            model = Decoder(self.model_config, self._placement)
             targets = dict(model.targets())
             if config.load_format == "dummy":
                 std = self.model_config.initializer_range
@@ -104,7 +104,7 @@ class ModelRunner:
         )
         return model, identity
 
-    def _start_gpu(self, model: Llama, layout: KvLayout) -> None:
+    def _start_gpu(self, model: Decoder, layout: KvLayout) -> None:
         """Measure the largest step, take the rest as KV pool, capture the decode graphs."""
         from .gpu_steps import GpuSteps
 
@@ -137,7 +137,7 @@ class ModelRunner:
 
     def _make_attention(self, pool: torch.Tensor) -> AttentionBackend:
         return make_attention(
-            self._attention_name, pool, self._config, self.model_config, self.max_model_len
+            self._attention_choice, pool, self._config, self.model_config, self.max_model_len
         )
 
     @property

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .dependent_launch import launch_options, let_next_in, wait_for_previous
 
 _BLOCK = 1024
 
@@ -18,12 +18,15 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     dim = width // 2
     out = torch.empty((num_tokens, dim), dtype=gate_up.dtype, device=gate_up.device)
     grid = (num_tokens, triton.cdiv(dim, _BLOCK))
-    _silu_and_mul[grid](gate_up, out, dim, BLOCK=_BLOCK, num_warps=4)
+    options = launch_options(gate_up.device)
+    _silu_and_mul[grid](gate_up, out, dim, BLOCK=_BLOCK, num_warps=4, **options)
     return out
 
 
 @triton.jit
-def _silu_and_mul(gate_up: Any, out: Any, dim: Any, BLOCK: tl.constexpr) -> None:
+def _silu_and_mul(gate_up, out, dim, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    let_next_in(PDL)
+    wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < dim

@@ -19,6 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+BlockTables = Sequence[Sequence[int]]
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
@@ -30,7 +32,7 @@ class AttentionMetadata:
 
     query_lens: Sequence[int]
     seq_lens: Sequence[int]  # new tokens included
-    block_tables: Sequence[Sequence[int]]
+    block_tables: BlockTables
     slot_mapping: Tensor
     is_graph: bool = False
 
@@ -58,7 +60,7 @@ class AttentionBackend(Protocol):
 
 
 def flatten_tables(
-    seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]], block_size: int
+    seq_lens: Sequence[int], block_tables: BlockTables, block_size: int
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """The needed part of all block tables behind each other: (indptr, indices), int32.
 

@@ -71,7 +71,7 @@ class TorchAttention:
         if s.last - s.first == 1:
             # The heads of a group see the same keys: they pass as query rows of one head.
             grouped = q.view(1, self._kv_heads, -1, self._head_dim)
-            return F.scaled_dot_product_attention(grouped, k, v).view(q.shape)
+            return F.scaled_dot_product_attention(grouped, k, v).reshape(q.shape)
         start = s.seq_len - len(q)
         return torch.cat(
             [

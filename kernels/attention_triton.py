@@ -11,8 +11,7 @@ split depends on the number of decodes alone, so a CUDA graph can replay it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -20,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attention import AttentionMetadata, flatten_tables
-from .rope_triton import rotate_and_store
+from .attention import BlockTables, flatten_tables
+from .dependent_launch import launch_options, let_next_in, wait_for_previous
 from .upload import upload, upload_into
 
 _LOG2_E = math.log2(math.e)
@@ -31,71 +30,24 @@ _PROGRAMS_WANTED = 512  # of a decode: about four to each multiprocessor of a la
 _MAX_SPLITS = 32
 
 
-@dataclass(frozen=True, slots=True)
-class _Prefill:
-    """The prefill slices of a step. int32 device arrays; a tile is (slice, first query in it)."""
-
-    tiles: Tensor  # [tiles, 2]
-    slices: Tensor  # [slices, 4]: first row, query_len, seq_len, first index of its block table
-    indices: Tensor
-
-
-class TritonAttention:
-    """An AttentionBackend over `pool` for steps of at most `max_num_seqs` slices."""
+class TritonDecode:
+    """A DecodePart for at most `max_num_seqs` decodes."""
 
     def __init__(self, pool: Tensor, max_num_seqs: int, max_model_len: int) -> None:
-        self._pool = pool
         self._kv_heads, self._block_size, self._head_dim = pool.shape[3:]
-        self._layers = pool.unbind(1)  # [num_blocks, 2, kv_heads, block_size, dim] each
         max_blocks = max_num_seqs * -(-max_model_len // self._block_size)
         # Fixed places: a CUDA graph reads them again at every replay.
         self._indptr = pool.new_zeros(max_num_seqs + 1, dtype=torch.int32)
         self._indices = pool.new_zeros(max_blocks, dtype=torch.int32)
         self._seq_lens = pool.new_zeros(max_num_seqs, dtype=torch.int32)
-        self._num_decodes = 0
-        self._prefill: _Prefill | None = None
 
-    def plan(self, metadata: AttentionMetadata) -> None:
-        n = self._num_decodes = metadata.num_decodes
-        self._slot_mapping = metadata.slot_mapping
-        if n:
-            indptr, indices = flatten_tables(
-                metadata.seq_lens[:n], metadata.block_tables[:n], self._block_size
-            )
-            upload_into(self._indptr, indptr)
-            upload_into(self._indices, indices)
-            upload_into(self._seq_lens, np.array(metadata.seq_lens[:n], np.int32))
-        self._prefill = self._plan_prefill(metadata) if n < len(metadata.query_lens) else None
+    def plan(self, seq_lens: Sequence[int], block_tables: BlockTables, *, is_graph: bool) -> None:
+        indptr, indices = flatten_tables(seq_lens, block_tables, self._block_size)
+        upload_into(self._indptr, indptr)
+        upload_into(self._indices, indices)
+        upload_into(self._seq_lens, np.array(seq_lens, np.int32))
 
-    def _plan_prefill(self, metadata: AttentionMetadata) -> _Prefill:
-        n, device = self._num_decodes, self._pool.device
-        query_lens, seq_lens = metadata.query_lens[n:], metadata.seq_lens[n:]
-        indptr, indices = flatten_tables(seq_lens, metadata.block_tables[n:], self._block_size)
-        starts = n + np.cumsum([0, *query_lens[:-1]])
-        slices = np.stack([starts, query_lens, seq_lens, indptr[:-1]], axis=1)
-        tiles = [
-            (index, first)
-            for index, length in enumerate(query_lens)
-            # The last tiles see the most keys: they go first, or the others would wait for them.
-            for first in reversed(range(0, length, _TILE_QUERIES))
-        ]
-        return _Prefill(
-            tiles=upload(np.array(tiles, np.int32), device),
-            slices=upload(slices.astype(np.int32), device),
-            indices=upload(indices, device),
-        )
-
-    def run(self, layer: int, qkv: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        layer_pool = self._layers[layer]
-        q = rotate_and_store(qkv, rope, layer_pool, self._slot_mapping)
-        out = torch.empty_like(q)
-        if self._num_decodes:
-            self._run_decodes(q[: self._num_decodes], layer_pool, out)
-        if self._prefill is not None:
-            self._run_prefill(self._prefill, q, layer_pool, out)
-        return out
-
-    def _run_decodes(self, q: Tensor, layer_pool: Tensor, out: Tensor) -> None:
+    def run(self, q: Tensor, layer_pool: Tensor, out: Tensor) -> None:
         n, heads, dim = q.shape
         group = heads // self._kv_heads
         splits = num_splits(n * self._kv_heads)
@@ -123,6 +75,7 @@ class TritonAttention:
             PRECISION=_dot_precision(q),
             num_warps=4,
             num_stages=3,
+            **launch_options(device),
         )
         _join_splits[(n, heads)](
             partial,
@@ -133,16 +86,46 @@ class TritonAttention:
             DIM_PADDED=triton.next_power_of_2(dim),
             SPLITS=splits,
             num_warps=1,
+            **launch_options(device),
         )
 
-    def _run_prefill(self, prefill: _Prefill, q: Tensor, layer_pool: Tensor, out: Tensor) -> None:
+
+class TritonPrefill:
+    """A PrefillPart. int32 device arrays of a step, rows counted from its first prefill token:
+
+    tiles   [tiles, 2]: slice, first query in it
+    slices  [slices, 4]: first row, query_len, seq_len, first index of its block table
+    """
+
+    def __init__(self, pool: Tensor) -> None:
+        self._kv_heads, self._block_size = pool.shape[3:5]
+        self._tiles = self._slices = self._indices = pool.new_zeros(0, dtype=torch.int32)
+
+    def plan(
+        self, query_lens: Sequence[int], seq_lens: Sequence[int], block_tables: BlockTables
+    ) -> None:
+        device = self._tiles.device
+        indptr, indices = flatten_tables(seq_lens, block_tables, self._block_size)
+        starts = np.cumsum([0, *query_lens[:-1]])
+        slices = np.stack([starts, query_lens, seq_lens, indptr[:-1]], axis=1)
+        tiles = [
+            (index, first)
+            for index, length in enumerate(query_lens)
+            # The last tiles see the most keys: they go first, or the others would wait for them.
+            for first in reversed(range(0, length, _TILE_QUERIES))
+        ]
+        self._tiles = upload(np.array(tiles, np.int32), device)
+        self._slices = upload(slices.astype(np.int32), device)
+        self._indices = upload(indices, device)
+
+    def run(self, q: Tensor, layer_pool: Tensor, out: Tensor) -> None:
         _, heads, dim = q.shape
-        _prefill[(len(prefill.tiles), heads)](
+        _prefill[(len(self._tiles), heads)](
             q,
             layer_pool,
-            prefill.tiles,
-            prefill.slices,
-            prefill.indices,
+            self._tiles,
+            self._slices,
+            self._indices,
             out,
             _LOG2_E / math.sqrt(dim),
             layer_pool.stride(0),
@@ -156,6 +139,7 @@ class TritonAttention:
             PRECISION=_dot_precision(q),
             num_warps=4,
             num_stages=2,
+            **launch_options(q.device),
         )
 
 
@@ -172,15 +156,15 @@ def _dot_precision(q: Tensor) -> str:
 
 @triton.jit
 def _decode(
-    q: Any,
-    layer_pool: Any,
-    indptr: Any,
-    indices: Any,
-    seq_lens: Any,
-    partial: Any,
-    log_sums: Any,
-    scale: Any,
-    block_stride: Any,
+    q,
+    layer_pool,
+    indptr,
+    indices,
+    seq_lens,
+    partial,
+    log_sums,
+    scale,
+    block_stride,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PADDED: tl.constexpr,
@@ -190,7 +174,10 @@ def _decode(
     TILE_KEYS: tl.constexpr,
     SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
-) -> None:
+    PDL: tl.constexpr,
+):
+    let_next_in(PDL)
+    wait_for_previous(PDL)
     sequence, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows, dims = tl.arange(0, GROUP_PADDED), tl.arange(0, DIM_PADDED)
     is_row, is_dim = rows < GROUP, dims < DIM
@@ -237,14 +224,17 @@ def _decode(
 
 @triton.jit
 def _join_splits(
-    partial: Any,
-    log_sums: Any,
-    out: Any,
+    partial,
+    log_sums,
+    out,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
     SPLITS: tl.constexpr,
-) -> None:
+    PDL: tl.constexpr,
+):
+    let_next_in(PDL)
+    wait_for_previous(PDL)
     at = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
     splits, dims = tl.arange(0, SPLITS), tl.arange(0, DIM_PADDED)
     is_dim = dims < DIM
@@ -261,14 +251,14 @@ def _join_splits(
 
 @triton.jit
 def _prefill(
-    q: Any,
-    layer_pool: Any,
-    tiles: Any,
-    slices: Any,
-    indices: Any,
-    out: Any,
-    scale: Any,
-    block_stride: Any,
+    q,
+    layer_pool,
+    tiles,
+    slices,
+    indices,
+    out,
+    scale,
+    block_stride,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -277,7 +267,10 @@ def _prefill(
     TILE_QUERIES: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
-) -> None:
+    PDL: tl.constexpr,
+):
+    let_next_in(PDL)
+    wait_for_previous(PDL)
     tile, head = tl.program_id(0), tl.program_id(1)
     kv_head = head // (HEADS // KV_HEADS)
     piece = slices + tl.load(tiles + tile * 2) * 4

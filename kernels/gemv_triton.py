@@ -5,63 +5,59 @@ Bound by reading the matrix once; cuBLAS reaches less of the memory's speed on a
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .dependent_launch import launch_options, let_next_in, wait_for_previous
+
+_MANY_OUTPUTS = 8192
 
 
 def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [1, inputs] @ weight [outputs, inputs]^T + bias -> [1, outputs]; sums in float32."""
     num_outputs, num_inputs = weight.shape
     out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
-    rows, cols, num_warps = _tile(num_outputs, num_inputs)
-    _gemv[(triton.cdiv(num_outputs, rows),)](
+    _gemv[(num_outputs,)](
         x,
         weight,
         weight if bias is None else bias,
         out,
-        num_outputs,
         num_inputs,
         HAS_BIAS=bias is not None,
-        ROWS=rows,
-        COLS=cols,
-        num_warps=num_warps,
+        COLS=min(1024, triton.next_power_of_2(num_inputs)),
+        num_warps=2 if num_outputs > _MANY_OUTPUTS else 4,
+        **launch_options(x.device),
     )
     return out
 
 
-def _tile(num_outputs: int, num_inputs: int) -> tuple[int, int, int]:
-    """Rows, columns and warps of a program."""
-    cols = min(1024, triton.next_power_of_2(num_inputs))
-    return (4, cols, 4) if num_outputs <= 8192 else (8, cols, 4)
-
-
 @triton.jit
 def _gemv(
-    x: Any,
-    weight: Any,
-    bias: Any,
-    out: Any,
-    num_outputs: Any,
-    num_inputs: Any,
+    x,
+    weight,
+    bias,
+    out,
+    num_inputs,
     HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr,
     COLS: tl.constexpr,
-) -> None:
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    is_row = rows < num_outputs
+    PDL: tl.constexpr,
+):
+    # One row to a program: thousands of small programs keep more loads in flight than few large.
+    row = tl.program_id(0)
     cols = tl.arange(0, COLS)
-    matrix = weight + rows[:, None] * num_inputs + cols[None, :]
-    sums = tl.zeros((ROWS, COLS), tl.float32)
-    for first in range(0, num_inputs, COLS):
-        is_col = cols < num_inputs - first
-        values = tl.load(x + first + cols, mask=is_col, other=0.0).to(tl.float32)
-        tile = tl.load(matrix + first, mask=is_row[:, None] & is_col[None, :], other=0.0)
-        sums += tile.to(tl.float32) * values[None, :]
-    total = tl.sum(sums, axis=1)
+    matrix = weight + row.to(tl.int64) * num_inputs + cols
+    # The matrix is constant: its first part is on the way before x is known.
+    let_next_in(PDL)
+    begin = tl.load(matrix, mask=cols < num_inputs, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
+    sums = begin * tl.load(x + cols, mask=cols < num_inputs, other=0.0).to(tl.float32)
+    for first in range(COLS, num_inputs, COLS):
+        mask = cols < num_inputs - first
+        values = tl.load(x + first + cols, mask=mask, other=0.0).to(tl.float32)
+        sums += tl.load(matrix + first, mask=mask, other=0.0).to(tl.float32) * values
+    total = tl.sum(sums, axis=0)
     if HAS_BIAS:
-        total += tl.load(bias + rows, mask=is_row, other=0.0).to(tl.float32)
-    tl.store(out + rows, total.to(out.dtype.element_ty), mask=is_row)
+        total += tl.load(bias + row).to(tl.float32)
+    tl.store(out + row, total.to(out.dtype.element_ty))

@@ -6,8 +6,6 @@ memory, whatever the layout inside a block.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -47,13 +45,13 @@ def _words(blocks: Tensor) -> Tensor:
 
 @triton.jit
 def _copy_words(
-    source: Any,
-    target: Any,
-    block_ids: Any,
-    num_words: Any,
+    source,
+    target,
+    block_ids,
+    num_words,
     IS_GATHER: tl.constexpr,
     CHUNK: tl.constexpr,
-) -> None:
+):
     index = tl.program_id(0).to(tl.int64)
     block_id = tl.load(block_ids + index)
     words = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .dependent_launch import launch_options, let_next_in, wait_for_previous
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -39,23 +39,28 @@ def _launch(
         HAS_RESIDUAL=has_residual,
         BLOCK=block,
         num_warps=min(8, max(1, block // 512)),
+        **launch_options(x.device),
     )
 
 
 @triton.jit
 def _add_rms_norm(
-    x: Any,
-    residual: Any,
-    weight: Any,
-    out: Any,
-    dim: Any,
-    eps: Any,
+    x,
+    residual,
+    weight,
+    out,
+    dim,
+    eps,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+    PDL: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * dim
     cols = tl.arange(0, BLOCK)
     mask = cols < dim
+    scales = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
+    let_next_in(PDL)
+    wait_for_previous(PDL)
     value = tl.load(x + row + cols, mask=mask, other=0.0)
     if HAS_RESIDUAL:
         earlier = tl.load(residual + row + cols, mask=mask, other=0.0)
@@ -63,5 +68,5 @@ def _add_rms_norm(
         tl.store(residual + row + cols, value, mask=mask)
     wide = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / dim + eps)
-    normed = wide * scale * tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
+    normed = wide * scale * scales
     tl.store(out + row + cols, normed.to(value.dtype), mask=mask)

@@ -5,12 +5,12 @@ The reference is rope.apply_rope followed by kv_blocks.store_kv.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .dependent_launch import launch_options, let_next_in, wait_for_previous
 
 _TILE_HEADS = 8
 
@@ -46,42 +46,45 @@ def rotate_and_store(
         HALF_PADDED=triton.next_power_of_2(dim // 2),
         TILE_HEADS=_TILE_HEADS,
         num_warps=2,
+        **launch_options(qkv.device),
     )
     return q
 
 
 @triton.jit
 def _rotate_and_store(
-    qkv: Any,
-    cos: Any,
-    sin: Any,
-    slot_mapping: Any,
-    q: Any,
-    layer_pool: Any,
-    heads: Any,
-    kv_heads: Any,
-    q_tiles: Any,
-    kv_tiles: Any,
-    block_stride: Any,
+    qkv,
+    cos,
+    sin,
+    slot_mapping,
+    q,
+    layer_pool,
+    heads,
+    kv_heads,
+    q_tiles,
+    kv_tiles,
+    block_stride,
     BLOCK_SIZE: tl.constexpr,
     DIM: tl.constexpr,
     HALF_PADDED: tl.constexpr,
     TILE_HEADS: tl.constexpr,
-) -> None:
+    PDL: tl.constexpr,
+):
+    let_next_in(PDL)
+    wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     half: tl.constexpr = DIM // 2
     dims = tl.arange(0, HALF_PADDED)[None, :]
     rows = tl.arange(0, TILE_HEADS)[:, None]
-    source = qkv + token * (heads + 2 * kv_heads) * DIM
     # part 0: q, 1: k, 2: v; `head` counts within its part.
-    if tile < q_tiles:
-        part, head, num_heads = 0, tile * TILE_HEADS + rows, heads
-        source += head * DIM
-    else:
-        part = 1 + (tile - q_tiles) // kv_tiles
-        head, num_heads = (tile - q_tiles) % kv_tiles * TILE_HEADS + rows, kv_heads
-        source += (heads + (part - 1) * kv_heads + head) * DIM
+    is_q = tile < q_tiles
+    kv_tile = tile - q_tiles
+    part = tl.where(is_q, 0, 1 + kv_tile // kv_tiles)
+    head = tl.where(is_q, tile, kv_tile % kv_tiles) * TILE_HEADS + rows
+    num_heads = tl.where(is_q, heads, kv_heads)
+    source = qkv + token * (heads + 2 * kv_heads) * DIM
+    source += (tl.where(is_q, 0, heads + (part - 1) * kv_heads) + head) * DIM
     mask = (head < num_heads) & (dims < half)
     first = tl.load(source + dims, mask=mask, other=0.0)
     second = tl.load(source + dims + half, mask=mask, other=0.0)
@@ -91,11 +94,14 @@ def _rotate_and_store(
         s = tl.load(sin + token * DIM + half + dims, mask=dims < half, other=0.0)
         a, b = first.to(tl.float32), second.to(tl.float32)
         first, second = (a * c - b * s).to(first.dtype), (b * c + a * s).to(second.dtype)
-    if part == 0:
-        target = q + (token * heads + head) * DIM
+    if is_q:
+        target = q + (token * heads + head) * DIM + dims
+        tl.store(target, first, mask=mask)
+        tl.store(target + half, second, mask=mask)
     else:
         slot = tl.load(slot_mapping + token)
-        target = layer_pool + slot // BLOCK_SIZE * block_stride
-        target += (((part - 1) * kv_heads + head) * BLOCK_SIZE + slot % BLOCK_SIZE) * DIM
-    tl.store(target + dims, first, mask=mask)
-    tl.store(target + dims + half, second, mask=mask)
+        block = layer_pool + slot // BLOCK_SIZE * block_stride
+        place = ((part - 1) * kv_heads + head) * BLOCK_SIZE + slot % BLOCK_SIZE
+        kv = block + place * DIM + dims
+        tl.store(kv, first, mask=mask)
+        tl.store(kv + half, second, mask=mask)

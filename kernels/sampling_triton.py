@@ -8,12 +8,12 @@ score = logit / temperature + gumbel(key, id); a temperature of 0 takes the logi
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .dependent_launch import launch_options, let_next_in, wait_for_previous
 
 _CHUNK = 4096
 _MIN_TEMPERATURE = tl.constexpr(1e-5)
@@ -47,6 +47,7 @@ def sample_unfiltered(
         partial.stride(0),
         CHUNK=_CHUNK,
         num_warps=4,
+        **launch_options(device),
     )
     _choose[(num_rows,)](
         partial,
@@ -57,11 +58,12 @@ def sample_unfiltered(
         partial.stride(0),
         CHUNKS_PADDED=triton.next_power_of_2(num_chunks),
         num_warps=1,
+        **launch_options(device),
     )
 
 
 @triton.jit
-def _gumbel(key: Any, ids: Any) -> Any:
+def _gumbel(key, ids):
     golden = tl.full((), _GOLDEN, tl.uint64)
     bits = key.to(tl.uint64, bitcast=True) + (ids + 1).to(tl.uint64) * golden
     mix_1, mix_2 = tl.full((), _MIX_1, tl.uint64), tl.full((), _MIX_2, tl.uint64)
@@ -78,16 +80,19 @@ def _gumbel(key: Any, ids: Any) -> Any:
 
 @triton.jit
 def _score(
-    logits: Any,
-    temperatures: Any,
-    keys: Any,
-    partial: Any,
-    partial_ids: Any,
-    vocab_size: Any,
-    row_stride: Any,
-    kind_stride: Any,
+    logits,
+    temperatures,
+    keys,
+    partial,
+    partial_ids,
+    vocab_size,
+    row_stride,
+    kind_stride,
     CHUNK: tl.constexpr,
-) -> None:
+    PDL: tl.constexpr,
+):
+    let_next_in(PDL)
+    wait_for_previous(PDL)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     mask = ids < vocab_size
@@ -111,14 +116,17 @@ def _score(
 
 @triton.jit
 def _choose(
-    partial: Any,
-    partial_ids: Any,
-    token_ids: Any,
-    logprobs: Any,
-    num_chunks: Any,
-    kind_stride: Any,
+    partial,
+    partial_ids,
+    token_ids,
+    logprobs,
+    num_chunks,
+    kind_stride,
     CHUNKS_PADDED: tl.constexpr,
-) -> None:
+    PDL: tl.constexpr,
+):
+    let_next_in(PDL)
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     chunks = tl.arange(0, CHUNKS_PADDED)
     mask = chunks < num_chunks

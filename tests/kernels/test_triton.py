@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 from baton.kernels import activation, kv_blocks, norm, rope, sampling
 from baton.kernels.activation_triton import silu_and_mul
 from baton.kernels.attention import AttentionBackend, AttentionMetadata
+from baton.kernels.attention_gpu import GpuAttention, make_gpu_attention
 from baton.kernels.attention_torch import TorchAttention
-from baton.kernels.attention_triton import TritonAttention
 from baton.kernels.gemv_triton import gemv
 from baton.kernels.kv_blocks_triton import gather_blocks, scatter_blocks
 from baton.kernels.norm_triton import add_rms_norm, rms_norm
@@ -172,6 +172,11 @@ class Batch:
         return backend.run(1, self.qkv, self.rope)
 
 
+def triton_attention(batch: Batch, prefill: str = "triton", decode: str = "triton") -> GpuAttention:
+    heads = batch.qkv.shape[1] - 2 * batch.pool.shape[3]
+    return make_gpu_attention(batch.pool, heads, 8, 16_384, decode=decode, prefill=prefill)
+
+
 LENS = {
     "decodes": [(0, 1), (15, 1), (16, 1), (200, 1), (63, 1)],
     "prefill": [(0, 5), (0, 130), (0, 64)],
@@ -188,7 +193,7 @@ def test_attention(heads: tuple[int, int], dim: int, lens: str, dtype: torch.dty
         pytest.skip("the interpreter is slow")
     batch = Batch(heads, dim, LENS[lens], dtype)
     twin = batch.pool.clone()
-    actual = batch.run(TritonAttention(batch.pool, max_num_seqs=8, max_model_len=16_384))
+    actual = batch.run(triton_attention(batch))
     batch.pool, stored = twin, batch.pool
     close(actual, batch.run(TorchAttention(twin)), scale=2)
     close(stored, twin)
@@ -202,4 +207,15 @@ def test_padding_rows_share_the_padding_block() -> None:
         [1] * 3, [34, 1, 1], [*batch.metadata.block_tables[:1], [0], [0]], slots
     )
     expected = batch.run(TorchAttention(batch.pool.clone()))[0]
-    close(batch.run(TritonAttention(batch.pool, 8, 512))[0], expected, scale=2)
+    close(batch.run(triton_attention(batch))[0], expected, scale=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lens", LENS)
+@pytest.mark.parametrize("heads", [(32, 8), (8, 8), (8, 1)])
+def test_flashinfer(heads: tuple[int, int], lens: str) -> None:
+    pytest.importorskip("flashinfer")
+    batch = Batch(heads, 128, LENS[lens], torch.bfloat16)
+    twin = batch.pool.clone()
+    actual = batch.run(triton_attention(batch, "flashinfer", "flashinfer"))
+    close(actual, batch.run(TorchAttention(twin)), scale=2)

@@ -115,6 +115,8 @@ def test_logits_equal_transformers(pair: Pair, rng: random.Random) -> None:
     piece = SequenceSlice(token_ids, 0, Blocks(rng).table(150), None)
     steps = pair.ours._steps
     assert isinstance(steps, CpuSteps)
+    steps = pair.ours._steps
+    assert isinstance(steps, CpuSteps)
     with torch.inference_mode():
         ours = steps.model.logits(steps._forward([piece]))
     theirs = pair.logits(token_ids)

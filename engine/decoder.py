@@ -106,7 +106,7 @@ class DecoderLayer:
             yield from part.targets()
 
 
-class Llama:
+class Decoder:
     """The whole decoder. Its weights are uninitialised until a loader filled `targets()`."""
 
     def __init__(self, config: ModelConfig, placement: Placement) -> None:
