@@ -118,6 +118,9 @@ class GatewayConfig:
     max_request_s: float = flag(600.0, "deadline of requests that come without one")
     heartbeat_timeout_s: float = flag(1.2, "a node silent for so long is taken for lost")
     max_attempts: int = flag(3, "dispatches of one request before its error reaches the client")
+    recovery_wait_s: float = flag(
+        10.0, "how long a request waits for a node where none is left; a restart takes seconds"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ class EngineEvents(Protocol):
 
     def engine_outputs(self, incarnation: str, outputs: Sequence[EngineOutput]) -> None: ...
 
-    def engine_lost(self, incarnation: str) -> None: ...
+    def engine_lost(self, incarnation: str, *, has_died: bool) -> None: ...
 
     def cluster_changed(self) -> None: ...
 
@@ -127,7 +127,7 @@ class ClusterView:
         self._table.engines[link.member.incarnation].settle(outputs)
         self._events.engine_outputs(link.member.incarnation, outputs)
 
-    def lost(self, link: NodeLink, reason: str) -> None:
+    def lost(self, link: NodeLink, reason: str, *, has_died: bool) -> None:
         self._table.remove(link.member.incarnation)
-        self._events.engine_lost(link.member.incarnation)
+        self._events.engine_lost(link.member.incarnation, has_died=has_died)
         self._events.cluster_changed()

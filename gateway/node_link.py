@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import grpc
 
 from ..cluster.secret import secret_metadata
+from ..core.errors import NodeLost
 from ..core.membership import Member
 from ..core.ports import Clock
 from ..core.request import Request, Ticket
@@ -26,6 +27,7 @@ from .wire import dispatch_message, load_from_wire, output_from_wire
 _Stream = Any  # grpc.aio.StreamStreamCall[GatewayMessage, NodeMessage]; grpc has no types
 
 _CONNECT_TIMEOUT_S = 3.0
+_ENGINE_ENDED = ("baton-error-code", NodeLost.code)  # in the trailers of the stream's end
 
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", -1),
@@ -39,7 +41,10 @@ CHANNEL_OPTIONS = (
 
 
 class LinkEvents(Protocol):
-    """Whom a link tells. `lost` comes last, and only after `linked`."""
+    """Whom a link tells. `lost` comes last, and only after `linked`.
+
+    `has_died`: the node lives, and says that the engine's process has ended.
+    """
 
     def linked(self, link: NodeLink) -> None: ...
 
@@ -47,7 +52,7 @@ class LinkEvents(Protocol):
 
     def outputs(self, link: NodeLink, outputs: Sequence[EngineOutput]) -> None: ...
 
-    def lost(self, link: NodeLink, reason: str) -> None: ...
+    def lost(self, link: NodeLink, reason: str, *, has_died: bool) -> None: ...
 
 
 class NodeLink:
@@ -68,6 +73,7 @@ class NodeLink:
         self._silence_s = silence_s
         self._outgoing: asyncio.Queue[node_pb2.GatewayMessage] = asyncio.Queue()
         self._last_heard_s = clock.monotonic_s()
+        self._has_died = False
 
     def dispatch(
         self, request: Request, work: Work, ticket: Ticket, deadline_remaining_s: float
@@ -128,7 +134,7 @@ class NodeLink:
             for task in tasks:
                 task.cancel()
             stream.cancel()
-            self._events.lost(self, reason)
+            self._events.lost(self, reason, has_died=self._has_died)
         return reason
 
     async def _read(self, stream: _Stream) -> str:
@@ -140,6 +146,7 @@ class NodeLink:
                 elif message.HasField("heartbeat"):
                     self._events.heartbeat(self, load_from_wire(message.heartbeat))
         except grpc.aio.AioRpcError as error:
+            self._has_died = _ENGINE_ENDED in (error.trailing_metadata() or ())
             return _reason(error)
         return "the node ended the stream"
 

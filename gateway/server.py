@@ -158,8 +158,8 @@ class Gateway:
     def engine_outputs(self, incarnation: str, outputs: Sequence[EngineOutput]) -> None:
         self._sessions.engine_outputs(incarnation, outputs)
 
-    def engine_lost(self, incarnation: str) -> None:
-        self._sessions.engine_lost(incarnation)
+    def engine_lost(self, incarnation: str, *, has_died: bool) -> None:
+        self._sessions.engine_lost(incarnation, has_died=has_died)
 
     def cluster_changed(self) -> None:
         try:
@@ -194,7 +194,9 @@ async def serve(
     """Build and start a gateway; raises StartupFailed."""
     directory = RedisDirectory(cluster.redis_url, cluster.cluster, cluster.cluster_secret)
     index = RedisIndexLink(cluster.redis_url, cluster.cluster)
-    limits = session_limits or SessionLimits(max_attempts=config.max_attempts)
+    limits = session_limits or SessionLimits(
+        max_attempts=config.max_attempts, recovery_wait_s=config.recovery_wait_s
+    )
     clock, entropy = SystemClock(), SystemEntropy()
     try:
         gateway = Gateway(config, cluster, directory, index, clock, entropy, limits)

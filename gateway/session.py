@@ -41,13 +41,17 @@ GATEWAY = "gateway"
 class SessionLimits:
     """How long and how often a request tries.
 
+    `max_engine_failures`: engines that may die under one request, since it may be what kills them.
     `recovery_wait_s`: wait for an engine where none can take it. `avoid_s`: how long a failed
-    engine is left out even if it is the only one; covers the age of heartbeats.
+    engine is left out even if it is the only one; covers the age of heartbeats. `settle_s`: the end
+    of a node is noticed on several streams, in any order; a retry waits until all were heard.
     """
 
     max_attempts: int = 3
-    recovery_wait_s: float = 2.0
+    max_engine_failures: int = 2
+    recovery_wait_s: float = 10.0
     avoid_s: float = 0.3
+    settle_s: float = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +121,12 @@ class Session:
         self._output_ids: list[int] = []
         self._attempt: Attempt | None = None
         self._num_attempts = 0
+        self._num_engine_failures = 0
         self._fingerprint: str | None = None
         self._avoid = Avoid()
         self._avoid_until_s = 0.0
         self._wait_until_s: float | None = None
+        self._settle_until_s: float | None = None
         self._cached_tokens = 0
         self._transfer: Transfer | None = None
         self.is_over = False
@@ -140,7 +146,9 @@ class Session:
         if output.finish_reason is not None:
             attempt.close(incarnation)
         if output.error is not None:
-            self._engine_gave_up(attempt, incarnation, output.error)
+            # A hand-off fails between two engines: each may be fine with another partner.
+            is_pair_fault = isinstance(output.error, HandoffFailed | NodeLost)
+            self._engine_gave_up(attempt, incarnation, output.error, is_pair_fault=is_pair_fault)
             return
         try:
             tokens = attempt.add(output, now_s=self._clock.monotonic_s())
@@ -149,12 +157,19 @@ class Session:
             return
         self._advance(attempt, tokens)
 
-    def engine_lost(self, incarnation: str) -> None:
-        """An engine's stream ended: what it still owed will not come."""
+    def engine_lost(self, incarnation: str, *, has_died: bool = False) -> None:
+        """An engine's stream ended: what it still owed will not come.
+
+        `has_died`: its supervisor lives and says that the engine process ended.
+        """
         attempt = self._attempt
-        if attempt is not None and incarnation in attempt.pair:
-            name = attempt.name_of(incarnation)
-            self._engine_gave_up(attempt, incarnation, NodeLost(f"node {name} was lost"))
+        if attempt is None or incarnation not in attempt.pair:
+            return
+        name = attempt.name_of(incarnation)
+        error: BatonError = NodeLost(f"node {name} was lost")
+        if has_died:
+            error = EngineFailed(f"the engine of node {name} died")
+        self._engine_gave_up(attempt, incarnation, error, is_pair_fault=False)
 
     @property
     def is_waiting(self) -> bool:
@@ -177,6 +192,8 @@ class Session:
         if self._attempt is not None:
             return min(self._deadline_s, self._attempt.doubt_until_s)
         waits = [self._deadline_s]
+        if self._settle_until_s is not None:
+            waits.append(self._settle_until_s)
         if self._wait_until_s is not None:
             waits.append(self._wait_until_s)
         if self._avoid:
@@ -201,6 +218,10 @@ class Session:
     def _try_dispatch(self) -> None:
         """Dispatch the next attempt, or wait for engines as long as that makes sense."""
         now_s = self._clock.monotonic_s()
+        if self._settle_until_s is not None:
+            if now_s < self._settle_until_s:
+                return
+            self._settle_until_s = None
         if self._avoid and now_s >= self._avoid_until_s:
             self._avoid = Avoid()
         num_known = len(self.request.prompt_token_ids) + len(self._output_ids)
@@ -239,13 +260,13 @@ class Session:
         prefill.dispatch(request, Work.PREFILL, ticket, remaining_s)
         decode.dispatch(request, Work.DECODE, ticket, remaining_s)
 
-    def _engine_gave_up(self, attempt: Attempt, incarnation: str, error: BatonError) -> None:
+    def _engine_gave_up(
+        self, attempt: Attempt, incarnation: str, error: BatonError, *, is_pair_fault: bool
+    ) -> None:
         """An engine of this attempt failed it or is gone; the attempt may survive that."""
         attempt.close(incarnation)
         if attempt.survives(incarnation, error, now_s=self._clock.monotonic_s()):
             return
-        # A hand-off fails between two engines: each may be fine with another partner.
-        is_pair_fault = isinstance(error, HandoffFailed)
         self._fail_attempt(attempt, error, blamed=None if is_pair_fault else incarnation)
 
     def _fail_attempt(self, attempt: Attempt, error: BatonError, *, blamed: str | None) -> None:
@@ -256,14 +277,24 @@ class Session:
             self._avoid = Avoid(self._avoid.incarnations, self._avoid.pairs | {attempt.pair})
         else:
             self._avoid = Avoid(self._avoid.incarnations | {blamed}, self._avoid.pairs)
-        self._avoid_until_s = self._clock.monotonic_s() + self._limits.avoid_s
+        now_s = self._clock.monotonic_s()
+        self._avoid_until_s = now_s + self._limits.avoid_s
+        self._settle_until_s = now_s + self._limits.settle_s
+        self._num_engine_failures += isinstance(error, EngineFailed)
         if len(self._output_ids) == self.request.sampling.max_tokens:
             # All tokens are out: only the word "done" was lost.
             self._finish(attempt, FinishReason.LENGTH, self._text.flush(), ())
-        elif error.is_retryable and self._num_attempts < self._limits.max_attempts:
+        elif error.is_retryable and self._may_try_again:
             self._try_dispatch()
         else:
             self._end_badly(error)
+
+    @property
+    def _may_try_again(self) -> bool:
+        return (
+            self._num_attempts < self._limits.max_attempts
+            and self._num_engine_failures < self._limits.max_engine_failures
+        )
 
     # --- tokens -----------------------------------------------------------------------------------
 

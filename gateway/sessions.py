@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from ..core.errors import BatonError, Cancelled, Overloaded
 from ..core.ports import Clock
@@ -61,9 +62,9 @@ class SessionTable:
             if session := self._sessions.get(output.request_id):
                 self._do(session, session.engine_output, incarnation, output)
 
-    def engine_lost(self, incarnation: str) -> None:
+    def engine_lost(self, incarnation: str, *, has_died: bool) -> None:
         for session in list(self._sessions.values()):
-            self._do(session, session.engine_lost, incarnation)
+            self._do(session, partial(session.engine_lost, incarnation, has_died=has_died))
 
     def cluster_changed(self) -> None:
         for session in [s for s in self._sessions.values() if s.is_waiting]:

@@ -51,7 +51,7 @@ class Rig:
             router=self.router,
             clock=self.clock,
             entropy=FakeEntropy(),
-            limits=SessionLimits(max_attempts=3, recovery_wait_s=2.0, avoid_s=0.3),
+            limits=SessionLimits(max_attempts=3, recovery_wait_s=2.0, avoid_s=0.3, settle_s=0.0),
         )
 
     def started(self) -> Rig:
@@ -65,10 +65,10 @@ class Rig:
         output = EngineOutput("r", attempt, first_index=index, token_ids=ids, **fields)
         self.session.engine_output(link, output)
 
-    def lose(self, link: str) -> None:
+    def lose(self, link: str, *, has_died: bool = False) -> None:
         self.router.prefill = [e for e in self.router.prefill if e.incarnation != link]
         self.router.decode = [e for e in self.router.decode if e.incarnation != link]
-        self.session.engine_lost(link)
+        self.session.engine_lost(link, has_died=has_died)
 
     def wait(self, seconds: float) -> None:
         self.clock.advance(seconds)
@@ -272,10 +272,43 @@ def test_the_only_pair_is_tried_again_after_a_pause() -> None:
 def test_attempts_are_bounded_and_the_last_error_is_told() -> None:
     rig = Rig().started()
     for attempt, decode in enumerate(("d1", "d2", "d1")):
-        rig.send(decode, attempt=attempt, error=EngineFailed(f"broke {attempt}"))
+        rig.send(decode, attempt=attempt, error=Overloaded(f"full {attempt}"))
         rig.wait(0.3)
-    assert isinstance(rig.sink.error, EngineFailed) and rig.sink.error.message == "broke 2"
+    assert isinstance(rig.sink.error, Overloaded) and rig.sink.error.message == "full 2"
     assert rig.events()[-1] is Event.FAILED
+
+
+def test_a_request_that_kills_engines_is_stopped_after_the_second() -> None:
+    rig = Rig().started()
+    rig.send("p1", 0, "a")
+    rig.send("d1", 1, "b")
+    rig.lose("d1", has_died=True)
+    assert rig.links["d2"].dispatched[0][0].attempt == 1
+    rig.lose("d2", has_died=True)
+    assert isinstance(rig.sink.error, EngineFailed) and "node-d2" in rig.sink.error.message
+
+
+def test_nodes_that_vanish_are_no_fault_of_the_request() -> None:
+    rig = Rig().started()
+    rig.lose("d1")
+    rig.lose("p1")
+    rig.send("p2", 0, "a", attempt=2)
+    rig.send("d2", 1, "bcde", attempt=2, finish_reason=LENGTH)
+    assert rig.sink.text == "abcde"
+
+
+def test_a_retry_waits_until_all_streams_of_a_lost_node_have_ended() -> None:
+    """The decode node may hear of its source's end before we do."""
+    rig = Rig()
+    rig.session._limits = SessionLimits(settle_s=0.02)  # type: ignore[misc]
+    rig.started().send("d1", error=NodeLost("the stream to the source ended"))
+    assert rig.session.next_wakeup_s == pytest.approx(0.02)
+    rig.lose("p1")
+    rig.session.cluster_changed()
+    assert rig.links["d2"].dispatched == []
+    rig.wait(0.02)
+    assert [r.attempt for r, *_ in rig.links["p2"].dispatched] == [1]
+    assert [r.attempt for r, *_ in rig.links["d1"].dispatched] == [0, 1], "it did nothing wrong"
 
 
 @pytest.mark.parametrize("link", ["p1", "d1"])
@@ -401,7 +434,7 @@ def test_messages_of_strangers_are_dropped() -> None:
 
 def test_a_lost_node_says_so_when_nothing_is_left() -> None:
     rig = Rig()
-    rig.session._limits = SessionLimits(max_attempts=1)  # type: ignore[misc]
+    rig.session._limits = SessionLimits(max_attempts=1, settle_s=0.0)  # type: ignore[misc]
     rig.started().lose("d1")
     error: BatonError | None = rig.sink.error
     assert isinstance(error, NodeLost) and "node-d1" in error.message

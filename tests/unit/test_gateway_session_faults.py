@@ -166,8 +166,8 @@ class SessionMachine(RuleBasedStateMachine):
             engine = sending[pick % len(sending)]
             self.session.engine_output(engine.incarnation, engine.wire[0])
 
-    @rule(pick=st.integers(0, 3), comes_back=st.booleans())
-    def kill(self, pick: int, comes_back: bool) -> None:
+    @rule(pick=st.integers(0, 3), comes_back=st.booleans(), has_died=st.booleans())
+    def kill(self, pick: int, comes_back: bool, has_died: bool) -> None:
         """An engine is gone, with what it had on the wire; perhaps a new one takes its place."""
         engine = self.living()[pick % len(self.living())]
         is_prefill = engine in self.router.prefill
@@ -176,7 +176,7 @@ class SessionMachine(RuleBasedStateMachine):
             return
         engine.is_alive = False
         role.remove(engine)
-        self.session.engine_lost(engine.incarnation)
+        self.session.engine_lost(engine.incarnation, has_died=has_died)
         if comes_back:
             self.add(role)
             self.session.cluster_changed()
