@@ -69,7 +69,7 @@ class EngineHandle:
         self._writer = writer
         self._clock = clock
         self._entropy = entropy
-        self._silence_s = HEARTBEATS_MISSED * heartbeat_s
+        self._heartbeat_s = heartbeat_s
         self._last_heartbeat_s = clock.monotonic_s()
         self._gateways: dict[str, Mailbox[node_pb2.NodeMessage]] = {}
         self._peers: dict[str, PeerStream] = {}
@@ -94,7 +94,7 @@ class EngineHandle:
 
     @property
     def is_progressing(self) -> bool:
-        return self.silent_s < self._silence_s
+        return self.silent_s < HEARTBEATS_MISSED * self._heartbeat_s
 
     def send(self, message: engine_pb2.EngineInput) -> None:
         """Queue a frame; to a process that is gone it is lost, and its end is noticed elsewhere."""
@@ -154,10 +154,13 @@ class EngineHandle:
     # -- streams -------------------------------------------------------------------------------
 
     def open_gateway(self) -> tuple[str, Mailbox[node_pb2.NodeMessage]]:
-        """A new gateway stream: its id and what goes out on it: welcome, last heartbeat, ..."""
+        """A new gateway stream: its id and what goes out on it: welcome, last heartbeat, ...
+
+        A gateway counts on an engine from its first heartbeat on: a hung one must send it itself.
+        """
         gateway, mailbox = self._entropy.new_id(), Mailbox[node_pb2.NodeMessage]()
         mailbox.put(node_pb2.NodeMessage(welcome=self.welcome))
-        if self.heartbeat is not None:
+        if self.heartbeat is not None and self.silent_s < 2 * self._heartbeat_s:
             mailbox.put(node_pb2.NodeMessage(heartbeat=self.heartbeat))
         if self._lost:
             mailbox.end(self._lost)

@@ -3,7 +3,8 @@
     directory ─► sources of the same model ─► one task each: dial Handoff.Link, relay, back off
 
 A source that leaves the directory keeps its open stream, since the directory is a hint, but is not
-dialled again. What is said on the stream is the business of the engines at its ends.
+dialled again. One whose fingerprint differs is dialled once: the engines compare field by field,
+and the one that refuses says which. What is said on a stream is the business of its two engines.
 """
 
 from __future__ import annotations
@@ -38,13 +39,15 @@ class Links:
         self._report = report
         self._sources: dict[str, Member] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._refused: set[str] = set()  # of another make, and told so
 
     async def run(self, directory: Directory) -> None:
         """Follow the directory until cancelled; then every stream ends."""
         try:
             async for members in directory.watch():
                 self._sources = {m.incarnation: m for m in members if self._is_source(m)}
-                for incarnation in self._sources.keys() - self._tasks.keys():
+                self._refused &= self._sources.keys()
+                for incarnation in self._sources.keys() - self._tasks.keys() - self._refused:
                     self._tasks[incarnation] = asyncio.create_task(self._keep_linked(incarnation))
         finally:
             tasks = list(self._tasks.values())
@@ -53,9 +56,10 @@ class Links:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _is_source(self, member: Member) -> bool:
-        welcome = self._engine.welcome
-        same_model = (member.model, member.fingerprint) == (welcome.model, welcome.fingerprint)
-        return member.role is Role.PREFILL and same_model
+        return member.role is Role.PREFILL and member.model == self._engine.welcome.model
+
+    def _is_alike(self, member: Member) -> bool:
+        return member.fingerprint == self._engine.welcome.fingerprint
 
     async def _keep_linked(self, incarnation: str) -> None:
         """Dial one source for as long as the directory shows it."""
@@ -63,6 +67,10 @@ class Links:
         while member := self._sources.get(incarnation):
             reason, was_linked = await self._link(member)
             if self._engine.is_over:
+                break
+            if was_linked and not self._is_alike(member):
+                self._report(f"not linked to {member.name} ({member.address}): of another make")
+                self._refused.add(incarnation)
                 break
             if was_linked:
                 delay_s = FIRST_DELAY_S

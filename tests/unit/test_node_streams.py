@@ -50,9 +50,10 @@ class FakeEngine:
 class Node:
     """One engine's handle, as the servicers see a node."""
 
-    def __init__(self, handle: EngineHandle, engine: FakeEngine) -> None:
+    def __init__(self, handle: EngineHandle, engine: FakeEngine, clock: FakeClock) -> None:
         self.handle = handle
         self.engine = engine
+        self.clock = clock
 
     def engines(self) -> list[EngineHandle]:
         return [self.handle]
@@ -64,10 +65,11 @@ async def node() -> AsyncIterator[Node]:
     reader, writer = await asyncio.open_connection(sock=ours)
     welcome = node_pb2.Welcome(incarnation=ENGINE)
     process: Any = FakeProcess()
-    handle = EngineHandle(process, reader, writer, welcome, 0.25, FakeClock(), FakeEntropy())
+    clock = FakeClock()
+    handle = EngineHandle(process, reader, writer, welcome, 0.25, clock, FakeEntropy())
     engine = FakeEngine(*await asyncio.open_connection(sock=theirs))
     running = asyncio.create_task(handle.run())
-    yield Node(handle, engine)
+    yield Node(handle, engine, clock)
     engine.end()
     await running
 
@@ -133,6 +135,18 @@ async def test_stream_that_opens_later_hears_the_last_heartbeat(node: Node) -> N
         _, mailbox = node.handle.open_gateway()
         bodies = [(await mailbox.get()).WhichOneof("body") for _ in range(2)]
         assert bodies == ["welcome", "heartbeat"]
+
+
+async def test_a_hung_engine_is_not_recommended_by_its_last_heartbeat(node: Node) -> None:
+    """Else gateways would count on it again as soon as they have taken it for lost."""
+    node.engine.say(heartbeat=node_pb2.Heartbeat(num_steps=7))
+    _, mailbox = node.handle.open_gateway()
+    assert [(await mailbox.get()).WhichOneof("body") for _ in range(2)] == ["welcome", "heartbeat"]
+    node.clock.advance(0.6)
+    _, mailbox = node.handle.open_gateway()
+    assert (await mailbox.get()).HasField("welcome")
+    mailbox.end()
+    assert await mailbox.get() is None
 
 
 async def test_end_of_the_gateways_side_ends_the_session(node: Node) -> None:
