@@ -1,5 +1,6 @@
 # make demo   see a prompt pass from prefill to decode, on this machine's CPU
 # make test   the CPU tests
+# make bench  what this CPU gives: printed, and written to bench/results/cpu.json
 # Each sets up .venv by itself. See README.md.
 
 PYTHON ?= python3
@@ -13,7 +14,7 @@ RUN := PYTHONSAFEPATH=1 $(BIN)/python
 PIP := $(RUN) -m pip install --disable-pip-version-check --progress-bar on
 READY := .venv/.ready
 
-.PHONY: demo test test-all check format proto clean
+.PHONY: demo test test-all check format proto bench docs clean
 
 demo: $(READY)
 	@$(BIN)/baton demo
@@ -36,6 +37,12 @@ format: $(READY)
 
 proto: $(READY)
 	$(RUN) proto/generate.py
+
+bench: $(READY)
+	@OMP_NUM_THREADS=1 $(RUN) -m baton.bench.cpu $(FAMILIES)
+
+docs: $(READY)
+	$(RUN) -m baton.cli.reference docs
 
 clean:
 	rm -rf .venv build *.egg-info

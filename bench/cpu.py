@@ -1,0 +1,47 @@
+"""`make bench`: every figure that a CPU can give, printed and written to bench/results/cpu.json.
+
+python -m baton.bench.cpu [family ...]     all of them without arguments
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from . import gateway_load, scheduling, shm_pull, small_model, whole_system
+from .figures import ROOT, Figure, machine, table, write
+
+FAMILIES: dict[str, Callable[[], list[Figure]]] = {
+    "scheduling": scheduling.measure,
+    "shm": shm_pull.measure,
+    "model": small_model.measure,
+    "gateway": gateway_load.measure,
+    "system": whole_system.measure,
+}
+
+
+def main(wanted: Sequence[str]) -> int:
+    """Measure one family after the other; only a whole run is written to the results."""
+    if unknown := set(wanted) - set(FAMILIES):
+        print(f"no such family: {', '.join(sorted(unknown))}; there are {', '.join(FAMILIES)}")
+        return 2
+    where = machine()
+    print(f"{where['cpu']}, {where['cores']} cores, load {where['load_before']:.2f}\n")
+    measured: dict[str, Sequence[Figure]] = {}
+    for family in wanted or FAMILIES:
+        began_s = time.monotonic()
+        measured[family] = FAMILIES[family]()
+        print(
+            f"{family} ({time.monotonic() - began_s:.0f} s)\n{table(measured[family])}\n",
+            flush=True,
+        )
+    if not wanted:
+        path = ROOT / "bench" / "results" / "cpu.json"
+        write(path, measured, where)
+        print(f"written to {path.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
