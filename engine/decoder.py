@@ -1,4 +1,4 @@
-"""Llama: RMSNorm, rotary GQA attention and SwiGLU over a flat batch of tokens.
+"""The decoder of Llama and its kin: RMSNorm, rotary GQA attention, SwiGLU, over flat batches.
 
 Owns the weights' names and the order of operations. Attention and the KV pool are behind an
 AttentionBackend; knows no request, no block and no file.
@@ -8,23 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from ..kernels.attention import AttentionBackend
-from ..kernels.rope import rope_angles
-from .layers import Embedding, Linear, Placement, RMSNorm, Target, rope_inv_freq
+from .layers import Embedding, Linear, Placement, RMSNorm, Target
+from .mlp import MLP, Experts
 from .model_config import ModelConfig
+from .rotary import RotaryEmbedding
 
 
 class Attention:
-    """Grouped-query attention with its four projections."""
+    """Grouped-query attention with its four projections, and norms of q and k if it has them."""
 
     def __init__(self, index: int, prefix: str, config: ModelConfig, placement: Placement) -> None:
         self._layer = index
         self._head_dim = config.head_dim
         q_size = config.num_heads * config.head_dim
         kv_size = config.num_kv_heads * config.head_dim
-        has_bias = config.has_attention_bias
         self.qkv = Linear(
             [
                 (f"{prefix}.q_proj", q_size),
@@ -33,44 +34,51 @@ class Attention:
             ],
             config.hidden_size,
             placement,
-            has_bias=has_bias,
+            has_bias=config.has_qkv_bias,
         )
         self.out = Linear(
-            [(f"{prefix}.o_proj", config.hidden_size)], q_size, placement, has_bias=has_bias
+            [(f"{prefix}.o_proj", config.hidden_size)],
+            q_size,
+            placement,
+            has_bias=config.has_output_bias,
         )
+        self.head_norms = HeadNorms(prefix, config, placement) if config.has_qk_norm else None
 
     def __call__(
         self, x: Tensor, rope: tuple[Tensor, Tensor], attention: AttentionBackend
     ) -> Tensor:
         qkv = self.qkv(x).view(len(x), -1, self._head_dim)  # [tokens, heads + 2 kv_heads, dim]
+        if self.head_norms is not None:
+            qkv = self.head_norms(qkv)
         return self.out(attention.run(self._layer, qkv, rope).view(len(x), -1))
 
     def targets(self) -> Iterator[Target]:
         yield from self.qkv.targets()
         yield from self.out.targets()
+        if self.head_norms is not None:
+            yield from self.head_norms.targets()
 
 
-class MLP:
-    """The gated feed-forward part."""
+class HeadNorms:
+    """One norm for each head of q, another for each head of k."""
 
     def __init__(self, prefix: str, config: ModelConfig, placement: Placement) -> None:
-        hidden, inner = config.hidden_size, config.intermediate_size
-        has_bias = config.has_mlp_bias
-        self._ops = placement.ops
-        self.gate_up = Linear(
-            [(f"{prefix}.gate_proj", inner), (f"{prefix}.up_proj", inner)],
-            hidden,
-            placement,
-            has_bias=has_bias,
-        )
-        self.down = Linear([(f"{prefix}.down_proj", hidden)], inner, placement, has_bias=has_bias)
+        self._kv_heads = config.num_kv_heads
+        dim, eps = config.head_dim, config.rms_norm_eps
+        self.q_norm = RMSNorm(f"{prefix}.q_norm", dim, eps, placement)
+        self.k_norm = RMSNorm(f"{prefix}.k_norm", dim, eps, placement)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self._ops.silu_and_mul(self.gate_up(x)))
+    def __call__(self, qkv: Tensor) -> Tensor:
+        """[tokens, heads + 2 kv_heads, dim] -> the same, contiguous."""
+        q, k, v = qkv.tensor_split((-2 * self._kv_heads, -self._kv_heads), dim=1)
+        # The norms take rows that lie behind each other: [tokens * heads, dim].
+        normed_q = self.q_norm(q.reshape(-1, q.shape[-1])).view(q.shape)
+        normed_k = self.k_norm(k.reshape(-1, k.shape[-1])).view(k.shape)
+        return torch.cat((normed_q, normed_k, v), dim=1)
 
     def targets(self) -> Iterator[Target]:
-        yield from self.gate_up.targets()
-        yield from self.down.targets()
+        yield from self.q_norm.targets()
+        yield from self.k_norm.targets()
 
 
 class DecoderLayer:
@@ -87,7 +95,7 @@ class DecoderLayer:
         self.post_attention_norm = RMSNorm(
             f"{prefix}.post_attention_layernorm", config.hidden_size, eps, placement
         )
-        self.mlp = MLP(f"{prefix}.mlp", config, placement)
+        self.mlp = _make_mlp(index, f"{prefix}.mlp", config, placement)
 
     def __call__(
         self,
@@ -106,6 +114,14 @@ class DecoderLayer:
             yield from part.targets()
 
 
+def _make_mlp(index: int, prefix: str, config: ModelConfig, placement: Placement) -> MLP | Experts:
+    experts, hidden = config.experts, config.hidden_size
+    if experts is not None and index in experts.layers:
+        return Experts(prefix, hidden, experts, placement)
+    inner = config.intermediate_size
+    return MLP(prefix, hidden, inner, placement, has_bias=config.has_mlp_bias)
+
+
 class Decoder:
     """The whole decoder. Its weights are uninitialised until a loader filled `targets()`."""
 
@@ -121,7 +137,7 @@ class Decoder:
             if config.has_tied_embeddings
             else Linear([("lm_head", config.vocab_size)], config.hidden_size, placement)
         )
-        self._inv_freq = rope_inv_freq(config.rope, config.head_dim).to(placement.device)
+        self.rotary = RotaryEmbedding(config.rope, config.head_dim, placement.device)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
         """token_ids, positions [tokens] int64 -> hidden states [tokens, hidden], normed.
@@ -129,7 +145,7 @@ class Decoder:
         `attention` has been planned for this step.
         """
         residual, x = self.embed(token_ids), None
-        rope = rope_angles(positions, self._inv_freq)
+        rope = self.rotary(positions)
         for layer in self.layers:
             x = layer(x, residual, rope, attention)
         return self.norm(residual) if x is None else self.norm.add(x, residual)

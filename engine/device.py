@@ -73,7 +73,7 @@ class AttentionChoice:
 
 
 def choose_attention(
-    config: EngineConfig, model: ModelConfig, placement: Placement
+    config: EngineConfig, model: ModelConfig, placement: Placement, max_model_len: int
 ) -> AttentionChoice:
     """What `--attention-backend` means here.
 
@@ -89,6 +89,7 @@ def choose_attention(
         return AttentionChoice("torch", "torch")
     if wanted == "torch":
         raise StartupFailed("--attention-backend torch is for CPUs", hint="leave the flag out")
+    refuse_on_gpu(model, max_model_len)
     why_not = _why_not_flashinfer(model, placement)
     if wanted == "flashinfer" and why_not:
         raise StartupFailed(
@@ -108,7 +109,7 @@ def make_attention(
 ) -> AttentionBackend:
     """The backend over `pool`."""
     if choice.decode == "torch":
-        return TorchAttention(pool)
+        return TorchAttention(pool, model.windows)
     from ..kernels.attention_gpu import make_gpu_attention
 
     return make_gpu_attention(
@@ -119,6 +120,21 @@ def make_attention(
         decode=choice.decode,
         prefill=choice.prefill,
     )
+
+
+def refuse_on_gpu(model: ModelConfig, max_model_len: int) -> None:
+    """Raise StartupFailed for a model that only CPU engines compute."""
+    if model.experts is not None:
+        raise StartupFailed(
+            f"{model.architecture}: a mixture of experts is computed on CPUs only",
+            hint="--device cpu",
+        )
+    window = model.smallest_window(max_model_len)
+    if window is not None:
+        raise StartupFailed(
+            f"{model.architecture}: GPU kernels lack its sliding window of {window} tokens",
+            hint=f"--max-model-len {window}, within which it changes nothing, or --device cpu",
+        )
 
 
 def _why_not_flashinfer(model: ModelConfig, placement: Placement) -> str:

@@ -45,6 +45,7 @@ def _model_hash(model: ModelConfig, weights: str) -> str:
     essentials = dataclasses.asdict(model)
     # Neither changes a number that is computed: the limit, and the type weights were stored in.
     del essentials["max_position_embeddings"], essentials["dtype"]
+    essentials["rope"] = repr(model.rope)  # with the scaling's type, which asdict leaves out
     return _digest({"config": essentials, "weights": weights})
 
 

@@ -7,7 +7,6 @@ knows nothing of merging. Knows no file and no attention.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.ops import Ops, TorchOps
-from .model_config import RopeConfig
 
 Target = tuple[str, Tensor]
 
@@ -112,20 +110,3 @@ class Embedding:
 
     def targets(self) -> Iterator[Target]:
         yield f"{self._name}.weight", self.weight
-
-
-def rope_inv_freq(rope: RopeConfig, head_dim: int) -> Tensor:
-    """The angle per position of each pair of dimensions, [head_dim / 2] float32.
-
-    Llama 3.1's stretching: wavelengths above original / low_freq_factor are divided by `factor`,
-    those below original / high_freq_factor stay, between the two it is interpolated.
-    """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    inv_freq = 1.0 / (rope.theta**exponents)
-    if rope.scaling is None:
-        return inv_freq
-    s = rope.scaling
-    turns = s.original_max_position_embeddings * inv_freq / (2 * math.pi)
-    share = (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
-    share = share.clamp(0, 1)  # 1: unchanged, 0: divided by the factor
-    return (1 - share) * inv_freq / s.factor + share * inv_freq

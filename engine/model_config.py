@@ -1,38 +1,29 @@
-"""What config.json says about a model, checked once: sizes, RoPE, which weights are shared.
+"""What config.json says about a model, checked once: sizes, RoPE, windows, which weights there are.
 
-Reads what transformers 5 writes (`rope_parameters`, `dtype`) and what came before it (`rope_theta`,
-`rope_scaling`, `torch_dtype`). Knows no tensor; refuses by name what this engine cannot compute.
+Reads what transformers 5 writes (`dtype`, `layer_types`) and what came before it (`torch_dtype`,
+`max_window_layers`). Knows no tensor; refuses by name what this engine cannot compute.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from ..core.errors import StartupFailed
 from ..core.model_dir import read_json
-
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM",)
-
-
-@dataclass(frozen=True, slots=True)
-class Llama3Scaling:
-    """How Llama 3.1 stretches RoPE to longer contexts."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
+from .architectures import ARCHITECTURES, Architecture, Bias, Window
+from .config_fields import Fields
+from .rope_config import FULL_ATTENTION, SLIDING_ATTENTION, DynamicScaling, RopeConfig, read_rope
 
 
 @dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary embedding: base, and how it is stretched, if it is."""
+class ExpertsConfig:
+    """A mixture of experts in place of the MLP of some layers."""
 
-    theta: float
-    scaling: Llama3Scaling | None
+    num_experts: int
+    num_experts_per_token: int
+    intermediate_size: int  # of one expert
+    has_normed_weights: bool  # the chosen experts' weights sum to one
+    layers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,96 +41,88 @@ class ModelConfig:
     max_position_embeddings: int
     rms_norm_eps: float
     rope: RopeConfig
+    windows: tuple[int | None, ...]  # of each layer: a position sees so many, itself included
+    experts: ExpertsConfig | None
     has_tied_embeddings: bool
-    has_attention_bias: bool
+    has_qkv_bias: bool
+    has_output_bias: bool
     has_mlp_bias: bool
+    has_qk_norm: bool
     initializer_range: float
     dtype: str  # the checkpoint's, e.g. "bfloat16"
+
+    @property
+    def max_context(self) -> int:
+        """The longest context that may be asked for, RoPE stretched as far as it was made for."""
+        return self.rope.max_tokens(self.max_position_embeddings)
+
+    def smallest_window(self, max_model_len: int) -> int | None:
+        """None if contexts of `max_model_len` tokens fit into every layer's window."""
+        windows = [size for size in self.windows if size is not None and size < max_model_len]
+        return min(windows, default=None)
 
 
 def read_model_config(model_dir: Path) -> ModelConfig:
     """Read config.json. Raises StartupFailed, naming the field, if it cannot be served."""
-    fields = _Fields(model_dir / "config.json", read_json(model_dir / "config.json"))
-    architecture = _architecture(fields)
+    fields = Fields(model_dir / "config.json", read_json(model_dir / "config.json"))
+    name = _architecture_name(fields)
+    architecture = ARCHITECTURES[name]
     _refuse_unsupported(fields)
-    num_heads = fields.positive("num_attention_heads")
+    num_heads, num_layers = (
+        fields.positive("num_attention_heads"),
+        fields.positive("num_hidden_layers"),
+    )
     hidden_size = fields.positive("hidden_size")
+    has_bias = architecture.bias is Bias.BY_CONFIG and fields.flag("attention_bias")
     config = ModelConfig(
-        architecture=architecture,
+        architecture=name,
         vocab_size=fields.positive("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=fields.positive("intermediate_size"),
-        num_layers=fields.positive("num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=fields.positive("num_key_value_heads", num_heads),
-        head_dim=fields.positive("head_dim", hidden_size // num_heads),
+        head_dim=fields.positive(
+            "head_dim", architecture.default_head_dim or hidden_size // num_heads
+        ),
         max_position_embeddings=fields.positive("max_position_embeddings", 2048),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope=_rope(fields),
+        rope=read_rope(fields),
+        windows=_windows(fields, architecture, num_layers),
+        experts=_experts(fields, num_layers) if architecture.has_experts else None,
         has_tied_embeddings=fields.flag("tie_word_embeddings"),
-        has_attention_bias=fields.flag("attention_bias"),
-        has_mlp_bias=fields.flag("mlp_bias"),
+        has_qkv_bias=has_bias or architecture.bias is Bias.QKV,
+        has_output_bias=has_bias,
+        has_mlp_bias=architecture.has_mlp_bias_field and fields.flag("mlp_bias"),
+        has_qk_norm=architecture.has_qk_norm,
         initializer_range=fields.number("initializer_range", 0.02),
         dtype=str(fields.get("dtype", fields.get("torch_dtype", "float32"))),
     )
+    _check_heads(config, fields)
+    return config
+
+
+def _check_heads(config: ModelConfig, fields: Fields) -> None:
     if config.num_heads % config.num_kv_heads:
         raise fields.error("num_attention_heads is no multiple of num_key_value_heads")
     if config.head_dim % 2:
         raise fields.error("head_dim is odd, which rotary embedding cannot have")
-    return config
+    if isinstance(config.rope.scaling, DynamicScaling) and config.head_dim == 2:
+        raise fields.error("head_dim is 2, for which dynamic RoPE is not defined")
 
 
-class _Fields:
-    """The fields of one JSON object; what is absent or null has the default."""
-
-    def __init__(self, path: Path, values: dict[str, Any]) -> None:
-        self._path = path
-        self._values = values
-
-    def get(self, name: str, default: object = None) -> object:
-        value = self._values.get(name)
-        return default if value is None else value
-
-    def positive(self, name: str, default: int | None = None) -> int:
-        value = self.get(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.error(f"{name} is {value!r}, not a positive integer")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        value = self.get(name, default)
-        if isinstance(value, int | float) and type(value) is not bool and 0 < value < math.inf:
-            return float(value)
-        raise self.error(f"{name} is {value!r}, not a positive number")
-
-    def flag(self, name: str) -> bool:
-        value = self.get(name, False)
-        if not isinstance(value, bool):
-            raise self.error(f"{name} is {value!r}, not true or false")
-        return value
-
-    def section(self, name: str) -> _Fields:
-        value = self.get(name, {})
-        if not isinstance(value, dict):
-            raise self.error(f"{name} is no object")
-        return _Fields(self._path, value)
-
-    def error(self, what: str, *, hint: str = "") -> StartupFailed:
-        return StartupFailed(f"{self._path}: {what}", hint=hint)
-
-
-def _architecture(fields: _Fields) -> str:
+def _architecture_name(fields: Fields) -> str:
     names = fields.get("architectures", [])
-    supported = ", ".join(SUPPORTED_ARCHITECTURES)
     for name in names if isinstance(names, list) else []:
-        if name in SUPPORTED_ARCHITECTURES:
+        if name in ARCHITECTURES:
             return str(name)
     raise fields.error(
-        f"architecture {names!r} is not supported", hint=f"supported are: {supported}"
+        f"architecture {names!r} is not supported",
+        hint=f"supported are: {', '.join(ARCHITECTURES)}",
     )
 
 
-def _refuse_unsupported(fields: _Fields) -> None:
+def _refuse_unsupported(fields: Fields) -> None:
     if fields.get("auto_map") is not None:
         raise fields.error("auto_map asks to run code from the checkpoint, which Baton never does")
     if fields.get("quantization_config") is not None:
@@ -148,23 +131,39 @@ def _refuse_unsupported(fields: _Fields) -> None:
         raise fields.error(f"hidden_act {fields.get('hidden_act')!r} is not supported, only silu")
 
 
-def _rope(fields: _Fields) -> RopeConfig:
-    new, old = fields.section("rope_parameters"), fields.section("rope_scaling")
-    theta = new.number("rope_theta", fields.number("rope_theta", 10_000.0))
-    rope_type = new.get("rope_type", old.get("rope_type", old.get("type", "default")))
-    if new.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0)) != 1:
-        raise fields.error("partial_rotary_factor is not supported")
-    if rope_type == "default":
-        return RopeConfig(theta, None)
-    if rope_type != "llama3":
-        raise fields.error(f"rope_type {rope_type!r} is not supported, only default and llama3")
-    source = new if new.get("rope_type") else old
-    scaling = Llama3Scaling(
-        factor=source.number("factor"),
-        low_freq_factor=source.number("low_freq_factor"),
-        high_freq_factor=source.number("high_freq_factor"),
-        original_max_position_embeddings=source.positive("original_max_position_embeddings"),
+def _windows(fields: Fields, architecture: Architecture, num_layers: int) -> tuple[int | None, ...]:
+    """The window of each layer; `layer_types` must be what the architecture computes."""
+    rule, size = architecture.window, None
+    is_asked = rule is Window.ALL or fields.flag("use_sliding_window")
+    if rule is not Window.NONE and is_asked and fields.get("sliding_window") is not None:
+        size = fields.positive("sliding_window")
+    first = fields.count("max_window_layers", 28) if rule is Window.BY_LAYER else 0
+    usual = [
+        FULL_ATTENTION if size is None or layer < first else SLIDING_ATTENTION
+        for layer in range(num_layers)
+    ]
+    kinds = fields.get("layer_types", usual)
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise fields.error("layer_types is not a list with one entry for each layer")
+    for kind in kinds:
+        if kind not in (FULL_ATTENTION, SLIDING_ATTENTION):
+            raise fields.error(f"layer_types names {kind!r}, which is not supported")
+    if kinds != usual and (rule is not Window.BY_LAYER or size is None):
+        raise fields.error("layer_types asks for windows that the other fields do not give")
+    return tuple(size if kind == SLIDING_ATTENTION else None for kind in kinds)
+
+
+def _experts(fields: Fields, num_layers: int) -> ExpertsConfig:
+    step, dense = fields.positive("decoder_sparse_step", 1), fields.counts("mlp_only_layers")
+    layers = (n for n in range(num_layers) if n not in dense and (n + 1) % step == 0)
+    old_name = fields.get("num_experts")  # transformers 5 writes num_local_experts
+    config = ExpertsConfig(
+        num_experts=fields.positive("num_local_experts" if old_name is None else "num_experts"),
+        num_experts_per_token=fields.positive("num_experts_per_tok"),
+        intermediate_size=fields.positive("moe_intermediate_size"),
+        has_normed_weights=fields.flag("norm_topk_prob"),
+        layers=tuple(layers),
     )
-    if scaling.high_freq_factor <= scaling.low_freq_factor:
-        raise fields.error("high_freq_factor of rope is not above low_freq_factor")
-    return RopeConfig(theta, scaling)
+    if config.num_experts_per_token > config.num_experts:
+        raise fields.error("num_experts_per_tok is larger than num_experts")
+    return config

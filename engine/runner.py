@@ -27,10 +27,10 @@ from .canary import canary_bytes
 from .checkpoint import OnProgress, fill_dummy_weights, load_weights, weights_identity
 from .cpu_steps import CpuSteps
 from .cuda_kv_memory import CudaKvMemory
+from .decoder import Decoder
 from .device import choose_attention, choose_placement, make_attention
 from .fingerprint import fingerprint_fields
 from .kv_memory import CpuKvMemory, KvLayout
-from .decoder import Decoder
 from .model_config import ModelConfig, read_model_config
 
 if TYPE_CHECKING:
@@ -54,7 +54,9 @@ class ModelRunner:
         self.max_model_len = _choose_max_model_len(config, self.model_config)
         self._config = config
         self._placement = choose_placement(config, self.model_config)
-        self._attention_choice = choose_attention(config, self.model_config, self._placement)
+        self._attention_choice = choose_attention(
+            config, self.model_config, self._placement, self.max_model_len
+        )
         self.startup_notes = [f"{self._placement.device}, {self._attention_choice}"]
         layout = KvLayout(
             num_layers=self.model_config.num_layers,
@@ -195,11 +197,11 @@ def _largest_batch(config: EngineConfig, max_model_len: int) -> list[SequenceSli
 
 
 def _choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
-    longest = model.max_position_embeddings
     if config.max_model_len is None:
-        return longest
-    if not 0 < config.max_model_len <= longest:
+        return model.max_position_embeddings
+    if not 0 < config.max_model_len <= model.max_context:
         raise StartupFailed(
-            f"--max-model-len {config.max_model_len}: the model's context has {longest} tokens"
+            f"--max-model-len {config.max_model_len}: "
+            f"the model's context has {model.max_context} tokens"
         )
     return config.max_model_len

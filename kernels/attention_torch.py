@@ -8,6 +8,7 @@ gathered pieces stay in the cache, which a padded batch of all decodes would not
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,14 +31,18 @@ class _Slice:
 
 
 class TorchAttention:
-    """An AttentionBackend over `pool`."""
+    """An AttentionBackend over `pool`.
 
-    def __init__(self, pool: Tensor) -> None:
+    `windows`: how many positions each layer sees, the token's own included; None sees all.
+    """
+
+    def __init__(self, pool: Tensor, windows: Sequence[int | None] | None = None) -> None:
         self._pool = pool
         self._kv_heads, self._block_size, self._head_dim = pool.shape[3:]
         self._pieces = pool.view(-1, self._block_size * self._head_dim)
         self._slices: list[_Slice] = []
-        self._mask = pool.new_empty(_TILE_TOKENS, 0)
+        self._windows = windows or [None] * pool.shape[1]
+        self._masks = {size: pool.new_empty(_TILE_TOKENS, 0) for size in set(self._windows)}
 
     def plan(self, metadata: AttentionMetadata) -> None:
         block_size = self._block_size
@@ -55,7 +60,7 @@ class TorchAttention:
             self._slices.append(_Slice(first, last, seq_len, rows))
             first = last
             if query_len > 1:
-                self._grow_mask(seq_len)
+                self._grow_masks(seq_len)
 
     def run(self, layer: int, qkv: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         q_and_k, v = qkv.tensor_split([-self._kv_heads], dim=1)
@@ -68,38 +73,49 @@ class TorchAttention:
         gathered = self._pieces.index_select(0, s.rows[layer])
         kv = gathered.view(2, 1, self._kv_heads, -1, self._head_dim)
         k, v = kv.narrow(3, 0, s.seq_len).unbind(0)  # [1, kv_heads, seq_len, dim]
+        window = self._windows[layer]
         if s.last - s.first == 1:
+            k, v = k[:, :, -(window or s.seq_len) :], v[:, :, -(window or s.seq_len) :]
             # The heads of a group see the same keys: they pass as query rows of one head.
             grouped = q.view(1, self._kv_heads, -1, self._head_dim)
             return F.scaled_dot_product_attention(grouped, k, v).reshape(q.shape)
         start = s.seq_len - len(q)
         return torch.cat(
             [
-                self._run_tile(tile, k, v, start + first + len(tile))
+                self._run_tile(tile, k, v, start + first + len(tile), window)
                 for first, tile in zip(
                     range(0, len(q), _TILE_TOKENS), torch.split(q, _TILE_TOKENS), strict=True
                 )
             ]
         )
 
-    def _run_tile(self, q: Tensor, k: Tensor, v: Tensor, num_keys: int) -> Tensor:
-        """q [t, heads, dim]: the last t of `num_keys` positions -> the same shape."""
+    def _run_tile(
+        self, q: Tensor, k: Tensor, v: Tensor, last_key: int, window: int | None
+    ) -> Tensor:
+        """q [t, heads, dim]: the t positions before `last_key` -> the same shape."""
         kv_heads, t = self._kv_heads, len(q)
+        first_key = 0 if window is None else max(0, last_key - t + 1 - window)
+        num_keys = last_key - first_key
         shape = (kv_heads, q.shape[1] // kv_heads, num_keys, self._head_dim)
+        mask = self._masks[window]
         out = F.scaled_dot_product_attention(
             q.view(t, kv_heads, -1, self._head_dim).permute(1, 2, 0, 3),
-            k[0, :, None, :num_keys].expand(shape),
-            v[0, :, None, :num_keys].expand(shape),
-            attn_mask=self._mask[_TILE_TOKENS - t :, self._mask.shape[1] - num_keys :],
+            k[0, :, None, first_key:last_key].expand(shape),
+            v[0, :, None, first_key:last_key].expand(shape),
+            attn_mask=mask[_TILE_TOKENS - t :, mask.shape[1] - num_keys :],
         )  # [kv_heads, group, t, dim]
         return out.permute(2, 0, 1, 3).reshape(q.shape)
 
-    def _grow_mask(self, num_keys: int) -> None:
-        """Keep one causal mask [tile, length >= num_keys], aligned to its lower right corner.
+    def _grow_masks(self, num_keys: int) -> None:
+        """Keep one mask [tile, length >= num_keys] for each window, aligned to its lower right.
 
         Its own lower right corner of any size is the mask of a smaller tile over fewer keys.
         """
-        if num_keys > self._mask.shape[1]:
-            length = 1 << max(num_keys - 1, _TILE_TOKENS).bit_length()
-            hidden = self._mask.new_full((_TILE_TOKENS, length), -math.inf)
-            self._mask = hidden.triu_(length - _TILE_TOKENS + 1)
+        for window, mask in self._masks.items():
+            if num_keys > mask.shape[1]:
+                length = 1 << max(num_keys - 1, _TILE_TOKENS).bit_length()
+                hidden = mask.new_full((_TILE_TOKENS, length), -math.inf)
+                own = length - _TILE_TOKENS  # the column of the first row's own key
+                self._masks[window] = hidden.triu(own + 1)
+                if window is not None:
+                    self._masks[window] += hidden.tril(own - window)

@@ -9,13 +9,16 @@ import torch
 from torch import Tensor
 
 
-def rope_angles(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and signed sin for `apply_rope`, computed once per step.
+def rope_angles(positions: Tensor, inv_freq: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """`scale` times cos and signed sin for `apply_rope`, computed once per step.
 
-    positions [tokens], inv_freq [dim/2] float32 -> two of [tokens, 1, dim] float32.
+    positions [tokens], inv_freq [dim/2] or [tokens, dim/2] float32 -> two of [tokens, 1, dim]
+    float32.
     """
     angles = positions[:, None].float() * inv_freq
     cos, sin = angles.cos(), angles.sin()
+    if scale != 1:
+        cos, sin = cos * scale, sin * scale
     return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
 
 

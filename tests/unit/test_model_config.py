@@ -12,7 +12,8 @@ from transformers import LlamaConfig
 from baton.core import model_dir
 from baton.core.errors import StartupFailed
 from baton.core.model_dir import eos_token_ids, resolve_model_dir
-from baton.engine.model_config import Llama3Scaling, RopeConfig, read_model_config
+from baton.engine.model_config import read_model_config
+from baton.engine.rope_config import Llama3Scaling, RopeConfig
 
 OLD: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -65,7 +66,7 @@ def test_config_that_transformers_writes(tmp_path: Path) -> None:
     assert (config.num_kv_heads, config.head_dim) == (2, 64)
     assert config.rope == RopeConfig(5e5, Llama3Scaling(8.0, 1.0, 4.0, 64))
     assert config.dtype == "float16"
-    assert config.has_tied_embeddings and config.has_attention_bias and not config.has_mlp_bias
+    assert config.has_tied_embeddings and config.has_qkv_bias and not config.has_mlp_bias
 
 
 @pytest.mark.parametrize("type_field", ["rope_type", "type"])
@@ -83,7 +84,7 @@ def test_old_rope_scaling(tmp_path: Path, type_field: str) -> None:
         ({"auto_map": {"AutoModel": "evil.py"}}, "auto_map"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_parameters": [1]}, "rope_parameters"),
