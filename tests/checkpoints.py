@@ -6,16 +6,100 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import PreTrainedModel
+
+# One of everything that architectures and configurations differ in, as arguments of
+# `write_checkpoint`. Odd vocabularies, heads that do not fill the hidden size.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama, gqa 4:2": {},
+    "llama, gqa 4:1, tied": {"num_key_value_heads": 1, "tie_word_embeddings": True},
+    "llama, mha 4:4, derived head_dim": {
+        "num_key_value_heads": 4,
+        "hidden_size": 128,
+        "head_dim": None,
+        "num_hidden_layers": 3,
+    },
+    "llama, biases, sharded": {
+        "attention_bias": True,
+        "mlp_bias": True,
+        "max_shard_size": "200KB",
+    },
+    "llama, linear rope": {
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
+    },
+    "llama, llama3 rope": {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10_000.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        }
+    },
+    "mistral, window": {"architecture": "MistralForCausalLM", "sliding_window": 40},
+    "mistral, no window": {"architecture": "MistralForCausalLM", "sliding_window": None},
+    "qwen2, tied": {
+        "architecture": "Qwen2ForCausalLM",
+        "vocab_size": 151,
+        "tie_word_embeddings": True,
+    },
+    "qwen2, yarn, window of the upper layers": {
+        "architecture": "Qwen2ForCausalLM",
+        "num_hidden_layers": 3,
+        "use_sliding_window": True,
+        "sliding_window": 24,
+        "max_window_layers": 1,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+        },
+    },
+    "qwen3": {"architecture": "Qwen3ForCausalLM", "vocab_size": 257},
+    "qwen3, biases, window by layer_types": {
+        "architecture": "Qwen3ForCausalLM",
+        "attention_bias": True,
+        "use_sliding_window": True,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "qwen3-moe, a dense layer": {
+        "architecture": "Qwen3MoeForCausalLM",
+        "num_hidden_layers": 3,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+    "qwen3-moe, every second layer": {
+        "architecture": "Qwen3MoeForCausalLM",
+        "num_hidden_layers": 4,
+        "num_experts": 5,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "decoder_sparse_step": 2,
+    },
+}
 
 
 def write_checkpoint(
-    folder: Path, *, seed: int = 0, max_shard_size: str = "5GB", **changes: Any
-) -> LlamaForCausalLM:
-    """Write a random Llama to `folder` and return it, in float32.
+    folder: Path,
+    *,
+    architecture: str = "LlamaForCausalLM",
+    seed: int = 0,
+    max_shard_size: str = "5GB",
+    has_varied_vectors: bool = False,
+    **changes: Any,
+) -> PreTrainedModel:
+    """Write a random model to `folder` and return it, in float32.
 
     Small, but with weights large enough that logits differ clearly and every block matters.
+    `has_varied_vectors`: norms are not all one, biases not all zero.
     """
     settings: dict[str, Any] = {
         "vocab_size": 320,
@@ -32,9 +116,19 @@ def write_checkpoint(
         "bos_token_id": 1,
     }
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**(settings | changes))).eval().float()
+    model_class = getattr(transformers, architecture)
+    model = model_class(model_class.config_class(**(settings | changes))).eval().float()
+    if has_varied_vectors:
+        _vary_vectors(model)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model
+
+
+def _vary_vectors(model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("bias", "norm.weight")):
+                parameter.normal_(0.0 if name.endswith("bias") else 1.0, 0.3)
 
 
 def write_byte_tokenizer(folder: Path) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import write_checkpoint
-from transformers import LlamaForCausalLM
+from checkpoints import VARIANTS, write_checkpoint
+from transformers import PreTrainedModel
 
 from baton.core.config import EngineConfig
 from baton.core.request import SamplingParams
@@ -22,34 +22,17 @@ from baton.engine.runner import ModelRunner
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 80
 GREEDY = SampleSpec(SamplingParams(temperature=0.0), key=0)
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10_000.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-VARIANTS: dict[str, dict[str, Any]] = {
-    "gqa 4:2": {},
-    "gqa 4:1, tied": {"num_key_value_heads": 1, "tie_word_embeddings": True},
-    "mha 4:4, derived head_dim": {
-        "num_key_value_heads": 4,
-        "hidden_size": 128,
-        "head_dim": None,
-        "num_hidden_layers": 3,
-    },
-    "biases, sharded": {"attention_bias": True, "mlp_bias": True, "max_shard_size": "200KB"},
-    "llama3 rope": {"rope_parameters": LLAMA3},
-}
 
 
 @dataclass
 class Pair:
     """One checkpoint in both implementations."""
 
-    theirs: LlamaForCausalLM
+    theirs: PreTrainedModel
     ours: ModelRunner
+
+    def prompt(self, rng: random.Random, length: int) -> list[int]:
+        return [rng.randrange(self.ours.model_config.vocab_size) for _ in range(length)]
 
     def logits(self, token_ids: list[int]) -> torch.Tensor:
         """Theirs, [tokens, vocab]."""
@@ -72,14 +55,8 @@ def make_runner(folder: Path, **changes: Any) -> ModelRunner:
 @pytest.fixture(scope="module", params=VARIANTS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     folder = tmp_path_factory.mktemp("checkpoint")
-    theirs = write_checkpoint(folder, seed=1, **VARIANTS[request.param])
-    with torch.no_grad():
-        for name, parameter in theirs.named_parameters():
-            if name.endswith(("bias", "norm.weight", "layernorm.weight")):
-                parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
-    theirs.save_pretrained(
-        folder, max_shard_size=VARIANTS[request.param].get("max_shard_size", "5GB")
-    )
+    variant = VARIANTS[request.param]
+    theirs = write_checkpoint(folder, seed=1, has_varied_vectors=True, **variant)
     return Pair(theirs, make_runner(folder))
 
 
@@ -106,12 +83,8 @@ def chunks(token_ids: list[int], table: list[int], size: int) -> Iterator[Sequen
         yield SequenceSlice(token_ids[start:end], start, table, sample)
 
 
-def prompt(rng: random.Random, length: int) -> list[int]:
-    return [rng.randrange(320) for _ in range(length)]
-
-
 def test_logits_equal_transformers(pair: Pair, rng: random.Random) -> None:
-    token_ids = prompt(rng, 150)
+    token_ids = pair.prompt(rng, 150)
     piece = SequenceSlice(token_ids, 0, Blocks(rng).table(150), None)
     steps = pair.ours._steps
     assert isinstance(steps, CpuSteps)
@@ -127,7 +100,7 @@ def test_logits_equal_transformers(pair: Pair, rng: random.Random) -> None:
 
 @pytest.mark.parametrize("size", [1, 7, 16, 24, 64, 1000])
 def test_chunked_prefill_then_greedy_decode(pair: Pair, rng: random.Random, size: int) -> None:
-    token_ids = prompt(rng, 53)
+    token_ids = pair.prompt(rng, 53)
     table = Blocks(rng).table(80)
     for piece in chunks(token_ids, table, size):
         (sampled,) = pair.ours.execute([piece])
@@ -142,7 +115,7 @@ def test_chunked_prefill_then_greedy_decode(pair: Pair, rng: random.Random, size
 
 def test_mixed_batches_of_decodes_and_chunks(pair: Pair, rng: random.Random) -> None:
     blocks = Blocks(rng)
-    sequences = [(prompt(rng, n), blocks.table(n + 8)) for n in (5, 33, 64, 17, 90)]
+    sequences = [(pair.prompt(rng, n), blocks.table(n + 8)) for n in (5, 33, 64, 17, 90)]
     waiting = [list(chunks(ids, table, 19)) for ids, table in sequences]
     tokens = [list(ids) for ids, _ in sequences]
     num_decoded = [0] * len(sequences)
@@ -175,14 +148,24 @@ def decode_logprob(pair: Pair, tokens: list[int], table: list[int]) -> float:
 
 
 def test_every_block_matters(pair: Pair, rng: random.Random) -> None:
-    """The power of the tests above: a zeroed, swapped or shifted block shows."""
-    tokens = prompt(rng, 70)
+    """The power of the tests above: a zeroed, swapped or shifted block shows.
+
+    But one that no layer's window reaches any more may hold anything.
+    """
+    tokens = pair.prompt(rng, 70)
     table = Blocks(rng).table(70)
     pair.ours.execute([SequenceSlice(tokens[:-1], 0, table, None)])
     healthy = decode_logprob(pair, tokens, table)
     pool = pair.ours.kv.tensor
+    windows = pair.ours.model_config.windows
+    first_seen = 0 if None in windows else len(tokens) - max(size or 0 for size in windows)
     for index, block in enumerate(table):
         saved = pool[block].clone()
+        if (index + 1) * BLOCK_SIZE <= first_seen:
+            pool[block] = math.nan
+            assert decode_logprob(pair, tokens, table) == healthy
+            pool[block] = saved
+            continue
         shifted = saved.flatten().roll(saved.shape[-1]).view(saved.shape)  # by one slot
         shifted[:, 1] = saved[:, 1]  # of K alone: order within a block does not matter
         for damage in (torch.zeros_like(saved), pool[table[index - 1]].clone(), shifted):
@@ -193,7 +176,7 @@ def test_every_block_matters(pair: Pair, rng: random.Random) -> None:
 
 
 def test_the_other_sequences_blocks_do_not_matter(pair: Pair, rng: random.Random) -> None:
-    tokens = prompt(rng, 40)
+    tokens = pair.prompt(rng, 40)
     table = Blocks(rng).table(40)
     pair.ours.execute([SequenceSlice(tokens[:-1], 0, table, None)])
     healthy = decode_logprob(pair, tokens, table)
@@ -203,3 +186,42 @@ def test_the_other_sequences_blocks_do_not_matter(pair: Pair, rng: random.Random
     pair.ours.kv.tensor[table[-1], :, :, :, len(tokens) % BLOCK_SIZE :] = math.nan  # stale slots
     assert decode_logprob(pair, tokens, table) == healthy
     pair.ours.kv.tensor.copy_(saved)
+
+
+def test_a_decode_gives_the_same_bits_alone_and_in_a_batch(pair: Pair, rng: random.Random) -> None:
+    blocks, decodes = Blocks(rng), []
+    for length in (3, 20, 61, 35):
+        tokens, table = pair.prompt(rng, length + 1), blocks.table(length + 1)
+        pair.ours.execute([SequenceSlice(tokens[:-1], 0, table, None)])
+        decodes.append(SequenceSlice(tokens[-1:], length, table, GREEDY))
+    alone = [pair.ours.execute([decode])[0] for decode in decodes]
+    for members in ((0, 1), (1, 2, 3), (3, 0, 2, 1)):
+        assert pair.ours.execute([decodes[i] for i in members]) == [alone[i] for i in members]
+
+
+@pytest.mark.parametrize(("length", "size"), [(30, 16), (60, 7), (60, 60)])
+def test_dynamic_rope_is_what_decoding_token_by_token_computes(
+    tmp_path: Path, rng: random.Random, length: int, size: int
+) -> None:
+    """Also for a prompt beyond the trained 40 tokens, in whatever chunks."""
+    scaling = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
+    theirs = write_checkpoint(tmp_path, max_position_embeddings=40, rope_parameters=scaling)
+    pair = Pair(theirs, make_runner(tmp_path, max_model_len=160))
+    tokens, table = pair.prompt(rng, length), Blocks(rng).table(160)
+    for piece in chunks(tokens, table, size):
+        (sampled,) = pair.ours.execute([piece])
+    cache, unseen = None, tokens
+    for _ in range(30):
+        for token_id in unseen:
+            with torch.inference_mode():
+                out = theirs(torch.tensor([[token_id]]), past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+        assert sampled is not None
+        assert sampled.token_id == int(out.logits[0, -1].argmax())
+        assert sampled.logprob == pytest.approx(
+            float(out.logits[0, -1].log_softmax(-1).max()), abs=1e-4
+        )
+        unseen = [sampled.token_id]
+        tokens = [*tokens, *unseen]
+        piece = SequenceSlice(unseen, len(tokens) - 1, table, GREEDY)
+        (sampled,) = pair.ours.execute([piece])
