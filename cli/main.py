@@ -30,8 +30,14 @@ def main() -> int:
     return code
 
 
+def _add(commands: _Commands, name: str, what: str) -> argparse.ArgumentParser:
+    sentence = f"{what[0].upper()}{what[1:]}{'' if what.endswith('?') else '.'}"
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=what, description=sentence)
+    return parser
+
+
 def _add_up(commands: _Commands) -> None:
-    parser = commands.add_parser("up", help="start everything on this host, until Ctrl-C")
+    parser = _add(commands, "up", "start everything on this host, until Ctrl-C")
     flags.add_flags(parser, UpConfig, EngineConfig, NodeConfig, GatewayConfig, ClusterConfig)
     parser.set_defaults(run=_up)
 
@@ -51,7 +57,7 @@ def _up(arguments: argparse.Namespace) -> int:
 
 
 def _add_demo(commands: _Commands) -> None:
-    parser = commands.add_parser("demo", help="a deployment on this CPU, several prompts, a table")
+    parser = _add(commands, "demo", "a deployment on this CPU, several prompts, a table")
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens per prompt (64)")
     parser.add_argument("--verbose", action="store_true", help="show every process's output")
     parser.set_defaults(run=_demo)
@@ -64,7 +70,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _add_generate(commands: _Commands) -> None:
-    parser = commands.add_parser("generate", help="one process, no roles: the baseline")
+    parser = _add(commands, "generate", "one process, no roles: the baseline")
     parser.add_argument("prompt", nargs="+", help="text to continue")
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens per prompt (64)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (0)")
@@ -88,7 +94,7 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _add_chat(commands: _Commands) -> None:
-    parser = commands.add_parser("chat", help="a completion shell on this terminal")
+    parser = _add(commands, "chat", "a completion shell on this terminal")
     parser.add_argument("--address", help="a running gateway; without one, --model is started here")
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens per answer (128)")
     parser.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (0.7)")
@@ -108,7 +114,7 @@ def _chat(arguments: argparse.Namespace) -> int:
 
 
 def _add_doctor(commands: _Commands) -> None:
-    parser = commands.add_parser("doctor", help="look over this host: can it serve?")
+    parser = _add(commands, "doctor", "look over this host: can it serve?")
     parser.add_argument("--model", default="demo", help="model directory to look at (demo)")
     parser.add_argument("--redis-url", help="a Redis that should answer")
     parser.add_argument(
@@ -125,13 +131,11 @@ def _ports(text: str) -> tuple[int, ...]:
 def _doctor(arguments: argparse.Namespace) -> int:
     from . import doctor
 
-    return doctor.run(
-        doctor.Subject(arguments.model, arguments.redis_url, arguments.ports),
-    )
+    return doctor.run(doctor.Subject(arguments.model, arguments.redis_url, arguments.ports))
 
 
 def _add_fsck(commands: _Commands) -> None:
-    parser = commands.add_parser("fsck", help="do all nodes of a cluster agree on who holds what?")
+    parser = _add(commands, "fsck", "do all nodes of a cluster agree on who holds what?")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     flags.add_flags(parser, ClusterConfig)
     parser.set_defaults(run=_fsck)

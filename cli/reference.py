@@ -1,0 +1,176 @@
+"""`python -m baton.cli.reference docs` (or `make docs`): the pages that are made from the code.
+
+reference.md is made whole from the parsers and the .proto files; of errors.md, which people write,
+only each error's line of facts. A test fails while a page is not what would be made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..core import errors
+from ..core.errors import BatonError
+from ..core.membership import Role
+from .launch import gateway_parser, node_parser
+from .main import build_parser
+
+_PROTO = Path(__file__).resolve().parent.parent / "proto" / "v1"
+_OWN_GROUPS = ("options", "positional arguments")  # argparse's names for what has no group
+
+_HEAD = """\
+# Reference
+
+Made from the code by `make docs`: edit the code. Errors are in [errors.md](errors.md).
+
+## Commands
+
+Every flag can also be given as an environment variable, `BATON_` and its name in capitals:
+`BATON_REDIS_URL` for `--redis-url`. The cluster's secret belongs there, not on a command line.
+"""
+
+
+def reference_page() -> str:
+    """docs/reference.md."""
+    with _no_baton_environment():
+        parsers = _parsers()
+        commands = "\n".join(_command(parser) for parser in parsers)
+        groups = "\n".join(_shared_groups(parsers))
+    return f"{_HEAD}\n{commands}\n## Flags\n\n{groups}\n{_services()}"
+
+
+@contextmanager
+def _no_baton_environment() -> Iterator[None]:
+    """Flags take their defaults from there; the page shows those of the code."""
+    saved = {name: value for name, value in os.environ.items() if name.startswith("BATON_")}
+    for name in saved:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(saved)
+
+
+def _parsers() -> list[argparse.ArgumentParser]:
+    """One for each command that a user can type."""
+    baton = build_parser()
+    (commands,) = (a for a in baton._actions if isinstance(a, argparse._SubParsersAction))
+    nodes = [node_parser(role) for role in Role]
+    return [*commands.choices.values(), gateway_parser(), *nodes]
+
+
+def _command(parser: argparse.ArgumentParser) -> str:
+    own = [
+        row for group in parser._action_groups if group.title in _OWN_GROUPS for row in _rows(group)
+    ]
+    shared = [_link(group) for group in parser._action_groups if group.title not in _OWN_GROUPS]
+    parts = [f"### {parser.prog}\n\n{parser.description}\n"]
+    if own:
+        parts.append(_table(own))
+    if shared:
+        parts.append(f"Takes the flags of {', '.join(shared)}.\n")
+    return "\n".join(parts)
+
+
+def _link(group: argparse._ArgumentGroup) -> str:
+    title = _title(group)
+    return f"[{title}](#{re.sub(r'[^a-z0-9 -]', '', title.lower()).replace(' ', '-')})"
+
+
+def _title(group: argparse._ArgumentGroup) -> str:
+    """The configuration class's first words: what a colon or full stop follows."""
+    assert group.title is not None
+    return re.split(r"[:.]", group.title)[0]
+
+
+def _shared_groups(parsers: list[argparse.ArgumentParser]) -> Iterator[str]:
+    """Every group of flags once: where a command names a flag twice, the first group has it."""
+    rows: dict[str, dict[str, str]] = {}
+    for parser in parsers:
+        for group in parser._action_groups:
+            if group.title not in _OWN_GROUPS:
+                rows.setdefault(_title(group), {}).update((row, "") for row in _rows(group))
+    for title, found in rows.items():
+        yield f"### {title}\n\n{_table(list(found))}"
+
+
+def _table(rows: list[str]) -> str:
+    return "\n".join(["| flag | default | |", "|---|---|---|", *rows]) + "\n"
+
+
+def _rows(group: argparse._ArgumentGroup) -> list[str]:
+    return [_row(action) for action in group._group_actions if action.dest != "help"]
+
+
+def _row(action: argparse.Action) -> str:
+    names = " ".join(f"`{name}`" for name in action.option_strings) or f"`{action.dest}`"
+    choices = f" {{{', '.join(map(str, action.choices))}}}" if action.choices else ""
+    default = "" if action.default in (None, argparse.SUPPRESS) else f"`{_shown(action.default)}`"
+    text = re.sub(r" \((%\(default\)s|[0-9.]+|demo)\)$", "", action.help or "")
+    return f"| {names}{choices} | {default} | {text} |"
+
+
+def _shown(default: object) -> str:
+    return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
+
+
+def _services() -> str:
+    """Every gRPC method with the comment above it."""
+    parts = ["## Services\n\nThe messages are in `proto/v1/*.proto`.\n"]
+    for path in sorted(_PROTO.glob("*.proto")):
+        for name, body in re.findall(r"^service (\w+) \{\n(.*?)^\}", path.read_text(), re.M | re.S):
+            parts.append(f"### baton.v1.{name} (`{path.name}`)\n\n{_methods(body)}")
+    return "\n".join(parts)
+
+
+def _methods(body: str) -> str:
+    lines, comment = [], ""
+    for line in map(str.strip, body.splitlines()):
+        if line.startswith("//"):
+            comment += " " + line.removeprefix("//").strip()
+        elif match := re.match(r"rpc (\w+)\((.*?)\) returns \((.*?)\)", line):
+            method, takes, gives = match.groups()
+            lines.append(f"- `{method}({takes}) -> {gives}`{comment and ':'}{comment}")
+            comment = ""
+    return "\n".join(lines) + "\n"
+
+
+def error_classes() -> list[type[BatonError]]:
+    """Every error of core/errors.py, in its order."""
+    found = (value for value in vars(errors).values() if isinstance(value, type))
+    return [cls for cls in found if issubclass(cls, BatonError)]
+
+
+def refresh_errors_page(page: str) -> str:
+    """docs/errors.md with each error's line of facts made anew; a missing error gets a heading."""
+    for cls in error_classes():
+        facts = error_facts(cls)
+        heading = f"### `{cls.code}`\n\n"
+        if heading not in page:
+            page += f"\n{heading}\n"
+        before, _, after = page.partition(heading)
+        page = before + heading + facts + "\n" + after.partition("\n")[2]
+    return page
+
+
+def error_facts(cls: type[BatonError]) -> str:
+    """One line: the class, its statuses, whether to try again."""
+    again = "try again later" if cls.is_retryable else "do not retry as it is"
+    return f"`{cls.__name__}` · gRPC `{cls.grpc_status}` · HTTP {cls.http_status} · {again}"
+
+
+def main(folder: Path) -> int:
+    """Write the pages."""
+    (folder / "reference.md").write_text(reference_page())
+    errors = folder / "errors.md"
+    errors.write_text(refresh_errors_page(errors.read_text()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
