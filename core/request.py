@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 class FinishReason(enum.Enum):
@@ -17,8 +17,10 @@ class FinishReason(enum.Enum):
 class SamplingParams:
     """How to choose tokens. Already validated; `None` means "no limit".
 
-    `temperature == 0` is greedy and ignores the filters. `stop` strings are judged at the gateway,
-    all else on the node.
+    `temperature == 0` is greedy and ignores the filters (top_p, top_k, min_p), nothing else. `stop`
+    strings are judged at the gateway, all else on the node. `logprobs` and `prompt_logprobs`: how
+    many of the likeliest tokens to tell beside each; 0: only its own, None: nothing. The order in
+    which these act is in docs/sampling.md.
     """
 
     max_tokens: int = 16
@@ -29,6 +31,20 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a token's logits depend on which tokens came before it."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return penalties != (1.0, 0.0, 0.0)
 
     @property
     def is_greedy(self) -> bool:
@@ -42,6 +58,10 @@ class Request:
     `request_id` (32 hex digits) is drawn by the gateway; `attempt` counts its dispatches, and
     messages of an older attempt are dropped. `output_token_ids` are tokens that earlier attempts
     already streamed: the node computes them like prompt, and continues at their position.
+
+    `sample_index` tells the samples of one prompt apart. `fork_ids` are the request ids of further
+    samples, of the indices that follow: they share this one's prompt and its blocks until their
+    first tokens are sampled, and are requests of their own from then on.
     """
 
     request_id: str
@@ -50,6 +70,16 @@ class Request:
     sampling: SamplingParams
     output_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""
+    sample_index: int = 0
+    fork_ids: tuple[str, ...] = ()
+
+    @property
+    def forks(self) -> tuple[Request, ...]:
+        """The further samples as requests."""
+        return tuple(
+            replace(self, request_id=fork_id, sample_index=index, fork_ids=())
+            for index, fork_id in enumerate(self.fork_ids, start=self.sample_index + 1)
+        )
 
     @property
     def key(self) -> str:

@@ -7,19 +7,29 @@ and attention sees positions 0..start+len-1 through the same table.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from ..core.logprobs import TokenLogprobs
 from ..core.request import SamplingParams
+from .token_counts import TokenCounts
 
 
 @dataclass(frozen=True, slots=True)
 class SampleSpec:
-    """How to sample the token behind a slice's last position."""
+    """How to sample the token behind a slice's last position.
+
+    `forbidden_ids` must not be chosen (min_tokens). `counts` is what penalties look at: there if
+    the parameters have any, and valid until `launch` returns. Each of `fork_keys` asks for one more
+    sample from the same logits.
+    """
 
     params: SamplingParams
     key: int  # core.sampling.token_key of the position that is sampled
+    forbidden_ids: Sequence[int] = ()
+    counts: TokenCounts | None = None
+    fork_keys: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +37,9 @@ class SequenceSlice:
     """One sequence's part of a step. `sample` is None for a chunk that is not the last.
 
     `follows`: the slice's one token is what that slice of the step launched before samples, which
-    the host does not know yet; `token_ids` holds a stand-in for it.
+    the host does not know yet; `token_ids` holds a stand-in for it. `prompt_targets` are the tokens
+    that follow the slice's positions from number `first_prompt_target` on, if their
+    log-probabilities are wanted, and `num_prompt_top` alternatives with each.
     """
 
     token_ids: Sequence[int]
@@ -35,6 +47,9 @@ class SequenceSlice:
     block_table: Sequence[int]
     sample: SampleSpec | None
     follows: int | None = None
+    prompt_targets: Sequence[int] = ()
+    first_prompt_target: int = 0
+    num_prompt_top: int = 0
 
     @property
     def num_scheduled_tokens(self) -> int:
@@ -43,10 +58,16 @@ class SequenceSlice:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """One sampled token and its log-probability under the unfiltered distribution."""
+    """One sampled token and its log-probability under the model's own distribution.
+
+    A `logprob` of NaN: the logits were no distribution, and the token means nothing. `top` are the
+    likeliest (token id, logprob), as many as were asked for; `forks` the further samples.
+    """
 
     token_id: int
     logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    forks: tuple[SampledToken, ...] = ()
 
 
 class LaunchedStep(Protocol):
@@ -57,6 +78,10 @@ class LaunchedStep(Protocol):
 
         Raises EngineFailed when the device is lost or out of memory: the engine must end.
         """
+        ...
+
+    def prompt_logprobs(self) -> Mapping[int, tuple[TokenLogprobs, ...]]:
+        """By slice, of the `prompt_targets` of those that have any. Behind `collect`."""
         ...
 
 
@@ -75,12 +100,20 @@ class Runner(Protocol):
         """Begin one step; `batch` is not empty. Raises EngineFailed as `collect` does."""
         ...
 
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks (source, target), behind all launched steps; returns when it is done."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class CompletedStep:
     """What a runner that does not run ahead returns."""
 
     results: list[SampledToken | None]
+    prompt: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
 
     def collect(self) -> list[SampledToken | None]:
         return self.results
+
+    def prompt_logprobs(self) -> Mapping[int, tuple[TokenLogprobs, ...]]:
+        return self.prompt

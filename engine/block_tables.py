@@ -52,8 +52,11 @@ class BlockTables:
         self._steps: list[StepFence] = []
 
     def match(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        """Cached blocks that hold the beginning of the sequence's first `num_tokens` tokens."""
-        if not self._cache.is_enabled:
+        """Cached blocks that hold the beginning of the sequence's first `num_tokens` tokens.
+
+        None of them if it must compute all of its prompt to tell the log-probabilities.
+        """
+        if not self._cache.is_enabled or sequence.owes_prompt_logprobs:
             return []
         num_blocks = num_tokens // self._block_size
         return self._cache.match(sequence.block_hashes(num_blocks, self._block_size))
@@ -75,6 +78,28 @@ class BlockTables:
         sequence.num_computed_tokens = sequence.num_cached_tokens
         sequence.num_launched_tokens = sequence.num_cached_tokens
         return True
+
+    def fork(self, parent: Sequence, child: Sequence) -> list[tuple[int, int]] | None:
+        """Give an empty-handed child its computed tokens' blocks, and room for the token behind.
+
+            parent   [ b0 | b1 | b2 # ]     full blocks: one more reference
+            child    [ b0 | b1 | b7 # ]     the partial one: a copy, since each writes on in its own
+
+        Returns (source, target) of what is to be copied at once; None if the pool has too few left.
+        """
+        assert not child.block_ids
+        num_shared, num_partial = divmod(child.num_computed_tokens, self._block_size)
+        shared = parent.block_ids[:num_shared]
+        self._pool.acquire(shared)
+        child.block_ids = [*shared]
+        if not self.grow(child):
+            child.block_ids = []
+            self._pool.release(shared)
+            return None
+        self.store(child)
+        if not num_partial:
+            return []
+        return [(parent.block_ids[num_shared], child.block_ids[num_shared])]
 
     def grow(self, sequence: Sequence) -> bool:
         """Make its blocks cover all its slots; False if the pool has too few left."""

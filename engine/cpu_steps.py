@@ -12,6 +12,7 @@ from ..kernels.sampling import sample
 from .batch import CompletedStep, SampledToken, SequenceSlice
 from .block_pool import PADDING_BLOCK
 from .decoder import Decoder
+from .extras import compute_extras
 from .step_arrays import flatten, row_sampling
 
 # BLAS multiplies a single row by another routine, whose sums round differently: with this second
@@ -32,19 +33,25 @@ class CpuSteps:
     def launch(self, batch: Sequence[SequenceSlice]) -> CompletedStep:
         hidden = self._forward(batch)
         results: list[SampledToken | None] = [None] * len(batch)
-        rows, specs, last = [], [], -1
+        rows, specs, last_tokens, last = [], [], [], -1
         for index, piece in enumerate(batch):
             last += piece.num_scheduled_tokens
             if piece.sample is not None:
-                rows.append((index, last))
+                rows.append(index)
+                last_tokens.append(last)
                 specs.append(piece.sample)
+        logits = None
         if rows:
-            logits = self._logits(hidden, [row for _, row in rows])
+            logits = self._logits(hidden.index_select(0, torch.tensor(last_tokens)))
             token_ids, logprobs = sample(logits, [row_sampling(spec) for spec in specs])
             tokens = zip(token_ids.tolist(), logprobs.tolist(), strict=True)
-            for (index, _), (token_id, logprob) in zip(rows, tokens, strict=True):
+            for index, (token_id, logprob) in zip(rows, tokens, strict=True):
                 results[index] = SampledToken(token_id, logprob)
-        return CompletedStep(results)
+        extras = compute_extras(batch, rows, logits, hidden, self._logits)
+        if extras is None:
+            return CompletedStep(results)
+        extras.add_to(results)
+        return CompletedStep(results, extras.prompt_logprobs())
 
     def _forward(self, batch: Sequence[SequenceSlice]) -> Tensor:
         """Hidden states [tokens, hidden], perhaps with a padding row at the end."""
@@ -61,7 +68,8 @@ class CpuSteps:
         )
         return self.model.forward(token_ids, positions, self._attention)
 
-    def _logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
-        """Logits [len(rows), vocab]; a single row is computed twice, as in `_PADDING_SLICE`."""
-        index = rows if len(rows) > 1 else rows * 2
-        return self.model.logits(hidden.index_select(0, torch.tensor(index)))[: len(rows)]
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, vocab]; one row is computed twice, as in `_PADDING_SLICE`."""
+        if len(hidden) > 1:
+            return self.model.logits(hidden)
+        return self.model.logits(hidden.expand(2, -1).contiguous())[:1]

@@ -15,12 +15,14 @@ no tensor and speaks to no other process. Everything happens on the caller's thr
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ..core.block_hash import root_hash
-from ..core.errors import HandoffFailed, InvalidRequest
+from ..core.errors import BatonError, EngineFailed, HandoffFailed, InvalidRequest
+from ..core.logprobs import TokenLogprobs
 from ..core.request import FinishReason, Request
 from ..core.sampling import token_key
 from .admission import OutputLengthEstimator
@@ -29,7 +31,15 @@ from .block_pool import BlockPool, BlockRef
 from .block_tables import BlockTables, StepFence
 from .generations import Generations
 from .limits import EngineLimits
-from .outputs import ChunkDone, Load, Reservation, StepOutput, StepOutputBuilder, TokenOutput
+from .outputs import (
+    ChunkDone,
+    Load,
+    PromptLogprobs,
+    Reservation,
+    StepOutput,
+    StepOutputBuilder,
+    TokenOutput,
+)
 from .prefix_cache import CacheObserver, PrefixCache
 from .scheduler import ScheduledSequence, Scheduler
 from .sequence import Sequence, SequenceState, finish_reason
@@ -84,7 +94,9 @@ class Engine:
     def add(self, request: Request, *, hold: bool = False) -> None:
         """Queue a request; with `hold`, stop behind its first token and keep its KV.
 
-        A first token that ends the request ends a held one too, and its blocks are given back.
+        A first token that ends the request ends a held one too, and its blocks are given back. Its
+        forks' first tokens are output under their own keys: of a held request that is all of them,
+        else each goes on as a request of its own. Until then, they end with it.
         Raises InvalidRequest and its kin: never servable here.
         """
         sequence = self._new_sequence(request, SequenceState.WAITING, is_held=hold)
@@ -119,11 +131,24 @@ class Engine:
         request: there would have been nothing to hand over; the reservation stays as it was.
         """
         sequence = self._sequences[reservation.key]
-        if self._finish_reason(sequence, token_id, sequence.num_outputs + 1) is not None:
+        num_outputs = sequence.num_outputs + 1
+        if self._finish_reason(sequence.request, token_id, num_outputs) is not None:
             raise HandoffFailed(f"{reservation.key} ended with its first token: no hand-off")
         sequence.token_ids.append(token_id)
         self._scheduler.start(sequence)
         self._stalled_at = None
+
+    def fork(self, reservation: Reservation, request: Request, token_id: int) -> None:
+        """As `start`, for a further sample of the reservation's prompt; call before `start`.
+
+        Full blocks are shared, a partial last one is copied. Never lacks memory: where there is no
+        room, the sample waits and is computed anew, as if preempted.
+        """
+        parent = self._sequences[reservation.key]
+        num_outputs = len(request.output_token_ids) + 1
+        if self._finish_reason(request, token_id, num_outputs) is not None:
+            raise HandoffFailed(f"{request.key} ended with its first token: no hand-off")
+        self._fork(parent, request, token_id)
 
     # -- requests out -----------------------------------------------------------------------------
 
@@ -185,7 +210,7 @@ class Engine:
         schedule = self._scheduler.schedule()
         for sequence, error in schedule.failed:
             del self._sequences[sequence.key]
-            output.failed.append((sequence.key, error))
+            _report_failure(sequence, error, output)
         if not schedule.scheduled:
             return None
         indices = {} if previous is None else previous.index_of()
@@ -195,10 +220,12 @@ class Engine:
 
     def _collect(self, step: _StepInFlight, output: StepOutputBuilder) -> None:
         results = step.launched.collect()
+        prompts = step.launched.prompt_logprobs()
         step.fence.close()
-        for scheduled, sampled in zip(step.scheduled, results, strict=True):
+        for index, (scheduled, sampled) in enumerate(zip(step.scheduled, results, strict=True)):
             # One that was aborted or preempted in flight, or ended late, is not among them.
             if scheduled.sequence in step.fence.sequences:
+                self._tell_prompt(scheduled.sequence, prompts.get(index, ()), output)
                 self._advance(scheduled, sampled, output)
 
     def _slice(
@@ -213,17 +240,57 @@ class Engine:
             token_ids, follows = [0], previous[sequence]
         sample = None
         if end == sequence.num_tokens + sequence.num_awaited_tokens:
-            params = sequence.request.sampling
-            sample = SampleSpec(params, token_key(params.seed, 0, position=end))
+            sample = self._sample_spec(sequence, position=end)
             sequence.num_awaited_tokens += not sequence.is_held
         sequence.num_launched_tokens = end
-        return SequenceSlice(token_ids, start, sequence.block_ids, sample, follows)
+        if not sequence.owes_prompt_logprobs:
+            return SequenceSlice(token_ids, start, sequence.block_ids, sample, follows)
+        first = max(start + 1, sequence.next_prompt_logprob)
+        return SequenceSlice(
+            token_ids,
+            start,
+            sequence.block_ids,
+            sample,
+            prompt_targets=sequence.request.prompt_token_ids[first : end + 1],
+            first_prompt_target=first - start - 1,
+            num_prompt_top=sequence.request.sampling.prompt_logprobs or 0,
+        )
+
+    def _sample_spec(self, sequence: Sequence, position: int) -> SampleSpec:
+        """How to sample the token at `position`, for its forks too if it is their first."""
+        request = sequence.request
+        params = request.sampling
+        num_outputs = position - len(request.prompt_token_ids)
+        is_too_early = num_outputs < params.min_tokens
+        forks = sequence.forks if position == request.num_known_tokens else ()
+        return SampleSpec(
+            params,
+            token_key(params.seed, request.sample_index, position),
+            (*self._eos_token_ids, *params.stop_token_ids) if is_too_early else (),
+            sequence.counts(),
+            tuple(token_key(params.seed, fork.sample_index, position) for fork in forks),
+        )
+
+    def _tell_prompt(
+        self,
+        sequence: Sequence,
+        logprobs: tuple[TokenLogprobs, ...],
+        output: StepOutputBuilder,
+    ) -> None:
+        if logprobs:
+            first = sequence.next_prompt_logprob
+            output.prompt_logprobs.append(PromptLogprobs(sequence.key, first, logprobs))
+            sequence.next_prompt_logprob += len(logprobs)
 
     def _advance(
         self, scheduled: ScheduledSequence, sampled: SampledToken | None, output: StepOutputBuilder
     ) -> None:
         """Account for one sequence's part of a completed step."""
         sequence = scheduled.sequence
+        if sampled is not None and math.isnan(sampled.logprob):
+            _report_failure(sequence, EngineFailed("the model's logits are not numbers"), output)
+            self._end(sequence)
+            return
         sequence.num_computed_tokens += scheduled.num_scheduled_tokens
         self._tables.store(sequence)
         if not sequence.has_started:
@@ -246,19 +313,54 @@ class Engine:
         self, sequence: Sequence, sampled: SampledToken, output: StepOutputBuilder
     ) -> FinishReason | None:
         """Output a token, and end or hold its sequence if that was its last one here."""
-        index = sequence.num_outputs
         sequence.num_awaited_tokens -= not sequence.is_held
-        reason = self._finish_reason(sequence, sampled.token_id, index + 1)
+        reason = self._output(sequence.request, sequence.num_outputs, sampled, output)
+        fork_reasons = [
+            self._fork_off(sequence, fork, token, output)
+            for fork, token in zip(sequence.forks, sampled.forks, strict=True)
+        ]
+        sequence.forks = ()
         sequence.token_ids.append(sampled.token_id)
-        output.tokens.append(
-            TokenOutput(sequence.key, index, sampled.token_id, sampled.logprob, reason)
-        )
+        if sequence.is_held and None in fork_reasons:
+            reason = None
         if reason is not None:
             self._estimator.observe(sequence.num_outputs)
             self._end(sequence)
         elif sequence.is_held:
             self._scheduler.hold(sequence)
         return reason
+
+    def _fork_off(
+        self, parent: Sequence, request: Request, sampled: SampledToken, output: StepOutputBuilder
+    ) -> FinishReason | None:
+        """Output a further sample's first token, and let it go on unless its KV is held."""
+        reason = self._output(request, parent.num_outputs, sampled, output)
+        if reason is None and not parent.is_held:
+            self._fork(parent, request, sampled.token_id)
+        return reason
+
+    def _output(
+        self, request: Request, index: int, sampled: SampledToken, output: StepOutputBuilder
+    ) -> FinishReason | None:
+        reason = self._finish_reason(request, sampled.token_id, index + 1)
+        token = TokenOutput(
+            request.key, index, sampled.token_id, sampled.logprob, reason, sampled.top
+        )
+        output.tokens.append(token)
+        return reason
+
+    def _fork(self, parent: Sequence, request: Request, token_id: int) -> None:
+        """A new sequence behind all of the parent's known tokens."""
+        child = Sequence(request, parent.arrival, False, parent.root_hash)
+        child.token_ids.append(token_id)
+        child.has_started = parent.has_started
+        child.next_prompt_logprob = len(request.prompt_token_ids)
+        assert child.key not in self._sequences and child.num_tokens == parent.num_tokens + 1
+        self._sequences[child.key] = child
+        copies = self._scheduler.fork(parent, child)
+        if copies:
+            self._runner.copy_blocks(copies)
+        self._stalled_at = None
 
     # -- looking in -------------------------------------------------------------------------------
 
@@ -317,13 +419,16 @@ class Engine:
         self.limits.check(request)
         self._num_arrivals += 1
         root = root_hash(self._fingerprint, request.cache_salt)
-        return Sequence(request, self._num_arrivals, is_held, root, state=state)
+        sequence = Sequence(request, self._num_arrivals, is_held, root, state=state)
+        if state is SequenceState.RESERVED:  # told where they are computed
+            sequence.next_prompt_logprob = len(request.prompt_token_ids)
+        return sequence
 
     def _finish_reason(
-        self, sequence: Sequence, token_id: int, num_outputs: int
+        self, request: Request, token_id: int, num_outputs: int
     ) -> FinishReason | None:
         return finish_reason(
-            sequence.request,
+            request,
             token_id,
             num_outputs,
             eos_token_ids=self._eos_token_ids,
@@ -333,3 +438,9 @@ class Engine:
     def _end(self, sequence: Sequence) -> None:
         del self._sequences[sequence.key]
         self._scheduler.remove(sequence)
+
+
+def _report_failure(sequence: Sequence, error: BatonError, output: StepOutputBuilder) -> None:
+    """With a sequence end the samples that have not become sequences of their own yet."""
+    for request in (sequence.request, *sequence.forks):
+        output.failed.append((request.key, error))

@@ -11,7 +11,7 @@ launched kernel by kernel, which a prefill's length hides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import EngineFailed
+from ..core.logprobs import TokenLogprobs
 from ..kernels.attention import AttentionBackend, AttentionMetadata
 from ..kernels.sampling import as_signed, sample
 from ..kernels.sampling_triton import sample_unfiltered
@@ -28,6 +29,7 @@ from .batch import SampledToken, SequenceSlice
 from .block_pool import PADDING_BLOCK
 from .cuda_graphs import DecodeGraph, DecodeGraphs
 from .decoder import Decoder
+from .extras import Extras, compute_extras
 from .step_arrays import Int64s, flatten, row_sampling
 
 _PADDING_SLICE = SequenceSlice(token_ids=(0,), start=0, block_table=(PADDING_BLOCK,), sample=None)
@@ -41,6 +43,7 @@ class GpuStep:
     rows: list[int]
     token_ids: Tensor  # [rows] in pinned memory, written once `is_done`
     logprobs: Tensor
+    extras: Extras | None
     is_done: torch.cuda.Event
 
     def collect(self) -> list[SampledToken | None]:
@@ -51,7 +54,13 @@ class GpuStep:
         tokens = zip(self.token_ids.tolist(), self.logprobs.tolist(), strict=True)
         for row, (token_id, logprob) in zip(self.rows, tokens, strict=True):
             results[row] = SampledToken(token_id, logprob)
+        if self.extras is not None:
+            self.extras.add_to(results)
         return results
+
+    def prompt_logprobs(self) -> Mapping[int, tuple[TokenLogprobs, ...]]:
+        """See `batch.LaunchedStep`."""
+        return {} if self.extras is None else self.extras.prompt_logprobs()
 
 
 class device_errors:
@@ -112,8 +121,9 @@ class GpuSteps:
         self._plan(padded, inputs[2], is_graph=True)
         graph.replay()
         rows = list(range(len(batch)))
-        self._resample_filtered(batch, rows, graph.logits)
-        return self._bring_back(len(batch), rows, self._sampled, self._logprobs)
+        self._resample(batch, rows, graph.logits)
+        extras = compute_extras(batch, rows, graph.logits, None, self.model.logits)
+        return self._bring_back(len(batch), rows, self._sampled, self._logprobs, extras)
 
     def _decode_arrays(self, batch: Sequence[SequenceSlice]) -> Int64s:
         """[5, decodes]: token ids, positions, slots, keys, bits of the temperatures in float64."""
@@ -146,7 +156,8 @@ class GpuSteps:
         hidden = self.model.forward(token_ids, positions, self._attention)
         rows = [index for index, piece in enumerate(batch) if piece.sample is not None]
         if not rows:
-            return self._bring_back(len(batch), rows, self._sampled, self._logprobs)
+            extras = compute_extras(batch, rows, None, hidden, self.model.logits)
+            return self._bring_back(len(batch), rows, self._sampled, self._logprobs, extras)
         last_tokens = np.cumsum([piece.num_scheduled_tokens for piece in batch])[rows] - 1
         sampling = [batch[row] for row in rows]
         arrays = np.vstack([np.array(rows), last_tokens, _sampling_arrays(sampling)])
@@ -155,9 +166,10 @@ class GpuSteps:
         sampled, logprobs = self._sampled.new_empty(len(rows)), self._logprobs[: len(rows)]
         sample_unfiltered(logits, temperatures.view(torch.float64), keys, sampled, logprobs)
         self._sampled.index_copy_(0, slices, sampled)
-        self._resample_filtered(batch, rows, logits)
+        self._resample(batch, rows, logits)
+        extras = compute_extras(batch, rows, logits, hidden, self.model.logits)
         return self._bring_back(
-            len(batch), rows, self._sampled.index_select(0, slices), self._logprobs
+            len(batch), rows, self._sampled.index_select(0, slices), self._logprobs, extras
         )
 
     # -- both -------------------------------------------------------------------------------------
@@ -185,28 +197,29 @@ class GpuSteps:
             )
         )
 
-    def _resample_filtered(
-        self, batch: Sequence[SequenceSlice], rows: list[int], logits: Tensor
-    ) -> None:
-        """Sample again what asks for top-k or top-p; logits are parallel to `rows`."""
-        filtered = []
+    def _resample(self, batch: Sequence[SequenceSlice], rows: list[int], logits: Tensor) -> None:
+        """Sample again what asks for filters or changed logits, which are parallel to `rows`."""
+        special = []
         for index, row in enumerate(rows):
             spec = batch[row].sample
-            if spec is not None and not spec.params.is_greedy:
-                wanted = row_sampling(spec)
-                if wanted.top_k is not None or wanted.top_p < 1:
-                    filtered.append((index, row, wanted))
-        if filtered:
-            places = np.array([(index, row) for index, row, _ in filtered], np.int64).T
+            if spec is not None and not (wanted := row_sampling(spec)).is_plain:
+                special.append((index, row, wanted))
+        if special:
+            places = np.array([(index, row) for index, row, _ in special], np.int64).T
             index, row = upload(np.ascontiguousarray(places), self._device)
             token_ids, logprobs = sample(
-                logits.index_select(0, index), [wanted for _, _, wanted in filtered]
+                logits.index_select(0, index), [wanted for _, _, wanted in special]
             )
             self._sampled.index_copy_(0, row, token_ids)
             self._logprobs.index_copy_(0, index, logprobs)
 
     def _bring_back(
-        self, num_slices: int, rows: list[int], token_ids: Tensor, logprobs: Tensor
+        self,
+        num_slices: int,
+        rows: list[int],
+        token_ids: Tensor,
+        logprobs: Tensor,
+        extras: Extras | None,
     ) -> GpuStep:
         """Copy the first len(rows) results to the host, behind all that was launched."""
         n = len(rows)
@@ -216,7 +229,7 @@ class GpuSteps:
         host_logprobs.copy_(logprobs[:n], non_blocking=True)
         is_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         is_done.record()
-        return GpuStep(num_slices, rows, host_ids, host_logprobs, is_done)
+        return GpuStep(num_slices, rows, host_ids, host_logprobs, extras, is_done)
 
 
 def _is_decode(batch: Sequence[SequenceSlice]) -> bool:

@@ -45,7 +45,9 @@ class LocalEngine:
 
     def generate(self, requests: Sequence[Request]) -> dict[str, list[int]]:
         """Output token ids by request key, stop tokens included. Raises a request's error."""
-        outputs: dict[str, list[int]] = {request.key: [] for request in requests}
+        outputs: dict[str, list[int]] = {
+            sample.key: [] for request in requests for sample in (request, *request.forks)
+        }
         for request in requests:
             self.engine.add(request)
         while self.engine.has_work:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..core.errors import BatonError
+from ..core.logprobs import TokenLogprobs
 from ..core.request import FinishReason
 
 
@@ -23,13 +24,26 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
-    """Output token number `index` (from 0, over all attempts); EOS and stop ids included."""
+    """Output token number `index` (from 0, over all attempts); EOS and stop ids included.
+
+    `top`: the likeliest (token id, logprob), as many as the request asks for.
+    """
 
     key: str
     index: int
     token_id: int
     logprob: float
     finish_reason: FinishReason | None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Of the prompt's tokens from position `first_index` on; the first token (0) has none."""
+
+    key: str
+    first_index: int
+    logprobs: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +70,7 @@ class StepOutput:
     chunks: tuple[ChunkDone, ...] = ()
     started: tuple[str, ...] = ()
     failed: tuple[tuple[str, BatonError], ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +95,13 @@ class StepOutputBuilder:
     chunks: list[ChunkDone] = field(default_factory=list)
     started: list[str] = field(default_factory=list)
     failed: list[tuple[str, BatonError]] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
 
     def build(self) -> StepOutput:
         return StepOutput(
-            tuple(self.tokens), tuple(self.chunks), tuple(self.started), tuple(self.failed)
+            tuple(self.tokens),
+            tuple(self.chunks),
+            tuple(self.started),
+            tuple(self.failed),
+            tuple(self.prompt_logprobs),
         )

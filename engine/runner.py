@@ -143,6 +143,11 @@ class ModelRunner:
         )
 
     @property
+    def model(self) -> Decoder:
+        """The model, for whoever wants its weights."""
+        return self._steps.model
+
+    @property
     def runs_ahead(self) -> bool:
         """See `batch.Runner`."""
         return self._steps.runs_ahead
@@ -160,7 +165,10 @@ class ModelRunner:
         return self.launch(batch).collect() if batch else []
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks (source, target) within the pool; no target may repeat."""
+        """See `batch.Runner`; no target may repeat.
+
+        Waits for the device: no fence keeps the sources from being handed out while they are read.
+        """
         device = self._placement.device
         sources, targets = zip(*pairs, strict=True) if pairs else ((), ())
         copy_blocks(
@@ -168,6 +176,8 @@ class ModelRunner:
             torch.tensor(sources, dtype=torch.int64, device=device),
             torch.tensor(targets, dtype=torch.int64, device=device),
         )
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
 
     def write_canary(self, incarnation: str) -> None:
         """Fill the canary block, so that a puller can tell whether it reads this pool rightly."""

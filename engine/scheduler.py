@@ -110,6 +110,26 @@ class Scheduler:
         self._tables.store(sequence)
         self._run(sequence)
 
+    def fork(self, parent: Sequence, child: Sequence) -> list[tuple[int, int]]:
+        """Let a new sequence decode from where all of the parent's known tokens are computed.
+
+        Its own first token is already in `token_ids`. Returns blocks (source, target) to copy
+        before anything else is done. Where there is no room it waits like a preempted one, and
+        finds the full blocks in the prefix cache.
+        """
+        child.num_computed_tokens = child.num_prefill_tokens = child.num_tokens - 1
+        child.num_launched_tokens = child.num_computed_tokens
+        child.state = SequenceState.RUNNING
+        copies = self._tables.fork(parent, child) if self._has_slot() else None
+        if copies is None:
+            child.num_computed_tokens = child.num_launched_tokens = 0
+            child.state = SequenceState.WAITING
+            self.waiting.appendleft(child)
+            self._refused_at = None
+            return []
+        self._run(child)
+        return copies
+
     def hold(self, sequence: Sequence) -> None:
         """The held sequence is computed: it no longer runs, and keeps its blocks."""
         self.running.remove(sequence)
@@ -137,7 +157,7 @@ class Scheduler:
                 break
             if sequence.state is not SequenceState.RUNNING or sequence.is_prefilling:
                 continue  # preempted by one before it, or not yet its turn
-            if self._awaits_its_end(sequence):
+            if sequence.needs_last_token or self._awaits_its_end(sequence):
                 continue
             if self._make_room(sequence, schedule):
                 schedule.plan(sequence)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from ..core.block_hash import BlockHash, next_hash
 from ..core.request import FinishReason, Request
+from .token_counts import TokenCounts
 
 
 class SequenceState(enum.Enum):
@@ -44,6 +45,9 @@ class Sequence:
     `arrival` orders first come first served; `is_held` asks to stop behind the first token and keep
     the KV. `num_stored_blocks` leading blocks have been offered to the prefix cache. Awaited tokens
     are sampled by steps that have been launched, but not collected; a held sequence awaits none.
+    `forks` are requests that become sequences of their own with the first token sampled. Prompt
+    tokens before `next_prompt_logprob` have had their log-probabilities told, if these are asked
+    for; the first token has none.
     """
 
     request: Request
@@ -60,10 +64,14 @@ class Sequence:
     num_prefill_tokens: int = 0
     num_stored_blocks: int = 0
     has_started: bool = False
+    forks: tuple[Request, ...] = ()
+    next_prompt_logprob: int = 1
     _hashes: list[BlockHash] = field(default_factory=list)
+    _counts: TokenCounts | None = None
 
     def __post_init__(self) -> None:
         self.token_ids = [*self.request.prompt_token_ids, *self.request.output_token_ids]
+        self.forks = self.request.forks
 
     @property
     def key(self) -> str:
@@ -88,6 +96,17 @@ class Sequence:
         return len(self.token_ids) - len(self.request.prompt_token_ids)
 
     @property
+    def owes_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be told."""
+        is_asked = self.request.sampling.prompt_logprobs is not None
+        return is_asked and self.next_prompt_logprob < len(self.request.prompt_token_ids)
+
+    @property
+    def needs_last_token(self) -> bool:
+        """Whether the next token cannot be sampled before the host knows the one before it."""
+        return self.num_awaited_tokens > 0 and self.request.sampling.has_penalties
+
+    @property
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
 
@@ -100,6 +119,15 @@ class Sequence:
     def is_prefilling(self) -> bool:
         """Whether tokens that were known at its admission are still to launch."""
         return self.num_launched_tokens < self.num_prefill_tokens
+
+    def counts(self) -> TokenCounts | None:
+        """What its penalties look at, if it has any. All tokens are known."""
+        if not self.request.sampling.has_penalties:
+            return None
+        if self._counts is None:
+            self._counts = TokenCounts(self.request.prompt_token_ids)
+        self._counts.catch_up(self.token_ids)
+        return self._counts
 
     def block_hashes(self, num_blocks: int, block_size: int) -> list[BlockHash]:
         """The hashes of the first `num_blocks` blocks, all of them full; computed once each."""

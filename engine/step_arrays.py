@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ..kernels.logit_adjustment import LogitAdjustment, Penalties
 from ..kernels.sampling import RowSampling
 from .batch import SampleSpec, SequenceSlice
 
@@ -42,4 +43,21 @@ def flatten(batch: Sequence[SequenceSlice], block_size: int) -> Int64s:
 def row_sampling(spec: SampleSpec) -> RowSampling:
     """What the sampler needs of a request's wishes."""
     params = spec.params
-    return RowSampling(params.temperature, params.top_k, params.top_p, spec.key)
+    return RowSampling(
+        params.temperature, params.top_k, params.top_p, spec.key, params.min_p, _adjustment(spec)
+    )
+
+
+def _adjustment(spec: SampleSpec) -> LogitAdjustment | None:
+    params, penalties = spec.params, None
+    if spec.counts is not None:
+        penalties = Penalties(
+            spec.counts.token_ids,
+            spec.counts.counts,
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+        )
+    elif not (params.logit_bias or spec.forbidden_ids):
+        return None
+    return LogitAdjustment(params.logit_bias, penalties, spec.forbidden_ids)

@@ -1,7 +1,7 @@
-"""From logits to tokens: temperature, top-k, top-p, and noise that is a function of a key.
+"""From logits to tokens: adjustment, temperature, min-p, top-k, top-p, noise from a key.
 
     noise[id] = gumbel(mix64(key + (id + 1) * GOLDEN))        splitmix64's stream seeded by key
-    token     = argmax(filtered(logits / temperature) + noise)
+    token     = argmax(filtered(adjusted(logits) / temperature) + noise)
 
 which draws from the softmax of the filtered logits (Gumbel-max). No generator, no state: a token
 depends on its own logits and key, never on the batch. The integers are exact on every device.
@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .logit_adjustment import LogitAdjustment, adjust_logits
+from .logprobs import token_logprobs
 from .upload import upload
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -25,30 +27,44 @@ _LARGEST_BELOW_ONE = 1 - 2.0**-24
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """How to sample one row. `temperature` 0 is greedy and ignores the rest."""
+    """How to sample one row. `temperature` 0 is greedy and ignores filters and key."""
 
     temperature: float
     top_k: int | None
     top_p: float
     key: int  # unsigned 64-bit
+    min_p: float = 0.0
+    adjustment: LogitAdjustment | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether temperature and noise are all there is to it."""
+        has_filter = self.top_k is not None or self.top_p < 1 or self.min_p > 0
+        return self.adjustment is None and not (has_filter and self.temperature > 0)
 
 
 def sample(logits: Tensor, rows: Sequence[RowSampling]) -> tuple[Tensor, Tensor]:
     """logits [rows, vocab] -> token ids [rows] int64 and their log-probabilities [rows] float32.
 
-    Greedy takes the lowest id of equals. The log-probability is under the unfiltered distribution
-    at temperature 1, whatever the row asks for.
+    Greedy takes the lowest id of equals. The log-probability is under the unadjusted, unfiltered
+    distribution at temperature 1, whatever the row asks for; it is NaN if the logits are no
+    distribution (NaN or +inf among them), and the token then means nothing.
     """
     logits = logits.float()
     scores = logits
+    adjusted = [i for i, row in enumerate(rows) if row.adjustment is not None]
+    if adjusted:
+        index = _on_device(adjusted, logits.device)
+        adjustments = [rows[i].adjustment or LogitAdjustment() for i in adjusted]
+        changed = adjust_logits(logits.index_select(0, index), adjustments)
+        scores = logits.index_copy(0, index, changed)
     drawn = [i for i, row in enumerate(rows) if row.temperature > 0]
     if drawn:
         index = _on_device(drawn, logits.device)
-        noisy = _noisy(logits.index_select(0, index), [rows[i] for i in drawn])
-        scores = logits.index_copy(0, index, noisy)
+        noisy = _noisy(scores.index_select(0, index), [rows[i] for i in drawn])
+        scores = scores.index_copy(0, index, noisy)
     token_ids = scores.argmax(-1)
-    chosen = logits.gather(-1, token_ids[:, None])[:, 0]
-    return token_ids, chosen - logits.logsumexp(-1)
+    return token_ids, token_logprobs(logits, token_ids)
 
 
 def _noisy(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:
@@ -56,6 +72,11 @@ def _noisy(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:
     device, vocab_size = logits.device, logits.shape[-1]
     temperatures = _on_device([max(row.temperature, _MIN_TEMPERATURE) for row in rows], device)
     scaled = logits / temperatures[:, None]
+    limited = [i for i, row in enumerate(rows) if row.min_p > 0]
+    if limited:
+        index = _on_device(limited, device)
+        min_p = _on_device([rows[i].min_p for i in limited], device)
+        scaled.index_copy_(0, index, drop_unlikely(scaled.index_select(0, index), min_p))
     top_ks = [vocab_size if row.top_k is None else min(row.top_k, vocab_size) for row in rows]
     filtered = [i for i, row in enumerate(rows) if top_ks[i] < vocab_size or row.top_p < 1]
     if filtered:
@@ -66,6 +87,15 @@ def _noisy(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:
         scaled.index_copy_(0, index, kept)
     keys = _on_device([as_signed(row.key) for row in rows], device)
     return scaled.add_(gumbel_noise(keys, vocab_size))
+
+
+def drop_unlikely(logits: Tensor, min_p: Tensor) -> Tensor:
+    """Set to -inf what is less likely than min_p [rows] times the likeliest. logits [rows, vocab].
+
+    Min-p of Nguyen et al. 2024, "Turning Up the Heat", section 3.
+    """
+    least = logits.amax(-1) + min_p.log()
+    return logits.masked_fill(logits < least[:, None], -math.inf)
 
 
 def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

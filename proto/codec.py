@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from ..core import errors
 from ..core.errors import BatonError, InvalidRequest
+from ..core.logprobs import TokenLogprobs
 from ..core.request import FinishReason, Request, SamplingParams, Ticket
 from ..core.timeline import Event, Stamp
 from .v1 import common_pb2, node_pb2
@@ -50,6 +51,14 @@ def sampling_to_wire(sampling: SamplingParams) -> common_pb2.SamplingParams:
         stop=sampling.stop,
         stop_token_ids=sampling.stop_token_ids,
         ignore_eos=sampling.ignore_eos,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=dict(sampling.logit_bias),
+        min_tokens=sampling.min_tokens,
+        logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
     )
 
 
@@ -64,7 +73,30 @@ def sampling_from_wire(wire: common_pb2.SamplingParams) -> SamplingParams:
         stop=tuple(wire.stop),
         stop_token_ids=tuple(wire.stop_token_ids),
         ignore_eos=wire.ignore_eos,
+        min_p=wire.min_p,
+        repetition_penalty=wire.repetition_penalty if wire.HasField("repetition_penalty") else 1.0,
+        presence_penalty=wire.presence_penalty,
+        frequency_penalty=wire.frequency_penalty,
+        logit_bias=tuple(sorted(wire.logit_bias.items())),
+        min_tokens=wire.min_tokens,
+        logprobs=wire.logprobs if wire.HasField("logprobs") else None,
+        prompt_logprobs=wire.prompt_logprobs if wire.HasField("prompt_logprobs") else None,
     )
+
+
+def logprobs_to_wire(logprobs: TokenLogprobs) -> common_pb2.TokenLogprobs:
+    return common_pb2.TokenLogprobs(
+        logprob=logprobs.logprob,
+        top_ids=[token_id for token_id, _ in logprobs.top],
+        top_logprobs=[logprob for _, logprob in logprobs.top],
+    )
+
+
+def logprobs_from_wire(wire: common_pb2.TokenLogprobs) -> TokenLogprobs:
+    """The reverse; raises InvalidRequest if ids and log-probabilities do not match up."""
+    if len(wire.top_ids) != len(wire.top_logprobs):
+        raise InvalidRequest("a token's log-probabilities do not match their ids")
+    return TokenLogprobs(wire.logprob, tuple(zip(wire.top_ids, wire.top_logprobs, strict=True)))
 
 
 def ticket_to_wire(ticket: Ticket) -> node_pb2.Ticket:
@@ -95,6 +127,8 @@ def dispatch_to_wire(
         work=work,
         ticket=None if ticket is None else ticket_to_wire(ticket),
         deadline_remaining_us=max(0, int(deadline_remaining_s * 1e6)),
+        sample_index=request.sample_index,
+        fork_request_ids=request.fork_ids,
     )
 
 
@@ -109,6 +143,8 @@ def request_from_wire(wire: node_pb2.Dispatch) -> Request:
         output_token_ids=tuple(wire.output_token_ids),
         sampling=sampling_from_wire(wire.sampling),
         cache_salt=wire.cache_salt,
+        sample_index=wire.sample_index,
+        fork_ids=tuple(wire.fork_request_ids),
     )
 
 

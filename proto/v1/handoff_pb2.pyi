@@ -94,12 +94,14 @@ class Manifest(_message.Message):
     def __init__(self, transfer_id: _Optional[str] = ..., seq: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[BlockRef, _Mapping]]] = ..., num_tokens: _Optional[int] = ..., lease_remaining_us: _Optional[int] = ..., state: _Optional[_Union[HandoffState, _Mapping]] = ...) -> None: ...
 
 class HandoffState(_message.Message):
-    __slots__ = ("num_blocks", "first_token_id")
+    __slots__ = ("num_blocks", "first_token_id", "fork_token_ids")
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    FORK_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
     first_token_id: int
-    def __init__(self, num_blocks: _Optional[int] = ..., first_token_id: _Optional[int] = ...) -> None: ...
+    fork_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, num_blocks: _Optional[int] = ..., first_token_id: _Optional[int] = ..., fork_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Revoked(_message.Message):
     __slots__ = ("transfer_id", "error")

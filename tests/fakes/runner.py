@@ -12,6 +12,7 @@ import dataclasses
 import struct
 from collections.abc import Callable, Sequence
 
+from baton.core.logprobs import TokenLogprobs
 from baton.core.request import SamplingParams
 from baton.core.sampling import mix64, token_key
 from baton.engine.batch import SampledToken, SampleSpec, SequenceSlice
@@ -30,7 +31,12 @@ def _sample(chain: int, key: int, params: SamplingParams, vocab_size: int) -> in
 
 
 def expected_tokens(
-    prompt: Sequence[int], n: int, *, params: SamplingParams = GREEDY, vocab_size: int = 1000
+    prompt: Sequence[int],
+    n: int,
+    *,
+    params: SamplingParams = GREEDY,
+    vocab_size: int = 1000,
+    sample_index: int = 0,
 ) -> list[int]:
     """The first `n` tokens behind `prompt`; where they end is the engine's business."""
     chain = 0
@@ -38,7 +44,8 @@ def expected_tokens(
         chain = _extend_chain(chain, token_id)
     outputs: list[int] = []
     for position in range(len(prompt), len(prompt) + n):
-        token_id = _sample(chain, token_key(params.seed, 0, position), params, vocab_size)
+        key = token_key(params.seed, sample_index, position)
+        token_id = _sample(chain, key, params, vocab_size)
         chain = _extend_chain(chain, token_id)
         outputs.append(token_id)
     return outputs
@@ -53,6 +60,17 @@ class FakeStep:
 
     def collect(self) -> list[SampledToken | None]:
         return self._runner._execute(self)
+
+    def prompt_logprobs(self) -> dict[int, tuple[TokenLogprobs, ...]]:
+        """Of each target its own id and position, so that a shift or a gap shows."""
+        return {
+            index: tuple(
+                TokenLogprobs(-float(token_id), ((one.start + 1 + place, 0.0),))
+                for place, token_id in enumerate(one.prompt_targets, one.first_prompt_target)
+            )
+            for index, one in enumerate(self.batch)
+            if one.prompt_targets
+        }
 
 
 class FakeRunner:
@@ -142,9 +160,16 @@ class FakeRunner:
             assert chain == stored, f"position {position} is not the KV of this sequence"
         return None if one.sample is None else self._sampled(chain, one.sample)
 
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for source, target in pairs:
+            self.write_block(target, self.read_block(source))
+
     def _sampled(self, chain: int, spec: SampleSpec) -> SampledToken:
-        token_id = _sample(chain, spec.key, spec.params, self._vocab_size)
-        return SampledToken(token_id, logprob=-float(token_id))
+        def draw(key: int) -> SampledToken:
+            token_id = _sample(chain, key, spec.params, self._vocab_size)
+            return SampledToken(token_id, logprob=-float(token_id), top=((token_id, 0.0),))
+
+        return dataclasses.replace(draw(spec.key), forks=tuple(map(draw, spec.fork_keys)))
 
     def _read(self, one: SequenceSlice, position: int) -> tuple[int, int]:
         return _SLOT.unpack_from(self._kv, self._offset(one, position))
