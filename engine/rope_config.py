@@ -108,17 +108,17 @@ def _read_one(section: Fields, fields: Fields) -> RopeConfig:
 
 
 def _linear(section: Fields, fields: Fields) -> LinearScaling:
-    return LinearScaling(section.number("factor"))
+    return LinearScaling(_factor(section))
 
 
 def _dynamic(section: Fields, fields: Fields) -> DynamicScaling:
-    return DynamicScaling(section.number("factor"), fields.positive("max_position_embeddings"))
+    return DynamicScaling(_factor(section), fields.positive("max_position_embeddings"))
 
 
 def _yarn(section: Fields, fields: Fields) -> YarnScaling:
     original = _original_length(section, fields)
     implied = fields.positive("max_position_embeddings", original) / original
-    factor = section.number("factor", implied)
+    factor = _factor(section, implied)
     return YarnScaling(
         factor=factor,
         original_max_position_embeddings=original,
@@ -142,7 +142,7 @@ def _attention_factor(section: Fields, factor: float) -> float:
 
 def _llama3(section: Fields, fields: Fields) -> Llama3Scaling:
     scaling = Llama3Scaling(
-        factor=section.number("factor"),
+        factor=_factor(section),
         low_freq_factor=section.number("low_freq_factor"),
         high_freq_factor=section.number("high_freq_factor"),
         original_max_position_embeddings=_original_length(section, fields),
@@ -150,6 +150,13 @@ def _llama3(section: Fields, fields: Fields) -> Llama3Scaling:
     if scaling.high_freq_factor <= scaling.low_freq_factor:
         raise fields.error("high_freq_factor of rope is not above low_freq_factor")
     return scaling
+
+
+def _factor(section: Fields, default: float | None = None) -> float:
+    factor = section.number("factor", default)
+    if factor < 1:
+        raise section.error(f"factor of rope is {factor}, which is below 1")
+    return factor
 
 
 def _original_length(section: Fields, fields: Fields) -> int:

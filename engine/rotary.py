@@ -19,27 +19,27 @@ class RotaryEmbedding:
     """Positions to what `kernels.rope.apply_rope` takes, once per step."""
 
     def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device) -> None:
-        self._inv_freq = inv_freq(rope, head_dim).to(device)
-        self._exponents = _exponents(head_dim).to(device)
         scaling = rope.scaling
-        self._theta = rope.theta
-        self._dynamic = scaling if isinstance(scaling, DynamicScaling) else None
+        self._trained_length: int | None = None
+        if isinstance(scaling, DynamicScaling):
+            self._trained_length = scaling.max_position_embeddings
+            self._inv_freq = dynamic_inv_freq(rope.theta, scaling, head_dim).to(device)
+        else:
+            self._inv_freq = inv_freq(rope, head_dim).to(device)
         self._scale = scaling.attention_factor if isinstance(scaling, YarnScaling) else 1.0
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [tokens] -> cos and signed sin, [tokens, 1, dim] float32 each."""
-        frequencies = self._inv_freq
-        if self._dynamic is not None:
-            frequencies = dynamic_inv_freq(
-                positions, self._theta, self._dynamic, self._exponents
-            )  # [tokens, dim / 2]
-        return rope_angles(positions, frequencies, self._scale)
+        if self._trained_length is None:
+            return rope_angles(positions, self._inv_freq, self._scale)
+        rows = (positions + 1 - self._trained_length).clamp(min=0)
+        return rope_angles(positions, self._inv_freq.index_select(0, rows))
 
 
 def inv_freq(rope: RopeConfig, head_dim: int) -> Tensor:
     """The angle per position of each pair of dimensions, [head_dim / 2] float32.
 
-    Of DynamicScaling: that of positions within the trained length.
+    Not for DynamicScaling, which has one for each length.
     """
     plain: Tensor = 1.0 / (rope.theta ** _exponents(head_dim))
     match rope.scaling:
@@ -52,19 +52,18 @@ def inv_freq(rope: RopeConfig, head_dim: int) -> Tensor:
     return plain
 
 
-def dynamic_inv_freq(
-    positions: Tensor, theta: float, scaling: DynamicScaling, exponents: Tensor
-) -> Tensor:
-    """NTK-aware scaling: [tokens] -> [tokens, dim / 2].
+def dynamic_inv_freq(theta: float, scaling: DynamicScaling, head_dim: int) -> Tensor:
+    """NTK-aware scaling: [1 + positions beyond the trained length, head_dim / 2] float32.
 
-    The base is that of a sequence which ends at the position: transformers' own, when it decodes
-    token by token. (It computes a prompt beyond the trained length with the base of its end.)
+    Row 0 is for all positions within it. A position's base is that of a sequence which ends there:
+    transformers' own, when it decodes token by token. (It computes a prompt beyond the trained
+    length with the base of its end.) A table, because a vectorised power rounds by its place.
     """
-    length = scaling.max_position_embeddings
-    dim = 2 * len(exponents)
-    stretch = scaling.factor * (positions + 1).clamp(min=length) / length - (scaling.factor - 1)
-    bases = theta * stretch ** (dim / (dim - 2))
-    return 1.0 / (bases[:, None] ** exponents)
+    length, factor = scaling.max_position_embeddings, scaling.factor
+    ends = torch.arange(length, int(length * factor) + 1, dtype=torch.float64)
+    stretch = factor * ends / length - (factor - 1)
+    bases = theta * stretch ** (head_dim / (head_dim - 2))
+    return (1.0 / bases[:, None] ** _exponents(head_dim).double()).float()
 
 
 def _exponents(head_dim: int) -> Tensor:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import write_checkpoint
+from handing_over import hand_over
 
 from baton.core.config import EngineConfig
 from baton.core.request import Request, SamplingParams
@@ -58,34 +59,23 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[LocalEngine, ...]:
     return source, puller
 
 
-def hand_over(pair: tuple[LocalEngine, ...], spoil: Spoil | None, index: int) -> list[int]:
+def tokens_of(pair: tuple[LocalEngine, ...], spoil: Spoil | None, index: int) -> list[int]:
     """Prefill on one engine, copy the blocks, spoil one, decode on the other."""
     source, puller = pair
     sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
     request = Request(f"{random.getrandbits(128):032x}", 0, PROMPT, sampling)
-    source.engine.add(request, hold=True)
-    tokens = []
-    while not tokens:
-        tokens = [token.token_id for token in source.engine.step().tokens]
-    reservation = puller.engine.reserve(request)
-    assert reservation is not None
-    known = list(reservation.block_ids[: reservation.num_known_blocks])
-    refs = source.engine.block_refs(request.key, 0, len(known))
-    blocks = source.runner.kv.tensor[[ref.block_id for ref in refs]]
-    puller.runner.kv.tensor[known] = blocks
-    if spoil is not None:
-        spoil(puller.runner.kv.tensor, known, index)
-    source.engine.release(request.key)
-    puller.engine.start(reservation, tokens[0])
-    while puller.engine.has_work:
-        tokens += [token.token_id for token in puller.engine.step().tokens]
-    return tokens
+
+    def spoil_one(pool: torch.Tensor, ids: list[int]) -> None:
+        if spoil is not None:
+            spoil(pool, ids, index)
+
+    return hand_over(source, puller, request, spoil_one)
 
 
 def test_a_faithful_copy_gives_the_same_tokens(pair: tuple[LocalEngine, ...]) -> None:
     sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
     request = Request("a" * 32, 0, PROMPT, sampling)
-    assert hand_over(pair, None, 0) == pair[0].generate([request])[request.key]
+    assert tokens_of(pair, None, 0) == pair[0].generate([request])[request.key]
 
 
 @pytest.mark.parametrize("index", range(6))
@@ -93,4 +83,4 @@ def test_a_faithful_copy_gives_the_same_tokens(pair: tuple[LocalEngine, ...]) ->
 def test_one_bad_block_changes_the_tokens(
     pair: tuple[LocalEngine, ...], spoil: Spoil, index: int
 ) -> None:
-    assert hand_over(pair, spoil, index) != hand_over(pair, None, 0)
+    assert tokens_of(pair, spoil, index) != tokens_of(pair, None, 0)
