@@ -1,0 +1,64 @@
+"""Every story that one hand-off can have within bounds: none may end badly. See docs/proof.md.
+
+What is asserted at each step is in fakes/handoff_sides.py; fakes/handoff_search.py says what can
+happen and asserts that everything comes to its end. The number of states beside each search is the
+least that it must see: a search that became smaller by accident proves less than it says.
+"""
+
+from __future__ import annotations
+
+import pytest
+from fakes.handoff_search import FAULTS, Bounds, Search
+
+from baton.kv_transfer.puller import PullerState
+from baton.kv_transfer.source import SourceState
+
+PATIENT = False  # the next attempt only after the one before has ended at one side
+IMPATIENT = True  # ... at any moment
+GATEWAY_AND_CRASHES = frozenset({"crash", "cancel"})
+
+QUICK = [
+    (Bounds(faults=1, advances=1, attempts=1), 29_000),
+    (Bounds(faults=1, advances=0, attempts=2, is_impatient=PATIENT), 44_000),
+]
+FULL = [
+    (Bounds(faults=2, advances=1, attempts=1), 520_000),
+    (Bounds(faults=1, advances=0, attempts=2, is_impatient=IMPATIENT), 119_000),
+    (Bounds(faults=0, advances=2, attempts=2, is_impatient=PATIENT), 229_000),
+    (Bounds(1, 1, attempts=2, is_impatient=PATIENT, kinds=GATEWAY_AND_CRASHES), 500_000),
+]
+
+
+def check(bounds: Bounds, min_states: int) -> None:
+    found = Search(bounds).run()
+    print(f"\n{bounds}\n{found}")
+    assert found.num_states >= min_states
+    assert any("completed" in ends for ends in found.ends)
+    expected = {state.value for state in (*SourceState, *PullerState)}
+    if bounds.attempts == 1 or not bounds.is_impatient:
+        expected -= {PullerState.QUEUED.value}  # alone, it never has to wait for memory
+    if not bounds.faults:
+        expected -= {PullerState.WAITING.value}  # the pair stays ready
+    assert found.transfer_states >= expected
+
+
+@pytest.mark.parametrize(("bounds", "min_states"), QUICK)
+def test_no_story_ends_badly(bounds: Bounds, min_states: int) -> None:
+    check(bounds, min_states)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("bounds", "min_states"), FULL)
+def test_no_longer_story_ends_badly(bounds: Bounds, min_states: int) -> None:
+    check(bounds, min_states)
+
+
+@pytest.mark.parametrize("kind", sorted(FAULTS))
+def test_every_kind_of_fault_leads_somewhere_new(kind: str) -> None:
+    """Or a proof about it would be empty. Two must not: they are heard, and change nothing."""
+    without = Search(Bounds(0, 0, attempts=1)).run()
+    found = Search(Bounds(1, 0, attempts=1, kinds=frozenset({kind}))).run()
+    assert found.num_states > without.num_states
+    is_new = found.num_sides > without.num_sides
+    assert is_new == (kind not in {"double", "stranger"})

@@ -1,0 +1,313 @@
+"""Would the tests notice? Twenty-odd bugs, planted one by one, and the check that catches each.
+
+A bug is an edit of the production code: in `where`, the text on the left of each pair becomes the
+one on the right. Its check passes without the bug and fails with it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import pytest
+from fakes import handoff_checks as checks
+from fakes.handoff_checks import search
+
+from baton.core import block_hash
+from baton.engine import sequence
+from baton.engine.block_pool import BlockPool
+from baton.engine.block_tables import BlockTables
+from baton.engine.prefix_cache import PrefixCache
+from baton.engine.scheduler import Scheduler
+from baton.kv_transfer.manifest_sequence import ManifestSequence
+from baton.kv_transfer.memory import MemoryPull
+from baton.kv_transfer.puller import Puller
+from baton.kv_transfer.renewals import Renewals
+from baton.kv_transfer.reserve_queue import ReserveQueue
+from baton.kv_transfer.shm import _SourceMapping
+from baton.kv_transfer.source import Source
+from baton.kv_transfer.tombstones import Tombstones
+
+Check = Callable[[], None]
+Edit = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Bug:
+    """`breaks` says what goes wrong in the world; the check's message says how it shows."""
+
+    name: str
+    breaks: str
+    where: Callable[..., Any]
+    edits: list[Edit]
+    check: Check
+    also: dict[Callable[..., Any], list[Edit]] = field(default_factory=dict)
+    owner: object | None = None  # where to put the edited function, if not in its class
+
+
+rewritten_under_a_copy = partial(search, "cancel", "rewrite")
+
+BUGS = [
+    # ---- the copy
+    Bug(
+        "no generation check behind the copy",
+        "a block that was rewritten during its copy is attached",
+        MemoryPull._copy,
+        [("if stop == source.block_bytes and self._is_stale(pair):", "if False:")],
+        rewritten_under_a_copy,
+    ),
+    Bug(
+        "no generation check at all",
+        "a block that was rewritten before its copy is attached",
+        MemoryPull._is_stale,
+        [("return generation != pair.source.generation", "return False")],
+        rewritten_under_a_copy,
+    ),
+    Bug(
+        "shm: no generation check behind the copy",
+        "a consistent copy of somebody else's KV is attached",
+        _SourceMapping.copy,
+        [("target[:] = source", "target[:] = source\n    return PullOutcome.OK")],
+        checks.shm_rejects_what_is_rewritten_under_it,
+    ),
+    Bug(
+        "the generation does not move at reallocation",
+        "a puller cannot tell the new content from the old",
+        BlockPool.allocate,
+        [("self._generations.bump(ids)", "pass")],
+        rewritten_under_a_copy,
+    ),
+    Bug(
+        "the generation of the first block only moves",
+        "a puller cannot tell the new content of the others from the old",
+        BlockPool.allocate,
+        [("self._generations.bump(ids)", "self._generations.bump(ids[:1])")],
+        rewritten_under_a_copy,
+    ),
+    Bug(
+        "a stale copy counts as good",
+        "the transport's verdict does not reach the request",
+        Puller._on_pull_ended,
+        [("elif outcome is PullOutcome.OK:", "elif True:")],
+        rewritten_under_a_copy,
+    ),
+    Bug(
+        "a request starts before its last copy has ended",
+        "attention reads blocks that are not there yet",
+        Puller._complete_if_done,
+        [("or transfer.in_flight ", "")],
+        search,
+    ),
+    # ---- fences
+    Bug(
+        "the reservation is dropped with a copy in flight",
+        "the copy writes into the next owner's blocks",
+        Puller._bury_if_still,
+        [("if transfer.in_flight:", "if False:")],
+        partial(search, "cancel"),
+    ),
+    Bug(
+        "an abort forgets the step in flight",
+        "the step writes into the next owner's blocks",
+        BlockTables.give_back,
+        [("if sequence in step.sequences:", "if False:")],
+        checks.an_aborted_step_keeps_its_blocks,
+    ),
+    # ---- who may speak
+    Bug(
+        "a source takes dispatches for its predecessor",
+        "it computes, and holds for a lease, what nobody can pull",
+        Source._refusal,
+        [("if offer.ticket.source_incarnation != self._pairs.hello.incarnation:", "if False:")],
+        partial(search, "crash"),
+    ),
+    Bug(
+        "a puller takes dispatches for its predecessor",
+        "it waits for what the source keeps for another",
+        Puller._refusal,
+        [("if intent.ticket.puller_incarnation != self._pairs.hello.incarnation:", "if False:")],
+        partial(search, "crash"),
+    ),
+    Bug(
+        "a source listens to whoever names a transfer",
+        "blocks are freed under their puller's copy",
+        Source._owned,
+        [("and transfer.puller == puller ", "")],
+        partial(search, "stranger"),
+    ),
+    Bug(
+        "a ticket is good for two requests",
+        "the first one's blocks are never released",
+        Source._refusal,
+        [("if transfer is not None and transfer.offer is not None:", "if False:")],
+        checks.a_ticket_is_good_for_one_request,
+    ),
+    # ---- late, lost, doubled
+    Bug(
+        "no tombstones",
+        "a dispatch that arrives after its cancel is computed all the same",
+        Tombstones.get,
+        [("return None if entry is None else entry[1]", "return None")],
+        partial(search, "cancel"),
+    ),
+    Bug(
+        "a gap in the manifests is ignored",
+        "a request starts without the blocks of the lost chunk",
+        ManifestSequence.accept,
+        [
+            ("if self.is_complete:", "if False:"),
+            ("if manifest.seq > self._next_seq:", "if False:"),
+            ("if ref.index != index or index >= self._num_blocks:", "if False:"),
+            ("if ref.hash != self._expected_hash(index):", "if False:"),
+            ("self._next_seq += 1", "self._next_seq = manifest.seq + 1"),
+        ],
+        partial(search, "swap"),
+        also={ManifestSequence._check_end: [("if state is None:", "if True:")]},
+    ),
+    Bug(
+        "a doubled manifest is pulled twice",
+        "the second copy overlaps the request's own writes",
+        ManifestSequence.accept,
+        [("return False", "return True")],
+        partial(search, "double"),
+    ),
+    Bug(
+        "the hashes of a manifest are not compared",
+        "a source that mixed up two prompts passes one off as the other",
+        ManifestSequence.accept,
+        [("if ref.hash != self._expected_hash(index):", "if False:")],
+        checks.another_prompt_s_blocks_are_refused,
+    ),
+    Bug(
+        "a transfer that ended is not forgotten",
+        "its blocks are released twice: once under their next owner",
+        Source._end,
+        [("self._transfers.pop(transfer_id)", "self._transfers[transfer_id]")],
+        search,
+    ),
+    # ---- time
+    Bug(
+        "leases run on wall time",
+        "when somebody sets the clock back, blocks are kept for as long",
+        Source._on_tick,
+        [("self._clock.monotonic_s()", "self._clock.unix_ns() / 1e9")],
+        checks.lease_ends_whatever_wall_time_does,
+        also={Source._renew: [("self._clock.monotonic_s()", "self._clock.unix_ns() / 1e9")]},
+    ),
+    Bug(
+        "leases are not renewed",
+        "a puller that waits for memory loses what it waits for",
+        Renewals.take_due,
+        [("return [(source, tuple(self._leases_s[source])) for source in due]", "return []")],
+        checks.a_waiting_puller_renews,
+    ),
+    Bug(
+        "a renewal revives an expired lease",
+        "blocks that were given back count as held, and are given back again",
+        Source._end,
+        [
+            (
+                "self._transfers.pop(transfer_id)",
+                "self._transfers.pop(transfer_id)\n"
+                "    if isinstance(error, LeaseExpired):\n"
+                "        self._transfers[transfer_id] = transfer",
+            )
+        ],
+        partial(search, "lost dispatch", advances=1),
+    ),
+    Bug(
+        "renewals reach past the deadline",
+        "a puller that forgot its request keeps its blocks for ever",
+        Source._renew,
+        [("min(until_s, transfer.offer.deadline_s)", "until_s")],
+        checks.lease_ends_at_the_deadline,
+    ),
+    Bug(
+        "a puller waits without a deadline",
+        "the request hangs",
+        Puller._on_tick,
+        [("transfer.expires_s <= now_s", "False")],
+        partial(search, "crash"),
+    ),
+    # ---- memory
+    Bug(
+        "a small one overtakes in the queue for memory",
+        "a large prompt starves behind small ones",
+        ReserveQueue.question,
+        [
+            (
+                "next(iter(self._waiting), None)",
+                "next((t for t in self._waiting if t != self._refused), None)",
+            )
+        ],
+        checks.nobody_overtakes,
+    ),
+    Bug(
+        "the prefix cache skips what it lacks",
+        "a block is used without those before it",
+        PrefixCache.match,
+        [("break", "continue")],
+        checks.a_chain_with_a_hole_ends_at_it,
+    ),
+    Bug(
+        "a wholly cached prompt has nothing to compute",
+        "there are no logits to sample its first token from",
+        Scheduler._try_admit,
+        [("sequence.num_tokens - 1", "sequence.num_tokens")],
+        checks.prompts_that_share_blocks_get_their_own_tokens,
+    ),
+    Bug(
+        "a block's hash forgets what came before it",
+        "equal words behind different beginnings share their KV",
+        block_hash.next_hash,
+        [("parent + packed", "packed")],
+        checks.prompts_that_share_blocks_get_their_own_tokens,
+        owner=sequence,
+    ),
+]
+
+
+def edited(function: Callable[..., Any], edits: list[Edit]) -> FunctionType:
+    """The function with each edit made; one that does not fit its source is an error."""
+    source = textwrap.dedent(inspect.getsource(function))
+    for old, new in edits:
+        assert source.count(old) == 1, f"{old!r} is not, or not once, in {function.__qualname__}"
+        source = source.replace(old, new)
+    module: dict[str, Any] = {}
+    code = compile("from __future__ import annotations\n" + source, function.__qualname__, "exec")
+    exec(code, function.__globals__, module)
+    made: FunctionType = module[function.__name__]
+    return made
+
+
+def plant(bug: Bug, patch: pytest.MonkeyPatch) -> None:
+    for function, edits in {bug.where: bug.edits, **bug.also}.items():
+        owner = bug.owner or function.__globals__[function.__qualname__.split(".")[0]]
+        patch.setattr(owner, function.__name__, edited(function, edits))
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_caught(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(bug, monkeypatch)
+    with pytest.raises((AssertionError, LookupError)):
+        bug.check()
+
+
+def name_of(check: Check) -> str:
+    if isinstance(check, partial):
+        extra = [f"{name}={value}" for name, value in check.keywords.items()]
+        return ", ".join([*check.args, *extra])
+    return check.__name__
+
+
+CHECKS = {name_of(bug.check): bug.check for bug in BUGS}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_its_check_passes_without_it(name: str) -> None:
+    CHECKS[name]()
