@@ -4,6 +4,7 @@
     every request    that keeps blocks for a transfer has one
     every transfer   is known on both sides: source HELD ── puller ATTACHED, QUEUED or PULLING
     every link       is known on both sides
+    prefix index     tells of all cached blocks, and of none but cached and held ones
 
 Ledgers are taken at slightly different moments, so what is under way may look torn:
 `is_momentary` names the findings that count only if a second look finds them again.
@@ -77,6 +78,7 @@ def _engine(engine: EngineView, living: Mapping[str, EngineView]) -> Iterator[Ju
     yield from _requests(engine.name, engine.ledger)
     yield from _transfers(engine, engine.ledger, living)
     yield from _links(engine, engine.ledger, living)
+    yield from _index(engine, engine.ledger)
 
 
 def _counts(name: str, ledger: Ledger) -> Iterator[Judged]:
@@ -136,6 +138,17 @@ def _links(
             yield Judged(warning(engine.name, text), True)
         elif peer.ledger is not None and engine.member.incarnation not in peer.ledger.peers:
             yield Judged(warning(engine.name, f"linked to {peer.name}, not the other way"), True)
+
+
+def _index(engine: EngineView, ledger: Ledger) -> Iterator[Judged]:
+    """A held block is in the index once it is full and computed."""
+    b, count = ledger.blocks, engine.num_published
+    if count is None:
+        text = "does not answer on the prefix index"
+        yield Judged(warning(engine.name, text, "gateways do not see what it has cached"), True)
+    elif not b.cached <= count <= b.cached + b.held:
+        text = f"the index has {count} blocks of it: {b.cached} are cached, {b.held} held"
+        yield Judged(warning(engine.name, text, "gateways route by stale hints"), True)
 
 
 def _doubles(survey: Survey) -> Iterator[Judged]:

@@ -7,9 +7,9 @@ find out; nothing is dispatched.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -20,8 +20,10 @@ from ..cluster.secret import secret_metadata
 from ..core.config import ClusterConfig
 from ..core.errors import StartupFailed
 from ..core.membership import Member
+from ..prefix_index.redis_link import RedisIndexLink
 from ..proto.v1 import node_pb2, node_pb2_grpc
 from .ledger import BadLedger, Ledger, parse_ledger
+from .published import count_published
 
 _ANSWER_S = 3.0
 _LEDGER_S = 12.0  # a node waits up to 10 s for an engine that hangs
@@ -29,13 +31,17 @@ _LEDGER_S = 12.0  # a node waits up to 10 s for an engine that hangs
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """One engine. `member` is None if no entry in Redis is its; `silence` says why no ledger."""
+    """One engine. `member` is None if no entry in Redis is its; `silence` says why no ledger.
+
+    `num_published`: blocks that it has by the prefix index; None if it does not answer there.
+    """
 
     name: str
     address: str
     member: Member | None
     ledger: Ledger | None
     silence: str = ""
+    num_published: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +57,26 @@ async def survey(cluster: ClusterConfig) -> Survey:
     members, num_bad_entries = await _members(cluster)
     addresses = sorted({member.address for member in members})
     secret = cluster.cluster_secret
-    nodes = await asyncio.gather(
-        *(_look_at(a, [m for m in members if m.address == a], secret) for a in addresses)
-    )
-    engines = tuple(engine for node in nodes for engine in node)
-    return Survey(engines, num_bad_entries)
+    looks = (_look_at(a, [m for m in members if m.address == a], secret) for a in addresses)
+    counts, nodes = await asyncio.gather(_count_published(cluster, members), asyncio.gather(*looks))
+    engines = (engine for node in nodes for engine in node)
+    return Survey(tuple(_with_count(engine, counts) for engine in engines), num_bad_entries)
+
+
+async def _count_published(cluster: ClusterConfig, members: Sequence[Member]) -> dict[str, int]:
+    if not members:
+        return {}
+    link = RedisIndexLink(cluster.redis_url, cluster.cluster)
+    try:
+        return await count_published(link, {member.incarnation for member in members})
+    finally:
+        await link.close()
+
+
+def _with_count(engine: EngineView, counts: Mapping[str, int]) -> EngineView:
+    if engine.member is None:
+        return engine
+    return replace(engine, num_published=counts.get(engine.member.incarnation))
 
 
 async def _members(cluster: ClusterConfig) -> tuple[tuple[Member, ...], int]:

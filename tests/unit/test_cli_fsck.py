@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
@@ -12,8 +14,12 @@ from baton.cli.finding import Finding, Level
 from baton.cli.fsck import as_dict, examine
 from baton.cli.fsck_rules import judge
 from baton.cli.ledger import BadLedger, Ledger, Transfer, parse_ledger
+from baton.cli.published import count_published
 from baton.cli.survey import EngineView, Survey
+from baton.core.block_hash import BlockHash
 from baton.core.membership import Member, Role
+from baton.prefix_index.journal import CacheJournal
+from baton.prefix_index.messages import encode
 
 P, D = "a" * 32, "b" * 32
 KEY = "c" * 32 + "/0"
@@ -49,6 +55,7 @@ class Cluster:
     """A prefill and a decode engine in the middle of one hand-off; tests spoil it."""
 
     def __init__(self) -> None:
+        self.num_published: int | None = 6
         counts = {"free": 88, "cached": 6, "held": 4, "reserved": 2, "total": 100}
         self.prefill = ledger(
             "p0",
@@ -74,7 +81,8 @@ class Cluster:
         )
 
     def view(self, entry: Member, raw: dict[str, Any]) -> EngineView:
-        return EngineView(entry.name, entry.address, entry, parse_ledger(json.dumps(raw)))
+        parsed = parse_ledger(json.dumps(raw))
+        return EngineView(entry.name, entry.address, entry, parsed, "", self.num_published)
 
     def wrong(self) -> list[str]:
         return wrong(self.survey())
@@ -173,6 +181,21 @@ def test_links_are_mutual() -> None:
     assert cluster.wrong() == ["p0: linked to d0, not the other way"]
 
 
+@pytest.mark.parametrize(
+    ("num_published", "is_sound"), [(5, False), (6, True), (10, True), (11, False)]
+)
+def test_the_index_tells_of_all_that_is_cached(num_published: int, is_sound: bool) -> None:
+    cluster = Cluster()  # 6 cached, 4 held
+    cluster.num_published = num_published
+    assert (not cluster.wrong()) == is_sound
+
+
+def test_an_engine_that_publishes_nothing() -> None:
+    cluster = Cluster()
+    cluster.num_published = None
+    assert "p0: does not answer on the prefix index" in cluster.wrong()
+
+
 def test_junk_in_redis_and_an_empty_cluster_are_told() -> None:
     assert wrong(Survey((), num_bad_entries=2)) == [
         "redis: 2 entries are junk or not signed with this secret",
@@ -221,3 +244,34 @@ def test_ledgers_parse() -> None:
 def test_what_is_no_ledger_is_refused(text: str) -> None:
     with pytest.raises(BadLedger):
         parse_ledger(text)
+
+
+class FakeIndexLink:
+    """Engine P answers every question with a snapshot of `journal`; nobody else answers."""
+
+    def __init__(self, journal: CacheJournal) -> None:
+        self._journal = journal
+        self._published: asyncio.Queue[bytes] = asyncio.Queue()
+        self._chunks: list[bytes] = []
+
+    async def messages(self) -> AsyncGenerator[bytes]:
+        self._published.put_nowait(b"junk")
+        while True:
+            yield await self._published.get()
+
+    async def ask(self, incarnation: str) -> None:
+        if incarnation == self._journal.incarnation:
+            chunks, snapshot = self._journal.snapshot()
+            self._chunks = [encode(chunk) for chunk in chunks]
+            self._published.put_nowait(encode(snapshot))
+
+    async def read_chunk(self, incarnation: str, index: int) -> bytes:
+        return self._chunks[index]
+
+
+async def test_published_blocks_are_counted_over_all_chunks() -> None:
+    journal = CacheJournal(P)
+    journal.record([], [BlockHash(i.to_bytes(16, "little")) for i in range(5000)])
+    journal.take()
+    assert await count_published(FakeIndexLink(journal), {P}) == {P: 5000}
+    assert await count_published(FakeIndexLink(journal), {P, D}, timeout_s=0.05) == {P: 5000}

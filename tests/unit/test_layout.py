@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "decode_node": {"core", "proto", "engine", "kv_transfer", "node"},
     "gateway": {"core", "proto", "cluster", "prefix_index"},
     "client": {"core", "proto"},
-    "cli": {"core", "proto", "cluster", "node", "gateway", "client", "engine"},
+    "cli": {"core", "proto", "cluster", "prefix_index", "node", "gateway", "client", "engine"},
 }
 
 
