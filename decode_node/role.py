@@ -9,12 +9,13 @@ Glue alone: the engine decides about blocks, `kv_transfer.puller` about transfer
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 from ..core.block_hash import block_hashes, root_hash
-from ..core.errors import BatonError, InvalidRequest
+from ..core.errors import BatonError, Cancelled, HandoffFailed, InvalidRequest
 from ..core.ports import Clock
-from ..core.request import Ticket
+from ..core.request import Request, Ticket
 from ..core.timeline import Event
 from ..engine.engine import Engine
 from ..engine.outputs import Reservation, StepOutput, TokenOutput
@@ -57,6 +58,14 @@ from .windows import Windows
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _Intent:
+    """KV that is waited for. The samples that share it: the dispatch's own, then its forks."""
+
+    ticket: Ticket
+    samples: tuple[Request, ...]
+
+
 class DecodeRole:
     """`node.role.Role` of a decode node's engine."""
 
@@ -80,7 +89,7 @@ class DecodeRole:
         self._clock = clock
         self._fingerprint = fingerprint
         self._block_bytes = block_bytes
-        self._tickets: dict[str, Ticket] = {}  # by request key, until its KV is here
+        self._intents: dict[str, _Intent] = {}  # by each sample's key, until their KV is here
         self._reservations: dict[str, Reservation] = {}  # by transfer
         self._is_memory_short = False  # the puller waits for blocks
 
@@ -93,19 +102,23 @@ class DecodeRole:
         try:
             self._admit(entry, dispatch.work)
         except BatonError as error:
-            self.fail(entry.key, error)
+            for sample in (entry.request, *entry.request.forks):
+                self.fail(sample.key, error)
 
     def _admit(self, entry: Entry, work: node_pb2.Work) -> None:
+        samples = (entry.request, *entry.request.forks)
         if work == node_pb2.WORK_LOCAL:
-            self._engine.add(entry.request)
+            for sample in samples:
+                self._engine.add(replace(sample, fork_ids=()))
         elif work == node_pb2.WORK_DECODE and entry.ticket is not None:
             self._engine.limits.check(entry.request)
-            self._tickets[entry.key] = entry.ticket
-            self._feed(self._intent(entry, entry.ticket))
+            intent = _Intent(entry.ticket, samples)
+            self._intents.update((sample.key, intent) for sample in samples)
+            self._feed(self._intended(entry, entry.ticket))
         else:
             raise InvalidRequest("a decode node takes local work, or decodes with a ticket")
 
-    def _intent(self, entry: Entry, ticket: Ticket) -> Intended:
+    def _intended(self, entry: Entry, ticket: Ticket) -> Intended:
         request, limits = entry.request, self._engine.limits
         known = (*request.prompt_token_ids, *request.output_token_ids)
         root = root_hash(self._fingerprint, request.cache_salt)
@@ -130,11 +143,21 @@ class DecodeRole:
     def _end(self, key: str, error: BatonError | None) -> None:
         """End a request in any state; with an error its gateway is told."""
         self._desk.end(key, error)
-        if ticket := self._tickets.pop(key, None):
-            # Its reservation stays until the last copy into it has ended: the puller says when.
-            self._feed(IntentCancelled(ticket.transfer_id))
-        else:
+        intent = self._intents.get(key)
+        if intent is None:
             self._engine.abort(key)
+        elif not any(self._desk.book.get(sample.key) for sample in intent.samples):
+            self._forget(intent)
+            # Its reservation stays until the last copy into it has ended: the puller says when.
+            self._feed(IntentCancelled(intent.ticket.transfer_id))
+
+    def _forget(self, intent: _Intent) -> None:
+        for sample in intent.samples:
+            del self._intents[sample.key]
+
+    def _fail_samples(self, intent: _Intent, error: BatonError) -> None:
+        for sample in intent.samples:
+            self.fail(sample.key, error)
 
     # -- the engine's results ------------------------------------------------------------------
 
@@ -143,6 +166,8 @@ class DecodeRole:
             if entry := self._desk.book.get(key):
                 started = Event.DECODE_STARTED if entry.ticket else Event.PREFILL_STARTED
                 self._desk.stamp_started(entry, started)
+        for prompt in output.prompt_logprobs:
+            self._desk.emit_prompt(prompt)
         for token in output.tokens:
             self._on_token(token)
         for key, error in output.failed:
@@ -187,8 +212,10 @@ class DecodeRole:
             case Complete():
                 self._start(effect)
             case Failed(_, key, error):
-                self._tickets.pop(key, None)
-                self._desk.end(key, error)
+                if intent := self._intents.get(key):
+                    self._forget(intent)
+                    for sample in intent.samples:
+                        self._desk.end(sample.key, error)
             case DropReservation(transfer_id):
                 self._engine.drop(self._reservations.pop(transfer_id))
             case OpenWindow(incarnation, link):
@@ -211,21 +238,26 @@ class DecodeRole:
         self._windows.open(incarnation, opened)
 
     def _reserve(self, transfer_id: str, key: str) -> None:
-        entry = self._desk.book.get(key)
-        assert entry is not None, "the puller asks for a request that is over"
+        intent = self._intents.get(key)
+        assert intent is not None, "the puller asks for a request that is over"
         try:
-            reservation = self._engine.reserve(entry.request)
+            reservation = self._engine.reserve(intent.samples[0])
         except BatonError as error:
             self._feed(ReserveRefused(transfer_id))
-            self.fail(key, error)
+            self._fail_samples(intent, error)
             return
         self._is_memory_short = reservation is None
         if reservation is None:
             self._feed(ReserveRefused(transfer_id))
             return
         self._reservations[transfer_id] = reservation
-        self._desk.stamp(entry, Event.TRANSFER_STARTED)
+        self._stamp(intent, Event.TRANSFER_STARTED)
         self._feed(Reserved(transfer_id, reservation.num_cached_blocks, reservation.block_ids))
+
+    def _stamp(self, intent: _Intent, event: Event) -> None:
+        for sample in intent.samples:
+            if entry := self._desk.book.get(sample.key):
+                self._desk.stamp(entry, event)
 
     def _start_pull(self, pull: StartPull) -> None:
         def ended(outcome: PullOutcome) -> None:
@@ -236,19 +268,43 @@ class DecodeRole:
     def _start(self, complete: Complete) -> None:
         """All KV is in place: decode. The next output carries what the hand-off took."""
         reservation = self._reservations.pop(complete.transfer_id)
-        ticket = self._tickets.pop(complete.key)
-        entry = self._desk.book.get(complete.key)
-        assert entry is not None, "a transfer outlived its request"
-        self._desk.stamp(entry, Event.TRANSFER_ENDED)
-        entry.transfer = TransferSummary(
+        intent, state = self._intents[complete.key], complete.state
+        self._forget(intent)
+        summary = TransferSummary(
             num_bytes=complete.num_pulled_blocks * self._block_bytes,
             cached_tokens=reservation.num_cached_blocks * self._engine.limits.block_size,
-            transport=self._windows.transport_of(ticket.source_incarnation),
+            transport=self._windows.transport_of(intent.ticket.source_incarnation),
         )
+        first, *forks = intent.samples
+        if len(state.fork_token_ids) != len(forks):
+            self._engine.drop(reservation)
+            self._fail_samples(intent, HandoffFailed("the source sampled another number of forks"))
+            return
+        for sample, token_id in zip(forks, state.fork_token_ids, strict=True):
+            self._begin(sample, reservation, token_id, summary)
+        self._begin(first, reservation, state.first_token_id, summary)
+        self._engine.drop(reservation)  # if the first sample is over, unlike its forks
+
+    def _begin(
+        self, sample: Request, reservation: Reservation, token_id: int, summary: TransferSummary
+    ) -> None:
+        """Let a sample decode, unless it was cancelled or has ended with its first token."""
+        entry = self._desk.book.get(sample.key)
+        if entry is None:
+            return
+        is_fork = sample.key != reservation.key
         try:
-            self._engine.start(reservation, complete.state.first_token_id)
-        except BatonError as error:
-            self.fail(complete.key, error)
+            if is_fork:
+                self._engine.fork(reservation, sample, token_id)
+            else:
+                self._engine.start(reservation, token_id)
+        except HandoffFailed as error:
+            # Among several, one may end with its first token: the source tells the gateway.
+            is_alone = not (is_fork or sample.fork_ids)
+            self.fail(sample.key, error if is_alone else Cancelled(error.message))
+            return
+        entry.transfer = summary
+        self._desk.stamp(entry, Event.TRANSFER_ENDED)
 
     # -- time and looking in -------------------------------------------------------------------
 
@@ -265,7 +321,7 @@ class DecodeRole:
         return min((d for d in deadlines if d is not None), default=None)
 
     def vitals(self) -> Vitals:
-        return Vitals(num_pending=len(self._tickets), links=self._windows.links())
+        return Vitals(num_pending=len(self._intents), links=self._windows.links())
 
     def is_idle(self) -> bool:
         return not (self._desk.book or self._reservations or self._windows.num_pulls)

@@ -1,4 +1,4 @@
-"""What few requests ask a step for beside one token: more samples, alternatives, the prompt's scores.
+"""What few requests ask of a step beside one token: samples, alternatives, the prompt's scores.
 
 Computed behind the ordinary sampling, from the same logits, for the rows that ask and no others;
 the results come to the host with the step's own.

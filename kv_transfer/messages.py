@@ -58,6 +58,7 @@ class HandoffState:
 
     num_blocks: int  # of the whole sequence
     first_token_id: int
+    fork_token_ids: tuple[int, ...] = ()  # the first tokens of the dispatch's further samples
 
 
 @dataclass(frozen=True, slots=True)

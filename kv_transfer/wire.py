@@ -31,6 +31,7 @@ MAX_FINGERPRINT_FIELDS = 64
 MAX_TEXT_CHARS = 1024  # of a fingerprint's names and values, and of an error
 MAX_RENEWALS = 16_384
 MAX_BLOCKS = 65_536  # in one manifest: a million tokens in blocks of 16
+MAX_FORKS = 64  # samples of one prompt
 MAX_LEASE_S = 3600.0
 
 _ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
@@ -91,7 +92,11 @@ def _manifest_to_wire(manifest: Manifest) -> pb.Manifest:
         lease_remaining_us=int(manifest.lease_remaining_s * 1e6),
         state=None
         if state is None
-        else pb.HandoffState(num_blocks=state.num_blocks, first_token_id=state.first_token_id),
+        else pb.HandoffState(
+            num_blocks=state.num_blocks,
+            first_token_id=state.first_token_id,
+            fork_token_ids=state.fork_token_ids,
+        ),
     )
 
 
@@ -111,7 +116,8 @@ def _manifest(wire: pb.Manifest) -> Manifest:
         raise HandoffFailed(f"a peer sent a lease of {lease_s:.0f} s")
     state = None
     if wire.HasField("state"):
-        state = HandoffState(wire.state.num_blocks, wire.state.first_token_id)
+        forks = tuple(_at_most(MAX_FORKS, wire.state.fork_token_ids))
+        state = HandoffState(wire.state.num_blocks, wire.state.first_token_id, forks)
     return Manifest(
         _id(wire.transfer_id),
         wire.seq,

@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 
 from ..core.errors import BatonError, Cancelled, DeadlineExceeded, InvalidRequest, Unavailable
+from ..core.logprobs import TokenLogprobs
 from ..core.ports import Clock
 from ..core.timeline import Event, Stamp
-from ..engine.outputs import TokenOutput
+from ..engine.outputs import PromptLogprobs, TokenOutput
 from ..proto import codec
 from ..proto.v1 import node_pb2
 from .outbox import Outbox
@@ -33,12 +34,13 @@ class RequestDesk:
         self._step_began_ns = 0
 
     def accept(self, gateway: str, dispatch: node_pb2.Dispatch) -> Entry | None:
-        """File a dispatch. None: it was refused, and its gateway was told why."""
+        """File a dispatch, and each of its forks. None: refused, and its gateway was told why."""
         try:
             return self._open(gateway, dispatch)
         except BatonError as error:
             log.info("refused %s/%d: %s", dispatch.request_id, dispatch.attempt, error.message)
-            self._send_error(gateway, dispatch.request_id, dispatch.attempt, error)
+            for request_id in (dispatch.request_id, *dispatch.fork_request_ids):
+                self._send_error(gateway, request_id, dispatch.attempt, error)
             return None
 
     def _open(self, gateway: str, dispatch: node_pb2.Dispatch) -> Entry:
@@ -47,13 +49,12 @@ class RequestDesk:
         request = codec.request_from_wire(dispatch)
         if max((*request.prompt_token_ids, *request.output_token_ids)) >= self._vocab_size:
             raise InvalidRequest(f"a token id is outside the vocabulary of {self._vocab_size}")
-        entry = Entry(
-            request=request,
-            gateway=gateway,
-            deadline_s=self._clock.monotonic_s() + dispatch.deadline_remaining_us / 1e6,
-            ticket=codec.ticket_from_wire(dispatch.ticket) if dispatch.HasField("ticket") else None,
-        )
+        deadline_s = self._clock.monotonic_s() + dispatch.deadline_remaining_us / 1e6
+        ticket = codec.ticket_from_wire(dispatch.ticket) if dispatch.HasField("ticket") else None
+        entry = Entry(request, gateway, deadline_s, ticket)
         self.book.open(entry)
+        for fork in request.forks:
+            self.book.open(Entry(fork, gateway, deadline_s, ticket))
         return entry
 
     def stamp(self, entry: Entry, event: Event) -> None:
@@ -74,7 +75,18 @@ class RequestDesk:
         output.first_index = token.index
         output.token_ids.append(token.token_id)
         output.finish_reason = codec.finish_to_wire(token.finish_reason)
+        if entry.request.sampling.logprobs is not None:
+            logprobs = TokenLogprobs(token.logprob, token.top)
+            output.logprobs.append(codec.logprobs_to_wire(logprobs))
         self._outbox.to_gateway(entry.gateway, output)
+
+    def emit_prompt(self, prompt: PromptLogprobs) -> None:
+        """Queue what is known of a request's prompt; of one that is over, nothing."""
+        if entry := self.book.get(prompt.key):
+            output = self._output(entry)
+            output.first_prompt_index = prompt.first_index
+            output.prompt_logprobs.extend(map(codec.logprobs_to_wire, prompt.logprobs))
+            self._outbox.to_gateway(entry.gateway, output)
 
     def end(self, key: str, error: BatonError | None) -> Entry | None:
         """Close a request; with an error its gateway is told. None: it was not open."""

@@ -10,7 +10,8 @@ Glue alone: the engine decides about blocks, `kv_transfer.source` about leases.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 from ..core.errors import BatonError, Cancelled, InvalidRequest
@@ -46,9 +47,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Offer:
-    """A prompt that is computed for a puller. Lives from Offered to ReleaseBlocks."""
+    """A prompt that is computed for a puller. Lives from Offered to ReleaseBlocks.
+
+    `keys` are those of the requests that share it: the dispatch's own, then its forks'.
+    """
 
     ticket: Ticket
+    keys: tuple[str, ...]
     num_offered_blocks: int = 0
     is_first_token_out: bool = False
 
@@ -64,7 +69,7 @@ class PrefillRole:
         self._outbox = outbox
         self._source = source
         self._clock = clock
-        self._offers: dict[str, _Offer] = {}  # by request key
+        self._offers: dict[str, _Offer] = {}  # by each of its keys
 
     # -- gateways ------------------------------------------------------------------------------
 
@@ -75,14 +80,18 @@ class PrefillRole:
         try:
             self._admit(entry, dispatch.work)
         except BatonError as error:
-            self.fail(entry.key, error)
+            for sample in (entry.request, *entry.request.forks):
+                self.fail(sample.key, error)
 
     def _admit(self, entry: Entry, work: node_pb2.Work) -> None:
+        samples = (entry.request, *entry.request.forks)
         if work == node_pb2.WORK_LOCAL:
-            self._engine.add(entry.request)
+            for sample in samples:
+                self._engine.add(replace(sample, fork_ids=()))
         elif work == node_pb2.WORK_PREFILL and entry.ticket is not None:
             self._engine.add(entry.request, hold=True)
-            self._offers[entry.key] = _Offer(entry.ticket)
+            offer = _Offer(entry.ticket, tuple(sample.key for sample in samples))
+            self._offers.update(dict.fromkeys(offer.keys, offer))
             self._feed(Offered(entry.ticket, entry.key, entry.deadline_s))
         else:
             raise InvalidRequest("a prefill node takes local work, or prefills with a ticket")
@@ -100,10 +109,17 @@ class PrefillRole:
     def _end(self, key: str, error: BatonError | None) -> None:
         """End a request in any state; with an error its gateway is told."""
         self._desk.end(key, error)
-        if offer := self._offers.get(key):
+        offer = self._offers.get(key)
+        if offer is None:
+            self._engine.abort(key)
+        elif not self._is_wanted(offer):
             reason = error or Cancelled("the request was cancelled")
             self._feed(Withdrawn(offer.ticket.transfer_id, reason))
-        self._engine.abort(key)
+            self._engine.abort(offer.keys[0])
+
+    def _is_wanted(self, offer: _Offer) -> bool:
+        """Whether a request that shares the prompt goes on."""
+        return any(self._desk.book.get(key) for key in offer.keys)
 
     # -- the engine's results ------------------------------------------------------------------
 
@@ -114,11 +130,13 @@ class PrefillRole:
         for chunk in output.chunks:
             if chunk.is_last and (entry := self._desk.book.get(chunk.key)):
                 entry.cached_tokens = chunk.cached_tokens
+        for prompt in output.prompt_logprobs:
+            self._desk.emit_prompt(prompt)
         for token in output.tokens:
             self._on_token(token)
         first_tokens = {token.key: token.token_id for token in output.tokens}
         for chunk in output.chunks:
-            self._on_chunk(chunk, first_tokens.get(chunk.key))
+            self._on_chunk(chunk, first_tokens)
         for key, error in output.failed:
             self.fail(key, error)
 
@@ -134,11 +152,11 @@ class PrefillRole:
             offer.is_first_token_out = True
         if token.finish_reason is not None:
             self._desk.end(token.key, None)
-            if offer is not None:
+            if offer is not None and not self._is_wanted(offer):
                 ended = Cancelled("the request ended with its first token")
                 self._feed(Withdrawn(offer.ticket.transfer_id, ended))
 
-    def _on_chunk(self, chunk: ChunkDone, first_token_id: int | None) -> None:
+    def _on_chunk(self, chunk: ChunkDone, first_tokens: Mapping[str, int]) -> None:
         """Offer the blocks that the chunk completed; with the last one also the partial block."""
         offer = self._offers.get(chunk.key)
         if offer is None:
@@ -147,9 +165,9 @@ class PrefillRole:
         last = chunk.num_computed_tokens // block_size
         state = None
         if chunk.is_last:
-            assert first_token_id is not None, "a last chunk comes with its token"
             last = self._engine.limits.blocks_for(chunk.num_computed_tokens)
-            state = HandoffState(last, first_token_id)
+            first_token_id, *fork_token_ids = (first_tokens[key] for key in offer.keys)
+            state = HandoffState(last, first_token_id, tuple(fork_token_ids))
         elif first == last:
             return
         blocks = tuple(self._engine.block_refs(chunk.key, first, last))
@@ -184,8 +202,9 @@ class PrefillRole:
 
     def _release(self, key: str, error: BatonError | None) -> None:
         """The hand-off is over. Behind the first token its outcome is the puller's to report."""
-        offer = self._offers.pop(key)
-        self._desk.end(key, None if offer.is_first_token_out else error)
+        for each in self._offers[key].keys:
+            offer = self._offers.pop(each)
+            self._desk.end(each, None if offer.is_first_token_out else error)
         if error is None:
             self._engine.release(key)
         else:
