@@ -7,7 +7,8 @@ Knows neither model nor scheduler.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +53,7 @@ class DecodeGraphs:
     def capture(self, size: int, step: Callable[[], Tensor]) -> None:
         """Capture `step`, which reads `inputs(size)` and returns its logits."""
         begin_s = time.perf_counter()
-        with torch.inference_mode():
+        with torch.inference_mode(), _products_of_few_rows():
             step()  # compiles kernels and makes lazy buffers, neither of which a capture may do
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._memory):
@@ -60,6 +61,17 @@ class DecodeGraphs:
         self._memory = self._memory or graph.pool()
         self._graphs[size] = DecodeGraph(size, logits, graph)
         self.capture_s += time.perf_counter() - begin_s
+
+
+@contextmanager
+def _products_of_few_rows() -> Iterator[None]:
+    """cuBLASLt chooses the faster kernels up to 64 rows (3.79 to 3.99 ms for all layers of 8B)."""
+    before = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    try:
+        yield
+    finally:
+        torch.backends.cuda.preferred_blas_library(before)
 
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ class CudaAllocation:
         with torch.cuda.device(device):
             status = _runtime().cudaMalloc(ctypes.byref(address), ctypes.c_size_t(num_bytes))
         if status != 0 or address.value is None:
+            _runtime().cudaGetLastError()  # or torch would report it at its next call
             free_bytes, _ = torch.cuda.mem_get_info(device)
             raise StartupFailed(
                 f"cannot take {num_bytes / 1e9:.1f} GB of GPU memory for the KV pool "

@@ -1,0 +1,98 @@
+"""The models that the GPU figures are about, by shape alone, and the floors that follow from it.
+
+    decode step   = max(bytes / bandwidth, operations / rate)
+    prefill       = operations / rate        (the LM head for the last position of each prompt only)
+
+bytes: all weights but the input embedding once, and the KV of all positions; operations: 2 a weight
+and token, and 4 a head, dimension, query and key it sees. Bandwidth and rate are what an H200 gave
+for a large copy and a large product, not its data sheet.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+BYTES_PER_S = 4.3e12
+FLOPS = 790e12
+_BF16 = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A Llama, by its config.json."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    vocab: int
+    is_tied: bool = False
+
+    @property
+    def layer_weights(self) -> int:
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.inner)
+
+    @property
+    def head_weights(self) -> int:
+        return self.vocab * self.hidden
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return 2 * self.layers * self.kv_heads * self.head_dim * _BF16
+
+    def decode_floor_ms(self, batch: int, context: int) -> float:
+        """One step of `batch` sequences that see `context` positions each."""
+        weights = self.layer_weights + self.head_weights
+        num_bytes = weights * _BF16 + batch * context * self.kv_bytes_per_token
+        attention = 4 * self.layers * self.heads * self.head_dim * context * batch
+        # The products are bound by arithmetic or by reading weights, attention by reading KV.
+        products_s = max(2 * weights * batch / FLOPS, weights * _BF16 / BYTES_PER_S)
+        reading_s = batch * context * self.kv_bytes_per_token / BYTES_PER_S
+        parts_s = products_s + max(reading_s, attention / FLOPS)
+        return max(parts_s, num_bytes / BYTES_PER_S) * 1e3
+
+    def prefill_floor_ms(self, num_prompts: int, num_tokens: int) -> float:
+        """`num_prompts` prompts of `num_tokens` tokens each."""
+        products = 2 * self.layer_weights * num_tokens + 2 * self.head_weights
+        pairs = num_tokens * (num_tokens + 1) / 2
+        attention = 4 * self.layers * self.heads * self.head_dim * pairs
+        return num_prompts * (products + attention) / FLOPS * 1e3
+
+    def write_config(self, folder: Path) -> Path:
+        """A model directory with a config.json alone, for `--load-format dummy`."""
+        config = {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": self.vocab,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.inner,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "max_position_embeddings": 131_072,
+            "rope_theta": 500_000.0,
+            "rms_norm_eps": 1e-5,
+            "hidden_act": "silu",
+            "tie_word_embeddings": self.is_tied,
+            "torch_dtype": "bfloat16",
+            "eos_token_id": 2,
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("llama-3.1-8b", 32, 4096, 32, 8, 128, 14_336, 128_256),
+        Shape("llama-3.2-1b", 16, 2048, 32, 8, 64, 8_192, 128_256, is_tied=True),
+    )
+}

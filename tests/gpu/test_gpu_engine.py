@@ -1,0 +1,165 @@
+"""The engine on a GPU: tokens are transformers', runs repeat, failures have a way out."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import write_checkpoint
+from transformers import AutoModelForCausalLM
+
+from baton.core.config import EngineConfig
+from baton.core.errors import EngineFailed, StartupFailed
+from baton.core.model_dir import resolve_model_dir
+from baton.core.request import Request, SamplingParams
+from baton.engine.batch import SampleSpec, SequenceSlice
+from baton.engine.local import LocalEngine
+from baton.engine.runner import ModelRunner
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+NEAR_TIE = 1e-3  # of the top two logits: float32 on two devices differs by about 1e-4 in a logit
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "demo": {},
+    "gqa 4:2": {},
+    "gqa 4:1, tied, dim 80": {
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+        "head_dim": 80,
+    },
+    "biases, sharded": {"attention_bias": True, "mlp_bias": True, "max_shard_size": "200KB"},
+}
+
+
+@pytest.fixture(scope="module", params=CHECKPOINTS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if request.param == "demo":
+        return resolve_model_dir("demo")
+    folder = tmp_path_factory.mktemp("checkpoint")
+    write_checkpoint(folder, seed=3, **CHECKPOINTS[request.param])
+    return folder
+
+
+def config_of(folder: Path, **changes: Any) -> EngineConfig:
+    settings = {"device": "cuda", "dtype": "float32", "num_kv_blocks": 400, "max_num_seqs": 24}
+    return EngineConfig(model=str(folder), **(settings | changes))
+
+
+@pytest.fixture
+def engine(folder: Path) -> Iterator[LocalEngine]:
+    config = config_of(folder, max_num_batched_tokens=128)
+    runner = ModelRunner(config)
+    yield LocalEngine(config, runner)
+    runner.close()
+
+
+def requests_of(folder: Path, vocab_size: int, **sampling: Any) -> list[Request]:
+    rng = random.Random(str(folder.name[:4]))
+    params = SamplingParams(**({"max_tokens": 24, "temperature": 0.0} | sampling))
+    prompts = [
+        tuple(rng.randrange(3, vocab_size) for _ in range(length))
+        for length in (1, 15, 16, 17, 33, 100, 255, 300)
+    ]
+    return [
+        Request(f"{i:032x}", 0, prompt, dataclasses.replace(params, seed=i))
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def generate(engine: LocalEngine, requests: list[Request]) -> list[list[int]]:
+    outputs = engine.generate(requests)
+    engine.engine.check_integrity()
+    assert engine.engine.pool.counts.held == 0
+    return [outputs[request.key] for request in requests]
+
+
+def test_greedy_tokens_are_those_of_transformers(engine: LocalEngine, folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    requests = requests_of(folder, model.config.vocab_size)
+    for request, tokens in zip(requests, generate(engine, requests), strict=True):
+        prompt = request.prompt_token_ids
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+        for index, (token, row) in enumerate(zip(tokens, logits, strict=True)):
+            gap = float(row.max() - row[token])
+            assert gap < NEAR_TIE, f"prompt of {len(prompt)}, token {index}: {gap:.1e} below"
+            if gap > 0:
+                print(f"near-tie: prompt of {len(prompt)}, token {index}: {gap:.1e}")
+
+
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 0.9}, {"temperature": 0.9, "top_k": 20, "top_p": 0.9}], ids=str
+)
+def test_the_same_seed_gives_the_same_tokens(
+    engine: LocalEngine, folder: Path, sampling: dict[str, Any]
+) -> None:
+    requests = requests_of(folder, engine.runner.model_config.vocab_size, **sampling)
+    first = generate(engine, requests)
+    assert generate(engine, requests) == first
+    if sampling:
+        reseeded = [
+            dataclasses.replace(r, sampling=dataclasses.replace(r.sampling, seed=99 + i))
+            for i, r in enumerate(requests)
+        ]
+        assert generate(engine, reseeded) != first
+
+
+def test_preemption_and_running_ahead_change_no_token(folder: Path) -> None:
+    roomy, tight = config_of(folder), config_of(folder, num_kv_blocks=36, max_model_len=512)
+    outputs = []
+    for config in (roomy, tight):
+        runner = ModelRunner(config)
+        engine = LocalEngine(config, runner)
+        requests = requests_of(folder, runner.model_config.vocab_size, max_tokens=60)[:6]
+        outputs.append(generate(engine, requests))
+        runner.close()
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("backend", ["auto", "flashinfer", "triton"])
+def test_bf16_backends_agree_up_to_rounding(tmp_path: Path, backend: str) -> None:
+    if backend == "flashinfer":
+        pytest.importorskip("flashinfer")
+    write_checkpoint(tmp_path, seed=4, head_dim=128)
+    results = []
+    for changes in ({"dtype": "float32"}, {"dtype": "bfloat16", "attention_backend": backend}):
+        runner = ModelRunner(config_of(tmp_path, **changes))
+        spec = SampleSpec(SamplingParams(temperature=0.0), 0)
+        table = [5, 9, 7, 3]
+        (sampled,) = runner.execute([SequenceSlice(list(range(3, 53)), 0, table, spec)])
+        (decoded,) = runner.execute([SequenceSlice([7], 50, table, spec)])
+        assert sampled is not None and decoded is not None
+        results.append((sampled.logprob, decoded.logprob))
+        runner.close()
+    assert results[0] == pytest.approx(results[1], abs=0.3)
+
+
+def test_what_does_not_fit_is_told_at_start(folder: Path) -> None:
+    with pytest.raises(StartupFailed, match="GPU memory") as caught:
+        ModelRunner(config_of(folder, num_kv_blocks=10**9))
+    assert "--gpu-memory-utilization" in caught.value.hint
+
+
+def test_out_of_memory_in_a_step_is_a_typed_error(folder: Path) -> None:
+    runner = ModelRunner(config_of(folder))
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction(
+        (torch.cuda.memory_reserved() + (1 << 20)) / total_bytes
+    )
+    try:
+        table = list(range(2, 34))
+        with pytest.raises(EngineFailed, match="out of memory"):
+            for _ in range(64):  # each step's results stay allocated: the last one finds no memory
+                runner.launch([SequenceSlice([5] * 400, 0, table, None)] * 24)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    runner.close()
+    assert free_bytes > 0
