@@ -50,6 +50,8 @@ def measure() -> list[Figure]:
         Figure(f"engine alone: first gap, {shape}", "ms", tuple(gap for _, _, gap in pairs)),
         Figure("system minus engine: TTFT", "ms", added_ttft, 0.0, "nothing added", _TARGET_MS),
         Figure("system minus engine: first gap", "ms", added_gap, 0.0, "nothing added", _TARGET_MS),
+        # The difference is of two noisy prefills; this has none in it.
+        Figure("TTFT outside the prefill step", "ms", tuple(map(_outside_ms, through))),
         *parts,
     ]
 
@@ -90,6 +92,12 @@ def _alone(engine: Engine, number: int) -> tuple[float, float]:
 def _ms(seconds: float | None) -> float:
     assert seconds is not None
     return seconds * 1e3
+
+
+def _outside_ms(result: Result) -> float:
+    """What TTFT has before and behind the prefill's step."""
+    before_ms = _part_ms(result, None, Event.PREFILL_STARTED)
+    return before_ms + _part_ms(result, Event.FIRST_TOKEN, None)
 
 
 def _part_ms(result: Result, begin: Event | None, end: Event | None) -> float:
