@@ -94,20 +94,24 @@ class EngineHandle:
 
     @property
     def is_progressing(self) -> bool:
-        return self.silent_s < HEARTBEATS_MISSED * self._heartbeat_s
+        return not self.is_over and self.silent_s < HEARTBEATS_MISSED * self._heartbeat_s
 
     def send(self, message: engine_pb2.EngineInput) -> None:
         """Queue a frame; to a process that is gone it is lost, and its end is noticed elsewhere."""
         if not self._writer.is_closing():
             self._writer.write(encode(message))
 
-    async def run(self) -> BatonError | None:
-        """Route frames until the process has ended; says why, or None after an orderly end."""
+    async def run(self, on_over: Callable[[], None] = lambda: None) -> BatonError | None:
+        """Route frames until the process has ended; says why, or None after an orderly end.
+
+        `on_over` is called once its frames have ended: the process may take its time to follow.
+        """
         try:
             while (payload := await read_frame(self._reader)) is not None:
                 self._route(engine_pb2.EngineOutput.FromString(payload))
         finally:
             self._end_streams()
+            on_over()
         code = await self._reap()
         if self._failure is None and code != 0:
             return NodeLost(f"the engine process ended with {_describe(code)}")

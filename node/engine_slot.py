@@ -104,7 +104,7 @@ class EngineSlot:
 
     async def _run_engine(self, engine: EngineHandle) -> BatonError | None:
         """Why it ended; a process that went silent is ended."""
-        running = asyncio.create_task(engine.run())
+        running = asyncio.create_task(engine.run(self._on_change))
         while not (await asyncio.wait({running}, timeout=HUNG_S / 10))[0]:
             if engine.silent_s > HUNG_S:
                 self._report(f"engine silent for {engine.silent_s:.0f} s: ending it")

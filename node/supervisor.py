@@ -105,7 +105,8 @@ class Supervisor:
 
     def engines(self) -> Sequence[EngineHandle]:
         """Those that are alive now."""
-        return [slot.engine for slot in self._slots if slot.engine is not None]
+        engines = [slot.engine for slot in self._slots]
+        return [engine for engine in engines if engine is not None and not engine.is_over]
 
     def _is_ready(self) -> bool:
         return not self._is_draining and all(slot.is_ready for slot in self._slots)

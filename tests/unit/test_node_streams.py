@@ -54,6 +54,7 @@ class Node:
         self.handle = handle
         self.engine = engine
         self.clock = clock
+        self.over = asyncio.Event()
 
     def engines(self) -> list[EngineHandle]:
         return [self.handle]
@@ -68,8 +69,9 @@ async def node() -> AsyncIterator[Node]:
     clock = FakeClock()
     handle = EngineHandle(process, reader, writer, welcome, 0.25, clock, FakeEntropy())
     engine = FakeEngine(*await asyncio.open_connection(sock=theirs))
-    running = asyncio.create_task(handle.run())
-    yield Node(handle, engine, clock)
+    node = Node(handle, engine, clock)
+    running = asyncio.create_task(handle.run(node.over.set))
+    yield node
     engine.end()
     await running
 
@@ -135,6 +137,14 @@ async def test_stream_that_opens_later_hears_the_last_heartbeat(node: Node) -> N
         _, mailbox = node.handle.open_gateway()
         bodies = [(await mailbox.get()).WhichOneof("body") for _ in range(2)]
         assert bodies == ["welcome", "heartbeat"]
+
+
+async def test_an_engine_whose_frames_have_ended_is_not_ready(node: Node) -> None:
+    """Its process may still be taking itself apart."""
+    assert node.handle.is_progressing
+    node.engine.end()
+    await asyncio.wait_for(node.over.wait(), 1.0)
+    assert node.handle.is_over and not node.handle.is_progressing
 
 
 async def test_a_hung_engine_is_not_recommended_by_its_last_heartbeat(node: Node) -> None:
