@@ -22,10 +22,10 @@ QUICK = [
     (Bounds(faults=1, advances=0, attempts=2, is_impatient=PATIENT), 44_000),
 ]
 FULL = [
-    (Bounds(faults=2, advances=1, attempts=1), 520_000),
-    (Bounds(faults=1, advances=0, attempts=2, is_impatient=IMPATIENT), 119_000),
+    (Bounds(faults=2, advances=1, attempts=1), 528_000),
+    (Bounds(faults=1, advances=0, attempts=2, is_impatient=IMPATIENT), 120_000),
     (Bounds(faults=0, advances=2, attempts=2, is_impatient=PATIENT), 229_000),
-    (Bounds(1, 1, attempts=2, is_impatient=PATIENT, kinds=GATEWAY_AND_CRASHES), 500_000),
+    (Bounds(1, 1, attempts=2, is_impatient=PATIENT, kinds=GATEWAY_AND_CRASHES), 554_000),
 ]
 
 
@@ -35,7 +35,7 @@ def check(bounds: Bounds, min_states: int) -> None:
     assert found.num_states >= min_states
     assert any("completed" in ends for ends in found.ends)
     expected = {state.value for state in (*SourceState, *PullerState)}
-    if bounds.attempts == 1 or not bounds.is_impatient:
+    if bounds.attempts == 1:
         expected -= {PullerState.QUEUED.value}  # alone, it never has to wait for memory
     if not bounds.faults:
         expected -= {PullerState.WAITING.value}  # the pair stays ready
@@ -56,9 +56,9 @@ def test_no_longer_story_ends_badly(bounds: Bounds, min_states: int) -> None:
 
 @pytest.mark.parametrize("kind", sorted(FAULTS))
 def test_every_kind_of_fault_leads_somewhere_new(kind: str) -> None:
-    """Or a proof about it would be empty. Two must not: they are heard, and change nothing."""
+    """Or a proof about it would be empty. A double is heard, and changes nothing at all."""
     without = Search(Bounds(0, 0, attempts=1)).run()
     found = Search(Bounds(1, 0, attempts=1, kinds=frozenset({kind}))).run()
     assert found.num_states > without.num_states
     is_new = found.num_sides > without.num_sides
-    assert is_new == (kind not in {"double", "stranger"})
+    assert is_new == (kind != "double")

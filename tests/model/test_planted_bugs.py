@@ -1,4 +1,4 @@
-"""Would the tests notice? Twenty-odd bugs, planted one by one, and the check that catches each.
+"""Would the tests notice? Bugs, planted one by one, and the check that catches each.
 
 A bug is an edit of the production code: in `where`, the text on the left of each pair becomes the
 one on the right. Its check passes without the bug and fails with it.
@@ -7,6 +7,7 @@ one on the right. Its check passes without the bug and fails with it.
 from __future__ import annotations
 
 import inspect
+import re
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -39,13 +40,14 @@ Edit = tuple[str, str]
 
 @dataclass(frozen=True)
 class Bug:
-    """`breaks` says what goes wrong in the world; the check's message says how it shows."""
+    """`breaks` says what goes wrong in the world, `shows` what the check sees of it."""
 
     name: str
     breaks: str
     where: Callable[..., Any]
     edits: list[Edit]
     check: Check
+    shows: str
     also: dict[Callable[..., Any], list[Edit]] = field(default_factory=dict)
     owner: object | None = None  # where to put the edited function, if not in its class
 
@@ -60,6 +62,7 @@ BUGS = [
         MemoryPull._copy,
         [("if stop == source.block_bytes and self._is_stale(pair):", "if False:")],
         rewritten_under_a_copy,
+        shows="block 1 holds 11ee",
     ),
     Bug(
         "no generation check at all",
@@ -67,6 +70,7 @@ BUGS = [
         MemoryPull._is_stale,
         [("return generation != pair.source.generation", "return False")],
         rewritten_under_a_copy,
+        shows="block 1 holds 11ee",
     ),
     Bug(
         "shm: no generation check behind the copy",
@@ -74,6 +78,7 @@ BUGS = [
         _SourceMapping.copy,
         [("target[:] = source", "target[:] = source\n    return PullOutcome.OK")],
         checks.shm_rejects_what_is_rewritten_under_it,
+        shows="somebody else's bytes were taken",
     ),
     Bug(
         "the generation does not move at reallocation",
@@ -81,6 +86,7 @@ BUGS = [
         BlockPool.allocate,
         [("self._generations.bump(ids)", "pass")],
         rewritten_under_a_copy,
+        shows="block 1 holds 11ee",
     ),
     Bug(
         "the generation of the first block only moves",
@@ -88,6 +94,7 @@ BUGS = [
         BlockPool.allocate,
         [("self._generations.bump(ids)", "self._generations.bump(ids[:1])")],
         rewritten_under_a_copy,
+        shows="block 1 holds 11ee",
     ),
     Bug(
         "a stale copy counts as good",
@@ -95,6 +102,7 @@ BUGS = [
         Puller._on_pull_ended,
         [("elif outcome is PullOutcome.OK:", "elif True:")],
         rewritten_under_a_copy,
+        shows="block 0 holds 0000",
     ),
     Bug(
         "a request starts before its last copy has ended",
@@ -102,6 +110,7 @@ BUGS = [
         Puller._complete_if_done,
         [("or transfer.in_flight ", "")],
         search,
+        shows="block 1 holds 0000",
     ),
     # ---- fences
     Bug(
@@ -110,6 +119,7 @@ BUGS = [
         Puller._bury_if_still,
         [("if transfer.in_flight:", "if False:")],
         partial(search, "cancel"),
+        shows="dropped under a copy",
     ),
     Bug(
         "an abort forgets the step in flight",
@@ -117,6 +127,7 @@ BUGS = [
         BlockTables.give_back,
         [("if sequence in step.sequences:", "if False:")],
         checks.an_aborted_step_keeps_its_blocks,
+        shows="blocks are free while a step writes to them",
     ),
     # ---- who may speak
     Bug(
@@ -125,6 +136,7 @@ BUGS = [
         Source._refusal,
         [("if offer.ticket.source_incarnation != self._pairs.hello.incarnation:", "if False:")],
         partial(search, "crash"),
+        shows="computes what nobody can pull",
     ),
     Bug(
         "a puller takes dispatches for its predecessor",
@@ -132,6 +144,7 @@ BUGS = [
         Puller._refusal,
         [("if intent.ticket.puller_incarnation != self._pairs.hello.incarnation:", "if False:")],
         partial(search, "crash"),
+        shows="waits for another's KV",
     ),
     Bug(
         "a source listens to whoever names a transfer",
@@ -139,6 +152,7 @@ BUGS = [
         Source._owned,
         [("and transfer.puller == puller ", "")],
         partial(search, "stranger"),
+        shows="a stranger ended a transfer",
     ),
     Bug(
         "a ticket is good for two requests",
@@ -146,6 +160,7 @@ BUGS = [
         Source._refusal,
         [("if transfer is not None and transfer.offer is not None:", "if False:")],
         checks.a_ticket_is_good_for_one_request,
+        shows="the first one's blocks are lost",
     ),
     # ---- late, lost, doubled
     Bug(
@@ -154,6 +169,7 @@ BUGS = [
         Tombstones.get,
         [("return None if entry is None else entry[1]", "return None")],
         partial(search, "cancel"),
+        shows="a late dispatch revived a transfer",
     ),
     Bug(
         "a gap in the manifests is ignored",
@@ -168,6 +184,7 @@ BUGS = [
         ],
         partial(search, "swap"),
         also={ManifestSequence._check_end: [("if state is None:", "if True:")]},
+        shows="block 0 holds 0000",
     ),
     Bug(
         "a doubled manifest is pulled twice",
@@ -175,6 +192,7 @@ BUGS = [
         ManifestSequence.accept,
         [("return False", "return True")],
         partial(search, "double"),
+        shows="pulled twice",
     ),
     Bug(
         "the hashes of a manifest are not compared",
@@ -182,6 +200,7 @@ BUGS = [
         ManifestSequence.accept,
         [("if ref.hash != self._expected_hash(index):", "if False:")],
         checks.another_prompt_s_blocks_are_refused,
+        shows="pulled",
     ),
     Bug(
         "a transfer that ended is not forgotten",
@@ -189,6 +208,7 @@ BUGS = [
         Source._end,
         [("self._transfers.pop(transfer_id)", "self._transfers[transfer_id]")],
         search,
+        shows="released twice",
     ),
     # ---- time
     Bug(
@@ -198,6 +218,7 @@ BUGS = [
         [("self._clock.monotonic_s()", "self._clock.unix_ns() / 1e9")],
         checks.lease_ends_whatever_wall_time_does,
         also={Source._renew: [("self._clock.monotonic_s()", "self._clock.unix_ns() / 1e9")]},
+        shows="the lease goes on",
     ),
     Bug(
         "leases are not renewed",
@@ -205,6 +226,7 @@ BUGS = [
         Renewals.take_due,
         [("return [(source, tuple(self._leases_s[source])) for source in due]", "return []")],
         checks.a_waiting_puller_renews,
+        shows="the source would take its blocks back",
     ),
     Bug(
         "a renewal revives an expired lease",
@@ -219,6 +241,7 @@ BUGS = [
             )
         ],
         partial(search, "lost dispatch", advances=1),
+        shows="released twice",
     ),
     Bug(
         "renewals reach past the deadline",
@@ -226,6 +249,7 @@ BUGS = [
         Source._renew,
         [("min(until_s, transfer.offer.deadline_s)", "until_s")],
         checks.lease_ends_at_the_deadline,
+        shows="blocks are kept past the request's deadline",
     ),
     Bug(
         "a puller waits without a deadline",
@@ -233,6 +257,7 @@ BUGS = [
         Puller._on_tick,
         [("transfer.expires_s <= now_s", "False")],
         partial(search, "crash"),
+        shows="'state': 'waiting'",
     ),
     # ---- memory
     Bug(
@@ -246,6 +271,7 @@ BUGS = [
             )
         ],
         checks.nobody_overtakes,
+        shows="a later one asks before the first has room",
     ),
     Bug(
         "the prefix cache skips what it lacks",
@@ -253,6 +279,7 @@ BUGS = [
         PrefixCache.match,
         [("break", "continue")],
         checks.a_chain_with_a_hole_ends_at_it,
+        shows="a block is used without those before it",
     ),
     Bug(
         "a wholly cached prompt has nothing to compute",
@@ -260,6 +287,7 @@ BUGS = [
         Scheduler._try_admit,
         [("sequence.num_tokens - 1", "sequence.num_tokens")],
         checks.prompts_that_share_blocks_get_their_own_tokens,
+        shows="num_launched_tokens=8",
     ),
     Bug(
         "a block's hash forgets what came before it",
@@ -268,6 +296,7 @@ BUGS = [
         [("parent + packed", "packed")],
         checks.prompts_that_share_blocks_get_their_own_tokens,
         owner=sequence,
+        shows="position 0 is not the KV of this sequence",
     ),
 ]
 
@@ -294,7 +323,7 @@ def plant(bug: Bug, patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_caught(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(bug, monkeypatch)
-    with pytest.raises((AssertionError, LookupError)):
+    with pytest.raises((AssertionError, LookupError), match=re.escape(bug.shows)):
         bug.check()
 
 
