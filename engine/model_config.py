@@ -52,7 +52,7 @@ class ModelConfig:
     dtype: str  # the checkpoint's, e.g. "bfloat16"
 
     @property
-    def max_context(self) -> int:
+    def max_context_tokens(self) -> int:
         """The longest context that may be asked for, RoPE stretched as far as it was made for."""
         return self.rope.max_tokens(self.max_position_embeddings)
 
@@ -68,11 +68,8 @@ def read_model_config(model_dir: Path) -> ModelConfig:
     name = _architecture_name(fields)
     architecture = ARCHITECTURES[name]
     _refuse_unsupported(fields)
-    num_heads, num_layers = (
-        fields.positive("num_attention_heads"),
-        fields.positive("num_hidden_layers"),
-    )
-    hidden_size = fields.positive("hidden_size")
+    hidden_size, num_heads = fields.positive("hidden_size"), fields.positive("num_attention_heads")
+    num_layers = fields.positive("num_hidden_layers")
     has_bias = architecture.bias is Bias.BY_CONFIG and fields.flag("attention_bias")
     config = ModelConfig(
         architecture=name,

@@ -209,9 +209,9 @@ def _largest_batch(config: EngineConfig, max_model_len: int) -> list[SequenceSli
 def _choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     if config.max_model_len is None:
         return model.max_position_embeddings
-    if not 0 < config.max_model_len <= model.max_context:
+    if not 0 < config.max_model_len <= model.max_context_tokens:
         raise StartupFailed(
             f"--max-model-len {config.max_model_len}: "
-            f"the model's context has {model.max_context} tokens"
+            f"the model's context has {model.max_context_tokens} tokens"
         )
     return config.max_model_len

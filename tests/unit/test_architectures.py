@@ -119,6 +119,7 @@ def test_windows(tmp_path: Path, source: Any) -> None:
         ("LlamaForCausalLM", {"rope_scaling": {"type": ["yarn"], "factor": 2.0}}, "yarn"),
         ("LlamaForCausalLM", {"rope_scaling": {"type": "dynamic"}}, "factor"),
         ("LlamaForCausalLM", {"rope_scaling": {"type": "linear", "factor": 0.5}}, "below 1"),
+        ("LlamaForCausalLM", {"rope_theta": 1}, "rope_theta"),
         (
             "LlamaForCausalLM",
             {"rope_scaling": {"type": "dynamic", "factor": 2}, "head_dim": 2},
@@ -165,7 +166,7 @@ def test_the_older_rope_scaling_wins_as_in_transformers(tmp_path: Path) -> None:
     )
     assert config.rope.theta == 1e6
     assert isinstance(config.rope.scaling, YarnScaling)
-    assert config.max_context == 4 * 512
+    assert config.max_context_tokens == 4 * 512
 
 
 def test_fingerprints_cover_all_that_changes_the_kv(tmp_path: Path) -> None:
