@@ -34,10 +34,10 @@ CLUSTER = "test"
 
 
 class NodeProcess:
-    """A launched node. `said` are its lines so far, also shown when a test fails."""
+    """A launched node, or gateway. `said` are its lines so far, also shown when a test fails."""
 
-    def __init__(self, role: Role, process: subprocess.Popen[str]) -> None:
-        self.role = role
+    def __init__(self, name: str, process: subprocess.Popen[str]) -> None:
+        self.name = name
         self.process = process
         self.said: list[str] = []
         self._ready: Future[str] = Future()
@@ -48,7 +48,7 @@ class NodeProcess:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.said.append(line.rstrip())
-            print(f"{self.role.value} | {line}", end="")
+            print(f"{self.name} | {line}", end="")
             if line.startswith("ready: "):
                 self._ready.set_result(line.split()[-1])
         if not self._ready.done():
@@ -79,7 +79,12 @@ class NodeProcess:
 
 def launch(role: Role, redis_url: str, *flags: str) -> NodeProcess:
     """Start a node; its output is piped and must be read."""
-    program = f"import sys; from baton.cli.launch import {role.value} as run; sys.exit(run())"
+    return launch_program(role.value, redis_url, *flags)
+
+
+def launch_program(name: str, redis_url: str, *flags: str) -> NodeProcess:
+    """Start what the console script launch_`name` starts."""
+    program = f"import sys; from baton.cli.launch import {name} as run; sys.exit(run())"
     process = subprocess.Popen(
         [sys.executable, "-c", program, "--redis-url", redis_url, "--cluster", CLUSTER, *flags],
         stdin=subprocess.DEVNULL,
@@ -90,7 +95,7 @@ def launch(role: Role, redis_url: str, *flags: str) -> NodeProcess:
         | {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "BATON_CLUSTER_SECRET": SECRET},
         start_new_session=True,  # a Ctrl-C on the tests is not one on the node
     )
-    return NodeProcess(role, process)
+    return NodeProcess(name, process)
 
 
 async def members(redis_url: str, wanted: Callable[[Sequence[Member]], bool]) -> list[Member]:

@@ -1,0 +1,299 @@
+"""The faults, each as a small function: it starts requests on a scene and breaks something.
+
+A fault asserts only what is its own: how fast it was told, or freed. What becomes of the streams is
+the scene's to check.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fault_cluster import CHUNK_TOKENS
+from faults import BLOCK_SIZE, Ledger, Scene, until
+from node_driver import health, session
+
+from baton.core.errors import Cancelled, Unavailable
+from baton.core.request import Request, SamplingParams, Ticket
+from baton.proto.v1 import node_pb2
+
+NUM_CHUNKS = 8
+LONG = NUM_CHUNKS * CHUNK_TOKENS  # a prompt of about 100 ms
+PREFILLS, DECODES = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
+
+
+# --- what is seen of a request ------------------------------------------------------------------
+
+
+def is_busy(ledger: Ledger) -> bool:
+    return bool(ledger["requests"] or ledger["transfers"])
+
+
+def has_computed(num_chunks: int) -> Callable[[Ledger], bool]:
+    def holds(ledger: Ledger) -> bool:
+        requests = ledger["requests"].values()
+        return any(r["num_computed_tokens"] >= num_chunks * CHUNK_TOKENS for r in requests)
+
+    return holds
+
+
+def waits_for(source: str) -> Callable[[Ledger], bool]:
+    def holds(ledger: Ledger) -> bool:
+        return source in [transfer.get("source") for transfer in ledger["transfers"].values()]
+
+    return holds
+
+
+# --- F1 to F6: kill -9 --------------------------------------------------------------------------
+
+
+async def kill_prefill_before_its_first_chunk(part: str, scene: Scene) -> None:
+    """Of two requests, one goes to the node that stands still."""
+    with scene.cluster.stopped("prefill-0", "engine"):
+        scene.ask(LONG)
+        scene.ask(LONG)
+        await scene.holder("decode", waits_for(scene.incarnation("prefill-0")))
+        scene.kill("prefill-0", part)
+
+
+async def kill_prefill_at_chunk(chunk: int, part: str, scene: Scene) -> None:
+    scene.ask(LONG)
+    scene.kill(await scene.holder("prefill", has_computed(chunk)), part)
+
+
+async def kill_prefill_before_the_pull(part: str, scene: Scene) -> None:
+    """All KV is computed and the first token is out, but both decode nodes stand still."""
+    with scene.cluster.stopped("decode-0", "engine"), scene.cluster.stopped("decode-1", "engine"):
+        await scene.ask(LONG).reached(1)
+        scene.kill(await scene.holder("prefill", is_busy), part)
+
+
+async def kill_prefill_after_the_pull(scene: Scene) -> None:
+    """Nobody misses it. F8: the node says at once that it is not ready, and restarts its engine."""
+    stream = scene.ask(LONG, 60)
+    name = await scene.holder("prefill", is_busy)
+    async with health(scene.cluster.processes[name].address) as become:
+        await become(True)
+        await stream.reached(3)
+        scene.kill(name, "engine")
+        await become(False)
+        told_s = time.time() - scene.broken_s
+        await become(True)
+    print(f"F8: not ready after {told_s * 1e3:.0f} ms")
+    assert told_s < 0.25
+
+
+async def kill_decode_before_its_first_token(part: str, scene: Scene) -> None:
+    """Token 0 is the source's; the node that waits for the rest dies."""
+    with scene.cluster.stopped("decode-0", "engine"), scene.cluster.stopped("decode-1", "engine"):
+        await scene.ask(LONG).reached(1)
+        source = await scene.holder("prefill", is_busy)
+        scene.kill(await scene.puller_of(source), part)
+
+
+async def kill_decode_during_the_prefill(part: str, scene: Scene) -> None:
+    scene.ask(LONG)
+    source = await scene.holder("prefill", has_computed(2))
+    scene.kill(await scene.puller_of(source), part)
+
+
+async def kill_decode_at_token(token: int, part: str, scene: Scene, num_tokens: int = 60) -> None:
+    """Beside it run streams one slot before, on and behind the same block edge."""
+    lengths = [6 * BLOCK_SIZE + shift - token for shift in (0, -1, 1)]
+    streams = [scene.ask(length, num_tokens) for length in lengths]
+    await streams[0].reached(1)
+    name = await scene.holder_of("decode", streams[0])
+    await streams[0].reached(token)
+    scene.kill(name, part)
+
+
+async def kill_both_decodes(scene: Scene) -> None:
+    """Nobody is left: who may wait goes on when a node is back, who may not is told."""
+    waits = scene.ask(num_tokens=60)
+    fails = scene.ask(num_tokens=60, gateway="gateway-1", expected_error=Unavailable)
+    await asyncio.gather(waits.reached(2), fails.reached(2))
+    for name in DECODES:
+        scene.kill(name)
+    began_s = time.monotonic()
+    await fails.end()
+    assert time.monotonic() - began_s < 1.0
+    scene.cluster.restart_dead()
+    await waits.end()
+    print(f"F6: {max(waits.result.times.gaps_s):.2f} s until a decode node was back")
+
+
+async def kill_gateway(scene: Scene) -> None:
+    """Its nodes free what they held for it; its client hears of it."""
+    stream = scene.ask(num_tokens=1000, gateway="gateway-1", expected_error=Unavailable)
+    await stream.reached(5)
+    scene.kill("gateway-1")
+    took_s = await scene.wait_idle()
+    print(f"gateway killed: its requests freed in {took_s * 1e3:.0f} ms")
+    assert took_s < 3.0
+
+
+# --- F9: stopped and continued ------------------------------------------------------------------
+
+
+async def pause_prefill(seconds: float, part: str, scene: Scene) -> None:
+    scene.ask(LONG)
+    await scene.pause(await scene.holder("prefill", has_computed(2)), seconds, part)
+
+
+async def pause_decode(seconds: float, part: str, scene: Scene) -> None:
+    stream = scene.ask(num_tokens=60)
+    await stream.reached(5)
+    await scene.pause(await scene.holder_of("decode", stream), seconds, part)
+
+
+async def hang_decode_engine(scene: Scene) -> None:
+    """Its supervisor is fine and takes streams, but no gateway counts on the engine again."""
+    stream = scene.ask(num_tokens=60)
+    await stream.reached(5)
+    name = await scene.holder_of("decode", stream)
+    pausing = asyncio.create_task(scene.pause(name, 2.5, "engine"))
+    await stream.end()
+    others = [scene.ask() for _ in range(4)]
+    for other in others:
+        await other.end()
+    assert not pausing.done()
+    assert [other.result.attempts for other in others] == [1, 1, 1, 1]
+    await pausing
+
+
+async def pause_gateway(seconds: float, scene: Scene) -> None:
+    await scene.ask(num_tokens=60).reached(5)
+    await scene.pause("gateway-0", seconds)
+
+
+# --- F26, F30, F34, F42 -------------------------------------------------------------------------
+
+
+async def send_crafted_tickets(scene: Scene) -> None:
+    """F26: used up, of another pair, for the wrong engine: refused, and nothing is computed."""
+    source, puller = scene.incarnation("prefill-0"), scene.incarnation("decode-0")
+    processes = scene.cluster.processes
+    params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    good = Ticket("a" * 32, source, puller)
+
+    def request(number: int) -> Request:
+        return Request(f"{number:032x}", 0, tuple(range(5, 45)), params)
+
+    async with (
+        session(processes["prefill-0"].address, source) as to_source,
+        session(processes["decode-0"].address, puller) as to_puller,
+    ):
+        await to_source.dispatch(request(1), node_pb2.WORK_PREFILL, good)
+        await to_puller.dispatch(request(1), node_pb2.WORK_DECODE, good)
+        await to_puller.until(lambda: _is_over(to_puller.heard, request(1)))
+        crafted = (
+            (to_source, node_pb2.WORK_PREFILL, good),
+            (to_puller, node_pb2.WORK_DECODE, good),
+            (to_source, node_pb2.WORK_PREFILL, Ticket("b" * 32, puller, source)),
+            (
+                to_puller,
+                node_pb2.WORK_DECODE,
+                Ticket("c" * 32, source, scene.incarnation("decode-1")),
+            ),
+            (to_source, node_pb2.WORK_PREFILL, None),
+            (to_puller, node_pb2.WORK_DECODE, None),
+        )
+        for number, (to, work, ticket) in enumerate(crafted, 2):
+            await to.dispatch(request(number), work, ticket)
+            await to.until(lambda to=to, n=number: _is_over(to.heard, request(n)))
+            heard = to.heard[request(number).key]
+            assert heard.error in ("unknown_transfer", "invalid_request") and not heard.tokens
+
+
+def _is_over(heard: dict[str, Any], request: Request) -> bool:
+    return request.key in heard and heard[request.key].is_over
+
+
+async def leave_before_the_prefill(scene: Scene) -> None:
+    with scene.cluster.stopped("prefill-0", "engine"), scene.cluster.stopped("prefill-1", "engine"):
+        stream = scene.ask(LONG, expected_error=Cancelled)
+        await scene.holder("decode", is_busy)
+        stream.generation.cancel()
+    assert await scene.wait_idle() < 1.0
+
+
+async def leave_in_the_prefill(scene: Scene) -> None:
+    stream = scene.ask(LONG, expected_error=Cancelled)
+    await scene.holder("prefill", has_computed(2))
+    stream.generation.cancel()
+    assert await scene.wait_idle() < 1.0
+
+
+async def leave_before_the_pull(scene: Scene) -> None:
+    with scene.cluster.stopped("decode-0", "engine"), scene.cluster.stopped("decode-1", "engine"):
+        stream = scene.ask(LONG, expected_error=Cancelled)
+        await stream.reached(1)
+        stream.generation.cancel()
+        assert await scene.wait_idle(*PREFILLS) < 1.0
+    assert await scene.wait_idle() < 1.0
+
+
+async def leave_in_the_decode(scene: Scene) -> None:
+    stream = scene.ask(num_tokens=1000, expected_error=Cancelled)
+    await stream.reached(5)
+    stream.generation.cancel()
+    assert await scene.wait_idle() < 1.0
+
+
+async def take_ports(scene: Scene) -> None:
+    """F34: whoever finds its port taken says so and ends."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        began_s = time.monotonic()
+        started = [
+            scene.cluster.launch("gateway-9", "--grpc-port", port),
+            scene.cluster.launch("decode-9", "--port", port),
+        ]
+        for process in started:
+            assert await asyncio.to_thread(process.wait) == 1
+            assert any(port in line for line in process.said)
+    print(f"F34: both ended in {time.monotonic() - began_s:.1f} s")
+
+
+async def join_with_another_block_size(scene: Scene) -> None:
+    """F42: refused by the field's name; the other pairs serve."""
+    stranger = scene.cluster.launch("prefill-9", "--block-size", "8", "--num-kv-blocks", "200")
+    try:
+        await asyncio.to_thread(lambda: stranger.address)
+
+        async def is_refused() -> bool:
+            words = "block_size: '16' here, '8' there"
+            said = [line for name in DECODES for line in scene.cluster.processes[name].said]
+            return sum(words in line for line in said) >= 2
+
+        await until(is_refused, timeout_s=1.0)
+        streams = [scene.ask() for _ in range(3)]
+        for stream in streams:
+            await stream.end()
+            assert stream.result.prefill_node in PREFILLS
+    finally:
+        stranger.end(signal.SIGINT)
+
+
+# --- F28, F29: no memory ------------------------------------------------------------------------
+
+
+async def ask_for_more_than_fits(scene: Scene) -> None:
+    """F28: eight requests of 29 blocks for two pools of 98: they queue, and all end."""
+    for _ in range(8):
+        scene.ask(420, 40)
+
+
+async def stop_the_pulls(scene: Scene) -> None:
+    """F29: finished prompts fill the credit of the prefill nodes; nobody fetches them."""
+    with scene.cluster.stopped("decode-0", "engine"), scene.cluster.stopped("decode-1", "engine"):
+        streams = [scene.ask(420) for _ in range(6)]
+        await asyncio.gather(*(stream.reached(1) for stream in streams[:2]))
+        began_s = time.monotonic()
+        await scene.wait_idle(*PREFILLS)
+        took_s = time.monotonic() - began_s
+    print(f"F29: blocks back after {took_s:.1f} s")

@@ -1,0 +1,134 @@
+"""Redis, gateways and nodes as processes with names, to be killed, stopped and started again.
+
+Knows processes and their flags, and nothing of requests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from checkpoints import write_byte_tokenizer
+from node_driver import NodeProcess, launch_program
+
+from baton.cluster.redis_server import RedisServer
+
+CHUNK_TOKENS = 64  # a step of about 10 ms: long enough to look between two
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 320,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1536,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "initializer_range": 0.1,
+}
+
+
+def write_model(folder: Path) -> Path:
+    """A model directory for dummy weights: they come out the same in every process."""
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    write_byte_tokenizer(folder)
+    return folder
+
+
+@dataclass
+class Cluster:
+    """The processes. Names are `gateway-0`, `prefill-0`, `decode-1` and so on.
+
+    `flags` are those of each role, `incarnations` all engines that were ever seen.
+    """
+
+    redis_url: str
+    model_dir: Path
+    flags: dict[str, tuple[str, ...]]
+    processes: dict[str, NodeProcess] = field(default_factory=dict)
+    incarnations: set[str] = field(default_factory=set)
+    fds: dict[int, int] = field(default_factory=dict)  # of a process, when it was first looked at
+
+    def launch(self, name: str, *flags: str) -> NodeProcess:
+        """Start a process of the cluster that nobody waits for."""
+        role = name.partition("-")[0]
+        own = ["--model", str(self.model_dir), *self.flags.get(name, ())]
+        if role == "gateway":
+            own += ["--grpc-port", "0"]
+        else:
+            own += ["--load-format", "dummy", "--name", name]
+            own += ["--max-num-batched-tokens", str(CHUNK_TOKENS), *self.flags.get("node", ())]
+        return launch_program(role, self.redis_url, *own, *flags)
+
+    def start(self, name: str) -> None:
+        """Start, or start again, one process; it is not ready yet."""
+        self.processes[name] = self.launch(name)
+
+    def nodes(self, role: str = "") -> list[str]:
+        """The names of the nodes of one role, or of all nodes."""
+        return [n for n in self.processes if not n.startswith("gateway") and n.startswith(role)]
+
+    def engine_pid(self, name: str) -> int:
+        (pid,) = self.processes[name].engine_pids()
+        return pid
+
+    def kill(self, name: str, part: str = "node") -> None:
+        """kill -9 of a node's engine, or of its supervisor: the engine goes with it."""
+        if part == "engine":
+            os.kill(self.engine_pid(name), signal.SIGKILL)
+        else:
+            self.processes[name].process.kill()
+
+    @contextmanager
+    def stopped(self, name: str, part: str = "node") -> Iterator[None]:
+        """The process does not run, but lives: SIGSTOP, and SIGCONT afterwards."""
+        pids = self.processes[name].engine_pids()
+        if part == "node":
+            pids.append(self.processes[name].process.pid)
+        self._signal(pids, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._signal(pids, signal.SIGCONT)
+
+    @staticmethod
+    def _signal(pids: list[int], number: signal.Signals) -> None:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def restart_dead(self) -> None:
+        """What an operator's service manager does."""
+        for name, process in list(self.processes.items()):
+            if process.process.poll() is not None:
+                process.wait()
+                self.start(name)
+
+    def end(self) -> None:
+        for process in self.processes.values():
+            if process.process.poll() is None:
+                process.process.send_signal(signal.SIGKILL)
+        for process in self.processes.values():
+            process.wait()
+
+
+@contextmanager
+def cluster(model_dir: Path, *names: str, **flags: tuple[str, ...]) -> Iterator[Cluster]:
+    """Processes with these names; `flags` by a process's name, or `node` for all nodes."""
+    with RedisServer.start() as redis:
+        by_name = {name.replace("_", "-"): value for name, value in flags.items()}
+        running = Cluster(redis.url, model_dir, by_name)
+        try:
+            for name in names:
+                running.start(name)
+            for process in running.processes.values():
+                assert process.address
+            yield running
+        finally:
+            running.end()

@@ -1,0 +1,163 @@
+"""The fault matrix: break a real cluster in every phase of a request, and look at what is left.
+
+One row, one fault. Whatever it is, its streams equal the single process's tokens or end with the
+error that the row names, every ledger is idle and balanced, and no process, socket or descriptor is
+left (`faults.Scene.check`). Rows that need no process are tested where their code is:
+
+    F25 reallocated blocks               test_handoff_puller, test_shm_transport
+    F26 what peers forge                 test_handoff_source, test_handoff_puller, test_handoff_wire
+    F27 doubled, late, shuffled messages test_handoff_states, test_gateway_session_faults
+    F42 each differing field is named    test_handoff_states
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+import breakages as do
+import pytest
+from fault_cluster import Cluster, cluster, write_model
+from faults import BLOCK_SIZE, Reference, Scene
+
+from baton.core.metrics import percentile
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return Reference(write_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def system(reference: Reference) -> Iterator[Cluster]:
+    """Two nodes a role, and a second gateway that waits for no recovery."""
+    names = ("gateway-0", "gateway-1", *do.PREFILLS, *do.DECODES)
+    flags = {"gateway_1": ("--recovery-wait-s", "0.3"), "node": ("--num-kv-blocks", "100")}
+    with cluster(reference.model_dir, *names, **flags) as running:
+        yield running
+
+
+# --- the table ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """A fault, and what it does to the stream that it hits.
+
+    `attempts`: how often that was dispatched. `found_within_s`: until the last dispatch.
+    """
+
+    id: str
+    fault: Callable[[Scene], Awaitable[None]]
+    attempts: tuple[int, ...] = ()
+    found_within_s: float = 0.3
+
+
+AGAIN, ONCE = (2,), (1,)
+
+ROWS = (
+    Row("F1-node", partial(do.kill_prefill_before_its_first_chunk, "node"), AGAIN),
+    Row("F2-engine-chunk-4", partial(do.kill_prefill_at_chunk, 4, "engine"), AGAIN),
+    # The pool of a killed source stays mapped: a pull that was announced whole may still end well.
+    Row("F2-node-before-pull", partial(do.kill_prefill_before_the_pull, "node"), (1, 2), 0.6),
+    Row("F3-F8", do.kill_prefill_after_the_pull, ONCE),
+    Row("F4-node", partial(do.kill_decode_during_the_prefill, "node"), AGAIN),
+    Row("F5-engine-token-0", partial(do.kill_decode_before_its_first_token, "engine"), AGAIN),
+    Row("F5-node-edge", partial(do.kill_decode_at_token, BLOCK_SIZE, "node"), AGAIN),
+    Row("F6", do.kill_both_decodes, AGAIN, 20.0),
+    Row("gateway-killed", do.kill_gateway),
+    Row("F9-prefill-0.2s", partial(do.pause_prefill, 0.2, "node"), ONCE),
+    Row("F9-decode-0.2s", partial(do.pause_decode, 0.2, "node"), ONCE),
+    Row("F9-gateway-0.2s", partial(do.pause_gateway, 0.2), ONCE),
+    Row("F9-prefill", partial(do.pause_prefill, 1.8, "node"), AGAIN, 1.5),
+    Row("F9-decode-engine", do.hang_decode_engine, AGAIN, 1.5),
+    Row("F26", do.send_crafted_tickets),
+    Row("F28", do.ask_for_more_than_fits, ONCE),
+    Row("F29", do.stop_the_pulls),
+    Row("F30-before-prefill", do.leave_before_the_prefill),
+    Row("F30-in-prefill", do.leave_in_the_prefill),
+    Row("F30-before-pull", do.leave_before_the_pull),
+    Row("F30-in-decode", do.leave_in_the_decode),
+    Row("F34", do.take_ports),
+    Row("F42", do.join_with_another_block_size),
+)
+SLOW_ROWS = (
+    Row("F1-engine", partial(do.kill_prefill_before_its_first_chunk, "engine"), AGAIN),
+    Row("F5-node-token-1", partial(do.kill_decode_at_token, 1, "node"), AGAIN),
+    Row("F5-node-last", partial(do.kill_decode_at_token, 22, "node", num_tokens=24), (1, 2)),
+    Row("F9-decode", partial(do.pause_decode, 1.8, "node"), AGAIN, 1.5),
+    Row("F9-gateway-3s", partial(do.pause_gateway, 3.0), (1, 2), 5.0),
+    # Longer than an entry of the directory lives; and so long that the supervisor ends the engine.
+    Row("F9-decode-8s", partial(do.pause_decode, 8.0, "node"), AGAIN, 1.5),
+    Row("F9-prefill-engine-33s", partial(do.pause_prefill, 33.0, "engine"), AGAIN, 1.5),
+)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [*ROWS, *(pytest.param(row, marks=pytest.mark.slow) for row in SLOW_ROWS)],
+    ids=lambda row: row.id,
+)
+async def test_fault(system: Cluster, reference: Reference, row: Row) -> None:
+    async with Scene(system, reference) as scene:
+        await row.fault(scene)
+        await scene.check()
+        if not row.attempts:
+            return
+        result = scene.worst.result
+        print(
+            f"{row.id}: {result.attempts} attempts, TTFT {result.times.ttft_s:.3f} s, "
+            f"longest gap {max(result.times.gaps_s):.3f} s"
+        )
+        assert result.attempts in row.attempts
+        if result.attempts > 1:
+            print(f"{row.id}: found in {scene.found_s(scene.worst):.3f} s")
+            assert scene.found_s(scene.worst) < row.found_within_s
+
+
+# --- the sweep ----------------------------------------------------------------------------------
+
+ROUNDS = 3
+NUM_TOKENS = 24
+
+
+def sweep() -> Iterator[tuple[str, Callable[[Scene], Awaitable[None]]]]:
+    """Every chunk, every token; the parts take turns, so that no supervisor waits for long."""
+    for chunk in range(do.NUM_CHUNKS + 1):
+        part = ("node", "engine")[chunk % 2]
+        yield "prefill", partial(do.kill_prefill_at_chunk, chunk, part)
+    for token in range(1, NUM_TOKENS):
+        part = ("node", "engine")[token % 2]
+        yield "decode", partial(do.kill_decode_at_token, token, part, num_tokens=NUM_TOKENS + 8)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+async def test_sweep(system: Cluster, reference: Reference) -> None:
+    """Kill in every phase, with requests beside; then say what the clients saw."""
+    ttft_s: dict[str, list[float]] = {"prefill": [], "decode": [], "none": []}
+    gap_s: dict[str, list[float]] = {"prefill": [], "decode": [], "none": []}
+    for _ in range(ROUNDS):
+        for role, fault in sweep():
+            async with Scene(system, reference) as scene:
+                for _ in range(3):
+                    scene.ask(do.LONG // 2, NUM_TOKENS)
+                await fault(scene)
+                await scene.check()
+                for result in (stream.result for stream in scene.streams):
+                    hit = role if result.attempts > 1 else "none"
+                    assert result.times.ttft_s is not None
+                    ttft_s[hit].append(result.times.ttft_s)
+                    gap_s[hit].append(max(result.times.gaps_s))
+    for hit, samples in ttft_s.items():
+        assert samples
+        print(
+            f"hit by the loss of {hit}: {len(samples)} streams, "
+            f"TTFT median {median(samples):.3f} max {max(samples):.3f} s, "
+            f"longest gap median {median(gap_s[hit]):.3f} "
+            f"p99 {percentile(gap_s[hit], 99):.3f} max {max(gap_s[hit]):.3f} s"
+        )
+    assert (percentile(gap_s["decode"], 99) or 0.0) <= 2.0
+    assert max(ttft_s["prefill"]) - median(ttft_s["none"]) <= 1.0 + median(ttft_s["none"])
