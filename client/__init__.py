@@ -9,6 +9,7 @@
 Errors are those of `baton.core.errors`, raised while reading the stream.
 """
 
+from ..core.logprobs import TokenLogprobs
 from ..core.request import FinishReason
 from .aio import AsyncClient, AsyncGeneration
 from .messages import Chunk, ModelInfo, NodeInfo, Result
@@ -24,4 +25,5 @@ __all__ = [
     "ModelInfo",
     "NodeInfo",
     "Result",
+    "TokenLogprobs",
 ]

@@ -49,10 +49,15 @@ class AsyncGeneration(AsyncIterator[Chunk]):
 
     @property
     def result(self) -> Result:
-        """The whole result, once the stream was read to its end."""
+        """The first sample's whole result, once the stream was read to its end."""
         if self._collector.result is None:
             raise RuntimeError("the stream is not at its end: iterate, or await finish()")
         return self._collector.result
+
+    @property
+    def results(self) -> tuple[Result, ...]:
+        """The results of the samples that are finished: of all, at the stream's end."""
+        return self._collector.results
 
     async def finish(self) -> Result:
         """Read what is left of the stream; returns the result or raises a typed error."""

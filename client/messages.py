@@ -7,8 +7,9 @@ failures into the errors of core/errors.py.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypedDict, TypeVar
 
 import grpc
@@ -25,6 +26,7 @@ from ..core.errors import (
     Unavailable,
     from_code,
 )
+from ..core.logprobs import TokenLogprobs
 from ..core.metrics import TokenTimes
 from ..core.request import FinishReason
 from ..core.timeline import Stamp
@@ -54,23 +56,41 @@ class GenerateParams(TypedDict, total=False):
     stop: str | Sequence[str]  # at most 4, never part of the text
     stop_token_ids: Sequence[int]
     ignore_eos: bool
+    min_p: float  # [0, 1], default 0: drop what is less likely than this part of the likeliest
+    repetition_penalty: float  # (0, 2], default 1; over prompt and output
+    presence_penalty: float  # [-2, 2], default 0; over the output
+    frequency_penalty: float  # [-2, 2], default 0; over the output
+    logit_bias: Mapping[int, float]  # token id -> [-100, 100]
+    min_tokens: int  # neither EOS nor a stop before
+    logprobs: int  # 0 to 20 alternatives with each token
+    prompt_logprobs: int  # the same for the prompt's tokens
+    n: int  # 1 to 8 samples of the prompt
     timeout_s: float
     request_id: str  # a label for abort() and logs
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Some tokens, from position `index` of the output on. `finish_reason`: on the last one."""
+    """Some tokens, from position `index` of a sample's output on; `finish_reason` on its last one.
+
+    `logprobs` are parallel to the tokens if they were asked for, else empty.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     index: int
     finish_reason: FinishReason | None
+    sample_index: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A finished request: what came, who served it, when each token came on our clock."""
+    """A finished sample: what came, who served it, when each token came on our clock.
+
+    `prompt_logprobs`, if they were asked for, are of the prompt's second token and all behind it,
+    and come with sample 0.
+    """
 
     id: str
     text: str
@@ -89,6 +109,9 @@ class Result:
     seed: int
     timeline: tuple[Stamp, ...]
     times: TokenTimes
+    sample_index: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +148,7 @@ def build_request(
         raise InvalidRequest("give the prompt as text or as token ids, not both", param="prompt")
     timeout_s: float | None = fields.pop("timeout_s", None)
     request = inference_pb2.GenerateRequest()
-    for name in ("model", "request_id"):
+    for name in ("model", "request_id", "n"):
         if name in fields:
             _set(request, name, fields.pop(name))
     if isinstance(fields.get("stop"), str):
@@ -148,6 +171,8 @@ def _set(message: Message, name: str, value: Any, param: str | None = None) -> N
     try:
         if isinstance(value, str | bool | int | float):
             setattr(message, name, value)
+        elif isinstance(value, Mapping):
+            getattr(message, name).update(value)
         else:
             getattr(message, name).extend(value)
     except (TypeError, ValueError, AttributeError) as error:
@@ -155,36 +180,63 @@ def _set(message: Message, name: str, value: Any, param: str | None = None) -> N
         raise InvalidRequest(f"{param} cannot be {value!r:.100}: {error}", param=param) from error
 
 
+@dataclass(slots=True)
+class _Sample:
+    """One sample's stream so far."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    token_s: list[float] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    result: Result | None = None
+
+
 class Collector:
-    """Adds up one stream. `result` is None until the last chunk is in."""
+    """Adds up one stream of one or several samples."""
 
     def __init__(self) -> None:
         self.id = ""
-        self.result: Result | None = None
         self._sent_s = time.monotonic()
-        self._text: list[str] = []
-        self._token_ids: list[int] = []
-        self._token_s: list[float] = []
+        self._samples: defaultdict[int, _Sample] = defaultdict(_Sample)
+
+    @property
+    def results(self) -> tuple[Result, ...]:
+        """Of the samples that are finished, in their order."""
+        ordered = [self._samples[index].result for index in sorted(self._samples)]
+        return tuple(result for result in ordered if result is not None)
+
+    @property
+    def result(self) -> Result | None:
+        """The first sample's; None until its last chunk is in."""
+        return self._samples[0].result if 0 in self._samples else None
 
     def add(self, wire: inference_pb2.GenerateChunk) -> Chunk:
         """Take the next message; raises BatonError if tokens are missing or doubled."""
         self.id = wire.id
-        if wire.token_ids and wire.index != len(self._token_ids):
-            raise BatonError(f"token {len(self._token_ids)} is missing in the stream")
-        self._text.append(wire.text)
-        self._token_ids += wire.token_ids
-        self._token_s += [time.monotonic()] * len(wire.token_ids)
+        sample = self._samples[wire.sample_index]
+        if wire.token_ids and wire.index != len(sample.token_ids):
+            raise BatonError(f"token {len(sample.token_ids)} is missing in the stream")
+        logprobs = tuple(map(codec.logprobs_from_wire, wire.logprobs))
+        sample.text.append(wire.text)
+        sample.token_ids += wire.token_ids
+        sample.token_s += [time.monotonic()] * len(wire.token_ids)
+        sample.logprobs += logprobs
+        sample.prompt_logprobs += map(codec.logprobs_from_wire, wire.prompt_logprobs)
         reason = codec.finish_from_wire(wire.finish_reason)
         if reason is not None:
-            self.result = self._finished(wire, reason)
-        return Chunk(wire.text, tuple(wire.token_ids), wire.index, reason)
+            sample.result = self._finished(wire, sample, reason)
+        token_ids = tuple(wire.token_ids)
+        return Chunk(wire.text, token_ids, wire.index, reason, wire.sample_index, logprobs)
 
-    def _finished(self, wire: inference_pb2.GenerateChunk, reason: FinishReason) -> Result:
+    def _finished(
+        self, wire: inference_pb2.GenerateChunk, sample: _Sample, reason: FinishReason
+    ) -> Result:
         result = wire.result
         return Result(
             id=wire.id,
-            text="".join(self._text),
-            token_ids=tuple(self._token_ids),
+            text="".join(sample.text),
+            token_ids=tuple(sample.token_ids),
             finish_reason=reason,
             matched_stop=wire.matched_stop or None,
             prompt_tokens=result.prompt_tokens,
@@ -198,7 +250,10 @@ class Collector:
             attempts=result.attempts,
             seed=result.seed,
             timeline=tuple(codec.stamps_from_wire(result.timeline)),
-            times=TokenTimes(self._sent_s, tuple(self._token_s)),
+            times=TokenTimes(self._sent_s, tuple(sample.token_s)),
+            sample_index=wire.sample_index,
+            logprobs=tuple(sample.logprobs),
+            prompt_logprobs=tuple(sample.prompt_logprobs),
         )
 
 

@@ -46,11 +46,18 @@ class Generation(Iterator[Chunk]):
 
     @property
     def result(self) -> Result:
-        """The whole result; reads what is left of the stream first. Raises typed errors."""
+        """The first sample's whole result; reads what is left first. Raises typed errors."""
         for _ in self:
             pass
         assert self._collector.result is not None
         return self._collector.result
+
+    @property
+    def results(self) -> tuple[Result, ...]:
+        """All samples' results; reads what is left of the stream first. Raises typed errors."""
+        for _ in self:
+            pass
+        return self._collector.results
 
     def __next__(self) -> Chunk:
         try:

@@ -11,12 +11,16 @@ next message of the other, or, after a fixed time, the attempt counts as failed.
 from __future__ import annotations
 
 import math
+from typing import TypeAlias
 
 from ..core.errors import BatonError, Cancelled, EngineFailed, HandoffFailed
+from ..core.logprobs import TokenLogprobs
 from ..core.request import FinishReason
 from ..core.timeline import Event
 from .engine_link import EngineOutput, Route
 from .splice import TokenSplice
+
+OutputToken: TypeAlias = tuple[int, TokenLogprobs | None]  # the second if it was asked for
 
 _DOUBT_S = 0.25
 _AFTER_HANDOFF = frozenset({Event.TRANSFER_ENDED, Event.DECODE_STARTED})
@@ -34,7 +38,7 @@ class Attempt:
         self.doubt: BatonError | None = None
         self.doubt_until_s = math.inf
         self._base_index = base_index
-        self._splice = TokenSplice(base_index, max_tokens)
+        self._splice: TokenSplice[OutputToken] = TokenSplice(base_index, max_tokens)
         self._total: int | None = None
         self._holders = {link.incarnation: link for link in (route.prefill, route.decode)}
 
@@ -55,9 +59,13 @@ class Attempt:
     def _has_first_token(self) -> bool:
         return self._splice.next_index > self._base_index
 
-    def add(self, output: EngineOutput, *, now_s: float) -> list[int]:
+    def add(self, output: EngineOutput, *, now_s: float) -> list[OutputToken]:
         """Take an output's tokens; return those now in order. Raises EngineFailed on nonsense."""
-        tokens = self._splice.add(output.first_index, output.token_ids)
+        logprobs = output.logprobs or (None,) * len(output.token_ids)
+        if len(logprobs) != len(output.token_ids):
+            raise EngineFailed("an engine sent tokens and log-probabilities that do not match")
+        pairs = [*zip(output.token_ids, logprobs, strict=True)]
+        tokens = self._splice.add(output.first_index, pairs)
         if output.finish_reason is not None and self._total is None:
             self.finish_reason = output.finish_reason
             self._total = output.first_index + len(output.token_ids)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..core.errors import BatonError
+from ..core.logprobs import TokenLogprobs
 from ..core.request import FinishReason, Request, Ticket
 from ..core.timeline import Stamp
 
@@ -32,7 +33,11 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class EngineOutput:
-    """What one step of an engine brought for one attempt of a request."""
+    """What one step of an engine brought for one attempt of a request.
+
+    `logprobs` are parallel to `token_ids`, or empty; `prompt_logprobs` are of the prompt's tokens
+    from `first_prompt_index` on.
+    """
 
     request_id: str
     attempt: int
@@ -43,6 +48,9 @@ class EngineOutput:
     stamps: tuple[Stamp, ...] = ()
     cached_tokens: int | None = None
     transfer: Transfer | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    first_prompt_index: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class EngineLink(Protocol):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -24,6 +24,7 @@ from .chunk_queue import ChunkQueue
 from .cluster_view import ClusterView
 from .engine_table import EngineTable
 from .prompt_router import PromptRouter, route_prompt
+from .sampling_validation import check_token_ids
 from .served_model import ServedModel
 from .session import GATEWAY, Session, SessionLimits
 from .sessions import SessionTable
@@ -32,7 +33,6 @@ from .validation import (
     ValidatedRequest,
     check_model,
     check_request,
-    check_token_ids,
     complete_request,
 )
 from .wire import chunk_to_wire
@@ -181,41 +181,52 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             async with asyncio.timeout(None) as patience:
                 # The write of a stuck reader never ends: after a failure it is left behind.
                 queue = ChunkQueue(lambda: patience.reschedule(loop.time() + _LAST_WRITE_S))
-                session = self._session(request, router, queue, arrived, deadline_s)
+                sessions = self._make_sessions(request, router, queue, arrived, deadline_s)
                 try:
-                    self._sessions.start(session)
-                    await _stream(context, session.request_id, queue)
+                    for session in reversed(sessions):  # the first dispatches for all
+                        self._sessions.start(session)
+                    await _stream(context, sessions[0].call_id, queue, len(sessions))
                 finally:
-                    self._sessions.cancel(session, Cancelled("the client went away"))
+                    for session in sessions:
+                        self._sessions.cancel(session, Cancelled("the client went away"))
         except TimeoutError:
             raise queue.error or Cancelled("the stream was ended") from None
 
-    def _session(
+    def _make_sessions(
         self,
         request: ValidatedRequest,
         router: PromptRouter,
         queue: ChunkQueue,
         arrived: Stamp,
         deadline_s: float,
-    ) -> Session:
-        detokenizer = self._model.tokenizer.detokenizer(request.prompt_token_ids)
-        return Session(
-            self._entropy.new_id(),
-            request,
-            deadline_s=deadline_s,
-            arrived=arrived,
-            text=TextStream(detokenizer, request.sampling.stop),
-            sink=queue,
-            router=router,
-            clock=self._clock,
-            entropy=self._entropy,
-            limits=self._session_limits,
-        )
+    ) -> list[Session]:
+        """One for each sample; the first leads the others."""
+
+        def session(sample_index: int, siblings: Sequence[Session] = ()) -> Session:
+            detokenizer = self._model.tokenizer.detokenizer(request.prompt_token_ids)
+            sampling = request.sampling
+            return Session(
+                self._entropy.new_id(),
+                request,
+                deadline_s=deadline_s,
+                arrived=arrived,
+                text=TextStream(detokenizer, sampling.stop, min_tokens=sampling.min_tokens),
+                sink=queue,
+                router=router,
+                clock=self._clock,
+                entropy=self._entropy,
+                limits=self._session_limits,
+                sample_index=sample_index,
+                siblings=siblings,
+            )
+
+        siblings = [session(index) for index in range(1, request.num_samples)]
+        return [session(0, siblings), *siblings]
 
 
-async def _stream(context: _Context, request_id: str, queue: ChunkQueue) -> None:
-    """Write chunks until the last; raises the session's error."""
-    while True:
+async def _stream(context: _Context, call_id: str, queue: ChunkQueue, num_samples: int) -> None:
+    """Write chunks until each sample's last; raises the first error."""
+    while num_samples:
         chunk = await queue.next()
         if chunk.result is not None:
             context.set_trailing_metadata(
@@ -224,9 +235,8 @@ async def _stream(context: _Context, request_id: str, queue: ChunkQueue) -> None
                     ("x-decode-node", _ascii(chunk.result.decode_node or "")),
                 )
             )
-        await context.write(chunk_to_wire(request_id, chunk))
-        if chunk.result is not None:
-            return
+        await context.write(chunk_to_wire(call_id, chunk))
+        num_samples -= chunk.result is not None
 
 
 def _version() -> str:

@@ -7,13 +7,16 @@
 
 An *attempt* is one dispatch to a prefill and a decode engine. When one fails, the tokens already
 streamed go with the next as `output_token_ids`, and both engines of the old one get a Cancel; what
-still comes from them is dropped by its attempt number. Sees clock, entropy, engines and the client
-only through Protocols; never blocks: the owner calls `tick` at `next_wakeup_s`.
+still comes from them is dropped by its attempt number. Of several samples of one prompt the first
+dispatches for all, once; from then on each is a session like any other. Sees clock, entropy,
+engines and the client only through Protocols; never blocks: the owner calls `tick` at
+`next_wakeup_s`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ..core.errors import (
@@ -26,11 +29,13 @@ from ..core.errors import (
     Overloaded,
     Unavailable,
 )
+from ..core.logprobs import TokenLogprobs
 from ..core.ports import Clock, Entropy
-from ..core.request import FinishReason, Request, Ticket
+from ..core.request import FinishReason, Request, SamplingParams, Ticket
 from ..core.timeline import TERMINAL, Event, Stamp
-from .attempt import Attempt
-from .engine_link import Avoid, EngineOutput, Router, Transfer, Work
+from .attempt import Attempt, OutputToken
+from .engine_link import Avoid, EngineOutput, Route, Router, Transfer, Work
+from .prompt_scores import PromptScores
 from .text_stream import TextStream
 from .validation import ValidatedRequest
 
@@ -73,12 +78,19 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens for the client, from position `index` on; the last one carries the result."""
+    """Tokens for the client, from position `index` on; the last one carries the result.
+
+    `logprobs` are parallel to the tokens, if they were asked for. `prompt_logprobs`, of the
+    prompt's second token and all behind it, come with the first sample's first chunk.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     index: int
     result: Result | None = None
+    sample_index: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Sink(Protocol):
@@ -92,7 +104,11 @@ class Sink(Protocol):
 
 
 class Session:
-    """One request. All methods are calls of the owner's single thread."""
+    """One request: one sample of a prompt. All methods are calls of the owner's single thread.
+
+    `siblings` are the prompt's further samples, of the indices that follow: this session dispatches
+    for them the first time, and until then they wait for it (`is_led`).
+    """
 
     def __init__(
         self,
@@ -107,9 +123,17 @@ class Session:
         clock: Clock,
         entropy: Entropy,
         limits: SessionLimits,
+        sample_index: int = 0,
+        siblings: Sequence[Session] = (),
     ) -> None:
         self.request_id = request_id
+        self.call_id = request_id  # what the client knows all samples by
         self.request = request
+        self.sample_index = sample_index
+        self._siblings = siblings
+        self._is_led = False
+        for sibling in siblings:
+            sibling.call_id, sibling._is_led = self.call_id, True
         self.timeline = [arrived]
         self._deadline_s = deadline_s
         self._text = text
@@ -119,6 +143,7 @@ class Session:
         self._entropy = entropy
         self._limits = limits
         self._output_ids: list[int] = []
+        self._prompt_scores = PromptScores(len(request.prompt_token_ids))
         self._attempt: Attempt | None = None
         self._num_attempts = 0
         self._num_engine_failures = 0
@@ -135,7 +160,8 @@ class Session:
 
     def start(self) -> None:
         """Find engines and dispatch, or begin to wait for them."""
-        self._try_dispatch()
+        if not self._is_led:
+            self._try_dispatch()
 
     def engine_output(self, incarnation: str, output: EngineOutput) -> None:
         """Take what an engine sent; anything of another attempt is dropped."""
@@ -151,6 +177,8 @@ class Session:
             self._engine_gave_up(attempt, incarnation, output.error, is_pair_fault=is_pair_fault)
             return
         try:
+            if output.prompt_logprobs:
+                self._prompt_scores.add(output.first_prompt_index, output.prompt_logprobs)
             tokens = attempt.add(output, now_s=self._clock.monotonic_s())
         except EngineFailed as error:
             self._fail_attempt(attempt, error, blamed=incarnation)
@@ -174,7 +202,7 @@ class Session:
     @property
     def is_waiting(self) -> bool:
         """For an engine."""
-        return self._attempt is None and not self.is_over
+        return self._attempt is None and not self.is_over and not self._is_led
 
     def cluster_changed(self) -> None:
         """An engine came, or one's load changed: a waiting request may find its place."""
@@ -210,7 +238,7 @@ class Session:
             self._end_badly(DeadlineExceeded("the request's deadline passed"))
         elif attempt is not None and now_s >= attempt.doubt_until_s:
             self._fail_attempt(attempt, attempt.doubt or HandoffFailed("no word"), blamed=None)
-        elif attempt is None:
+        elif self.is_waiting:
             self._try_dispatch()
 
     # --- attempts ---------------------------------------------------------------------------------
@@ -234,6 +262,13 @@ class Session:
                 self._end_badly(error)
             return
         self._wait_until_s = None
+        siblings = self._siblings if self._num_attempts == 0 else ()
+        attempt = self._begin_attempt(route)
+        for sibling in siblings:
+            sibling._begin_attempt(route)
+        self._send(attempt, now_s, tuple(sibling.request_id for sibling in siblings))
+
+    def _begin_attempt(self, route: Route) -> Attempt:
         attempt = Attempt(
             number=self._num_attempts,
             route=route,
@@ -242,23 +277,33 @@ class Session:
         )
         self._num_attempts += 1
         self._attempt = attempt
+        self._is_led = False
         self._stamp(Event.ROUTED)
-        self._send(attempt, now_s)
+        return attempt
 
-    def _send(self, attempt: Attempt, now_s: float) -> None:
+    def _send(self, attempt: Attempt, now_s: float, fork_ids: tuple[str, ...]) -> None:
         """Hand the attempt to its two engines."""
         prefill, decode = attempt.route.prefill, attempt.route.decode
         request = Request(
             request_id=self.request_id,
             attempt=attempt.number,
             prompt_token_ids=self.request.prompt_token_ids,
-            sampling=self.request.sampling,
+            sampling=self._wanted_sampling(),
             output_token_ids=tuple(self._output_ids),
+            sample_index=self.sample_index,
+            fork_ids=fork_ids,
         )
         ticket = Ticket(self._entropy.new_id(), prefill.incarnation, decode.incarnation)
         remaining_s = self._deadline_s - now_s
         prefill.dispatch(request, Work.PREFILL, ticket, remaining_s)
         decode.dispatch(request, Work.DECODE, ticket, remaining_s)
+
+    def _wanted_sampling(self) -> SamplingParams:
+        """Without what is known already, or another sample's to ask for."""
+        sampling = self.request.sampling
+        if self.sample_index or self._prompt_scores.is_complete:
+            return replace(sampling, prompt_logprobs=None)
+        return sampling
 
     def _engine_gave_up(
         self, attempt: Attempt, incarnation: str, error: BatonError, *, is_pair_fault: bool
@@ -283,7 +328,7 @@ class Session:
         self._num_engine_failures += isinstance(error, EngineFailed)
         if len(self._output_ids) == self.request.sampling.max_tokens:
             # All tokens are out: only the word "done" was lost.
-            self._finish(attempt, FinishReason.LENGTH, self._text.flush(), ())
+            self._finish(attempt, FinishReason.LENGTH, self._text.flush(), [])
         elif error.is_retryable and self._may_try_again:
             self._try_dispatch()
         else:
@@ -308,20 +353,32 @@ class Session:
         if incarnation == attempt.route.decode.incarnation:
             attempt.note_decode_progress(output)
 
-    def _advance(self, attempt: Attempt, tokens: list[int]) -> None:
+    def _advance(self, attempt: Attempt, tokens: list[OutputToken]) -> None:
         """Pass tokens on that are now in order, and finish where they are the last."""
-        index = len(self._output_ids)
-        piece = self._text.feed(tokens)
-        shown = tuple(tokens[: piece.num_tokens])
-        self._output_ids += shown
+        piece = self._text.feed([token_id for token_id, _ in tokens])
+        shown = tokens[: piece.num_tokens]
+        self._output_ids += [token_id for token_id, _ in shown]
         if shown:
             self._fingerprint = attempt.route.prefill.fingerprint
         if piece.matched_stop is not None:
             self._finish(attempt, FinishReason.STOP, piece.text, shown, piece.matched_stop)
         elif attempt.is_complete and attempt.finish_reason is not None:
             self._finish(attempt, attempt.finish_reason, piece.text + self._text.flush(), shown)
-        elif shown and not self._sink.emit(Chunk(piece.text, shown, index)):
+        elif shown and not self._sink.emit(self._chunk(piece.text, shown)):
             self._end_badly(Overloaded("the client reads too slowly; its stream was ended"))
+
+    def _chunk(self, text: str, shown: list[OutputToken], result: Result | None = None) -> Chunk:
+        """The newest tokens for the client."""
+        index = len(self._output_ids) - len(shown)
+        return Chunk(
+            text,
+            tuple(token_id for token_id, _ in shown),
+            index,
+            result,
+            self.sample_index,
+            tuple(logprobs for _, logprobs in shown if logprobs is not None),
+            self._prompt_scores.all() if index == 0 else (),
+        )
 
     # --- the end ----------------------------------------------------------------------------------
 
@@ -330,7 +387,7 @@ class Session:
         attempt: Attempt,
         reason: FinishReason,
         text: str,
-        token_ids: tuple[int, ...],
+        shown: list[OutputToken],
         matched_stop: str | None = None,
     ) -> None:
         """The good end. Whoever still holds the request gets a Cancel."""
@@ -349,7 +406,7 @@ class Session:
             seed=self.request.sampling.seed,
             timeline=tuple(self.timeline),
         )
-        self._sink.emit(Chunk(text, token_ids, len(self._output_ids) - len(token_ids), result))
+        self._sink.emit(self._chunk(text, shown, result))
 
     def _end_badly(self, error: BatonError) -> None:
         """The other end: cancelled or failed."""

@@ -75,16 +75,16 @@ class SessionTable:
         self._do(session, session.cancel, error)
 
     def abort(self, names: Iterable[str]) -> int:
-        """Cancel by gateway id or caller's label; returns how many were in flight."""
+        """Cancel calls by gateway id or caller's label; returns how many were in flight."""
         wanted = set(names) - {""}
         found = [
             session
             for session in self._sessions.values()
-            if session.request_id in wanted or session.request.label in wanted
+            if session.call_id in wanted or session.request.label in wanted
         ]
         for session in found:
             self.cancel(session, Cancelled("aborted"))
-        return len(found)
+        return len({session.call_id for session in found})
 
     def _do(self, session: Session, call: Callable[..., None], *arguments: object) -> None:
         """Let a session act, then note its end or its next wake-up."""

@@ -12,32 +12,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from ..core.errors import EngineFailed
 
+T = TypeVar("T")
+
 
 @dataclass(slots=True)
-class TokenSplice:
-    """`next_index` is the position that must come next; `max_tokens` bounds all positions."""
+class TokenSplice(Generic[T]):
+    """Of whatever stands for a token.
+
+    `next_index` is the position that must come next; `max_tokens` bounds all positions.
+    """
 
     next_index: int
     max_tokens: int
-    _early: dict[int, int] = field(default_factory=dict)
+    _early: dict[int, T] = field(default_factory=dict)
 
-    def add(self, first_index: int, token_ids: Sequence[int]) -> list[int]:
+    def add(self, first_index: int, tokens: Sequence[T]) -> list[T]:
         """Take tokens of positions from `first_index` on; return those now in order.
 
         Raises EngineFailed for a position past `max_tokens`: no engine may send that.
         """
-        if token_ids and first_index + len(token_ids) > self.max_tokens:
+        if tokens and first_index + len(tokens) > self.max_tokens:
             raise EngineFailed(
-                f"an engine sent token {first_index + len(token_ids) - 1} of at most "
-                f"{self.max_tokens}"
+                f"an engine sent token {first_index + len(tokens) - 1} of at most {self.max_tokens}"
             )
-        for index, token_id in enumerate(token_ids, first_index):
+        for index, token in enumerate(tokens, first_index):
             if index >= self.next_index:
-                self._early.setdefault(index, token_id)
-        ready: list[int] = []
+                self._early.setdefault(index, token)
+        ready: list[T] = []
         while self.next_index in self._early:
             ready.append(self._early.pop(self.next_index))
             self.next_index += 1

@@ -25,17 +25,27 @@ class TextPiece:
 
 
 class TextStream:
-    """One request's text so far: what is held back lies here."""
+    """One request's text so far: what is held back lies here.
 
-    def __init__(self, detokenizer: Detokenize, stops: Sequence[str]) -> None:
+    The text of the first `min_tokens` tokens is not searched for stop strings.
+    """
+
+    def __init__(
+        self, detokenizer: Detokenize, stops: Sequence[str], *, min_tokens: int = 0
+    ) -> None:
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stops)
+        self._num_unsearched = min_tokens
 
     def feed(self, token_ids: Sequence[int]) -> TextPiece:
         """Take the next tokens; those behind the one that completes a stop string do not count."""
         shown: list[str] = []
         for count, token_id in enumerate(token_ids, 1):
-            text, stop = self._matcher.feed(self._detokenizer.step(token_id))
+            text, stop = self._detokenizer.step(token_id), None
+            if self._num_unsearched:
+                self._num_unsearched -= 1
+            else:
+                text, stop = self._matcher.feed(text)
             shown.append(text)
             if stop is not None:
                 return TextPiece("".join(shown), count, stop)

@@ -11,19 +11,16 @@ comes in as `ModelLimits`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..core.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, PromptTooLarge
 from ..core.request import SamplingParams
 from ..proto.v1 import common_pb2, inference_pb2
+from .sampling_validation import check_sampling, check_token_ids
 
-MAX_STOP_STRINGS = 4
-MAX_STOP_BYTES = 256
-MAX_STOP_TOKEN_IDS = 256
 MAX_LABEL_CHARS = 256
-MAX_TEMPERATURE = 2.0
+MAX_SAMPLES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +44,9 @@ class Draft:
 
     prompt: str | tuple[int, ...]
     max_tokens: int | None
-    temperature: float
-    top_p: float
-    top_k: int | None
     seed: int | None
-    stop: tuple[str, ...]
-    stop_token_ids: tuple[int, ...]
-    ignore_eos: bool
+    sampling: SamplingParams  # all but these two
+    num_samples: int
     label: str
 
 
@@ -64,6 +57,7 @@ class ValidatedRequest:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     label: str
+    num_samples: int = 1
 
 
 def check_request(wire: inference_pb2.GenerateRequest, limits: ModelLimits) -> Draft:
@@ -73,18 +67,12 @@ def check_request(wire: inference_pb2.GenerateRequest, limits: ModelLimits) -> D
         raise InvalidRequest(
             f"request_id is longer than {MAX_LABEL_CHARS} characters", param="request_id"
         )
-    sampling = wire.sampling
     return Draft(
         prompt=_prompt(wire, limits.vocab_size),
-        max_tokens=_max_tokens(sampling),
-        temperature=_temperature(sampling),
-        top_p=_top_p(sampling),
-        # An explicit 0 means "no limit", as clients of other servers know it.
-        top_k=sampling.top_k if sampling.HasField("top_k") and sampling.top_k else None,
-        seed=_seed(sampling),
-        stop=_stop(sampling.stop),
-        stop_token_ids=_stop_token_ids(sampling.stop_token_ids, limits.vocab_size),
-        ignore_eos=sampling.ignore_eos,
+        max_tokens=_max_tokens(wire.sampling),
+        seed=_seed(wire.sampling),
+        sampling=check_sampling(wire.sampling, limits.vocab_size),
+        num_samples=_num_samples(wire),
         label=wire.request_id,
     )
 
@@ -99,36 +87,21 @@ def complete_request(
     """
     if not prompt_token_ids:
         raise InvalidRequest("the prompt is empty", param="prompt")
-    return ValidatedRequest(
-        prompt_token_ids=tuple(prompt_token_ids),
-        sampling=SamplingParams(
-            max_tokens=_fitting_max_tokens(len(prompt_token_ids), draft.max_tokens, limits),
-            temperature=draft.temperature,
-            top_p=draft.top_p,
-            top_k=draft.top_k,
-            seed=drawn_seed if draft.seed is None else draft.seed,
-            stop=draft.stop,
-            stop_token_ids=draft.stop_token_ids,
-            ignore_eos=draft.ignore_eos,
-        ),
-        label=draft.label,
-    )
+    max_tokens = _fitting_max_tokens(len(prompt_token_ids), draft.max_tokens, limits)
+    if draft.sampling.min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"min_tokens {draft.sampling.min_tokens} is more than the {max_tokens} there can be",
+            param="min_tokens",
+        )
+    seed = drawn_seed if draft.seed is None else draft.seed
+    sampling = replace(draft.sampling, max_tokens=max_tokens, seed=seed)
+    return ValidatedRequest(tuple(prompt_token_ids), sampling, draft.label, draft.num_samples)
 
 
 def check_model(name: str, limits: ModelLimits) -> None:
     """Raise ModelNotFound unless `name` is empty or the one that is served."""
     if name and name != limits.model:
         raise ModelNotFound(f"The model `{name[:64]}` does not exist.", param="model")
-
-
-def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
-    """Raise InvalidRequest naming the first id that is not in the vocabulary."""
-    if token_ids and max(token_ids) >= vocab_size:
-        position = next(i for i, token_id in enumerate(token_ids) if token_id >= vocab_size)
-        raise InvalidRequest(
-            f"{param}[{position}] is {token_ids[position]}; the vocabulary has {vocab_size} ids",
-            param=f"{param}[{position}]",
-        )
 
 
 def _prompt(wire: inference_pb2.GenerateRequest, vocab_size: int) -> str | tuple[int, ...]:
@@ -153,20 +126,11 @@ def _max_tokens(sampling: common_pb2.SamplingParams) -> int | None:
     return sampling.max_tokens
 
 
-def _temperature(sampling: common_pb2.SamplingParams) -> float:
-    value = sampling.temperature if sampling.HasField("temperature") else 1.0
-    if not 0.0 <= value <= MAX_TEMPERATURE:  # NaN compares false
-        raise InvalidRequest(
-            f"temperature must lie in [0, {MAX_TEMPERATURE:g}], not {value:g}", param="temperature"
-        )
-    return math.fabs(value)  # -0.0 is 0.0
-
-
-def _top_p(sampling: common_pb2.SamplingParams) -> float:
-    value = sampling.top_p if sampling.HasField("top_p") else 1.0
-    if not 0.0 < value <= 1.0:
-        raise InvalidRequest(f"top_p must lie in (0, 1], not {value:g}", param="top_p")
-    return value
+def _num_samples(wire: inference_pb2.GenerateRequest) -> int:
+    num_samples = wire.n if wire.HasField("n") else 1
+    if not 1 <= num_samples <= MAX_SAMPLES:
+        raise InvalidRequest(f"n must lie in [1, {MAX_SAMPLES}], not {num_samples}", param="n")
+    return num_samples
 
 
 def _seed(sampling: common_pb2.SamplingParams) -> int | None:
@@ -175,24 +139,6 @@ def _seed(sampling: common_pb2.SamplingParams) -> int | None:
     if sampling.seed >= 1 << 63:
         raise InvalidRequest("seed must lie in [0, 2**63)", param="seed")
     return sampling.seed
-
-
-def _stop(stop: Sequence[str]) -> tuple[str, ...]:
-    if len(stop) > MAX_STOP_STRINGS:
-        raise InvalidRequest(f"at most {MAX_STOP_STRINGS} stop strings", param="stop")
-    for i, text in enumerate(stop):
-        if not 0 < len(text.encode()) <= MAX_STOP_BYTES:
-            raise InvalidRequest(
-                f"stop[{i}] must have 1 to {MAX_STOP_BYTES} bytes", param=f"stop[{i}]"
-            )
-    return tuple(stop)
-
-
-def _stop_token_ids(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
-    if len(token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidRequest(f"at most {MAX_STOP_TOKEN_IDS} stop ids", param="stop_token_ids")
-    check_token_ids(token_ids, vocab_size, "stop_token_ids")
-    return tuple(dict.fromkeys(token_ids))
 
 
 def _fitting_max_tokens(num_prompt: int, max_tokens: int | None, limits: ModelLimits) -> int:

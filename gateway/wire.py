@@ -37,6 +37,8 @@ def output_from_wire(wire: node_pb2.RequestOutput) -> EngineOutput:
     """An engine's output; one that cannot be read fails its attempt."""
     try:
         stamps = tuple(codec.stamps_from_wire(wire.events))
+        logprobs = tuple(map(codec.logprobs_from_wire, wire.logprobs))
+        prompt_logprobs = tuple(map(codec.logprobs_from_wire, wire.prompt_logprobs))
     except InvalidRequest as error:
         broken = EngineFailed(f"unreadable output: {error.message}")
         return EngineOutput(wire.request_id, wire.attempt, error=broken)
@@ -53,13 +55,22 @@ def output_from_wire(wire: node_pb2.RequestOutput) -> EngineOutput:
         transfer=Transfer(transfer.bytes, transfer.cached_tokens, transfer.transport)
         if wire.HasField("transfer")
         else None,
+        logprobs=logprobs,
+        first_prompt_index=wire.first_prompt_index,
+        prompt_logprobs=prompt_logprobs,
     )
 
 
 def chunk_to_wire(request_id: str, chunk: Chunk) -> inference_pb2.GenerateChunk:
     """A chunk for the client; the last one carries why it ended and the result."""
     wire = inference_pb2.GenerateChunk(
-        id=request_id, text=chunk.text, token_ids=chunk.token_ids, index=chunk.index
+        id=request_id,
+        text=chunk.text,
+        token_ids=chunk.token_ids,
+        index=chunk.index,
+        sample_index=chunk.sample_index,
+        logprobs=map(codec.logprobs_to_wire, chunk.logprobs),
+        prompt_logprobs=map(codec.logprobs_to_wire, chunk.prompt_logprobs),
     )
     if chunk.result is not None:
         wire.finish_reason = codec.finish_to_wire(chunk.result.finish_reason)

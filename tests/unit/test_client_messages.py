@@ -40,6 +40,15 @@ def test_every_parameter_arrives() -> None:
         stop="END",
         stop_token_ids=[1, 2],
         ignore_eos=True,
+        min_p=0.5,
+        repetition_penalty=1.5,
+        presence_penalty=-1.0,
+        frequency_penalty=0.25,
+        logit_bias={4: -2.0},
+        min_tokens=2,
+        logprobs=0,
+        prompt_logprobs=3,
+        n=2,
         timeout_s=1.5,
         request_id="mine",
         prompt_token_ids=(3, 4),
@@ -48,9 +57,11 @@ def test_every_parameter_arrives() -> None:
     request, timeout_s = build_request(None, params)
     sampling = common_pb2.SamplingParams(
         max_tokens=5, temperature=0.0, top_p=0.5, top_k=0, seed=7, stop=["END"],
-        stop_token_ids=[1, 2], ignore_eos=True,
+        stop_token_ids=[1, 2], ignore_eos=True, min_p=0.5, repetition_penalty=1.5,
+        presence_penalty=-1.0, frequency_penalty=0.25, logit_bias={4: -2.0}, min_tokens=2,
+        logprobs=0, prompt_logprobs=3,
     )  # fmt: skip
-    expected = inference_pb2.GenerateRequest(model="m", request_id="mine", sampling=sampling)
+    expected = inference_pb2.GenerateRequest(model="m", request_id="mine", sampling=sampling, n=2)
     expected.token_ids.ids.extend((3, 4))
     assert (request, timeout_s) == (expected, 1.5)
     assert request.sampling.HasField("top_k"), "an explicit 0 is not nothing"
@@ -75,6 +86,12 @@ def test_every_parameter_arrives() -> None:
         ("x", {"stop": [1]}, "stop"),
         ("x", {"stop": 5}, "stop"),
         ("x", {"stop_token_ids": 5}, "stop_token_ids"),
+        ("x", {"logit_bias": {"abc": 1.0}}, "logit_bias"),
+        ("x", {"logit_bias": {-1: 1.0}}, "logit_bias"),
+        ("x", {"logit_bias": [1]}, "logit_bias"),
+        ("x", {"logprobs": -1}, "logprobs"),
+        ("x", {"min_tokens": -1}, "min_tokens"),
+        ("x", {"n": -1}, "n"),
     ],
 )
 def test_what_the_wire_cannot_say(prompt: Any, params: Any, param: str) -> None:
