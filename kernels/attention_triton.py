@@ -26,7 +26,11 @@ from .upload import upload, upload_into
 _LOG2_E = math.log2(math.e)
 _TILE_KEYS = 64
 _TILE_QUERIES = 64
-_PROGRAMS_WANTED = 512  # of a decode: about four to each multiprocessor of a large GPU
+# A decode's programs are small, so that many of them keep loads in flight on each multiprocessor.
+_DECODE_TILE_KEYS = 64
+_DECODE_WARPS = 2
+_DECODE_STAGES = 3
+_PROGRAMS_WANTED = 1024
 _MAX_SPLITS = 32
 
 
@@ -70,11 +74,11 @@ class TritonDecode:
             BLOCK_SIZE=self._block_size,
             DIM=dim,
             DIM_PADDED=triton.next_power_of_2(dim),
-            TILE_KEYS=_TILE_KEYS,
+            TILE_KEYS=_DECODE_TILE_KEYS,
             SPLITS=splits,
             PRECISION=_dot_precision(q),
-            num_warps=4,
-            num_stages=3,
+            num_warps=_DECODE_WARPS,
+            num_stages=_DECODE_STAGES,
             **launch_options(device),
         )
         _join_splits[(n, heads)](
