@@ -11,8 +11,7 @@ from baton.engine import memfd
 from baton.engine.block_pool import CANARY_BLOCK, BlockRef
 from baton.engine.canary import canary_bytes
 from baton.engine.generations import SharedGenerations
-from baton.kv_transfer.shm import ShmTransport, ShmWindow
-from baton.kv_transfer.shm_exporter import ShmExporter
+from baton.kv_transfer.shm import ShmTransport, ShmWindow, export_host_pool
 from baton.kv_transfer.transport import BlockPair, PullOutcome
 
 from .figures import Figure, time_s
@@ -51,7 +50,7 @@ def _pull(name: str, block_bytes: int) -> Figure:
     canary = canary_bytes(_INCARNATION, block_bytes)
     source.view[CANARY_BLOCK * block_bytes : (CANARY_BLOCK + 1) * block_bytes] = canary
     generations = SharedGenerations(source.num_blocks, _INCARNATION)
-    exporter = ShmExporter(_INCARNATION, source, generations.fd)
+    exporter = export_host_pool(_INCARNATION, source, generations.fd)
     window = ShmTransport(target).connect(_INCARNATION)
     pairs = [
         BlockPair(BlockRef(i, i + 2, generations.read(i + 2), None), i + 2)

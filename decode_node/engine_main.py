@@ -21,7 +21,11 @@ LINK_WAIT_S = 5.0  # how long an intent waits for a pair that is being set up
 def transports(parts: Parts) -> list[Transport]:
     """The ways in which blocks can reach this engine's pool, best first."""
     kv = parts.runner.kv
-    return [ShmTransport(kv)] if isinstance(kv, CpuKvMemory) else []
+    if isinstance(kv, CpuKvMemory):
+        return [ShmTransport(kv)]
+    from ..kv_transfer.cuda_ipc import CudaIpcTransport  # needs Triton
+
+    return [CudaIpcTransport(kv)]
 
 
 def build(parts: Parts) -> DecodeRole:

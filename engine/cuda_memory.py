@@ -15,6 +15,9 @@ from torch import Tensor
 
 from ..core.errors import StartupFailed
 
+# A CUDA IPC handle opens whole pages of this size: nothing of others may lie in the last one.
+_PAGE_BYTES = 2 << 20
+
 
 class CudaAllocation:
     """`num_bytes` of the device's memory, until `free`."""
@@ -25,9 +28,10 @@ class CudaAllocation:
         self._device = device
         address = ctypes.c_void_p()
         with torch.cuda.device(device):
-            status = _runtime().cudaMalloc(ctypes.byref(address), ctypes.c_size_t(num_bytes))
+            page_bytes = -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
+            status = runtime().cudaMalloc(ctypes.byref(address), ctypes.c_size_t(page_bytes))
         if status != 0 or address.value is None:
-            _runtime().cudaGetLastError()  # or torch would report it at its next call
+            forget_error()
             free_bytes, _ = torch.cuda.mem_get_info(device)
             raise StartupFailed(
                 f"cannot take {num_bytes / 1e9:.1f} GB of GPU memory for the KV pool "
@@ -44,7 +48,7 @@ class CudaAllocation:
         """Give it back once all work on the device is done. Tensors over it are then invalid."""
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
-            _runtime().cudaFree(ctypes.c_void_p(self.address))
+            runtime().cudaFree(ctypes.c_void_p(self.address))
 
 
 class _Exported:
@@ -60,6 +64,19 @@ class _Exported:
 
 
 @functools.cache
-def _runtime() -> ctypes.CDLL:
+def runtime() -> ctypes.CDLL:
+    """The CUDA runtime that torch has loaded."""
     assert torch.version.cuda is not None, "torch was built without CUDA"
     return ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
+
+
+def forget_error() -> None:
+    """Behind a call that failed: torch would report it at its next one."""
+    runtime().cudaGetLastError()
+
+
+def describe_error(status: int) -> str:
+    """A cudaError_t in words."""
+    describe = runtime().cudaGetErrorString
+    describe.restype = ctypes.c_char_p
+    return f"{describe(status).decode()} (CUDA error {status})"

@@ -16,11 +16,10 @@ import logging
 import mmap
 import os
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -30,21 +29,31 @@ from ..engine import memfd
 from ..engine.block_pool import CANARY_BLOCK
 from ..engine.canary import canary_bytes
 from ..engine.generations import GenerationsReader
-from .shm_address import (
-    DESCRIPTION_BYTES,
-    NUM_FDS,
-    HostPool,
-    PoolDescription,
-    require_same_user,
-    socket_address,
-)
+from .pool_address import PoolDescription, receive
+from .pool_exporter import PoolExporter
 from .transport import BlockPair, PullOutcome
 
 _log = logging.getLogger(__name__)
-_CONNECT_TIMEOUT_S = 1.0
 _MEASURED_BYTES = 4 << 20
 
 Blocks: TypeAlias = npt.NDArray[np.uint64] | npt.NDArray[np.uint8]  # [num_blocks, words of a block]
+
+
+class HostPool(Protocol):
+    """A KV pool in host memory, as far as this transport cares."""
+
+    num_blocks: int
+    view: memoryview  # all of it, writable
+    fd: int  # its memfd
+
+    @property
+    def block_bytes(self) -> int: ...
+
+
+def export_host_pool(incarnation: str, pool: HostPool, generations_fd: int) -> PoolExporter:
+    """Offer `pool` to this host; raises StartupFailed if the incarnation is exported already."""
+    description = PoolDescription(incarnation, pool.block_bytes, pool.num_blocks)
+    return PoolExporter(description, [pool.fd, generations_fd])
 
 
 class ShmTransport:
@@ -61,15 +70,11 @@ class ShmTransport:
 
         Blocks for up to a second if the exporter hangs.
         """
-        description, fds = _receive(incarnation)
+        description, fds = receive(incarnation)
         try:
-            if description.incarnation != incarnation:
-                raise HandoffFailed(f"the exporter is {description.incarnation}")
-            if description.block_bytes != self._pool.block_bytes:
-                raise HandoffFailed(
-                    f"a block has {description.block_bytes} bytes there, "
-                    f"{self._pool.block_bytes} here"
-                )
+            description.require(incarnation, self._pool.block_bytes)
+            if description.cuda is not None:
+                raise HandoffFailed("its pool lies on a GPU")
             return ShmWindow(description, fds, self._pool)
         finally:
             for fd in fds:
@@ -216,26 +221,3 @@ def _as_blocks(memory: memoryview | mmap.mmap, num_blocks: int) -> Blocks:
     if block_bytes % 8 == 0:
         return np.frombuffer(memory, dtype=np.uint64).reshape(num_blocks, -1)
     return np.frombuffer(memory, dtype=np.uint8).reshape(num_blocks, -1)
-
-
-def _receive(incarnation: str) -> tuple[PoolDescription, list[int]]:
-    """Ask the exporter of `incarnation`. The caller closes the descriptors."""
-    fds: list[int] = []
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        connection.settimeout(_CONNECT_TIMEOUT_S)
-        try:
-            connection.connect(socket_address(incarnation))
-            require_same_user(connection)
-            packed, fds, _, _ = socket.recv_fds(
-                connection, DESCRIPTION_BYTES, NUM_FDS, socket.MSG_CMSG_CLOEXEC
-            )
-            description = PoolDescription.unpack(packed)
-            if len(fds) != NUM_FDS:
-                raise HandoffFailed(f"the exporter passed {len(fds)} descriptors")
-        except OSError as error:
-            raise HandoffFailed(f"no exporter of {incarnation} on this host: {error}") from error
-        except HandoffFailed:
-            for fd in fds:
-                os.close(fd)
-            raise
-    return description, fds

@@ -35,8 +35,10 @@ from ..engine.generations import SharedGenerations
 from ..engine.kv_memory import CpuKvMemory
 from ..engine.limits import EngineLimits
 from ..engine.runner import ModelRunner
+from ..kv_transfer.cuda_ipc_memory import export_cuda_pool
 from ..kv_transfer.messages import Hello
-from ..kv_transfer.shm_exporter import ShmExporter
+from ..kv_transfer.pool_exporter import PoolExporter
+from ..kv_transfer.shm import export_host_pool
 from ..proto import codec
 from ..proto.v1 import engine_pb2, node_pb2
 from .desk import RequestDesk
@@ -99,12 +101,12 @@ def _run(plan: RolePlan, frames: FrameSocket) -> None:
     engine_config = plan.adjust(engine_config)
     report = LoadReport(frames)
     runner = ModelRunner(engine_config, report.on_progress)
+    for note in runner.startup_notes:
+        report.line(note)
     clock, incarnation = SystemClock(), SystemEntropy().new_id()
     generations = SharedGenerations(runner.kv.num_blocks, incarnation)
     runner.write_canary(incarnation)
-    exporter = None
-    if isinstance(runner.kv, CpuKvMemory):  # what lies on a GPU no other process can map
-        exporter = ShmExporter(incarnation, runner.kv, generations.fd)
+    exporter = _export(incarnation, runner, generations)
     limits = _limits(plan, engine_config, node_config, runner)
     outbox = Outbox(frames.send)
     engine = Engine(
@@ -145,8 +147,14 @@ def _run(plan: RolePlan, frames: FrameSocket) -> None:
         EngineLoop(engine, role, desk, outbox, inbox, frames.send, pulse, clock).run()
     finally:
         pulse.stop()
-        if exporter is not None:
-            exporter.close()
+        exporter.close()
+
+
+def _export(incarnation: str, runner: ModelRunner, generations: SharedGenerations) -> PoolExporter:
+    """Offer the KV pool to the engines of this host, wherever it lies."""
+    if isinstance(runner.kv, CpuKvMemory):
+        return export_host_pool(incarnation, runner.kv, generations.fd)
+    return export_cuda_pool(incarnation, runner.kv, generations.fd)
 
 
 def _read_configuration(frames: FrameSocket) -> tuple[EngineConfig, NodeConfig]:

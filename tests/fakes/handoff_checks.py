@@ -36,9 +36,9 @@ from baton.kv_transfer.events import (
     WindowOpened,
 )
 from baton.kv_transfer.messages import Attach, HandoffState, Manifest, Renew
+from baton.kv_transfer.pool_address import PoolDescription
 from baton.kv_transfer.puller import Puller
 from baton.kv_transfer.shm import _SourceMapping
-from baton.kv_transfer.shm_address import PoolDescription
 from baton.kv_transfer.source import Source
 from baton.kv_transfer.transport import BlockPair, PullOutcome
 

@@ -25,8 +25,7 @@ import numpy as np
 from fakes.host_pool import HostPool
 
 from baton.engine.block_pool import NUM_RESERVED_BLOCKS, BlockRef
-from baton.kv_transfer.shm import ShmTransport
-from baton.kv_transfer.shm_exporter import ShmExporter
+from baton.kv_transfer.shm import ShmTransport, export_host_pool
 from baton.kv_transfer.transport import BlockPair, PullOutcome
 
 NUM_BLOCKS = 16
@@ -41,7 +40,7 @@ def content(block_id: int, generation: int) -> int:
 
 def export(incarnation: str) -> None:
     pool = HostPool(incarnation, NUM_BLOCKS, BLOCK_BYTES)
-    exporter = ShmExporter(incarnation, pool, pool.generations.fd)
+    exporter = export_host_pool(incarnation, pool, pool.generations.fd)
     print("ready", flush=True)
     time.sleep(60)
     exporter.close()

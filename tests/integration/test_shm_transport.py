@@ -24,9 +24,9 @@ from fakes.host_pool import HostPool
 
 from baton.core.errors import HandoffFailed, StartupFailed
 from baton.engine.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS, BlockRef
-from baton.kv_transfer.shm import ShmTransport, ShmWindow
-from baton.kv_transfer.shm_address import PoolDescription, socket_address
-from baton.kv_transfer.shm_exporter import ShmExporter
+from baton.kv_transfer.pool_address import CudaMemory, PoolDescription, socket_address
+from baton.kv_transfer.pool_exporter import PoolExporter
+from baton.kv_transfer.shm import ShmTransport, ShmWindow, export_host_pool
 from baton.kv_transfer.transport import BlockPair, PullOutcome
 
 PEER = Path(__file__).parent / "shm_peer.py"
@@ -75,8 +75,8 @@ def destination() -> Iterator[HostPool]:
 
 
 @pytest.fixture
-def exporter(source: HostPool) -> Iterator[ShmExporter]:
-    exporter = ShmExporter(SOURCE, source, source.generations.fd)
+def exporter(source: HostPool) -> Iterator[PoolExporter]:
+    exporter = export_host_pool(SOURCE, source, source.generations.fd)
     yield exporter
     exporter.close()
 
@@ -232,7 +232,7 @@ def test_kill_9_of_the_source_leaves_nothing(destination: HostPool) -> None:
 @pytest.mark.usefixtures("exporter")
 def test_one_incarnation_is_exported_once(source: HostPool) -> None:
     with pytest.raises(StartupFailed):
-        ShmExporter(SOURCE, source, source.generations.fd)
+        export_host_pool(SOURCE, source, source.generations.fd)
 
 
 @pytest.mark.usefixtures("exporter")
@@ -249,6 +249,14 @@ def test_peers_of_another_shape_are_refused() -> None:
 def test_a_peer_cannot_choose_what_is_connected_to(destination: HostPool, incarnation: str) -> None:
     with pytest.raises(HandoffFailed, match="32 hex digits"):
         ShmTransport(destination).connect(incarnation)
+
+
+def test_a_pool_on_a_gpu_is_refused(source: HostPool, destination: HostPool) -> None:
+    on_gpu = PoolDescription(SOURCE, BLOCK_BYTES, NUM_BLOCKS, CudaMemory(bytes(16), bytes(64)))
+    exporter = PoolExporter(on_gpu, [source.generations.fd])
+    with pytest.raises(HandoffFailed, match="on a GPU"):
+        ShmTransport(destination).connect(SOURCE)
+    exporter.close()
 
 
 # ---- exporters that lie
@@ -340,7 +348,7 @@ def test_an_exporter_that_lies_is_refused(
 def test_a_wrong_canary_is_refused(destination: HostPool) -> None:
     impostor = HostPool(SOURCE, NUM_BLOCKS, BLOCK_BYTES)
     impostor.block(CANARY_BLOCK)[BLOCK_BYTES - 1] ^= 1
-    exporter = ShmExporter(SOURCE, impostor, impostor.generations.fd)
+    exporter = export_host_pool(SOURCE, impostor, impostor.generations.fd)
     with pytest.raises(HandoffFailed, match="canary"):
         ShmTransport(destination).connect(SOURCE)
     exporter.close()
@@ -350,7 +358,7 @@ def test_a_wrong_canary_is_refused(destination: HostPool) -> None:
 def test_generations_of_another_process_are_refused(
     source: HostPool, destination: HostPool
 ) -> None:
-    exporter = ShmExporter(SOURCE, source, destination.generations.fd)
+    exporter = export_host_pool(SOURCE, source, destination.generations.fd)
     with pytest.raises(HandoffFailed, match="generation page"):
         ShmTransport(destination).connect(SOURCE)
     exporter.close()

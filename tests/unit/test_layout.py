@@ -20,7 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": set(),
     "proto": {"core"},
     "engine": {"core", "kernels"},
-    "kv_transfer": {"core", "engine", "proto"},
+    "kv_transfer": {"core", "engine", "kernels", "proto"},
     "cluster": {"core"},
     "prefix_index": {"core", "cluster"},
     "node": {"core", "proto", "engine", "kv_transfer", "cluster", "prefix_index"},

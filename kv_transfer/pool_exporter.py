@@ -1,6 +1,7 @@
-"""The source's end of `shm`: a thread that hands the pool's memory to pullers of the same user.
+"""The source's end of `shm` and `cuda_ipc`: a thread that hands the pool's memory to pullers.
 
-Passes file descriptors and nothing else; who pulls which block is not its business.
+Passes a description and file descriptors to processes of the same user and nothing else; who pulls
+which block is not its business.
 """
 
 from __future__ import annotations
@@ -8,9 +9,10 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+from collections.abc import Sequence
 
 from ..core.errors import HandoffFailed, StartupFailed
-from .shm_address import HostPool, PoolDescription, require_same_user, socket_address
+from .pool_address import PoolDescription, require_same_user, socket_address
 
 _log = logging.getLogger(__name__)
 _BACKLOG = 64
@@ -18,18 +20,19 @@ _SEND_TIMEOUT_S = 1.0
 _RETRY_S = 0.1  # after accept failed, e.g. for want of file descriptors
 
 
-class ShmExporter:
-    """Serves until `close`. `pool` and `generations_fd` must stay open as long."""
+class PoolExporter:
+    """Serves until `close`. What is described and the descriptors must stay open as long."""
 
-    def __init__(self, incarnation: str, pool: HostPool, generations_fd: int) -> None:
+    def __init__(self, description: PoolDescription, fds: Sequence[int]) -> None:
         """Raises StartupFailed if the incarnation is exported already."""
-        self._packed = PoolDescription(incarnation, pool.block_bytes, pool.num_blocks).pack()
-        self._fds = [pool.fd, generations_fd]
+        assert len(fds) == description.num_fds
+        self._packed = description.pack()
+        self._fds = list(fds)
         self._is_closing = threading.Event()
         # SEQPACKET: description and descriptors arrive as one message or not at all.
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            self._listener.bind(socket_address(incarnation))
+            self._listener.bind(socket_address(description.incarnation))
             self._listener.listen(_BACKLOG)
         except OSError as error:
             self._listener.close()

@@ -1,0 +1,86 @@
+"""What `cuda_ipc` computes before it touches a GPU: pieces of copies, descriptions, the choice."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core.errors import HandoffFailed
+from baton.engine.block_pool import BlockRef
+from baton.kv_transfer.pool_address import CudaMemory, PoolDescription
+from baton.kv_transfer.runs import block_ids, find_runs
+from baton.kv_transfer.transport import BlockPair
+
+SOURCE = "5" * 32
+ON_GPU = CudaMemory(bytes(range(16)), bytes(range(64)))
+
+
+def pairs_of(*ids: tuple[int, int]) -> list[BlockPair]:
+    return [BlockPair(BlockRef(0, source, 0, None), destination) for source, destination in ids]
+
+
+def runs_of(*ids: tuple[int, int]) -> list[tuple[int, int, int]]:
+    runs = find_runs(block_ids(pairs_of(*ids)))
+    columns = (runs.sources, runs.destinations, runs.lengths)
+    return [tuple(row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+
+
+def test_neighbours_at_both_ends_become_one_piece() -> None:
+    assert runs_of((7, 2), (8, 3), (9, 4), (4, 5), (5, 9)) == [(7, 2, 3), (4, 5, 1), (5, 9, 1)]
+    assert runs_of((7, 2)) == [(7, 2, 1)]
+    assert runs_of((7, 3), (6, 2)) == [(7, 3, 1), (6, 2, 1)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1))
+def test_pieces_are_the_copy_and_cannot_be_joined(ids: list[tuple[int, int]]) -> None:
+    runs = runs_of(*ids)
+    unrolled = [(s + i, d + i) for s, d, length in runs for i in range(length)]
+    assert unrolled == ids
+    for (source, destination, length), following in itertools.pairwise(runs):
+        assert following[:2] != (source + length, destination + length)
+
+
+@pytest.mark.parametrize("cuda", [None, ON_GPU], ids=["host", "gpu"])
+def test_a_description_survives_the_socket(cuda: CudaMemory | None) -> None:
+    description = PoolDescription(SOURCE, 2 << 20, 1000, cuda)
+    assert PoolDescription.unpack(description.pack()) == description
+    assert description.num_fds == (2 if cuda is None else 1)
+
+
+@given(st.binary(max_size=200))
+def test_junk_is_no_description(junk: bytes) -> None:
+    with pytest.raises(HandoffFailed):
+        PoolDescription.unpack(junk)
+
+
+@pytest.mark.parametrize("cut", [1, 40, 41, 79, 81, 119])
+def test_a_cut_description_is_refused(cut: int) -> None:
+    with pytest.raises(HandoffFailed):
+        PoolDescription.unpack(PoolDescription(SOURCE, 4096, 10, ON_GPU).pack()[:-cut])
+
+
+def test_another_pool_than_asked_for_is_named() -> None:
+    description = PoolDescription(SOURCE, 4096, 10)
+    description.require(SOURCE, 4096)
+    with pytest.raises(HandoffFailed, match=SOURCE):
+        description.require("6" * 32, 4096)
+    with pytest.raises(HandoffFailed, match="4096 bytes there, 8192 here"):
+        description.require(SOURCE, 8192)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "engine", "chosen"),
+    [(371, 351, "copy engine"), (371, 78, "kernel"), (20, 30, "copy engine")],
+)
+def test_copy_engines_are_taken_unless_the_kernel_clearly_wins(
+    kernel: float, engine: float, chosen: str
+) -> None:
+    pytest.importorskip("triton")
+    from baton.kv_transfer.cuda_ipc_copy import choose
+
+    names = ["kernel", "copy engine"]
+    assert names[choose(names, [kernel, engine])] == chosen
+    assert choose(["kernel"], [kernel]) == 0
