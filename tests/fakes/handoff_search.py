@@ -1,11 +1,8 @@
 """Every state that one hand-off can get into, given how much may go wrong.
 
-    State = source side x puller side x what is on the wire x time x dispatches x faults left
-
-A side never looks beyond itself, so each of its moves is computed once, by the production code, and
-remembered; the search combines remembered moves. Breadth first: the first violation that it meets
-has the shortest story, which it tells. From every state met, `calm` lets everything happen that
-will happen without further faults: it must come to an end at which nothing is left.
+Breadth first: the first violation that the search meets has the shortest story, which it tells.
+From every state met, everything that will happen without further faults is let happen: it must come
+to an end at which nothing is left.
 """
 
 from __future__ import annotations
@@ -15,33 +12,10 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
 
-from baton.kv_transfer.events import ClosePeer
+from .handoff_moves import FAULTS, Action, Moves, State
 
-from .handoff_sides import NUM_BLOCKS, Attempt, Memory, PullerSide, SourceSide, mapped
-from .object_graphs import forked, frozen
-
-Side: TypeAlias = SourceSide | PullerSide
-Action: TypeAlias = tuple[Any, ...]  # its name, then what it is about
-LINKED, LOST, MESSAGE = "linked", "lost", "message"
 _MAX_CALM_STEPS = 500
-
-
-FAULTS = frozenset(
-    {
-        "break",  # the stream, with all that is on it
-        "replace",  # the stream, before either side noticed that the old one broke
-        "crash",  # of either side; it comes back at once with a new incarnation
-        "double",  # the first message or notice on the wire is heard twice
-        "swap",  # the second is heard before the first
-        "lost dispatch",  # one side never hears of an attempt
-        "cancel",  # by the gateway at either side, before or after the dispatch arrived
-        "rewrite",  # of all blocks of the source that are free at this moment
-        "stranger",  # a puller without a ticket speaks of the transfer
-    }
-)
-_HARMLESS = frozenset({"double", "rewrite", "stranger"})  # must not even fail a transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,30 +34,8 @@ class Bounds:
     kinds: frozenset[str] = FAULTS
 
 
-class State(NamedTuple):
-    source: int  # a side, by its number in the search
-    puller: int
-    to_source: tuple[Action, ...]  # (kind, sender's incarnation, message's number)
-    to_puller: tuple[Action, ...]
-    is_linked: bool
-    now_s: float
-    dead: tuple[tuple[str, Memory], ...]  # memory of dead sources that is still mapped
-    attempts: tuple[Attempt, ...]
-    offers: tuple[int, ...]  # dispatches on their way to the source, by attempt
-    intents: tuple[int, ...]  # ... to the puller
-    completed: frozenset[int]
-    is_disturbed: bool  # something happened that may fail a transfer
-    num_faults: int  # so far
-    num_advances: int
-
-
 class Violation(AssertionError):
     """What went wrong and the shortest story that leads there."""
-
-    def __init__(self, error: AssertionError, story: list[Action]) -> None:
-        lines = [" ".join(map(str, action)) for action in story]
-        super().__init__("\n  ".join([f"{error}, after:", *lines]))
-        self.story = story
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,30 +52,15 @@ class Found:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Move:
-    """What one call does to one side."""
-
-    side: int
-    sent: tuple[Action | None, ...]  # (receiver, message's number); None: it closes the stream
-    done: tuple[tuple[str, int], ...]
-
-
 class Search:
-    """Owns all sides met, numbered, and their moves."""
+    """One walk; `run` once."""
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
-        self._sides: list[Side] = []
-        self._numbers: dict[Any, int] = {}
-        self._messages: list[Any] = []
-        self._message_numbers: dict[Any, int] = {}
-        self._moves: dict[Action, _Move] = {}
-        self._memory: dict[int, Memory] = {}
-        self._story: dict[State, tuple[State, Action] | None] = {}
+        self._moves = Moves()
+        self._story: dict[State, tuple[State, Action] | None] = {}  # how each state was met first
         self._is_calmed: set[State] = set()
         self._ends: Counter[tuple[str, ...]] = Counter()
-        self._num_incarnations = 0
 
     def run(self) -> Found:
         """Raises Violation."""
@@ -135,7 +72,7 @@ class Search:
 
     def _run(self) -> Found:
         start_s = time.perf_counter()
-        first = self._first_state()
+        first = self._moves.first_state()
         self._story[first] = None
         frontier, depth, num_transitions = deque([first]), 0, 0
         while frontier:
@@ -153,160 +90,34 @@ class Search:
         return Found(
             num_states=len(self._story),
             num_transitions=num_transitions,
-            num_sides=len(self._sides),
+            num_sides=len(self._moves.sides),
             depth=depth,
             num_final_states=sum(self._ends.values()),
             ends=self._ends,
-            transfer_states=frozenset(s for side in self._sides for s in side.transfer_states()),
+            transfer_states=frozenset(
+                s for side in self._moves.sides for s in side.transfer_states()
+            ),
             seconds=time.perf_counter() - start_s,
         )
 
-    # ---- sides
-
-    def _first_state(self) -> State:
-        source = self._number(SourceSide(f"{1:032x}"))
-        puller = self._number(PullerSide(f"{2:032x}"))
-        state = State(source, puller, (), (), False, 0.0, (), (), (), (), frozenset(), False, 0, 0)
-        state = self._linked(state)
-        while state.to_source or state.to_puller or self._puller(state).openings:
-            state = self._calm_step(state)  # the pair is ready
-        return self._dispatched(state)
-
-    def _number(self, side: Side) -> int:
-        key = frozen(side)
-        number = self._numbers.get(key)
-        if number is None:
-            number = self._numbers[key] = len(self._sides)
-            self._sides.append(side)
-            if isinstance(side, SourceSide):
-                self._memory[number] = side.snapshot()
-        return number
-
-    def _message_number(self, message: Any) -> int:
-        key = frozen(message)
-        number = self._message_numbers.get(key)
-        if number is None:
-            number = self._message_numbers[key] = len(self._messages)
-            self._messages.append(message)
-        return number
-
-    def _source(self, state: State) -> SourceSide:
-        return self._sides[state.source]  # type: ignore[return-value]
-
-    def _puller(self, state: State) -> PullerSide:
-        return self._sides[state.puller]  # type: ignore[return-value]
-
-    def _move(self, number: int, now_s: float, call: Action) -> _Move:
-        key = (number, now_s, call)
-        move = self._moves.get(key)
-        if move is None:
-            move = self._moves[key] = self._compute_move(number, now_s, call)
-        return move
-
-    def _compute_move(self, number: int, now_s: float, call: Action) -> _Move:
-        side = forked(self._sides[number])
-        side.clock._now_s = now_s  # equal sides are met at many times
-        name, *arguments = call
-        if name == "hear":
-            arguments[1] = self._messages[arguments[1]]
-        getattr(side, name)(*arguments)
-        side.tidy()
-        sent: list[Action | None] = []
-        for effect in side.outbox:
-            is_message = not isinstance(effect, ClosePeer)
-            number = self._message_number(effect.message) if is_message else -1
-            sent.append((effect.incarnation, number) if is_message else None)
-        done = tuple(side.done)
-        side.outbox.clear()
-        side.done.clear()
-        return _Move(self._number(side), tuple(sent), done)
-
-    def _at_source(self, state: State, *call: Any) -> State:
-        move = self._move(state.source, state.now_s, call)
-        for _, attempt in move.done:
-            assert attempt in state.completed, "released what the puller has not got"
-        incarnation = self._source(state).incarnation
-        state = state._replace(source=move.side)
-        return self._carry(state, move, incarnation, self._puller(state).incarnation)
-
-    def _at_puller(self, state: State, *call: Any) -> State:
-        move = self._move(state.puller, state.now_s, call)
-        for how, attempt in move.done:
-            if how == "completed":
-                state = state._replace(completed=state.completed | {attempt})
-            else:
-                assert state.is_disturbed, "failed although nothing happened to it"
-        incarnation = self._puller(state).incarnation
-        state = self._forget_memory(state._replace(puller=move.side))
-        return self._carry(state, move, incarnation, self._source(state).incarnation)
-
-    def _carry(self, state: State, move: _Move, sender: str, receiver: str) -> State:
-        """Put what was sent on the wire, if there is one and it leads there."""
-        is_source = sender == self._source(state).incarnation
-        for sent in move.sent:
-            if sent is None:
-                state = self._broken(state)
-            elif state.is_linked and sent[0] == receiver:
-                event = (MESSAGE, sender, sent[1])
-                if is_source:
-                    state = state._replace(to_puller=(*state.to_puller, event))
-                else:
-                    state = state._replace(to_source=(*state.to_source, event))
-        return state
-
-    # ---- the wire
-
-    def _linked(self, state: State) -> State:
-        """A new stream. Each side hears of it behind what it has not heard yet."""
-        return state._replace(
-            is_linked=True,
-            to_source=(*state.to_source, (LINKED, self._puller(state).incarnation, 0)),
-            to_puller=(*state.to_puller, (LINKED, self._source(state).incarnation, 0)),
-        )
-
-    def _broken(self, state: State) -> State:
-        """The stream ends; each side hears of it behind what it has not heard yet."""
-        if not state.is_linked:
-            return state
-        return state._replace(
-            is_linked=False,
-            to_source=(*state.to_source, (LOST, self._puller(state).incarnation, 0)),
-            to_puller=(*state.to_puller, (LOST, self._source(state).incarnation, 0)),
-        )
-
-    def _cut(self, state: State) -> State:
-        """Nothing that was said and not heard yet will be. (Had it been heard: an earlier cut.)"""
-        return state._replace(
-            to_source=tuple(e for e in state.to_source if e[0] is not MESSAGE),
-            to_puller=tuple(e for e in state.to_puller if e[0] is not MESSAGE),
-        )
-
-    def _heard(self, state: State, is_source: bool, index: int, *, stays: bool = False) -> State:
-        queue = state.to_source if is_source else state.to_puller
-        kind, sender, number = queue[index]
-        if not stays:
-            queue = queue[:index] + queue[index + 1 :]
-        state = state._replace(to_source=queue) if is_source else state._replace(to_puller=queue)
-        call = {LINKED: ("link", sender), LOST: ("lose", sender), MESSAGE: ("hear", sender, number)}
-        if is_source:
-            return self._at_source(state, *call[kind])
-        return self._at_puller(state, *call[kind])
-
-    # ---- what can happen
-
     def _actions(self, state: State) -> Iterator[Action]:
-        yield from self._own_actions(state)
+        yield from self._moves.own_actions(state)
         if not state.is_linked:
             yield ("link",)
         if len(state.attempts) < self._bounds.attempts and self._may_dispatch(state):
             yield ("dispatch",)
-        if state.num_advances < self._bounds.advances and self._next_deadline_s(state) is not None:
+        if (
+            state.num_advances < self._bounds.advances
+            and self._moves.next_deadline_s(state) is not None
+        ):
             yield ("advance",)
         if state.num_faults < self._bounds.faults:
-            yield from (fault for fault in self._faults(state) if fault[0] in self._bounds.kinds)
+            yield from (
+                fault for fault in self._moves.faults(state) if fault[0] in self._bounds.kinds
+            )
 
     def _may_dispatch(self, state: State) -> bool:
-        source, puller = self._source(state), self._puller(state)
+        source, puller = self._moves.source(state), self._moves.puller(state)
         last = state.attempts[-1]
         return (
             self._bounds.is_impatient
@@ -315,170 +126,11 @@ class Search:
             or puller.ends.get(last.transfer_id) is not None
         )
 
-    def _own_actions(self, state: State) -> Iterator[Action]:
-        """What needs no fault and no time."""
-        source, puller = self._source(state), self._puller(state)
-        if state.to_source:
-            yield ("source hears",)
-        if state.to_puller:
-            yield ("puller hears",)
-        if puller.openings:
-            yield ("window opens",)
-        for pull in puller.pulls:
-            yield ("copy", *pull)
-        if puller.reports:
-            yield ("pull is reported",)
-        for number in state.intents:
-            yield ("intend", number)
-        if source.pool.num_available == NUM_BLOCKS - 2:
-            for number in state.offers:
-                yield ("offer", number)
-        for transfer_id in source.num_computed:
-            yield ("compute", transfer_id)
-        for name, side in (("source ticks", source), ("puller ticks", puller)):
-            due_s = side.machine.next_deadline()
-            if due_s is not None and due_s <= state.now_s:
-                yield (name,)
-
-    def _faults(self, state: State) -> Iterator[Action]:
-        if state.is_linked:
-            yield ("break",)
-            yield ("replace",)
-        for name, queue in (("source", state.to_source), ("puller", state.to_puller)):
-            yield ("crash", name)
-            if queue:
-                yield ("double", name)
-            if len(queue) > 1 and queue[0] != queue[1]:
-                yield ("swap", name)
-            for attempt in state.attempts:
-                yield ("cancel", name, attempt.number)
-        for name, numbers in (("source", state.offers), ("puller", state.intents)):
-            for number in numbers:
-                yield ("lost dispatch", name, number)
-        if self._source(state).pool.num_available:
-            yield ("rewrite",)
-        for attempt in state.attempts:
-            # Before the dispatch a source cannot know whose a transfer is; its id is a secret.
-            if attempt.transfer_id in self._source(state).over_s:
-                yield ("stranger", attempt.transfer_id)
-
     def _take(self, state: State, action: Action) -> State:
         try:
-            return self._after(state, action)
+            return self._moves.after(state, action)
         except AssertionError as error:
             raise Violation(error, [*self._story_of(state), action]) from error
-
-    def _after(self, state: State, action: Action) -> State:
-        name = action[0]
-        match name:
-            case "source hears" | "puller hears":
-                return self._heard(state, name == "source hears", 0)
-            case "window opens":
-                return self._at_puller(state, "open_window")
-            case "copy":
-                return self._copied(state, action[1:])
-            case "pull is reported":
-                return self._at_puller(state, "report")
-            case "intend":
-                state = state._replace(intents=_without(state.intents, action[1]))
-                return self._at_puller(state, "intend", state.attempts[action[1] - 1])
-            case "offer":
-                state = state._replace(offers=_without(state.offers, action[1]))
-                return self._at_source(state, "offer", state.attempts[action[1] - 1])
-            case "compute":
-                return self._at_source(state, "compute", action[1])
-            case "source ticks":
-                return self._at_source(state, "tick")
-            case "puller ticks":
-                return self._at_puller(state, "tick")
-            case "link":
-                return self._linked(state)
-            case "dispatch":
-                return self._dispatched(state)
-            case "advance":
-                return self._advanced(state)._replace(num_advances=state.num_advances + 1)
-            case _:
-                is_disturbed = state.is_disturbed or name not in _HARMLESS
-                num_faults = state.num_faults + 1
-                state = state._replace(num_faults=num_faults, is_disturbed=is_disturbed)
-                return self._after_fault(state, action)
-
-    def _after_fault(self, state: State, action: Action) -> State:
-        match action:
-            case ("break",):
-                return self._broken(self._cut(state))
-            case ("replace",):
-                return self._linked(self._cut(state))
-            case ("crash", name):
-                return self._crashed(state, is_source=name == "source")
-            case ("double", name):
-                return self._heard(state, name == "source", 0, stays=True)
-            case ("swap", name):
-                return self._heard(state, name == "source", 1)
-            case ("lost dispatch", "source", number):
-                return state._replace(offers=_without(state.offers, number))
-            case ("lost dispatch", _, number):
-                return state._replace(intents=_without(state.intents, number))
-            case ("cancel", "source", number):
-                return self._at_source(state, "withdraw", state.attempts[number - 1])
-            case ("cancel", _, number):
-                return self._at_puller(state, "cancel", state.attempts[number - 1])
-            case ("stranger", transfer_id):
-                return self._at_source(state, "hear_stranger", transfer_id)
-            case _:
-                assert action == ("rewrite",)
-                return self._at_source(state, "rewrite")
-
-    def _dispatched(self, state: State) -> State:
-        """The gateway's next attempt, with a new transfer, to both sides as they are now."""
-        number = len(state.attempts) + 1
-        sides = self._source(state).incarnation, self._puller(state).incarnation
-        return state._replace(
-            attempts=(*state.attempts, Attempt(number, *sides)),
-            offers=(*state.offers, number),
-            intents=(*state.intents, number),
-        )
-
-    def _copied(self, state: State, pull: tuple[str, int]) -> State:
-        source, _ = self._puller(state).pulls[pull]
-        is_alive = source == self._source(state).incarnation
-        memory = self._memory[state.source] if is_alive else dict(state.dead)[source]
-        return self._at_puller(state, "copy", pull, memory)
-
-    def _crashed(self, state: State, *, is_source: bool) -> State:
-        """Gone with all it had, and back at once. A mapping of a dead source's memory stays."""
-        state = self._broken(self._cut(state))
-        old = self._source(state) if is_source else self._puller(state)
-        incarnation = f"{int(old.incarnation, 16) + 2:032x}"
-        if is_source:
-            memory = (old.incarnation, self._memory[state.source])
-            new = self._number(SourceSide(incarnation))
-            state = state._replace(source=new, to_source=(), dead=(*state.dead, memory))
-            return self._forget_memory(state)
-        new = self._number(PullerSide(incarnation))
-        return self._forget_memory(state._replace(puller=new, to_puller=()))
-
-    def _forget_memory(self, state: State) -> State:
-        if not state.dead:
-            return state
-        alive = mapped(self._puller(state))
-        return state._replace(dead=tuple(each for each in state.dead if each[0] in alive))
-
-    # ---- time
-
-    def _next_deadline_s(self, state: State) -> float | None:
-        """What is due already waits for its side's tick, not for time."""
-        dues_s = [
-            side.machine.next_deadline() for side in (self._source(state), self._puller(state))
-        ]
-        return min((d for d in dues_s if d is not None and d > state.now_s), default=None)
-
-    def _advanced(self, state: State) -> State:
-        due_s = self._next_deadline_s(state)
-        assert due_s is not None
-        return state._replace(now_s=due_s, is_disturbed=True)
-
-    # ---- the end
 
     def _check_calm(self, state: State) -> None:
         """Liveness: with no more faults everything ends, and nothing is left."""
@@ -488,7 +140,7 @@ class Search:
             while after not in self._is_calmed:
                 way.append(after)
                 assert len(way) < _MAX_CALM_STEPS, "it never comes to rest"
-                following = self._calm_step(after)
+                following = self._moves.calm(after)
                 if following == after:
                     self._check_final(after)
                     break
@@ -498,22 +150,8 @@ class Search:
             raise Violation(error, story) from error
         self._is_calmed.update(way)
 
-    def _calm_step(self, state: State) -> State:
-        """The next of all that happens without faults; the same state if it is all over."""
-        action = next(self._own_actions(state), None)
-        if action is not None:
-            return self._after(state, action)
-        if not state.is_linked:
-            return self._linked(state)
-        if self._next_deadline_s(state) is not None:
-            return self._advanced(state)
-        after = state._replace(now_s=state.now_s + 31.0)  # tombstones have no deadline of their own
-        after = self._at_puller(self._at_source(after, "tick"), "tick")
-        is_over = (after.source, after.puller) == (state.source, state.puller)
-        return state if is_over else after
-
     def _check_final(self, state: State) -> None:
-        source, puller = self._source(state), self._puller(state)
+        source, puller = self._moves.source(state), self._moves.puller(state)
         source.assert_nothing_left()
         puller.assert_nothing_left()
         assert not state.offers and not state.intents
@@ -527,7 +165,3 @@ class Search:
             actions.append(action)
             step = self._story[state]
         return actions[::-1]
-
-
-def _without(numbers: tuple[int, ...], number: int) -> tuple[int, ...]:
-    return tuple(each for each in numbers if each != number)

@@ -1,14 +1,15 @@
 """Every story that one hand-off can have within bounds: none may end badly. See docs/proof.md.
 
-What is asserted at each step is in fakes/handoff_sides.py; fakes/handoff_search.py says what can
-happen and asserts that everything comes to its end. The number of states beside each search is the
-least that it must see: a search that became smaller by accident proves less than it says.
+fakes/handoff_sides.py asserts what must hold at each step, fakes/handoff_moves.py says what can
+happen, fakes/handoff_search.py that everything comes to its end. The number of states beside each
+search is the least that it must see: one that became smaller by accident proves less than it says.
 """
 
 from __future__ import annotations
 
 import pytest
-from fakes.handoff_search import FAULTS, Bounds, Search
+from fakes.handoff_moves import FAULTS
+from fakes.handoff_search import Bounds, Search
 
 from baton.kv_transfer.puller import PullerState
 from baton.kv_transfer.source import SourceState
