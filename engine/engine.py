@@ -135,6 +135,7 @@ class Engine:
         if self._finish_reason(sequence.request, token_id, num_outputs) is not None:
             raise HandoffFailed(f"{reservation.key} ended with its first token: no hand-off")
         sequence.token_ids.append(token_id)
+        sequence.forks = ()
         self._scheduler.start(sequence)
         self._stalled_at = None
 

@@ -46,6 +46,8 @@ class Received:
     events: list[str] = field(default_factory=list)
     cached_tokens: int | None = None
     transfer: node_pb2.TransferInfo | None = None
+    logprobs: dict[int, float] = field(default_factory=dict)  # index -> the token's
+    prompt_logprobs: dict[int, float] = field(default_factory=dict)  # position -> the token's
 
     @property
     def num_ends(self) -> int:
@@ -56,6 +58,11 @@ class Received:
         for index, token_id in enumerate(output.token_ids, start=output.first_index):
             assert index not in self.tokens, "a double token"
             self.tokens[index] = token_id
+        for index, logprobs in enumerate(output.logprobs, start=output.first_index):
+            self.logprobs[index] = logprobs.logprob
+        for index, logprobs in enumerate(output.prompt_logprobs, start=output.first_prompt_index):
+            assert index not in self.prompt_logprobs, "told twice"
+            self.prompt_logprobs[index] = logprobs.logprob
         self.finish_reason = codec.finish_from_wire(output.finish_reason)
         self.error = output.error.code if output.HasField("error") else None
         self.events += [stamp.event for stamp in output.events]

@@ -366,3 +366,125 @@ def test_any_course_of_events_ends_cleanly(actions: list[str]) -> None:
             assert puller is not None and puller.num_ends == 1
             assert puller.error is not None or tokens == reference(each)
     assert_clean(world)
+
+
+# -- several samples of one prompt, and what travels with tokens ----------------------------------
+
+
+def samples(number: int, num_prompt_tokens: int, n: int, **sampling: object) -> Request:
+    """A request for `n` samples, which differ."""
+    one = request(number, num_prompt_tokens)
+    fork_ids = tuple(f"{number:x}{i}".rjust(32, "e") for i in range(1, n))
+    params = dataclasses.replace(one.sampling, temperature=1.0, seed=number, **sampling)
+    return dataclasses.replace(one, sampling=params, fork_ids=fork_ids)
+
+
+def reference_of(sample: Request) -> list[int]:
+    params = sample.sampling
+    return expected_tokens(
+        sample.prompt_token_ids, params.max_tokens, params=params, sample_index=sample.sample_index
+    )
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [3, 16, 19])
+def test_samples_share_one_handoff(world: NodeWorld, num_prompt_tokens: int) -> None:
+    one = samples(1, num_prompt_tokens, 4)
+    world.hand_off(one)
+    world.settle()
+    for sample in (one, *one.forks):
+        assert world.tokens(sample) == reference_of(sample)
+        puller = world.decode.received[sample.key]
+        assert puller.finish_reason is FinishReason.LENGTH
+        assert puller.events == ["transfer_started", "transfer_ended", "decode_started"]
+    assert len({tuple(reference_of(sample)) for sample in (one, *one.forks)}) == 4
+    assert world.prefill.runner.batch_sizes == [[8]] * (num_prompt_tokens // 8) + (
+        [[num_prompt_tokens % 8]] if num_prompt_tokens % 8 else []
+    )
+    assert_clean(world)
+
+
+def test_a_small_pool_lets_samples_wait() -> None:
+    world = linked_world(decode_blocks=2 + 7)
+    one = samples(1, 19, 8)
+    world.hand_off(one)
+    world.settle()
+    for sample in (one, *one.forks):
+        assert world.tokens(sample) == reference_of(sample)
+    assert_clean(world)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, NUM_MOMENTS), st.sets(st.integers(0, 2), min_size=1))
+def test_cancelled_samples_leave_the_others_at_any_moment(moment: int, cancelled: set[int]) -> None:
+    world = linked_world()
+    one = samples(1, 19, 3)
+    group = (one, *one.forks)
+    world.hand_off(one)
+    for _ in range(moment):
+        world.turn(world.prefill)
+        world.turn(world.decode)
+        world.pull()
+    for index in cancelled:
+        world.cancel(group[index])
+    world.settle()
+    for index, sample in enumerate(group):
+        if index not in cancelled:
+            assert world.tokens(sample) == reference_of(sample)
+    assert_clean(world)
+
+
+@pytest.mark.parametrize("ending", [{0}, {1}, {0, 2}, {0, 1, 2}])
+def test_samples_may_end_with_their_first_token(world: NodeWorld, ending: set[int]) -> None:
+    one = samples(1, 19, 3)
+    firsts = [reference_of(sample)[0] for sample in (one, *one.forks)]
+    stops = tuple(firsts[index] for index in ending)
+    one = samples(1, 19, 3, stop_token_ids=stops)
+    world.hand_off(one)
+    world.settle()
+    for index, sample in enumerate((one, *one.forks)):
+        if index in ending:
+            assert world.prefill.received[sample.key].finish_reason is FinishReason.STOP
+            assert world.tokens(sample) == firsts[index : index + 1]
+            assert world.decode.received[sample.key].error == "cancelled"
+        else:
+            assert world.tokens(sample) == reference_of(sample)
+    assert_clean(world)
+
+
+def test_a_lost_link_fails_every_sample_once(world: NodeWorld) -> None:
+    one = samples(1, 19, 3)
+    world.hand_off(one)
+    for _ in range(4):
+        world.turn(world.prefill)
+        world.turn(world.decode)
+    world.unlink()
+    world.settle()
+    world.expire()
+    for sample in (one, *one.forks):
+        assert world.decode.received[sample.key].num_ends == 1
+    assert_clean(world)
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+def test_samples_as_local_work(world: NodeWorld, name: str) -> None:
+    one, node = samples(1, 19, 3), getattr(world, name)
+    world.dispatch(one, node_pb2.WORK_LOCAL, node, None, 60.0)
+    world.settle()
+    for sample in (one, *one.forks):
+        assert world.tokens(sample) == reference_of(sample)
+    assert_clean(world)
+
+
+def test_logprobs_come_with_each_token_the_first_included(world: NodeWorld) -> None:
+    one = samples(1, 19, 2, logprobs=1, prompt_logprobs=1)
+    world.hand_off(one)
+    world.settle()
+    for sample in (one, *one.forks):
+        for node in (world.prefill, world.decode):
+            received = node.received[sample.key]
+            assert received.logprobs == {i: -token for i, token in received.tokens.items()}
+    source, puller = world.prefill.received, world.decode.received
+    prompt = enumerate(one.prompt_token_ids)
+    assert source[one.key].prompt_logprobs == {i: -token for i, token in prompt if i}
+    assert not source[one.forks[0].key].prompt_logprobs
+    assert not puller[one.key].prompt_logprobs
