@@ -285,7 +285,7 @@ async def join_with_another_block_size(scene: Scene) -> None:
 async def ask_for_more_than_fits(scene: Scene) -> None:
     """F28: eight requests of 29 blocks for two pools of 98: they queue, and all end."""
     for _ in range(8):
-        scene.ask(420, 40)
+        scene.ask(420, 16)
 
 
 async def stop_the_pulls(scene: Scene) -> None:

@@ -267,11 +267,13 @@ class Scene:
 
     async def check(self) -> None:
         """O1 to O5 once all streams are over; heals."""
+        self.cluster.restart_dead()
         for stream in self.streams:
             await stream.end()  # O1
-        for stream, expected in zip(self.streams, self.reference.tokens(self.streams), strict=True):
+        computing = asyncio.to_thread(self.reference.tokens, self.streams)
+        references, _ = await asyncio.gather(computing, self.heal())
+        for stream, expected in zip(self.streams, references, strict=True):
             _check_stream(stream, expected)
-        await self.heal()
         await self.wait_idle()  # O3
         await self._check_leftovers()
 

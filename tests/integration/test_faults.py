@@ -64,7 +64,6 @@ ROWS = (
     Row("F2-node-before-pull", partial(do.kill_prefill_before_the_pull, "node"), (1, 2), 0.6),
     Row("F3-F8", do.kill_prefill_after_the_pull, ONCE),
     Row("F4-node", partial(do.kill_decode_during_the_prefill, "node"), AGAIN),
-    Row("F5-engine-token-0", partial(do.kill_decode_before_its_first_token, "engine"), AGAIN),
     Row("F5-node-edge", partial(do.kill_decode_at_token, BLOCK_SIZE, "node"), AGAIN),
     Row("F6", do.kill_both_decodes, AGAIN, 20.0),
     Row("gateway-killed", do.kill_gateway),
@@ -85,6 +84,7 @@ ROWS = (
 )
 SLOW_ROWS = (
     Row("F1-engine", partial(do.kill_prefill_before_its_first_chunk, "engine"), AGAIN),
+    Row("F5-engine-token-0", partial(do.kill_decode_before_its_first_token, "engine"), AGAIN),
     Row("F5-node-token-1", partial(do.kill_decode_at_token, 1, "node"), AGAIN),
     Row("F5-node-last", partial(do.kill_decode_at_token, 22, "node", num_tokens=24), (1, 2)),
     Row("F9-decode", partial(do.pause_decode, 1.8, "node"), AGAIN, 1.5),
@@ -124,12 +124,12 @@ NUM_TOKENS = 24
 
 
 def sweep() -> Iterator[tuple[str, Callable[[Scene], Awaitable[None]]]]:
-    """Every chunk, every token; the parts take turns, so that no supervisor waits for long."""
+    """Every chunk, every token. Few engines alone: a supervisor waits longer after each."""
     for chunk in range(do.NUM_CHUNKS + 1):
-        part = ("node", "engine")[chunk % 2]
+        part = "engine" if chunk % 8 == 1 else "node"
         yield "prefill", partial(do.kill_prefill_at_chunk, chunk, part)
     for token in range(1, NUM_TOKENS):
-        part = ("node", "engine")[token % 2]
+        part = "engine" if token % 8 == 1 else "node"
         yield "decode", partial(do.kill_decode_at_token, token, part, num_tokens=NUM_TOKENS + 8)
 
 
