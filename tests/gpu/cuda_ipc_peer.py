@@ -1,0 +1,77 @@
+"""The other process of test_cuda_ipc.py: exports a pool on a GPU and rewrites blocks as told.
+
+INCARNATION DEVICE FD     FD maps, for each block, the generation whose content is complete
+
+Then it reads lines: `rewrite BLOCK`, answered by a line; `churn`, which goes on until it is killed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import sys
+import time
+
+import numpy as np
+import torch
+
+from baton.engine.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS
+from baton.engine.canary import canary_bytes
+from baton.engine.cuda_kv_memory import CudaKvMemory
+from baton.engine.generations import SharedGenerations
+from baton.engine.kv_memory import KvLayout
+from baton.kv_transfer.cuda_ipc_memory import export_cuda_pool
+
+NUM_BLOCKS = 130
+LAYOUT = KvLayout(
+    num_layers=32, num_kv_heads=8, block_size=16, head_dim=128, dtype=torch.bfloat16
+)  # 2 MiB: Llama-3.1-8B's
+
+
+def content(block_id: int, generation: int) -> int:
+    """The 64-bit word that fills a block of this generation."""
+    return (generation << 16) | block_id
+
+
+class Source:
+    """A pool that is rewritten as engines do it: the generation moves first."""
+
+    def __init__(self, incarnation: str, device: torch.device, fd: int) -> None:
+        self.kv = CudaKvMemory(LAYOUT, NUM_BLOCKS, device)
+        self.generations = SharedGenerations(NUM_BLOCKS, incarnation)
+        self.published = np.frombuffer(mmap.mmap(fd, 8 * NUM_BLOCKS), dtype=np.uint64)
+        canary = bytearray(canary_bytes(incarnation, self.kv.block_bytes))
+        block = self.kv.tensor[CANARY_BLOCK].view(torch.uint8)
+        block.copy_(torch.frombuffer(canary, dtype=torch.uint8).view(block.shape))
+        for block_id in range(NUM_RESERVED_BLOCKS, NUM_BLOCKS):
+            self.rewrite(block_id)
+        self.exporter = export_cuda_pool(incarnation, self.kv, self.generations.fd)
+
+    def rewrite(self, block_id: int) -> None:
+        self.generations.bump([block_id])
+        generation = self.generations.read(block_id)
+        self.kv.tensor[block_id].view(torch.int64).fill_(content(block_id, generation))
+        torch.cuda.synchronize(self.kv.tensor.device)
+        self.published[block_id] = generation
+
+    def churn(self) -> None:
+        for block_id in itertools.cycle(range(NUM_RESERVED_BLOCKS, NUM_BLOCKS)):
+            self.rewrite(block_id)
+            time.sleep(0.0005)
+
+
+def main() -> None:
+    incarnation, device, fd = sys.argv[1:]
+    source = Source(incarnation, torch.device(device), int(fd))
+    print("ready", flush=True)
+    for line in sys.stdin:
+        match line.split():
+            case ["rewrite", block_id]:
+                source.rewrite(int(block_id))
+                print("rewritten", flush=True)
+            case _:
+                source.churn()
+
+
+if __name__ == "__main__":
+    main()

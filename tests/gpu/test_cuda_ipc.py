@@ -1,0 +1,286 @@
+"""`cuda_ipc` between real processes: the first GPU is the source's, the last the puller's.
+
+On a host with one GPU both processes share it: everything but the link is the same.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import importlib.util
+import mmap
+import os
+import queue
+import random
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from fakes.host_pool import HostPool
+
+from baton.core.errors import HandoffFailed
+from baton.engine.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS, BlockRef
+from baton.engine.cuda_kv_memory import CudaKvMemory
+from baton.engine.generations import SharedGenerations
+from baton.kv_transfer.pool_address import CudaMemory, PoolDescription
+from baton.kv_transfer.pool_exporter import PoolExporter
+from baton.kv_transfer.shm import export_host_pool
+from baton.kv_transfer.transport import BlockPair, PullOutcome
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+PEER = Path(__file__).parent / "cuda_ipc_peer.py"
+SOURCE_GPU, PULLER_GPU = "cuda:0", f"cuda:{max(0, torch.cuda.device_count() - 1)}"
+METHODS = ["kernel", "copy engine"]
+
+
+def _load_peer() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("cuda_ipc_peer", PEER)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+peer = _load_peer()
+NUM_BLOCKS, LAYOUT = peer.NUM_BLOCKS, peer.LAYOUT
+
+
+@dataclass
+class Source:
+    """The process that owns the pool, as the test sees it."""
+
+    incarnation: str
+    process: subprocess.Popen[str]
+    published: np.ndarray
+
+    def tell(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def heard(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def pair(self, block_id: int, destination: int) -> BlockPair:
+        generation = int(self.published[block_id])
+        return BlockPair(BlockRef(0, block_id, generation, None), destination)
+
+
+@contextlib.contextmanager
+def source_process() -> Iterator[Source]:
+    incarnation = secrets.token_hex(16)
+    fd = os.memfd_create("published")
+    os.ftruncate(fd, 8 * NUM_BLOCKS)
+    published = np.frombuffer(mmap.mmap(fd, 8 * NUM_BLOCKS), dtype=np.uint64)
+    command = [sys.executable, str(PEER), incarnation, SOURCE_GPU, str(fd)]
+    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, pass_fds=(fd,), **pipes) as process:
+        os.close(fd)
+        source = Source(incarnation, process, published)
+        try:
+            assert source.heard() == "ready"
+            yield source
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def source() -> Iterator[Source]:
+    with source_process() as source:
+        yield source
+
+
+@pytest.fixture(scope="module")
+def kv() -> Iterator[CudaKvMemory]:
+    kv = CudaKvMemory(LAYOUT, NUM_BLOCKS, torch.device(PULLER_GPU))
+    yield kv
+    kv.close()
+
+
+@contextlib.contextmanager
+def window_onto(incarnation: str, kv: CudaKvMemory, method: str | None = None) -> Iterator:
+    from baton.kv_transfer.cuda_ipc import CudaIpcTransport
+
+    window = CudaIpcTransport(kv, method).connect(incarnation)
+    try:
+        yield window
+    finally:
+        window.close()
+        window.join()
+
+
+def pull(window, *pairs: BlockPair) -> PullOutcome:
+    done: queue.SimpleQueue[PullOutcome] = queue.SimpleQueue()
+    window.start_pull(pairs, done.put)
+    return done.get(timeout=20)
+
+
+def holds(kv: CudaKvMemory, pair: BlockPair) -> bool:
+    """Whether all of the destination block is what the source announced."""
+    expected = peer.content(pair.source.block_id, pair.source.generation)
+    return bool((kv.tensor[pair.destination].view(torch.int64) == expected).all())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_copies_blocks_to_where_they_belong(source: Source, kv: CudaKvMemory, method: str) -> None:
+    kv.tensor.zero_()
+    torch.cuda.synchronize(PULLER_GPU)
+    ids = list(range(NUM_RESERVED_BLOCKS, NUM_BLOCKS - 1))
+    shuffled = random.Random(1).sample(ids, len(ids))
+    pairs = [source.pair(*one) for one in zip(ids[:40] + shuffled[40:], shuffled, strict=True)]
+    with window_onto(source.incarnation, kv, method) as window:
+        assert window.transport == "cuda_ipc" and window.method == method
+        print(f"\n{method}: {window.gbytes_per_s:.0f} GB/s")
+        assert window.gbytes_per_s > 10
+        assert pull(window, *pairs) is PullOutcome.OK
+        assert pull(window) is PullOutcome.OK
+    assert all(holds(kv, pair) for pair in pairs)
+    assert not kv.tensor[NUM_BLOCKS - 1].any(), "a block that nobody asked for was written"
+
+
+def test_the_method_is_chosen_by_measurement(source: Source, kv: CudaKvMemory) -> None:
+    with window_onto(source.incarnation, kv) as window:
+        print(f"\nchosen: {window.method}, {window.gbytes_per_s:.0f} GB/s")
+        assert window.method in METHODS
+
+
+def test_a_reallocated_block_is_stale(source: Source, kv: CudaKvMemory) -> None:
+    announced = source.pair(7, 3)
+    source.tell("rewrite 7")
+    assert source.heard() == "rewritten"
+    with window_onto(source.incarnation, kv) as window:
+        assert pull(window, source.pair(8, 2), announced) is PullOutcome.STALE
+        assert pull(window, source.pair(7, 3)) is PullOutcome.OK
+    assert holds(kv, source.pair(7, 3))
+
+
+def test_a_block_outside_the_pool_fails(source: Source, kv: CudaKvMemory) -> None:
+    with window_onto(source.incarnation, kv) as window:
+        beyond = BlockPair(BlockRef(0, NUM_BLOCKS, 0, None), 3)
+        assert pull(window, beyond) is PullOutcome.FAILED
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_pull_reports_once_even_when_cancelled_or_closed(
+    source: Source, kv: CudaKvMemory, method: str
+) -> None:
+    done: queue.SimpleQueue[PullOutcome] = queue.SimpleQueue()
+    pairs = [source.pair(block_id, block_id) for block_id in range(2, NUM_BLOCKS)]
+    with window_onto(source.incarnation, kv, method) as window:
+        handles = [window.start_pull(pairs, done.put) for _ in range(12)]
+        for handle in handles[6:]:
+            handle.cancel()
+    outcomes = collections.Counter(done.get(timeout=20) for _ in handles)
+    assert done.empty()
+    assert set(outcomes) <= {PullOutcome.OK, PullOutcome.CANCELLED}
+    assert outcomes[PullOutcome.OK] >= 6
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_torn_copy_is_ever_ok(kv: CudaKvMemory, method: str) -> None:
+    counts: collections.Counter[str] = collections.Counter()
+    rng = random.Random(2)
+    ids = range(NUM_RESERVED_BLOCKS, NUM_BLOCKS)
+    with source_process() as source, window_onto(source.incarnation, kv, method) as window:
+        source.tell("churn")
+        until_s = time.monotonic() + 3
+        while time.monotonic() < until_s:
+            pairs = [source.pair(block_id, block_id) for block_id in rng.sample(ids, 24)]
+            outcome = pull(window, *pairs)
+            counts[outcome.value] += 1
+            if outcome is PullOutcome.OK:
+                counts["wrong"] += not all(holds(kv, pair) for pair in pairs)
+    print(f"\n{method}: {dict(counts)}")
+    assert counts["wrong"] == 0
+    assert counts["ok"] > 50
+    assert counts["stale"] > 5
+
+
+def free_bytes(gpu: str) -> int:
+    return torch.cuda.mem_get_info(torch.device(gpu))[0]
+
+
+def test_kill_9_of_the_source_gives_its_memory_back(kv: CudaKvMemory) -> None:
+    torch.zeros(1, device=SOURCE_GPU)  # this process's own context is not to be counted
+    before = free_bytes(SOURCE_GPU)
+    pool_bytes = NUM_BLOCKS * LAYOUT.block_bytes
+    with source_process() as source:
+        with window_onto(source.incarnation, kv) as window:
+            assert before - free_bytes(SOURCE_GPU) > pool_bytes
+            source.process.kill()
+            source.process.wait()
+            print(f"\nheld while mapped: {(before - free_bytes(SOURCE_GPU)) / 1e6:.0f} MB")
+            with pytest.raises(HandoffFailed, match="no exporter"):
+                window_onto(source.incarnation, kv).__enter__()
+            assert window.transport == "cuda_ipc"
+        until_s = time.monotonic() + 10
+        while before - free_bytes(SOURCE_GPU) > pool_bytes // 2:
+            assert time.monotonic() < until_s, "the dead source's memory is still taken"
+            time.sleep(0.05)
+    kv.tensor.zero_()
+    torch.cuda.synchronize(PULLER_GPU)  # the puller's GPU still works
+    with source_process() as successor, window_onto(successor.incarnation, kv) as window:
+        assert pull(window, successor.pair(5, 5)) is PullOutcome.OK
+
+
+def test_a_wrong_canary_is_refused(kv: CudaKvMemory) -> None:
+    with source_process() as source:
+        source.tell(f"rewrite {CANARY_BLOCK}")
+        assert source.heard() == "rewritten"
+        with (
+            pytest.raises(HandoffFailed, match="canary"),
+            window_onto(source.incarnation, kv),
+        ):
+            pass
+
+
+def test_memory_that_cannot_be_read_is_named(kv: CudaKvMemory) -> None:
+    from baton.kv_transfer.cuda_ipc_memory import gpu_uuid
+
+    incarnation = secrets.token_hex(16)
+    generations = SharedGenerations(NUM_BLOCKS, incarnation)
+    here = gpu_uuid(torch.device(PULLER_GPU))
+    for memory, words in (
+        (CudaMemory(bytes(16), bytes(64)), "not visible"),
+        (CudaMemory(here, bytes(64)), "cannot open"),
+    ):
+        description = PoolDescription(incarnation, kv.block_bytes, NUM_BLOCKS, memory)
+        exporter = PoolExporter(description, [generations.fd])
+        with pytest.raises(HandoffFailed, match=words), window_onto(incarnation, kv):
+            pass
+        exporter.close()
+    generations.close()
+    host = HostPool(incarnation, 8, kv.block_bytes)
+    exporter = export_host_pool(incarnation, host, host.generations.fd)
+    with pytest.raises(HandoffFailed, match="host memory"), window_onto(incarnation, kv):
+        pass
+    exporter.close()
+    host.close()
+    torch.zeros(1, device=PULLER_GPU)  # and CUDA is none the worse for it
+
+
+def test_no_peer_access_is_named(
+    source: Source, kv: CudaKvMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if SOURCE_GPU == PULLER_GPU:
+        pytest.skip("needs two GPUs")
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: False)
+    with (
+        pytest.raises(HandoffFailed, match="no peer access from cuda:1 to cuda:0"),
+        window_onto(source.incarnation, kv),
+    ):
+        pass
