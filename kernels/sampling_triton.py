@@ -111,7 +111,9 @@ def _score(
     tl.store(target + 2 * kind_stride, largest)
     exponent = tl.where(mask, tl.exp(logit - largest), 0.0)
     tl.store(target + 3 * kind_stride, tl.sum(exponent, axis=0))
-    tl.store(partial_ids + row * tl.num_programs(1) + chunk, chunk * CHUNK + best)
+    # Among NaN the best may lie behind the end, and the next step would look that id up.
+    best_id = tl.minimum(chunk * CHUNK + best, vocab_size - 1)
+    tl.store(partial_ids + row * tl.num_programs(1) + chunk, best_id)
 
 
 @triton.jit

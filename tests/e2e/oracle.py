@@ -31,6 +31,12 @@ class GreedyOracle:
             )
         return [int(token) for token in out[0, len(prompt_ids) :]]
 
+    def logprobs(self, ids: Sequence[int]) -> list[float]:
+        """Of each token but the first, given those before it."""
+        with torch.inference_mode():
+            scores = self._model(torch.tensor([list(ids)])).logits[0].log_softmax(-1)
+        return [float(scores[place, token]) for place, token in enumerate(ids[1:])]
+
     def check(self, prompt_ids: Sequence[int], got: Sequence[int], n: int) -> None:
         """Fail unless `got` is the reference; a first difference at a near-tie is printed."""
         want = self.continuation(prompt_ids, n)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from concurrent.futures import ThreadPoolExecutor
 
@@ -91,4 +92,43 @@ def test_a_first_token_that_ends_the_request_is_not_handed_over(subject: Subject
     assert len(result.token_ids) == 1
     assert result.decode_node is None
     assert result.transfer_bytes == 0
+    subject.system.wait_idle()
+
+
+def test_every_sampling_parameter_at_once(subject: Subject) -> None:
+    """Three samples that share a hand-off, with scores: tokens as in one process."""
+    prompt = prompt_of(100, subject.vocab_size, 9)
+    settings = {
+        "max_tokens": 16, "temperature": 0.9, "top_p": 0.95, "top_k": 50, "min_p": 0.01, "seed": 3,
+        "repetition_penalty": 1.2, "presence_penalty": -1.0, "frequency_penalty": 0.5,
+        "min_tokens": 16, "logprobs": 2, "prompt_logprobs": 1,
+    }  # fmt: skip
+    with Client(subject.system.address) as client, ThreadPoolExecutor(4) as threads:
+        others = [threads.submit(generate, client, prompt, max_tokens=16) for _ in range(3)]
+        stream = client.generate(
+            prompt_token_ids=prompt,
+            n=3,
+            logit_bias={5: 4.0},
+            **settings,  # type: ignore[arg-type]
+        )
+        results = stream.results
+        for other in others:
+            other.result()
+    sampling = SamplingParams(logit_bias=((5, 4.0),), **settings)  # type: ignore[arg-type]
+    request = Request(f"{random.getrandbits(128):032x}", 0, tuple(prompt), sampling)
+    request = dataclasses.replace(request, fork_ids=("1" * 32, "2" * 32))
+    wanted = subject.local.generate([request])
+    assert [list(r.token_ids) for r in results] == [
+        wanted[sample.key] for sample in (request, *request.forks)
+    ]
+    assert [r.sample_index for r in results] == [0, 1, 2]
+    assert len({r.token_ids for r in results}) == 3
+    assert [len(r.prompt_logprobs) for r in results] == [99, 0, 0]
+    for result in results:
+        assert [len(one.top) for one in result.logprobs] == [2] * 16
+        assert result.decode_node is not None and result.attempts == 1
+    theirs = subject.oracle.logprobs([*prompt, *results[1].token_ids])
+    told = [*(one.logprob for one in results[0].prompt_logprobs)]
+    told += [one.logprob for one in results[1].logprobs]
+    assert told == pytest.approx(theirs, abs=1e-3)
     subject.system.wait_idle()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 
 import numpy as np
@@ -127,9 +128,10 @@ def all_at_once(prompt: list[int], output: list[int], key: int) -> RowSampling:
 
 
 def test_tokens_follow_the_adjusted_distribution() -> None:
-    num_draws, prompt, output = 20_000, [1, 5, 8, 8], [2, 2, 20, 5, 2]
+    num_draws, prompt, output = 10_000, [1, 5, 8, 8], [2, 2, 20, 5, 2]
     logits = random_logits(4)
-    rows = [all_at_once(prompt, output, token_key(3, 0, i)) for i in range(num_draws)]
+    row = all_at_once(prompt, output, 0)
+    rows = [dataclasses.replace(row, key=token_key(3, 0, i)) for i in range(num_draws)]
     drawn = sample(logits.expand(num_draws, -1), rows)[0]
     counts = np.bincount(drawn.numpy(), minlength=VOCAB_SIZE)
     probs = reference_probs(logits[0].numpy(), prompt, output)
@@ -195,3 +197,18 @@ def test_counts_grow_with_the_sequence(prompt: list[int], parts: list[list[int]]
         counts.catch_up([*prompt, *output])
         found = dict(zip(counts.token_ids.tolist(), counts.counts.tolist(), strict=True))
         assert found == dict.fromkeys(prompt, 0) | Counter(output)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # by numpy, in the interpreter
+def test_the_gpu_sampler_says_nan_too_and_stays_in_the_vocabulary() -> None:
+    sampling_triton = pytest.importorskip("baton.kernels.sampling_triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    logits = random_logits(1, rows=3).to(device)
+    logits[0, 7], logits[1] = torch.nan, torch.nan
+    token_ids = torch.zeros(3, dtype=torch.int64, device=device)
+    logprobs = torch.zeros(3, device=device)
+    temperatures = torch.tensor([1.0, 0.0, 0.0], device=device)
+    keys = torch.tensor([1, 2, 3], device=device)
+    sampling_triton.sample_unfiltered(logits, temperatures, keys, token_ids, logprobs)
+    assert logprobs.isnan().tolist() == [True, True, False]
+    assert all(0 <= token_id < VOCAB_SIZE for token_id in token_ids.tolist())

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import write_checkpoint
+from fakes.runner import FakeRunner, expected_tokens
 from transformers import LlamaForCausalLM
 
 from baton.core.config import EngineConfig
 from baton.core.logprobs import TokenLogprobs
 from baton.core.request import FinishReason, Request, SamplingParams
+from baton.engine.batch import SequenceSlice
 from baton.engine.engine import Engine
 from baton.engine.generations import LocalGenerations
 from baton.engine.limits import EngineLimits
@@ -361,3 +363,42 @@ def test_logits_that_are_not_numbers_fail_their_request_alone(models: Models) ->
     ]
     tokens = [*output.tokens, *run(engine)[healthy.key]]
     assert ids(tokens) == wanted
+
+
+# -- one step ahead of the host -------------------------------------------------------------------
+
+
+def fake_engine(seen: list[SequenceSlice], *, num_blocks: int = 40) -> Engine:
+    """Runs ahead; `seen` gets every slice launched."""
+    return Engine(
+        FakeRunner(num_blocks, 4, runs_ahead=True, on_execute=seen.extend),
+        EngineLimits(num_blocks, 4, max_model_len=100),
+        LocalGenerations(num_blocks),
+        fingerprint="fake",
+        eos_token_ids=(),
+    )
+
+
+def test_penalties_wait_for_the_last_token() -> None:
+    penalised = SamplingParams(max_tokens=9, temperature=1.0, frequency_penalty=1.0)
+    requests = [new_request(10, penalised), new_request(11, SamplingParams(max_tokens=9))]
+    seen: list[SequenceSlice] = []
+    outputs = run(fake_engine(seen), *requests)
+    for request in requests:
+        prompt = request.prompt_token_ids
+        assert ids(outputs[request.key]) == expected_tokens(prompt, 9, params=request.sampling)
+    followers = {one.follows is None for one in seen if one.sample and one.sample.counts is None}
+    assert followers == {True, False}, "the other one runs ahead"
+    for one in seen:
+        if one.sample and one.sample.counts is not None:
+            assert one.follows is None
+
+
+@pytest.mark.parametrize("num_blocks", [40, 2 + 6])
+def test_samples_fork_behind_a_step_in_flight(num_blocks: int) -> None:
+    forked, separate = samples_of(new_request(10, SamplingParams(max_tokens=9, seed=4)), 5)
+    outputs = run(fake_engine([], num_blocks=num_blocks), forked)
+    for one in separate:
+        assert ids(outputs[one.key]) == expected_tokens(
+            one.prompt_token_ids, 9, params=one.sampling, sample_index=one.sample_index
+        )
