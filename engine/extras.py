@@ -20,7 +20,7 @@ from ..kernels.upload import upload
 from .batch import SampledToken, SampleSpec, SequenceSlice
 from .step_arrays import row_sampling
 
-_MAX_PROMPT_ROWS = 64  # whose logits exist at once: a whole chunk's would not fit beside the pool
+_MAX_ROWS = 64  # worked on at once: a whole chunk's logits would not fit beside the pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +106,7 @@ def compute_extras(
     num_tops = [spec.params.logprobs or 0 for _, _, spec in tops]
     if tops:
         assert logits is not None
-        wanted = logits.index_select(0, _index([row for row, _, _ in tops], logits.device))
-        top_tokens = _to_host(*top_logprobs(wanted, max(num_tops)))
+        top_tokens = _find_tops([row for row, _, _ in tops], logits, max(num_tops))
     parts, prompt_tokens = _score_prompts(batch, prompt, hidden, project)
     return Extras(
         [index for _, index, _ in forks],
@@ -126,8 +125,20 @@ def _sample_forks(
     wanted = [
         replace(row_sampling(spec), key=key) for _, _, spec in specs for key in spec.fork_keys
     ]
-    ids, logprobs = sample(logits.index_select(0, _index(rows, logits.device)), wanted)
-    return _to_host(ids, logprobs)
+    parts = [
+        sample(logits.index_select(0, _index(rows[part], logits.device)), wanted[part])
+        for part in _parts(len(rows))
+    ]
+    return _joined(parts)
+
+
+def _find_tops(rows: list[int], logits: Tensor, most: int) -> tuple[Tensor, ...]:
+    """The `most` likeliest of each of the rows."""
+    parts = [
+        top_logprobs(logits.index_select(0, _index(rows[part], logits.device)), most)
+        for part in _parts(len(rows))
+    ]
+    return _joined(parts)
 
 
 def _score_prompts(
@@ -152,13 +163,20 @@ def _score_prompts(
         targets += piece.prompt_targets
     most = max(part.num_top for part in parts)
     scores = []
-    for start in range(0, len(rows), _MAX_PROMPT_ROWS):
-        piece_rows = _index(rows[start : start + _MAX_PROMPT_ROWS], hidden.device)
-        wanted = _index(targets[start : start + _MAX_PROMPT_ROWS], hidden.device)
-        logits = project(hidden.index_select(0, piece_rows))
+    for part in _parts(len(rows)):
+        wanted = _index(targets[part], hidden.device)
+        logits = project(hidden.index_select(0, _index(rows[part], hidden.device)))
         scores.append((token_logprobs(logits, wanted), *top_logprobs(logits, most)))
-    logprobs, top_ids, tops = (torch.cat(part) for part in zip(*scores, strict=True))
-    return parts, _to_host(logprobs, top_ids, tops)
+    return parts, _joined(scores)
+
+
+def _parts(num_rows: int) -> list[slice]:
+    return [slice(start, start + _MAX_ROWS) for start in range(0, num_rows, _MAX_ROWS)]
+
+
+def _joined(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """One tensor of each kind, on its way to the host."""
+    return _to_host(*(torch.cat(kind) for kind in zip(*parts, strict=True)))
 
 
 def _index(values: Sequence[int], device: torch.device) -> Tensor:

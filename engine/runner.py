@@ -36,8 +36,14 @@ from .model_config import ModelConfig, read_model_config
 if TYPE_CHECKING:
     from .gpu_steps import GpuSteps  # needs Triton
 
-# What a step may need most memory for: every row sampled with filters.
-_DEAREST_SAMPLE = SampleSpec(SamplingParams(temperature=1.0, top_k=50, top_p=0.9), key=1)
+# What a step may need most memory for: every row sampled with all there is.
+_DEAREST_SAMPLE = SampleSpec(
+    SamplingParams(
+        temperature=1.0, top_k=50, top_p=0.9, min_p=0.1, logit_bias=((0, 1.0),), logprobs=20
+    ),
+    key=1,
+    fork_keys=(2, 3),
+)
 
 
 class ModelRunner:
@@ -203,7 +209,17 @@ def _largest_batch(config: EngineConfig, max_model_len: int) -> list[SequenceSli
         lens[index] += more
         num_left -= more
     table = [PADDING_BLOCK] * -(-max_model_len // config.block_size)
-    return [SequenceSlice([0] * length, 0, table, _DEAREST_SAMPLE) for length in sorted(lens)]
+    return [
+        SequenceSlice(
+            [0] * length,
+            0,
+            table,
+            _DEAREST_SAMPLE,
+            prompt_targets=[0] * (length - 1),
+            num_prompt_top=20,
+        )
+        for length in sorted(lens)
+    ]
 
 
 def _choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -13,7 +13,10 @@ from baton.core import errors, flags
 from baton.core.block_hash import block_hashes, root_hash
 from baton.core.config import EngineConfig, NodeConfig
 from baton.core.metrics import TokenTimes, goodput_rps, percentile
+from baton.core.request import Request, SamplingParams, Ticket
 from baton.core.sampling import mix64, token_key
+from baton.proto import codec
+from baton.proto.v1 import node_pb2
 
 
 def test_block_hash_is_the_documented_formula() -> None:
@@ -98,3 +101,22 @@ def test_every_error_survives_the_wire() -> None:
         assert type(rebuilt) is cls
         assert rebuilt.message == "why"
     assert type(errors.from_code("from the future", "why")) is errors.BatonError
+
+
+def test_a_dispatch_carries_the_whole_request() -> None:
+    sampling = SamplingParams(
+        max_tokens=9, temperature=0.5, top_p=0.25, top_k=4, seed=2**63 - 1, stop=("a", "b"),
+        stop_token_ids=(5, 6), ignore_eos=True, min_p=0.125, repetition_penalty=1.5,
+        presence_penalty=-0.5, frequency_penalty=0.75, logit_bias=((2, -1.5), (7, 3.0)),
+        min_tokens=3, logprobs=0, prompt_logprobs=2,
+    )  # fmt: skip
+    plain = SamplingParams()
+    assert not [n for n in SamplingParams.__slots__ if getattr(sampling, n) == getattr(plain, n)]
+    for params in (sampling, plain):
+        request = Request("a" * 32, 3, (1, 2), params, (3, 4), "salt", 2, ("b" * 32, "c" * 32))
+        wire = codec.dispatch_to_wire(request, node_pb2.WORK_DECODE, Ticket("t", "s", "p"), 1.0)
+        assert codec.request_from_wire(wire) == request
+    assert [(fork.key, fork.sample_index, fork.forks) for fork in request.forks] == [
+        ("b" * 32 + "/3", 3, ()),
+        ("c" * 32 + "/3", 4, ()),
+    ]

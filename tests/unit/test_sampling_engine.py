@@ -365,6 +365,23 @@ def test_logits_that_are_not_numbers_fail_their_request_alone(models: Models) ->
     assert ids(tokens) == wanted
 
 
+def test_many_ask_at_once(models: Models) -> None:
+    """More rows than are worked on at once."""
+    short = dataclasses.replace(EVERYTHING, max_tokens=2, min_tokens=2)
+    groups = [
+        new_request(
+            4 + i % 3,
+            dataclasses.replace(short, seed=i),
+            fork_ids=tuple(f"{i:016x}{fork:016x}" for fork in range(7)),
+        )
+        for i in range(12)
+    ]
+    outputs = run(new_engine(models), *groups)
+    assert len(outputs) == 96
+    for sample in (groups[11].forks[6], groups[5].forks[0]):
+        assert said(outputs[sample.key]) == said(alone(models, sample))
+
+
 # -- one step ahead of the host -------------------------------------------------------------------
 
 
