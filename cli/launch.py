@@ -15,7 +15,11 @@ from ..core.membership import Role
 
 
 def run_reporting(start: Callable[[], Coroutine[Any, Any, int]]) -> int:
-    """Run a process's main coroutine; a StartupFailed becomes two lines and exit code 1."""
+    """Run a process's main coroutine; a StartupFailed becomes two lines and exit code 1.
+
+    `start` imports what it needs before the event loop exists: Ctrl-C during imports that take
+    long then ends the process, instead of a half-built server.
+    """
     try:
         return asyncio.run(start())
     except StartupFailed as error:
@@ -51,10 +55,10 @@ def gateway_parser() -> argparse.ArgumentParser:
 def _node(role: Role) -> int:
     arguments = node_parser(role).parse_args()
 
-    async def start() -> int:
+    def start() -> Coroutine[Any, Any, int]:
         from ..node import supervisor
 
-        return await supervisor.run(
+        return supervisor.run(
             role,
             flags.parse(EngineConfig, arguments),
             flags.parse(NodeConfig, arguments),
@@ -78,10 +82,10 @@ def gateway() -> int:
     """Console script `launch_gateway`."""
     arguments = gateway_parser().parse_args()
 
-    async def start() -> int:
+    def start() -> Coroutine[Any, Any, int]:
         from ..gateway import server
 
-        return await server.run(
+        return server.run(
             flags.parse(GatewayConfig, arguments), flags.parse(ClusterConfig, arguments)
         )
 
