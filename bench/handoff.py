@@ -2,8 +2,8 @@
 
 python -m baton.bench.handoff [--commit NAME] [--out FILE]
 
-A second process owns the source's pool, on the first GPU; the last GPU pulls. Timed by the wall from
-`start_pull` to `on_done`: generations judged, copy launched, completed and judged again.
+A second process owns the source's pool, on the first GPU; the last GPU pulls. Timed by the wall
+from `start_pull` to `on_done`: generations judged, copy launched, completed and judged again.
 """
 
 from __future__ import annotations

@@ -14,6 +14,9 @@ import struct
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from ..core.errors import HandoffFailed
 from . import memfd
 
@@ -86,6 +89,10 @@ class GenerationsReader:
 
     def read(self, block_id: int) -> int:
         return self._values[block_id]
+
+    def read_many(self, block_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+        """Those of many blocks, each read once; the ids are within the page."""
+        return np.frombuffer(self._values, np.uint64)[block_ids]
 
     def close(self) -> None:
         self._values.release()

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -32,12 +33,12 @@ from ..engine.generations import GenerationsReader
 from .cuda_ipc_copy import CopyMethod, EngineCopy, KernelCopy, choose
 from .cuda_ipc_memory import PeerMapping
 from .pool_address import PoolDescription, receive
-from .runs import Ids, block_ids
+from .runs import Ids, block_ids, generations
 from .transport import BlockPair, PullOutcome
 
 _log = logging.getLogger(__name__)
 _MEASURED_BYTES = 64 << 20
-_MEASURED_TIMES = 5
+_MEASURED_COPIES, _MEASURED_TIMES = 6, 3
 _MAX_COPIES = 2  # one on the link, one behind it
 
 
@@ -83,6 +84,8 @@ class _Copy:
     """A pull whose copy was launched; `kept_alive` is what it reads beside the blocks."""
 
     pull: _Pull
+    source_ids: npt.NDArray[np.int64]
+    announced: npt.NDArray[np.uint64]
     is_done: torch.cuda.Event
     kept_alive: object
 
@@ -148,7 +151,8 @@ class CudaIpcWindow:
         """GB/s of copying into memory of no use; raises HandoffFailed if the canary is wrong."""
         block = self._pool[0]
         num_blocks = min(self._num_source_blocks, max(2, _MEASURED_BYTES // block.nbytes))
-        ids = np.tile(np.arange(num_blocks), (2, 1))
+        # Backwards, so that no two blocks are one piece: the worst that a pull can be.
+        ids = np.tile(np.arange(num_blocks)[::-1], (2, 1))
         try:
             with torch.cuda.stream(self._stream):
                 scratch = block.new_empty(num_blocks, *block.shape)
@@ -160,13 +164,14 @@ class CudaIpcWindow:
             self._incarnation, block.nbytes
         ):
             raise HandoffFailed("the canary block is wrong: another layout or another memory")
-        return scratch.nbytes / statistics.median(times_s) / 1e9
+        return _MEASURED_COPIES * scratch.nbytes / statistics.median(times_s) / 1e9
 
     def _time_s(self, method: CopyMethod, ids: Ids, scratch: Tensor) -> float:
+        """Copies in a row, so that launching one hides behind the one before, as in a long pull."""
         begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         begin.record()
-        kept_alive = method.launch(ids, scratch)
+        kept_alive = [method.launch(ids, scratch) for _ in range(_MEASURED_COPIES)]
         end.record()
         end.synchronize()
         del kept_alive
@@ -213,13 +218,16 @@ class CudaIpcWindow:
 
     def _launch(self, pull: _Pull) -> _Copy | None:
         """Start its copy, or report at once why not."""
-        outcome = PullOutcome.CANCELLED if pull.is_cancelled else self._judge(pull.pairs)
+        outcome = PullOutcome.CANCELLED if pull.is_cancelled else PullOutcome.OK
         if outcome is PullOutcome.OK and pull.pairs:
             try:
-                kept_alive = self._copy.launch(block_ids(pull.pairs), self._pool)
-                is_done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-                is_done.record()
-                return _Copy(pull, is_done, kept_alive)
+                ids, announced = block_ids(pull.pairs), generations(pull.pairs)
+                outcome = self._judge(ids[0], announced)
+                if outcome is PullOutcome.OK:
+                    kept_alive = self._copy.launch(ids, self._pool)
+                    is_done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+                    is_done.record()
+                    return _Copy(pull, ids[0], announced, is_done, kept_alive)
             except Exception:
                 # A pull that never reports would fence its memory for ever.
                 _log.exception("a pull from %s could not be started", self._incarnation)
@@ -232,11 +240,10 @@ class CudaIpcWindow:
         """Wait for a copy and report it."""
         try:
             copy.is_done.synchronize()  # sleeps, and without the GIL
+            outcome = self._judge(copy.source_ids, copy.announced)
         except RuntimeError:
             _log.exception("a pull from %s broke", self._incarnation)
             outcome = PullOutcome.FAILED
-        else:
-            outcome = self._judge(copy.pull.pairs)
         copy.pull.on_done(PullOutcome.CANCELLED if copy.pull.is_cancelled else outcome)
 
     def _drain(self) -> None:
@@ -244,14 +251,12 @@ class CudaIpcWindow:
         with contextlib.suppress(RuntimeError):  # a dead device writes nothing
             self._stream.synchronize()
 
-    def _judge(self, pairs: Sequence[BlockPair]) -> PullOutcome:
+    def _judge(
+        self, source_ids: npt.NDArray[np.int64], announced: npt.NDArray[np.uint64]
+    ) -> PullOutcome:
         """Whether the source's blocks are still what was announced."""
-        for ref in (pair.source for pair in pairs):
-            if not 0 <= ref.block_id < self._num_source_blocks:
-                _log.warning(
-                    "a manifest names block %d of %d", ref.block_id, self._num_source_blocks
-                )
-                return PullOutcome.FAILED
-            if self._generations.read(ref.block_id) != ref.generation:
-                return PullOutcome.STALE
-        return PullOutcome.OK
+        if source_ids.min() < 0 or source_ids.max() >= self._num_source_blocks:
+            _log.warning("a manifest names a block outside the source's pool")
+            return PullOutcome.FAILED
+        is_current = np.array_equal(self._generations.read_many(source_ids), announced)
+        return PullOutcome.OK if is_current else PullOutcome.STALE

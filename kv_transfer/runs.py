@@ -33,6 +33,11 @@ def block_ids(pairs: Sequence[BlockPair]) -> Ids:
     return np.array(ids, np.int64)
 
 
+def generations(pairs: Sequence[BlockPair]) -> npt.NDArray[np.uint64]:
+    """[pairs]: those that the source announced."""
+    return np.array([pair.source.generation for pair in pairs], np.uint64)
+
+
 def find_runs(ids: Ids) -> Runs:
     """The fewest pieces that the copy [2, pairs] consists of, in its order."""
     is_break = (np.diff(ids, axis=1) != 1).any(axis=0)

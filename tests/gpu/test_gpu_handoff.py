@@ -123,9 +123,9 @@ def test_tokens_are_those_of_a_single_process(case: Case, tmp_path: Path) -> Non
         Client(system.address) as client,
     ):
         params = {"max_tokens": NUM_TOKENS, "temperature": 0.0, "ignore_eos": True}
-        results = [client.generate(prompt_token_ids=p, **params).result() for p in prompts]
+        results = [client.generate(prompt_token_ids=p, **params).result for p in prompts]
         together = [client.generate(prompt_token_ids=p, **params) for p in prompts * 3]
-        lens = [len(generation.result().token_ids) for generation in together]
+        lens = [len(generation.result.token_ids) for generation in together]
     print("\n" + "\n".join(line for line in system.lines if "GB/s" in line or "source" in line))
     for prompt, result, tokens in zip(prompts, results, expected, strict=True):
         print(describe(prompt, result))
