@@ -106,7 +106,8 @@ async def test_requests_go_where_their_prefix_is(world: World) -> None:
     groups = range(6)
     async with AsyncClient(world.system.address) as client:
         async with told(world, len(groups) * PREFIX_TOKENS // BLOCK_SIZE):
-            homes = {g: (await generate(client, g, 0)).prefill_node for g in groups}
+            firsts = await asyncio.gather(*(generate(client, g, 0) for g in groups))
+            homes = {g: first.prefill_node for g, first in zip(groups, firsts, strict=True)}
         assert len(set(homes.values())) == 2, "without hits, load decides"
         others = [(group, member) for group in groups for member in range(1, 6)]
         random.Random(0).shuffle(others)
