@@ -61,8 +61,10 @@ async def kill_prefill_before_its_first_chunk(part: str, scene: Scene) -> None:
 
 
 async def kill_prefill_at_chunk(chunk: int, part: str, scene: Scene) -> None:
-    scene.ask(LONG)
-    scene.kill(await scene.holder("prefill", has_computed(chunk)), part)
+    name = None
+    while name is None:
+        name = await scene.holder_during(scene.ask(LONG), "prefill", has_computed(chunk))
+    scene.kill(name, part)
 
 
 async def kill_prefill_before_the_pull(part: str, scene: Scene) -> None:

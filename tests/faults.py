@@ -39,7 +39,7 @@ from baton.engine.runner import ModelRunner
 from baton.proto.v1 import node_pb2, node_pb2_grpc
 
 BLOCK_SIZE = 16
-PATIENCE_S = 20.0
+PATIENCE_S = 40.0
 SPARE_FDS = 10  # connections come and go, and are closed at leisure
 
 Ledger = dict[str, Any]
@@ -208,9 +208,23 @@ class Scene:
         """The first node of this role of whose ledger `holds` is true; waits for one."""
         async with asyncio.timeout(PATIENCE_S):
             while True:
-                for name in self.cluster.nodes(role):
-                    if holds(await self.ledger(name)):
-                        return name
+                if name := await self._look(role, holds):
+                    return name
+
+    async def holder_during(
+        self, stream: Stream, role: str, holds: Callable[[Ledger], bool]
+    ) -> str | None:
+        """The same for a moment of this stream; None if we looked away when it came."""
+        while not stream.is_over:
+            if name := await self._look(role, holds):
+                return name
+        return None
+
+    async def _look(self, role: str, holds: Callable[[Ledger], bool]) -> str | None:
+        for name in self.cluster.nodes(role):
+            if holds(await self.ledger(name)):
+                return name
+        return None
 
     async def puller_of(self, source: str) -> str:
         """The node that waits for what `source` computes."""

@@ -34,7 +34,11 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 def system(reference: Reference) -> Iterator[Cluster]:
     """Two nodes a role, and a second gateway that waits for no recovery."""
     names = ("gateway-0", "gateway-1", *do.PREFILLS, *do.DECODES)
-    flags = {"gateway_1": ("--recovery-wait-s", "0.3"), "node": ("--num-kv-blocks", "100")}
+    flags = {
+        "gateway_0": ("--recovery-wait-s", "30"),  # restarts compete with all else on this machine
+        "gateway_1": ("--recovery-wait-s", "0.3"),
+        "node": ("--num-kv-blocks", "100"),
+    }
     with cluster(reference.model_dir, *names, **flags) as running:
         yield running
 
@@ -65,7 +69,7 @@ ROWS = (
     Row("F3-F8", do.kill_prefill_after_the_pull, ONCE),
     Row("F4-node", partial(do.kill_decode_during_the_prefill, "node"), AGAIN),
     Row("F5-node-edge", partial(do.kill_decode_at_token, BLOCK_SIZE, "node"), AGAIN),
-    Row("F6", do.kill_both_decodes, AGAIN, 20.0),
+    Row("F6", do.kill_both_decodes, AGAIN, 30.0),
     Row("gateway-killed", do.kill_gateway),
     Row("F9-prefill-0.2s", partial(do.pause_prefill, 0.2, "node"), ONCE),
     Row("F9-decode-0.2s", partial(do.pause_decode, 0.2, "node"), ONCE),
@@ -125,7 +129,8 @@ NUM_TOKENS = 24
 
 def sweep() -> Iterator[tuple[str, Callable[[Scene], Awaitable[None]]]]:
     """Every chunk, every token. Few engines alone: a supervisor waits longer after each."""
-    for chunk in range(do.NUM_CHUNKS + 1):
+    yield "prefill", partial(do.kill_prefill_before_the_pull, "node")
+    for chunk in range(do.NUM_CHUNKS):
         part = "engine" if chunk % 8 == 1 else "node"
         yield "prefill", partial(do.kill_prefill_at_chunk, chunk, part)
     for token in range(1, NUM_TOKENS):
