@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import HandoffFailed
 from baton.engine.block_pool import BlockRef
+from baton.engine.generations import GenerationsReader, SharedGenerations
 from baton.kv_transfer.pool_address import CudaMemory, PoolDescription
 from baton.kv_transfer.runs import block_ids, find_runs
 from baton.kv_transfer.transport import BlockPair
@@ -41,6 +43,18 @@ def test_pieces_are_the_copy_and_cannot_be_joined(ids: list[tuple[int, int]]) ->
     assert unrolled == ids
     for (source, destination, length), following in itertools.pairwise(runs):
         assert following[:2] != (source + length, destination + length)
+
+
+def test_many_generations_are_those_of_each_block() -> None:
+    page = SharedGenerations(6, SOURCE)
+    page.bump([2, 4, 4])
+    reader = GenerationsReader(page.fd, 6, SOURCE)
+    before = reader.read_many(np.array([4, 1, 2]))
+    page.bump([1])
+    assert before.tolist() == [2, 0, 1]
+    assert reader.read_many(np.array([1])).tolist() == [1]
+    reader.close()
+    page.close()
 
 
 @pytest.mark.parametrize("cuda", [None, ON_GPU], ids=["host", "gpu"])
