@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 
+from ..client import AsyncClient
 from ..cluster.redis_server import RedisServer
 from ..core import flags
 from ..core.children import dies_with_parent
@@ -24,6 +25,7 @@ from ..core.errors import StartupFailed
 
 SPAWN_URL = "redis+spawn://"
 _STOP_GRACE_S = 8.0
+_LOOK_AGAIN_S = 0.05
 
 Report = Callable[[str, str], None]  # (name of the child, one line)
 
@@ -86,7 +88,7 @@ class Deployment:
             await self._launch(name, self.engine, node)
         await asyncio.gather(*(self._wait_ready(child) for child in self.children))
         self.address = gateway.ready.result()
-        await self._wait_serving()
+        await self._wait_linked()
 
     def _redis_url(self) -> str:
         if self.up.redis_url != SPAWN_URL:
@@ -145,18 +147,23 @@ class Deployment:
     async def _wait_ready(self, child: Child) -> None:
         await child.ready
 
-    async def _wait_serving(self) -> None:
-        """Wait until the gateway has found a linked pair of nodes."""
-        import grpc
-        from grpc_health.v1 import health_pb2, health_pb2_grpc
-
-        async with grpc.aio.insecure_channel(self.address) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
-            request = health_pb2.HealthCheckRequest(service="baton.v1.Inference")
-            async for answer in stub.Watch(request):
-                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+    async def _wait_linked(self) -> None:
+        """Wait until the gateway sees every engine, each decode engine linked to all sources."""
+        async with AsyncClient(self.address) as client:
+            while True:
+                nodes = (await client.model_info()).nodes
+                sources = {node.incarnation for node in nodes if node.role == "prefill"}
+                pullers = [node for node in nodes if node.role == "decode"]
+                are_all_here = len(nodes) == self._num_engines()
+                if are_all_here and all(sources <= set(node.links) for node in pullers):
                     return
-        raise StartupFailed("the gateway ended before it could serve")
+                await asyncio.sleep(_LOOK_AGAIN_S)
+
+    def _num_engines(self) -> int:
+        return sum(
+            len(node.gpus.split(",")) if node.gpus else node.num_engines or 1
+            for _, node in self._nodes()
+        )
 
     async def wait(self) -> str:
         """Wait for the first child that ends by itself; returns its name."""

@@ -124,6 +124,7 @@ class NodeInfo:
     is_ready: bool
     num_blocks: int
     block_size: int
+    links: tuple[str, ...]  # incarnations of the engines that it can pull from
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +295,15 @@ def _model_info(wire: inference_pb2.ModelInfo) -> ModelInfo:
         vocab_size=wire.vocab_size,
         eos_token_ids=tuple(wire.eos_token_ids),
         nodes=tuple(
-            NodeInfo(n.name, n.role, n.incarnation, n.is_ready, n.num_blocks, n.block_size)
+            NodeInfo(
+                name=n.name,
+                role=n.role,
+                incarnation=n.incarnation,
+                is_ready=n.is_ready,
+                num_blocks=n.num_blocks,
+                block_size=n.block_size,
+                links=tuple(n.links),
+            )
             for n in wire.nodes
         ),
         version=wire.version,

@@ -153,6 +153,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             is_ready=engine is not None and engine.is_ready,
             num_blocks=member.num_blocks,
             block_size=member.block_size,
+            links=() if engine is None or engine.load is None else sorted(engine.load.links),
         )
 
     def _deadline_s(self, context: _Context) -> float:

@@ -111,20 +111,22 @@ class ModelInfo(_message.Message):
     def __init__(self, model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., nodes: _Optional[_Iterable[_Union[NodeInfo, _Mapping]]] = ..., version: _Optional[str] = ...) -> None: ...
 
 class NodeInfo(_message.Message):
-    __slots__ = ("name", "role", "incarnation", "is_ready", "num_blocks", "block_size")
+    __slots__ = ("name", "role", "incarnation", "is_ready", "num_blocks", "block_size", "links")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     IS_READY_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     incarnation: str
     is_ready: bool
     num_blocks: int
     block_size: int
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., incarnation: _Optional[str] = ..., is_ready: bool = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ...) -> None: ...
+    links: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., incarnation: _Optional[str] = ..., is_ready: bool = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., links: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("model", "text")
