@@ -53,7 +53,7 @@ def waits_for(source: str) -> Callable[[Ledger], bool]:
 
 async def kill_prefill_before_its_first_chunk(part: str, scene: Scene) -> None:
     """Of two requests, one goes to the node that stands still."""
-    with scene.cluster.stopped("prefill-0", "engine"):
+    with scene.stopped("prefill-0", "engine"):
         scene.ask(LONG)
         scene.ask(LONG)
         await scene.holder("decode", waits_for(scene.incarnation("prefill-0")))
@@ -69,7 +69,7 @@ async def kill_prefill_at_chunk(chunk: int, part: str, scene: Scene) -> None:
 
 async def kill_prefill_before_the_pull(part: str, scene: Scene) -> None:
     """All KV is computed and the first token is out, but both decode nodes stand still."""
-    with scene.cluster.stopped("decode-0", "engine"), scene.cluster.stopped("decode-1", "engine"):
+    with scene.stopped("decode-0", "engine"), scene.stopped("decode-1", "engine"):
         await scene.ask(LONG).reached(1)
         scene.kill(await scene.holder("prefill", is_busy), part)
 
@@ -91,7 +91,7 @@ async def kill_prefill_after_the_pull(scene: Scene) -> None:
 
 async def kill_decode_before_its_first_token(part: str, scene: Scene) -> None:
     """Token 0 is the source's; the node that waits for the rest dies."""
-    with scene.cluster.stopped("decode-0", "engine"), scene.cluster.stopped("decode-1", "engine"):
+    with scene.stopped("decode-0", "engine"), scene.stopped("decode-1", "engine"):
         await scene.ask(LONG).reached(1)
         source = await scene.holder("prefill", is_busy)
         scene.kill(await scene.puller_of(source), part)
@@ -103,13 +103,15 @@ async def kill_decode_during_the_prefill(part: str, scene: Scene) -> None:
     scene.kill(await scene.puller_of(source), part)
 
 
-async def kill_decode_at_token(token: int, part: str, scene: Scene, num_tokens: int = 60) -> None:
+async def kill_decode_at_token(token: int, part: str, scene: Scene, num_left: int = 40) -> None:
     """Beside it run streams one slot before, on and behind the same block edge."""
     lengths = [6 * BLOCK_SIZE + shift - token for shift in (0, -1, 1)]
-    streams = [scene.ask(length, num_tokens) for length in lengths]
-    await streams[0].reached(1)
-    name = await scene.holder_of("decode", streams[0])
-    await streams[0].reached(token)
+    name = None
+    while name is None:
+        stream, *_ = [scene.ask(length, token + num_left) for length in lengths]
+        await stream.reached(1)
+        name = await scene.holder_of("decode", stream)
+    await stream.reached(token)
     scene.kill(name, part)
 
 
@@ -147,9 +149,11 @@ async def pause_prefill(seconds: float, part: str, scene: Scene) -> None:
 
 
 async def pause_decode(seconds: float, part: str, scene: Scene) -> None:
-    stream = scene.ask(num_tokens=60)
+    stream = scene.ask(num_tokens=200)
     await stream.reached(5)
-    await scene.pause(await scene.holder_of("decode", stream), seconds, part)
+    name = await scene.holder_of("decode", stream)
+    assert name is not None
+    await scene.pause(name, seconds, part)
 
 
 async def hang_decode_engine(scene: Scene) -> None:
@@ -157,14 +161,13 @@ async def hang_decode_engine(scene: Scene) -> None:
     stream = scene.ask(num_tokens=60)
     await stream.reached(5)
     name = await scene.holder_of("decode", stream)
-    pausing = asyncio.create_task(scene.pause(name, 2.5, "engine"))
-    await stream.end()
-    others = [scene.ask() for _ in range(4)]
-    for other in others:
-        await other.end()
-    assert not pausing.done()
+    assert name is not None
+    with scene.stopped(name, "engine"):
+        await stream.end()
+        others = [scene.ask() for _ in range(4)]
+        for other in others:
+            await other.end()
     assert [other.result.attempts for other in others] == [1, 1, 1, 1]
-    await pausing
 
 
 async def pause_gateway(seconds: float, scene: Scene) -> None:
@@ -216,7 +219,7 @@ def _is_over(heard: dict[str, Any], request: Request) -> bool:
 
 
 async def leave_before_the_prefill(scene: Scene) -> None:
-    with scene.cluster.stopped("prefill-0", "engine"), scene.cluster.stopped("prefill-1", "engine"):
+    with scene.stopped("prefill-0", "engine"), scene.stopped("prefill-1", "engine"):
         stream = scene.ask(LONG, expected_error=Cancelled)
         await scene.holder("decode", is_busy)
         stream.generation.cancel()
@@ -231,7 +234,7 @@ async def leave_in_the_prefill(scene: Scene) -> None:
 
 
 async def leave_before_the_pull(scene: Scene) -> None:
-    with scene.cluster.stopped("decode-0", "engine"), scene.cluster.stopped("decode-1", "engine"):
+    with scene.stopped("decode-0", "engine"), scene.stopped("decode-1", "engine"):
         stream = scene.ask(LONG, expected_error=Cancelled)
         await stream.reached(1)
         stream.generation.cancel()
@@ -292,7 +295,7 @@ async def ask_for_more_than_fits(scene: Scene) -> None:
 
 async def stop_the_pulls(scene: Scene) -> None:
     """F29: finished prompts fill the credit of the prefill nodes; nobody fetches them."""
-    with scene.cluster.stopped("decode-0", "engine"), scene.cluster.stopped("decode-1", "engine"):
+    with scene.stopped("decode-0", "engine"), scene.stopped("decode-1", "engine"):
         streams = [scene.ask(420) for _ in range(6)]
         await asyncio.gather(*(stream.reached(1) for stream in streams[:2]))
         began_s = time.monotonic()

@@ -18,7 +18,8 @@ import json
 import os
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -165,10 +166,16 @@ class Scene:
         self.broken_s = time.time()
         self.cluster.kill(name, part)
 
-    async def pause(self, name: str, seconds: float, part: str = "node") -> None:
-        """Stop a process for a while, and note when."""
+    @contextmanager
+    def stopped(self, name: str, part: str = "node") -> Iterator[None]:
+        """`Cluster.stopped`, and note when."""
         self.broken_s = time.time()
         with self.cluster.stopped(name, part):
+            yield
+
+    async def pause(self, name: str, seconds: float, part: str = "node") -> None:
+        """Stop a process for a while."""
+        with self.stopped(name, part):
             await asyncio.sleep(seconds)
 
     # --- requests ---------------------------------------------------------------------------------
@@ -231,10 +238,12 @@ class Scene:
         (transfer,) = (await self.ledger(source))["transfers"].values()
         return self.names[transfer["puller"]]
 
-    async def holder_of(self, role: str, stream: Stream) -> str:
+    async def holder_of(self, role: str, stream: Stream) -> str | None:
         """The node that runs a request whose first token has come."""
-        request_id = stream.generation.id
-        return await self.holder(role, lambda ledger: request_id in str(ledger["requests"]))
+        name = f"{stream.generation.id}/"
+        return await self.holder_during(
+            stream, role, lambda ledger: any(key.startswith(name) for key in ledger["requests"])
+        )
 
     # --- healing and checking ---------------------------------------------------------------------
 

@@ -90,7 +90,7 @@ SLOW_ROWS = (
     Row("F1-engine", partial(do.kill_prefill_before_its_first_chunk, "engine"), AGAIN),
     Row("F5-engine-token-0", partial(do.kill_decode_before_its_first_token, "engine"), AGAIN),
     Row("F5-node-token-1", partial(do.kill_decode_at_token, 1, "node"), AGAIN),
-    Row("F5-node-last", partial(do.kill_decode_at_token, 22, "node", num_tokens=24), (1, 2)),
+    Row("F5-node-last", partial(do.kill_decode_at_token, 22, "node", num_left=2), (1, 2)),
     Row("F9-decode", partial(do.pause_decode, 1.8, "node"), AGAIN, 1.5),
     Row("F9-gateway-3s", partial(do.pause_gateway, 3.0), (1, 2), 5.0),
     # Longer than an entry of the directory lives; and so long that the supervisor ends the engine.
@@ -135,7 +135,7 @@ def sweep() -> Iterator[tuple[str, Callable[[Scene], Awaitable[None]]]]:
         yield "prefill", partial(do.kill_prefill_at_chunk, chunk, part)
     for token in range(1, NUM_TOKENS):
         part = "engine" if token % 8 == 1 else "node"
-        yield "decode", partial(do.kill_decode_at_token, token, part, num_tokens=NUM_TOKENS + 8)
+        yield "decode", partial(do.kill_decode_at_token, token, part)
 
 
 @pytest.mark.slow
