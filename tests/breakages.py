@@ -211,7 +211,9 @@ async def send_crafted_tickets(scene: Scene) -> None:
             await to.dispatch(request(number), work, ticket)
             await to.until(lambda to=to, n=number: _is_over(to.heard, request(n)))
             heard = to.heard[request(number).key]
-            assert heard.error in ("unknown_transfer", "invalid_request") and not heard.tokens
+            # "handoff_failed": the used ticket's Release may not have reached its source yet.
+            assert heard.error in ("unknown_transfer", "invalid_request", "handoff_failed")
+            assert not heard.tokens
 
 
 def _is_over(heard: dict[str, Any], request: Request) -> bool:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from deployments import MARK
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.cluster.redis_directory import RedisDirectory
@@ -31,6 +32,7 @@ from baton.proto.v1 import node_pb2, node_pb2_grpc
 
 SECRET = "a test's secret"
 CLUSTER = "test"
+OUR_MARK = f"nodes-{os.getpid()}"  # in the environment of every process that descends from a node
 
 
 class NodeProcess:
@@ -92,7 +94,8 @@ def launch_program(name: str, redis_url: str, *flags: str) -> NodeProcess:
         stderr=subprocess.STDOUT,
         text=True,
         env=os.environ
-        | {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "BATON_CLUSTER_SECRET": SECRET},
+        | {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "BATON_CLUSTER_SECRET": SECRET}
+        | {MARK: OUR_MARK},
         start_new_session=True,  # a Ctrl-C on the tests is not one on the node
     )
     return NodeProcess(name, process)
@@ -245,6 +248,6 @@ async def health(address: str) -> AsyncIterator[Callable[[bool], Any]]:
 
 
 def abstract_sockets() -> set[str]:
-    """The names of our abstract unix sockets on this host."""
+    """The names of our abstract unix sockets on this host, whoever's they are."""
     with open("/proc/net/unix") as table:
         return {line.split()[-1] for line in table if "@baton" in line}

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import grpc
 import pytest
+from deployments import marked_processes
 from node_driver import (
+    OUR_MARK,
     NodeProcess,
     Session,
-    abstract_sockets,
     health,
     launch,
     ledgers,
@@ -77,7 +78,6 @@ class Nodes:
 @pytest.fixture(scope="module")
 def nodes(model_dir: Path, redis_url: str) -> Iterator[Nodes]:
     """Both nodes, for all tests here. They end differently, and must leave nothing either way."""
-    sockets_before = abstract_sockets()
     flags = ("--model", str(model_dir), "--load-format", "dummy")
     flags += ("--num-kv-blocks", str(NUM_BLOCKS))
     pair = [launch(role, redis_url, *flags) for role in (Role.PREFILL, Role.DECODE)]
@@ -91,7 +91,7 @@ def nodes(model_dir: Path, redis_url: str) -> Iterator[Nodes]:
         assert decode.end(signal.SIGINT) == 0
         assert prefill.end(signal.SIGKILL) == -signal.SIGKILL
         wait_gone(pids)
-        assert abstract_sockets() <= sockets_before
+        assert not marked_processes(OUR_MARK)
     finally:
         for node in pair:
             if node.process.poll() is None:
