@@ -149,7 +149,7 @@ async def pause_prefill(seconds: float, part: str, scene: Scene) -> None:
 
 
 async def pause_decode(seconds: float, part: str, scene: Scene) -> None:
-    stream = scene.ask(num_tokens=200)
+    stream = scene.ask(num_tokens=100)
     await stream.reached(5)
     name = await scene.holder_of("decode", stream)
     assert name is not None

@@ -74,7 +74,7 @@ ROWS = (
     Row("F9-prefill-0.2s", partial(do.pause_prefill, 0.2, "node"), ONCE),
     Row("F9-decode-0.2s", partial(do.pause_decode, 0.2, "node"), ONCE),
     Row("F9-gateway-0.2s", partial(do.pause_gateway, 0.2), ONCE),
-    Row("F9-prefill", partial(do.pause_prefill, 1.8, "node"), AGAIN, 1.5),
+    Row("F9-prefill", partial(do.pause_prefill, 1.5, "node"), AGAIN, 1.5),
     Row("F9-decode-engine", do.hang_decode_engine, AGAIN, 1.5),
     Row("F26", do.send_crafted_tickets),
     Row("F28", do.ask_for_more_than_fits, ONCE),
