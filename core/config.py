@@ -7,6 +7,7 @@ an argparse parser. What is found out at run time (number of KV blocks) is not c
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,9 @@ class EngineConfig:
     )
     seed: int = flag(0, "seed of dummy weights")
     tensor_parallel_size: int = flag(1, "GPUs per engine", aliases=("tp",))
+    rank_timeout_s: float = flag(
+        20.0, "a GPU's process that takes no step for so long is taken for hung"
+    )
     max_model_len: int | None = flag(
         None, "longest prompt + output in tokens; default: the model's", aliases=("context-length",)
     )
@@ -90,6 +94,16 @@ class ClusterConfig:
     cluster_secret: str | None = flag(
         None, "shared secret of gateways and nodes; better given as BATON_CLUSTER_SECRET"
     )
+    cluster_ca: str | None = flag(
+        None, "CA of the cluster, PEM: with it, mutual TLS between gateways and nodes"
+    )
+    cluster_cert: str | None = flag(None, "this process's certificate in the cluster, PEM")
+    cluster_key: str | None = flag(None, "the key of --cluster-cert, PEM")
+
+    def __post_init__(self) -> None:
+        files = (self.cluster_ca, self.cluster_cert, self.cluster_key)
+        if any(files) and not all(files):
+            raise StartupFailed("--cluster-ca, --cluster-cert and --cluster-key belong together")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +111,9 @@ class NodeConfig:
     """One node: where it listens, its GPUs, its hand-off limits."""
 
     host: str = flag("127.0.0.1", "address to listen on")
+    insecure_bind: bool = flag(
+        False, "listen beyond this host without TLS or keys: the network is the boundary"
+    )
     port: int = flag(0, "gRPC port; 0 takes a free one")
     gpus: str | None = flag(None, "GPU ids, e.g. 0,1", aliases=("device-ids",))
     num_engines: int | None = flag(None, "engines on a CPU node; default 1")
@@ -104,6 +121,17 @@ class NodeConfig:
     lease_s: float = flag(10.0, "how long finished KV waits for a puller that says nothing")
     credit_fraction: float = flag(0.5, "share of a prefill pool that may wait to be pulled")
     heartbeat_s: float = flag(0.25, "time between heartbeats")
+    log_json: bool = flag(False, "log JSON lines")
+    kv_transport: str = flag(
+        "auto",
+        "how a decode engine fetches KV; auto: the best that reaches the source",
+        choices=("auto", "shm", "cuda_ipc", "nccl", "cuda_staged", "tcp"),
+    )
+    kv_copy: str = flag(
+        "auto",
+        "what copies over cuda_ipc: a kernel, copy engines, or which does better when measured",
+        choices=("auto", "kernel", "copy-engine"),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,16 +139,77 @@ class GatewayConfig:
     """The front door."""
 
     host: str = flag("127.0.0.1", "address to listen on")
+    insecure_bind: bool = flag(
+        False, "listen beyond this host without TLS or keys: the network is the boundary"
+    )
     grpc_port: int = flag(50051, "gRPC port; 0 takes a free one")
+    http_port: int = flag(8000, "HTTP port; 0 takes a free one")
     model: str = flag("demo", "model directory: the gateway reads its tokenizer only")
     served_model_name: str | None = flag(None, "name clients use; default: the directory's name")
+    skip_tokenizer_init: bool = flag(
+        False, "serve token ids alone: no text, for models without a tokenizer"
+    )
+    tool_call_parser: str = flag(
+        "auto",
+        "how the model writes tool calls; auto: by its chat template",
+        choices=("auto", "hermes", "llama3_json"),
+    )
+    workers: int = flag(
+        1, "processes on the same ports; each counts for itself and has its part of all limits"
+    )
     max_num_requests: int = flag(1024, "most requests in flight; more get RESOURCE_EXHAUSTED")
+    max_queue_s: float | None = flag(
+        None,
+        "refuse what would wait longer than this for its prefill; default: only what would wait "
+        "past its deadline",
+    )
     max_request_s: float = flag(600.0, "deadline of requests that come without one")
+    shutdown_timeout_s: float = flag(
+        5.0,
+        "how long requests in flight may take to end at SIGTERM; new ones are refused",
+        aliases=("shutdown-timeout",),
+    )
     heartbeat_timeout_s: float = flag(1.2, "a node silent for so long is taken for lost")
     max_attempts: int = flag(3, "dispatches of one request before its error reaches the client")
     recovery_wait_s: float = flag(
         10.0, "how long a request waits for a node where none is left; a restart takes seconds"
     )
+    api_keys: str | None = flag(
+        None, "file of API keys (`baton keys add`): callers must show one of them"
+    )
+    tls_cert: str | None = flag(None, "certificate chain for HTTPS and gRPC over TLS, PEM")
+    tls_key: str | None = flag(None, "the key of --tls-cert, PEM")
+    allowed_hosts: str = flag(
+        "", "further names in HTTP's Host that are ours, e.g. llm.example.com,gateway; *: any"
+    )
+    share_prefix_across_tenants: bool = flag(
+        False, "tenants of API keys may hit each other's cached prefixes"
+    )
+    metrics_prefix: str = flag(
+        "baton", "prefix of the metrics' names; vllm: as vLLM's own, for boards made for it"
+    )
+    slo_ttft_s: float = flag(0.5, "TTFT of a call that slo_good_requests_total counts")
+    slo_tbt_s: float = flag(0.05, "longest gap between tokens of such a call")
+    otlp_traces_endpoint: str | None = flag(
+        None, "OTLP collector over HTTP for traces of calls, e.g. http://127.0.0.1:4318"
+    )
+    otlp_traces_ratio: float = flag(
+        1.0, "share of calls to trace, of those that bring no trace of their own"
+    )
+    log_json: bool = flag(False, "log JSON lines, with one for each call that is over")
+    log_prompts: bool = flag(False, "with the calls' lines, their prompts: mind who reads logs")
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*:?", self.metrics_prefix):
+            raise StartupFailed("--metrics-prefix must be letters, digits and underscores")
+        if self.workers < 1:
+            raise StartupFailed("--workers must be at least 1")
+        if self.log_prompts and not self.log_json:
+            raise StartupFailed("--log-prompts goes with --log-json")
+        if not 0 <= self.otlp_traces_ratio <= 1:
+            raise StartupFailed("--otlp-traces-ratio must lie in [0, 1]")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise StartupFailed("--tls-cert and --tls-key belong together")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +222,9 @@ class UpConfig:
     num_decode_nodes: int = flag(1, "decode nodes on a CPU")
     redis_url: str = flag("redis+spawn://", "Redis to use; redis+spawn:// starts a private one")
     start_timeout_s: float = flag(300.0, "how long all parts may take to become ready")
+    certs: str | None = flag(
+        None, "folder of `baton certs`: TLS in front, mutual TLS between the parts"
+    )
 
     def __post_init__(self) -> None:
         if self.num_prefill_nodes < 1 or self.num_decode_nodes < 1:

@@ -6,7 +6,9 @@
     │   └── PromptTooLarge             fits the context, but no pool of this deployment
     ├── ModelNotFound
     ├── Unauthenticated
+    ├── PermissionDenied               known, but this is not the caller's to do
     ├── Overloaded                     queue or credit full; retry later
+    │   └── RateLimited                a limit of the caller's own; says when to try again
     ├── Unavailable                    no node for a role, draining; retry later
     │   └── NodeLost                   a node went away under the request; the gateway retries
     ├── DeadlineExceeded
@@ -20,21 +22,42 @@
     └── StartupFailed                  says what is wrong and what to do; the process exits 1
 
 Each error knows its gRPC status (by name: this module imports no grpc), its HTTP status, a stable
-`code` that survives the wire, and whether a retry can help.
+`code` that survives the wire, and whether a retry can help. An InvalidRequest may carry one of
+INVALID_REQUEST_CODES in place of its class's.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar
 
+# What exactly is wrong with a request, for programs that want to know.
+INVALID_REQUEST_CODES = frozenset(
+    {
+        "array_too_long",
+        "empty_array",
+        "empty_prompt",
+        "invalid_encoding",
+        "invalid_json",
+        "invalid_number",
+        "invalid_schema",
+        "invalid_token_id",
+        "invalid_value",
+        "missing_required",
+        "unknown_parameter",
+        "unsupported_content",
+        "unsupported_parameter",
+    }
+)
+
 
 class BatonError(Exception):
     """Base of all. `param` names the request field at fault, if one is."""
 
-    code: ClassVar[str] = "internal"
+    code: str = "internal"
     grpc_status: ClassVar[str] = "INTERNAL"
     http_status: ClassVar[int] = 500
     is_retryable: ClassVar[bool] = False
+    retry_after_s: float = 1.0  # when a retry may help, if it can
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -48,6 +71,12 @@ class InvalidRequest(BatonError):
     code = "invalid_request"
     grpc_status = "INVALID_ARGUMENT"
     http_status = 400
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message, param=param)
+        if code is not None:
+            assert code in INVALID_REQUEST_CODES, code
+            self.code = code
 
 
 class ContextLengthExceeded(InvalidRequest):
@@ -79,6 +108,14 @@ class Unauthenticated(BatonError):
     http_status = 401
 
 
+class PermissionDenied(BatonError):
+    """The credential is good, but does not go so far."""
+
+    code = "permission_denied"
+    grpc_status = "PERMISSION_DENIED"
+    http_status = 403
+
+
 class Overloaded(BatonError):
     """A bounded queue or a credit is full."""
 
@@ -86,6 +123,19 @@ class Overloaded(BatonError):
     grpc_status = "RESOURCE_EXHAUSTED"
     http_status = 429
     is_retryable = True
+
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after_s: float = 1.0
+    ) -> None:
+        super().__init__(message, param=param)
+        self.retry_after_s = retry_after_s
+
+
+class RateLimited(Overloaded):
+    """The caller's tenant is over a limit of its own."""
+
+    code = "rate_limit_exceeded"
+    http_status = 429
 
 
 class Unavailable(BatonError):
@@ -180,6 +230,8 @@ def _tree(root: type[BatonError]) -> dict[str, type[BatonError]]:
 
 def from_code(code: str, message: str, param: str | None = None) -> BatonError:
     """Rebuild an error that came over the wire; an unknown code gives a plain `BatonError`."""
+    if code in INVALID_REQUEST_CODES:
+        return InvalidRequest(message, param=param, code=code)
     cls = _tree(BatonError).get(code, BatonError)
     if cls is StartupFailed:
         return StartupFailed(message)

@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import types
 import typing
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 from .errors import StartupFailed
 
 T = TypeVar("T")
+
+_MAX_PORT = 65535
+
+SECRET_FIELDS = frozenset({"cluster_secret", "redis_url"})  # the URL may carry a password
 
 
 def _base_type(annotation: Any) -> type:
@@ -57,8 +63,28 @@ def _add_flag(
         if env is not None:
             options["default"] = env.lower() in ("1", "true", "yes")
     else:
-        options |= {"type": base_type, "choices": field.metadata.get("choices")}
+        reader = _reader(field.name, base_type)
+        options |= {"type": reader, "choices": field.metadata.get("choices")}
     group.add_argument(*(f"--{name}" for name in names), **options)
+
+
+def _reader(name: str, base_type: type) -> Callable[[str], Any]:
+    """What reads a flag's value and refuses, by the flag's name, what its unit cannot be."""
+
+    def read(text: str) -> Any:
+        try:
+            value = base_type(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text[:64]!r} is no {base_type.__name__}") from None
+        if (name == "port" or name.endswith("_port")) and not 0 <= value <= _MAX_PORT:
+            raise argparse.ArgumentTypeError(f"a port is 0 to {_MAX_PORT}, not {value}")
+        if base_type is float and not 0 <= value < math.inf:  # NaN compares false
+            raise argparse.ArgumentTypeError(f"must be a number from 0 on, not {value}")
+        if base_type is int and name.startswith(("num_", "max_")) and value < 1:
+            raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+        return value
+
+    return read
 
 
 def parse(config: type[T], arguments: argparse.Namespace) -> T:
@@ -67,12 +93,16 @@ def parse(config: type[T], arguments: argparse.Namespace) -> T:
     return config(**{field.name: getattr(arguments, field.name) for field in fields})
 
 
-def to_argv(config: Any) -> list[str]:
-    """The flags that differ from the defaults. Secrets do not belong on a command line: skipped."""
+def to_argv(config: Any, *, leave_out: Collection[str] = ("cluster_secret",)) -> list[str]:
+    """The flags that differ from the defaults.
+
+    Everybody on the host reads command lines: leave SECRET_FIELDS out and hand them over by
+    `to_environment`.
+    """
     argv: list[str] = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if value == field.default or field.name == "cluster_secret":
+        if value == field.default or field.name in leave_out:
             continue
         name = field.name.replace("_", "-")
         if isinstance(value, bool):
@@ -80,6 +110,13 @@ def to_argv(config: Any) -> list[str]:
         else:
             argv += [f"--{name}", str(value)]
     return argv
+
+
+def to_environment(config: Any) -> dict[str, str]:
+    """The SECRET_FIELDS as environment variables."""
+    names = SECRET_FIELDS & {field.name for field in dataclasses.fields(config)}
+    values = {name: getattr(config, name) for name in sorted(names)}
+    return {f"BATON_{name.upper()}": value for name, value in values.items() if value is not None}
 
 
 def from_json(config: type[T], values: dict[str, Any]) -> T:

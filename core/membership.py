@@ -18,7 +18,9 @@ class Member:
     """One engine of one node.
 
     `incarnation` (32 hex digits) is drawn anew at every start of the engine process and names it
-    everywhere; `address` is the host:port of its node's gRPC server; `name` is for people.
+    everywhere; `address` is the host:port of its node's gRPC server; `name` and `device` ("cpu",
+    "cuda:0,1", empty where nobody chose) are for people. `can_constrain`: takes requests with a
+    constraint.
     """
 
     incarnation: str
@@ -30,3 +32,5 @@ class Member:
     max_model_len: int
     block_size: int
     num_blocks: int
+    device: str = ""
+    can_constrain: bool = False

@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, replace
 
+from .constraint import Constraint
+
 
 class FinishReason(enum.Enum):
     """Why a request ended well. Failures are errors, not finish reasons."""
@@ -19,8 +21,8 @@ class SamplingParams:
 
     `temperature == 0` is greedy and ignores the filters (top_p, top_k, min_p), nothing else. `stop`
     strings are judged at the gateway, all else on the node. `logprobs` and `prompt_logprobs`: how
-    many of the likeliest tokens to tell beside each; 0: only its own, None: nothing. The order in
-    which these act is in docs/sampling.md.
+    many of the likeliest tokens to tell beside each; 0: only its own, None: nothing. `constraint`:
+    what the whole output must look like. The order in which these act is in docs/sampling.md.
     """
 
     max_tokens: int = 16
@@ -39,12 +41,18 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    constraint: Constraint | None = None
 
     @property
     def has_penalties(self) -> bool:
         """Whether a token's logits depend on which tokens came before it."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return penalties != (1.0, 0.0, 0.0)
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether no token can be chosen before the host knows the one before it."""
+        return self.has_penalties or self.constraint is not None
 
     @property
     def is_greedy(self) -> bool:
