@@ -1,0 +1,178 @@
+"""Compiles constraints for one model's vocabulary, and keeps what was compiled last.
+
+    Constraint ── compile ──► Grammar ── follow ──► Follower: which tokens may come next
+                  any thread    shared, immutable      one sample's, fed with its tokens
+Compiling takes milliseconds, 0.1 s for the largest source that is taken, and does not hold the
+interpreter. Nothing is fetched and nothing is written to disk.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..core.constraint import Constraint
+from ..core.errors import InvalidRequest
+from .grammar_text import grammar_text
+from .limits import MAX_SOURCE_BYTES
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+log = logging.getLogger(__name__)
+
+MAX_KEPT_BYTES = 64 << 20
+
+# Measured on llguidance 1.9.1, in resident memory: about 145 KB for the smallest grammars and 130
+# bytes a byte of a large schema. Taken for a little more.
+_GRAMMAR_BYTES = 160 << 10
+_BYTES_PER_SOURCE_BYTE = 160
+_MAX_LEXER_STATES = 10_000  # of each sample, of 1 to 2 KB
+_MAX_REASON_CHARS = 200
+_INSTALL = "pip install 'baton-serve[structured]'"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A compiled constraint. It never changes: samples follow copies of its matcher."""
+
+    _matcher: LLMatcher
+
+    def follow(self) -> LLMatcher:
+        """A matcher at the beginning of the output."""
+        return self._matcher.deep_copy()
+
+
+class Grammars:
+    """Thread-safe. `refusal`: why this model's outputs cannot be constrained here, or None."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        vocab_size: int,
+        eos_token_ids: Collection[int],
+        *,
+        max_kept_bytes: int = MAX_KEPT_BYTES,
+    ) -> None:
+        """Reads nothing yet: the tokenizer takes up to a second, and few deployments need it."""
+        self._path = model_dir / "tokenizer.json"
+        self.vocab_size = vocab_size
+        self._eos_token_ids = sorted(eos_token_ids)
+        self._max_kept_bytes = max_kept_bytes
+        self._lock = threading.Lock()
+        self._loading = threading.Lock()
+        self._tokenizer: LLTokenizer | None = None
+        self._kept: OrderedDict[Constraint, Grammar] = OrderedDict()
+        self.num_kept_bytes = 0
+        self.refusal = self._find_refusal()
+
+    def _find_refusal(self) -> str | None:
+        if importlib.util.find_spec("llguidance") is None:
+            return f"structured output is not installed: {_INSTALL}"
+        if not self._path.is_file():
+            return "structured output needs the model's tokenizer.json, which is not there"
+        if not self._eos_token_ids:
+            return "structured output needs an end of sequence token, and the model has none"
+        return None
+
+    def is_kept(self, constraint: Constraint) -> bool:
+        """Whether `compile` would return at once."""
+        with self._lock:
+            return constraint in self._kept
+
+    def compile(self, constraint: Constraint) -> Grammar:
+        """Raises InvalidRequest: `unsupported_parameter`, or `invalid_schema` saying why."""
+        if self.refusal is not None:
+            raise _unsupported(self.refusal)
+        with self._lock:
+            if (grammar := self._kept.get(constraint)) is not None:
+                self._kept.move_to_end(constraint)
+                return grammar
+        grammar = Grammar(self._compiled(constraint))
+        with self._lock:
+            self._keep(constraint, grammar)
+        return grammar
+
+    def _compiled(self, constraint: Constraint) -> LLMatcher:
+        from llguidance import LLMatcher
+
+        num_bytes = len(constraint.source.encode())
+        if num_bytes > MAX_SOURCE_BYTES:
+            raise _invalid(f"it has {num_bytes} bytes; at most {MAX_SOURCE_BYTES} are taken")
+        try:
+            text = grammar_text(constraint)
+        except ValueError as error:
+            raise _invalid(str(error)) from None
+        matcher = LLMatcher(self._load_tokenizer(), text, log_level=0, limits=_limits())
+        # What the first token can be shows whether there is any output at all, and every sample's
+        # copy has it computed.
+        allows_some = not matcher.is_error() and any(matcher.compute_bitmask())
+        if matcher.is_error() or not allows_some:
+            raise _invalid(_reason(matcher) or "nothing matches it")
+        return matcher
+
+    def _load_tokenizer(self) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
+        with self._loading:
+            if self._tokenizer is None:
+                text = self._path.read_text(encoding="utf-8")
+                try:
+                    self._tokenizer = LLTokenizer(
+                        text, n_vocab=self.vocab_size, eos_token=self._eos_token_ids
+                    )
+                except ValueError as error:
+                    log.error("structured output is off: %s: %s", self._path, error)
+                    self.refusal = "structured output is not possible with the model's tokenizer"
+                    raise _unsupported(self.refusal) from error
+            return self._tokenizer
+
+    def _keep(self, constraint: Constraint, grammar: Grammar) -> None:
+        if constraint not in self._kept:
+            self.num_kept_bytes += _size_of(constraint)
+        self._kept[constraint] = grammar
+        while self.num_kept_bytes > self._max_kept_bytes:
+            oldest, _ = self._kept.popitem(last=False)
+            self.num_kept_bytes -= _size_of(oldest)
+
+
+def accept(matcher: LLMatcher, token_ids: Sequence[int]) -> None:
+    """Let a matcher follow these tokens; raises InvalidRequest where they do not fit."""
+    if token_ids and not matcher.consume_tokens(list(token_ids)):
+        raise cannot_go_on(matcher)
+
+
+def cannot_go_on(matcher: LLMatcher) -> InvalidRequest:
+    """What a request fails with whose matcher has given up."""
+    return _invalid(f"no output can follow it further: {_reason(matcher)}")
+
+
+def _reason(matcher: LLMatcher) -> str:
+    return matcher.get_error().replace("<non-verbose/>", "")
+
+
+def _invalid(reason: str) -> InvalidRequest:
+    shown = " ".join(reason.split())[:_MAX_REASON_CHARS]
+    return InvalidRequest(
+        f"the constraint cannot be used: {shown}", param="constraint", code="invalid_schema"
+    )
+
+
+def _unsupported(reason: str) -> InvalidRequest:
+    return InvalidRequest(reason, param="constraint", code="unsupported_parameter")
+
+
+def _size_of(constraint: Constraint) -> int:
+    return _GRAMMAR_BYTES + len(constraint.source) * _BYTES_PER_SOURCE_BYTE
+
+
+def _limits() -> LLParserLimits:
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
