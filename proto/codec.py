@@ -5,9 +5,13 @@ Decoding never trusts: an unknown enum value or a missing field raises InvalidRe
 
 from __future__ import annotations
 
+import json
+import sys
+from array import array
 from collections.abc import Sequence
 
 from ..core import errors
+from ..core.constraint import Constraint, ConstraintKind
 from ..core.errors import BatonError, InvalidRequest
 from ..core.logprobs import TokenLogprobs
 from ..core.request import FinishReason, Request, SamplingParams, Ticket
@@ -42,7 +46,7 @@ def error_from_wire(wire: common_pb2.Error) -> BatonError:
 
 
 def sampling_to_wire(sampling: SamplingParams) -> common_pb2.SamplingParams:
-    return common_pb2.SamplingParams(
+    wire = common_pb2.SamplingParams(
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -60,6 +64,9 @@ def sampling_to_wire(sampling: SamplingParams) -> common_pb2.SamplingParams:
         logprobs=sampling.logprobs,
         prompt_logprobs=sampling.prompt_logprobs,
     )
+    if sampling.constraint is not None:
+        _put_constraint(wire, sampling.constraint)
+    return wire
 
 
 def sampling_from_wire(wire: common_pb2.SamplingParams) -> SamplingParams:
@@ -81,7 +88,25 @@ def sampling_from_wire(wire: common_pb2.SamplingParams) -> SamplingParams:
         min_tokens=wire.min_tokens,
         logprobs=wire.logprobs if wire.HasField("logprobs") else None,
         prompt_logprobs=wire.prompt_logprobs if wire.HasField("prompt_logprobs") else None,
+        constraint=constraint_from_wire(wire),
     )
+
+
+def _put_constraint(wire: common_pb2.SamplingParams, constraint: Constraint) -> None:
+    if constraint.kind is ConstraintKind.CHOICE:
+        wire.choice.values.extend(json.loads(constraint.source))
+    else:
+        setattr(wire, constraint.kind.value, constraint.source)
+
+
+def constraint_from_wire(wire: common_pb2.SamplingParams) -> Constraint | None:
+    """What the output must look like; not judged here."""
+    name = wire.WhichOneof("constraint")
+    if name is None:
+        return None
+    if name == "choice":
+        return Constraint.choice(wire.choice.values)
+    return Constraint(ConstraintKind(name), getattr(wire, name))
 
 
 def logprobs_to_wire(logprobs: TokenLogprobs) -> common_pb2.TokenLogprobs:
@@ -111,6 +136,27 @@ def ticket_from_wire(wire: node_pb2.Ticket) -> Ticket:
     return Ticket(wire.transfer_id, wire.source_incarnation, wire.puller_incarnation)
 
 
+def token_ids_to_wire(token_ids: Sequence[int]) -> bytes:
+    """Packed as little-endian uint32."""
+    return _little_endian(array("I", token_ids)).tobytes()
+
+
+def token_ids_from_wire(packed: bytes) -> tuple[int, ...]:
+    """The reverse; raises InvalidRequest unless it is whole ids."""
+    token_ids = array("I")
+    if len(packed) % token_ids.itemsize:
+        raise InvalidRequest("packed token ids are cut off")
+    token_ids.frombytes(packed)
+    return tuple(_little_endian(token_ids))
+
+
+def _little_endian(token_ids: array[int]) -> array[int]:
+    assert token_ids.itemsize == 4
+    if sys.byteorder == "big":
+        token_ids.byteswap()
+    return token_ids
+
+
 def dispatch_to_wire(
     request: Request,
     work: node_pb2.Work,
@@ -120,8 +166,8 @@ def dispatch_to_wire(
     return node_pb2.Dispatch(
         request_id=request.request_id,
         attempt=request.attempt,
-        prompt_token_ids=request.prompt_token_ids,
-        output_token_ids=request.output_token_ids,
+        prompt_token_ids=token_ids_to_wire(request.prompt_token_ids),
+        output_token_ids=token_ids_to_wire(request.output_token_ids),
         sampling=sampling_to_wire(request.sampling),
         cache_salt=request.cache_salt,
         work=work,
@@ -139,8 +185,8 @@ def request_from_wire(wire: node_pb2.Dispatch) -> Request:
     return Request(
         request_id=wire.request_id,
         attempt=wire.attempt,
-        prompt_token_ids=tuple(wire.prompt_token_ids),
-        output_token_ids=tuple(wire.output_token_ids),
+        prompt_token_ids=token_ids_from_wire(wire.prompt_token_ids),
+        output_token_ids=token_ids_from_wire(wire.output_token_ids),
         sampling=sampling_from_wire(wire.sampling),
         cache_salt=wire.cache_salt,
         sample_index=wire.sample_index,

@@ -46,12 +46,14 @@ class FromPeer(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ..., message: _Optional[_Union[_handoff_pb2.PeerMessage, _Mapping]] = ...) -> None: ...
 
 class PeerLinked(_message.Message):
-    __slots__ = ("incarnation", "peer_is_source")
+    __slots__ = ("incarnation", "peer_is_source", "host")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PEER_IS_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     peer_is_source: bool
-    def __init__(self, incarnation: _Optional[str] = ..., peer_is_source: bool = ...) -> None: ...
+    host: str
+    def __init__(self, incarnation: _Optional[str] = ..., peer_is_source: bool = ..., host: _Optional[str] = ...) -> None: ...
 
 class EngineOutput(_message.Message):
     __slots__ = ("progress", "ready", "failed", "to_gateway", "to_peer", "heartbeat", "ledger", "close_peer", "cache_changes")
@@ -71,9 +73,9 @@ class EngineOutput(_message.Message):
     to_peer: ToPeer
     heartbeat: _node_pb2.Heartbeat
     ledger: Ledger
-    close_peer: str
+    close_peer: ClosePeer
     cache_changes: CacheChanges
-    def __init__(self, progress: _Optional[str] = ..., ready: _Optional[_Union[_node_pb2.Welcome, _Mapping]] = ..., failed: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., to_gateway: _Optional[_Union[ToGateway, _Mapping]] = ..., to_peer: _Optional[_Union[ToPeer, _Mapping]] = ..., heartbeat: _Optional[_Union[_node_pb2.Heartbeat, _Mapping]] = ..., ledger: _Optional[_Union[Ledger, _Mapping]] = ..., close_peer: _Optional[str] = ..., cache_changes: _Optional[_Union[CacheChanges, _Mapping]] = ...) -> None: ...
+    def __init__(self, progress: _Optional[str] = ..., ready: _Optional[_Union[_node_pb2.Welcome, _Mapping]] = ..., failed: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., to_gateway: _Optional[_Union[ToGateway, _Mapping]] = ..., to_peer: _Optional[_Union[ToPeer, _Mapping]] = ..., heartbeat: _Optional[_Union[_node_pb2.Heartbeat, _Mapping]] = ..., ledger: _Optional[_Union[Ledger, _Mapping]] = ..., close_peer: _Optional[_Union[ClosePeer, _Mapping]] = ..., cache_changes: _Optional[_Union[CacheChanges, _Mapping]] = ...) -> None: ...
 
 class ToGateway(_message.Message):
     __slots__ = ("gateway", "message")
@@ -90,6 +92,14 @@ class ToPeer(_message.Message):
     incarnation: str
     message: _handoff_pb2.PeerMessage
     def __init__(self, incarnation: _Optional[str] = ..., message: _Optional[_Union[_handoff_pb2.PeerMessage, _Mapping]] = ...) -> None: ...
+
+class ClosePeer(_message.Message):
+    __slots__ = ("incarnation", "error")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
+    error: _common_pb2.Error
+    def __init__(self, incarnation: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
 
 class CacheChanges(_message.Message):
     __slots__ = ("removed", "stored")

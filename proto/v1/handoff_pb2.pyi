@@ -25,7 +25,7 @@ class PeerMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., cancel: _Optional[_Union[CancelTransfer, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., revoked: _Optional[_Union[Revoked, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("incarnation", "protocol", "fingerprint")
+    __slots__ = ("incarnation", "protocol", "fingerprint", "data")
     class FingerprintEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -36,10 +36,22 @@ class Hello(_message.Message):
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     protocol: int
     fingerprint: _containers.ScalarMap[str, str]
-    def __init__(self, incarnation: _Optional[str] = ..., protocol: _Optional[int] = ..., fingerprint: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    data: DataPort
+    def __init__(self, incarnation: _Optional[str] = ..., protocol: _Optional[int] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., data: _Optional[_Union[DataPort, _Mapping]] = ...) -> None: ...
+
+class DataPort(_message.Message):
+    __slots__ = ("host_id", "port", "key")
+    HOST_ID_FIELD_NUMBER: _ClassVar[int]
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    host_id: bytes
+    port: int
+    key: bytes
+    def __init__(self, host_id: _Optional[bytes] = ..., port: _Optional[int] = ..., key: _Optional[bytes] = ...) -> None: ...
 
 class Attach(_message.Message):
     __slots__ = ("transfer_id",)

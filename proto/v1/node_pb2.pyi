@@ -41,8 +41,8 @@ class Dispatch(_message.Message):
     FORK_REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
-    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    output_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    prompt_token_ids: bytes
+    output_token_ids: bytes
     sampling: _common_pb2.SamplingParams
     cache_salt: str
     work: Work
@@ -50,7 +50,7 @@ class Dispatch(_message.Message):
     deadline_remaining_us: int
     sample_index: int
     fork_request_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., work: _Optional[_Union[Work, str]] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ..., deadline_remaining_us: _Optional[int] = ..., sample_index: _Optional[int] = ..., fork_request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., output_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., work: _Optional[_Union[Work, str]] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ..., deadline_remaining_us: _Optional[int] = ..., sample_index: _Optional[int] = ..., fork_request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Ticket(_message.Message):
     __slots__ = ("transfer_id", "source_incarnation", "puller_incarnation")
@@ -81,7 +81,7 @@ class NodeMessage(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., outputs: _Optional[_Union[StepOutputs, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("incarnation", "role", "name", "model", "fingerprint", "max_model_len", "block_size", "num_blocks", "vocab_size", "eos_token_ids")
+    __slots__ = ("incarnation", "role", "name", "model", "fingerprint", "max_model_len", "block_size", "num_blocks", "vocab_size", "eos_token_ids", "can_constrain")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -92,6 +92,7 @@ class Welcome(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CAN_CONSTRAIN_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     role: str
     name: str
@@ -102,7 +103,8 @@ class Welcome(_message.Message):
     num_blocks: int
     vocab_size: int
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, incarnation: _Optional[str] = ..., role: _Optional[str] = ..., name: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    can_constrain: bool
+    def __init__(self, incarnation: _Optional[str] = ..., role: _Optional[str] = ..., name: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., can_constrain: bool = ...) -> None: ...
 
 class StepOutputs(_message.Message):
     __slots__ = ("outputs",)
@@ -149,7 +151,7 @@ class TransferInfo(_message.Message):
     def __init__(self, bytes: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("num_steps", "num_running", "num_waiting", "free_blocks", "num_blocks", "credit_blocks", "waiting_tokens", "is_draining", "links")
+    __slots__ = ("num_steps", "num_running", "num_waiting", "free_blocks", "num_blocks", "credit_blocks", "waiting_tokens", "is_draining", "links", "held_blocks", "counters")
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -159,6 +161,8 @@ class Heartbeat(_message.Message):
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
+    HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
     num_steps: int
     num_running: int
     num_waiting: int
@@ -168,7 +172,36 @@ class Heartbeat(_message.Message):
     waiting_tokens: int
     is_draining: bool
     links: _containers.RepeatedCompositeFieldContainer[PeerLink]
-    def __init__(self, num_steps: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., credit_blocks: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., is_draining: bool = ..., links: _Optional[_Iterable[_Union[PeerLink, _Mapping]]] = ...) -> None: ...
+    held_blocks: int
+    counters: Counters
+    def __init__(self, num_steps: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., credit_blocks: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., is_draining: bool = ..., links: _Optional[_Iterable[_Union[PeerLink, _Mapping]]] = ..., held_blocks: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ...) -> None: ...
+
+class Counters(_message.Message):
+    __slots__ = ("num_preemptions", "prefix_query_tokens", "prefix_hit_tokens", "num_transfers", "transfer_bytes", "transfer_s", "failed_transfers", "num_expired_leases")
+    class FailedTransfersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_QUERY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
+    FAILED_TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXPIRED_LEASES_FIELD_NUMBER: _ClassVar[int]
+    num_preemptions: int
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+    num_transfers: int
+    transfer_bytes: int
+    transfer_s: float
+    failed_transfers: _containers.ScalarMap[str, int]
+    num_expired_leases: int
+    def __init__(self, num_preemptions: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., num_transfers: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_s: _Optional[float] = ..., failed_transfers: _Optional[_Mapping[str, int]] = ..., num_expired_leases: _Optional[int] = ...) -> None: ...
 
 class PeerLink(_message.Message):
     __slots__ = ("incarnation", "transport", "gbytes_per_s")
