@@ -27,7 +27,9 @@ class AttentionMetadata:
     """One step. Host values, but `slot_mapping` [tokens] int64, which lies on the device.
 
     A block table may be longer than its sequence needs. `is_graph`: all slices are decodes, and the
-    step is captured in, or replayed from, a CUDA graph of so many.
+    step is captured in, or replayed from, a CUDA graph of so many. `is_prefill_graph`: so is this
+    one, for as many tokens as `slot_mapping` has; its slices are all treated as prefill and may
+    leave tokens over.
     """
 
     query_lens: Sequence[int]
@@ -35,10 +37,13 @@ class AttentionMetadata:
     block_tables: BlockTables
     slot_mapping: Tensor
     is_graph: bool = False
+    is_prefill_graph: bool = False
 
     @property
     def num_decodes(self) -> int:
         """Slices of one token at the beginning; what follows them is treated as prefill."""
+        if self.is_prefill_graph:
+            return 0
         lens = self.query_lens
         return next((i for i, length in enumerate(lens) if length > 1), len(lens))
 
@@ -53,8 +58,8 @@ class AttentionBackend(Protocol):
     def run(self, layer: int, qkv: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         """Rotate q and k, store k and v, then attend.
 
-        qkv [tokens, heads + 2 kv_heads, dim] contiguous, `rope` as rope.rope_angles gives it
-        -> [tokens, heads, dim].
+        qkv [tokens, heads + 2 kv_heads, dim] contiguous, which may be overwritten, `rope` as
+        rope.rope_angles gives it -> [tokens, heads, dim].
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Paged attention by FlashInfer: FA3 for prefill, its tensor-core path for decode.
+"""Attention by FlashInfer: FA3 for prefill, its tensor-core path for decode. No sliding windows.
 
 FlashInfer plans a step on the host, into pinned memory, and copies the plan to the device in the
 stream's order. Only what the host writes may not change before it is copied: an event guards that.
@@ -11,7 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
+from flashinfer import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    BatchPrefillWithPagedKVCacheWrapper,
+    BatchPrefillWithRaggedKVCacheWrapper,
+)
 from torch import Tensor
 
 from .attention import BlockTables, flatten_tables
@@ -21,6 +25,7 @@ _LAYOUT = "HND"  # [blocks, 2, kv_heads, block_size, dim]
 _MIN_WORKSPACE_BYTES = 128 << 20
 _INT_WORKSPACE_BYTES = 8 << 20
 _QUERY_TILE = 16  # rows of a tile of decodes, to which a group of heads is padded
+_KEY_TILE = 128  # keys that prefill loads at once where they lie behind each other
 
 
 class FlashInferDecode:
@@ -58,7 +63,8 @@ class FlashInferDecode:
         self._active.plan(*tables, *self._shape, q_data_type=self._dtype)
         self._is_planned.record()
 
-    def run(self, q: Tensor, layer_pool: Tensor, out: Tensor) -> None:
+    def run(self, q: Tensor, layer_pool: Tensor, out: Tensor, window: int | None) -> None:
+        assert window is None
         self._active.run(q, layer_pool, out=out)
 
     def _new_wrapper(self, **options: Any) -> Any:
@@ -71,33 +77,58 @@ class FlashInferDecode:
 
 
 class FlashInferPrefill:
-    """A PrefillPart: FlashAttention 3 on Hopper, 2 elsewhere."""
+    """A PrefillPart: FlashAttention 3 on Hopper, 2 elsewhere.
+
+    Keys behind each other are loaded a tile at a time, those in blocks row by row: for 8192 tokens
+    of 32 heads 0.83 instead of 0.99 ms on an H200. So what has no earlier context reads the step's
+    own K and V, and all else the pool.
+    """
 
     def __init__(self, pool: Tensor, num_heads: int) -> None:
         kv_heads, block_size, dim = pool.shape[3:]
         self._block_size, self._dtype = block_size, pool.dtype
-        self._shape = (num_heads, kv_heads, dim, block_size)
+        self._shape = (num_heads, kv_heads, dim)
         self._workspace = pool.new_zeros(_MIN_WORKSPACE_BYTES, dtype=torch.uint8)
         has_fa3 = torch.cuda.get_device_capability(pool.device)[0] == 9
-        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(
-            self._workspace, _LAYOUT, backend="fa3" if has_fa3 else "fa2"
-        )
+        backend = "fa3" if has_fa3 else "fa2"
+        self._paged = BatchPrefillWithPagedKVCacheWrapper(self._workspace, _LAYOUT, backend=backend)
+        self._ragged = BatchPrefillWithRaggedKVCacheWrapper(self._workspace, "NHD", backend=backend)
+        self._is_ragged = False
         self._is_planned = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def plan(
         self, query_lens: Sequence[int], seq_lens: Sequence[int], block_tables: BlockTables
     ) -> None:
         device = self._workspace.device
-        starts = np.cumsum([0, *query_lens], dtype=np.int32)
-        tables = _tables(seq_lens, block_tables, self._block_size, device)
-        self._is_planned.synchronize()
-        self._wrapper.plan(
-            pin(starts, device), *tables, *self._shape, causal=True, q_data_type=self._dtype
-        )
+        starts = pin(np.cumsum([0, *query_lens], dtype=np.int32), device)
+        self._is_ragged = has_own_keys(query_lens, seq_lens)
+        options = {"causal": True, "q_data_type": self._dtype}
+        if self._is_ragged:
+            self._is_planned.synchronize()
+            self._ragged.plan(starts, starts, *self._shape, **options)
+        else:
+            tables = _tables(seq_lens, block_tables, self._block_size, device)
+            self._is_planned.synchronize()
+            self._paged.plan(starts, *tables, *self._shape, self._block_size, **options)
         self._is_planned.record()
 
-    def run(self, q: Tensor, layer_pool: Tensor, out: Tensor) -> None:
-        self._wrapper.run(q, layer_pool, out=out)
+    def run(self, qkv: Tensor, layer_pool: Tensor, out: Tensor, window: int | None) -> None:
+        assert window is None
+        heads, kv_heads, _ = self._shape
+        q, k, v = qkv.tensor_split((heads, heads + kv_heads), dim=1)
+        if self._is_ragged:
+            self._ragged.run(q, k, v, out=out)
+        else:
+            self._paged.run(q, layer_pool, out=out)
+
+
+def has_own_keys(query_lens: Sequence[int], seq_lens: Sequence[int]) -> bool:
+    """Whether all slices see nothing but themselves, even in the last tile of their keys.
+
+    What a tile holds of the next slice has a weight of 0, but 0 times its NaN is NaN.
+    """
+    is_fresh = list(query_lens) == list(seq_lens)
+    return is_fresh and not any(length % _KEY_TILE for length in query_lens[:-1])
 
 
 def _tables(

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from .attention import AttentionMetadata, BlockTables
-from .attention_triton import TritonDecode, TritonPrefill
+from .attention_triton import TritonGraphPrefill, TritonPrefill
+from .decode_attention_triton import TritonDecode
 from .rope_triton import rotate_and_store
 
 
@@ -26,8 +26,11 @@ class DecodePart(Protocol):
         """Prepare a step; `is_graph` as in AttentionMetadata."""
         ...
 
-    def run(self, q: Tensor, layer_pool: Tensor, out: Tensor) -> None:
-        """q, out [decodes, heads, dim]; layer_pool [blocks, 2, kv_heads, block_size, dim]."""
+    def run(self, q: Tensor, layer_pool: Tensor, out: Tensor, window: int | None) -> None:
+        """q [decodes, heads, dim], of which a token's heads lie together; out the same, contiguous.
+
+        layer_pool [blocks, 2, kv_heads, block_size, dim].
+        """
         ...
 
 
@@ -40,17 +43,30 @@ class PrefillPart(Protocol):
         """Prepare a step."""
         ...
 
-    def run(self, q: Tensor, layer_pool: Tensor, out: Tensor) -> None:
-        """q, out [tokens, heads, dim]; layer_pool [blocks, 2, kv_heads, block_size, dim]."""
+    def run(self, qkv: Tensor, layer_pool: Tensor, out: Tensor, window: int | None) -> None:
+        """qkv [tokens, heads + 2 kv_heads, dim], rotated; out [tokens, heads, dim].
+
+        The pool holds all K and V, those of qkv too.
+        """
         ...
 
 
 class GpuAttention:
-    """An AttentionBackend over `pool`."""
+    """An AttentionBackend over `pool`. `windows`: see attention_torch.TorchAttention."""
 
-    def __init__(self, pool: Tensor, decode: DecodePart, prefill: PrefillPart) -> None:
+    def __init__(
+        self,
+        pool: Tensor,
+        decode: DecodePart,
+        prefill: PrefillPart,
+        graph_prefill: TritonGraphPrefill,
+        windows: Sequence[int | None] | None = None,
+    ) -> None:
         self._layers = pool.unbind(1)  # [num_blocks, 2, kv_heads, block_size, dim] each
+        self._windows = windows or [None] * len(self._layers)
         self._decode, self._prefill = decode, prefill
+        self._graph_prefill = graph_prefill
+        self._active_prefill: PrefillPart = prefill
         self._num_decodes = self._num_slices = 0
 
     def plan(self, metadata: AttentionMetadata) -> None:
@@ -60,18 +76,27 @@ class GpuAttention:
         seq_lens, tables = metadata.seq_lens, metadata.block_tables
         if n:
             self._decode.plan(seq_lens[:n], tables[:n], is_graph=metadata.is_graph)
+        self._active_prefill = self._prefill
+        if metadata.is_prefill_graph:
+            self._active_prefill = self._graph_prefill
+            self._graph_prefill.set_size(len(metadata.slot_mapping))
         if n < self._num_slices:
-            self._prefill.plan(metadata.query_lens[n:], seq_lens[n:], tables[n:])
+            self._active_prefill.plan(metadata.query_lens[n:], seq_lens[n:], tables[n:])
 
     def run(self, layer: int, qkv: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        layer_pool = self._layers[layer]
-        q = rotate_and_store(qkv, rope, layer_pool, self._slot_mapping)
-        out = torch.empty_like(q)
+        layer_pool, window = self._layers[layer], self._windows[layer]
+        rotate_and_store(qkv, rope, layer_pool, self._slot_mapping)
+        num_tokens, all_heads, dim = qkv.shape
+        heads = all_heads - 2 * layer_pool.shape[2]
+        shape = (num_tokens, heads, dim)
+        # Tokens that no slice has get zeros: they may not become NaN, which the pool would keep.
+        is_full = self._active_prefill is not self._graph_prefill
+        out = qkv.new_empty(shape) if is_full else qkv.new_zeros(shape)
         n = self._num_decodes
         if n:
-            self._decode.run(q[:n], layer_pool, out[:n])
+            self._decode.run(qkv[:n, :heads], layer_pool, out[:n], window)
         if n < self._num_slices:
-            self._prefill.run(q[n:], layer_pool, out[n:])
+            self._active_prefill.run(qkv[n:], layer_pool, out[n:], window)
         return out
 
 
@@ -83,8 +108,9 @@ def make_gpu_attention(
     *,
     decode: str,
     prefill: str,
+    windows: Sequence[int | None] | None = None,
 ) -> GpuAttention:
-    """`decode` and `prefill` are "triton" or "flashinfer"."""
+    """`decode` and `prefill` are "triton" or, without a window in any layer, "flashinfer"."""
     decode_part: DecodePart
     prefill_part: PrefillPart
     if decode == "triton":
@@ -99,4 +125,5 @@ def make_gpu_attention(
         from .attention_flashinfer import FlashInferPrefill
 
         prefill_part = FlashInferPrefill(pool, num_heads)
-    return GpuAttention(pool, decode_part, prefill_part)
+    graph_prefill = TritonGraphPrefill(pool, max_model_len)
+    return GpuAttention(pool, decode_part, prefill_part, graph_prefill, windows)

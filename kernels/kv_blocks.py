@@ -41,6 +41,24 @@ def copy_blocks(pool: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
     scatter_blocks(pool, target_ids, gather_blocks(pool, source_ids))
 
 
+def copy_heads(
+    source: Tensor,
+    source_ids: Tensor,
+    source_head: int,
+    target: Tensor,
+    target_ids: Tensor,
+    target_head: int,
+    num_heads: int,
+) -> None:
+    """Copy `num_heads` KV heads of blocks between pools that differ in `kv_heads` alone.
+
+    source_ids, target_ids [n]; `target_ids` must not repeat. The heads that begin with
+    `source_head` there go to those that begin with `target_head`.
+    """
+    heads = source[source_ids, :, :, source_head : source_head + num_heads]
+    target[target_ids, :, :, target_head : target_head + num_heads] = heads
+
+
 def block_rows(pool: Tensor, block_ids: Tensor) -> Tensor:
     """Where the pieces [block_size, dim] of blocks lie in `pool.view(-1, block_size * dim)`.
 

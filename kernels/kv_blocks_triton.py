@@ -1,7 +1,8 @@
-"""Moving whole KV blocks in Triton. The reference is kv_blocks.py.
+"""Moving KV blocks in Triton, whole or some of their heads. The reference is kv_blocks.py.
 
 A block of all layers is one contiguous piece, so these are plain copies of words: as fast as the
-memory, whatever the layout inside a block.
+memory, whatever the layout inside a block. Some heads are a piece of each of its rows: a layer's K
+or V with all heads.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 _CHUNK_WORDS = 4096
-_PULL_PROGRAMS = 64  # enough to fill NVLink; the other multiprocessors go on with their step
+# Of 8192 words each, 32 programs fill NVLink (370 of 372 GB/s); with them a step in progress loses
+# the fewest multiprocessors.
+_PULL_PROGRAMS, _PULL_WORDS = 32, 8192
 
 
 def gather_blocks(pool: Tensor, block_ids: Tensor) -> Tensor:
@@ -41,7 +44,7 @@ def pull_blocks(
     """
     target = _words(pool)
     num_words = target.shape[1]
-    num_chunks = len(block_ids) * triton.cdiv(num_words, _CHUNK_WORDS)
+    num_chunks = len(block_ids) * triton.cdiv(num_words, _PULL_WORDS)
     _pull_words[(min(num_programs, num_chunks),)](
         source_address,
         target,
@@ -49,7 +52,48 @@ def pull_blocks(
         block_ids,
         num_words,
         num_chunks,
-        CHUNK=_CHUNK_WORDS,
+        CHUNK=_PULL_WORDS,
+        num_warps=8,
+    )
+
+
+def pull_heads(
+    source_address: int,
+    source_heads: int,
+    source_head: int,
+    pool: Tensor,
+    my_head: int,
+    num_heads: int,
+    source_ids: Tensor,
+    block_ids: Tensor,
+    num_programs: int = _PULL_PROGRAMS,
+) -> None:
+    """`kv_blocks.copy_heads` from a pool at `source_address` with `source_heads` in its blocks.
+
+    Address and ids as for `pull_blocks`.
+    """
+    _, num_layers, _, my_heads, block_size, dim = pool.shape
+    word = _word(block_size * dim * pool.itemsize)
+    head_words = block_size * dim * pool.itemsize // word.itemsize
+    num_rows, width = 2 * num_layers, num_heads * head_words
+    num_columns = min(triton.next_power_of_2(width), _CHUNK_WORDS)
+    num_tile_rows = _CHUNK_WORDS // num_columns
+    tiles_per_block = triton.cdiv(num_rows, num_tile_rows) * triton.cdiv(width, num_columns)
+    num_tiles = len(block_ids) * tiles_per_block
+    _pull_rows[(min(num_programs, num_tiles),)](
+        source_address,
+        pool.view(-1).view(word),
+        source_ids,
+        block_ids,
+        source_heads * head_words,
+        source_head * head_words,
+        my_heads * head_words,
+        my_head * head_words,
+        num_rows,
+        width,
+        num_tiles,
+        ROWS=num_tile_rows,
+        COLUMNS=num_columns,
         num_warps=8,
     )
 
@@ -65,10 +109,15 @@ def _copy(source: Tensor, target: Tensor, block_ids: Tensor, *, is_gather: bool)
 def _words(blocks: Tensor) -> Tensor:
     """[n, words of 8 bytes], or of 4 or 2 where a block is no multiple of that."""
     flat = blocks.view(len(blocks), -1).view(torch.uint8)
+    return flat.view(_word(flat.shape[1]))
+
+
+def _word(num_bytes: int) -> torch.dtype:
+    """The widest word that pieces of so many bytes consist of."""
     for dtype in (torch.int64, torch.int32, torch.int16):
-        if flat.shape[1] % dtype.itemsize == 0:
-            return flat.view(dtype)
-    return flat
+        if num_bytes % dtype.itemsize == 0:
+            return dtype
+    return torch.uint8
 
 
 @triton.jit
@@ -113,3 +162,36 @@ def _pull_words(
         read = source + tl.load(source_ids + index) * num_words
         written = target + tl.load(block_ids + index) * num_words
         tl.store(written + words, tl.load(read + words, mask=mask), mask=mask)
+
+
+@triton.jit
+def _pull_rows(
+    source_address,
+    target,
+    source_ids,
+    block_ids,
+    source_pitch,
+    source_first,
+    pitch,
+    first,
+    num_rows,
+    width,
+    num_tiles,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """As `_pull_words`, tile after tile of [rows, words of a row's piece]."""
+    source = tl.cast(source_address, tl.int64).to(target.dtype)
+    source = tl.multiple_of(source, 16)
+    tiles_across = tl.cdiv(width, COLUMNS)
+    tiles_per_block = tl.cdiv(num_rows, ROWS) * tiles_across
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        index = tile // tiles_per_block
+        in_block = tile % tiles_per_block
+        rows = in_block // tiles_across * ROWS + tl.arange(0, ROWS)[:, None]
+        words = in_block % tiles_across * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        mask = (rows < num_rows) & (words < width)
+        read = source + tl.load(source_ids + index) * (num_rows * source_pitch) + source_first
+        written = target + tl.load(block_ids + index) * (num_rows * pitch) + first
+        content = tl.load(read + rows * source_pitch + words, mask=mask)
+        tl.store(written + rows * pitch + words, content, mask=mask)

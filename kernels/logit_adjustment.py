@@ -1,12 +1,13 @@
-"""What changes a row's logits: bias, penalties, forbidden tokens, in this order.
+"""What changes a row's logits: bias, penalties, tokens that are forbidden or not allowed.
 
-Sparse: the cost is that of the tokens named, never of the vocabulary. The formulas are those of
+In this order, and sparse: the cost is that of the tokens named, and of the vocabulary only for rows
+that say of each token whether it is allowed. The formulas are those of
 vLLM and transformers; repetition is of Keskar et al. 2019 (CTRL, section 4.1):
 
     logit += bias
     logit  = logit / repetition if logit > 0 else logit * repetition      seen in prompt or output
     logit -= frequency * count + presence * (count > 0)                   count: in the output
-    logit  = -inf                                                         forbidden
+    logit  = -inf                                                         forbidden, not allowed
 """
 
 from __future__ import annotations
@@ -42,11 +43,15 @@ class Penalties:
 
 @dataclass(frozen=True, slots=True)
 class LogitAdjustment:
-    """Of one row. No id may be biased twice."""
+    """Of one row. No id may be biased twice.
+
+    `allowed` [words] int32: bit i % 32 of word i // 32 says whether token i is; None: all are.
+    """
 
     bias: Sequence[tuple[int, float]] = ()
     penalties: Penalties | None = None
     forbidden_ids: Sequence[int] = ()
+    allowed: NDArray[np.int32] | None = None
 
 
 def adjust_logits(logits: Tensor, adjustments: Sequence[LogitAdjustment]) -> Tensor:
@@ -82,7 +87,21 @@ def adjust_logits(logits: Tensor, adjustments: Sequence[LogitAdjustment]) -> Ten
         logits[at] = new - spread(lambda one: one.presence) * (counts > 0)
     if at := places([one.forbidden_ids for one in adjustments]):
         logits[at] = -math.inf
+    _drop_not_allowed(logits, [one.allowed for one in adjustments])
     return logits
+
+
+def _drop_not_allowed(logits: Tensor, masks: Sequence[NDArray[np.int32] | None]) -> None:
+    rows = [row for row, mask in enumerate(masks) if mask is not None]
+    if not rows:
+        return
+    words = np.stack([mask for mask in masks if mask is not None])
+    # As bytes: spread out, a bit takes the place of one, not of four.
+    packed = upload(words.astype("<i4", copy=False).view(np.uint8), logits.device)
+    bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    is_allowed = (packed[:, :, None] >> bits & 1).flatten(1)[:, : logits.shape[-1]].bool()
+    index = upload(np.array(rows, np.int64), logits.device)
+    logits[index] = logits.index_select(0, index).masked_fill_(~is_allowed, -math.inf)
 
 
 _NONE = Penalties(np.empty(0, np.int64), np.empty(0, np.int64))

@@ -1,4 +1,7 @@
-"""RMSNorm with the residual sum in the same kernel, in Triton. The reference is norm.py."""
+"""RMSNorm in Triton: with the residual sum in the same kernel, and head by head in place.
+
+The reference is norm.py.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .dependent_launch import launch_options, let_next_in, wait_for_previous
+
+_TILE_HEADS = 8
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -22,6 +27,26 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     out = torch.empty_like(x)
     _launch(x, residual, weight, out, eps, has_residual=True)
     return out
+
+
+def norm_heads(qkv: Tensor, weights: tuple[Tensor, Tensor], kv_heads: int, eps: float) -> Tensor:
+    """`norm.norm_heads` where the heads lie; qkv contiguous."""
+    num_tokens, all_heads, dim = qkv.shape
+    normed_heads = all_heads - kv_heads
+    _norm_heads[(num_tokens, triton.cdiv(normed_heads, _TILE_HEADS))](
+        qkv,
+        *weights,
+        all_heads,
+        normed_heads,
+        normed_heads - kv_heads,
+        eps,
+        DIM=dim,
+        DIM_PADDED=triton.next_power_of_2(dim),
+        TILE_HEADS=_TILE_HEADS,
+        num_warps=2,
+        **launch_options(qkv.device),
+    )
+    return qkv
 
 
 def _launch(
@@ -70,3 +95,32 @@ def _add_rms_norm(
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / dim + eps)
     normed = wide * scale * scales
     tl.store(out + row + cols, normed.to(value.dtype), mask=mask)
+
+
+@triton.jit
+def _norm_heads(
+    qkv,
+    q_weight,
+    k_weight,
+    all_heads,
+    normed_heads,
+    q_heads,
+    eps,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    heads = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)[:, None]
+    dims = tl.arange(0, DIM_PADDED)[None, :]
+    mask = (heads < normed_heads) & (dims < DIM)
+    of_q = tl.load(q_weight + dims, mask=dims < DIM, other=0.0).to(tl.float32)
+    of_k = tl.load(k_weight + dims, mask=dims < DIM, other=0.0).to(tl.float32)
+    let_next_in(PDL)
+    wait_for_previous(PDL)
+    at = qkv + (tl.program_id(0).to(tl.int64) * all_heads + heads) * DIM + dims
+    value = tl.load(at, mask=mask, other=0.0)
+    wide = value.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / DIM + eps)[:, None]
+    normed = wide * scale * tl.where(heads < q_heads, of_q, of_k)
+    tl.store(at, normed.to(value.dtype), mask=mask)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .activation import silu_and_mul
-from .norm import rms_norm
+from .norm import norm_heads, rms_norm
 
 
 class Ops(Protocol):
@@ -27,6 +27,12 @@ class Ops(Protocol):
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Add x to `residual` in place; the norm of the sum."""
+        ...
+
+    def norm_heads(
+        self, qkv: Tensor, weights: tuple[Tensor, Tensor], kv_heads: int, eps: float
+    ) -> Tensor:
+        """norm.norm_heads; `qkv` may be overwritten."""
         ...
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
@@ -45,6 +51,11 @@ class TorchOps:
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(residual.add_(x), weight, eps)
+
+    def norm_heads(
+        self, qkv: Tensor, weights: tuple[Tensor, Tensor], kv_heads: int, eps: float
+    ) -> Tensor:
+        return norm_heads(qkv, weights, kv_heads, eps)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         return silu_and_mul(gate_up)

@@ -1,11 +1,10 @@
-"""Rotate q and k and store k and v into the paged pool, in one Triton kernel.
+"""Rotate q and k in place and store k and v into the paged pool, in one Triton kernel.
 
 The reference is rope.apply_rope followed by kv_blocks.store_kv.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,8 +16,8 @@ _TILE_HEADS = 8
 
 def rotate_and_store(
     qkv: Tensor, rope: tuple[Tensor, Tensor], layer_pool: Tensor, slot_mapping: Tensor
-) -> Tensor:
-    """The rotated q [tokens, heads, dim]; k and v go to the slots [tokens], int64.
+) -> None:
+    """Rotates q and k where they lie; k and v go to the slots [tokens], int64, too.
 
     qkv [tokens, heads + 2 kv_heads, dim] contiguous, rope from `rope.rope_angles`, layer_pool
     [num_blocks, 2, kv_heads, block_size, dim]: one layer of the pool.
@@ -26,7 +25,6 @@ def rotate_and_store(
     num_tokens, all_heads, dim = qkv.shape
     _, _, kv_heads, block_size, _ = layer_pool.shape
     heads = all_heads - 2 * kv_heads
-    q = torch.empty((num_tokens, heads, dim), dtype=qkv.dtype, device=qkv.device)
     cos, sin = rope
     q_tiles, kv_tiles = triton.cdiv(heads, _TILE_HEADS), triton.cdiv(kv_heads, _TILE_HEADS)
     _rotate_and_store[(num_tokens, q_tiles + 2 * kv_tiles)](
@@ -34,7 +32,6 @@ def rotate_and_store(
         cos,
         sin,
         slot_mapping,
-        q,
         layer_pool,
         heads,
         kv_heads,
@@ -48,7 +45,6 @@ def rotate_and_store(
         num_warps=2,
         **launch_options(qkv.device),
     )
-    return q
 
 
 @triton.jit
@@ -57,7 +53,6 @@ def _rotate_and_store(
     cos,
     sin,
     slot_mapping,
-    q,
     layer_pool,
     heads,
     kv_heads,
@@ -94,11 +89,9 @@ def _rotate_and_store(
         s = tl.load(sin + token * DIM + half + dims, mask=dims < half, other=0.0)
         a, b = first.to(tl.float32), second.to(tl.float32)
         first, second = (a * c - b * s).to(first.dtype), (b * c + a * s).to(second.dtype)
-    if is_q:
-        target = q + (token * heads + head) * DIM + dims
-        tl.store(target, first, mask=mask)
-        tl.store(target + half, second, mask=mask)
-    else:
+        tl.store(source + dims, first, mask=mask)
+        tl.store(source + dims + half, second, mask=mask)
+    if part > 0:
         slot = tl.load(slot_mapping + token)
         block = layer_pool + slot // BLOCK_SIZE * block_stride
         place = ((part - 1) * kv_heads + head) * BLOCK_SIZE + slot % BLOCK_SIZE

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .dependent_launch import launch_options, let_next_in, wait_for_previous
 
-_CHUNK = 4096
+_CHUNK = 2048
 _MIN_TEMPERATURE = tl.constexpr(1e-5)
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)

@@ -25,5 +25,5 @@ def upload(values: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def upload_into(target: Tensor, values: NDArray[Any]) -> None:
-    """Overwrite the first len(values) elements of a flat device tensor."""
+    """Overwrite the first len(values) elements, or rows, of a device tensor."""
     target[: len(values)].copy_(pin(values, target.device), non_blocking=True)
