@@ -11,9 +11,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..core.logprobs import TokenLogprobs
 from ..core.request import SamplingParams
-from .token_counts import TokenCounts
+
+
+class Counts(Protocol):
+    """What penalties look at, as parallel arrays: see token_counts.py."""
+
+    @property
+    def token_ids(self) -> NDArray[np.int64]: ...
+
+    @property
+    def counts(self) -> NDArray[np.int64]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +34,16 @@ class SampleSpec:
 
     `forbidden_ids` must not be chosen (min_tokens). `counts` is what penalties look at: there if
     the parameters have any, and valid until `launch` returns. Each of `fork_keys` asks for one more
-    sample from the same logits.
+    sample from the same logits. `allowed` [words]: bit i % 32 of word i // 32 says whether token i
+    may be chosen; None: each may.
     """
 
     params: SamplingParams
     key: int  # core.sampling.token_key of the position that is sampled
     forbidden_ids: Sequence[int] = ()
-    counts: TokenCounts | None = None
+    counts: Counts | None = None
     fork_keys: tuple[int, ...] = ()
+    allowed: NDArray[np.int32] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +87,10 @@ class SampledToken:
 class LaunchedStep(Protocol):
     """A step on the device."""
 
+    def has_completed(self) -> bool:
+        """Whether `collect` would not have to wait. Raises EngineFailed as it does."""
+        ...
+
     def collect(self) -> list[SampledToken | None]:
         """Wait until it has completed; call once. Parallel to the batch, None: nothing sampled.
 
@@ -111,6 +129,9 @@ class CompletedStep:
 
     results: list[SampledToken | None]
     prompt: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+
+    def has_completed(self) -> bool:
+        return True
 
     def collect(self) -> list[SampledToken | None]:
         return self.results

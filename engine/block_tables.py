@@ -50,6 +50,8 @@ class BlockTables:
         self._generations = generations
         self._block_size = block_size
         self._steps: list[StepFence] = []
+        self.num_queried_tokens = 0  # of all that was given blocks
+        self.num_hit_tokens = 0  # of them, those in matched blocks
 
     def match(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """Cached blocks that hold the beginning of the sequence's first `num_tokens` tokens.
@@ -75,6 +77,8 @@ class BlockTables:
             return False
         sequence.num_stored_blocks = len(matched)
         sequence.num_cached_tokens = len(matched) * self._block_size
+        self.num_queried_tokens += sequence.num_tokens
+        self.num_hit_tokens += sequence.num_cached_tokens
         sequence.num_computed_tokens = sequence.num_cached_tokens
         sequence.num_launched_tokens = sequence.num_cached_tokens
         return True

@@ -1,7 +1,8 @@
 """Weights from a Hugging Face directory into a model's tensors, or seeded random ones.
 
 Reads safetensors only, mapped, each tensor once; sharded by its index or not. A pickle is never
-opened. Knows no architecture: a model says by name which tensors it must have and where they go.
+opened. Knows no architecture: a model says by name which tensors it must have and where they go,
+or which part of them; of a part no more than that is read.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from ..core.errors import StartupFailed
 from ..core.model_dir import read_json
+from .layers import Target
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -46,7 +47,7 @@ OnProgress = Callable[[LoadProgress], None]
 
 def load_weights(
     model_dir: Path,
-    targets: Mapping[str, Tensor],
+    targets: Mapping[str, Target],
     *,
     ignored: frozenset[str] = frozenset(),
     on_progress: OnProgress | None = None,
@@ -69,7 +70,7 @@ def load_weights(
             )
     progress = _Progress(targets, on_progress)
     for path in files:
-        with _open(path, next(iter(targets.values())).device) as file:
+        with _open(path, next(iter(targets.values())).tensor.device) as file:
             for name in file.keys():  # noqa: SIM118 (a handle, not a dict)
                 if name in targets:
                     _copy(path, file, name, targets[name])
@@ -77,7 +78,7 @@ def load_weights(
 
 
 def fill_dummy_weights(
-    targets: Mapping[str, Tensor],
+    targets: Mapping[str, Target],
     *,
     std: float,
     seed: int,
@@ -85,17 +86,20 @@ def fill_dummy_weights(
 ) -> None:
     """Random weights: matrices normal(0, std), norms 1, biases 0.
 
-    Each tensor depends on the seed and its name alone, not on the order of loading.
+    Each tensor depends on the seed and its name alone, not on the order of loading; a part of one
+    is that part of the whole.
     """
     progress = _Progress(targets, on_progress)
     for name, target in targets.items():
-        if target.ndim == 2:
+        tensor = target.tensor
+        if tensor.ndim == 2:
             digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
-            generator = torch.Generator(target.device).manual_seed(int.from_bytes(digest))
-            target.copy_(torch.randn(target.shape, generator=generator, device=target.device))
-            target.mul_(std)
+            generator = torch.Generator(tensor.device).manual_seed(int.from_bytes(digest))
+            whole = torch.randn(target.full_shape, generator=generator, device=tensor.device)
+            tensor.copy_(whole[_wanted(target)])
+            tensor.mul_(std)
         else:
-            target.fill_(0.0 if name.endswith(".bias") else 1.0)
+            tensor.fill_(0.0 if name.endswith(".bias") else 1.0)
         progress.add(name)
 
 
@@ -139,8 +143,8 @@ def weights_identity(model_dir: Path) -> str:
 class _Progress:
     """Counts loaded targets and reports each."""
 
-    def __init__(self, targets: Mapping[str, Tensor], on_progress: OnProgress | None) -> None:
-        self._sizes = {name: target.nbytes for name, target in targets.items()}
+    def __init__(self, targets: Mapping[str, Target], on_progress: OnProgress | None) -> None:
+        self._sizes = {name: target.tensor.nbytes for name, target in targets.items()}
         self._total_bytes = sum(self._sizes.values())
         self._num_tensors = self._num_bytes = 0
         self._on_progress = on_progress
@@ -173,16 +177,28 @@ def _tensor_names(path: Path) -> list[str]:
         return list(file.keys())
 
 
-def _copy(path: Path, file: Any, name: str, target: Tensor) -> None:
+def _copy(path: Path, file: Any, name: str, target: Target) -> None:
     source = file.get_slice(name)
     shape, dtype = tuple(source.get_shape()), source.get_dtype()
-    if shape != tuple(target.shape):
+    if shape != target.full_shape:
         raise StartupFailed(
-            f"{name} in {path} has shape {list(shape)}, config.json asks for {list(target.shape)}"
+            f"{name} in {path} has shape {list(shape)}, "
+            f"config.json asks for {list(target.full_shape)}"
         )
     if dtype not in _DTYPES:
         raise StartupFailed(f"{name} in {path} is of type {dtype}, not a plain float")
-    target.copy_(file.get_tensor(name))
+    if target.cut is None or target.tensor.shape == shape:
+        target.tensor.copy_(file.get_tensor(name))
+    elif target.tensor.numel():
+        target.tensor.copy_(source[_wanted(target)])
+
+
+def _wanted(target: Target) -> tuple[slice, ...]:
+    """Which part of the checkpoint's tensor the target is."""
+    if target.cut is None:
+        return (slice(None),)
+    stop = target.cut.start + target.tensor.shape[target.cut.dim]
+    return (*[slice(None)] * target.cut.dim, slice(target.cut.start, stop))
 
 
 def _is_plain_file_name(name: object) -> bool:

@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps: one for each of a few batch sizes, all in one pool of memory.
+"""CUDA graphs of steps: one for each of a few sizes in tokens, all of a kind in one pool of memory.
 
 A graph replays fixed kernels over fixed addresses: `inputs` is where every size reads what changes.
 Knows neither model nor scheduler.
@@ -7,7 +7,7 @@ Knows neither model nor scheduler.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,52 +15,51 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_NUM_INPUTS = 5
 _MAX_ROWS_OF_CUBLASLT = 64
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeGraph:
-    """A captured step of `size` decodes; `logits` are valid until the next replay of any size."""
+class StepGraph:
+    """A captured step of `size` tokens; `output` is valid until the next replay of its kind."""
 
     size: int
-    logits: Tensor
+    output: Tensor
     graph: torch.cuda.CUDAGraph
 
     def replay(self) -> None:
         self.graph.replay()
 
 
-class DecodeGraphs:
-    """The graphs by size."""
+class StepGraphs:
+    """The graphs of one kind by size, each over `num_inputs` inputs a token."""
 
-    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
-        self.sizes = graph_sizes(max_num_seqs)
+    def __init__(self, sizes: Sequence[int], num_inputs: int, device: torch.device) -> None:
+        self.sizes = sizes
         self.capture_s = 0.0
-        self._device = device
-        self._inputs = torch.zeros(_NUM_INPUTS * self.sizes[-1], dtype=torch.int64, device=device)
-        self._graphs: dict[int, DecodeGraph] = {}
+        self._num_inputs = num_inputs
+        self._inputs = torch.zeros(num_inputs * sizes[-1], dtype=torch.int64, device=device)
+        self._graphs: dict[int, StepGraph] = {}
         self._memory: Any = None
 
     def inputs(self, size: int) -> Tensor:
-        """The inputs [5, size] int64 of the graph of `size`."""
-        return self._inputs[: _NUM_INPUTS * size].view(_NUM_INPUTS, size)
+        """The inputs [num_inputs, size] int64 of the graph of `size`."""
+        return self._inputs[: self._num_inputs * size].view(self._num_inputs, size)
 
-    def find(self, num_decodes: int) -> DecodeGraph | None:
-        """The smallest captured graph for so many decodes."""
-        size = next((size for size in self.sizes if size >= num_decodes), None)
+    def find(self, num_tokens: int) -> StepGraph | None:
+        """The smallest captured graph for so many tokens."""
+        size = next((size for size in self.sizes if size >= num_tokens), None)
         return None if size is None else self._graphs.get(size)
 
     def capture(self, size: int, step: Callable[[], Tensor]) -> None:
-        """Capture `step`, which reads `inputs(size)` and returns its logits."""
+        """Capture `step`, which reads `inputs(size)` and returns its output."""
         begin_s = time.perf_counter()
         with torch.inference_mode(), _blas_for(size):
             step()  # compiles kernels and makes lazy buffers, neither of which a capture may do
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._memory):
-                logits = step()
+                output = step()
         self._memory = self._memory or graph.pool()
-        self._graphs[size] = DecodeGraph(size, logits, graph)
+        self._graphs[size] = StepGraph(size, output, graph)
         self.capture_s += time.perf_counter() - begin_s
 
 
@@ -80,7 +79,7 @@ def _blas_for(num_rows: int) -> Iterator[None]:
         torch.backends.cuda.preferred_blas_library(before)
 
 
-def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
+def decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
     """Batch sizes to capture: closer together where a padded row costs a larger share."""
     steps = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_num_seqs, 32)]
     return (*(size for size in steps if size < max_num_seqs), max_num_seqs)

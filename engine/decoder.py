@@ -1,21 +1,20 @@
 """The decoder of Llama and its kin: RMSNorm, rotary GQA attention, SwiGLU, over flat batches.
 
 Owns the weights' names and the order of operations. Attention and the KV pool are behind an
-AttentionBackend; knows no request, no block and no file.
+AttentionBackend; of several ranks each has its heads, and the norms add up what attention and MLP
+gave on each. Knows no request, no block and no file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import torch
 from torch import Tensor
 
 from ..kernels.attention import AttentionBackend
-from .layers import Embedding, Linear, Placement, RMSNorm, Target
+from .layers import Embedding, Linear, Outputs, Placement, RMSNorm, RowLinear, Targets
 from .mlp import MLP, Experts
 from .model_config import ModelConfig
 from .rotary import RotaryEmbedding
+from .sharding import Heads, heads_of_rank
 
 
 class Attention:
@@ -23,26 +22,25 @@ class Attention:
 
     def __init__(self, index: int, prefix: str, config: ModelConfig, placement: Placement) -> None:
         self._layer = index
-        self._head_dim = config.head_dim
-        q_size = config.num_heads * config.head_dim
-        kv_size = config.num_kv_heads * config.head_dim
+        self._head_dim = dim = config.head_dim
+        communicator = placement.communicator
+        heads = heads_of_rank(config, communicator.rank, communicator.size)
         self.qkv = Linear(
-            [
-                (f"{prefix}.q_proj", q_size),
-                (f"{prefix}.k_proj", kv_size),
-                (f"{prefix}.v_proj", kv_size),
-            ],
+            _qkv_of_rank(prefix, config, heads),
             config.hidden_size,
             placement,
             has_bias=config.has_qkv_bias,
         )
-        self.out = Linear(
-            [(f"{prefix}.o_proj", config.hidden_size)],
-            q_size,
+        self.out = RowLinear(
+            f"{prefix}.o_proj",
+            config.hidden_size,
+            config.num_heads * dim,
             placement,
             has_bias=config.has_output_bias,
         )
-        self.head_norms = HeadNorms(prefix, config, placement) if config.has_qk_norm else None
+        self.head_norms = None
+        if config.has_qk_norm:
+            self.head_norms = HeadNorms(prefix, config, heads.num_kv_heads, placement)
 
     def __call__(
         self, x: Tensor, rope: tuple[Tensor, Tensor], attention: AttentionBackend
@@ -52,31 +50,38 @@ class Attention:
             qkv = self.head_norms(qkv)
         return self.out(attention.run(self._layer, qkv, rope).view(len(x), -1))
 
-    def targets(self) -> Iterator[Target]:
+    def targets(self) -> Targets:
         yield from self.qkv.targets()
         yield from self.out.targets()
         if self.head_norms is not None:
             yield from self.head_norms.targets()
 
 
+def _qkv_of_rank(prefix: str, config: ModelConfig, heads: Heads) -> list[Outputs]:
+    dim = config.head_dim
+    q = (heads.num_heads * dim, heads.first_head * dim, config.num_heads * dim)
+    kv = (heads.num_kv_heads * dim, heads.first_kv_head * dim, config.num_kv_heads * dim)
+    parts = {"q_proj": q, "k_proj": kv, "v_proj": kv}
+    return [Outputs(f"{prefix}.{name}", *part) for name, part in parts.items()]
+
+
 class HeadNorms:
     """One norm for each head of q, another for each head of k."""
 
-    def __init__(self, prefix: str, config: ModelConfig, placement: Placement) -> None:
-        self._kv_heads = config.num_kv_heads
-        dim, eps = config.head_dim, config.rms_norm_eps
-        self.q_norm = RMSNorm(f"{prefix}.q_norm", dim, eps, placement)
-        self.k_norm = RMSNorm(f"{prefix}.k_norm", dim, eps, placement)
+    def __init__(
+        self, prefix: str, config: ModelConfig, num_kv_heads: int, placement: Placement
+    ) -> None:
+        self._ops, self._kv_heads = placement.ops, num_kv_heads
+        dim, self._eps = config.head_dim, config.rms_norm_eps
+        self.q_norm = RMSNorm(f"{prefix}.q_norm", dim, self._eps, placement)
+        self.k_norm = RMSNorm(f"{prefix}.k_norm", dim, self._eps, placement)
 
     def __call__(self, qkv: Tensor) -> Tensor:
-        """[tokens, heads + 2 kv_heads, dim] -> the same, contiguous."""
-        q, k, v = qkv.tensor_split((-2 * self._kv_heads, -self._kv_heads), dim=1)
-        # The norms take rows that lie behind each other: [tokens * heads, dim].
-        normed_q = self.q_norm(q.reshape(-1, q.shape[-1])).view(q.shape)
-        normed_k = self.k_norm(k.reshape(-1, k.shape[-1])).view(k.shape)
-        return torch.cat((normed_q, normed_k, v), dim=1)
+        """[tokens, heads + 2 kv_heads, dim] -> the same, contiguous; qkv may be overwritten."""
+        weights = (self.q_norm.weight, self.k_norm.weight)
+        return self._ops.norm_heads(qkv, weights, self._kv_heads, self._eps)
 
-    def targets(self) -> Iterator[Target]:
+    def targets(self) -> Targets:
         yield from self.q_norm.targets()
         yield from self.k_norm.targets()
 
@@ -109,7 +114,7 @@ class DecoderLayer:
         attended = self.attention(normed, rope, attention)
         return self.mlp(self.post_attention_norm.add(attended, residual))
 
-    def targets(self) -> Iterator[Target]:
+    def targets(self) -> Targets:
         for part in (self.input_norm, self.attention, self.post_attention_norm, self.mlp):
             yield from part.targets()
 
@@ -127,16 +132,15 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, placement: Placement) -> None:
         self.device = placement.device
+        self.communicator = placement.communicator
         self.embed = Embedding(
             "model.embed_tokens", config.vocab_size, config.hidden_size, placement
         )
         self.layers = [DecoderLayer(i, config, placement) for i in range(config.num_layers)]
         self.norm = RMSNorm("model.norm", config.hidden_size, config.rms_norm_eps, placement)
-        self.lm_head = (
-            None
-            if config.has_tied_embeddings
-            else Linear([("lm_head", config.vocab_size)], config.hidden_size, placement)
-        )
+        self.lm_head = self.embed
+        if not config.has_tied_embeddings:
+            self.lm_head = Embedding("lm_head", config.vocab_size, config.hidden_size, placement)
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, placement.device)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
@@ -151,14 +155,14 @@ class Decoder:
         return self.norm(residual) if x is None else self.norm.add(x, residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, vocab]."""
-        return self.embed.project(hidden) if self.lm_head is None else self.lm_head(hidden)
+        """[rows, hidden] -> [rows, vocab], the same on all ranks."""
+        return self.lm_head.project(hidden)
 
-    def targets(self) -> Iterator[Target]:
+    def targets(self) -> Targets:
         """Every tensor a checkpoint must have, and where it goes."""
         yield from self.embed.targets()
         for layer in self.layers:
             yield from layer.targets()
         yield from self.norm.targets()
-        if self.lm_head is not None:
+        if self.lm_head is not self.embed:
             yield from self.lm_head.targets()

@@ -23,13 +23,26 @@ _DTYPES = {
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)
 
 
+def devices_of_ranks(config: EngineConfig) -> list[str]:
+    """The device of each rank; `cuda:2,3` are the GPUs of two.
+
+    Raises StartupFailed if there are not as many as ranks.
+    """
+    size, device = config.tensor_parallel_size, config.device
+    if device == "cpu" or not torch.cuda.is_available():
+        return [device] * size
+    _, _, numbers = device.partition(":")
+    gpus = numbers.split(",") if numbers else [str(number) for number in range(size)]
+    if len(gpus) != size:
+        raise StartupFailed(f"--tensor-parallel-size {size} with {len(gpus)} GPUs ({device})")
+    return [f"cuda:{gpu}" for gpu in gpus]
+
+
 def choose_placement(config: EngineConfig, model: ModelConfig) -> Placement:
     """The device, type and kernels that `--device` and `--dtype` mean here.
 
     Raises StartupFailed for a device or type that there is not.
     """
-    if config.tensor_parallel_size > 1:
-        raise StartupFailed("this build has no tensor parallelism", hint="--tp 1")
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if config.device.startswith("cuda"):
         _check_gpu(config.device, num_gpus)
@@ -89,8 +102,8 @@ def choose_attention(
         return AttentionChoice("torch", "torch")
     if wanted == "torch":
         raise StartupFailed("--attention-backend torch is for CPUs", hint="leave the flag out")
-    refuse_on_gpu(model, max_model_len)
-    why_not = _why_not_flashinfer(model, placement)
+    refuse_on_gpu(model)
+    why_not = _why_not_flashinfer(model, placement, max_model_len)
     if wanted == "flashinfer" and why_not:
         raise StartupFailed(
             f"--attention-backend flashinfer: {why_not}", hint="--attention-backend triton"
@@ -119,30 +132,27 @@ def make_attention(
         max_model_len,
         decode=choice.decode,
         prefill=choice.prefill,
+        windows=model.windows if model.smallest_window(max_model_len) else None,
     )
 
 
-def refuse_on_gpu(model: ModelConfig, max_model_len: int) -> None:
+def refuse_on_gpu(model: ModelConfig) -> None:
     """Raise StartupFailed for a model that only CPU engines compute."""
     if model.experts is not None:
         raise StartupFailed(
             f"{model.architecture}: a mixture of experts is computed on CPUs only",
             hint="--device cpu",
         )
-    window = model.smallest_window(max_model_len)
-    if window is not None:
-        raise StartupFailed(
-            f"{model.architecture}: GPU kernels lack its sliding window of {window} tokens",
-            hint=f"--max-model-len {window}, within which it changes nothing, or --device cpu",
-        )
 
 
-def _why_not_flashinfer(model: ModelConfig, placement: Placement) -> str:
+def _why_not_flashinfer(model: ModelConfig, placement: Placement, max_model_len: int) -> str:
     """Empty if FlashInfer can compute this."""
     if not _has("flashinfer"):
         return "it is not installed"
     if placement.dtype == torch.float32:
         return "it has no float32"
+    if window := model.smallest_window(max_model_len):
+        return f"it is used without sliding windows, and this model has one of {window} tokens"
     if model.head_dim not in _FLASHINFER_HEAD_DIMS:
         return f"it has no heads of {model.head_dim} dimensions"
     return ""

@@ -17,9 +17,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
+from ..constraints.grammars import Grammars
 from ..core.block_hash import root_hash
 from ..core.errors import BatonError, EngineFailed, HandoffFailed, InvalidRequest
 from ..core.logprobs import TokenLogprobs
@@ -29,6 +31,7 @@ from .admission import OutputLengthEstimator
 from .batch import LaunchedStep, Runner, SampledToken, SampleSpec, SequenceSlice
 from .block_pool import BlockPool, BlockRef
 from .block_tables import BlockTables, StepFence
+from .constraints import Constraints, Mask, without
 from .generations import Generations
 from .limits import EngineLimits
 from .outputs import (
@@ -39,10 +42,13 @@ from .outputs import (
     StepOutput,
     StepOutputBuilder,
     TokenOutput,
+    Totals,
 )
 from .prefix_cache import CacheObserver, PrefixCache
 from .scheduler import ScheduledSequence, Scheduler
 from .sequence import Sequence, SequenceState, finish_reason
+
+Meanwhile: TypeAlias = Callable[[], bool]
 
 __all__ = ["ChunkDone", "Engine", "Load", "Reservation", "StepOutput", "TokenOutput"]
 
@@ -73,13 +79,16 @@ class Engine:
         enable_prefix_caching: bool = True,
         cache_observer: CacheObserver | None = None,
         estimator: OutputLengthEstimator | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
+        """Without `grammars` no request may have a constraint."""
         self.limits = limits
         self.pool = BlockPool(limits.num_blocks, generations)
         self._runner = runner
         self._fingerprint = fingerprint
         self._eos_token_ids = frozenset(eos_token_ids)
         self._estimator = estimator or OutputLengthEstimator()
+        self._constraints = None if grammars is None else Constraints(grammars)
         cache = PrefixCache(self.pool, is_enabled=enable_prefix_caching, observer=cache_observer)
         self._tables = BlockTables(self.pool, cache, generations, limits.block_size)
         self._scheduler = Scheduler(limits, self.pool, self._tables, self._estimator)
@@ -185,8 +194,13 @@ class Engine:
         is_stalled = self._stalled_at == self._scheduler.opportunities
         return bool(self._scheduler.running or self._scheduler.waiting) and not is_stalled
 
-    def step(self) -> StepOutput:
+    def step(self, meanwhile: Meanwhile | None = None) -> StepOutput:
         """Launch one batch and collect one: the same, or the one before if the runner runs ahead.
+
+        `meanwhile` is called again and again while the batch to be collected is on the device. It
+        waits a moment for something to do and returns whether there was; it may do all to this
+        engine that may be done between two steps. What comes then while no batch is behind that
+        one is launched behind it.
 
         Empty if there is nothing to do. What the runner raises (EngineFailed) goes through, and the
         engine is of no use after it.
@@ -195,6 +209,9 @@ class Engine:
         previous, self._in_flight = self._in_flight, None
         step = self._launch(previous, output)
         if previous is not None:
+            while meanwhile is not None and not previous.launched.has_completed():
+                if meanwhile() and step is None:
+                    step = self._launch(previous, output)
             self._collect(previous, output)
         elif step is None:
             self._stalled_at = self._scheduler.opportunities
@@ -215,9 +232,38 @@ class Engine:
         if not schedule.scheduled:
             return None
         indices = {} if previous is None else previous.index_of()
-        batch = [self._slice(scheduled, indices) for scheduled in schedule.scheduled]
-        fence = self._tables.open_step(scheduled.sequence for scheduled in schedule.scheduled)
-        return _StepInFlight(schedule.scheduled, fence, self._runner.launch(batch))
+        masks = self._masks(schedule.scheduled, output)
+        planned = [one for one in schedule.scheduled if one.sequence.key in self._sequences]
+        if not planned:
+            return self._launch(previous, output)  # all have failed: there may be room for others
+        for scheduled in planned:
+            if not scheduled.sequence.has_started:
+                scheduled.sequence.has_started = True
+                output.started.append(scheduled.sequence.key)
+        batch = [self._slice(scheduled, indices, masks) for scheduled in planned]
+        fence = self._tables.open_step(scheduled.sequence for scheduled in planned)
+        return _StepInFlight(planned, fence, self._runner.launch(batch))
+
+    def _masks(
+        self, planned: list[ScheduledSequence], output: StepOutputBuilder
+    ) -> Mapping[Sequence, Mask]:
+        """Which tokens those may be given that are constrained; what cannot go on ends here."""
+        samples = [
+            (one.sequence, one.sequence.constrained)
+            for one in planned
+            if one.sequence.constrained is not None and one.samples
+        ]
+        if self._constraints is None or not samples:
+            return {}
+        found: dict[Sequence, Mask] = {}
+        masks = self._constraints.masks([(c, s.output_token_ids) for s, c in samples])
+        for (sequence, _), mask in zip(samples, masks, strict=True):
+            if isinstance(mask, InvalidRequest):
+                _report_failure(sequence, mask, output)
+                self._end(sequence)
+            else:
+                found[sequence] = mask
+        return found
 
     def _collect(self, step: _StepInFlight, output: StepOutputBuilder) -> None:
         results = step.launched.collect()
@@ -230,7 +276,10 @@ class Engine:
                 self._advance(scheduled, sampled, output)
 
     def _slice(
-        self, scheduled: ScheduledSequence, previous: Mapping[Sequence, int]
+        self,
+        scheduled: ScheduledSequence,
+        previous: Mapping[Sequence, int],
+        masks: Mapping[Sequence, Mask],
     ) -> SequenceSlice:
         """What to launch; `previous` has the slices of the step in flight."""
         sequence = scheduled.sequence
@@ -240,8 +289,8 @@ class Engine:
         if start == sequence.num_tokens:
             token_ids, follows = [0], previous[sequence]
         sample = None
-        if end == sequence.num_tokens + sequence.num_awaited_tokens:
-            sample = self._sample_spec(sequence, position=end)
+        if scheduled.samples:
+            sample = self._sample_spec(sequence, end, masks.get(sequence))
             sequence.num_awaited_tokens += not sequence.is_held
         sequence.num_launched_tokens = end
         if not sequence.owes_prompt_logprobs:
@@ -252,24 +301,29 @@ class Engine:
             start,
             sequence.block_ids,
             sample,
+            follows,
             prompt_targets=sequence.request.prompt_token_ids[first : end + 1],
             first_prompt_target=first - start - 1,
             num_prompt_top=sequence.request.sampling.prompt_logprobs or 0,
         )
 
-    def _sample_spec(self, sequence: Sequence, position: int) -> SampleSpec:
+    def _sample_spec(self, sequence: Sequence, position: int, allowed: Mask | None) -> SampleSpec:
         """How to sample the token at `position`, for its forks too if it is their first."""
         request = sequence.request
         params = request.sampling
         num_outputs = position - len(request.prompt_token_ids)
         is_too_early = num_outputs < params.min_tokens
+        forbidden = (*self._eos_token_ids, *params.stop_token_ids) if is_too_early else ()
+        if allowed is not None:
+            allowed, forbidden = without(allowed, forbidden), ()
         forks = sequence.forks if position == request.num_known_tokens else ()
         return SampleSpec(
             params,
             token_key(params.seed, request.sample_index, position),
-            (*self._eos_token_ids, *params.stop_token_ids) if is_too_early else (),
+            forbidden,
             sequence.counts(),
             tuple(token_key(params.seed, fork.sample_index, position) for fork in forks),
+            allowed,
         )
 
     def _tell_prompt(
@@ -294,9 +348,6 @@ class Engine:
             return
         sequence.num_computed_tokens += scheduled.num_scheduled_tokens
         self._tables.store(sequence)
-        if not sequence.has_started:
-            sequence.has_started = True
-            output.started.append(sequence.key)
         reason = None
         if sampled is not None:
             reason = self._append(sequence, sampled, output)
@@ -356,6 +407,8 @@ class Engine:
         child.token_ids.append(token_id)
         child.has_started = parent.has_started
         child.next_prompt_logprob = len(request.prompt_token_ids)
+        if parent.constrained is not None:
+            child.constrained = parent.constrained.another()
         assert child.key not in self._sequences and child.num_tokens == parent.num_tokens + 1
         self._sequences[child.key] = child
         copies = self._scheduler.fork(parent, child)
@@ -367,13 +420,22 @@ class Engine:
 
     def load(self) -> Load:
         scheduler = self._scheduler
+        held_blocks = scheduler.num_held_blocks
         queued = [*scheduler.waiting, *scheduler.running]
         return Load(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             waiting_tokens=sum(s.num_uncomputed_tokens for s in queued),
             free_blocks=self.pool.num_available,
-            credit_blocks=max(0, self.limits.held_blocks_limit - scheduler.num_held_blocks),
+            credit_blocks=max(0, self.limits.held_blocks_limit - held_blocks),
+            held_blocks=held_blocks,
+        )
+
+    def totals(self) -> Totals:
+        return Totals(
+            num_preemptions=self._scheduler.num_preemptions,
+            prefix_query_tokens=self._tables.num_queried_tokens,
+            prefix_hit_tokens=self._tables.num_hit_tokens,
         )
 
     def block_refs(self, key: str, first: int, last: int) -> list[BlockRef]:
@@ -421,6 +483,11 @@ class Engine:
         self._num_arrivals += 1
         root = root_hash(self._fingerprint, request.cache_salt)
         sequence = Sequence(request, self._num_arrivals, is_held, root, state=state)
+        constraint = request.sampling.constraint
+        if constraint is not None:
+            if self._constraints is None:
+                raise InvalidRequest("constraints are not taken", code="unsupported_parameter")
+            sequence.constrained = self._constraints.begin(constraint)
         if state is SequenceState.RESERVED:  # told where they are computed
             sequence.next_prompt_logprob = len(request.prompt_token_ids)
         return sequence

@@ -18,7 +18,7 @@ LAYOUT_VERSION = "1"  # of [num_blocks, num_layers, 2, kv_heads, block_size, hea
 
 
 def fingerprint_fields(model: ModelConfig, weights: str, layout: KvLayout) -> dict[str, str]:
-    """The fields of one engine that holds all layers and heads.
+    """The fields of one engine, however many ranks hold its layers and heads.
 
     `weights` tells the weights apart: checkpoint.weights_identity, or the seed of dummy ones.
     """
@@ -31,7 +31,6 @@ def fingerprint_fields(model: ModelConfig, weights: str, layout: KvLayout) -> di
         "head_dim": str(model.head_dim),
         "layer_range": f"0:{model.num_layers}",
         "head_range": f"0:{model.num_kv_heads}",
-        "tensor_parallel_size": "1",
         "layout_version": LAYOUT_VERSION,
     }
 

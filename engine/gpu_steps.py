@@ -5,8 +5,8 @@
                                                    ▲                  │
                                     last sampled tokens, by slice ◄───┘  never leave the device
 
-A step of decodes alone is replayed from a CUDA graph of the next larger size; anything else is
-launched kernel by kernel, which a prefill's length hides.
+A step of decodes alone is replayed from a CUDA graph of the next larger size, and so is the model
+of a short prefill; anything else is launched kernel by kernel, which its length hides.
 """
 
 from __future__ import annotations
@@ -22,16 +22,19 @@ from torch import Tensor
 from ..core.errors import EngineFailed
 from ..core.logprobs import TokenLogprobs
 from ..kernels.attention import AttentionBackend, AttentionMetadata
+from ..kernels.attention_triton import MAX_GRAPH_SLICES, MAX_GRAPH_TOKENS
 from ..kernels.sampling import as_signed, sample
 from ..kernels.sampling_triton import sample_unfiltered
 from ..kernels.upload import upload, upload_into
 from .batch import SampledToken, SequenceSlice
 from .block_pool import PADDING_BLOCK
-from .cuda_graphs import DecodeGraph, DecodeGraphs
+from .cuda_graphs import StepGraph, StepGraphs, decode_sizes
 from .decoder import Decoder
 from .extras import Extras, compute_extras
 from .step_arrays import Int64s, flatten, row_sampling
 
+# Longer contexts are better off with FA3, and long enough to hide what launching costs.
+_MAX_GRAPH_CONTEXT = 4096
 _PADDING_SLICE = SequenceSlice(token_ids=(0,), start=0, block_table=(PADDING_BLOCK,), sample=None)
 
 
@@ -45,6 +48,11 @@ class GpuStep:
     logprobs: Tensor
     extras: Extras | None
     is_done: torch.cuda.Event
+
+    def has_completed(self) -> bool:
+        """See `batch.LaunchedStep`."""
+        with device_errors():
+            return bool(self.is_done.query())  # type: ignore[no-untyped-call]
 
     def collect(self) -> list[SampledToken | None]:
         """See `batch.LaunchedStep`."""
@@ -92,16 +100,23 @@ class GpuSteps:
         self._device = model.device
         self._sampled = torch.zeros(max_num_seqs, dtype=torch.int64, device=self._device)
         self._logprobs = torch.zeros(max_num_seqs, dtype=torch.float32, device=self._device)
-        self.graphs = DecodeGraphs(max_num_seqs, self._device)
+        self.graphs = StepGraphs(decode_sizes(max_num_seqs), 5, self._device)
+        self.prefill_graphs = StepGraphs(range(64, MAX_GRAPH_TOKENS + 1, 64), 3, self._device)
 
     def capture_graphs(self) -> None:
-        """Capture the decode graphs, largest first: the smaller ones then fit into its memory."""
+        """Capture all graphs, largest first: the smaller ones then fit into its memory."""
         for size in reversed(self.graphs.sizes):
             batch = [_PADDING_SLICE] * size
             inputs = self.graphs.inputs(size)
             upload_into(inputs.flatten(), self._decode_arrays(batch).ravel())
             self._plan(batch, inputs[2], is_graph=True)
             self.graphs.capture(size, partial(self._decode, inputs))
+        for size in reversed(self.prefill_graphs.sizes):
+            token_ids, positions, slots = self.prefill_graphs.inputs(size)
+            self._plan([_PADDING_SLICE], slots, is_prefill_graph=True)
+            self.prefill_graphs.capture(
+                size, partial(self.model.forward, token_ids, positions, self._attention)
+            )
 
     def launch(self, batch: Sequence[SequenceSlice]) -> GpuStep:
         """See `batch.Runner`."""
@@ -113,7 +128,7 @@ class GpuSteps:
 
     # -- decodes alone ----------------------------------------------------------------------------
 
-    def _launch_graph(self, graph: DecodeGraph, batch: Sequence[SequenceSlice]) -> GpuStep:
+    def _launch_graph(self, graph: StepGraph, batch: Sequence[SequenceSlice]) -> GpuStep:
         padded = [*batch, *[_PADDING_SLICE] * (graph.size - len(batch))]
         inputs = self.graphs.inputs(graph.size)
         upload_into(inputs.flatten(), self._decode_arrays(padded).ravel())
@@ -121,8 +136,8 @@ class GpuSteps:
         self._plan(padded, inputs[2], is_graph=True)
         graph.replay()
         rows = list(range(len(batch)))
-        self._resample(batch, rows, graph.logits)
-        extras = compute_extras(batch, rows, graph.logits, None, self.model.logits)
+        self._resample(batch, rows, graph.output)
+        extras = compute_extras(batch, rows, graph.output, None, self.model.logits)
         return self._bring_back(len(batch), rows, self._sampled, self._logprobs, extras)
 
     def _decode_arrays(self, batch: Sequence[SequenceSlice]) -> Int64s:
@@ -149,11 +164,27 @@ class GpuSteps:
 
     # -- anything else ----------------------------------------------------------------------------
 
+    def _hidden(self, batch: Sequence[SequenceSlice]) -> Tensor:
+        """The hidden states of the batch's tokens, and perhaps more behind them."""
+        arrays = flatten(batch, self._block_size)
+        num_tokens = arrays.shape[1]
+        graph = self.prefill_graphs.find(num_tokens) if _fits_graph(batch) else None
+        if graph is None:
+            token_ids, positions, slots = upload(arrays, self._device)
+            self._follow(batch, token_ids)
+            self._plan(batch, slots)
+            return self.model.forward(token_ids, positions, self._attention)
+        inputs = self.prefill_graphs.inputs(graph.size)
+        padded = np.zeros(inputs.shape, np.int64)
+        padded[:, :num_tokens] = arrays
+        upload_into(inputs.flatten(), padded.ravel())
+        self._follow(batch, inputs[0])
+        self._plan(batch, inputs[2], is_prefill_graph=True)
+        graph.replay()
+        return graph.output
+
     def _launch_eagerly(self, batch: Sequence[SequenceSlice]) -> GpuStep:
-        token_ids, positions, slots = upload(flatten(batch, self._block_size), self._device)
-        self._follow(batch, token_ids)
-        self._plan(batch, slots, is_graph=False)
-        hidden = self.model.forward(token_ids, positions, self._attention)
+        hidden = self._hidden(batch)
         rows = [index for index, piece in enumerate(batch) if piece.sample is not None]
         if not rows:
             extras = compute_extras(batch, rows, None, hidden, self.model.logits)
@@ -186,7 +217,14 @@ class GpuSteps:
             place, source = upload(np.array([places, sources], np.int64), self._device)
             token_ids.index_copy_(0, place, self._sampled.index_select(0, source))
 
-    def _plan(self, batch: Sequence[SequenceSlice], slots: Tensor, *, is_graph: bool) -> None:
+    def _plan(
+        self,
+        batch: Sequence[SequenceSlice],
+        slots: Tensor,
+        *,
+        is_graph: bool = False,
+        is_prefill_graph: bool = False,
+    ) -> None:
         self._attention.plan(
             AttentionMetadata(
                 query_lens=[piece.num_scheduled_tokens for piece in batch],
@@ -194,6 +232,7 @@ class GpuSteps:
                 block_tables=[piece.block_table for piece in batch],
                 slot_mapping=slots,
                 is_graph=is_graph,
+                is_prefill_graph=is_prefill_graph,
             )
         )
 
@@ -210,6 +249,9 @@ class GpuSteps:
             token_ids, logprobs = sample(
                 logits.index_select(0, index), [wanted for _, _, wanted in special]
             )
+            # Unlike the plain sampler's, sums over a sorted row may differ in the last bit from run
+            # to run, and all ranks must go on with the same token.
+            self.model.communicator.broadcast(token_ids)
             self._sampled.index_copy_(0, row, token_ids)
             self._logprobs.index_copy_(0, index, logprobs)
 
@@ -234,6 +276,11 @@ class GpuSteps:
 
 def _is_decode(batch: Sequence[SequenceSlice]) -> bool:
     return all(piece.num_scheduled_tokens == 1 and piece.sample is not None for piece in batch)
+
+
+def _fits_graph(batch: Sequence[SequenceSlice]) -> bool:
+    longest = max(piece.start + piece.num_scheduled_tokens for piece in batch)
+    return len(batch) <= MAX_GRAPH_SLICES and longest <= _MAX_GRAPH_CONTEXT
 
 
 def _sampling_arrays(batch: Sequence[SequenceSlice]) -> Int64s:

@@ -2,7 +2,14 @@
 
 Each block names its weights as checkpoints do, by `targets()`: pairs of a checkpoint tensor's name
 and the view of ours it goes to. Merged projections hand out views into one matrix, so the loader
-knows nothing of merging. Knows no file and no attention.
+knows nothing of merging. Where several ranks share a model:
+
+    Linear      each rank has some of the outputs        x whole -> y in parts
+    RowLinear   each rank has some of the inputs         x in parts -> a summand of y on each rank
+    RMSNorm     adds up the ranks' summands, and both to the residual stream
+    Embedding   each rank has some of the vocabulary
+
+Knows no file and no attention.
 """
 
 from __future__ import annotations
@@ -15,17 +22,45 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.ops import Ops, TorchOps
+from .communicator import Alone, Communicator
 
-Target = tuple[str, Tensor]
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A part of a checkpoint's tensor: from `start` on along `dim`, where that has `full`."""
+
+    dim: int
+    start: int
+    full: int
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a checkpoint's tensor goes, or with `cut` as much of it as `tensor` has room for."""
+
+    tensor: Tensor
+    cut: Cut | None = None
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """That of the checkpoint's tensor."""
+        shape = list(self.tensor.shape)
+        if self.cut is not None:
+            shape[self.cut.dim] = self.cut.full
+        return tuple(shape)
+
+
+Targets = Iterator[tuple[str, Target]]
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where weights lie, of what type they are, and what computes with them."""
+    """Where weights lie, of what type they are, what computes with them, and with which ranks."""
 
     device: torch.device
     dtype: torch.dtype
     ops: Ops = field(default_factory=TorchOps)
+    communicator: Communicator = field(default_factory=Alone)
 
     def vector(self, size: int) -> Tensor:
         return torch.empty(size, dtype=self.dtype, device=self.device)
@@ -41,15 +76,35 @@ class Placement:
         return torch.empty(num_outputs, num_inputs, dtype=self.dtype, device=self.device)
 
 
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Outputs [first, first + count) of the checkpoint's projection `name`, which has `full`."""
+
+    name: str
+    count: int
+    first: int
+    full: int
+
+    @classmethod
+    def whole(cls, name: str, full: int) -> Outputs:
+        return cls(name, full, 0, full)
+
+    @classmethod
+    def of_rank(cls, name: str, full: int, communicator: Communicator) -> Outputs:
+        """The rank's even part."""
+        count = full // communicator.size
+        return cls(name, count, communicator.rank * count, full)
+
+
 class Linear:
     """One or several projections of the same input, as one product.
 
-    `outputs` are the checkpoint's projections in the order of their rows: name and rows.
+    `outputs` are the checkpoint's projections in the order of their rows.
     """
 
     def __init__(
         self,
-        outputs: Sequence[tuple[str, int]],
+        outputs: Sequence[Outputs],
         num_inputs: int,
         placement: Placement,
         *,
@@ -57,20 +112,51 @@ class Linear:
     ) -> None:
         self._outputs = outputs
         self._ops = placement.ops
-        num_outputs = sum(size for _, size in outputs)
+        num_outputs = sum(part.count for part in outputs)
         self.weight = placement.matrix(num_outputs, num_inputs)
         self.bias = placement.vector(num_outputs) if has_bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._ops.linear(x, self.weight, self.bias)
 
-    def targets(self) -> Iterator[Target]:
+    def targets(self) -> Targets:
         first = 0
-        for name, size in self._outputs:
-            yield f"{name}.weight", self.weight[first : first + size]
+        for part in self._outputs:
+            rows, cut = slice(first, first + part.count), Cut(0, part.first, part.full)
+            yield f"{part.name}.weight", Target(self.weight[rows], cut)
             if self.bias is not None:
-                yield f"{name}.bias", self.bias[first : first + size]
-            first += size
+                yield f"{part.name}.bias", Target(self.bias[rows], cut)
+            first += part.count
+
+
+class RowLinear:
+    """A projection of which each rank has an even part of the inputs: its outputs are summands."""
+
+    def __init__(
+        self,
+        name: str,
+        num_outputs: int,
+        num_inputs: int,
+        placement: Placement,
+        *,
+        has_bias: bool = False,
+    ) -> None:
+        self._name = name
+        self._ops = placement.ops
+        self._rank = placement.communicator.rank
+        self._num_inputs = num_inputs
+        self.weight = placement.matrix(num_outputs, num_inputs // placement.communicator.size)
+        self.bias = placement.vector(num_outputs) if has_bias else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        bias = self.bias if self._rank == 0 else None  # added once
+        return self._ops.linear(x, self.weight, bias)
+
+    def targets(self) -> Targets:
+        first = self._rank * self.weight.shape[1]
+        yield f"{self._name}.weight", Target(self.weight, Cut(1, first, self._num_inputs))
+        if self.bias is not None:
+            yield f"{self._name}.bias", Target(self.bias)
 
 
 class RMSNorm:
@@ -80,33 +166,47 @@ class RMSNorm:
         self._name = name
         self._eps = eps
         self._ops = placement.ops
+        self._communicator = placement.communicator
         self.weight = placement.vector(size)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._ops.rms_norm(x, self.weight, self._eps)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Add x to `residual` in place; the norm of the sum."""
-        return self._ops.add_rms_norm(x, residual, self.weight, self._eps)
+        """Add all ranks' x to `residual` in place; the norm of the sum."""
+        return self._communicator.add_rms_norm(self._ops, x, residual, self.weight, self._eps)
 
-    def targets(self) -> Iterator[Target]:
-        yield f"{self._name}.weight", self.weight
+    def targets(self) -> Targets:
+        yield f"{self._name}.weight", Target(self.weight)
 
 
 class Embedding:
-    """Token ids to vectors."""
+    """Token ids to vectors, and back to logits. Each rank has the same number of rows."""
 
     def __init__(self, name: str, vocab_size: int, size: int, placement: Placement) -> None:
         self._name = name
         self._ops = placement.ops
-        self.weight = placement.matrix(vocab_size, size)
+        self._communicator = communicator = placement.communicator
+        self._vocab_size = vocab_size
+        num_rows = -(-vocab_size // communicator.size)
+        self._first = min(communicator.rank * num_rows, vocab_size)
+        self._num_ids = min(num_rows, vocab_size - self._first)
+        self.weight = placement.matrix(num_rows, size)
+        self.weight[self._num_ids :] = 0  # what is no token's must be a number all the same
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        return F.embedding(token_ids, self.weight)
+        if self._communicator.size == 1:
+            return F.embedding(token_ids, self.weight)
+        rows = token_ids - self._first
+        is_elsewhere = (rows < 0) | (rows >= self._num_ids)
+        vectors = F.embedding(rows.masked_fill_(is_elsewhere, 0), self.weight)
+        return self._communicator.all_reduce(vectors.masked_fill_(is_elsewhere[:, None], 0))
 
     def project(self, x: Tensor) -> Tensor:
-        """The products with every vector: what a tied LM head computes."""
-        return self._ops.linear(x, self.weight, None)
+        """The products with every vector, [rows, vocab]: what an LM head computes."""
+        logits = self._communicator.all_gather(self._ops.linear(x, self.weight, None))
+        return logits[:, : self._vocab_size]
 
-    def targets(self) -> Iterator[Target]:
-        yield f"{self._name}.weight", self.weight
+    def targets(self) -> Targets:
+        cut = Cut(0, self._first, self._vocab_size)
+        yield f"{self._name}.weight", Target(self.weight[: self._num_ids], cut)

@@ -1,27 +1,40 @@
-"""An engine alone in its process: no node, no roles, the KV in this process's own memory."""
+"""An engine without a node: no roles, nobody who pulls; its other ranks are this one's children."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ..constraints.grammars import Grammars
 from ..core.config import EngineConfig
+from ..core.errors import BatonError
 from ..core.request import Request
 from . import fingerprint
+from .batch import Runner
 from .engine import Engine
 from .generations import LocalGenerations
 from .limits import EngineLimits
+from .parallel_runner import ParallelRunner
+from .rank_processes import Ranks, start_ranks
 from .runner import ModelRunner
+
+_FOLLOWER_MODULE = "baton.engine.follower"
 
 
 class LocalEngine:
     """`generate` runs a batch of requests to their ends."""
 
-    def __init__(self, config: EngineConfig, runner: ModelRunner) -> None:
+    def __init__(
+        self, config: EngineConfig, runner: ModelRunner, ranks: Ranks | None = None
+    ) -> None:
+        """`runner` is rank 0's, and the only one without `ranks`."""
         self.runner = runner
         self.model_dir: Path = runner.model_dir
+        self.ranks = ranks
+        followers = None if ranks is None else ranks.followers
+        self.steps: Runner = runner if followers is None else ParallelRunner(runner, followers)
         self.engine = Engine(
-            runner,
+            self.steps,
             EngineLimits(
                 num_blocks=runner.kv.num_blocks,
                 block_size=config.block_size,
@@ -33,15 +46,33 @@ class LocalEngine:
             fingerprint=fingerprint.short(runner.fingerprint),
             eos_token_ids=runner.eos_token_ids,
             enable_prefix_caching=config.enable_prefix_caching,
+            grammars=Grammars(
+                runner.model_dir, runner.model_config.vocab_size, runner.eos_token_ids
+            ),
         )
 
     @classmethod
     def load(cls, config: EngineConfig, report: Callable[[str], None]) -> LocalEngine:
-        """Load the model; raises StartupFailed."""
-        runner = ModelRunner(config)
+        """Load the model on all ranks; raises StartupFailed."""
+
+        def lost(error: BatonError) -> None:
+            report(f"engine lost: {error.message}")  # the next step raises it
+
+        ranks = start_ranks(config, _FOLLOWER_MODULE, lost, report)
+        try:
+            runner = ModelRunner(ranks.config, None, ranks.communicator)
+        except BaseException:
+            ranks.close()
+            raise
         tokens = runner.kv.num_blocks * config.block_size
         report(f"{runner.model_dir.name}: {runner.kv.num_blocks} KV blocks = {tokens} tokens")
-        return cls(config, runner)
+        return cls(config, runner, ranks)
+
+    def close(self) -> None:
+        """Give all memory back and end the other ranks; no step may be in flight."""
+        self.runner.close()
+        if self.ranks is not None:
+            self.ranks.close()
 
     def generate(self, requests: Sequence[Request]) -> dict[str, list[int]]:
         """Output token ids by request key, stop tokens included. Raises a request's error."""

@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-from .layers import Linear, Placement, Target
+from .layers import Linear, Outputs, Placement, RowLinear, Targets
 from .model_config import ExpertsConfig
 
 
 class MLP:
-    """The gated feed-forward part."""
+    """The gated feed-forward part. Each rank has an even part of the inner dimension, and gives a
+    summand of the output."""
 
     def __init__(
         self, prefix: str, hidden: int, inner: int, placement: Placement, *, has_bias: bool = False
     ) -> None:
         self._ops = placement.ops
+        names = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
         self.gate_up = Linear(
-            [(f"{prefix}.gate_proj", inner), (f"{prefix}.up_proj", inner)],
+            [Outputs.of_rank(name, inner, placement.communicator) for name in names],
             hidden,
             placement,
             has_bias=has_bias,
         )
-        self.down = Linear([(f"{prefix}.down_proj", hidden)], inner, placement, has_bias=has_bias)
+        self.down = RowLinear(f"{prefix}.down_proj", hidden, inner, placement, has_bias=has_bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(self._ops.silu_and_mul(self.gate_up(x)))
 
-    def targets(self) -> Iterator[Target]:
+    def targets(self) -> Targets:
         yield from self.gate_up.targets()
         yield from self.down.targets()
 
@@ -37,16 +37,19 @@ class MLP:
 class Experts:
     """Each token goes through the few of many MLPs that a router likes best (Shazeer et al. 2017).
 
-    The reference: one expert after the other over the tokens that chose it.
+    The reference: one expert after the other over the tokens that chose it. The router is the same
+    on all ranks, and so is its choice.
     """
 
     def __init__(
         self, prefix: str, hidden: int, config: ExpertsConfig, placement: Placement
     ) -> None:
         self._config = config
-        self.router = Linear([(f"{prefix}.gate", config.num_experts)], hidden, placement)
+        router = Outputs.whole(f"{prefix}.gate", config.num_experts)
+        self.router = Linear([router], hidden, placement)
+        inner = config.intermediate_size
         self.experts = [
-            MLP(f"{prefix}.experts.{index}", hidden, config.intermediate_size, placement)
+            MLP(f"{prefix}.experts.{index}", hidden, inner, placement)
             for index in range(config.num_experts)
         ]
 
@@ -71,7 +74,7 @@ class Experts:
             weights = weights / weights.sum(-1, keepdim=True)
         return weights.to(x.dtype), chosen
 
-    def targets(self) -> Iterator[Target]:
+    def targets(self) -> Targets:
         yield from self.router.targets()
         for expert in self.experts:
             yield from expert.targets()

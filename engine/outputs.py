@@ -77,7 +77,8 @@ class StepOutput:
 class Load:
     """How busy the engine is. `free_blocks` counts cached ones, which are there for the taking.
 
-    `waiting_tokens` are known, but not yet computed; `credit_blocks` may still be held for pullers.
+    `waiting_tokens` are known, but not yet computed; `held_blocks` are held for pullers, or will be
+    when they are computed, and `credit_blocks` may still be.
     """
 
     num_running: int
@@ -85,6 +86,20 @@ class Load:
     waiting_tokens: int
     free_blocks: int
     credit_blocks: int
+    held_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Counted since the engine was made; none of them ever falls.
+
+    `prefix_query_tokens` are the known tokens of all that was given blocks, `prefix_hit_tokens`
+    those of them that the prefix cache held. What was preempted counts again.
+    """
+
+    num_preemptions: int
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
 
 
 @dataclass(slots=True)

@@ -8,10 +8,12 @@ slice's token must not depend on it.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from ..core.config import EngineConfig
@@ -25,6 +27,7 @@ from .batch import LaunchedStep, SampledToken, SampleSpec, SequenceSlice
 from .block_pool import CANARY_BLOCK, PADDING_BLOCK
 from .canary import canary_bytes
 from .checkpoint import OnProgress, fill_dummy_weights, load_weights, weights_identity
+from .communicator import Alone, Communicator
 from .cpu_steps import CpuSteps
 from .cuda_kv_memory import CudaKvMemory
 from .decoder import Decoder
@@ -32,41 +35,57 @@ from .device import choose_attention, choose_placement, make_attention
 from .fingerprint import fingerprint_fields
 from .kv_memory import CpuKvMemory, KvLayout
 from .model_config import ModelConfig, read_model_config
+from .sharding import check_divisible, heads_of_rank
 
 if TYPE_CHECKING:
     from .gpu_steps import GpuSteps  # needs Triton
 
 # What a step may need most memory for: every row sampled with all there is.
-_DEAREST_SAMPLE = SampleSpec(
-    SamplingParams(
-        temperature=1.0, top_k=50, top_p=0.9, min_p=0.1, logit_bias=((0, 1.0),), logprobs=20
-    ),
-    key=1,
-    fork_keys=(2, 3),
+_DEAREST_PARAMS = SamplingParams(
+    temperature=1.0, top_k=50, top_p=0.9, min_p=0.1, logit_bias=((0, 1.0),), logprobs=20
 )
 
 
 class ModelRunner:
-    """A `batch.Runner` of one rank. `startup_notes` are lines for people."""
+    """A `batch.Runner` of one rank. `startup_notes` are lines for people.
+
+    All ranks of an engine are made, and launch the same steps, at the same time.
+    """
 
     kv: CpuKvMemory | CudaKvMemory
 
-    def __init__(self, config: EngineConfig, on_progress: OnProgress | None = None) -> None:
-        """Load the model and take the KV memory; raises StartupFailed."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_progress: OnProgress | None = None,
+        communicator: Communicator | None = None,
+    ) -> None:
+        """Load the model and take the KV memory; raises StartupFailed.
+
+        `config.device` is this rank's own; without a communicator it is the only rank.
+        """
+        communicator = communicator or Alone()
+        assert communicator.size == config.tensor_parallel_size
         torch.set_num_threads(config.num_threads or 1)
         self.model_dir = resolve_model_dir(config.model)
         self.model_config = read_model_config(self.model_dir)
         self.eos_token_ids = eos_token_ids(self.model_dir)
         self.max_model_len = _choose_max_model_len(config, self.model_config)
         self._config = config
-        self._placement = choose_placement(config, self.model_config)
+        self._communicator = communicator
+        check_divisible(self.model_config, communicator.size)
+        self.heads = heads_of_rank(self.model_config, communicator.rank, communicator.size)
+        placement = choose_placement(config, self.model_config)
+        self._placement = dataclasses.replace(placement, communicator=communicator)
         self._attention_choice = choose_attention(
             config, self.model_config, self._placement, self.max_model_len
         )
         self.startup_notes = [f"{self._placement.device}, {self._attention_choice}"]
+        if config.device == "auto" and self._placement.device.type == "cpu":
+            self.startup_notes.append("no GPU found: running on the CPU, as with --device cpu")
         layout = KvLayout(
             num_layers=self.model_config.num_layers,
-            num_kv_heads=self.model_config.num_kv_heads,
+            num_kv_heads=self.heads.num_kv_heads,
             block_size=config.block_size,
             head_dim=self.model_config.head_dim,
             dtype=self._placement.dtype,
@@ -75,6 +94,7 @@ class ModelRunner:
             # Before the weights: whoever asks for too much memory should not wait for them.
             num_blocks = kv_memory.choose_num_blocks(config, layout, self.max_model_len)
         model, weights = self._load(on_progress)
+        communicator.connect()
         self.fingerprint = fingerprint_fields(self.model_config, weights, layout)
         if self._placement.device.type == "cpu":
             self.kv = CpuKvMemory(layout, num_blocks)
@@ -105,7 +125,8 @@ class ModelRunner:
             ) from error
         if self._placement.device.type == "cuda":
             torch.cuda.synchronize()
-        num_bytes, seconds = sum(t.nbytes for t in targets.values()), time.perf_counter() - begin_s
+        num_bytes = sum(target.tensor.nbytes for target in targets.values())
+        seconds = time.perf_counter() - begin_s
         self.startup_notes.append(
             f"weights: {num_bytes / 1e9:.1f} GB in {seconds:.1f} s, "
             f"{num_bytes / seconds / 1e9:.1f} GB/s"
@@ -122,12 +143,14 @@ class ModelRunner:
         def run_largest_step() -> None:
             pool = torch.zeros(1, *layout.block_shape, dtype=layout.dtype, device=device)
             steps = GpuSteps(model, self._make_attention(pool), *sizes)
-            steps.launch(_largest_batch(config, self.max_model_len)).collect()
+            batch = _largest_batch(config, self.max_model_len, self.model_config.vocab_size)
+            steps.launch(batch).collect()
 
         begin_s = time.perf_counter()
         num_blocks = cuda_kv_memory.choose_num_blocks(
             config, layout, self.max_model_len, device, run_largest_step
         )
+        num_blocks = self._communicator.least(num_blocks)
         self.kv = CudaKvMemory(layout, num_blocks, device)
         self.startup_notes.append(
             f"KV pool: {num_blocks * layout.block_bytes / 1e9:.1f} GB, {num_blocks} blocks; "
@@ -138,14 +161,20 @@ class ModelRunner:
         steps.capture_graphs()
         free_after, _ = torch.cuda.mem_get_info(device)
         self.startup_notes.append(
-            f"{len(steps.graphs.sizes)} decode graphs of up to {steps.graphs.sizes[-1]} sequences "
-            f"in {steps.graphs.capture_s:.1f} s, {(free_before - free_after) / 1e6:.0f} MB"
+            f"{len(steps.graphs.sizes)} graphs of up to {steps.graphs.sizes[-1]} decodes, "
+            f"{len(steps.prefill_graphs.sizes)} of up to {steps.prefill_graphs.sizes[-1]} prefill "
+            f"tokens in {steps.graphs.capture_s + steps.prefill_graphs.capture_s:.1f} s, "
+            f"{(free_before - free_after) / 1e6:.0f} MB"
         )
         self._steps = steps
 
     def _make_attention(self, pool: torch.Tensor) -> AttentionBackend:
+        heads = self.heads
+        of_rank = dataclasses.replace(
+            self.model_config, num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads
+        )
         return make_attention(
-            self._attention_choice, pool, self._config, self.model_config, self.max_model_len
+            self._attention_choice, pool, self._config, of_rank, self.max_model_len
         )
 
     @property
@@ -195,9 +224,12 @@ class ModelRunner:
         """Give the KV memory back; no step may be in flight."""
         del self._steps
         self.kv.close()
+        self._communicator.close()
 
 
-def _largest_batch(config: EngineConfig, max_model_len: int) -> list[SequenceSlice]:
+def _largest_batch(
+    config: EngineConfig, max_model_len: int, vocab_size: int
+) -> list[SequenceSlice]:
     """A step of as many tokens and sampled rows as any, all in the padding block."""
     num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * (max_model_len - 1))
     num_slices = min(config.max_num_seqs, num_tokens)
@@ -209,12 +241,14 @@ def _largest_batch(config: EngineConfig, max_model_len: int) -> list[SequenceSli
         lens[index] += more
         num_left -= more
     table = [PADDING_BLOCK] * -(-max_model_len // config.block_size)
+    all_allowed = np.full(-(-vocab_size // 32), -1, np.int32)
+    dearest = SampleSpec(_DEAREST_PARAMS, key=1, fork_keys=(2, 3), allowed=all_allowed)
     return [
         SequenceSlice(
             [0] * length,
             0,
             table,
-            _DEAREST_SAMPLE,
+            dearest,
             prompt_targets=[0] * (length - 1),
             num_prompt_top=20,
         )

@@ -35,6 +35,11 @@ class ScheduledSequence:
     sequence: Sequence
     num_scheduled_tokens: int
 
+    @property
+    def samples(self) -> bool:
+        """Whether they are its last ones, so that the token behind them is sampled."""
+        return self.num_scheduled_tokens == self.sequence.num_unlaunched_tokens
+
 
 @dataclass(slots=True)
 class Schedule:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from ..core.block_hash import BlockHash, next_hash
 from ..core.request import FinishReason, Request
+from .constraints import Constrained
 from .token_counts import TokenCounts
 
 
@@ -47,7 +48,7 @@ class Sequence:
     are sampled by steps that have been launched, but not collected; a held sequence awaits none.
     `forks` are requests that become sequences of their own with the first token sampled. Prompt
     tokens before `next_prompt_logprob` have had their log-probabilities told, if these are asked
-    for; the first token has none.
+    for; the first token has none. `constrained` is its place in its grammar, if it has one.
     """
 
     request: Request
@@ -66,6 +67,7 @@ class Sequence:
     has_started: bool = False
     forks: tuple[Request, ...] = ()
     next_prompt_logprob: int = 1
+    constrained: Constrained | None = None
     _hashes: list[BlockHash] = field(default_factory=list)
     _counts: TokenCounts | None = None
 
@@ -96,6 +98,11 @@ class Sequence:
         return len(self.token_ids) - len(self.request.prompt_token_ids)
 
     @property
+    def output_token_ids(self) -> list[int]:
+        """Those over all attempts that the host knows."""
+        return self.token_ids[len(self.request.prompt_token_ids) :]
+
+    @property
     def owes_prompt_logprobs(self) -> bool:
         """Whether log-probabilities of its prompt are still to be told."""
         is_asked = self.request.sampling.prompt_logprobs is not None
@@ -104,7 +111,7 @@ class Sequence:
     @property
     def needs_last_token(self) -> bool:
         """Whether the next token cannot be sampled before the host knows the one before it."""
-        return self.num_awaited_tokens > 0 and self.request.sampling.has_penalties
+        return self.num_awaited_tokens > 0 and self.request.sampling.needs_history
 
     @property
     def num_uncomputed_tokens(self) -> int:

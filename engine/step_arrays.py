@@ -58,6 +58,6 @@ def _adjustment(spec: SampleSpec) -> LogitAdjustment | None:
             params.presence_penalty,
             params.frequency_penalty,
         )
-    elif not (params.logit_bias or spec.forbidden_ids):
+    elif not (params.logit_bias or spec.forbidden_ids) and spec.allowed is None:
         return None
-    return LogitAdjustment(params.logit_bias, penalties, spec.forbidden_ids)
+    return LogitAdjustment(params.logit_bias, penalties, spec.forbidden_ids, spec.allowed)

@@ -1,0 +1,77 @@
+"""How the ranks of one engine add up and share tensors, as a small Protocol; and a rank alone.
+
+A rank is one process with one device. All ranks call the same operations in the same order with
+tensors of the same shapes, and every rank gets the same bits. Knows no model and no message.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from ..kernels.ops import Ops
+
+
+class Communicator(Protocol):
+    """One rank's end. An operation that another rank never joins ends in RuntimeError, or never."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def connect(self) -> None:
+        """Wait for the other ranks, however long they load; before the first operation."""
+        ...
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' x: x itself, overwritten, or a new tensor."""
+        ...
+
+    def add_rms_norm(
+        self, ops: Ops, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> Tensor:
+        """`ops.add_rms_norm` of the sum of all ranks' x."""
+        ...
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[rows, columns] -> [rows, size * columns]: the ranks' columns, in their order."""
+        ...
+
+    def broadcast(self, x: Tensor) -> None:
+        """Overwrite x by rank 0's."""
+        ...
+
+    def least(self, value: int) -> int:
+        """The smallest of all ranks' values."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Alone:
+    """The only rank: nothing to add, to share or to wait for."""
+
+    rank, size = 0, 1
+
+    def connect(self) -> None: ...
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def add_rms_norm(
+        self, ops: Ops, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> Tensor:
+        return ops.add_rms_norm(x, residual, weight, eps)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x
+
+    def broadcast(self, x: Tensor) -> None: ...
+
+    def least(self, value: int) -> int:
+        return value
+
+    def close(self) -> None: ...
