@@ -1,47 +1,33 @@
-"""A pool's GPU memory in another process: exported by one, mapped by others.
+"""A pool's GPU memory in other processes: exported by the source, found and mapped by pullers.
 
-    source    cudaMalloc ─► IPC handle ──(pool_exporter.py)──► puller    its own GPU current, open
-                                                                         │
-                                      address that kernels and copies of the puller's GPU can read
+    source    cudaMalloc ─► handle ──(pool_exporter.py)──► puller    readable from its GPU? map it
 
-Opened with the puller's GPU current: opened with the source's, as torch does it, kernels of the
-puller's GPU could not read it. Owns handles and mappings; knows no block and no window.
+Handles and mappings themselves are engine/cuda_sharing.py's. Knows no block and no window.
 """
 
 from __future__ import annotations
 
 import ctypes
 import uuid
+from collections.abc import Sequence
 
 import torch
 
-from ..core.errors import HandoffFailed, StartupFailed
+from ..core.errors import HandoffFailed
 from ..engine.cuda_kv_memory import CudaKvMemory
-from ..engine.cuda_memory import describe_error, forget_error, runtime
-from .pool_address import IPC_HANDLE_BYTES, CudaMemory, PoolDescription
+from ..engine.cuda_sharing import MappedMemory, MappingFailed, export_handle, map_handle
+from .pool_address import CudaMemory, PoolDescription, PoolPart
 from .pool_exporter import PoolExporter
 
-_LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 
-
-class _IpcHandle(ctypes.Structure):
-    """cudaIpcMemHandle_t, which is passed by value."""
-
-    _fields_ = [("reserved", ctypes.c_ubyte * IPC_HANDLE_BYTES)]
-
-
-def export_cuda_pool(incarnation: str, kv: CudaKvMemory, generations_fd: int) -> PoolExporter:
+def export_cuda_pool(
+    incarnation: str, kv: CudaKvMemory, generations_fd: int, parts: Sequence[PoolPart] = ()
+) -> PoolExporter:
     """Offer `kv` to this host. Raises StartupFailed if the GPU cannot, or it is offered already."""
     device = kv.tensor.device
-    handle = _IpcHandle()
-    with torch.cuda.device(device):
-        torch.cuda.synchronize()  # the canary is written: who opens the memory looks for it
-        status = runtime().cudaIpcGetMemHandle(ctypes.byref(handle), ctypes.c_void_p(kv.address))
-    if status != 0:
-        forget_error()
-        raise StartupFailed(f"cannot export the KV pool of {device}: {describe_error(status)}")
-    memory = CudaMemory(gpu_uuid(device), bytes(handle.reserved))
-    description = PoolDescription(incarnation, kv.block_bytes, kv.num_blocks, memory)
+    memory = CudaMemory(gpu_uuid(device), export_handle(kv.address, device))
+    shape = (kv.block_bytes, kv.num_blocks)
+    description = PoolDescription(incarnation, *shape, memory, tuple(parts))
     return PoolExporter(description, [generations_fd])
 
 
@@ -50,38 +36,44 @@ def gpu_uuid(device: torch.device) -> bytes:
     return uuid.UUID(str(torch.cuda.get_device_properties(device).uuid)).bytes
 
 
-class PeerMapping:
-    """Another process's memory as `device` sees it at `address`, until `close`."""
+def map_memory(memory: CudaMemory, num_bytes: int, device: torch.device) -> MappedMemory:
+    """Map a peer's memory with `device` current, which is who can then read it.
 
-    def __init__(self, memory: CudaMemory, device: torch.device) -> None:
-        """Raises HandoffFailed: another host's GPU, no peer access, or a handle that is void."""
-        _require_peer_access(memory.gpu_uuid, device)
-        self._device = device
-        address = ctypes.c_void_p()
-        handle = _IpcHandle.from_buffer_copy(memory.ipc_handle)
-        with torch.cuda.device(device):
-            status = runtime().cudaIpcOpenMemHandle(
-                ctypes.byref(address), handle, _LAZY_PEER_ACCESS
-            )
-        if status != 0 or address.value is None:
-            forget_error()
-            raise HandoffFailed(f"cannot open the peer's GPU memory: {describe_error(status)}")
-        self.address = address.value
-
-    def close(self) -> None:
-        """Unmap it; nothing on the device may still read it."""
-        with torch.cuda.device(self._device):
-            if runtime().cudaIpcCloseMemHandle(ctypes.c_void_p(self.address)) != 0:
-                forget_error()  # its owner is gone, and the mapping with it
+    Raises HandoffFailed: the handle is void, or what it opens is smaller than `num_bytes`.
+    """
+    try:
+        mapped = map_handle(memory.ipc_handle, device)
+    except MappingFailed as error:
+        raise HandoffFailed(f"cannot open the peer's GPU memory: {error}") from error
+    with torch.cuda.device(device):
+        size = _allocation_bytes(mapped.address)
+    if size < num_bytes:
+        mapped.close()
+        raise HandoffFailed(f"the peer's memory has {size} bytes, not the {num_bytes} announced")
+    return mapped
 
 
-def _require_peer_access(wanted: bytes, device: torch.device) -> None:
-    """Raises HandoffFailed unless kernels of `device` can read the memory of the GPU `wanted`."""
+def _allocation_bytes(address: int) -> int:
+    """The size of the allocation that begins at `address`; 0 if the driver knows none."""
+    base, size = ctypes.c_uint64(), ctypes.c_size_t()
+    query = ctypes.CDLL("libcuda.so.1").cuMemGetAddressRange_v2
+    status = query(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+    return size.value if status == 0 and base.value == address else 0
+
+
+def find_gpu(wanted: bytes) -> torch.device:
+    """The GPU of this uuid; raises HandoffFailed if this process does not see it."""
     for index in range(torch.cuda.device_count()):
-        if gpu_uuid(torch.device("cuda", index)) == wanted:
-            if index == device.index or torch.cuda.can_device_access_peer(device, index):
-                return
-            raise HandoffFailed(
-                f"no peer access from {device} to cuda:{index} (cudaDeviceCanAccessPeer is 0)"
-            )
+        device = torch.device("cuda", index)
+        if gpu_uuid(device) == wanted:
+            return device
     raise HandoffFailed("the source's GPU is not visible to this process")
+
+
+def require_peer_access(wanted: bytes, device: torch.device) -> None:
+    """Raises HandoffFailed unless kernels of `device` can read the memory of the GPU `wanted`."""
+    source = find_gpu(wanted)
+    if source != device and not torch.cuda.can_device_access_peer(device, source):
+        raise HandoffFailed(
+            f"no peer access from {device} to {source} (cudaDeviceCanAccessPeer is 0)"
+        )

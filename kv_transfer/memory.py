@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ..core.errors import HandoffFailed
 from ..engine.generations import LocalGenerations
+from .head_ranges import HeadPiece
+from .remote import RemotePool
 from .transport import BlockPair, PullOutcome
 
 
@@ -116,7 +118,11 @@ class MemoryTransport:
         self._pool = pool
         self._sources = sources
 
-    def connect(self, incarnation: str) -> MemoryWindow:
+    def connect(
+        self, incarnation: str, piece: HeadPiece | None = None, remote: RemotePool | None = None
+    ) -> MemoryWindow:
+        """Whole blocks alone. Raises HandoffFailed."""
+        assert piece is None or piece.is_whole
         source = self._sources.get(incarnation)
         if source is None:
             raise HandoffFailed(f"no pool of {incarnation} in this process")

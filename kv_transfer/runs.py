@@ -27,15 +27,14 @@ class Runs:
     lengths: Ids
 
 
-def block_ids(pairs: Sequence[BlockPair]) -> Ids:
-    """[2, pairs]: the blocks in the source's pool and those in ours."""
-    ids = [[pair.source.block_id for pair in pairs], [pair.destination for pair in pairs]]
-    return np.array(ids, np.int64)
-
-
-def generations(pairs: Sequence[BlockPair]) -> npt.NDArray[np.uint64]:
-    """[pairs]: those that the source announced."""
-    return np.array([pair.source.generation for pair in pairs], np.uint64)
+def columns(pairs: Sequence[BlockPair]) -> tuple[Ids, npt.NDArray[np.uint64]]:
+    """[2, pairs]: the blocks in the source's pool and those in ours; and [pairs]: the generations
+    that the source announced."""
+    sources = [pair.source for pair in pairs]
+    ids = np.empty((2, len(pairs)), np.int64)
+    ids[0] = [source.block_id for source in sources]
+    ids[1] = [pair.destination for pair in pairs]
+    return ids, np.array([source.generation for source in sources], np.uint64)
 
 
 def find_runs(ids: Ids) -> Runs:

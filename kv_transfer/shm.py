@@ -29,14 +29,17 @@ from ..engine import memfd
 from ..engine.block_pool import CANARY_BLOCK
 from ..engine.canary import canary_bytes
 from ..engine.generations import GenerationsReader
-from .pool_address import PoolDescription, receive
+from .head_ranges import BlockCut, HeadPiece
+from .pool_address import PoolDescription, PoolPart, receive
 from .pool_exporter import PoolExporter
+from .remote import RemotePool
 from .transport import BlockPair, PullOutcome
 
 _log = logging.getLogger(__name__)
 _MEASURED_BYTES = 4 << 20
 
-Blocks: TypeAlias = npt.NDArray[np.uint64] | npt.NDArray[np.uint8]  # [num_blocks, words of a block]
+# [num_blocks, rows, words]: the rows' piece that is copied
+Blocks: TypeAlias = npt.NDArray[np.uint64] | npt.NDArray[np.uint8]
 
 
 class HostPool(Protocol):
@@ -50,9 +53,12 @@ class HostPool(Protocol):
     def block_bytes(self) -> int: ...
 
 
-def export_host_pool(incarnation: str, pool: HostPool, generations_fd: int) -> PoolExporter:
+def export_host_pool(
+    incarnation: str, pool: HostPool, generations_fd: int, parts: Sequence[PoolPart] = ()
+) -> PoolExporter:
     """Offer `pool` to this host; raises StartupFailed if the incarnation is exported already."""
-    description = PoolDescription(incarnation, pool.block_bytes, pool.num_blocks)
+    shape = (pool.block_bytes, pool.num_blocks)
+    description = PoolDescription(incarnation, *shape, parts=tuple(parts))
     return PoolExporter(description, [pool.fd, generations_fd])
 
 
@@ -61,21 +67,28 @@ class ShmTransport:
 
     name = "shm"
 
-    def __init__(self, pool: HostPool) -> None:
-        """`pool` is where blocks are copied to; it must outlive the windows."""
-        self._pool = pool
+    def __init__(self, pool: HostPool, num_rows: int = 1) -> None:
+        """`pool` is where blocks are copied to; it must outlive the windows.
 
-    def connect(self, incarnation: str) -> ShmWindow:
+        `num_rows` of a block, each with all its heads: two for a layer.
+        """
+        self._pool = pool
+        self._num_rows = num_rows
+
+    def connect(
+        self, incarnation: str, piece: HeadPiece | None = None, remote: RemotePool | None = None
+    ) -> ShmWindow:
         """Raises HandoffFailed: nobody exports it, another user does, or its memory does not fit.
 
         Blocks for up to a second if the exporter hangs.
         """
         description, fds = receive(incarnation)
         try:
-            description.require(incarnation, self._pool.block_bytes)
+            cut = BlockCut.of(piece, self._num_rows, self._pool.block_bytes)
+            description.require(incarnation, cut.source_block_bytes)
             if description.cuda is not None:
                 raise HandoffFailed("its pool lies on a GPU")
-            return ShmWindow(description, fds, self._pool)
+            return ShmWindow(description, fds, self._pool, cut)
         finally:
             for fd in fds:
                 os.close(fd)
@@ -98,10 +111,17 @@ class ShmWindow:
 
     transport = "shm"
 
-    def __init__(self, description: PoolDescription, fds: Sequence[int], pool: HostPool) -> None:
+    def __init__(
+        self,
+        description: PoolDescription,
+        fds: Sequence[int],
+        pool: HostPool,
+        cut: BlockCut,
+    ) -> None:
         """Map `fds` (they stay the caller's) and check the canary; raises HandoffFailed."""
         self._incarnation = description.incarnation
-        self._mapping = _SourceMapping(description, fds)
+        self._cut = cut
+        self._mapping = _SourceMapping(description, fds, cut)
         try:
             self._mapping.check_canary()
             self.gbytes_per_s = self._mapping.measure()
@@ -133,7 +153,7 @@ class ShmWindow:
         self._thread.join()
 
     def _run(self) -> None:
-        destination = _as_blocks(self._pool.view, self._pool.num_blocks)
+        destination = our_pieces(self._pool, self._cut)
         while (pull := self._pulls.get()) is not None:
             pull.on_done(self._copy_all(pull, destination))
         del destination  # or the pool could not be closed
@@ -157,29 +177,31 @@ class ShmWindow:
 class _SourceMapping:
     """The source's pool and generation page, mapped read-only."""
 
-    def __init__(self, description: PoolDescription, fds: Sequence[int]) -> None:
+    def __init__(self, description: PoolDescription, fds: Sequence[int], cut: BlockCut) -> None:
+        self._cut = cut
         self._description = description
         pool_fd, generations_fd = fds
         num_blocks, block_bytes = description.num_blocks, description.block_bytes
         self._memory: mmap.mmap = memfd.map_read_only(pool_fd, num_blocks * block_bytes)
         try:
-            self._generations = GenerationsReader(
-                generations_fd, num_blocks, description.incarnation
-            )
+            self._generations = GenerationsReader(generations_fd, num_blocks, description.engine)
         except HandoffFailed:
             self._memory.close()
             raise
-        self._blocks = _as_blocks(self._memory, num_blocks)
+        rows = as_rows(self._memory, num_blocks, cut.source_pitch, cut.width)
+        word_bytes = rows.itemsize
+        begin = cut.source_offset // word_bytes
+        self._blocks = rows[:, :, begin : begin + cut.width // word_bytes]
 
     def check_canary(self) -> None:
         """Raises HandoffFailed if this is not the memory, or not the layout, that we think."""
         expected = canary_bytes(self._description.incarnation, self._description.block_bytes)
-        if self._blocks[CANARY_BLOCK].tobytes() != expected:
+        if self._blocks[CANARY_BLOCK].tobytes() != self._cut.of_source(expected):
             raise HandoffFailed("the canary block is wrong: another layout or another memory")
 
     def measure(self) -> float:
         """GB/s of copying out of this pool; the better of two rounds, as the first faults pages."""
-        block_bytes = self._description.block_bytes
+        block_bytes = self._cut.piece_bytes
         num_blocks = min(len(self._blocks), max(1, _MEASURED_BYTES // block_bytes))
         scratch = np.empty_like(self._blocks[0])
         best_s = float("inf")
@@ -215,9 +237,18 @@ class _SourceMapping:
         self._generations.close()
 
 
-def _as_blocks(memory: memoryview | mmap.mmap, num_blocks: int) -> Blocks:
-    """The pool as [num_blocks, words]: 8-byte words where they fit, comparing is faster so."""
-    block_bytes = len(memory) // num_blocks
-    if block_bytes % 8 == 0:
-        return np.frombuffer(memory, dtype=np.uint64).reshape(num_blocks, -1)
-    return np.frombuffer(memory, dtype=np.uint8).reshape(num_blocks, -1)
+def our_pieces(pool: HostPool, cut: BlockCut) -> Blocks:
+    """Of every block of ours, what `cut` fills."""
+    rows = as_rows(pool.view, pool.num_blocks, cut.pitch, cut.width)
+    begin = cut.offset // rows.itemsize
+    return rows[:, :, begin : begin + cut.width // rows.itemsize]
+
+
+def as_rows(memory: memoryview | mmap.mmap, num_blocks: int, pitch: int, width: int) -> Blocks:
+    """[num_blocks, rows, words]: rows of `pitch` bytes, in words that divide `width`.
+
+    In 8-byte words where they fit: comparing is faster so.
+    """
+    if pitch % 8 == 0 and width % 8 == 0:
+        return np.frombuffer(memory, dtype=np.uint64).reshape(num_blocks, -1, pitch // 8)
+    return np.frombuffer(memory, dtype=np.uint8).reshape(num_blocks, -1, pitch)

@@ -10,12 +10,17 @@ side. Knows no transfer, no lease and no message.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from ..core.errors import HandoffFailed
 from ..engine.block_pool import BlockRef
+from .head_ranges import HeadPiece
+from .remote import RemotePool
+
+_log = logging.getLogger(__name__)
 
 
 class PullOutcome(enum.Enum):
@@ -25,6 +30,19 @@ class PullOutcome(enum.Enum):
     STALE = "stale"  # a generation differed before or after the copy
     CANCELLED = "cancelled"
     FAILED = "failed"  # the copy differs from its source, or the transport broke
+
+
+_WORST_FIRST = (
+    PullOutcome.FAILED,
+    PullOutcome.STALE,
+    PullOutcome.CANCELLED,
+    PullOutcome.OK,
+)
+
+
+def worst(outcomes: Iterable[PullOutcome]) -> PullOutcome:
+    """How a pull in several parts ended, by how they did."""
+    return min(outcomes, key=_WORST_FIRST.index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +93,37 @@ class Transport(Protocol):
     @property
     def name(self) -> str: ...
 
-    def connect(self, incarnation: str) -> PoolWindow:
-        """Open the pool of exactly this incarnation. Raises HandoffFailed and says why not."""
+    def connect(
+        self, incarnation: str, piece: HeadPiece | None = None, remote: RemotePool | None = None
+    ) -> PoolWindow:
+        """Open the pool of exactly this incarnation, to copy that piece of its blocks, or all.
+
+        `remote`: how it is reached over a network, if it can be. Raises HandoffFailed and says why
+        not.
+        """
         ...
 
 
-def open_window(transports: Sequence[Transport], incarnation: str) -> PoolWindow:
-    """The window of the first transport that connects, best first.
+def open_window(
+    transports: Sequence[Transport],
+    incarnation: str,
+    piece: HeadPiece | None = None,
+    remote: RemotePool | None = None,
+) -> PoolWindow:
+    """The window of the first transport that connects, best first; each that does not is logged.
 
     Raises HandoffFailed that names every transport tried with its reason.
     """
     reasons = []
     for transport in transports:
         try:
-            return transport.connect(incarnation)
+            return transport.connect(incarnation, piece, remote)
         except HandoffFailed as error:
+            _log.warning("source %s: no %s: %s", incarnation, transport.name, error.message)
             reasons.append(f"{transport.name}: {error.message}")
+        except Exception as error:
+            # Who asked would wait for ever for an answer that does not come.
+            _log.exception("source %s: no %s", incarnation, transport.name)
+            reasons.append(f"{transport.name}: {type(error).__name__}: {error}")
     tried = "; ".join(reasons) or "none is configured"
     raise HandoffFailed(f"no transport reaches source {incarnation}: {tried}")

@@ -26,6 +26,7 @@ from .messages import (
     Renew,
     Revoked,
 )
+from .remote import HOST_ID_BYTES, KEY_BYTES, DataPort
 
 MAX_FINGERPRINT_FIELDS = 64
 MAX_TEXT_CHARS = 1024  # of a fingerprint's names and values, and of an error
@@ -43,11 +44,8 @@ _T = TypeVar("_T", bound=Collection[Any])
 def to_wire(message: Message) -> pb.PeerMessage:
     """Encode a message of our own."""
     match message:
-        case Hello(incarnation, fingerprint, protocol):
-            hello = pb.Hello(
-                incarnation=incarnation, protocol=protocol, fingerprint=dict(fingerprint)
-            )
-            return pb.PeerMessage(hello=hello)
+        case Hello():
+            return pb.PeerMessage(hello=_hello_to_wire(message))
         case Attach(transfer_id):
             return pb.PeerMessage(attach=pb.Attach(transfer_id=transfer_id))
         case Renew(transfer_ids):
@@ -72,6 +70,18 @@ def from_wire(wire: pb.PeerMessage) -> Message:
     if kind is None:
         raise HandoffFailed("a peer sent a message of no known kind")
     return _DECODERS[kind](getattr(wire, kind))
+
+
+def _hello_to_wire(hello: Hello) -> pb.Hello:
+    data = hello.data
+    return pb.Hello(
+        incarnation=hello.incarnation,
+        protocol=hello.protocol,
+        fingerprint=dict(hello.fingerprint),
+        data=None
+        if data is None
+        else pb.DataPort(host_id=data.host_id, port=data.port, key=data.key),
+    )
 
 
 def _manifest_to_wire(manifest: Manifest) -> pb.Manifest:
@@ -103,7 +113,15 @@ def _manifest_to_wire(manifest: Manifest) -> pb.Manifest:
 def _hello(wire: pb.Hello) -> Hello:
     fields = _at_most(MAX_FINGERPRINT_FIELDS, wire.fingerprint)
     fingerprint = {_text(name): _text(value) for name, value in fields.items()}
-    return Hello(_id(wire.incarnation), fingerprint, wire.protocol)
+    data = _data_port(wire.data) if wire.HasField("data") else None
+    return Hello(_id(wire.incarnation), fingerprint, wire.protocol, data)
+
+
+def _data_port(wire: pb.DataPort) -> DataPort:
+    lengths = (len(wire.host_id), len(wire.key))
+    if lengths != (HOST_ID_BYTES, KEY_BYTES) or not 0 < wire.port < 65_536:
+        raise HandoffFailed("a peer sent a port that makes no sense")
+    return DataPort(wire.host_id, wire.port, wire.key)
 
 
 def _renew(wire: pb.Renew) -> Renew:

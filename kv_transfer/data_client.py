@@ -1,0 +1,144 @@
+"""The puller's end of a data connection: proves itself, then asks for blocks and hears verdicts.
+
+Owns one connection at a time; what it carries, and where to, is for its user.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..core.errors import HandoffFailed
+from . import data_wire as wire
+from .head_ranges import BlockCut
+from .pool_address import PoolDescription
+from .remote import RemotePool
+from .runs import Ids
+from .stream import Deadline, Stream
+from .transport import PullOutcome
+
+_CONNECT_S = 2.0
+_ANSWER_S = 5.0  # how long a source may be silent; blocks may take longer, at the slowest rate:
+_SLOWEST_BYTES_PER_S = 1e6
+
+WrapSocket = Callable[[socket.socket], socket.socket]
+
+
+@dataclass(frozen=True, slots=True)
+class DataClient:
+    """A connection that the source has accepted."""
+
+    stream: Stream
+    description: PoolDescription
+
+    def ask(
+        self,
+        ids: Ids,
+        generations: npt.NDArray[np.uint64],
+        num_bytes: int,
+        receive: Callable[[Deadline], None],
+    ) -> PullOutcome:
+        """Request blocks, `num_bytes` in all; `receive` takes what comes in between.
+
+        Raises HandoffFailed, after which the connection is of no use.
+        """
+        deadline = Deadline(_ANSWER_S)
+        self.stream.write(wire.pack_request(ids, generations), deadline)
+        answer = self._frame(deadline)
+        if answer is None:
+            receive(Deadline(_ANSWER_S + num_bytes / _SLOWEST_BYTES_PER_S))
+            answer = self._frame(Deadline(_ANSWER_S))
+        if not isinstance(answer, PullOutcome):
+            raise HandoffFailed("the source sent something else than its verdict")
+        return answer
+
+    def receive_data(self, target: memoryview, deadline: Deadline) -> bool:
+        """Fill `target` from data frames; False if any of them was damaged on the way."""
+        is_intact, num_bytes = True, 0
+        while num_bytes < len(target):
+            frame = self._frame(deadline)
+            if not isinstance(frame, wire.DataFrame):
+                raise HandoffFailed("the source sent less than it was asked for")
+            part = target[num_bytes : num_bytes + frame.num_bytes]
+            if len(part) < frame.num_bytes:
+                raise HandoffFailed("the source sent more than it was asked for")
+            self.stream.read_into(part, deadline)
+            is_intact &= wire.checksum(part) == frame.crc
+            num_bytes += frame.num_bytes
+        return is_intact
+
+    def _frame(self, deadline: Deadline) -> wire.DataFrame | PullOutcome | None:
+        return wire.unpack_frame(self.stream.read(wire.FRAME_BYTES, deadline))
+
+    def close(self) -> None:
+        self.stream.close()
+
+
+def connect(
+    pool: str,
+    remote: RemotePool,
+    cut: BlockCut | None,
+    mode: wire.Mode = wire.Mode.BYTES,
+    wrap: WrapSocket = lambda connection: connection,
+    pair_id: bytes = b"",
+) -> DataClient:
+    """Reach the pool of exactly this name; without `cut` for its description alone.
+
+    `pair_id` is what `mode` wants.
+
+    Raises HandoffFailed: nobody is there, or it does not know the key. Takes two seconds at most.
+    """
+    deadline = Deadline(_CONNECT_S)
+    try:
+        raw = socket.create_connection((remote.host, remote.port), deadline.remaining_s())
+    except OSError as error:
+        raise HandoffFailed(f"nobody at {remote.host}:{remote.port}: {error}") from error
+    stream = Stream(raw)
+    try:
+        stream.wrap(wrap, deadline)
+        description = _introduce(stream, pool, remote.key, cut, mode, pair_id, deadline)
+        return DataClient(stream, description)
+    except HandoffFailed:
+        stream.close()
+        raise
+
+
+def describe_remote(
+    pool: str, remote: RemotePool, wrap: WrapSocket = lambda connection: connection
+) -> PoolDescription:
+    """As `pool_address.describe`, from afar."""
+    client = connect(pool, remote, None, wrap=wrap)
+    client.close()
+    return client.description
+
+
+def _introduce(
+    stream: Stream,
+    pool: str,
+    key: bytes,
+    cut: BlockCut | None,
+    mode: wire.Mode,
+    pair_id: bytes,
+    deadline: Deadline,
+) -> PoolDescription:
+    opening = wire.Opening(mode, pool, os.urandom(wire.NONCE_BYTES))
+    stream.write(opening.pack(), deadline)
+    nonce, proof = wire.unpack_challenge(stream.read(wire.CHALLENGE_BYTES, deadline))
+    if not wire.is_proven(proof, key, "source", opening, nonce):
+        raise HandoffFailed("the other end does not know the source's key")
+    said = (wire.NO_CUT if cut is None else wire.pack_cut(cut)) + pair_id
+    stream.write(wire.prove(key, "puller", opening, nonce, said) + said, deadline)
+    length = wire.unpack_length(stream.read(wire.LENGTH_BYTES, deadline))
+    description = PoolDescription.unpack(bytes(stream.read(length, deadline)))
+    if description.incarnation != pool:
+        raise HandoffFailed(f"the source is {description.incarnation}")
+    if cut is not None and description.block_bytes != cut.source_block_bytes:
+        raise HandoffFailed(
+            f"a block has {description.block_bytes} bytes there, not {cut.source_block_bytes}"
+        )
+    return description

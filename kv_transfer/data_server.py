@@ -1,0 +1,200 @@
+"""The source's end of data connections: a port on which linked pullers read one rank's pool.
+
+    accept ─► opening, proof: within 2 s ─► requests: judge ─► send ─► judge again ─► verdict
+
+Whoever has not proven itself in time is closed, the eldest first when there are many, so that a
+crowd that proves nothing cannot keep a puller out. How blocks travel is for the outlets.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ..core.errors import HandoffFailed, StartupFailed
+from ..engine.generations import GenerationsReader
+from . import data_wire as wire
+from .head_ranges import BlockCut
+from .pool_address import PoolDescription
+from .runs import Ids
+from .stream import Deadline, Stream
+from .transport import PullOutcome
+
+_log = logging.getLogger(__name__)
+
+OPENING_S = 2.0
+_MAX_OPENING = 64  # connections that have proven nothing yet
+_MAX_PULLERS = 256
+_REQUEST_S = 2.0  # for the rest of a request that has begun
+_BACKLOG = 1024
+_RETRY_S = 0.1  # after accept failed, e.g. for want of file descriptors
+
+
+class Outlet(Protocol):
+    """One puller's way to get blocks."""
+
+    def send(self, stream: Stream, block_ids: Ids) -> None:
+        """Send the pieces of these blocks, which may repeat.
+
+        Returns when the pool is read no more for them. Raises HandoffFailed, and ends the puller.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+# For one puller that has proven itself: its piece of the blocks, the id that its mode has. Raises
+# HandoffFailed.
+MakeOutlet = Callable[[BlockCut, bytes], Outlet]
+WrapSocket = Callable[[socket.socket], socket.socket]  # e.g. into TLS; raises OSError
+
+
+@dataclass(frozen=True, slots=True)
+class ServedPool:
+    """What a rank serves: its pool, the generations, the key of who may read them."""
+
+    description: PoolDescription
+    generations: GenerationsReader
+    key: bytes
+
+
+class DataServer:
+    """Serves until `close`. `port` is where."""
+
+    def __init__(
+        self,
+        host: str,
+        outlets: Mapping[wire.Mode, MakeOutlet],
+        wrap: WrapSocket = lambda connection: connection,
+    ) -> None:
+        """Listen at `host`, on a port of its own. Raises StartupFailed if there is no such host."""
+        self._outlets = outlets
+        self._wrap = wrap
+        self._pool: ServedPool | None = None
+        self._lock = threading.Lock()
+        self._opening: dict[Stream, None] = {}  # the eldest first
+        self._pullers: set[Stream] = set()
+        self._is_closing = threading.Event()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+        except OSError as error:
+            raise StartupFailed(f"cannot listen for pullers at {host}: {error}") from error
+        self.port: int = self._listener.getsockname()[1]
+
+    def start(self, pool: ServedPool) -> None:
+        """Answer from now on: the ports of all ranks are in the description."""
+        self._pool = pool
+        self._thread = threading.Thread(target=self._serve, name="kv-data", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Hang up on everybody."""
+        self._is_closing.set()
+        self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept
+        self._thread.join()
+        self._listener.close()
+        with self._lock:
+            for stream in (*self._opening, *self._pullers):
+                stream.hang_up()
+
+    def _serve(self) -> None:
+        while not self._is_closing.is_set():
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:
+                if not self._is_closing.wait(_RETRY_S):
+                    _log.warning("the KV port cannot accept: %s", error)
+                continue
+            self._admit(connection)
+
+    def _admit(self, connection: socket.socket) -> None:
+        stream = Stream(connection)
+        with self._lock:
+            while len(self._opening) >= _MAX_OPENING:
+                eldest = next(iter(self._opening))
+                del self._opening[eldest]
+                eldest.hang_up()
+            self._opening[stream] = None
+        threading.Thread(target=self._attend, args=(stream,), name="kv-puller", daemon=True).start()
+
+    def _attend(self, stream: Stream) -> None:
+        """One connection's thread."""
+        try:
+            outlet = self._open(stream)
+            try:
+                while True:
+                    self._answer(stream, outlet)
+            finally:
+                outlet.close()
+        except HandoffFailed as error:
+            _log.info("a puller's connection ended: %s", error.message)
+        except Exception:
+            # One puller's connection: the others' go on.
+            _log.exception("a puller's connection broke")
+        finally:
+            with self._lock:
+                self._opening.pop(stream, None)
+                self._pullers.discard(stream)
+            stream.close()
+
+    def _open(self, stream: Stream) -> Outlet:
+        """Who is it, and what does it want? Raises HandoffFailed."""
+        assert self._pool is not None
+        deadline, pool = Deadline(OPENING_S), self._pool
+        stream.wrap(self._wrap, deadline)
+        opening = wire.Opening.unpack(stream.read(wire.OPENING_BYTES, deadline))
+        nonce = os.urandom(wire.NONCE_BYTES)
+        proof = wire.prove(pool.key, "source", opening, nonce)
+        stream.write(wire.pack_challenge(nonce, proof), deadline)
+        theirs = bytes(stream.read(wire.PROOF_BYTES, deadline))
+        said = bytes(stream.read(wire.CUT_BYTES + opening.mode.id_bytes, deadline))
+        if not wire.is_proven(theirs, pool.key, "puller", opening, nonce, said):
+            raise HandoffFailed("it does not know the key")
+        if opening.pool != pool.description.incarnation:
+            raise HandoffFailed("it looks for another incarnation")
+        if opening.mode not in self._outlets:
+            raise HandoffFailed(f"there is no {opening.mode.name} here")
+        with self._lock:
+            self._opening.pop(stream, None)
+            if len(self._pullers) >= _MAX_PULLERS:
+                raise HandoffFailed("there are too many pullers")
+            self._pullers.add(stream)
+        packed = pool.description.pack()
+        stream.write(wire.pack_length(len(packed)) + packed, deadline)
+        if not any(said):
+            raise HandoffFailed("it wanted the description alone")
+        cut = wire.unpack_cut(said[: wire.CUT_BYTES], pool.description.block_bytes)
+        return self._outlets[opening.mode](cut, said[wire.CUT_BYTES :])
+
+    def _answer(self, stream: Stream, outlet: Outlet) -> None:
+        """Wait for one request and serve it. Raises HandoffFailed when the puller is gone."""
+        head = stream.read(1, Deadline(None))
+        deadline = Deadline(_REQUEST_S)
+        head += stream.read(wire.REQUEST_BYTES - 1, deadline)
+        num_blocks, crc = wire.unpack_request(head)
+        body = stream.read(num_blocks * wire.BYTES_PER_BLOCK, deadline)
+        ids, announced = wire.unpack_body(body, num_blocks, crc)
+        outcome = self._judge(ids, announced)
+        if outcome is PullOutcome.OK:
+            stream.write(wire.pack_begin(), Deadline(_REQUEST_S))
+            outlet.send(stream, ids)
+            outcome = self._judge(ids, announced)
+        stream.write(wire.pack_end(outcome), Deadline(_REQUEST_S))
+
+    def _judge(self, ids: Ids, announced: npt.NDArray[np.uint64]) -> PullOutcome:
+        """Whether the blocks are still what was announced."""
+        assert self._pool is not None
+        if ids.min() < 0 or ids.max() >= self._pool.description.num_blocks:
+            _log.warning("a puller asks for a block outside the pool")
+            return PullOutcome.FAILED
+        is_current = np.array_equal(self._pool.generations.read_many(ids), announced)
+        return PullOutcome.OK if is_current else PullOutcome.STALE

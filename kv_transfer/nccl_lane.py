@@ -1,0 +1,203 @@
+"""Blocks between two GPUs through staging buffers and a communicator of the pair, in parts.
+
+    source   pool ─gather─► slot 0  slot 1 ... ─send─►  ~  ─receive─► slot 0  slot 1 ... ─scatter─►
+             copy stream                     wire streams                       copy stream    pool
+
+While one part is on the wire the next is gathered and the last is scattered. Both ends cut a
+request into the same parts. Nobody waits for a peer longer than to a deadline: then the pair is
+aborted, and what was launched has ended before that is told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..core.errors import HandoffFailed
+from ..engine.cuda_kv_memory import CudaKvMemory
+from .cuda_ipc_copy import MAX_BLOCKS, KernelCopy
+from .head_ranges import BlockCut, HeadPiece
+from .nccl_pair import PULLER_RANK, SOURCE_RANK, NcclPair
+from .runs import Ids
+from .stream import Deadline
+
+_NUM_SLOTS = 3
+_SLOT_BYTES = 64 << 20  # at 360 GB/s 0.19 ms: smaller parts cost launches, larger ones overlap less
+_FIRST_PART_SHARE = 4  # the first is small: the wire begins with it
+
+
+class Lane(Protocol):
+    """One end of a pair, ready to carry blocks."""
+
+    def send(self, block_ids: Ids, deadline: Deadline) -> None:
+        """Returns when the peer has them and the pool is read no more. Raises HandoffFailed."""
+        ...
+
+    def receive(self, num_blocks: int, block_ids: Ids | None, deadline: Deadline) -> None:
+        """Into these blocks, or nowhere; returns when they lie there. Raises HandoffFailed, after
+        which nothing writes to them."""
+        ...
+
+    def first_piece(self) -> bytes:
+        """Of the blocks that were last received, if they were few enough for one part."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """Staging for one part. `blocks` [n, layers, 2, heads of the piece, block_size, dim]."""
+
+    blocks: Tensor
+    scatter: KernelCopy
+    is_full: torch.cuda.Event
+    is_empty: torch.cuda.Event
+
+
+class NcclLane:
+    """See `Lane`. Of the blocks of `kv`, `count` KV heads travel, from head `first` on."""
+
+    def __init__(self, kv: CudaKvMemory, first: int, count: int, pair: NcclPair) -> None:
+        self._pair = pair
+        self._pool = kv.tensor
+        self._device = kv.tensor.device
+        layers, two, num_row_heads, block_size, dim = kv.layout.block_shape
+        piece_bytes = kv.block_bytes // num_row_heads * count
+        most = max(1, min(_SLOT_BYTES // piece_bytes, MAX_BLOCKS))
+        self._most = most
+        gathered = HeadPiece(0, first, 0, count, num_row_heads, count)
+        scattered = HeadPiece(0, 0, first, count, count, num_row_heads)
+        with torch.cuda.device(self._device):
+            self._gather = KernelCopy(kv.address, self._device, gathered)
+            self._copying = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+            self._wire = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+            self._slots = []
+            for _ in range(_NUM_SLOTS):
+                shape = (most, layers, two, count, block_size, dim)
+                blocks = kv.tensor.new_empty(shape)
+                scatter = KernelCopy(blocks.data_ptr(), self._device, scattered)
+                events = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
+                self._slots.append(_Slot(blocks, scatter, *events))
+            torch.cuda.synchronize(self._device)  # the memory is ours before other streams use it
+
+    def send(self, block_ids: Ids, deadline: Deadline) -> None:
+        """See `Lane`."""
+        with self._aborting():
+            for slot, begin, end in self._parts(len(block_ids), deadline):
+                ids = np.stack([block_ids[begin:end], np.arange(end - begin)])
+                with torch.cuda.stream(self._copying):
+                    self._copying.wait_event(slot.is_empty)
+                    self._gather.launch(ids, slot.blocks)
+                    slot.is_full.record(self._copying)
+                with torch.cuda.stream(self._wire):
+                    self._wire.wait_event(slot.is_full)
+                    self._pair.send(slot.blocks[: end - begin], deadline)
+                    slot.is_empty.record(self._wire)
+            self._wait(self._wire, deadline)
+
+    def receive(self, num_blocks: int, block_ids: Ids | None, deadline: Deadline) -> None:
+        """See `Lane`."""
+        with self._aborting():
+            for slot, begin, end in self._parts(num_blocks, deadline):
+                with torch.cuda.stream(self._wire):
+                    self._wire.wait_event(slot.is_empty)
+                    self._pair.receive(slot.blocks[: end - begin], deadline)
+                    slot.is_full.record(self._wire)
+                with torch.cuda.stream(self._copying):
+                    self._copying.wait_event(slot.is_full)
+                    if block_ids is not None:
+                        ids = np.stack([np.arange(end - begin), block_ids[begin:end]])
+                        slot.scatter.launch(ids, self._pool)
+                    slot.is_empty.record(self._copying)
+            self._wait(self._copying, deadline)
+
+    def first_piece(self) -> bytes:
+        piece: bytes = self._slots[0].blocks[0].view(torch.uint8).cpu().numpy().tobytes()
+        return piece
+
+    def close(self) -> None:
+        self._pair.abort()  # quicker than an orderly end, for which both ends would have to be here
+
+    def _parts(self, num_blocks: int, deadline: Deadline) -> Iterator[tuple[_Slot, int, int]]:
+        """A slot for each part of a request, which is [begin, end) of its blocks.
+
+        Waits for the slot: without a peer that goes on, nothing more is launched.
+        """
+        begins, ends = cut_parts(num_blocks, self._most)
+        for slot, begin, end in zip(itertools.cycle(self._slots), begins, ends, strict=False):
+            self._pair.wait(slot.is_empty, deadline)
+            yield slot, begin, end
+
+    def _wait(self, stream: torch.cuda.Stream, deadline: Deadline) -> None:
+        is_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        is_done.record(stream)
+        self._pair.wait(is_done, deadline)
+
+    @contextlib.contextmanager
+    def _aborting(self) -> Iterator[None]:
+        """Whatever goes wrong ends the pair; what was launched has ended when that is told."""
+        try:
+            with torch.cuda.device(self._device):
+                yield
+        except (HandoffFailed, RuntimeError) as error:
+            self._pair.abort()
+            with contextlib.suppress(RuntimeError):  # a dead device: nothing runs there
+                self._wire.synchronize()  # an aborted transfer ends by itself
+                self._copying.synchronize()
+            if isinstance(error, HandoffFailed):
+                raise
+            raise HandoffFailed(f"the GPU refused a transfer: {error}") from error
+
+
+def cut_parts(num_blocks: int, most: int) -> tuple[list[int], list[int]]:
+    """Where the parts of a request begin and end: equal at both ends, whatever else differs."""
+    begins, size = [0], max(1, most // _FIRST_PART_SHARE)
+    while begins[-1] + size < num_blocks:
+        begins.append(begins[-1] + size)
+        size = most
+    return begins, [*begins[1:], num_blocks]
+
+
+def open_source_lane(kv: CudaKvMemory, cut: BlockCut, unique_id: bytes, deadline: Deadline) -> Lane:
+    """The source's end, for the heads that `cut` takes of its blocks. Raises HandoffFailed."""
+    layout = kv.layout
+    first, count = 0, layout.num_kv_heads
+    if not cut.is_whole:
+        head_bytes = layout.block_size * layout.head_dim * layout.dtype.itemsize
+        first, count = cut.source_offset // head_bytes, cut.width // head_bytes
+        if cut.num_rows != 2 * layout.num_layers or (cut.source_offset | cut.width) % head_bytes:
+            raise HandoffFailed("the piece does not consist of KV heads")
+    return _open_lane(kv, first, count, unique_id, SOURCE_RANK, deadline)
+
+
+def open_puller_lane(
+    kv: CudaKvMemory, piece: HeadPiece | None, unique_id: bytes, deadline: Deadline
+) -> Lane:
+    """The puller's end, for the heads that `piece` fills of ours. Raises HandoffFailed."""
+    first, count = 0, kv.layout.num_kv_heads
+    if piece is not None:
+        first, count = piece.my_head, piece.num_heads
+    return _open_lane(kv, first, count, unique_id, PULLER_RANK, deadline)
+
+
+def _open_lane(
+    kv: CudaKvMemory, first: int, count: int, unique_id: bytes, rank: int, deadline: Deadline
+) -> Lane:
+    try:
+        pair = NcclPair(unique_id, rank, kv.tensor.device)
+        try:
+            pair.wait_ready(deadline)
+            return NcclLane(kv, first, count, pair)
+        except BaseException:
+            pair.abort()
+            raise
+    except RuntimeError as error:  # no memory for staging
+        raise HandoffFailed(f"no staging on the GPU: {error}") from error

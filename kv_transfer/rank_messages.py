@@ -1,0 +1,96 @@
+"""What rank 0 orders the other ranks to do about pools, as bytes. Both ends are of one engine.
+
+open     JSON: [[pool, the fields of its piece, those of its remote or null], ...]
+pull     | window: uint64 | source ids: int64 [n] | generations: uint64 [n] | ours: int64 [n] |
+cancel   | the pull's order: uint64 |
+close    | window: uint64 |                      a window's number is that of the order to open it
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..core.errors import HandoffFailed
+from ..engine.block_pool import BlockRef
+from .head_ranges import HeadPiece
+from .joined import SourcePiece
+from .remote import RemotePool
+from .runs import columns
+from .transport import BlockPair
+
+_NUMBER = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What a rank answers: its window stands, or `error` says why not."""
+
+    error: str = ""
+    gbytes_per_s: float = 0.0
+
+    def pack(self) -> bytes:
+        return json.dumps([self.error, self.gbytes_per_s]).encode()
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> Opened:
+        error, gbytes_per_s = json.loads(packed)
+        return cls(error, gbytes_per_s)
+
+    def require(self, rank: int) -> None:
+        """Raises HandoffFailed if the window does not stand."""
+        if self.error:
+            raise HandoffFailed(f"rank {rank}: {self.error}")
+
+
+def pack_open(pieces: Sequence[SourcePiece]) -> bytes:
+    def fields_of(remote: RemotePool | None) -> list[str | int | bool] | None:
+        if remote is None:
+            return None
+        return [remote.host, remote.port, remote.key.hex(), remote.is_elsewhere]
+
+    told = [[p.pool, dataclasses.astuple(p.piece), fields_of(p.remote)] for p in pieces]
+    return json.dumps(told).encode()
+
+
+def unpack_open(packed: memoryview) -> list[SourcePiece]:
+    pieces = []
+    for pool, fields, reached in json.loads(bytes(packed)):
+        remote = None
+        if reached is not None:
+            host, port, key, is_elsewhere = reached
+            remote = RemotePool(host, port, bytes.fromhex(key), is_elsewhere)
+        pieces.append(SourcePiece(pool, HeadPiece(*fields), remote))
+    return pieces
+
+
+def pack_number(number: int) -> bytes:
+    return _NUMBER.pack(number)
+
+
+def unpack_number(packed: memoryview) -> int:
+    number: int = _NUMBER.unpack_from(packed)[0]
+    return number
+
+
+def pack_pull(window: int, pairs: Sequence[BlockPair]) -> bytes:
+    ids, generations = columns(pairs)
+    return b"".join(
+        (_NUMBER.pack(window), ids[0].tobytes(), generations.tobytes(), ids[1].tobytes())
+    )
+
+
+def unpack_pull(packed: memoryview) -> tuple[int, list[BlockPair]]:
+    """The window and the pairs; of a source block its id and generation alone."""
+    rows = np.frombuffer(packed[_NUMBER.size :], np.int64).reshape(3, -1)
+    sources, destinations = rows[0].tolist(), rows[2].tolist()
+    generations = rows[1].view(np.uint64).tolist()
+    return unpack_number(packed), [
+        BlockPair(BlockRef(0, source, generation, None), destination)
+        for source, generation, destination in zip(sources, generations, destinations, strict=True)
+    ]

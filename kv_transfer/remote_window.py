@@ -1,0 +1,185 @@
+"""One source's pool behind a network: asks for blocks, and trusts them after the source's verdict.
+
+    start_pull ─► the window's thread: request ─► carrier receives ─► verdict OK? ─► commit
+                                                        damaged ─► once more
+The source looks at the generations before it sends and behind its last byte, since they cannot be
+seen from here. A connection that breaks fails its pull; the next pull makes a new one.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ..core.errors import HandoffFailed
+from ..engine.block_pool import CANARY_BLOCK
+from ..engine.canary import canary_bytes
+from .data_client import DataClient
+from .head_ranges import BlockCut
+from .runs import Ids, columns
+from .stream import Deadline
+from .transport import BlockPair, PullOutcome
+
+_log = logging.getLogger(__name__)
+
+_MEASURED_BYTES = 8 << 20
+_TRIES = 2  # a block that is damaged on the way is asked for once more
+
+
+class Carrier(Protocol):
+    """How blocks travel, at this end. Belongs to the window's thread."""
+
+    transport: str
+    max_request_blocks: int
+
+    def connect(self) -> DataClient:
+        """Reach the source anew. Raises HandoffFailed."""
+        ...
+
+    def receive(
+        self, client: DataClient, num_blocks: int, block_ids: Ids | None, deadline: Deadline
+    ) -> bool:
+        """Take in the blocks of a request, for these of ours; None: to be looked at alone.
+
+        False if they were damaged on the way. Raises HandoffFailed.
+        """
+        ...
+
+    def commit(self, block_ids: Ids) -> None:
+        """The verdict was good: see that they lie in the pool."""
+        ...
+
+    def first_piece(self) -> bytes:
+        """The first block's, of those that were received to be looked at."""
+        ...
+
+    def hang_up(self) -> None:
+        """The connection is over: nothing may come of it any more."""
+        ...
+
+
+class _Pull:
+    """One `start_pull`; the handle that its caller gets."""
+
+    def __init__(self, pairs: Sequence[BlockPair], on_done: Callable[[PullOutcome], None]) -> None:
+        self.pairs = pairs
+        self.on_done = on_done
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True  # seen before the next request
+
+
+class RemoteWindow:
+    """A source's pool, and the thread that asks for its blocks."""
+
+    def __init__(self, incarnation: str, carrier: Carrier, cut: BlockCut) -> None:
+        """Connect, check the canary, measure. Raises HandoffFailed."""
+        self.transport = carrier.transport
+        self._incarnation = incarnation
+        self._carrier = carrier
+        self._cut = cut
+        self._client: DataClient | None = carrier.connect()
+        try:
+            self.gbytes_per_s = self._check_and_measure()
+        except HandoffFailed:
+            self._hang_up()
+            raise
+        self._is_closed = False
+        self._pulls: queue.SimpleQueue[_Pull | None] = queue.SimpleQueue()
+        name = f"kv-pull-{incarnation[:8]}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def start_pull(
+        self, pairs: Sequence[BlockPair], on_done: Callable[[PullOutcome], None]
+    ) -> _Pull:
+        assert not self._is_closed, "a pull through a closed window"
+        pull = _Pull(pairs, on_done)
+        self._pulls.put(pull)
+        return pull
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._pulls.put(None)
+
+    def join(self) -> None:
+        """Wait until a closed window has reported all its pulls and hung up."""
+        self._thread.join()
+
+    def _check_and_measure(self) -> float:
+        """GB/s of the canary block, many times over, once it is found to be right."""
+        canary = np.array([CANARY_BLOCK])
+        if self._request(canary, np.zeros(1, np.uint64), None) is not PullOutcome.OK:
+            raise HandoffFailed("the canary block cannot be read")
+        expected = canary_bytes(self._incarnation, self._cut.source_block_bytes)
+        if self._carrier.first_piece() != self._cut.of_source(expected):
+            raise HandoffFailed("the canary block is wrong: another layout or another memory")
+        piece_bytes = self._cut.piece_bytes
+        most = self._carrier.max_request_blocks
+        num_blocks = min(max(1, _MEASURED_BYTES // piece_bytes), most)
+        begin_s = time.perf_counter()
+        self._request(canary.repeat(num_blocks), np.zeros(num_blocks, np.uint64), None)
+        return num_blocks * piece_bytes / (time.perf_counter() - begin_s) / 1e9
+
+    def _run(self) -> None:
+        while (pull := self._pulls.get()) is not None:
+            pull.on_done(self._pull(pull))
+        self._hang_up()
+
+    def _pull(self, pull: _Pull) -> PullOutcome:
+        most = self._carrier.max_request_blocks
+        try:
+            for begin in range(0, len(pull.pairs), most):
+                if pull.is_cancelled:
+                    return PullOutcome.CANCELLED
+                ids, generations = columns(pull.pairs[begin : begin + most])
+                outcome = self._request(ids[0], generations, ids[1])
+                if outcome is not PullOutcome.OK:
+                    return outcome
+        except Exception as error:
+            # A pull that never reports would fence its memory for ever.
+            is_ours = not isinstance(error, HandoffFailed)
+            _log.error("a pull from %s broke: %s", self._incarnation, error, exc_info=is_ours)
+            self._hang_up()
+            return PullOutcome.FAILED
+        return PullOutcome.OK
+
+    def _request(
+        self, source_ids: Ids, generations: npt.NDArray[np.uint64], block_ids: Ids | None
+    ) -> PullOutcome:
+        """Ask for blocks until they are not damaged, or twice. Raises HandoffFailed."""
+        for _ in range(_TRIES):
+            if self._client is None:
+                self._client = self._carrier.connect()
+            client, is_intact = self._client, True
+
+            def receive(deadline: Deadline, client: DataClient = client) -> None:
+                nonlocal is_intact
+                num_blocks = len(source_ids)
+                is_intact = self._carrier.receive(client, num_blocks, block_ids, deadline)
+
+            num_bytes = len(source_ids) * self._cut.piece_bytes
+            outcome = client.ask(source_ids, generations, num_bytes, receive)
+            if outcome is not PullOutcome.OK:
+                return outcome
+            if is_intact:
+                if block_ids is not None:
+                    self._carrier.commit(block_ids)
+                return PullOutcome.OK
+            _log.warning("blocks of %s were damaged on the way", self._incarnation)
+        return PullOutcome.FAILED
+
+    def _hang_up(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+            self._carrier.hang_up()
