@@ -64,6 +64,8 @@ def decode_entry(raw: bytes, secret: str | None) -> Member:
         max_model_len=_count(fields, "max_model_len"),
         block_size=_count(fields, "block_size"),
         num_blocks=_count(fields, "num_blocks"),
+        device=_text(fields, "device") if fields.get("device") else "",
+        can_constrain=fields.get("can_constrain") is True,
     )
 
 

@@ -67,7 +67,7 @@ class RedisServer:
         server = cls(process, folder)
         try:
             server._wait_until_it_answers()
-        except BaseException:
+        except BaseException:  # a Ctrl-C too: the server must not outlive us
             server.stop()
             raise
         return server

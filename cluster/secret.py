@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from ..core.errors import Unauthenticated
 
 METADATA_KEY = "baton-secret"
+TAG_BYTES = 16
 
 
 def _derive(secret: str, purpose: bytes, message: bytes = b"") -> str:
@@ -35,6 +36,22 @@ def check_secret(secret: str | None, metadata: Iterable[tuple[str, str | bytes]]
     given_bytes = given if isinstance(given, bytes) else given.encode()
     if not hmac.compare_digest(given_bytes, _derive(secret, b"baton-rpc").encode()):
         raise Unauthenticated("the cluster secret is missing or wrong")
+
+
+def operator_key(secret: str) -> str:
+    """The API key by which who started a deployment looks after its gateway. Nodes do not see it
+    in any call, but whoever knows the secret can derive it."""
+    return f"bo-{_derive(secret, b'baton-operator')}"
+
+
+def salt_key(secret: str) -> bytes:
+    """What gateways key tenants' cache salts with: the same for all of a deployment."""
+    return bytes.fromhex(_derive(secret, b"baton-salt"))
+
+
+def message_tag(secret: str, message: bytes) -> bytes:
+    """The signature, TAG_BYTES long, of a message of the prefix index."""
+    return bytes.fromhex(_derive(secret, b"baton-index", message))[:TAG_BYTES]
 
 
 def sign(secret: str, message: bytes) -> str:

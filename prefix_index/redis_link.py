@@ -10,8 +10,9 @@ Knows nothing of what the messages say.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
 from redis.exceptions import ResponseError
@@ -24,6 +25,7 @@ from ..cluster.redis_client import (
     key_prefix,
     reply,
 )
+from ..cluster.secret import TAG_BYTES, message_tag
 from .link import IndexAway
 from .messages import MAX_MESSAGE_BYTES
 
@@ -36,16 +38,23 @@ _PROBE_S = 2.0  # silence after which a subscription is asked whether it lives
 class RedisIndexLink:
     """One for a process. Raises StartupFailed on a bad URL or cluster name."""
 
-    def __init__(self, url: str, cluster: str) -> None:
+    def __init__(self, url: str, cluster: str, secret: str | None = None) -> None:
         self._redis = connect(url)
+        self._secret = secret
+        self._max_bytes = MAX_MESSAGE_BYTES + (TAG_BYTES if secret else 0)
         self._channel = f"{key_prefix(cluster)}prefix"
         self._is_away = False
+
+    @property
+    def is_up(self) -> bool:
+        """Whether Redis answered when it was last spoken to."""
+        return not self._is_away
 
     async def publish(self, messages: Sequence[bytes]) -> None:
         try:
             async with self._redis.pipeline(transaction=False) as pipe:
                 for message in messages:
-                    pipe.publish(self._channel, message)
+                    pipe.publish(self._channel, self._seal(message))
                 await reply(pipe.execute())
         except REDIS_ERRORS as error:
             raise self._away(error) from error
@@ -55,7 +64,7 @@ class RedisIndexLink:
         try:
             for index, chunk in enumerate(chunks):
                 key = self._chunk_key(incarnation, index)
-                await reply(self._redis.set(key, chunk, ex=_CHUNK_TTL_S))
+                await reply(self._redis.set(key, self._seal(chunk), ex=_CHUNK_TTL_S))
         except REDIS_ERRORS as error:
             raise self._away(error) from error
 
@@ -63,7 +72,7 @@ class RedisIndexLink:
         return self._follow(self._ask_channel(incarnation))
 
     def messages(self) -> AsyncGenerator[bytes]:
-        return self._follow(self._channel)
+        return self._follow(self._channel, self._unseal)
 
     async def ask(self, incarnation: str) -> None:
         try:
@@ -75,13 +84,13 @@ class RedisIndexLink:
         key = self._chunk_key(incarnation, index)
         try:
             # Junk may be huge: never ask for all of it.
-            value = await reply(self._redis.getrange(key, 0, MAX_MESSAGE_BYTES))
+            value = await reply(self._redis.getrange(key, 0, self._max_bytes))
         except ResponseError:
             return b""  # something else lies there
         except REDIS_ERRORS as error:
             raise self._away(error) from error
         assert isinstance(value, bytes), "the client does not decode"
-        return value
+        return self._unseal(value)
 
     async def close(self) -> None:
         try:
@@ -89,21 +98,34 @@ class RedisIndexLink:
         except REDIS_ERRORS as error:
             log.debug("closing the connection to Redis: %s", error)
 
+    def _seal(self, message: bytes) -> bytes:
+        """With its signature behind it, if the deployment has a secret."""
+        return message + message_tag(self._secret, message) if self._secret else message
+
+    def _unseal(self, sealed: bytes) -> bytes:
+        """The message; empty, which is none, if it is not signed with our secret."""
+        if not self._secret:
+            return sealed
+        message, tag = sealed[:-TAG_BYTES], sealed[-TAG_BYTES:]
+        return message if hmac.compare_digest(tag, message_tag(self._secret, message)) else b""
+
     def _ask_channel(self, incarnation: str) -> str:
         return f"{self._channel}:ask:{incarnation}"
 
     def _chunk_key(self, incarnation: str, index: int) -> str:
         return f"{self._channel}:{incarnation}:{index}"
 
-    async def _follow(self, channel: str) -> AsyncGenerator[bytes]:
-        """What is published there, through any loss of Redis."""
+    async def _follow(
+        self, channel: str, read: Callable[[bytes], bytes] = bytes
+    ) -> AsyncGenerator[bytes]:
+        """What is published there, as `read` reads it, through any loss of Redis."""
         delay_s = RETRY_MIN_S
         while True:
             try:
                 async with aclosing(self._subscribe(channel)) as published:
                     async for data in published:
                         delay_s = RETRY_MIN_S
-                        yield data
+                        yield read(data)
             except REDIS_ERRORS as error:
                 self._away(error)
             await asyncio.sleep(delay_s)

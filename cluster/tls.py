@@ -1,0 +1,195 @@
+"""TLS between gateways and nodes, and the files behind every TLS server of ours.
+
+    CA of the cluster ── signs ──► gateway.crt, prefill.crt, decode.crt
+                                   DNS name in the SAN: gateway.baton.internal, ...
+
+A role's certificate proves the role, on both ends and whatever host it runs on: who dials a prefill
+node expects `prefill.baton.internal` there, and a node looks for `gateway.baton.internal` in the
+certificate of who calls it as a gateway. Files are read anew when they have changed, at the next
+handshake; what cannot be used leaves the last certificate in force.
+"""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from ..core.config import ClusterConfig
+from ..core.errors import PermissionDenied, StartupFailed
+from .watched_files import WatchedFiles
+
+log = logging.getLogger(__name__)
+
+GATEWAY = "gateway"
+_DOMAIN = ".baton.internal"
+_SAN = "x509_subject_alternative_name"  # in gRPC's AuthContext
+
+Options = Sequence[tuple[str, Any]]
+
+
+def role_name(role: str) -> str:
+    """The DNS name that stands for a role in its certificates."""
+    return role + _DOMAIN
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """What the files held when they were last good. `context` serves HTTP with it."""
+
+    chain: bytes
+    key: bytes
+    ca: bytes | None
+    context: ssl.SSLContext
+
+
+class CertificateFiles:
+    """A certificate chain with its key, PEM; `ca`: who must have signed what peers show.
+
+    `what` names the flags. Raises StartupFailed if the files are unusable at the beginning. Any
+    thread may ask.
+    """
+
+    def __init__(self, chain: Path, key: Path, ca: Path | None, what: str) -> None:
+        self._paths = (chain, key) if ca is None else (chain, key, ca)
+        self._what = what
+        self._files = WatchedFiles(self._paths)
+        self._lock = threading.Lock()
+        self._files.have_changed()
+        try:
+            self._certificate = _load(*self._paths)
+        except (OSError, ValueError) as error:
+            raise StartupFailed(
+                f"{what}: {_reason(error)}", hint="for a try, `baton certs DIR` makes a set"
+            ) from error
+
+    def current(self) -> Certificate:
+        """The newest good certificate."""
+        with self._lock:
+            if self._files.have_changed():
+                try:
+                    self._certificate = _load(*self._paths)
+                    log.info("%s: read anew", self._what)
+                except (OSError, ValueError) as error:
+                    log.error("%s: %s; the one before stays", self._what, _reason(error))
+            return self._certificate
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """For a gRPC server. With a CA, clients must show a certificate that it signed."""
+        given = self.current()
+
+        def fetch() -> Any:
+            nonlocal given
+            newest = self.current()
+            if newest is given:
+                return None
+            given = newest
+            return _configuration(newest)
+
+        credentials: grpc.ServerCredentials = grpc.dynamic_ssl_server_credentials(  # type: ignore[no-untyped-call]
+            _configuration(given), fetch, require_client_authentication=given.ca is not None
+        )
+        return credentials
+
+    def http_context(self) -> ssl.SSLContext:
+        """For an HTTP server."""
+        context = _new_context()
+
+        def choose(connection: ssl.SSLObject, _name: str | None, _: ssl.SSLContext) -> None:
+            connection.context = self.current().context
+
+        context.sni_callback = choose  # called in every handshake, with or without a name
+        return context
+
+
+class ClusterTls:
+    """This process in the cluster's mutual TLS. Raises StartupFailed."""
+
+    def __init__(self, ca: Path, chain: Path, key: Path) -> None:
+        self.ca, self.chain, self.key = ca, chain, key
+        what = "--cluster-ca, --cluster-cert, --cluster-key"
+        self._files = CertificateFiles(chain, key, ca, what)
+
+    @classmethod
+    def of(cls, config: ClusterConfig) -> ClusterTls | None:
+        """None where the deployment has no certificates."""
+        ca, chain, key = config.cluster_ca, config.cluster_cert, config.cluster_key
+        if ca is None or chain is None or key is None:
+            return None
+        return cls(Path(ca), Path(chain), Path(key))
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        return self._files.server_credentials()
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        mine = self._files.current()
+        credentials: grpc.ChannelCredentials = grpc.ssl_channel_credentials(  # type: ignore[no-untyped-call]
+            mine.ca, mine.key, mine.chain
+        )
+        return credentials
+
+
+def open_channel(
+    address: str, tls: ClusterTls | None, role: str, options: Options = ()
+) -> grpc.aio.Channel:
+    """A channel to a node that must be of this role; without TLS, in plain text."""
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options)
+    expected = (("grpc.ssl_target_name_override", role_name(role)),)
+    return grpc.aio.secure_channel(address, tls.channel_credentials(), (*options, *expected))
+
+
+def check_peer_role(context: Any, role: str) -> None:
+    """Raise PermissionDenied unless the caller's certificate is of this role.
+
+    `context` is the ServicerContext of a call over mutual TLS.
+    """
+    names = context.auth_context().get(_SAN, ())
+    if role_name(role).encode() not in names:
+        raise PermissionDenied(f"this call needs a certificate of the role {role}")
+
+
+def _load(chain: Path, key: Path, ca: Path | None = None) -> Certificate:
+    """Raises OSError, ValueError (ssl.SSLError is an OSError)."""
+    certificate = Certificate(
+        chain.read_bytes(),
+        key.read_bytes(),
+        None if ca is None else ca.read_bytes(),
+        _new_context(),
+    )
+    # Checks that the two belong together. An encrypted key must not ask on the terminal.
+    certificate.context.load_cert_chain(chain, key, password=_no_password)
+    if ca is not None:
+        ssl.create_default_context(cafile=ca)
+    return certificate
+
+
+def _new_context() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    return context
+
+
+def _no_password() -> str:
+    raise ValueError("the key is encrypted: give one that is not")
+
+
+def _configuration(certificate: Certificate) -> Any:
+    pair = (certificate.key, certificate.chain)
+    return grpc.ssl_server_certificate_configuration(  # type: ignore[no-untyped-call]
+        [pair], root_certificates=certificate.ca
+    )
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ssl.SSLError):
+        return f"certificate and key are no pair, or not PEM ({error.reason})"
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
