@@ -6,10 +6,10 @@ import sys
 
 from ..core.membership import Role
 from ..engine import fingerprint
-from ..engine.kv_memory import CpuKvMemory
 from ..kv_transfer.puller import Puller
-from ..kv_transfer.shm import ShmTransport
-from ..kv_transfer.transport import Transport
+from ..kv_transfer.ranked import RankedTransport
+from ..kv_transfer.remote import Routes, host_id
+from ..kv_transfer.transports import transports, wrapping
 from ..node.engine_process import Parts, RolePlan, main
 from . import policy
 from .role import DecodeRole
@@ -18,26 +18,20 @@ from .windows import Windows
 LINK_WAIT_S = 5.0  # how long an intent waits for a pair that is being set up
 
 
-def transports(parts: Parts) -> list[Transport]:
-    """The ways in which blocks can reach this engine's pool, best first."""
-    kv = parts.runner.kv
-    if isinstance(kv, CpuKvMemory):
-        return [ShmTransport(kv)]
-    from ..kv_transfer.cuda_ipc import CudaIpcTransport  # needs Triton
-
-    return [CudaIpcTransport(kv)]
-
-
 def build(parts: Parts) -> DecodeRole:
+    mine = transports(parts.runner.kv, parts.config, parts.tls)
+    routes = Routes(host_id())
+    ranked = RankedTransport(mine, parts.pool_parts, parts.followers, routes, wrapping(parts.tls))
     return DecodeRole(
         parts.engine,
         parts.desk,
         parts.outbox,
         Puller(parts.hello, parts.clock, LINK_WAIT_S),
-        Windows(transports(parts), parts.post),
+        Windows([ranked], parts.post),
+        routes,
         parts.clock,
         fingerprint=fingerprint.short(parts.hello.fingerprint),
-        block_bytes=parts.runner.kv.block_bytes,
+        block_bytes=parts.runner.kv.block_bytes * len(parts.pool_parts),
     )
 
 
@@ -46,6 +40,7 @@ PLAN = RolePlan(
     adjust=policy.adjust,
     max_held_blocks=lambda config, capacity: None,
     build=build,
+    is_source=False,
 )
 
 if __name__ == "__main__":

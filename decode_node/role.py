@@ -9,11 +9,12 @@ Glue alone: the engine decides about blocks, `kv_transfer.puller` about transfer
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import assert_never
 
 from ..core.block_hash import block_hashes, root_hash
-from ..core.errors import BatonError, Cancelled, HandoffFailed, InvalidRequest
+from ..core.errors import BatonError, Cancelled, HandoffFailed
 from ..core.ports import Clock
 from ..core.request import Request, Ticket
 from ..core.timeline import Event
@@ -46,13 +47,17 @@ from ..kv_transfer.events import (
     WindowFailed,
     WindowOpened,
 )
+from ..kv_transfer.messages import Hello
 from ..kv_transfer.puller import Puller
+from ..kv_transfer.remote import Routes
 from ..kv_transfer.transport import PullOutcome
 from ..node.desk import RequestDesk
 from ..node.outbox import Outbox
 from ..node.request_book import Entry, TransferSummary
+from ..node.request_role import RequestRole
 from ..node.role import Vitals
 from ..proto.v1 import handoff_pb2, node_pb2
+from .transfer_counts import TransferCounts
 from .windows import Windows
 
 log = logging.getLogger(__name__)
@@ -66,8 +71,10 @@ class _Intent:
     samples: tuple[Request, ...]
 
 
-class DecodeRole:
+class DecodeRole(RequestRole):
     """`node.role.Role` of a decode node's engine."""
+
+    ticket_work = node_pb2.WORK_DECODE
 
     def __init__(
         self,
@@ -76,47 +83,32 @@ class DecodeRole:
         outbox: Outbox,
         puller: Puller,
         windows: Windows,
+        routes: Routes,
         clock: Clock,
         *,
         fingerprint: str,
         block_bytes: int,
     ) -> None:
-        self._engine = engine
-        self._desk = desk
+        super().__init__(engine, desk)
         self._outbox = outbox
         self._puller = puller
         self._windows = windows
+        self._routes = routes
         self._clock = clock
         self._fingerprint = fingerprint
         self._block_bytes = block_bytes
         self._intents: dict[str, _Intent] = {}  # by each sample's key, until their KV is here
         self._reservations: dict[str, Reservation] = {}  # by transfer
         self._is_memory_short = False  # the puller waits for blocks
+        self._counts = TransferCounts(clock)
 
     # -- gateways ------------------------------------------------------------------------------
 
-    def dispatch(self, gateway: str, dispatch: node_pb2.Dispatch) -> None:
-        entry = self._desk.accept(gateway, dispatch)
-        if entry is None:
-            return
-        try:
-            self._admit(entry, dispatch.work)
-        except BatonError as error:
-            for sample in (entry.request, *entry.request.forks):
-                self.fail(sample.key, error)
-
-    def _admit(self, entry: Entry, work: node_pb2.Work) -> None:
-        samples = (entry.request, *entry.request.forks)
-        if work == node_pb2.WORK_LOCAL:
-            for sample in samples:
-                self._engine.add(replace(sample, fork_ids=()))
-        elif work == node_pb2.WORK_DECODE and entry.ticket is not None:
-            self._engine.limits.check(entry.request)
-            intent = _Intent(entry.ticket, samples)
-            self._intents.update((sample.key, intent) for sample in samples)
-            self._feed(self._intended(entry, entry.ticket))
-        else:
-            raise InvalidRequest("a decode node takes local work, or decodes with a ticket")
+    def _take_up(self, entry: Entry, ticket: Ticket, samples: Sequence[Request]) -> None:
+        self._engine.limits.check(entry.request)
+        intent = _Intent(ticket, tuple(samples))
+        self._intents.update((sample.key, intent) for sample in samples)
+        self._feed(self._intended(entry, ticket))
 
     def _intended(self, entry: Entry, ticket: Ticket) -> Intended:
         request, limits = entry.request, self._engine.limits
@@ -130,18 +122,7 @@ class DecodeRole:
             entry.deadline_s,
         )
 
-    def cancel(self, key: str) -> None:
-        self._end(key, None)
-
-    def fail(self, key: str, error: BatonError) -> None:
-        self._end(key, error)
-
-    def gateway_lost(self, gateway: str) -> None:
-        for key in self._desk.forget_gateway(gateway):
-            self.cancel(key)
-
     def _end(self, key: str, error: BatonError | None) -> None:
-        """End a request in any state; with an error its gateway is told."""
         self._desk.end(key, error)
         intent = self._intents.get(key)
         if intent is None:
@@ -162,16 +143,12 @@ class DecodeRole:
     # -- the engine's results ------------------------------------------------------------------
 
     def after_step(self, output: StepOutput) -> None:
-        for key in output.started:
-            if entry := self._desk.book.get(key):
-                started = Event.DECODE_STARTED if entry.ticket else Event.PREFILL_STARTED
-                self._desk.stamp_started(entry, started)
-        for prompt in output.prompt_logprobs:
-            self._desk.emit_prompt(prompt)
-        for token in output.tokens:
-            self._on_token(token)
+        self._tell(output)
         for key, error in output.failed:
             self.fail(key, error)
+
+    def _start_of(self, entry: Entry) -> Event:
+        return Event.DECODE_STARTED if entry.ticket else Event.PREFILL_STARTED
 
     def _on_token(self, token: TokenOutput) -> None:
         entry = self._desk.book.get(token.key)
@@ -185,13 +162,18 @@ class DecodeRole:
 
     # -- sources -------------------------------------------------------------------------------
 
-    def peer_linked(self, incarnation: str, peer_is_source: bool) -> None:
+    def peer_linked(self, incarnation: str, peer_is_source: bool, host: str) -> None:
+        self._routes.linked(incarnation, host)
         self._feed(PeerLinked(incarnation))
 
     def peer_message(self, incarnation: str, message: handoff_pb2.PeerMessage) -> None:
-        self._feed(PeerMessage(incarnation, wire.from_wire(message)))
+        decoded = wire.from_wire(message)
+        if isinstance(decoded, Hello):
+            self._routes.greeted(incarnation, decoded.data)
+        self._feed(PeerMessage(incarnation, decoded))
 
     def peer_lost(self, incarnation: str) -> None:
+        self._routes.lost(incarnation)
         self._feed(PeerLost(incarnation))
 
     def _feed(self, event: PullerEvent) -> None:
@@ -211,12 +193,14 @@ class DecodeRole:
                 self._windows.cancel_pulls(transfer_id)
             case Complete():
                 self._start(effect)
-            case Failed(_, key, error):
+            case Failed(transfer_id, key, error):
+                self._counts.failed(transfer_id, error)
                 if intent := self._intents.get(key):
                     self._forget(intent)
                     for sample in intent.samples:
                         self._desk.end(sample.key, error)
             case DropReservation(transfer_id):
+                self._counts.dropped(transfer_id)
                 self._engine.drop(self._reservations.pop(transfer_id))
             case OpenWindow(incarnation, link):
                 self._open_window(incarnation, link)
@@ -224,7 +208,7 @@ class DecodeRole:
                 self._windows.close(incarnation)
             case ClosePeer(incarnation, error):
                 log.warning("refused source %s: %s", incarnation, error.message)
-                self._outbox.close_peer(incarnation)
+                self._outbox.close_peer(incarnation, error)
             case _:
                 assert_never(effect)
 
@@ -251,6 +235,7 @@ class DecodeRole:
             self._feed(ReserveRefused(transfer_id))
             return
         self._reservations[transfer_id] = reservation
+        self._counts.began(transfer_id)
         self._stamp(intent, Event.TRANSFER_STARTED)
         self._feed(Reserved(transfer_id, reservation.num_cached_blocks, reservation.block_ids))
 
@@ -275,6 +260,7 @@ class DecodeRole:
             cached_tokens=reservation.num_cached_blocks * self._engine.limits.block_size,
             transport=self._windows.transport_of(intent.ticket.source_incarnation),
         )
+        self._counts.completed(complete.transfer_id, summary.num_bytes)
         first, *forks = intent.samples
         if len(state.fork_token_ids) != len(forks):
             self._engine.drop(reservation)
@@ -321,7 +307,11 @@ class DecodeRole:
         return min((d for d in deadlines if d is not None), default=None)
 
     def vitals(self) -> Vitals:
-        return Vitals(num_pending=len(self._intents), links=self._windows.links())
+        return Vitals(
+            num_pending=len(self._intents),
+            links=self._windows.links(),
+            counters=self._counts.to_wire(),
+        )
 
     def is_idle(self) -> bool:
         return not (self._desk.book or self._reservations or self._windows.num_pulls)

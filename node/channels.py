@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import grpc
 
+from ..cluster.tls import ClusterTls, open_channel
 from ..core.errors import StartupFailed
-from .frames import MAX_FRAME_BYTES
+from ..core.membership import Role
+from .frames import MAX_RELAYED_BYTES
 
 _BOTH_OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
-    ("grpc.max_send_message_length", MAX_FRAME_BYTES),
+    ("grpc.max_receive_message_length", MAX_RELAYED_BYTES),
+    ("grpc.max_send_message_length", MAX_RELAYED_BYTES),
     ("grpc.keepalive_time_ms", 1000),
     ("grpc.keepalive_timeout_ms", 1000),
     (
@@ -32,11 +34,15 @@ _CLIENT_OPTIONS = (
 )
 
 
-def make_server(host: str, port: int) -> tuple[grpc.aio.Server, int]:
+def make_server(host: str, port: int, tls: ClusterTls | None = None) -> tuple[grpc.aio.Server, int]:
     """A server bound to host:port, not yet started, and its port. Raises StartupFailed."""
     server = grpc.aio.server(options=_SERVER_OPTIONS)
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        bound = server.add_insecure_port(f"{host}:{port}")
+        if tls is None:
+            bound = server.add_insecure_port(address)
+        else:
+            bound = server.add_secure_port(address, tls.server_credentials())
     except RuntimeError:
         bound = 0
     if bound == 0:
@@ -47,6 +53,6 @@ def make_server(host: str, port: int) -> tuple[grpc.aio.Server, int]:
     return server, bound
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel to a node. It connects lazily and reports a silent peer within about 2 s."""
-    return grpc.aio.insecure_channel(address, options=_CLIENT_OPTIONS)
+def open_node_channel(address: str, tls: ClusterTls | None, role: Role) -> grpc.aio.Channel:
+    """A channel to a node of `role`. It connects lazily; a silent peer is noticed in about 2 s."""
+    return open_channel(address, tls, role.value, _CLIENT_OPTIONS)

@@ -47,14 +47,16 @@ class RequestDesk:
         if self.is_draining:
             raise Unavailable(f"{self.node_name} is draining")
         request = codec.request_from_wire(dispatch)
-        if max((*request.prompt_token_ids, *request.output_token_ids)) >= self._vocab_size:
+        highest_id = max(max(request.prompt_token_ids), max(request.output_token_ids, default=0))
+        if highest_id >= self._vocab_size:
             raise InvalidRequest(f"a token id is outside the vocabulary of {self._vocab_size}")
         deadline_s = self._clock.monotonic_s() + dispatch.deadline_remaining_us / 1e6
         ticket = codec.ticket_from_wire(dispatch.ticket) if dispatch.HasField("ticket") else None
-        entry = Entry(request, gateway, deadline_s, ticket)
+        now_ns = self._clock.unix_ns()
+        entry = Entry(request, gateway, deadline_s, ticket, now_ns)
         self.book.open(entry)
         for fork in request.forks:
-            self.book.open(Entry(fork, gateway, deadline_s, ticket))
+            self.book.open(Entry(fork, gateway, deadline_s, ticket, now_ns))
         return entry
 
     def stamp(self, entry: Entry, event: Event) -> None:
@@ -66,8 +68,9 @@ class RequestDesk:
         self._step_began_ns = self._clock.unix_ns()
 
     def stamp_started(self, entry: Entry, event: Event) -> None:
-        """Note that `event` happened when the step began."""
-        entry.stamps.append(Stamp(event, self._step_began_ns, self.node_name))
+        """Note that `event` happened when the step began, or as soon as it came during one."""
+        began_ns = max(self._step_began_ns, entry.accepted_ns)
+        entry.stamps.append(Stamp(event, began_ns, self.node_name))
 
     def emit(self, entry: Entry, token: TokenOutput) -> None:
         """Queue one token, with all that has waited for an output of this request."""

@@ -133,11 +133,13 @@ class EngineHandle:
                 for mailbox in self._gateways.values():
                     mailbox.put(node_pb2.NodeMessage(heartbeat=message.heartbeat))
             case "ledger":
-                if future := self._ledgers.pop(message.ledger.query, None):
+                future = self._ledgers.pop(message.ledger.query, None)
+                if future is not None and not future.done():  # cancelled, perhaps just now
                     future.set_result(message.ledger.json)
             case "close_peer":
-                if peer := self._peers.get(message.close_peer):
-                    peer.outgoing.end()
+                close = message.close_peer
+                if peer := self._peers.get(close.incarnation):
+                    peer.outgoing.end(codec.error_from_wire(close.error))
             case "cache_changes":
                 changes = message.cache_changes
                 removed, stored = split_hashes(changes.removed), split_hashes(changes.stored)
@@ -179,15 +181,18 @@ class EngineHandle:
         del self._gateways[gateway]
         self.send(engine_pb2.EngineInput(gateway_lost=gateway))
 
-    def open_peer(self, incarnation: str, *, is_source: bool) -> PeerStream:
-        """A new control stream with a peer; one that was open is ended: a pair has one stream."""
+    def open_peer(self, incarnation: str, *, is_source: bool, host: str = "") -> PeerStream:
+        """A new control stream with a peer; one that was open is ended: a pair has one stream.
+
+        `host`: where a source was dialled.
+        """
         if older := self._peers.get(incarnation):
             older.outgoing.end(Unavailable("a newer stream of this pair took over"))
             self.close_peer(incarnation, older)
         peer = self._peers[incarnation] = PeerStream()
         if self._lost:
             peer.outgoing.end(self._lost)
-        linked = engine_pb2.PeerLinked(incarnation=incarnation, peer_is_source=is_source)
+        linked = engine_pb2.PeerLinked(incarnation=incarnation, peer_is_source=is_source, host=host)
         self.send(engine_pb2.EngineInput(peer_linked=linked))
         return peer
 
@@ -254,7 +259,7 @@ async def start_engine(
     writer.write(encode(engine_pb2.EngineInput(configure=command.configuration)))
     try:
         welcome = await _wait_ready(reader, process, report)
-    except BaseException:
+    except BaseException:  # a cancel too: nobody else would end the process
         writer.close()
         with contextlib.suppress(ProcessLookupError):
             process.kill()

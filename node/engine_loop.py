@@ -14,18 +14,21 @@ import logging
 import queue
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from ..core.errors import BatonError, EngineFailed
 from ..core.ports import Clock
 from ..engine.engine import Engine
 from ..proto.v1 import engine_pb2, node_pb2
 from .desk import RequestDesk
+from .grammar_gate import CompiledDispatch, GrammarGate
 from .outbox import Outbox, Send
 from .pulse import Pulse
 from .role import Role
 
 log = logging.getLogger(__name__)
 
+LOOK_S = 0.0002  # how long a step may have completed before it is seen
 RECOUNT_S = 0.02  # age of a heartbeat's numbers; to count them takes longer than a small step may
 
 
@@ -41,7 +44,8 @@ class InputEnded:
     """The supervisor is gone."""
 
 
-Inbox = queue.SimpleQueue[engine_pb2.EngineInput | Completion | InputEnded]
+Item: TypeAlias = engine_pb2.EngineInput | Completion | CompiledDispatch | InputEnded
+Inbox = queue.SimpleQueue[Item]
 
 
 class EngineLoop:
@@ -57,7 +61,10 @@ class EngineLoop:
         send: Send,
         pulse: Pulse,
         clock: Clock,
+        gate: GrammarGate | None = None,
     ) -> None:
+        """Without a gate, grammars are compiled here, while all others wait."""
+        self._gate = gate
         self._engine = engine
         self._role = role
         self._desk = desk
@@ -71,7 +78,7 @@ class EngineLoop:
         self._is_over = False
 
     def run(self) -> None:
-        """Raises EngineFailed when a step breaks, OSError when the supervisor is gone."""
+        """Raises EngineFailed when a step breaks, ConnectionError when the supervisor is gone."""
         timeout_s: float | None = 0.0
         while not self._is_over:
             timeout_s = self.turn(timeout_s)
@@ -89,13 +96,23 @@ class EngineLoop:
         has_work = self._engine.has_work and not self._is_over
         if has_work:
             self._desk.begin_step()
-            output = self._engine.step()
+            output = self._engine.step(self._meanwhile)
             self._num_steps += 1
             self._role.after_step(output)
         self._outbox.flush()
-        self._is_over |= self._desk.is_draining and self._role.is_idle()
+        is_idle = self._role.is_idle() and (self._gate is None or self._gate.is_empty)
+        self._is_over |= self._desk.is_draining and is_idle
         recount_s = self._rest()
         return 0.0 if has_work else self._wait_s(deadline_s, recount_s)
+
+    def _meanwhile(self) -> bool:
+        """Handle what comes while a step is on the device: a hand-off need not wait for its end."""
+        items = self._receive(LOOK_S)
+        for item in items:
+            self._handle(item)
+        if items:
+            self._outbox.flush()
+        return bool(items)
 
     def _rest(self) -> float | None:
         """End a turn for the pulse; returns when to come back to count, if it is too early now."""
@@ -112,9 +129,7 @@ class EngineLoop:
         due_s = min((due_s for due_s in deadlines_s if due_s is not None), default=None)
         return None if due_s is None else max(0.0, due_s - self._clock.monotonic_s())
 
-    def _receive(
-        self, timeout_s: float | None
-    ) -> list[engine_pb2.EngineInput | Completion | InputEnded]:
+    def _receive(self, timeout_s: float | None) -> list[Item]:
         items = []
         try:
             items.append(self._inbox.get(block=timeout_s != 0, timeout=timeout_s))
@@ -123,13 +138,16 @@ class EngineLoop:
         except queue.Empty:
             return items
 
-    def _handle(self, item: engine_pb2.EngineInput | Completion | InputEnded) -> None:
+    def _handle(self, item: Item) -> None:
         """Whatever one request does to us, the others go on."""
         try:
             if isinstance(item, engine_pb2.EngineInput):
                 self._route(item)
             elif isinstance(item, Completion):
                 item.run()
+            elif isinstance(item, CompiledDispatch):
+                if self._gate is not None and self._gate.is_wanted(item):
+                    self._role.dispatch(item.gateway, item.dispatch)
             else:
                 self._is_over = True
         except EngineFailed:
@@ -143,12 +161,14 @@ class EngineLoop:
             case "from_gateway":
                 self._from_gateway(message.from_gateway)
             case "gateway_lost":
+                if self._gate is not None:
+                    self._gate.gateway_lost(message.gateway_lost)
                 role.gateway_lost(message.gateway_lost)
             case "from_peer":
                 role.peer_message(message.from_peer.incarnation, message.from_peer.message)
             case "peer_linked":
                 linked = message.peer_linked
-                role.peer_linked(linked.incarnation, linked.peer_is_source)
+                role.peer_linked(linked.incarnation, linked.peer_is_source, linked.host)
             case "peer_lost":
                 role.peer_lost(message.peer_lost)
             case "get_ledger":
@@ -165,31 +185,37 @@ class EngineLoop:
     def _from_gateway(self, message: engine_pb2.FromGateway) -> None:
         match message.message.WhichOneof("body"):
             case "dispatch":
-                self._role.dispatch(message.gateway, message.message.dispatch)
+                gateway, dispatch = message.gateway, message.message.dispatch
+                if self._gate is None or self._gate.admits(gateway, dispatch):
+                    self._role.dispatch(gateway, dispatch)
             case "cancel":
                 self._role.cancel(_key(message.message.cancel))
             case body:
                 log.warning("a gateway sent %s", body)
 
-    def _blame(
-        self, item: engine_pb2.EngineInput | Completion | InputEnded, error: Exception
-    ) -> None:
+    def _blame(self, item: Item, error: Exception) -> None:
         """Fail the request, or drop the peer, on whose account `error` was raised."""
+        public = error if isinstance(error, BatonError) else BatonError("internal error")
         if isinstance(item, engine_pb2.EngineInput) and item.HasField("from_peer"):
             incarnation = item.from_peer.incarnation
             log.error("message from peer %s failed", incarnation, exc_info=error)
-            self._outbox.close_peer(incarnation)
+            self._outbox.close_peer(incarnation, public)
             self._role.peer_lost(incarnation)
             return
         key = _key_of(item)
         if key is None:
             raise EngineFailed(f"{type(error).__name__}: {error}") from error
         log.error("request %s failed", key, exc_info=error)
-        public = error if isinstance(error, BatonError) else BatonError("internal error")
         self._role.fail(key, public)
 
     def _numbers(self) -> node_pb2.Heartbeat:
-        load, vitals = self._engine.load(), self._role.vitals()
+        load, totals, vitals = self._engine.load(), self._engine.totals(), self._role.vitals()
+        counters = node_pb2.Counters(
+            num_preemptions=totals.num_preemptions,
+            prefix_query_tokens=totals.prefix_query_tokens,
+            prefix_hit_tokens=totals.prefix_hit_tokens,
+        )
+        counters.MergeFrom(vitals.counters)
         return node_pb2.Heartbeat(
             num_steps=self._num_steps,
             num_running=load.num_running,
@@ -200,6 +226,8 @@ class EngineLoop:
             waiting_tokens=load.waiting_tokens,
             is_draining=self._desk.is_draining,
             links=vitals.links,
+            held_blocks=load.held_blocks,
+            counters=counters,
         )
 
 
@@ -208,7 +236,9 @@ def _key(message: node_pb2.Dispatch | node_pb2.Cancel) -> str:
     return f"{message.request_id}/{message.attempt}"
 
 
-def _key_of(item: engine_pb2.EngineInput | Completion | InputEnded) -> str | None:
+def _key_of(item: Item) -> str | None:
+    if isinstance(item, CompiledDispatch):
+        return _key(item.dispatch)
     if isinstance(item, engine_pb2.EngineInput) and item.HasField("from_gateway"):
         message = item.from_gateway.message
         return _key(message.dispatch if message.HasField("dispatch") else message.cancel)

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import json
 import logging
+import os
 import signal
 import socket
 import sys
@@ -22,46 +24,60 @@ from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
+from ..constraints.grammars import Grammars
 from ..core import flags
 from ..core.children import dies_with_parent
 from ..core.config import EngineConfig, NodeConfig
 from ..core.errors import BatonError, EngineFailed, StartupFailed
+from ..core.logs import set_up_logging
 from ..core.membership import Role as RoleName
 from ..core.ports import Clock, SystemClock, SystemEntropy
 from ..engine import fingerprint
 from ..engine.checkpoint import LoadProgress
 from ..engine.engine import Engine
+from ..engine.followers import Followers
 from ..engine.generations import SharedGenerations
-from ..engine.kv_memory import CpuKvMemory
 from ..engine.limits import EngineLimits
+from ..engine.parallel_runner import ParallelRunner
+from ..engine.rank_processes import Ranks, start_ranks
 from ..engine.runner import ModelRunner
-from ..kv_transfer.cuda_ipc_memory import export_cuda_pool
+from ..kv_transfer.data_tls import DataTls
 from ..kv_transfer.messages import Hello
-from ..kv_transfer.pool_exporter import PoolExporter
-from ..kv_transfer.shm import export_host_pool
+from ..kv_transfer.pool_address import PoolPart
 from ..proto import codec
 from ..proto.v1 import engine_pb2, node_pb2
 from .desk import RequestDesk
 from .engine_loop import Completion, EngineLoop, Inbox, InputEnded
 from .frames import BrokenStream, FrameSocket
+from .grammar_gate import GrammarGate
 from .outbox import Outbox
+from .pools import exported, pool_parts
 from .pulse import Pulse
 from .role import Role
 
 log = logging.getLogger(__name__)
 
+_SWITCH_S = 0.0005
+_FOLLOWER_MODULE = "baton.node.follower_process"
+
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a role is built from: everything that its engine process has made."""
+    """What a role is built from: everything that its engine process has made.
+
+    `runner` is this rank's; `pool_parts` are the pools of all ranks, and `followers` the others.
+    """
 
     engine: Engine
     runner: ModelRunner
+    pool_parts: tuple[PoolPart, ...]
+    followers: Followers | None
     desk: RequestDesk
     outbox: Outbox
     clock: Clock
     hello: Hello
     config: NodeConfig
+    tls: DataTls | None  # around data connections
     post: Callable[[Callable[[], None]], None]  # run it on the loop's thread
 
 
@@ -73,19 +89,23 @@ class RolePlan:
     adjust: Callable[[EngineConfig], EngineConfig]
     max_held_blocks: Callable[[NodeConfig, int], int | None]
     build: Callable[[Parts], Role]
+    is_source: bool  # others pull from it
 
 
 def main(plan: RolePlan) -> int:
     """Run until the supervisor says so or is gone; returns the exit code."""
     dies_with_parent(signal.SIGKILL)()
+    # A pull's thread asks for the interpreter for some microseconds, many times a copy; the loop's
+    # thread would keep it for 5 ms each time.
+    sys.setswitchinterval(_SWITCH_S)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's: it ends us in order
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    set_up_logging(plan.name.value, as_json=False)  # until the configuration has come
     frames = FrameSocket(socket.socket(fileno=int(sys.argv[1])))
     try:
         _run(plan, frames)
-    except OSError as error:
+    except ConnectionError as error:
         log.warning("the supervisor is gone: %s", error)
-    except Exception as error:
+    except Exception as error:  # the process's last word, whatever ends it
         if not isinstance(error, StartupFailed):
             log.exception("the engine process ends")
         _report_failure(frames, error)
@@ -96,27 +116,66 @@ def main(plan: RolePlan) -> int:
 
 
 def _run(plan: RolePlan, frames: FrameSocket) -> None:
-    """Configure, load, announce, loop. Raises what ends the process."""
-    engine_config, node_config = _read_configuration(frames)
+    """Start the other ranks, if there are any, and serve. Raises what ends the process."""
+    engine_config, node_config, tls = _read_configuration(frames)
+    set_up_logging(node_config.name or plan.name.value, as_json=node_config.log_json)
     engine_config = plan.adjust(engine_config)
     report = LoadReport(frames)
-    runner = ModelRunner(engine_config, report.on_progress)
+
+    def lost(error: BatonError) -> None:
+        _report_failure(frames, error)
+        frames.end()
+        os._exit(1)  # the loop's thread may wait for a device that will never be done
+
+    ranks = start_ranks(engine_config, _FOLLOWER_MODULE, lost, report.line)
+    try:
+        _serve(plan, frames, ranks, node_config, tls, report)
+    except BaseException:
+        ranks.kill()
+        raise
+    ranks.close()
+
+
+def _serve(
+    plan: RolePlan,
+    frames: FrameSocket,
+    ranks: Ranks,
+    node_config: NodeConfig,
+    tls: DataTls | None,
+    report: LoadReport,
+) -> None:
+    """Load, announce, loop. Raises what ends the process."""
+    engine_config = ranks.config
+    runner = ModelRunner(engine_config, report.on_progress, ranks.communicator)
     for note in runner.startup_notes:
         report.line(note)
     clock, incarnation = SystemClock(), SystemEntropy().new_id()
     generations = SharedGenerations(runner.kv.num_blocks, incarnation)
-    runner.write_canary(incarnation)
-    exporter = _export(incarnation, runner, generations)
+    parts = pool_parts(runner, engine_config.tensor_parallel_size, incarnation, SystemEntropy())
+    offered = contextlib.ExitStack()
+    data = offered.enter_context(
+        exported(
+            runner,
+            ranks.followers,
+            generations.fd,
+            parts,
+            node_config,
+            tls,
+            is_source=plan.is_source,
+        )
+    )
     limits = _limits(plan, engine_config, node_config, runner)
     outbox = Outbox(frames.send)
+    grammars = Grammars(runner.model_dir, runner.model_config.vocab_size, runner.eos_token_ids)
     engine = Engine(
-        runner,
+        runner if ranks.followers is None else ParallelRunner(runner, ranks.followers),
         limits,
         generations,
         fingerprint=fingerprint.short(runner.fingerprint),
         eos_token_ids=runner.eos_token_ids,
         enable_prefix_caching=engine_config.enable_prefix_caching,
         cache_observer=outbox,
+        grammars=grammars,
     )
     report.line(describe_pool(limits))
     inbox: Inbox = Inbox()
@@ -126,15 +185,19 @@ def _run(plan: RolePlan, frames: FrameSocket) -> None:
         Parts(
             engine=engine,
             runner=runner,
+            pool_parts=parts,
+            followers=ranks.followers,
             desk=desk,
             outbox=outbox,
             clock=clock,
-            hello=Hello(incarnation, runner.fingerprint),
+            hello=Hello(incarnation, runner.fingerprint, data=data),
             config=node_config,
+            tls=tls,
             post=lambda run: inbox.put(Completion(run)),
         )
     )
     welcome = _welcome(plan, engine_config, node_config, runner, limits, incarnation)
+    welcome.can_constrain = grammars.refusal is None
     frames.send(engine_pb2.EngineOutput(ready=welcome))
     threading.Thread(target=_read_into, args=(frames, inbox), name="inbox", daemon=True).start()
     pulse = Pulse(
@@ -143,21 +206,20 @@ def _run(plan: RolePlan, frames: FrameSocket) -> None:
         clock,
     )
     pulse.start()
+    gate = GrammarGate(grammars, inbox.put)
+    gc.collect()
+    gc.freeze()  # what was loaded stays: no collection need look at it again
     try:
-        EngineLoop(engine, role, desk, outbox, inbox, frames.send, pulse, clock).run()
+        EngineLoop(engine, role, desk, outbox, inbox, frames.send, pulse, clock, gate).run()
     finally:
+        gate.close()
         pulse.stop()
-        exporter.close()
+        offered.close()
 
 
-def _export(incarnation: str, runner: ModelRunner, generations: SharedGenerations) -> PoolExporter:
-    """Offer the KV pool to the engines of this host, wherever it lies."""
-    if isinstance(runner.kv, CpuKvMemory):
-        return export_host_pool(incarnation, runner.kv, generations.fd)
-    return export_cuda_pool(incarnation, runner.kv, generations.fd)
-
-
-def _read_configuration(frames: FrameSocket) -> tuple[EngineConfig, NodeConfig]:
+def _read_configuration(
+    frames: FrameSocket,
+) -> tuple[EngineConfig, NodeConfig, DataTls | None]:
     payload = frames.receive()
     if payload is None:
         raise ConnectionError("no configuration came")
@@ -165,6 +227,7 @@ def _read_configuration(frames: FrameSocket) -> tuple[EngineConfig, NodeConfig]:
     return (
         flags.from_json(EngineConfig, configuration["engine"]),
         flags.from_json(NodeConfig, configuration["node"]),
+        None if configuration["data_tls"] is None else DataTls(**configuration["data_tls"]),
     )
 
 

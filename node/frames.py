@@ -18,6 +18,7 @@ from google.protobuf.message import Message
 
 _LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 64 << 20  # the longest prompt is a few MiB; more is a broken stream
+MAX_RELAYED_BYTES = MAX_FRAME_BYTES - 4096  # of a message from outside: its frame names the sender
 
 
 class BrokenStream(ConnectionError):
@@ -47,7 +48,7 @@ class FrameSocket:
         self._sending = threading.Lock()
 
     def send(self, message: Message) -> None:
-        """Raises OSError when the other side is gone."""
+        """Raises ConnectionError when the other side is gone."""
         frame = encode(message)
         with self._sending:
             self._socket.sendall(frame)

@@ -16,26 +16,33 @@ from typing import Any
 import grpc
 
 from ..cluster.secret import secret_metadata
+from ..cluster.tls import ClusterTls
 from ..core.errors import BatonError
 from ..core.membership import Member, Role
 from ..core.ports import Directory
 from ..proto.v1 import handoff_pb2_grpc
-from .channels import open_channel
+from .channels import open_node_channel
 from .engine_handle import EngineHandle, PeerStream
 
 CONNECT_TIMEOUT_S = 5.0
 FIRST_DELAY_S = 0.1
 LONGEST_DELAY_S = 5.0
+STEADY_S = 1.0  # a link that stood so long was fine: what ends it is a new story
 
 
 class Links:
     """All links of one puller engine."""
 
     def __init__(
-        self, engine: EngineHandle, secret: str | None, report: Callable[[str], None]
+        self,
+        engine: EngineHandle,
+        secret: str | None,
+        report: Callable[[str], None],
+        tls: ClusterTls | None = None,
     ) -> None:
         self._engine = engine
         self._secret = secret
+        self._tls = tls
         self._report = report
         self._sources: dict[str, Member] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -64,15 +71,17 @@ class Links:
     async def _keep_linked(self, incarnation: str) -> None:
         """Dial one source for as long as the directory shows it."""
         delay_s, last_reason = FIRST_DELAY_S, ""
+        now_s = asyncio.get_running_loop().time
         while member := self._sources.get(incarnation):
+            began_s = now_s()
             reason, was_linked = await self._link(member)
             if self._engine.is_over:
                 break
             if was_linked and not self._is_alike(member):
-                self._report(f"not linked to {member.name} ({member.address}): of another make")
+                self._report(f"not linked to {member.name} ({member.address}): {reason}")
                 self._refused.add(incarnation)
                 break
-            if was_linked:
+            if was_linked and now_s() - began_s > STEADY_S:
                 delay_s = FIRST_DELAY_S
             if reason != last_reason:
                 self._report(f"no link to {member.name} ({member.address}): {reason}")
@@ -88,7 +97,7 @@ class Links:
             ("baton-puller", self._engine.incarnation),
             *secret_metadata(self._secret),
         )
-        async with open_channel(member.address) as channel:
+        async with open_node_channel(member.address, self._tls, member.role) as channel:
             stub = handoff_pb2_grpc.HandoffStub(channel)  # type: ignore[no-untyped-call]
             call = stub.Link(metadata=metadata)
             try:
@@ -96,7 +105,9 @@ class Links:
                     await call.wait_for_connection()
             except (grpc.aio.AioRpcError, TimeoutError) as error:
                 return _reason(error), False
-            peer = self._engine.open_peer(member.incarnation, is_source=True)
+            peer = self._engine.open_peer(
+                member.incarnation, is_source=True, host=_host_of(member.address)
+            )
             try:
                 return await self._relay(call, member.incarnation, peer), True
             finally:
@@ -125,6 +136,11 @@ class Links:
             for way in ways:
                 way.cancel()
             await asyncio.gather(*ways, return_exceptions=True)
+
+
+def _host_of(address: str) -> str:
+    """Of host:port, where host may be an IPv6 address in brackets."""
+    return address.rpartition(":")[0].strip("[]")
 
 
 def _reason(error: BaseException) -> str:

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..core.block_hash import BlockHash
+from ..core.errors import BatonError
 from ..prefix_index.messages import join_hashes
 from ..prefix_index.net_changes import NetChanges
+from ..proto import codec
 from ..proto.v1 import engine_pb2, handoff_pb2, node_pb2
 
 Send = Callable[[engine_pb2.EngineOutput], None]
@@ -35,9 +37,10 @@ class Outbox:
         to_peer = engine_pb2.ToPeer(incarnation=incarnation, message=message)
         self._to_peers.append(engine_pb2.EngineOutput(to_peer=to_peer))
 
-    def close_peer(self, incarnation: str) -> None:
+    def close_peer(self, incarnation: str, error: BatonError) -> None:
         """Queue the end of the pair's control stream, behind what was queued before."""
-        self._to_peers.append(engine_pb2.EngineOutput(close_peer=incarnation))
+        close = engine_pb2.ClosePeer(incarnation=incarnation, error=codec.error_to_wire(error))
+        self._to_peers.append(engine_pb2.EngineOutput(close_peer=close))
 
     def forget_gateway(self, gateway: str) -> None:
         """Nobody listens there any more."""
@@ -51,13 +54,17 @@ class Outbox:
         """The engine's cache has this block no longer."""
         self._cache_changes.removed(block_hash)
 
-    def flush(self) -> None:
-        """Send everything queued."""
+    def flush_gateways(self) -> None:
+        """Send what is queued for gateways, if there is still work to do for the rest."""
         outputs, self._outputs = self._outputs, {}
         for gateway, batch in outputs.items():
             message = node_pb2.NodeMessage(outputs=node_pb2.StepOutputs(outputs=batch))
             to_gateway = engine_pb2.ToGateway(gateway=gateway, message=message)
             self._send(engine_pb2.EngineOutput(to_gateway=to_gateway))
+
+    def flush(self) -> None:
+        """Send everything queued."""
+        self.flush_gateways()
         to_peers, self._to_peers = self._to_peers, []
         for frame in to_peers:
             self._send(frame)

@@ -36,6 +36,7 @@ class Entry:
     gateway: str
     deadline_s: float  # monotonic
     ticket: Ticket | None
+    accepted_ns: int = 0  # unix
     stamps: list[Stamp] = field(default_factory=list)
     cached_tokens: int | None = None
     transfer: TransferSummary | None = None

@@ -6,7 +6,7 @@ one request: it fails that request. What it raises all the same, the loop turns 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..core.errors import BatonError
@@ -20,6 +20,7 @@ class Vitals:
 
     num_pending: int = 0  # requests that the engine has not seen yet
     links: tuple[node_pb2.PeerLink, ...] = ()
+    counters: node_pb2.Counters = field(default_factory=node_pb2.Counters)
 
 
 class Role(Protocol):
@@ -37,7 +38,7 @@ class Role(Protocol):
 
     def gateway_lost(self, gateway: str) -> None: ...
 
-    def peer_linked(self, incarnation: str, peer_is_source: bool) -> None: ...
+    def peer_linked(self, incarnation: str, peer_is_source: bool, host: str) -> None: ...
 
     def peer_message(self, incarnation: str, message: handoff_pb2.PeerMessage) -> None: ...
 

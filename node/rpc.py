@@ -1,8 +1,8 @@
 """The node's gRPC face: Node for gateways, Handoff for pullers. Relays, and decides nothing.
 
-Every call proves the cluster secret first. A stream belongs to one incarnation of one engine and
-ends with it, by a status that says why. The handlers are coroutines, not generators: their
-`finally` then runs at the moment a stream is cancelled.
+Every call proves the cluster secret first, and with TLS its role. A stream belongs to one
+incarnation of one engine and ends with it, by a status that says why. The handlers are coroutines,
+not generators: their `finally` then runs at the moment a stream is cancelled.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from typing import Any, NoReturn, Protocol
 import grpc
 
 from ..cluster.secret import check_secret
+from ..cluster.tls import GATEWAY, check_peer_role
 from ..core.errors import BatonError, InvalidRequest, NodeLost, Overloaded
+from ..core.membership import Role
 from ..proto.v1 import handoff_pb2, handoff_pb2_grpc, node_pb2, node_pb2_grpc
 from .engine_handle import EngineHandle
 from .mailbox import Mailbox
 
 LEDGER_TIMEOUT_S = 10.0
 WRITE_TIMEOUT_S = 10.0
+_PULLER = Role.DECODE.value
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -35,14 +38,15 @@ class Engines(Protocol):
 class NodeServicer(node_pb2_grpc.NodeServicer):
     """Gateways' streams."""
 
-    def __init__(self, node: Engines, secret: str | None) -> None:
+    def __init__(self, node: Engines, secret: str | None, *, has_tls: bool = False) -> None:
         self._node = node
         self._secret = secret
+        self._has_tls = has_tls
 
     async def Session(
         self, requests: AsyncIterator[node_pb2.GatewayMessage], context: Context
     ) -> None:
-        await _check_secret(self._secret, context)
+        await _check_peer(self._secret, GATEWAY if self._has_tls else None, context)
         engine = await _find_engine(self._node, context, "baton-engine")
         gateway, outgoing = engine.open_gateway()
 
@@ -61,7 +65,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
     async def GetLedger(
         self, request: node_pb2.GetLedgerRequest, context: Context
     ) -> node_pb2.GetLedgerResponse:
-        await _check_secret(self._secret, context)
+        await _check_peer(self._secret, GATEWAY if self._has_tls else None, context)
         ledgers = await asyncio.gather(*(_ledger(engine) for engine in self._node.engines()))
         return node_pb2.GetLedgerResponse(ledgers=ledgers)
 
@@ -69,14 +73,15 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
 class HandoffServicer(handoff_pb2_grpc.HandoffServicer):
     """Pullers' streams: an engine of this node is the source."""
 
-    def __init__(self, node: Engines, secret: str | None) -> None:
+    def __init__(self, node: Engines, secret: str | None, *, has_tls: bool = False) -> None:
         self._node = node
         self._secret = secret
+        self._has_tls = has_tls
 
     async def Link(
         self, requests: AsyncIterator[handoff_pb2.PeerMessage], context: Context
     ) -> None:
-        await _check_secret(self._secret, context)
+        await _check_peer(self._secret, _PULLER if self._has_tls else None, context)
         engine = await _find_engine(self._node, context, "baton-source")
         puller = _metadata(context, "baton-puller")
         if not puller:
@@ -130,9 +135,12 @@ def _metadata(context: Context, key: str) -> str | None:
     return None
 
 
-async def _check_secret(secret: str | None, context: Context) -> None:
+async def _check_peer(secret: str | None, role: str | None, context: Context) -> None:
+    """`role`: what the caller's certificate must say; None: there are none."""
     try:
         check_secret(secret, context.invocation_metadata())
+        if role is not None:
+            check_peer_role(context, role)
     except BatonError as error:
         await abort(context, error)
 

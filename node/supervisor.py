@@ -20,11 +20,15 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 
+from ..cluster.exposure import check_exposure
 from ..cluster.redis_directory import RedisDirectory
+from ..cluster.tls import ClusterTls, role_name
 from ..core.config import ClusterConfig, EngineConfig, NodeConfig
+from ..core.logs import set_up_logging
 from ..core.membership import Member, Role
 from ..core.model_dir import resolve_model_dir
 from ..core.ports import Directory, SystemClock, SystemEntropy
+from ..kv_transfer.data_tls import DataTls
 from ..prefix_index.link import PublisherLink
 from ..prefix_index.publisher import Publisher
 from ..prefix_index.redis_link import RedisIndexLink
@@ -47,12 +51,16 @@ async def run(role: Role, engine: EngineConfig, node: NodeConfig, cluster: Clust
 
     Raises StartupFailed if the node cannot start, after everything of it has ended.
     """
+    set_up_logging(f"{node.name or role.value} supervisor", as_json=node.log_json)
     resolve_model_dir(engine.model)  # a wrong path is told before an engine process is started
-    server, port = make_server(node.host, node.port)
+    tls = ClusterTls.of(cluster)
+    missing = () if tls else ("--cluster-ca", "--cluster-cert", "--cluster-key")
+    check_exposure(f"{role.value} node", node.host, missing, is_accepted=node.insecure_bind)
+    server, port = make_server(node.host, node.port, tls)
     node = dataclasses.replace(node, port=port, name=node.name or f"{role.value}-{port}")
     directory = RedisDirectory(cluster.redis_url, cluster.cluster, cluster.cluster_secret)
-    index = RedisIndexLink(cluster.redis_url, cluster.cluster)
-    supervisor = Supervisor(role, engine, node, cluster.cluster_secret, directory, index)
+    index = RedisIndexLink(cluster.redis_url, cluster.cluster, cluster.cluster_secret)
+    supervisor = Supervisor(role, engine, node, cluster.cluster_secret, directory, index, tls)
     try:
         await supervisor.serve(server, StopSignals())
     finally:
@@ -88,7 +96,9 @@ class Supervisor:
         secret: str | None,
         directory: Directory,
         index: PublisherLink,
+        tls: ClusterTls | None = None,
     ) -> None:
+        self._tls = tls
         self._role = role
         self._node = node
         self._secret = secret
@@ -98,6 +108,7 @@ class Supervisor:
         self._is_draining = False
         self._health = NodeHealth(self._is_ready, node.heartbeat_s)
         configs = engine_configs(engine, node)
+        self._devices: dict[str, str] = {}  # by the engine's name
         self._slots = [
             self._make_slot(config, None if len(configs) == 1 else index)
             for index, config in enumerate(configs)
@@ -115,7 +126,12 @@ class Supervisor:
         """`index` tells several engines of a node apart."""
         name = f"{self._node.name}" if index is None else f"{self._node.name}.{index}"
         node = dataclasses.replace(self._node, name=name)
-        settings = {"engine": dataclasses.asdict(engine), "node": dataclasses.asdict(node)}
+        self._devices[name] = "" if engine.device == "auto" else engine.device
+        settings = {
+            "engine": dataclasses.asdict(engine),
+            "node": dataclasses.asdict(node),
+            "data_tls": None if self._tls is None else dataclasses.asdict(data_tls(self._tls)),
+        }
         command = EngineCommand(
             module=f"baton.{self._role.value}_node.engine_main",
             configuration=json.dumps(settings),
@@ -133,7 +149,7 @@ class Supervisor:
 
     async def serve(self, server: grpc.aio.Server, signals: StopSignals) -> None:
         """Run the node until it is told to stop. Raises StartupFailed."""
-        _add_services(server, self, self._secret, self._health)
+        _add_services(server, self, self._secret, self._health, has_tls=self._tls is not None)
         await server.start()
         looking = asyncio.create_task(self._health.run())
         stopping = asyncio.create_task(signals.stop.wait())
@@ -199,7 +215,7 @@ class Supervisor:
         publisher = Publisher(engine.cache_journal, self._index, SystemClock())
         tasks = [asyncio.create_task(publisher.run())]
         if self._role is Role.DECODE:
-            links = Links(engine, self._secret, report)
+            links = Links(engine, self._secret, report, self._tls)
             tasks.append(asyncio.create_task(links.run(self._directory)))
         await self._directory.announce(self._member(engine), ENTRY_TTL_S)
         try:
@@ -222,17 +238,24 @@ class Supervisor:
             max_model_len=welcome.max_model_len,
             block_size=welcome.block_size,
             num_blocks=welcome.num_blocks,
+            device=self._devices.get(welcome.name, ""),
+            can_constrain=welcome.can_constrain,
         )
 
 
 def _add_services(
-    server: grpc.aio.Server, node: Supervisor, secret: str | None, health: NodeHealth
+    server: grpc.aio.Server,
+    node: Supervisor,
+    secret: str | None,
+    health: NodeHealth,
+    *,
+    has_tls: bool,
 ) -> None:
     node_pb2_grpc.add_NodeServicer_to_server(  # type: ignore[no-untyped-call]
-        NodeServicer(node, secret), server
+        NodeServicer(node, secret, has_tls=has_tls), server
     )
     handoff_pb2_grpc.add_HandoffServicer_to_server(  # type: ignore[no-untyped-call]
-        HandoffServicer(node, secret), server
+        HandoffServicer(node, secret, has_tls=has_tls), server
     )
     health_pb2_grpc.add_HealthServicer_to_server(  # type: ignore[no-untyped-call]
         health.servicer, server
@@ -241,6 +264,12 @@ def _add_services(
 
 async def _first_done(*waits: asyncio.Future[Any], timeout_s: float | None = None) -> None:
     await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+
+
+def data_tls(tls: ClusterTls) -> DataTls:
+    """Who may pull from whom, by certificate, and this process's own."""
+    source, puller = role_name(Role.PREFILL.value), role_name(Role.DECODE.value)
+    return DataTls(str(tls.ca), str(tls.chain), str(tls.key), source, puller)
 
 
 def report(line: str) -> None:

@@ -21,6 +21,7 @@ PLAN = RolePlan(
     adjust=lambda config: config,
     max_held_blocks=policy.max_held_blocks,
     build=build,
+    is_source=True,
 )
 
 if __name__ == "__main__":

@@ -10,13 +10,13 @@ Glue alone: the engine decides about blocks, `kv_transfer.source` about leases.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import assert_never
 
-from ..core.errors import BatonError, Cancelled, InvalidRequest
+from ..core.errors import BatonError, Cancelled, LeaseExpired
 from ..core.ports import Clock
-from ..core.request import Ticket
+from ..core.request import Request, Ticket
 from ..core.timeline import Event
 from ..engine.engine import Engine
 from ..engine.outputs import ChunkDone, StepOutput, TokenOutput
@@ -39,6 +39,7 @@ from ..kv_transfer.source import Source
 from ..node.desk import RequestDesk
 from ..node.outbox import Outbox
 from ..node.request_book import Entry
+from ..node.request_role import RequestRole
 from ..node.role import Vitals
 from ..proto.v1 import handoff_pb2, node_pb2
 
@@ -58,56 +59,30 @@ class _Offer:
     is_first_token_out: bool = False
 
 
-class PrefillRole:
+class PrefillRole(RequestRole):
     """`node.role.Role` of a prefill node's engine."""
+
+    ticket_work = node_pb2.WORK_PREFILL
 
     def __init__(
         self, engine: Engine, desk: RequestDesk, outbox: Outbox, source: Source, clock: Clock
     ) -> None:
-        self._engine = engine
-        self._desk = desk
+        super().__init__(engine, desk)
         self._outbox = outbox
         self._source = source
         self._clock = clock
         self._offers: dict[str, _Offer] = {}  # by each of its keys
+        self._num_expired_leases = 0
 
     # -- gateways ------------------------------------------------------------------------------
 
-    def dispatch(self, gateway: str, dispatch: node_pb2.Dispatch) -> None:
-        entry = self._desk.accept(gateway, dispatch)
-        if entry is None:
-            return
-        try:
-            self._admit(entry, dispatch.work)
-        except BatonError as error:
-            for sample in (entry.request, *entry.request.forks):
-                self.fail(sample.key, error)
-
-    def _admit(self, entry: Entry, work: node_pb2.Work) -> None:
-        samples = (entry.request, *entry.request.forks)
-        if work == node_pb2.WORK_LOCAL:
-            for sample in samples:
-                self._engine.add(replace(sample, fork_ids=()))
-        elif work == node_pb2.WORK_PREFILL and entry.ticket is not None:
-            self._engine.add(entry.request, hold=True)
-            offer = _Offer(entry.ticket, tuple(sample.key for sample in samples))
-            self._offers.update(dict.fromkeys(offer.keys, offer))
-            self._feed(Offered(entry.ticket, entry.key, entry.deadline_s))
-        else:
-            raise InvalidRequest("a prefill node takes local work, or prefills with a ticket")
-
-    def cancel(self, key: str) -> None:
-        self._end(key, None)
-
-    def fail(self, key: str, error: BatonError) -> None:
-        self._end(key, error)
-
-    def gateway_lost(self, gateway: str) -> None:
-        for key in self._desk.forget_gateway(gateway):
-            self.cancel(key)
+    def _take_up(self, entry: Entry, ticket: Ticket, samples: Sequence[Request]) -> None:
+        self._engine.add(entry.request, hold=True)
+        offer = _Offer(ticket, tuple(sample.key for sample in samples))
+        self._offers.update(dict.fromkeys(offer.keys, offer))
+        self._feed(Offered(ticket, entry.key, entry.deadline_s))
 
     def _end(self, key: str, error: BatonError | None) -> None:
-        """End a request in any state; with an error its gateway is told."""
         self._desk.end(key, error)
         offer = self._offers.get(key)
         if offer is None:
@@ -124,21 +99,19 @@ class PrefillRole:
     # -- the engine's results ------------------------------------------------------------------
 
     def after_step(self, output: StepOutput) -> None:
-        for key in output.started:
-            if entry := self._desk.book.get(key):
-                self._desk.stamp_started(entry, Event.PREFILL_STARTED)
         for chunk in output.chunks:
             if chunk.is_last and (entry := self._desk.book.get(chunk.key)):
                 entry.cached_tokens = chunk.cached_tokens
-        for prompt in output.prompt_logprobs:
-            self._desk.emit_prompt(prompt)
-        for token in output.tokens:
-            self._on_token(token)
+        self._tell(output)
+        self._outbox.flush_gateways()  # users need not wait for what pullers are told
         first_tokens = {token.key: token.token_id for token in output.tokens}
         for chunk in output.chunks:
             self._on_chunk(chunk, first_tokens)
         for key, error in output.failed:
             self.fail(key, error)
+
+    def _start_of(self, entry: Entry) -> Event:
+        return Event.PREFILL_STARTED
 
     def _on_token(self, token: TokenOutput) -> None:
         entry = self._desk.book.get(token.key)
@@ -177,7 +150,7 @@ class PrefillRole:
 
     # -- pullers -------------------------------------------------------------------------------
 
-    def peer_linked(self, incarnation: str, peer_is_source: bool) -> None:
+    def peer_linked(self, incarnation: str, peer_is_source: bool, host: str) -> None:
         self._feed(PeerLinked(incarnation))
 
     def peer_message(self, incarnation: str, message: handoff_pb2.PeerMessage) -> None:
@@ -194,7 +167,7 @@ class PrefillRole:
                     self._outbox.to_peer(incarnation, wire.to_wire(message))
                 case ClosePeer(incarnation, error):
                     log.warning("refused puller %s: %s", incarnation, error.message)
-                    self._outbox.close_peer(incarnation)
+                    self._outbox.close_peer(incarnation, error)
                 case ReleaseBlocks(_, key, error):
                     self._release(key, error)
                 case _:
@@ -202,6 +175,7 @@ class PrefillRole:
 
     def _release(self, key: str, error: BatonError | None) -> None:
         """The hand-off is over. Behind the first token its outcome is the puller's to report."""
+        self._num_expired_leases += isinstance(error, LeaseExpired)
         for each in self._offers[key].keys:
             offer = self._offers.pop(each)
             self._desk.end(each, None if offer.is_first_token_out else error)
@@ -223,7 +197,7 @@ class PrefillRole:
         return min((d for d in deadlines if d is not None), default=None)
 
     def vitals(self) -> Vitals:
-        return Vitals()
+        return Vitals(counters=node_pb2.Counters(num_expired_leases=self._num_expired_leases))
 
     def is_idle(self) -> bool:
         return not self._desk.book and not self._offers

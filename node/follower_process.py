@@ -1,0 +1,65 @@
+"""`python -m baton.node.follower_process FD`: a rank other than 0 of a node's engine.
+
+Beside steps it takes orders about pools: it exports its own, and pulls from those of its peers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from ..engine.follower import Handlers, main
+from ..engine.rank_channel import Kind, RankChannel, RankMessage
+from ..engine.runner import ModelRunner
+from ..kv_transfer.data_server import DataServer
+from ..kv_transfer.pool_exporter import PoolExporter
+from ..kv_transfer.rank_pulls import RankPulls
+from ..kv_transfer.transports import transports
+from .pools import ExportOrder, export_pool, listen, serve
+
+
+class PoolOrders:
+    """This rank's pool, and its windows onto others: there once the pool was exported."""
+
+    def __init__(self, runner: ModelRunner, channel: RankChannel) -> None:
+        self._runner = runner
+        self._channel = channel
+        self._exporter: PoolExporter | None = None
+        self._server: DataServer | None = None
+        self._pulls: RankPulls | None = None
+
+    def export(self, message: RankMessage) -> None:
+        order = ExportOrder.unpack(message.payload)
+        described = (order.pool, os.dup(message.fds[0]), order.parts)
+        self._exporter = export_pool(self._runner, *described)
+        port = 0
+        if order.key is not None:
+            self._server = listen(self._runner, order.node, order.tls)
+            serve(self._server, self._runner, *described, order.key)
+            port = self._server.port
+        self._pulls = RankPulls(transports(self._runner.kv, order.node, order.tls), self._channel)
+        self._channel.send(Kind.ANSWER, str(port).encode(), order=message.order)
+
+    def handlers(self) -> Handlers:
+        def through(act: Callable[[RankPulls, RankMessage], None]) -> Callable[[RankMessage], None]:
+            def handle(message: RankMessage) -> None:
+                assert self._pulls is not None, "an order about windows before the export"
+                act(self._pulls, message)
+
+            return handle
+
+        return {
+            Kind.EXPORT_POOL: self.export,
+            Kind.OPEN_WINDOW: through(RankPulls.open),
+            Kind.PULL: through(RankPulls.pull),
+            Kind.CANCEL_PULL: through(RankPulls.cancel),
+            Kind.CLOSE_WINDOW: through(RankPulls.close),
+        }
+
+
+def build_handlers(runner: ModelRunner, channel: RankChannel) -> Handlers:
+    return PoolOrders(runner, channel).handlers()
+
+
+if __name__ == "__main__":
+    os._exit(main(build_handlers))
