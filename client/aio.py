@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
@@ -12,8 +13,8 @@ import grpc
 
 from ..core.errors import Cancelled
 from ..proto.v1 import inference_pb2_grpc
+from .connection import CHANNEL_OPTIONS, channel_credentials, key_metadata
 from .messages import (
-    CHANNEL_OPTIONS,
     Call,
     Chunk,
     Collector,
@@ -104,10 +105,27 @@ class AsyncGeneration(AsyncIterator[Chunk]):
 
 
 class AsyncClient:
-    """`async with AsyncClient("127.0.0.1:50051") as client: await client.generate("x").finish()`"""
+    """`async with AsyncClient("127.0.0.1:50051") as client: await client.generate("x").finish()`
 
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.aio.insecure_channel(address, CHANNEL_OPTIONS)
+    `api_key`: where the gateway asks for one. `ca_file`: who signed its certificate, PEM; `tls`
+    alone trusts the system's CAs.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        api_key: str | None = None,
+        tls: bool = False,
+        ca_file: str | Path | None = None,
+    ) -> None:
+        self._metadata = key_metadata(api_key)
+        credentials = channel_credentials(tls=tls, ca_file=ca_file)
+        self._channel = (
+            grpc.aio.insecure_channel(address, CHANNEL_OPTIONS)
+            if credentials is None
+            else grpc.aio.secure_channel(address, credentials, CHANNEL_OPTIONS)
+        )
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]
 
     def generate(
@@ -116,7 +134,8 @@ class AsyncClient:
         """Start a request; see GenerateParams. Raises InvalidRequest for what cannot be sent."""
         request, timeout_s = build_request(prompt, params)
         collector = Collector()
-        return AsyncGeneration(self._stub.Generate(request, timeout=timeout_s), collector)
+        call = self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
+        return AsyncGeneration(call, collector)
 
     async def tokenize(self, text: str) -> tuple[int, ...]:
         """The ids of a text as the gateway would tokenise a prompt."""
@@ -140,7 +159,8 @@ class AsyncClient:
 
     async def _unary(self, call: Call[T]) -> T:
         try:
-            return call.decode(await getattr(self._stub, call.method)(call.request))
+            method = getattr(self._stub, call.method)
+            return call.decode(await method(call.request, metadata=self._metadata))
         except grpc.RpcError as error:
             raise translate(error) from error
 

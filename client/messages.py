@@ -6,6 +6,7 @@ failures into the errors of core/errors.py.
 
 from __future__ import annotations
 
+import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from ..core.errors import (
     InvalidRequest,
     ModelNotFound,
     Overloaded,
+    PermissionDenied,
     Unauthenticated,
     Unavailable,
     from_code,
@@ -35,12 +37,9 @@ from ..proto.v1 import inference_pb2
 
 T = TypeVar("T")
 
-CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.max_send_message_length", -1),
-    ("grpc.keepalive_time_ms", 15000),
-    ("grpc.http2.ping_timeout_ms", 5000),
-)
+
+# Fields of a GenerateRequest that are no parameters by their own name.
+_SAID_OTHERWISE = frozenset({"text", "token_ids", "sampling"})
 
 
 class GenerateParams(TypedDict, total=False):
@@ -64,7 +63,15 @@ class GenerateParams(TypedDict, total=False):
     min_tokens: int  # neither EOS nor a stop before
     logprobs: int  # 0 to 20 alternatives with each token
     prompt_logprobs: int  # the same for the prompt's tokens
+    json_schema: str | Mapping[str, Any]  # the output is JSON that it allows; one of these four
+    regex: str  # Rust's syntax; the whole output matches
+    choice: Sequence[str]  # the output is one of these
+    grammar: str  # Lark's syntax, as llguidance reads it
     n: int  # 1 to 8 samples of the prompt
+    include_stop_str_in_output: bool  # the text ends behind the stop string, not before it
+    skip_special_tokens: bool  # default True: they have no text in the output
+    add_special_tokens: bool  # default True: the tokenizer's own, around the prompt
+    cache_salt: str  # share cached prefixes with requests of the same salt alone
     timeout_s: float
     request_id: str  # a label for abort() and logs
 
@@ -149,11 +156,15 @@ def build_request(
         raise InvalidRequest("give the prompt as text or as token ids, not both", param="prompt")
     timeout_s: float | None = fields.pop("timeout_s", None)
     request = inference_pb2.GenerateRequest()
-    for name in ("model", "request_id", "n"):
+    for name in set(request.DESCRIPTOR.fields_by_name) - _SAID_OTHERWISE:
         if name in fields:
             _set(request, name, fields.pop(name))
     if isinstance(fields.get("stop"), str):
         fields["stop"] = [fields["stop"]]
+    if isinstance(fields.get("json_schema"), Mapping):
+        fields["json_schema"] = json.dumps(fields["json_schema"])
+    if (choice := fields.pop("choice", None)) is not None:
+        _set(request.sampling.choice, "values", choice, param="choice")
     for name, value in fields.items():
         if value is not None:
             _set(request.sampling, name, value)
@@ -316,6 +327,7 @@ _BY_STATUS: Mapping[str, type[BatonError]] = {
         InvalidRequest,
         ModelNotFound,
         Unauthenticated,
+        PermissionDenied,
         Overloaded,
         Unavailable,
         DeadlineExceeded,
@@ -329,6 +341,9 @@ def translate(error: Any) -> BatonError:
     metadata = dict(error.trailing_metadata() or ())
     details = error.details() or error.code().name
     if code := metadata.get("baton-error-code"):
-        return from_code(str(code), details, metadata.get("baton-error-param"))
+        typed = from_code(str(code), details, metadata.get("baton-error-param"))
+        if "retry-after-ms" in metadata:
+            typed.retry_after_s = int(metadata.get("retry-after-ms", 1000)) / 1000
+        return typed
     status: grpc.StatusCode = error.code()
     return _BY_STATUS.get(status.name, BatonError)(details)

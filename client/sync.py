@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
 import grpc
 
+from ..core.errors import BatonError
 from ..proto.v1 import inference_pb2_grpc
+from .connection import CHANNEL_OPTIONS, channel_credentials, key_metadata
 from .messages import (
-    CHANNEL_OPTIONS,
     Call,
     Chunk,
     Collector,
@@ -49,8 +51,10 @@ class Generation(Iterator[Chunk]):
         """The first sample's whole result; reads what is left first. Raises typed errors."""
         for _ in self:
             pass
-        assert self._collector.result is not None
-        return self._collector.result
+        result = self._collector.result
+        if result is None:
+            raise BatonError("the stream ended without a result")
+        return result
 
     @property
     def results(self) -> tuple[Result, ...]:
@@ -88,17 +92,35 @@ class Generation(Iterator[Chunk]):
 
 
 class Client:
-    """`with Client("127.0.0.1:50051") as client: client.generate("def f(").result.text`"""
+    """`with Client("127.0.0.1:50051") as client: client.generate("def f(").result.text`
 
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.insecure_channel(address, CHANNEL_OPTIONS)  # type: ignore[no-untyped-call]
+    `api_key`: where the gateway asks for one. `ca_file`: who signed its certificate, PEM; `tls`
+    alone trusts the system's CAs.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        api_key: str | None = None,
+        tls: bool = False,
+        ca_file: str | Path | None = None,
+    ) -> None:
+        self._metadata = key_metadata(api_key)
+        credentials = channel_credentials(tls=tls, ca_file=ca_file)
+        self._channel = (
+            grpc.insecure_channel(address, CHANNEL_OPTIONS)  # type: ignore[no-untyped-call]
+            if credentials is None
+            else grpc.secure_channel(address, credentials, CHANNEL_OPTIONS)  # type: ignore[no-untyped-call]
+        )
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]
 
     def generate(self, prompt: str | None = None, **params: Unpack[GenerateParams]) -> Generation:
         """Start a request; see GenerateParams. Raises InvalidRequest for what cannot be sent."""
         request, timeout_s = build_request(prompt, params)
         collector = Collector()
-        return Generation(self._stub.Generate(request, timeout=timeout_s), collector)
+        call = self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
+        return Generation(call, collector)
 
     def tokenize(self, text: str) -> tuple[int, ...]:
         """The ids of a text as the gateway would tokenise a prompt."""
@@ -122,7 +144,8 @@ class Client:
 
     def _unary(self, call: Call[T]) -> T:
         try:
-            return call.decode(getattr(self._stub, call.method)(call.request))
+            method = getattr(self._stub, call.method)
+            return call.decode(method(call.request, metadata=self._metadata))
         except grpc.RpcError as error:
             raise translate(error) from error
 
