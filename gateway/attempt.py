@@ -64,7 +64,7 @@ class Attempt:
         logprobs = output.logprobs or (None,) * len(output.token_ids)
         if len(logprobs) != len(output.token_ids):
             raise EngineFailed("an engine sent tokens and log-probabilities that do not match")
-        pairs = [*zip(output.token_ids, logprobs, strict=True)]
+        pairs = [*zip(output.token_ids, logprobs)]  # noqa: B905 (just checked)
         tokens = self._splice.add(output.first_index, pairs)
         if output.finish_reason is not None and self._total is None:
             self.finish_reason = output.finish_reason
@@ -86,7 +86,7 @@ class Attempt:
 
     def survives(self, incarnation: str, error: BatonError, *, now_s: float) -> bool:
         """Whether the attempt can go on without this engine, perhaps in doubt."""
-        if incarnation == self.route.prefill.incarnation:
+        if incarnation == self.pair[0]:
             if self._has_first_token and self.is_handed_over:
                 return True
             if self._has_first_token and error.is_retryable and self._is_held_by_decode:

@@ -12,6 +12,7 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
+from ..cluster.tls import ClusterTls
 from ..core.membership import Member
 from ..core.ports import Clock, Directory
 from .engine_link import EngineOutput
@@ -46,7 +47,9 @@ class ClusterView:
         table: EngineTable,
         events: EngineEvents,
         silence_s: float,
+        tls: ClusterTls | None = None,
     ) -> None:
+        self._tls = tls
         self._directory = directory
         self._model = model
         self._secret = secret
@@ -99,7 +102,7 @@ class ClusterView:
         delay_s, last_reason = _RETRY_MIN_S, ""
         try:
             while member := self._listed.get(incarnation):
-                link = NodeLink(member, self._secret, self, self._clock, self._silence_s)
+                link = NodeLink(member, self._secret, self, self._clock, self._silence_s, self._tls)
                 began_s = self._clock.monotonic_s()
                 reason = await link.run()
                 if reason != last_reason:
@@ -117,7 +120,7 @@ class ClusterView:
     def linked(self, link: NodeLink) -> None:
         member = link.member
         log.info("linked to %s engine %s at %s", member.role.value, member.name, member.address)
-        self._table.add(LinkedEngine(member, link))
+        self._table.add(LinkedEngine(member, link, clock=self._clock))
 
     def heartbeat(self, link: NodeLink, load: Load) -> None:
         self._table.engines[link.member.incarnation].load = load

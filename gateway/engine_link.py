@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ..core.errors import BatonError
 from ..core.logprobs import TokenLogprobs
@@ -31,10 +31,10 @@ class Transfer:
     transport: str
 
 
-@dataclass(frozen=True, slots=True)
-class EngineOutput:
+class EngineOutput(NamedTuple):
     """What one step of an engine brought for one attempt of a request.
 
+    One is made for each token: a named tuple takes a fifth of a frozen dataclass's time.
     `logprobs` are parallel to `token_ids`, or empty; `prompt_logprobs` are of the prompt's tokens
     from `first_prompt_index` on.
     """

@@ -7,20 +7,38 @@ cluster_view.py tells it what happens.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Protocol
 
+from ..core.errors import Unavailable
 from ..core.membership import Member, Role
+from ..core.ports import Clock, SystemClock
 from ..core.request import Request, Ticket
 from ..prefix_index.mirror import PrefixMirror
 from .engine_link import Avoid, EngineOutput, Route, Work
+from .prefill_speed import PrefillSpeed
 from .routing import EngineState, choose_pair
 from .validation import ModelLimits
 
 _RESERVED_BLOCKS = 2  # padding and canary
 _NOTHING_CACHED: Mapping[str, int] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCounters:
+    """What an engine counts since its incarnation began (node.proto, Counters)."""
+
+    num_preemptions: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    num_transfers: int = 0
+    transfer_bytes: int = 0
+    transfer_s: float = 0.0
+    num_expired_leases: int = 0
+    failed_transfers: Mapping[str, int] = field(default_factory=dict)  # by error code
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +52,9 @@ class Load:
     credit_blocks: int
     is_draining: bool
     links: frozenset[str]
+    held_blocks: int = 0
+    counters: EngineCounters = EngineCounters()
+    link_gbytes_per_s: Mapping[str, float] = field(default_factory=dict)
 
 
 class Outbox(Protocol):
@@ -68,6 +89,8 @@ class LinkedEngine:
     num_dispatched: int = 0
     num_index_hits: int = 0
     num_stale_hits: int = 0
+    clock: Clock = field(default_factory=SystemClock)
+    speed: PrefillSpeed = field(default_factory=PrefillSpeed)
     _unanswered: dict[tuple[str, int], _Dispatched] = field(default_factory=dict)
 
     @property
@@ -98,20 +121,32 @@ class LinkedEngine:
         self.num_dispatched += 1
         uncached_tokens = request.num_known_tokens - cached_tokens
         dispatched = _Dispatched(uncached_tokens, cached_tokens)
+        if work is Work.PREFILL:
+            num_tokens = self.tokens_ahead + uncached_tokens
+            key = (request.request_id, request.attempt)
+            self.speed.began(key, num_tokens, self.clock.monotonic_s())
         self._unanswered[request.request_id, request.attempt] = dispatched
         self.outbox.dispatch(request, work, ticket, deadline_remaining_s)
 
     def cancel(self, request_id: str, attempt: int) -> None:
         self._unanswered.pop((request_id, attempt), None)
+        self.speed.forget((request_id, attempt))
         self.outbox.cancel(request_id, attempt)
 
     def settle(self, outputs: Iterable[EngineOutput]) -> None:
         """Requests that these outputs answer are in the engine's own count now, or over."""
+        if not self._unanswered:
+            return
         for output in outputs:
             if output.cached_tokens is not None:
                 self._compare(output, output.cached_tokens)
             if output.token_ids or output.finish_reason is not None or output.error is not None:
-                self._unanswered.pop((output.request_id, output.attempt), None)
+                key = (output.request_id, output.attempt)
+                self._unanswered.pop(key, None)
+                if output.token_ids:
+                    self.speed.ended(key, self.clock.monotonic_s())
+                else:
+                    self.speed.forget(key)
 
     def _compare(self, output: EngineOutput, cached_tokens: int) -> None:
         """Count how the index did: a prefill says what it really found."""
@@ -119,6 +154,13 @@ class LinkedEngine:
         if dispatched is not None and dispatched.cached_tokens:
             self.num_index_hits += 1
             self.num_stale_hits += cached_tokens < dispatched.cached_tokens
+
+    @property
+    def tokens_ahead(self) -> int:
+        """Prompt tokens that a new request would wait for: all gateways' as of the last heartbeat,
+        or ours as of now, whichever is more. The two mostly count the same."""
+        reported = self.load.waiting_tokens if self.load is not None else 0
+        return max(reported, sum(d.uncached_tokens for d in self._unanswered.values()))
 
     def state(self, load: Load, cached_tokens: int = 0) -> EngineState:
         return EngineState(
@@ -133,6 +175,7 @@ class LinkedEngine:
             credit_blocks=load.credit_blocks,
             is_draining=load.is_draining,
             links=load.links,
+            link_gbytes_per_s=load.link_gbytes_per_s,
             in_flight_tokens=sum(d.uncached_tokens for d in self._unanswered.values()),
             num_in_flight=len(self._unanswered),
             num_dispatched=self.num_dispatched,
@@ -140,9 +183,14 @@ class LinkedEngine:
         )
 
     @property
+    def pool_blocks(self) -> int:
+        """Blocks that requests can have."""
+        return self.member.num_blocks - _RESERVED_BLOCKS
+
+    @property
     def pool_tokens(self) -> int:
         """Tokens whose KV fits the pool when it is empty."""
-        return (self.member.num_blocks - _RESERVED_BLOCKS) * self.member.block_size
+        return self.pool_blocks * self.member.block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +227,7 @@ class EngineTable:
     def __init__(self, mirror: PrefixMirror) -> None:
         self.engines: dict[str, LinkedEngine] = {}
         self.mirror = mirror
+        self.decisions: Counter[str] = Counter()  # why requests went where they went
 
     def add(self, engine: LinkedEngine) -> None:
         """The engine's link is up."""
@@ -197,21 +246,53 @@ class EngineTable:
         avoid: Avoid,
         fingerprint: str | None,
         cached_tokens: Mapping[str, int] = _NOTHING_CACHED,
+        is_constrained: bool = False,
     ) -> Route:
         """See engine_link.Router. An engine counts from its first heartbeat on.
 
         `cached_tokens`: by incarnation, what engines are likely to have of the request.
+        `is_constrained`: it is for engines alone that take constraints.
         """
         states = [
             engine.state(engine.load, cached_tokens.get(engine.incarnation, 0))
             for engine in self.engines.values()
-            if engine.load is not None
+            if engine.load is not None and (engine.member.can_constrain or not is_constrained)
         ]
         prefill, decode = choose_pair(states, num_tokens, avoid=avoid, fingerprint=fingerprint)
         return Route(
             ChosenEngine(self.engines[prefill], cached_tokens.get(prefill, 0)),
             ChosenEngine(self.engines[decode], cached_tokens.get(decode, 0)),
         )
+
+    def why_not_ready(self) -> str:
+        """What is missing before any request can be served; empty if nothing is."""
+        try:
+            self.choose(1, avoid=Avoid(), fingerprint=None)
+        except Unavailable as error:
+            return error.message
+        return ""
+
+    def lacks_constraints(self) -> Role | None:
+        """A role of which engines are linked, and none takes constraints."""
+        for role in Role:
+            members = [e.member for e in self.engines.values() if e.member.role is role]
+            if members and not any(member.can_constrain for member in members):
+                return role
+        return None
+
+    def predicted_prefill_s(self, num_tokens: int, cached_tokens: Mapping[str, int]) -> float:
+        """How long until a prompt's first token, at the engine that would have it soonest.
+
+        0 where nothing is ahead of it, or nothing is known of an engine's speed.
+        """
+        waits_s = []
+        for engine in self.engines.values():
+            if engine.member.role is not Role.PREFILL or not engine.is_ready:
+                continue
+            ahead, speed = engine.tokens_ahead, engine.speed.tokens_per_s
+            own = num_tokens - cached_tokens.get(engine.incarnation, 0)
+            waits_s.append((ahead + own) / speed if ahead and speed else 0.0)
+        return min(waits_s, default=0.0)
 
     def limits(self, base: ModelLimits) -> ModelLimits:
         """`base` narrowed to what the linked engines can do."""

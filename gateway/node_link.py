@@ -9,12 +9,14 @@ makes another NodeLink.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import grpc
 
 from ..cluster.secret import secret_metadata
+from ..cluster.tls import ClusterTls, open_channel
 from ..core.errors import NodeLost
 from ..core.membership import Member
 from ..core.ports import Clock
@@ -65,25 +67,29 @@ class NodeLink:
         events: LinkEvents,
         clock: Clock,
         silence_s: float,
+        tls: ClusterTls | None = None,
     ) -> None:
         self.member = member
+        self._tls = tls
         self._secret = secret
         self._events = events
         self._clock = clock
         self._silence_s = silence_s
-        self._outgoing: asyncio.Queue[node_pb2.GatewayMessage] = asyncio.Queue()
+        self._outgoing: asyncio.Queue[Callable[[], node_pb2.GatewayMessage]] = asyncio.Queue()
         self._last_heard_s = clock.monotonic_s()
         self._has_died = False
 
     def dispatch(
         self, request: Request, work: Work, ticket: Ticket, deadline_remaining_s: float
     ) -> None:
-        message = dispatch_message(request, work, ticket, deadline_remaining_s)
-        self._outgoing.put_nowait(message)
+        # Made when it is written: a long prompt for the other engine does not wait for this one.
+        self._outgoing.put_nowait(
+            partial(dispatch_message, request, work, ticket, deadline_remaining_s)
+        )
 
     def cancel(self, request_id: str, attempt: int) -> None:
         cancel = node_pb2.Cancel(request_id=request_id, attempt=attempt)
-        self._outgoing.put_nowait(node_pb2.GatewayMessage(cancel=cancel))
+        self._outgoing.put_nowait(partial(node_pb2.GatewayMessage, cancel=cancel))
 
     async def run(self) -> str:
         """Connect and serve the stream until it ends; returns why it did.
@@ -91,7 +97,10 @@ class NodeLink:
         Raises nothing of the network's. Cancelling it closes the stream.
         """
         metadata = (("baton-engine", self.member.incarnation), *secret_metadata(self._secret))
-        async with grpc.aio.insecure_channel(self.member.address, CHANNEL_OPTIONS) as channel:
+        member = self.member
+        async with open_channel(
+            member.address, self._tls, member.role.value, CHANNEL_OPTIONS
+        ) as channel:
             stub = node_pb2_grpc.NodeStub(channel)  # type: ignore[no-untyped-call]
             stream: _Stream = stub.Session(metadata=metadata)
             refusal = await self._connect(stream)
@@ -146,14 +155,16 @@ class NodeLink:
                 elif message.HasField("heartbeat"):
                     self._events.heartbeat(self, load_from_wire(message.heartbeat))
         except grpc.aio.AioRpcError as error:
-            self._has_died = _ENGINE_ENDED in (error.trailing_metadata() or ())
+            # A list: grpc's Metadata looks for keys alone, and never finds a pair.
+            self._has_died = _ENGINE_ENDED in [*(error.trailing_metadata() or ())]
             return _reason(error)
         return "the node ended the stream"
 
     async def _write(self, stream: _Stream) -> str:
         try:
             while True:
-                await stream.write(await self._outgoing.get())
+                make_message = await self._outgoing.get()
+                await stream.write(make_message())
         except grpc.aio.AioRpcError as error:
             return _reason(error)
         except asyncio.InvalidStateError:  # what grpc.aio raises on writing to an ended stream

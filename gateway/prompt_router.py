@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..core.block_hash import BlockHash, block_hashes, root_hash
+from ..core.errors import Unavailable
 from ..core.membership import Role
 from .engine_link import Avoid, Route
 from .engine_table import EngineTable
@@ -24,14 +25,31 @@ class PromptRouter:
 
     table: EngineTable
     hashes: Mapping[str, Sequence[BlockHash]]
+    is_constrained: bool = False
 
     def choose(self, num_tokens: int, *, avoid: Avoid, fingerprint: str | None) -> Route:
-        cached_tokens = self._cached_tokens(num_tokens)
-        return self.table.choose(
-            num_tokens, avoid=avoid, fingerprint=fingerprint, cached_tokens=cached_tokens
-        )
+        cached_tokens = self.cached_tokens(num_tokens)
+        decisions = self.table.decisions
+        try:
+            route = self.table.choose(
+                num_tokens,
+                avoid=avoid,
+                fingerprint=fingerprint,
+                cached_tokens=cached_tokens,
+                is_constrained=self.is_constrained,
+            )
+        except Unavailable:
+            decisions["unavailable"] += 1
+            raise
+        if avoid:
+            decisions["retry"] += 1
+        elif cached_tokens.get(route.prefill.incarnation):
+            decisions["cached_prefix"] += 1
+        else:
+            decisions["least_loaded"] += 1
+        return route
 
-    def _cached_tokens(self, num_tokens: int) -> dict[str, int]:
+    def cached_tokens(self, num_tokens: int) -> dict[str, int]:
         """By incarnation, how many tokens each engine is likely to have."""
         cached: dict[str, int] = {}
         for fingerprint, chain in self.hashes.items():
@@ -44,23 +62,38 @@ class PromptRouter:
         return cached
 
 
-async def route_prompt(table: EngineTable, token_ids: Sequence[int]) -> PromptRouter:
-    """The router for a prompt: hashes as much of it as some engine may have cached."""
+async def route_prompt(
+    table: EngineTable,
+    token_ids: Sequence[int],
+    cache_salt: str = "",
+    *,
+    is_constrained: bool = False,
+) -> PromptRouter:
+    """The router for a prompt: hashes as much of it as some engine may have cached.
+
+    `cache_salt` is the one that the engines get with the request.
+    """
     block_sizes = {e.fingerprint: e.member.block_size for e in table.engines.values()}
     hashes = {
-        fingerprint: await _hash_while_cached(table, token_ids, fingerprint, block_size)
+        fingerprint: await _hash_while_cached(
+            table, token_ids, root_hash(fingerprint, cache_salt), fingerprint, block_size
+        )
         for fingerprint, block_size in block_sizes.items()
     }
-    return PromptRouter(table, hashes)
+    return PromptRouter(table, hashes, is_constrained)
 
 
 async def _hash_while_cached(
-    table: EngineTable, token_ids: Sequence[int], fingerprint: str, block_size: int
+    table: EngineTable,
+    token_ids: Sequence[int],
+    root: BlockHash,
+    fingerprint: str,
+    block_size: int,
 ) -> list[BlockHash]:
     """The chain, to the end of the slice in which the last engine's cache of it ends."""
     mirror = table.mirror
     hashes: list[BlockHash] = []
-    parent = root_hash(fingerprint)
+    parent = root
     num_slice_tokens = _SLICE_BLOCKS * block_size
     for start in range(0, len(token_ids), num_slice_tokens):
         if not mirror.holds_any(_engines_of(table, fingerprint), hashes[-1:]):

@@ -2,15 +2,16 @@
 
 Among all pairs whose link is up, the cheapest: first the prefill engine that has the fewest tokens
 to compute until this prompt is done, then the decode engine with the fewest requests and tokens to
-pull. What an engine has cached of the prompt costs nothing. An engine that has no room for the
-request now comes after every one that has, but is not left out: nodes queue, first come first
-served, and a queue is better than an error.
+pull; of equals, one with a link to that prefill engine that is not much slower than the fastest.
+What an engine has cached of the prompt costs nothing. An engine that has no room for the request
+now comes after every one that has, but is not left out: nodes queue, first come first served, and
+a queue is better than an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from ..core.errors import Unavailable
 from ..core.membership import Role
@@ -20,6 +21,9 @@ from .engine_link import Avoid
 # tokens of an 8B model: 1.4 ms over NVLink); a request makes every step to come a little longer.
 DECODE_REQUEST_TOKENS = 4096
 
+# Links below this share of the fastest are another kind of link; above it, measured otherwise.
+SLOW_LINK_SHARE = 0.5
+
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
@@ -28,6 +32,7 @@ class EngineState:
     `in_flight_tokens`: prompt tokens to compute, dispatched by us and still without an answer;
     `num_in_flight`: such requests; `num_dispatched`: all we ever sent (ties go to the one that was
     asked less). `cached_tokens`: of the request that is routed, as far as we know.
+    `link_gbytes_per_s`: what a decode engine's links gave when they were opened, by source.
     """
 
     incarnation: str
@@ -41,6 +46,7 @@ class EngineState:
     credit_blocks: int = 0
     is_draining: bool = False
     links: frozenset[str] = frozenset()
+    link_gbytes_per_s: Mapping[str, float] = field(default_factory=dict)
     in_flight_tokens: int = 0
     num_in_flight: int = 0
     num_dispatched: int = 0
@@ -60,13 +66,16 @@ def _prefill_rank(engine: EngineState, num_tokens: int) -> _Rank:
     return (not has_credit, cost_tokens, engine.num_dispatched, engine.incarnation)
 
 
-def _decode_rank(engine: EngineState, num_tokens: int) -> tuple[bool, int, int, int, str]:
+def _decode_rank(
+    engine: EngineState, num_tokens: int, *, is_slow: bool
+) -> tuple[bool, int, bool, int, int, str]:
     has_room = engine.free_blocks >= engine.blocks_for(num_tokens)
     num_requests = engine.num_running + engine.num_waiting + engine.num_in_flight
     cost_tokens = num_requests * DECODE_REQUEST_TOKENS + num_tokens - engine.cached_tokens
     return (
         not has_room,
         cost_tokens,
+        is_slow,
         -engine.free_blocks,
         engine.num_dispatched,
         engine.incarnation,
@@ -104,8 +113,13 @@ def choose_pair(
     ]
     if not pairs:
         raise Unavailable("no decode node is linked to a prefill node")
-    prefill, decode = min(
-        pairs,
-        key=lambda pair: (_prefill_rank(pair[0], num_tokens), _decode_rank(pair[1], num_tokens)),
-    )
-    return prefill.incarnation, decode.incarnation
+    best = min((prefill for prefill, _ in pairs), key=lambda p: _prefill_rank(p, num_tokens))
+    source = best.incarnation
+    linked = [decode for prefill, decode in pairs if prefill is best]
+    fastest = max(decode.link_gbytes_per_s.get(source, 0.0) for decode in linked)
+
+    def rank(decode: EngineState) -> tuple[bool, int, bool, int, int, str]:
+        rate = decode.link_gbytes_per_s.get(source, 0.0)
+        return _decode_rank(decode, num_tokens, is_slow=rate < SLOW_LINK_SHARE * fastest)
+
+    return source, min(linked, key=rank).incarnation

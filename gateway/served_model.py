@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..constraints.grammars import Grammars
 from ..core.config import GatewayConfig
-from ..core.errors import StartupFailed
+from ..core.errors import ContextLengthExceeded, StartupFailed
 from ..core.model_dir import eos_token_ids, read_json, resolve_model_dir
-from .tokenizer import Tokenizer
-from .validation import ModelLimits
+from .constraint_check import ConstraintCheck
+from .tokenizer import NoTokenizer, Tokenizer, check_needs_no_text
+from .validation import Draft, ModelLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +20,9 @@ class ServedModel:
 
     limits: ModelLimits
     eos_token_ids: tuple[int, ...]
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | NoTokenizer
+    model_dir: Path
+    constraints: ConstraintCheck
 
     @classmethod
     def load(cls, config: GatewayConfig) -> ServedModel:
@@ -26,7 +30,41 @@ class ServedModel:
         model_dir = resolve_model_dir(config.model)
         name = config.served_model_name or model_dir.resolve().name
         eos_ids = eos_token_ids(model_dir)
-        return cls(_read_limits(model_dir, name), eos_ids, Tokenizer.load(model_dir, eos_ids))
+        tokenizer = (
+            NoTokenizer() if config.skip_tokenizer_init else Tokenizer.load(model_dir, eos_ids)
+        )
+        limits = _read_limits(model_dir, name)
+        constraints = ConstraintCheck(Grammars(model_dir, limits.vocab_size, eos_ids))
+        return cls(limits, eos_ids, tokenizer, model_dir, constraints)
+
+    async def prompt_token_ids(self, draft: Draft) -> tuple[int, ...]:
+        """The draft's prompt as token ids.
+
+        Raises InvalidRequest where it needs a tokenizer that is not there, and, before work that
+        only grows with the text, ContextLengthExceeded where no tokens could be so few.
+        """
+        if isinstance(self.tokenizer, NoTokenizer):
+            check_needs_no_text(draft.sampling.stop)
+        elif isinstance(draft.prompt, str):
+            self._check_length(draft.prompt, self.tokenizer.max_token_chars)
+        if isinstance(draft.prompt, str):
+            return await self.tokenizer.encode(
+                draft.prompt, adds_special_tokens=draft.adds_special_tokens
+            )
+        return draft.prompt
+
+    def _check_length(self, text: str, max_token_chars: int) -> None:
+        if len(text) > self.limits.max_model_len * max_token_chars:
+            raise ContextLengthExceeded(
+                f"prompt ({len(text)} characters) is more than the context of "
+                f"{self.limits.max_model_len} tokens can be",
+                param="prompt",
+            )
+
+    def close(self) -> None:
+        """End its threads."""
+        self.tokenizer.close()
+        self.constraints.close()
 
 
 def _read_limits(model_dir: Path, name: str) -> ModelLimits:

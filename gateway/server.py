@@ -15,8 +15,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from ..cluster.redis_directory import RedisDirectory
+from ..cluster.tls import CertificateFiles
 from ..core.config import ClusterConfig, GatewayConfig
-from ..core.errors import StartupFailed, Unavailable
+from ..core.errors import StartupFailed
+from ..core.logs import set_up_logging
 from ..core.ports import Clock, Directory, Entropy, SystemClock, SystemEntropy
 from ..prefix_index.follower import Follower
 from ..prefix_index.mirror import PrefixMirror
@@ -25,10 +27,23 @@ from ..proto.v1 import inference_pb2, inference_pb2_grpc
 from .cluster_view import ClusterView
 from .engine_link import Avoid, EngineOutput
 from .engine_table import EngineTable
+from .extra_services import add_extra_services
+from .front_door import FrontDoor
+from .greeting import Greeting
+from .grpc_calls import abort
+from .http.access import Access
+from .http.app import HttpServer, build_app
+from .http.chat import CHAT_MODEL
+from .http.parts import Parts
+from .parsing import Parsing
+from .security.setup import Security
 from .served_model import ServedModel
 from .service import InferenceService
 from .session import SessionLimits
 from .sessions import SessionTable
+from .telemetry.setup import Telemetry
+from .worker_peers import WorkerPeers
+from .worker_place import WorkerPlace, share
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +53,9 @@ _STOP_GRACE_S = 5.0
 _LAST_STATUS_S = 0.2
 
 _SERVER_OPTIONS = (
-    ("grpc.so_reuseport", 0),  # else a second server binds a taken port without an error
     ("grpc.max_receive_message_length", 4 << 20),
     ("grpc.max_metadata_size", 16 << 10),
+    ("grpc.server_handshake_timeout_ms", 10000),  # who connects says something, or goes
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10000),
@@ -48,7 +63,7 @@ _SERVER_OPTIONS = (
 
 
 class Gateway:
-    """A running gateway. `port` is where it listens."""
+    """A running gateway. `port` is where gRPC listens, `http_port`, once started, HTTP."""
 
     def __init__(
         self,
@@ -59,13 +74,19 @@ class Gateway:
         clock: Clock,
         entropy: Entropy,
         session_limits: SessionLimits,
+        place: WorkerPlace | None = None,
     ) -> None:
+        shared_key = None if place is None else bytes.fromhex(place.shared_key)
+        security = Security.of(config, cluster, clock, shared_key)
+        self._config = config
+        self._gate = security.gate
+        self._service_names: tuple[str, ...] = (SERVICE_NAME,)
         self._model = ServedModel.load(config)
         self._directory = directory
         self._index = index
         self._table = EngineTable(PrefixMirror(clock))
         self._follower = Follower(index, self._table.mirror)
-        self._sessions = SessionTable(clock, config.max_num_requests)
+        self._sessions = SessionTable(clock, share(config.max_num_requests, config.workers))
         self._view = ClusterView(
             directory,
             self._model.limits.model,
@@ -74,33 +95,80 @@ class Gateway:
             self._table,
             self,
             config.heartbeat_timeout_s,
+            security.cluster_tls,
         )
-        self._service = InferenceService(
+        self._telemetry = Telemetry.of(
+            config,
+            self._model.limits.model,
+            self._table,
+            self._view,
+            clock,
+            lambda: index.is_up,
+        )
+        self._peers = WorkerPeers(place, self._telemetry.exporter, self._sessions.abort)
+        self._door = FrontDoor(
             self._model,
             self._sessions,
             self._table,
-            self._view,
+            security.tenancy,
             clock,
             entropy,
             session_limits,
             config.max_request_s,
+            self._telemetry.observers,
+            abort_calls=self._peers.abort,
+            max_queue_s=config.max_queue_s,
+            keeps_prompts=config.log_prompts,
         )
+        self._service = InferenceService(self._door, security.gate, self._table, self._view)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._is_ready = asyncio.Event()
         self._readiness_changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        self._server = grpc.aio.server(options=_SERVER_OPTIONS)
+        self._server = grpc.aio.server(options=_server_options(place is not None))
         self.host = config.host
-        self.port = _bind(self._server, config.host, config.grpc_port)
+        self.port = _bind(self._server, config.host, config.grpc_port, security.certificate)
+        started_unix_s = clock.unix_ns() // 1_000_000_000
+        parts = Parts(
+            self._door,
+            self._table,
+            self._view,
+            self._can_serve,
+            config,
+            started_unix_s,
+            self._telemetry,
+            self._peers,
+        )
+        app = build_app(parts, Access(security.gate, security.sessions, config))
+        self._knows_chats = app[CHAT_MODEL].template is not None
+        self._http = HttpServer(
+            app,
+            config.host,
+            config.http_port,
+            security.certificate,
+            shares_port=place is not None,
+        )
+
+    @property
+    def http_port(self) -> int:
+        return self._http.port
+
+    def _can_serve(self) -> bool:
+        return self._is_ready.is_set() and not self._door.is_draining
 
     async def start(self) -> None:
         """Begin to listen and to look for engines."""
-        inference_pb2_grpc.add_InferenceServicer_to_server(self._service, self._server)  # type: ignore[no-untyped-call]
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)  # type: ignore[no-untyped-call]
-        names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        parsing = Parsing(self._server, abort)
+        inference_pb2_grpc.add_InferenceServicer_to_server(self._service, parsing)  # type: ignore[no-untyped-call]
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, parsing)  # type: ignore[no-untyped-call]
+        door, gate, table = self._door, self._gate, self._table
+        self._service_names = (SERVICE_NAME, *add_extra_services(parsing, door, gate, table))
+        names = (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)  # type: ignore[no-untyped-call]
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
-        await self._health.set(SERVICE_NAME, health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._tell_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._peers.start()
+        await self._http.start()
         await self._server.start()
         self._tasks = [
             asyncio.create_task(self._view.run()),
@@ -117,23 +185,41 @@ class Gateway:
             # Raises, naming what is missing, unless it came this very moment.
             self._table.choose(1, avoid=Avoid(), fingerprint=None)
 
+    async def greeting(self) -> Greeting:
+        """Wait until a linked pair of engines can serve, however long; then what to tell people."""
+        await self._is_ready.wait()
+        config = self._config
+        return Greeting(
+            self.host,
+            self.http_port,
+            self.port,
+            self._model.limits.model,
+            knows_chats=self._knows_chats,
+            knows_text=not config.skip_tokenizer_init,
+            has_tls=config.tls_cert is not None,
+            asks_for_keys=config.api_keys is not None,
+        )
+
     async def stop(self, grace_s: float = _STOP_GRACE_S) -> None:
         """Refuse new requests, let those in flight end within `grace_s`, cancel the rest."""
-        self._service.is_draining = True
+        self._door.is_draining = True
         await self._health.enter_graceful_shutdown()
         try:
             async with asyncio.timeout(grace_s):
                 await self._sessions.wait_idle()
         except TimeoutError:
             log.warning("%d requests are cut off", len(self._sessions))
-        await self._server.stop(_LAST_STATUS_S)
+        await asyncio.gather(self._server.stop(_LAST_STATUS_S), self._http.stop())
         for task in self._tasks:
             task.cancel()
-        await asyncio.wait(self._tasks)
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        await self._peers.stop()
         await self._view.close()
+        await self._telemetry.close()
         await self._directory.close()
         await self._index.close()
-        self._model.tokenizer.close()
+        self._model.close()
 
     async def run_until(self, stop: asyncio.Event) -> None:
         """Wait for `stop`; raises at once if a part of ours broke, since then we serve nobody."""
@@ -151,7 +237,11 @@ class Gateway:
             is_ready = self._is_ready.is_set()
             log.info("ready" if is_ready else "not ready")
             status = health_pb2.HealthCheckResponse
-            await self._health.set(SERVICE_NAME, status.SERVING if is_ready else status.NOT_SERVING)
+            await self._tell_health(status.SERVING if is_ready else status.NOT_SERVING)
+
+    async def _tell_health(self, status: int) -> None:
+        for name in self._service_names:
+            await self._health.set(name, status)
 
     # --- cluster_view.EngineEvents ----------------------------------------------------------------
 
@@ -162,21 +252,27 @@ class Gateway:
         self._sessions.engine_lost(incarnation, has_died=has_died)
 
     def cluster_changed(self) -> None:
-        try:
-            self._table.choose(1, avoid=Avoid(), fingerprint=None)
-            is_ready = True
-        except Unavailable:
-            is_ready = False
+        is_ready = not self._table.why_not_ready()
         if is_ready != self._is_ready.is_set():
             self._is_ready.set() if is_ready else self._is_ready.clear()
             self._readiness_changed.set()
         self._sessions.cluster_changed()
 
 
-def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
+def _server_options(shares_port: bool) -> tuple[tuple[str, int], ...]:
+    """By default a second server binds a taken port without an error: for workers alone."""
+    return (*_SERVER_OPTIONS, ("grpc.so_reuseport", int(shares_port)))
+
+
+def _bind(
+    server: grpc.aio.Server, host: str, port: int, certificate: CertificateFiles | None
+) -> int:
     """The port that was bound; raises StartupFailed if it is taken or the host is not ours."""
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        return int(server.add_insecure_port(f"{host}:{port}"))
+        if certificate is None:
+            return int(server.add_insecure_port(address))
+        return int(server.add_secure_port(address, certificate.server_credentials()))
     except RuntimeError as error:
         raise StartupFailed(
             f"the gateway cannot listen on {host}:{port}",
@@ -190,34 +286,51 @@ async def serve(
     cluster: ClusterConfig,
     *,
     session_limits: SessionLimits | None = None,
+    place: WorkerPlace | None = None,
 ) -> Gateway:
     """Build and start a gateway; raises StartupFailed."""
     directory = RedisDirectory(cluster.redis_url, cluster.cluster, cluster.cluster_secret)
-    index = RedisIndexLink(cluster.redis_url, cluster.cluster)
+    index = RedisIndexLink(cluster.redis_url, cluster.cluster, cluster.cluster_secret)
     limits = session_limits or SessionLimits(
         max_attempts=config.max_attempts, recovery_wait_s=config.recovery_wait_s
     )
     clock, entropy = SystemClock(), SystemEntropy()
     try:
-        gateway = Gateway(config, cluster, directory, index, clock, entropy, limits)
+        gateway = Gateway(config, cluster, directory, index, clock, entropy, limits, place)
     except StartupFailed:
         await directory.close()
         await index.close()
         raise
-    await gateway.start()
+    try:
+        await gateway.start()
+    except StartupFailed:
+        await gateway.stop(grace_s=0)
+        raise
     return gateway
 
 
-async def run(config: GatewayConfig, cluster: ClusterConfig) -> int:
+async def run(
+    config: GatewayConfig, cluster: ClusterConfig, place: WorkerPlace | None = None
+) -> int:
     """The process: serve until SIGINT or SIGTERM, then stop cleanly. Returns the exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(levelname).1s %(name)s: %(message)s")
+    set_up_logging("gateway", as_json=config.log_json)
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    gateway = await serve(config, cluster)
-    print(f"ready: gateway gateway {gateway.host}:{gateway.port}", flush=True)
+    gateway = await serve(config, cluster, place=place)
+    http = f"http{'s' if config.tls_cert else ''}://{gateway.host}:{gateway.http_port}"
+    print(f"ready: gateway gateway {http} {gateway.host}:{gateway.port}", flush=True)
+    greeting = asyncio.create_task(_greet(gateway))
     try:
         await gateway.run_until(stop)
     finally:
-        await gateway.stop()
+        greeting.cancel()
+        await gateway.stop(config.shutdown_timeout_s)
     return 0
+
+
+async def _greet(gateway: Gateway) -> None:
+    """Once it can serve, which may be long after it listens."""
+    print("waiting for a prefill and a decode node", flush=True)
+    for line in (await gateway.greeting()).lines():
+        print(line, flush=True)

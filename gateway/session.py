@@ -76,7 +76,7 @@ class Result:
     timeline: tuple[Stamp, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # one a token, and a frozen one takes thrice the time: change none
 class Chunk:
     """Tokens for the client, from position `index` on; the last one carries the result.
 
@@ -290,6 +290,7 @@ class Session:
             prompt_token_ids=self.request.prompt_token_ids,
             sampling=self._wanted_sampling(),
             output_token_ids=tuple(self._output_ids),
+            cache_salt=self.request.cache_salt,
             sample_index=self.sample_index,
             fork_ids=fork_ids,
         )
@@ -345,12 +346,13 @@ class Session:
 
     def _note(self, attempt: Attempt, incarnation: str, output: EngineOutput) -> None:
         """Keep what an output says beside its tokens. Terminal events are ours alone to give."""
-        self.timeline += [stamp for stamp in output.stamps if stamp.event not in TERMINAL]
-        if output.cached_tokens is not None and incarnation == attempt.route.prefill.incarnation:
+        if output.stamps:
+            self.timeline += [stamp for stamp in output.stamps if stamp.event not in TERMINAL]
+        if output.cached_tokens is not None and incarnation == attempt.pair[0]:
             self._cached_tokens = min(output.cached_tokens, len(self.request.prompt_token_ids))
         if output.transfer is not None:
             self._transfer = output.transfer
-        if incarnation == attempt.route.decode.incarnation:
+        if not attempt.is_handed_over and incarnation == attempt.pair[1]:
             attempt.note_decode_progress(output)
 
     def _advance(self, attempt: Attempt, tokens: list[OutputToken]) -> None:
@@ -358,7 +360,7 @@ class Session:
         piece = self._text.feed([token_id for token_id, _ in tokens])
         shown = tokens[: piece.num_tokens]
         self._output_ids += [token_id for token_id, _ in shown]
-        if shown:
+        if shown and self._fingerprint is None:
             self._fingerprint = attempt.route.prefill.fingerprint
         if piece.matched_stop is not None:
             self._finish(attempt, FinishReason.STOP, piece.text, shown, piece.matched_stop)
@@ -372,11 +374,11 @@ class Session:
         index = len(self._output_ids) - len(shown)
         return Chunk(
             text,
-            tuple(token_id for token_id, _ in shown),
+            tuple([token_id for token_id, _ in shown]),
             index,
             result,
             self.sample_index,
-            tuple(logprobs for _, logprobs in shown if logprobs is not None),
+            tuple([logprobs for _, logprobs in shown if logprobs is not None]),
             self._prompt_scores.all() if index == 0 else (),
         )
 

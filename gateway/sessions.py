@@ -74,13 +74,17 @@ class SessionTable:
         """End a session early; one that is over stays as it ended."""
         self._do(session, session.cancel, error)
 
-    def abort(self, names: Iterable[str]) -> int:
-        """Cancel calls by gateway id or caller's label; returns how many were in flight."""
+    def abort(self, names: Iterable[str], tenant: str | None = None) -> int:
+        """Cancel calls by gateway id or caller's label; returns how many were in flight.
+
+        Those of one tenant alone, if one is named.
+        """
         wanted = set(names) - {""}
         found = [
             session
             for session in self._sessions.values()
-            if session.call_id in wanted or session.request.label in wanted
+            if (session.call_id in wanted or session.request.label in wanted)
+            and tenant in (None, session.request.tenant)
         ]
         for session in found:
             self.cancel(session, Cancelled("aborted"))

@@ -39,6 +39,9 @@ class TokenSplice(Generic[T]):
             raise EngineFailed(
                 f"an engine sent token {first_index + len(tokens) - 1} of at most {self.max_tokens}"
             )
+        if first_index == self.next_index and not self._early:  # nearly always
+            self.next_index += len(tokens)
+            return list(tokens)
         for index, token in enumerate(tokens, first_index):
             if index >= self.next_index:
                 self._early.setdefault(index, token)

@@ -23,6 +23,8 @@ class StopMatcher:
 
     def feed(self, text: str) -> tuple[str, str | None]:
         """Take more text; return what can be shown now, and the stop string that matched."""
+        if not self.stops:
+            return text, None
         buffer = self._held + text
         found = [(buffer.find(stop), stop) for stop in self.stops]
         ends = [(start + len(stop), start, stop) for start, stop in found if start >= 0]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from .stop_strings import StopMatcher
 
@@ -15,8 +14,7 @@ class Detokenize(Protocol):
     def step(self, token_id: int) -> str: ...
 
 
-@dataclass(frozen=True, slots=True)
-class TextPiece:
+class TextPiece(NamedTuple):
     """What some tokens brought. `num_tokens` of them count: all, or up to the stop string's end."""
 
     text: str
@@ -27,15 +25,22 @@ class TextPiece:
 class TextStream:
     """One request's text so far: what is held back lies here.
 
-    The text of the first `min_tokens` tokens is not searched for stop strings.
+    The text of the first `min_tokens` tokens is not searched for stop strings. The one that is
+    found is not shown, unless `includes_stop`.
     """
 
     def __init__(
-        self, detokenizer: Detokenize, stops: Sequence[str], *, min_tokens: int = 0
+        self,
+        detokenizer: Detokenize,
+        stops: Sequence[str],
+        *,
+        min_tokens: int = 0,
+        includes_stop: bool = False,
     ) -> None:
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stops)
         self._num_unsearched = min_tokens
+        self._includes_stop = includes_stop
 
     def feed(self, token_ids: Sequence[int]) -> TextPiece:
         """Take the next tokens; those behind the one that completes a stop string do not count."""
@@ -48,6 +53,8 @@ class TextStream:
                 text, stop = self._matcher.feed(text)
             shown.append(text)
             if stop is not None:
+                if self._includes_stop:
+                    shown.append(stop)
                 return TextPiece("".join(shown), count, stop)
         return TextPiece("".join(shown), len(token_ids), None)
 

@@ -9,17 +9,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
-from ..core.errors import StartupFailed
+from ..core.errors import InvalidRequest, StartupFailed
+from .token_text import TokenText, token_text
 
 # Encoding costs about a microsecond per character; below this it is cheaper than a thread's turn.
 _INLINE_CHARS = 2000
 _NUM_CONTEXT_TOKENS = 8
+_NORMALIZED = 4  # what Unicode's composition and the like may make shorter, and then some
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,8 @@ class Tokenizer:
     _library: tokenizers.Tokenizer
     _pool: ThreadPoolExecutor
     hidden_ids: frozenset[int]
+    max_token_chars: int  # of a text, no token stands for more
+    _tokens: dict[int, TokenText] = field(default_factory=dict)  # at most the vocabulary
 
     @classmethod
     def load(cls, model_dir: Path, hidden_ids: Iterable[int] = ()) -> Tokenizer:
@@ -47,22 +51,24 @@ class Tokenizer:
         library.no_truncation()
         library.no_padding()
         pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
-        return cls(library, pool, frozenset(hidden_ids))
+        longest = max(map(len, library.get_vocab(with_added_tokens=True)), default=1)
+        max_token_chars = longest * (1 if library.normalizer is None else _NORMALIZED)
+        return cls(library, pool, frozenset(hidden_ids), max_token_chars)
 
     @property
     def vocab_size(self) -> int:
         """Ids that the tokenizer knows, added tokens included; a model may have more."""
         return self._library.get_vocab_size(with_added_tokens=True)
 
-    async def encode(self, text: str) -> tuple[int, ...]:
-        """The ids of a prompt, with the special tokens that the model's tokenizer adds."""
+    async def encode(self, text: str, *, adds_special_tokens: bool = True) -> tuple[int, ...]:
+        """The ids of a text, with the special tokens that the model's tokenizer adds or without."""
         if len(text) <= _INLINE_CHARS:
-            return self._encode(text)
+            return self._encode(text, adds_special_tokens)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, self._encode, text)
+        return await loop.run_in_executor(self._pool, self._encode, text, adds_special_tokens)
 
-    def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self._library.encode(text).ids)
+    def _encode(self, text: str, adds_special_tokens: bool) -> tuple[int, ...]:
+        return tuple(self._library.encode(text, add_special_tokens=adds_special_tokens).ids)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """The text of these ids, special tokens left out."""
@@ -70,9 +76,17 @@ class Tokenizer:
         ids = [i for i in token_ids if i not in self.hidden_ids]
         return await loop.run_in_executor(self._pool, self._library.decode, ids)
 
-    def detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
+    def token(self, token_id: int) -> TokenText:
+        """One token alone, special or not."""
+        if (found := self._tokens.get(token_id)) is None:
+            found = self._tokens[token_id] = token_text(self._library, token_id)
+        return found
+
+    def detokenizer(
+        self, prompt_token_ids: Sequence[int], *, skips_special_tokens: bool = True
+    ) -> Detokenizer:
         """An incremental detokenizer for the continuation of this prompt."""
-        return Detokenizer(self._library, self.hidden_ids, prompt_token_ids)
+        return Detokenizer(self._library, self.hidden_ids, prompt_token_ids, skips_special_tokens)
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
@@ -91,16 +105,65 @@ class Detokenizer:
         library: tokenizers.Tokenizer,
         hidden_ids: frozenset[int],
         prompt_token_ids: Sequence[int],
+        skips_special_tokens: bool = True,
     ) -> None:
         self._library = library
         self._hidden_ids = hidden_ids
         context = list(prompt_token_ids[-_NUM_CONTEXT_TOKENS:])
         if library.decode(context).endswith("\ufffd"):
             context = []  # ends inside a character: the stream would repeat it as output
-        self._stream = DecodeStream(ids=context, skip_special_tokens=True)
+        self._stream = DecodeStream(ids=context, skip_special_tokens=skips_special_tokens)
 
     def step(self, token_id: int) -> str:
         """The text that this token completes: often a word, sometimes nothing."""
         if token_id in self._hidden_ids:
             return ""
         return self._stream.step(self._library, token_id) or ""
+
+
+class NoTokenizer:
+    """In a `Tokenizer`'s place where there is none: token ids are served, text is refused."""
+
+    vocab_size = 0
+
+    async def encode(self, text: str, *, adds_special_tokens: bool = True) -> tuple[int, ...]:
+        """Raises InvalidRequest."""
+        raise _no_text("prompt")
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """Raises InvalidRequest."""
+        raise _no_text("ids")
+
+    def token(self, token_id: int) -> TokenText:
+        """Its id stands for it."""
+        name = f"token_id:{token_id}"
+        return TokenText(name, name.encode())
+
+    def detokenizer(
+        self, prompt_token_ids: Sequence[int], *, skips_special_tokens: bool = True
+    ) -> SilentDetokenizer:
+        """One that has no text for any token."""
+        return SilentDetokenizer()
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class SilentDetokenizer:
+    """Every token's text is empty."""
+
+    def step(self, token_id: int) -> str:
+        return ""
+
+
+def _no_text(param: str) -> InvalidRequest:
+    return InvalidRequest(
+        "this gateway has no tokenizer: give the prompt as token ids, without stop strings",
+        param=param,
+    )
+
+
+def check_needs_no_text(stop: Sequence[str]) -> None:
+    """Raise InvalidRequest for what a gateway without a tokenizer cannot judge."""
+    if stop:
+        raise _no_text("stop")

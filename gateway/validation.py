@@ -11,6 +11,7 @@ comes in as `ModelLimits`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -21,6 +22,8 @@ from .sampling_validation import check_sampling, check_token_ids
 
 MAX_LABEL_CHARS = 256
 MAX_SAMPLES = 8
+
+_CACHE_SALT = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,14 @@ class ModelLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class TextOptions:
+    """How output tokens become text. Those that end it have no text in either case."""
+
+    skips_special_tokens: bool = True
+    includes_stop: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Draft:
     """A request whose fields are each in order; `None` takes the default of complete_request."""
 
@@ -48,16 +59,25 @@ class Draft:
     sampling: SamplingParams  # all but these two
     num_samples: int
     label: str
+    cache_salt: str = ""
+    adds_special_tokens: bool = True
+    text: TextOptions = TextOptions()
 
 
 @dataclass(frozen=True, slots=True)
 class ValidatedRequest:
-    """A request that the deployment can serve. `label` is the caller's name for it."""
+    """A request that the deployment can serve. `label` is the caller's name for it.
+
+    `cache_salt`: as the caller wrote it, until security/tenancy.py has keyed it with the tenant.
+    """
 
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     label: str
     num_samples: int = 1
+    cache_salt: str = ""
+    tenant: str = ""
+    text: TextOptions = TextOptions()
 
 
 def check_request(wire: inference_pb2.GenerateRequest, limits: ModelLimits) -> Draft:
@@ -65,7 +85,9 @@ def check_request(wire: inference_pb2.GenerateRequest, limits: ModelLimits) -> D
     check_model(wire.model, limits)
     if len(wire.request_id) > MAX_LABEL_CHARS:
         raise InvalidRequest(
-            f"request_id is longer than {MAX_LABEL_CHARS} characters", param="request_id"
+            f"request_id is longer than {MAX_LABEL_CHARS} characters",
+            param="request_id",
+            code="invalid_value",
         )
     return Draft(
         prompt=_prompt(wire, limits.vocab_size),
@@ -74,6 +96,12 @@ def check_request(wire: inference_pb2.GenerateRequest, limits: ModelLimits) -> D
         sampling=check_sampling(wire.sampling, limits.vocab_size),
         num_samples=_num_samples(wire),
         label=wire.request_id,
+        cache_salt=_cache_salt(wire),
+        adds_special_tokens=_true_unless_false(wire, "add_special_tokens"),
+        text=TextOptions(
+            skips_special_tokens=_true_unless_false(wire, "skip_special_tokens"),
+            includes_stop=wire.include_stop_str_in_output,
+        ),
     )
 
 
@@ -86,16 +114,24 @@ def complete_request(
     is smaller. Raises ContextLengthExceeded, PromptTooLarge.
     """
     if not prompt_token_ids:
-        raise InvalidRequest("the prompt is empty", param="prompt")
+        raise InvalidRequest("the prompt is empty", param="prompt", code="empty_prompt")
     max_tokens = _fitting_max_tokens(len(prompt_token_ids), draft.max_tokens, limits)
     if draft.sampling.min_tokens > max_tokens:
         raise InvalidRequest(
             f"min_tokens {draft.sampling.min_tokens} is more than the {max_tokens} there can be",
             param="min_tokens",
+            code="invalid_value",
         )
     seed = drawn_seed if draft.seed is None else draft.seed
     sampling = replace(draft.sampling, max_tokens=max_tokens, seed=seed)
-    return ValidatedRequest(tuple(prompt_token_ids), sampling, draft.label, draft.num_samples)
+    return ValidatedRequest(
+        tuple(prompt_token_ids),
+        sampling,
+        draft.label,
+        draft.num_samples,
+        draft.cache_salt,
+        text=draft.text,
+    )
 
 
 def check_model(name: str, limits: ModelLimits) -> None:
@@ -107,37 +143,60 @@ def check_model(name: str, limits: ModelLimits) -> None:
 def _prompt(wire: inference_pb2.GenerateRequest, vocab_size: int) -> str | tuple[int, ...]:
     """A oneof holds at most one of the two; an empty text or list is no prompt either."""
     if wire.WhichOneof("prompt") is None:
-        raise InvalidRequest("give a prompt: text or token ids", param="prompt")
+        raise InvalidRequest(
+            "give a prompt: text or token ids", param="prompt", code="missing_required"
+        )
     if wire.HasField("text"):
         if not wire.text:
-            raise InvalidRequest("the prompt is empty", param="prompt")
+            raise InvalidRequest("the prompt is empty", param="prompt", code="empty_prompt")
         return wire.text
     if not wire.token_ids.ids:
-        raise InvalidRequest("the prompt is empty", param="prompt")
-    check_token_ids(wire.token_ids.ids, vocab_size, "prompt")
-    return tuple(wire.token_ids.ids)
+        raise InvalidRequest("the prompt is empty", param="prompt", code="empty_prompt")
+    token_ids = tuple(wire.token_ids.ids)
+    check_token_ids(token_ids, vocab_size, "prompt")
+    return token_ids
+
+
+def _true_unless_false(wire: inference_pb2.GenerateRequest, name: str) -> bool:
+    return bool(getattr(wire, name)) if wire.HasField(name) else True
 
 
 def _max_tokens(sampling: common_pb2.SamplingParams) -> int | None:
     if not sampling.HasField("max_tokens"):
         return None
     if sampling.max_tokens == 0:
-        raise InvalidRequest("max_tokens must be at least 1", param="max_tokens")
+        raise InvalidRequest(
+            "max_tokens must be at least 1", param="max_tokens", code="invalid_value"
+        )
     return sampling.max_tokens
 
 
 def _num_samples(wire: inference_pb2.GenerateRequest) -> int:
     num_samples = wire.n if wire.HasField("n") else 1
     if not 1 <= num_samples <= MAX_SAMPLES:
-        raise InvalidRequest(f"n must lie in [1, {MAX_SAMPLES}], not {num_samples}", param="n")
+        raise InvalidRequest(
+            f"n must lie in [1, {MAX_SAMPLES}], not {num_samples}", param="n", code="invalid_value"
+        )
     return num_samples
+
+
+def _cache_salt(wire: inference_pb2.GenerateRequest) -> str:
+    if not wire.HasField("cache_salt"):
+        return ""
+    if not _CACHE_SALT.match(wire.cache_salt):
+        raise InvalidRequest(
+            "cache_salt must be 1 to 64 of A-Z a-z 0-9 _ . -",
+            param="cache_salt",
+            code="invalid_value",
+        )
+    return wire.cache_salt
 
 
 def _seed(sampling: common_pb2.SamplingParams) -> int | None:
     if not sampling.HasField("seed"):
         return None
     if sampling.seed >= 1 << 63:
-        raise InvalidRequest("seed must lie in [0, 2**63)", param="seed")
+        raise InvalidRequest("seed must lie in [0, 2**63)", param="seed", code="invalid_value")
     return sampling.seed
 
 

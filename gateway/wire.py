@@ -7,7 +7,7 @@ from ..core.request import Request, Ticket
 from ..proto import codec
 from ..proto.v1 import inference_pb2, node_pb2
 from .engine_link import EngineOutput, Transfer, Work
-from .engine_table import Load
+from .engine_table import EngineCounters, Load
 from .session import Chunk, Result
 
 _WORK = {Work.PREFILL: node_pb2.WORK_PREFILL, Work.DECODE: node_pb2.WORK_DECODE}
@@ -30,11 +30,47 @@ def load_from_wire(wire: node_pb2.Heartbeat) -> Load:
         credit_blocks=wire.credit_blocks,
         is_draining=wire.is_draining,
         links=frozenset(link.incarnation for link in wire.links),
+        held_blocks=wire.held_blocks,
+        counters=_counters_from_wire(wire.counters),
+        link_gbytes_per_s={link.incarnation: link.gbytes_per_s for link in wire.links},
+    )
+
+
+def _counters_from_wire(wire: node_pb2.Counters) -> EngineCounters:
+    return EngineCounters(
+        num_preemptions=wire.num_preemptions,
+        prefix_query_tokens=wire.prefix_query_tokens,
+        prefix_hit_tokens=wire.prefix_hit_tokens,
+        num_transfers=wire.num_transfers,
+        transfer_bytes=wire.transfer_bytes,
+        transfer_s=wire.transfer_s,
+        num_expired_leases=wire.num_expired_leases,
+        failed_transfers=dict(wire.failed_transfers),
     )
 
 
 def output_from_wire(wire: node_pb2.RequestOutput) -> EngineOutput:
     """An engine's output; one that cannot be read fails its attempt."""
+    if (
+        wire.events
+        or wire.logprobs
+        or wire.prompt_logprobs
+        or wire.HasField("error")
+        or wire.HasField("transfer")
+    ):
+        return _full_output(wire)
+    return EngineOutput(
+        wire.request_id,
+        wire.attempt,
+        wire.first_index,
+        tuple(wire.token_ids),
+        codec.finish_from_wire(wire.finish_reason) if wire.finish_reason else None,
+        cached_tokens=wire.cached_tokens if wire.HasField("cached_tokens") else None,
+    )
+
+
+def _full_output(wire: node_pb2.RequestOutput) -> EngineOutput:
+    """One with more than tokens in it."""
     try:
         stamps = tuple(codec.stamps_from_wire(wire.events))
         logprobs = tuple(map(codec.logprobs_from_wire, wire.logprobs))
@@ -69,9 +105,11 @@ def chunk_to_wire(request_id: str, chunk: Chunk) -> inference_pb2.GenerateChunk:
         token_ids=chunk.token_ids,
         index=chunk.index,
         sample_index=chunk.sample_index,
-        logprobs=map(codec.logprobs_to_wire, chunk.logprobs),
-        prompt_logprobs=map(codec.logprobs_to_wire, chunk.prompt_logprobs),
     )
+    if chunk.logprobs:
+        wire.logprobs.extend(map(codec.logprobs_to_wire, chunk.logprobs))
+    if chunk.prompt_logprobs:
+        wire.prompt_logprobs.extend(map(codec.logprobs_to_wire, chunk.prompt_logprobs))
     if chunk.result is not None:
         wire.finish_reason = codec.finish_to_wire(chunk.result.finish_reason)
         wire.matched_stop = chunk.result.matched_stop or ""

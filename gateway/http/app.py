@@ -1,0 +1,103 @@
+"""All routes of the HTTP front, and its server. A route that is not listed here does not exist."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp import web
+
+from ...cluster.tls import CertificateFiles
+from ...core.errors import StartupFailed
+from ...core.ports import SystemClock
+from ..dashboard.routes import Viewers, add_dashboard, feed_of
+from . import chat, completions, health, login, metrics, models, openapi, tokenization
+from .access import ACCESS, Access, check_access
+from .answering import answering, echo_request_id
+from .chat import CHAT_MODEL, ChatModel
+from .connections import Connections
+from .parts import PARTS, Parts
+
+_LAST_WRITE_S = 0.2
+_BACKLOG = 1024
+_CONNECTION_OPTIONS = {
+    "access_log": None,
+    "auto_decompress": False,  # compressed bodies are refused unread
+    "lingering_time": 2.0,
+}
+
+ROUTE_GROUPS: tuple[web.RouteTableDef, ...] = (
+    health.ROUTES,
+    models.ROUTES,
+    completions.ROUTES,
+    chat.ROUTES,
+    tokenization.ROUTES,
+    openapi.ROUTES,
+    login.ROUTES,
+    metrics.ROUTES,
+)  # fmt: skip
+
+
+def build_app(parts: Parts, access: Access) -> web.Application:
+    """The application; groups of routes take `parts` from it."""
+    app = web.Application(middlewares=[answering, check_access])
+    app[PARTS] = parts
+    app[ACCESS] = access
+    app[CHAT_MODEL] = ChatModel.load(parts.door.model.model_dir, parts.config.tool_call_parser)
+    app.on_response_prepare.append(echo_request_id)
+    for routes in ROUTE_GROUPS:
+        app.add_routes(routes)
+    add_dashboard(app, Viewers(feed_of(parts, SystemClock())))
+    return app
+
+
+class HttpServer:
+    """A listening HTTP front. `start` binds; `port` is known after it."""
+
+    def __init__(
+        self,
+        app: web.Application,
+        host: str,
+        port: int,
+        certificate: CertificateFiles | None = None,
+        *,
+        shares_port: bool = False,
+    ) -> None:
+        self._runner = web.AppRunner(
+            app,
+            shutdown_timeout=_LAST_WRITE_S,
+            handler_cancellation=True,  # a client that goes away frees its blocks
+        )
+        self._host = host
+        self._shares_port = shares_port
+        self._tls = None if certificate is None else certificate.http_context()
+        self._server: asyncio.Server | None = None
+        self.port = port
+
+    async def start(self) -> None:
+        """Raises StartupFailed where the port is taken or the host is not ours."""
+        await self._runner.setup()
+        assert self._runner.server is not None, "it was set up"
+        loop = asyncio.get_running_loop()
+        try:
+            self._server = await loop.create_server(
+                Connections(self._runner.server, _CONNECTION_OPTIONS),
+                self._host,
+                self.port,
+                ssl=self._tls,
+                backlog=_BACKLOG,
+                reuse_port=self._shares_port or None,
+            )
+        except OSError as error:
+            await self._runner.cleanup()
+            raise StartupFailed(
+                f"the gateway cannot listen on {self._host}:{self.port} (HTTP)",
+                hint="the port is taken or the address is not this host's: another --http-port "
+                "(0 takes a free one) or --host",
+            ) from error
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        """Close; what is still open is cut off after a moment for its last words."""
+        if self._server is not None:
+            self._server.close()
+        await self._runner.cleanup()

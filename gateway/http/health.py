@@ -1,0 +1,37 @@
+"""Is this process alive, can it serve, which version is it?"""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from ..version import version
+from .parts import PARTS, Parts
+
+ROUTES = web.RouteTableDef()
+
+
+@ROUTES.get("/live")
+async def live(request: web.Request) -> web.Response:
+    """This process answers."""
+    return web.json_response({"status": "live"})
+
+
+@ROUTES.get("/ready")
+@ROUTES.get("/health")
+async def ready(request: web.Request) -> web.Response:
+    """503, and what is missing, until a linked pair of engines can serve."""
+    parts = request.app[PARTS]
+    if parts.is_ready():
+        return web.json_response({"status": "ready"})
+    return web.json_response({"status": "not ready", "reason": _reason(parts)}, status=503)
+
+
+def _reason(parts: Parts) -> str:
+    if parts.door.is_draining:
+        return "this gateway is shutting down"
+    return parts.table.why_not_ready() or "a pair of engines has come this moment"
+
+
+@ROUTES.get("/version")
+async def tell_version(request: web.Request) -> web.Response:
+    return web.json_response({"version": version()})

@@ -1,0 +1,19 @@
+"""GET /metrics: what Prometheus reads. Who may is judged before (http/access.py)."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from .parts import PARTS
+
+ROUTES = web.RouteTableDef()
+
+
+@ROUTES.get("/metrics")
+async def metrics(request: web.Request) -> web.Response:
+    """All metrics, as OpenMetrics or in the older text format, whichever is asked for."""
+    accept = request.headers.get("Accept", "")
+    body, content_type = await request.app[PARTS].peers.metrics(accept)
+    return web.Response(
+        body=body, headers={"Content-Type": content_type, "Cache-Control": "no-store"}
+    )

@@ -1,0 +1,75 @@
+"""GET /v1/models and /server_info: what is served, and by whom."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiohttp import web
+
+from ...core.errors import ModelNotFound
+from ...core.membership import Member
+from ..version import version
+from .parts import PARTS, Parts, caller_of
+
+ROUTES = web.RouteTableDef()
+
+
+@ROUTES.get("/v1/models")
+async def models(request: web.Request) -> web.Response:
+    """The one model that this gateway serves; none for a caller who may not use it."""
+    parts = request.app[PARTS]
+    is_allowed = caller_of(request).may_use(parts.door.model.limits.model)
+    return web.json_response({"object": "list", "data": [_model(parts)] if is_allowed else []})
+
+
+@ROUTES.get("/v1/models/{model:.+}")
+async def model(request: web.Request) -> web.Response:
+    """The model by its name."""
+    parts = request.app[PARTS]
+    asked, served = request.match_info["model"], parts.door.model.limits.model
+    if asked != served or not caller_of(request).may_use(served):
+        raise ModelNotFound(f"The model `{asked[:64]}` does not exist.", param="model")
+    return web.json_response(_model(parts))
+
+
+def _model(parts: Parts) -> dict[str, Any]:
+    limits = parts.door.limits
+    return {
+        "id": limits.model,
+        "object": "model",
+        "created": parts.started_unix_s,
+        "owned_by": "baton",
+        "root": limits.model,
+        "parent": None,
+        "max_model_len": limits.max_model_len,
+    }
+
+
+@ROUTES.get("/server_info")
+async def server_info(request: web.Request) -> web.Response:
+    """The model's limits and the nodes that serve it."""
+    parts = request.app[PARTS]
+    limits = parts.door.limits
+    members = sorted(parts.view.members(), key=lambda m: (m.role.value, m.name, m.incarnation))
+    return web.json_response(
+        {
+            "version": version(),
+            "model": limits.model,
+            "max_model_len": limits.max_model_len,
+            "vocab_size": limits.vocab_size,
+            "eos_token_ids": list(parts.door.model.eos_token_ids),
+            "nodes": [_node(parts, member) for member in members],
+        }
+    )
+
+
+def _node(parts: Parts, member: Member) -> dict[str, Any]:
+    engine = parts.table.engines.get(member.incarnation)
+    return {
+        "name": member.name,
+        "role": member.role.value,
+        "incarnation": member.incarnation,
+        "is_ready": engine is not None and engine.is_ready,
+        "num_blocks": member.num_blocks,
+        "block_size": member.block_size,
+    }

@@ -1,0 +1,130 @@
+"""GET /openapi.json: every route of ours, in OpenAPI 3.1.
+
+What is known of a route stands in OPERATIONS; requests' schemas are made from the tables that read
+them. A route that is not there is listed all the same, with its handler's own words.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+from aiohttp import web
+
+from ..version import version
+from . import chat, completions, tokenization
+from .kinds import Kind, Schema, nullable
+from .parts import PARTS
+from .schemas import COMPONENTS, STRING, json_content, ref
+
+ROUTES = web.RouteTableDef()
+
+_READ_ERRORS = (401, 403, 404, 421)
+_CALL_ERRORS = (400, 401, 403, 404, 413, 415, 421, 429, 500, 503, 504)
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """`fields`, `required`: of the request's body. `answer`, `event`: names of COMPONENTS."""
+
+    answer: str
+    fields: Mapping[str, Kind] | None = None
+    required: Sequence[str] = ()
+    event: str | None = None
+    statuses: Sequence[int] = _READ_ERRORS
+
+
+OPERATIONS: Mapping[str, Operation] = {
+    "/v1/completions": Operation(
+        "Completion",
+        completions.FIELDS,
+        ("model", "prompt"),
+        event="Completion",
+        statuses=_CALL_ERRORS,
+    ),
+    "/v1/chat/completions": Operation(
+        "ChatCompletion",
+        chat.FIELDS,
+        ("model", "messages"),
+        event="ChatCompletionChunk",
+        statuses=_CALL_ERRORS,
+    ),
+    "/tokenize": Operation("Tokens", tokenization.TOKENIZE_FIELDS, statuses=_CALL_ERRORS),
+    "/detokenize": Operation(
+        "Text", tokenization.DETOKENIZE_FIELDS, ("tokens",), statuses=_CALL_ERRORS
+    ),
+    "/v1/models": Operation("ModelList"),
+    "/v1/models/{model}": Operation("Model"),
+    "/server_info": Operation("ServerInfo"),
+    "/live": Operation("Status", statuses=(421,)),
+    "/ready": Operation("Status", statuses=(421,)),
+    "/health": Operation("Status", statuses=(421,)),
+    "/version": Operation("Version", statuses=(421,)),
+}
+_NOT_READY = ("/ready", "/health")  # 503 is an answer there, not an error
+
+
+@ROUTES.get("/openapi.json")
+async def openapi(request: web.Request) -> web.Response:
+    """This document."""
+    return web.json_response(document(request.app))
+
+
+def document(app: web.Application) -> dict[str, Any]:
+    """The OpenAPI document of all routes of the application."""
+    paths: dict[str, dict[str, Any]] = {}
+    model = app[PARTS].door.model.limits.model
+    for route in app.router.routes():
+        if route.resource is None or route.method == "HEAD":
+            continue
+        path = route.resource.canonical
+        paths.setdefault(path, {})[route.method.lower()] = _operation(route, path, model)
+    schemes = {"key": {"type": "http", "scheme": "bearer"}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Baton", "version": version() or "0"},
+        "paths": paths,
+        "components": {"schemas": COMPONENTS, "securitySchemes": schemes},
+        "security": [{}, {"key": []}],
+    }
+
+
+def _operation(route: web.AbstractRoute, path: str, model: str) -> dict[str, Any]:
+    summary = (inspect.getdoc(route.handler) or route.handler.__name__).splitlines()[0]
+    body: dict[str, Any] = {"summary": summary, "responses": {}}
+    if "{" in path:
+        name = path.partition("{")[2].partition("}")[0]
+        body["parameters"] = [{"name": name, "in": "path", "required": True, "schema": STRING}]
+    known = OPERATIONS.get(path)
+    if known is None:
+        body["responses"] = {"default": {"description": summary}}
+        return body
+    content = json_content(ref(known.answer))
+    if known.event is not None:
+        content["text/event-stream"] = {"schema": ref(known.event)}
+    body["responses"]["200"] = {"description": "OK", "content": content}
+    if path in _NOT_READY:
+        body["responses"]["503"] = {"description": "Not ready", "content": content}
+    for status in known.statuses:
+        body["responses"][str(status)] = _error(status)
+    if known.fields is not None:
+        schema = _body_schema(known.fields, known.required, model)
+        body["requestBody"] = {"required": True, "content": json_content(schema)}
+    return body
+
+
+def _error(status: int) -> dict[str, Any]:
+    return {"description": HTTPStatus(status).phrase, "content": json_content(ref("Error"))}
+
+
+def _body_schema(fields: Mapping[str, Kind], required: Sequence[str], model: str) -> Schema:
+    properties = {
+        name: kind.schema if name in required else nullable(kind.schema)
+        for name, kind in fields.items()
+    }
+    served: Schema = {"enum": [model]}
+    properties["model"] = served if "model" in required else nullable(served)
+    return {"type": "object", "properties": properties, "required": list(required)}

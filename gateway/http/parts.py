@@ -1,0 +1,39 @@
+"""What the HTTP front stands on, in one value: given to every group of routes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from ...core.config import GatewayConfig
+from ..caller import Caller
+from ..cluster_view import ClusterView
+from ..engine_table import EngineTable
+from ..front_door import FrontDoor
+from ..telemetry.setup import Telemetry
+from ..worker_peers import WorkerPeers
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """`is_ready`: a linked pair of engines can serve, and the gateway is not draining."""
+
+    door: FrontDoor
+    table: EngineTable
+    view: ClusterView
+    is_ready: Callable[[], bool]
+    config: GatewayConfig
+    started_unix_s: int
+    telemetry: Telemetry
+    peers: WorkerPeers
+
+
+PARTS = web.AppKey("parts", Parts)
+CALLER = web.RequestKey("caller", Caller)  # set by the middleware that judges credentials
+
+
+def caller_of(request: web.Request) -> Caller:
+    """Who makes this call."""
+    return request[CALLER]

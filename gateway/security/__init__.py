@@ -1,0 +1,1 @@
+"""Who may call the gateway: API keys, tenants and their limits, TLS."""

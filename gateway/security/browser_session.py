@@ -1,0 +1,57 @@
+"""What a browser holds in place of an API key after the login: a cookie that reads, for some hours.
+
+    cookie = expiry . SHA-256 of the key . HMAC of both with a secret of this gateway
+
+Nothing is kept here: a cookie ends by its time, with its key, or with this gateway. It never
+carries more than the scope `metrics`, so a page that misuses it changes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from dataclasses import replace
+
+from ...core.errors import Unauthenticated
+from ...core.ports import Clock
+from ..caller import METRICS, Caller
+from .gate import Gate, as_caller
+
+COOKIE = "baton_session"
+SESSION_S = 12 * 3600
+_MAX_COOKIE_CHARS = 256
+
+
+class BrowserSessions:
+    """Gives and judges cookies. Times are of the monotonic clock: they mean nothing elsewhere."""
+
+    def __init__(self, gate: Gate, clock: Clock, secret: bytes | None = None) -> None:
+        self._gate = gate
+        self._clock = clock
+        self._secret = secret or secrets.token_bytes(32)
+
+    def open(self, key: str) -> str:
+        """A cookie for who shows a key; raises Unauthenticated, PermissionDenied."""
+        found = self._gate.key(key)
+        as_caller(found, "http").check_scope(METRICS)
+        until = str(int(self._clock.monotonic_s() + SESSION_S))
+        text = f"{until}.{found.digest.hex()}"
+        return f"{text}.{self._tag(text)}"
+
+    def caller(self, cookie: str) -> Caller:
+        """Who holds this cookie; raises Unauthenticated."""
+        text, _, tag = cookie.rpartition(".")
+        if len(cookie) > _MAX_COOKIE_CHARS or not hmac.compare_digest(
+            tag.encode("utf-8", "surrogatepass"), self._tag(text).encode()
+        ):
+            raise Unauthenticated("the session is over: log in again")
+        until, _, digest = text.partition(".")
+        if self._clock.monotonic_s() >= int(until):
+            raise Unauthenticated("the session is over: log in again")
+        caller = as_caller(self._gate.key_of_digest(bytes.fromhex(digest)), "http")
+        return replace(caller, scopes=caller.scopes & {METRICS})
+
+    def _tag(self, text: str) -> str:
+        message = text.encode("utf-8", "surrogatepass")
+        return hmac.new(self._secret, message, hashlib.sha256).hexdigest()

@@ -1,0 +1,118 @@
+"""Who is calling? The one place where a credential becomes a Caller, for both fronts.
+
+Reads the key file anew when it has changed; a file that cannot be used leaves the last keys in
+force, and says so. Errors tell nothing about which part of a credential was wrong.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...cluster.secret import operator_key
+from ...cluster.watched_files import WatchedFiles
+from ...core.errors import StartupFailed, Unauthenticated
+from ..caller import ADMIN, METRICS, Caller, Limits, anyone
+from .key_file import ApiKey, BadKeyFile, Tenant, digest_of, load_keys
+
+log = logging.getLogger(__name__)
+
+MAX_CREDENTIAL_CHARS = 512
+OPERATOR = "@operator"  # no name that a key file could give
+
+
+class KeyRing:
+    """The keys of a file. Raises StartupFailed if it is unusable at the beginning."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._files = WatchedFiles((path,))
+        self._files.have_changed()
+        try:
+            self._keys = load_keys(path)
+        except BadKeyFile as error:
+            raise StartupFailed(
+                f"--api-keys {path}: {error}", hint="make one: baton keys add --tenant T FILE"
+            ) from error
+
+    def find(self, digest: bytes) -> ApiKey | None:
+        """The key with this hash. Takes as long whichever it is, or if there is none."""
+        found = None
+        for key in self._current():
+            if hmac.compare_digest(key.digest, digest):
+                found = key
+        return found
+
+    def _current(self) -> tuple[ApiKey, ...]:
+        if self._files.have_changed():
+            try:
+                self._keys = load_keys(self._path)
+                log.info("API keys were read anew: %d", len(self._keys))
+            except BadKeyFile as error:
+                log.error("--api-keys %s: %s; the keys read before stay", self._path, error)
+                if isinstance(error.__cause__, OSError):  # the file may be right as it is
+                    self._files.forget()
+        return self._keys
+
+
+class Gate:
+    """`ring` None: no keys are asked for, and everybody may do everything."""
+
+    def __init__(self, ring: KeyRing | None, cluster_secret: str | None) -> None:
+        self._ring = ring
+        self._operator = _operator(cluster_secret) if cluster_secret else None
+
+    @property
+    def asks_for_keys(self) -> bool:
+        return self._ring is not None
+
+    def caller(self, authorization: Sequence[str | bytes], front: str) -> Caller:
+        """The caller by its `Authorization` headers; raises Unauthenticated."""
+        if self._ring is None:
+            return anyone(front)
+        return as_caller(self.key(_bearer(authorization)), front)
+
+    def key(self, text: str) -> ApiKey:
+        """The key that was shown; raises Unauthenticated."""
+        if len(text) > MAX_CREDENTIAL_CHARS:  # before it is hashed: that would cost by its length
+            raise Unauthenticated("the API key is wrong")
+        return self.key_of_digest(digest_of(text))
+
+    def key_of_digest(self, digest: bytes) -> ApiKey:
+        """The key with this hash, if it is still in force; raises Unauthenticated."""
+        found = None if self._ring is None else self._ring.find(digest)
+        if self._operator and hmac.compare_digest(self._operator.digest, digest):
+            found = self._operator
+        if found is None:
+            raise Unauthenticated("the API key is wrong")
+        return found
+
+
+def as_caller(key: ApiKey, front: str) -> Caller:
+    tenant = key.tenant
+    return Caller(tenant.name, key.scopes, front, tenant.models, tenant.limits)
+
+
+def _operator(cluster_secret: str) -> ApiKey:
+    """Who knows the cluster secret may look and administer: `baton up` does, at its own gateway."""
+    digest = digest_of(operator_key(cluster_secret))
+    return ApiKey("operator", digest, Tenant(OPERATOR, None, Limits()), frozenset({METRICS, ADMIN}))
+
+
+def _bearer(authorization: Sequence[str | bytes]) -> str:
+    """The credential in the only header; raises Unauthenticated."""
+    if len(authorization) != 1:
+        raise Unauthenticated(
+            "an API key is needed: Authorization: Bearer KEY"
+            if not authorization
+            else "one Authorization header is allowed"
+        )
+    header = authorization[0]
+    if isinstance(header, bytes) or len(header) > MAX_CREDENTIAL_CHARS:
+        raise Unauthenticated("the API key is wrong")
+    scheme, _, key = header.partition(" ")
+    if scheme.lower() != "bearer" or not key.strip():
+        raise Unauthenticated("an API key is needed: Authorization: Bearer KEY")
+    return key.strip()

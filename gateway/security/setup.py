@@ -1,0 +1,75 @@
+"""The gateway's security as its configuration wants it, built before anything listens."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...cluster.exposure import check_exposure
+from ...cluster.secret import salt_key
+from ...cluster.tls import CertificateFiles, ClusterTls
+from ...core.config import ClusterConfig, GatewayConfig
+from ...core.ports import Clock
+from .browser_session import BrowserSessions
+from .gate import Gate, KeyRing
+from .tenancy import Tenancy
+
+_PROTECTION = {"tls_cert": "--tls-cert", "tls_key": "--tls-key", "api_keys": "--api-keys"}
+_SALT_KEY_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Security:
+    """`certificate` None: plain text; `cluster_tls` None: the same towards the nodes."""
+
+    certificate: CertificateFiles | None
+    cluster_tls: ClusterTls | None
+    gate: Gate
+    sessions: BrowserSessions
+    tenancy: Tenancy
+
+    @classmethod
+    def of(
+        cls,
+        config: GatewayConfig,
+        cluster: ClusterConfig,
+        clock: Clock,
+        shared_key: bytes | None = None,
+    ) -> Security:
+        """Raises StartupFailed, also where too much would lie open to the network.
+
+        `shared_key`: what the workers of one gateway have in common; None: this one is alone.
+        """
+        missing = [flag for name, flag in _PROTECTION.items() if getattr(config, name) is None]
+        check_exposure("gateway", config.host, missing, is_accepted=config.insecure_bind)
+        ring = None if config.api_keys is None else KeyRing(Path(config.api_keys))
+        gate = Gate(ring, cluster.cluster_secret)
+        return cls(
+            _certificate(config),
+            ClusterTls.of(cluster),
+            gate,
+            BrowserSessions(gate, clock, shared_key),
+            _tenancy(config, cluster, clock, shared_key),
+        )
+
+
+def _certificate(config: GatewayConfig) -> CertificateFiles | None:
+    if config.tls_cert is None or config.tls_key is None:
+        return None
+    chain, key = Path(config.tls_cert), Path(config.tls_key)
+    return CertificateFiles(chain, key, None, "--tls-cert, --tls-key")
+
+
+def _tenancy(
+    config: GatewayConfig, cluster: ClusterConfig, clock: Clock, shared_key: bytes | None
+) -> Tenancy:
+    """Without a secret of the deployment, each gateway has its own part of the prefix caches."""
+    secret = cluster.cluster_secret
+    key = salt_key(secret) if secret else shared_key or secrets.token_bytes(_SALT_KEY_BYTES)
+    return Tenancy(
+        clock,
+        key,
+        shares_prefixes=config.share_prefix_across_tenants,
+        num_workers=config.workers,
+    )

@@ -1,0 +1,143 @@
+"""What sets tenants apart at this gateway: their limits, and their shares of the prefix cache.
+
+    admitted ──► charge(prompt + all it may generate) ──► used_tokens = what it was ──► left
+    a request,   or RateLimited                           the difference is given back
+    one of those
+    at once
+
+Knows no key: a Caller brings its tenant and limits. Each gateway counts for itself; of several
+workers of one, each has its part of every limit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from ...core.errors import RateLimited
+from ...core.ports import Clock
+from ..caller import Caller
+from ..worker_place import share
+from .token_bucket import TokenBucket
+
+_SALT_DIGITS = 32
+_TOO_MANY_AT_ONCE_S = 1.0  # what is running ends when it ends: a guess
+
+
+@dataclass(slots=True)
+class _Usage:
+    """One tenant's. Buckets exist where there is a limit."""
+
+    num_running: int = 0
+    requests: TokenBucket | None = None
+    tokens: TokenBucket | None = None
+
+
+class Admission:
+    """One request of a tenant. `used_tokens`: set it before the end; None keeps the charge."""
+
+    def __init__(self, tokens: TokenBucket | None, clock: Clock) -> None:
+        self._tokens = tokens
+        self._clock = clock
+        self._charged_tokens = 0
+        self.used_tokens: int | None = None
+
+    def charge(self, num_tokens: int) -> None:
+        """The prompt and all that may be generated; raises RateLimited."""
+        now_s = self._clock.monotonic_s()
+        if self._tokens is not None:
+            _check(self._tokens, num_tokens, now_s, "tokens per minute")
+            self._tokens.spend(num_tokens, now_s)
+            self._charged_tokens = num_tokens
+
+    def settle(self) -> None:
+        """The request is over: give back what it did not use."""
+        if self._tokens is not None and self.used_tokens is not None:
+            now_s = self._clock.monotonic_s()
+            self._tokens.spend(self.used_tokens - self._charged_tokens, now_s)
+
+
+class Tenancy:
+    """`salt_key`: what all gateways of the deployment key salts with; nodes do not need it.
+
+    `shares_prefixes`: tenants may hit each other's cached prefixes. `num_workers`: who divide the
+    limits between them.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        salt_key: bytes,
+        *,
+        shares_prefixes: bool = False,
+        num_workers: int = 1,
+    ) -> None:
+        self._clock = clock
+        self._salt_key = salt_key
+        self._shares_prefixes = shares_prefixes
+        self._num_workers = num_workers
+        self._usage: dict[str, _Usage] = {}
+
+    @contextmanager
+    def admitted(self, caller: Caller) -> Iterator[Admission]:
+        """A request of this caller, for as long as it runs. Raises RateLimited at once, if at all:
+        nothing of the request was looked at yet."""
+        usage = self._usage_of(caller)
+        now_s = self._clock.monotonic_s()
+        most = self._part_of(caller.limits.max_concurrent_requests)
+        if most is not None and usage.num_running >= most:
+            raise RateLimited(
+                f"limit reached: {most} requests at once", retry_after_s=_TOO_MANY_AT_ONCE_S
+            )
+        if usage.tokens is not None:
+            _check(usage.tokens, 1, now_s, "tokens per minute")
+        if usage.requests is not None:
+            _check(usage.requests, 1, now_s, "requests per minute")
+            usage.requests.spend(1, now_s)
+        admission = Admission(usage.tokens, self._clock)
+        usage.num_running += 1
+        try:
+            yield admission
+        finally:
+            usage.num_running -= 1
+            admission.settle()
+
+    def cache_salt(self, caller: Caller, asked: str) -> str:
+        """What goes into the hashes of a prompt's blocks; empty: shared by all who have it empty.
+
+        `asked` is the client's own salt, which narrows further; never used as it is, so that no
+        client can name another's.
+        """
+        tenant = caller.tenant if asked or not self._shares_prefixes else ""
+        if not tenant and not asked:
+            return ""
+        message = f"{len(tenant)}:{tenant}{asked}".encode()
+        return hmac.new(self._salt_key, message, hashlib.sha256).hexdigest()[:_SALT_DIGITS]
+
+    def _usage_of(self, caller: Caller) -> _Usage:
+        """With the limits as they are now: the key file may have changed."""
+        usage = self._usage.setdefault(caller.tenant, _Usage())
+        usage.requests = self._bucket(
+            usage.requests, self._part_of(caller.limits.requests_per_minute)
+        )
+        usage.tokens = self._bucket(usage.tokens, self._part_of(caller.limits.tokens_per_minute))
+        return usage
+
+    def _part_of(self, limit: int | None) -> int | None:
+        return None if limit is None else share(limit, self._num_workers)
+
+    def _bucket(self, bucket: TokenBucket | None, per_minute: int | None) -> TokenBucket | None:
+        if per_minute is None:
+            return None
+        if bucket is None:
+            return TokenBucket(per_minute, self._clock.monotonic_s())
+        bucket.change_rate(per_minute)
+        return bucket
+
+
+def _check(bucket: TokenBucket, cost: int, now_s: float, what: str) -> None:
+    if wait_s := bucket.wait_s(cost, now_s):
+        raise RateLimited(f"limit reached: {what}", retry_after_s=wait_s)

@@ -1,0 +1,195 @@
+"""Every metric that a gateway exports, once: name, kind, labels, meaning. docs/metrics.md is made
+from it.
+
+Names are without the prefix. Where vLLM has a metric of the same meaning, ours has its name, so
+that boards and autoscalers made for vLLM work. `model_name` is a label of all and is not listed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_LONG_S = (0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
+TTFT_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, *_LONG_S)
+GAP_S = (
+    *(0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.0125, 0.015, 0.02, 0.025, 0.03),
+    *(0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 10),
+)
+CALL_S = (0.01, 0.025, 0.05, 0.1, *_LONG_S)
+STAGE_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
+TRANSFER_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
+LOOKUP_S = (0.00001, 0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """`kind`: "counter" (its name ends in _total), "gauge", or "histogram" if it has buckets."""
+
+    name: str
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        if self.buckets:
+            return "histogram"
+        return "counter" if self.name.endswith("_total") else "gauge"
+
+
+TTFT = Metric(
+    "time_to_first_token_seconds",
+    "From a call's arrival to the delivery of its first token.",
+    buckets=TTFT_S,
+)
+INTER_TOKEN = Metric(
+    "inter_token_latency_seconds",
+    "TBT: the gap between two deliveries of a stream; the hand-off gap is one of them.",
+    buckets=GAP_S,
+)
+HANDOFF_GAP = Metric(
+    "handoff_gap_seconds",
+    "From a stream's first token to its second: KV transfer and decode admission are in it.",
+    buckets=GAP_S,
+)
+TPOT = Metric(
+    "request_time_per_output_token_seconds",
+    "(last token - first token) / (tokens - 1), one sample a stream.",
+    buckets=GAP_S,
+)
+E2E = Metric(
+    "e2e_request_latency_seconds", "From arrival to the end of a finished call.", buckets=CALL_S
+)
+QUEUE = Metric(
+    "request_queue_time_seconds",
+    "From arrival to the prefill's first step: gateway and prefill node.",
+    buckets=CALL_S,
+)
+PREFILL = Metric(
+    "request_prefill_time_seconds",
+    "From the prefill's first step to the first token, at the node.",
+    buckets=CALL_S,
+)
+DECODE = Metric(
+    "request_decode_time_seconds",
+    "From the first token at the node to the call's end, the hand-off included.",
+    buckets=CALL_S,
+)
+INFERENCE = Metric(
+    "request_inference_time_seconds",
+    "From the prefill's first step to the call's end.",
+    buckets=CALL_S,
+)
+STAGE = Metric(
+    "request_stage_seconds",
+    "One stage of a finished call, as in the dashboard: their sum is the time to the second token.",
+    ("stage",),
+    STAGE_S,
+)
+PROMPT_LENGTH = Metric("request_prompt_tokens", "Prompt tokens of a finished call.", buckets=TOKENS)
+OUTPUT_LENGTH = Metric(
+    "request_generation_tokens", "Delivered tokens of a finished call.", buckets=TOKENS
+)
+PROMPT_TOKENS = Metric("prompt_tokens_total", "Prompt tokens of calls that were admitted.")
+CACHED_TOKENS = Metric(
+    "prompt_tokens_cached_total", "Prompt tokens of finished calls that a prefix cache held."
+)
+OUTPUT_TOKENS = Metric("generation_tokens_total", "Tokens delivered to clients.")
+COALESCED_TOKENS = Metric(
+    "coalesced_tokens_total",
+    "Delivered tokens that came together with the one before: the client reads slower than we.",
+)
+SUCCESSES = Metric("request_success_total", "Finished calls.", ("finished_reason",))
+FAILURES = Metric(
+    "request_failure_total",
+    "Calls that were admitted and did not finish, by error code; cancelled: by their client.",
+    ("reason",),
+)
+REJECTIONS = Metric(
+    "request_rejections_total", "Calls that were not admitted, by error code.", ("reason",)
+)
+RETRIES = Metric("request_retries_total", "Further attempts that finished calls needed.")
+IN_FLIGHT = Metric("num_requests_in_flight", "Admitted calls that have not ended.")
+SLO_JUDGED = Metric(
+    "slo_judged_requests_total", "Calls that ended and were not cancelled by their client."
+)
+SLO_GOOD = Metric(
+    "slo_good_requests_total",
+    "Of them, those that finished with TTFT and every gap within --slo-ttft-s and --slo-tbt-s.",
+)
+TENANT_REQUESTS = Metric("tenant_requests_total", "Calls that ended, by tenant.", ("tenant",))
+TENANT_TOKENS = Metric(
+    "tenant_tokens_total", "Tokens by tenant; kind is prompt or generation.", ("tenant", "kind")
+)
+KV_SECONDS = Metric(
+    "kv_transfer_seconds",
+    "One hand-off, from its reserved memory to its last block, by prefill and decode engine.",
+    ("transport", "src", "dst"),
+    TRANSFER_S,
+)
+KV_BYTES = Metric(
+    "kv_transfer_bytes_total", "Bytes of hand-offs of finished calls.", ("transport", "src", "dst")
+)
+DECISIONS = Metric(
+    "router_decisions_total",
+    "Pairs that were chosen: cached_prefix (the prefill engine has some of the prompt), "
+    "least_loaded, retry (after a failed attempt); unavailable: none could be.",
+    ("reason",),
+)
+LOOKUP = Metric(
+    "index_lookup_seconds",
+    "Hashing a prompt and asking the local mirror of the prefix index.",
+    buckets=LOOKUP_S,
+)
+INDEX_HITS = Metric(
+    "index_hits_total", "Prefills for which the index promised cached tokens, and that answered."
+)
+INDEX_STALE = Metric("index_stale_hits_total", "Of them, those that found fewer.")
+INDEX_UP = Metric("index_up", "1 while the prefix index's broker answers.")
+
+_NODE = ("role", "node")
+NODE_UP = Metric(
+    "node_up", "1 while the engine is linked and beats; a lost one is 0 for ten minutes.", _NODE
+)
+NODE_DRAINING = Metric("node_draining", "1 while the engine takes no new requests.", _NODE)
+RUNNING = Metric("num_requests_running", "Requests in the engine's batch.", _NODE)
+WAITING = Metric("num_requests_waiting", "Requests that wait at the engine.", _NODE)
+WAITING_TOKENS = Metric("num_tokens_waiting", "Known tokens that are not computed yet.", _NODE)
+KV_USAGE = Metric(
+    "kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1; cached ones are free.", _NODE
+)
+KV_FREE = Metric("kv_free_blocks", "KV blocks that a new request could take.", _NODE)
+KV_LEASED = Metric("kv_leased_blocks", "KV blocks held for pullers, or computed for one.", _NODE)
+KV_CREDIT = Metric("kv_credit_blocks", "KV blocks that may still be held for pullers.", _NODE)
+PREEMPTIONS = Metric("num_preemptions_total", "Requests whose KV was given up for others.", _NODE)
+CACHE_QUERIES = Metric(
+    "prefix_cache_queries_total", "Known tokens of what was given KV blocks.", _NODE
+)
+CACHE_HITS = Metric("prefix_cache_hits_total", "Of them, those that the prefix cache held.", _NODE)
+EXPIRED_LEASES = Metric(
+    "kv_expired_leases_total", "Hand-offs whose puller did not come or renew in time.", _NODE
+)
+PULLS = Metric("kv_pulls_total", "Hand-offs that a decode engine completed.", _NODE)
+PULL_BYTES = Metric("kv_pull_bytes_total", "Bytes of them.", _NODE)
+PULL_SECONDS = Metric("kv_pull_seconds_total", "Time of them, added up.", _NODE)
+PULL_FAILURES = Metric(
+    "kv_transfer_failed_total",
+    "Hand-offs that failed at a decode engine, by error code.",
+    (*_NODE, "reason"),
+)
+
+OF_CALLS = (
+    *(TTFT, INTER_TOKEN, HANDOFF_GAP, TPOT, E2E, QUEUE, PREFILL, DECODE, INFERENCE, STAGE),
+    *(PROMPT_LENGTH, OUTPUT_LENGTH, PROMPT_TOKENS, CACHED_TOKENS, OUTPUT_TOKENS, COALESCED_TOKENS),
+    *(SUCCESSES, FAILURES, REJECTIONS, RETRIES, IN_FLIGHT, SLO_JUDGED, SLO_GOOD),
+    *(TENANT_REQUESTS, TENANT_TOKENS, KV_SECONDS, KV_BYTES),
+)
+OF_ROUTING = (DECISIONS, LOOKUP, INDEX_HITS, INDEX_STALE, INDEX_UP)
+OF_ENGINES = (
+    *(NODE_UP, NODE_DRAINING, RUNNING, WAITING, WAITING_TOKENS),
+    *(KV_USAGE, KV_FREE, KV_LEASED, KV_CREDIT),
+    *(PREEMPTIONS, CACHE_QUERIES, CACHE_HITS, EXPIRED_LEASES),
+    *(PULLS, PULL_BYTES, PULL_SECONDS, PULL_FAILURES),
+)
+ALL = (*OF_CALLS, *OF_ROUTING, *OF_ENGINES)

@@ -1,0 +1,56 @@
+"""All that a gateway tells of itself, put together from its configuration."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ...core.config import GatewayConfig
+from ...core.ports import Clock
+from ..cluster_view import ClusterView
+from ..engine_table import EngineTable
+from .call_log import CallLog
+from .prometheus import Exporter, SloTargets
+from .records import CallObserver
+from .traces import CallTraces, open_traces
+from .window import Window
+
+
+@dataclass(frozen=True, slots=True)
+class Telemetry:
+    """`observers` are told of every call; `window` and `exporter` are read by routes."""
+
+    window: Window
+    exporter: Exporter
+    traces: CallTraces | None
+    observers: tuple[CallObserver, ...]
+
+    @staticmethod
+    def of(
+        config: GatewayConfig,
+        model: str,
+        engines: EngineTable,
+        view: ClusterView,
+        clock: Clock,
+        is_index_up: Callable[[], bool],
+    ) -> Telemetry:
+        """Raises StartupFailed where what was asked for is not installed."""
+        window = Window(clock)
+        targets = SloTargets(config.slo_ttft_s, config.slo_tbt_s)
+        exporter = Exporter(
+            config.metrics_prefix, model, targets, engines, view, clock, is_index_up
+        )
+        observers: list[CallObserver] = [window, exporter.calls]
+        traces = None
+        if config.otlp_traces_endpoint is not None:
+            traces = open_traces(config.otlp_traces_endpoint, config.otlp_traces_ratio)
+            observers.append(traces)
+        if config.log_json:
+            observers.append(CallLog())
+        return Telemetry(window, exporter, traces, tuple(observers))
+
+    async def close(self) -> None:
+        """Send what is still to be sent."""
+        if self.traces is not None:
+            await asyncio.to_thread(self.traces.close)

@@ -1,0 +1,13 @@
+"""The version of this package, as servers tell it."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+
+def version() -> str:
+    """Empty where the source tree was never installed."""
+    try:
+        return metadata.version("baton-serve")
+    except metadata.PackageNotFoundError:
+        return ""
