@@ -24,9 +24,12 @@ def running_in_background(deployment: Deployment) -> Iterator[str]:
             async with deployment:
                 started.set_result(deployment.address)
                 await asyncio.Event().wait()
-        except BaseException as error:  # the caller's thread raises it
-            if not started.done():
-                started.set_exception(error)
+        except asyncio.CancelledError:
+            return  # the context is left
+        except Exception as error:
+            if started.done():
+                raise
+            started.set_exception(error)  # whatever it is: the caller's thread raises it
 
     loop = asyncio.new_event_loop()
     serving = loop.create_task(serve())

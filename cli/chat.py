@@ -1,16 +1,18 @@
-"""`baton chat`: a completion shell. Lines in, the model's continuation out, as it comes.
+"""`baton chat`: a shell. Lines in, the model's answer out, as it comes.
 
-`Shell` owns the conversation's text and the commands; it sees the terminal as two functions and the
-gateway as a small Protocol. `run` joins it to the real ones.
+`Shell` owns the commands and the settings; it sees the terminal as two functions, and the gateway
+and the conversation as small Protocols. `run` joins it to the real ones.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Protocol
 
 from ..client import Chunk, Client, Result
@@ -19,13 +21,15 @@ from ..core.config import EngineConfig, GatewayConfig, NodeConfig, UpConfig
 from ..core.errors import BatonError, Cancelled, ContextLengthExceeded, StartupFailed
 from ..core.metrics import percentile
 from .background import running_in_background
+from .certs import ca_of
+from .conversation import Completion, Conversation, conversation_with
 from .deployment import Deployment
 from .launch import report_failure
 
 HELP = """\
 /set NAME VALUE   temperature, max_tokens, top_p, top_k or seed; /set alone shows them
 /info             who served the last request, and how fast
-/reset            forget the text so far
+/reset            forget what was said so far
 /quit             end (so does Ctrl-D); Ctrl-C cancels a running generation
 A line that ends in \\ goes on in the next one.
 """
@@ -54,21 +58,22 @@ Generate = Callable[[str, GenerateParams], RunningGeneration]
 
 
 class Shell:
-    """One conversation. Later prompts are appended to the text so far."""
+    """One conversation at a terminal."""
 
     def __init__(
         self,
+        conversation: Conversation,
         generate: Generate,
         read: Callable[[str], str],
         write: Callable[[str], None],
         params: GenerateParams,
     ) -> None:
         """`read` is given what to show before the line; it raises EOFError at the end of input."""
+        self._conversation = conversation
         self._generate = generate
         self._read = read
         self._write = write
         self._params = params
-        self._text = ""
         self._last: Result | None = None
 
     def run(self) -> None:
@@ -87,7 +92,7 @@ class Shell:
             if entry.startswith("/"):
                 self._command(entry)
             elif entry.strip():
-                self._continue(entry)
+                self._ask(entry)
 
     def _read_entry(self) -> str:
         lines = [self._read("> ")]
@@ -101,7 +106,7 @@ class Shell:
             case ["/help"]:
                 self._write(HELP)
             case ["/reset"]:
-                self._text = ""
+                self._conversation.reset()
                 self._write("forgotten\n")
             case ["/info"]:
                 self._write(describe(self._last) if self._last else "no request has finished yet\n")
@@ -127,26 +132,26 @@ class Shell:
         # Ranges are the gateway's to judge: it says what is allowed.
         self._params = {**self._params, arguments[0]: value}  # type: ignore[misc]
 
-    def _continue(self, entry: str) -> None:
-        """Send the whole text; what was shown becomes part of it, unless the request failed."""
-        gap = "\n" if self._text and not self._text.endswith("\n") else ""
-        text = self._text + gap + entry
+    def _ask(self, entry: str) -> None:
+        """What was shown becomes part of the conversation, unless the request failed."""
+        said = self._conversation
+        answer = ""
         try:
-            stream = self._generate(text, self._params)
+            stream = self._generate(said.prompt(entry), {**self._params, **said.params})
             with _ctrl_c(stream.cancel):
                 for chunk in stream:
                     self._write(chunk.text)
-                    text += chunk.text
+                    answer += chunk.text
             self._last = stream.result
-            self._text = text
+            said.answered(entry, answer)
             self._write("\n")
         except Cancelled:
-            self._text = text
+            said.answered(entry, answer)
             self._write("\n[cancelled]\n")
         except BatonError as error:
             self._write(f"\n[{error.code}: {error.message}]\n")
-            if isinstance(error, ContextLengthExceeded) and self._text:
-                self._write("/reset forgets the text so far\n")
+            if isinstance(error, ContextLengthExceeded):
+                self._write("/reset forgets what was said so far\n")
 
 
 @contextmanager
@@ -180,17 +185,39 @@ def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e3:.1f} ms"
 
 
-def run(address: str | None, up: UpConfig, engine: EngineConfig, params: GenerateParams) -> int:
-    """The shell on this terminal, at `address` or at a deployment of its own. The exit code."""
+def run(
+    address: str | None,
+    ca_file: str | None,
+    up: UpConfig,
+    engine: EngineConfig,
+    params: GenerateParams,
+    *,
+    is_completion: bool,
+) -> int:
+    """The shell on this terminal, at `address` or at a deployment of its own. The exit code.
+
+    A chat where `engine.model` is what is served and has a chat template, unless `is_completion`.
+    An API key, where the gateway wants one, is taken from BATON_API_KEY.
+    """
+
+    def conversation(served: str) -> Conversation:
+        if is_completion:
+            return Completion()
+        return conversation_with(served, engine.model, engine.served_model_name)
+
     try:
         if address is not None:
-            return _talk(address, params)
+            key = os.environ.get("BATON_API_KEY")
+            return _talk(address, conversation, params, key, ca_file)
         print(f"starting {engine.model} on this host", flush=True)
         gateway = GatewayConfig(
-            grpc_port=0, model=engine.model, served_model_name=engine.served_model_name
+            grpc_port=0,
+            http_port=0,
+            model=engine.model,
+            served_model_name=engine.served_model_name,
         )
         with running_in_background(Deployment(up, engine, NodeConfig(), gateway, _ignore)) as own:
-            return _talk(own, params)
+            return _talk(own, conversation, params, None, ca_of(up.certs))
     except StartupFailed as error:
         report_failure(error)
         return 1
@@ -198,11 +225,17 @@ def run(address: str | None, up: UpConfig, engine: EngineConfig, params: Generat
         return 130
 
 
-def _talk(address: str, params: GenerateParams) -> int:
+def _talk(
+    address: str,
+    conversation_about: Callable[[str], Conversation],
+    params: GenerateParams,
+    api_key: str | None,
+    ca_file: str | Path | None,
+) -> int:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (input() then edits lines and remembers them)
 
-    with Client(address) as client:
+    with Client(address, api_key=api_key, ca_file=ca_file) as client:
         try:
             info = client.model_info()
         except BatonError as error:
@@ -210,11 +243,13 @@ def _talk(address: str, params: GenerateParams) -> int:
                 f"no gateway answers at {address}: {error.message}",
                 hint="baton up starts one; without --address, baton chat does",
             ) from error
-        _write(
-            f"{info.model}, context {info.max_model_len} tokens. A plain completion shell: the "
-            "model continues the text so far, no chat template is applied. /help\n"
-        )
-        Shell(lambda text, given: client.generate(text, **given), input, _write, params).run()
+        conversation = conversation_about(info.model)
+        _write(f"{info.model}, context {info.max_model_len} tokens. {conversation.manner} /help\n")
+
+        def generate(text: str, given: GenerateParams) -> RunningGeneration:
+            return client.generate(text, **given)
+
+        Shell(conversation, generate, input, _write, params).run()
     return 0
 
 

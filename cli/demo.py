@@ -63,11 +63,12 @@ async def run(max_tokens: int, *, verbose: bool) -> int:
         UpConfig(num_decode_nodes=2),
         EngineConfig(device="cpu", cpu_kv_bytes=96 << 20),
         NodeConfig(),
-        GatewayConfig(grpc_port=0),
+        GatewayConfig(grpc_port=0, http_port=0),
         report,
     )
     async with deployment:
-        print(f"ready in {time.monotonic() - began_s:.1f} s\n", flush=True)
+        print(f"ready in {time.monotonic() - began_s:.1f} s; while it runs:")
+        print(*deployment.greeting[:1], "", sep="\n", flush=True)
         results = await _stream_all(deployment.address, max_tokens)
     print_table(results)
     return 0

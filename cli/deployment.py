@@ -1,7 +1,8 @@
 """A whole deployment on one host: Redis, nodes, gateway, as child processes.
 
 Owns their start, their readiness and their end; knows nothing of requests. Children print one line
-`ready: <role> <name> <address>` when they can serve; their other lines go to `report`.
+`ready: <role> <name> <address>` when they can serve; their other lines go to `report`, but the
+gateway's greeting, which is for the end of the start, is kept.
 """
 
 from __future__ import annotations
@@ -14,15 +15,20 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import TracebackType
 
 from ..client import AsyncClient
 from ..cluster.redis_server import RedisServer
+from ..cluster.secret import operator_key
 from ..core import flags
 from ..core.children import dies_with_parent
 from ..core.config import ClusterConfig, EngineConfig, GatewayConfig, NodeConfig, UpConfig
-from ..core.errors import StartupFailed
+from ..core.errors import BatonError, StartupFailed
+from ..gateway.greeting import READY, TRY
+from .certs import ca_of, with_role_certificate, with_server_certificate
 
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # how to dial who listens everywhere
 SPAWN_URL = "redis+spawn://"
 _STOP_GRACE_S = 8.0
 _LOOK_AGAIN_S = 0.05
@@ -39,6 +45,8 @@ class Child:
     ready: asyncio.Future[str]
     reader: asyncio.Task[None] | None = None
     last_lines: list[str] = field(default_factory=list)
+    greeting: list[str] = field(default_factory=list)
+    is_greeting_over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(slots=True)
@@ -53,6 +61,7 @@ class Deployment:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     children: list[Child] = field(default_factory=list)
     address: str = ""
+    greeting: tuple[str, ...] = ()  # gateway/greeting.py
     _redis: RedisServer | None = None
 
     async def __aenter__(self) -> Deployment:
@@ -64,7 +73,7 @@ class Deployment:
             raise StartupFailed(
                 f"not ready after {self.up.start_timeout_s:.0f} s", hint="--start-timeout-s"
             ) from error
-        except BaseException:
+        except BaseException:  # a cancel too: what was started must end
             await self.stop()
             raise
         return self
@@ -78,6 +87,8 @@ class Deployment:
         await self.stop()
 
     async def _start(self) -> None:
+        if self.up.certs is not None:
+            self.gateway = with_server_certificate(self.gateway, Path(self.up.certs))
         self.cluster = replace(
             self.cluster,
             redis_url=self._redis_url(),
@@ -89,6 +100,8 @@ class Deployment:
         await asyncio.gather(*(self._wait_ready(child) for child in self.children))
         self.address = gateway.ready.result()
         await self._wait_linked()
+        await gateway.is_greeting_over.wait()
+        self.greeting = tuple(gateway.greeting)
 
     def _redis_url(self) -> str:
         if self.up.redis_url != SPAWN_URL:
@@ -111,15 +124,22 @@ class Deployment:
     async def _launch(self, name: str, *configs: object) -> Child:
         role = name.partition("-")[0]
         program = f"import sys; from baton.cli.launch import {role}; sys.exit({role}())"
-        argv = [flag for config in (*configs, self.cluster) for flag in flags.to_argv(config)]
-        secret = self.cluster.cluster_secret or ""
+        cluster = self.cluster
+        if self.up.certs is not None:
+            cluster = with_role_certificate(cluster, Path(self.up.certs), role)
+        argv = [
+            flag
+            for config in (*configs, cluster)
+            for flag in flags.to_argv(config, leave_out=flags.SECRET_FIELDS)
+        ]
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", program, *argv),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             env=os.environ
-            | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "BATON_CLUSTER_SECRET": secret},
+            | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+            | flags.to_environment(cluster),
             start_new_session=True,  # Ctrl-C reaches us alone: we stop the parts in order
             preexec_fn=dies_with_parent(signal.SIGTERM),
         )
@@ -136,7 +156,13 @@ class Deployment:
             child.last_lines = [*child.last_lines[-9:], line]
             if line.startswith("ready: ") and not child.ready.done():
                 child.ready.set_result(line.split()[-1])
-            self.report(child.name, line)
+            if line.startswith((READY, TRY)):
+                child.greeting.append(line)
+            else:
+                self.report(child.name, line)
+            if line.startswith(TRY):
+                child.is_greeting_over.set()
+        child.is_greeting_over.set()
         code = await child.process.wait()
         if not child.ready.done():
             said = "\n  ".join(child.last_lines) or "nothing"
@@ -149,9 +175,15 @@ class Deployment:
 
     async def _wait_linked(self) -> None:
         """Wait until the gateway sees every engine, each decode engine linked to all sources."""
-        async with AsyncClient(self.address) as client:
+        async with self.client() as client:
             while True:
-                nodes = (await client.model_info()).nodes
+                try:
+                    nodes = (await client.model_info()).nodes
+                except BatonError as error:
+                    raise StartupFailed(
+                        f"the gateway does not answer at {self.address}: {error.message}",
+                        hint="with TLS: does --tls-cert name this address? (baton certs --hosts)",
+                    ) from error
                 sources = {node.incarnation for node in nodes if node.role == "prefill"}
                 pullers = [node for node in nodes if node.role == "decode"]
                 are_all_here = len(nodes) == self._num_engines()
@@ -164,6 +196,13 @@ class Deployment:
             len(node.gpus.split(",")) if node.gpus else node.num_engines or 1
             for _, node in self._nodes()
         )
+
+    def client(self) -> AsyncClient:
+        """A client of the gateway that may look at its nodes, keys or not."""
+        key = operator_key(self.cluster.cluster_secret or "")
+        host, _, port = self.address.rpartition(":")
+        address = f"{_LOOPBACK.get(host, host)}:{port}"
+        return AsyncClient(address, api_key=key, ca_file=ca_of(self.up.certs))
 
     async def wait(self) -> str:
         """Wait for the first child that ends by itself; returns its name."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
+import os
 import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from ..core import flags
+from ..core import event_loop, flags
 from ..core.config import ClusterConfig, EngineConfig, GatewayConfig, NodeConfig
 from ..core.errors import StartupFailed
 from ..core.membership import Role
@@ -20,13 +20,23 @@ def run_reporting(start: Callable[[], Coroutine[Any, Any, int]]) -> int:
     `start` imports what it needs before the event loop exists: Ctrl-C during imports that take
     long then ends the process, instead of a half-built server.
     """
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else grpc tells of every fork and goaway
     try:
-        return asyncio.run(start())
+        return event_loop.run(start)
     except StartupFailed as error:
         report_failure(error)
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def reporting(run: Callable[[], int]) -> int:
+    """Run a command that needs no event loop; a StartupFailed is reported in the same way."""
+    try:
+        return run()
+    except StartupFailed as error:
+        report_failure(error)
+        return 1
 
 
 def report_failure(error: StartupFailed) -> None:
@@ -83,10 +93,14 @@ def gateway() -> int:
     arguments = gateway_parser().parse_args()
 
     def start() -> Coroutine[Any, Any, int]:
+        config = flags.parse(GatewayConfig, arguments)
+        cluster = flags.parse(ClusterConfig, arguments)
+        if config.workers > 1:
+            from ..gateway import workers
+
+            return workers.run(config, cluster)
         from ..gateway import server
 
-        return server.run(
-            flags.parse(GatewayConfig, arguments), flags.parse(ClusterConfig, arguments)
-        )
+        return server.run(config, cluster)
 
     return run_reporting(start)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from ..core import flags
 from ..core.config import ClusterConfig, EngineConfig, GatewayConfig, NodeConfig, UpConfig
-from .launch import run_reporting
+from .launch import reporting, run_reporting
 
 _Commands = Any  # argparse has no public name for what add_subparsers returns
 
@@ -18,7 +19,10 @@ def build_parser() -> argparse.ArgumentParser:
         prog="baton", description="Serve large language models, prefill and decode apart."
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (_add_up, _add_demo, _add_generate, _add_chat, _add_doctor, _add_fsck):
+    for add in (
+        *(_add_up, _add_demo, _add_generate, _add_chat, _add_doctor, _add_fsck),
+        *(_add_keys, _add_certs),
+    ):
         add(commands)
     return parser
 
@@ -94,8 +98,14 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _add_chat(commands: _Commands) -> None:
-    parser = _add(commands, "chat", "a completion shell on this terminal")
-    parser.add_argument("--address", help="a running gateway; without one, --model is started here")
+    parser = _add(commands, "chat", "a shell on this terminal, by the model's chat template")
+    parser.add_argument(
+        "--address", help="a running gateway's gRPC; without one, --model is started here"
+    )
+    parser.add_argument(
+        "--completion", action="store_true", help="no chat template: continue the text so far"
+    )
+    parser.add_argument("--ca-file", help="who signed the gateway's certificate, PEM: TLS")
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens per answer (128)")
     parser.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (0.7)")
     flags.add_flags(parser, UpConfig, EngineConfig)
@@ -107,9 +117,11 @@ def _chat(arguments: argparse.Namespace) -> int:
 
     return chat.run(
         arguments.address,
+        arguments.ca_file,
         flags.parse(UpConfig, arguments),
         flags.parse(EngineConfig, arguments),
         {"max_tokens": arguments.max_tokens, "temperature": arguments.temperature},
+        is_completion=arguments.completion,
     )
 
 
@@ -146,3 +158,48 @@ def _fsck(arguments: argparse.Namespace) -> int:
 
     cluster = flags.parse(ClusterConfig, arguments)
     return run_reporting(lambda: fsck.run(cluster, as_json=arguments.json))
+
+
+def _add_keys(commands: _Commands) -> None:
+    parser = _add(commands, "keys", "make API keys: draw one, file its hash, print it once")
+    parser.add_argument("action", choices=("add",), help="what to do")
+    parser.add_argument("file", help="the key file, made if it is not there; for --api-keys")
+    parser.add_argument("--tenant", required=True, help="whose key: 1 to 64 of A-Z a-z 0-9 _ . -")
+    parser.add_argument(
+        "--scopes", type=_names, default=("infer",), help="of infer, metrics, admin (infer)"
+    )
+    parser.add_argument("--models", type=_names, help="names the tenant may ask for; default: all")
+    for limit, unit in (
+        ("requests-per-minute", "requests"),
+        ("tokens-per-minute", "prompt and output tokens"),
+        ("max-concurrent-requests", "requests at once"),
+    ):
+        parser.add_argument(f"--{limit}", type=int, help=f"limit of the tenant: {unit}")
+    parser.set_defaults(run=_keys)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(","))
+
+
+def _keys(arguments: argparse.Namespace) -> int:
+    from . import keys
+
+    return reporting(lambda: keys.run(arguments))
+
+
+def _add_certs(commands: _Commands) -> None:
+    parser = _add(commands, "certs", "make a CA and certificates of all roles, to try TLS with")
+    parser.add_argument("folder", help="where to; for `baton up --certs`")
+    parser.add_argument(
+        "--hosts", type=_names, default=(), help="further names and addresses of the gateway"
+    )
+    parser.add_argument("--days", type=int, default=90, help="how long they hold (90)")
+    parser.set_defaults(run=_certs)
+
+
+def _certs(arguments: argparse.Namespace) -> int:
+    from . import certs
+
+    folder = Path(arguments.folder)
+    return reporting(lambda: certs.run(folder, arguments.hosts, arguments.days))

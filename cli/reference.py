@@ -17,6 +17,7 @@ from pathlib import Path
 from ..core import errors
 from ..core.errors import BatonError
 from ..core.membership import Role
+from ..gateway.telemetry.metrics_page import metrics_page
 from .launch import gateway_parser, node_parser
 from .main import build_parser
 
@@ -167,6 +168,7 @@ def error_facts(cls: type[BatonError]) -> str:
 def main(folder: Path) -> int:
     """Write the pages."""
     (folder / "reference.md").write_text(reference_page())
+    (folder / "metrics.md").write_text(metrics_page())
     errors = folder / "errors.md"
     errors.write_text(refresh_errors_page(errors.read_text()))
     return 0

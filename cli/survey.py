@@ -17,6 +17,7 @@ import grpc
 from ..cluster.redis_client import REDIS_ERRORS, connect
 from ..cluster.redis_directory import RedisDirectory
 from ..cluster.secret import secret_metadata
+from ..cluster.tls import ClusterTls, open_channel
 from ..core.config import ClusterConfig
 from ..core.errors import StartupFailed
 from ..core.membership import Member
@@ -25,6 +26,7 @@ from ..proto.v1 import node_pb2, node_pb2_grpc
 from .ledger import BadLedger, Ledger, parse_ledger
 from .published import count_published
 
+_CHANNEL_OPTIONS = (("grpc.use_local_subchannel_pool", 1),)
 _ANSWER_S = 3.0
 _LEDGER_S = 12.0  # a node waits up to 10 s for an engine that hangs
 
@@ -56,8 +58,9 @@ async def survey(cluster: ClusterConfig) -> Survey:
     """Ask everybody at once. Raises StartupFailed if Redis does not answer."""
     members, num_bad_entries = await _members(cluster)
     addresses = sorted({member.address for member in members})
-    secret = cluster.cluster_secret
-    looks = (_look_at(a, [m for m in members if m.address == a], secret) for a in addresses)
+    tls = ClusterTls.of(cluster)
+    nodes_members = ([m for m in members if m.address == address] for address in addresses)
+    looks = (_look_at(at_one, cluster.cluster_secret, tls) for at_one in nodes_members)
     counts, nodes = await asyncio.gather(_count_published(cluster, members), asyncio.gather(*looks))
     engines = (engine for node in nodes for engine in node)
     return Survey(tuple(_with_count(engine, counts) for engine in engines), num_bad_entries)
@@ -66,7 +69,7 @@ async def survey(cluster: ClusterConfig) -> Survey:
 async def _count_published(cluster: ClusterConfig, members: Sequence[Member]) -> dict[str, int]:
     if not members:
         return {}
-    link = RedisIndexLink(cluster.redis_url, cluster.cluster)
+    link = RedisIndexLink(cluster.redis_url, cluster.cluster, cluster.cluster_secret)
     try:
         return await count_published(link, {member.incarnation for member in members})
     finally:
@@ -100,11 +103,12 @@ async def _members(cluster: ClusterConfig) -> tuple[tuple[Member, ...], int]:
         await directory.close()
 
 
-async def _look_at(address: str, members: Sequence[Member], secret: str | None) -> list[EngineView]:
-    """All engines of one node: those that Redis names, and those that it does not."""
-    async with grpc.aio.insecure_channel(
-        address, (("grpc.use_local_subchannel_pool", 1),)
-    ) as channel:
+async def _look_at(
+    members: Sequence[Member], secret: str | None, tls: ClusterTls | None
+) -> list[EngineView]:
+    """All engines of one node: those that Redis names, `members`, and those that it does not."""
+    address, role = members[0].address, members[0].role.value
+    async with open_channel(address, tls, role, _CHANNEL_OPTIONS) as channel:
         stub = node_pb2_grpc.NodeStub(channel)  # type: ignore[no-untyped-call]
         ledgers, silence = await _ledgers(stub, secret)
         reasons = await asyncio.gather(*(_silence(stub, member, secret) for member in members))

@@ -1,4 +1,4 @@
-"""`baton up`: a deployment on this host, its topology, and Ctrl-C."""
+"""`baton up`: a deployment on this host, its topology, how to call it, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 import signal
 import sys
 
-from ..client import AsyncClient
 from ..core.config import ClusterConfig, EngineConfig, GatewayConfig, NodeConfig, UpConfig
+from .certs import ca_of
 from .deployment import Deployment
 
 
@@ -22,6 +22,8 @@ async def run(
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    if warning := about_shared_gpus(up, engine):
+        print(f"warning: {warning}", file=sys.stderr)
     deployment = Deployment(up, engine, node, gateway, _print_line, cluster)
     starting = asyncio.create_task(deployment.__aenter__())
     stopping = asyncio.create_task(stop.wait())
@@ -45,15 +47,34 @@ async def run(
         await deployment.stop()
 
 
+def about_shared_gpus(up: UpConfig, engine: EngineConfig) -> str:
+    """What to mind where both roles have the same GPU; empty if none has."""
+    prefill, decode = (
+        {gpu.strip() for gpu in (gpus or "").split(",")}
+        for gpus in (up.prefill_gpus, up.decode_gpus)
+    )
+    if not (shared := (prefill & decode) - {""}):
+        return ""
+    share = engine.gpu_memory_utilization
+    text = f"prefill and decode share GPU {', '.join(sorted(shared))}"
+    if 2 * share <= 1:
+        return text
+    return f"{text}, and each wants {share} of its memory: --gpu-memory-utilization 0.45"
+
+
 def _print_line(name: str, line: str) -> None:
     print(f"{name:>10} | {line}", flush=True)
 
 
 async def _print_topology(deployment: Deployment) -> None:
-    async with AsyncClient(deployment.address) as client:
+    async with deployment.client() as client:
         info = await client.model_info()
-    print(f"\ngateway {deployment.address} serves {info.model}, context {info.max_model_len}")
+    print(f"\n{info.model}, context {info.max_model_len}")
     for node in info.nodes:
         tokens = node.num_blocks * node.block_size
         print(f"  {node.role:8} {node.name:12} {node.num_blocks} KV blocks = {tokens} tokens")
-    print("\nCtrl-C stops everything", flush=True)
+    ca_file = ca_of(deployment.up.certs)
+    print()
+    for line in deployment.greeting:
+        print(line if ca_file is None else line.replace("curl ", f"curl --cacert {ca_file} ", 1))
+    print("Ctrl-C stops everything", flush=True)
