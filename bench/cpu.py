@@ -9,14 +9,16 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from . import gateway_load, scheduling, shm_pull, small_model, whole_system
+from . import front, scheduling, shm_pull, small_model, structured, telemetry, whole_system
 from .figures import ROOT, Figure, machine, table, write
 
 FAMILIES: dict[str, Callable[[], list[Figure]]] = {
     "scheduling": scheduling.measure,
     "shm": shm_pull.measure,
     "model": small_model.measure,
-    "gateway": gateway_load.measure,
+    "gateway": front.throughput,
+    "structured": structured.measure,
+    "telemetry": telemetry.measure,
     "system": whole_system.measure,
 }
 

@@ -1,159 +1,283 @@
-"""A process that plays the nodes behind a gateway, as fast as the gateway takes them.
+"""A process that plays the nodes behind a gateway: one prefill and one decode engine, no model.
 
-    python -m baton.bench.fake_nodes REDIS_URL      prefill and decode engines without a model
-    python -m baton.bench.fake_nodes bare           no gateway: a bare server of ready-made chunks
-Prints `ready: ADDRESS`.
+    python -m baton.bench.fake_nodes REDIS_URL [--step-s ...] [...]
+Without options as fast as the gateway takes it; with them at a given pace. Messages are put
+together from ready-made bytes, since what the nodes take of the cores is missing from the gateway's
+share. Prints `ready: ADDRESS`; at SIGTERM writes when which token went out, if a file is named.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import sys
+import json
+import signal
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc
 
 from baton.cluster.redis_directory import RedisDirectory
+from baton.core import event_loop
 from baton.core.membership import Member, Role
-from baton.proto.v1 import common_pb2, inference_pb2, inference_pb2_grpc, node_pb2, node_pb2_grpc
+from baton.proto.v1 import common_pb2, node_pb2
 
 CLUSTER = "bench"
 PREFILL, DECODE = "a" * 32, "b" * 32
+TOKEN_ID = 300
 _NUM_BLOCKS = 100_000
-_TOKEN_ID = 300
 _OPTIONS = (("grpc.so_reuseport", 0),)
+_BEAT_S = 0.25
 
 
-def _member(incarnation: str, role: Role, address: str) -> Member:
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How long engines take; zeros: no time at all."""
+
+    step_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+    max_running: int = 1 << 30
+
+    def prefill_s(self, num_tokens: int) -> float:
+        return num_tokens / self.prefill_tokens_per_s if self.prefill_tokens_per_s else 0.0
+
+
+@dataclass(slots=True)
+class _Run:
+    """One request on one engine. `head`: its outputs' bytes but for the position."""
+
+    gateway: _Gateway
+    request_id: str
+    max_tokens: int
+    num_prompt_tokens: int
+    head: bytes
+    index: int
+    sent_s: list[float] = field(default_factory=list)
+
+
+class _Gateway:
+    """One stream's way back. One write at a time."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._lock = asyncio.Lock()
+
+    async def write(self, message: bytes) -> None:
+        async with self._lock:
+            await self._context.write(message)
+
+
+class _Engine:
+    """What both have: who runs, and who was cancelled."""
+
+    def __init__(self, role: Role, pace: Pace) -> None:
+        self.role = role
+        self.pace = pace
+        self.waiting: dict[str, _Run] = {}
+        self.running: dict[str, _Run] = {}
+        self.has_work = asyncio.Event()
+        self.log: dict[str, list[float]] = {}
+
+    def take(self, gateway: _Gateway, message: node_pb2.GatewayMessage) -> None:
+        if not message.HasField("dispatch"):
+            self.drop(message.cancel.request_id)
+            return
+        dispatch = message.dispatch
+        output = node_pb2.RequestOutput(
+            request_id=dispatch.request_id, attempt=dispatch.attempt, token_ids=(TOKEN_ID,)
+        )
+        if self.role is Role.PREFILL:
+            output.cached_tokens = 0
+        run = _Run(
+            gateway,
+            dispatch.request_id,
+            dispatch.sampling.max_tokens,
+            len(dispatch.prompt_token_ids) // 4,
+            output.SerializeToString(),
+            index=int(self.role is Role.DECODE),
+        )
+        self.waiting[run.request_id] = run
+        self.has_work.set()
+
+    def drop(self, request_id: str) -> None:
+        self.waiting.pop(request_id, None)
+        self.running.pop(request_id, None)
+
+    async def tell(self, runs: Sequence[_Run]) -> None:
+        """One message for each gateway that has one of these: each one's next token."""
+        parts: dict[_Gateway, list[bytes]] = {}
+        now_s = time.monotonic()
+        for run in runs:
+            output = run.head + b"\x18" + _varint(run.index)
+            run.index += 1
+            if run.index == run.max_tokens:
+                output += b"\x28%c" % common_pb2.FINISH_REASON_LENGTH
+            self.log.setdefault(run.request_id, []).append(now_s)
+            parts.setdefault(run.gateway, []).append(_field(1, output))
+        for gateway, outputs in parts.items():
+            await gateway.write(_field(2, b"".join(outputs)))
+
+    def heartbeat(self) -> bytes:
+        links = [node_pb2.PeerLink(incarnation=PREFILL, transport="none")]
+        beat = node_pb2.Heartbeat(
+            num_running=len(self.running),
+            num_waiting=len(self.waiting),
+            waiting_tokens=sum(run.num_prompt_tokens for run in self.waiting.values())
+            if self.role is Role.PREFILL
+            else 0,
+            free_blocks=_NUM_BLOCKS,
+            num_blocks=_NUM_BLOCKS,
+            credit_blocks=_NUM_BLOCKS,
+            links=links if self.role is Role.DECODE else (),
+        )
+        return bytes(node_pb2.NodeMessage(heartbeat=beat).SerializeToString())
+
+
+def _varint(number: int) -> bytes:
+    found = bytearray()
+    while number > 127:
+        found.append(number & 127 | 128)
+        number >>= 7
+    found.append(number)
+    return bytes(found)
+
+
+def _field(number: int, data: bytes) -> bytes:
+    return bytes((number << 3 | 2,)) + _varint(len(data)) + data
+
+
+class _Nodes:
+    """Both engines, and the one hand-off between them: a request decodes once it is prefilled."""
+
+    def __init__(self, pace: Pace) -> None:
+        self.address = ""
+        self.pace = pace
+        self.prefill = _Engine(Role.PREFILL, pace)
+        self.decode = _Engine(Role.DECODE, pace)
+        self._prefilled: deque[str] = deque(maxlen=100_000)
+        self._known: set[str] = set()
+
+    async def run_prefill(self) -> None:
+        engine, due_s = self.prefill, time.monotonic()
+        while True:
+            await engine.has_work.wait()
+            if self.pace.prefill_tokens_per_s:
+                done = [next(iter(engine.waiting.values()))] if engine.waiting else []
+            else:
+                done = list(engine.waiting.values())
+            for run in done:
+                due_s = max(due_s, time.monotonic()) + self.pace.prefill_s(run.num_prompt_tokens)
+                await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+            done = [run for run in done if engine.waiting.pop(run.request_id, None)]
+            if not engine.waiting:
+                engine.has_work.clear()
+            await engine.tell(done)
+            for run in done:
+                if len(self._prefilled) == self._prefilled.maxlen:
+                    self._known.discard(self._prefilled.popleft())
+                self._prefilled.append(run.request_id)
+                self._known.add(run.request_id)
+            self.decode.has_work.set()
+
+    async def run_decode(self) -> None:
+        engine, due_s = self.decode, time.monotonic()
+        while True:
+            await engine.has_work.wait()
+            for request_id in [i for i in engine.waiting if i in self._known]:
+                if len(engine.running) < self.pace.max_running:
+                    engine.running[request_id] = engine.waiting.pop(request_id)
+            if not engine.running:
+                engine.has_work.clear()
+                continue
+            if self.pace.step_s:
+                due_s = max(due_s, time.monotonic() - self.pace.step_s) + self.pace.step_s
+                await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+            runs = list(engine.running.values())
+            await engine.tell(runs)
+            for run in runs:
+                if run.index >= run.max_tokens:
+                    engine.running.pop(run.request_id, None)
+            await asyncio.sleep(0)  # else nobody reads what comes in while writes never wait
+
+    async def session(self, incoming: Any, context: Any) -> None:
+        wanted = dict(context.invocation_metadata())["baton-engine"]
+        engine = self.prefill if wanted == PREFILL else self.decode
+        gateway = _Gateway(context)
+        await gateway.write(_welcome(_member(engine.role, self.address)))
+        beating = asyncio.create_task(_beat(gateway, engine))
+        try:
+            async for message in incoming:
+                engine.take(gateway, message)
+        finally:
+            beating.cancel()
+            for run in [*engine.waiting.values(), *engine.running.values()]:
+                if run.gateway is gateway:
+                    engine.drop(run.request_id)
+
+
+async def _beat(gateway: _Gateway, engine: _Engine) -> None:
+    while True:
+        await gateway.write(engine.heartbeat())
+        await asyncio.sleep(_BEAT_S)
+
+
+def _member(role: Role, address: str) -> Member:
+    incarnation = PREFILL if role is Role.PREFILL else DECODE
     return Member(incarnation, role, role.value, address, "demo", "fp", 2048, 16, _NUM_BLOCKS)
 
 
-class _Requests:
-    """One stream's requests: a step gives every running one its next token."""
-
-    def __init__(self, is_prefill: bool) -> None:
-        self._is_prefill = is_prefill
-        self._running: dict[str, tuple[node_pb2.Dispatch, int]] = {}
-        self.has_work = asyncio.Event()
-
-    def take(self, message: node_pb2.GatewayMessage) -> None:
-        if message.HasField("dispatch"):
-            first_index = 0 if self._is_prefill else 1
-            self._running[message.dispatch.request_id] = (message.dispatch, first_index)
-            self.has_work.set()
-        else:
-            self._running.pop(message.cancel.request_id, None)
-
-    def step(self) -> node_pb2.NodeMessage:
-        outputs = []
-        for request_id, (dispatch, index) in list(self._running.items()):
-            is_last = index == dispatch.sampling.max_tokens - 1
-            outputs.append(
-                node_pb2.RequestOutput(
-                    request_id=request_id,
-                    attempt=dispatch.attempt,
-                    first_index=index,
-                    token_ids=(_TOKEN_ID,),
-                    finish_reason=common_pb2.FINISH_REASON_LENGTH if is_last else 0,
-                )
-            )
-            if is_last or self._is_prefill:
-                del self._running[request_id]
-            else:
-                self._running[request_id] = (dispatch, index + 1)
-        if not self._running:
-            self.has_work.clear()
-        return node_pb2.NodeMessage(outputs=node_pb2.StepOutputs(outputs=outputs))
-
-
-class _Node(node_pb2_grpc.NodeServicer):
-    def __init__(self) -> None:
-        self.address = ""
-
-    async def Session(self, incoming: Any, context: Any) -> None:
-        is_prefill = dict(context.invocation_metadata())["baton-engine"] == PREFILL
-        requests = _Requests(is_prefill)
-        lock = asyncio.Lock()  # one write at a time
-
-        async def write(message: node_pb2.NodeMessage) -> None:
-            async with lock:
-                await context.write(message)
-
-        await write(self._welcome(is_prefill))
-        tasks = [
-            asyncio.create_task(_beat(write, is_prefill)),
-            asyncio.create_task(_run(write, requests)),
-        ]
-        try:
-            async for message in incoming:
-                requests.take(message)
-        finally:
-            for task in tasks:
-                task.cancel()
-
-    def _welcome(self, is_prefill: bool) -> node_pb2.NodeMessage:
-        role = Role.PREFILL if is_prefill else Role.DECODE
-        member = _member(PREFILL if is_prefill else DECODE, role, self.address)
-        return node_pb2.NodeMessage(
-            welcome=node_pb2.Welcome(
-                incarnation=member.incarnation,
-                role=role.value,
-                name=member.name,
-                model=member.model,
-                fingerprint=member.fingerprint,
-                max_model_len=member.max_model_len,
-                block_size=member.block_size,
-                num_blocks=member.num_blocks,
-            )
-        )
-
-
-async def _run(write: Any, requests: _Requests) -> None:
-    while True:
-        await requests.has_work.wait()
-        await write(requests.step())
-        await asyncio.sleep(0)  # else nobody reads what comes in while writes never wait
-
-
-async def _beat(write: Any, is_prefill: bool) -> None:
-    links = [] if is_prefill else [node_pb2.PeerLink(incarnation=PREFILL, transport="none")]
-    heartbeat = node_pb2.Heartbeat(
-        free_blocks=_NUM_BLOCKS, num_blocks=_NUM_BLOCKS, credit_blocks=_NUM_BLOCKS, links=links
+def _welcome(member: Member) -> bytes:
+    welcome = node_pb2.Welcome(
+        incarnation=member.incarnation,
+        role=member.role.value,
+        name=member.name,
+        model=member.model,
+        fingerprint=member.fingerprint,
+        max_model_len=member.max_model_len,
+        block_size=member.block_size,
+        num_blocks=member.num_blocks,
     )
-    while True:
-        await write(node_pb2.NodeMessage(heartbeat=heartbeat))
-        await asyncio.sleep(0.25)
+    return bytes(node_pb2.NodeMessage(welcome=welcome).SerializeToString())
 
 
-class _Bare(inference_pb2_grpc.InferenceServicer):
-    """What a gateway answers, without a gateway: the most that grpc.aio can stream here."""
-
-    async def Generate(self, request: Any, context: Any) -> None:
-        for index in range(request.sampling.max_tokens):
-            await context.write(
-                inference_pb2.GenerateChunk(
-                    id=PREFILL, text=" the", token_ids=(_TOKEN_ID,), index=index
-                )
-            )
-            await asyncio.sleep(0)  # as a gateway's streams take turns
-
-
-async def _serve(redis_url: str) -> None:
+async def _serve(redis_url: str, pace: Pace) -> dict[str, list[float]]:
+    """Until SIGTERM; when each request's tokens went out, by its id."""
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    nodes = _Nodes(pace)
     server = grpc.aio.server(options=_OPTIONS)
-    node = _Node()
-    if redis_url == "bare":
-        inference_pb2_grpc.add_InferenceServicer_to_server(_Bare(), server)
-    else:
-        node_pb2_grpc.add_NodeServicer_to_server(node, server)
-    node.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    session = grpc.stream_stream_rpc_method_handler(
+        nodes.session, request_deserializer=node_pb2.GatewayMessage.FromString
+    )
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("baton.v1.Node", {"Session": session}),)
+    )
+    nodes.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
-    if redis_url != "bare":
-        directory = RedisDirectory(redis_url, CLUSTER, None)
-        for incarnation, role in ((PREFILL, Role.PREFILL), (DECODE, Role.DECODE)):
-            await directory.announce(_member(incarnation, role, node.address), 5.0)
-    print(f"ready: {node.address}", flush=True)
-    await server.wait_for_termination()
+    directory = RedisDirectory(redis_url, CLUSTER, None)
+    for role in (Role.PREFILL, Role.DECODE):
+        await directory.announce(_member(role, nodes.address), 5.0)
+    engines = [asyncio.create_task(part()) for part in (nodes.run_prefill, nodes.run_decode)]
+    print(f"ready: {nodes.address}", flush=True)
+    await asyncio.wait([*engines, asyncio.create_task(stop.wait())], return_when="FIRST_COMPLETED")
+    await server.stop(None)
+    first = nodes.prefill.log
+    return {i: first.get(i, []) + later for i, later in nodes.decode.log.items()}
 
 
 if __name__ == "__main__":
-    asyncio.run(_serve(sys.argv[1]))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("redis_url")
+    parser.add_argument("--step-s", type=float, default=0.0)
+    parser.add_argument("--prefill-tokens-per-s", type=float, default=0.0)
+    parser.add_argument("--max-running", type=int, default=1 << 30)
+    parser.add_argument("--log", type=Path)
+    wanted = parser.parse_args()
+    pace = Pace(wanted.step_s, wanted.prefill_tokens_per_s, wanted.max_running)
+    sent_s = event_loop.run(lambda: _serve(wanted.redis_url, pace))
+    if wanted.log is not None:
+        wanted.log.write_text(json.dumps(sent_s))

@@ -128,11 +128,16 @@ def commit() -> str:
     return said.stdout.strip() or "unknown"
 
 
-def write(path: Path, families: dict[str, Sequence[Figure]], where: dict[str, Any]) -> None:
+def write(
+    path: Path,
+    families: dict[str, Sequence[Figure]],
+    where: dict[str, Any],
+    module: str = "baton.bench.cpu",
+) -> None:
     """All figures as JSON, with commit, command and machine."""
     result = {
         "commit": commit(),
-        "command": f"python -m baton.bench.cpu {' '.join(sys.argv[1:])}".strip(),
+        "command": f"python -m {module} {' '.join(sys.argv[1:])}".strip(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": where,
         "figures": {name: [f.as_dict() for f in figures] for name, figures in families.items()},

@@ -1,10 +1,11 @@
 """What one GPU gives through the real engine: scheduler, runner and sampler, beside its floors.
 
-python -m baton.bench.gpu [--shape NAME] [--growth] [--load] [--out FILE] [flags of the engine]
+python -m baton.bench.gpu [--shape NAME] [--tp N] [--only NAME...] [--growth] [--load] [--out FILE]
 
 A decode's context is reserved and started as a hand-off would do it, over KV of random numbers, so
 no prefill is waited for. A step is timed by the wall in steady state, its time on the GPU by
-events around the replayed graph.
+events around the replayed graph. A prefill is timed as an idle engine meets it, a second after the
+one before; back to back the card's power limit slows it down, which is told beside it.
 """
 
 from __future__ import annotations
@@ -17,22 +18,20 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from baton.core.config import EngineConfig
 from baton.core.request import Request, SamplingParams
-from baton.engine.checkpoint import LoadProgress
-from baton.engine.cuda_graphs import DecodeGraph
+from baton.engine.cuda_graphs import StepGraph
 from baton.engine.local import LocalEngine
-from baton.engine.runner import ModelRunner
 
 from .figures import ROOT, Figure, commit, machine, table
-from .gpu_shapes import BYTES_PER_S, FLOPS, SHAPES, Shape
+from .gpu_shapes import BYTES_PER_S, FLOPS, LINK_BYTES_PER_S, SHAPES, Shape
+from .gpu_start import start_up, write_checkpoint
 
 _WARMUP_STEPS, _STEPS, _REPEATS = 6, 12, 5
+_PAUSE_S = 1.0  # in which the card cools down from a prefill
 # What the project wants on an H200 with the 8B shape, in ms.
 _TARGETS = {
     "decode 1 x 1024": 4.3,
@@ -42,8 +41,13 @@ _TARGETS = {
     "prefill 1 x 8192": 207.0,
     "prefill 16 x 512": 180.0,
 }
-_DECODES = [(1, 1024), (64, 4096), (256, 1024)]
-_PREFILLS = [(1, 1024), (1, 8192), (16, 512)]
+# By shape and GPUs.
+_TARGETS_OF_SEVERAL = {
+    ("llama-3.1-8b", 2): {"decode 64 x 4096": 7.2},
+    ("llama-3.1-70b", 4): {"decode 64 x 2048": 14.5, "prefill 1 x 8192": 620.0},
+}
+_DECODES = [(1, 1024), (64, 2048), (64, 4096), (256, 1024)]
+_PREFILLS = [(1, 128), (1, 512), (1, 1024), (1, 8192), (16, 512)]
 _GROWTH = [(batch, 1024) for batch in (1, 2, 4, 8, 16, 32, 64, 128, 256)] + [
     (16, context) for context in (256, 2048, 4096, 8192, 16_384, 32_768)
 ]
@@ -54,21 +58,21 @@ class GraphClock:
 
     def __init__(self) -> None:
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._replay = DecodeGraph.replay
+        self._replay = StepGraph.replay
 
     def __enter__(self) -> GraphClock:
-        def replay(graph: DecodeGraph) -> None:
+        def replay(graph: StepGraph) -> None:
             pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
             pair[0].record()
             self._replay(graph)
             pair[1].record()
             self._events.append(pair)
 
-        DecodeGraph.replay = replay  # type: ignore[method-assign]
+        StepGraph.replay = replay  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
-        DecodeGraph.replay = self._replay  # type: ignore[method-assign]
+        StepGraph.replay = self._replay  # type: ignore[method-assign]
 
     def median_ms(self) -> float:
         torch.cuda.synchronize()
@@ -78,12 +82,27 @@ class GraphClock:
 class Bench:
     """One engine under measurement."""
 
-    def __init__(self, shape: Shape, local: LocalEngine) -> None:
+    def __init__(self, shape: Shape, local: LocalEngine, num_gpus: int) -> None:
         self._shape = shape
+        self._num_gpus = num_gpus
         self._engine = local.engine
         self._rng = random.Random(0)
         self._num_requests = 0
-        local.runner.kv.tensor.normal_()
+        self._fill_pools(local)
+
+    def _fill_pools(self, local: LocalEngine) -> None:
+        """The KV of some real tokens in all blocks of all ranks: nothing is timed over zeros."""
+        engine, size = self._engine, self._engine.limits.block_size
+        request = self._request(8 * size, 2)
+        engine.add(request, hold=True)
+        while engine.has_work:
+            engine.step()
+        filled = [ref.block_id for ref in engine.block_refs(request.key, 0, 8)]
+        others = [n for n in range(2, engine.limits.num_blocks) if n not in filled]
+        for first in range(0, len(others), 128):
+            targets = others[first : first + 128]
+            local.steps.copy_blocks([(filled[n % 8], target) for n, target in enumerate(targets)])
+        engine.release(request.key)
 
     def _request(self, num_tokens: int, max_tokens: int) -> Request:
         self._num_requests += 1
@@ -91,19 +110,31 @@ class Bench:
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         return Request(f"{self._num_requests:032x}", 0, prompt, sampling)
 
-    def prefill(self, num_prompts: int, num_tokens: int) -> Figure:
-        """Time to first token of prompts that arrive together at an idle engine."""
-        engine, samples = self._engine, []
-        for _ in range(1 + _REPEATS):
-            for request in [self._request(num_tokens, 1) for _ in range(num_prompts)]:
-                engine.add(request)
-            begin_s = time.perf_counter()
-            while engine.has_work:
-                engine.step()
-            samples.append((time.perf_counter() - begin_s) * 1e3)
+    def prefill(self, num_prompts: int, num_tokens: int) -> tuple[Figure, Figure]:
+        """Time to first token of prompts that arrive together: at an idle engine, back to back."""
+        self._prefill_ms(num_prompts, num_tokens)
+        samples = []
+        for _ in range(_REPEATS):
+            time.sleep(_PAUSE_S)
+            samples.append(self._prefill_ms(num_prompts, num_tokens))
+        in_a_row = [self._prefill_ms(num_prompts, num_tokens) for _ in range(_REPEATS)]
         name = f"prefill {num_prompts} x {num_tokens}"
         floor_ms = self._shape.prefill_floor_ms(num_prompts, num_tokens)
-        return self._figure(name, samples[1:], floor_ms)
+        num_summed = num_prompts * num_tokens
+        return (
+            self._figure(name, samples, floor_ms, num_summed),
+            self._figure(f"{name}, back to back", in_a_row, floor_ms, num_summed),
+        )
+
+    def _prefill_ms(self, num_prompts: int, num_tokens: int) -> float:
+        engine = self._engine
+        requests = [self._request(num_tokens, 1) for _ in range(num_prompts)]
+        begin_s = time.perf_counter()
+        for request in requests:
+            engine.add(request)
+        while engine.has_work:
+            engine.step()
+        return (time.perf_counter() - begin_s) * 1e3
 
     def decode(self, batch: int, context: int) -> tuple[Figure, Figure]:
         """(wall time a step, time of a step that is not on the GPU)."""
@@ -124,7 +155,7 @@ class Bench:
         name = f"decode {batch} x {context}"
         off_gpu = tuple(sample - clock.median_ms() for sample in samples)
         return (
-            self._figure(name, samples, self._shape.decode_floor_ms(batch, context)),
+            self._figure(name, samples, self._shape.decode_floor_ms(batch, context), batch),
             Figure(f"{name}: off the GPU", "ms", off_gpu, 0.0, target=0.03 * min(samples)),
         )
 
@@ -134,43 +165,30 @@ class Bench:
             assert len(self._engine.step().tokens) == batch
         return (time.perf_counter() - begin_s) / _STEPS * 1e3
 
-    def _figure(self, name: str, samples: list[float], floor_ms: float) -> Figure:
-        target = _TARGETS.get(name) if self._shape.name == "llama-3.1-8b" else None
-        return Figure(name, "ms", tuple(samples), floor_ms, "bytes and operations", target)
+    def _figure(self, name: str, samples: list[float], floor_ms: float, num_tokens: int) -> Figure:
+        """`floor_ms` is that of one GPU."""
+        targets = _TARGETS if self._shape.name == "llama-3.1-8b" else {}
+        if self._num_gpus > 1:
+            targets = _TARGETS_OF_SEVERAL.get((self._shape.name, self._num_gpus), {})
+        floor_ms /= self._num_gpus
+        floor_ms += self._shape.sums_floor_ms(num_tokens, self._num_gpus)
+        bound = "bytes and operations" + (", links" if self._num_gpus > 1 else "")
+        return Figure(name, "ms", tuple(samples), floor_ms, bound, targets.get(name))
 
 
-def start_up(config: EngineConfig, folder: Path, runner: ModelRunner) -> tuple[Figure, Any]:
-    """Seconds until an engine is ready whose weights lie in the page cache; its notes."""
-    _write_checkpoint(folder, runner)
-    runner.close()
-    progress: list[LoadProgress] = []
-    begin_s = time.perf_counter()
-    fields = {name: getattr(config, name) for name in config.__dataclass_fields__}
-    loaded = ModelRunner(EngineConfig(**(fields | {"load_format": "auto"})), progress.append)
-    seconds = time.perf_counter() - begin_s
-    floor_s = progress[-1].total_bytes / 55e9
-    figure = Figure("start to ready", "s", (seconds,), floor_s, "weights over PCIe", target=25.0)
-    loaded.close()
-    return figure, loaded.startup_notes
-
-
-def _write_checkpoint(folder: Path, runner: ModelRunner) -> None:
-    """The runner's weights as safetensors, each tensor in a file of its layer."""
-    files: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in runner.model.targets():
-        parts = name.split(".")
-        part = parts[2] if parts[1] == "layers" else "rest"
-        files.setdefault(f"part-{part}.safetensors", {})[name] = tensor.detach().cpu().clone()
-    weight_map = {name: file for file, tensors in files.items() for name in tensors}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    for file, tensors in files.items():
-        save_file(tensors, folder / file)
+def chosen(kind: str, cases: list[tuple[int, int]], only: list[str]) -> list[tuple[int, int]]:
+    """The cases that are asked for, each once; all without `only`."""
+    names = {one: f"{kind} {one[0]} x {one[1]}" for one in cases}
+    return [one for one, name in names.items() if not only or name in only]
 
 
 def main(argv: list[str]) -> int:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs of the engine")
+    parser.add_argument("--only", nargs="*", default=[], help="cases, as 'decode 64 x 4096'")
+    parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--growth", action="store_true", help="decode over batch and context")
     parser.add_argument("--load", action="store_true", help="start-up from a written checkpoint")
     parser.add_argument("--attention-backend", default="auto")
@@ -186,17 +204,27 @@ def main(argv: list[str]) -> int:
         max_num_batched_tokens=8192,
         enable_prefix_caching=False,
         attention_backend=arguments.attention_backend,
+        tensor_parallel_size=arguments.tp,
+        max_num_seqs=arguments.max_num_seqs,
     )
-    runner = ModelRunner(config)
-    print("\n".join(runner.startup_notes))
-    bench = Bench(shape, LocalEngine(config, runner))
-    figures = [bench.prefill(*one) for one in _PREFILLS]
-    for one in dict.fromkeys([*_DECODES, *(_GROWTH if arguments.growth else [])]):
+    local = LocalEngine.load(config, print)
+    runner = local.runner
+    print("\n".join(runner.startup_notes), flush=True)
+    bench = Bench(shape, local, arguments.tp)
+    decodes = [*_DECODES, *(_GROWTH if arguments.growth else [])]
+    figures: list[Figure] = []
+    for one in chosen("prefill", _PREFILLS, arguments.only):
+        figures += bench.prefill(*one)
+    for one in chosen("decode", decodes, arguments.only):
         figures += bench.decode(*one)
     notes = list(runner.startup_notes)
     if arguments.load:
-        figure, notes = start_up(config, folder, runner)
-        figures.append(figure)
+        num_bytes = write_checkpoint(folder, runner.model)
+        runner.close()
+        torch.cuda.empty_cache()
+        started, said = start_up(folder, num_bytes, arguments.attention_backend)
+        figures += started
+        notes += [note for one in said for note in one]
     print(table(figures))
     result = {
         "gpu": torch.cuda.get_device_name(),
@@ -206,11 +234,18 @@ def main(argv: list[str]) -> int:
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": machine(),
         "shape": shape.name,
-        "floors_from": {"bytes_per_s": BYTES_PER_S, "flops": FLOPS},
+        "gpus": arguments.tp,
+        "floors_from": {
+            "bytes_per_s": BYTES_PER_S,
+            "flops": FLOPS,
+            "link_bytes_per_s": LINK_BYTES_PER_S,
+        },
         "start_up": notes,
         "figures": [figure.as_dict() for figure in figures],
     }
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    if not arguments.load:
+        local.close()
     return 0
 
 

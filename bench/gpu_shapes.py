@@ -1,9 +1,10 @@
 """The models that the GPU figures are about, by shape alone, and the floors that follow from it.
 
     decode step   = max(bytes / bandwidth, operations / rate)
-    prefill       = operations / rate        (the LM head for the last position of each prompt only)
+    prefill       = max(bytes / bandwidth, operations / rate)
 
-bytes: all weights but the input embedding once, and the KV of all positions; operations: 2 a weight
+bytes: all weights but the input embedding once, and for a decode the KV of all positions; a prefill
+computes the LM head for the last position of each prompt only; operations: 2 a weight
 and token, and 4 a head, dimension, query and key it sees. Bandwidth and rate are what an H200 gave
 for a large copy and a large product, not its data sheet.
 """
@@ -16,12 +17,13 @@ from pathlib import Path
 
 BYTES_PER_S = 4.3e12
 FLOPS = 790e12
+LINK_BYTES_PER_S = 450e9  # NVLink of one GPU, each way
 _BF16 = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A Llama, by its config.json."""
+    """A Llama or its kin, by its config.json."""
 
     name: str
     layers: int
@@ -32,6 +34,7 @@ class Shape:
     inner: int
     vocab: int
     is_tied: bool = False
+    has_qk_norm: bool = False  # Qwen3's, else Llama's architecture
 
     @property
     def layer_weights(self) -> int:
@@ -62,13 +65,19 @@ class Shape:
         products = 2 * self.layer_weights * num_tokens + 2 * self.head_weights
         pairs = num_tokens * (num_tokens + 1) / 2
         attention = 4 * self.layers * self.heads * self.head_dim * pairs
-        return num_prompts * (products + attention) / FLOPS * 1e3
+        reading_s = (self.layer_weights + self.head_weights) * _BF16 / BYTES_PER_S
+        return max(num_prompts * (products + attention) / FLOPS, reading_s) * 1e3
+
+    def sums_floor_ms(self, num_tokens: int, num_gpus: int) -> float:
+        """Adding up over the GPUs behind attention and MLP of every layer: bytes over the links."""
+        num_bytes = 2 * self.layers * num_tokens * self.hidden * _BF16
+        return num_bytes * 2 * (num_gpus - 1) / num_gpus / LINK_BYTES_PER_S * 1e3
 
     def write_config(self, folder: Path) -> Path:
         """A model directory with a config.json alone, for `--load-format dummy`."""
         config = {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
+            "architectures": ["Qwen3ForCausalLM" if self.has_qk_norm else "LlamaForCausalLM"],
+            "model_type": "qwen3" if self.has_qk_norm else "llama",
             "vocab_size": self.vocab,
             "hidden_size": self.hidden,
             "intermediate_size": self.inner,
@@ -93,6 +102,8 @@ SHAPES = {
     shape.name: shape
     for shape in (
         Shape("llama-3.1-8b", 32, 4096, 32, 8, 128, 14_336, 128_256),
+        Shape("qwen3-8b", 36, 4096, 32, 8, 128, 12_288, 151_936, has_qk_norm=True),
+        Shape("llama-3.1-70b", 80, 8192, 64, 8, 128, 28_672, 128_256),
         Shape("llama-3.2-1b", 16, 2048, 32, 8, 64, 8_192, 128_256, is_tied=True),
     )
 }

@@ -1,4 +1,4 @@
-"""The hand-off's copy between two GPUs, alone: from one block to 32k tokens, by both methods.
+"""The hand-off's copy between two GPUs, alone: from one block to 32k tokens, by every method.
 
 python -m baton.bench.handoff [--commit NAME] [--out FILE]
 
@@ -17,30 +17,46 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from baton.core.config import NodeConfig
 from baton.engine.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS, BlockRef
 from baton.engine.canary import canary_bytes
 from baton.engine.cuda_kv_memory import CudaKvMemory
-from baton.engine.generations import SharedGenerations
+from baton.engine.generations import GenerationsReader, SharedGenerations
 from baton.engine.kv_memory import KvLayout
-from baton.kv_transfer.cuda_ipc import CudaIpcTransport, CudaIpcWindow
+from baton.kv_transfer.cuda_ipc import CudaIpcTransport, CudaStagedTransport
 from baton.kv_transfer.cuda_ipc_copy import EngineCopy, KernelCopy
 from baton.kv_transfer.cuda_ipc_memory import export_cuda_pool
+from baton.kv_transfer.cuda_staging import StagedCopy
+from baton.kv_transfer.cuda_window import CudaWindow
+from baton.kv_transfer.data_server import DataServer, ServedPool
+from baton.kv_transfer.head_ranges import HeadPiece
+from baton.kv_transfer.nccl import NcclTransport
+from baton.kv_transfer.pool_address import PoolDescription
+from baton.kv_transfer.remote import KEY_BYTES, RemotePool
+from baton.kv_transfer.remote_window import RemoteWindow
+from baton.kv_transfer.tcp import TcpTransport
 from baton.kv_transfer.transport import BlockPair, PullOutcome
+from baton.kv_transfer.transports import outlets, transports
 
-from .figures import ROOT, Figure, commit, machine, repeat_s, table
+from .figures import ROOT, Figure, commit, machine, repeat_s, table, time_s
 
 LINK_BYTES_PER_S = 391e9  # what a plain copy of 1 GiB reaches over 18 NVLinks of an H200
 _TOKENS_PER_BLOCK = 16
 _REPEATS = 15
+_TARGET_MS = 3.1  # for 1 GiB
+_NCCL_TARGET_MS = 3.6  # the same, by way of staging; 3.0 is one buffer of 256 MiB at 360 GB/s
 # Blocks of 16 tokens: Llama-3.1-8B's, and what a sixteenth of its layers or heads would leave.
 _LAYERS = {"2 MiB": 32, "128 KiB": 2}
 _NUM_BLOCKS = {"2 MiB": (1, 4, 16, 64, 128, 512, 2048), "128 KiB": (512,)}
-_METHODS = (KernelCopy.name, EngineCopy.name)
+_SLOW_METHODS = (StagedCopy.name, TcpTransport.name)
+_METHODS = (KernelCopy.name, EngineCopy.name, NcclTransport.name, *_SLOW_METHODS)
+_STAGED_BLOCKS = (64, 512)  # a path for want of a better one: two sizes will do
 
 
 def _layout(name: str) -> KvLayout:
@@ -57,19 +73,24 @@ def _serve(name: str, incarnation: str) -> None:
     block.copy_(torch.frombuffer(canary, dtype=torch.uint8).view(block.shape))
     generations = SharedGenerations(num_blocks, incarnation)
     export_cuda_pool(incarnation, kv, generations.fd)
-    print("ready", flush=True)
+    server, key = DataServer("127.0.0.1", outlets(kv)), secrets.token_bytes(KEY_BYTES)
+    description = PoolDescription(incarnation, kv.block_bytes, num_blocks)
+    reader = GenerationsReader(generations.fd, num_blocks, incarnation)
+    server.start(ServedPool(description, reader, key))
+    print("ready", server.port, key.hex(), flush=True)
     sys.stdin.read()
 
 
 @contextlib.contextmanager
-def _source(name: str) -> Iterator[str]:
-    """The incarnation of a source in a process of its own."""
+def _source(name: str) -> Iterator[tuple[str, RemotePool]]:
+    """A source in a process of its own: its incarnation, and how it is reached over a network."""
     incarnation = secrets.token_hex(16)
     command = [sys.executable, "-m", "baton.bench.handoff", "--source", name, incarnation]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
-        yield incarnation
+        ready, port, key = process.stdout.readline().split()
+        assert ready == b"ready"
+        yield incarnation, RemotePool("127.0.0.1", int(port), bytes.fromhex(key.decode()), False)
         process.kill()
 
 
@@ -85,35 +106,85 @@ def _pairs(num_blocks: int, *, is_scattered: bool) -> list[BlockPair]:
     ]
 
 
-def _pull(window: CudaIpcWindow, pairs: list[BlockPair]) -> None:
+def _pull(window: CudaWindow | RemoteWindow, pairs: list[BlockPair]) -> float:
+    """Returns for how long `start_pull` kept its caller, in seconds."""
     done: queue.SimpleQueue[PullOutcome] = queue.SimpleQueue()
-    window.start_pull(pairs, done.put)
+    took_s = time_s(lambda: window.start_pull(pairs, done.put))
     assert done.get(timeout=60) is PullOutcome.OK
+    return took_s
 
 
-def _measure(name: str, method: str, kv: CudaKvMemory, incarnation: str) -> Iterator[Figure]:
-    window = CudaIpcTransport(kv, method).connect(incarnation)
-    for num_blocks in _NUM_BLOCKS[name]:
+def _connect(
+    method: str, kv: CudaKvMemory, source: tuple[str, RemotePool]
+) -> CudaWindow | RemoteWindow:
+    incarnation, remote = source
+    if method == StagedCopy.name:
+        return CudaStagedTransport(kv).connect(incarnation)
+    if method in (NcclTransport.name, TcpTransport.name):
+        config = NodeConfig(kv_transport=method)
+        (transport,) = transports(kv, config, None)
+        window = transport.connect(incarnation, None, remote)
+        assert isinstance(window, RemoteWindow)
+        return window
+    return CudaIpcTransport(kv, method).connect(incarnation)
+
+
+def _measure(
+    name: str, method: str, kv: CudaKvMemory, source: tuple[str, RemotePool]
+) -> Iterator[Figure]:
+    window = _connect(method, kv, source)
+    few = [n for n in _STAGED_BLOCKS if n in _NUM_BLOCKS[name]]
+    for num_blocks in few if method in _SLOW_METHODS else _NUM_BLOCKS[name]:
         for is_scattered in (True, False):
-            pairs = _pairs(num_blocks, is_scattered=is_scattered)
-            samples = repeat_s(lambda pairs=pairs: _pull(window, pairs), _REPEATS, warmups=3)
-            floor_s = num_blocks * kv.block_bytes / LINK_BYTES_PER_S
             where = "scattered" if is_scattered else "in one piece"
-            yield Figure(
-                f"{num_blocks * _TOKENS_PER_BLOCK} tokens, {name} blocks, {where}, {method}",
-                "ms",
-                tuple(seconds * 1e3 for seconds in samples),
-                floor_s * 1e3,
-                "the link's bandwidth",
-            )
+            what = f"{num_blocks * _TOKENS_PER_BLOCK} tokens, {name} blocks, {where}, {method}"
+            pairs = _pairs(num_blocks, is_scattered=is_scattered)
+            samples = repeat_s(partial(_pull, window, pairs), _REPEATS, warmups=3)
+            floor_ms = num_blocks * kv.block_bytes / LINK_BYTES_PER_S * 1e3
+            target_ms = _targets_ms(method) if "8192 tokens, 2 MiB" in what else None
+            yield _figure(what, samples, floor_ms, "the link's bandwidth", target_ms)
+            starts = tuple(_pull(window, pairs) for _ in range(_REPEATS))
+            yield _figure(f"  of which start_pull keeps its caller: {what}", starts)
     window.close()
     window.join()
+
+
+def _measure_half(name: str, kv: CudaKvMemory, source: tuple[str, RemotePool]) -> Iterator[Figure]:
+    """Half of the heads: what each of two ranks pulls from a source of one."""
+    window = CudaIpcTransport(kv).connect(source[0], HeadPiece(0, 4, 0, 4, 8, 8))
+    num_blocks = 512
+    pairs = _pairs(num_blocks, is_scattered=True)
+
+    samples = repeat_s(partial(_pull, window, pairs), _REPEATS, warmups=3)
+    floor_ms = num_blocks * kv.block_bytes / 2 / LINK_BYTES_PER_S * 1e3
+    what = f"{num_blocks * _TOKENS_PER_BLOCK} tokens, {name} blocks, 4 of 8 heads, {window.method}"
+    yield _figure(what, samples, floor_ms, "the link's bandwidth")
+    window.close()
+    window.join()
+
+
+def _targets_ms(method: str) -> float | None:
+    """For 1 GiB."""
+    if method in (StagedCopy.name, TcpTransport.name):
+        return None
+    return _NCCL_TARGET_MS if method == NcclTransport.name else _TARGET_MS
+
+
+def _figure(
+    name: str,
+    seconds: Sequence[float],
+    floor_ms: float | None = None,
+    bound_is: str = "",
+    target_ms: float | None = None,
+) -> Figure:
+    return Figure(name, "ms", tuple(s * 1e3 for s in seconds), floor_ms, bound_is, target_ms)
 
 
 def main(argv: list[str]) -> int:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--source", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--methods", nargs="*", choices=_METHODS, help="default: all")
     parser.add_argument("--commit", default=None, help="what is measured, where git does not know")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "handoff.json")
     arguments = parser.parse_args(argv)
@@ -124,9 +195,10 @@ def main(argv: list[str]) -> int:
     figures: list[Figure] = []
     for name, numbers in _NUM_BLOCKS.items():
         kv = CudaKvMemory(_layout(name), max(numbers) + NUM_RESERVED_BLOCKS, device)
-        with _source(name) as incarnation:
-            for method in _METHODS:
-                figures += _measure(name, method, kv, incarnation)
+        with _source(name) as source:
+            for method in arguments.methods or _METHODS:
+                figures += _measure(name, method, kv, source)
+            figures += _measure_half(name, kv, source)
         kv.close()
     print(table(figures))
     result = {

@@ -62,7 +62,7 @@ def _run_pairs() -> list[tuple[Result, float, float]]:
         UpConfig(),
         EngineConfig(device="cpu", cpu_kv_bytes=96 << 20),
         NodeConfig(),
-        GatewayConfig(grpc_port=0),
+        GatewayConfig(grpc_port=0, http_port=0),
         lambda name, line: None,
     )
     engine = load_engine().engine

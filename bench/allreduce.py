@@ -1,0 +1,237 @@
+"""Sums over the GPUs of one engine: NCCL beside one kernel over peer memory, in a CUDA graph.
+
+python -m baton.bench.allreduce [--ranks N] [--check] [--out FILE]
+
+One process a GPU, as an engine has them. Floor: what one GPU must receive, over its links.
+`--check` compares with a sum in float64 and times nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from baton.core.config import EngineConfig
+from baton.engine.torch_communicator import (
+    NcclCommunicator,
+    connect_store,
+    make_communicator,
+    make_store,
+)
+from baton.kernels.ops_triton import TritonOps
+from baton.kernels.peer_reduce_triton import MAX_BYTES
+
+from .figures import ROOT, Figure, commit, machine, table
+
+_LINK_BYTES_PER_S = 390e9  # into one GPU, as measured for large copies
+_SIZES = [4 << 10, 32 << 10, 128 << 10, 512 << 10, 1 << 20, 2 << 20, 8 << 20]
+_ROWS = [(1, 4096), (64, 4096), (64, 8192)]
+_SUMS, _REPEATS = 40, 9  # a graph's, and its replays
+_TARGETS_US = {32 << 10: 9.0, 512 << 10: 16.0}
+
+Sum = Callable[[Tensor], Tensor]
+
+
+class Rank:
+    """One GPU's process."""
+
+    def __init__(self, rank: int, size: int, port: int | None) -> None:
+        self.store = make_store() if port is None else connect_store(port)
+        self.rank, self.size = rank, size
+        self._num_barriers = 0
+
+    def connect(self) -> None:
+        config = EngineConfig(device=f"cuda:{self.rank}", tensor_parallel_size=self.size)
+        communicator = make_communicator(config, self.rank, self.store, self.meet)
+        communicator.connect()
+        assert isinstance(communicator, NcclCommunicator)
+        self._communicator = communicator
+
+    def meet(self) -> None:
+        """Wait for all ranks, on the host."""
+        self._num_barriers += 1
+        names = [f"bench/{self._num_barriers}/{rank}" for rank in range(self.size)]
+        self.store.set(names[self.rank], "here")
+        self.store.wait(names, timedelta(seconds=120))
+
+    def sums(self, num_bytes: int) -> dict[str, Sum]:
+        """The ways to add up so many bytes."""
+        nccl, peers = self._communicator, self._communicator._peers
+        ways: dict[str, Sum] = {"NCCL": nccl.sum_by_nccl}
+        if peers is not None and num_bytes <= MAX_BYTES:
+            ways["at once"] = lambda x: peers.sum(x, in_parts=False)
+            ways["in parts"] = lambda x: peers.sum(x, in_parts=True)
+        return ways
+
+    def check(self) -> None:
+        """Every way over ragged shapes, types and many rounds; the same bits on all ranks."""
+        for round_number in range(60):
+            generator = torch.Generator().manual_seed(round_number)
+            dtype = (torch.bfloat16, torch.float32, torch.float16)[round_number % 3]
+            n = int(torch.randint(1, MAX_BYTES // 4, (1,), generator=generator)) >> (
+                round_number % 12
+            )
+            parts = [torch.randn(n + 1, generator=generator).to(dtype) for _ in range(self.size)]
+            expected = torch.stack(parts).double().sum(0)
+            mine = parts[self.rank].cuda()
+            for name, add_up in self.sums(mine.nbytes).items():
+                found = add_up(mine.clone())
+                error = float((found.double().cpu() - expected).norm() / expected.norm())
+                assert error < {torch.float32: 1e-6}.get(dtype, 6e-3), (name, n, dtype, error)
+                if name != "NCCL":
+                    ordered = torch.stack([part.float() for part in parts])
+                    total = ordered[0].clone()
+                    for part in ordered[1:]:
+                        total += part
+                    assert torch.equal(found.cpu(), total.to(dtype)), (name, n, dtype)
+        self._check_norm()
+        self._check_graph()
+
+    def _check_norm(self) -> None:
+        """Sum, residual and norm in one kernel are what they are one after the other."""
+        peers, ops = self._communicator._peers, TritonOps()
+        for num_rows, dim in ((1, 4096), (64, 4096), (64, 8192), (128, 5120), (3, 96)):
+            generator = torch.Generator("cuda").manual_seed(dim)
+            shape = {"generator": generator, "device": "cuda", "dtype": torch.bfloat16}
+            weight, residual = torch.rand(dim, **shape), torch.randn(num_rows, dim, **shape)
+            parts = torch.randn(self.size, num_rows, dim, **shape)
+            x = parts[self.rank].contiguous()
+            if peers is None or not peers.can_reduce_rows(x):
+                continue
+            expected = residual.clone()
+            normed = ops.add_rms_norm(peers.sum(x, in_parts=False), expected, weight, 1e-5)
+            found = peers.add_rms_norm(x, residual, weight, 1e-5)
+            assert torch.equal(residual, expected), (num_rows, dim)
+            assert float((found.float() - normed.float()).norm() / normed.float().norm()) < 3e-3
+
+    def _check_graph(self) -> None:
+        """Captured sums follow what their input holds at each replay."""
+        x = torch.zeros(3000, device="cuda", dtype=torch.bfloat16)
+        for name, add_up in self.sums(x.nbytes).items():
+            add_up(x.clone())
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = [add_up(x.clone()) for _ in range(3)]
+            for value in (1.0, 2.0, 3.0):
+                x.fill_(value)
+                graph.replay()
+                assert all(bool((y == value * self.size).all()) for y in out), name
+
+    def measure(self, num_bytes: int) -> dict[str, tuple[float, ...]]:
+        """Microseconds of one sum, by the way it is made."""
+        x = torch.randn(num_bytes // 2, device="cuda", dtype=torch.bfloat16)
+        return {name: self._time_us(add_up, x) for name, add_up in self.sums(num_bytes).items()}
+
+    def measure_norm(self, num_rows: int, dim: int) -> dict[str, tuple[float, ...]]:
+        """Microseconds of a sum that is added to the residual stream and normed."""
+        communicator, ops = self._communicator, TritonOps()
+        x = torch.randn(num_rows, dim, device="cuda", dtype=torch.bfloat16)
+        residual, weight = torch.randn_like(x), torch.rand_like(x[0])
+        ways: dict[str, Sum] = {
+            "sum by NCCL, then norm": lambda y: ops.add_rms_norm(
+                communicator.sum_by_nccl(y), residual, weight, 1e-5
+            ),
+            "sum, then norm": lambda y: ops.add_rms_norm(
+                communicator.all_reduce(y), residual, weight, 1e-5
+            ),
+            "sum and norm at once": lambda y: communicator.add_rms_norm(
+                ops, y, residual, weight, 1e-5
+            ),
+        }
+        return {name: self._time_us(way, x) for name, way in ways.items()}
+
+    def _time_us(self, add_up: Sum, x: Tensor) -> tuple[float, ...]:
+        add_up(x.clone())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(_SUMS):
+                add_up(x)
+        samples = []
+        for _ in range(_REPEATS + 2):
+            x.normal_()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            self.meet()
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            samples.append(begin.elapsed_time(end) / _SUMS * 1e3)
+        return tuple(samples[2:])
+
+
+def figures_of(rank: Rank) -> list[Figure]:
+    """All sizes and ways; of rank 0, though all ranks measure."""
+    figures = []
+    for num_bytes in _SIZES:
+        floor_us = num_bytes * 2 * (rank.size - 1) / rank.size / _LINK_BYTES_PER_S * 1e6
+        for name, samples in rank.measure(num_bytes).items():
+            title = f"{num_bytes >> 10} KiB over {rank.size} GPUs, {name}"
+            target = None if name == "NCCL" else _TARGETS_US.get(num_bytes)
+            figures.append(Figure(title, "us", samples, floor_us, "links", target))
+            if rank.rank == 0:
+                print(f"{title}: {statistics.median(samples):.1f} us", flush=True)
+    for num_rows, dim in _ROWS:
+        for name, samples in rank.measure_norm(num_rows, dim).items():
+            figures.append(
+                Figure(f"{num_rows} x {dim} over {rank.size} GPUs, {name}", "us", samples)
+            )
+    return figures
+
+
+def main(argv: list[str]) -> int:
+    """Start the other ranks, check or measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "allreduce.json")
+    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, default=None, help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    torch.cuda.set_device(arguments.rank)
+    rank = Rank(arguments.rank, arguments.ranks, arguments.port)
+    peers = []
+    if rank.rank == 0:
+        command = [sys.executable, "-m", "baton.bench.allreduce", *argv]
+        for other in range(1, rank.size):
+            more = ["--rank", str(other), "--port", str(rank.store.port)]
+            peers.append(subprocess.Popen([*command, *more]))
+    rank.connect()
+    if arguments.check:
+        rank.check()
+    else:
+        figures = figures_of(rank)
+    rank.meet()
+    if rank.rank > 0:
+        return 0
+    codes = [peer.wait() for peer in peers]
+    assert not any(codes), codes
+    if arguments.check:
+        print(f"sums over {rank.size} GPUs are right")
+        return 0
+    print(table(figures))
+    result = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "commit": commit(),
+        "command": f"python -m baton.bench.allreduce {' '.join(argv)}".strip(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "machine": machine(),
+        "figures": [figure.as_dict() for figure in figures],
+    }
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,334 @@
+"""`python -m baton.bench.front [part ...]`: a gateway's fronts beside the libraries they stand on.
+
+    generator ◄── gateway ◄── one process that plays prefill and decode
+    generator ◄── bare server of the library                 (the ceiling, measured in turn with it)
+All on this machine's cores; each is a process. Without arguments all parts are measured and written
+to bench/results/front.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from baton.cluster.redis_server import RedisServer
+from baton.core.children import dies_with_parent
+
+from . import fake_nodes
+from .figures import ROOT, Figure, machine, table, write
+from .front_load import Plan
+
+FRONTS = {"grpc": "gRPC, against bare grpc.aio", "sse": "SSE, against bare aiohttp"}
+NUM_STREAMS = 64
+TARGET_SHARE = 0.6
+TARGET_ADDED_MS = 5.0
+NUM_STALLED = 100
+TTFT_SLO_S, MAX_REFUSAL_MS = 0.5, 50.0
+_CAPACITY_RPS, _PROMPT_TOKENS, _OVERLOAD_S = 50, 200, 8.0
+MAX_GROWTH_MB = 32.0
+_STALL_STEP_S, _STALL_TOKENS = 0.02, 1000
+_REPEATS = 5
+_LAUNCH = "import sys; from baton.cli.launch import {0}; sys.exit({0}())"
+_MAX_WAIT = ("--max-queue-s", "0.4")
+_READY_S = 30.0
+
+Nodes = Callable[..., AbstractContextManager[None]]
+
+
+def throughput() -> list[Figure]:
+    """Messages and tokens a second, the gateway's and the bare server's in turn."""
+    figures = []
+    for front, words in FRONTS.items():
+        plan = Plan(front, "", NUM_STREAMS, rounds=_REPEATS + 1)
+        with bare(front) as floor, gateway() as through:
+            ceiling, found = load(plan, floor)[1:], load(plan, through[front])[1:]
+        most = max(_per_s(ceiling, "messages"))
+        for unit in ("messages", "tokens"):
+            samples = tuple(_per_s(found, unit))
+            name = f"{words}, {NUM_STREAMS} streams"
+            figures.append(
+                Figure(name, f"{unit}/s", samples, most, "bare messages/s", most * TARGET_SHARE)
+            )
+    return figures
+
+
+def _per_s(rounds: Sequence[Any], unit: str) -> list[float]:
+    for found in rounds:
+        if found["errors"]:
+            raise RuntimeError(f"streams failed: {found['errors']}")
+    return [found[unit] / found["seconds"] for found in rounds]
+
+
+def latency() -> list[Figure]:
+    """From an engine's step to the client, at half of what the gateway can do."""
+    figures = []
+    for front, words in FRONTS.items():
+        with gateway() as through:
+            most = max(
+                _per_s(load(Plan(front, "", NUM_STREAMS, rounds=3), through[front]), "tokens")
+            )
+        step_s = NUM_STREAMS / (most / 2)
+        plan = Plan(front, "", NUM_STREAMS, num_tokens=500, keeps_times=True)
+        with tempfile.TemporaryDirectory() as folder:
+            log = Path(folder) / "sent.json"
+            pace = ("--step-s", str(step_s), "--log", str(log))
+            with bare(front, *pace) as floor:
+                there = load(plan, floor)
+            floors_ms = _delays_ms(there, log)
+            with gateway(*pace) as through:
+                there = load(plan, through[front])
+            delays_ms = _delays_ms(there, log)
+        name = f"{words}: p99 from step to client, a step each {step_s * 1e3:.1f} ms"
+        p99 = _quantile(floors_ms, 0.99)
+        figures.append(
+            Figure(name, "ms", (_quantile(delays_ms, 0.99),), p99, "bare", p99 + TARGET_ADDED_MS)
+        )
+    return figures
+
+
+def stalled() -> list[Figure]:
+    """What streams that nobody reads cost the others, and the gateway in memory."""
+    figures = []
+    pace = ("--step-s", str(_STALL_STEP_S))
+    with gateway(*pace) as through:
+        pid = int(through["pid"])
+        gaps_ms, grown_mb = {}, {}
+        for num_stalled in (0, NUM_STALLED):
+            before_mb = _rss_mb(pid)
+            plan = Plan(
+                "sse",
+                "",
+                2 * NUM_STALLED,
+                num_tokens=_STALL_TOKENS,
+                num_stalled=num_stalled,
+                keeps_times=True,
+            )
+            gaps_ms[num_stalled] = _gaps_ms(load(plan, through["sse"]))
+            grown_mb[num_stalled] = _rss_mb(pid) - before_mb
+    name = f"SSE, {NUM_STALLED} of {2 * NUM_STALLED} streams stalled"
+    calm, stuck = (_quantile(gaps_ms[n], 0.99) for n in (0, NUM_STALLED))
+    figures.append(
+        Figure(f"{name}: TBT p99 of the others", "ms", (stuck,), calm, "none stalled", calm * 1.05)
+    )
+    figures.append(
+        Figure(f"{name}: growth of memory", "MB", (grown_mb[NUM_STALLED],), None, "", MAX_GROWTH_MB)
+    )
+    return figures
+
+
+def overload() -> list[Figure]:
+    """Goodput of a prefill engine of fixed speed, offered what it can do and far more."""
+    pace = ("--prefill-tokens-per-s", str(_CAPACITY_RPS * _PROMPT_TOKENS), "--step-s", "0.01")
+    figures = []
+    for front in FRONTS:
+        with gateway(*pace, options=_MAX_WAIT) as through:
+            figures += _offered(f"played nodes, {front}", front, through[front], _CAPACITY_RPS)
+    return figures
+
+
+def overload_cluster() -> list[Figure]:
+    """The same of real engines on these cores, whose speed is found out first."""
+    with gateway(options=_MAX_WAIT, nodes=_real_nodes) as through:
+        plan = Plan("sse", "", 8, num_tokens=20, rounds=4, prompt_tokens=_PROMPT_TOKENS)
+        seconds = [found["seconds"] for found in load(plan, through["sse"])[1:]]
+        capacity_rps = 8 / statistics.median(seconds)
+        return _offered("CPU engines, sse", "sse", through["sse"], capacity_rps)
+
+
+def _offered(what: str, front: str, address: str, capacity_rps: float) -> list[Figure]:
+    """Goodput and refusals at so many times the capacity."""
+    good_rps, refused_ms = {}, {}
+    for times in (0.8, 1.0, 2.0, 10.0):
+        plan = Plan(
+            front,
+            "",
+            num_tokens=20,
+            prompt_tokens=_PROMPT_TOKENS,
+            rate_per_s=times * capacity_rps,
+            duration_s=_OVERLOAD_S,
+            keeps_times=True,
+        )
+        streams = load(plan, address)[0]["streams"]
+        good_rps[times] = sum(map(_is_good, streams)) / _OVERLOAD_S
+        refused = [stream for stream in streams if stream["error"]]
+        refused_ms[times] = sorted((s["ended_s"] - s["sent_s"]) * 1e3 for s in refused)
+    peak = max(good_rps.values())
+    figures = []
+    for times, share in ((2.0, 0.9), (10.0, 0.8)):
+        name = f"{what}: goodput at {times:.0f}x of {capacity_rps:.0f} requests/s"
+        figures.append(
+            Figure(name, "requests/s", (good_rps[times],), peak, "the most seen", share * peak)
+        )
+        name = f"{what}: a refusal at {times:.0f}x, p99"
+        took_ms = _quantile(refused_ms[times], 0.99)
+        figures.append(Figure(name, "ms", (took_ms,), None, "", MAX_REFUSAL_MS))
+    return figures
+
+
+def _is_good(stream: Any) -> bool:
+    """It ended well, and began within the SLO."""
+    times_s = stream["times_s"]
+    return not stream["error"] and times_s[0] - stream["sent_s"] <= TTFT_SLO_S
+
+
+def _gaps_ms(rounds: Sequence[Any]) -> list[float]:
+    found = []
+    for stream in rounds[0]["streams"]:
+        times_s = stream["times_s"]
+        found += [(later - former) * 1e3 for former, later in pairwise(times_s)]
+    return sorted(found)
+
+
+def _rss_mb(pid: int) -> float:
+    """Resident memory now."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def _delays_ms(rounds: Sequence[Any], log: Path) -> list[float]:
+    """Of every token, when the client had it less when it went out."""
+    sent = json.loads(log.read_text())
+    found = []
+    for stream in rounds[0]["streams"]:
+        pairs = zip(sent[stream["request_id"]], stream["times_s"], strict=False)
+        found += [(came_s - sent_s) * 1e3 for sent_s, came_s in pairs]
+    return sorted(found)
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+# --- the processes --------------------------------------------------------------------------------
+
+
+def load(plan: Plan, address: str) -> list[Any]:
+    """What a generator with this plan saw, round by round."""
+    fields = asdict(plan) | {"address": address}
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "seen.json"
+        subprocess.run(
+            [sys.executable, "-m", "baton.bench.front_load", str(out)],
+            input=json.dumps(fields) + "\n",
+            text=True,
+            check=True,
+            env=os.environ | {"PYTHONSAFEPATH": "1"},
+        )
+        return list(json.loads(out.read_text()))
+
+
+@contextmanager
+def bare(front: str, *options: str) -> Iterator[str]:
+    """A server of the library alone; yields its address."""
+    with child("-m", "baton.bench.front_floor", front, *options) as line:
+        yield line.split()[-1]
+
+
+@contextmanager
+def _played_nodes(redis_url: str, *pace: str) -> Iterator[None]:
+    with child("-m", "baton.bench.fake_nodes", redis_url, *pace):
+        yield
+
+
+@contextmanager
+def _real_nodes(redis_url: str, *_: str) -> Iterator[None]:
+    """A prefill and a decode node with the demo model."""
+    here = ("--redis-url", redis_url, "--cluster", fake_nodes.CLUSTER, "--device", "cpu")
+    with (
+        child("-c", _LAUNCH.format("prefill"), *here),
+        child("-c", _LAUNCH.format("decode"), *here),
+    ):
+        yield
+
+
+@contextmanager
+def gateway(
+    *pace: str, options: Sequence[str] = (), nodes: Nodes = _played_nodes
+) -> Iterator[dict[str, str]]:
+    """A gateway with nodes of this pace behind it, ready; yields its address by front."""
+    ports = ("--grpc-port", "0", "--http-port", "0")
+    with RedisServer.start() as redis:
+        here = ("--redis-url", redis.url, "--cluster", fake_nodes.CLUSTER)
+        with (
+            nodes(redis.url, *pace),
+            child("-c", _LAUNCH.format("gateway"), *ports, *here, *options) as line,
+        ):
+            pid, *_, url, grpc_address = line.split()
+            _wait_ready(f"{url}/ready")
+            yield {"grpc": grpc_address, "sse": url.removeprefix("http://"), "pid": pid}
+
+
+def _wait_ready(url: str) -> None:
+    until_s = time.monotonic() + _READY_S
+    while True:
+        try:
+            with urllib.request.urlopen(url, timeout=1):
+                return
+        except urllib.error.HTTPError:
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(0.1)
+
+
+@contextmanager
+def child(*arguments: str) -> Iterator[str]:
+    """A Python process; yields its id and its `ready:` line."""
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | {"PYTHONSAFEPATH": "1"},
+        preexec_fn=dies_with_parent(signal.SIGTERM),
+    )
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            if line.startswith("ready: "):
+                break
+        else:
+            raise RuntimeError(f"{arguments} ended with code {process.wait()}")
+        yield f"{process.pid} {line.strip()}"
+    finally:
+        process.terminate()
+        process.wait()
+        process.stdout.close()
+
+
+PARTS: dict[str, Callable[[], list[Figure]]] = {
+    "throughput": throughput,
+    "latency": latency,
+    "stalled": stalled,
+    "overload": overload,
+    "overload_cluster": overload_cluster,
+}
+
+
+def main(wanted: Sequence[str]) -> int:
+    """Measure; only a whole run is written."""
+    where = machine()
+    measured = {}
+    for part in wanted or PARTS:
+        measured[part] = PARTS[part]()
+        print(f"{part}\n{table(measured[part])}\n", flush=True)
+    if not wanted:
+        write(ROOT / "bench" / "results" / "front.json", measured, where, "baton.bench.front")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,93 @@
+"""When requests come and how long they are: fixed before the first is sent, so that a slow system
+is sent no fewer (open loop).
+
+A prompt is told by its length and seeds: pieces with equal seeds have equal tokens, which is how a
+trace says that two prompts share a prefix.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+TRACE_PIECE_TOKENS = 512  # tokens behind one hash id of a Mooncake trace
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """`seeds[i]` draws tokens [i * piece_tokens, (i + 1) * piece_tokens)."""
+
+    num_tokens: int
+    seeds: tuple[int, ...]
+    piece_tokens: int
+
+    @classmethod
+    def drawn(cls, num_tokens: int, seed: int) -> Prompt:
+        """A prompt that shares nothing with those of other seeds."""
+        return cls(num_tokens, (seed,), num_tokens)
+
+    def token_ids(self, vocab_size: int) -> list[int]:
+        """Its tokens, of [3, vocab_size): special ids are low in most vocabularies."""
+        pieces = [
+            np.random.default_rng(seed).integers(3, vocab_size, self.piece_tokens)
+            for seed in self.seeds
+        ]
+        token_ids: list[int] = np.concatenate(pieces)[: self.num_tokens].tolist()
+        return token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request: due `at_s` after the start, one of a `group` that is reported together."""
+
+    at_s: float
+    prompt: Prompt
+    num_output_tokens: int
+    group: str
+
+
+def poisson(
+    rate_per_s: float,
+    duration_s: float,
+    *,
+    num_prompt_tokens: int,
+    num_output_tokens: int,
+    seed: int,
+    group: str,
+) -> list[Arrival]:
+    """Independent arrivals: exponential gaps with mean 1 / rate."""
+    rng = random.Random(seed)
+    arrivals: list[Arrival] = []
+    at_s = rng.expovariate(rate_per_s)
+    while at_s < duration_s:
+        prompt = Prompt.drawn(num_prompt_tokens, rng.getrandbits(63))
+        arrivals.append(Arrival(at_s, prompt, num_output_tokens, group))
+        at_s += rng.expovariate(rate_per_s)
+    return arrivals
+
+
+def from_trace(path: Path, duration_s: float, *, speed: float, max_tokens: int) -> list[Arrival]:
+    """A Mooncake trace's requests, `speed` times as fast; those that are too long are left out.
+
+    A hash id stands for 512 tokens; the trace gives no tokens, so they are drawn from it.
+    """
+    arrivals: list[Arrival] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        entry = json.loads(line)
+        at_s = entry["timestamp"] / 1e3 / speed
+        num_prompt, num_output = entry["input_length"], entry["output_length"]
+        if at_s >= duration_s or num_prompt + num_output > max_tokens:
+            continue
+        prompt = Prompt(num_prompt, tuple(entry["hash_ids"]), TRACE_PIECE_TOKENS)
+        arrivals.append(Arrival(at_s, prompt, num_output, "trace"))
+    return arrivals
+
+
+def deal(arrivals: Sequence[Arrival], num_hands: int) -> list[list[Arrival]]:
+    """The arrivals in turn to each of `num_hands` generators."""
+    return [list(arrivals[hand::num_hands]) for hand in range(num_hands)]

@@ -1,0 +1,66 @@
+"""Which driver goes with a target, and the one over Baton's own client.
+
+grpc://HOST:PORT       Baton's gateway, through its SDK
+http://HOST:PORT       any server of OpenAI's completions over HTTP  (openai_driver.py)
+nodes:REDIS_URL        Baton's engines without a gateway, dealt to in turn  (node_driver.py)
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
+
+from baton.client import AsyncClient
+from baton.core.errors import BatonError
+
+from .driver import Driver, DriverError
+
+
+class GrpcDriver:
+    """Over Baton's own client."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+
+    async def stream(self, prompt_ids: Sequence[int], num_tokens: int) -> AsyncIterator[int]:
+        generation = self._client.generate(
+            prompt_token_ids=prompt_ids, max_tokens=num_tokens, temperature=0.0, ignore_eos=True
+        )
+        async with aclosing(generation):
+            try:
+                async for chunk in generation:
+                    if chunk.token_ids:
+                        yield len(chunk.token_ids)
+            except BatonError as error:
+                raise DriverError(f"{error.code}: {error.message}") from error
+
+
+def connect(target: str, model: str = "", first: int = 0) -> AbstractAsyncContextManager[Driver]:
+    """The driver for `target`. `model`: the name to ask for where a server wants one.
+
+    `first`: which of several engines gets the first request, where the driver deals them.
+    """
+    kind, _, address = target.partition(":")
+    if kind == "grpc":
+        return _connect_grpc(address.removeprefix("//"))
+    if kind in ("http", "https"):
+        from .openai_driver import connect_openai  # aiohttp is not everybody's
+
+        return connect_openai(target, model)
+    if kind == "nodes":
+        from .node_driver import connect_nodes
+
+        return connect_nodes(address, first)
+    raise ValueError(f"{target}: a target is grpc://, http:// or nodes:")
+
+
+class _connect_grpc:
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    async def __aenter__(self) -> Driver:
+        self._client = AsyncClient(self._address)
+        return GrpcDriver(self._client)
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.close()

@@ -1,0 +1,26 @@
+"""The floor of TTFT under a load: the same arrivals through one server that does nothing else.
+
+    ttft[i] = max(arrival[i], end[i - 1]) + service[i] - arrival[i]        first come, first served
+
+`service` is the time of one prefill alone, measured on an idle engine. No prefill node that
+computes one prompt at a time can be faster; batching prompts gains nothing where one prompt already
+keeps the GPU's multipliers busy.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+
+def replay(
+    sent_s: Sequence[float], service_s: Sequence[float], num_servers: int = 1
+) -> list[float]:
+    """TTFT in seconds of each request; `sent_s` ascends."""
+    free_s = [0.0] * num_servers  # a heap
+    ttfts = []
+    for at_s, takes_s in zip(sent_s, service_s, strict=True):
+        begin_s = max(at_s, heapq.heappop(free_s))
+        heapq.heappush(free_s, begin_s + takes_s)
+        ttfts.append(begin_s + takes_s - at_s)
+    return ttfts

@@ -1,0 +1,130 @@
+"""Baton's engines without disaggregation: each request is prefilled and decoded by one of them.
+
+Speaks Node.Session to every engine that the directory names and deals requests to them in turn, as
+`WORK_LOCAL`. No gateway is in the way, so what is measured is the engines at their best: the same
+scheduler, chunked prefill, one message a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from typing import Any
+
+import grpc
+
+from baton.cluster.redis_directory import RedisDirectory
+from baton.cluster.secret import secret_metadata
+from baton.core.membership import Member
+from baton.core.request import Request, SamplingParams
+from baton.proto import codec
+from baton.proto.v1 import node_pb2, node_pb2_grpc
+
+from .driver import Driver, DriverError
+
+CLUSTER = "bench"
+_SECRET_VARIABLE = "BATON_CLUSTER_SECRET"  # not on a command line
+_DEADLINE_S = 600.0
+_OPTIONS = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
+
+
+class _Engine:
+    """One engine's stream."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._writing = asyncio.Lock()
+        self._queues: dict[str, asyncio.Queue[node_pb2.RequestOutput | None]] = {}
+
+    async def read(self) -> None:
+        """Sort outputs by request until the stream ends."""
+        try:
+            async for message in self._call:
+                for output in message.outputs.outputs:
+                    if queue := self._queues.get(output.request_id):
+                        queue.put_nowait(output)
+        finally:
+            for queue in self._queues.values():
+                queue.put_nowait(None)
+
+    async def stream(self, prompt_ids: Sequence[int], num_tokens: int) -> AsyncIterator[int]:
+        sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+        request = Request(secrets.token_hex(16), 0, tuple(prompt_ids), sampling)
+        queue = self._queues[request.request_id] = asyncio.Queue()
+        dispatch = codec.dispatch_to_wire(request, node_pb2.WORK_LOCAL, None, _DEADLINE_S)
+        is_over = False
+        try:
+            await self._send(node_pb2.GatewayMessage(dispatch=dispatch))
+            while not is_over:
+                output = await queue.get()
+                if output is None or output.HasField("error"):
+                    is_over = True
+                    raise DriverError("the engine is gone" if output is None else output.error.code)
+                is_over = bool(output.finish_reason)
+                if output.token_ids:
+                    yield len(output.token_ids)
+        finally:
+            del self._queues[request.request_id]
+            if not is_over:
+                cancel = node_pb2.Cancel(request_id=request.request_id)
+                await self._send(node_pb2.GatewayMessage(cancel=cancel))
+
+    async def _send(self, message: node_pb2.GatewayMessage) -> None:
+        async with self._writing:
+            await self._call.write(message)
+
+
+class NodeDriver:
+    """Deals requests to engines in turn."""
+
+    def __init__(self, engines: Sequence[_Engine], first: int) -> None:
+        self._turn = itertools.cycle([*engines[first:], *engines[:first]])
+
+    async def stream(self, prompt_ids: Sequence[int], num_tokens: int) -> AsyncIterator[int]:
+        async with aclosing(next(self._turn).stream(prompt_ids, num_tokens)) as counts:
+            async for count in counts:
+                yield count
+
+
+async def members(redis_url: str, num_engines: int = 1) -> tuple[Member, ...]:
+    """The cluster's engines, once there are so many."""
+    directory = RedisDirectory(redis_url, CLUSTER, os.environ.get(_SECRET_VARIABLE))
+    try:
+        async with aclosing(directory.watch()) as watch:  # type: ignore[type-var]
+            async for found in watch:
+                if len(found) >= num_engines:
+                    return tuple(found)
+        raise AssertionError("a watch does not end")
+    finally:
+        await directory.close()
+
+
+@asynccontextmanager
+async def connect_nodes(redis_url: str, first: int) -> AsyncIterator[Driver]:
+    """A driver over all engines that are in the directory now; its first request is number `first`.
+
+    Client processes begin with different engines: with few requests each, all get their share.
+    """
+    async with AsyncExitStack() as stack:
+        engines, readers = [], []
+        for member in await members(redis_url):
+            channel = await stack.enter_async_context(
+                grpc.aio.insecure_channel(member.address, _OPTIONS)
+            )
+            metadata = (
+                ("baton-engine", member.incarnation),
+                *secret_metadata(os.environ.get(_SECRET_VARIABLE)),
+            )
+            engine = _Engine(node_pb2_grpc.NodeStub(channel).Session(metadata=metadata))
+            engines.append(engine)
+            readers.append(asyncio.create_task(engine.read()))
+        try:
+            yield NodeDriver(engines, first % len(engines))
+        finally:
+            for reader in readers:
+                reader.cancel()
+            await asyncio.gather(*readers, return_exceptions=True)

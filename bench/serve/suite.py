@@ -1,0 +1,175 @@
+"""The whole comparison on two GPUs, part by part into one file of results.
+
+python -m baton.bench.serve.suite --parts PART[,PART...] [--out FOLDER] [flags of an engine]
+
+    alone      an engine in this process: what one prefill takes, the floor of all below
+    system     one deployment (prefill GPU 0, decode GPU 1): idle latencies, running streams alone,
+               running streams while prompts of 8192 tokens arrive
+    mixed      the same two GPUs, each prefilling and decoding: running streams, and the same load
+
+Parts that run later add to serve.json and use what earlier ones found in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from baton.core import flags
+from baton.core.config import EngineConfig, NodeConfig, UpConfig
+
+from ..figures import commit, machine
+from ..gpu_shapes import SHAPES
+from . import idle, load, plots, records, report, systems
+from .workloads import BACKGROUND, DEFAULT_SHAPE, PROBE, Shape, make_workload
+
+_SLO = report.Slo(ttft_s=0.5, tbt_s=0.05)
+_GENERATORS = 4
+
+
+class Suite:
+    """The results so far, and where they go."""
+
+    def __init__(self, arguments: argparse.Namespace, argv: Sequence[str]) -> None:
+        self._arguments = arguments
+        self._folder: Path = arguments.out
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._path = self._folder / "serve.json"
+        self._lengths = tuple(map(int, arguments.lengths.split(",")))
+        shape = SHAPES[arguments.shape]
+        model = shape.write_config(Path(tempfile.mkdtemp(prefix="baton-shape-")))
+        self._vocab_size = shape.vocab
+        arguments.model, arguments.load_format = str(model), "dummy"
+        self._engine = flags.parse(EngineConfig, arguments)
+        self._results = json.loads(self._path.read_text()) if self._path.exists() else {}
+        self._results.setdefault("runs", []).append(
+            {
+                "commit": arguments.commit or commit(),
+                "command": f"python -m baton.bench.serve.suite {' '.join(argv)}",
+                "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
+                "machine": machine(),
+            }
+        )
+
+    def run(self, part: str) -> None:
+        """One part; what it finds is written at once."""
+        {"alone": self._alone, "system": self._system, "mixed": self._mixed}[part]()
+
+    def _save(self, name: str, found: Any) -> None:
+        self._results[self._arguments.label + name] = found
+        self._path.write_text(json.dumps(self._results, indent=1) + "\n")
+
+    def _alone(self) -> None:
+        repeats = self._arguments.idle_repeats
+        found = idle.measure_engine(self._engine, self._lengths, repeats)
+        for length, samples in found.items():
+            times_ms = sorted(round(one.ttft_s * 1e3, 2) for one in samples)
+            print(f"engine alone, {length} tokens: TTFT {times_ms} ms", flush=True)
+        self._save("alone", {n: [[s.ttft_s, s.gap_s] for s in ss] for n, ss in found.items()})
+
+    def _system(self) -> None:
+        up = flags.parse(UpConfig, self._arguments)
+        node = flags.parse(NodeConfig, self._arguments)
+        with systems.disaggregated(self._engine, up, node) as target:
+            self._idle(target)
+            self._streams("", target)
+
+    def _idle(self, target: str) -> None:
+        if not self._arguments.idle_repeats:
+            return
+        address = target.removeprefix("grpc://")
+        repeats = self._arguments.idle_repeats
+        through = idle.measure_system(address, self._lengths, repeats, self._vocab_size)
+        compared = idle.compare(self._known_alone(), through)
+        # Begun anew, a stream finds its prompt in the cache: what that takes, for the FIFO replay.
+        length = DEFAULT_SHAPE.stream_prompt_tokens
+        again = idle.measure_again(address, length, repeats, self._vocab_size)
+        compared[f"{length} again"] = idle.compare({}, {0: again})["0"]
+        print(json.dumps(compared, indent=1), flush=True)
+        self._save("idle", compared)
+
+    def _known_alone(self) -> dict[int, list[idle.Alone]]:
+        known = self._results.get("alone", {})
+        return {int(n): [idle.Alone(*pair) for pair in pairs] for n, pairs in known.items()}
+
+    def _mixed(self) -> None:
+        gpus = [self._arguments.prefill_gpus, self._arguments.decode_gpus]
+        with systems.mixed(self._engine, ",".join(filter(None, gpus)) or None, 2) as target:
+            self._streams("mixed ", target)
+
+    def _streams(self, prefix: str, target: str) -> None:
+        """Running streams alone, then with prompts arriving; both in one page of plots."""
+        arguments, runs, tables = self._arguments, {}, []
+        for mix, duration_s in (
+            ("streams", arguments.idle_s),
+            ("streams+8k", arguments.load_s),
+        ):
+            if not duration_s:
+                continue
+            shape = Shape(
+                rate_per_s=arguments.rate, duration_s=duration_s, warmup_s=arguments.warmup_s
+            )
+            found = load.apply(
+                make_workload(mix, shape),
+                target,
+                vocab_size=self._vocab_size,
+                num_generators=_GENERATORS,
+            )
+            window = report.Window(shape.warmup_s, shape.duration_s)
+            summary = report.summarise(found, window, _SLO, self._prefill_s())
+            name = f"{prefix}{mix}"
+            tables.append(f"{arguments.label}{name}\n{report.table(summary)}")
+            print(tables[-1], flush=True)
+            records.save(self._folder / f"{_file_name(arguments.label + name)}.npz", found)
+            self._save(name, summary)
+            runs[name] = (found, window)
+        if runs:
+            title = f"{arguments.shape}, {arguments.label}{prefix or 'disaggregated'}"
+            page = self._folder / f"{_file_name(title)}.html"
+            plots.write(page, title, runs, "\n\n".join(tables))
+
+    def _prefill_s(self) -> dict[str, float]:
+        """By group, what a prefill alone takes; empty while that is unknown."""
+        alone = self._known_alone().get(DEFAULT_SHAPE.num_prompt_tokens)
+        idle_times = self._results.get(self._arguments.label + "idle") or self._results.get("idle")
+        if not alone or not idle_times:
+            return {}
+        ordered = sorted(one.ttft_s for one in alone)
+        again_ms = idle_times[f"{DEFAULT_SHAPE.stream_prompt_tokens} again"]["prefill_ms"]
+        return {PROBE: ordered[len(ordered) // 2], BACKGROUND: again_ms / 1e3}
+
+
+def _file_name(text: str) -> str:
+    return "".join(c if c.isalnum() else "-" for c in text).strip("-")
+
+
+def main(argv: list[str]) -> int:
+    """Run the parts in order."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parts", required=True)
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
+    parser.add_argument("--lengths", default="1024,8192,32768", help="of prompts, when idle")
+    parser.add_argument("--idle-repeats", type=int, default=8)
+    parser.add_argument("--rate", type=float, default=3.7)
+    parser.add_argument("--idle-s", type=float, default=20.0, help="running streams alone")
+    parser.add_argument("--load-s", type=float, default=60.0, help="with prompts arriving")
+    parser.add_argument("--warmup-s", type=float, default=5.0)
+    parser.add_argument("--label", default="", help="before the names of what is found")
+    parser.add_argument("--commit", help="what is measured, where git does not know")
+    parser.add_argument("--out", type=Path, default=Path("serve-results"))
+    flags.add_flags(parser, EngineConfig, NodeConfig, UpConfig)
+    arguments = parser.parse_args(argv)
+    suite = Suite(arguments, argv)
+    for part in arguments.parts.split(","):
+        suite.run(part)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
