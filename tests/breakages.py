@@ -1,4 +1,4 @@
-"""The faults, each as a small function: it starts requests on a scene and breaks something.
+"""The faults of processes: each a small function that starts requests and breaks something.
 
 A fault asserts only what is its own: how fast it was told, or freed. What becomes of the streams is
 the scene's to check.
@@ -7,19 +7,23 @@ the scene's to check.
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import socket
 import time
 from collections.abc import Callable
 from typing import Any
 
+import grpc
 from fault_cluster import CHUNK_TOKENS
 from faults import BLOCK_SIZE, Ledger, Scene, until
-from node_driver import health, session
+from node_driver import SECRET, NodeProcess, health, session
 
-from baton.core.errors import Cancelled, Unavailable
+from baton.cluster.secret import secret_metadata
+from baton.core.constraint import Constraint, ConstraintKind
+from baton.core.errors import Cancelled, EngineFailed, Unavailable
 from baton.core.request import Request, SamplingParams, Ticket
-from baton.proto.v1 import node_pb2
+from baton.proto.v1 import handoff_pb2, handoff_pb2_grpc, node_pb2
 
 NUM_CHUNKS = 8
 LONG = NUM_CHUNKS * CHUNK_TOKENS  # a prompt of about 100 ms
@@ -113,6 +117,33 @@ async def kill_decode_at_token(token: int, part: str, scene: Scene, num_left: in
         name = await scene.holder_of("decode", stream)
     await stream.reached(token)
     scene.kill(name, part)
+
+
+async def kill_decode_of_a_constrained(scene: Scene) -> None:
+    """Nothing of its grammar's state was anywhere else: it is followed anew from the tokens."""
+    schema = json.dumps({"type": "array", "items": {"enum": [True, "x"]}, "minItems": 60})
+    constraint = Constraint(ConstraintKind.JSON_SCHEMA, schema)
+    name = None
+    while name is None:
+        stream = scene.ask(60, 48, constraint=constraint, ignore_eos=False, temperature=1.0, seed=5)
+        scene.ask(60, 48)
+        await stream.reached(1)
+        name = await scene.holder_of("decode", stream)
+    await stream.reached(9)
+    scene.kill(name, "node")
+
+
+async def kill_engines_under_one_request(scene: Scene) -> None:
+    """It may be what kills them: it is not tried on a third. Its neighbours live through one."""
+    stream = scene.ask(num_tokens=1000, expected_error=EngineFailed)
+    for num_tokens in (5, 25):
+        await stream.reached(num_tokens)
+        name = await scene.holder_of("decode", stream)
+        assert name is not None
+        neighbour = scene.ask()
+        scene.kill(name, "engine")
+        await neighbour.end()
+    await stream.end()
 
 
 async def kill_both_decodes(scene: Scene) -> None:
@@ -257,7 +288,7 @@ async def take_ports(scene: Scene) -> None:
         port = str(taken.getsockname()[1])
         began_s = time.monotonic()
         started = [
-            scene.cluster.launch("gateway-9", "--grpc-port", port),
+            scene.cluster.launch("gateway-9", "--grpc-port", port, "--http-port", "0"),
             scene.cluster.launch("decode-9", "--port", port),
         ]
         for process in started:
@@ -266,41 +297,65 @@ async def take_ports(scene: Scene) -> None:
     print(f"F34: both ended in {time.monotonic() - began_s:.1f} s")
 
 
-async def join_with_another_block_size(scene: Scene) -> None:
-    """F42: refused by the field's name; the other pairs serve."""
-    stranger = scene.cluster.launch("prefill-9", "--block-size", "8", "--num-kv-blocks", "200")
+MISFITS = (  # name, flags, the field and both sides' values, whichever side says it
+    ("prefill-8", ("--dtype", "bfloat16"), ("dtype: ", "'float32' ", "'bfloat16' ")),
+    ("decode-9", ("--seed", "7"), ("model: ", " here", " there")),
+)
+
+
+async def join_with_other_makes(scene: Scene) -> None:
+    """F42: KV of another type, of other weights, in other blocks; the other pairs serve."""
+    processes = scene.cluster.processes
+    misfits = {name: scene.cluster.launch(name, *flags) for name, flags, _ in MISFITS}
     try:
-        await asyncio.to_thread(lambda: stranger.address)
+        await asyncio.to_thread(lambda: [process.address for process in misfits.values()])
 
-        async def is_refused() -> bool:
-            words = "block_size: '16' here, '8' there"
-            said = [line for name in DECODES for line in scene.cluster.processes[name].said]
-            return sum(words in line for line in said) >= 2
+        async def are_refused() -> bool:
+            return all(
+                _has_said(puller, f"not linked to {source} ", *words)
+                for name, _, words in MISFITS
+                for puller, source in (
+                    [(misfits[name], source) for source in PREFILLS]
+                    if name.startswith("decode")
+                    else [(processes[puller], name) for puller in DECODES]
+                )
+            )
 
-        await until(is_refused, timeout_s=1.0)
-        streams = [scene.ask() for _ in range(3)]
+        await until(are_refused, timeout_s=1.0)
+        await _greet_as_another_make(scene)
+        streams = [scene.ask() for _ in range(6)]
         for stream in streams:
             await stream.end()
-            assert stream.result.prefill_node in PREFILLS
+            result = stream.result
+            assert (result.prefill_node in PREFILLS, result.decode_node in DECODES) == (True, True)
+        for name in DECODES:
+            assert set((await scene.ledger(name))["peers"].values()) == {"ready"}
+            assert len((await scene.ledger(name))["peers"]) == len(PREFILLS)
     finally:
-        stranger.end(signal.SIGINT)
+        for process in misfits.values():
+            process.process.send_signal(signal.SIGINT)
+        for process in misfits.values():
+            process.wait()
 
 
-# --- F28, F29: no memory ------------------------------------------------------------------------
+def _has_said(process: NodeProcess, *words: str) -> bool:
+    return any(all(word in line for word in words) for line in process.said)
 
 
-async def ask_for_more_than_fits(scene: Scene) -> None:
-    """F28: eight requests of 29 blocks for two pools of 98: they queue, and all end."""
-    for _ in range(8):
-        scene.ask(420, 16)
-
-
-async def stop_the_pulls(scene: Scene) -> None:
-    """F29: finished prompts fill the credit of the prefill nodes; nobody fetches them."""
-    with scene.stopped("decode-0", "engine"), scene.stopped("decode-1", "engine"):
-        streams = [scene.ask(420) for _ in range(6)]
-        await asyncio.gather(*(stream.reached(1) for stream in streams[:2]))
-        began_s = time.monotonic()
-        await scene.wait_idle(*PREFILLS)
-        took_s = time.monotonic() - began_s
-    print(f"F29: blocks back after {took_s:.1f} s")
+async def _greet_as_another_make(scene: Scene) -> None:
+    """A puller that is refused is told so in gRPC's terms."""
+    source, puller = scene.incarnation("prefill-0"), "e" * 32
+    metadata = (("baton-source", source), ("baton-puller", puller), *secret_metadata(SECRET))
+    hello = handoff_pb2.Hello(incarnation=puller, protocol=1, fingerprint={"block_size": "8"})
+    async with grpc.aio.insecure_channel(scene.cluster.processes["prefill-0"].address) as channel:
+        call = handoff_pb2_grpc.HandoffStub(channel).Link(metadata=metadata)
+        await call.write(handoff_pb2.PeerMessage(hello=hello))
+        assert (await call.read()).HasField("hello")
+        try:
+            await call.read()
+        except grpc.aio.AioRpcError as error:
+            assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+            assert error.details() == "block_size: '16' here, '8' there"
+            assert [*error.trailing_metadata()] == [("baton-error-code", "fingerprint_mismatch")]
+        else:
+            raise AssertionError("a puller of another make is listened to")

@@ -1,5 +1,8 @@
 """Shared by all tests: puts this folder on the path, so that tests can import `fakes`.
 
+pytest compiles the asserts of test modules into conditions that hold under `python -O` too; here it
+is asked to do the same for the modules that they share, before any is imported.
+
 Without a GPU the Triton kernels run in Triton's interpreter, which is chosen at its first import:
 here, before any test module can import it.
 """
@@ -7,13 +10,34 @@ here, before any test module can import it.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
+# A shell lets its background jobs ignore Ctrl-C, and what they start inherits that; tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+pytest.register_assert_rewrite(
+    "bad_input",
+    "fakes",
+    *{path.stem for path in HERE.rglob("*.py") if not path.stem.startswith(("test_", "conftest"))},
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("fault sweep")
+    group.addoption("--fault-streams", type=int, default=1000, help="streams that it runs")
+    group.addoption("--fault-seed", type=int, default=1, help="of what is broken, and when")
+    group.addoption("--fault-out", type=Path, help="write its figures to this file")
+    group = parser.getgroup("bad input")
+    group.addoption("--bad-input-requests", type=int, default=1_000_000, help="mutated requests")
+    group.addoption("--bad-input-seed", type=int, default=1, help="of how they are mutated")
 
 
 def _repair_interpreter() -> None:

@@ -22,6 +22,7 @@ import grpc
 
 from baton.cli.deployment import Deployment
 from baton.cluster.secret import secret_metadata
+from baton.cluster.tls import role_name
 from baton.core.config import EngineConfig, GatewayConfig, NodeConfig, UpConfig
 from baton.proto.v1 import node_pb2, node_pb2_grpc
 
@@ -54,11 +55,21 @@ class Running:
         metadata = secret_metadata(self.deployment.cluster.cluster_secret)
         found = {}
         for name, address in self.node_addresses().items():
-            with grpc.insecure_channel(address) as channel:
+            with self._channel_to(name.partition("-")[0], address) as channel:
                 stub = node_pb2_grpc.NodeStub(channel)
                 answer = stub.GetLedger(node_pb2.GetLedgerRequest(), metadata=metadata, timeout=5)
             found[name] = [json.loads(text) for text in answer.ledgers]
         return found
+
+    def _channel_to(self, role: str, address: str) -> grpc.Channel:
+        """As a gateway speaks to a node."""
+        if self.deployment.up.certs is None:
+            return grpc.insecure_channel(address)
+        folder = Path(self.deployment.up.certs)
+        names = ("ca.crt", "gateway.key", "gateway.crt")
+        credentials = grpc.ssl_channel_credentials(*((folder / n).read_bytes() for n in names))
+        options = (("grpc.ssl_target_name_override", role_name(role)),)
+        return grpc.secure_channel(address, credentials, options)
 
     def wait_idle(self, timeout_s: float = 5.0) -> dict[str, list[dict[str, Any]]]:
         """Wait until no node holds a block for anybody; fails with the ledgers otherwise."""
@@ -103,7 +114,7 @@ def running(
         up or UpConfig(),
         engine,
         node or NodeConfig(),
-        gateway or GatewayConfig(grpc_port=0, model=engine.model),
+        gateway or GatewayConfig(grpc_port=0, http_port=0, model=engine.model),
         lambda name, line: lines.append(f"{name} | {line}"),
     )
     try:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from checkpoints import write_byte_tokenizer
 from node_driver import NodeProcess, launch_program
@@ -19,7 +20,7 @@ from node_driver import NodeProcess, launch_program
 from baton.cluster.redis_server import RedisServer
 
 CHUNK_TOKENS = 64  # a step of about 10 ms: long enough to look between two
-MODEL = {
+MODEL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 320,
     "hidden_size": 256,
@@ -31,6 +32,7 @@ MODEL = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
     "initializer_range": 0.1,
+    "eos_token_id": 2,  # constraints end with it; the other streams ignore it
 }
 
 
@@ -45,10 +47,11 @@ def write_model(folder: Path) -> Path:
 class Cluster:
     """The processes. Names are `gateway-0`, `prefill-0`, `decode-1` and so on.
 
-    `flags` are those of each role, `incarnations` all engines that were ever seen.
+    `flags` are those of each role, `incarnations` all engines that were ever seen. What is named
+    `...-1` runs under `python -O`: no fault may need an assert of ours to end well.
     """
 
-    redis_url: str
+    redis: RedisServer
     model_dir: Path
     flags: dict[str, tuple[str, ...]]
     processes: dict[str, NodeProcess] = field(default_factory=dict)
@@ -60,11 +63,12 @@ class Cluster:
         role = name.partition("-")[0]
         own = ["--model", str(self.model_dir), *self.flags.get(name, ())]
         if role == "gateway":
-            own += ["--grpc-port", "0"]
+            own += ["--grpc-port", "0", "--http-port", "0"]
         else:
             own += ["--load-format", "dummy", "--name", name]
             own += ["--max-num-batched-tokens", str(CHUNK_TOKENS), *self.flags.get("node", ())]
-        return launch_program(role, self.redis_url, *own, *flags)
+        optimized = {"PYTHONOPTIMIZE": "1"} if name.endswith("-1") else {}
+        return launch_program(role, self.redis.url, *own, *flags, environment=optimized)
 
     def start(self, name: str) -> None:
         """Start, or start again, one process; it is not ready yet."""
@@ -123,7 +127,7 @@ def cluster(model_dir: Path, *names: str, **flags: tuple[str, ...]) -> Iterator[
     """Processes with these names; `flags` by a process's name, or `node` for all nodes."""
     with RedisServer.start() as redis:
         by_name = {name.replace("_", "-"): value for name, value in flags.items()}
-        running = Cluster(redis.url, model_dir, by_name)
+        running = Cluster(redis, model_dir, by_name)
         try:
             for name in names:
                 running.start(name)

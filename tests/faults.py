@@ -20,12 +20,13 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import grpc
-from fault_cluster import Cluster
+import torch
+from fault_cluster import MODEL, Cluster
 from node_driver import SECRET, abstract_sockets, is_idle
 
 from baton.client import AsyncClient, Result
@@ -34,20 +35,24 @@ from baton.cluster.secret import secret_metadata
 from baton.core.config import EngineConfig
 from baton.core.errors import BatonError
 from baton.core.request import Request, SamplingParams
+from baton.core.sampling import token_key
 from baton.core.timeline import Event
 from baton.engine.local import LocalEngine
 from baton.engine.runner import ModelRunner
+from baton.kernels.sampling import as_signed, filter_logits, gumbel_noise
 from baton.proto.v1 import node_pb2, node_pb2_grpc
 
 BLOCK_SIZE = 16
 PATIENCE_S = 40.0
+NEAR_TIE = 1e-4  # of two scores: a hundred times what rounding moves one
+VOCAB_SIZE: int = MODEL["vocab_size"]
 SPARE_FDS = 10  # connections come and go, and are closed at leisure
 
 Ledger = dict[str, Any]
 
 
 class Reference:
-    """What one process alone gives: greedy, float32."""
+    """What one process alone gives, in float32."""
 
     def __init__(self, model_dir: Path) -> None:
         config = EngineConfig(
@@ -58,27 +63,77 @@ class Reference:
 
     def tokens(self, streams: Sequence[Stream]) -> list[list[int]]:
         """What each stream should bring; of one that ends by an error, what it has brought."""
-        requests = [
-            Request(
-                f"{random.getrandbits(128):032x}",
-                0,
-                stream.prompt,
-                SamplingParams(max_tokens=stream.num_due, temperature=0.0, ignore_eos=True),
-            )
-            for stream in streams
-        ]
+        requests = [self._request(stream) for stream in streams]
         outputs = self._local.generate(requests)
         return [outputs[request.key] for request in requests]
+
+    def num_near_ties(self, stream: Stream, expected: list[int]) -> int:
+        """Fail unless the stream brought what it should; returns how often it took an equal token.
+
+        Batches of other shapes round otherwise: a score moves by about 1e-6, and once in 100,000
+        tokens or so that exchanges the best two. What follows is then what follows the stream's own
+        token. Any other difference fails.
+        """
+        num_ties = 0
+        while stream.tokens != (wanted := expected[: len(stream.tokens)]):
+            index = next(i for i, token in enumerate(wanted) if token != stream.tokens[i])
+            margin = self.margin(stream, index)
+            assert margin < NEAR_TIE, (
+                f"token {index} is behind by {margin:.1e}\n got {stream.tokens}\nwant {expected}"
+            )
+            print(f"near-tie: token {index} is behind by {margin:.1e}")
+            num_ties += 1
+            expected = [*stream.tokens[: index + 1], *self.rest(stream, index + 1)]
+        return num_ties
+
+    def margin(self, stream: Stream, index: int) -> float:
+        """How far the score of the stream's token lies below the best one."""
+        sampling = replace(stream.sampling, max_tokens=index + 1, logprobs=VOCAB_SIZE)
+        request = replace(self._request(stream, index), sampling=sampling)
+        self._local.engine.add(request)
+        while not (tokens := self._local.engine.step().tokens):
+            pass
+        logits = torch.full((1, VOCAB_SIZE), -torch.inf)
+        for token_id, logprob in tokens[0].top:
+            logits[0, token_id] = logprob
+        if not sampling.is_greedy:
+            key = token_key(sampling.seed, 0, len(stream.prompt) + index)
+            logits = filter_logits(
+                logits / sampling.temperature,
+                torch.tensor([VOCAB_SIZE]),
+                torch.tensor([sampling.top_p]),
+            ) + gumbel_noise(torch.tensor([as_signed(key)]), VOCAB_SIZE)
+        return float(logits.max() - logits[0, stream.tokens[index]])
+
+    def rest(self, stream: Stream, num_known: int) -> list[int]:
+        """What should follow the stream's first tokens."""
+        if num_known == stream.num_due:
+            return []
+        request = self._request(stream, num_known)
+        return self._local.generate([request])[request.key]
+
+    def _request(self, stream: Stream, num_known: int = 0) -> Request:
+        return Request(
+            f"{random.getrandbits(128):032x}",
+            0,
+            stream.prompt,
+            replace(stream.sampling, max_tokens=stream.num_due),
+            tuple(stream.tokens[:num_known]),
+        )
 
 
 @dataclass
 class Stream:
-    """One request as its client sees it."""
+    """One request as its client sees it.
+
+    `expected_error` must come. With `may_fail` any typed error may.
+    """
 
     prompt: tuple[int, ...]
-    num_tokens: int
+    sampling: SamplingParams
     generation: AsyncGeneration
     expected_error: type[BatonError] | None = None
+    may_fail: bool = False
     tokens: list[int] = field(default_factory=list)
     error: BatonError | None = None
     reading: asyncio.Task[None] | None = None
@@ -100,7 +155,9 @@ class Stream:
     @property
     def num_due(self) -> int:
         """Tokens to compare with the reference; at least one, as a reference is a request too."""
-        return self.num_tokens if self.expected_error is None else max(1, len(self.tokens))
+        if self.expected_error is None:
+            return self.sampling.max_tokens
+        return max(1, len(self.tokens))
 
     @property
     def result(self) -> Result:
@@ -132,6 +189,7 @@ class Scene:
         self.cluster = cluster
         self.reference = reference
         self.streams: list[Stream] = []
+        self.num_near_ties = 0
         self.broken_s = 0.0  # when the fault happened, unix seconds
         self.names: dict[str, str] = {}  # of nodes, by incarnation
         self._clients: dict[str, AsyncClient] = {}  # by address
@@ -185,15 +243,26 @@ class Scene:
         num_prompt_tokens: int = 100,
         num_tokens: int = 24,
         *,
+        prompt: tuple[int, ...] | None = None,
+        client: AsyncClient | None = None,
         gateway: str = "gateway-0",
         expected_error: type[BatonError] | None = None,
+        may_fail: bool = False,
+        timeout_s: float | None = None,
+        **sampling: Any,
     ) -> Stream:
-        """Start a request with a prompt that nobody has seen."""
-        prompt = tuple(random.choices(range(3, 320), k=num_prompt_tokens))
-        generation = self.client(gateway).generate(
-            prompt_token_ids=prompt, max_tokens=num_tokens, temperature=0.0, ignore_eos=True
+        """Start a request: greedy if nothing else is said, with a prompt that nobody has seen."""
+        if prompt is None:
+            prompt = tuple(random.choices(range(3, 320), k=num_prompt_tokens))
+        settings = {"max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True} | sampling
+        said = dict(settings)
+        if constraint := said.pop("constraint", None):
+            said[constraint.kind.value] = constraint.source
+        generation = (client or self.client(gateway)).generate(
+            prompt_token_ids=prompt, timeout_s=timeout_s, **said
         )
-        stream = Stream(prompt, num_tokens, generation, expected_error)
+        params = SamplingParams(**settings)
+        stream = Stream(prompt, params, generation, expected_error, may_fail)
         stream.reading = asyncio.create_task(stream.read())
         self.streams.append(stream)
         return stream
@@ -242,7 +311,9 @@ class Scene:
         """The node that runs a request whose first token has come."""
         name = f"{stream.generation.id}/"
         return await self.holder_during(
-            stream, role, lambda ledger: any(key.startswith(name) for key in ledger["requests"])
+            stream,
+            role,
+            lambda ledger: any(key.startswith(name) for key in ledger.get("requests", ())),
         )
 
     # --- healing and checking ---------------------------------------------------------------------
@@ -296,7 +367,8 @@ class Scene:
         computing = asyncio.to_thread(self.reference.tokens, self.streams)
         references, _ = await asyncio.gather(computing, self.heal())
         for stream, expected in zip(self.streams, references, strict=True):
-            _check_stream(stream, expected)
+            _check_stream(stream, len(expected))
+            self.num_near_ties += self.reference.num_near_ties(stream, expected)
         await self.wait_idle()  # O3
         await self._check_leftovers()
 
@@ -327,10 +399,12 @@ async def until(holds: Callable[[], Awaitable[bool]], timeout_s: float = PATIENC
             await asyncio.sleep(0.005)
 
 
-def _check_stream(stream: Stream, expected: list[int]) -> None:
-    """O2 and O5: what was streamed is the reference, and all of it unless an error says why."""
-    assert stream.tokens == expected[: len(stream.tokens)]
-    if stream.expected_error is None:
-        assert list(stream.result.token_ids) == expected
-    else:
+def _check_stream(stream: Stream, num_tokens: int) -> None:
+    """O2 and O5: all tokens came, unless an error says why not."""
+    if stream.expected_error is not None:
         assert isinstance(stream.error, stream.expected_error) and stream.error.message
+    elif stream.may_fail and stream.error is not None:
+        assert type(stream.error) is not BatonError and stream.error.message
+    else:
+        assert list(stream.result.token_ids) == stream.tokens
+        assert len(stream.tokens) == num_tokens

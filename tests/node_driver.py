@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -84,18 +84,36 @@ def launch(role: Role, redis_url: str, *flags: str) -> NodeProcess:
     return launch_program(role.value, redis_url, *flags)
 
 
-def launch_program(name: str, redis_url: str, *flags: str) -> NodeProcess:
-    """Start what the console script launch_`name` starts."""
+def launch_program(
+    name: str,
+    redis_url: str,
+    *flags: str,
+    environment: Mapping[str, str] | None = None,
+    inside: str = "",
+) -> NodeProcess:
+    """Start what the console script launch_`name` starts; `inside` of a network namespace."""
+    prefix = ["ip", "netns", "exec", inside] if inside else []
     program = f"import sys; from baton.cli.launch import {name} as run; sys.exit(run())"
     process = subprocess.Popen(
-        [sys.executable, "-c", program, "--redis-url", redis_url, "--cluster", CLUSTER, *flags],
+        [
+            *prefix,
+            sys.executable,
+            "-c",
+            program,
+            "--redis-url",
+            redis_url,
+            "--cluster",
+            CLUSTER,
+            *flags,
+        ],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env=os.environ
         | {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "BATON_CLUSTER_SECRET": SECRET}
-        | {MARK: OUR_MARK},
+        | {MARK: OUR_MARK}
+        | dict(environment or {}),
         start_new_session=True,  # a Ctrl-C on the tests is not one on the node
     )
     return NodeProcess(name, process)

@@ -35,6 +35,7 @@ from baton.kv_transfer.events import (
     Tick,
     WindowOpened,
 )
+from baton.kv_transfer.head_ranges import BlockCut
 from baton.kv_transfer.messages import Attach, HandoffState, Manifest, Renew
 from baton.kv_transfer.pool_address import PoolDescription
 from baton.kv_transfer.puller import Puller
@@ -171,7 +172,7 @@ class _RewrittenBefore:
     def __init__(self, pool: HostPool, block_id: int) -> None:
         self._pool = pool
         self._block_id = block_id
-        self._data = np.zeros(pool.block_bytes // 8, dtype=np.uint64)
+        self._data = np.zeros((1, pool.block_bytes // 8), dtype=np.uint64)
 
     def __setitem__(self, key: Any, source: Any) -> None:
         self._pool.generations.bump([self._block_id])
@@ -185,7 +186,8 @@ class _RewrittenBefore:
 def shm_rejects_what_is_rewritten_under_it() -> None:
     pool = HostPool("5" * 32, num_blocks=4, block_bytes=64)
     fds = (pool.fd, pool.generations.fd)
-    mapping = _SourceMapping(PoolDescription(pool.incarnation, 64, 4), fds)
+    whole = BlockCut.of(None, 1, 64)
+    mapping = _SourceMapping(PoolDescription(pool.incarnation, 64, 4), fds, whole)
     try:
         ref = BlockRef(0, 2, pool.generations.read(2), None)
         outcome = mapping.copy(BlockPair(ref, 3), {3: _RewrittenBefore(pool, 2)})  # type: ignore[arg-type]

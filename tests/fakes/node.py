@@ -8,6 +8,7 @@ gateway sent is kept for the test to look at; `silence` and `kill` play a sick n
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from baton.core.membership import Member, Role
 from baton.core.request import FinishReason, Request
 from baton.core.timeline import Event, Stamp
 from baton.proto import codec
-from baton.proto.v1 import node_pb2, node_pb2_grpc
+from baton.proto.v1 import common_pb2, node_pb2, node_pb2_grpc
 
 HEARTBEAT_S = 0.05
 
@@ -29,6 +30,13 @@ HEARTBEAT_S = 0.05
 def token_at(prompt: Sequence[int], index: int) -> int:
     """The formula: letters that depend on the prompt and the position, as a model's tokens do."""
     return ord("a") + (sum(prompt) + 7 * index) % 26
+
+
+def _scores(num_best: int) -> common_pb2.TokenLogprobs:
+    """All tokens are as likely as the first ones."""
+    return common_pb2.TokenLogprobs(
+        logprob=-1.0, top_ids=range(num_best), top_logprobs=[-1.0] * num_best
+    )
 
 
 def expected_text(prompt: str, max_tokens: int) -> str:
@@ -53,6 +61,7 @@ class FakeNode:
     num_blocks: int = 66
     error: BatonError | None = None  # every dispatch is answered with it
     is_silent: bool = False
+    can_constrain: bool = True
     dispatched: list[node_pb2.Dispatch] = field(default_factory=list)
     cancelled: list[tuple[str, int, float]] = field(default_factory=list)  # id, attempt, time
     num_sessions: int = 0
@@ -71,6 +80,7 @@ class FakeNode:
             self.max_model_len,
             16,
             self.num_blocks,
+            can_constrain=self.can_constrain,
         )
 
     async def start(self) -> FakeNode:
@@ -113,8 +123,15 @@ class FakeNode:
             "finish_reason": codec.finish_to_wire(FinishReason.LENGTH if index == last else None),
             "events": codec.stamps_to_wire(stamps),
         }
+        if (num_best := request.sampling.logprobs) is not None:
+            fields["logprobs"] = [_scores(num_best)]
         if event is Event.FIRST_TOKEN:
             fields["cached_tokens"] = 0
+            if (num_best := request.sampling.prompt_logprobs) is not None:
+                fields["first_prompt_index"] = 1
+                fields["prompt_logprobs"] = [_scores(num_best)] * (
+                    len(request.prompt_token_ids) - 1
+                )
         if event is Event.DECODE_STARTED:
             fields["transfer"] = node_pb2.TransferInfo(bytes=4096, transport="fake")
         await send(request, **fields)
@@ -196,9 +213,14 @@ class _Servicer(node_pb2_grpc.NodeServicer):
                 await asyncio.sleep(0)
 
         self._node.dispatched.append(wire)
-        request = codec.request_from_wire(wire)
-        task = asyncio.create_task(self._node.tokens(request, send))
-        work[wire.request_id, wire.attempt] = task
+        first = codec.request_from_wire(wire)
+        for request_id in (wire.request_id, *wire.fork_request_ids):
+            request = dataclasses.replace(first, request_id=request_id)
+            task = asyncio.create_task(self._node.tokens(request, send))
+            work[request_id, wire.attempt] = task
+            task.add_done_callback(
+                lambda _, request_id=request_id: work.pop((request_id, wire.attempt), None)
+            )
 
     async def _beat(self, outgoing: asyncio.Queue[node_pb2.NodeMessage]) -> None:
         while True:

@@ -14,9 +14,11 @@ from baton.decode_node.role import DecodeRole
 from baton.decode_node.windows import Windows
 from baton.engine.engine import Engine
 from baton.engine.limits import EngineLimits
+from baton.kv_transfer.head_ranges import HeadPiece
 from baton.kv_transfer.memory import MemoryPool, MemoryTransport, MemoryWindow
 from baton.kv_transfer.messages import Hello
 from baton.kv_transfer.puller import Puller
+from baton.kv_transfer.remote import RemotePool, Routes
 from baton.kv_transfer.source import Source
 from baton.node.desk import RequestDesk
 from baton.node.engine_loop import Completion, EngineLoop, Inbox
@@ -129,7 +131,9 @@ class _Transport(MemoryTransport):
         super().__init__(pool, sources)
         self.windows: list[MemoryWindow] = []
 
-    def connect(self, incarnation: str) -> MemoryWindow:
+    def connect(
+        self, incarnation: str, piece: HeadPiece | None = None, remote: RemotePool | None = None
+    ) -> MemoryWindow:
         self.windows.append(super().connect(incarnation))
         return self.windows[-1]
 
@@ -154,6 +158,7 @@ class NodeWorld:
                 d.engine, d.desk, d.outbox,
                 Puller(d.hello, self.clock, LINK_WAIT_S),
                 Windows([self.transport], d.post, run_aside=lambda run: run()),
+                Routes(b"here"),
                 self.clock, fingerprint="toy", block_bytes=d.pool.block_bytes,
             )
         )  # fmt: skip

@@ -12,6 +12,8 @@ import dataclasses
 import struct
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from baton.core.logprobs import TokenLogprobs
 from baton.core.request import SamplingParams
 from baton.core.sampling import mix64, token_key
@@ -56,7 +58,13 @@ class FakeStep:
 
     def __init__(self, runner: FakeRunner, batch: Sequence[SequenceSlice]) -> None:
         self._runner = runner
+        self._num_looks = 0
         self.batch = batch
+
+    def has_completed(self) -> bool:
+        """Not at the first looks: a host has something to do while it waits."""
+        self._num_looks += 1
+        return self._num_looks > self._runner.num_looks
 
     def collect(self) -> list[SampledToken | None]:
         return self._runner._execute(self)
@@ -90,11 +98,13 @@ class FakeRunner:
         memory: bytearray | memoryview | None = None,
         on_execute: Callable[[Sequence[SequenceSlice]], None] | None = None,
         runs_ahead: bool = False,
+        num_looks: int = 0,
     ) -> None:
         self.block_bytes = block_size * _SLOT.size
         self.batch_sizes: list[list[int]] = []
         self.on_execute = on_execute
         self.runs_ahead = runs_ahead
+        self.num_looks = num_looks  # at a step in flight before it is seen to have completed
         self._in_flight: list[FakeStep] = []
         self._last_results: list[SampledToken | None] = []
         self._block_size = block_size
@@ -167,6 +177,10 @@ class FakeRunner:
     def _sampled(self, chain: int, spec: SampleSpec) -> SampledToken:
         def draw(key: int) -> SampledToken:
             token_id = _sample(chain, key, spec.params, self._vocab_size)
+            if spec.allowed is not None:
+                bits = np.unpackbits(spec.allowed.view(np.uint8), bitorder="little")
+                allowed_ids = np.flatnonzero(bits)
+                token_id = int(allowed_ids[token_id % len(allowed_ids)])
             return SampledToken(token_id, logprob=-float(token_id), top=((token_id, 0.0),))
 
         return dataclasses.replace(draw(spec.key), forks=tuple(map(draw, spec.fork_keys)))

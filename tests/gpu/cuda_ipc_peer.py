@@ -1,6 +1,7 @@
 """The other process of test_cuda_ipc.py: exports a pool on a GPU and rewrites blocks as told.
 
-INCARNATION DEVICE FD     FD maps, for each block, the generation whose content is complete
+INCARNATION DEVICE FD [ALLOCATED]     FD maps, for each block, the generation whose content is
+complete; with ALLOCATED, so many blocks are taken and still NUM_BLOCKS announced
 
 Then it reads lines: `rewrite BLOCK`, answered by a line; `churn`, which goes on until it is killed.
 """
@@ -36,15 +37,16 @@ def content(block_id: int, generation: int) -> int:
 class Source:
     """A pool that is rewritten as engines do it: the generation moves first."""
 
-    def __init__(self, incarnation: str, device: torch.device, fd: int) -> None:
-        self.kv = CudaKvMemory(LAYOUT, NUM_BLOCKS, device)
+    def __init__(self, incarnation: str, device: torch.device, fd: int, num_allocated: int) -> None:
+        self.kv = CudaKvMemory(LAYOUT, num_allocated, device)
         self.generations = SharedGenerations(NUM_BLOCKS, incarnation)
         self.published = np.frombuffer(mmap.mmap(fd, 8 * NUM_BLOCKS), dtype=np.uint64)
         canary = bytearray(canary_bytes(incarnation, self.kv.block_bytes))
         block = self.kv.tensor[CANARY_BLOCK].view(torch.uint8)
         block.copy_(torch.frombuffer(canary, dtype=torch.uint8).view(block.shape))
-        for block_id in range(NUM_RESERVED_BLOCKS, NUM_BLOCKS):
+        for block_id in range(NUM_RESERVED_BLOCKS, num_allocated):
             self.rewrite(block_id)
+        self.kv.num_blocks = NUM_BLOCKS  # what is announced
         self.exporter = export_cuda_pool(incarnation, self.kv, self.generations.fd)
 
     def rewrite(self, block_id: int) -> None:
@@ -61,8 +63,9 @@ class Source:
 
 
 def main() -> None:
-    incarnation, device, fd = sys.argv[1:]
-    source = Source(incarnation, torch.device(device), int(fd))
+    incarnation, device, fd, *allocated = sys.argv[1:]
+    num_allocated = int(allocated[0]) if allocated else NUM_BLOCKS
+    source = Source(incarnation, torch.device(device), int(fd), num_allocated)
     print("ready", flush=True)
     for line in sys.stdin:
         match line.split():

@@ -7,9 +7,11 @@ import json
 import os
 import pty
 import re
+import shlex
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,7 +76,9 @@ def _take_terminal() -> None:
 
 
 def test_chat_on_a_terminal(system: Running) -> None:
-    shell = Terminal("--address", system.address, "--temperature", "0", "--max-tokens", "24")
+    shell = Terminal(
+        *("--address", system.address, "--completion", "--temperature", "0", "--max-tokens", "24")
+    )
     shell.expect("plain completion shell.*\n> ")
     prompt = "def read_file(path):"
     shell.type(f"{prompt}\n")
@@ -94,6 +98,29 @@ def test_chat_on_a_terminal(system: Running) -> None:
     shell.expect(r"\[cancelled\]")
     shell.type("\x04")
     assert shell.close() == 0
+
+
+def test_a_chat_by_the_template_is_the_one_over_http(system: Running) -> None:
+    said = subprocess.run(
+        [BATON, "chat", "--address", system.address, "--temperature", "0", "--max-tokens", "24"],
+        input="read a file\n",
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert said.returncode == 0, said.stderr
+    (line,) = (line for line in system.deployment.greeting if line.startswith("Try: "))
+    _, curl, url, *arguments = shlex.split(line)
+    assert curl == "curl"
+    body = json.loads(arguments[-1])
+    body |= {"temperature": 0, "max_tokens": 24}
+    body["messages"][0]["content"] = "read a file"
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        message = json.load(answer)["choices"][0]["message"]
+    assert message["content"] in said.stdout
 
 
 def test_chat_without_a_gateway(system: Running) -> None:

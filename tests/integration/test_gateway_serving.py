@@ -87,7 +87,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def empty(redis_server: RedisServer, model_dir: Path) -> AsyncIterator[World]:
     """A gateway without nodes."""
     cluster = ClusterConfig(redis_server.url, f"c{time.monotonic_ns()}", SECRET)
-    config = GatewayConfig(grpc_port=0, model=str(model_dir), max_num_requests=8)
+    config = GatewayConfig(grpc_port=0, http_port=0, model=str(model_dir), max_num_requests=8)
     limits = SessionLimits(recovery_wait_s=0.3, avoid_s=0.1)
     gateway = await serve(config, cluster, session_limits=limits)
     directory = RedisDirectory(cluster.redis_url, cluster.cluster, SECRET)
@@ -418,14 +418,17 @@ async def test_a_pause_of_the_gateway_is_no_fault_of_the_nodes(world: World) -> 
     assert generation.result.attempts == 1
 
 
-async def test_failed_handoffs_are_tried_elsewhere_then_told(world: World) -> None:
+async def test_failed_handoffs_are_tried_elsewhere_then_told(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
     world.nodes["d1"].error = HandoffFailed("the wire is cut")
     results = [await world.client.generate(PROMPT, max_tokens=4).finish() for _ in range(4)]
     assert {r.text for r in results} == {expected_text(PROMPT, 4)}
     assert 2 in {r.attempts for r in results}
     world.nodes["d2"].error = HandoffFailed("the wire is cut")
-    with pytest.raises(HandoffFailed, match="the wire is cut"):
+    with pytest.raises(HandoffFailed, match="could not be handed over"):
         await world.client.generate(PROMPT, max_tokens=4).finish()
+    assert "the wire is cut" in caplog.text, "the operator reads what the caller is not told"
 
 
 async def test_the_only_decode_node_lost(world: World) -> None:
@@ -539,7 +542,7 @@ async def test_stop_lets_requests_end_and_refuses_new_ones(world: World) -> None
 
 
 async def test_port_taken(world: World) -> None:
-    config = GatewayConfig(grpc_port=world.gateway.port, model=world.config.model)
+    config = GatewayConfig(grpc_port=world.gateway.port, http_port=0, model=world.config.model)
     with pytest.raises(StartupFailed, match=str(world.gateway.port)) as caught:
         await serve(config, world.cluster)
     assert "--grpc-port" in caught.value.hint
@@ -547,7 +550,7 @@ async def test_port_taken(world: World) -> None:
 
 async def test_the_process_around_it(world: World) -> None:
     """It says where it listens, and ends cleanly when told to."""
-    config = f"GatewayConfig(grpc_port=0, model={world.config.model!r})"
+    config = f"GatewayConfig(grpc_port=0, http_port=0, model={world.config.model!r})"
     cluster = f"ClusterConfig({world.cluster.redis_url!r}, {world.cluster.cluster!r}, {SECRET!r})"
     program = (
         "import asyncio, sys; from baton.gateway.server import run; "
@@ -562,7 +565,7 @@ async def test_the_process_around_it(world: World) -> None:
     assert process.stdout is not None
     line = (await process.stdout.readline()).decode().split()
     assert line[:3] == ["ready:", "gateway", "gateway"]
-    async with AsyncClient(line[3]) as client:
+    async with AsyncClient(line[-1]) as client:
         result = await client.generate(PROMPT, max_tokens=4).finish()
     assert result.text == expected_text(PROMPT, 4)
     process.terminate()

@@ -8,7 +8,7 @@ import random
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -24,7 +24,7 @@ from baton.core.config import EngineConfig, UpConfig
 from baton.core.ports import SystemClock
 from baton.prefix_index.follower import Follower
 from baton.prefix_index.journal import CacheJournal
-from baton.prefix_index.messages import MAX_MESSAGE_BYTES, Delta, decode
+from baton.prefix_index.messages import MAX_MESSAGE_BYTES, Delta, decode, encode
 from baton.prefix_index.mirror import PrefixMirror
 from baton.prefix_index.publisher import Publisher
 from baton.prefix_index.redis_link import RedisIndexLink
@@ -84,7 +84,8 @@ async def generate(client: AsyncClient, group: int, member: int) -> Result:
 @asynccontextmanager
 async def told(world: World, num_blocks: int) -> AsyncIterator[None]:
     """At the end, wait until engines have published as many new blocks as `num_blocks`."""
-    link = RedisIndexLink(world.redis.url, "default")
+    secret = world.system.deployment.cluster.cluster_secret
+    link = RedisIndexLink(world.redis.url, "default", secret)
 
     async def listen() -> None:
         num_stored = 0
@@ -193,3 +194,33 @@ def redis_again(server: RedisServer) -> Iterator[None]:
     finally:
         process.terminate()
         process.wait()
+
+
+async def test_messages_that_are_not_signed_with_our_secret_are_junk() -> None:
+    """Who can write to Redis, but does not know the secret, cannot tell gateways what is cached."""
+    incarnation = "aa" * 16
+    forged = encode(Delta(incarnation, 1, (), (BlockHash(b"f" * 16),)))
+    true = encode(Delta(incarnation, 1, (), (BlockHash(b"t" * 16),)))
+    with RedisServer.start() as server:
+        secrets: tuple[str | None, ...] = ("ours", "ours", "theirs", None)
+        ours, gateway, theirs, plain = (RedisIndexLink(server.url, "default", s) for s in secrets)
+        heard: list[bytes] = []
+
+        async def listen() -> None:
+            async with aclosing(gateway.messages()) as messages:
+                async for message in messages:
+                    heard.append(message)
+                    if message == true:
+                        return
+
+        listening = asyncio.create_task(listen())
+        await asyncio.sleep(0.1)
+        for link, message in ((theirs, forged), (plain, forged), (ours, true)):
+            await link.publish([message])
+            await link.write_chunks(incarnation, [message])
+            chunk = await gateway.read_chunk(incarnation, 0)
+            assert chunk == (true if link is ours else b"")
+        await asyncio.wait_for(listening, 5)
+        assert heard == [b"", b"", true]
+        for link in (ours, gateway, theirs, plain):
+            await link.close()

@@ -118,7 +118,17 @@ AT_ONCE_S = 0.05
 @pytest.mark.parametrize("after_s", [AT_ONCE_S, 0.8, 2.0, None])
 def test_ctrl_c_leaves_nothing_behind(after_s: float | None) -> None:
     """At once, in the middle of start-up, or once it runs."""
-    process = start("up", "--device", "cpu", "--grpc-port", "0", "--cpu-kv-bytes", "30000000")
+    process = start(
+        "up",
+        "--device",
+        "cpu",
+        "--grpc-port",
+        "0",
+        "--http-port",
+        "0",
+        "--cpu-kv-bytes",
+        "30000000",
+    )
     assert process.stdout is not None
     if after_s is None:
         for line in process.stdout:
@@ -135,7 +145,17 @@ def test_ctrl_c_leaves_nothing_behind(after_s: float | None) -> None:
 
 
 def test_kill_9_of_the_parent_ends_everything() -> None:
-    process = start("up", "--device", "cpu", "--grpc-port", "0", "--cpu-kv-bytes", "30000000")
+    process = start(
+        "up",
+        "--device",
+        "cpu",
+        "--grpc-port",
+        "0",
+        "--http-port",
+        "0",
+        "--cpu-kv-bytes",
+        "30000000",
+    )
     assert process.stdout is not None
     for line in process.stdout:
         if "Ctrl-C" in line:
@@ -164,7 +184,7 @@ def test_demo_twice_in_a_row() -> None:
         (["--max-model-len", "5000"], "2048"),
         (["--cpu-kv-bytes", "1000000"], "--max-model-len"),
         (["--gpus", "0"], "--gpus"),
-        (["--tp", "2", "--device", "cpu"], "--tp"),
+        (["--tp", "3", "--device", "cpu"], "--tp"),
     ],
 )
 def test_a_node_that_cannot_start_says_why(arguments: list[str], words: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from transformers import (
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
@@ -28,6 +29,7 @@ from baton.kernels.logprobs import token_logprobs, top_logprobs
 from baton.kernels.sampling import RowSampling, sample
 
 VOCAB_SIZE = 60
+allowed_ids = st.sets(st.integers(0, VOCAB_SIZE - 1), min_size=1)
 ids = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=30)
 
 
@@ -47,7 +49,8 @@ def counted(prompt: list[int], output: list[int], **penalties: float) -> Penalti
 def test_bias_repetition_and_min_tokens_equal_transformers(
     seed: int, prompt: list[int], output: list[int], repetition: float, bias: float
 ) -> None:
-    biased, forbidden = [seed % VOCAB_SIZE, (seed + 7) % VOCAB_SIZE], [3, 11]
+    # From 1 on: transformers 5.17 refuses to bias token 0.
+    biased, forbidden = [1 + seed % (VOCAB_SIZE - 8), 8 + seed % (VOCAB_SIZE - 8)], [3, 11]
     processors = LogitsProcessorList(
         [
             SequenceBiasLogitsProcessor([[[token_id], bias] for token_id in biased]),
@@ -212,3 +215,43 @@ def test_the_gpu_sampler_says_nan_too_and_stays_in_the_vocabulary() -> None:
     sampling_triton.sample_unfiltered(logits, temperatures, keys, token_ids, logprobs)
     assert logprobs.isnan().tolist() == [True, True, False]
     assert all(0 <= token_id < VOCAB_SIZE for token_id in token_ids.tolist())
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(
+        st.none() | st.sets(st.integers(0, VOCAB_SIZE - 1), min_size=1), min_size=1, max_size=4
+    ),
+    st.integers(0, 10_000),
+)
+def test_what_is_not_allowed_is_impossible_and_all_else_unchanged(
+    rows: list[set[int] | None], seed: int
+) -> None:
+    logits = random_logits(seed, len(rows))
+    adjusted = adjust_logits(
+        logits.clone(),
+        [LogitAdjustment(allowed=None if r is None else mask_of(r)) for r in rows],
+    )
+    for row, allowed in enumerate(rows):
+        for token_id in range(VOCAB_SIZE):
+            is_kept = allowed is None or token_id in allowed
+            expected = float(logits[row, token_id]) if is_kept else -np.inf
+            assert float(adjusted[row, token_id]) == expected
+
+
+def mask_of(allowed: set[int]) -> NDArray[np.int32]:
+    """Bit i % 32 of word i // 32, by Python's integers."""
+    whole = sum(1 << token_id for token_id in allowed)
+    words = [whole >> shift & 0xFFFFFFFF for shift in range(0, VOCAB_SIZE, 32)]
+    return np.array(words, np.uint32).view(np.int32)
+
+
+def test_a_mask_comes_behind_everything_else() -> None:
+    """A bias cannot bring back what is not allowed; filters judge what is left."""
+    logits = torch.tensor([[5.0, 4.0, 3.0, 0.0]])
+    everything = LogitAdjustment([(0, 100.0)], allowed=np.array([0b1100], np.int32))
+    for key in range(20):
+        row = RowSampling(1.0, 1, 0.5, key, 0.5, everything)
+        ids, logprobs = sample(logits, [row])
+        assert ids.tolist() == [2]
+        assert logprobs.item() == pytest.approx(float(logits.log_softmax(-1)[0, 2]), abs=1e-6)

@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from baton.kernels.kv_blocks import gather_blocks, scatter_blocks
-from baton.kernels.kv_blocks_triton import pull_blocks
+from baton.kernels.kv_blocks import copy_heads, gather_blocks, scatter_blocks
+from baton.kernels.kv_blocks_triton import pull_blocks, pull_heads
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -24,4 +24,42 @@ def test_pulls_blocks_to_where_they_belong(dim: int, num_programs: int) -> None:
     expected = target.clone()
     scatter_blocks(expected, block_ids, gather_blocks(source, source_ids))
     pull_blocks(source.data_ptr(), target, source_ids, block_ids, num_programs)
+    assert torch.equal(target, expected)
+
+
+@pytest.mark.parametrize("num_programs", [1, 64])
+@pytest.mark.parametrize(("block_size", "dim"), [(4, 8), (1, 3), (16, 128)])
+@pytest.mark.parametrize(
+    ("source_heads", "source_head", "my_heads", "my_head", "num_heads"),
+    [(4, 2, 2, 0, 2), (1, 0, 4, 3, 1), (8, 1, 3, 2, 1), (2, 0, 2, 0, 2), (6, 3, 5, 1, 3)],
+)
+def test_pulls_heads_to_where_they_belong(
+    source_heads: int,
+    source_head: int,
+    my_heads: int,
+    my_head: int,
+    num_heads: int,
+    block_size: int,
+    dim: int,
+    num_programs: int,
+) -> None:
+    source, target = (
+        torch.randn(9, 3, 2, heads, block_size, dim, device=DEVICE).bfloat16()
+        for heads in (source_heads, my_heads)
+    )
+    source_ids = torch.tensor([7, 2, 5, 2], device=DEVICE)
+    block_ids = torch.tensor([0, 8, 3, 4], device=DEVICE)
+    expected = target.clone()
+    copy_heads(source, source_ids, source_head, expected, block_ids, my_head, num_heads)
+    pull_heads(
+        source.data_ptr(),
+        source_heads,
+        source_head,
+        target,
+        my_head,
+        num_heads,
+        source_ids,
+        block_ids,
+        num_programs,
+    )
     assert torch.equal(target, expected)

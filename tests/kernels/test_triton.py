@@ -8,6 +8,8 @@ import random
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
@@ -16,9 +18,10 @@ from baton.kernels.activation_triton import silu_and_mul
 from baton.kernels.attention import AttentionBackend, AttentionMetadata
 from baton.kernels.attention_gpu import GpuAttention, make_gpu_attention
 from baton.kernels.attention_torch import TorchAttention
-from baton.kernels.gemv_triton import gemv
+from baton.kernels.decode_attention_triton import divide, max_shares
+from baton.kernels.gemv_triton import few_rows_product, gemv
 from baton.kernels.kv_blocks_triton import gather_blocks, scatter_blocks
-from baton.kernels.norm_triton import add_rms_norm, rms_norm
+from baton.kernels.norm_triton import add_rms_norm, norm_heads, rms_norm
 from baton.kernels.rope_triton import rotate_and_store
 from baton.kernels.sampling_triton import sample_unfiltered
 
@@ -82,6 +85,16 @@ def test_gemv(outputs: int, inputs: int, has_bias: bool, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [2, 16])
+@pytest.mark.parametrize(("outputs", "inputs"), [(100, 130), (65, 256)])
+def test_few_rows(outputs: int, inputs: int, rows: int, dtype: torch.dtype) -> None:
+    x, weight = randn(rows, inputs, dtype=dtype), randn(outputs, inputs, dtype=dtype)
+    together = few_rows_product(x, weight)
+    close(together, torch.nn.functional.linear(x.double(), weight.double()).to(dtype))
+    assert torch.equal(few_rows_product(x[1:2], weight)[0], together[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
 @pytest.mark.parametrize("dim", DIMS)
 def test_rotate_and_store(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
@@ -94,9 +107,21 @@ def test_rotate_and_store(heads: int, kv_heads: int, dim: int, dtype: torch.dtyp
     expected_pool = pool.clone()
     rotated = rope.apply_rope(qkv[:, : heads + kv_heads], *angles)
     kv_blocks.store_kv(expected_pool, 1, rotated[:, heads:], qkv[:, heads + kv_heads :], slots)
-    close(rotate_and_store(qkv, angles, pool[:, 1], slots), rotated[:, :heads])
+    values = qkv[:, heads + kv_heads :].clone()
+    rotate_and_store(qkv, angles, pool[:, 1], slots)
+    close(qkv[:, : heads + kv_heads], rotated)
+    assert torch.equal(qkv[:, heads + kv_heads :], values)
     assert torch.equal(pool.isnan(), expected_pool.isnan())
     close(pool.nan_to_num(), expected_pool.nan_to_num())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+def test_norm_heads(heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+    qkv = randn(5, heads + 2 * kv_heads, 80, dtype=dtype)
+    weights = (randn(80, dtype=dtype), randn(80, dtype=dtype))
+    expected = norm.norm_heads(qkv.clone(), weights, kv_heads, 1e-5)
+    close(norm_heads(qkv, weights, kv_heads, 1e-5), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -177,27 +202,32 @@ class Batch:
 
     def run(self, backend: AttentionBackend) -> torch.Tensor:
         backend.plan(self.metadata)
-        return backend.run(1, self.qkv, self.rope)
+        return backend.run(1, self.qkv.clone(), self.rope)
 
-    def reference(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def reference(self, window: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """(output, pool behind it) on the CPU, in float32 from the same inputs."""
         pool = self.pool.cpu().float()
-        backend = TorchAttention(pool)
+        backend = TorchAttention(pool, [None, window])
         slots = self.metadata.slot_mapping.cpu()
         backend.plan(dataclasses.replace(self.metadata, slot_mapping=slots))
         cos, sin = self.rope
         return backend.run(1, self.qkv.cpu().float(), (cos.cpu(), sin.cpu())), pool
 
 
-def triton_attention(batch: Batch, prefill: str = "triton", decode: str = "triton") -> GpuAttention:
+def triton_attention(
+    batch: Batch, prefill: str = "triton", decode: str = "triton", window: int | None = None
+) -> GpuAttention:
     heads = batch.qkv.shape[1] - 2 * batch.pool.shape[3]
-    return make_gpu_attention(batch.pool, heads, 8, 16_384, decode=decode, prefill=prefill)
+    return make_gpu_attention(
+        batch.pool, heads, 8, 16_384, decode=decode, prefill=prefill, windows=[None, window]
+    )
 
 
 LENS = {
     "decodes": [(0, 1), (15, 1), (16, 1), (90, 1), (63, 1)],
     "prefill": [(0, 5), (0, 65)],
     "mixed": [(40, 1), (7, 1), (30, 40), (0, 1), (70, 2)],
+    "fresh": [(0, 128), (0, 40)],
 } | ({"long": [(9000, 1), (5000, 300), (1, 1), (0, 1025)]} if HAS_GPU else {})
 
 
@@ -215,6 +245,66 @@ def test_attention(heads: tuple[int, int], dim: int, lens: str, dtype: torch.dty
     expected, expected_pool = batch.reference()
     close_to_float32(batch.run(triton_attention(batch)), expected)
     close_to_float32(batch.pool, expected_pool)
+
+
+@pytest.mark.parametrize("window", [None, 24])
+def test_prefill_in_a_graph_may_leave_tokens_over(window: int | None) -> None:
+    batch = Batch((4, 2), 64, LENS["mixed"], torch.float32)
+    expected, _ = batch.reference(window)
+    slots = batch.metadata.slot_mapping
+    padding = 128 - len(slots)
+    batch.metadata = dataclasses.replace(
+        batch.metadata,
+        slot_mapping=torch.cat((slots, slots.new_zeros(padding))),
+        is_prefill_graph=True,
+    )
+    batch.qkv = torch.cat((batch.qkv, batch.qkv.new_zeros(padding, *batch.qkv.shape[1:])))
+    cos, sin = batch.rope
+    batch.rope = (
+        torch.cat((cos, cos[:1].expand(padding, -1, -1))),
+        torch.cat((sin, sin[:1].expand(padding, -1, -1))),
+    )
+    attention = triton_attention(batch, window=window)
+    for _ in range(2):  # the second time what is left of the first lies in the fixed places
+        out = batch.run(attention)
+        close_to_float32(out[: len(slots)], expected)
+        assert not out[len(slots) :].any()
+
+
+@pytest.mark.parametrize("window", [1, 24, 70] + ([100, 1000, 20_000] if HAS_GPU else []))
+@pytest.mark.parametrize("lens", LENS)
+def test_sliding_windows(window: int, lens: str) -> None:
+    if not HAS_GPU and (lens, window) not in [("decodes", 24), ("prefill", 24), ("mixed", 1)]:
+        pytest.skip("the interpreter is slow")
+    batch = Batch((4, 2), 64, LENS[lens], torch.float32)
+    expected, _ = batch.reference(window)
+    close_to_float32(batch.run(triton_attention(batch, window=window)), expected)
+
+
+@pytest.mark.parametrize("window", [None, 24, 700])
+def test_one_long_sequence_among_short_ones(window: int | None) -> None:
+    """It alone has several shares of keys: more than are joined at once, some behind the window."""
+    batch = Batch((2, 1), 64, [(1, 1), (2300, 1), (64, 1)], torch.float32)
+    expected, _ = batch.reference(window)
+    close_to_float32(batch.run(triton_attention(batch, window=window)), expected)
+
+
+@given(
+    lens=st.lists(st.one_of(st.integers(1, 300), st.integers(1, 200_000)), min_size=1, max_size=70),
+    kv_heads=st.sampled_from([1, 2, 8, 32]),
+)
+def test_keys_are_divided_evenly(lens: list[int], kv_heads: int) -> None:
+    shares, indptr = divide(lens, kv_heads)
+    assert len(shares) <= max_shares(len(lens), kv_heads)
+    sizes = []
+    for sequence, length in enumerate(lens):
+        mine = shares[indptr[sequence] : indptr[sequence + 1]].tolist()
+        assert [row[0] for row in mine] == [sequence] * len(mine)
+        assert [0, *(end for _, _, end in mine)] == [*(first for _, first, _ in mine), length]
+        sizes += [end - first for _, first, end in mine]
+    even = sum(lens) / (1024 / kv_heads)
+    assert min(sizes) >= 1
+    assert max(sizes) <= max(even, 64) + 64
 
 
 def test_padding_rows_share_the_padding_block() -> None:
@@ -237,3 +327,15 @@ def test_flashinfer(heads: tuple[int, int], lens: str) -> None:
     expected, expected_pool = batch.reference()
     close_to_float32(batch.run(triton_attention(batch, "flashinfer", "flashinfer")), expected)
     close_to_float32(batch.pool, expected_pool)
+
+
+@pytest.mark.gpu
+def test_flashinfer_keeps_one_slices_nan_from_the_others() -> None:
+    flashinfer = pytest.importorskip("baton.kernels.attention_flashinfer")
+    for first, is_own in ((128, True), (129, False)):
+        batch = Batch((32, 8), 128, [(0, first), (0, 200)], torch.bfloat16)
+        lens = batch.metadata.query_lens
+        assert flashinfer.has_own_keys(lens, batch.metadata.seq_lens) is is_own
+        batch.qkv[first:] = math.nan
+        out = batch.run(triton_attention(batch, "flashinfer"))
+        assert out[first:].isnan().all() and not out[:first].isnan().any()

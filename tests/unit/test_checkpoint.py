@@ -20,6 +20,7 @@ from baton.engine.checkpoint import (
     weight_files,
     weights_identity,
 )
+from baton.engine.layers import Cut, Target
 
 TENSORS = {
     "a.weight": torch.arange(12.0).view(3, 4),
@@ -28,13 +29,13 @@ TENSORS = {
 }
 
 
-def targets() -> dict[str, torch.Tensor]:
+def targets() -> dict[str, Target]:
     """Row-major, column-major and a view into a merged matrix."""
     merged = torch.empty(9, 4)
     return {
-        "a.weight": merged[3:6],
-        "b.weight": torch.empty(5, dtype=torch.bfloat16),
-        "c.bias": torch.empty(2),
+        "a.weight": Target(merged[3:6]),
+        "b.weight": Target(torch.empty(5, dtype=torch.bfloat16)),
+        "c.bias": Target(torch.empty(2)),
     }
 
 
@@ -60,9 +61,21 @@ def test_fills_targets_and_reports_each(tmp_path: Path, write: Callable[[Path], 
     ours, seen = targets(), list[LoadProgress]()
     load_weights(write(tmp_path), ours, on_progress=seen.append)
     for name, tensor in TENSORS.items():
-        assert torch.equal(ours[name].float(), tensor.float())
+        assert torch.equal(ours[name].tensor.float(), tensor.float())
     assert [p.num_tensors for p in seen] == [1, 2, 3]
     assert seen[-1] == LoadProgress(3, 3, 3 * 4 * 4 + 5 * 2 + 2 * 4, 3 * 4 * 4 + 5 * 2 + 2 * 4)
+
+
+@pytest.mark.parametrize(("dim", "start", "stop"), [(0, 1, 3), (1, 1, 3), (0, 3, 3), (0, 0, 3)])
+def test_reads_the_part_that_is_asked_for(tmp_path: Path, dim: int, start: int, stop: int) -> None:
+    whole = TENSORS["a.weight"]
+    wanted = whole.narrow(dim, start, stop - start)
+    target = Target(torch.empty(wanted.shape), Cut(dim, start, whole.shape[dim]))
+    load_weights(save(tmp_path), targets() | {"a.weight": target})
+    assert torch.equal(target.tensor, wanted)
+    wrong = Target(torch.empty(wanted.shape), Cut(dim, start, whole.shape[dim] + 1))
+    with pytest.raises(StartupFailed, match="has shape"):
+        load_weights(tmp_path, targets() | {"a.weight": wrong})
 
 
 def test_refuses_a_missing_an_extra_and_a_mis_shaped_tensor(tmp_path: Path) -> None:
@@ -162,7 +175,7 @@ def test_identity_does_not_depend_on_where_the_directory_lies(tmp_path: Path) ->
 def test_dummy_weights_are_seeded_by_name() -> None:
     def fill(seed: int, names: list[str]) -> dict[str, torch.Tensor]:
         weights = {name: torch.empty(300, 200) for name in names}
-        fill_dummy_weights(weights, std=0.1, seed=seed)
+        fill_dummy_weights({k: Target(v) for k, v in weights.items()}, std=0.1, seed=seed)
         return weights
 
     one, other_order = fill(1, ["a", "b"]), fill(1, ["b", "a"])
@@ -171,8 +184,11 @@ def test_dummy_weights_are_seeded_by_name() -> None:
     assert not torch.equal(one["a"], fill(2, ["a"])["a"])
     assert one["a"].std().item() == pytest.approx(0.1, rel=0.02)
     assert one["a"].mean().item() == pytest.approx(0, abs=0.002)
+    part = Target(torch.empty(300, 50), Cut(1, 120, 200))
+    fill_dummy_weights({"a": part}, std=0.1, seed=1)
+    assert torch.equal(part.tensor, one["a"][:, 120:170])
     vectors = {"norm.weight": torch.empty(7), "q.bias": torch.empty(7)}
-    fill_dummy_weights(vectors, std=0.1, seed=0)
+    fill_dummy_weights({k: Target(v) for k, v in vectors.items()}, std=0.1, seed=0)
     assert vectors["norm.weight"].eq(1).all() and vectors["q.bias"].eq(0).all()
 
 
@@ -181,6 +197,6 @@ def test_transformers_shards_are_read(tmp_path: Path) -> None:
     assert len(weight_files(tmp_path)) > 2
     state = model.state_dict()
     ours = {name: torch.empty_like(tensor) for name, tensor in state.items()}
-    load_weights(tmp_path, ours)
+    load_weights(tmp_path, {name: Target(tensor) for name, tensor in ours.items()})
     assert all(torch.equal(ours[name], state[name]) for name in state)
     assert set(load_file(weight_files(tmp_path)[0])) < set(state)

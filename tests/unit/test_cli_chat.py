@@ -1,4 +1,4 @@
-"""The completion shell: its text, its commands, and how a generation ends. No terminal, no net."""
+"""The chat shell: what it sends, its commands, how a generation ends. No terminal, no net."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from baton.cli.chat import Shell, describe
+from baton.cli.conversation import Chat, Completion, Conversation, conversation_with
 from baton.client import Chunk, FinishReason, Result
 from baton.client.messages import GenerateParams
 from baton.core.errors import BatonError, Cancelled, ContextLengthExceeded, InvalidRequest
 from baton.core.metrics import TokenTimes
+from baton.core.model_dir import resolve_model_dir
 
 
 def result_of(text: str) -> Result:
@@ -72,6 +76,7 @@ class World:
     answers: list[FakeGeneration] = field(default_factory=list)
     asked: list[tuple[str, GenerateParams]] = field(default_factory=list)
     written: list[str] = field(default_factory=list)
+    conversation: Conversation = field(default_factory=Completion)
 
     def run(self, *entries: str | BaseException) -> str:
         lines = iter(entries)
@@ -86,7 +91,7 @@ class World:
             self.asked.append((text, params))
             return self.answers.pop(0) if self.answers else FakeGeneration([" ok"])
 
-        Shell(generate, read, self.written.append, {"max_tokens": 4}).run()
+        Shell(self.conversation, generate, read, self.written.append, {"max_tokens": 4}).run()
         return "".join(self.written)
 
     @property
@@ -110,6 +115,40 @@ def test_reset_forgets_the_text() -> None:
     world = World()
     world.run("first", "/reset", "second")
     assert world.texts == ["first", "second"]
+
+
+def test_a_chat_follows_the_template_of_the_model() -> None:
+    """Against transformers' own rendering of the same messages."""
+    chat = conversation_with("demo", "demo", None)
+    assert isinstance(chat, Chat)
+    world = World([FakeGeneration([" one"]), FakeGeneration([" two"])], conversation=chat)
+    world.run("first", "second", "/reset", "third")
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model_dir("demo"))
+    turns = [
+        {"role": "user", "content": "first"},
+        {"role": "assistant", "content": " one"},
+        {"role": "user", "content": "second"},
+    ]
+    chats = [turns[:1], turns, [{"role": "user", "content": "third"}]]
+    assert world.texts == [
+        tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        for chat in chats
+    ]
+    assert all(params["add_special_tokens"] is False for _, params in world.asked)
+
+
+@pytest.mark.parametrize(("served", "model"), [("other", "demo"), ("demo", "no/such")])
+def test_of_a_model_that_is_not_at_hand_the_text_is_continued(served: str, model: str) -> None:
+    assert isinstance(conversation_with(served, model, None), Completion)
+
+
+def test_without_a_template_the_text_is_continued(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert isinstance(conversation_with(tmp_path.name, str(tmp_path), None), Completion)
+
+
+def test_a_model_is_known_by_the_name_it_is_served_under() -> None:
+    assert isinstance(conversation_with("mine", "demo", "mine"), Chat)
 
 
 def test_a_backslash_continues_the_line() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from baton.client import AsyncClient, Client, FinishReason
 from baton.client.messages import Collector, GenerateParams, build_request, translate
+from baton.client.sync import Generation
 from baton.core.errors import (
     BatonError,
     DeadlineExceeded,
@@ -27,6 +28,26 @@ def test_absent_parameters_stay_absent() -> None:
     assert request == inference_pb2.GenerateRequest(text="hi")
     assert timeout_s is None
     assert not request.HasField("sampling")
+
+
+@pytest.mark.parametrize(
+    ("params", "sampling"),
+    [
+        ({"json_schema": {"type": "object"}}, {"json_schema": '{"type": "object"}'}),
+        ({"json_schema": "{}"}, {"json_schema": "{}"}),
+        ({"regex": "a+"}, {"regex": "a+"}),
+        ({"choice": ["a", "b"]}, {"choice": common_pb2.Choices(values=["a", "b"])}),
+        ({"grammar": 'start: "a"'}, {"grammar": 'start: "a"'}),
+    ],
+)
+def test_a_constraint_arrives(params: GenerateParams, sampling: dict[str, Any]) -> None:
+    request, _ = build_request("hi", params)
+    assert request.sampling == common_pb2.SamplingParams(**sampling)
+
+
+def test_a_constraint_that_cannot_be_said_is_refused() -> None:
+    with pytest.raises(InvalidRequest):
+        build_request("hi", {"choice": [1]})  # type: ignore[list-item]
 
 
 def test_every_parameter_arrives() -> None:
@@ -49,11 +70,17 @@ def test_every_parameter_arrives() -> None:
         logprobs=0,
         prompt_logprobs=3,
         n=2,
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
+        add_special_tokens=False,
+        cache_salt="ours",
         timeout_s=1.5,
         request_id="mine",
         prompt_token_ids=(3, 4),
     )
-    assert set(params) == set(GenerateParams.__annotations__), "none is left out here"
+    of_its_own = {"json_schema", "regex", "choice", "grammar"}  # one of them at a time, see below
+    every = set(GenerateParams.__annotations__)
+    assert set(params) | of_its_own == every, "none is left out here"
     request, timeout_s = build_request(None, params)
     sampling = common_pb2.SamplingParams(
         max_tokens=5, temperature=0.0, top_p=0.5, top_k=0, seed=7, stop=["END"],
@@ -61,7 +88,10 @@ def test_every_parameter_arrives() -> None:
         presence_penalty=-1.0, frequency_penalty=0.25, logit_bias={4: -2.0}, min_tokens=2,
         logprobs=0, prompt_logprobs=3,
     )  # fmt: skip
-    expected = inference_pb2.GenerateRequest(model="m", request_id="mine", sampling=sampling, n=2)
+    expected = inference_pb2.GenerateRequest(
+        model="m", request_id="mine", sampling=sampling, n=2, cache_salt="ours",
+        include_stop_str_in_output=True, skip_special_tokens=False, add_special_tokens=False,
+    )  # fmt: skip
     expected.token_ids.ids.extend((3, 4))
     assert (request, timeout_s) == (expected, 1.5)
     assert request.sampling.HasField("top_k"), "an explicit 0 is not nothing"
@@ -178,6 +208,11 @@ def test_failures_become_typed_errors(
 ) -> None:
     translated = translate(failure)
     assert (type(translated), translated.message, translated.param) == (error, message, param)
+
+
+def test_a_stream_that_ends_without_a_result_is_an_error() -> None:
+    with pytest.raises(BatonError, match="without a result"):
+        _ = Generation(iter(()), Collector()).result
 
 
 def test_both_clients_can_do_the_same() -> None:

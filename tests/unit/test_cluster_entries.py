@@ -14,7 +14,10 @@ from baton.cluster.secret import METADATA_KEY, check_secret, secret_metadata
 from baton.core.errors import Unauthenticated
 from baton.core.membership import Member, Role
 
-MEMBER = Member("ab" * 16, Role.DECODE, "decode-0", "127.0.0.1:5000", "demo", "f1", 512, 16, 64)
+MEMBER = Member(
+    "ab" * 16, Role.DECODE, "decode-0", "127.0.0.1:5000", "demo", "f1", 512, 16, 64, "cuda:0,1",
+    can_constrain=True,
+)  # fmt: skip
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -45,12 +48,21 @@ def test_round_trip(secret: str | None) -> None:
         {"num_blocks": 1e3},
         {"block_size": "16"},
         {"fingerprint": None},
+        {"device": "gpu\n"},
     ],
 )
 def test_a_wrong_field_is_refused(changes: dict[str, object]) -> None:
     fields = json.loads(encode_entry(MEMBER, None)) | changes
     with pytest.raises(BadEntry):
         decode_entry(json.dumps(fields).encode(), None)
+
+
+def test_a_member_need_not_name_its_device() -> None:
+    nameless = dataclasses.replace(MEMBER, device="")
+    fields = json.loads(encode_entry(nameless, None))
+    del fields["device"]
+    assert decode_entry(json.dumps(fields).encode(), None) == nameless
+    assert decode_entry(encode_entry(nameless, "s"), "s") == nameless
 
 
 def test_unknown_fields_are_for_later_versions() -> None:

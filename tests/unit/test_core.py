@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 
 from baton.core import errors, flags
 from baton.core.block_hash import block_hashes, root_hash
-from baton.core.config import EngineConfig, NodeConfig
+from baton.core.config import ClusterConfig, EngineConfig, NodeConfig
+from baton.core.constraint import Constraint, ConstraintKind
 from baton.core.metrics import TokenTimes, goodput_rps, percentile
 from baton.core.request import Request, SamplingParams, Ticket
 from baton.core.sampling import mix64, token_key
@@ -82,6 +84,18 @@ def test_flags_round_trip() -> None:
     assert flags.parse(EngineConfig, parser.parse_args(["--tp", "4"])).tensor_parallel_size == 4
 
 
+def test_secrets_go_by_the_environment_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ClusterConfig(redis_url="redis://:password@h:1/0", cluster_secret="s", cluster="c")
+    argv = flags.to_argv(config, leave_out=flags.SECRET_FIELDS)
+    assert argv == ["--cluster", "c"]
+    for name, value in flags.to_environment(config).items():
+        monkeypatch.setenv(name, value)
+    parser = argparse.ArgumentParser()
+    flags.add_flags(parser, ClusterConfig)
+    assert flags.parse(ClusterConfig, parser.parse_args(argv)) == config
+    assert flags.to_environment(EngineConfig()) == {}
+
+
 def test_environment_gives_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATON_BLOCK_SIZE", "32")
     parser = argparse.ArgumentParser()
@@ -109,6 +123,7 @@ def test_a_dispatch_carries_the_whole_request() -> None:
         stop_token_ids=(5, 6), ignore_eos=True, min_p=0.125, repetition_penalty=1.5,
         presence_penalty=-0.5, frequency_penalty=0.75, logit_bias=((2, -1.5), (7, 3.0)),
         min_tokens=3, logprobs=0, prompt_logprobs=2,
+        constraint=Constraint(ConstraintKind.REGEX, "a+"),
     )  # fmt: skip
     plain = SamplingParams()
     assert not [n for n in SamplingParams.__slots__ if getattr(sampling, n) == getattr(plain, n)]
@@ -116,6 +131,10 @@ def test_a_dispatch_carries_the_whole_request() -> None:
         request = Request("a" * 32, 3, (1, 2), params, (3, 4), "salt", 2, ("b" * 32, "c" * 32))
         wire = codec.dispatch_to_wire(request, node_pb2.WORK_DECODE, Ticket("t", "s", "p"), 1.0)
         assert codec.request_from_wire(wire) == request
+    for kind in ConstraintKind:
+        constraint = Constraint(kind, '["a", "b"]')
+        params = replace(plain, constraint=constraint)
+        assert codec.sampling_from_wire(codec.sampling_to_wire(params)).constraint == constraint
     assert [(fork.key, fork.sample_index, fork.forks) for fork in request.forks] == [
         ("b" * 32 + "/3", 3, ()),
         ("c" * 32 + "/3", 4, ()),

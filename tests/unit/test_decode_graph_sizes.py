@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.cuda_graphs import graph_sizes
+from baton.engine.cuda_graphs import decode_sizes
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 7, 8, 64, 100, 256, 257, 1000])
 def test_every_batch_has_a_graph_without_much_padding(max_num_seqs: int) -> None:
-    sizes = graph_sizes(max_num_seqs)
+    sizes = decode_sizes(max_num_seqs)
     assert list(sizes) == sorted(set(sizes)) and sizes[-1] == max_num_seqs
     for batch in range(1, max_num_seqs + 1):
         size = next(size for size in sizes if size >= batch)

@@ -61,8 +61,14 @@ def test_every_error_has_facts_and_advice() -> None:
         assert len(advice.split()) >= 8, f"{code}: no advice"
 
 
+def test_every_finer_code_is_explained() -> None:
+    section = (DOCS / "errors.md").read_text().split("### `invalid_request`")[1].split("### ")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", section, re.M)) == errors.INVALID_REQUEST_CODES
+
+
 def test_messages_that_are_explained_exist() -> None:
-    rows = re.findall(r"^\| `([^`]+)` \|", (DOCS / "errors.md").read_text(), re.M)
+    page = (DOCS / "errors.md").read_text().split("\n## What a process says")[1]
+    rows = re.findall(r"^\| `([^`]+)` \|", page, re.M)
     text = source()
     assert len(rows) > 10
     assert not [row for row in rows if row not in text]

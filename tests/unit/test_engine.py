@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from fakes.runner import FakeRunner, expected_tokens
@@ -52,7 +52,9 @@ def new_engine(capacity: int = 60, *, optimistic: bool = False, **options: objec
         num_blocks, BLOCK_SIZE, **({"max_model_len": 200, "max_num_batched_tokens": 16} | options)
     )
     return Engine(
-        FakeRunner(num_blocks, BLOCK_SIZE, vocab_size=VOCAB_SIZE, runs_ahead=runs_ahead),
+        FakeRunner(
+            num_blocks, BLOCK_SIZE, vocab_size=VOCAB_SIZE, runs_ahead=runs_ahead, num_looks=3
+        ),
         limits,
         LocalGenerations(num_blocks),
         fingerprint=FINGERPRINT,
@@ -125,6 +127,14 @@ def runner_of(engine: Engine) -> FakeRunner:
     runner = engine._runner
     assert isinstance(runner, FakeRunner)
     return runner
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_asking_for_a_prompts_logprobs_changes_no_token(runs_ahead: bool) -> None:
+    engine = new_engine(runs_ahead=runs_ahead)
+    request = new_request("a", range(20), max_tokens=6, prompt_logprobs=0)
+    engine.add(request)
+    assert run(engine).tokens[request.key] == expected_outputs(request)[0]
 
 
 # -- all requests, all orders ---------------------------------------------------------------------
@@ -207,9 +217,34 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(num_steps):
             self.step_once(self.engines[index])
 
-    def step_once(self, engine: Engine) -> bool:
+    @precondition(lambda self: self.requests)
+    @rule(index=st.integers(0, 1), prompt=prompts, sampling=samplings, data=st.data())
+    def things_come_during_a_step(
+        self,
+        index: int,
+        prompt: list[int],
+        sampling: dict[str, object],
+        data: st.DataObject,
+    ) -> None:
+        things: list[Callable[[], object]] = [
+            lambda: self.add(index, prompt, sampling),
+            lambda: self.abort(data),
+            lambda: self.offered and self.reserve(),
+        ]
+        coming = iter(data.draw(st.permutations(things)))
+
+        def meanwhile() -> bool:
+            thing = next(coming, None)
+            if thing is not None:
+                thing()
+                self.no_block_is_lost()
+            return thing is not None
+
+        self.step_once(self.engines[index], meanwhile)
+
+    def step_once(self, engine: Engine, meanwhile: Callable[[], bool] | None = None) -> bool:
         has_work = engine.has_work
-        output = self.recorder.take(engine.step())
+        output = self.recorder.take(engine.step(meanwhile))
         assert has_work or output == StepOutput(), "a step that has_work did not announce"
         self.started[id(engine)] += output.started
         self.offered += [chunk.key for chunk in output.chunks if chunk.is_last]
@@ -300,6 +335,24 @@ def test_engine_machine_for_long() -> None:
     run_state_machine_as_test(
         EngineMachine, settings=settings(max_examples=1500, stateful_step_count=60, deadline=None)
     )
+
+
+def test_what_comes_during_the_last_step_is_launched_behind_it() -> None:
+    engine = new_engine(runs_ahead=True)
+    engine.add(new_request("a", [1, 2, 3], max_tokens=1), hold=True)
+    engine.step()
+    later = [new_request("b", [4, 5], max_tokens=1)]
+
+    def meanwhile() -> bool:
+        if not later:
+            return False
+        engine.add(later.pop())
+        return True
+
+    output = engine.step(meanwhile)
+    assert [token.key for token in output.tokens] == ["a/0"]
+    assert output.started == ("b/0",)  # on the device already
+    assert [token.key for token in engine.step().tokens] == ["b/0"]
 
 
 @pytest.mark.parametrize("budget", [1, 3, 16, 64])
@@ -477,7 +530,7 @@ def test_blocks_of_a_request_aborted_in_flight_are_fenced(hold: bool) -> None:
     runner_of(engine).on_execute = abort
     engine.add(new_request("r", [1] * 10), hold=hold)
     output = engine.step()
-    assert output == StepOutput()
+    assert output == StepOutput(started=("r/0",))
     assert seen[0]["num_fences"] == 1 and seen[0]["requests"] == {}
     assert_idle(engine)
 
@@ -655,9 +708,13 @@ def test_load_and_ledger() -> None:
     engine = new_engine(20, max_held_blocks=8, max_num_seqs=1)
     engine.add(new_request("a", [1] * 20), hold=True)
     engine.add(new_request("b", [2] * 6))
-    assert engine.load() == Load(0, 2, waiting_tokens=26, free_blocks=20, credit_blocks=8)
+    assert engine.load() == Load(
+        0, 2, waiting_tokens=26, free_blocks=20, credit_blocks=8, held_blocks=0
+    )
     engine.step()
-    assert engine.load() == Load(1, 1, waiting_tokens=10, free_blocks=15, credit_blocks=3)
+    assert engine.load() == Load(
+        1, 1, waiting_tokens=10, free_blocks=15, credit_blocks=3, held_blocks=5
+    )
     ledger = json.loads(json.dumps(engine.ledger()))
     assert ledger["blocks"] == {"free": 15, "cached": 0, "held": 5, "reserved": 2, "total": 22}
     assert ledger["requests"]["a/0"] == {

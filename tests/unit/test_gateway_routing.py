@@ -69,6 +69,32 @@ def test_what_is_missing_is_named(engines: list[EngineState], message: str) -> N
         choose_pair(engines, 33)
 
 
+@pytest.mark.parametrize(
+    ("rates", "loads", "expected"),
+    [
+        ((370.0, 12.0), (0, 0), "d"),
+        ((12.0, 370.0), (0, 0), "e"),
+        ((12.0, 370.0), (0, 1), "d"),  # load counts for more
+        ((370.0, 351.0), (0, 0), "e"),  # the same kind of link: it was asked less
+        ((0.0, 0.0), (0, 0), "e"),  # nobody has measured
+    ],
+)
+def test_at_equal_load_the_faster_link_is_taken(
+    rates: tuple[float, float], loads: tuple[int, int], expected: str
+) -> None:
+    engines = [
+        decode(
+            name,
+            "p",
+            link_gbytes_per_s={"p": rate},
+            num_running=load,
+            num_dispatched=5 * (name == "d"),
+        )
+        for name, rate, load in zip("de", rates, loads, strict=True)
+    ]
+    assert choose_pair([prefill("p"), *engines], 33) == ("p", expected)
+
+
 def test_failed_engines_and_pairs_are_avoided() -> None:
     engines = [prefill("p"), prefill("q", waiting_tokens=9), decode("d"), decode("e")]
     assert choose_pair(engines, 33, avoid=Avoid(frozenset("p"))) == ("q", "d")

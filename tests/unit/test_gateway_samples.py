@@ -182,6 +182,8 @@ def test_stop_strings_are_not_looked_for_before_min_tokens() -> None:
 async def test_the_queue_keeps_samples_apart() -> None:
     failures: list[str] = []
     queue = ChunkQueue(lambda: failures.append("failed"), max_tokens=2)
+    queue.emit(Chunk("", (), 0))
+    await queue.next()
     for index in range(3):
         queue.emit(Chunk("a", (1,), index, sample_index=0, logprobs=SCORES[index : index + 1]))
         queue.emit(Chunk("b", (2,), index, sample_index=1))

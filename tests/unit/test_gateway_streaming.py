@@ -44,11 +44,59 @@ async def test_what_waits_comes_as_one() -> None:
     assert await chunks.next() == Chunk("abcd", (0, 1, 2), 0, RESULT)
 
 
+async def test_a_chunk_is_pushed_only_while_all_before_is_delivered() -> None:
+    chunks, _ = queue()
+    pushed: list[str] = []
+    takes = True
+
+    def push(chunk: Chunk) -> bool:
+        if takes:
+            pushed.append(chunk.text)
+        return takes
+
+    chunks.push = push
+    chunks.emit(Chunk("a", (1,), 0))  # nobody has asked for it yet: it waits
+    assert (await chunks.next()).text == "a"
+    chunks.emit(Chunk("b", (2,), 1))  # "a" is being written
+    reading = asyncio.create_task(chunks.next())
+    await asyncio.sleep(0)
+    assert (await reading).text == "b" and not pushed
+    reading = asyncio.create_task(chunks.next())
+    await asyncio.sleep(0)
+    chunks.emit(Chunk("c", (3,), 2))
+    chunks.emit(Chunk("d", (4,), 3))
+    assert pushed == ["c", "d"] and not reading.done()
+    takes = False
+    chunks.emit(Chunk("e", (5,), 4))
+    takes = True
+    chunks.emit(Chunk("f", (6,), 5))  # behind one that waits
+    assert (await reading).text == "ef"
+    reading = asyncio.create_task(chunks.next())
+    await asyncio.sleep(0)
+    chunks.emit(Chunk("g", (7,), 6, RESULT))  # the last is never pushed
+    assert (await reading).text == "g" and pushed == ["c", "d"]
+
+
+async def test_what_waits_long_is_kept_together() -> None:
+    chunks, _ = queue(max_tokens=1000)
+    for index in range(500):
+        for sample in (1, 0):
+            assert chunks.emit(Chunk(str(index % 10), (index,), index, sample_index=sample))
+    assert len(chunks._waiting) < 40
+    for sample in (1, 0):
+        found = await chunks.next()
+        assert found.sample_index == sample and found.index == 0
+        assert found.token_ids == tuple(range(500))
+
+
 async def test_a_reader_too_far_behind_gets_no_more() -> None:
     chunks, _ = queue(max_tokens=4)
     assert chunks.emit(Chunk("", tuple(range(100)), 0)), "one chunk may be of any size"
-    assert not chunks.emit(Chunk("", (1,), 100))
-    assert chunks.emit(Chunk("", (), 100, RESULT)), "the end is never refused"
+    assert chunks.emit(Chunk("", (1,), 100)), "nobody was asked to read yet"
+    await chunks.next()
+    assert chunks.emit(Chunk("", tuple(range(5)), 101))
+    assert not chunks.emit(Chunk("", (1,), 106))
+    assert chunks.emit(Chunk("", (), 106, RESULT)), "the end is never refused"
 
 
 async def test_the_error_comes_after_what_waits() -> None:

@@ -6,7 +6,14 @@ import pytest
 from fakes.clock import FakeClock
 
 from baton.core.config import EngineConfig, NodeConfig
-from baton.core.errors import BatonError, Cancelled, InvalidRequest, Overloaded, StartupFailed
+from baton.core.errors import (
+    BatonError,
+    Cancelled,
+    HandoffFailed,
+    InvalidRequest,
+    Overloaded,
+    StartupFailed,
+)
 from baton.core.request import Request, SamplingParams
 from baton.decode_node import policy as decode_policy
 from baton.engine.limits import EngineLimits
@@ -71,7 +78,7 @@ def test_outbox_batches_by_gateway_and_speaks_to_peers_last() -> None:
     sent: list[engine_pb2.EngineOutput] = []
     outbox = Outbox(sent.append)
     outbox.to_peer("peer", handoff_pb2.PeerMessage())
-    outbox.close_peer("peer")
+    outbox.close_peer("peer", HandoffFailed("of another make"))
     for request_id, gateway in (("a", "x"), ("b", "y"), ("c", "x"), ("d", "gone")):
         outbox.to_gateway(gateway, node_pb2.RequestOutput(request_id=request_id))
     outbox.forget_gateway("gone")
@@ -136,6 +143,13 @@ class TestPlacement:
     def test_one_engine_for_each_gpu(self) -> None:
         configs = engine_configs(EngineConfig(), NodeConfig(gpus="0, 3"))
         assert [config.device for config in configs] == ["cuda:0", "cuda:3"]
+
+    def test_ranks_of_an_engine_are_neighbours_in_the_list(self) -> None:
+        engine = EngineConfig(tensor_parallel_size=2)
+        configs = engine_configs(engine, NodeConfig(gpus="4,1,2,3"))
+        assert [config.device for config in configs] == ["cuda:4,1", "cuda:2,3"]
+        with pytest.raises(StartupFailed, match=r"0,1,2 are 3, which --tensor-parallel-size 2"):
+            engine_configs(engine, NodeConfig(gpus="0,1,2"))
 
     def test_cpu_engines_are_counted(self) -> None:
         assert len(engine_configs(EngineConfig(), NodeConfig())) == 1

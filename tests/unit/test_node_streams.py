@@ -16,7 +16,7 @@ from baton.node import rpc
 from baton.node.engine_handle import EngineHandle
 from baton.node.frames import encode, read_frame
 from baton.node.rpc import HandoffServicer, NodeServicer
-from baton.proto.v1 import engine_pb2, handoff_pb2, node_pb2
+from baton.proto.v1 import common_pb2, engine_pb2, handoff_pb2, node_pb2
 
 ENGINE, PEER = "a" * 32, "b" * 32
 HELLO = handoff_pb2.PeerMessage(hello=handoff_pb2.Hello(incarnation=ENGINE))
@@ -235,5 +235,25 @@ async def test_what_was_meant_for_an_older_link_is_not_said_on_the_new_one(node:
     for message in (ATTACH, HELLO, ATTACH):
         node.engine.say(to_peer=engine_pb2.ToPeer(incarnation=PEER, message=message))
     assert [await peer.outgoing.get() for _ in range(2)] == [HELLO, ATTACH]
-    node.engine.say(close_peer=PEER)
-    assert await peer.outgoing.get() is None
+
+
+async def test_a_refused_peer_is_told_why(node: Node) -> None:
+    context: Any = FakeContext(baton_source=ENGINE, baton_puller=PEER)
+    call = asyncio.create_task(HandoffServicer(node, None).Link(never(), context))
+    await node.engine.next()
+    error = common_pb2.Error(code="fingerprint_mismatch", message="dtype: 'a' here, 'b' there")
+    close = engine_pb2.ClosePeer(incarnation=PEER, error=error)
+    node.engine.say(close_peer=close)
+    with pytest.raises(Aborted, match="dtype: 'a' here"):
+        await call
+    assert context.status is grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_an_answer_behind_the_end_of_its_question_ends_nothing(node: Node) -> None:
+    """The call may be cancelled in the very moment in which its answer is read."""
+    asking = asyncio.create_task(node.handle.ledger())
+    query = (await node.engine.next()).get_ledger
+    asking.cancel()
+    node.handle._route(engine_pb2.EngineOutput(ledger=engine_pb2.Ledger(query=query, json="{}")))
+    with pytest.raises(asyncio.CancelledError):
+        await asking

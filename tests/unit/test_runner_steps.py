@@ -173,7 +173,6 @@ def test_bf16_runs_and_stays_near_float32(config: EngineConfig, runner: ModelRun
         ({"max_model_len": 0}, "--max-model-len 0"),
         ({"num_kv_blocks": 10}, "the KV of 512 tokens"),
         ({"attention_backend": "flashinfer"}, "flashinfer"),
-        ({"tensor_parallel_size": 2}, "tensor parallelism"),
         ({"model": "/nowhere"}, "/nowhere"),
     ],
 )

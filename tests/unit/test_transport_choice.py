@@ -9,7 +9,9 @@ from fakes.handoff import SOURCE
 
 from baton.core.errors import HandoffFailed
 from baton.engine.block_pool import BlockRef
+from baton.kv_transfer.head_ranges import HeadPiece
 from baton.kv_transfer.memory import MemoryPool, MemoryTransport, MemoryWindow
+from baton.kv_transfer.remote import RemotePool
 from baton.kv_transfer.transport import BlockPair, PullOutcome, open_window
 
 BLOCK_BYTES = 8
@@ -22,8 +24,19 @@ class Broken:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def connect(self, incarnation: str) -> MemoryWindow:
+    def connect(
+        self, incarnation: str, piece: HeadPiece | None = None, remote: RemotePool | None = None
+    ) -> MemoryWindow:
         raise HandoffFailed(f"{self.name} is out of order")
+
+
+class Crashing(Broken):
+    """A transport that meets what it has no words for: this process is out of descriptors, say."""
+
+    def connect(
+        self, incarnation: str, piece: HeadPiece | None = None, remote: RemotePool | None = None
+    ) -> MemoryWindow:
+        raise OSError("too many open files")
 
 
 @pytest.fixture
@@ -36,6 +49,13 @@ def transport() -> MemoryTransport:
 
 def test_the_first_transport_that_connects_is_taken(transport: MemoryTransport) -> None:
     assert open_window([Broken("nvlink"), transport, Broken("tcp")], SOURCE).transport == "memory"
+
+
+def test_a_transport_that_crashes_is_one_that_does_not_connect(transport: MemoryTransport) -> None:
+    """Who waits for a window is answered in any case."""
+    assert open_window([Crashing("nvlink"), transport], SOURCE).transport == "memory"
+    with pytest.raises(HandoffFailed, match="nvlink: OSError"):
+        open_window([Crashing("nvlink")], SOURCE)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from baton.core.errors import HandoffFailed
 from baton.engine.block_pool import BlockRef
 from baton.engine.generations import GenerationsReader, SharedGenerations
-from baton.kv_transfer.pool_address import CudaMemory, PoolDescription
-from baton.kv_transfer.runs import block_ids, find_runs
+from baton.kv_transfer.pool_address import CudaMemory, PoolDescription, PoolPart
+from baton.kv_transfer.runs import columns, find_runs
 from baton.kv_transfer.transport import BlockPair
 
 SOURCE = "5" * 32
@@ -25,9 +25,10 @@ def pairs_of(*ids: tuple[int, int]) -> list[BlockPair]:
 
 
 def runs_of(*ids: tuple[int, int]) -> list[tuple[int, int, int]]:
-    runs = find_runs(block_ids(pairs_of(*ids)))
-    columns = (runs.sources, runs.destinations, runs.lengths)
-    return [tuple(row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+    ids_there_and_here, _ = columns(pairs_of(*ids))
+    runs = find_runs(ids_there_and_here)
+    rows = (runs.sources, runs.destinations, runs.lengths)
+    return [tuple(row) for row in zip(*(row.tolist() for row in rows), strict=True)]
 
 
 def test_neighbours_at_both_ends_become_one_piece() -> None:
@@ -43,6 +44,13 @@ def test_pieces_are_the_copy_and_cannot_be_joined(ids: list[tuple[int, int]]) ->
     assert unrolled == ids
     for (source, destination, length), following in itertools.pairwise(runs):
         assert following[:2] != (source + length, destination + length)
+
+
+def test_columns_are_what_the_pairs_say() -> None:
+    pairs = [BlockPair(BlockRef(0, 7, 2**63 + 1, None), 3), BlockPair(BlockRef(1, 4, 0, None), 9)]
+    ids, generations = columns(pairs)
+    assert ids.tolist() == [[7, 4], [3, 9]]
+    assert generations.tolist() == [2**63 + 1, 0]
 
 
 def test_many_generations_are_those_of_each_block() -> None:
@@ -62,6 +70,17 @@ def test_a_description_survives_the_socket(cuda: CudaMemory | None) -> None:
     description = PoolDescription(SOURCE, 2 << 20, 1000, cuda)
     assert PoolDescription.unpack(description.pack()) == description
     assert description.num_fds == (2 if cuda is None else 1)
+
+
+def test_a_description_lists_the_pools_of_all_ranks() -> None:
+    parts = (PoolPart(SOURCE, 0, 4), PoolPart("9" * 32, 4, 4))
+    description = PoolDescription("9" * 32, 4096, 10, ON_GPU, parts)
+    packed = description.pack()
+    assert PoolDescription.unpack(packed) == description
+    assert (description.incarnation, description.engine) == ("9" * 32, SOURCE)
+    for cut in (1, 20, 40):
+        with pytest.raises(HandoffFailed):
+            PoolDescription.unpack(packed[:-cut])
 
 
 @given(st.binary(max_size=200))
@@ -87,7 +106,7 @@ def test_another_pool_than_asked_for_is_named() -> None:
 
 @pytest.mark.parametrize(
     ("kernel", "engine", "chosen"),
-    [(371, 351, "copy engine"), (371, 78, "kernel"), (20, 30, "copy engine")],
+    [(371, 351, "copy-engine"), (371, 78, "kernel"), (20, 30, "copy-engine")],
 )
 def test_copy_engines_are_taken_unless_the_kernel_clearly_wins(
     kernel: float, engine: float, chosen: str
@@ -95,6 +114,6 @@ def test_copy_engines_are_taken_unless_the_kernel_clearly_wins(
     pytest.importorskip("triton")
     from baton.kv_transfer.cuda_ipc_copy import choose
 
-    names = ["kernel", "copy engine"]
+    names = ["kernel", "copy-engine"]
     assert names[choose(names, [kernel, engine])] == chosen
     assert choose(["kernel"], [kernel]) == 0

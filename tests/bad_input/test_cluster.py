@@ -1,0 +1,141 @@
+"""What a node's engine makes of messages that no gateway and no peer of ours sends: B81 to B86.
+
+Who sends them has the cluster's secret (tests/unit/test_node_streams.py has those who do not), so
+they are a bug or a foreign version. They may cost their sender, and nobody else: no exception, no
+block that stays, no wrong token of a request beside them.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from bad_input.mutants import mutated_bytes
+from fakes.node_world import GATEWAY, LEASE_S, PULLER, SOURCE, Node, NodeWorld, request
+from fakes.runner import expected_tokens
+from google.protobuf.message import DecodeError
+
+from baton.core.request import Ticket
+from baton.proto import codec
+from baton.proto.v1 import engine_pb2, handoff_pb2, node_pb2
+
+_NUM_ROUNDS, _PER_ROUND = 12, 25
+_WORKS = (node_pb2.WORK_PREFILL, node_pb2.WORK_DECODE, node_pb2.WORK_LOCAL, 0, 7)
+_IDS = ("", "0" * 32, "f" * 32, "../x", "é", "0" * 5000)
+
+
+def _linked() -> NodeWorld:
+    world = NodeWorld()
+    world.link()
+    world.settle()
+    return world
+
+
+def _gateway_message(rng: random.Random, number: int) -> node_pb2.GatewayMessage | None:
+    one = request(number, rng.randrange(1, 40), max_tokens=rng.randrange(1, 9))
+    ticket = Ticket(one.request_id, SOURCE, PULLER) if rng.random() < 0.8 else None
+    wire = codec.dispatch_to_wire(one, rng.choice(_WORKS), ticket, 60.0)
+    data = node_pb2.GatewayMessage(dispatch=wire).SerializeToString()
+    return _parsed(node_pb2.GatewayMessage(), mutated_bytes(rng, data))
+
+
+def _peer_message(rng: random.Random, number: int) -> handoff_pb2.PeerMessage | None:
+    transfer_id = rng.choice((f"{number:032x}", *_IDS))
+    blocks = [
+        handoff_pb2.BlockRef(index=i, block_id=rng.choice((i, 0, 1, 2**31, 2**32 - 1)),
+                             generation=rng.choice((0, 1, 2**64 - 1)))
+        for i in range(rng.choice((0, 1, 5, 500)))
+    ]  # fmt: skip
+    state = handoff_pb2.HandoffState(
+        num_blocks=rng.choice((0, 1, 2**31, 2**32 - 1)), first_token_id=rng.choice((1, 2**32 - 1))
+    )
+    message = rng.choice(
+        (
+            handoff_pb2.PeerMessage(attach=handoff_pb2.Attach(transfer_id=transfer_id)),
+            handoff_pb2.PeerMessage(renew=handoff_pb2.Renew(transfer_ids=[transfer_id] * 3)),
+            handoff_pb2.PeerMessage(release=handoff_pb2.Release(transfer_id=transfer_id)),
+            handoff_pb2.PeerMessage(cancel=handoff_pb2.CancelTransfer(transfer_id=transfer_id)),
+            handoff_pb2.PeerMessage(revoked=handoff_pb2.Revoked(transfer_id=transfer_id)),
+            handoff_pb2.PeerMessage(hello=handoff_pb2.Hello(incarnation=SOURCE, protocol=999)),
+            handoff_pb2.PeerMessage(
+                manifest=handoff_pb2.Manifest(
+                    transfer_id=transfer_id, seq=rng.choice((0, 1, 2**32 - 1)), blocks=blocks,
+                    num_tokens=rng.choice((0, 16, 2**32 - 1)), state=state,
+                )
+            ),
+        )
+    )  # fmt: skip
+    if rng.random() < 0.5:
+        return message
+    return _parsed(
+        handoff_pb2.PeerMessage(), mutated_bytes(rng, message.SerializeToString() or b"\0")
+    )
+
+
+def _parsed(message: object, data: bytes) -> object | None:
+    """None for bytes that gRPC's own parser refuses."""
+    try:
+        return type(message).FromString(data)  # type: ignore[attr-defined]
+    except DecodeError:
+        return None
+
+
+def _assert_well(world: NodeWorld, number: int) -> None:
+    """Everything of the gateway that sent nonsense is gone, and a good request is served."""
+    for node in (world.prefill, world.decode):
+        node.tell(gateway_lost="strange")
+    world.clock.advance(LEASE_S + 1)
+    world.settle()
+    if not world.is_linked:
+        world.link()
+        world.settle()
+    good = request(number, 19)
+    world.hand_off(good)
+    world.settle()
+    assert world.tokens(good) == expected_tokens(good.prompt_token_ids, good.sampling.max_tokens)
+    for node in (world.prefill, world.decode):
+        node.tell(gateway_lost=GATEWAY)
+    world.expire()
+    assert world.prefill.is_clean(), world.prefill.role.ledger()
+    assert world.decode.is_clean(), world.decode.role.ledger()
+
+
+@pytest.mark.parametrize("seed", range(_NUM_ROUNDS))
+def test_strange_dispatches(seed: int) -> None:
+    rng, world = random.Random(seed), _linked()
+    for i in range(_PER_ROUND):
+        message = _gateway_message(rng, 1000 * seed + i)
+        if message is not None:
+            node: Node = rng.choice((world.prefill, world.decode))
+            frame = engine_pb2.FromGateway(gateway="strange", message=message)
+            node.tell(from_gateway=frame)
+            if rng.random() < 0.5:
+                world.turn(node)
+    world.settle()
+    _assert_well(world, 900_000 + seed)
+
+
+@pytest.mark.parametrize("seed", range(_NUM_ROUNDS))
+def test_strange_peer_messages(seed: int) -> None:
+    """Between those of a hand-off that goes on; it ends well or with an error, the pair too."""
+    rng, world = random.Random(seed), _linked()
+    for i in range(_PER_ROUND):
+        number = 1000 * seed + i
+        if not world.is_linked:
+            world.link()
+            world.settle()
+        one = request(number, 19)
+        world.hand_off(one)
+        for _ in range(rng.randrange(4)):
+            world.turn(rng.choice((world.prefill, world.decode)))
+        message = _peer_message(rng, number)
+        if message is not None:
+            node, sender = rng.choice(((world.prefill, PULLER), (world.decode, SOURCE)))
+            frame = engine_pb2.FromPeer(incarnation=sender, message=message)
+            node.tell(from_peer=frame)
+        world.settle()
+        tokens = world.tokens(one)
+        assert tokens == expected_tokens(one.prompt_token_ids, 6)[: len(tokens)]
+        world.cancel(one)
+    world.expire()
+    _assert_well(world, 900_000 + seed)

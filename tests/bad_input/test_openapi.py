@@ -1,0 +1,71 @@
+"""Our own OpenAPI document against our own server: whatever it allows or forbids has its answer.
+
+Requests are made from the schemas, as they should be and as they should not; answers are held to
+what the document says of them.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from bad_input.fronts import LEAKS, Target
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+schemathesis = pytest.importorskip("schemathesis")
+checks = pytest.importorskip("schemathesis.checks")
+specs = pytest.importorskip("schemathesis.specs.openapi.checks")
+
+_GENERATING = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+_READING = ("/v1/models", "/v1/models/{model}", "/server_info", "/version", "/live", "/ready")
+_CHECKS = (
+    checks.not_a_server_error,
+    specs.status_code_conformance,
+    specs.content_type_conformance,
+    specs.response_schema_conformance,  # of whole answers: of a stream, ours is that of its data
+)
+
+
+def _search(target: Target, path: str, num_requests: int, number: int) -> None:
+    document = json.loads(target.http("GET", "/openapi.json").text)
+    schema = schemathesis.openapi.from_dict(document)
+    schema.config.update(base_url=f"http://127.0.0.1:{target.http_port}")
+    method = "POST" if path in _GENERATING else "GET"
+    operation = schema[path][method]
+    modes = schemathesis.GenerationMode
+    for mode in (modes.POSITIVE, modes.NEGATIVE) if path in _GENERATING else (modes.POSITIVE,):
+
+        @seed(number)
+        @settings(
+            max_examples=num_requests,
+            deadline=None,
+            database=None,
+            phases=(Phase.generate, Phase.shrink),
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(case=operation.as_strategy(generation_mode=mode))
+        def ask(case: Any) -> None:
+            response = case.call(timeout=20)
+            is_stream = "event-stream" in str(response.headers.get("content-type"))
+            case.validate_response(response, checks=_CHECKS[:3] if is_stream else _CHECKS)
+            if response.status_code >= 400:
+                assert not LEAKS.search(response.json()["error"]["message"])
+
+        ask()
+
+
+@pytest.mark.filterwarnings("ignore")  # the tool's own
+@pytest.mark.parametrize("path", [*_GENERATING, *_READING])
+def test_what_the_document_says(target: Target, path: str) -> None:
+    _search(target, path, 60 if path in _GENERATING else 5, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("path", _GENERATING)
+def test_more_of_it(target: Target, path: str, request: pytest.FixtureRequest) -> None:
+    number = request.config.getoption("--bad-input-seed")
+    print(f"seed {number}")
+    _search(target, path, 2000, number)

@@ -1,0 +1,88 @@
+"""Every route and method that exists, by name: whoever adds one adds it here."""
+
+from __future__ import annotations
+
+import pytest
+from bad_input.fronts import LEAKS, Target, read_answer
+from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest, ServerReflectionResponse
+
+ROUTES = {
+    "/live": "GET", "/ready": "GET", "/health": "GET", "/version": "GET",
+    "/v1/models": "GET", "/v1/models/{model}": "GET", "/server_info": "GET",
+    "/v1/completions": "POST", "/v1/chat/completions": "POST",
+    "/tokenize": "POST", "/detokenize": "POST",
+    "/openapi.json": "GET", "/metrics": "GET",
+    "/dashboard": "GET", "/dashboard/": "GET", "/dashboard/{path}": "GET",
+    "/dashboard/login": "GET POST", "/api/snapshot": "GET", "/api/stream": "GET",
+}  # fmt: skip
+SERVICES = {
+    "baton.v1.Inference", "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection",
+}  # fmt: skip
+
+# B65: what other servers have had there.
+ABSENT = [
+    "/", "/v1", "/v1/", "/v1/nope", "/V1/models", "//v1/models", "/v1//models", "/v1/models/",
+    "/v1/../admin", "/v1/%2e%2e/admin", "/v1/..%2fadmin", "/%2e%2e/%2e%2e/etc/passwd", "/admin",
+    "/admin/drain", "/invocations", "/update_weights", "/update_weights_from_disk", "/pause",
+    "/resume", "/sleep", "/wake_up", "/collective_rpc", "/load_lora_adapter",
+    "/v1/load_lora_adapter",
+    "/reset_prefix_cache", "/flush_cache", "/start_profile", "/stop_profile", "/generate",
+    "/get_server_info", "/v1/embeddings", "/v1/responses", "/v1/files", "/v1/batches",
+    "/register_instance", "/bootstrap", "/docs", "/redoc", "/.env", "/.git/config", "/debug/pprof",
+    "/dashboard/../app.py", "/dashboard/%2e%2e/app.py", "/dashboard/..%2f..%2fapp.py",
+    "/dashboard/index.html%00.js", "/dashboard//etc/passwd", "/live/", "/live/x", "/live;x",
+]  # fmt: skip
+
+
+def test_these_routes_and_no_others(target: Target) -> None:
+    """HEAD is as good as the GET that it stands for."""
+    found: dict[str, set[str]] = {}
+    for method, path in target.routes:
+        if method != "HEAD":
+            found.setdefault(path, set()).add(method)
+    assert found == {path: set(methods.split()) for path, methods in ROUTES.items()}
+
+
+@pytest.mark.parametrize("path", ABSENT)
+def test_absent_paths(target: Target, path: str) -> None:
+    for method in ("GET", "POST", "PUT", "DELETE"):
+        with target.connect() as plain:
+            plain.sendall(f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+            answer = read_answer(plain)
+        assert (answer.status, answer.code in ("not_found", "model_not_found")) in (
+            (404, True), (405, False),
+        ), answer  # fmt: skip
+        assert answer.status == 404 or path.startswith(("/dashboard/", "/v1/models/")), answer
+        assert not LEAKS.search(answer.text.replace(path, "")), answer
+
+
+def test_other_methods_of_routes(target: Target) -> None:
+    for path, methods in ROUTES.items():
+        for method in {"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"}:
+            if method not in methods.split():
+                answer = target.http(method, path.replace("{model}", "x").replace("{path}", "x"))
+                assert (answer.status, answer.code) == (405, "method_not_allowed")
+
+
+def test_these_services_and_no_others(target: Target) -> None:
+    """As the reflection tells; what it does not tell is tried in test_credentials.py."""
+    stub = target.channel.stream_stream(
+        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+        request_serializer=ServerReflectionRequest.SerializeToString,
+        response_deserializer=ServerReflectionResponse.FromString,
+    )
+    (answer,) = stub(iter([ServerReflectionRequest(list_services="")]), timeout=20)
+    assert {service.name for service in answer.list_services_response.service} == SERVICES
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["/baton.v1.Inference/generate", "/baton.v1.Inference/", "/baton.v1.inference/Generate",
+     "/Generate", "/", "/baton.v1.Inference/Generate/x", "/baton.v1.Engine/Configure",
+     "/inference.GRPCInferenceService/ModelInfer", "/../baton.v1.Node/Session"],
+)  # fmt: skip
+def test_absent_methods(target: Target, method: str) -> None:
+    """B76."""
+    answer = target.call(method, b"")
+    assert answer.status in ("UNIMPLEMENTED", "INTERNAL"), answer
+    assert not LEAKS.search(answer.text)

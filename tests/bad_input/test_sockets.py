@@ -1,0 +1,396 @@
+"""Bytes on sockets: heads, pipelines, HTTP/2 by hand, those who say nothing, too many of them."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import grpc
+import pytest
+from bad_input.fronts import (
+    GENERATE,
+    LEAKS,
+    Target,
+    read_answer,
+    read_to_end,
+    running,
+)
+
+from baton.proto.v1 import inference_pb2
+
+_HOST = b"Host: localhost\r\n"
+_GET = b"GET /live HTTP/1.1\r\n" + _HOST
+_MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def hasty(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterator[Target]:
+    """A gateway with little patience and room for few."""
+    config = {
+        "model": str(model_dir), "head_s": 1.0, "idle_s": 2.0, "body_s": 1.0, "max_connections": 32,
+    }  # fmt: skip
+    with running(tmp_path_factory.mktemp("hasty"), config) as started:
+        yield started
+
+
+# --- heads ----------------------------------------------------------------------------------------
+
+HEADS = {
+    "B68-long-value": (_GET + b"X: " + b"a" * 65536 + b"\r\n\r\n", 431),
+    "B68-long-name": (_GET + b"a" * 65536 + b": x\r\n\r\n", 431),
+    "B68-many": (_GET + b"".join(b"a%d: x\r\n" % i for i in range(1000)) + b"\r\n", 431),
+    "B68-long-path": (b"GET /" + b"x" * 65536 + b" HTTP/1.1\r\n" + _HOST + b"\r\n", 431),
+    "B68-space-in-a-name": (_GET + b"Bad name: x\r\n\r\n", 400),
+    "B68-nul": (_GET + b"X: a\0b\r\n\r\n", 400),
+    "B68-folded": (_GET + b"X: a\r\n b\r\n\r\n", 400),
+    "B68-no-colon": (_GET + b"nonsense\r\n\r\n", 400),
+    "B68-bare-cr": (_GET + b"X: a\rb\r\n\r\n", 400),
+    "B68-lengths": (_GET + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\nx", 400),
+    "B68-minus-length": (_GET + b"Content-Length: -1\r\n\r\n", 400),
+    "B68-huge-length": (_GET + b"Content-Length: " + b"9" * 30 + b"\r\n\r\n", 400),
+    "B68-smuggled": (
+        _GET + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+    "B68-coding": (_GET + b"Transfer-Encoding: gzip\r\n\r\n", 400),
+    "B70-ranges": (
+        b"GET /dashboard HTTP/1.1\r\n" + _HOST + b"Range: bytes="
+        + b",".join(b"%d-%d" % (i, i) for i in range(10_000)) + b"\r\n\r\n", 431),
+    "B71-garbage": (b"\x00\x01\x02\xff\xfe garbage\r\n\r\n", 400),
+    "B71-tls": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"x" * 200, 400),
+    "B71-http2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0", 400),
+    "B71-smtp": (b"EHLO example.com\r\n\r\n", 400),
+    "B71-redis": (b"*1\r\n$8\r\nFLUSHALL\r\n", 400),
+    "B88-pickle": (pickle.dumps({"a": [1, 2, 3]}), 400),
+    "B88-zip": (b"PK\x03\x04" + b"\0" * 64 + b"archive/data.pkl" + b"\0" * 64, 400),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_heads(target: Target, name: str) -> None:
+    sent, status = HEADS[name]
+    with target.connect() as plain:
+        plain.sendall(sent)
+        answer = read_to_end(plain)
+    # What was sent behind the verdict may reset the connection before the verdict is read.
+    assert not answer or answer[9:12] == str(status).encode(), answer
+    assert not LEAKS.search(answer.decode("latin-1")), answer
+    target.http("GET", "/live")
+
+
+def test_a_few_ranges_are_the_whole_file(target: Target) -> None:
+    """B70: files come whole or not at all."""
+    whole = target.http("GET", "/dashboard")
+    part = target.http("GET", "/dashboard", headers={"Range": "bytes=0-0,1-1,2-2"})
+    assert (part.status, part.text) == (200, whole.text)
+    assert "Accept-Ranges" not in part.headers
+
+
+def test_garbage_does_not_flood_the_log(target: Target) -> None:
+    """B71."""
+    before = len(target.log())
+    for _ in range(300):
+        with target.connect() as plain:
+            plain.sendall(b"\x16\x03\x01garbage\r\n\r\n")
+            read_to_end(plain)
+    assert len(target.log()) - before < 20_000
+    assert "Traceback" not in target.log()
+
+
+def test_a_thousand_at_once_are_answered_in_order(target: Target) -> None:
+    paths = ["/live", "/version", "/nope"] * 333
+    with target.connect() as plain:
+        plain.sendall(
+            b"".join(f"GET {p} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode() for p in paths)
+            + b"GET /live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+        )
+        statuses = re.findall(rb"HTTP/1\.1 (\d+)", read_to_end(plain))
+    assert statuses == [b"200", b"200", b"404"] * 333 + [b"200"]
+
+
+def test_nothing_is_read_behind_a_body_that_is_refused(target: Target) -> None:
+    """What follows a refused body is no request of its own."""
+    head = b"POST /v1/completions HTTP/1.1\r\n" + _HOST + b"Content-Type: text/plain\r\n"
+    smuggled = _GET + b"\r\n"
+    with target.connect() as plain:
+        plain.sendall(head + b"Content-Length: %d\r\n\r\n" % len(smuggled) + smuggled)
+        answer = read_to_end(plain)
+    assert answer.count(b"HTTP/1.") == 1 and answer.startswith(b"HTTP/1.1 415")
+
+
+# --- HTTP/2 by hand -------------------------------------------------------------------------------
+
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_SETTINGS, _HEADERS, _CONTINUATION, _PING, _RESET, _WINDOW = 4, 1, 9, 6, 3, 8
+_END_STREAM, _END_HEADERS = 1, 4
+
+
+def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(
+        ">I", stream
+    ) + payload  # fmt: skip
+
+
+def _hpack(*headers: tuple[bytes, bytes]) -> bytes:
+    """Each as a literal that is not indexed."""
+
+    def text(value: bytes) -> bytes:
+        assert len(value) < 127
+        return bytes([len(value)]) + value
+
+    return b"".join(b"\0" + text(name) + text(value) for name, value in headers)
+
+
+def _call_head(**changes: bytes) -> bytes:
+    fields = {
+        b":method": b"POST", b":scheme": b"http", b":path": GENERATE.encode(),
+        b":authority": b"localhost", b"content-type": b"application/grpc", b"te": b"trailers",
+    }  # fmt: skip
+    fields |= {name.replace("_", "-").encode(): value for name, value in changes.items()}
+    return _hpack(*fields.items())
+
+
+def _flood(target: Target, frames: Iterator[bytes], max_bytes: int) -> None:
+    """Send until the server closes, or it has all been taken; then it must be well."""
+    before = target.rss_bytes()
+    num_sent = 0
+    with target.connect(target.grpc_port) as plain:
+        plain.settimeout(5)
+        try:
+            plain.sendall(_PREFACE + _frame(_SETTINGS, 0, 0, b""))
+            for frame in frames:
+                plain.sendall(frame)
+                num_sent += len(frame)
+                if num_sent >= max_bytes:
+                    break
+        except OSError:
+            pass  # closed, or it reads no more
+    # Half a GiB of continuations grew it by 140 MiB, once: gRPC reads them all and drops them.
+    assert target.rss_bytes() - before < 256 * _MIB
+    _until_it_serves(target)
+
+
+def test_a_flood_of_continuations(target: Target) -> None:
+    """B73."""
+
+    def frames() -> Iterator[bytes]:
+        yield _frame(_HEADERS, 0, 1, _call_head())
+        while True:
+            yield _frame(_CONTINUATION, 0, 1, _hpack((b"a", b"x" * 100)) * 100)
+
+    _flood(target, frames(), 64 * _MIB)
+
+
+def test_a_bomb_of_references(target: Target) -> None:
+    """B73: one large header in the table, named by a byte each time."""
+    large = b"\x40\x01a\x7f\x80\x1e" + b"x" * (127 + 15 * 256 - 0)  # 3967 bytes, indexed
+
+    def frames() -> Iterator[bytes]:
+        for stream in range(1, 200, 2):
+            yield _frame(_HEADERS, _END_HEADERS | _END_STREAM, stream, large + b"\xbe" * 10_000)
+
+    _flood(target, frames(), 8 * _MIB)
+
+
+def test_floods_of_small_frames(target: Target) -> None:
+    """B73: pings, settings, windows, and streams that are reset as soon as they are there."""
+
+    def resets() -> Iterator[bytes]:
+        for stream in range(1, 20_000, 2):
+            yield _frame(_HEADERS, _END_HEADERS, stream, _call_head())
+            yield _frame(_RESET, 0, stream, b"\0\0\0\x08")
+
+    def small() -> Iterator[bytes]:
+        for _ in range(3_000):
+            yield _frame(_PING, 0, 0, b"12345678") + _frame(_SETTINGS, 0, 0, b"")
+            yield _frame(_WINDOW, 0, 0, b"\x7f\xff\xff\xff")
+
+    _flood(target, resets(), 16 * _MIB)
+    _flood(target, small(), 16 * _MIB)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"content_type": b"text/plain"}, b"\0\0\0\0\0"),
+        ({"content_type": b"application/json"}, b"\0\0\0\0\0"),
+        ({"grpc_encoding": b"wat"}, b"\1\0\0\0\1x"),
+        ({"grpc_encoding": b"gzip"}, b"\1\0\0\0\4\x1f\x8b\x08\0"),
+        ({}, b"\1\0\0\0\1x"),
+        ({}, b"\7\0\0\0\1x"),
+        ({}, b"\0\xff\xff\xff\xff"),
+        ({"grpc_timeout": b"wat"}, b"\0\0\0\0\0"),
+        ({"grpc_timeout": b"99999999H"}, b"\0\0\0\0\0"),
+        ({"x_bin": b"not base64 !"}, b"\0\0\0\0\0"),
+    ],
+    ids=lambda value: "" if isinstance(value, bytes) else f"B76-{value}",
+)
+def test_odd_calls(target: Target, changes: dict[str, bytes], message: bytes) -> None:
+    """B76: a verdict or the end of the connection, and never silence."""
+    with target.connect(target.grpc_port) as plain:
+        plain.sendall(
+            _PREFACE
+            + _frame(_SETTINGS, 0, 0, b"")
+            + _frame(_HEADERS, _END_HEADERS, 1, _call_head(**changes))
+            + _frame(0, _END_STREAM, 1, message)
+        )
+        kinds = _kinds_until_the_end(plain)
+    assert kinds & {_HEADERS, _RESET, 7, -1}, kinds
+    target.check_serves()
+
+
+def _kinds_until_the_end(plain: socket.socket) -> set[int]:
+    """Of the frames of stream 1 up to its last, or of the connection; -1: it was closed."""
+    kinds: set[int] = set()
+    with closing(plain.makefile("rb")) as file:
+        while True:
+            try:
+                head = file.read(9)
+            except ConnectionError:
+                head = b""
+            if len(head) < 9:
+                return kinds | {-1}
+            file.read(int.from_bytes(head[:3]))
+            kinds.add(head[3])
+            is_last = head[3] == _HEADERS and head[4] & _END_STREAM
+            if head[3] in (_RESET, 7) or is_last:
+                return kinds
+
+
+def test_what_a_compressed_message_unpacks_to_is_bounded(target: Target) -> None:
+    """B5, B74: 64 MiB of spaces are 64 KiB on the wire."""
+    message = inference_pb2.GenerateRequest(text=" " * (64 * _MIB))
+    options = [("grpc.enable_http_proxy", 0)]
+    before = target.rss_bytes()
+    with grpc.insecure_channel(
+        f"127.0.0.1:{target.grpc_port}", options, grpc.Compression.Gzip
+    ) as channel:
+        answer = target.call(GENERATE, message.SerializeToString(), channel=channel)
+    assert answer.status == "RESOURCE_EXHAUSTED", answer
+    assert target.rss_bytes() - before < 200 * _MIB
+    target.check_serves()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pickle.dumps([1]),
+        b"PK\x03\x04" * 50,
+        b"\xc7\x10\x2a" * 9,
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x16\x03\x01\x02\0" * 20,
+    ],
+)
+@pytest.mark.parametrize("port", ["grpc_port", "node_port"])
+def test_other_formats_on_grpc_ports(target: Target, port: str, data: bytes) -> None:
+    """B88: closed; gRPC's own last words at most."""
+    with target.connect(getattr(target, port)) as plain:
+        plain.sendall(data)
+        answer = read_to_end(plain)
+    assert not LEAKS.search(answer.decode("latin-1"))
+
+
+# --- those who say nothing, or too little ---------------------------------------------------------
+
+
+def test_who_says_nothing_is_closed(hasty: Target) -> None:
+    """F32: at once silent, a byte now and then, silent after an answer."""
+    with hasty.connect() as silent, hasty.connect() as slow, hasty.connect() as idle:
+        began_s = time.monotonic()
+        idle.sendall(_GET + b"\r\n")
+        assert read_answer(idle).status == 200
+        for byte in (_GET * 3)[:8]:
+            slow.sendall(bytes([byte]))
+            time.sleep(0.05)
+        assert read_to_end(silent) == b""
+        assert read_to_end(slow) == b""
+        assert read_to_end(idle) == b""
+        assert time.monotonic() - began_s < 15
+    hasty.check_serves()
+
+
+def test_a_body_that_does_not_come(hasty: Target) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\n" + _HOST
+    with hasty.connect() as plain:
+        plain.sendall(head + b"Content-Length: 100\r\n\r\n{")
+        answer = read_answer(plain)
+        assert (answer.status, answer.code) == (408, "request_timeout")
+        assert read_to_end(plain) == b""
+    form = b"POST /dashboard/login HTTP/1.1\r\nContent-Type: application/x-www-form-urlencoded\r\n"
+    with hasty.connect() as plain:
+        plain.sendall(form + _HOST + b"Content-Length: 100\r\n\r\nkey=")
+        assert read_answer(plain).status == 408
+        assert read_to_end(plain) == b""
+    hasty.check_serves()
+
+
+def test_more_connections_than_there_may_be(hasty: Target) -> None:
+    """Those beyond are closed at once; those before go on, and leave their places."""
+    body = _GET + b"\r\n"
+    with ExitStack() as stack:
+        first = [stack.enter_context(hasty.connect()) for _ in range(32)]
+        first[0].sendall(body)
+        assert read_answer(first[0]).status == 200
+        for _ in range(20):
+            more = stack.enter_context(hasty.connect())
+            assert read_to_end(more) == b""
+        first[1].sendall(body)
+        assert read_answer(first[1]).status == 200
+    _until_it_serves(hasty)
+
+
+def _until_it_serves(target: Target) -> None:
+    """In a moment: places are given back, and gRPC turns calls away while thousands wait."""
+    for _ in range(100):
+        try:
+            target.check_serves()
+            return
+        except (OSError, AssertionError):
+            time.sleep(0.1)
+    target.check_serves()
+
+
+def test_clients_that_go_away_leave_nothing(target: Target) -> None:
+    """Half heads, half bodies, whole requests: the connection is dropped at once."""
+    head = b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\n" + _HOST
+    good = b'{"model": "demo", "prompt": "hi", "max_tokens": 50, "stream": true}'
+    whole = head + b"Content-Length: %d\r\n\r\n" % len(good) + good
+    num_files = target.num_files()
+    for sent in (b"", head, whole[:-5], whole, whole * 3):
+        for _ in range(50):
+            with target.connect() as plain:
+                plain.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                plain.sendall(sent)
+    for _ in range(100):
+        if target.num_files() <= num_files + 5:
+            break
+        time.sleep(0.05)
+    assert target.num_files() <= num_files + 5
+    target.check_serves()
+
+
+@pytest.mark.slow
+def test_silence_on_the_grpc_port_is_closed(target: Target) -> None:
+    with target.connect(target.grpc_port) as plain:
+        read_to_end(plain, 60)
+
+
+@pytest.mark.slow
+def test_very_many_idle_connections(target: Target) -> None:
+    """As many as this process may open, up to 10,000: memory stays, others are served."""
+    before = target.rss_bytes()
+    with ExitStack() as stack:
+        try:
+            for _ in range(10_000):
+                stack.enter_context(target.connect())
+        except OSError:
+            pass  # we have no more, or it takes no more
+        target.channel.close()
+        target.channel = target.open_channel(target.grpc_port)
+        grown = target.rss_bytes() - before
+    assert grown < 256 * _MIB
+    _until_it_serves(target)

@@ -1,0 +1,163 @@
+"""Chromium for the page's tests, and the page's server on a thread of its own.
+
+Without a browser these tests are skipped, loudly; CHROMIUM names one that is not on the PATH.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from synthetic import SyntheticGateway
+
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.browser)
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    """A browser. Not for the session: Playwright's event loop would be in other tests' way."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if CHROMIUM is None:
+        pytest.skip("NO CHROMIUM: the live page is not tested (install it, or set CHROMIUM)")
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+class PageServer:
+    """A synthetic gateway that listens; it can be stopped and started on the same port."""
+
+    def __init__(self, gateway: SyntheticGateway, rps: float | None) -> None:
+        self.gateway = gateway
+        self.port = 0
+        self._rps = rps
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._runner: web.AppRunner | None = None
+
+    @property
+    def origin(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def url(self) -> str:
+        return f"{self.origin}/dashboard"
+
+    def start(self) -> None:
+        self._call(self._start())
+
+    def stop(self) -> None:
+        if self._runner is not None:
+            self._call(self._runner.cleanup())
+            self._runner = None
+
+    def close(self) -> None:
+        self.stop()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def do(self, act: Callable[[], None]) -> None:
+        """Change the gateway where it lives."""
+
+        async def acting() -> None:
+            act()
+
+        self._call(acting())
+
+    async def _start(self) -> None:
+        app = self.gateway.app(self._rps)
+        self._runner = web.AppRunner(
+            app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True
+        )
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
+        self.port = self._runner.addresses[0][1]
+
+    def _call(self, coroutine: Any) -> None:
+        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout=20)
+
+
+@pytest.fixture(scope="module")
+def busy() -> Iterator[PageServer]:
+    """A minute of traffic behind it, and more coming."""
+    gateway = SyntheticGateway()
+    gateway.add_usual_engines()
+    gateway.live_through(60, 5)
+    server = PageServer(gateway, 5)
+    server.start()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., PageServer]]:
+    """Serve a synthetic gateway until the test's end."""
+    servers: list[PageServer] = []
+
+    def start(gateway: SyntheticGateway, rps: float | None = None) -> PageServer:
+        server = PageServer(gateway, rps)
+        servers.append(server)
+        server.start()
+        return server
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+@pytest.fixture
+def open_page(chromium: Any) -> Iterator[Callable[..., Any]]:
+    """Open a URL; at the end, no page may have said an error or asked anybody else for anything."""
+    contexts, complaints = [], []
+
+    def open_it(url: str, *, may_lose_server: bool = False, **options: Any) -> Any:
+        context = chromium.new_context(**{"viewport": {"width": 1440, "height": 900}, **options})
+        contexts.append(context)
+        origin = url.partition("/dashboard")[0]
+
+        def stay_inside(route: Any) -> None:
+            if route.request.url.startswith((origin, "data:")):
+                route.fallback()
+            else:
+                complaints.append(f"asked {route.request.url}")
+                route.abort()
+
+        context.route("**/*", stay_inside)
+        page = context.new_page()
+        page.set_default_timeout(15_000)
+
+        def said(message: Any) -> None:
+            is_loss = may_lose_server and "Failed to load resource" in message.text
+            if message.type in ("error", "warning") and not is_loss:
+                complaints.append(f"{message.type}: {message.text}")
+
+        page.on("console", said)
+        page.on("pageerror", lambda error: complaints.append(f"thrown: {error}"))
+        page.goto(url)
+        return page
+
+    yield open_it
+    for context in contexts:
+        context.close()
+    assert not complaints, complaints

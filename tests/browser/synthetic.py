@@ -1,0 +1,242 @@
+"""A gateway's page over invented traffic: real window, roster, feed and routes, no engines.
+
+Minutes of history exist at once, since the traffic is told to the window on a clock of its own.
+`python tests/browser/synthetic.py PORT` serves it, for those who work on the page.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import random
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+from aiohttp import web
+
+from baton.core.errors import BatonError, EngineFailed, RateLimited
+from baton.core.membership import Member, Role
+from baton.core.request import FinishReason
+from baton.core.timeline import Event, Stamp
+from baton.gateway.caller import Caller
+from baton.gateway.dashboard.roster import EngineRoster
+from baton.gateway.dashboard.routes import Viewers, add_dashboard
+from baton.gateway.dashboard.snapshot import SnapshotFeed, Targets
+from baton.gateway.engine_link import Transfer
+from baton.gateway.engine_table import EngineTable, LinkedEngine, Load
+from baton.gateway.session import Chunk, Result
+from baton.gateway.telemetry.records import CallRecord
+from baton.gateway.telemetry.window import Window
+from baton.prefix_index.mirror import PrefixMirror
+
+BLOCK_BYTES = 2 << 20
+
+
+class TravelClock:
+    """Real time, unless `at_s` says otherwise."""
+
+    def __init__(self) -> None:
+        self.at_s: float | None = None
+        self._offset_s = time.time() - time.monotonic()
+
+    def monotonic_s(self) -> float:
+        return time.monotonic() if self.at_s is None else self.at_s
+
+    def unix_ns(self) -> int:
+        return round((self.monotonic_s() + self._offset_s) * 1e9)
+
+
+class SyntheticGateway:
+    """`members` may be changed at any time: the page should notice."""
+
+    def __init__(
+        self, *, tenant: str = "acme", model: str = "Qwen3-8B", scale: float = 1.0
+    ) -> None:
+        self.clock = TravelClock()
+        self.clock.at_s = time.monotonic() - 320
+        self.window = Window(self.clock)
+        self.clock.at_s = None
+        self.table = EngineTable(PrefixMirror(self.clock))
+        self.members: dict[str, Member] = {}
+        self.model, self.tenant, self.scale = model, tenant, scale
+        self._random = random.Random(7)
+        self._num_calls = 0
+        roster = EngineRoster(self.table, lambda: list(self.members.values()), self.clock)
+        self.feed = SnapshotFeed(self.window, roster, self._about, Targets(0.5, 0.05), self.clock)
+
+    def _about(self) -> dict[str, Any]:
+        return {"model": self.model, "version": "0.1.0", "is_ready": True}
+
+    def add_engine(self, name: str, role: Role, links: frozenset[str] = frozenset()) -> Member:
+        incarnation = f"{self._random.getrandbits(128):032x}"
+        address = f"10.0.0.7:{50100 + len(self.members)}"
+        device = f"cuda:{len(self.members)}"
+        member = Member(
+            incarnation, role, name, address, self.model, "f" * 16, 131072, 16, 24_576, device
+        )
+        self.members[incarnation] = member
+        free = self._random.randrange(4_000, 22_000)
+        engine = LinkedEngine(member, outbox=None)  # type: ignore[arg-type]  # nothing is sent
+        is_prefill = role is Role.PREFILL
+        running, waiting = (2, 1) if is_prefill else (self._random.randrange(20, 60), 0)
+        engine.load = Load(running, waiting, 9_216 * waiting, free, 9_800, False, links)
+        self.table.add(engine)
+        return member
+
+    def add_usual_engines(self) -> None:
+        sources = [self.add_engine(f"prefill-0.{i}", Role.PREFILL) for i in range(2)]
+        links = frozenset(member.incarnation for member in sources)
+        for i in range(2):
+            self.add_engine(f"decode-0.{i}", Role.DECODE, links)
+
+    def lose(self, name: str) -> None:
+        """An engine dies: its link is down and the directory lists it no longer."""
+        for incarnation, member in list(self.members.items()):
+            if member.name == name:
+                self.table.remove(incarnation)
+                del self.members[incarnation]
+
+    # --- traffic ----------------------------------------------------------------------------------
+
+    def call(self, arrived_s: float) -> list[tuple[float, Any]]:
+        """One call as (when, what to do) from its arrival to its end."""
+        draw, scale = self._random, self.scale
+        self._num_calls += 1
+        prompt = int(min(60_000, draw.lognormvariate(7.6, 0.9)))
+        cached = int(prompt * draw.choice((0, 0, 0.2, 0.6, 0.8))) // 16 * 16
+        num_tokens = max(2, int(min(900, draw.lognormvariate(4.6, 0.6))))
+        queue_s = draw.expovariate(1 / 0.006) * scale
+        prefill_s = ((prompt - cached) * 22e-6 + 0.012) * scale
+        transfer_s, admit_s = draw.uniform(0.5e-3, 3e-3) * scale, draw.uniform(0.2e-3, 2e-3) * scale
+        fate = draw.random()
+        record = CallRecord(
+            call_id=f"{draw.getrandbits(128):032x}",
+            label="",
+            caller=Caller(self.tenant, frozenset(), draw.choice(("http", "grpc"))),
+            model=self.model,
+            num_samples=1,
+            prompt_tokens=prompt,
+            arrived_s=arrived_s,
+            arrived_unix_ns=round((arrived_s + time.time() - time.monotonic()) * 1e9),
+            token_times=[[]],
+        )
+        if fate < 0.01:
+            return [(arrived_s, lambda: self.window.call_refused(record.caller, RateLimited("no")))]
+        stamps = [0.0, 4e-4 * scale]
+        for spent_s in (queue_s, prefill_s, 1e-4 * scale, transfer_s, admit_s):
+            stamps.append(stamps[-1] + spent_s)
+        steps: list[tuple[float, Any]] = [(arrived_s, lambda: self.window.call_began(record))]
+        at_s = arrived_s + stamps[3] + 3e-4 * scale
+        steps.append((at_s, lambda: self._deliver(record, 0)))
+        at_s = arrived_s + stamps[6]
+        for index in range(1, num_tokens):
+            at_s += max(2e-3, draw.gauss(9.5e-3, 8e-4)) * scale
+            at_s += scale * 0.05 if draw.random() < 0.002 else 0
+            steps.append((at_s, lambda index=index: self._deliver(record, index)))
+            if fate < 0.02 and index > num_tokens // 2:
+                break
+        error = EngineFailed("gone") if fate < 0.02 else None
+        nodes = (f"prefill-0.{self._num_calls % 2}", f"decode-0.{self._num_calls // 2 % 2}")
+        result = self._result(record, nodes, stamps, num_tokens, cached)
+        steps.append((at_s + 1e-4, lambda: self._end(record, result, error)))
+        return steps
+
+    def _result(
+        self,
+        record: CallRecord,
+        nodes: tuple[str, str],
+        stamps: list[float],
+        num_tokens: int,
+        cached: int,
+    ) -> Result:
+        events = list(Event)[:7]
+        where = ["gateway", "gateway", *[nodes[0]] * 2, *[nodes[1]] * 3]
+        timeline = [
+            Stamp(event, record.arrived_unix_ns + round(at_s * 1e9), node)
+            for event, at_s, node in zip(events, stamps, where, strict=True)
+        ]
+        num_bytes = math.ceil(record.prompt_tokens / 16) * BLOCK_BYTES
+        reason = self._random.choice((FinishReason.STOP, FinishReason.LENGTH))
+        transfer = Transfer(num_bytes, cached // 4, "cuda_ipc")
+        usage = (record.prompt_tokens, num_tokens, cached, *nodes)
+        return Result(reason, None, *usage, transfer, 1, 0, tuple(timeline))
+
+    def _deliver(self, record: CallRecord, index: int) -> None:
+        now_s = self.clock.monotonic_s()
+        record.token_times[0].append((now_s, 1))
+        self.window.chunk_delivered(record, Chunk("", (1,), index), now_s)
+
+    def _end(self, record: CallRecord, result: Result, error: BatonError | None) -> None:
+        now_s = self.clock.monotonic_s()
+        record.ended_s, record.error = now_s, error
+        if error is None:
+            last = Stamp(Event.FINISHED, self.clock.unix_ns(), result.decode_node or "")
+            record.results[0] = replace(result, timeline=(*result.timeline, last))
+        self.window.call_ended(record)
+
+    def live_through(self, seconds: float, rps: float) -> None:
+        """Traffic of the last `seconds`, all at once."""
+        now_s = time.monotonic()
+        steps = []
+        at_s = now_s - seconds
+        while at_s < now_s:
+            load = 0.7 + 0.5 * math.sin(at_s / 40)
+            at_s += self._random.expovariate(rps * load)
+            steps += self.call(at_s)
+        for when_s, act in sorted(steps, key=lambda step: step[0]):
+            if when_s < now_s:
+                self.clock.at_s = when_s
+                act()
+        self.clock.at_s = None
+
+    async def keep_calling(self, rps: float) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            now_s = time.monotonic()
+            for when_s, act in self.call(now_s):
+                loop.call_at(loop.time() + when_s - now_s, act)
+            for engine in self.table.engines.values():
+                self._drift(engine)
+            await asyncio.sleep(self._random.expovariate(rps))
+
+    def _drift(self, engine: LinkedEngine) -> None:
+        load = engine.load
+        assert load is not None
+        free = min(22_000, max(600, load.free_blocks + self._random.randrange(-90, 91)))
+        is_prefill = engine.member.role is Role.PREFILL
+        running = min(64 if not is_prefill else 4, max(1, load.num_running + self._drawn()))
+        waiting = min(6, max(0, load.num_waiting + self._drawn())) if is_prefill else 0
+        credit = load.credit_blocks
+        engine.load = Load(running, waiting, 4_000 * waiting, free, credit, False, load.links)
+
+    def _drawn(self) -> int:
+        return self._random.choice((-1, 0, 0, 0, 1))
+
+    def app(self, rps: float | None = None) -> web.Application:
+        """With traffic of `rps` requests per second, or none."""
+
+        async def calling(_: web.Application) -> AsyncIterator[None]:
+            task = asyncio.create_task(self.keep_calling(rps)) if rps else None
+            yield
+            if task is not None:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+
+        app = web.Application()
+        add_dashboard(app, Viewers(self.feed))
+        app.cleanup_ctx.append(calling)
+        return app
+
+
+if __name__ == "__main__":
+    gateway = SyntheticGateway()
+    gateway.add_usual_engines()
+    if "empty" not in sys.argv:
+        gateway.live_through(300, 8)
+    app = gateway.app(None if "empty" in sys.argv else 8)
+    web.run_app(app, host="127.0.0.1", port=int(sys.argv[1]), shutdown_timeout=0.2)

@@ -1,0 +1,76 @@
+"""Ranks as threads of one process: the fake of `engine.communicator.Communicator`."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+
+from baton.kernels.ops import Ops
+
+
+class ThreadGroup:
+    """What the ranks of one engine share. `num_operations` counts the collective ones."""
+
+    def __init__(self, size: int, timeout_s: float = 20.0) -> None:
+        self.size = size
+        self.num_operations = 0
+        self._barrier = threading.Barrier(size, timeout=timeout_s)
+        self._given: list[Tensor | None] = [None] * size
+
+    def ranks(self) -> list[ThreadCommunicator]:
+        return [ThreadCommunicator(self, rank) for rank in range(self.size)]
+
+    def exchange(self, rank: int, x: Tensor) -> list[Tensor]:
+        """Everybody's x. A rank that is missing breaks the barrier for all."""
+        self._given[rank] = x.clone()
+        self._meet()
+        parts = [part for part in self._given if part is not None]
+        assert len({part.shape for part in parts}) == 1, "ranks disagree about what they do"
+        self._meet()
+        self.num_operations += rank == 0
+        return parts
+
+    def _meet(self) -> None:
+        try:
+            self._barrier.wait()
+        except threading.BrokenBarrierError as error:
+            raise RuntimeError("a rank is missing") from error
+
+    def abort(self) -> None:
+        self._barrier.abort()
+
+
+class ThreadCommunicator:
+    """One rank's end."""
+
+    def __init__(self, group: ThreadGroup, rank: int) -> None:
+        self.rank, self.size = rank, group.size
+        self._group = group
+
+    def connect(self) -> None:
+        self._group.exchange(self.rank, torch.zeros(1))
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        first, *others = self._group.exchange(self.rank, x)
+        total = first.clone()
+        for other in others:
+            total += other
+        return total
+
+    def add_rms_norm(
+        self, ops: Ops, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> Tensor:
+        return ops.add_rms_norm(self.all_reduce(x), residual, weight, eps)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.cat(self._group.exchange(self.rank, x), dim=1)
+
+    def broadcast(self, x: Tensor) -> None:
+        x.copy_(self._group.exchange(self.rank, x)[0])
+
+    def least(self, value: int) -> int:
+        return min(int(part) for part in self._group.exchange(self.rank, torch.tensor(value)))
+
+    def close(self) -> None: ...

@@ -1,0 +1,268 @@
+"""`nccl`, and `tcp` between GPUs, between real processes; and pieces of blocks by every way.
+
+Needs two GPUs for `nccl`: it does not connect a GPU to itself.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import importlib.util
+import mmap
+import os
+import queue
+import random
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from baton.core.config import NodeConfig
+from baton.core.errors import HandoffFailed
+from baton.engine.block_pool import CANARY_BLOCK, BlockRef
+from baton.engine.canary import canary_bytes
+from baton.engine.cuda_kv_memory import CudaKvMemory
+from baton.kv_transfer.head_ranges import BlockCut, HeadPiece
+from baton.kv_transfer.remote import KEY_BYTES, RemotePool
+from baton.kv_transfer.transport import BlockPair, PullOutcome
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+NETWORKS = [pytest.param("nccl", marks=needs_two), "tcp"]
+
+FOLDER = Path(__file__).parent
+SOURCE_GPU, PULLER_GPU = "cuda:0", f"cuda:{max(0, torch.cuda.device_count() - 1)}"
+KEY = secrets.token_bytes(KEY_BYTES)
+spec = importlib.util.spec_from_file_location("peer", FOLDER / "cuda_ipc_peer.py")
+assert spec is not None and spec.loader is not None
+peer = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(peer)
+NUM_BLOCKS, LAYOUT = peer.NUM_BLOCKS, peer.LAYOUT
+
+
+@dataclass
+class Source:
+    """The process that owns the pool, as the test sees it."""
+
+    incarnation: str
+    process: subprocess.Popen[str]
+    published: np.ndarray
+    remote: RemotePool
+
+    def tell(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def heard(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def pair(self, block_id: int, destination: int) -> BlockPair:
+        generation = int(self.published[block_id])
+        return BlockPair(BlockRef(0, block_id, generation, None), destination)
+
+
+@contextlib.contextmanager
+def source_process() -> Iterator[Source]:
+    incarnation = secrets.token_hex(16)
+    fd = os.memfd_create("published")
+    os.ftruncate(fd, 8 * NUM_BLOCKS)
+    published = np.frombuffer(mmap.mmap(fd, 8 * NUM_BLOCKS), dtype=np.uint64)
+    script = str(FOLDER / "network_peer.py")
+    command = [sys.executable, script, incarnation, SOURCE_GPU, str(fd), KEY.hex()]
+    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, pass_fds=(fd,), **pipes) as process:
+        os.close(fd)
+        try:
+            assert process.stdout is not None
+            ready, port = process.stdout.readline().split()
+            assert ready == "ready"
+            remote = RemotePool("127.0.0.1", int(port), KEY, is_elsewhere=False)
+            yield Source(incarnation, process, published, remote)
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def source() -> Iterator[Source]:
+    with source_process() as source:
+        yield source
+
+
+@pytest.fixture(scope="module")
+def kv() -> Iterator[CudaKvMemory]:
+    kv = CudaKvMemory(LAYOUT, NUM_BLOCKS, torch.device(PULLER_GPU))
+    yield kv
+    kv.close()
+
+
+@contextlib.contextmanager
+def window_onto(
+    source: Source, kv: CudaKvMemory, name: str, piece: HeadPiece | None = None
+) -> Iterator:
+    from baton.kv_transfer.transports import transports
+
+    transport_name, _, method = name.partition(" ")
+    config = NodeConfig(kv_transport=transport_name, kv_copy=method or "auto")
+    (transport,) = transports(kv, config, None)
+    window = transport.connect(source.incarnation, piece, source.remote)
+    try:
+        yield window
+    finally:
+        window.close()
+        window.join()
+
+
+def pull(window, *pairs: BlockPair) -> PullOutcome:
+    done: queue.SimpleQueue[PullOutcome] = queue.SimpleQueue()
+    window.start_pull(pairs, done.put)
+    return done.get(timeout=30)
+
+
+def holds(kv: CudaKvMemory, pair: BlockPair) -> bool:
+    expected = peer.content(pair.source.block_id, pair.source.generation)
+    return bool((kv.tensor[pair.destination].view(torch.int64) == expected).all())
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_copies_blocks_to_where_they_belong(source: Source, kv: CudaKvMemory, name: str) -> None:
+    kv.tensor.zero_()
+    torch.cuda.synchronize(PULLER_GPU)
+    ids = list(range(2, NUM_BLOCKS - 1))
+    shuffled = random.Random(1).sample(ids, len(ids))
+    pairs = [source.pair(*one) for one in zip(ids[:40] + shuffled[40:], shuffled, strict=True)]
+    begin_s = time.monotonic()
+    with window_onto(source, kv, name) as window:
+        print(f"\n{name}: open after {time.monotonic() - begin_s:.1f} s, ", end="")
+        print(f"{window.gbytes_per_s:.1f} GB/s at 8 MiB")
+        assert window.transport == name
+        assert pull(window, *pairs) is PullOutcome.OK
+        times_s = []
+        for _ in range(8):
+            begin_s = time.perf_counter()
+            assert pull(window, *pairs) is PullOutcome.OK
+            times_s.append(time.perf_counter() - begin_s)
+        num_bytes = len(pairs) * kv.block_bytes
+        print(f"{num_bytes >> 20} MiB: {num_bytes / sorted(times_s)[4] / 1e9:.1f} GB/s")
+    assert all(holds(kv, pair) for pair in pairs)
+    assert not kv.tensor[NUM_BLOCKS - 1].any(), "a block that nobody asked for was written"
+
+
+WAYS = [*NETWORKS, "cuda_ipc kernel", "cuda_ipc copy-engine", "cuda_staged"]
+
+
+@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize(
+    "piece",
+    [HeadPiece(0, 4, 0, 4, 8, 8), HeadPiece(0, 7, 2, 1, 8, 8), HeadPiece(0, 1, 5, 3, 8, 8)],
+)
+def test_heads_go_to_where_they_belong(
+    source: Source, kv: CudaKvMemory, name: str, piece: HeadPiece
+) -> None:
+    """The canary block, every position of which differs, by parts of its heads."""
+    kv.tensor.zero_()
+    torch.cuda.synchronize(PULLER_GPU)
+    with window_onto(source, kv, name, piece) as window:
+        print(f"\n{name}: {window.gbytes_per_s:.1f} GB/s")
+        pairs = [BlockPair(BlockRef(0, CANARY_BLOCK, 0, None), here) for here in (3, 9)]
+        assert pull(window, *pairs) is PullOutcome.OK
+    cut = BlockCut.of(piece, 2 * LAYOUT.num_layers, kv.block_bytes)
+    expected = cut.of_source(canary_bytes(source.incarnation, kv.block_bytes))
+    for here in (3, 9):
+        rows = kv.tensor[here].view(torch.uint8).cpu().numpy().reshape(cut.num_rows, cut.pitch)
+        found = rows[:, cut.offset : cut.offset + cut.width]
+        assert found.tobytes() == expected
+        assert np.count_nonzero(rows) == np.count_nonzero(found), "other heads were written"
+    assert not kv.tensor[4].any()
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_reallocated_block_is_stale(source: Source, kv: CudaKvMemory, name: str) -> None:
+    announced = source.pair(7, 3)
+    source.tell("rewrite 7")
+    assert source.heard() == "rewritten"
+    with window_onto(source, kv, name) as window:
+        assert pull(window, source.pair(8, 2), announced) is PullOutcome.STALE
+        assert pull(window, source.pair(7, 3)) is PullOutcome.OK
+    assert holds(kv, source.pair(7, 3))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_no_torn_copy_is_ever_ok(kv: CudaKvMemory, name: str) -> None:
+    counts: collections.Counter[str] = collections.Counter()
+    rng = random.Random(2)
+    with source_process() as source, window_onto(source, kv, name) as window:
+        source.tell("churn")
+        until_s = time.monotonic() + 3
+        while time.monotonic() < until_s:
+            num_blocks = rng.choice([1, 8])
+            pairs = [source.pair(b, b) for b in rng.sample(range(2, NUM_BLOCKS), num_blocks)]
+            outcome = pull(window, *pairs)
+            counts[outcome.value] += 1
+            if outcome is PullOutcome.OK:
+                counts["wrong"] += not all(holds(kv, pair) for pair in pairs)
+    print(f"\n{name}: {dict(counts)}")
+    assert counts["wrong"] == 0
+    assert counts["ok"] > 20
+    assert counts["stale"] > 5
+
+
+@needs_two
+def test_a_source_that_hangs_costs_its_pull_and_nothing_is_written_later(
+    kv: CudaKvMemory,
+) -> None:
+    """SIGSTOP: NCCL waits, the pair is aborted alone; after SIGCONT the next pull makes another."""
+    with (
+        source_process() as source,
+        source_process() as neighbour,
+        window_onto(source, kv, "nccl") as window,
+        window_onto(neighbour, kv, "nccl") as other,
+    ):
+        pairs = [source.pair(block_id, block_id) for block_id in range(2, NUM_BLOCKS)]
+        assert pull(window, *pairs) is PullOutcome.OK
+        source.process.send_signal(signal.SIGSTOP)
+        begin_s = time.monotonic()
+        done: queue.SimpleQueue[PullOutcome] = queue.SimpleQueue()
+        window.start_pull(pairs, done.put)
+        assert pull(other, neighbour.pair(5, 5)) is PullOutcome.OK
+        assert done.get(timeout=30) is PullOutcome.FAILED
+        print(f"\ngiven up after {time.monotonic() - begin_s:.1f} s")
+        kv.tensor.view(torch.int64).fill_(-1)
+        source.process.send_signal(signal.SIGCONT)
+        time.sleep(0.5)
+        assert bool((kv.tensor.view(torch.int64) == -1).all())
+        assert pull(window, *pairs) is PullOutcome.OK
+        assert pull(other, neighbour.pair(6, 129)) is PullOutcome.OK
+    assert all(holds(kv, pair) for pair in pairs[:-1])
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_source_dies_during_copies(kv: CudaKvMemory, name: str) -> None:
+    for delay_s in (0.0, 0.002, 0.01):
+        done: queue.SimpleQueue[PullOutcome] = queue.SimpleQueue()
+        with source_process() as source, window_onto(source, kv, name) as window:
+            pairs = [source.pair(block_id, block_id) for block_id in range(2, NUM_BLOCKS)]
+            for _ in range(6):
+                window.start_pull(pairs, done.put)
+            time.sleep(delay_s)
+            source.process.kill()
+            outcomes = collections.Counter(done.get(timeout=60).value for _ in range(6))
+            print(f"\n{name}, {delay_s} s: {dict(outcomes)}")
+            assert outcomes["failed"] > 0
+            with pytest.raises(HandoffFailed):
+                window_onto(source, kv, name).__enter__()
+    kv.tensor.zero_()
+    torch.cuda.synchronize(PULLER_GPU)  # this GPU still works

@@ -1,0 +1,153 @@
+"""Engines over several GPUs: sums over peer memory, the tokens of one GPU, a rank that dies."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import write_checkpoint
+from node_driver import Heard, NodeProcess, launch, members, session
+
+from baton.cluster.redis_server import RedisServer
+from baton.core.config import EngineConfig
+from baton.core.membership import Role
+from baton.core.request import Request, SamplingParams
+from baton.engine.local import LocalEngine
+from baton.proto.v1 import node_pb2
+
+NUM_GPUS = torch.cuda.device_count()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(NUM_GPUS < 2, reason="needs two CUDA devices"),
+    pytest.mark.timeout(300),
+]
+SIZES = [size for size in (2, 4, 8) if size <= NUM_GPUS]
+PROMPT_LENS = (1, 15, 16, 33, 100, 255, 300)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sums_over_peer_memory_are_right(size: int) -> None:
+    command = [sys.executable, "-m", "baton.bench.allreduce", "--check", "--ranks", str(size)]
+    assert subprocess.run(command, timeout=200).returncode == 0
+
+
+def config_of(folder: Path, size: int, **changes: object) -> EngineConfig:
+    settings: dict[str, object] = {
+        "device": "cuda",
+        "dtype": "float32",
+        "num_kv_blocks": 400,
+        "max_num_seqs": 24,
+        "max_num_batched_tokens": 128,
+        "tensor_parallel_size": size,
+    }
+    return EngineConfig(model=str(folder), **(settings | changes))  # type: ignore[arg-type]
+
+
+def requests_of(vocab_size: int, **sampling: float) -> list[Request]:
+    rng = random.Random(5)
+    made = []
+    for index, length in enumerate(PROMPT_LENS):
+        params = SamplingParams(max_tokens=24, seed=index, **{"temperature": 0.0} | sampling)
+        prompt = tuple(rng.randrange(3, vocab_size) for _ in range(length))
+        made.append(Request(f"{index:032x}", 0, prompt, params))
+    return made
+
+
+def generate(engine: LocalEngine, requests: list[Request]) -> list[list[int]]:
+    outputs = engine.generate(requests)
+    engine.engine.check_integrity()
+    return [outputs[request.key] for request in requests]
+
+
+WAYS: list[dict[str, float]] = [
+    {},
+    {"temperature": 0.9},
+    {"temperature": 0.9, "top_k": 20, "top_p": 0.9},
+    {"temperature": 0.9, "repetition_penalty": 1.2},
+]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_tokens_are_those_of_one_gpu(tmp_path: Path, size: int) -> None:
+    write_checkpoint(tmp_path, num_attention_heads=8, head_dim=64, has_varied_vectors=True)
+    found = []
+    for each in (1, size):
+        engine = LocalEngine.load(config_of(tmp_path, each), print)
+        found.append([generate(engine, requests_of(320, **way)) for way in WAYS])
+        # Filters sum in no fixed order on a GPU: the ranks must have gone on with one token.
+        found[-1] += [generate(engine, requests_of(320, **way)) for way in WAYS]
+        engine.close()
+    assert found[0] == found[1]
+    assert found[1][: len(WAYS)] == found[1][len(WAYS) :]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_bf16_goes_on_from_what_all_ranks_know(tmp_path: Path, size: int) -> None:
+    """The same tokens twice, and preempted: every rank's pool held what it should."""
+    write_checkpoint(tmp_path, num_attention_heads=8, num_key_value_heads=8, head_dim=128)
+    outputs = []
+    for changes in ({}, {"num_kv_blocks": 44, "max_model_len": 512}):
+        engine = LocalEngine.load(config_of(tmp_path, size, dtype="bfloat16", **changes), print)
+        outputs.append(generate(engine, requests_of(320, temperature=0.8)))
+        outputs.append(generate(engine, requests_of(320, temperature=0.8)))
+        engine.close()
+    assert outputs[0] == outputs[1]
+    assert sum(a == b for a, b in zip(outputs[0], outputs[2], strict=True)) >= len(PROMPT_LENS) - 2
+
+
+def request_of(num_tokens: int) -> Request:
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    return Request(os.urandom(16).hex(), 0, (5, 6, 7), sampling)
+
+
+async def lose_a_rank(node: NodeProcess, incarnation: str, number: signal.Signals) -> float:
+    """Signal rank 1 in the midst of a request; how long until the engine's streams have ended."""
+    async with session(node.address, incarnation) as stream:
+        request = request_of(400)
+        await stream.dispatch(request, node_pb2.WORK_LOCAL, None)
+        await stream.until(lambda: request.key in stream.heard)
+        (engine,) = node.engine_pids()
+        with open(f"/proc/{engine}/task/{engine}/children") as children:  # noqa: ASYNC230
+            os.kill(int(children.read()), number)
+        begin_s = time.monotonic()
+        await stream.until(lambda: stream.status is not None)
+        return time.monotonic() - begin_s
+
+
+async def serve_one(node: NodeProcess, incarnation: str) -> None:
+    async with session(node.address, incarnation) as stream:
+        request = request_of(20)
+        await stream.dispatch(request, node_pb2.WORK_LOCAL, None)
+        await stream.until(lambda: len(stream.heard.get(request.key, Heard()).tokens) == 20)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_lost_rank_takes_the_engine_down_and_it_comes_back(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """Though rank 0's thread waits for a sum that will never be there."""
+    write_checkpoint(tmp_path, num_attention_heads=8, head_dim=64)
+    with RedisServer.start() as redis:
+        flags = ("--model", str(tmp_path), "--gpus", "0,1", "--tp", "2", "--num-kv-blocks", "600")
+        node = launch(Role.DECODE, redis.url, *flags, "--rank-timeout-s", "3")
+        try:
+            assert node.address
+            (member,) = await members(redis.url, lambda seen: len(seen) == 1)
+            took_s = await lose_a_rank(node, member.incarnation, number)
+            begin_s = time.monotonic()
+            old = {member.incarnation}
+            found = await members(redis.url, lambda seen: bool({m.incarnation for m in seen} - old))
+            print(
+                f"{number.name}: lost in {took_s:.2f} s, back in {time.monotonic() - begin_s:.1f} s"
+            )
+            (again,) = {m.incarnation for m in found} - old
+            await serve_one(node, again)
+        finally:
+            assert node.end(signal.SIGTERM) == 0

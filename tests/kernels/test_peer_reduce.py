@@ -1,0 +1,89 @@
+"""Sums over ranks through shared memory: two processes, each with Triton's interpreter."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from baton.kernels.norm import rms_norm
+from baton.kernels.peer_reduce_triton import EXCHANGE_BYTES, peer_add_rms_norm, peer_sum
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the real thing")
+
+# (elements, type, in parts): fewer than a program's, ragged, several programs; sizes alternate.
+SUMS = [
+    (5, torch.float32, False),
+    (1500, torch.float32, True),
+    (1100, torch.float16, False),
+    (5, torch.float32, True),
+]
+
+
+def inputs(rank: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(n, generator=generator).to(dtype) for n, dtype, _ in SUMS]
+
+
+def norm_inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    """The residual stream of 3 rows and the norm's weights: the same on all ranks."""
+    generator = torch.Generator().manual_seed(9)
+    return torch.randn(3, 500, generator=generator), torch.rand(500, generator=generator)
+
+
+def run_rank(rank: int, fds: list[int]) -> list[torch.Tensor]:
+    """All sums as one rank; its exchange memory and the peer's are shared files."""
+    maps = [torch.frombuffer(mmap.mmap(fd, EXCHANGE_BYTES), dtype=torch.uint8) for fd in fds]
+    bases = torch.tensor([memory.data_ptr() for memory in maps])
+    sums = [
+        peer_sum(x, bases, rank, in_parts=in_parts)
+        for x, (_, _, in_parts) in zip(inputs(rank), SUMS, strict=True)
+    ]
+    x, (residual, weight) = inputs(rank)[1].view(3, 500), norm_inputs()
+    for in_parts in (False, True):  # the second adds to what the first left
+        normed = peer_add_rms_norm(x, residual, weight, 1e-5, bases, rank, in_parts=in_parts)
+        sums += [normed, residual.clone()]
+    return sums
+
+
+def test_both_ranks_get_the_sum_in_their_order() -> None:
+    fds = [os.memfd_create(f"exchange-{rank}") for rank in range(2)]
+    for fd in fds:
+        os.ftruncate(fd, EXCHANGE_BYTES)
+    program = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r}); import conftest\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "import test_peer_reduce as t, torch\n"
+        f"print(t.json.dumps([x.float().tolist() for x in t.run_rank(1, {fds})]))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, pass_fds=fds, text=True
+    ) as peer:
+        try:
+            ours = run_rank(0, fds)
+            output, _ = peer.communicate(timeout=60)
+        finally:
+            peer.kill()
+    assert peer.returncode == 0
+    theirs = [torch.tensor(values) for values in json.loads(output)]
+    for x, y, mine in zip(inputs(0), inputs(1), ours[: len(SUMS)], strict=True):
+        expected = (x.float() + y.float()).to(x.dtype)
+        assert torch.equal(mine, expected)
+    residual, weight = norm_inputs()
+    summand = sum(inputs(rank)[1].view(3, 500) for rank in (0, 1))
+    for normed, after in zip(ours[len(SUMS) :: 2], ours[len(SUMS) + 1 :: 2], strict=True):
+        residual = residual + summand
+        assert torch.equal(after, residual)
+        torch.testing.assert_close(normed, rms_norm(residual, weight, 1e-5))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.equal(mine.float(), other)
+    for fd in fds:
+        os.close(fd)

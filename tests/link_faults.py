@@ -1,0 +1,135 @@
+"""The faults of messages: what is said on the real streams comes twice, out of order, or never.
+
+prefill-9, "near" ══ Tangle ══╗            cluster names: each sees the one before it at the
+                              ╠═► gateway-9, "front"          address of a Tangle
+decode-9, "far"   ══ Tangle ══╝
+    ╚═ Link ═ Tangle ═► prefill-9
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from faults import Scene, Stream, until
+from node_driver import SECRET, wait_idle
+from tangle import DOUBLE, LOSE, SWAP, Tangle
+
+from baton.client import AsyncClient
+from baton.cluster.redis_directory import RedisDirectory
+from baton.core.membership import Member
+
+SEED = 27
+LEASE_S = 1.0
+PATIENCE_S = 2.0  # of a request's client: what waits for a lost message ends then
+WAYS = [(name, way) for name in ("Session", "Link") for way in ("on", "back")]
+
+
+@dataclass
+class Tangled:
+    """A gateway and two nodes that reach each other through tangles only."""
+
+    client: AsyncClient
+    nodes: tuple[str, ...]  # addresses
+    tangles: tuple[Tangle, ...]
+
+    def befall(self, *ways: tuple[str, str], **mishaps: float) -> None:
+        """From now on these happen to messages of these directions, and nothing to others."""
+        for tangle in self.tangles:
+            tangle.mishaps = dict.fromkeys(ways, mishaps)
+
+    @property
+    def counts(self) -> Counter[tuple[str, str, str]]:
+        return sum((tangle.counts for tangle in self.tangles), Counter())
+
+
+async def shuffle_messages(scene: Scene) -> None:
+    """F27: doubled answers change nothing; whatever else comes, tokens are right or an error is."""
+    async with _tangled(scene) as world:
+        await until(lambda: _is_linked(world))
+        world.befall(*WAYS[1:], double=1.0)
+        for stream in await _ask(scene, world, 6):
+            assert stream.result.attempts == 1
+        world.befall(*WAYS, double=0.06, swap=0.06, lose=0.03)
+        shuffled = await _ask(scene, world, 20, may_fail=True)
+        world.befall()
+        await wait_idle(*world.nodes, timeout_s=PATIENCE_S + LEASE_S)
+        for stream in await _ask(scene, world, 3):
+            assert stream.result.attempts == 1
+        await wait_idle(*world.nodes)
+    errors = Counter(stream.error.code for stream in shuffled if stream.error is not None)
+    retried = sum(s.result.attempts > 1 for s in shuffled if s.error is None)
+    print(f"F27: of {len(shuffled)} streams {retried} tried again, errors {dict(errors)}")
+    print("     " + ", ".join(f"{' '.join(what)} {n}" for what, n in sorted(world.counts.items())))
+    assert {kind for *_, kind in world.counts} == {DOUBLE, SWAP, LOSE}
+    assert {tuple(way) for *way, _ in world.counts} == set(WAYS)
+    assert sum(errors.values()) < 0.8 * len(shuffled)
+
+
+async def _is_linked(world: Tangled) -> bool:
+    """Whether the gateway knows that its decode node can pull from its prefill node."""
+    return any(node.links for node in (await world.client.model_info()).nodes)
+
+
+async def _ask(scene: Scene, world: Tangled, count: int, *, may_fail: bool = False) -> list[Stream]:
+    """Requests of some chunks each, at once; returns when they are over."""
+    streams = [
+        scene.ask(70 + 5 * i, 12, client=world.client, timeout_s=PATIENCE_S, may_fail=may_fail)
+        for i in range(count)
+    ]
+    for stream in streams:
+        await stream.end()
+    return streams
+
+
+@asynccontextmanager
+async def _tangled(scene: Scene) -> AsyncIterator[Tangled]:
+    """Start the three, each in a cluster of its own, and show them each other's tangles."""
+    launch = scene.cluster.launch
+    near, far, front = (("--cluster", name) for name in ("near", "far", "front"))
+    processes = (
+        launch("prefill-9", *near, "--lease-s", f"{LEASE_S}"),
+        launch("decode-9", *far),
+        launch("gateway-9", *front),
+    )
+    try:
+        async with AsyncExitStack() as stack:
+            directories = {
+                name: RedisDirectory(scene.cluster.redis.url, name, SECRET)
+                for name in ("near", "far", "front")
+            }
+            for directory in directories.values():
+                stack.push_async_callback(directory.close)
+            tangles = []
+            for seen_in, shown_in in (("near", ("far", "front")), ("far", ("front",))):
+                member = await _newcomer(directories[seen_in], {t.incarnation for t in tangles})
+                tangle = await stack.enter_async_context(
+                    Tangle(member.address, member.incarnation, SEED)
+                )
+                tangles.append(tangle)
+                for name in shown_in:
+                    shown = dataclasses.replace(member, address=tangle.address)
+                    await directories[name].announce(shown, ttl_s=6.0)
+            address = await asyncio.to_thread(lambda: processes[-1].address)
+            client = await stack.enter_async_context(AsyncClient(address))
+            nodes = tuple(process.address for process in processes[:2])
+            yield Tangled(client, nodes, tuple(tangles))
+    finally:
+        for process in processes:
+            process.process.send_signal(signal.SIGINT)
+        for process in processes:
+            await asyncio.to_thread(process.wait)
+
+
+async def _newcomer(directory: RedisDirectory, known: set[str]) -> Member:
+    """The first member of a cluster that is not known."""
+    async for members in directory.watch():
+        for member in members:
+            if member.incarnation not in known:
+                return member
+    raise AssertionError("the watch ended")

@@ -1,0 +1,110 @@
+"""A proxy between two processes that doubles, holds back and loses the messages that pass it.
+
+    gateway ══ Node.Session ══► Tangle ══► node
+    puller  ══ Handoff.Link ══► Tangle ══► source
+
+Real gRPC on both sides, messages as bytes: it knows no message. gRPC itself neither doubles nor
+shuffles, so what it does is what a bug in a relay would do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+import grpc
+
+DOUBLE, SWAP, LOSE = "double", "swap", "lose"
+
+
+class Tangle(grpc.GenericRpcHandler):
+    """In front of an engine's node at `target`; `async with`, then dial `address`.
+
+    `mishaps`: what befalls how many of the messages of a direction: `("Link", "back")` and so on,
+    each a share by kind. `counts` notes what was done. A stream's first message, without which
+    nobody knows who speaks, is left alone.
+    """
+
+    def __init__(self, target: str, incarnation: str, seed: int) -> None:
+        self.incarnation = incarnation
+        self.mishaps: dict[tuple[str, str], dict[str, float]] = {}
+        self.counts: Counter[tuple[str, str, str]] = Counter()
+        self.address = ""
+        self._target = target
+        self._random = random.Random(seed)
+
+    async def __aenter__(self) -> Tangle:
+        self._channel = grpc.aio.insecure_channel(self._target)
+        self._server = grpc.aio.server()
+        self._server.add_generic_rpc_handlers((self,))
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        await self._server.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._server.stop(None)
+        await self._channel.close()
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        async def relay(requests: AsyncIterator[bytes], context: Any) -> None:
+            await self._relay(details.method, requests, context)
+
+        return grpc.stream_stream_rpc_method_handler(relay)
+
+    async def _relay(self, method: str, requests: AsyncIterator[bytes], context: Any) -> None:
+        name = method.rpartition("/")[2]
+        metadata = [pair for pair in context.invocation_metadata() if pair[0].startswith("baton-")]
+        call = self._channel.stream_stream(method)(metadata=metadata)
+
+        async def onwards() -> None:
+            async for message in self._tangled(requests, (name, "on")):
+                await call.write(message)
+            await call.done_writing()
+
+        writing = asyncio.create_task(onwards())
+        try:
+            await call.initial_metadata()
+            await context.send_initial_metadata(())
+            async for message in self._tangled(call, (name, "back")):
+                await context.write(message)
+        except grpc.aio.AioRpcError as error:
+            await context.abort(error.code(), error.details(), [*error.trailing_metadata()])
+        finally:
+            call.cancel()
+            writing.cancel()
+            with suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
+                await writing
+
+    async def _tangled(
+        self, messages: AsyncIterator[bytes], way: tuple[str, str]
+    ) -> AsyncIterator[bytes]:
+        """The messages of one direction as the other side gets them."""
+        held: bytes | None = None
+        is_first = True
+        async for message in messages:
+            mishap = None if is_first else self._draw(way)
+            is_first = False
+            if mishap == SWAP and held is None:
+                held = message
+                continue
+            if mishap != LOSE:
+                yield message
+            if mishap == DOUBLE:
+                yield message
+            if held is not None:
+                yield held
+                held = None
+
+    def _draw(self, way: tuple[str, str]) -> str | None:
+        """What befalls the next message of this direction."""
+        left = self._random.random()
+        for kind, share in self.mishaps.get(way, {}).items():
+            if left < share:
+                self.counts[*way, kind] += 1
+                return kind
+            left -= share
+        return None

@@ -1,0 +1,158 @@
+"""What lies in deploy/ speaks of metrics and flags that exist, and parses."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from baton.cli.launch import gateway_parser, node_parser
+from baton.core.membership import Role
+from baton.gateway.telemetry.metric_table import ALL
+
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+BOARD = DEPLOY / "grafana" / "baton.json"
+RULES = DEPLOY / "prometheus" / "rules.yml"
+PARSERS = {
+    "launch_gateway": gateway_parser(),
+    "launch_prefill": node_parser(Role.PREFILL),
+    "launch_decode": node_parser(Role.DECODE),
+}
+
+
+def exported_names() -> set[str]:
+    """Every name under which Prometheus would store a sample."""
+    names = set()
+    for metric in ALL:
+        ends = ("_bucket", "_sum", "_count") if metric.kind == "histogram" else ("",)
+        names |= {f"baton_{metric.name}{end}" for end in ends}
+    return names
+
+
+def metric_names(expression: str) -> set[str]:
+    """The metrics in a query, but for what rules record under names of their own."""
+    without_recorded = re.sub(r"\w+:baton_\w+:\w+", "", expression)
+    return set(re.findall(r"\bbaton_\w+", without_recorded))
+
+
+def board_queries() -> list[str]:
+    return [
+        target["expr"]
+        for panel in json.loads(BOARD.read_text())["panels"]
+        for target in panel.get("targets", ())
+    ]
+
+
+def rules() -> list[dict[str, str]]:
+    return [
+        rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]
+    ]
+
+
+def test_every_metric_in_rules_and_board_exists() -> None:
+    used = {name for query in board_queries() for name in metric_names(query)}
+    used |= {name for rule in rules() for name in metric_names(rule["expr"])}
+    assert used <= exported_names(), used - exported_names()
+
+
+def test_the_board_shows_every_metric() -> None:
+    shown = " ".join(board_queries())
+    missing = [m.name for m in ALL if not re.search(rf"\bbaton_{m.name}(_bucket|_sum)?\b", shown)]
+    assert not missing
+
+
+def test_every_label_in_a_query_is_one_of_its_metric() -> None:
+    labels = {f"baton_{metric.name}": {*metric.labels, "model_name", "le"} for metric in ALL}
+    for query in [*board_queries(), *(rule["expr"] for rule in rules())]:
+        for name, matchers in re.findall(r"\b(baton_\w+)\{([^}]*)\}", query):
+            stem = re.sub(r"_(bucket|sum|count)$", "", name)
+            assert set(re.findall(r"(\w+)\s*[=!]", matchers)) <= labels[stem], query
+
+
+def test_recorded_names_that_alerts_use_are_recorded() -> None:
+    recorded = {rule["record"] for rule in rules() if "record" in rule}
+    used = {n for rule in rules() for n in re.findall(r"\w+:baton_\w+:\w+", rule["expr"])}
+    assert used <= recorded
+
+
+def test_board_is_fresh_and_its_panels_do_not_overlap() -> None:
+    path = DEPLOY / "grafana" / "make_board.py"
+    spec = importlib.util.spec_from_file_location("make_board", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    board = json.loads(BOARD.read_text())
+    assert board == module.board(), "python deploy/grafana/make_board.py"
+    cells: set[tuple[int, int]] = set()
+    for panel in board["panels"]:
+        at = panel["gridPos"]
+        new = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
+        assert not new & cells and at["x"] + at["w"] <= 24, panel["title"]
+        cells |= new
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(ids) == len(set(ids))
+
+
+def command_lines() -> Iterator[list[str]]:
+    compose = yaml.safe_load((DEPLOY / "docker-compose.yaml").read_text())
+    for service in compose["services"].values():
+        command = service.get("command", "")
+        if isinstance(command, str) and command.startswith("launch_"):
+            yield shlex.split(command)
+    for document in yaml.safe_load_all((DEPLOY / "kubernetes" / "baton.yaml").read_text()):
+        for arguments in found_under(document, "args"):
+            if arguments[0].startswith("launch_"):
+                yield arguments
+    settings = dict(
+        line.split("=", 1)
+        for line in (DEPLOY / "systemd" / "baton.env").read_text().splitlines()
+        if not line.startswith("#")
+    )
+    for unit in sorted((DEPLOY / "systemd").glob("*.service")):
+        [line] = re.findall(r"^ExecStart=(.*)$", unit.read_text(), re.M)
+        line = re.sub(r"\$(\w+)", lambda match: settings[match[1]], line)
+        program, *flags = shlex.split(line)
+        yield [Path(program).name, *flags]
+
+
+def found_under(value: object, key: str) -> Iterator[list[str]]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if name == key:
+                yield inner
+            else:
+                yield from found_under(inner, key)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from found_under(inner, key)
+
+
+def test_every_command_line_is_one_that_our_programs_take() -> None:
+    lines = list(command_lines())
+    assert len(lines) == 9
+    for program, *flags in lines:
+        PARSERS[program].parse_args(flags)
+
+
+@pytest.mark.parametrize(
+    "path", sorted(DEPLOY.rglob("*.y*ml")), ids=lambda path: str(path.relative_to(DEPLOY))
+)
+def test_yaml_parses(path: Path) -> None:
+    assert list(yaml.safe_load_all(path.read_text()))
+
+
+def test_what_compose_mounts_is_there() -> None:
+    compose = yaml.safe_load((DEPLOY / "docker-compose.yaml").read_text())
+    for service in compose["services"].values():
+        for volume in service.get("volumes", ()):
+            assert (DEPLOY / volume.split(":")[0]).exists(), volume
