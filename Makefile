@@ -1,6 +1,8 @@
 # make demo   see a prompt pass from prefill to decode, on this machine's CPU
 # make test   the CPU tests
 # make bench  what this CPU gives: printed, and written to bench/results/cpu.json
+# make test-optimized  the CPU tests under `python -O`: the product without its asserts
+# make fault-sweep     STREAMS=10000 on a cluster that breaks all the time: bench/results/fault_sweep.json
 # Each sets up .venv by itself. See README.md.
 
 PYTHON ?= python3
@@ -13,8 +15,11 @@ BIN := .venv/bin
 RUN := PYTHONSAFEPATH=1 $(BIN)/python
 PIP := $(RUN) -m pip install --disable-pip-version-check --progress-bar on
 READY := .venv/.ready
+# There while .venv is set up for the first time. A pip that was interrupted leaves packages half
+# there, and cannot always go on from them: then all begins anew.
+UNFINISHED := .venv/.unfinished
 
-.PHONY: demo test test-all check format proto bench docs clean
+.PHONY: demo test test-all test-optimized fault-sweep check format proto bench docs clean
 
 demo: $(READY)
 	@$(BIN)/baton demo
@@ -24,6 +29,13 @@ test: $(READY)
 
 test-all: $(READY)
 	$(RUN) -m pytest -m "not gpu" $(PYTEST_ARGS)
+
+test-optimized: $(READY)
+	PYTHONOPTIMIZE=1 $(RUN) -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+
+fault-sweep: $(READY)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -s -m slow tests/integration/test_fault_sweep.py \
+	  --fault-streams $(or $(STREAMS),10000) --fault-out bench/results/fault_sweep.json
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -49,8 +61,10 @@ clean:
 
 $(READY): pyproject.toml
 	@echo "setting up .venv with $$($(PYTHON) --version)"
+	$(if $(wildcard $(UNFINISHED)),rm -rf .venv)
+	@test -e $@ || { mkdir -p .venv && touch $(UNFINISHED); }
 	$(PYTHON) -m venv .venv
 	$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "$(TORCH)" || { \
 	  echo "pip found no '$(TORCH)': set TORCH_INDEX to PyTorch's index of CPU wheels"; exit 1; }
 	$(PIP) -e ".[dev]"
-	@touch $@
+	@rm -f $(UNFINISHED) && touch $@
