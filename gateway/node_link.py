@@ -17,7 +17,6 @@ import grpc
 
 from ..cluster.secret import secret_metadata
 from ..cluster.tls import ClusterTls, open_channel
-from ..core.errors import NodeLost
 from ..core.membership import Member
 from ..core.ports import Clock
 from ..core.request import Request, Ticket
@@ -29,7 +28,7 @@ from .wire import dispatch_message, load_from_wire, output_from_wire
 _Stream = Any  # grpc.aio.StreamStreamCall[GatewayMessage, NodeMessage]; grpc has no types
 
 _CONNECT_TIMEOUT_S = 3.0
-_ENGINE_ENDED = ("baton-error-code", NodeLost.code)  # in the trailers of the stream's end
+_LAST_WORDS_S = 0.5  # what a broken stream may still bring
 
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", -1),
@@ -132,13 +131,16 @@ class NodeLink:
         self._last_heard_s = self._clock.monotonic_s()
         self._events.linked(self)
         reason = "closed by the gateway"
-        tasks = [
-            asyncio.create_task(part)
-            for part in (self._read(stream), self._write(stream), self._watch_silence())
-        ]
+        reading = asyncio.create_task(self._read(stream))
+        writing = asyncio.create_task(self._write(stream))
+        tasks = (reading, writing, asyncio.create_task(self._watch_silence()))
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            reason = done.pop().result()
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if writing.done():
+                # A write to a stream that the node has just ended fails while the last words are
+                # still unread; the status is lost then, grpc.aio puts INTERNAL in its place.
+                await asyncio.wait([reading], timeout=_LAST_WORDS_S)
+            reason = next(task for task in tasks if task.done()).result()
         finally:
             for task in tasks:
                 task.cancel()
@@ -154,9 +156,10 @@ class NodeLink:
                     self._events.outputs(self, [*map(output_from_wire, message.outputs.outputs)])
                 elif message.HasField("heartbeat"):
                     self._events.heartbeat(self, load_from_wire(message.heartbeat))
+                elif message.HasField("engine_ended"):
+                    self._has_died = True
+                    return "its process ended"
         except grpc.aio.AioRpcError as error:
-            # A list: grpc's Metadata looks for keys alone, and never finds a pair.
-            self._has_died = _ENGINE_ENDED in [*(error.trailing_metadata() or ())]
             return _reason(error)
         return "the node ended the stream"
 

@@ -150,7 +150,7 @@ class EngineHandle:
     def _end_streams(self) -> None:
         lost = self._lost = NodeLost("the engine process ended")
         for mailbox in self._gateways.values():
-            mailbox.end(lost)
+            _end_gateway(mailbox, lost)
         for peer in self._peers.values():
             peer.outgoing.end(lost)
         for future in self._ledgers.values():
@@ -169,7 +169,7 @@ class EngineHandle:
         if self.heartbeat is not None and self.silent_s < 2 * self._heartbeat_s:
             mailbox.put(node_pb2.NodeMessage(heartbeat=self.heartbeat))
         if self._lost:
-            mailbox.end(self._lost)
+            _end_gateway(mailbox, self._lost)
         self._gateways[gateway] = mailbox
         return gateway, mailbox
 
@@ -238,6 +238,12 @@ class EngineHandle:
     async def _reap(self) -> int:
         self._writer.close()
         return await self._process.wait()
+
+
+def _end_gateway(mailbox: Mailbox[node_pb2.NodeMessage], lost: NodeLost) -> None:
+    """The last message says it too: a gateway that is just writing never reads the status."""
+    mailbox.put(node_pb2.NodeMessage(engine_ended=node_pb2.EngineEnded()))
+    mailbox.end(lost)
 
 
 async def start_engine(

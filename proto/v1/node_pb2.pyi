@@ -71,14 +71,20 @@ class Cancel(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class NodeMessage(_message.Message):
-    __slots__ = ("welcome", "outputs", "heartbeat")
+    __slots__ = ("welcome", "outputs", "heartbeat", "engine_ended")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_ENDED_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     outputs: StepOutputs
     heartbeat: Heartbeat
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., outputs: _Optional[_Union[StepOutputs, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+    engine_ended: EngineEnded
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., outputs: _Optional[_Union[StepOutputs, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., engine_ended: _Optional[_Union[EngineEnded, _Mapping]] = ...) -> None: ...
+
+class EngineEnded(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("incarnation", "role", "name", "model", "fingerprint", "max_model_len", "block_size", "num_blocks", "vocab_size", "eos_token_ids", "can_constrain")
