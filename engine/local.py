@@ -61,7 +61,7 @@ class LocalEngine:
         ranks = start_ranks(config, _FOLLOWER_MODULE, lost, report)
         try:
             runner = ModelRunner(ranks.config, None, ranks.communicator)
-        except BaseException:
+        except BaseException:  # a Ctrl-C too: the ranks are our children
             ranks.close()
             raise
         tokens = runner.kv.num_blocks * config.block_size

@@ -80,7 +80,7 @@ def start_ranks(
         ]
         followers.configure([json.dumps(each).encode() for each in settings[1:]])
         communicator = make_communicator(configs[0], 0, store, followers.meet)
-    except BaseException:
+    except BaseException:  # a Ctrl-C too: nobody else would end the processes
         Ranks(configs[0], Alone(), followers, processes).close()
         raise
     return Ranks(configs[0], communicator, followers, processes)

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from ..core.errors import HandoffFailed, StartupFailed
 from ..engine.generations import GenerationsReader
 from . import data_wire as wire
+from .accept_thread import AcceptThread
 from .head_ranges import BlockCut
 from .pool_address import PoolDescription
 from .runs import Ids
@@ -35,7 +36,6 @@ _MAX_OPENING = 64  # connections that have proven nothing yet
 _MAX_PULLERS = 256
 _REQUEST_S = 2.0  # for the rest of a request that has begun
 _BACKLOG = 1024
-_RETRY_S = 0.1  # after accept failed, e.g. for want of file descriptors
 
 
 class Outlet(Protocol):
@@ -82,7 +82,6 @@ class DataServer:
         self._lock = threading.Lock()
         self._opening: dict[Stream, None] = {}  # the eldest first
         self._pullers: set[Stream] = set()
-        self._is_closing = threading.Event()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
@@ -93,28 +92,14 @@ class DataServer:
     def start(self, pool: ServedPool) -> None:
         """Answer from now on: the ports of all ranks are in the description."""
         self._pool = pool
-        self._thread = threading.Thread(target=self._serve, name="kv-data", daemon=True)
-        self._thread.start()
+        self._accepting = AcceptThread(self._listener, "kv-data", self._admit)
 
     def close(self) -> None:
         """Hang up on everybody."""
-        self._is_closing.set()
-        self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept
-        self._thread.join()
-        self._listener.close()
+        self._accepting.close()
         with self._lock:
             for stream in (*self._opening, *self._pullers):
                 stream.hang_up()
-
-    def _serve(self) -> None:
-        while not self._is_closing.is_set():
-            try:
-                connection, _ = self._listener.accept()
-            except OSError as error:
-                if not self._is_closing.wait(_RETRY_S):
-                    _log.warning("the KV port cannot accept: %s", error)
-                continue
-            self._admit(connection)
 
     def _admit(self, connection: socket.socket) -> None:
         stream = Stream(connection)

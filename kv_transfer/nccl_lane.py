@@ -196,7 +196,7 @@ def _open_lane(
         try:
             pair.wait_ready(deadline)
             return NcclLane(kv, first, count, pair)
-        except BaseException:
+        except BaseException:  # whatever it is, the peer must not wait for us
             pair.abort()
             raise
     except RuntimeError as error:  # no memory for staging

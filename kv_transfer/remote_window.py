@@ -9,10 +9,7 @@ seen from here. A connection that breaks fails its pull; the next pull makes a n
 from __future__ import annotations
 
 import logging
-import queue
-import threading
 import time
-from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -23,9 +20,10 @@ from ..engine.block_pool import CANARY_BLOCK
 from ..engine.canary import canary_bytes
 from .data_client import DataClient
 from .head_ranges import BlockCut
+from .pull_thread import Pull, PullThread
 from .runs import Ids, columns
 from .stream import Deadline
-from .transport import BlockPair, PullOutcome
+from .transport import PullOutcome
 
 _log = logging.getLogger(__name__)
 
@@ -65,19 +63,7 @@ class Carrier(Protocol):
         ...
 
 
-class _Pull:
-    """One `start_pull`; the handle that its caller gets."""
-
-    def __init__(self, pairs: Sequence[BlockPair], on_done: Callable[[PullOutcome], None]) -> None:
-        self.pairs = pairs
-        self.on_done = on_done
-        self.is_cancelled = False
-
-    def cancel(self) -> None:
-        self.is_cancelled = True  # seen before the next request
-
-
-class RemoteWindow:
+class RemoteWindow(PullThread):
     """A source's pool, and the thread that asks for its blocks."""
 
     def __init__(self, incarnation: str, carrier: Carrier, cut: BlockCut) -> None:
@@ -92,28 +78,7 @@ class RemoteWindow:
         except HandoffFailed:
             self._hang_up()
             raise
-        self._is_closed = False
-        self._pulls: queue.SimpleQueue[_Pull | None] = queue.SimpleQueue()
-        name = f"kv-pull-{incarnation[:8]}"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def start_pull(
-        self, pairs: Sequence[BlockPair], on_done: Callable[[PullOutcome], None]
-    ) -> _Pull:
-        assert not self._is_closed, "a pull through a closed window"
-        pull = _Pull(pairs, on_done)
-        self._pulls.put(pull)
-        return pull
-
-    def close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            self._pulls.put(None)
-
-    def join(self) -> None:
-        """Wait until a closed window has reported all its pulls and hung up."""
-        self._thread.join()
+        super().__init__(incarnation)
 
     def _check_and_measure(self) -> float:
         """GB/s of the canary block, many times over, once it is found to be right."""
@@ -130,12 +95,7 @@ class RemoteWindow:
         self._request(canary.repeat(num_blocks), np.zeros(num_blocks, np.uint64), None)
         return num_blocks * piece_bytes / (time.perf_counter() - begin_s) / 1e9
 
-    def _run(self) -> None:
-        while (pull := self._pulls.get()) is not None:
-            pull.on_done(self._pull(pull))
-        self._hang_up()
-
-    def _pull(self, pull: _Pull) -> PullOutcome:
+    def copy_blocks(self, pull: Pull) -> PullOutcome:
         most = self._carrier.max_request_blocks
         try:
             for begin in range(0, len(pull.pairs), most):
@@ -145,13 +105,13 @@ class RemoteWindow:
                 outcome = self._request(ids[0], generations, ids[1])
                 if outcome is not PullOutcome.OK:
                     return outcome
-        except Exception as error:
-            # A pull that never reports would fence its memory for ever.
-            is_ours = not isinstance(error, HandoffFailed)
-            _log.error("a pull from %s broke: %s", self._incarnation, error, exc_info=is_ours)
-            self._hang_up()
-            return PullOutcome.FAILED
+        except Exception:
+            self._hang_up()  # what is still on its way belongs to nobody
+            raise
         return PullOutcome.OK
+
+    def let_go(self) -> None:
+        self._hang_up()
 
     def _request(
         self, source_ids: Ids, generations: npt.NDArray[np.uint64], block_ids: Ids | None

@@ -15,10 +15,8 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-import queue
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -32,6 +30,7 @@ from ..engine.generations import GenerationsReader
 from .head_ranges import BlockCut, HeadPiece
 from .pool_address import PoolDescription, PoolPart, receive
 from .pool_exporter import PoolExporter
+from .pull_thread import Pull, PullThread
 from .remote import RemotePool
 from .transport import BlockPair, PullOutcome
 
@@ -94,19 +93,7 @@ class ShmTransport:
                 os.close(fd)
 
 
-class _Pull:
-    """One `start_pull`; the handle that its caller gets."""
-
-    def __init__(self, pairs: Sequence[BlockPair], on_done: Callable[[PullOutcome], None]) -> None:
-        self.pairs = pairs
-        self.on_done = on_done
-        self.is_cancelled = False
-
-    def cancel(self) -> None:
-        self.is_cancelled = True  # seen before the next block
-
-
-class ShmWindow:
+class ShmWindow(PullThread):
     """A mapped pool, and the thread that copies from it."""
 
     transport = "shm"
@@ -119,8 +106,6 @@ class ShmWindow:
         cut: BlockCut,
     ) -> None:
         """Map `fds` (they stay the caller's) and check the canary; raises HandoffFailed."""
-        self._incarnation = description.incarnation
-        self._cut = cut
         self._mapping = _SourceMapping(description, fds, cut)
         try:
             self._mapping.check_canary()
@@ -128,50 +113,21 @@ class ShmWindow:
         except HandoffFailed:
             self._mapping.close()
             raise
-        self._pool = pool
-        self._is_closed = False
-        self._pulls: queue.SimpleQueue[_Pull | None] = queue.SimpleQueue()
-        name = f"kv-pull-{self._incarnation[:8]}"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._destination = our_pieces(pool, cut)
+        super().__init__(description.incarnation)
 
-    def start_pull(
-        self, pairs: Sequence[BlockPair], on_done: Callable[[PullOutcome], None]
-    ) -> _Pull:
-        assert not self._is_closed, "a pull through a closed window"
-        pull = _Pull(pairs, on_done)
-        self._pulls.put(pull)
-        return pull
-
-    def close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            self._pulls.put(None)
-
-    def join(self) -> None:
-        """Wait until a closed window has reported all its pulls and unmapped the memory."""
-        self._thread.join()
-
-    def _run(self) -> None:
-        destination = our_pieces(self._pool, self._cut)
-        while (pull := self._pulls.get()) is not None:
-            pull.on_done(self._copy_all(pull, destination))
-        del destination  # or the pool could not be closed
-        self._mapping.close()
-
-    def _copy_all(self, pull: _Pull, destination: Blocks) -> PullOutcome:
-        try:
-            for pair in pull.pairs:
-                if pull.is_cancelled:
-                    return PullOutcome.CANCELLED
-                outcome = self._mapping.copy(pair, destination)
-                if outcome is not PullOutcome.OK:
-                    return outcome
-        except Exception:
-            # A pull that never reports would fence its memory for ever.
-            _log.exception("a pull from %s broke", self._incarnation)
-            return PullOutcome.FAILED
+    def copy_blocks(self, pull: Pull) -> PullOutcome:
+        for pair in pull.pairs:
+            if pull.is_cancelled:
+                return PullOutcome.CANCELLED
+            outcome = self._mapping.copy(pair, self._destination)
+            if outcome is not PullOutcome.OK:
+                return outcome
         return PullOutcome.OK
+
+    def let_go(self) -> None:
+        del self._destination  # or the pool could not be closed
+        self._mapping.close()
 
 
 class _SourceMapping:

@@ -130,7 +130,7 @@ def _run(plan: RolePlan, frames: FrameSocket) -> None:
     ranks = start_ranks(engine_config, _FOLLOWER_MODULE, lost, report.line)
     try:
         _serve(plan, frames, ranks, node_config, tls, report)
-    except BaseException:
+    except BaseException:  # a Ctrl-C too: ranks in a step would not hear a close
         ranks.kill()
         raise
     ranks.close()

@@ -43,7 +43,7 @@ async def answering(request: web.Request, handler: Handler) -> web.StreamRespons
     except ConnectionError:  # of the client's: it went away, and nobody reads what we answer
         stream: web.StreamResponse | None = request.get(STREAM)
         return web.Response(status=Cancelled.http_status) if stream is None else stream
-    except Exception:
+    except Exception:  # the edge: a bug costs one call, and its words stay here
         log.exception("an HTTP call failed by a bug")
         return await _refuse(request, BatonError("internal error"))
 

@@ -7,6 +7,7 @@ llama3_json  {"name": "now", "parameters": {}} as the whole answer; several with
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -34,7 +35,7 @@ class ToolFormat(Protocol):
         ...
 
 
-class _Parser:
+class _Parser(ABC):
     """Content and calls in turns; a subclass says where a call begins."""
 
     def __init__(self) -> None:
@@ -61,9 +62,9 @@ class _Parser:
         self._text = ""
         return deltas
 
+    @abstractmethod
     def _read(self, deltas: list[Delta]) -> bool:
         """Pass content on, and begin a call where one begins; False: more text is needed."""
-        raise NotImplementedError
 
     def _given_up(self, scanner: CallScanner) -> str:
         """The text of what was no call after all."""

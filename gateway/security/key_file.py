@@ -149,7 +149,7 @@ def _replace(path: Path, raw: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(name, path)
-    except BaseException:
+    except BaseException:  # a Ctrl-C too: the half-written file is of no use
         os.unlink(name)
         raise
 

@@ -113,22 +113,13 @@ def start(*arguments: str) -> subprocess.Popen[str]:
 
 
 AT_ONCE_S = 0.05
+UP = "up --device cpu --grpc-port 0 --http-port 0 --cpu-kv-bytes 30000000".split()
 
 
 @pytest.mark.parametrize("after_s", [AT_ONCE_S, 0.8, 2.0, None])
 def test_ctrl_c_leaves_nothing_behind(after_s: float | None) -> None:
     """At once, in the middle of start-up, or once it runs."""
-    process = start(
-        "up",
-        "--device",
-        "cpu",
-        "--grpc-port",
-        "0",
-        "--http-port",
-        "0",
-        "--cpu-kv-bytes",
-        "30000000",
-    )
+    process = start(*UP)
     assert process.stdout is not None
     if after_s is None:
         for line in process.stdout:
@@ -145,17 +136,7 @@ def test_ctrl_c_leaves_nothing_behind(after_s: float | None) -> None:
 
 
 def test_kill_9_of_the_parent_ends_everything() -> None:
-    process = start(
-        "up",
-        "--device",
-        "cpu",
-        "--grpc-port",
-        "0",
-        "--http-port",
-        "0",
-        "--cpu-kv-bytes",
-        "30000000",
-    )
+    process = start(*UP)
     assert process.stdout is not None
     for line in process.stdout:
         if "Ctrl-C" in line:
