@@ -26,12 +26,11 @@ from ..core.block_hash import root_hash
 from ..core.errors import BatonError, EngineFailed, HandoffFailed, InvalidRequest
 from ..core.logprobs import TokenLogprobs
 from ..core.request import FinishReason, Request
-from ..core.sampling import token_key
 from .admission import OutputLengthEstimator
-from .batch import LaunchedStep, Runner, SampledToken, SampleSpec, SequenceSlice
+from .batch import LaunchedStep, Runner, SampledToken
 from .block_pool import BlockPool, BlockRef
 from .block_tables import BlockTables, StepFence
-from .constraints import Constraints, Mask, without
+from .constraints import Constraints, Mask
 from .generations import Generations
 from .limits import EngineLimits
 from .outputs import (
@@ -47,6 +46,7 @@ from .outputs import (
 from .prefix_cache import CacheObserver, PrefixCache
 from .scheduler import ScheduledSequence, Scheduler
 from .sequence import Sequence, SequenceState, finish_reason
+from .step_slices import launch_slice
 
 Meanwhile: TypeAlias = Callable[[], bool]
 
@@ -240,7 +240,8 @@ class Engine:
             if not scheduled.sequence.has_started:
                 scheduled.sequence.has_started = True
                 output.started.append(scheduled.sequence.key)
-        batch = [self._slice(scheduled, indices, masks) for scheduled in planned]
+        eos = self._eos_token_ids
+        batch = [launch_slice(one, indices, masks.get(one.sequence), eos) for one in planned]
         fence = self._tables.open_step(scheduled.sequence for scheduled in planned)
         return _StepInFlight(planned, fence, self._runner.launch(batch))
 
@@ -274,57 +275,6 @@ class Engine:
             if scheduled.sequence in step.fence.sequences:
                 self._tell_prompt(scheduled.sequence, prompts.get(index, ()), output)
                 self._advance(scheduled, sampled, output)
-
-    def _slice(
-        self,
-        scheduled: ScheduledSequence,
-        previous: Mapping[Sequence, int],
-        masks: Mapping[Sequence, Mask],
-    ) -> SequenceSlice:
-        """What to launch; `previous` has the slices of the step in flight."""
-        sequence = scheduled.sequence
-        start = sequence.num_launched_tokens
-        end = start + scheduled.num_scheduled_tokens
-        token_ids, follows = sequence.token_ids[start:end], None
-        if start == sequence.num_tokens:
-            token_ids, follows = [0], previous[sequence]
-        sample = None
-        if scheduled.samples:
-            sample = self._sample_spec(sequence, end, masks.get(sequence))
-            sequence.num_awaited_tokens += not sequence.is_held
-        sequence.num_launched_tokens = end
-        if not sequence.owes_prompt_logprobs:
-            return SequenceSlice(token_ids, start, sequence.block_ids, sample, follows)
-        first = max(start + 1, sequence.next_prompt_logprob)
-        return SequenceSlice(
-            token_ids,
-            start,
-            sequence.block_ids,
-            sample,
-            follows,
-            prompt_targets=sequence.request.prompt_token_ids[first : end + 1],
-            first_prompt_target=first - start - 1,
-            num_prompt_top=sequence.request.sampling.prompt_logprobs or 0,
-        )
-
-    def _sample_spec(self, sequence: Sequence, position: int, allowed: Mask | None) -> SampleSpec:
-        """How to sample the token at `position`, for its forks too if it is their first."""
-        request = sequence.request
-        params = request.sampling
-        num_outputs = position - len(request.prompt_token_ids)
-        is_too_early = num_outputs < params.min_tokens
-        forbidden = (*self._eos_token_ids, *params.stop_token_ids) if is_too_early else ()
-        if allowed is not None:
-            allowed, forbidden = without(allowed, forbidden), ()
-        forks = sequence.forks if position == request.num_known_tokens else ()
-        return SampleSpec(
-            params,
-            token_key(params.seed, request.sample_index, position),
-            forbidden,
-            sequence.counts(),
-            tuple(token_key(params.seed, fork.sample_index, position) for fork in forks),
-            allowed,
-        )
 
     def _tell_prompt(
         self,

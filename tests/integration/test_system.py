@@ -113,7 +113,7 @@ def start(*arguments: str) -> subprocess.Popen[str]:
 
 
 AT_ONCE_S = 0.05
-UP = "up --device cpu --grpc-port 0 --http-port 0 --cpu-kv-bytes 30000000".split()
+UP = ["up", "--device", "cpu", "--grpc-port", "0", "--http-port", "0", "--cpu-kv-bytes", "30000000"]
 
 
 @pytest.mark.parametrize("after_s", [AT_ONCE_S, 0.8, 2.0, None])

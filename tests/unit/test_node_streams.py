@@ -180,8 +180,10 @@ async def test_death_of_the_engine_ends_sessions_links_and_questions(node: Node)
     results = await asyncio.gather(*calls, return_exceptions=True)
     assert [type(result) for result in results] == [Aborted, Aborted, NodeLost]
     assert session.status is link.status is grpc.StatusCode.UNAVAILABLE
+    said = [session.written.get_nowait().WhichOneof("body") for _ in range(2)]
+    assert said == ["welcome", "engine_ended"]
     _, mailbox = node.handle.open_gateway()  # too late
-    await mailbox.get()
+    assert [(await mailbox.get()).WhichOneof("body") for _ in range(2)] == said
     with pytest.raises(NodeLost):
         await mailbox.get()
 

@@ -1,0 +1,70 @@
+"""From what the scheduler planned to what the runner launches: one SequenceSlice a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from ..core.sampling import token_key
+from .batch import SampleSpec, SequenceSlice
+from .constraints import Mask, without
+from .scheduler import ScheduledSequence
+from .sequence import Sequence
+
+
+def launch_slice(
+    scheduled: ScheduledSequence,
+    previous: Mapping[Sequence, int],
+    mask: Mask | None,
+    eos_token_ids: Collection[int],
+) -> SequenceSlice:
+    """What to launch of one sequence, which takes note that it is launched.
+
+    `previous` has the slices of the step in flight: a token that is not known yet comes from there.
+    `mask` has the tokens that may be sampled, if not all may.
+    """
+    sequence = scheduled.sequence
+    start = sequence.num_launched_tokens
+    end = start + scheduled.num_scheduled_tokens
+    token_ids, follows = sequence.token_ids[start:end], None
+    if start == sequence.num_tokens:
+        token_ids, follows = [0], previous[sequence]
+    sample = None
+    if scheduled.samples:
+        sample = _sample_spec(sequence, end, mask, eos_token_ids)
+        sequence.num_awaited_tokens += not sequence.is_held
+    sequence.num_launched_tokens = end
+    if not sequence.owes_prompt_logprobs:
+        return SequenceSlice(token_ids, start, sequence.block_ids, sample, follows)
+    first = max(start + 1, sequence.next_prompt_logprob)
+    return SequenceSlice(
+        token_ids,
+        start,
+        sequence.block_ids,
+        sample,
+        follows,
+        prompt_targets=sequence.request.prompt_token_ids[first : end + 1],
+        first_prompt_target=first - start - 1,
+        num_prompt_top=sequence.request.sampling.prompt_logprobs or 0,
+    )
+
+
+def _sample_spec(
+    sequence: Sequence, position: int, allowed: Mask | None, eos_token_ids: Collection[int]
+) -> SampleSpec:
+    """How to sample the token at `position`, for its forks too if it is their first."""
+    request = sequence.request
+    params = request.sampling
+    num_outputs = position - len(request.prompt_token_ids)
+    is_too_early = num_outputs < params.min_tokens
+    forbidden = (*eos_token_ids, *params.stop_token_ids) if is_too_early else ()
+    if allowed is not None:
+        allowed, forbidden = without(allowed, forbidden), ()
+    forks = sequence.forks if position == request.num_known_tokens else ()
+    return SampleSpec(
+        params,
+        token_key(params.seed, request.sample_index, position),
+        forbidden,
+        sequence.counts(),
+        tuple(token_key(params.seed, fork.sample_index, position) for fork in forks),
+        allowed,
+    )
