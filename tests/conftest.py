@@ -9,6 +9,7 @@ here, before any test module can import it.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -38,6 +39,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("bad input")
     group.addoption("--bad-input-requests", type=int, default=1_000_000, help="mutated requests")
     group.addoption("--bad-input-seed", type=int, default=1, help="of how they are mutated")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: a collection that walks it would be a pause in tests that look at
+    times."""
+    gc.collect()
+    gc.freeze()
 
 
 def _repair_interpreter() -> None:

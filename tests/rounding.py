@@ -1,0 +1,21 @@
+"""Results that are equal but for rounding: how products are made depends on shape and processor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from baton.engine.batch import SampledToken
+
+ROUNDING = 1e-5  # of a float32 log-probability; a wrong block moves one by far more than 1e-3
+
+
+def assert_same_but_for_rounding(
+    found: Sequence[SampledToken | None], wanted: Sequence[SampledToken | None]
+) -> None:
+    """The same tokens with the same log-probabilities."""
+    for one, other in zip(found, wanted, strict=True):
+        assert one is not None and other is not None
+        assert one.token_id == other.token_id
+        assert one.logprob == pytest.approx(other.logprob, abs=ROUNDING)
