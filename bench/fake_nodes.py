@@ -48,13 +48,16 @@ class Pace:
 
 @dataclass(slots=True)
 class _Run:
-    """One request on one engine. `head`: its outputs' bytes but for the position."""
+    """One request on one engine. `head`: a whole output's bytes but for the position; `id_field`,
+    `attempt`: its part of the columns."""
 
     gateway: _Gateway
     request_id: str
     max_tokens: int
     num_prompt_tokens: int
     head: bytes
+    id_field: bytes
+    attempt: bytes
     index: int
     sent_s: list[float] = field(default_factory=list)
 
@@ -69,6 +72,36 @@ class _Gateway:
     async def write(self, message: bytes) -> None:
         async with self._lock:
             await self._context.write(message)
+
+
+class _Step:
+    """A StepOutputs: last tokens and a prefill's in whole outputs, the others by column."""
+
+    def __init__(self) -> None:
+        self._outputs: list[bytes] = []
+        self._ids: list[bytes] = []
+        self._attempts, self._indices, self._token_ids = bytearray(), bytearray(), bytearray()
+
+    def add(self, run: _Run) -> None:
+        """The request's next token."""
+        index = run.index
+        run.index += 1
+        if index and run.index < run.max_tokens:
+            self._ids.append(run.id_field)
+            self._attempts += run.attempt
+            self._indices += _varint(index)
+            self._token_ids += _TOKEN_ID
+            return
+        output = run.head + b"\x18" + _varint(index)
+        if run.index == run.max_tokens:
+            output += b"\x28%c" % common_pb2.FINISH_REASON_LENGTH
+        self._outputs.append(_field(1, output))
+
+    def message(self) -> bytes:
+        numbers = (self._attempts, self._indices, self._token_ids)
+        columns = [_field(number, bytes(data)) for number, data in enumerate(numbers, 2)]
+        tokens = _field(2, b"".join([*self._ids, *columns])) if self._ids else b""
+        return b"".join(self._outputs) + tokens
 
 
 class _Engine:
@@ -98,6 +131,8 @@ class _Engine:
             dispatch.sampling.max_tokens,
             len(dispatch.prompt_token_ids) // 4,
             output.SerializeToString(),
+            _field(1, dispatch.request_id.encode()),
+            _varint(dispatch.attempt),
             index=int(self.role is Role.DECODE),
         )
         self.waiting[run.request_id] = run
@@ -109,17 +144,15 @@ class _Engine:
 
     async def tell(self, runs: Sequence[_Run]) -> None:
         """One message for each gateway that has one of these: each one's next token."""
-        parts: dict[_Gateway, list[bytes]] = {}
+        steps: dict[_Gateway, _Step] = {}
         now_s = time.monotonic()
         for run in runs:
-            output = run.head + b"\x18" + _varint(run.index)
-            run.index += 1
-            if run.index == run.max_tokens:
-                output += b"\x28%c" % common_pb2.FINISH_REASON_LENGTH
+            if (step := steps.get(run.gateway)) is None:
+                step = steps[run.gateway] = _Step()
+            step.add(run)
             self.log.setdefault(run.request_id, []).append(now_s)
-            parts.setdefault(run.gateway, []).append(_field(1, output))
-        for gateway, outputs in parts.items():
-            await gateway.write(_field(2, b"".join(outputs)))
+        for gateway, step in steps.items():
+            await gateway.write(_field(2, step.message()))
 
     def heartbeat(self) -> bytes:
         links = [node_pb2.PeerLink(incarnation=PREFILL, transport="none")]
@@ -148,6 +181,9 @@ def _varint(number: int) -> bytes:
 
 def _field(number: int, data: bytes) -> bytes:
     return bytes((number << 3 | 2,)) + _varint(len(data)) + data
+
+
+_TOKEN_ID = _varint(TOKEN_ID)
 
 
 class _Nodes:

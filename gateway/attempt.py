@@ -74,6 +74,19 @@ class Attempt:
                 self._begin_doubt(missing, now_s)
         return tokens
 
+    def takes_next(self, incarnation: str, number: int, index: int) -> bool:
+        """Whether this is the usual token: in order, of the engine that decodes, not the last.
+
+        Then it counts as taken.
+        """
+        return (
+            number == self.number
+            and self.is_handed_over
+            and incarnation == self.pair[1]
+            and self._total is None
+            and self._splice.take_next(index)
+        )
+
     def note_decode_progress(self, output: EngineOutput) -> None:
         """The decode engine's first sign of having all KV ends the prefill engine's part."""
         if self.is_handed_over:

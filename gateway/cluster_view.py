@@ -15,7 +15,7 @@ from typing import Protocol
 from ..cluster.tls import ClusterTls
 from ..core.membership import Member
 from ..core.ports import Clock, Directory
-from .engine_link import EngineOutput
+from .engine_link import EngineOutput, PlainToken
 from .engine_table import EngineTable, LinkedEngine, Load
 from .node_link import NodeLink
 
@@ -29,6 +29,8 @@ class EngineEvents(Protocol):
     """Whom the view tells (sessions.SessionTable)."""
 
     def engine_outputs(self, incarnation: str, outputs: Sequence[EngineOutput]) -> None: ...
+
+    def engine_tokens(self, incarnation: str, tokens: Sequence[PlainToken]) -> None: ...
 
     def engine_lost(self, incarnation: str, *, has_died: bool) -> None: ...
 
@@ -126,9 +128,13 @@ class ClusterView:
         self._table.engines[link.member.incarnation].load = load
         self._events.cluster_changed()
 
-    def outputs(self, link: NodeLink, outputs: Sequence[EngineOutput]) -> None:
-        self._table.engines[link.member.incarnation].settle(outputs)
-        self._events.engine_outputs(link.member.incarnation, outputs)
+    def outputs(
+        self, link: NodeLink, outputs: Sequence[EngineOutput], tokens: Sequence[PlainToken]
+    ) -> None:
+        incarnation = link.member.incarnation
+        self._table.engines[incarnation].settle(outputs, tokens)
+        self._events.engine_tokens(incarnation, tokens)
+        self._events.engine_outputs(incarnation, outputs)
 
     def lost(self, link: NodeLink, reason: str, *, has_died: bool) -> None:
         self._table.remove(link.member.incarnation)

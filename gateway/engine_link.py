@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from ..core.errors import BatonError
 from ..core.logprobs import TokenLogprobs
@@ -51,6 +51,11 @@ class EngineOutput(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] = ()
     first_prompt_index: int = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+# One token of one attempt and nothing else: request id, attempt, index, token id. Nearly all that
+# steps bring is that.
+PlainToken: TypeAlias = tuple[str, int, int, int]
 
 
 class EngineLink(Protocol):

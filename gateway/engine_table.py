@@ -18,7 +18,7 @@ from ..core.membership import Member, Role
 from ..core.ports import Clock, SystemClock
 from ..core.request import Request, Ticket
 from ..prefix_index.mirror import PrefixMirror
-from .engine_link import Avoid, EngineOutput, Route, Work
+from .engine_link import Avoid, EngineOutput, PlainToken, Route, Work
 from .prefill_speed import PrefillSpeed
 from .routing import EngineState, choose_pair
 from .validation import ModelLimits
@@ -133,16 +133,21 @@ class LinkedEngine:
         self.speed.forget((request_id, attempt))
         self.outbox.cancel(request_id, attempt)
 
-    def settle(self, outputs: Iterable[EngineOutput]) -> None:
+    def settle(self, outputs: Iterable[EngineOutput], tokens: Iterable[PlainToken] = ()) -> None:
         """Requests that these outputs answer are in the engine's own count now, or over."""
-        if not self._unanswered:
+        unanswered = self._unanswered
+        if not unanswered:
             return
+        for request_id, attempt, *_ in tokens:
+            if (request_id, attempt) in unanswered:
+                del unanswered[request_id, attempt]
+                self.speed.ended((request_id, attempt), self.clock.monotonic_s())
         for output in outputs:
             if output.cached_tokens is not None:
                 self._compare(output, output.cached_tokens)
             if output.token_ids or output.finish_reason is not None or output.error is not None:
                 key = (output.request_id, output.attempt)
-                self._unanswered.pop(key, None)
+                unanswered.pop(key, None)
                 if output.token_ids:
                     self.speed.ended(key, self.clock.monotonic_s())
                 else:

@@ -17,13 +17,14 @@ import grpc
 
 from ..cluster.secret import secret_metadata
 from ..cluster.tls import ClusterTls, open_channel
+from ..core.errors import EngineFailed
 from ..core.membership import Member
 from ..core.ports import Clock
 from ..core.request import Request, Ticket
 from ..proto.v1 import node_pb2, node_pb2_grpc
-from .engine_link import EngineOutput, Work
+from .engine_link import EngineOutput, PlainToken, Work
 from .engine_table import Load
-from .wire import dispatch_message, load_from_wire, output_from_wire
+from .wire import dispatch_message, load_from_wire, output_from_wire, tokens_from_wire
 
 _Stream = Any  # grpc.aio.StreamStreamCall[GatewayMessage, NodeMessage]; grpc has no types
 
@@ -51,7 +52,9 @@ class LinkEvents(Protocol):
 
     def heartbeat(self, link: NodeLink, load: Load) -> None: ...
 
-    def outputs(self, link: NodeLink, outputs: Sequence[EngineOutput]) -> None: ...
+    def outputs(
+        self, link: NodeLink, outputs: Sequence[EngineOutput], tokens: Sequence[PlainToken]
+    ) -> None: ...
 
     def lost(self, link: NodeLink, reason: str, *, has_died: bool) -> None: ...
 
@@ -153,7 +156,12 @@ class NodeLink:
             while (message := await stream.read()) is not grpc.aio.EOF:
                 self._last_heard_s = self._clock.monotonic_s()
                 if message.HasField("outputs"):
-                    self._events.outputs(self, [*map(output_from_wire, message.outputs.outputs)])
+                    outputs = message.outputs
+                    self._events.outputs(
+                        self,
+                        [*map(output_from_wire, outputs.outputs)],
+                        tokens_from_wire(outputs.tokens),
+                    )
                 elif message.HasField("heartbeat"):
                     self._events.heartbeat(self, load_from_wire(message.heartbeat))
                 elif message.HasField("engine_ended"):
@@ -161,6 +169,8 @@ class NodeLink:
                     return "its process ended"
         except grpc.aio.AioRpcError as error:
             return _reason(error)
+        except EngineFailed as error:
+            return error.message
         return "the node ended the stream"
 
     async def _write(self, stream: _Stream) -> str:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from ..prefix_index.mirror import PrefixMirror
 from ..prefix_index.redis_link import RedisIndexLink
 from ..proto.v1 import inference_pb2, inference_pb2_grpc
 from .cluster_view import ClusterView
-from .engine_link import Avoid, EngineOutput
+from .engine_link import Avoid, EngineOutput, PlainToken
 from .engine_table import EngineTable
 from .extra_services import add_extra_services
 from .front_door import FrontDoor
@@ -248,6 +249,9 @@ class Gateway:
     def engine_outputs(self, incarnation: str, outputs: Sequence[EngineOutput]) -> None:
         self._sessions.engine_outputs(incarnation, outputs)
 
+    def engine_tokens(self, incarnation: str, tokens: Sequence[PlainToken]) -> None:
+        self._sessions.engine_tokens(incarnation, tokens)
+
     def engine_lost(self, incarnation: str, *, has_died: bool) -> None:
         self._sessions.engine_lost(incarnation, has_died=has_died)
 
@@ -318,6 +322,8 @@ async def run(
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     gateway = await serve(config, cluster, place=place)
+    gc.collect()
+    gc.freeze()  # what was loaded stays: a collection that walks it would be a pause in all streams
     http = f"http{'s' if config.tls_cert else ''}://{gateway.host}:{gateway.http_port}"
     print(f"ready: gateway gateway {http} {gateway.host}:{gateway.port}", flush=True)
     greeting = asyncio.create_task(_greet(gateway))

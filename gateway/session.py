@@ -185,6 +185,25 @@ class Session:
             return
         self._advance(attempt, tokens)
 
+    def next_token(self, incarnation: str, attempt_number: int, index: int, token_id: int) -> bool:
+        """The usual case of `engine_output`: the next token, of the engine that decodes.
+
+        False: it is not that, and nothing was done.
+        """
+        attempt = self._attempt
+        if (
+            attempt is None
+            or self._fingerprint is None
+            or self._text.is_searched
+            or not attempt.takes_next(incarnation, attempt_number, index)
+        ):
+            return False
+        self._output_ids.append(token_id)
+        text = self._text.next(token_id)
+        if not self._sink.emit(Chunk(text, (token_id,), index, None, self.sample_index)):
+            self._end_too_slow()
+        return True
+
     def engine_lost(self, incarnation: str, *, has_died: bool = False) -> None:
         """An engine's stream ended: what it still owed will not come.
 
@@ -367,7 +386,7 @@ class Session:
         elif attempt.is_complete and attempt.finish_reason is not None:
             self._finish(attempt, attempt.finish_reason, piece.text + self._text.flush(), shown)
         elif shown and not self._sink.emit(self._chunk(piece.text, shown)):
-            self._end_badly(Overloaded("the client reads too slowly; its stream was ended"))
+            self._end_too_slow()
 
     def _chunk(self, text: str, shown: list[OutputToken], result: Result | None = None) -> Chunk:
         """The newest tokens for the client."""
@@ -417,6 +436,9 @@ class Session:
         if attempt is not None:
             attempt.cancel(self.request_id)
         self._sink.fail(error)
+
+    def _end_too_slow(self) -> None:
+        self._end_badly(Overloaded("the client reads too slowly; its stream was ended"))
 
     def _end(self, event: Event) -> None:
         assert not self.is_over, "a request ends once"

@@ -13,7 +13,7 @@ from functools import partial
 
 from ..core.errors import BatonError, Cancelled, Overloaded
 from ..core.ports import Clock
-from .engine_link import EngineOutput
+from .engine_link import EngineOutput, PlainToken
 from .session import Session
 
 log = logging.getLogger(__name__)
@@ -62,6 +62,24 @@ class SessionTable:
             if session := self._sessions.get(output.request_id):
                 self._do(session, session.engine_output, incarnation, output)
 
+    def engine_tokens(self, incarnation: str, tokens: Iterable[PlainToken]) -> None:
+        """One step's plain tokens. Most are what their sessions wait for, and take a short way."""
+        sessions = self._sessions
+        for request_id, attempt, index, token_id in tokens:
+            if (session := sessions.get(request_id)) is None:
+                continue
+            try:
+                was_taken = session.next_token(incarnation, attempt, index, token_id)
+            except Exception:  # as in `_do`, which ends the session
+                log.exception("request %s failed by a bug", request_id)
+                self.cancel(session, BatonError("internal error"))
+                continue
+            if not was_taken:
+                output = EngineOutput(request_id, attempt, index, (token_id,))
+                self._do(session, session.engine_output, incarnation, output)
+            elif session.is_over:
+                self._forget(session)
+
     def engine_lost(self, incarnation: str, *, has_died: bool) -> None:
         for session in list(self._sessions.values()):
             self._do(session, partial(session.engine_lost, incarnation, has_died=has_died))
@@ -98,11 +116,14 @@ class SessionTable:
             log.exception("request %s failed by a bug", session.request_id)
             session.cancel(BatonError("internal error"))
         if session.is_over:
-            self._sessions.pop(session.request_id, None)
-            if timer := self._timers.pop(session.request_id, None):
-                timer[1].cancel()
+            self._forget(session)
         else:
             self._arm(session)
+
+    def _forget(self, session: Session) -> None:
+        self._sessions.pop(session.request_id, None)
+        if timer := self._timers.pop(session.request_id, None):
+            timer[1].cancel()
 
     def _arm(self, session: Session) -> None:
         """Keep one timer per session, at its next wake-up."""

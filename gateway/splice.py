@@ -50,3 +50,10 @@ class TokenSplice(Generic[T]):
             ready.append(self._early.pop(self.next_index))
             self.next_index += 1
         return ready
+
+    def take_next(self, index: int) -> bool:
+        """Whether a token of this position can go out at once, as nearly always; it is then out."""
+        if index != self.next_index or self._early or index >= self.max_tokens:
+            return False
+        self.next_index += 1
+        return True

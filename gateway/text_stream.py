@@ -39,6 +39,7 @@ class TextStream:
     ) -> None:
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stops)
+        self.is_searched = bool(stops)  # for stop strings: then `next` is not enough
         self._num_unsearched = min_tokens
         self._includes_stop = includes_stop
 
@@ -57,6 +58,10 @@ class TextStream:
                     shown.append(stop)
                 return TextPiece("".join(shown), count, stop)
         return TextPiece("".join(shown), len(token_ids), None)
+
+    def next(self, token_id: int) -> str:
+        """The next token's text, of a stream that is not searched."""
+        return self._detokenizer.step(token_id)
 
     def flush(self) -> str:
         """The last of the text, once no more tokens come."""

@@ -6,7 +6,7 @@ from ..core.errors import EngineFailed, InvalidRequest
 from ..core.request import Request, Ticket
 from ..proto import codec
 from ..proto.v1 import inference_pb2, node_pb2
-from .engine_link import EngineOutput, Transfer, Work
+from .engine_link import EngineOutput, PlainToken, Transfer, Work
 from .engine_table import EngineCounters, Load
 from .session import Chunk, Result
 
@@ -67,6 +67,14 @@ def output_from_wire(wire: node_pb2.RequestOutput) -> EngineOutput:
         codec.finish_from_wire(wire.finish_reason) if wire.finish_reason else None,
         cached_tokens=wire.cached_tokens if wire.HasField("cached_tokens") else None,
     )
+
+
+def tokens_from_wire(wire: node_pb2.PlainTokens) -> list[PlainToken]:
+    """A step's plain tokens. Raises EngineFailed if the columns do not match."""
+    try:
+        return [*zip(wire.request_ids, wire.attempts, wire.indices, wire.token_ids, strict=True)]
+    except ValueError as error:
+        raise EngineFailed("its columns of tokens do not match") from error
 
 
 def _full_output(wire: node_pb2.RequestOutput) -> EngineOutput:

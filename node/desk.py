@@ -74,11 +74,17 @@ class RequestDesk:
 
     def emit(self, entry: Entry, token: TokenOutput) -> None:
         """Queue one token, with all that has waited for an output of this request."""
+        request = entry.request
+        if token.finish_reason is None and request.sampling.logprobs is None and entry.is_quiet:
+            self._outbox.token_to_gateway(
+                entry.gateway, request.request_id, request.attempt, token.index, token.token_id
+            )
+            return
         output = self._output(entry)
         output.first_index = token.index
         output.token_ids.append(token.token_id)
         output.finish_reason = codec.finish_to_wire(token.finish_reason)
-        if entry.request.sampling.logprobs is not None:
+        if request.sampling.logprobs is not None:
             logprobs = TokenLogprobs(token.logprob, token.top)
             output.logprobs.append(codec.logprobs_to_wire(logprobs))
         self._outbox.to_gateway(entry.gateway, output)

@@ -8,6 +8,7 @@ hears last what the step changed in the cache. Knows no request's state.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from ..core.block_hash import BlockHash
 from ..core.errors import BatonError
@@ -19,18 +20,46 @@ from ..proto.v1 import engine_pb2, handoff_pb2, node_pb2
 Send = Callable[[engine_pb2.EngineOutput], None]
 
 
+@dataclass(slots=True)
+class _Step:
+    """What a step has for one gateway. Tokens: request id, attempt, index, token id."""
+
+    outputs: list[node_pb2.RequestOutput] = field(default_factory=list)
+    tokens: list[tuple[str, int, int, int]] = field(default_factory=list)
+
+    def message(self) -> node_pb2.StepOutputs:
+        if not self.tokens:
+            return node_pb2.StepOutputs(outputs=self.outputs)
+        request_ids, attempts, indices, token_ids = zip(*self.tokens, strict=True)
+        tokens = node_pb2.PlainTokens(
+            request_ids=request_ids, attempts=attempts, indices=indices, token_ids=token_ids
+        )
+        return node_pb2.StepOutputs(outputs=self.outputs, tokens=tokens)
+
+
 class Outbox:
     """Belongs to the engine loop's thread. An `engine.prefix_cache.CacheObserver` beside."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._outputs: dict[str, list[node_pb2.RequestOutput]] = {}
+        self._steps: dict[str, _Step] = {}  # by gateway
         self._to_peers: list[engine_pb2.EngineOutput] = []
         self._cache_changes = NetChanges()
 
     def to_gateway(self, gateway: str, output: node_pb2.RequestOutput) -> None:
         """Queue one request's output for the stream `gateway`."""
-        self._outputs.setdefault(gateway, []).append(output)
+        self._step(gateway).outputs.append(output)
+
+    def token_to_gateway(
+        self, gateway: str, request_id: str, attempt: int, index: int, token_id: int
+    ) -> None:
+        """The same for an output that is one token and nothing else."""
+        self._step(gateway).tokens.append((request_id, attempt, index, token_id))
+
+    def _step(self, gateway: str) -> _Step:
+        if (step := self._steps.get(gateway)) is None:
+            step = self._steps[gateway] = _Step()
+        return step
 
     def to_peer(self, incarnation: str, message: handoff_pb2.PeerMessage) -> None:
         """Queue a message of the hand-off's control stream."""
@@ -44,7 +73,7 @@ class Outbox:
 
     def forget_gateway(self, gateway: str) -> None:
         """Nobody listens there any more."""
-        self._outputs.pop(gateway, None)
+        self._steps.pop(gateway, None)
 
     def stored(self, block_hash: BlockHash) -> None:
         """The engine's cache has this block now."""
@@ -56,9 +85,9 @@ class Outbox:
 
     def flush_gateways(self) -> None:
         """Send what is queued for gateways, if there is still work to do for the rest."""
-        outputs, self._outputs = self._outputs, {}
-        for gateway, batch in outputs.items():
-            message = node_pb2.NodeMessage(outputs=node_pb2.StepOutputs(outputs=batch))
+        steps, self._steps = self._steps, {}
+        for gateway, step in steps.items():
+            message = node_pb2.NodeMessage(outputs=step.message())
             to_gateway = engine_pb2.ToGateway(gateway=gateway, message=message)
             self._send(engine_pb2.EngineOutput(to_gateway=to_gateway))
 

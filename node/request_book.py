@@ -45,6 +45,11 @@ class Entry:
     def key(self) -> str:
         return self.request.key
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing waits for the next output."""
+        return not self.stamps and self.cached_tokens is None and self.transfer is None
+
 
 class RequestBook:
     """Belongs to the engine loop's thread."""

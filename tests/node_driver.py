@@ -21,6 +21,7 @@ from typing import Any
 
 import grpc
 from deployments import MARK
+from fakes.step_outputs import outputs_of
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.cluster.redis_directory import RedisDirectory
@@ -173,7 +174,7 @@ class Session:
                         self.heartbeat = message.heartbeat
                         self.num_heartbeats += 1
                     case "outputs":
-                        for output in message.outputs.outputs:
+                        for output in outputs_of(message.outputs):
                             self._hear(output)
                 self._changed.set()
         except grpc.aio.AioRpcError:

@@ -15,6 +15,7 @@ from .access import ACCESS, Access, check_access
 from .answering import answering, echo_request_id
 from .chat import CHAT_MODEL, ChatModel
 from .connections import Connections
+from .event_stream import BURST, Burst
 from .parts import PARTS, Parts
 
 _LAST_WRITE_S = 0.2
@@ -41,6 +42,7 @@ def build_app(parts: Parts, access: Access) -> web.Application:
     """The application; groups of routes take `parts` from it."""
     app = web.Application(middlewares=[answering, check_access])
     app[PARTS] = parts
+    app[BURST] = Burst()
     app[ACCESS] = access
     app[CHAT_MODEL] = ChatModel.load(parts.door.model.model_dir, parts.config.tool_call_parser)
     app.on_response_prepare.append(echo_request_id)

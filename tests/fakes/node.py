@@ -24,6 +24,8 @@ from baton.core.timeline import Event, Stamp
 from baton.proto import codec
 from baton.proto.v1 import common_pb2, node_pb2, node_pb2_grpc
 
+from .step_outputs import step_of
+
 HEARTBEAT_S = 0.05
 
 
@@ -208,8 +210,7 @@ class _Servicer(node_pb2_grpc.NodeServicer):
                 output = node_pb2.RequestOutput(
                     request_id=request.request_id, attempt=request.attempt, **fields
                 )
-                outputs = node_pb2.StepOutputs(outputs=[output])
-                outgoing.put_nowait(node_pb2.NodeMessage(outputs=outputs))
+                outgoing.put_nowait(node_pb2.NodeMessage(outputs=step_of(output)))
                 await asyncio.sleep(0)
 
         self._node.dispatched.append(wire)

@@ -30,6 +30,7 @@ from baton.proto.v1 import engine_pb2, handoff_pb2, node_pb2
 
 from .clock import FakeClock
 from .runner import FakeRunner
+from .step_outputs import outputs_of
 
 SOURCE, PULLER = "a" * 32, "b" * 32
 BLOCK_SIZE = 4
@@ -186,7 +187,7 @@ class NodeWorld:
         for frame in frames:
             match frame.WhichOneof("body"):
                 case "to_gateway":
-                    for output in frame.to_gateway.message.outputs.outputs:
+                    for output in outputs_of(frame.to_gateway.message.outputs):
                         key = f"{output.request_id}/{output.attempt}"
                         node.received.setdefault(key, Received()).take(output)
                 case "to_peer" if self.is_linked:

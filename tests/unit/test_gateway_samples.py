@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from fakes.clock import FakeClock, FakeEntropy
 from fakes.engine_link import FakeLink, FakeRouter, Letters
+from fakes.step_outputs import give
 
 from baton.core.errors import BatonError, Cancelled, EngineFailed, NodeLost, Unavailable
 from baton.core.logprobs import TokenLogprobs
@@ -62,7 +63,7 @@ class Rig:
     ) -> None:
         ids = tuple(map(ord, text))
         output = EngineOutput(f"r{sample}", attempt, first_index=index, token_ids=ids, **more)
-        self.sessions[sample].engine_output(link, output)
+        give(self.sessions[sample], link, output)
 
     def text(self, sample: int) -> str:
         return "".join(chunk.text for chunk in self.chunks if chunk.sample_index == sample)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from fakes.clock import FakeClock, FakeEntropy
 from fakes.engine_link import FakeLink, FakeRouter, FakeSink, Letters
+from fakes.step_outputs import give
 
 from baton.core.errors import (
     BatonError,
@@ -63,7 +64,7 @@ class Rig:
     ) -> None:
         ids = tuple(map(ord, text))
         output = EngineOutput("r", attempt, first_index=index, token_ids=ids, **fields)
-        self.session.engine_output(link, output)
+        give(self.session, link, output)
 
     def lose(self, link: str, *, has_died: bool = False) -> None:
         self.router.prefill = [e for e in self.router.prefill if e.incarnation != link]

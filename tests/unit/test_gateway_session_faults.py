@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from fakes.clock import FakeClock, FakeEntropy
 from fakes.engine_link import FakeLink, FakeRouter, FakeSink, Letters
+from fakes.step_outputs import give
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -157,14 +158,14 @@ class SessionMachine(RuleBasedStateMachine):
         sending = [engine for engine in self.living() if engine.wire]
         if sending:
             engine = sending[pick % len(sending)]
-            self.session.engine_output(engine.incarnation, engine.wire.popleft())
+            give(self.session, engine.incarnation, engine.wire.popleft())
 
     @rule(pick=st.integers(0, 7))
     def deliver_twice(self, pick: int) -> None:
         sending = [engine for engine in self.living() if engine.wire and not engine.wire[0].error]
         if sending:
             engine = sending[pick % len(sending)]
-            self.session.engine_output(engine.incarnation, engine.wire[0])
+            give(self.session, engine.incarnation, engine.wire[0])
 
     @rule(pick=st.integers(0, 3), comes_back=st.booleans(), has_died=st.booleans())
     def kill(self, pick: int, comes_back: bool, has_died: bool) -> None:

@@ -9,6 +9,7 @@ from baton.core.config import EngineConfig, NodeConfig
 from baton.core.errors import (
     BatonError,
     Cancelled,
+    EngineFailed,
     HandoffFailed,
     InvalidRequest,
     Overloaded,
@@ -17,6 +18,7 @@ from baton.core.errors import (
 from baton.core.request import Request, SamplingParams
 from baton.decode_node import policy as decode_policy
 from baton.engine.limits import EngineLimits
+from baton.gateway.wire import tokens_from_wire
 from baton.node.engine_process import describe_pool
 from baton.node.engine_slot import Backoff
 from baton.node.mailbox import Mailbox
@@ -93,6 +95,28 @@ def test_outbox_batches_by_gateway_and_speaks_to_peers_last() -> None:
     assert batches == [("x", ["a", "c"]), ("y", ["b"])]
     outbox.flush()
     assert len(sent) == 4
+
+
+def test_outbox_puts_plain_tokens_into_columns() -> None:
+    sent: list[engine_pb2.EngineOutput] = []
+    outbox = Outbox(sent.append)
+    outbox.token_to_gateway("x", "a", 0, 7, 300)
+    outbox.token_to_gateway("y", "b", 1, 8, 301)
+    outbox.to_gateway("x", node_pb2.RequestOutput(request_id="c"))
+    outbox.token_to_gateway("x", "d", 2, 9, 302)
+    outbox.token_to_gateway("gone", "e", 0, 0, 0)
+    outbox.forget_gateway("gone")
+    outbox.flush()
+    steps = {f.to_gateway.gateway: f.to_gateway.message.outputs for f in sent}
+    assert tokens_from_wire(steps["x"].tokens) == [("a", 0, 7, 300), ("d", 2, 9, 302)]
+    assert [output.request_id for output in steps["x"].outputs] == ["c"]
+    assert tokens_from_wire(steps["y"].tokens) == [("b", 1, 8, 301)]
+    assert len(steps) == 2
+
+
+def test_columns_that_do_not_match_are_refused() -> None:
+    with pytest.raises(EngineFailed):
+        tokens_from_wire(node_pb2.PlainTokens(request_ids=["a", "b"], attempts=[0, 0]))
 
 
 class TestMailbox:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 from fakes.node_world import BLOCK_SIZE, GATEWAY, LEASE_S, NodeWorld, request
 from fakes.runner import expected_tokens
+from fakes.step_outputs import outputs_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -122,7 +123,7 @@ def test_outputs_of_a_step_travel_in_one_message(world: NodeWorld) -> None:
         world.dispatch(request(n, 3), node_pb2.WORK_LOCAL, world.decode, None, 60.0)
     world.decode.loop.turn(0.0)
     (frame,) = world.decode.frames
-    assert len(frame.to_gateway.message.outputs.outputs) == 3
+    assert len(outputs_of(frame.to_gateway.message.outputs)) == 3
 
 
 def interrupt(world: NodeWorld, one: Request, moment: int, happen: Callable[[], None]) -> None:
