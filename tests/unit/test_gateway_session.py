@@ -112,6 +112,32 @@ def test_the_usual_way() -> None:
     assert rig.cancels() == {}, "nobody holds anything any more"
 
 
+def test_the_short_way_takes_the_usual_token_alone() -> None:
+    rig = Rig(max_tokens=6).started()
+    take = rig.session.next_token
+    assert not take("d1", 0, 1, ord("b")), "the first one is out neither"
+    rig.send("p1", 0, "a")
+    rig.send("d1", 1, "b")
+    assert not take("p1", 0, 2, ord("x")), "of the engine that prefills"
+    assert not take("d2", 0, 2, ord("x")), "of another engine"
+    assert not take("d1", 1, 2, ord("x")), "of another attempt"
+    assert not take("d1", 0, 3, ord("x")), "too early"
+    assert not take("d1", 0, 1, ord("x")), "a double"
+    assert take("d1", 0, 2, ord("c")) and take("d1", 0, 3, ord("d"))
+    rig.send("d1", 5, "f", finish_reason=LENGTH)  # the one before is still under way
+    assert not take("d1", 0, 4, ord("e"))
+    rig.send("d1", 4, "e")
+    assert (rig.sink.text, rig.sink.finish_reason) == ("abcdef", LENGTH)
+
+
+def test_stop_strings_are_looked_for_in_plain_tokens() -> None:
+    rig = Rig(stop=("cd",)).started()
+    rig.send("p1", 0, "a")
+    for index, letter in enumerate("bcd", 1):
+        rig.send("d1", index, letter)
+    assert (rig.sink.text, rig.sink.finish_reason) == ("ab", FinishReason.STOP)
+
+
 def test_the_decode_node_may_overtake() -> None:
     rig = Rig(max_tokens=3).started()
     rig.send("d1", 1, "b")

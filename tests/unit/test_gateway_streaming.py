@@ -114,11 +114,13 @@ class BrokenDetokenizer:
         raise ZeroDivisionError
 
 
-def session(name: str, text: TextStream, sink: FakeSink, deadline_s: float = 60.0) -> Session:
+def session(
+    name: str, text: TextStream, sink: FakeSink, deadline_s: float = 60.0, max_tokens: int = 2
+) -> Session:
     clock = SystemClock()
     return Session(
         name,
-        ValidatedRequest((1,), SamplingParams(max_tokens=2), "label"),
+        ValidatedRequest((1,), SamplingParams(max_tokens=max_tokens), "label"),
         deadline_s=clock.monotonic_s() + deadline_s,
         arrived=Stamp(Event.ARRIVED, 0, "gateway"),
         text=text,
@@ -139,6 +141,23 @@ async def test_a_bug_in_one_session_fails_that_one(caplog: pytest.LogCaptureFixt
         table.engine_outputs("p", [EngineOutput(name, 0, 0, (97,)) for name in ("bad", "good")])
     assert type(sinks[0].error) is BatonError and "Zero" not in sinks[0].error.message
     assert (sinks[1].text, len(table)) == ("a", 1)
+
+
+async def test_the_short_way_is_as_careful(caplog: pytest.LogCaptureFixture) -> None:
+    table = SessionTable(SystemClock(), 10)
+    sinks = {name: FakeSink() for name in ("bad", "slow", "good")}
+    letters = {name: Letters() for name in sinks}
+    for name, sink in sinks.items():
+        table.start(session(name, TextStream(letters[name], ()), sink, max_tokens=9))
+    for engine, index in (("p", 0), ("d", 1)):
+        table.engine_outputs(engine, [EngineOutput(name, 0, index, (97,)) for name in sinks])
+    letters["bad"].step = BrokenDetokenizer().step  # type: ignore[method-assign]
+    sinks["slow"].is_full = True
+    with caplog.at_level(logging.CRITICAL, "baton.gateway.sessions"):
+        table.engine_tokens("d", [(name, 0, 2, 98) for name in (*sinks, "nobody's")])
+    assert type(sinks["bad"].error) is BatonError
+    assert isinstance(sinks["slow"].error, Overloaded)
+    assert (sinks["good"].text, len(table)) == ("aab", 1)
 
 
 async def test_deadlines_come_by_themselves() -> None:
