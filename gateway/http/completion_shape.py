@@ -11,6 +11,8 @@ from ...core.logprobs import TokenLogprobs
 from ..session import Chunk
 from .logprobs import TokenOf, completion_logprobs, prompt_logprobs
 
+_quoted = json.encoder.encode_basestring_ascii  # what json.dumps does to a string, at once
+
 
 @dataclass(frozen=True, slots=True)
 class CompletionOptions:
@@ -56,7 +58,7 @@ class CompletionChoice:
         if self._is_plain and chunk.result is None:
             if not chunk.text:
                 return []
-            text = json.dumps(chunk.text)
+            text = _quoted(chunk.text)
             return [f'{self._head}{text},"logprobs":null,"finish_reason":null}}']
         return [json.dumps(self.body(chunk))]
 

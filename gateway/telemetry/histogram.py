@@ -7,6 +7,7 @@ off by at most sqrt(G) - 1 = 0.995 %. Knows no time: the window adds and subtrac
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 _GROWTH = 1.02
@@ -40,6 +41,13 @@ class Histogram:
         self.counts[bucket] = self.counts.get(bucket, 0) + 1
         self.num_samples += 1
         self.sum_s += seconds
+
+    def add_all(self, counts: Mapping[int, int], sum_s: float) -> None:
+        """Many samples: how many in which bucket, and their sum."""
+        for bucket, count in counts.items():
+            self.counts[bucket] = self.counts.get(bucket, 0) + count
+            self.num_samples += count
+        self.sum_s += sum_s
 
     def subtract(self, other: Histogram) -> None:
         """Take back samples that were added to both."""

@@ -71,12 +71,16 @@ class CallMetrics:
 
     def chunk_delivered(self, record: CallRecord, chunk: Chunk, now_s: float) -> None:
         num_tokens = len(chunk.token_ids)
+        times = record.token_times[chunk.sample_index]
+        num_deliveries = len(times)
+        if num_tokens == 1 and num_deliveries > 2:  # nearly always
+            self._output_tokens.value += 1
+            self._gaps.observe(now_s - times[-2][0])
+            return
         if not num_tokens:
             return
         self._output_tokens.value += num_tokens
         self._coalesced_tokens.value += num_tokens - 1
-        times = record.token_times[chunk.sample_index]
-        num_deliveries = len(times)
         if num_deliveries > 1:
             gap_s = now_s - times[-2][0]
             self._gaps.observe(gap_s)
