@@ -80,6 +80,7 @@ class NodeLink:
         self._outgoing: asyncio.Queue[Callable[[], node_pb2.GatewayMessage]] = asyncio.Queue()
         self._last_heard_s = clock.monotonic_s()
         self._has_died = False
+        self._is_lost = False
 
     def dispatch(
         self, request: Request, work: Work, ticket: Ticket, deadline_remaining_s: float
@@ -148,20 +149,20 @@ class NodeLink:
             for task in tasks:
                 task.cancel()
             stream.cancel()
+            self._is_lost = True
             self._events.lost(self, reason, has_died=self._has_died)
         return reason
 
     async def _read(self, stream: _Stream) -> str:
+        call_soon = asyncio.get_running_loop().call_soon
         try:
             while (message := await stream.read()) is not grpc.aio.EOF:
                 self._last_heard_s = self._clock.monotonic_s()
                 if message.HasField("outputs"):
-                    outputs = message.outputs
-                    self._events.outputs(
-                        self,
-                        [*map(output_from_wire, outputs.outputs)],
-                        tokens_from_wire(outputs.tokens),
-                    )
+                    step = message.outputs
+                    outputs = [*map(output_from_wire, step.outputs)]
+                    # Once the next read waits: gRPC's threads fetch a step while we pass one on.
+                    call_soon(self._pass_on, outputs, tokens_from_wire(step.tokens))
                 elif message.HasField("heartbeat"):
                     self._events.heartbeat(self, load_from_wire(message.heartbeat))
                 elif message.HasField("engine_ended"):
@@ -172,6 +173,10 @@ class NodeLink:
         except EngineFailed as error:
             return error.message
         return "the node ended the stream"
+
+    def _pass_on(self, outputs: Sequence[EngineOutput], tokens: Sequence[PlainToken]) -> None:
+        if not self._is_lost:
+            self._events.outputs(self, outputs, tokens)
 
     async def _write(self, stream: _Stream) -> str:
         try:
