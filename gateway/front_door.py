@@ -29,6 +29,7 @@ from .security.tenancy import Admission, Tenancy
 from .served_model import ServedModel
 from .session import GATEWAY, Chunk, Session, SessionLimits
 from .sessions import SessionTable
+from .telemetry.observers import Observers
 from .telemetry.records import CallObserver, CallRecord
 from .text_stream import TextStream
 from .validation import (
@@ -53,7 +54,7 @@ class Generation:
         request: ValidatedRequest,
         queue: ChunkQueue,
         clock: Clock,
-        observers: Sequence[CallObserver],
+        observers: CallObserver,
     ) -> None:
         self.record = record
         self.request = request
@@ -103,8 +104,7 @@ class Generation:
             times.append((now_s, len(chunk.token_ids)))
         if chunk.result is not None:
             self.record.results[chunk.sample_index] = chunk.result
-        for observer in self._observers:
-            observer.chunk_delivered(self.record, chunk, now_s)
+        self._observers.chunk_delivered(self.record, chunk, now_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class FrontDoor:
         self._entropy = entropy
         self._session_limits = session_limits
         self._max_request_s = max_request_s
-        self._observers = observers
+        self._observers = Observers(observers)
         self._abort_calls = abort_calls
         self._queue_limit = QueueLimit(table, max_queue_s)
         self._keeps_prompts = keeps_prompts
@@ -198,7 +198,7 @@ class FrontDoor:
                 lookup_s = self._clock.monotonic_s() - began_s
                 self._check_queue(deadline_s, request, router)
             except BatonError as error:
-                self._refused(caller, error)
+                self._observers.call_refused(caller, error)
                 raise
             record = CallRecord(
                 call_id="",
@@ -262,13 +262,9 @@ class FrontDoor:
 
     def turned_away(self, front: str, error: BatonError) -> None:
         """Tell the observers of a call that no known caller made."""
-        self._refused(Caller("", frozenset(), front), error)
+        self._observers.call_refused(Caller("", frozenset(), front), error)
 
     # --- one call ---------------------------------------------------------------------------------
-
-    def _refused(self, caller: Caller, error: BatonError) -> None:
-        for observer in self._observers:
-            observer.call_refused(caller, error)
 
     def _admit(self, caller: Caller, stack: AsyncExitStack) -> Admission:
         """Take the call in until the stack ends; raises before anything of it was looked at."""
@@ -335,8 +331,7 @@ class FrontDoor:
                 queue = ChunkQueue(lambda: patience.reschedule(loop.time() + _LAST_WRITE_S))
                 sessions = self._make_sessions(_Call(request, router, queue, arrived, deadline_s))
                 record.call_id = sessions[0].call_id
-                for observer in self._observers:
-                    observer.call_began(record)
+                self._observers.call_began(record)
                 try:
                     for session in reversed(sessions):  # the first dispatches for all
                         self._sessions.start(session)
@@ -354,8 +349,7 @@ class FrontDoor:
             if public_error(record.error) is not record.error:  # the caller is not told the words
                 log.warning("call %s: %s: %s", record.call_id, record.error.code, record.error)
         record.ended_s = self._clock.monotonic_s()
-        for observer in self._observers:
-            observer.call_ended(record)
+        self._observers.call_ended(record)
 
     def _make_sessions(self, call: _Call) -> list[Session]:
         """One for each sample; the first leads the others."""

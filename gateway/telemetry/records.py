@@ -51,7 +51,7 @@ class CallRecord:
 
 
 class CallObserver(Protocol):
-    """Told on the gateway's event loop, so it must be quick and must not raise."""
+    """Told on the gateway's event loop, so it must be quick. observers.py bears what it raises."""
 
     def call_refused(self, caller: Caller, error: BatonError) -> None:
         """A call that ended before it was routed: bad, unauthorised, over a limit."""

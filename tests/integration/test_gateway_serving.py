@@ -44,6 +44,8 @@ from baton.gateway.cluster_view import ClusterView
 from baton.gateway.engine_table import EngineTable
 from baton.gateway.server import Gateway, serve
 from baton.gateway.session import SessionLimits
+from baton.gateway.telemetry.prometheus import CallMetrics
+from baton.gateway.telemetry.window import Window
 from baton.prefix_index.mirror import PrefixMirror
 from baton.proto.v1 import inference_pb2, inference_pb2_grpc
 
@@ -507,6 +509,26 @@ async def test_too_many_requests(world: World) -> None:
             with contextlib.suppress(Overloaded):
                 await world.client.generate(PROMPT, max_tokens=4).finish()
                 break
+
+
+async def test_an_observer_that_raises_costs_no_call(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def raises(*_: object) -> None:
+        raise ZeroDivisionError("an observer's own")
+
+    told: list[str] = []
+    for name in ("call_refused", "call_began", "chunk_delivered", "call_ended"):
+        monkeypatch.setattr(Window, name, raises)
+        monkeypatch.setattr(CallMetrics, name, lambda *_, name=name: told.append(name))
+    for _ in range(2 * world.config.max_num_requests):  # none keeps its place
+        result = await world.client.generate(PROMPT, max_tokens=3).finish()
+        assert result.text == expected_text(PROMPT, 3)
+    with pytest.raises(ModelNotFound):
+        await world.client.generate(PROMPT, model="other").finish()
+    assert {*told} == {"call_refused", "call_began", "chunk_delivered", "call_ended"}
+    (line,) = (r for r in caplog.records if "Window" in r.getMessage())
+    assert line.exc_info is not None and "an observer's own" in str(line.exc_info[1])
 
 
 async def test_a_reader_that_does_not_read(empty: World) -> None:
