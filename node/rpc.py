@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
-from typing import Any, NoReturn, Protocol
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
 
 import grpc
 
@@ -26,7 +28,11 @@ LEDGER_TIMEOUT_S = 10.0
 WRITE_TIMEOUT_S = 10.0
 _PULLER = Role.DECODE.value
 
+log = logging.getLogger(__name__)
+
+M = TypeVar("M")
 Context = grpc.aio.ServicerContext[Any, Any]
+_Outgoing: TypeAlias = Mailbox[node_pb2.NodeMessage] | Mailbox[handoff_pb2.PeerMessage]
 
 
 class Engines(Protocol):
@@ -49,13 +55,8 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         await _check_peer(self._secret, GATEWAY if self._has_tls else None, context)
         engine = await _find_engine(self._node, context, "baton-engine")
         gateway, outgoing = engine.open_gateway()
-
-        async def relay() -> None:
-            async for message in requests:
-                engine.from_gateway(gateway, message)
-            outgoing.end()
-
-        relaying = asyncio.create_task(relay())
+        take = partial(engine.from_gateway, gateway)
+        relaying = asyncio.create_task(_relay(requests, take, outgoing))
         try:
             await _write_all(outgoing, context)
         finally:
@@ -88,13 +89,8 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServicer):
             await abort(context, InvalidRequest("the call does not say who pulls"))
         await context.send_initial_metadata(())  # tells the puller that it is connected
         peer = engine.open_peer(puller, is_source=False)
-
-        async def relay() -> None:
-            async for message in requests:
-                engine.from_peer(puller, peer, message)
-            peer.outgoing.end()
-
-        relaying = asyncio.create_task(relay())
+        take = partial(engine.from_peer, puller, peer)
+        relaying = asyncio.create_task(_relay(requests, take, peer.outgoing))
         try:
             await _write_all(peer.outgoing, context)
         finally:
@@ -102,9 +98,20 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServicer):
             engine.close_peer(puller, peer)
 
 
-async def _write_all(
-    outgoing: Mailbox[node_pb2.NodeMessage] | Mailbox[handoff_pb2.PeerMessage], context: Context
+async def _relay(
+    requests: AsyncIterator[M], take: Callable[[M], None], outgoing: _Outgoing
 ) -> None:
+    """Pass on what comes in until it ends, and the stream with it; with a status if it broke."""
+    try:
+        async for message in requests:
+            take(message)
+        outgoing.end()
+    except Exception as error:  # nobody waits for this task: the stream would stay open, unread
+        log.exception("a stream's messages could not be passed on")
+        outgoing.end(BatonError(f"a message could not be passed on ({type(error).__name__})"))
+
+
+async def _write_all(outgoing: _Outgoing, context: Context) -> None:
     """Write until the mailbox ends; an error that ended it becomes the call's status.
 
     A write waits once gRPC has buffered some MiB for a reader that does not read.

@@ -165,6 +165,29 @@ async def test_end_of_the_gateways_side_ends_the_session(node: Node) -> None:
     assert (await node.engine.next()).HasField("gateway_lost")
 
 
+async def broken() -> AsyncIterator[Any]:
+    raise ValueError("a message that is none")
+    yield
+
+
+async def test_what_breaks_the_way_in_ends_the_stream_with_a_status(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    session: Any = FakeContext(baton_engine=ENGINE)
+    link: Any = FakeContext(baton_source=ENGINE, baton_puller=PEER)
+    calls = [
+        NodeServicer(node, None).Session(broken(), session),
+        HandoffServicer(node, None).Link(broken(), link),
+    ]
+    for call in calls:
+        with pytest.raises(Aborted):
+            await asyncio.wait_for(call, 1.0)
+    assert session.status is link.status is grpc.StatusCode.INTERNAL
+    assert caplog.text.count("ValueError: a message that is none") == 2
+    said = {(await node.engine.next()).WhichOneof("body") for _ in range(3)}
+    assert said == {"gateway_lost", "peer_linked", "peer_lost"}
+
+
 async def test_death_of_the_engine_ends_sessions_links_and_questions(node: Node) -> None:
     session, link = (
         FakeContext(baton_engine=ENGINE),
