@@ -142,14 +142,13 @@ class Followers:
 
     def _send(self, payloads: dict[int, bytes], kind: Kind, order: int, fds: Sequence[int]) -> None:
         self.check()
-        with self._telling:
-            self._num_told += 1
-            for rank, payload in payloads.items():
-                try:
+        try:
+            with self._telling:
+                self._num_told += 1
+                for rank, payload in payloads.items():
                     self._channels[rank].send(kind, payload, order=order, fds=fds)
-                except OSError as error:
-                    what = EngineFailed(f"rank {rank} cannot be reached: {error}")
-                    raise self.explain(what) from error
+        except OSError as error:
+            raise self.explain(EngineFailed(f"rank {rank} cannot be reached: {error}")) from error
 
     # -- watching ---------------------------------------------------------------------------------
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import queue
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -182,3 +184,24 @@ def test_a_step_that_fails_by_itself_keeps_its_own_words(
     monkeypatch.setattr("baton.engine.followers._LAST_WORDS_S", 0.01)
     error = EngineFailed("the step failed")
     assert world.followers.explain(error) is error
+
+
+def test_who_learns_why_a_rank_cannot_be_reached_keeps_nobody_waiting(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise OSError("no room")
+
+    both_ask = threading.Barrier(2, timeout=2)
+
+    def explain(error: BatonError) -> BatonError:
+        both_ask.wait()
+        return error
+
+    monkeypatch.setattr(RankChannel, "send", broken)
+    monkeypatch.setattr(world.followers, "explain", explain)
+    with ThreadPoolExecutor(2) as threads:
+        told = [threads.submit(world.followers.tell, Kind.STEP) for _ in range(2)]
+        for each in told:
+            with pytest.raises(EngineFailed, match="rank 1 cannot be reached: no room"):
+                each.result()
