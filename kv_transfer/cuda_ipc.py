@@ -10,11 +10,10 @@ What is copied, judged and reported is cuda_window.py's.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from contextlib import ExitStack
 
 from ..core.errors import HandoffFailed
 from ..engine.cuda_kv_memory import CudaKvMemory
-from ..engine.cuda_sharing import MappedMemory
 from .cuda_ipc_copy import CopyMethod, EngineCopy, KernelCopy
 from .cuda_ipc_memory import find_gpu, map_memory, require_peer_access
 from .cuda_staging import StagedCopy
@@ -47,8 +46,8 @@ class CudaIpcTransport:
         return _connect(self.name, incarnation, piece, self._kv, self._reach)
 
     def _reach(
-        self, memory: CudaMemory, num_bytes: int, piece: HeadPiece | None
-    ) -> tuple[MappedMemory, list[CopyMethod]]:
+        self, opened: ExitStack, memory: CudaMemory, num_bytes: int, piece: HeadPiece | None
+    ) -> list[CopyMethod]:
         device = self._kv.tensor.device
         require_peer_access(memory.gpu_uuid, device)
         methods: list[type[KernelCopy | EngineCopy]] = [KernelCopy]
@@ -60,7 +59,8 @@ class CudaIpcTransport:
         if not wanted:
             raise HandoffFailed(f"this CUDA runtime has no {self._method} for block copies")
         mapping = map_memory(memory, num_bytes, device)
-        return mapping, [method(mapping.address, device, piece) for method in wanted]
+        opened.callback(mapping.close)
+        return [method(mapping.address, device, piece) for method in wanted]
 
 
 class CudaStagedTransport:
@@ -82,14 +82,14 @@ class CudaStagedTransport:
         return _connect(self.name, incarnation, piece, self._kv, self._reach)
 
     def _reach(
-        self, memory: CudaMemory, num_bytes: int, piece: HeadPiece | None
-    ) -> tuple[MappedMemory, Sequence[CopyMethod]]:
+        self, opened: ExitStack, memory: CudaMemory, num_bytes: int, piece: HeadPiece | None
+    ) -> list[CopyMethod]:
         source = find_gpu(memory.gpu_uuid)
         mapping = map_memory(memory, num_bytes, source)
+        opened.callback(mapping.close)
         try:
-            return mapping, [StagedCopy(mapping.address, source, self._kv, cut_of(piece, self._kv))]
+            return [StagedCopy(mapping.address, source, self._kv, cut_of(piece, self._kv))]
         except RuntimeError as error:  # no pinned memory left
-            mapping.close()
             raise HandoffFailed(f"no staging memory: {error}") from error
 
 

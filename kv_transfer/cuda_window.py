@@ -28,7 +28,6 @@ from ..core.errors import HandoffFailed
 from ..engine.block_pool import CANARY_BLOCK
 from ..engine.canary import canary_bytes
 from ..engine.cuda_kv_memory import CudaKvMemory
-from ..engine.cuda_sharing import MappedMemory
 from ..engine.generations import GenerationsReader
 from .cuda_ipc_copy import MAX_BLOCKS, CopyMethod, choose
 from .head_ranges import BlockCut, HeadPiece
@@ -41,9 +40,9 @@ _MEASURED_BYTES = 64 << 20
 _MEASURED_COPIES, _MEASURED_TIMES = 6, 3
 _FIRST_PART, _PART = 64, MAX_BLOCKS  # blocks that are launched together
 
-# Map a peer's memory of so many bytes; the ways to copy that piece of its blocks. Raises
-# HandoffFailed.
-Reach = Callable[[CudaMemory, int, HeadPiece | None], tuple[MappedMemory, Sequence[CopyMethod]]]
+# Map a peer's memory of so many bytes until the stack closes; the ways to copy that piece of its
+# blocks. Raises HandoffFailed.
+Reach = Callable[[contextlib.ExitStack, CudaMemory, int, HeadPiece | None], Sequence[CopyMethod]]
 
 
 def cut_of(piece: HeadPiece | None, kv: CudaKvMemory) -> BlockCut:
@@ -105,8 +104,7 @@ class CudaWindow:
             )
             opened.callback(self._generations.close)
             num_bytes = description.num_blocks * description.block_bytes
-            mapping, methods = reach(description.cuda, num_bytes, piece)
-            opened.callback(mapping.close)
+            methods = reach(opened, description.cuda, num_bytes, piece)
             with torch.cuda.device(self._device):
                 self._stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
                 self._copy, self.gbytes_per_s = self._choose(methods)

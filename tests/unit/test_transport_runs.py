@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -117,3 +119,43 @@ def test_copy_engines_are_taken_unless_the_kernel_clearly_wins(
     names = ["kernel", "copy-engine"]
     assert names[choose(names, [kernel, engine])] == chosen
     assert choose(["kernel"], [kernel]) == 0
+
+
+@pytest.mark.parametrize(
+    ("transport", "copy"),
+    [("CudaIpcTransport", "KernelCopy"), ("CudaStagedTransport", "StagedCopy")],
+)
+def test_memory_is_unmapped_if_no_way_to_copy_can_be_made(
+    monkeypatch: pytest.MonkeyPatch, transport: str, copy: str
+) -> None:
+    pytest.importorskip("triton")
+    import torch
+
+    from baton.kv_transfer import cuda_ipc
+
+    closed: list[int] = []
+    mapping = SimpleNamespace(address=7, close=lambda: closed.append(7))
+    generations = SharedGenerations(4, SOURCE)
+    description = PoolDescription(SOURCE, 64, 4, ON_GPU)
+
+    class Broken:
+        name = "broken"
+
+        def __init__(self, *_: object) -> None:
+            raise MemoryError("no room for block ids")
+
+    for name, fake in (
+        ("receive", lambda _: (description, [os.dup(generations.fd)])),
+        ("map_memory", lambda *_: mapping),
+        ("find_gpu", lambda _: torch.device("cpu")),
+        ("require_peer_access", lambda *_: None),
+        (copy, Broken),
+    ):
+        monkeypatch.setattr(cuda_ipc, name, fake)
+    tensor, layout = torch.zeros(4, 64, dtype=torch.uint8), SimpleNamespace(num_layers=1)
+    kv = SimpleNamespace(tensor=tensor, block_bytes=64, layout=layout)
+    opened = getattr(cuda_ipc, transport)(kv)
+    with pytest.raises(MemoryError, match="no room"):
+        opened.connect(SOURCE)
+    assert closed == [7]
+    generations.close()
