@@ -6,15 +6,13 @@ follows its references comes to an end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from graphlib import CycleError, TopologicalSorter
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ...core.errors import InvalidRequest
 
 MAX_SCHEMA_VALUES = 16384  # of all tools of a request
 _MAX_DEPTH = 32
-_MAX_REFERENCES = 64
 
 
 def check_schema(schema: Mapping[str, Any], name: str) -> int:
@@ -31,33 +29,26 @@ def check_schema(schema: Mapping[str, Any], name: str) -> int:
 
 
 def _check_references(schema: Mapping[str, Any], name: str) -> None:
-    leads_to: dict[str, list[str]] = {}  # a reference: those in what it refers to
-    pending = _references_in(schema, name)
+    """Depth first, from values to those in them and those they refer to: each is entered once."""
+    is_open: dict[int, bool] = {}  # by id; False: all behind it was looked at
+    pending: list[tuple[Any, bool]] = [(schema, False)]
     while pending:
-        reference = pending.pop()
-        if reference not in leads_to:
-            if len(leads_to) == _MAX_REFERENCES:
-                raise _bad(name, f"has more than {_MAX_REFERENCES} references")
-            leads_to[reference] = _references_in(_target(schema, reference, name), name)
-            pending += leads_to[reference]
-    try:
-        TopologicalSorter(leads_to).prepare()
-    except CycleError:
-        raise _bad(name, "refers to itself in a circle") from None
+        value, is_left = pending.pop()
+        if is_left:
+            is_open[id(value)] = False
+        elif isinstance(value, dict | list) and (found := is_open.get(id(value))) is not False:
+            if found:
+                raise _bad(name, "refers to itself in a circle")
+            is_open[id(value)] = True
+            pending.append((value, True))
+            pending += [(inner, False) for inner in _inside(value)]
+            if isinstance(value, dict) and "$ref" in value:
+                pending.append((_target(schema, value["$ref"], name), False))
 
 
-def _references_in(value: Any, name: str) -> list[str]:
-    found = []
-    for inner, _ in _all_within(value):
-        if isinstance(inner, dict) and "$ref" in inner:
-            reference = inner["$ref"]
-            if not isinstance(reference, str) or not (reference + "/").startswith("#/"):
-                raise _bad(name, "may refer to parts of itself alone")
-            found.append(reference)
-    return found
-
-
-def _target(schema: Any, reference: str, name: str) -> Any:
+def _target(schema: Any, reference: Any, name: str) -> Any:
+    if not isinstance(reference, str) or not (reference + "/").startswith("#/"):
+        raise _bad(name, "may refer to parts of itself alone")
     for part in reference.split("/")[1:]:
         if not isinstance(schema, dict) or part not in schema:
             raise _bad(name, f"refers to {reference[:64]!r}, which is not there")
@@ -71,9 +62,13 @@ def _all_within(value: Any) -> Iterator[tuple[Any, int]]:
     while pending:
         value, depth = pending.pop()
         yield value, depth
-        inner = value.values() if isinstance(value, dict) else value
-        if isinstance(value, dict | list):
-            pending += [(one, depth + 1) for one in inner]
+        pending += [(one, depth + 1) for one in _inside(value)]
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def _bad(name: str, what: str) -> InvalidRequest:
