@@ -20,7 +20,7 @@ _HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; form-action 'self'; "
     "frame-ancestors 'none'",
-    "Referrer-Policy": "no-referrer",
+    "Referrer-Policy": "same-origin",  # by no-referrer a form has `Origin: null`
     "X-Content-Type-Options": "nosniff",
 }
 _PAGE = """<!doctype html>

@@ -1,0 +1,54 @@
+"""The dashboard's login in a real browser, which alone knows what headers it sends with a form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from aiohttp import web
+from fakes.clock import FakeClock
+
+from baton.core.config import GatewayConfig
+from baton.gateway.caller import METRICS
+from baton.gateway.http import login
+from baton.gateway.http.access import ACCESS, LOGIN_PATH, Access, check_access
+from baton.gateway.http.answering import answering
+from baton.gateway.http.parts import PARTS
+from baton.gateway.security.browser_session import BrowserSessions
+from baton.gateway.security.gate import Gate, KeyRing
+from baton.gateway.security.key_file import add_key
+
+
+class Guarded:
+    """A gateway that asks for keys, with a page that says nothing."""
+
+    def __init__(self, key_file: Path) -> None:
+        self._gate = Gate(KeyRing(key_file), None)
+
+    def app(self, _: float | None) -> web.Application:
+        async def page(request: web.Request) -> web.Response:
+            return web.Response(text="inside")
+
+        app = web.Application(middlewares=[answering, check_access])
+        app[ACCESS] = Access(self._gate, BrowserSessions(self._gate, FakeClock()), GatewayConfig())
+        door = SimpleNamespace(turned_away=lambda *_: None, is_draining=False)
+        app[PARTS] = SimpleNamespace(door=door)
+        app.add_routes([*login.ROUTES, web.get("/dashboard", page)])
+        return app
+
+
+def test_a_key_opens_the_page(
+    serve: Callable[..., Any], open_page: Callable[..., Any], tmp_path: Path
+) -> None:
+    key = add_key(tmp_path / "keys.json", "acme", frozenset({METRICS}))
+    server = serve(Guarded(tmp_path / "keys.json"))
+    page = open_page(server.url)
+    assert page.url.endswith(LOGIN_PATH)
+    page.fill("input[name=key]", key)
+    page.click("button")
+    page.wait_for_url(server.url)
+    assert page.inner_text("body") == "inside"
+    (cookie,) = page.context.cookies()
+    assert cookie["httpOnly"] and not cookie["secure"]
