@@ -61,7 +61,8 @@ async def log_in(request: web.Request) -> web.Response:
         max_age=SESSION_S,
         httponly=True,
         samesite="Strict",
-        secure=request.secure,
+        # A proxy may have ended TLS; check_access knows that the origin is this host.
+        secure=request.secure or request.headers.get("Origin", "").startswith("https:"),
         path="/",
     )
     return response

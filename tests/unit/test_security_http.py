@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
-from aiohttp import web
+from aiohttp import StreamReader, web
+from aiohttp.base_protocol import BaseProtocol
 from aiohttp.test_utils import make_mocked_request
 from fakes.clock import FakeClock
 
 from baton.core.config import GatewayConfig
 from baton.core.errors import BatonError, PermissionDenied, Unauthenticated
 from baton.gateway.caller import ADMIN, INFER, METRICS, SCOPES
-from baton.gateway.http.access import ACCESS, Access, check_access, scope_of
+from baton.gateway.http.access import ACCESS, LOGIN_PATH, Access, check_access, scope_of
 from baton.gateway.http.answering import answering
 from baton.gateway.http.app import ROUTE_GROUPS
 from baton.gateway.http.errors import Refusal
+from baton.gateway.http.login import log_in
 from baton.gateway.http.parts import PARTS, caller_of
 from baton.gateway.security.browser_session import COOKIE, BrowserSessions
 from baton.gateway.security.gate import Gate, KeyRing
@@ -169,6 +172,31 @@ async def test_a_browser_logs_in_and_reads(access: Access, keys: dict[str, str])
     assert (await ask(access, "/api/events", Cookie=f"{COOKIE}=1.2.3"))[0] == 401
     both = {"Cookie": cookie, "Authorization": "Bearer wrong"}
     assert (await ask(access, "/api/events", **both))[0] == 401, "a wrong key is not overlooked"
+
+
+@pytest.mark.parametrize(
+    ("origin", "is_secure"),
+    [("https://my.host", True), ("http://my.host", False), (None, False)],
+)
+async def test_a_cookie_is_secure_where_the_browser_sees_tls(
+    access: Access, keys: dict[str, str], origin: str | None, is_secure: bool
+) -> None:
+    """Behind a proxy that ends TLS, only the browser and the proxy know of it."""
+    app = web.Application()
+    app[ACCESS] = access
+    body = f"key={keys[METRICS]}".encode()
+    given = {
+        "Host": "my.host",
+        "Content-Type": "application/x-www-form-urlencoded",
+        "Content-Length": str(len(body)),
+    } | ({} if origin is None else {"Origin": origin})
+    payload = StreamReader(BaseProtocol(asyncio.get_running_loop()), 1 << 16)
+    payload.feed_data(body)
+    payload.feed_eof()
+    request = make_mocked_request("POST", LOGIN_PATH, headers=given, app=app, payload=payload)
+    response = await check_access(request, log_in)
+    assert response.status == 303
+    assert bool(response.cookies[COOKIE]["secure"]) is is_secure
 
 
 async def test_a_key_in_the_url_is_no_key(access: Access, keys: dict[str, str]) -> None:
