@@ -57,7 +57,7 @@ class _Parser(ABC):
         deltas: list[Delta] = []
         if self._scanner is not None and not self._is_named:
             self._content(self._given_up(self._scanner), deltas)
-        elif self._scanner is None and (self._text.strip() or not self._is_behind_call):
+        elif self._scanner is None and not self._is_behind_call:  # there, a tag's beginning at most
             self._content(self._text, deltas)
         self._text = ""
         return deltas

@@ -96,6 +96,23 @@ def test_calls_in_text(tool_format: ToolFormat, text: str, content: str, calls: 
     assert hear(tool_format, list(text)) == whole, "letter by letter"
 
 
+@pytest.mark.parametrize(
+    ("tool_format", "begun", "rest"),
+    [
+        (Hermes(), "Well. " + hermes("a", {})[:-12], "\n</tool_call>\n<tool_call>"),
+        (Llama3Json(), '{"name": "a", "parameters": {}}', " ; <|python_tag|>"),
+    ],
+)
+def test_no_piece_of_a_tag_behind_a_call_is_content(
+    tool_format: ToolFormat, begun: str, rest: str
+) -> None:
+    """Wherever the generation was cut."""
+    whole = hear(tool_format, [begun])
+    assert whole.calls == [["a", "{}"]]
+    for end in range(len(rest)):
+        assert hear(tool_format, [begun + rest[:end]]) == whole
+
+
 @settings(max_examples=120, deadline=None)
 @given(
     st.sampled_from([Hermes(), Llama3Json()]),
