@@ -7,24 +7,18 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import importlib.util
-import mmap
-import os
 import queue
 import random
 import secrets
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
+from functools import partial
 
-import numpy as np
+import gpu_source
 import pytest
 import torch
 from fakes.host_pool import HostPool
+from gpu_source import LAYOUT, NUM_BLOCKS, PULLER_GPU, SOURCE_GPU, Source, holds, pull
 
 from baton.core.errors import HandoffFailed
 from baton.engine.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS, BlockRef
@@ -40,62 +34,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-PEER = Path(__file__).parent / "cuda_ipc_peer.py"
-SOURCE_GPU, PULLER_GPU = "cuda:0", f"cuda:{max(0, torch.cuda.device_count() - 1)}"
 METHODS = ["kernel", "copy-engine", "staged"]
-
-
-def _load_peer() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("cuda_ipc_peer", PEER)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-peer = _load_peer()
-NUM_BLOCKS, LAYOUT = peer.NUM_BLOCKS, peer.LAYOUT
-
-
-@dataclass
-class Source:
-    """The process that owns the pool, as the test sees it."""
-
-    incarnation: str
-    process: subprocess.Popen[str]
-    published: np.ndarray
-
-    def tell(self, line: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-
-    def heard(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def pair(self, block_id: int, destination: int) -> BlockPair:
-        generation = int(self.published[block_id])
-        return BlockPair(BlockRef(0, block_id, generation, None), destination)
-
-
-@contextlib.contextmanager
-def source_process(*arguments: str) -> Iterator[Source]:
-    incarnation = secrets.token_hex(16)
-    fd = os.memfd_create("published")
-    os.ftruncate(fd, 8 * NUM_BLOCKS)
-    published = np.frombuffer(mmap.mmap(fd, 8 * NUM_BLOCKS), dtype=np.uint64)
-    command = [sys.executable, str(PEER), incarnation, SOURCE_GPU, str(fd), *arguments]
-    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=environment, pass_fds=(fd,), **pipes) as process:
-        os.close(fd)
-        source = Source(incarnation, process, published)
-        try:
-            assert source.heard() == "ready"
-            yield source
-        finally:
-            process.kill()
+source_process = partial(gpu_source.source_process, "cuda_ipc_peer.py")
 
 
 @pytest.fixture(scope="module")
@@ -123,18 +63,6 @@ def window_onto(incarnation: str, kv: CudaKvMemory, method: str | None = None) -
     finally:
         window.close()
         window.join()
-
-
-def pull(window, *pairs: BlockPair) -> PullOutcome:
-    done: queue.SimpleQueue[PullOutcome] = queue.SimpleQueue()
-    window.start_pull(pairs, done.put)
-    return done.get(timeout=20)
-
-
-def holds(kv: CudaKvMemory, pair: BlockPair) -> bool:
-    """Whether all of the destination block is what the source announced."""
-    expected = peer.content(pair.source.block_id, pair.source.generation)
-    return bool((kv.tensor[pair.destination].view(torch.int64) == expected).all())
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -7,23 +7,19 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import importlib.util
-import mmap
-import os
 import queue
 import random
 import secrets
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
+import gpu_source
 import numpy as np
 import pytest
 import torch
+from gpu_source import LAYOUT, NUM_BLOCKS, PULLER_GPU, Source, holds, pull
 
 from baton.core.config import NodeConfig
 from baton.core.errors import HandoffFailed
@@ -41,59 +37,8 @@ pytestmark = [
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 NETWORKS = [pytest.param("nccl", marks=needs_two), "tcp"]
 
-FOLDER = Path(__file__).parent
-SOURCE_GPU, PULLER_GPU = "cuda:0", f"cuda:{max(0, torch.cuda.device_count() - 1)}"
 KEY = secrets.token_bytes(KEY_BYTES)
-spec = importlib.util.spec_from_file_location("peer", FOLDER / "cuda_ipc_peer.py")
-assert spec is not None and spec.loader is not None
-peer = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(peer)
-NUM_BLOCKS, LAYOUT = peer.NUM_BLOCKS, peer.LAYOUT
-
-
-@dataclass
-class Source:
-    """The process that owns the pool, as the test sees it."""
-
-    incarnation: str
-    process: subprocess.Popen[str]
-    published: np.ndarray
-    remote: RemotePool
-
-    def tell(self, line: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-
-    def heard(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def pair(self, block_id: int, destination: int) -> BlockPair:
-        generation = int(self.published[block_id])
-        return BlockPair(BlockRef(0, block_id, generation, None), destination)
-
-
-@contextlib.contextmanager
-def source_process() -> Iterator[Source]:
-    incarnation = secrets.token_hex(16)
-    fd = os.memfd_create("published")
-    os.ftruncate(fd, 8 * NUM_BLOCKS)
-    published = np.frombuffer(mmap.mmap(fd, 8 * NUM_BLOCKS), dtype=np.uint64)
-    script = str(FOLDER / "network_peer.py")
-    command = [sys.executable, script, incarnation, SOURCE_GPU, str(fd), KEY.hex()]
-    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=environment, pass_fds=(fd,), **pipes) as process:
-        os.close(fd)
-        try:
-            assert process.stdout is not None
-            ready, port = process.stdout.readline().split()
-            assert ready == "ready"
-            remote = RemotePool("127.0.0.1", int(port), KEY, is_elsewhere=False)
-            yield Source(incarnation, process, published, remote)
-        finally:
-            process.kill()
+source_process = partial(gpu_source.source_process, "network_peer.py", KEY.hex())
 
 
 @pytest.fixture(scope="module")
@@ -118,23 +63,13 @@ def window_onto(
     transport_name, _, method = name.partition(" ")
     config = NodeConfig(kv_transport=transport_name, kv_copy=method or "auto")
     (transport,) = transports(kv, config, None)
-    window = transport.connect(source.incarnation, piece, source.remote)
+    remote = RemotePool("127.0.0.1", int(source.said), KEY, is_elsewhere=False)
+    window = transport.connect(source.incarnation, piece, remote)
     try:
         yield window
     finally:
         window.close()
         window.join()
-
-
-def pull(window, *pairs: BlockPair) -> PullOutcome:
-    done: queue.SimpleQueue[PullOutcome] = queue.SimpleQueue()
-    window.start_pull(pairs, done.put)
-    return done.get(timeout=30)
-
-
-def holds(kv: CudaKvMemory, pair: BlockPair) -> bool:
-    expected = peer.content(pair.source.block_id, pair.source.generation)
-    return bool((kv.tensor[pair.destination].view(torch.int64) == expected).all())
 
 
 @pytest.mark.parametrize("name", NETWORKS)
