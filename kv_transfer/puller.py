@@ -7,14 +7,11 @@ carries them out.
 
 from __future__ import annotations
 
-import enum
-from dataclasses import dataclass, field
 from typing import assert_never
 
 from ..core.errors import (
     BatonError,
     Cancelled,
-    DeadlineExceeded,
     HandoffFailed,
     NodeLost,
     StaleBlocks,
@@ -59,48 +56,11 @@ from .messages import (
     Revoked,
 )
 from .pairing import Pairs, PairState
+from .puller_transfer import PullerState, PullerTransfer
 from .renewals import Renewals
 from .reserve_queue import ReserveQueue
 from .tombstones import Tombstones
 from .transport import BlockPair, PullOutcome
-
-
-class PullerState(enum.Enum):
-    """Of one transfer. Memory is taken late: only when there is something to pull.
-
-    Intended     pair ready     first manifest    Reserved     all is pulled
-    ───────► WAITING ────► ATTACHED ────► QUEUED ────► PULLING ────► Complete
-                │              │             │            │
-                └──────────────┴─────────────┴────────────┤ given up: Failed at once,
-                                                          │ or silence if it was cancelled
-                         copies in flight ┌───────────────┤
-                                          ▼               │ none in flight
-                                       ENDING ────────────┴───► DropReservation, if reserved
-                                              last one ended
-    """
-
-    WAITING = "waiting"  # the pair is not ready; the source has not been asked
-    ATTACHED = "attached"  # the source computes; no manifest yet
-    QUEUED = "queued"  # there is something to pull and nowhere to put it
-    PULLING = "pulling"  # reserved; chunks are copied as they are announced
-    ENDING = "ending"  # given up, but copies in flight still write to the reservation
-
-
-@dataclass(slots=True)
-class _Transfer:
-    intent: Intended
-    manifests: ManifestSequence
-    state: PullerState
-    expires_s: float | None  # None when ending: the fence lasts as long as the copies
-    unpulled: list[Manifest] = field(default_factory=list)  # announced before there was memory
-    reservation: Reserved | None = None
-    in_flight: set[int] = field(default_factory=set)  # manifests whose pulls have not ended
-    num_pulled_blocks: int = 0
-    is_orphaned: bool = False  # the source is lost, but all that is needed was under way
-
-    @property
-    def source(self) -> str:
-        return self.intent.ticket.source_incarnation
 
 
 class Puller:
@@ -113,7 +73,7 @@ class Puller:
         self._pairs = Pairs(hello)
         self._clock = clock
         self._link_wait_s = link_wait_s
-        self._transfers: dict[str, _Transfer] = {}
+        self._transfers: dict[str, PullerTransfer] = {}
         self._queue = ReserveQueue()
         self._renewals = Renewals()
         self._tombstones = Tombstones()
@@ -177,15 +137,8 @@ class Puller:
         now_s = self._clock.monotonic_s()
         return {
             "transfers": {
-                transfer_id: {
-                    "state": t.state.value,
-                    "key": t.intent.key,
-                    "source": t.source,
-                    "is_reserved": t.reservation is not None,
-                    "num_pulls_in_flight": len(t.in_flight),
-                    "expires_in_s": None if t.expires_s is None else t.expires_s - now_s,
-                }
-                for transfer_id, t in self._transfers.items()
+                transfer_id: transfer.ledger(now_s)
+                for transfer_id, transfer in self._transfers.items()
             },
             "peers": self._pairs.ledger(),
             "num_tombstones": len(self._tombstones),
@@ -200,7 +153,7 @@ class Puller:
             self._effects.append(Failed(transfer_id, intent.key, refusal))
             return
         link_by_s = self._clock.monotonic_s() + self._link_wait_s
-        transfer = _Transfer(
+        transfer = PullerTransfer(
             intent,
             ManifestSequence(intent.block_hashes, intent.num_blocks),
             PullerState.WAITING,
@@ -217,7 +170,7 @@ class Puller:
             return HandoffFailed("the ticket is in use by another request")
         return self._tombstones.get(intent.ticket.transfer_id)
 
-    def _attach(self, transfer: _Transfer) -> None:
+    def _attach(self, transfer: PullerTransfer) -> None:
         transfer.state = PullerState.ATTACHED
         transfer.expires_s = transfer.intent.deadline_s
         self._send(transfer.source, Attach(transfer.intent.ticket.transfer_id))
@@ -237,7 +190,7 @@ class Puller:
             self._start_pull(transfer, reserved, manifest)
         self._complete_if_done(transfer)
 
-    def _start_pull(self, transfer: _Transfer, reserved: Reserved, manifest: Manifest) -> None:
+    def _start_pull(self, transfer: PullerTransfer, reserved: Reserved, manifest: Manifest) -> None:
         """Pull one chunk, but for what the prefix cache here holds already."""
         pairs = tuple(
             BlockPair(ref, reserved.block_ids[ref.index])
@@ -359,13 +312,13 @@ class Puller:
         self._queue.retry()
         for transfer_id, transfer in list(self._transfers.items()):
             if transfer.expires_s is not None and transfer.expires_s <= now_s:
-                self._give_up(transfer_id, _expiry(transfer, now_s))
+                self._give_up(transfer_id, transfer.expiry(now_s))
         for source, transfer_ids in self._renewals.take_due(now_s):
             self._send(source, Renew(transfer_ids))
 
     # ---- the ends
 
-    def _complete_if_done(self, transfer: _Transfer) -> None:
+    def _complete_if_done(self, transfer: PullerTransfer) -> None:
         state = transfer.manifests.state
         if state is None or transfer.in_flight or transfer.state is not PullerState.PULLING:
             return
@@ -397,7 +350,7 @@ class Puller:
         transfer.expires_s = None
         self._bury_if_still(transfer)
 
-    def _bury_if_still(self, transfer: _Transfer) -> None:
+    def _bury_if_still(self, transfer: PullerTransfer) -> None:
         """The fence of a failed transfer: its memory is free once no copy writes to it."""
         if transfer.in_flight:
             return
@@ -413,9 +366,3 @@ class Puller:
 
     def _send(self, source: str, message: Message) -> None:
         self._effects.append(Send(source, message))
-
-
-def _expiry(transfer: _Transfer, now_s: float) -> BatonError:
-    if now_s >= transfer.intent.deadline_s:
-        return DeadlineExceeded("the deadline passed before the KV was here")
-    return NodeLost("no link to the source came up in time")

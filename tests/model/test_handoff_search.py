@@ -11,7 +11,7 @@ import pytest
 from fakes.handoff_moves import FAULTS
 from fakes.handoff_search import Bounds, Search
 
-from baton.kv_transfer.puller import PullerState
+from baton.kv_transfer.puller_transfer import PullerState
 from baton.kv_transfer.source import SourceState
 
 PATIENT = False  # the next attempt only after the one before has ended at one side
