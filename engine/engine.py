@@ -14,29 +14,26 @@ no tensor and speaks to no other process. Everything happens on the caller's thr
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from ..constraints.grammars import Grammars
 from ..core.block_hash import root_hash
-from ..core.errors import BatonError, EngineFailed, HandoffFailed, InvalidRequest
-from ..core.logprobs import TokenLogprobs
+from ..core.errors import EngineFailed, HandoffFailed, InvalidRequest
 from ..core.request import FinishReason, Request
 from .admission import OutputLengthEstimator
 from .batch import LaunchedStep, Runner, SampledToken
 from .block_pool import BlockPool, BlockRef
 from .block_tables import BlockTables, StepFence
 from .constraints import Constraints, Mask
+from .engine_ledger import check_owners, engine_ledger
 from .generations import Generations
 from .limits import EngineLimits
 from .outputs import (
     ChunkDone,
     Load,
-    PromptLogprobs,
     Reservation,
     StepOutput,
     StepOutputBuilder,
@@ -46,11 +43,9 @@ from .outputs import (
 from .prefix_cache import CacheObserver, PrefixCache
 from .scheduler import ScheduledSequence, Scheduler
 from .sequence import Sequence, SequenceState, finish_reason
-from .step_slices import launch_slice
+from .step_slices import constrained_masks, launch_slice
 
 Meanwhile: TypeAlias = Callable[[], bool]
-
-__all__ = ["ChunkDone", "Engine", "Load", "Reservation", "StepOutput", "TokenOutput"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +223,7 @@ class Engine:
         schedule = self._scheduler.schedule()
         for sequence, error in schedule.failed:
             del self._sequences[sequence.key]
-            _report_failure(sequence, error, output)
+            output.fail(sequence, error)
         if not schedule.scheduled:
             return None
         indices = {} if previous is None else previous.index_of()
@@ -249,18 +244,12 @@ class Engine:
         self, planned: list[ScheduledSequence], output: StepOutputBuilder
     ) -> Mapping[Sequence, Mask]:
         """Which tokens those may be given that are constrained; what cannot go on ends here."""
-        samples = [
-            (one.sequence, one.sequence.constrained)
-            for one in planned
-            if one.sequence.constrained is not None and one.samples
-        ]
-        if self._constraints is None or not samples:
-            return {}
         found: dict[Sequence, Mask] = {}
-        masks = self._constraints.masks([(c, s.output_token_ids) for s, c in samples])
-        for (sequence, _), mask in zip(samples, masks, strict=True):
+        if self._constraints is None:
+            return found
+        for sequence, mask in constrained_masks(self._constraints, planned).items():
             if isinstance(mask, InvalidRequest):
-                _report_failure(sequence, mask, output)
+                output.fail(sequence, mask)
                 self._end(sequence)
             else:
                 found[sequence] = mask
@@ -273,19 +262,8 @@ class Engine:
         for index, (scheduled, sampled) in enumerate(zip(step.scheduled, results, strict=True)):
             # One that was aborted or preempted in flight, or ended late, is not among them.
             if scheduled.sequence in step.fence.sequences:
-                self._tell_prompt(scheduled.sequence, prompts.get(index, ()), output)
+                output.tell_prompt(scheduled.sequence, prompts.get(index, ()))
                 self._advance(scheduled, sampled, output)
-
-    def _tell_prompt(
-        self,
-        sequence: Sequence,
-        logprobs: tuple[TokenLogprobs, ...],
-        output: StepOutputBuilder,
-    ) -> None:
-        if logprobs:
-            first = sequence.next_prompt_logprob
-            output.prompt_logprobs.append(PromptLogprobs(sequence.key, first, logprobs))
-            sequence.next_prompt_logprob += len(logprobs)
 
     def _advance(
         self, scheduled: ScheduledSequence, sampled: SampledToken | None, output: StepOutputBuilder
@@ -293,7 +271,7 @@ class Engine:
         """Account for one sequence's part of a completed step."""
         sequence = scheduled.sequence
         if sampled is not None and math.isnan(sampled.logprob):
-            _report_failure(sequence, EngineFailed("the model's logits are not numbers"), output)
+            output.fail(sequence, EngineFailed("the model's logits are not numbers"))
             self._end(sequence)
             return
         sequence.num_computed_tokens += scheduled.num_scheduled_tokens
@@ -397,30 +375,11 @@ class Engine:
 
     def ledger(self) -> dict[str, object]:
         """Who holds what, JSON-able, for people and for tests."""
-        return {
-            "blocks": dataclasses.asdict(self.pool.counts) | {"total": self.pool.num_blocks},
-            "requests": {
-                sequence.key: {
-                    "state": sequence.state.value,
-                    "num_blocks": len(sequence.block_ids),
-                    "num_tokens": sequence.num_tokens,
-                    "num_computed_tokens": sequence.num_computed_tokens,
-                }
-                for sequence in self._sequences.values()
-            },
-            "num_held_blocks": self._scheduler.num_held_blocks,
-            "num_fences": len(self.pool.open_fences),
-            "num_preemptions": self._scheduler.num_preemptions,
-        }
+        return engine_ledger(self.pool, self._scheduler, self._sequences.values())
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a reference is nobody's: requests, reservations, fences."""
-        owners: Counter[int] = Counter()
-        for sequence in self._sequences.values():
-            owners.update(sequence.block_ids)
-        for fence in self.pool.open_fences:
-            owners.update(fence.block_ids)
-        self.pool.check_integrity(owners)
+        check_owners(self.pool, self._sequences.values())
 
     # -- inside -----------------------------------------------------------------------------------
 
@@ -456,9 +415,3 @@ class Engine:
     def _end(self, sequence: Sequence) -> None:
         del self._sequences[sequence.key]
         self._scheduler.remove(sequence)
-
-
-def _report_failure(sequence: Sequence, error: BatonError, output: StepOutputBuilder) -> None:
-    """With a sequence end the samples that have not become sequences of their own yet."""
-    for request in (sequence.request, *sequence.forks):
-        output.failed.append((request.key, error))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from ..core.errors import BatonError
 from ..core.logprobs import TokenLogprobs
 from ..core.request import FinishReason
+from .sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,18 @@ class StepOutputBuilder:
     started: list[str] = field(default_factory=list)
     failed: list[tuple[str, BatonError]] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+
+    def tell_prompt(self, sequence: Sequence, logprobs: tuple[TokenLogprobs, ...]) -> None:
+        """The next of its prompt's tokens, if there are any."""
+        if logprobs:
+            first = sequence.next_prompt_logprob
+            self.prompt_logprobs.append(PromptLogprobs(sequence.key, first, logprobs))
+            sequence.next_prompt_logprob += len(logprobs)
+
+    def fail(self, sequence: Sequence, error: BatonError) -> None:
+        """With it end the samples that have not become sequences of their own yet."""
+        for request in (sequence.request, *sequence.forks):
+            self.failed.append((request.key, error))
 
     def build(self) -> StepOutput:
         return StepOutput(

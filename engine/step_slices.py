@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
+from ..core.errors import InvalidRequest
 from ..core.sampling import token_key
 from .batch import SampleSpec, SequenceSlice
-from .constraints import Mask, without
+from .constraints import Constraints, Mask, without
 from .scheduler import ScheduledSequence
 from .sequence import Sequence
 
@@ -46,6 +47,21 @@ def launch_slice(
         first_prompt_target=first - start - 1,
         num_prompt_top=sequence.request.sampling.prompt_logprobs or 0,
     )
+
+
+def constrained_masks(
+    constraints: Constraints, planned: Iterable[ScheduledSequence]
+) -> dict[Sequence, Mask | InvalidRequest]:
+    """Which tokens those may be given that are constrained, or why one of them cannot go on."""
+    samples = [
+        (one.sequence, one.sequence.constrained)
+        for one in planned
+        if one.sequence.constrained is not None and one.samples
+    ]
+    if not samples:
+        return {}
+    masks = constraints.masks([(c, s.output_token_ids) for s, c in samples])
+    return {sequence: mask for (sequence, _), mask in zip(samples, masks, strict=True)}
 
 
 def _sample_spec(

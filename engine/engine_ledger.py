@@ -1,0 +1,42 @@
+"""Who holds what of an engine's blocks: told for people and tests, and checked."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable
+
+from .block_pool import BlockPool
+from .scheduler import Scheduler
+from .sequence import Sequence
+
+
+def engine_ledger(
+    pool: BlockPool, scheduler: Scheduler, sequences: Iterable[Sequence]
+) -> dict[str, object]:
+    """JSON-able."""
+    return {
+        "blocks": dataclasses.asdict(pool.counts) | {"total": pool.num_blocks},
+        "requests": {
+            sequence.key: {
+                "state": sequence.state.value,
+                "num_blocks": len(sequence.block_ids),
+                "num_tokens": sequence.num_tokens,
+                "num_computed_tokens": sequence.num_computed_tokens,
+            }
+            for sequence in sequences
+        },
+        "num_held_blocks": scheduler.num_held_blocks,
+        "num_fences": len(pool.open_fences),
+        "num_preemptions": scheduler.num_preemptions,
+    }
+
+
+def check_owners(pool: BlockPool, sequences: Iterable[Sequence]) -> None:
+    """Raise AssertionError if a reference is nobody's: requests, reservations, fences."""
+    owners: Counter[int] = Counter()
+    for sequence in sequences:
+        owners.update(sequence.block_ids)
+    for fence in pool.open_fences:
+        owners.update(fence.block_ids)
+    pool.check_integrity(owners)
