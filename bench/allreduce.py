@@ -57,12 +57,13 @@ class Rank:
         assert isinstance(communicator, NcclCommunicator)
         self._communicator = communicator
 
-    def meet(self) -> None:
-        """Wait for all ranks, on the host."""
+    def meet(self, word: bytes = b"") -> list[bytes]:
+        """Wait for all ranks, on the host; the words of all."""
         self._num_barriers += 1
         names = [f"bench/{self._num_barriers}/{rank}" for rank in range(self.size)]
-        self.store.set(names[self.rank], "here")
+        self.store.set(names[self.rank], word.hex())
         self.store.wait(names, timedelta(seconds=120))
+        return [bytes.fromhex(self.store.get(name).decode()) for name in names]
 
     def sums(self, num_bytes: int) -> dict[str, Sum]:
         """The ways to add up so many bytes."""

@@ -50,6 +50,9 @@ class EngineConfig:
     rank_timeout_s: float = flag(
         20.0, "a GPU's process that takes no step for so long is taken for hung"
     )
+    rank_start_timeout_s: float = flag(
+        240.0, "a GPU's process that starts, and comes no further for so long, is taken for hung"
+    )
     max_model_len: int | None = flag(
         None, "longest prompt + output in tokens; default: the model's", aliases=("context-length",)
     )

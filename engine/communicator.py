@@ -48,7 +48,9 @@ class Communicator(Protocol):
         """The smallest of all ranks' values."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Once the other ranks have ended, which may read this one's memory until then."""
+        ...
 
 
 class Alone:

@@ -14,16 +14,17 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from ..core import flags
-from ..core.children import dies_with_parent
 from ..core.config import EngineConfig
 from ..core.errors import BatonError, EngineFailed
 from .batch import LaunchedStep
-from .followers import pack_failure
+from .checkpoint import LoadProgress
+from .followers import pack_failure, read_words
 from .rank_channel import Kind, RankChannel, RankMessage
 from .rank_progress import RankProgress
 from .runner import ModelRunner
@@ -36,11 +37,11 @@ Handlers = Mapping[Kind, Callable[[RankMessage], None]]
 BuildHandlers = Callable[[ModelRunner, RankChannel], Handlers]
 
 _NUM_START_MESSAGES = 2  # configure, connect
+_SIGN_S = 0.5  # between two signs of life while loading
 
 
 def main(build_handlers: BuildHandlers = lambda runner, channel: {}) -> int:
     """Run until rank 0 is gone; returns the exit code. `build_handlers` are for further orders."""
-    dies_with_parent(signal.SIGKILL)()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's, which ends rank 0
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     channel = RankChannel(socket.socket(fileno=int(sys.argv[1])))
@@ -76,15 +77,16 @@ def _follow(channel: RankChannel, build_handlers: BuildHandlers) -> None:
     size = config.tensor_parallel_size
     progress = RankProgress(first.fds[0], size - 1)
 
-    def meet() -> None:
-        channel.send(Kind.ANSWER, order=first.order)
+    def meet(word: bytes) -> list[bytes]:
+        channel.send(Kind.ANSWER, word, order=first.order)
         message = channel.receive()
         if message is None:
             raise ConnectionError("rank 0 did not start")
         assert message.kind is Kind.CONNECT
+        return read_words(message.payload)
 
     communicator = make_communicator(config, rank, connect_store(settings["store_port"]), meet)
-    runner = ModelRunner(config, None, communicator)
+    runner = ModelRunner(config, _SignsOfLife(channel).on_progress, communicator)
     for note in runner.startup_notes:
         channel.send(Kind.LINE, note.encode())
     handlers = build_handlers(runner, channel)
@@ -92,6 +94,20 @@ def _follow(channel: RankChannel, build_handlers: BuildHandlers) -> None:
         _serve(channel, runner, handlers, lambda: progress.add(rank))
     finally:
         progress.close()
+
+
+class _SignsOfLife:
+    """Tells rank 0 that loading goes on, though not of every tensor."""
+
+    def __init__(self, channel: RankChannel) -> None:
+        self._channel = channel
+        self._last_s = time.monotonic()
+
+    def on_progress(self, progress: LoadProgress) -> None:
+        now_s = time.monotonic()
+        if now_s - self._last_s > _SIGN_S:
+            self._last_s = now_s
+            self._channel.send(Kind.LOADING)
 
 
 def _serve(

@@ -1,7 +1,7 @@
 """Rank 0's end of the other ranks: tells them what to do, hears their answers, notices their loss.
 
     engine thread ── tell, order ──► all ranks, in one order      (what a step does, all do)
-    watch thread  ◄─ answers, lines, failures; end of a channel; no progress for too long
+    watch thread  ◄─ words, answers, lines, failures; end of a channel; no progress for too long
 
 A rank that fails, dies or hangs takes the engine down: `on_lost` is called once, on the watch
 thread, because the engine's own may be waiting on a device that will never be done. Knows no
@@ -48,11 +48,12 @@ class Followers:
         self,
         channels: Sequence[RankChannel],
         timeout_s: float,
+        start_timeout_s: float,
         on_lost: OnLost,
         on_line: Callable[[str], None],
     ) -> None:
         self._channels = dict(enumerate(channels, start=1))
-        self._timeout_s = timeout_s
+        self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
         self._on_lost, self._on_line = on_lost, on_line
         self._telling = threading.Lock()
         self._num_told = self._num_orders = 0
@@ -60,6 +61,8 @@ class Followers:
         self._error: BatonError | None = None
         self._is_over = threading.Event()  # lost, or closed
         self._loaded = threading.Event()
+        self._words: list[bytes] = []  # once loaded
+        self._starting: dict[int, float] = {}  # who owes a sign of life, and when it last gave one
         self._progress = RankProgress.create(len(channels))
         self._looked = dict.fromkeys(self._channels, (0, time.monotonic()))
         self._wake, self._woken = os.pipe2(os.O_CLOEXEC)
@@ -118,13 +121,26 @@ class Followers:
 
     def configure(self, payloads: Sequence[bytes]) -> None:
         """Start all ranks loading; `meet` waits for them."""
-        self.order(Kind.CONFIGURE, payloads, lambda _: self._loaded.set(), [self._progress.fd])
 
-    def meet(self) -> None:
-        """Wait until all ranks are loaded, and let them connect. Raises what a rank was lost by."""
+        def loaded(words: list[bytes]) -> None:
+            self._words = words
+            self._loaded.set()
+
+        self._starting = dict.fromkeys(self._channels, time.monotonic())
+        self.order(Kind.CONFIGURE, payloads, loaded, [self._progress.fd])
+
+    def meet(self, word: bytes) -> list[bytes]:
+        """Wait until all ranks are loaded, and let them connect.
+
+        Returns the words of all ranks, which all get; `word` is rank 0's. Raises what a rank was
+        lost by.
+        """
         while not self._loaded.wait(_LOOK_S):
             self.check()
-        self.tell(Kind.CONNECT)
+        words = [word, *self._words]
+        self._starting = dict.fromkeys(self._channels, time.monotonic())
+        self.tell(Kind.CONNECT, pack_words(words))
+        return words
 
     @property
     def is_lost(self) -> bool:
@@ -160,12 +176,13 @@ class Followers:
             self._lose(EngineFailed(f"{type(error).__name__}: {error}"))
 
     def _listen(self) -> None:
+        look_s = min(self._timeout_s, self._start_timeout_s) / _LOOKS_PER_TIMEOUT
         with selectors.DefaultSelector() as selector:
             for rank, channel in self._channels.items():
                 selector.register(channel, selectors.EVENT_READ, rank)
             selector.register(self._wake, selectors.EVENT_READ)
             while not self._is_over.is_set():
-                for key, _ in selector.select(self._timeout_s / _LOOKS_PER_TIMEOUT):
+                for key, _ in selector.select(look_s):
                     if key.data is not None:
                         self._hear(key.data)
                 self._look()
@@ -178,7 +195,11 @@ class Followers:
             return
         if message is None:
             self._lose(EngineFailed(f"rank {rank} ended"))
-        elif message.kind is Kind.ANSWER:
+            return
+        if rank in self._starting:
+            self._starting[rank] = time.monotonic()
+        if message.kind is Kind.ANSWER:
+            self._starting.pop(rank, None)  # loaded: it waits for the others
             self._answer(rank, message)
         elif message.kind is Kind.LINE:
             self._on_line(f"rank {rank}: {bytes(message.payload).decode()}")
@@ -195,13 +216,15 @@ class Followers:
     def _look(self) -> None:
         """Find a rank that has taken nothing for too long, though there is something to take.
 
-        Until it serves it takes nothing, however long that lasts.
+        Until it serves it takes nothing, but shows signs of life where it does not wait for others.
         """
-        now_s, num_told = time.monotonic(), self._num_told
+        now_s, num_told, starting = time.monotonic(), self._num_told, self._starting
         for rank, (num_taken, since_s) in self._looked.items():
             found = self._progress.read(rank)
             is_idle = found == num_told or found == 0
-            if is_idle or found != num_taken:
+            if found == 0 and now_s - starting.get(rank, now_s) > self._start_timeout_s:
+                self._lose(_start_failure(rank, self._start_timeout_s))
+            elif is_idle or found != num_taken:
                 self._looked[rank] = (found, now_s)
             elif now_s - since_s > self._timeout_s:
                 self._lose(
@@ -227,10 +250,27 @@ class Followers:
         os.close(self._woken)
 
 
+def pack_words(words: Sequence[bytes]) -> bytes:
+    """The payload of `Kind.CONNECT`."""
+    return json.dumps([word.hex() for word in words]).encode()
+
+
+def read_words(payload: memoryview) -> list[bytes]:
+    """What `pack_words` made the payload of."""
+    return [bytes.fromhex(word) for word in json.loads(bytes(payload))]
+
+
 def pack_failure(error: BatonError) -> bytes:
     """The payload of `Kind.FAILED`."""
     hint = error.hint if isinstance(error, StartupFailed) else ""
     return json.dumps({"code": error.code, "message": error.message, "hint": hint}).encode()
+
+
+def _start_failure(rank: int, timeout_s: float) -> StartupFailed:
+    return StartupFailed(
+        f"rank {rank} has come no further in its start for {timeout_s:g} s",
+        hint="if it is only slow, a larger --rank-start-timeout-s",
+    )
 
 
 def _read_failure(rank: int, message: RankMessage) -> BatonError:

@@ -63,16 +63,18 @@ class LocalEngine:
             runner = ModelRunner(ranks.config, None, ranks.communicator)
         except BaseException:  # a Ctrl-C too: the ranks are our children
             ranks.close()
+            if ranks.followers is not None:
+                ranks.followers.check()  # the cause of it, if a rank was lost
             raise
         tokens = runner.kv.num_blocks * config.block_size
         report(f"{runner.model_dir.name}: {runner.kv.num_blocks} KV blocks = {tokens} tokens")
         return cls(config, runner, ranks)
 
     def close(self) -> None:
-        """Give all memory back and end the other ranks; no step may be in flight."""
-        self.runner.close()
+        """End the other ranks and give all memory back; no step may be in flight."""
         if self.ranks is not None:
-            self.ranks.close()
+            self.ranks.close()  # first: they read this one's memory
+        self.runner.close()
 
     def generate(self, requests: Sequence[Request]) -> dict[str, list[int]]:
         """Output token ids by request key, stop tokens included. Raises a request's error."""

@@ -1,18 +1,17 @@
 """Memory that the GPUs of one engine read each other's through, and the sums made with it.
 
-    cudaMalloc ─► IPC handle ─► store ─► every other rank maps it        once, when ranks connect
+    cudaMalloc ─► IPC handle ─► channels ─► every other rank maps it     once, when ranks connect
 
 The sum itself is kernels/peer_reduce_triton.py. No NVLink multicast.
 """
 
 from __future__ import annotations
 
-import datetime
 import logging
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
 
 from ..core.errors import StartupFailed
 from ..kernels.peer_reduce_triton import (
@@ -25,7 +24,7 @@ from ..kernels.peer_reduce_triton import (
     peer_sum,
 )
 from .cuda_memory import CudaAllocation
-from .cuda_sharing import MappedMemory, MappingFailed, export_handle, map_handle
+from .cuda_sharing import MappedMemory, MappingFailed, map_handle
 
 log = logging.getLogger(__name__)
 
@@ -33,24 +32,21 @@ log = logging.getLogger(__name__)
 # once and 11.3 in parts, 1 MiB in 15.7 and 13.7; NCCL takes 18.7 and 22.4.
 _LARGEST_AT_ONCE_BYTES = 2 << 20
 _FEWEST_ROWS = 8  # of one kernel for sum and norm: it has a program a row
-_TIMEOUT = datetime.timedelta(seconds=60)
 
 
 class PeerReduce:
     """Sums of small tensors over the ranks, launched on the current stream of `device`."""
 
-    def __init__(self, store: TCPStore, rank: int, size: int, device: torch.device) -> None:
-        """All ranks at once. Raises StartupFailed if a peer's memory cannot be mapped."""
-        self._rank = rank
-        self._own = CudaAllocation(EXCHANGE_BYTES, device)
-        self._own.tensor().zero_()  # before a peer has the handle: it may signal at once
-        store.set(f"exchange/{rank}", export_handle(self._own.address, device).hex())
+    def __init__(
+        self, own: CudaAllocation, handles: Sequence[bytes], rank: int, device: torch.device
+    ) -> None:
+        """`own` is this rank's exchange memory, from now on this object's; `handles` are those of
+        all ranks'. Raises StartupFailed if a peer's memory cannot be mapped."""
+        self._rank, self._own = rank, own
         self._mapped = {
-            peer: _map(store.get(f"exchange/{peer}"), device)
-            for peer in range(size)
-            if peer != rank
+            peer: _map(handle, device) for peer, handle in enumerate(handles) if peer != rank
         }
-        memories = [self._mapped.get(peer, self._own) for peer in range(size)]
+        memories = [self._mapped.get(peer, own) for peer in range(len(handles))]
         addresses = [memory.address for memory in memories]
         self._bases = torch.tensor(addresses, dtype=torch.int64, device=device)
 
@@ -84,21 +80,32 @@ class PeerReduce:
         return num_peers > 1 and x.nbytes * num_peers > _LARGEST_AT_ONCE_BYTES
 
     def close(self) -> None:
-        """Unmap and free; no sum may be in flight on any rank."""
+        """Unmap and free, once the other ranks have ended: they read this memory in their sums, and
+        may do so after the last one here is over."""
         for memory in self._mapped.values():
             memory.close()
         self._own.free()
 
 
-def connect_peers(store: TCPStore, rank: int, size: int, device: torch.device) -> PeerReduce | None:
-    """None where small sums must go through NCCL too: all ranks come to the same answer."""
-    store.set(f"reads_peers/{rank}", "yes" if _reads_all_peers(device) else "no")
-    names = [f"reads_peers/{peer}" for peer in range(size)]
-    store.wait(names, _TIMEOUT)
-    if size & (size - 1) or size > MAX_RANKS or any(store.get(name) == b"no" for name in names):
-        log.info("sums over %d GPUs go through NCCL alone", size)
+def allocate_exchange(size: int, device: torch.device) -> CudaAllocation | None:
+    """Exchange memory of one of `size` ranks; None where sums must go through NCCL alone."""
+    if size & (size - 1) or size > MAX_RANKS or not _reads_all_peers(device):
         return None
-    return PeerReduce(store, rank, size, device)
+    own = CudaAllocation(EXCHANGE_BYTES, device)
+    own.tensor().zero_()  # before a peer has its handle: it may signal at once
+    return own
+
+
+def connect_peers(
+    own: CudaAllocation | None, handles: Sequence[bytes], rank: int, device: torch.device
+) -> PeerReduce | None:
+    """None if a rank has no memory to exchange, and so no handle: all come to the same answer."""
+    if own is not None and all(handles):
+        return PeerReduce(own, handles, rank, device)
+    if own is not None:
+        own.free()
+    log.info("sums over %d GPUs go through NCCL alone", len(handles))
+    return None
 
 
 def _reads_all_peers(device: torch.device) -> bool:
@@ -107,9 +114,9 @@ def _reads_all_peers(device: torch.device) -> bool:
     return all(torch.cuda.can_device_access_peer(device, other) for other in others)
 
 
-def _map(handle_hex: bytes, device: torch.device) -> MappedMemory:
+def _map(handle: bytes, device: torch.device) -> MappedMemory:
     """A peer's memory."""
     try:
-        return map_handle(bytes.fromhex(handle_hex.decode()), device)
+        return map_handle(handle, device)
     except MappingFailed as error:
         raise StartupFailed(f"cannot map a rank's GPU memory: {error}") from error

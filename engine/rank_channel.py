@@ -24,8 +24,8 @@ class Kind(enum.IntEnum):
     """What a message is about."""
 
     # rank 0 to the others
-    CONFIGURE = 1  # JSON; answered once the weights are loaded
-    CONNECT = 2  # all ranks are loaded
+    CONFIGURE = 1  # JSON; answered once the weights are loaded, with the rank's word
+    CONNECT = 2  # all ranks are loaded: their words
     STEP = 3  # step_message.py
     COPY_BLOCKS = 4  # int64 [2, pairs]
     EXPORT_POOL = 5  # JSON, with the generation page
@@ -37,6 +37,7 @@ class Kind(enum.IntEnum):
     ANSWER = 20
     LINE = 21  # text for people
     FAILED = 22  # JSON: the error that ends this rank
+    LOADING = 23  # it has come further
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..core.children import dies_with_parent
 from ..core.config import EngineConfig
 from .communicator import Alone, Communicator
 from .device import devices_of_ranks
@@ -69,7 +71,11 @@ def start_ranks(
         return Ranks(configs[0], Alone(), None)
     started = [_start(module) for _ in configs[1:]]
     followers = Followers(
-        [channel for _, channel in started], config.rank_timeout_s, on_lost, on_line
+        [channel for _, channel in started],
+        config.rank_timeout_s,
+        config.rank_start_timeout_s,
+        on_lost,
+        on_line,
     )
     processes = tuple(process for process, _ in started)
     try:
@@ -94,5 +100,7 @@ def _start(module: str) -> tuple[subprocess.Popen[bytes], RankChannel]:
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             env=os.environ | {"PYTHONSAFEPATH": "1"},
+            # From the first instruction on: a rank that hangs in its imports would be left behind.
+            preexec_fn=dies_with_parent(signal.SIGKILL),
         )
     return process, RankChannel(ours)

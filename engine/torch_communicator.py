@@ -23,6 +23,7 @@ from ..core.config import EngineConfig
 from ..core.errors import StartupFailed
 from ..kernels.ops import Ops
 from .communicator import Communicator
+from .cuda_sharing import export_handle
 
 if TYPE_CHECKING:
     from .peer_reduce import PeerReduce  # needs Triton
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
 _LOOPBACK = "127.0.0.1"
 _STORE_TIMEOUT = timedelta(seconds=60)
 
-Meet = Callable[[], None]  # returns once all ranks have called it
+# Gives this rank's word for the others; once all ranks have called it, the words of all in their
+# order. It goes by channels that no other process can read, unlike the store.
+Meet = Callable[[bytes], list[bytes]]
 
 
 def make_store() -> c10d.TCPStore:
@@ -61,7 +64,9 @@ def make_communicator(
     size = config.tensor_parallel_size
     if config.device == "cpu" or not torch.cuda.is_available():
         # Who hangs is found by rank 0; that a sum ends at all is for the ranks it leaves behind.
-        return GlooCommunicator(store, rank, size, 2 * config.rank_timeout_s, meet)
+        to_connect_s = config.rank_start_timeout_s + config.rank_timeout_s
+        timeouts_s = (to_connect_s, 2 * config.rank_timeout_s)
+        return GlooCommunicator(store, rank, size, timeouts_s, meet)
     device = torch.device("cuda", torch.device(config.device).index or 0)
     return NcclCommunicator(store, rank, size, device, meet)
 
@@ -71,21 +76,32 @@ class GlooCommunicator:
     does not depend on the rows around it."""
 
     def __init__(
-        self, store: c10d.TCPStore, rank: int, size: int, timeout_s: float, meet: Meet
+        self,
+        store: c10d.TCPStore,
+        rank: int,
+        size: int,
+        timeouts_s: tuple[float, float],
+        meet: Meet,
     ) -> None:
+        """`timeouts_s`: of connecting, and of an operation."""
         self.rank, self.size = rank, size
         self._store = store
-        self._timeout = timedelta(seconds=timeout_s)
+        self._timeouts = [timedelta(seconds=timeout_s) for timeout_s in timeouts_s]
         self._meet = meet
         self._group: Any = None
 
     def connect(self) -> None:
-        self._meet()
+        self._meet(b"")
         gloo: Any = c10d.ProcessGroupGloo
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=_LOOPBACK)]
-        options._timeout = self._timeout
-        self._group = gloo(self._store, self.rank, self.size, options)
+        to_connect, to_operate = self._timeouts
+        options._timeout = to_connect
+        try:
+            self._group = gloo(self._store, self.rank, self.size, options)
+        except RuntimeError as error:
+            raise StartupFailed(f"gloo does not connect the ranks: {error}") from error
+        self._group.set_timeout(to_operate)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         first, *others = self._gather(x).unbind()
@@ -133,7 +149,11 @@ class NcclCommunicator:
         self._peers: PeerReduce | None = None
 
     def connect(self) -> None:
-        self._meet()
+        from .peer_reduce import allocate_exchange, connect_peers
+
+        own = allocate_exchange(self.size, self._device)
+        handle = b"" if own is None else export_handle(own.address, self._device)
+        handles = self._meet(handle)
         # On hosts whose GPUs are shared, a program that multicasts can take them all down.
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
@@ -147,9 +167,7 @@ class NcclCommunicator:
             self.least(0)  # connects now, where nothing is captured yet
         except RuntimeError as error:
             raise StartupFailed(f"NCCL does not connect the GPUs: {error}") from error
-        from .peer_reduce import connect_peers
-
-        self._peers = connect_peers(self._store, self.rank, self.size, self._device)
+        self._peers = connect_peers(own, handles, self.rank, self._device)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if self._peers is not None and self._peers.can_reduce(x):

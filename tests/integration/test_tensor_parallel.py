@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 
@@ -13,8 +14,11 @@ from checkpoints import write_checkpoint
 from baton.core.config import EngineConfig
 from baton.core.errors import EngineFailed, StartupFailed
 from baton.core.request import Request, SamplingParams
+from baton.engine import rank_processes
+from baton.engine.followers import Followers
 from baton.engine.local import LocalEngine
 from baton.engine.outputs import StepOutput
+from baton.engine.rank_channel import RankChannel
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +125,38 @@ def test_a_rank_that_is_gone_or_hangs_ends_the_engine(
     assert time.monotonic() - begin_s < 4.0
     engine.close()
     assert process.poll() is not None
+
+
+@pytest.mark.parametrize("moment", ["loading", "connecting"])
+def test_a_rank_that_hangs_while_it_starts_ends_the_engine(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Stopped as soon as it runs, or once it is loaded: it is named, and none is left behind."""
+    started: list[subprocess.Popen[bytes]] = []
+    start, meet = rank_processes._start, Followers.meet
+
+    def start_one(module: str) -> tuple[subprocess.Popen[bytes], RankChannel]:
+        process, channel = start(module)
+        started.append(process)
+        if moment == "loading":
+            process.send_signal(signal.SIGSTOP)
+        return process, channel
+
+    def meet_stopped(followers: Followers, word: bytes) -> list[bytes]:
+        assert followers._loaded.wait(30)
+        started[0].send_signal(signal.SIGSTOP)
+        return meet(followers, word)
+
+    monkeypatch.setattr(rank_processes, "_start", start_one)
+    if moment == "connecting":
+        monkeypatch.setattr(Followers, "meet", meet_stopped)
+    # Long enough for a rank that is not stopped to load, on two cores that others use too.
+    timeout_s = 2.0 if moment == "loading" else 10.0
+    begin_s = time.monotonic()
+    with pytest.raises(StartupFailed, match="rank 1 has come no further in its start for"):
+        load(config, 2, rank_start_timeout_s=timeout_s, rank_timeout_s=2.0)
+    assert timeout_s < time.monotonic() - begin_s < timeout_s + 20
+    assert [process.poll() for process in started] == [-signal.SIGKILL]
 
 
 def test_what_a_rank_cannot_start_with_is_told_in_its_words(config: EngineConfig) -> None:

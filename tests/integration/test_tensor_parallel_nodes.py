@@ -219,6 +219,34 @@ async def test_a_lost_rank_takes_its_engine_down_and_it_comes_back(
     await wait_idle(nodes.prefill.address, nodes.decode.address)
 
 
+def test_a_rank_that_hangs_while_it_loads_is_named(model_dir: Path) -> None:
+    flags = ("--model", str(model_dir), "--load-format", "dummy", "--tp", "2")
+    with RedisServer.start() as redis:
+        node = launch(Role.DECODE, redis.url, *flags, "--rank-start-timeout-s", "2")
+        try:
+            deadline_s = time.monotonic() + 20
+            while (pid := starting_follower(node)) is None:
+                assert time.monotonic() < deadline_s, "there is no follower"
+                time.sleep(0.01)
+            os.kill(pid, signal.SIGSTOP)
+            assert node.wait() == 1
+        finally:
+            if node.process.poll() is None:
+                node.end(signal.SIGKILL)
+    assert any("rank 1 has come no further in its start for 2 s" in line for line in node.said)
+    assert pid not in marked_processes(OUR_MARK)
+
+
+def starting_follower(node: NodeProcess) -> int | None:
+    """Once it is a program of its own, and no longer its parent's twin."""
+    try:
+        pid = follower_pid(node)
+        program = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (ValueError, FileNotFoundError):  # there is no engine yet, or no rank of it
+        return None
+    return pid if b"follower_process" in program else None
+
+
 @asynccontextmanager
 async def beside(nodes: Nodes, role: Role, size: int) -> AsyncIterator[NodeProcess]:
     """One more node, of another size; its ranks may take their time on two cores."""

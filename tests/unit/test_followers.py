@@ -15,12 +15,14 @@ import pytest
 from baton.core.config import EngineConfig
 from baton.core.errors import BatonError, EngineFailed, StartupFailed
 from baton.engine.communicator import Alone
-from baton.engine.followers import Followers, pack_failure
-from baton.engine.rank_channel import Kind, RankChannel
+from baton.engine.followers import Followers, pack_failure, read_words
+from baton.engine.rank_channel import Kind, RankChannel, RankMessage
 from baton.engine.rank_processes import Ranks
 from baton.engine.rank_progress import RankProgress
 
 TIMEOUT_S = 0.2
+START_TIMEOUT_S = 0.6
+WORDS = [b"", bytes(range(256))]
 
 
 class World:
@@ -32,21 +34,32 @@ class World:
         self.lost: queue.SimpleQueue[BatonError] = queue.SimpleQueue()
         self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         ours = [RankChannel(ours) for ours, _ in pairs]
-        self.followers = Followers(ours, TIMEOUT_S, self.lost.put, self.lines.put)
+        self.followers = Followers(ours, TIMEOUT_S, START_TIMEOUT_S, self.lost.put, self.lines.put)
 
-    def serving(self) -> RankProgress:
-        """Let both ranks be configured and serve; their progress."""
+    def configured(self) -> list[RankMessage]:
+        """Start both ranks; what they get."""
         self.followers.configure([b"one", b"two"])
-        for rank, wanted in zip(self.ranks, (b"one", b"two"), strict=True):
-            message = rank.receive()
-            assert message is not None and bytes(message.payload) == wanted
-            rank.send(Kind.ANSWER, order=message.order)
-            fds = message.fds
-        self.followers.meet()
-        progress = RankProgress(fds[0], 2)
-        for number, rank in enumerate(self.ranks, start=1):
+        messages = [message for rank in self.ranks if (message := rank.receive()) is not None]
+        assert [bytes(message.payload) for message in messages] == [b"one", b"two"]
+        return messages
+
+    def connecting(self) -> RankProgress:
+        """Let both ranks be loaded and meet; their progress."""
+        messages = self.configured()
+        for rank, message, word in zip(self.ranks, messages, WORDS, strict=True):
+            rank.send(Kind.ANSWER, word, order=message.order)
+        assert self.followers.meet(b"rank 0's") == [b"rank 0's", *WORDS]
+        for rank in self.ranks:
             message = rank.receive()
             assert message is not None and message.kind is Kind.CONNECT
+            assert read_words(message.payload) == [b"rank 0's", *WORDS]
+        os.close(messages[1].fds[0])
+        return RankProgress(messages[0].fds[0], 2)
+
+    def serving(self) -> RankProgress:
+        """Let both ranks serve; their progress."""
+        progress = self.connecting()
+        for number in (1, 2):
             progress.add(number)
             progress.add(number)
         return progress
@@ -168,14 +181,36 @@ def test_a_rank_that_takes_nothing_is_lost_and_one_with_nothing_to_take_is_not(
     progress.close()
 
 
-def test_a_rank_may_load_for_as_long_as_it_takes(world: World) -> None:
-    world.followers.configure([b"", b""])
-    time.sleep(3 * TIMEOUT_S)
+def test_a_rank_may_load_for_as_long_as_it_comes_further(world: World) -> None:
+    """And one that is loaded may wait for it without a word."""
+    one, two = world.ranks
+    messages = world.configured()
+    one.send(Kind.ANSWER, order=messages[0].order)
+    for _ in range(6):
+        time.sleep(START_TIMEOUT_S / 3)
+        two.send(Kind.LOADING)
     assert world.lost.empty()
-    for rank in world.ranks:
-        message = rank.receive()
-        assert message is not None
+    check_hung(world, rank=2)
+    for message in messages:
         os.close(message.fds[0])
+
+
+def test_a_rank_that_does_not_come_to_serve_is_lost(world: World) -> None:
+    progress = world.connecting()
+    progress.add(2)
+    progress.add(2)
+    check_hung(world, rank=1)
+    progress.close()
+
+
+def check_hung(world: World, *, rank: int) -> None:
+    """The rank is lost after START_TIMEOUT_S, and rank 0 no longer waits."""
+    found = world.lost.get(timeout=2 * START_TIMEOUT_S)
+    assert isinstance(found, StartupFailed)
+    assert found.message == f"rank {rank} has come no further in its start for 0.6 s"
+    assert "--rank-start-timeout-s" in found.hint
+    with pytest.raises(StartupFailed, match=f"rank {rank} has come no further"):
+        world.followers.meet(b"")
 
 
 def test_a_step_that_fails_by_itself_keeps_its_own_words(
