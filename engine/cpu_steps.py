@@ -47,7 +47,7 @@ class CpuSteps:
             tokens = zip(token_ids.tolist(), logprobs.tolist(), strict=True)
             for index, (token_id, logprob) in zip(rows, tokens, strict=True):
                 results[index] = SampledToken(token_id, logprob)
-        extras = compute_extras(batch, rows, logits, hidden, self._logits)
+        extras = compute_extras(batch, rows, logits, hidden, self._logits, lambda whole: whole)
         if extras is None:
             return CompletedStep(results)
         extras.add_to(results)

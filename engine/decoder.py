@@ -133,6 +133,7 @@ class Decoder:
     def __init__(self, config: ModelConfig, placement: Placement) -> None:
         self.device = placement.device
         self.communicator = placement.communicator
+        self.vocab_size = config.vocab_size
         self.embed = Embedding(
             "model.embed_tokens", config.vocab_size, config.hidden_size, placement
         )
@@ -157,6 +158,14 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab], the same on all ranks."""
         return self.lm_head.project(hidden)
+
+    def logits_part(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, ceil(vocab / ranks)]: this rank's, perhaps with padding."""
+        return self.lm_head.project_part(hidden)
+
+    def gather_logits(self, parts: Tensor) -> Tensor:
+        """What `logits` gives, of rows of all ranks' `logits_part`."""
+        return self.lm_head.gather(parts)
 
     def targets(self) -> Targets:
         """Every tensor a checkpoint must have, and where it goes."""

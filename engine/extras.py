@@ -20,6 +20,8 @@ from ..kernels.upload import upload
 from .batch import SampledToken, SampleSpec, SequenceSlice
 from .step_arrays import row_sampling
 
+WholeLogits = Callable[[Sequence[int]], Tensor]  # of some of the rows
+
 _MAX_ROWS = 64  # worked on at once: a whole chunk's logits would not fit beside the pool
 
 
@@ -87,11 +89,13 @@ def compute_extras(
     logits: Tensor | None,
     hidden: Tensor | None,
     project: Callable[[Tensor], Tensor],
+    gather: Callable[[Tensor], Tensor],
 ) -> Extras | None:
-    """`rows`: the slices that sample, `logits` [rows, vocab] theirs; None where there are none.
+    """`rows`: the slices that sample, `logits` this rank's of them; None where there are none.
 
-    `hidden` [tokens, hidden] of all slices (None: none asks for its prompt), `project` makes logits
-    of it. None if nobody asks for anything; waits for nothing.
+    `hidden` [tokens, hidden] of all slices (None: none asks for its prompt). `project` makes whole
+    logits [n, vocab] of rows of it, `gather` of rows of `logits`. None if nobody asks for anything;
+    waits for nothing.
     """
     specs = [(row, index, spec) for row, index in enumerate(rows) if (spec := batch[index].sample)]
     forks = [(row, index, spec) for row, index, spec in specs for _ in spec.fork_keys]
@@ -99,14 +103,17 @@ def compute_extras(
     prompt = [index for index, piece in enumerate(batch) if piece.prompt_targets]
     if not (forks or tops or prompt):
         return None
+
+    def whole(wanted: Sequence[int]) -> Tensor:
+        assert logits is not None
+        return gather(logits.index_select(0, _index(wanted, logits.device)))
+
     fork_tokens = top_tokens = None
     if forks:
-        assert logits is not None
-        fork_tokens = _sample_forks(specs, [row for row, _, _ in forks], logits)
+        fork_tokens = _sample_forks(specs, [row for row, _, _ in forks], whole)
     num_tops = [spec.params.logprobs or 0 for _, _, spec in tops]
     if tops:
-        assert logits is not None
-        top_tokens = _find_tops([row for row, _, _ in tops], logits, max(num_tops))
+        top_tokens = _find_tops([row for row, _, _ in tops], whole, max(num_tops))
     parts, prompt_tokens = _score_prompts(batch, prompt, hidden, project)
     return Extras(
         [index for _, index, _ in forks],
@@ -119,25 +126,19 @@ def compute_extras(
 
 
 def _sample_forks(
-    specs: list[tuple[int, int, SampleSpec]], rows: list[int], logits: Tensor
+    specs: list[tuple[int, int, SampleSpec]], rows: list[int], whole: WholeLogits
 ) -> tuple[Tensor, ...]:
     """Sample `rows` (one entry a fork) again, each under its own key."""
     wanted = [
         replace(row_sampling(spec), key=key) for _, _, spec in specs for key in spec.fork_keys
     ]
-    parts = [
-        sample(logits.index_select(0, _index(rows[part], logits.device)), wanted[part])
-        for part in _parts(len(rows))
-    ]
+    parts = [sample(whole(rows[part]), wanted[part]) for part in _parts(len(rows))]
     return _joined(parts)
 
 
-def _find_tops(rows: list[int], logits: Tensor, most: int) -> tuple[Tensor, ...]:
+def _find_tops(rows: list[int], whole: WholeLogits, most: int) -> tuple[Tensor, ...]:
     """The `most` likeliest of each of the rows."""
-    parts = [
-        top_logprobs(logits.index_select(0, _index(rows[part], logits.device)), most)
-        for part in _parts(len(rows))
-    ]
+    parts = [top_logprobs(whole(rows[part]), most) for part in _parts(len(rows))]
     return _joined(parts)
 
 

@@ -24,7 +24,7 @@ from ..core.logprobs import TokenLogprobs
 from ..kernels.attention import AttentionBackend, AttentionMetadata
 from ..kernels.attention_triton import MAX_GRAPH_SLICES, MAX_GRAPH_TOKENS
 from ..kernels.sampling import as_signed, sample
-from ..kernels.sampling_triton import sample_unfiltered
+from ..kernels.sampling_triton import VocabularyPart, sample_unfiltered
 from ..kernels.upload import upload, upload_into
 from .batch import SampledToken, SequenceSlice
 from .block_pool import PADDING_BLOCK
@@ -98,6 +98,7 @@ class GpuSteps:
         self._attention = attention
         self._block_size = block_size
         self._device = model.device
+        self._part = _part_of_rank(model)
         self._sampled = torch.zeros(max_num_seqs, dtype=torch.int64, device=self._device)
         self._logprobs = torch.zeros(max_num_seqs, dtype=torch.float32, device=self._device)
         self.graphs = StepGraphs(decode_sizes(max_num_seqs), 5, self._device)
@@ -137,7 +138,7 @@ class GpuSteps:
         graph.replay()
         rows = list(range(len(batch)))
         self._resample(batch, rows, graph.output)
-        extras = compute_extras(batch, rows, graph.output, None, self.model.logits)
+        extras = self._extras(batch, rows, graph.output, None)
         return self._bring_back(len(batch), rows, self._sampled, self._logprobs, extras)
 
     def _decode_arrays(self, batch: Sequence[SequenceSlice]) -> Int64s:
@@ -148,17 +149,19 @@ class GpuSteps:
         return arrays
 
     def _decode(self, inputs: Tensor) -> Tensor:
-        """What a graph holds: model and sampler over the fixed inputs [5, decodes] -> logits."""
+        """What a graph holds: model and sampler over the fixed inputs [5, decodes] -> this rank's
+        logits."""
         n = inputs.shape[1]
         token_ids, positions, _slots, keys, temperatures = inputs
         hidden = self.model.forward(token_ids, positions, self._attention)
-        logits = self.model.logits(hidden)
+        logits = self.model.logits_part(hidden)
         sample_unfiltered(
             logits,
             temperatures.view(torch.float64),
             keys,
             self._sampled[:n],
             self._logprobs[:n],
+            self._part,
         )
         return logits
 
@@ -187,18 +190,20 @@ class GpuSteps:
         hidden = self._hidden(batch)
         rows = [index for index, piece in enumerate(batch) if piece.sample is not None]
         if not rows:
-            extras = compute_extras(batch, rows, None, hidden, self.model.logits)
+            extras = self._extras(batch, rows, None, hidden)
             return self._bring_back(len(batch), rows, self._sampled, self._logprobs, extras)
         last_tokens = np.cumsum([piece.num_scheduled_tokens for piece in batch])[rows] - 1
         sampling = [batch[row] for row in rows]
         arrays = np.vstack([np.array(rows), last_tokens, _sampling_arrays(sampling)])
         slices, tokens, keys, temperatures = upload(arrays, self._device)
-        logits = self.model.logits(hidden.index_select(0, tokens))
+        logits = self.model.logits_part(hidden.index_select(0, tokens))
         sampled, logprobs = self._sampled.new_empty(len(rows)), self._logprobs[: len(rows)]
-        sample_unfiltered(logits, temperatures.view(torch.float64), keys, sampled, logprobs)
+        sample_unfiltered(
+            logits, temperatures.view(torch.float64), keys, sampled, logprobs, self._part
+        )
         self._sampled.index_copy_(0, slices, sampled)
         self._resample(batch, rows, logits)
-        extras = compute_extras(batch, rows, logits, hidden, self.model.logits)
+        extras = self._extras(batch, rows, logits, hidden)
         return self._bring_back(
             len(batch), rows, self._sampled.index_select(0, slices), self._logprobs, extras
         )
@@ -237,7 +242,8 @@ class GpuSteps:
         )
 
     def _resample(self, batch: Sequence[SequenceSlice], rows: list[int], logits: Tensor) -> None:
-        """Sample again what asks for filters or changed logits, which are parallel to `rows`."""
+        """Sample again what asks for filters or changed logits. This rank's logits are parallel to
+        `rows`; of those that ask, all ranks' are gathered."""
         special = []
         for index, row in enumerate(rows):
             spec = batch[row].sample
@@ -246,14 +252,23 @@ class GpuSteps:
         if special:
             places = np.array([(index, row) for index, row, _ in special], np.int64).T
             index, row = upload(np.ascontiguousarray(places), self._device)
-            token_ids, logprobs = sample(
-                logits.index_select(0, index), [wanted for _, _, wanted in special]
-            )
+            whole = self.model.gather_logits(logits.index_select(0, index))
+            token_ids, logprobs = sample(whole, [wanted for _, _, wanted in special])
             # Unlike the plain sampler's, sums over a sorted row may differ in the last bit from run
             # to run, and all ranks must go on with the same token.
             self.model.communicator.broadcast(token_ids)
             self._sampled.index_copy_(0, row, token_ids)
             self._logprobs.index_copy_(0, index, logprobs)
+
+    def _extras(
+        self,
+        batch: Sequence[SequenceSlice],
+        rows: list[int],
+        logits: Tensor | None,
+        hidden: Tensor | None,
+    ) -> Extras | None:
+        model = self.model
+        return compute_extras(batch, rows, logits, hidden, model.logits, model.gather_logits)
 
     def _bring_back(
         self,
@@ -272,6 +287,14 @@ class GpuSteps:
         is_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         is_done.record()
         return GpuStep(num_slices, rows, host_ids, host_logprobs, extras, is_done)
+
+
+def _part_of_rank(model: Decoder) -> VocabularyPart | None:
+    """None if it has the whole vocabulary."""
+    ranks = model.communicator
+    if ranks.size == 1:
+        return None
+    return VocabularyPart(ranks.rank, ranks.size, model.vocab_size, ranks.all_reduce)
 
 
 def _is_decode(batch: Sequence[SequenceSlice]) -> bool:

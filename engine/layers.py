@@ -204,8 +204,15 @@ class Embedding:
 
     def project(self, x: Tensor) -> Tensor:
         """The products with every vector, [rows, vocab]: what an LM head computes."""
-        logits = self._communicator.all_gather(self._ops.linear(x, self.weight, None))
-        return logits[:, : self._vocab_size]
+        return self.gather(self.project_part(x))
+
+    def project_part(self, x: Tensor) -> Tensor:
+        """Those with the vectors of this rank, and with padding: [rows, ceil(vocab / ranks)]."""
+        return self._ops.linear(x, self.weight, None)
+
+    def gather(self, parts: Tensor) -> Tensor:
+        """What `project` gives, of rows of all ranks' `project_part`."""
+        return self._communicator.all_gather(parts)[:, : self._vocab_size]
 
     def targets(self) -> Targets:
         cut = Cut(0, self._first, self._vocab_size)

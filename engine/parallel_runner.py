@@ -3,9 +3,9 @@
     launch ──► step message to ranks 1, 2, ...          all launch the same step, in the same order
            └─► this rank's runner ──► collect           its results are those of all
 
-All ranks gather the same logits and sample the same token from them, so a step that follows another
-one needs no token from rank 0. That this rank's step has completed means that every rank has done
-its part of it as far as KV goes: its last sum over the ranks lacked no rank.
+All ranks sample the same token from the same bits, so a step that follows another one needs no
+token from rank 0. That this rank's step has completed means that every rank has done its part of it
+as far as KV goes: its last sum over the ranks lacked no rank.
 """
 
 from __future__ import annotations

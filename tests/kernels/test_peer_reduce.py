@@ -16,6 +16,8 @@ pytest.importorskip("triton")
 
 from baton.kernels.norm import rms_norm
 from baton.kernels.peer_reduce_triton import EXCHANGE_BYTES, peer_add_rms_norm, peer_sum
+from baton.kernels.sampling import RowSampling, sample
+from baton.kernels.sampling_triton import VocabularyPart, sample_unfiltered
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the real thing")
 
@@ -39,6 +41,27 @@ def norm_inputs() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(3, 500, generator=generator), torch.rand(500, generator=generator)
 
 
+WISHES = [RowSampling(temperature, None, 1.0, key) for key, temperature in enumerate((0, 1.0, 0.7))]
+
+
+def all_logits() -> torch.Tensor:
+    """Of 3 rows over a vocabulary of 4501, with equals on both ranks."""
+    logits = torch.randn(3, 4501, generator=torch.Generator().manual_seed(4))
+    logits[0, [2300, 4500]] = 9.0
+    return logits
+
+
+def sample_part(rank: int, bases: torch.Tensor) -> list[torch.Tensor]:
+    """Token ids and log-probabilities by a rank that has half of the logits."""
+    padded = torch.nn.functional.pad(all_logits(), (0, 1), value=99.0)
+    part = VocabularyPart(rank, 2, 4501, lambda x: peer_sum(x, bases, rank, in_parts=False))
+    temperatures = torch.tensor([wish.temperature for wish in WISHES])
+    keys = torch.tensor([wish.key for wish in WISHES])
+    token_ids, logprobs = torch.zeros(3, dtype=torch.int64), torch.zeros(3)
+    sample_unfiltered(padded.chunk(2, 1)[rank], temperatures, keys, token_ids, logprobs, part)
+    return [token_ids, logprobs]
+
+
 def run_rank(rank: int, fds: list[int]) -> list[torch.Tensor]:
     """All sums as one rank; its exchange memory and the peer's are shared files."""
     maps = [torch.frombuffer(mmap.mmap(fd, EXCHANGE_BYTES), dtype=torch.uint8) for fd in fds]
@@ -51,7 +74,7 @@ def run_rank(rank: int, fds: list[int]) -> list[torch.Tensor]:
     for in_parts in (False, True):  # the second adds to what the first left
         normed = peer_add_rms_norm(x, residual, weight, 1e-5, bases, rank, in_parts=in_parts)
         sums += [normed, residual.clone()]
-    return sums
+    return sums + sample_part(rank, bases)
 
 
 def test_both_ranks_get_the_sum_in_their_order() -> None:
@@ -79,10 +102,13 @@ def test_both_ranks_get_the_sum_in_their_order() -> None:
         assert torch.equal(mine, expected)
     residual, weight = norm_inputs()
     summand = sum(inputs(rank)[1].view(3, 500) for rank in (0, 1))
-    for normed, after in zip(ours[len(SUMS) :: 2], ours[len(SUMS) + 1 :: 2], strict=True):
+    for normed, after in zip(ours[len(SUMS) : -2 : 2], ours[len(SUMS) + 1 : -2 : 2], strict=True):
         residual = residual + summand
         assert torch.equal(after, residual)
         torch.testing.assert_close(normed, rms_norm(residual, weight, 1e-5))
+    token_ids, logprobs = sample(all_logits(), WISHES)
+    assert ours[-2].tolist() == token_ids.tolist() and token_ids[0] == 2300
+    torch.testing.assert_close(ours[-1], logprobs, rtol=1e-5, atol=1e-5)
     for mine, other in zip(ours, theirs, strict=True):
         assert torch.equal(mine.float(), other)
     for fd in fds:

@@ -23,7 +23,7 @@ from baton.kernels.gemv_triton import few_rows_product, gemv
 from baton.kernels.kv_blocks_triton import gather_blocks, scatter_blocks
 from baton.kernels.norm_triton import add_rms_norm, norm_heads, rms_norm
 from baton.kernels.rope_triton import rotate_and_store
-from baton.kernels.sampling_triton import sample_unfiltered
+from baton.kernels.sampling_triton import VocabularyPart, sample_unfiltered
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
@@ -139,14 +139,79 @@ def test_gather_and_scatter(dim: int, dtype: torch.dtype) -> None:
 
 
 def sampled(
-    logits: torch.Tensor, rows: list[sampling.RowSampling]
+    logits: torch.Tensor, rows: list[sampling.RowSampling], part: VocabularyPart | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     temperatures = torch.tensor([row.temperature for row in rows], device=DEVICE)
     keys = torch.tensor([sampling.as_signed(row.key) for row in rows], device=DEVICE)
     token_ids = torch.full((len(rows),), -7, device=DEVICE)
     logprobs = torch.full((len(rows),), math.nan, device=DEVICE)
-    sample_unfiltered(logits, temperatures, keys, token_ids, logprobs)
+    sample_unfiltered(logits, temperatures, keys, token_ids, logprobs, part)
     return token_ids, logprobs
+
+
+def sampled_by_ranks(
+    logits: torch.Tensor, rows: list[sampling.RowSampling], num_ranks: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What all ranks come to, one after the other: first what each has to add, then with the sum.
+
+    What lies in the padding of the last rank's is larger than any logit.
+    """
+    vocab_size = logits.shape[1]
+    width = -(-vocab_size // num_ranks)
+    padded = torch.nn.functional.pad(logits, (0, num_ranks * width - vocab_size), value=1e3)
+    parts = padded.split(width, dim=1)
+    summands: list[torch.Tensor] = []
+
+    def add_up(summand: torch.Tensor) -> torch.Tensor:
+        summands.append(summand.clone())
+        return torch.stack(summands[:num_ranks]).sum(0)
+
+    for _ in range(2):
+        found = [
+            sampled(part, rows, VocabularyPart(rank, num_ranks, vocab_size, add_up))
+            for rank, part in enumerate(parts)
+        ]
+    token_ids, logprobs = found[0]
+    for other_ids, other_logprobs in found[1:]:
+        assert torch.equal(token_ids, other_ids)
+        torch.testing.assert_close(logprobs, other_logprobs, rtol=0, atol=0, equal_nan=True)
+    return token_ids, logprobs
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # a rank with padding alone
+@pytest.mark.parametrize(("vocab_size", "num_ranks"), [(9, 8), (4099, 2), (4100, 3), (700, 4)])
+def test_ranks_that_share_the_vocabulary_sample_as_one_does(
+    vocab_size: int, num_ranks: int
+) -> None:
+    """The same tokens; the sums of their log-probabilities are over other chunks."""
+    generator = random.Random(vocab_size)
+    rows = [
+        sampling.RowSampling(generator.choice([0.0, 0.3, 1.0, 2.0]), None, 1.0, key)
+        for key in [0, (1 << 64) - 1, *(generator.getrandbits(64) for _ in range(10))]
+    ]
+    logits = randn(len(rows), vocab_size, dtype=torch.bfloat16).float() * 4
+    ids, logprobs = sampled_by_ranks(logits, rows, num_ranks)
+    alone_ids, _ = sampled(logits, rows)
+    expected_ids, expected_logprobs = sampling.sample(logits, rows)
+    assert ids.tolist() == alone_ids.tolist() == expected_ids.tolist()
+    torch.testing.assert_close(logprobs, expected_logprobs, rtol=1e-5, atol=1e-5)
+
+
+def test_of_equals_on_several_ranks_the_lowest_is_taken() -> None:
+    logits = torch.full((3, 9000), -1.0, device=DEVICE)
+    logits[0, [2999, 3000, 8999]] = 1.0
+    logits[1, [6000, 8999]] = 0.0
+    ids, _ = sampled_by_ranks(logits, [sampling.RowSampling(0.0, None, 1.0, 0)] * 3, 3)
+    assert ids.tolist() == [2999, 6000, 0]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # by numpy, in the interpreter
+def test_what_is_no_number_on_one_rank_is_none_on_all() -> None:
+    logits = randn(3, 90) * 4
+    logits[0, 80], logits[1, 3] = math.nan, math.inf
+    ids, logprobs = sampled_by_ranks(logits, [sampling.RowSampling(0.0, None, 1.0, 0)] * 3, 3)
+    assert logprobs.isnan().tolist() == [True, True, False]
+    assert all(0 <= token_id < 90 for token_id in ids.tolist())
 
 
 @pytest.mark.parametrize("vocab_size", [50, 4096, 10_000 if HAS_GPU else 5000])

@@ -1,0 +1,166 @@
+"""A GPU's steps on several ranks, without a GPU: the ranks are threads, Triton is interpreted.
+
+What is played: events, and graphs, which run their step again at each replay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import write_checkpoint
+from fakes.communicator import ThreadGroup
+
+pytest.importorskip("triton")
+
+from triton.runtime import interpreter
+
+from baton.core.config import EngineConfig
+from baton.core.request import SamplingParams
+from baton.engine.batch import LaunchedStep, SampleSpec, SequenceSlice
+from baton.engine.gpu_steps import GpuSteps
+from baton.engine.runner import ModelRunner
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the real thing"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered"),  # a rank with padding alone
+]
+
+WISHES = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.9),
+    SamplingParams(temperature=0.9, top_k=20, top_p=0.8),
+    SamplingParams(temperature=0.0, logit_bias=((3, 2.0),), logprobs=3),
+    SamplingParams(temperature=1.0, logprobs=2),
+]
+PROMPT_LENS = (10, 5, 17, 9, 3)
+
+
+class Event:
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Graph:
+    """Of a step of `size` tokens."""
+
+    def __init__(self, size: int, step: Callable[[], torch.Tensor]) -> None:
+        self.size, self._step = size, step
+
+    def replay(self) -> None:
+        self.output = self._step()
+
+
+@pytest.fixture(autouse=True)
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    one_at_a_time, run = threading.Lock(), interpreter.GridExecutor.__call__
+
+    def run_alone(self: Any, *args: Any, **options: Any) -> None:
+        with one_at_a_time:
+            run(self, *args, **options)
+
+    def unpinned(*shape: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        return torch.zeros(*shape, **options)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", run_alone)
+    monkeypatch.setattr(torch, "empty", unpinned)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+
+
+class Ranks:
+    """The GPU steps of each rank of one engine."""
+
+    def __init__(self, config: EngineConfig, size: int) -> None:
+        self._threads = ThreadPoolExecutor(size)
+        self.group = ThreadGroup(size)
+        config = dataclasses.replace(config, tensor_parallel_size=size)
+        self._steps = list(self._threads.map(partial(_steps, config), self.group.ranks()))
+
+    def launch(self, batch: list[SequenceSlice]) -> list[LaunchedStep]:
+        return list(self._threads.map(lambda steps: steps.launch(batch), self._steps))
+
+    def close(self) -> None:
+        self._threads.shutdown()
+
+
+def _steps(config: EngineConfig, communicator: Any) -> GpuSteps:
+    runner = ModelRunner(config, None, communicator)
+    steps = GpuSteps(runner.model, runner._steps._attention, config.block_size, 16)
+    for size in steps.graphs.sizes:
+        graph: Any = Graph(size, partial(steps._decode, steps.graphs.inputs(size)))
+        steps.graphs._graphs[size] = graph
+    return steps
+
+
+@pytest.fixture(params=[(253, 2), (320, 4), (9, 8)], ids=str)
+def engines(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[ModelRunner, Ranks]]:
+    """One rank on the CPU, and several."""
+    vocab_size, size = request.param
+    write_checkpoint(
+        tmp_path,
+        seed=1,
+        has_varied_vectors=True,
+        num_attention_heads=8,
+        head_dim=16,
+        vocab_size=vocab_size,
+    )
+    config = EngineConfig(model=str(tmp_path), device="cpu", num_kv_blocks=60)
+    ranks = Ranks(config, size)
+    yield ModelRunner(config), ranks
+    ranks.close()
+
+
+def test_tokens_and_scores_are_those_of_one_rank(engines: tuple[ModelRunner, Ranks]) -> None:
+    """Prompts, then decodes: greedy, drawn, filtered, biased, scored, with further samples."""
+    alone, ranks = engines
+    vocab_size, rng = alone.model_config.vocab_size, random.Random(3)
+    sequences = [[rng.randrange(vocab_size) for _ in range(length)] for length in PROMPT_LENS]
+    starts = [0] * len(sequences)
+    for step in range(4):
+        batch = []
+        for index, (ids, wish) in enumerate(zip(sequences, WISHES, strict=True)):
+            forks = (7, 8) if index == 1 and step in (0, 2) else ()
+            spec = SampleSpec(wish, key=rng.getrandbits(64), fork_keys=forks)
+            table = list(range(2 + 4 * index, 6 + 4 * index))
+            batch.append(SequenceSlice(ids[starts[index] :], starts[index], table, spec))
+        if step == 0:
+            targets = batch[0].token_ids[1:]
+            batch[0] = dataclasses.replace(batch[0], prompt_targets=targets, num_prompt_top=2)
+        expected, launched = alone.launch(batch), ranks.launch(batch)
+        wanted, (found, *others) = expected.collect(), [each.collect() for each in launched]
+        assert all(other == found for other in others)
+        for index, (one, other) in enumerate(zip(found, wanted, strict=True)):
+            assert one is not None and other is not None
+            assert one.token_id == other.token_id
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+            assert [token_id for token_id, _ in one.top] == [token_id for token_id, _ in other.top]
+            assert [fork.token_id for fork in one.forks] == [fork.token_id for fork in other.forks]
+            starts[index] = len(sequences[index])
+            sequences[index].append(one.token_id)
+        scores = [each.prompt_logprobs() for each in (launched[0], expected)]
+        assert [list(each) for each in scores] == [[0] if step == 0 else []] * 2
+        for mine, known in zip(*(each.get(0, ()) for each in scores), strict=True):
+            assert mine.logprob == pytest.approx(known.logprob, abs=1e-4)
+
+
+def test_plain_decodes_gather_no_logits(
+    engines: tuple[ModelRunner, Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, ranks = engines
+    spec = SampleSpec(WISHES[1], key=5)
+    monkeypatch.setattr("fakes.communicator.ThreadCommunicator.all_gather", None)
+    (first, *others) = [
+        each.collect() for each in ranks.launch([SequenceSlice([3, 4, 5], 0, [2], spec)])
+    ]
+    assert first[0] is not None and all(other == first for other in others)
+    for each in ranks.launch([SequenceSlice([first[0].token_id], 3, [2], spec)]):
+        assert each.collect()[0] is not None
