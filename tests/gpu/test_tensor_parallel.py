@@ -71,6 +71,7 @@ WAYS: list[dict[str, float]] = [
     {"temperature": 0.9},
     {"temperature": 0.9, "top_k": 20, "top_p": 0.9},
     {"temperature": 0.9, "repetition_penalty": 1.2},
+    {"temperature": 0.9, "logprobs": 3},
 ]
 
 
