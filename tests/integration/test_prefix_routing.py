@@ -130,9 +130,13 @@ async def test_a_late_gateway_reads_a_snapshot_among_junk() -> None:
         ours, theirs = (RedisIndexLink(server.url, "default") for _ in range(2))
         assert await theirs.read_chunk("bb" * 16, 0) == b""
         assert len(await theirs.read_chunk("cc" * 16, 0)) == MAX_MESSAGE_BYTES + 1
+        listener = admin.pubsub(ignore_subscribe_messages=True)
+        listener.subscribe("baton:default:prefix")
         publishing = asyncio.create_task(Publisher(journal, ours, SystemClock()).run())
-        while not journal.seq:  # noqa: ASYNC110 (what it says now, nobody hears)
-            await asyncio.sleep(0.01)
+        num_said = 0
+        while not num_said or num_said < journal.seq:  # what it says now, no gateway hears
+            num_said += await asyncio.to_thread(listener.get_message, timeout=0.1) is not None
+        listener.close()
         mirror.add(journal.incarnation, 9000)
         following = asyncio.create_task(Follower(theirs, mirror).run())
         async with asyncio.timeout(5):
