@@ -104,11 +104,16 @@ async def _relay(
     """Pass on what comes in until it ends, and the stream with it; with a status if it broke."""
     try:
         async for message in requests:
-            take(message)
-        outgoing.end()
-    except Exception as error:  # nobody waits for this task: the stream would stay open, unread
-        log.exception("a stream's messages could not be passed on")
-        outgoing.end(BatonError(f"a message could not be passed on ({type(error).__name__})"))
+            try:
+                take(message)
+            except Exception as error:  # nobody waits for this task: the stream would stay open
+                log.exception("a stream's messages could not be passed on")
+                name = type(error).__name__
+                outgoing.end(BatonError(f"a message could not be passed on ({name})"))
+                return
+    except Exception as error:  # gRPC's own: the call broke, or the server is being stopped
+        log.debug("a stream cannot be read any more: %r", error)
+    outgoing.end()
 
 
 async def _write_all(outgoing: _Outgoing, context: Context) -> None:
