@@ -163,14 +163,14 @@ def describe(incarnation: str) -> PoolDescription:
     return description
 
 
-def socket_address(incarnation: str) -> bytes:
-    """The abstract address of an incarnation's exporter, of this user.
+def socket_address(incarnation: str, purpose: str = "kv") -> bytes:
+    """The abstract address at which an incarnation of this user listens; for its pool, `kv`.
 
     Raises HandoffFailed unless it is 32 hex digits: a peer must not choose what is connected to.
     """
     if not _INCARNATION.fullmatch(incarnation):
         raise HandoffFailed("an incarnation has 32 hex digits")
-    return f"\0baton-kv-{os.geteuid()}-{incarnation}".encode()
+    return f"\0baton-{purpose}-{os.geteuid()}-{incarnation}".encode()
 
 
 def require_same_user(connection: socket.socket) -> None:

@@ -1,8 +1,8 @@
 """The engine process's one thread of decisions: inbox -> role -> engine step -> outbox.
 
-    supervisor ──reader thread──┐                        ┌─ flush: one message a gateway and step
-    pulls ──────completions─────┴─► inbox ─► turn ───────┤
-                                              tick, step └─ pulse: numbers for the heartbeat
+    supervisor ─────────┐                        ┌─ flush: one message a gateway and step
+    peers of this host ─┼─► inbox ─► turn ───────┤
+    pulls ─ completions ┘         tick, step     └─ pulse: numbers for the heartbeat
 Idle it waits for the inbox or the role's next deadline, busy it empties the inbox between steps.
 Blocks, leases and tokens are touched here and nowhere else.
 """
@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import json
 import logging
-import queue
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from ..core.errors import BatonError, EngineFailed
 from ..core.ports import Clock
 from ..engine.engine import Engine
-from ..proto.v1 import engine_pb2, node_pb2
+from ..proto.v1 import engine_pb2, handoff_pb2, node_pb2
 from .desk import RequestDesk
+from .direct import DirectChannels, DirectReady
 from .grammar_gate import CompiledDispatch, GrammarGate
 from .outbox import Outbox, Send
 from .pulse import Pulse
@@ -44,8 +44,13 @@ class InputEnded:
     """The supervisor is gone."""
 
 
-Item: TypeAlias = engine_pb2.EngineInput | Completion | CompiledDispatch | InputEnded
-Inbox = queue.SimpleQueue[Item]
+Item: TypeAlias = engine_pb2.EngineInput | Completion | CompiledDispatch | DirectReady | InputEnded
+
+
+class Items(Protocol):
+    """Where the loop's items come from: inbox.py."""
+
+    def receive(self, timeout_s: float | None) -> Sequence[Item]: ...
 
 
 class EngineLoop:
@@ -57,14 +62,17 @@ class EngineLoop:
         role: Role,
         desk: RequestDesk,
         outbox: Outbox,
-        inbox: Inbox,
+        inbox: Items,
         send: Send,
         pulse: Pulse,
         clock: Clock,
         gate: GrammarGate | None = None,
+        direct: DirectChannels | None = None,
     ) -> None:
-        """Without a gate, grammars are compiled here, while all others wait."""
+        """Without a gate, grammars are compiled here, while all others wait; without `direct`
+        peers are heard through the supervisor alone."""
         self._gate = gate
+        self._direct = direct
         self._engine = engine
         self._role = role
         self._desk = desk
@@ -88,10 +96,9 @@ class EngineLoop:
 
         Returns how long the next turn may wait; None: until something comes.
         """
-        items = self._receive(timeout_s)
+        items = self._inbox.receive(timeout_s)
         self._pulse.turn_started()
-        for item in items:
-            self._handle(item)
+        self._handle_all(items)
         deadline_s = self._role.tick()  # after the inbox: a renewal that waited there still counts
         has_work = self._engine.has_work and not self._is_over
         if has_work:
@@ -99,7 +106,7 @@ class EngineLoop:
             output = self._engine.step(self._meanwhile)
             self._num_steps += 1
             self._role.after_step(output)
-        self._outbox.flush()
+        self._flush()
         is_idle = self._role.is_idle() and (self._gate is None or self._gate.is_empty)
         self._is_over |= self._desk.is_draining and is_idle
         recount_s = self._rest()
@@ -107,12 +114,17 @@ class EngineLoop:
 
     def _meanwhile(self) -> bool:
         """Handle what comes while a step is on the device: a hand-off need not wait for its end."""
-        items = self._receive(LOOK_S)
-        for item in items:
-            self._handle(item)
+        items = self._inbox.receive(LOOK_S)
+        self._handle_all(items)
         if items:
-            self._outbox.flush()
+            self._flush()
         return bool(items)
+
+    def _flush(self) -> None:
+        """Say what there is to say; who cannot be told is lost, and then there may be more."""
+        self._outbox.flush()
+        if self._end_broken_links():
+            self._outbox.flush()
 
     def _rest(self) -> float | None:
         """End a turn for the pulse; returns when to come back to count, if it is too early now."""
@@ -129,14 +141,38 @@ class EngineLoop:
         due_s = min((due_s for due_s in deadlines_s if due_s is not None), default=None)
         return None if due_s is None else max(0.0, due_s - self._clock.monotonic_s())
 
-    def _receive(self, timeout_s: float | None) -> list[Item]:
-        items = []
+    def _handle_all(self, items: Sequence[Item]) -> None:
+        """What peers have said comes before the end of their links, and before that of a channel:
+        one that ends with its link does not end the link that came after."""
+        for ready in [item for item in items if isinstance(item, DirectReady)]:
+            for incarnation, message in ready.handle():
+                self._from_peer(incarnation, message)
+        for item in items:
+            if not isinstance(item, DirectReady):
+                self._handle(item)
+        self._end_broken_links()
+
+    def _end_broken_links(self) -> bool:
+        """End the link with each peer whose direct channel broke: what was said may be lost."""
+        broken = [] if self._direct is None else self._direct.take_broken()
+        for incarnation, error in broken:
+            self._drop_peer(incarnation, error)
+        return bool(broken)
+
+    def _from_peer(self, incarnation: str, message: handoff_pb2.PeerMessage) -> None:
+        """A message that cannot be taken ends its pair, and nothing else."""
         try:
-            items.append(self._inbox.get(block=timeout_s != 0, timeout=timeout_s))
-            while True:
-                items.append(self._inbox.get_nowait())
-        except queue.Empty:
-            return items
+            self._role.peer_message(incarnation, message)
+        except EngineFailed:
+            raise
+        except Exception as error:
+            log.error("message from peer %s failed", incarnation, exc_info=error)
+            public = error if isinstance(error, BatonError) else BatonError("internal error")
+            self._drop_peer(incarnation, public)
+
+    def _drop_peer(self, incarnation: str, error: BatonError) -> None:
+        self._outbox.close_peer(incarnation, error)
+        self._role.peer_lost(incarnation)
 
     def _handle(self, item: Item) -> None:
         """Whatever one request does to us, the others go on."""
@@ -148,7 +184,7 @@ class EngineLoop:
             elif isinstance(item, CompiledDispatch):
                 if self._gate is not None and self._gate.is_wanted(item):
                     self._role.dispatch(item.gateway, item.dispatch)
-            else:
+            elif isinstance(item, InputEnded):
                 self._is_over = True
         except EngineFailed:
             raise
@@ -165,14 +201,21 @@ class EngineLoop:
                     self._gate.gateway_lost(message.gateway_lost)
                 role.gateway_lost(message.gateway_lost)
             case "from_peer":
-                role.peer_message(message.from_peer.incarnation, message.from_peer.message)
+                incarnation, said = message.from_peer.incarnation, message.from_peer.message
+                if self._direct is None or self._direct.heard(incarnation, said):
+                    self._from_peer(incarnation, said)
             case "peer_linked":
                 linked = message.peer_linked
+                if self._direct is not None:
+                    self._direct.linked(linked.incarnation, is_source=linked.peer_is_source)
                 role.peer_linked(linked.incarnation, linked.peer_is_source, linked.host)
             case "peer_lost":
+                if self._direct is not None:
+                    self._direct.lost(message.peer_lost)
                 role.peer_lost(message.peer_lost)
             case "get_ledger":
-                text = json.dumps(role.ledger())
+                ways = {} if self._direct is None else self._direct.ledger()
+                text = json.dumps(role.ledger() | {"ways": ways})
                 ledger = engine_pb2.Ledger(query=message.get_ledger, json=text)
                 self._send(engine_pb2.EngineOutput(ledger=ledger))
             case "drain":
@@ -194,18 +237,12 @@ class EngineLoop:
                 log.warning("a gateway sent %s", body)
 
     def _blame(self, item: Item, error: Exception) -> None:
-        """Fail the request, or drop the peer, on whose account `error` was raised."""
-        public = error if isinstance(error, BatonError) else BatonError("internal error")
-        if isinstance(item, engine_pb2.EngineInput) and item.HasField("from_peer"):
-            incarnation = item.from_peer.incarnation
-            log.error("message from peer %s failed", incarnation, exc_info=error)
-            self._outbox.close_peer(incarnation, public)
-            self._role.peer_lost(incarnation)
-            return
+        """Fail the request on whose account `error` was raised."""
         key = _key_of(item)
         if key is None:
             raise EngineFailed(f"{type(error).__name__}: {error}") from error
         log.error("request %s failed", key, exc_info=error)
+        public = error if isinstance(error, BatonError) else BatonError("internal error")
         self._role.fail(key, public)
 
     def _numbers(self) -> node_pb2.Heartbeat:

@@ -17,9 +17,8 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
@@ -44,12 +43,15 @@ from ..engine.runner import ModelRunner
 from ..kv_transfer.data_tls import DataTls
 from ..kv_transfer.messages import Hello
 from ..kv_transfer.pool_address import PoolPart
+from ..kv_transfer.remote import host_id
 from ..proto import codec
 from ..proto.v1 import engine_pb2, node_pb2
 from .desk import RequestDesk
-from .engine_loop import Completion, EngineLoop, Inbox, InputEnded
+from .direct import DirectChannels
+from .engine_loop import Completion, EngineLoop, InputEnded, Item
 from .frames import BrokenStream, FrameSocket
 from .grammar_gate import GrammarGate
+from .inbox import Inbox
 from .outbox import Outbox
 from .pools import exported, pool_parts
 from .pulse import Pulse
@@ -145,6 +147,7 @@ def _serve(
     report: LoadReport,
 ) -> None:
     """Load, announce, loop. Raises what ends the process."""
+    inbox: Inbox[Item] = Inbox()
     engine_config = ranks.config
     runner = ModelRunner(engine_config, report.on_progress, ranks.communicator)
     for note in runner.startup_notes:
@@ -165,7 +168,8 @@ def _serve(
         )
     )
     limits = _limits(plan, engine_config, node_config, runner)
-    outbox = Outbox(frames.send)
+    direct = DirectChannels(incarnation, host_id(), inbox)
+    outbox = Outbox(frames.send, direct)
     grammars = Grammars(runner.model_dir, runner.model_config.vocab_size, runner.eos_token_ids)
     engine = Engine(
         runner if ranks.followers is None else ParallelRunner(runner, ranks.followers),
@@ -178,7 +182,6 @@ def _serve(
         grammars=grammars,
     )
     report.line(describe_pool(limits))
-    inbox: Inbox = Inbox()
     name = node_config.name or plan.name.value
     desk = RequestDesk(outbox, clock, name, runner.model_config.vocab_size)
     role = plan.build(
@@ -198,8 +201,10 @@ def _serve(
     )
     welcome = _welcome(plan, engine_config, node_config, runner, limits, incarnation)
     welcome.can_constrain = grammars.refusal is None
+    if plan.is_source:
+        direct.listen()
+    inbox.watch(frames, lambda: _read(frames))
     frames.send(engine_pb2.EngineOutput(ready=welcome))
-    threading.Thread(target=_read_into, args=(frames, inbox), name="inbox", daemon=True).start()
     pulse = Pulse(
         lambda numbers: frames.send(engine_pb2.EngineOutput(heartbeat=numbers)),
         node_config.heartbeat_s,
@@ -210,10 +215,11 @@ def _serve(
     gc.collect()
     gc.freeze()  # what was loaded stays: no collection need look at it again
     try:
-        EngineLoop(engine, role, desk, outbox, inbox, frames.send, pulse, clock, gate).run()
+        EngineLoop(engine, role, desk, outbox, inbox, frames.send, pulse, clock, gate, direct).run()
     finally:
         gate.close()
         pulse.stop()
+        direct.close()
         offered.close()
 
 
@@ -294,14 +300,16 @@ class LoadReport:
         self._frames.send(engine_pb2.EngineOutput(progress=text))
 
 
-def _read_into(frames: FrameSocket, inbox: Inbox) -> None:
-    """The reader thread: whatever the supervisor says, in order, until it is gone."""
+def _read(frames: FrameSocket) -> Iterable[Item]:
+    """Whatever the supervisor has said, in order; at last, that it is gone."""
+    items: list[Item] = []
     try:
-        while (payload := frames.receive()) is not None:
-            inbox.put(engine_pb2.EngineInput.FromString(payload))
+        payloads, is_over = frames.receive_ready()
+        items += map(engine_pb2.EngineInput.FromString, payloads)
     except (BrokenStream, DecodeError) as error:
         log.error("the supervisor is not understood: %s", error)
-    inbox.put(InputEnded())
+        is_over = True
+    return [*items, InputEnded()] if is_over else items
 
 
 def _report_failure(frames: FrameSocket, error: Exception) -> None:

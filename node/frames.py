@@ -2,8 +2,9 @@
 
     | length: 4 bytes, little-endian | protobuf message |
 
-The engine process uses the blocking side, the supervisor the asyncio side. A frame that is cut off
-by the end of the stream is an end like any other: whoever wrote it is gone.
+The supervisor uses the asyncio side; the engine process waits while it starts, and from then on
+takes what has come. A frame that is cut off by the end of the stream is an end like any other:
+whoever wrote it is gone.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import contextlib
 import socket
 import struct
 import threading
+from collections.abc import Iterator
 
 from google.protobuf.message import Message
 
 _LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 64 << 20  # the longest prompt is a few MiB; more is a broken stream
 MAX_RELAYED_BYTES = MAX_FRAME_BYTES - 4096  # of a message from outside: its frame names the sender
+_CHUNK_BYTES = 64 << 10
+_MAX_CHUNKS = 64  # read at once: others wait
 
 
 class BrokenStream(ConnectionError):
@@ -27,25 +31,82 @@ class BrokenStream(ConnectionError):
 
 def encode(message: Message) -> bytes:
     """One frame."""
-    payload = message.SerializeToString()
+    return encode_payload(message.SerializeToString())
+
+
+def encode_payload(payload: bytes) -> bytes:
+    """One frame, of a message in its serial form."""
     assert len(payload) <= MAX_FRAME_BYTES, f"a frame of {len(payload)} bytes"
     return _LENGTH.pack(len(payload)) + payload
 
 
-def _decode_length(header: bytes) -> int:
-    length: int = _LENGTH.unpack(header)[0]
-    if length > MAX_FRAME_BYTES:
-        raise BrokenStream(f"a frame of {length} bytes; at most {MAX_FRAME_BYTES}")
+def _decode_length(header: bytes | bytearray, max_bytes: int = MAX_FRAME_BYTES) -> int:
+    length: int = _LENGTH.unpack_from(header)[0]
+    if length > max_bytes:
+        raise BrokenStream(f"a frame of {length} bytes; at most {max_bytes}")
     return length
 
 
+class FrameBuffer:
+    """Bytes of a stream as they come, cut into frames of at most `max_bytes`."""
+
+    def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
+        self.max_bytes = max_bytes
+        self._received = bytearray()
+
+    def take_in(self, sock: socket.socket) -> bool:
+        """Read what has come, without waiting; False: the stream is over."""
+        for _ in range(_MAX_CHUNKS):
+            try:
+                data = sock.recv(_CHUNK_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return True
+            except OSError:
+                return False
+            if not data:
+                return False
+            self._received += data
+            if len(data) < _CHUNK_BYTES:
+                break
+        return True
+
+    def wait_for_more(self, sock: socket.socket) -> bool:
+        """Read what comes next; False: the stream is over."""
+        try:
+            data = sock.recv(_CHUNK_BYTES)
+        except ConnectionResetError:
+            return False
+        self._received += data
+        return bool(data)
+
+    def next(self) -> bytes | None:
+        """The payload of the next frame, once all of it is here. Raises BrokenStream."""
+        received = self._received
+        if len(received) < _LENGTH.size:
+            return None
+        end = _LENGTH.size + _decode_length(received, self.max_bytes)
+        if len(received) < end:
+            return None
+        payload = bytes(received[_LENGTH.size : end])
+        del received[:end]
+        return payload
+
+    def __iter__(self) -> Iterator[bytes]:
+        """The payloads of all frames that are here. Raises BrokenStream."""
+        while (payload := self.next()) is not None:
+            yield payload
+
+
 class FrameSocket:
-    """The blocking side: one thread receives, any thread sends."""
+    """The engine process's side: one thread receives, any thread sends."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        self._reader = sock.makefile("rb")
+        self._frames = FrameBuffer()
         self._sending = threading.Lock()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
 
     def send(self, message: Message) -> None:
         """Raises ConnectionError when the other side is gone."""
@@ -55,15 +116,15 @@ class FrameSocket:
 
     def receive(self) -> bytes | None:
         """The next message's bytes, or None when the stream is over. Raises BrokenStream."""
-        try:
-            header = self._reader.read(_LENGTH.size)
-            if len(header) < _LENGTH.size:
+        while (payload := self._frames.next()) is None:
+            if not self._frames.wait_for_more(self._socket):
                 return None
-            length = _decode_length(header)
-            payload = self._reader.read(length)
-        except ConnectionResetError:
-            return None
-        return payload if len(payload) == length else None
+        return payload
+
+    def receive_ready(self) -> tuple[list[bytes], bool]:
+        """All messages that have come, and whether the stream is over. Raises BrokenStream."""
+        is_open = self._frames.take_in(self._socket)
+        return list(self._frames), not is_open
 
     def end(self) -> None:
         """Both sides' readers find the stream over; the one blocked in `receive` here too."""
@@ -71,7 +132,6 @@ class FrameSocket:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        self._reader.close()
         self._socket.close()
 
 

@@ -16,6 +16,7 @@ from ..prefix_index.messages import join_hashes
 from ..prefix_index.net_changes import NetChanges
 from ..proto import codec
 from ..proto.v1 import engine_pb2, handoff_pb2, node_pb2
+from .direct import DirectChannels
 
 Send = Callable[[engine_pb2.EngineOutput], None]
 
@@ -40,10 +41,12 @@ class _Step:
 class Outbox:
     """Belongs to the engine loop's thread. An `engine.prefix_cache.CacheObserver` beside."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, direct: DirectChannels | None = None) -> None:
+        """Without `direct` all that is for peers goes through the supervisor."""
         self._send = send
+        self._direct = direct
         self._steps: dict[str, _Step] = {}  # by gateway
-        self._to_peers: list[engine_pb2.EngineOutput] = []
+        self._to_peers: list[tuple[str, handoff_pb2.PeerMessage | BatonError]] = []
         self._cache_changes = NetChanges()
 
     def to_gateway(self, gateway: str, output: node_pb2.RequestOutput) -> None:
@@ -62,14 +65,12 @@ class Outbox:
         return step
 
     def to_peer(self, incarnation: str, message: handoff_pb2.PeerMessage) -> None:
-        """Queue a message of the hand-off's control stream."""
-        to_peer = engine_pb2.ToPeer(incarnation=incarnation, message=message)
-        self._to_peers.append(engine_pb2.EngineOutput(to_peer=to_peer))
+        """Queue a message of the hand-off."""
+        self._to_peers.append((incarnation, message))
 
     def close_peer(self, incarnation: str, error: BatonError) -> None:
         """Queue the end of the pair's control stream, behind what was queued before."""
-        close = engine_pb2.ClosePeer(incarnation=incarnation, error=codec.error_to_wire(error))
-        self._to_peers.append(engine_pb2.EngineOutput(close_peer=close))
+        self._to_peers.append((incarnation, error))
 
     def forget_gateway(self, gateway: str) -> None:
         """Nobody listens there any more."""
@@ -95,9 +96,17 @@ class Outbox:
         """Send everything queued."""
         self.flush_gateways()
         to_peers, self._to_peers = self._to_peers, []
-        for frame in to_peers:
-            self._send(frame)
+        for incarnation, said in to_peers:
+            self._tell_peer(incarnation, said)
         if self._cache_changes:
             removed, stored = map(join_hashes, self._cache_changes.take())
             changes = engine_pb2.CacheChanges(removed=removed, stored=stored)
             self._send(engine_pb2.EngineOutput(cache_changes=changes))
+
+    def _tell_peer(self, incarnation: str, said: handoff_pb2.PeerMessage | BatonError) -> None:
+        if isinstance(said, BatonError):
+            close = engine_pb2.ClosePeer(incarnation=incarnation, error=codec.error_to_wire(said))
+            self._send(engine_pb2.EngineOutput(close_peer=close))
+        elif self._direct is None or not self._direct.send(incarnation, said):
+            to_peer = engine_pb2.ToPeer(incarnation=incarnation, message=said)
+            self._send(engine_pb2.EngineOutput(to_peer=to_peer))

@@ -3,8 +3,9 @@
     gateway ══ Node.Session ══► Tangle ══► node
     puller  ══ Handoff.Link ══► Tangle ══► source
 
-Real gRPC on both sides, messages as bytes: it knows no message. gRPC itself neither doubles nor
-shuffles, so what it does is what a bug in a relay would do.
+Real gRPC on both sides. gRPC itself neither doubles nor shuffles, so what it does is what a bug in
+a relay would do. It knows one message, the source's Hello, which loses the token with which the
+engines would speak directly and pass it by.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from contextlib import suppress
 from typing import Any
 
 import grpc
+
+from baton.proto.v1 import handoff_pb2
 
 DOUBLE, SWAP, LOSE = "double", "swap", "lose"
 
@@ -70,7 +73,7 @@ class Tangle(grpc.GenericRpcHandler):
             await call.initial_metadata()
             await context.send_initial_metadata(())
             async for message in self._tangled(call, (name, "back")):
-                await context.write(message)
+                await context.write(_without_token(message) if name == "Link" else message)
         except grpc.aio.AioRpcError as error:
             await context.abort(error.code(), error.details(), [*error.trailing_metadata()])
         finally:
@@ -108,3 +111,11 @@ class Tangle(grpc.GenericRpcHandler):
                 return kind
             left -= share
         return None
+
+
+def _without_token(message: bytes) -> bytes:
+    """As it comes from an engine that nobody speaks with directly."""
+    said = handoff_pb2.PeerMessage.FromString(message)
+    if said.HasField("hello"):
+        said.hello.ClearField("direct_token")
+    return said.SerializeToString()

@@ -21,7 +21,7 @@ from baton.kv_transfer.puller import Puller
 from baton.kv_transfer.remote import RemotePool, Routes
 from baton.kv_transfer.source import Source
 from baton.node.desk import RequestDesk
-from baton.node.engine_loop import Completion, EngineLoop, Inbox
+from baton.node.engine_loop import Completion, EngineLoop
 from baton.node.outbox import Outbox
 from baton.node.pulse import Pulse
 from baton.prefill_node.role import PrefillRole
@@ -29,6 +29,7 @@ from baton.proto import codec
 from baton.proto.v1 import engine_pb2, handoff_pb2, node_pb2
 
 from .clock import FakeClock
+from .inbox import FakeInbox
 from .runner import FakeRunner
 from .step_outputs import outputs_of
 
@@ -90,7 +91,7 @@ class Node:
             self.runner, limits, self.pool.generations, fingerprint="toy", eos_token_ids=()
         )
         self.hello = Hello(incarnation, {"model": "toy"})
-        self.inbox: Inbox = Inbox()
+        self.inbox = FakeInbox()
         self.frames: list[engine_pb2.EngineOutput] = []
         self.outbox = Outbox(self.frames.append)
         self.desk = RequestDesk(self.outbox, clock, incarnation[:1], VOCAB_SIZE)

@@ -323,6 +323,16 @@ async def test_ledger_of_both_nodes_names_the_peer(gateway: Gateway, nodes: Node
     assert puller["peers"] == {gateway.source: "ready"}
 
 
+async def test_engines_of_one_host_speak_directly(gateway: Gateway, nodes: Nodes) -> None:
+    (source,) = await ledgers(nodes.prefill.address)
+    (puller,) = await ledgers(nodes.decode.address)
+    assert source["ways"] == {gateway.puller: "direct"}
+    assert puller["ways"] == {gateway.source: "direct"}
+    told = f"speaks with source {gateway.source}"
+    (line,) = [line for line in nodes.decode.said if told in line]
+    assert line.endswith("directly")
+
+
 def test_start_failures_are_told_in_words(model_dir: Path, redis_url: str) -> None:
     """Cause and hint on two lines, exit code 1; all at once, since each has to load torch."""
     dummy = ("--model", str(model_dir), "--load-format", "dummy")

@@ -140,4 +140,7 @@ async def test_tokens_are_those_of_one_process(
         opened = [line for line in cluster.decode.said if "reads from source" in line]
         assert len(opened) == 1
         assert "over tcp at" in opened[0]
+        spoken = [line for line in cluster.decode.said if "speaks with source" in line]
+        assert len(spoken) == 1
+        assert "over the link: it is on another host" in spoken[0]
         await wait_idle(cluster.prefill.address, cluster.decode.address)

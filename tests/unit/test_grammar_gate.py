@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fakes.clock import FakeClock
+from fakes.inbox import FakeInbox
 
 from baton.constraints.grammars import Grammar
 from baton.core.constraint import Constraint, ConstraintKind
@@ -72,7 +72,7 @@ class World:
 
     def __init__(self) -> None:
         self.grammars, self.role = SlowGrammars(), Role()
-        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.inbox = FakeInbox()
         self.gate = GrammarGate(self.grammars, self.inbox.put)  # type: ignore[arg-type]
         self.desk = SimpleNamespace(is_draining=False)
         pulse = SimpleNamespace(turn_started=lambda: None, turn_ended=lambda numbers: None)

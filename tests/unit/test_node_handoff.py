@@ -195,8 +195,7 @@ def test_dispatch_behind_its_cancel_is_refused(world: NodeWorld) -> None:
 def test_puller_without_a_source_dispatch_gives_up(world: NodeWorld) -> None:
     one = request(1, 19)
     world.hand_off(one)
-    while not world.prefill.inbox.empty():
-        world.prefill.inbox.get()  # it never arrives
+    world.prefill.inbox.receive(0)  # it never arrives
     world.settle()
     assert one.key not in world.decode.received
     world.expire()
@@ -207,8 +206,7 @@ def test_puller_without_a_source_dispatch_gives_up(world: NodeWorld) -> None:
 def test_source_without_a_puller_frees_its_blocks_after_the_lease(world: NodeWorld) -> None:
     one = request(1, 19)
     world.hand_off(one)
-    while not world.decode.inbox.empty():
-        world.decode.inbox.get()
+    world.decode.inbox.receive(0)
     world.settle()
     assert world.prefill.engine.pool.counts.held == 5
     world.clock.advance(LEASE_S - 1)

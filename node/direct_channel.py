@@ -1,0 +1,80 @@
+"""One connection between the engines of a pair on one host: frames, and never a wait.
+
+Knows no peer and no message; who is at the other end and what is said is direct.py's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections import deque
+
+from .frames import FrameBuffer, encode_payload
+
+MAX_UNSENT_BYTES = 16 << 20  # some hundred manifests of long prompts
+
+
+class ChannelBroken(Exception):
+    """The channel is of no more use; the text says why."""
+
+
+class DirectChannel:
+    """Belongs to the engine loop's thread."""
+
+    def __init__(self, sock: socket.socket, max_frame_bytes: int) -> None:
+        """Owns the connected socket. The other side may say frames of that length at most."""
+        sock.setblocking(False)
+        self._socket = sock
+        self._frames = FrameBuffer(max_frame_bytes)
+        self._unsent: deque[memoryview] = deque()
+        self._num_unsent_bytes = 0
+        self.is_closed = False
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether `flush` should be called once there is room to write."""
+        return bool(self._unsent)
+
+    def allow(self, max_frame_bytes: int) -> None:
+        """How long a frame of the other side may be from now on."""
+        self._frames.max_bytes = max_frame_bytes
+
+    def send(self, payload: bytes) -> None:
+        """Send a frame, or keep what the other side does not take yet. Raises ChannelBroken."""
+        frame = memoryview(encode_payload(payload))
+        self._num_unsent_bytes += len(frame)
+        self._unsent.append(frame)
+        self.flush()
+        if self._num_unsent_bytes > MAX_UNSENT_BYTES:
+            raise ChannelBroken("the peer does not read")
+
+    def flush(self) -> None:
+        """Send what was kept, as far as the other side takes it. Raises ChannelBroken."""
+        try:
+            while self._unsent:
+                num_sent = self._socket.send(self._unsent[0])
+                self._num_unsent_bytes -= num_sent
+                rest = self._unsent.popleft()[num_sent:]
+                if rest:
+                    self._unsent.appendleft(rest)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise ChannelBroken(f"the peer cannot be told: {error}") from error
+
+    def receive(self) -> tuple[list[bytes], bool]:
+        """The payloads of all frames that have come, and whether that was the last of it.
+
+        Raises BrokenStream: what comes is no frame.
+        """
+        is_open = self._frames.take_in(self._socket)
+        return list(self._frames), not is_open
+
+    def close(self) -> None:
+        """The other side finds it over."""
+        self.is_closed = True
+        with contextlib.suppress(OSError):
+            self._socket.close()

@@ -1,0 +1,80 @@
+"""What the engine loop waits for: items that other threads put, and sockets that it reads itself.
+
+    other threads ── put ──► items, bell ──┐
+    supervisor, peers, listener ── watch ──┴─► receive(timeout) ──► items, on the loop's thread
+
+No thread stands between a socket and the loop: to wake one up takes longer than to handle most
+messages. Knows no item.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Generic, Protocol, TypeVar
+
+T = TypeVar("T")
+
+_SHORT_S = 0.02  # epoll rounds up to whole milliseconds; a wait this short is timed exactly
+
+
+class Watchable(Protocol):
+    """A socket, or what owns one."""
+
+    def fileno(self) -> int: ...
+
+
+class Inbox(Generic[T]):
+    """`put` is for any thread; all else belongs to the one that receives."""
+
+    def __init__(self) -> None:
+        """Make it early: `select` wants a small file descriptor."""
+        self._items: deque[T] = deque()
+        self._epoll = select.epoll()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._bell, select.EPOLLIN)
+        self._sources: dict[int, Callable[[], Iterable[T]]] = {}
+
+    def put(self, item: T) -> None:
+        self._items.append(item)
+        os.eventfd_write(self._bell, 1)
+
+    def watch(self, socket: Watchable, read: Callable[[], Iterable[T]]) -> None:
+        """From now on `read` is asked for items whenever there is something to do at the socket."""
+        self._sources[socket.fileno()] = read
+        self._epoll.register(socket.fileno(), select.EPOLLIN)
+
+    def watch_writes(self, socket: Watchable, is_wanted: bool) -> None:
+        """Whether room to write is something to do at a watched socket."""
+        mask = select.EPOLLIN | (select.EPOLLOUT if is_wanted else 0)
+        self._epoll.modify(socket.fileno(), mask)
+
+    def forget(self, socket: Watchable) -> None:
+        """Before a watched socket is closed."""
+        del self._sources[socket.fileno()]
+        self._epoll.unregister(socket.fileno())
+
+    def receive(self, timeout_s: float | None) -> list[T]:
+        """All items that are there; waits at most `timeout_s` for the first, None: for ever."""
+        if timeout_s and timeout_s < _SHORT_S:
+            select.select([self._epoll], [], [], timeout_s)
+            timeout_s = 0
+        items: list[T] = []
+        for fd, _ in self._epoll.poll(timeout_s):
+            if fd == self._bell:
+                os.eventfd_read(fd)  # first: what is put behind the last item rings anew
+                items.extend(self._put_items())
+            elif (read := self._sources.get(fd)) is not None:
+                items.extend(read())
+        return items
+
+    def _put_items(self) -> Iterable[T]:
+        while self._items:
+            yield self._items.popleft()
+
+    def close(self) -> None:
+        """Nobody puts any more. What is watched stays its owner's."""
+        self._epoll.close()
+        os.close(self._bell)
