@@ -24,17 +24,16 @@ def root_hash(fingerprint: str, cache_salt: str = "") -> BlockHash:
     return BlockHash(hashlib.blake2b(salted, digest_size=_SIZE_BYTES).digest())
 
 
-def next_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
-    """The hash of the full block that holds `token_ids` behind `parent`."""
-    packed = struct.pack(f"<{len(token_ids)}i", *token_ids)
-    return BlockHash(hashlib.blake2b(parent + packed, digest_size=_SIZE_BYTES).digest())
-
-
 def block_hashes(root: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
-    """The hashes of all full blocks of `token_ids`; a partial last block has none."""
+    """The hashes of all full blocks of `token_ids` behind `root`, which may be a block's hash too.
+
+    A partial last block has none.
+    """
     hashes: list[BlockHash] = []
-    parent = root
-    for start in range(0, len(token_ids) - block_size + 1, block_size):
-        parent = next_hash(parent, token_ids[start : start + block_size])
+    parent, block_bytes = root, 4 * block_size
+    packed = struct.pack(f"<{len(token_ids)}i", *token_ids)
+    for start in range(0, len(packed) - block_bytes + 1, block_bytes):
+        content = parent + packed[start : start + block_bytes]
+        parent = BlockHash(hashlib.blake2b(content, digest_size=_SIZE_BYTES).digest())
         hashes.append(parent)
     return hashes

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
-from ..core.block_hash import block_hashes, root_hash
+from ..core.block_hash import BlockHash, block_hashes, root_hash
 from ..core.errors import BatonError, Cancelled, HandoffFailed
 from ..core.ports import Clock
 from ..core.request import Request, Ticket
@@ -69,6 +69,7 @@ class _Intent:
 
     ticket: Ticket
     samples: tuple[Request, ...]
+    block_hashes: Sequence[BlockHash]  # of the known tokens' full blocks
 
 
 class DecodeRole(RequestRole):
@@ -106,21 +107,14 @@ class DecodeRole(RequestRole):
 
     def _take_up(self, entry: Entry, ticket: Ticket, samples: Sequence[Request]) -> None:
         self._engine.limits.check(entry.request)
-        intent = _Intent(ticket, tuple(samples))
-        self._intents.update((sample.key, intent) for sample in samples)
-        self._feed(self._intended(entry, ticket))
-
-    def _intended(self, entry: Entry, ticket: Ticket) -> Intended:
         request, limits = entry.request, self._engine.limits
         known = (*request.prompt_token_ids, *request.output_token_ids)
         root = root_hash(self._fingerprint, request.cache_salt)
-        return Intended(
-            ticket,
-            entry.key,
-            block_hashes(root, known, limits.block_size),
-            limits.blocks_for(len(known)),
-            entry.deadline_s,
-        )
+        hashes = block_hashes(root, known, limits.block_size)
+        intent = _Intent(ticket, tuple(samples), hashes)
+        self._intents.update((sample.key, intent) for sample in samples)
+        num_blocks = limits.blocks_for(len(known))
+        self._feed(Intended(ticket, entry.key, hashes, num_blocks, entry.deadline_s))
 
     def _end(self, key: str, error: BatonError | None) -> None:
         self._desk.end(key, error)
@@ -225,7 +219,7 @@ class DecodeRole(RequestRole):
         intent = self._intents.get(key)
         assert intent is not None, "the puller asks for a request that is over"
         try:
-            reservation = self._engine.reserve(intent.samples[0])
+            reservation = self._engine.reserve(intent.samples[0], intent.block_hashes)
         except BatonError as error:
             self._feed(ReserveRefused(transfer_id))
             self._fail_samples(intent, error)

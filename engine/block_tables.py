@@ -7,6 +7,7 @@ cached one, and a block that a step on the device still touches stays fenced. De
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain, count, repeat
 
 from .block_pool import BlockPool, BlockRef, Fence
 from .generations import Generations
@@ -146,14 +147,9 @@ class BlockTables:
 
     def refs(self, sequence: Sequence, first: int, last: int) -> list[BlockRef]:
         """Logical blocks [first, last); those that are full and computed have a hash."""
-        num_full = sequence.num_computed_tokens // self._block_size
-        hashes = sequence.block_hashes(min(last, num_full), self._block_size)
-        return [
-            BlockRef(
-                index=index,
-                block_id=block_id,
-                generation=self._generations.read(block_id),
-                hash=hashes[index] if index < num_full else None,
-            )
-            for index, block_id in enumerate(sequence.block_ids[first:last], start=first)
-        ]
+        num_full = min(last, sequence.num_computed_tokens // self._block_size)
+        hashes = sequence.block_hashes(num_full, self._block_size)[first:]
+        block_ids = sequence.block_ids[first:last]
+        generations = map(self._generations.read, block_ids)
+        columns = (count(first), block_ids, generations, chain(hashes, repeat(None)))
+        return list(map(BlockRef._make, zip(*columns)))  # noqa: B905  # as long as the blocks

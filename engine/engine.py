@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ..constraints.grammars import Grammars
-from ..core.block_hash import root_hash
+from ..core.block_hash import BlockHash, root_hash
 from ..core.errors import EngineFailed, HandoffFailed, InvalidRequest
 from ..core.request import FinishReason, Request
 from .admission import OutputLengthEstimator
@@ -108,15 +108,19 @@ class Engine:
         self._scheduler.add(sequence)
         self._stalled_at = None
 
-    def reserve(self, request: Request) -> Reservation | None:
+    def reserve(
+        self, request: Request, block_hashes: Collection[BlockHash] = ()
+    ) -> Reservation | None:
         """Blocks for the known tokens and the first one to come, or None: not now.
 
-        Ask again after a step, a release or an abort; keeping the order of arrival is the caller's
-        duty. Raises InvalidRequest and its kin like `add`.
+        `block_hashes`: of its first full blocks, if the caller has computed them. Ask again after a
+        step, a release or an abort; keeping the order of arrival is the caller's duty. Raises
+        InvalidRequest and its kin like `add`.
         """
         if self._refused == (request.key, self._scheduler.opportunities):
             return None
         sequence = self._new_sequence(request, SequenceState.RESERVED)
+        sequence.know_hashes(block_hashes)
         if not self._scheduler.reserve(sequence):
             self._refused = (request.key, self._scheduler.opportunities)
             return None

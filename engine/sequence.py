@@ -15,10 +15,10 @@ Plain bookkeeping: decides nothing, allocates nothing.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from ..core.block_hash import BlockHash, next_hash
+from ..core.block_hash import BlockHash, block_hashes
 from ..core.request import FinishReason, Request
 from .constraints import Constrained
 from .token_counts import TokenCounts
@@ -140,10 +140,15 @@ class Sequence:
         """The hashes of the first `num_blocks` blocks, all of them full; computed once each."""
         assert num_blocks * block_size <= len(self.token_ids)
         hashes = self._hashes
-        for start in range(len(hashes) * block_size, num_blocks * block_size, block_size):
+        if len(hashes) < num_blocks:
             parent = hashes[-1] if hashes else self.root_hash
-            hashes.append(next_hash(parent, self.token_ids[start : start + block_size]))
+            tokens = self.token_ids[len(hashes) * block_size : num_blocks * block_size]
+            hashes += block_hashes(parent, tokens, block_size)
         return hashes[:num_blocks]
+
+    def know_hashes(self, hashes: Iterable[BlockHash]) -> None:
+        """Those of its first blocks, where somebody has computed them before."""
+        self._hashes = [*hashes]
 
 
 def finish_reason(

@@ -13,7 +13,7 @@ from ..core.errors import BatonError
 from ..engine.block_pool import BlockRef
 from .remote import DataPort
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,11 +192,13 @@ class Puller:
 
     def _start_pull(self, transfer: PullerTransfer, reserved: Reserved, manifest: Manifest) -> None:
         """Pull one chunk, but for what the prefix cache here holds already."""
-        pairs = tuple(
-            BlockPair(ref, reserved.block_ids[ref.index])
-            for ref in manifest.blocks
-            if ref.index >= reserved.num_cached_blocks
-        )
+        if not manifest.blocks:
+            return
+        first = manifest.blocks[0].index  # those that follow it have no gap: it was accepted
+        num_cached = max(0, reserved.num_cached_blocks - first)
+        destinations = reserved.block_ids[first + num_cached :]
+        blocks = zip(manifest.blocks[num_cached:], destinations, strict=False)  # growth behind
+        pairs = tuple(map(BlockPair._make, blocks))
         if not pairs:
             return
         transfer.in_flight.add(manifest.seq)

@@ -12,8 +12,7 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ..core.errors import HandoffFailed
 from ..engine.block_pool import BlockRef
@@ -45,8 +44,7 @@ def worst(outcomes: Iterable[PullOutcome]) -> PullOutcome:
     return min(outcomes, key=_WORST_FIRST.index)
 
 
-@dataclass(frozen=True, slots=True)
-class BlockPair:
+class BlockPair(NamedTuple):
     """One block to copy: where it lies in the source's pool, and the block of ours it goes to."""
 
     source: BlockRef

@@ -7,10 +7,11 @@ well-formed messages. Knows no stream and no framing.
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Callable, Collection
+from itertools import chain, repeat
 from typing import Any, TypeVar, assert_never
 
-from ..core.block_hash import BlockHash
 from ..core.errors import HandoffFailed
 from ..engine.block_pool import BlockRef
 from ..proto import codec
@@ -37,6 +38,8 @@ MAX_LEASE_S = 3600.0
 
 _ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _HASH_BYTES = 16
+_HASH = struct.Struct(f"{_HASH_BYTES}s")
+_BLOCK_ID_BYTES, _GENERATION_BYTES = 4, 8
 
 _T = TypeVar("_T", bound=Collection[Any])
 
@@ -86,18 +89,16 @@ def _hello_to_wire(hello: Hello) -> pb.Hello:
 
 def _manifest_to_wire(manifest: Manifest) -> pb.Manifest:
     state = manifest.state
+    block_ids = [ref.block_id for ref in manifest.blocks]
+    generations = [ref.generation for ref in manifest.blocks]
+    hashes = [ref.hash for ref in manifest.blocks if ref.hash is not None]
     return pb.Manifest(
         transfer_id=manifest.transfer_id,
         seq=manifest.seq,
-        blocks=[
-            pb.BlockRef(
-                index=ref.index,
-                block_id=ref.block_id,
-                generation=ref.generation,
-                hash=ref.hash or b"",
-            )
-            for ref in manifest.blocks
-        ],
+        first_index=manifest.blocks[0].index if manifest.blocks else 0,
+        block_ids=struct.pack(f"<{len(block_ids)}I", *block_ids),
+        generations=struct.pack(f"<{len(generations)}Q", *generations),
+        hashes=b"".join(hashes),
         num_tokens=manifest.num_tokens,
         lease_remaining_us=int(manifest.lease_remaining_s * 1e6),
         state=None
@@ -139,18 +140,28 @@ def _manifest(wire: pb.Manifest) -> Manifest:
     return Manifest(
         _id(wire.transfer_id),
         wire.seq,
-        tuple(_block_ref(ref) for ref in _at_most(MAX_BLOCKS, wire.blocks)),
+        _blocks(wire),
         wire.num_tokens,
         lease_s,
         state,
     )
 
 
-def _block_ref(wire: pb.BlockRef) -> BlockRef:
-    if len(wire.hash) not in (0, _HASH_BYTES):
-        raise HandoffFailed(f"a peer sent a block hash of {len(wire.hash)} bytes")
-    block_hash = BlockHash(wire.hash) if wire.hash else None
-    return BlockRef(wire.index, wire.block_id, wire.generation, block_hash)
+def _blocks(wire: pb.Manifest) -> tuple[BlockRef, ...]:
+    """The columns as rows; the last block alone may be without a hash."""
+    count, rest = divmod(len(wire.block_ids), _BLOCK_ID_BYTES)
+    num_hashes, hash_rest = divmod(len(wire.hashes), _HASH_BYTES)
+    is_whole = not rest and not hash_rest and len(wire.generations) == count * _GENERATION_BYTES
+    if not is_whole or not count - 1 <= num_hashes <= count:
+        raise HandoffFailed("a peer sent a manifest whose columns do not fit each other")
+    if count > MAX_BLOCKS or wire.first_index > MAX_BLOCKS:
+        raise HandoffFailed(f"a peer sent {count} blocks from {wire.first_index} on")
+    block_ids = struct.unpack(f"<{count}I", wire.block_ids)
+    generations = struct.unpack(f"<{count}Q", wire.generations)
+    hashes = [packed for (packed,) in _HASH.iter_unpack(wire.hashes)]
+    indices = range(wire.first_index, wire.first_index + count)
+    columns = (indices, block_ids, generations, chain(hashes, repeat(None)))
+    return tuple(map(BlockRef._make, zip(*columns)))  # noqa: B905  # the last has no end
 
 
 def _revoked(wire: pb.Revoked) -> Revoked:

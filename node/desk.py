@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 
+import numpy as np
+
 from ..core.errors import BatonError, Cancelled, DeadlineExceeded, InvalidRequest, Unavailable
 from ..core.logprobs import TokenLogprobs
 from ..core.ports import Clock
@@ -47,8 +49,8 @@ class RequestDesk:
         if self.is_draining:
             raise Unavailable(f"{self.node_name} is draining")
         request = codec.request_from_wire(dispatch)
-        highest_id = max(max(request.prompt_token_ids), max(request.output_token_ids, default=0))
-        if highest_id >= self._vocab_size:
+        known = np.frombuffer(dispatch.prompt_token_ids + dispatch.output_token_ids, "<u4")
+        if known.max(initial=0) >= self._vocab_size:
             raise InvalidRequest(f"a token id is outside the vocabulary of {self._vocab_size}")
         deadline_s = self._clock.monotonic_s() + dispatch.deadline_remaining_us / 1e6
         ticket = codec.ticket_from_wire(dispatch.ticket) if dispatch.HasField("ticket") else None

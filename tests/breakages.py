@@ -23,6 +23,7 @@ from baton.cluster.secret import secret_metadata
 from baton.core.constraint import Constraint, ConstraintKind
 from baton.core.errors import Cancelled, EngineFailed, Unavailable
 from baton.core.request import Request, SamplingParams, Ticket
+from baton.kv_transfer.messages import PROTOCOL
 from baton.proto.v1 import handoff_pb2, handoff_pb2_grpc, node_pb2
 
 NUM_CHUNKS = 8
@@ -346,7 +347,9 @@ async def _greet_as_another_make(scene: Scene) -> None:
     """A puller that is refused is told so in gRPC's terms."""
     source, puller = scene.incarnation("prefill-0"), "e" * 32
     metadata = (("baton-source", source), ("baton-puller", puller), *secret_metadata(SECRET))
-    hello = handoff_pb2.Hello(incarnation=puller, protocol=1, fingerprint={"block_size": "8"})
+    hello = handoff_pb2.Hello(
+        incarnation=puller, protocol=PROTOCOL, fingerprint={"block_size": "8"}
+    )
     async with grpc.aio.insecure_channel(scene.cluster.processes["prefill-0"].address) as channel:
         call = handoff_pb2_grpc.HandoffStub(channel).Link(metadata=metadata)
         await call.write(handoff_pb2.PeerMessage(hello=hello))

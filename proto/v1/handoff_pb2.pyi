@@ -79,33 +79,27 @@ class CancelTransfer(_message.Message):
     transfer_id: str
     def __init__(self, transfer_id: _Optional[str] = ...) -> None: ...
 
-class BlockRef(_message.Message):
-    __slots__ = ("index", "block_id", "generation", "hash")
-    INDEX_FIELD_NUMBER: _ClassVar[int]
-    BLOCK_ID_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
-    HASH_FIELD_NUMBER: _ClassVar[int]
-    index: int
-    block_id: int
-    generation: int
-    hash: bytes
-    def __init__(self, index: _Optional[int] = ..., block_id: _Optional[int] = ..., generation: _Optional[int] = ..., hash: _Optional[bytes] = ...) -> None: ...
-
 class Manifest(_message.Message):
-    __slots__ = ("transfer_id", "seq", "blocks", "num_tokens", "lease_remaining_us", "state")
+    __slots__ = ("transfer_id", "seq", "num_tokens", "lease_remaining_us", "state", "first_index", "block_ids", "generations", "hashes")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     SEQ_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LEASE_REMAINING_US_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     seq: int
-    blocks: _containers.RepeatedCompositeFieldContainer[BlockRef]
     num_tokens: int
     lease_remaining_us: int
     state: HandoffState
-    def __init__(self, transfer_id: _Optional[str] = ..., seq: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[BlockRef, _Mapping]]] = ..., num_tokens: _Optional[int] = ..., lease_remaining_us: _Optional[int] = ..., state: _Optional[_Union[HandoffState, _Mapping]] = ...) -> None: ...
+    first_index: int
+    block_ids: bytes
+    generations: bytes
+    hashes: bytes
+    def __init__(self, transfer_id: _Optional[str] = ..., seq: _Optional[int] = ..., num_tokens: _Optional[int] = ..., lease_remaining_us: _Optional[int] = ..., state: _Optional[_Union[HandoffState, _Mapping]] = ..., first_index: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., hashes: _Optional[bytes] = ...) -> None: ...
 
 class HandoffState(_message.Message):
     __slots__ = ("num_blocks", "first_token_id", "fork_token_ids")

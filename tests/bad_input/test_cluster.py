@@ -41,11 +41,9 @@ def _gateway_message(rng: random.Random, number: int) -> node_pb2.GatewayMessage
 
 def _peer_message(rng: random.Random, number: int) -> handoff_pb2.PeerMessage | None:
     transfer_id = rng.choice((f"{number:032x}", *_IDS))
-    blocks = [
-        handoff_pb2.BlockRef(index=i, block_id=rng.choice((i, 0, 1, 2**31, 2**32 - 1)),
-                             generation=rng.choice((0, 1, 2**64 - 1)))
-        for i in range(rng.choice((0, 1, 5, 500)))
-    ]  # fmt: skip
+    count = rng.choice((0, 1, 5, 500))
+    block_ids = (rng.choice((i, 0, 1, 2**31, 2**32 - 1)) for i in range(count))
+    generations = (rng.choice((0, 1, 2**64 - 1)) for _ in range(count))
     state = handoff_pb2.HandoffState(
         num_blocks=rng.choice((0, 1, 2**31, 2**32 - 1)), first_token_id=rng.choice((1, 2**32 - 1))
     )
@@ -59,7 +57,11 @@ def _peer_message(rng: random.Random, number: int) -> handoff_pb2.PeerMessage | 
             handoff_pb2.PeerMessage(hello=handoff_pb2.Hello(incarnation=SOURCE, protocol=999)),
             handoff_pb2.PeerMessage(
                 manifest=handoff_pb2.Manifest(
-                    transfer_id=transfer_id, seq=rng.choice((0, 1, 2**32 - 1)), blocks=blocks,
+                    transfer_id=transfer_id, seq=rng.choice((0, 1, 2**32 - 1)),
+                    first_index=rng.choice((0, 1, 2**32 - 1)),
+                    block_ids=b"".join(each.to_bytes(4, "little") for each in block_ids),
+                    generations=b"".join(each.to_bytes(8, "little") for each in generations),
+                    hashes=rng.randbytes(16 * rng.choice((count, max(0, count - 1), 0, 1))),
                     num_tokens=rng.choice((0, 16, 2**32 - 1)), state=state,
                 )
             ),

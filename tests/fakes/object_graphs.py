@@ -1,7 +1,7 @@
 """Graphs of plain Python objects as states of a search: their value, and copies of them.
 
 `frozen` and `forked` do what hashing and copy.deepcopy do, ten times faster: values that cannot
-change (frozen dataclasses, errors, strings, ...) are shared, not copied.
+change (frozen dataclasses, named tuples, errors, ...) are shared, not copied.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ def frozen(value: Any, above: tuple[int, ...] = ()) -> Hashable:
         return value
     if kind is list or kind is tuple or kind is deque:
         return tuple([frozen(each, above) for each in value])
+    if isinstance(value, tuple):  # with names
+        return (kind.__name__, *[frozen(each, above) for each in value])
     if kind is dict or kind is OrderedDict:
         return tuple([(frozen(k, above), frozen(v, above)) for k, v in value.items()])
     if kind is bytearray:
@@ -76,7 +78,7 @@ def forked(value: Any, memo: dict[int, Any] | None = None) -> Any:
 def _is_constant(kind: type) -> bool:
     params = getattr(kind, "__dataclass_params__", None)
     is_frozen = params is not None and params.frozen
-    return is_frozen or issubclass(kind, (enum.Enum, BaseException, frozenset))
+    return is_frozen or issubclass(kind, (enum.Enum, BaseException, frozenset, tuple))
 
 
 @cache

@@ -292,7 +292,7 @@ BUGS = [
     Bug(
         "a block's hash forgets what came before it",
         "equal words behind different beginnings share their KV",
-        block_hash.next_hash,
+        block_hash.block_hashes,
         [("parent + packed", "packed")],
         checks.prompts_that_share_blocks_get_their_own_tokens,
         owner=sequence,

@@ -157,14 +157,14 @@ def test_different_roots_and_blocks_never_hash_the_same_bytes(
     blocks: list[Sequence[int]] = [(0, 1), (1, 0), (256, 0), (0, 256), (2**31 - 1, 0), (-1, 0)]
     for parent in parents:
         for tokens in blocks:
-            block_hash.next_hash(parent, tokens)
+            block_hashes(parent, tokens, BLOCK_SIZE)
     assert len(set(inputs)) == len(parents) * len(blocks)
 
 
 @pytest.mark.parametrize("token_id", [2**31, -(2**31) - 1])
 def test_a_token_id_that_does_not_fit_is_not_cut_short(token_id: int) -> None:
     with pytest.raises(Exception, match="format requires"):
-        block_hash.next_hash(root_hash("toy"), (token_id, 0))
+        block_hashes(root_hash("toy"), (token_id, 0), BLOCK_SIZE)
 
 
 def test_a_hash_has_128_bits() -> None:

@@ -324,7 +324,7 @@ def test_an_offer_may_wait_for_its_pullers_first_link() -> None:
         (Hello(PULLER, {**FINGERPRINT, "dtype": "bfloat16"}), FingerprintMismatch, "dtype"),
         (Hello(PULLER, {**FINGERPRINT, "layers": "2"}), FingerprintMismatch, "layers"),
         (Hello(PULLER, {"model": "toy"}), FingerprintMismatch, "block_size"),
-        (Hello(PULLER, FINGERPRINT, protocol=2), FingerprintMismatch, "protocol"),
+        (Hello(PULLER, FINGERPRINT, protocol=99), FingerprintMismatch, "protocol"),
         (Hello(OTHER_PULLER, FINGERPRINT), HandoffFailed, OTHER_PULLER),
     ],
 )

@@ -30,13 +30,21 @@ from baton.proto.v1 import handoff_pb2 as pb
 ID = "0123456789abcdef" * 2
 IDS = st.text("0123456789abcdef", min_size=32, max_size=32)
 UINT32 = st.integers(0, 2**32 - 1)
-REFS = st.builds(
-    BlockRef,
-    UINT32,
-    UINT32,
-    st.integers(0, 2**64 - 1),
-    st.none() | st.binary(min_size=16, max_size=16).map(BlockHash),
-)
+HASHES = st.binary(min_size=16, max_size=16).map(BlockHash)
+
+
+@st.composite
+def refs(draw: st.DrawFn) -> tuple[BlockRef, ...]:
+    """Blocks that follow each other; the last one may be partial."""
+    first = draw(st.integers(0, wire.MAX_BLOCKS))
+    hashes: list[BlockHash | None] = [*draw(st.lists(HASHES, max_size=5))]
+    hashes += [None] * draw(st.integers(0, 1))
+    return tuple(
+        BlockRef(index, draw(UINT32), draw(st.integers(0, 2**64 - 1)), block_hash)
+        for index, block_hash in enumerate(hashes, start=first)
+    )
+
+
 MESSAGES = st.one_of(
     st.builds(Hello, IDS, st.dictionaries(st.text(max_size=9), st.text(max_size=9)), UINT32),
     st.builds(Attach, IDS),
@@ -47,7 +55,7 @@ MESSAGES = st.one_of(
         Manifest,
         IDS,
         UINT32,
-        st.lists(REFS, max_size=5).map(tuple),
+        refs(),
         UINT32,
         st.integers(0, 3600).map(float),
         st.none() | st.builds(HandoffState, UINT32, UINT32),
@@ -75,8 +83,23 @@ def test_our_own_long_errors_are_cut_to_what_a_peer_accepts() -> None:
     assert len(message.error.message) == wire.MAX_TEXT_CHARS
 
 
-def _blocks(count: int) -> list[pb.BlockRef]:
-    return [pb.BlockRef()] * count
+def _blocks(
+    count: int, *, first: int = 0, num_hashes: int | None = None, cut: int = 0
+) -> pb.PeerMessage:
+    """A manifest of that many blocks, and what may be wrong with it."""
+    manifest = pb.Manifest(
+        transfer_id=ID,
+        first_index=first,
+        block_ids=b"b" * (4 * count - cut),
+        generations=b"g" * 8 * count,
+        hashes=b"h" * 16 * (count if num_hashes is None else num_hashes),
+    )
+    return pb.PeerMessage(manifest=manifest)
+
+
+def test_manifest_may_have_all_blocks_that_are_allowed() -> None:
+    for message in (_blocks(wire.MAX_BLOCKS), _blocks(0), _blocks(1, num_hashes=0)):
+        assert isinstance(wire.from_wire(message), Manifest)
 
 
 @pytest.mark.parametrize(
@@ -92,9 +115,16 @@ def _blocks(count: int) -> list[pb.BlockRef]:
         pb.PeerMessage(hello=pb.Hello(incarnation="localhost")),
         pb.PeerMessage(hello=pb.Hello(incarnation=ID, fingerprint={str(i): "" for i in range(65)})),
         pb.PeerMessage(hello=pb.Hello(incarnation=ID, fingerprint={"model": "m" * 2000})),
-        pb.PeerMessage(manifest=pb.Manifest(blocks=[])),
-        pb.PeerMessage(manifest=pb.Manifest(transfer_id=ID, blocks=_blocks(wire.MAX_BLOCKS + 1))),
-        pb.PeerMessage(manifest=pb.Manifest(transfer_id=ID, blocks=[pb.BlockRef(hash=b"short")])),
+        pb.PeerMessage(manifest=pb.Manifest()),
+        _blocks(wire.MAX_BLOCKS + 1),
+        _blocks(1, first=wire.MAX_BLOCKS + 1),
+        _blocks(3, num_hashes=1),
+        _blocks(3, num_hashes=4),
+        _blocks(0, num_hashes=1),
+        _blocks(3, cut=1),
+        _blocks(3, cut=4),
+        pb.PeerMessage(manifest=pb.Manifest(transfer_id=ID, block_ids=b"b" * 4, hashes=b"h" * 16)),
+        pb.PeerMessage(manifest=pb.Manifest(transfer_id=ID, hashes=b"short")),
         pb.PeerMessage(manifest=pb.Manifest(transfer_id=ID, lease_remaining_us=2**63)),
         pb.PeerMessage(
             revoked=pb.Revoked(transfer_id=ID, error=common_pb2.Error(message="x" * 2000))
