@@ -17,7 +17,6 @@ loop's thread is here, and nothing here waits.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import hmac
 import logging
@@ -107,9 +106,7 @@ class DirectChannels:
             self.lost(incarnation)
         for stranger in [*self._strangers]:
             self._turn_away(stranger)
-        if self._listener is not None:
-            self._inbox.forget(self._listener)
-            self._listener.close()
+        self._stop_listening()
 
     def ledger(self) -> dict[str, str]:
         """Which way messages go, by peer."""
@@ -223,22 +220,33 @@ class DirectChannels:
 
     def _admit(self) -> list[Message]:
         """Take in whoever connects, as a stranger."""
-        assert self._listener is not None
-        with contextlib.suppress(OSError):  # that nobody is left is one, too
-            while True:
+        while self._listener is not None:
+            try:
                 connection, _ = self._listener.accept()
-                try:
-                    require_same_user(connection)
-                except HandoffFailed as error:
-                    log.warning("refused a direct channel: %s", error.message)
-                    connection.close()
-                    continue
-                if len(self._strangers) >= MAX_STRANGERS:
-                    self._turn_away(next(iter(self._strangers)))
-                self._add_stranger(DirectChannel(connection, _ASKING.size))
+            except BlockingIOError:
+                break
+            except OSError as error:  # out of descriptors: those who wait are to use their links
+                log.warning("takes in no more direct channels: %s", error)
+                self._stop_listening()
+                break
+            try:
+                require_same_user(connection)
+            except HandoffFailed as error:
+                log.warning("refused a direct channel: %s", error.message)
+                connection.close()
+                continue
+            self._add_stranger(DirectChannel(connection, _ASKING.size))
         return []
 
+    def _stop_listening(self) -> None:
+        if self._listener is not None:
+            self._inbox.forget(self._listener)
+            self._listener.close()
+            self._listener = None
+
     def _add_stranger(self, stranger: DirectChannel) -> None:
+        if len(self._strangers) >= MAX_STRANGERS:
+            self._turn_away(next(iter(self._strangers)))
         self._strangers[stranger] = None
         self._watch(stranger, lambda: self._question(stranger))
 

@@ -282,6 +282,27 @@ def test_silent_strangers_do_not_pile_up(pair: Pair) -> None:
         stranger.close()
 
 
+def test_who_cannot_be_taken_in_uses_the_link(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def accept() -> None:
+        raise OSError(24, "too many open files")
+
+    pair.link()
+    pair.source.hear(pair.puller, pair.puller.hello(pair.source))
+    hello = pair.source.hello(pair.puller)
+    listener = pair.source.direct._listener
+    monkeypatch.setattr(pair.source.direct, "_listener", OutOfDescriptors(listener, accept))
+    pair.puller.hear(pair.source, hello)
+    assert_over_the_link(pair)
+    assert not pair.source.hello(pair.puller).hello.direct_token
+
+
+class OutOfDescriptors:
+    """A listener whose `accept` is another."""
+
+    def __init__(self, listener: Any, accept: Callable[[], None]) -> None:
+        self.fileno, self.close, self.accept = listener.fileno, listener.close, accept
+
+
 def test_second_connection_with_the_same_token_is_refused(joined: Pair) -> None:
     with stranger_of(joined.source) as stranger:
         stranger.sendall(encode_payload(asking(joined)))
