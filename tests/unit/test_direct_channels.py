@@ -282,15 +282,15 @@ def test_silent_strangers_do_not_pile_up(pair: Pair) -> None:
         stranger.close()
 
 
-def test_who_cannot_be_taken_in_uses_the_link(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_cannot_be_taken_in_uses_the_link(pair: Pair) -> None:
     def accept() -> None:
         raise OSError(24, "too many open files")
 
     pair.link()
     pair.source.hear(pair.puller, pair.puller.hello(pair.source))
     hello = pair.source.hello(pair.puller)
-    listener = pair.source.direct._listener
-    monkeypatch.setattr(pair.source.direct, "_listener", OutOfDescriptors(listener, accept))
+    source: Any = pair.source.direct
+    source._listener = OutOfDescriptors(source._listener, accept)
     pair.puller.hear(pair.source, hello)
     assert_over_the_link(pair)
     assert not pair.source.hello(pair.puller).hello.direct_token
