@@ -71,7 +71,7 @@ class DirectChannel:
         Raises BrokenStream: what comes is no frame.
         """
         is_open = self._frames.take_in(self._socket)
-        return list(self._frames), not is_open
+        return self._frames.take(), not is_open
 
     def close(self) -> None:
         """The other side finds it over."""

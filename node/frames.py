@@ -14,7 +14,7 @@ import contextlib
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections import deque
 
 from google.protobuf.message import Message
 
@@ -40,8 +40,10 @@ def encode_payload(payload: bytes) -> bytes:
     return _LENGTH.pack(len(payload)) + payload
 
 
-def _decode_length(header: bytes | bytearray, max_bytes: int = MAX_FRAME_BYTES) -> int:
-    length: int = _LENGTH.unpack_from(header)[0]
+def _decode_length(
+    received: bytes | bytearray, start: int = 0, max_bytes: int = MAX_FRAME_BYTES
+) -> int:
+    length: int = _LENGTH.unpack_from(received, start)[0]
     if length > max_bytes:
         raise BrokenStream(f"a frame of {length} bytes; at most {max_bytes}")
     return length
@@ -79,22 +81,18 @@ class FrameBuffer:
         self._received += data
         return bool(data)
 
-    def next(self) -> bytes | None:
-        """The payload of the next frame, once all of it is here. Raises BrokenStream."""
-        received = self._received
-        if len(received) < _LENGTH.size:
-            return None
-        end = _LENGTH.size + _decode_length(received, self.max_bytes)
-        if len(received) < end:
-            return None
-        payload = bytes(received[_LENGTH.size : end])
-        del received[:end]
-        return payload
-
-    def __iter__(self) -> Iterator[bytes]:
-        """The payloads of all frames that are here. Raises BrokenStream."""
-        while (payload := self.next()) is not None:
-            yield payload
+    def take(self) -> list[bytes]:
+        """The payloads of all frames that are here whole, once. Raises BrokenStream."""
+        received, payloads, start = self._received, [], 0
+        while len(received) - start >= _LENGTH.size:
+            first = start + _LENGTH.size
+            end = first + _decode_length(received, start, self.max_bytes)
+            if len(received) < end:
+                break
+            payloads.append(bytes(received[first:end]))
+            start = end
+        del received[:start]
+        return payloads
 
 
 class FrameSocket:
@@ -103,6 +101,7 @@ class FrameSocket:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._frames = FrameBuffer()
+        self._payloads: deque[bytes] = deque()  # received, and nobody has asked for them yet
         self._sending = threading.Lock()
 
     def fileno(self) -> int:
@@ -116,15 +115,18 @@ class FrameSocket:
 
     def receive(self) -> bytes | None:
         """The next message's bytes, or None when the stream is over. Raises BrokenStream."""
-        while (payload := self._frames.next()) is None:
-            if not self._frames.wait_for_more(self._socket):
+        while not self._payloads:
+            self._payloads.extend(self._frames.take())
+            if not self._payloads and not self._frames.wait_for_more(self._socket):
                 return None
-        return payload
+        return self._payloads.popleft()
 
     def receive_ready(self) -> tuple[list[bytes], bool]:
         """All messages that have come, and whether the stream is over. Raises BrokenStream."""
         is_open = self._frames.take_in(self._socket)
-        return list(self._frames), not is_open
+        payloads = [*self._payloads, *self._frames.take()]
+        self._payloads.clear()
+        return payloads, not is_open
 
     def end(self) -> None:
         """Both sides' readers find the stream over; the one blocked in `receive` here too."""

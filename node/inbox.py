@@ -36,6 +36,7 @@ class Inbox(Generic[T]):
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._bell, select.EPOLLIN)
         self._sources: dict[int, Callable[[], Iterable[T]]] = {}
+        self._writers: set[int] = set()  # watched for room to write, too
 
     def put(self, item: T) -> None:
         self._items.append(item)
@@ -48,12 +49,15 @@ class Inbox(Generic[T]):
 
     def watch_writes(self, socket: Watchable, is_wanted: bool) -> None:
         """Whether room to write is something to do at a watched socket."""
-        mask = select.EPOLLIN | (select.EPOLLOUT if is_wanted else 0)
-        self._epoll.modify(socket.fileno(), mask)
+        fd = socket.fileno()
+        if is_wanted != (fd in self._writers):
+            self._writers ^= {fd}
+            self._epoll.modify(fd, select.EPOLLIN | (select.EPOLLOUT if is_wanted else 0))
 
     def forget(self, socket: Watchable) -> None:
         """Before a watched socket is closed."""
         del self._sources[socket.fileno()]
+        self._writers.discard(socket.fileno())
         self._epoll.unregister(socket.fileno())
 
     def receive(self, timeout_s: float | None) -> list[T]:
