@@ -1,14 +1,22 @@
-"""An inbox without sockets: what the test puts is what the loop receives."""
+"""Inboxes whose emptiness a test can see; one is without sockets, and so without descriptors."""
 
 from __future__ import annotations
 
 import queue
 
 from baton.node.engine_loop import Item
+from baton.node.inbox import Inbox
+
+
+class SocketInbox(Inbox[Item]):
+    """The real one. It is empty when nothing would be received."""
+
+    def empty(self) -> bool:
+        return not self._epoll.poll(0)
 
 
 class FakeInbox:
-    """`node.inbox.Inbox` without a file descriptor; threads may put."""
+    """What the test puts is what the loop receives; threads may put."""
 
     def __init__(self) -> None:
         self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()

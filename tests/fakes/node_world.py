@@ -6,7 +6,7 @@ when the pair's stream breaks. The model is `fakes.runner`'s, so that wrong KV s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from baton.core.request import FinishReason, Request, SamplingParams, Ticket
@@ -18,9 +18,10 @@ from baton.kv_transfer.head_ranges import HeadPiece
 from baton.kv_transfer.memory import MemoryPool, MemoryTransport, MemoryWindow
 from baton.kv_transfer.messages import Hello
 from baton.kv_transfer.puller import Puller
-from baton.kv_transfer.remote import RemotePool, Routes
+from baton.kv_transfer.remote import HOST_ID_BYTES, KEY_BYTES, DataPort, RemotePool, Routes
 from baton.kv_transfer.source import Source
 from baton.node.desk import RequestDesk
+from baton.node.direct import DirectChannels
 from baton.node.engine_loop import Completion, EngineLoop
 from baton.node.outbox import Outbox
 from baton.node.pulse import Pulse
@@ -29,11 +30,12 @@ from baton.proto import codec
 from baton.proto.v1 import engine_pb2, handoff_pb2, node_pb2
 
 from .clock import FakeClock
-from .inbox import FakeInbox
+from .inbox import FakeInbox, SocketInbox
 from .runner import FakeRunner
 from .step_outputs import outputs_of
 
 SOURCE, PULLER = "a" * 32, "b" * 32
+HERE = b"h" * HOST_ID_BYTES
 BLOCK_SIZE = 4
 VOCAB_SIZE = 1000
 LEASE_S, LINK_WAIT_S = 10.0, 5.0
@@ -79,7 +81,15 @@ class Received:
 class Node:
     """One engine with its role and loop. `received[key]` is what it told the gateway."""
 
-    def __init__(self, clock: FakeClock, incarnation: str, num_blocks: int, budget: int) -> None:
+    def __init__(
+        self,
+        clock: FakeClock,
+        incarnation: str,
+        num_blocks: int,
+        budget: int,
+        direct: DirectChannels | None = None,
+        inbox: FakeInbox | SocketInbox | None = None,
+    ) -> None:
         self.incarnation = incarnation
         self.pool = MemoryPool(num_blocks, FakeRunner(num_blocks, BLOCK_SIZE).block_bytes)
         memory = memoryview(self.pool.block(0).obj)
@@ -90,10 +100,12 @@ class Node:
         self.engine = Engine(
             self.runner, limits, self.pool.generations, fingerprint="toy", eos_token_ids=()
         )
-        self.hello = Hello(incarnation, {"model": "toy"})
-        self.inbox = FakeInbox()
+        port = None if direct is None else DataPort(HERE, 1, bytes(KEY_BYTES))
+        self.hello = Hello(incarnation, {"model": "toy"}, data=port)
+        self.direct = direct
+        self.inbox = inbox or FakeInbox()
         self.frames: list[engine_pb2.EngineOutput] = []
-        self.outbox = Outbox(self.frames.append)
+        self.outbox = Outbox(self.frames.append, direct)
         self.desk = RequestDesk(self.outbox, clock, incarnation[:1], VOCAB_SIZE)
         self.clock = clock
         self.received: dict[str, Received] = {}
@@ -104,7 +116,7 @@ class Node:
         self.role = role
         self.loop = EngineLoop(
             self.engine, role, self.desk, self.outbox, self.inbox, self.frames.append, pulse,
-            self.clock,
+            self.clock, direct=self.direct,
         )  # fmt: skip
 
     def post(self, run: Callable[[], None]) -> None:
@@ -144,11 +156,18 @@ class NodeWorld:
     """`prefill` and `decode`, linked on demand."""
 
     def __init__(
-        self, *, prefill_blocks: int = 66, decode_blocks: int = 66, chunk_tokens: int = 8
+        self,
+        *,
+        prefill_blocks: int = 66,
+        decode_blocks: int = 66,
+        chunk_tokens: int = 8,
+        direct: Mapping[str, tuple[DirectChannels, SocketInbox]] | None = None,
     ) -> None:
+        """`direct`: by incarnation, where engines are to speak directly; they are the caller's."""
+        of = direct or {SOURCE: (), PULLER: ()}
         self.clock = FakeClock()
-        self.prefill = Node(self.clock, SOURCE, prefill_blocks, chunk_tokens)
-        self.decode = Node(self.clock, PULLER, decode_blocks, 64)
+        self.prefill = Node(self.clock, SOURCE, prefill_blocks, chunk_tokens, *of[SOURCE])
+        self.decode = Node(self.clock, PULLER, decode_blocks, 64, *of[PULLER])
         self.transport = _Transport(self.decode.pool, {SOURCE: self.prefill.pool})
         self.is_linked = False
         self.greeted: set[str] = set()  # who has said Hello on the stream that is open
@@ -160,7 +179,7 @@ class NodeWorld:
                 d.engine, d.desk, d.outbox,
                 Puller(d.hello, self.clock, LINK_WAIT_S),
                 Windows([self.transport], d.post, run_aside=lambda run: run()),
-                Routes(b"here"),
+                Routes(HERE),
                 self.clock, fingerprint="toy", block_bytes=d.pool.block_bytes,
             )
         )  # fmt: skip
