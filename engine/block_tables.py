@@ -14,6 +14,8 @@ from .generations import Generations
 from .prefix_cache import PrefixCache
 from .sequence import Sequence
 
+_SLICE_BLOCKS = 64  # hashed at once when a prompt is looked up
+
 
 class StepFence:
     """Keeps what the step's sequences give back while the step is on the device.
@@ -61,8 +63,14 @@ class BlockTables:
         """
         if not self._cache.is_enabled or sequence.owes_prompt_logprobs:
             return []
-        num_blocks = num_tokens // self._block_size
-        return self._cache.match(sequence.block_hashes(num_blocks, self._block_size))
+        num_blocks, matched = num_tokens // self._block_size, list[int]()
+        for start in range(0, num_blocks, _SLICE_BLOCKS):
+            end = min(start + _SLICE_BLOCKS, num_blocks)
+            hashes = sequence.block_hashes(end, self._block_size)
+            matched += self._cache.match(hashes[start:])
+            if len(matched) < end:
+                break  # the hashes behind can wait until a step is on the device
+        return matched
 
     def take(self, sequence: Sequence, matched: list[int]) -> bool:
         """Give an empty-handed sequence blocks for all its slots, or none.
@@ -128,6 +136,12 @@ class BlockTables:
         for index in range(sequence.num_stored_blocks, num_full):
             self._cache.store(hashes[index], sequence.block_ids[index])
         sequence.num_stored_blocks = num_full
+
+    def prepare_store(self, sequence: Sequence) -> None:
+        """Hash what the launched step completes, before its results are waited for."""
+        if self._cache.is_enabled:
+            num_tokens = min(sequence.num_launched_tokens, sequence.num_tokens)
+            sequence.block_hashes(num_tokens // self._block_size, self._block_size)
 
     def give_back(self, sequence: Sequence) -> None:
         """Take all blocks from the sequence; its tokens are to be computed anew, if ever."""

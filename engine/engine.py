@@ -242,7 +242,11 @@ class Engine:
         eos = self._eos_token_ids
         batch = [launch_slice(one, indices, masks.get(one.sequence), eos) for one in planned]
         fence = self._tables.open_step(scheduled.sequence for scheduled in planned)
-        return _StepInFlight(planned, fence, self._runner.launch(batch))
+        step = _StepInFlight(planned, fence, self._runner.launch(batch))
+        for scheduled in planned:
+            if scheduled.num_scheduled_tokens > 1:
+                self._tables.prepare_store(scheduled.sequence)
+        return step
 
     def _masks(
         self, planned: list[ScheduledSequence], output: StepOutputBuilder

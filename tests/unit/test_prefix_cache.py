@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton.core.block_hash import BlockHash, block_hashes, root_hash
+from baton.core.request import Request, SamplingParams
+from baton.engine import sequence
 from baton.engine.block_pool import BlockPool
+from baton.engine.block_tables import BlockTables
 from baton.engine.generations import LocalGenerations
 from baton.engine.prefix_cache import PrefixCache
 
@@ -150,3 +156,32 @@ def test_switched_off_nothing_is_kept() -> None:
     assert cache.match(hashes_of((1, 2))) == []
     pool.release(blocks)
     assert pool.counts.cached == 0
+
+
+@pytest.mark.parametrize("num_cached", [0, 1, 63, 64, 65, 128, 149, 150])
+def test_long_prompt_is_matched_and_hashed_as_far_as_it_is_cached(
+    num_cached: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_blocks = 150
+    prompt = tuple(range(num_blocks * BLOCK_SIZE))
+    pool = BlockPool(num_blocks + 2, LocalGenerations(num_blocks + 2))
+    cache = PrefixCache(pool)
+    tables = BlockTables(pool, cache, LocalGenerations(num_blocks + 2), BLOCK_SIZE)
+    block_ids = pool.allocate(num_cached) or []
+    for block_hash, block_id in zip(hashes_of(prompt), block_ids, strict=False):
+        cache.store(block_hash, block_id)
+    hashed: list[int] = []
+
+    def count(root: BlockHash, tokens: Sequence[int], block_size: int) -> list[BlockHash]:
+        hashed.append(len(tokens) // block_size)
+        return block_hashes(root, tokens, block_size)
+
+    monkeypatch.setattr(sequence, "block_hashes", count)
+    request = Request("a" * 32, 0, prompt, SamplingParams(max_tokens=1))
+    one = sequence.Sequence(request, 1, True, ROOT)
+    assert tables.match(one, len(prompt)) == block_ids
+    assert sum(hashed) == min(num_blocks, 64 * (num_cached // 64 + 1))
+    one.num_launched_tokens = len(prompt)
+    tables.prepare_store(one)
+    assert one.block_hashes(num_blocks, BLOCK_SIZE) == hashes_of(prompt)
+    assert sum(hashed) == num_blocks
