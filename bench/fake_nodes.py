@@ -28,7 +28,7 @@ from baton.proto.v1 import common_pb2, node_pb2
 
 CLUSTER = "bench"
 PREFILL, DECODE = "a" * 32, "b" * 32
-TOKEN_ID = 300
+TOKEN_ID, TEXT = 328, " the"  # of the demo model
 _NUM_BLOCKS = 100_000
 _OPTIONS = (("grpc.so_reuseport", 0),)
 _BEAT_S = 0.25

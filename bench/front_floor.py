@@ -23,9 +23,8 @@ from aiohttp import web
 from baton.core import event_loop
 from baton.proto.v1 import inference_pb2, inference_pb2_grpc
 
-from .fake_nodes import TOKEN_ID
+from .fake_nodes import TEXT, TOKEN_ID
 
-_TEXT = " the"
 _EVENT = (
     b'data: {"id":"cmpl-%s","object":"text_completion","created":1790000000,"model":"demo",'
     b'"choices":[{"index":0,"text":" the","logprobs":null,"finish_reason":null}]}\n\n'
@@ -74,7 +73,7 @@ class _Grpc(inference_pb2_grpc.InferenceServicer):
         for index in range(request.sampling.max_tokens):
             await self._steps.next(name)
             chunk = inference_pb2.GenerateChunk(
-                id=name, text=_TEXT, token_ids=(TOKEN_ID,), index=index
+                id=name, text=TEXT, token_ids=(TOKEN_ID,), index=index
             )
             await context.write(chunk)
 

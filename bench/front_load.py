@@ -24,9 +24,12 @@ import grpc
 from baton.core import event_loop
 from baton.proto.v1 import inference_pb2
 
+from .fake_nodes import TEXT
+
 _STALLED_BUFFER_BYTES = 4096
 _METHOD = "/baton.v1.Inference/Generate"
-_EVENT, _DONE = b"data: ", b"[DONE]"
+_EVENT, _EVENTS_END, _DONE = b"data: ", b"\n\n", b"[DONE]"
+_TEXT = TEXT.encode()  # a chunk for a reader that lags has it more than once
 _SSE_ID = re.compile(rb'"id":"cmpl-([0-9a-f]{32})"')
 
 
@@ -50,7 +53,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Stream:
-    """What was seen of one. `refused_after_s`: it ended by an error without a token."""
+    """What was seen of one; `times_s`: when each token came."""
 
     sent_s: float
     request_id: str = ""
@@ -105,17 +108,17 @@ class _Sse(asyncio.Protocol):
                 stream.error = self._head[:160].decode(errors="replace")
                 self._end()
                 return
-        num_events = seen.count(_EVENT)
-        self._tail = seen[1 - len(_EVENT) :]
+        whole, _, self._tail = seen.rpartition(_EVENTS_END)
+        num_events = whole.count(_EVENT)
+        is_over = _DONE in whole
         if num_events:
-            stream.num_messages += num_events
-            stream.times_s += [time.monotonic()] * num_events
+            stream.num_messages += num_events - is_over
+            num_tokens = max(num_events - is_over, whole.count(_TEXT))
+            stream.times_s += [time.monotonic()] * num_tokens
             if stream.is_stalled:
                 self._transport.pause_reading()
                 self.is_done.set_result(None)
-        if _DONE in seen:
-            stream.num_messages -= 1
-            stream.times_s.pop()
+        if is_over:
             self._end()
 
     def _end(self) -> None:
@@ -153,7 +156,8 @@ def _grpc_stream(generate: Any) -> OneStream:
         times_s = stream.times_s
         try:
             while (message := await call.read()) is not grpc.aio.EOF:
-                times_s.append(time.monotonic())
+                stream.num_messages += 1
+                times_s += [time.monotonic()] * max(1, message.count(_TEXT))
                 if not stream.request_id:
                     stream.request_id = inference_pb2.GenerateChunk.FromString(message).id
                     if stream.is_stalled:
@@ -161,7 +165,6 @@ def _grpc_stream(generate: Any) -> OneStream:
                         break
         except grpc.aio.AioRpcError as error:
             stream.error = f"{error.code().name}: {error.details()}"
-        stream.num_messages = len(times_s)
         stream.ended_s = time.monotonic()
 
     return one
