@@ -204,6 +204,8 @@ def _serve(
     if plan.is_source:
         direct.listen()
     inbox.watch(frames, lambda: _read(frames))
+    for item in _read(frames):  # what came with the last frame of the start: nothing tells of it
+        inbox.put(item)
     frames.send(engine_pb2.EngineOutput(ready=welcome))
     pulse = Pulse(
         lambda numbers: frames.send(engine_pb2.EngineOutput(heartbeat=numbers)),

@@ -113,6 +113,7 @@ async def _relay(
                 return
     except Exception as error:  # gRPC's own: the call broke, or the server is being stopped
         log.debug("a stream cannot be read any more: %r", error)
+        outgoing.end(BatonError("the stream cannot be read"))
     outgoing.end()
 
 
