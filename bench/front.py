@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.cluster.redis_server import RedisServer
-from baton.core.children import dies_with_parent
+from baton.core.children import bound_to_us
 
 from . import fake_nodes
 from .figures import ROOT, Figure, machine, table, write
@@ -50,22 +50,31 @@ Nodes = Callable[..., AbstractContextManager[None]]
 
 
 def throughput() -> list[Figure]:
-    """Messages and tokens a second, the gateway's and the bare server's in turn."""
+    """Messages and tokens a second, the gateways' and the bare server's in turn."""
     figures = []
     for front, words in FRONTS.items():
         plan = Plan(front, "", NUM_STREAMS, rounds=2)  # the first warms up
-        ceiling, found = [], []
-        with bare(front) as floor, gateway() as through:
+        with (
+            bare(front) as floor,
+            gateway() as alone,
+            gateway(options=("--workers", "2")) as shared,
+        ):
+            servers = {
+                "bare": floor,
+                f"{words}, {NUM_STREAMS} streams": alone[front],
+                f"the same, 2 workers, {front}": shared[front],
+            }
+            found: dict[str, list[Any]] = {name: [] for name in servers}
             for _ in range(_REPEATS):
-                ceiling += load(plan, floor)[1:]
-                found += load(plan, through[front])[1:]
-        most = statistics.median(_per_s(ceiling, "messages"))
-        for unit in ("messages", "tokens"):
-            samples = tuple(_per_s(found, unit))
-            name = f"{words}, {NUM_STREAMS} streams"
-            figures.append(
-                Figure(name, f"{unit}/s", samples, most, "bare messages/s", most * TARGET_SHARE)
-            )
+                for name, address in servers.items():
+                    found[name] += load(plan, address)[1:]
+        most = statistics.median(_per_s(found.pop("bare"), "messages"))
+        for name, rounds in found.items():
+            for unit in ("messages", "tokens"):
+                samples = tuple(_per_s(rounds, unit))
+                figures.append(
+                    Figure(name, f"{unit}/s", samples, most, "bare messages/s", most * TARGET_SHARE)
+                )
     return figures
 
 
@@ -291,12 +300,11 @@ def _wait_ready(url: str) -> None:
 def child(*arguments: str) -> Iterator[str]:
     """A Python process; yields its id and its `ready:` line."""
     process = subprocess.Popen(
-        [sys.executable, *arguments],
+        bound_to_us([sys.executable, *arguments], signal.SIGTERM),
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
         env=os.environ | {"PYTHONSAFEPATH": "1"},
-        preexec_fn=dies_with_parent(signal.SIGTERM),
     )
     assert process.stdout is not None
     try:

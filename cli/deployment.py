@@ -22,7 +22,7 @@ from ..client import AsyncClient
 from ..cluster.redis_server import RedisServer
 from ..cluster.secret import operator_key
 from ..core import flags
-from ..core.children import dies_with_parent
+from ..core.children import bound_to_us
 from ..core.config import ClusterConfig, EngineConfig, GatewayConfig, NodeConfig, UpConfig
 from ..core.errors import BatonError, StartupFailed
 from ..gateway.greeting import READY, TRY
@@ -133,7 +133,7 @@ class Deployment:
             for flag in flags.to_argv(config, leave_out=flags.SECRET_FIELDS)
         ]
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", program, *argv),
+            *bound_to_us([sys.executable, "-c", program, *argv], signal.SIGTERM),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -141,7 +141,6 @@ class Deployment:
             | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
             | flags.to_environment(cluster),
             start_new_session=True,  # Ctrl-C reaches us alone: we stop the parts in order
-            preexec_fn=dies_with_parent(signal.SIGTERM),
         )
         child = Child(name, process, asyncio.get_running_loop().create_future())
         child.reader = asyncio.create_task(self._read(child))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from ..core.children import dies_with_parent
+from ..core.children import bound_to_us
 from ..core.errors import StartupFailed
 
 _START_TIMEOUT_S = 5.0
@@ -57,12 +57,11 @@ class RedisServer:
         arguments += ["--save", "", "--appendonly", "no"]
         with (folder / "log").open("wb") as log:
             process = subprocess.Popen(
-                [program, *arguments],
+                bound_to_us([str(program), *arguments], signal.SIGTERM),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # Ctrl-C is for us: we end Redis last
-                preexec_fn=dies_with_parent(signal.SIGTERM),
             )
         server = cls(process, folder)
         try:

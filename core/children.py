@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Sequence
 
 _PR_SET_PDEATHSIG = 1
 
+# Run by an interpreter without site-packages (13 ms), which then becomes the command. Not a
+# `preexec_fn`: that makes subprocess fork, and a fork beside gRPC's threads can fail in the child.
+_BIND = f"""
+import ctypes, os, sys
+libc = ctypes.CDLL(None)
+libc.prctl({_PR_SET_PDEATHSIG}, int(sys.argv[1]), 0, 0, 0)
+libc.signal({int(signal.SIGPIPE)}, 0)  # as subprocess gives it: Python ignores it
+if os.getppid() != int(sys.argv[2]):
+    sys.exit("its parent has ended")
+os.execvp(sys.argv[3], sys.argv[3:])
+"""
 
-def dies_with_parent(signal_number: signal.Signals) -> Callable[[], None]:
-    """A `preexec_fn` for subprocess: the kernel sends the child this signal when we end.
 
-    The signal follows the thread that forks (prctl(2)), so start children from a thread that lives
-    as long as the process. A child that execs a set-user-id program loses it.
+def bound_to_us(command: Sequence[str], signal_number: signal.Signals) -> list[str]:
+    """The command as a child of this process: the kernel sends it the signal when we end.
+
+    The signal follows the thread that starts the child (prctl(2)): it must live as long as the
+    process. A command that is a set-user-id program loses it.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
+    bind = [sys.executable, "-IS", "-c", _BIND, str(int(signal_number)), str(os.getpid())]
+    return [*bind, *command]
 
-    def ask_kernel() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, int(signal_number), 0, 0, 0)
 
-    return ask_kernel
+def end_with_parent(signal_number: signal.Signals) -> None:
+    """The kernel is to send us this signal when our parent ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal_number), 0, 0, 0)

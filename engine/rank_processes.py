@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..core.children import dies_with_parent
+from ..core.children import bound_to_us
 from ..core.config import EngineConfig
 from .communicator import Alone, Communicator
 from .device import devices_of_ranks
@@ -96,11 +96,10 @@ def _start(module: str) -> tuple[subprocess.Popen[bytes], RankChannel]:
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, str(theirs.fileno())],
+            # From its first moment on: a rank that hangs in its imports would be left behind.
+            bound_to_us([sys.executable, "-m", module, str(theirs.fileno())], signal.SIGKILL),
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             env=os.environ | {"PYTHONSAFEPATH": "1"},
-            # From the first instruction on: a rank that hangs in its imports would be left behind.
-            preexec_fn=dies_with_parent(signal.SIGKILL),
         )
     return process, RankChannel(ours)

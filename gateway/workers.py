@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ..core.children import dies_with_parent
+from ..core.children import bound_to_us
 from ..core.config import ClusterConfig, GatewayConfig
 from ..core.errors import StartupFailed
 from ..core.logs import set_up_logging
@@ -67,11 +67,10 @@ class _Worker:
 
     async def _live(self) -> int:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "baton.gateway.worker"),
+            *bound_to_us([sys.executable, "-m", "baton.gateway.worker"], signal.SIGTERM),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=os.environ | {"PYTHONSAFEPATH": "1"},
-            preexec_fn=dies_with_parent(signal.SIGTERM),
         )
         self._process = process
         assert process.stdin is not None and process.stdout is not None

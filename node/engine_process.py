@@ -25,7 +25,7 @@ from google.protobuf.message import DecodeError
 
 from ..constraints.grammars import Grammars
 from ..core import flags
-from ..core.children import dies_with_parent
+from ..core.children import end_with_parent
 from ..core.config import EngineConfig, NodeConfig
 from ..core.errors import BatonError, EngineFailed, StartupFailed
 from ..core.logs import set_up_logging
@@ -96,7 +96,7 @@ class RolePlan:
 
 def main(plan: RolePlan) -> int:
     """Run until the supervisor says so or is gone; returns the exit code."""
-    dies_with_parent(signal.SIGKILL)()
+    end_with_parent(signal.SIGKILL)
     # A pull's thread asks for the interpreter for some microseconds, many times a copy; the loop's
     # thread would keep it for 5 ms each time.
     sys.setswitchinterval(_SWITCH_S)

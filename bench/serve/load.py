@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -10,7 +11,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from baton.core.children import dies_with_parent
+from baton.core.children import bound_to_us
 
 from .arrivals import deal
 from .records import Record, load, merge
@@ -73,12 +74,11 @@ class _Worker:
 
     def __enter__(self) -> _Worker:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "baton.bench.serve.worker"],
+            bound_to_us([sys.executable, "-m", "baton.bench.serve.worker"], signal.SIGKILL),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env=os.environ | {"PYTHONSAFEPATH": "1"},
-            preexec_fn=dies_with_parent(9),
         )
         self.tell(self._plan.to_json())
         return self

@@ -20,7 +20,7 @@ from baton.cli.background import running_in_background
 from baton.cli.deployment import Deployment
 from baton.cluster.redis_server import RedisServer
 from baton.core import flags
-from baton.core.children import dies_with_parent
+from baton.core.children import bound_to_us
 from baton.core.config import ClusterConfig, EngineConfig, GatewayConfig, NodeConfig, UpConfig
 
 from .node_driver import CLUSTER
@@ -76,11 +76,10 @@ def _node(
     argv = [flag for config in (engine, node, cluster) for flag in flags.to_argv(config)]
     program = "import sys; from baton.cli.launch import decode; sys.exit(decode())"
     process = subprocess.Popen(
-        [sys.executable, "-c", program, *argv],
+        bound_to_us([sys.executable, "-c", program, *argv], signal.SIGTERM),
         stdout=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONSAFEPATH": "1", "BATON_CLUSTER_SECRET": secret},
-        preexec_fn=dies_with_parent(signal.SIGTERM),
     )
     assert process.stdout is not None
     lines = iter(process.stdout)

@@ -238,13 +238,13 @@ def test_a_rank_that_hangs_while_it_loads_is_named(model_dir: Path) -> None:
 
 
 def starting_follower(node: NodeProcess) -> int | None:
-    """Once it is a program of its own, and no longer its parent's twin."""
+    """Once it is its own program, and bound to its parent."""
     try:
         pid = follower_pid(node)
-        program = Path(f"/proc/{pid}/cmdline").read_bytes()
+        program = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except (ValueError, FileNotFoundError):  # there is no engine yet, or no rank of it
         return None
-    return pid if b"follower_process" in program else None
+    return pid if program[1] == b"-m" else None
 
 
 @asynccontextmanager
