@@ -41,7 +41,7 @@ TTFT_SLO_S, MAX_REFUSAL_MS = 0.5, 50.0
 _CAPACITY_RPS, _PROMPT_TOKENS, _OVERLOAD_S = 50, 200, 8.0
 MAX_GROWTH_MB = 32.0
 _STALL_STEP_S, _STALL_TOKENS = 0.02, 1000
-_REPEATS = 7
+_REPEATS, _LATENCY_REPEATS = 7, 3
 _LAUNCH = "import sys; from baton.cli.launch import {0}; sys.exit({0}())"
 _MAX_WAIT = ("--max-queue-s", "0.4")
 _READY_S = 30.0
@@ -98,16 +98,18 @@ def latency() -> list[Figure]:
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder) / "sent.json"
             pace = ("--step-s", str(step_s), "--log", str(log))
-            with bare(front, *pace) as floor:
-                there = load(plan, floor)
-            floors_ms = _delays_ms(there, log)
-            with gateway(*pace) as through:
-                there = load(plan, through[front])
-            delays_ms = _delays_ms(there, log)
+            floors_ms, p99s_ms = [], []
+            for _ in range(_LATENCY_REPEATS):
+                with bare(front, *pace) as floor:
+                    there = load(plan, floor)
+                floors_ms.append(_quantile(_delays_ms(there, log), 0.99))
+                with gateway(*pace) as through:
+                    there = load(plan, through[front])
+                p99s_ms.append(_quantile(_delays_ms(there, log), 0.99))
         name = f"{words}: p99 from step to client, a step each {step_s * 1e3:.1f} ms"
-        p99 = _quantile(floors_ms, 0.99)
+        floor_ms = statistics.median(floors_ms)
         figures.append(
-            Figure(name, "ms", (_quantile(delays_ms, 0.99),), p99, "bare", p99 + TARGET_ADDED_MS)
+            Figure(name, "ms", tuple(p99s_ms), floor_ms, "bare", floor_ms + TARGET_ADDED_MS)
         )
     return figures
 
