@@ -14,8 +14,8 @@ from baton.core.ports import SystemClock
 from baton.core.request import FinishReason
 from baton.core.timeline import Event, Stamp
 from baton.gateway.caller import anyone
+from baton.gateway.chunk import Chunk, Result
 from baton.gateway.engine_link import Transfer
-from baton.gateway.session import Chunk, Result
 from baton.gateway.telemetry import metric_table
 from baton.gateway.telemetry.metric_store import MetricStore
 from baton.gateway.telemetry.prometheus import CallMetrics, SloTargets

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable
 
 from ..core.errors import BatonError
-from .session import Chunk
+from .chunk import Chunk
 
 MAX_TOKENS_BEHIND = 256
 _MAX_CHUNKS = 32  # that wait; more are put together, since a chunk is larger than its tokens

@@ -19,6 +19,7 @@ from ..core.timeline import Event, Stamp
 from ..proto.v1 import inference_pb2
 from .admission import QueueLimit
 from .caller import ADMIN, INFER, Caller
+from .chunk import Chunk
 from .chunk_queue import ChunkQueue
 from .constraint_check import unsupported
 from .engine_table import EngineTable
@@ -27,7 +28,7 @@ from .public_error import public_error
 from .sampling_validation import check_token_ids
 from .security.tenancy import Admission, Tenancy
 from .served_model import ServedModel
-from .session import GATEWAY, Chunk, Session, SessionLimits
+from .session import GATEWAY, Session, SessionLimits
 from .sessions import SessionTable
 from .telemetry.observers import Observers
 from .telemetry.records import CallObserver, CallRecord

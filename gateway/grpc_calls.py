@@ -12,9 +12,9 @@ import grpc
 
 from ..core.errors import BatonError, Unauthenticated
 from .caller import Caller
+from .chunk import Result
 from .front_door import FrontDoor
 from .security.gate import Gate
-from .session import Result
 
 log = logging.getLogger(__name__)
 

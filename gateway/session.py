@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from ..core.errors import (
     BatonError,
@@ -29,11 +28,11 @@ from ..core.errors import (
     Overloaded,
     Unavailable,
 )
-from ..core.logprobs import TokenLogprobs
 from ..core.ports import Clock, Entropy
 from ..core.request import FinishReason, Request, SamplingParams, Ticket
 from ..core.timeline import TERMINAL, Event, Stamp
 from .attempt import Attempt, OutputToken
+from .chunk import Chunk, Result, Sink
 from .engine_link import Avoid, EngineOutput, Route, Router, Transfer, Work
 from .prompt_scores import PromptScores
 from .text_stream import TextStream
@@ -57,50 +56,6 @@ class SessionLimits:
     recovery_wait_s: float = 10.0
     avoid_s: float = 0.3
     settle_s: float = 0.02
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What is known of a finished request. `decode_node` is None if the prefill node ended it."""
-
-    finish_reason: FinishReason
-    matched_stop: str | None
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    prefill_node: str
-    decode_node: str | None
-    transfer: Transfer | None
-    attempts: int
-    seed: int
-    timeline: tuple[Stamp, ...]
-
-
-@dataclass(slots=True)  # one a token, and a frozen one takes thrice the time: change none
-class Chunk:
-    """Tokens for the client, from position `index` on; the last one carries the result.
-
-    `logprobs` are parallel to the tokens, if they were asked for. `prompt_logprobs`, of the
-    prompt's second token and all behind it, come with the first sample's first chunk.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    index: int
-    result: Result | None = None
-    sample_index: int = 0
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-
-
-class Sink(Protocol):
-    """Where the client's stream begins. It ends by a chunk with a result, or by a failure."""
-
-    def emit(self, chunk: Chunk) -> bool:
-        """Take a chunk; False if the client is too far behind to be given any more."""
-        ...
-
-    def fail(self, error: BatonError) -> None: ...
 
 
 class Session:

@@ -15,7 +15,7 @@ from smg_grpc_proto import vllm_engine_pb2
 from ..core.errors import InvalidRequest
 from ..core.logprobs import TokenLogprobs
 from ..proto.v1 import common_pb2, inference_pb2
-from .session import Chunk, Result
+from .chunk import Chunk, Result
 
 # Of one name and meaning on both sides; 0 is "not set" on theirs.
 _SAME = (

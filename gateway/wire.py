@@ -6,9 +6,9 @@ from ..core.errors import EngineFailed, InvalidRequest
 from ..core.request import Request, Ticket
 from ..proto import codec
 from ..proto.v1 import inference_pb2, node_pb2
+from .chunk import Chunk, Result
 from .engine_link import EngineOutput, PlainToken, Transfer, Work
 from .engine_table import EngineCounters, Load
-from .session import Chunk, Result
 
 _WORK = {Work.PREFILL: node_pb2.WORK_PREFILL, Work.DECODE: node_pb2.WORK_DECODE}
 

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
+from ..chunk import Chunk
 from ..chunk_queue import merged
 from ..front_door import Generation
-from ..session import Chunk
 from .answering import REQUEST_ID
 from .calls import Call, Sender, run_calls
 from .event_stream import EventStream

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from ...core.errors import BatonError
 from ...proto.v1 import inference_pb2
 from ..caller import Caller
+from ..chunk import Chunk
 from ..front_door import FrontDoor, Generation
-from ..session import Chunk
 
 OnStart = Callable[[Sequence[Generation]], Awaitable[None]]
 OnChunk = Callable[[int, Chunk], Awaitable[None]]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..session import Chunk, Result
+from ..chunk import Chunk, Result
 from .logprobs import TokenOf, chat_logprobs
 from .tool_parsing import Content, Delta, ToolCallParser, ToolDelta
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...core.logprobs import TokenLogprobs
-from ..session import Chunk
+from ..chunk import Chunk
 from .logprobs import TokenOf, completion_logprobs, prompt_logprobs
 
 _quoted = json.encoder.encode_basestring_ascii  # what json.dumps does to a string, at once

@@ -9,8 +9,8 @@ from aiohttp import web
 
 from ...core.errors import InvalidRequest
 from ...proto.v1 import inference_pb2
+from ..chunk import Chunk
 from ..front_door import Generation
-from ..session import Chunk
 from .answers import Choice, Plan, answer
 from .body import read_object
 from .calls import Call

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..session import Chunk
+from ..chunk import Chunk
 
 
 @dataclass(slots=True)

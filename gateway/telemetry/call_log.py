@@ -11,7 +11,7 @@ import logging
 from ...core.errors import BatonError
 from ...core.logs import fields
 from ..caller import Caller
-from ..session import Chunk
+from ..chunk import Chunk
 from .call_figures import call_figures
 from .records import CallRecord
 

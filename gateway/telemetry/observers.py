@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from ...core.errors import BatonError
 from ..caller import Caller
-from ..session import Chunk
+from ..chunk import Chunk
 from .records import CallObserver, CallRecord
 
 log = logging.getLogger(__name__)

@@ -17,9 +17,9 @@ from ...core.errors import BatonError
 from ...core.ports import Clock
 from ...core.timeline import Event
 from ..caller import Caller
+from ..chunk import Chunk, Result
 from ..cluster_view import ClusterView
 from ..engine_table import EngineTable
-from ..session import Chunk, Result
 from . import metric_table as table
 from .call_figures import call_figures
 from .engine_series import EngineSeries

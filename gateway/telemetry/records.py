@@ -11,7 +11,7 @@ from typing import Protocol
 from ...core.errors import BatonError
 from ...core.request import SamplingParams
 from ..caller import Caller
-from ..session import Chunk, Result
+from ..chunk import Chunk, Result
 from .figures import CallFigures
 
 

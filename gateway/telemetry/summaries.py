@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..session import Result
+from ..chunk import Result
 from .figures import CallFigures
 from .histogram import Histogram
 

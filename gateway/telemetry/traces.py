@@ -17,7 +17,8 @@ from urllib.parse import urlsplit
 from ...core.errors import BatonError, StartupFailed
 from ...core.timeline import Event
 from ..caller import Caller
-from ..session import GATEWAY, Chunk, Result
+from ..chunk import Chunk, Result
+from ..session import GATEWAY
 from ..version import version
 from .call_figures import call_figures
 from .records import CallRecord

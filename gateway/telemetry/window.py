@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from ...core.errors import BatonError
 from ...core.ports import Clock
 from ..caller import Caller
-from ..session import Chunk
+from ..chunk import Chunk
 from .call_figures import call_figures
 from .figures import CallFigures
 from .histogram import Histogram, bucket_of

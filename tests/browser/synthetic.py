@@ -23,12 +23,12 @@ from baton.core.membership import Member, Role
 from baton.core.request import FinishReason
 from baton.core.timeline import Event, Stamp
 from baton.gateway.caller import Caller
+from baton.gateway.chunk import Chunk, Result
 from baton.gateway.dashboard.roster import EngineRoster
 from baton.gateway.dashboard.routes import Viewers, add_dashboard
 from baton.gateway.dashboard.snapshot import SnapshotFeed, Targets
 from baton.gateway.engine_link import Transfer
 from baton.gateway.engine_table import EngineTable, LinkedEngine, Load
-from baton.gateway.session import Chunk, Result
 from baton.gateway.telemetry.records import CallRecord
 from baton.gateway.telemetry.window import Window
 from baton.prefix_index.mirror import PrefixMirror

@@ -10,8 +10,8 @@ from baton.core.errors import BatonError
 from baton.core.request import FinishReason, SamplingParams
 from baton.core.timeline import Event, Stamp
 from baton.gateway.caller import SCOPES, Caller
+from baton.gateway.chunk import Chunk, Result
 from baton.gateway.engine_link import Transfer
-from baton.gateway.session import Chunk, Result
 from baton.gateway.telemetry.records import CallObserver, CallRecord
 
 # When a stage's end is stamped, after arrival.

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from baton.core.errors import BatonError, Unavailable
 from baton.core.request import FinishReason, Request, Ticket
+from baton.gateway.chunk import Chunk
 from baton.gateway.engine_link import Avoid, Route, Work
-from baton.gateway.session import Chunk
 
 
 @dataclass

@@ -14,10 +14,11 @@ from baton.core.errors import BatonError, Cancelled, EngineFailed, NodeLost, Una
 from baton.core.logprobs import TokenLogprobs
 from baton.core.request import FinishReason, SamplingParams
 from baton.core.timeline import Event, Stamp
+from baton.gateway.chunk import Chunk, Result
 from baton.gateway.chunk_queue import ChunkQueue
 from baton.gateway.engine_link import EngineOutput, Work
 from baton.gateway.prompt_scores import PromptScores
-from baton.gateway.session import Chunk, Result, Session, SessionLimits
+from baton.gateway.session import Session, SessionLimits
 from baton.gateway.text_stream import TextStream
 from baton.gateway.validation import ValidatedRequest
 

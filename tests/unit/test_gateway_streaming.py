@@ -13,9 +13,10 @@ from baton.core.errors import BatonError, Cancelled, Overloaded
 from baton.core.ports import SystemClock
 from baton.core.request import FinishReason, SamplingParams
 from baton.core.timeline import Event, Stamp
+from baton.gateway.chunk import Chunk, Result
 from baton.gateway.chunk_queue import ChunkQueue
 from baton.gateway.engine_link import EngineOutput
-from baton.gateway.session import Chunk, Result, Session, SessionLimits
+from baton.gateway.session import Session, SessionLimits
 from baton.gateway.sessions import SessionTable
 from baton.gateway.text_stream import TextStream
 from baton.gateway.validation import ValidatedRequest

@@ -13,12 +13,12 @@ from baton.core.errors import InvalidRequest
 from baton.core.logprobs import TokenLogprobs
 from baton.core.model_dir import resolve_model_dir
 from baton.core.request import FinishReason
+from baton.gateway.chunk import Chunk, Result
 from baton.gateway.http.chat_shape import ChatChoice, ChatOptions
 from baton.gateway.http.chat_template import ChatTemplate
 from baton.gateway.http.completion_shape import CompletionChoice, CompletionOptions, EchoedPrompt
 from baton.gateway.http.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from baton.gateway.http.tool_formats import Hermes
-from baton.gateway.session import Chunk, Result
 from baton.gateway.token_text import TokenText
 from baton.gateway.tokenizer import Tokenizer
 

@@ -10,7 +10,7 @@ from google.protobuf.runtime_version import VersionError
 from baton.core.errors import InvalidRequest
 from baton.core.logprobs import TokenLogprobs
 from baton.core.request import FinishReason
-from baton.gateway.session import Chunk, Result
+from baton.gateway.chunk import Chunk, Result
 
 try:
     from smg_grpc_proto import vllm_engine_pb2 as vllm
