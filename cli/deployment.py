@@ -185,8 +185,10 @@ class Deployment:
                     ) from error
                 sources = {node.incarnation for node in nodes if node.role == "prefill"}
                 pullers = [node for node in nodes if node.role == "decode"]
-                are_all_here = len(nodes) == self._num_engines()
-                if are_all_here and all(sources <= set(node.links) for node in pullers):
+                num_ready = sum(node.is_ready for node in nodes)  # has said how it is
+                if num_ready == self._num_engines() and all(
+                    sources <= set(node.links) for node in pullers
+                ):
                     return
                 await asyncio.sleep(_LOOK_AGAIN_S)
 
