@@ -188,7 +188,7 @@ class DirectChannels:
             channel = DirectChannel(connection, len(_ACCEPT))
             names = (bytes.fromhex(incarnation), bytes.fromhex(self._incarnation))
             channel.send(_ASKING.pack(_ASK, *names, hello.direct_token))
-        except BaseException:
+        except BaseException:  # whatever it is, nobody else would close it
             connection.close()
             raise
         return channel
