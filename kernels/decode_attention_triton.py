@@ -33,6 +33,7 @@ _TILE_KEYS = 64
 _WARPS = 2
 _STAGES = 3
 _PROGRAMS_WANTED = 1320  # twice what an H200 holds at once: uneven shares even out
+_JOINS_AT_MOST = 2048  # programs
 _JOINED_AT_ONCE = tl.constexpr(32)
 
 Int32s = NDArray[Any]
@@ -126,12 +127,15 @@ class TritonDecode:
             num_stages=_STAGES,
             **launch_options(device),
         )
-        _join_shares[(n, heads)](
+        # Where there are many sequences most have one share, and nothing to join.
+        heads_each = group if n * heads > _JOINS_AT_MOST else 1
+        _join_shares[(n, heads // heads_each)](
             partial,
             log_sums,
             self._indptr,
             out,
             HEADS=heads,
+            HEADS_EACH=heads_each,
             DIM=dim,
             DIM_PADDED=dim_padded,
             num_warps=1,
@@ -228,18 +232,38 @@ def _join_shares(
     indptr,
     out,
     HEADS: tl.constexpr,
+    HEADS_EACH: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_in(PDL)
     wait_for_previous(PDL)
-    sequence, head = tl.program_id(0), tl.program_id(1)
+    sequence = tl.program_id(0)
     begin, end = tl.load(indptr + sequence), tl.load(indptr + sequence + 1)
     if end - begin <= 1:
         return
     dims = tl.arange(0, DIM_PADDED)
-    is_dim = dims < DIM
+    for index in tl.static_range(HEADS_EACH):
+        head = tl.program_id(1) * HEADS_EACH + index
+        joined = _joined(partial, log_sums, begin, end, head, HEADS, DIM, DIM_PADDED)
+        at = sequence.to(tl.int64) * HEADS + head
+        tl.store(out + at * DIM + dims, joined.to(out.dtype.element_ty), mask=dims < DIM)
+
+
+@triton.jit
+def _joined(
+    partial,
+    log_sums,
+    begin,
+    end,
+    head,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+):
+    """One head of a sequence, float32 [DIM_PADDED], out of the shares from `begin` to `end`."""
+    dims = tl.arange(0, DIM_PADDED)
     best = tl.full((), float("-inf"), tl.float32)
     total = tl.zeros((), tl.float32)
     joined = tl.zeros((DIM_PADDED,), tl.float32)
@@ -255,11 +279,10 @@ def _join_shares(
         fade = tl.exp2(best - finite)
         values = tl.load(
             partial + at[:, None] * DIM + dims[None, :],
-            mask=is_share[:, None] & is_dim[None, :],
+            mask=is_share[:, None] & (dims < DIM)[None, :],
             other=0.0,
         )
         joined = joined * fade + tl.sum(values * weights[:, None], axis=0)
         total = total * fade + tl.sum(weights, axis=0)
         best = larger
-    at = sequence.to(tl.int64) * HEADS + head
-    tl.store(out + at * DIM + dims, (joined / total).to(out.dtype.element_ty), mask=is_dim)
+    return joined / total

@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from baton.client import AsyncClient, Result
@@ -18,12 +19,14 @@ from baton.core.config import EngineConfig
 from baton.core.metrics import percentile
 from baton.core.request import Request, SamplingParams
 from baton.core.timeline import Event
+from baton.engine.engine import Engine
 from baton.engine.local import LocalEngine
 from baton.engine.runner import ModelRunner
 
 from .arrivals import Prompt
 
 _NUM_TOKENS = 8
+_NUM_QUEUED = 24  # prompts: some seconds, as long as it takes the card to reach its power limit
 _STAGES: tuple[tuple[str, Event | None, Event | None], ...] = (  # None: the client's clock
     ("sent to arrived", None, Event.ARRIVED),
     ("arrived to routed", Event.ARRIVED, Event.ROUTED),
@@ -44,9 +47,10 @@ class Alone:
 
 
 def measure_engine(
-    config: EngineConfig, lengths: Sequence[int], repeats: int
-) -> dict[int, list[Alone]]:
-    """Each length `repeats` times on an engine in this process, behind one that does not count."""
+    config: EngineConfig, lengths: Sequence[int], repeats: int, queued_length: int
+) -> tuple[dict[int, list[Alone]], list[float]]:
+    """An engine in this process: each length `repeats` times, behind one that does not count, and
+    the seconds a prompt of a queue of them."""
     runner = ModelRunner(config)
     engine = LocalEngine(config, runner).engine
     vocab_size = runner.model_config.vocab_size
@@ -54,17 +58,30 @@ def measure_engine(
     for length in lengths:
         samples = []
         for repeat in range(repeats + 1):
-            prompt = tuple(_prompt(length, repeat).token_ids(vocab_size))
-            sampling = SamplingParams(max_tokens=_NUM_TOKENS, temperature=0.0, ignore_eos=True)
-            engine.add(Request(f"{length:016x}{repeat:016x}", 0, prompt, sampling))
-            token_s = [time.perf_counter()]
-            while engine.has_work:
-                num_tokens = len(engine.step().tokens)
-                token_s += [time.perf_counter()] * num_tokens
-            samples.append(Alone(token_s[1] - token_s[0], token_s[2] - token_s[1]))
+            engine.add(_request(length, repeat, vocab_size, _NUM_TOKENS))
+            sent_s, token_s = time.perf_counter(), _token_times(engine)
+            samples.append(Alone(token_s[0] - sent_s, token_s[1] - token_s[0]))
         found[length] = samples[1:]
+    for number in range(_NUM_QUEUED):
+        engine.add(_request(queued_length, 9000 + number, vocab_size, 1))
+    queued_s = [after - before for before, after in pairwise(_token_times(engine))]
     runner.close()
-    return found
+    return found, queued_s
+
+
+def _request(length: int, number: int, vocab_size: int, max_tokens: int) -> Request:
+    prompt = tuple(_prompt(length, number).token_ids(vocab_size))
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return Request(f"{length:016x}{number:016x}", 0, prompt, sampling)
+
+
+def _token_times(engine: Engine) -> list[float]:
+    """Run until nothing is left; when each token came."""
+    token_s: list[float] = []
+    while engine.has_work:
+        num_tokens = len(engine.step().tokens)
+        token_s += [time.perf_counter()] * num_tokens
+    return token_s
 
 
 def measure_system(

@@ -2,7 +2,8 @@
 
 python -m baton.bench.serve.suite --parts PART[,PART...] [--out FOLDER] [flags of an engine]
 
-    alone      an engine in this process: what one prefill takes, the floor of all below
+    alone      an engine in this process: what one prefill takes when idle and in a queue of them,
+               the floor of all below
     system     one deployment (prefill GPU 0, decode GPU 1): idle latencies, running streams alone,
                running streams while prompts of 8192 tokens arrive
     mixed      the same two GPUs, each prefilling and decoding: running streams, and the same load
@@ -19,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from baton.core import flags
@@ -67,10 +69,15 @@ class Suite:
 
     def _alone(self) -> None:
         repeats = self._arguments.idle_repeats
-        found = idle.measure_engine(self._engine, self._lengths, repeats)
+        queued_length = DEFAULT_SHAPE.num_prompt_tokens
+        found, queued_s = idle.measure_engine(self._engine, self._lengths, repeats, queued_length)
         for length, samples in found.items():
             times_ms = sorted(round(one.ttft_s * 1e3, 2) for one in samples)
             print(f"engine alone, {length} tokens: TTFT {times_ms} ms", flush=True)
+        print(
+            f"a queue of {queued_length} tokens: {median(queued_s) * 1e3:.2f} ms each", flush=True
+        )
+        self._save("alone queued", queued_s)
         self._save("alone", {n: [[s.ttft_s, s.gap_s] for s in ss] for n, ss in found.items()})
 
     def _system(self) -> None:
@@ -135,14 +142,14 @@ class Suite:
             plots.write(page, title, runs, "\n\n".join(tables))
 
     def _prefill_s(self) -> dict[str, float]:
-        """By group, what a prefill alone takes; empty while that is unknown."""
-        alone = self._known_alone().get(DEFAULT_SHAPE.num_prompt_tokens)
+        """By group, what a prefill takes where they queue: the card's power limit slows it by some
+        per cent beside an idle one. Empty while that is unknown."""
+        queued_s = self._results.get("alone queued")
         idle_times = self._results.get(self._arguments.label + "idle") or self._results.get("idle")
-        if not alone or not idle_times:
+        if not queued_s or not idle_times:
             return {}
-        ordered = sorted(one.ttft_s for one in alone)
         again_ms = idle_times[f"{DEFAULT_SHAPE.stream_prompt_tokens} again"]["prefill_ms"]
-        return {PROBE: ordered[len(ordered) // 2], BACKGROUND: again_ms / 1e3}
+        return {PROBE: median(queued_s), BACKGROUND: again_ms / 1e3}
 
 
 def _file_name(text: str) -> str:
