@@ -39,11 +39,12 @@ class Footprint:
     is_held: bool = False
 
 
-def peak_blocks(footprints: Iterable[Footprint], block_size: int) -> int:
+def peak_blocks(footprints: Iterable[Footprint], block_size: int, *, is_bound: bool = False) -> int:
     """The most blocks held at once if every sequence grows one slot a step and then ends.
 
     Exact in whole blocks; a shared block counts once, and until the last of its sequences ends.
-    O(n log n) in sequences, O(1) a block.
+    O(n log n) in sequences, O(1) a block. `is_bound`: shared blocks count for each sequence; looks
+    at no block.
     """
     ordered = sorted(footprints, key=lambda f: (f.is_held, f.num_growth_tokens), reverse=True)
     seen: set[int] = set()
@@ -52,9 +53,10 @@ def peak_blocks(footprints: Iterable[Footprint], block_size: int) -> int:
     tails = [0] * block_size  # of those that grow: how many have k tokens in their last block
     peak = 0
     for footprint in ordered:
-        num_seen = len(seen)
-        seen.update(footprint.block_ids)
-        num_fixed -= len(footprint.block_ids) - (len(seen) - num_seen)
+        if not is_bound:
+            num_seen = len(seen)
+            seen.update(footprint.block_ids)
+            num_fixed -= len(footprint.block_ids) - (len(seen) - num_seen)
         num_full, tail = divmod(footprint.num_tokens, block_size)
         num_fixed += num_full
         if footprint.is_held:
@@ -122,7 +124,11 @@ class Admission:
         if not candidate.is_held and all(f.is_held for f in footprints):
             return True
         footprints.append(self._footprint(candidate, matched))
-        return peak_blocks(footprints, self._limits.block_size) <= self._limits.capacity
+        block_size, capacity = self._limits.block_size, self._limits.capacity
+        # Thousands of blocks need to be told apart only where it matters.
+        if peak_blocks(footprints, block_size, is_bound=True) <= capacity:
+            return True
+        return peak_blocks(footprints, block_size) <= capacity
 
     def has_credit(
         self, candidate: Sequence, matched: list[int], holders: Iterable[Sequence]
@@ -131,9 +137,12 @@ class Admission:
 
         The first one passes whatever its size: nothing is there to wait for.
         """
-        held = distinct_blocks(holders)
-        num_fresh = self._limits.blocks_for(candidate.num_slots) - len(matched)
-        return not held or len(held.union(matched)) + num_fresh <= self._limits.held_blocks_limit
+        held_by, limit = list(holders), self._limits.held_blocks_limit
+        num_blocks = self._limits.blocks_for(candidate.num_slots)
+        if not held_by or sum(len(one.block_ids) for one in held_by) + num_blocks <= limit:
+            return True
+        held = distinct_blocks(held_by)
+        return not held or len(held.union(matched)) + num_blocks - len(matched) <= limit
 
     def _footprint(self, sequence: Sequence, block_ids: list[int]) -> Footprint:
         if sequence.is_held:

@@ -60,6 +60,7 @@ from .role import Role
 log = logging.getLogger(__name__)
 
 _SWITCH_S = 0.0005
+_NUM_YOUNG = 20_000  # objects that a collection waits for: one takes a ms, and steps wait for it
 _FOLLOWER_MODULE = "baton.node.follower_process"
 
 
@@ -216,6 +217,7 @@ def _serve(
     gate = GrammarGate(grammars, inbox.put)
     gc.collect()
     gc.freeze()  # what was loaded stays: no collection need look at it again
+    gc.set_threshold(_NUM_YOUNG, 20, 20)
     try:
         EngineLoop(engine, role, desk, outbox, inbox, frames.send, pulse, clock, gate, direct).run()
     finally:

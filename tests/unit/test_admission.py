@@ -55,7 +55,9 @@ def footprint_sets(draw: st.DrawFn) -> tuple[list[Footprint], int]:
 @given(footprint_sets())
 def test_peak_equals_simulation(case: tuple[list[Footprint], int]) -> None:
     footprints, block_size = case
-    assert peak_blocks(footprints, block_size) == simulated_peak(footprints, block_size)
+    peak = peak_blocks(footprints, block_size)
+    assert peak == simulated_peak(footprints, block_size)
+    assert peak_blocks(footprints, block_size, is_bound=True) >= peak
 
 
 def test_peak_of_the_picture() -> None:
