@@ -78,7 +78,7 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, NUM_RESERVED_BLOCKS - 1, -1))  # a stack
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._fences: set[Fence] = set()
-        self._on_evict: Callable[[int], None] | None = None
+        self._on_evict: Callable[[Sequence[int]], None] | None = None
 
     @property
     def capacity(self) -> int:
@@ -147,13 +147,15 @@ class BlockPool:
                 else:
                     self._free.append(block_id)
 
-    def keep(self, block_id: int) -> None:
-        """The held block's content is final and worth keeping once nobody refers to it."""
-        assert self._num_refs[block_id] > 0, f"block {block_id} is nobody's"
-        self._is_kept[block_id] = True
+    def keep(self, block_ids: Iterable[int]) -> None:
+        """The held blocks' content is final and worth keeping once nobody refers to it."""
+        num_refs, is_kept = self._num_refs, self._is_kept
+        for block_id in block_ids:
+            assert num_refs[block_id] > 0, f"block {block_id} is nobody's"
+            is_kept[block_id] = True
 
-    def on_evict(self, listener: Callable[[int], None]) -> None:
-        """Call `listener(block_id)` for each kept block before its content is given up."""
+    def on_evict(self, listener: Callable[[Sequence[int]], None]) -> None:
+        """Call `listener(block_ids)` for kept blocks before their content is given up."""
         assert self._on_evict is None, "the pool has a listener already"
         self._on_evict = listener
 
@@ -186,12 +188,12 @@ class BlockPool:
         _expect(not strangers, f"owners of blocks that do not exist: {strangers}")
 
     def _evict(self, n: int) -> None:
-        for _ in range(n):
-            block_id, _none = self._cached.popitem(last=False)
+        ids = [self._cached.popitem(last=False)[0] for _ in range(n)]
+        for block_id in ids:
             self._is_kept[block_id] = False
-            if self._on_evict is not None:
-                self._on_evict(block_id)
-            self._free.append(block_id)
+        if self._on_evict is not None:
+            self._on_evict(ids)
+        self._free += ids
 
     def _close(self, fence: Fence) -> None:
         if fence in self._fences:

@@ -132,9 +132,9 @@ class BlockTables:
         num_full = sequence.num_computed_tokens // self._block_size
         if num_full == sequence.num_stored_blocks:
             return
+        fresh = slice(sequence.num_stored_blocks, num_full)
         hashes = sequence.block_hashes(num_full, self._block_size)
-        for index in range(sequence.num_stored_blocks, num_full):
-            self._cache.store(hashes[index], sequence.block_ids[index])
+        self._cache.store(hashes[fresh], sequence.block_ids[fresh])
         sequence.num_stored_blocks = num_full
 
     def prepare_store(self, sequence: Sequence) -> None:

@@ -17,9 +17,9 @@ from .block_pool import BlockPool
 class CacheObserver(Protocol):
     """Hears what this engine could serve from its cache: what a cluster-wide index is made of."""
 
-    def stored(self, block_hash: BlockHash) -> None: ...
+    def stored(self, block_hashes: Iterable[BlockHash]) -> None: ...
 
-    def removed(self, block_hash: BlockHash) -> None: ...
+    def removed(self, block_hashes: Iterable[BlockHash]) -> None: ...
 
 
 class PrefixCache:
@@ -51,22 +51,28 @@ class PrefixCache:
             matched.append(block_id)
         return matched
 
-    def store(self, block_hash: BlockHash, block_id: int) -> None:
-        """Enter a full, computed block that somebody holds.
+    def store(self, block_hashes: Iterable[BlockHash], block_ids: Iterable[int]) -> None:
+        """Enter full, computed blocks that somebody holds, by their hashes, no two of them alike.
 
         Of two blocks with one hash the first stays; the second remains an ordinary block.
         """
-        if not self.is_enabled or block_hash in self._block_of:
+        if not self.is_enabled:
             return
-        assert block_id not in self._hash_of, f"block {block_id} was rewritten while cached"
-        self._pool.keep(block_id)
-        self._block_of[block_hash] = block_id
-        self._hash_of[block_id] = block_hash
+        pairs = zip(block_hashes, block_ids, strict=True)
+        entered = {each: block_id for each, block_id in pairs if each not in self._block_of}
+        if not entered:
+            return
+        hash_of = {block_id: each for each, block_id in entered.items()}
+        assert self._hash_of.keys().isdisjoint(hash_of), "a block was rewritten while cached"
+        self._pool.keep(hash_of)
+        self._block_of |= entered
+        self._hash_of |= hash_of
         if self._observer is not None:
-            self._observer.stored(block_hash)
+            self._observer.stored(entered)
 
-    def _remove(self, block_id: int) -> None:
-        block_hash = self._hash_of.pop(block_id)
-        del self._block_of[block_hash]
+    def _remove(self, block_ids: Iterable[int]) -> None:
+        removed = [self._hash_of.pop(block_id) for block_id in block_ids]
+        for block_hash in removed:
+            del self._block_of[block_hash]
         if self._observer is not None:
-            self._observer.removed(block_hash)
+            self._observer.removed(removed)

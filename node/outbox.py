@@ -7,7 +7,7 @@ hears last what the step changed in the cache. Knows no request's state.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ..core.block_hash import BlockHash
@@ -76,13 +76,13 @@ class Outbox:
         """Nobody listens there any more."""
         self._steps.pop(gateway, None)
 
-    def stored(self, block_hash: BlockHash) -> None:
-        """The engine's cache has this block now."""
-        self._cache_changes.stored(block_hash)
+    def stored(self, block_hashes: Iterable[BlockHash]) -> None:
+        """The engine's cache has these blocks now."""
+        self._cache_changes.stored(block_hashes)
 
-    def removed(self, block_hash: BlockHash) -> None:
-        """The engine's cache has this block no longer."""
-        self._cache_changes.removed(block_hash)
+    def removed(self, block_hashes: Iterable[BlockHash]) -> None:
+        """The engine's cache has these blocks no longer."""
+        self._cache_changes.removed(block_hashes)
 
     def flush_gateways(self) -> None:
         """Send what is queued for gateways, if there is still work to do for the rest."""

@@ -28,14 +28,13 @@ class CacheJournal:
 
     def record(self, removed: Iterable[BlockHash], stored: Iterable[BlockHash]) -> None:
         """What the engine says of its cache, in order. A change that is none is no error."""
-        for block_hash in removed:
-            if block_hash in self._hashes:
-                self._hashes.remove(block_hash)
-                self._untold.removed(block_hash)
-        for block_hash in stored:
-            if block_hash not in self._hashes:
-                self._hashes.add(block_hash)
-                self._untold.stored(block_hash)
+        hashes = self._hashes
+        gone = [each for each in removed if each in hashes]
+        hashes.difference_update(gone)
+        self._untold.removed(gone)
+        new = [each for each in stored if each not in hashes]
+        hashes.update(new)
+        self._untold.stored(new)
         if self._untold:
             self.changed.set()
 

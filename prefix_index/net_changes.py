@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ..core.block_hash import BlockHash
 
 
@@ -17,15 +19,17 @@ class NetChanges:
     def __len__(self) -> int:
         return len(self._is_stored)
 
-    def stored(self, block_hash: BlockHash) -> None:
-        self._note(block_hash, True)
+    def stored(self, block_hashes: Iterable[BlockHash]) -> None:
+        self._note(block_hashes, True)
 
-    def removed(self, block_hash: BlockHash) -> None:
-        self._note(block_hash, False)
+    def removed(self, block_hashes: Iterable[BlockHash]) -> None:
+        self._note(block_hashes, False)
 
-    def _note(self, block_hash: BlockHash, is_stored: bool) -> None:
-        if self._is_stored.setdefault(block_hash, is_stored) is not is_stored:
-            del self._is_stored[block_hash]
+    def _note(self, block_hashes: Iterable[BlockHash], is_stored: bool) -> None:
+        changes = self._is_stored
+        for block_hash in block_hashes:
+            if changes.setdefault(block_hash, is_stored) is not is_stored:
+                del changes[block_hash]
 
     def take(self) -> tuple[list[BlockHash], list[BlockHash]]:
         """(removed, stored) since the last call."""

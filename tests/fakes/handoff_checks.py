@@ -246,6 +246,6 @@ def a_chain_with_a_hole_ends_at_it() -> None:
     cache = PrefixCache(pool)
     hashes = prompt_hashes(3 * BLOCK_SIZE)
     first, third = pool.allocate(2) or []
-    cache.store(hashes[0], first)
-    cache.store(hashes[2], third)
+    cache.store([hashes[0]], [first])
+    cache.store([hashes[2]], [third])
     assert cache.match(hashes) == [first], "a block is used without those before it"

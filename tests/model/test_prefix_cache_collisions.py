@@ -68,7 +68,7 @@ class Model:
             return None
         for index, block in enumerate(fresh, start=len(matched)):
             self.content[block] = prefixes(tokens)[index]
-            self.cache.store(hashes[index], block)
+            self.cache.store([hashes[index]], [block])
         self.live.append(matched + fresh)
         return found
 

@@ -24,7 +24,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.generations = LocalGenerations(NUM_BLOCKS)
         self.pool = BlockPool(NUM_BLOCKS, self.generations)
         self.evicted: list[int] = []
-        self.pool.on_evict(self.evicted.append)
+        self.pool.on_evict(self.evicted.extend)
         self.free = set(range(NUM_RESERVED_BLOCKS, NUM_BLOCKS))
         self.cached: list[int] = []  # least recently used first
         self.kept: set[int] = set()
@@ -86,7 +86,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def keep(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from(sorted(self.refs())))
-        self.pool.keep(block)
+        self.pool.keep([block])
         self.kept.add(block)
 
     @precondition(lambda self: self.holdings)

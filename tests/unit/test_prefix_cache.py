@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pytest
 from hypothesis import settings
@@ -31,12 +31,14 @@ class SetObserver:
     def __init__(self) -> None:
         self.hashes: set[BlockHash] = set()
 
-    def stored(self, block_hash: BlockHash) -> None:
-        assert block_hash not in self.hashes
-        self.hashes.add(block_hash)
+    def stored(self, block_hashes: Iterable[BlockHash]) -> None:
+        for block_hash in block_hashes:
+            assert block_hash not in self.hashes
+            self.hashes.add(block_hash)
 
-    def removed(self, block_hash: BlockHash) -> None:
-        self.hashes.remove(block_hash)
+    def removed(self, block_hashes: Iterable[BlockHash]) -> None:
+        for block_hash in block_hashes:
+            self.hashes.remove(block_hash)
 
 
 def prefixes(tokens: Prefix) -> list[Prefix]:
@@ -92,7 +94,7 @@ class CacheMachine(RuleBasedStateMachine):
             prefixes(tokens), hashes_of(tokens), blocks, strict=True
         ):
             if block in fresh:
-                self.cache.store(block_hash, block)
+                self.cache.store([block_hash], [block])
                 self.block_of.setdefault(prefix, block)
         self.live.append(blocks)
 
@@ -131,7 +133,7 @@ def test_a_chain_is_evicted_from_its_end() -> None:
     blocks = pool.allocate(4)
     assert blocks is not None
     for block_hash, block in zip(hashes_of(tokens), blocks, strict=True):
-        cache.store(block_hash, block)
+        cache.store([block_hash], [block])
     pool.release(blocks)
     for num_left in (4, 3, 2, 1, 0):
         assert cache.match(hashes_of(tokens)) == blocks[:num_left]
@@ -142,8 +144,8 @@ def test_of_two_equal_blocks_the_first_stays() -> None:
     pool, cache = new_cache()
     first, second = pool.allocate(2) or []
     block_hash = hashes_of((1, 2))[0]
-    cache.store(block_hash, first)
-    cache.store(block_hash, second)
+    cache.store([block_hash], [first])
+    cache.store([block_hash], [second])
     assert cache.match([block_hash]) == [first]
     pool.release([first, second])
     assert pool.counts.cached == 1
@@ -152,7 +154,7 @@ def test_of_two_equal_blocks_the_first_stays() -> None:
 def test_switched_off_nothing_is_kept() -> None:
     pool, cache = new_cache(is_enabled=False)
     blocks = pool.allocate(1) or []
-    cache.store(hashes_of((1, 2))[0], blocks[0])
+    cache.store([hashes_of((1, 2))[0]], [blocks[0]])
     assert cache.match(hashes_of((1, 2))) == []
     pool.release(blocks)
     assert pool.counts.cached == 0
@@ -169,7 +171,7 @@ def test_long_prompt_is_matched_and_hashed_as_far_as_it_is_cached(
     tables = BlockTables(pool, cache, LocalGenerations(num_blocks + 2), BLOCK_SIZE)
     block_ids = pool.allocate(num_cached) or []
     for block_hash, block_id in zip(hashes_of(prompt), block_ids, strict=False):
-        cache.store(block_hash, block_id)
+        cache.store([block_hash], [block_id])
     hashed: list[int] = []
 
     def count(root: BlockHash, tokens: Sequence[int], block_size: int) -> list[BlockHash]:

@@ -217,7 +217,7 @@ def test_net_changes_lead_from_one_set_to_the_other(first: list[int], second: li
 
     def toggle(numbers: list[int]) -> None:
         for number in numbers:
-            (changes.removed if h(number) in cache else changes.stored)(h(number))
+            (changes.removed if h(number) in cache else changes.stored)([h(number)])
             cache.symmetric_difference_update({h(number)})
 
     toggle(first)
