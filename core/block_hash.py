@@ -1,7 +1,7 @@
 """The chained hash of full KV blocks: what makes two blocks on two machines the same block.
 
     root    = blake2b(model fingerprint, cache salt)          the salt carries tenant and adapter
-    hash[i] = blake2b(hash[i-1] or root, token ids of block i as little-endian int32)
+    hash[i] = blake2b(hash[i-1] or root, token ids of block i as little-endian uint32)
 
 A hash covers everything its block's KV depends on. 128 bits, stable across processes and hosts.
 """
@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
-from typing import NewType
+from collections.abc import Iterable
+from typing import NewType, cast
+
+from .token_ids import NUM_BYTES, pack
 
 BlockHash = NewType("BlockHash", bytes)
 
@@ -24,16 +26,19 @@ def root_hash(fingerprint: str, cache_salt: str = "") -> BlockHash:
     return BlockHash(hashlib.blake2b(salted, digest_size=_SIZE_BYTES).digest())
 
 
-def block_hashes(root: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
+def block_hashes(root: BlockHash, token_ids: Iterable[int], block_size: int) -> list[BlockHash]:
     """The hashes of all full blocks of `token_ids` behind `root`, which may be a block's hash too.
 
     A partial last block has none.
     """
-    hashes: list[BlockHash] = []
-    parent, block_bytes = root, 4 * block_size
-    packed = struct.pack(f"<{len(token_ids)}i", *token_ids)
-    for start in range(0, len(packed) - block_bytes + 1, block_bytes):
-        content = parent + packed[start : start + block_bytes]
-        parent = BlockHash(hashlib.blake2b(content, digest_size=_SIZE_BYTES).digest())
+    packed, block_bytes = pack(token_ids), NUM_BYTES * block_size
+    full = packed[: len(packed) // block_bytes * block_bytes]
+    fresh = hashlib.blake2b(digest_size=_SIZE_BYTES).copy  # twice as fast as to make a new one
+    hashes: list[bytes] = []
+    parent: bytes = root
+    for (block,) in struct.iter_unpack(f"{block_bytes}s", full):
+        block_hash = fresh()
+        block_hash.update(parent + block)
+        parent = block_hash.digest()
         hashes.append(parent)
-    return hashes
+    return cast(list[BlockHash], hashes)
