@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import enum
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .constraint import Constraint
+from .token_ids import column
 
 
 class FinishReason(enum.Enum):
@@ -65,7 +68,8 @@ class Request:
 
     `request_id` (32 hex digits) is drawn by the gateway; `attempt` counts its dispatches, and
     messages of an older attempt are dropped. `output_token_ids` are tokens that earlier attempts
-    already streamed: the node computes them like prompt, and continues at their position.
+    already streamed: the node computes them like prompt, and continues at their position. Both are
+    columns of token_ids.py wherever a prompt may be long.
 
     `sample_index` tells the samples of one prompt apart. `fork_ids` are the request ids of further
     samples, of the indices that follow: they share this one's prompt and its blocks until their
@@ -74,9 +78,9 @@ class Request:
 
     request_id: str
     attempt: int
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: Sequence[int]
     sampling: SamplingParams
-    output_token_ids: tuple[int, ...] = ()
+    output_token_ids: Sequence[int] = ()
     cache_salt: str = ""
     sample_index: int = 0
     fork_ids: tuple[str, ...] = ()
@@ -93,6 +97,11 @@ class Request:
     def key(self) -> str:
         """What a node files this request under: unique, and never equal across attempts."""
         return f"{self.request_id}/{self.attempt}"
+
+    @property
+    def known_token_ids(self) -> array[int]:
+        """Prompt and outputs behind each other, in a column of its own."""
+        return column(self.prompt_token_ids) + column(self.output_token_ids)
 
     @property
     def num_known_tokens(self) -> int:

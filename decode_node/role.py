@@ -108,12 +108,11 @@ class DecodeRole(RequestRole):
     def _take_up(self, entry: Entry, ticket: Ticket, samples: Sequence[Request]) -> None:
         self._engine.limits.check(entry.request)
         request, limits = entry.request, self._engine.limits
-        known = (*request.prompt_token_ids, *request.output_token_ids)
         root = root_hash(self._fingerprint, request.cache_salt)
-        hashes = block_hashes(root, known, limits.block_size)
+        hashes = block_hashes(root, request.known_token_ids, limits.block_size)
         intent = _Intent(ticket, tuple(samples), hashes)
         self._intents.update((sample.key, intent) for sample in samples)
-        num_blocks = limits.blocks_for(len(known))
+        num_blocks = limits.blocks_for(request.num_known_tokens)
         self._feed(Intended(ticket, entry.key, hashes, num_blocks, entry.deadline_s))
 
     def _end(self, key: str, error: BatonError | None) -> None:

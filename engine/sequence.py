@@ -15,6 +15,7 @@ Plain bookkeeping: decides nothing, allocates nothing.
 from __future__ import annotations
 
 import enum
+from array import array
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
@@ -55,7 +56,7 @@ class Sequence:
     arrival: int
     is_held: bool
     root_hash: BlockHash
-    token_ids: list[int] = field(init=False)
+    token_ids: array[int] = field(init=False)
     state: SequenceState = SequenceState.WAITING
     block_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
@@ -72,7 +73,7 @@ class Sequence:
     _counts: TokenCounts | None = None
 
     def __post_init__(self) -> None:
-        self.token_ids = [*self.request.prompt_token_ids, *self.request.output_token_ids]
+        self.token_ids = self.request.known_token_ids
         self.forks = self.request.forks
 
     @property
@@ -98,7 +99,7 @@ class Sequence:
         return len(self.token_ids) - len(self.request.prompt_token_ids)
 
     @property
-    def output_token_ids(self) -> list[int]:
+    def output_token_ids(self) -> array[int]:
         """Those over all attempts that the host knows."""
         return self.token_ids[len(self.request.prompt_token_ids) :]
 

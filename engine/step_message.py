@@ -2,9 +2,9 @@
 
     | header: counts | slices [n, 8] | keys, temperatures [n] | tokens | tables | targets | rest |
 
-Little-endian int64, int32 for tokens, block ids and targets. `rest` holds, for the few slices that
-ask for more than a temperature, one record each. What comes back is equal to what was sent, its
-sequences views of the bytes. Decoding trusts the sender: both ends are one engine.
+Little-endian int64, int32 for block ids, uint32 for tokens and targets. `rest` holds, for the few
+slices that ask for more than a temperature, one record each. What comes back is equal to what was
+sent, its sequences views of the bytes. Decoding trusts the sender: both ends are one engine.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.request import SamplingParams
+from ..core.token_ids import column
 from .batch import SampleSpec, SequenceSlice
 
 _HEADER = struct.Struct("<4Q")  # slices, tokens, blocks, targets
@@ -40,7 +41,7 @@ class _SentCounts:
 def encode(batch: Sequence[SequenceSlice]) -> bytes:
     """The message of one step; all that the counts of penalties say is copied."""
     slices, keys, temperatures = array("q"), array("Q"), array("d")
-    tokens, tables, targets = array("i"), array("i"), array("i")
+    tokens, tables, targets = column(), array("i"), column()
     rest: list[bytes] = []
     for piece in batch:
         spec, kind = piece.sample, _NOTHING
@@ -76,8 +77,8 @@ def decode(message: memoryview) -> list[SequenceSlice]:
     reader = _Reader(message, _HEADER.size)
     slices = np.frombuffer(reader.take("q", num_slices * len(_SLICE)), np.int64)
     keys, temperatures = reader.take("Q", num_slices), reader.take("d", num_slices)
-    tokens, tables = reader.take("i", num_tokens), reader.take("i", num_blocks)
-    targets = reader.take("i", num_targets)
+    tokens, tables = reader.take("I", num_tokens), reader.take("i", num_blocks)
+    targets = reader.take("I", num_targets)
     token, block, target = 0, 0, 0
     batch = []
     for index, row in enumerate(slices.reshape(num_slices, -1).tolist()):

@@ -26,9 +26,9 @@ def launch_slice(
     sequence = scheduled.sequence
     start = sequence.num_launched_tokens
     end = start + scheduled.num_scheduled_tokens
-    token_ids, follows = sequence.token_ids[start:end], None
-    if start == sequence.num_tokens:
-        token_ids, follows = [0], previous[sequence]
+    is_awaited = start == sequence.num_tokens
+    token_ids = [0] if is_awaited else sequence.token_ids[start:end]
+    follows = previous[sequence] if is_awaited else None
     sample = None
     if scheduled.samples:
         sample = _sample_spec(sequence, end, mask, eos_token_ids)

@@ -6,7 +6,6 @@ Decoding never trusts: an unknown enum value or a missing field raises InvalidRe
 from __future__ import annotations
 
 import json
-import sys
 from array import array
 from collections.abc import Sequence
 
@@ -16,6 +15,7 @@ from ..core.errors import BatonError, InvalidRequest
 from ..core.logprobs import TokenLogprobs
 from ..core.request import FinishReason, Request, SamplingParams, Ticket
 from ..core.timeline import Event, Stamp
+from ..core.token_ids import pack, unpack
 from .v1 import common_pb2, node_pb2
 
 _FINISH_TO_WIRE = {
@@ -136,25 +136,12 @@ def ticket_from_wire(wire: node_pb2.Ticket) -> Ticket:
     return Ticket(wire.transfer_id, wire.source_incarnation, wire.puller_incarnation)
 
 
-def token_ids_to_wire(token_ids: Sequence[int]) -> bytes:
-    """Packed as little-endian uint32."""
-    return _little_endian(array("I", token_ids)).tobytes()
-
-
-def token_ids_from_wire(packed: bytes) -> tuple[int, ...]:
-    """The reverse; raises InvalidRequest unless it is whole ids."""
-    token_ids = array("I")
-    if len(packed) % token_ids.itemsize:
-        raise InvalidRequest("packed token ids are cut off")
-    token_ids.frombytes(packed)
-    return tuple(_little_endian(token_ids))
-
-
-def _little_endian(token_ids: array[int]) -> array[int]:
-    assert token_ids.itemsize == 4
-    if sys.byteorder == "big":
-        token_ids.byteswap()
-    return token_ids
+def token_ids_from_wire(packed: bytes) -> array[int]:
+    """The ids of a packed field; raises InvalidRequest unless it is whole ids."""
+    try:
+        return unpack(packed)
+    except ValueError as error:
+        raise InvalidRequest("packed token ids are cut off") from error
 
 
 def dispatch_to_wire(
@@ -166,8 +153,8 @@ def dispatch_to_wire(
     return node_pb2.Dispatch(
         request_id=request.request_id,
         attempt=request.attempt,
-        prompt_token_ids=token_ids_to_wire(request.prompt_token_ids),
-        output_token_ids=token_ids_to_wire(request.output_token_ids),
+        prompt_token_ids=pack(request.prompt_token_ids),
+        output_token_ids=pack(request.output_token_ids),
         sampling=sampling_to_wire(request.sampling),
         cache_salt=request.cache_salt,
         work=work,

@@ -17,8 +17,25 @@ from baton.core.constraint import Constraint, ConstraintKind
 from baton.core.metrics import TokenTimes, goodput_rps, percentile
 from baton.core.request import Request, SamplingParams, Ticket
 from baton.core.sampling import mix64, token_key
+from baton.core.token_ids import column, pack, unpack
 from baton.proto import codec
 from baton.proto.v1 import node_pb2
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=70))
+def test_token_ids_come_back_from_their_packed_form(ids: list[int]) -> None:
+    assert pack(ids) == b"".join(token_id.to_bytes(4, "little") for token_id in ids)
+    assert unpack(pack(ids)) == unpack(pack(column(ids))) == column(ids)
+    assert column(ids).tolist() == ids
+
+
+def test_a_column_takes_numbers_and_nothing_else() -> None:
+    assert column(b"ab").tolist() == [97, 98], "not two bytes of one id"
+    for bad in ([-1], [2**32], [1.5], ["a"], "a", [None]):
+        with pytest.raises((TypeError, OverflowError)):
+            column(bad)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="not a multiple"):
+        unpack(b"12345")
 
 
 def test_block_hash_is_the_documented_formula() -> None:
@@ -128,7 +145,8 @@ def test_a_dispatch_carries_the_whole_request() -> None:
     plain = SamplingParams()
     assert not [n for n in SamplingParams.__slots__ if getattr(sampling, n) == getattr(plain, n)]
     for params in (sampling, plain):
-        request = Request("a" * 32, 3, (1, 2), params, (3, 4), "salt", 2, ("b" * 32, "c" * 32))
+        prompt, output = column((1, 2)), column((3, 4))
+        request = Request("a" * 32, 3, prompt, params, output, "salt", 2, ("b" * 32, "c" * 32))
         wire = codec.dispatch_to_wire(request, node_pb2.WORK_DECODE, Ticket("t", "s", "p"), 1.0)
         assert codec.request_from_wire(wire) == request
     for kind in ConstraintKind:

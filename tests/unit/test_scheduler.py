@@ -104,7 +104,7 @@ def test_known_tokens_of_a_decode_are_scheduled_together_and_can_be_rolled_back(
     bench = Bench()
     a = bench.add(3)
     bench.step()
-    a.token_ids += [5, 5, 5]
+    a.token_ids.extend((5, 5, 5))
     assert bench.step() == {"a": 4}
     del a.token_ids[5:]
     a.num_computed_tokens = a.num_launched_tokens = 4
@@ -206,7 +206,7 @@ def test_a_waiting_sequence_that_has_outgrown_the_pool_does_not_block_the_queue(
     bench = Bench(capacity=2)
     a = bench.add(7)
     bench.add(3, first_id=100)
-    a.token_ids += [9, 9]
+    a.token_ids.extend((9, 9))
     assert bench.step() == {"b": 3}
     assert [(sequence, type(error)) for sequence, error in bench.failed] == [(a, PromptTooLarge)]
 
