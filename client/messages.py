@@ -32,6 +32,7 @@ from ..core.logprobs import TokenLogprobs
 from ..core.metrics import TokenTimes
 from ..core.request import FinishReason
 from ..core.timeline import Stamp
+from ..core.token_ids import pack
 from ..proto import codec
 from ..proto.v1 import inference_pb2
 
@@ -171,8 +172,7 @@ def build_request(
     if prompt is not None:
         _set(request, "text", prompt, param="prompt")
     if prompt_token_ids is not None:
-        _set(request.token_ids, "ids", prompt_token_ids, param="prompt")
-        request.token_ids.SetInParent()
+        request.token_ids.packed = _packed(prompt_token_ids)
     return request, timeout_s
 
 
@@ -188,8 +188,18 @@ def _set(message: Message, name: str, value: Any, param: str | None = None) -> N
         else:
             getattr(message, name).extend(value)
     except (TypeError, ValueError, AttributeError) as error:
-        param = param or name
-        raise InvalidRequest(f"{param} cannot be {value!r:.100}: {error}", param=param) from error
+        raise _cannot_be(param or name, value, error) from error
+
+
+def _packed(token_ids: Sequence[int]) -> bytes:
+    try:
+        return pack(token_ids)
+    except (TypeError, OverflowError) as error:
+        raise _cannot_be("prompt", token_ids, error) from error
+
+
+def _cannot_be(param: str, value: Any, error: Exception) -> InvalidRequest:
+    return InvalidRequest(f"{param} cannot be {value!r:.100}: {error}", param=param)
 
 
 @dataclass(slots=True)

@@ -214,7 +214,7 @@ class FrontDoor:
                 traceparent=traceparent,
                 tracestate=tracestate,
                 sampling=request.sampling,
-                prompt=_prompt_of(wire) if self._keeps_prompts else None,
+                prompt=_prompt_of(wire, request) if self._keeps_prompts else None,
                 token_times=[[] for _ in range(request.num_samples)],
             )
             async with self._running(request, record, router, arrived, deadline_s) as generation:
@@ -384,6 +384,6 @@ class FrontDoor:
         )
 
 
-def _prompt_of(wire: inference_pb2.GenerateRequest) -> str:
+def _prompt_of(wire: inference_pb2.GenerateRequest, request: ValidatedRequest) -> str:
     """What the client sent, as text: ids as such."""
-    return wire.text if wire.WhichOneof("prompt") == "text" else str([*wire.token_ids.ids])
+    return wire.text or str(request.prompt_token_ids.tolist())

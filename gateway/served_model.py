@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +38,7 @@ class ServedModel:
         constraints = ConstraintCheck(Grammars(model_dir, limits.vocab_size, eos_ids))
         return cls(limits, eos_ids, tokenizer, model_dir, constraints)
 
-    async def prompt_token_ids(self, draft: Draft) -> tuple[int, ...]:
+    async def prompt_token_ids(self, draft: Draft) -> Sequence[int]:
         """The draft's prompt as token ids.
 
         Raises InvalidRequest where it needs a tokenizer that is not there, and, before work that

@@ -12,11 +12,13 @@ comes in as `ModelLimits`.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ..core.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, PromptTooLarge
 from ..core.request import SamplingParams
+from ..core.token_ids import column, unpack
 from ..proto.v1 import common_pb2, inference_pb2
 from .sampling_validation import check_sampling, check_token_ids
 
@@ -53,7 +55,7 @@ class TextOptions:
 class Draft:
     """A request whose fields are each in order; `None` takes the default of complete_request."""
 
-    prompt: str | tuple[int, ...]
+    prompt: str | array[int]
     max_tokens: int | None
     seed: int | None
     sampling: SamplingParams  # all but these two
@@ -71,7 +73,7 @@ class ValidatedRequest:
     `cache_salt`: as the caller wrote it, until security/tenancy.py has keyed it with the tenant.
     """
 
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: array[int]  # read only
     sampling: SamplingParams
     label: str
     num_samples: int = 1
@@ -106,16 +108,17 @@ def check_request(wire: inference_pb2.GenerateRequest, limits: ModelLimits) -> D
 
 
 def complete_request(
-    draft: Draft, prompt_token_ids: Sequence[int], limits: ModelLimits, *, drawn_seed: int
+    draft: Draft, prompt_token_ids: Iterable[int], limits: ModelLimits, *, drawn_seed: int
 ) -> ValidatedRequest:
     """Check the lengths and fill in the defaults.
 
     `max_tokens` defaults to what is left of the context, or of the largest decode pool where that
     is smaller. Raises ContextLengthExceeded, PromptTooLarge.
     """
-    if not prompt_token_ids:
-        raise InvalidRequest("the prompt is empty", param="prompt", code="empty_prompt")
-    max_tokens = _fitting_max_tokens(len(prompt_token_ids), draft.max_tokens, limits)
+    prompt = column(prompt_token_ids)
+    if not prompt:
+        raise _empty_prompt()
+    max_tokens = _fitting_max_tokens(len(prompt), draft.max_tokens, limits)
     if draft.sampling.min_tokens > max_tokens:
         raise InvalidRequest(
             f"min_tokens {draft.sampling.min_tokens} is more than the {max_tokens} there can be",
@@ -125,7 +128,7 @@ def complete_request(
     seed = drawn_seed if draft.seed is None else draft.seed
     sampling = replace(draft.sampling, max_tokens=max_tokens, seed=seed)
     return ValidatedRequest(
-        tuple(prompt_token_ids),
+        prompt,
         sampling,
         draft.label,
         draft.num_samples,
@@ -140,7 +143,7 @@ def check_model(name: str, limits: ModelLimits) -> None:
         raise ModelNotFound(f"The model `{name[:64]}` does not exist.", param="model")
 
 
-def _prompt(wire: inference_pb2.GenerateRequest, vocab_size: int) -> str | tuple[int, ...]:
+def _prompt(wire: inference_pb2.GenerateRequest, vocab_size: int) -> str | array[int]:
     """A oneof holds at most one of the two; an empty text or list is no prompt either."""
     if wire.WhichOneof("prompt") is None:
         raise InvalidRequest(
@@ -148,13 +151,32 @@ def _prompt(wire: inference_pb2.GenerateRequest, vocab_size: int) -> str | tuple
         )
     if wire.HasField("text"):
         if not wire.text:
-            raise InvalidRequest("the prompt is empty", param="prompt", code="empty_prompt")
+            raise _empty_prompt()
         return wire.text
-    if not wire.token_ids.ids:
-        raise InvalidRequest("the prompt is empty", param="prompt", code="empty_prompt")
-    token_ids = tuple(wire.token_ids.ids)
+    token_ids = _token_ids(wire.token_ids)
+    if not token_ids:
+        raise _empty_prompt()
     check_token_ids(token_ids, vocab_size, "prompt")
     return token_ids
+
+
+def _token_ids(wire: inference_pb2.TokenIds) -> array[int]:
+    if not wire.packed:
+        return column(wire.ids[:])  # a slice is read at once, the field itself id by id
+    if wire.ids:
+        raise InvalidRequest(
+            "give token_ids as ids or packed, not both", param="prompt", code="invalid_value"
+        )
+    try:
+        return unpack(wire.packed)
+    except ValueError as error:
+        raise InvalidRequest(
+            "packed token ids are cut off", param="prompt", code="invalid_value"
+        ) from error
+
+
+def _empty_prompt() -> InvalidRequest:
+    return InvalidRequest("the prompt is empty", param="prompt", code="empty_prompt")
 
 
 def _true_unless_false(wire: inference_pb2.GenerateRequest, name: str) -> bool:

@@ -14,6 +14,7 @@ from smg_grpc_proto import vllm_engine_pb2
 
 from ..core.errors import InvalidRequest
 from ..core.logprobs import TokenLogprobs
+from ..core.token_ids import pack
 from ..proto.v1 import common_pb2, inference_pb2
 from .chunk import Chunk, Result
 
@@ -44,7 +45,7 @@ def request_from_vllm(theirs: Any) -> inference_pb2.GenerateRequest:
         case "text":
             ours.text = theirs.text
         case "tokenized":
-            ours.token_ids.ids.extend(theirs.tokenized.input_ids)
+            ours.token_ids.packed = pack(theirs.tokenized.input_ids[:])
     params = theirs.sampling_params
     ours.sampling.CopyFrom(_sampling_from_vllm(params))
     if params.n:

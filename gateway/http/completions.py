@@ -8,6 +8,7 @@ from typing import Any
 from aiohttp import web
 
 from ...core.errors import InvalidRequest
+from ...core.token_ids import pack
 from ...proto.v1 import inference_pb2
 from ..chunk import Chunk
 from ..front_door import Generation
@@ -76,8 +77,7 @@ def _wire(
     if isinstance(prompt, str):
         wire.text = prompt
     else:
-        wire.token_ids.SetInParent()
-        wire.token_ids.ids.extend(prompt)
+        wire.token_ids.packed = pack(prompt)
     fill(wire, found)
     wire.sampling.max_tokens = found.get("max_tokens", _DEFAULT_MAX_TOKENS)
     if "logprobs" in found:

@@ -10,6 +10,7 @@ from typing import Any
 
 from bad_input.table import to_wire
 
+from baton.client.messages import build_request
 from baton.proto.v1 import inference_pb2
 
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -56,6 +57,7 @@ GOOD_MESSAGES: Sequence[tuple[str, bytes]] = tuple(
         ("Generate", to_wire({"prompt": "hello", "max_tokens": 1})),
         ("Generate", to_wire({**_WIRE_FIELDS, "prompt": [1, 2, 3], "max_tokens": 1, "n": 2})),
         ("Generate", to_wire({"prompt": "x", "max_tokens": 1, "regex": "[a-z]+"})),
+        ("Generate", build_request(None, {"prompt_token_ids": [1, 2, 3], "max_tokens": 1})[0]),
         ("Tokenize", inference_pb2.TokenizeRequest(text="hello")),
         ("Detokenize", inference_pb2.DetokenizeRequest(ids=[1, 2, 3])),
         ("Abort", inference_pb2.AbortRequest(ids=["a" * 32])),

@@ -92,7 +92,7 @@ def test_every_parameter_arrives() -> None:
         model="m", request_id="mine", sampling=sampling, n=2, cache_salt="ours",
         include_stop_str_in_output=True, skip_special_tokens=False, add_special_tokens=False,
     )  # fmt: skip
-    expected.token_ids.ids.extend((3, 4))
+    expected.token_ids.packed = b"\3\0\0\0\4\0\0\0"
     assert (request, timeout_s) == (expected, 1.5)
     assert request.sampling.HasField("top_k"), "an explicit 0 is not nothing"
 
@@ -104,6 +104,8 @@ def test_every_parameter_arrives() -> None:
         (None, {"prompt_token_ids": [-1]}, "prompt"),
         (None, {"prompt_token_ids": [2**32]}, "prompt"),
         (None, {"prompt_token_ids": ["a"]}, "prompt"),
+        (None, {"prompt_token_ids": [1.0]}, "prompt"),
+        (None, {"prompt_token_ids": 5}, "prompt"),
         ("\ud800", {}, "prompt"),
         (5, {}, "prompt"),
         ("x", {"max_tokens": -1}, "max_tokens"),

@@ -32,7 +32,7 @@ def request_of(model: ServedModel, stop: str = "", **prompt: object) -> Draft:
 
 async def test_token_ids_are_served_and_have_no_text(model: ServedModel) -> None:
     draft = request_of(model, token_ids=inference_pb2.TokenIds(ids=[5, 6]))
-    assert await model.prompt_token_ids(draft) == (5, 6)
+    assert list(await model.prompt_token_ids(draft)) == [5, 6]
     text = TextStream(model.tokenizer.detokenizer((5, 6)), ())
     assert text.feed([7, 8, 9]).text == "" and text.flush() == ""
 

@@ -15,6 +15,7 @@ from baton.core.errors import (
     PromptTooLarge,
 )
 from baton.core.request import SamplingParams
+from baton.core.token_ids import column, pack
 from baton.gateway.validation import (
     ModelLimits,
     ValidatedRequest,
@@ -30,8 +31,9 @@ def wire(**fields: Any) -> inference_pb2.GenerateRequest:
     """A request with prompt "ab" unless told otherwise; sampling fields may be named directly."""
     names = common_pb2.SamplingParams.DESCRIPTOR.fields_by_name
     sampling = {key: fields.pop(key) for key in list(fields) if key in names}
-    if "ids" in fields:
-        fields["token_ids"] = inference_pb2.TokenIds(ids=fields.pop("ids"))
+    forms = inference_pb2.TokenIds.DESCRIPTOR.fields_by_name
+    if ids := {key: fields.pop(key) for key in list(fields) if key in forms}:
+        fields["token_ids"] = inference_pb2.TokenIds(**ids)
     elif "text" not in fields:
         fields["text"] = "ab"
     return inference_pb2.GenerateRequest(sampling=common_pb2.SamplingParams(**sampling), **fields)
@@ -41,8 +43,8 @@ def validate(
     request: inference_pb2.GenerateRequest, limits: ModelLimits = LIMITS
 ) -> ValidatedRequest:
     draft = check_request(request, limits)
-    ids = draft.prompt if isinstance(draft.prompt, tuple) else range(len(draft.prompt))
-    return complete_request(draft, tuple(ids), limits, drawn_seed=77)
+    ids = range(len(draft.prompt)) if isinstance(draft.prompt, str) else draft.prompt
+    return complete_request(draft, ids, limits, drawn_seed=77)
 
 
 @pytest.mark.parametrize(
@@ -52,6 +54,12 @@ def validate(
         ({"ids": []}, InvalidRequest, "prompt"),
         ({"ids": [1, 99, 100]}, InvalidRequest, "prompt[2]"),
         ({"ids": [2**32 - 1]}, InvalidRequest, "prompt[0]"),
+        ({"packed": b""}, InvalidRequest, "prompt"),
+        ({"packed": b"12345"}, InvalidRequest, "prompt"),
+        ({"packed": pack([1]), "ids": [1]}, InvalidRequest, "prompt"),
+        ({"packed": pack([1, 99, 100])}, InvalidRequest, "prompt[2]"),
+        ({"packed": pack([2**32 - 1])}, InvalidRequest, "prompt[0]"),
+        ({"packed": pack([1] * 50)}, ContextLengthExceeded, "prompt"),
         ({"model": "other"}, ModelNotFound, "model"),
         ({"model": "../../etc"}, ModelNotFound, "model"),
         ({"model": "x" * 300}, ModelNotFound, "model"),
@@ -137,12 +145,19 @@ def test_accepted(fields: dict[str, Any]) -> None:
     validate(wire(**fields))
 
 
+def test_token_ids_are_the_same_packed_or_not() -> None:
+    ids = [0, 99, 7]
+    plain, packed = validate(wire(ids=ids)), validate(wire(packed=pack(ids)))
+    assert plain == packed
+    assert packed.prompt_token_ids == column(ids)
+
+
 def test_defaults() -> None:
     request = validate(wire())
     assert request.sampling == SamplingParams(
         max_tokens=48, temperature=1.0, top_p=1.0, top_k=None, seed=77
     )
-    assert (request.prompt_token_ids, request.label) == ((0, 1), "")
+    assert (request.prompt_token_ids, request.label) == (column((0, 1)), "")
 
 
 def test_values_pass_through() -> None:
