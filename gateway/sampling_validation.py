@@ -60,7 +60,7 @@ def check_sampling(wire: common_pb2.SamplingParams, vocab_size: int) -> Sampling
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
     """Raise InvalidRequest naming the first id that is not in the vocabulary."""
-    if np.max(token_ids, initial=0) >= vocab_size:  # of a column, where it lies
+    if token_ids and np.max(token_ids) >= vocab_size:  # a column is read where it lies
         position = next(i for i, token_id in enumerate(token_ids) if token_id >= vocab_size)
         raise InvalidRequest(
             f"{param}[{position}] is {token_ids[position]}; the vocabulary has {vocab_size} ids",
