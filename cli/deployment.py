@@ -33,6 +33,14 @@ SPAWN_URL = "redis+spawn://"
 _STOP_GRACE_S = 8.0
 _LOOK_AGAIN_S = 0.05
 
+# A part that is stopped while it imports ends by the signal, not with a trace of its imports.
+_PART = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+from baton.cli.launch import {role}
+sys.exit({role}())
+"""
+
 Report = Callable[[str, str], None]  # (name of the child, one line)
 
 
@@ -123,7 +131,6 @@ class Deployment:
 
     async def _launch(self, name: str, *configs: object) -> Child:
         role = name.partition("-")[0]
-        program = f"import sys; from baton.cli.launch import {role}; sys.exit({role}())"
         cluster = self.cluster
         if self.up.certs is not None:
             cluster = with_role_certificate(cluster, Path(self.up.certs), role)
@@ -133,7 +140,7 @@ class Deployment:
             for flag in flags.to_argv(config, leave_out=flags.SECRET_FIELDS)
         ]
         process = await asyncio.create_subprocess_exec(
-            *bound_to_us([sys.executable, "-c", program, *argv], signal.SIGTERM),
+            *bound_to_us([sys.executable, "-c", _PART.format(role=role), *argv], signal.SIGTERM),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,

@@ -30,7 +30,10 @@ def build_parser() -> argparse.ArgumentParser:
 def main() -> int:
     """Console script `baton`."""
     arguments = build_parser().parse_args()
-    code: int = arguments.run(arguments)
+    try:
+        code: int = arguments.run(arguments)
+    except KeyboardInterrupt:  # while a subcommand's module was imported
+        return 130
     return code
 
 

@@ -51,6 +51,7 @@ async def run(role: Role, engine: EngineConfig, node: NodeConfig, cluster: Clust
 
     Raises StartupFailed if the node cannot start, after everything of it has ended.
     """
+    signals = StopSignals()  # first: asyncio's own Ctrl-C would cancel a server that is starting
     set_up_logging(f"{node.name or role.value} supervisor", as_json=node.log_json)
     resolve_model_dir(engine.model)  # a wrong path is told before an engine process is started
     tls = ClusterTls.of(cluster)
@@ -62,7 +63,7 @@ async def run(role: Role, engine: EngineConfig, node: NodeConfig, cluster: Clust
     index = RedisIndexLink(cluster.redis_url, cluster.cluster, cluster.cluster_secret)
     supervisor = Supervisor(role, engine, node, cluster.cluster_secret, directory, index, tls)
     try:
-        await supervisor.serve(server, StopSignals())
+        await supervisor.serve(server, signals)
     finally:
         await directory.close()
         await index.close()
