@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 
 from ..core.membership import Role
+from ..core.same_host import host_id
 from ..engine import fingerprint
 from ..kv_transfer.puller import Puller
 from ..kv_transfer.ranked import RankedTransport
-from ..kv_transfer.remote import Routes, host_id
+from ..kv_transfer.remote import Routes
 from ..kv_transfer.transports import transports, wrapping
 from ..node.engine_process import Parts, RolePlan, main
 from . import policy

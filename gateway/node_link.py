@@ -1,9 +1,10 @@
-"""The stream to one engine: `Node.Session` over grpc.aio, from connecting to its loss.
+"""The link to one engine: `Node.Session` over grpc.aio, from connecting to its loss.
 
 Owns one connection attempt and what flows over it: checks the Welcome against what the directory
 promised, sends dispatches and cancels, hands on heartbeats and outputs, and takes a silent engine
-for lost. Reports the loss exactly once, and only of a link that was up. Whoever wants another try
-makes another NodeLink.
+for lost. An engine of this host gets and says everything but heartbeats directly (direct_way.py);
+the stream stands for the link all the same, and the loss of either is its end. Reports the loss
+exactly once, and only of a link that was up. Whoever wants another try makes another NodeLink.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ..core.membership import Member
 from ..core.ports import Clock
 from ..core.request import Request, Ticket
 from ..proto.v1 import node_pb2, node_pb2_grpc
+from .direct_way import DirectWay, open_direct
 from .engine_link import EngineOutput, PlainToken, Work
 from .engine_table import Load
 from .wire import dispatch_message, load_from_wire, output_from_wire, tokens_from_wire
@@ -29,7 +31,7 @@ from .wire import dispatch_message, load_from_wire, output_from_wire, tokens_fro
 _Stream = Any  # grpc.aio.StreamStreamCall[GatewayMessage, NodeMessage]; grpc has no types
 
 _CONNECT_TIMEOUT_S = 3.0
-_LAST_WORDS_S = 0.5  # what a broken stream may still bring
+_LAST_WORDS_S = 0.5  # what a broken stream, or a dead engine's channel, may still bring
 
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", -1),
@@ -78,6 +80,7 @@ class NodeLink:
         self._clock = clock
         self._silence_s = silence_s
         self._outgoing: asyncio.Queue[Callable[[], node_pb2.GatewayMessage]] = asyncio.Queue()
+        self._direct: DirectWay | None = None  # settled before `linked`
         self._last_heard_s = clock.monotonic_s()
         self._has_died = False
         self._is_lost = False
@@ -85,14 +88,18 @@ class NodeLink:
     def dispatch(
         self, request: Request, work: Work, ticket: Ticket, deadline_remaining_s: float
     ) -> None:
-        # Made when it is written: a long prompt for the other engine does not wait for this one.
-        self._outgoing.put_nowait(
-            partial(dispatch_message, request, work, ticket, deadline_remaining_s)
-        )
+        make = partial(dispatch_message, request, work, ticket, deadline_remaining_s)
+        if self._direct is not None:
+            self._direct.send(make())
+        else:  # made when it is written: a long prompt for the other engine does not wait for it
+            self._outgoing.put_nowait(make)
 
     def cancel(self, request_id: str, attempt: int) -> None:
         cancel = node_pb2.Cancel(request_id=request_id, attempt=attempt)
-        self._outgoing.put_nowait(partial(node_pb2.GatewayMessage, cancel=cancel))
+        if self._direct is not None:
+            self._direct.send(node_pb2.GatewayMessage(cancel=cancel))
+        else:
+            self._outgoing.put_nowait(partial(node_pb2.GatewayMessage, cancel=cancel))
 
     async def run(self) -> str:
         """Connect and serve the stream until it ends; returns why it did.
@@ -106,13 +113,15 @@ class NodeLink:
         ) as channel:
             stub = node_pb2_grpc.NodeStub(channel)  # type: ignore[no-untyped-call]
             stream: _Stream = stub.Session(metadata=metadata)
-            refusal = await self._connect(stream)
-            if refusal is not None:
+            welcome = await self._connect(stream)
+            if isinstance(welcome, str):
                 stream.cancel()
-                return refusal
+                return welcome
+            accepted = await open_direct(welcome)
+            self._direct = None if accepted is None else DirectWay(accepted, self._hear_directly)
             return await self._serve(stream)
 
-    async def _connect(self, stream: _Stream) -> str | None:
+    async def _connect(self, stream: _Stream) -> node_pb2.Welcome | str:
         """Wait for the Welcome and check it; returns what is wrong, if something is."""
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
@@ -123,31 +132,39 @@ class NodeLink:
             return _reason(error)
         if message is grpc.aio.EOF or not message.HasField("welcome"):
             return "no welcome"
-        welcome, member = message.welcome, self.member
+        welcome: node_pb2.Welcome = message.welcome
+        member = self.member
         for field in ("incarnation", "role", "model", "fingerprint"):
             expected = member.role.value if field == "role" else getattr(member, field)
             if getattr(welcome, field) != expected:
                 return f"{field} is {getattr(welcome, field)!r}, announced was {expected!r}"
-        return None
+        return welcome
 
     async def _serve(self, stream: _Stream) -> str:
-        """Run the two directions and the watch over silence; the first to end ends the link."""
+        """Run all directions and the watch over silence; the first to end ends the link."""
         self._last_heard_s = self._clock.monotonic_s()
         self._events.linked(self)
         reason = "closed by the gateway"
         reading = asyncio.create_task(self._read(stream))
         writing = asyncio.create_task(self._write(stream))
         tasks = (reading, writing, asyncio.create_task(self._watch_silence()))
+        direct = asyncio.Future[str]() if self._direct is None else self._direct.over
+        ends = (*tasks, direct)
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if writing.done():
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if writing.done() or direct.done():
                 # A write to a stream that the node has just ended fails while the last words are
-                # still unread; the status is lost then, grpc.aio puts INTERNAL in its place.
+                # still unread; the status is lost then, grpc.aio puts INTERNAL in its place. And
+                # it is the stream that says why a channel ended.
                 await asyncio.wait([reading], timeout=_LAST_WORDS_S)
-            reason = next(task for task in tasks if task.done()).result()
+            if self._has_died and self._direct is not None:
+                await asyncio.wait([direct], timeout=_LAST_WORDS_S)
+            reason = next(end for end in ends if end.done()).result()
         finally:
             for task in tasks:
                 task.cancel()
+            if self._direct is not None:
+                self._direct.close()
             stream.cancel()
             self._is_lost = True
             self._events.lost(self, reason, has_died=self._has_died)
@@ -159,10 +176,8 @@ class NodeLink:
             while (message := await stream.read()) is not grpc.aio.EOF:
                 self._last_heard_s = self._clock.monotonic_s()
                 if message.HasField("outputs"):
-                    step = message.outputs
-                    outputs = [*map(output_from_wire, step.outputs)]
                     # Once the next read waits: gRPC's threads fetch a step while we pass one on.
-                    call_soon(self._pass_on, outputs, tokens_from_wire(step.tokens))
+                    call_soon(self._pass_on, *_step_from_wire(message.outputs))
                 elif message.HasField("heartbeat"):
                     self._events.heartbeat(self, load_from_wire(message.heartbeat))
                 elif message.HasField("engine_ended"):
@@ -177,6 +192,14 @@ class NodeLink:
     def _pass_on(self, outputs: Sequence[EngineOutput], tokens: Sequence[PlainToken]) -> None:
         if not self._is_lost:
             self._events.outputs(self, outputs, tokens)
+
+    def _hear_directly(self, message: node_pb2.NodeMessage) -> None:
+        self._last_heard_s = self._clock.monotonic_s()
+        try:
+            self._pass_on(*_step_from_wire(message.outputs))
+        except EngineFailed as error:
+            assert self._direct is not None
+            self._direct.close(error.message)
 
     async def _write(self, stream: _Stream) -> str:
         try:
@@ -203,6 +226,13 @@ class NodeLink:
                 self._last_heard_s = now_s
             if now_s - self._last_heard_s > self._silence_s:
                 return f"no heartbeat for {self._silence_s:g} s"
+
+
+def _step_from_wire(
+    step: node_pb2.StepOutputs,
+) -> tuple[Sequence[EngineOutput], Sequence[PlainToken]]:
+    """Raises EngineFailed."""
+    return [*map(output_from_wire, step.outputs)], tokens_from_wire(step.tokens)
 
 
 def _reason(error: grpc.aio.AioRpcError) -> str:

@@ -20,23 +20,21 @@ by kill -9.
 from __future__ import annotations
 
 import os
-import re
 import socket
 import struct
 from dataclasses import dataclass
 
 from ..core.errors import HandoffFailed
+from ..core.same_host import require_same_user, socket_address
 from ..engine.block_pool import CANARY_BLOCK
 
 _IPC_HANDLE_BYTES = 64  # sizeof(cudaIpcMemHandle_t)
 
-_INCARNATION = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _SHAPE = struct.Struct("=8s16sQQHH")  # ..., whether on a GPU, number of parts
 _ON_GPU = struct.Struct(f"=16s{_IPC_HANDLE_BYTES}s")
 _PART = struct.Struct("=16sHHH")
 _MAX_PARTS = 64
 _MAGIC = b"BATONKV3"
-_UCRED = struct.Struct("=3i")  # struct ucred: pid, uid, gid
 _CONNECT_TIMEOUT_S = 1.0
 
 
@@ -161,21 +159,3 @@ def describe(incarnation: str) -> PoolDescription:
     for fd in fds:
         os.close(fd)
     return description
-
-
-def socket_address(incarnation: str, purpose: str = "kv") -> bytes:
-    """The abstract address at which an incarnation of this user listens; for its pool, `kv`.
-
-    Raises HandoffFailed unless it is 32 hex digits: a peer must not choose what is connected to.
-    """
-    if not _INCARNATION.fullmatch(incarnation):
-        raise HandoffFailed("an incarnation has 32 hex digits")
-    return f"\0baton-{purpose}-{os.geteuid()}-{incarnation}".encode()
-
-
-def require_same_user(connection: socket.socket) -> None:
-    """Raises HandoffFailed if another user sits at the other end; the kernel vouches for it."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-    _, uid, _ = _UCRED.unpack(raw)
-    if uid != os.geteuid():
-        raise HandoffFailed(f"the other end belongs to user {uid}")

@@ -11,8 +11,9 @@ import socket
 from collections.abc import Sequence
 
 from ..core.errors import HandoffFailed, StartupFailed
+from ..core.same_host import require_same_user, socket_address
 from .accept_thread import AcceptThread
-from .pool_address import PoolDescription, require_same_user, socket_address
+from .pool_address import PoolDescription
 
 _log = logging.getLogger(__name__)
 _BACKLOG = 64

@@ -6,13 +6,9 @@ stream; port and key came over that stream, which has proven both ends. Opens no
 
 from __future__ import annotations
 
-import hashlib
-import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 KEY_BYTES = 32
-HOST_ID_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +32,6 @@ class RemotePool:
     def at_port(self, port: int) -> RemotePool:
         """Another rank's pool of the same engine."""
         return replace(self, port=port)
-
-
-def host_id() -> bytes:
-    """What processes have in common that can share memory: kernel, network namespace, user.
-
-    The namespace counts because memory is passed over its abstract sockets. A name would not do:
-    hosts share names, and one host has several.
-    """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    namespace = os.stat("/proc/self/ns/net").st_ino
-    text = f"{boot} {namespace} {os.geteuid()}"
-    return hashlib.blake2b(text.encode(), digest_size=HOST_ID_BYTES).digest()
 
 
 class Routes:

@@ -13,6 +13,7 @@ from itertools import chain, repeat
 from typing import Any, TypeVar, assert_never
 
 from ..core.errors import HandoffFailed
+from ..core.same_host import HOST_ID_BYTES
 from ..engine.block_pool import BlockRef
 from ..proto import codec
 from ..proto.v1 import handoff_pb2 as pb
@@ -27,7 +28,7 @@ from .messages import (
     Renew,
     Revoked,
 )
-from .remote import HOST_ID_BYTES, KEY_BYTES, DataPort
+from .remote import KEY_BYTES, DataPort
 
 MAX_FINGERPRINT_FIELDS = 64
 MAX_TEXT_CHARS = 1024  # of a fingerprint's names and values, and of an error

@@ -6,8 +6,8 @@ import grpc
 
 from ..cluster.tls import ClusterTls, open_channel
 from ..core.errors import StartupFailed
+from ..core.framing import MAX_RELAYED_BYTES
 from ..core.membership import Role
-from .frames import MAX_RELAYED_BYTES
 
 _BOTH_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_RELAYED_BYTES),

@@ -13,11 +13,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import socket
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from ..core.direct_question import TOKEN_BYTES
 from ..core.errors import BatonError, NodeLost, StartupFailed, Unavailable
 from ..core.ports import Clock, Entropy
 from ..prefix_index.journal import CacheJournal
@@ -127,6 +129,10 @@ class EngineHandle:
                     peer.is_greeted |= message.to_peer.message.HasField("hello")
                     if peer.is_greeted:
                         peer.outgoing.put(message.to_peer.message)
+            case "close_gateway":
+                close_gateway = message.close_gateway
+                if mailbox := self._gateways.get(close_gateway.gateway):
+                    mailbox.end(codec.error_from_wire(close_gateway.error))
             case "heartbeat":
                 self.heartbeat = message.heartbeat
                 self._last_heartbeat_s = self._clock.monotonic_s()
@@ -165,13 +171,24 @@ class EngineHandle:
         A gateway counts on an engine from its first heartbeat on: a hung one must send it itself.
         """
         gateway, mailbox = self._entropy.new_id(), Mailbox[node_pb2.NodeMessage]()
-        mailbox.put(node_pb2.NodeMessage(welcome=self.welcome))
+        mailbox.put(node_pb2.NodeMessage(welcome=self._welcome_for(gateway)))
         if self.heartbeat is not None and self.silent_s < 2 * self._heartbeat_s:
             mailbox.put(node_pb2.NodeMessage(heartbeat=self.heartbeat))
         if self._lost:
             _end_gateway(mailbox, self._lost)
         self._gateways[gateway] = mailbox
         return gateway, mailbox
+
+    def _welcome_for(self, gateway: str) -> node_pb2.Welcome:
+        """The engine's, with what opens a direct channel; the engine hears of it before."""
+        welcome = node_pb2.Welcome()
+        welcome.CopyFrom(self.welcome)
+        if welcome.HasField("direct"):
+            token = secrets.token_bytes(TOKEN_BYTES)
+            linked = engine_pb2.GatewayLinked(gateway=gateway, token=token)
+            self.send(engine_pb2.EngineInput(gateway_linked=linked))
+            welcome.direct.gateway, welcome.direct.token = gateway, token
+        return welcome
 
     def from_gateway(self, gateway: str, message: node_pb2.GatewayMessage) -> None:
         relayed = engine_pb2.FromGateway(gateway=gateway, message=message)

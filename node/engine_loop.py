@@ -1,7 +1,7 @@
 """The engine process's one thread of decisions: inbox -> role -> engine step -> outbox.
 
     supervisor ─────────┐                        ┌─ flush: one message a gateway and step
-    peers of this host ─┼─► inbox ─► turn ───────┤
+    others of this host ┼─► inbox ─► turn ───────┤
     pulls ─ completions ┘         tick, step     └─ pulse: numbers for the heartbeat
 Idle it waits for the inbox or the role's next deadline, busy it empties the inbox between steps.
 Blocks, leases and tokens are touched here and nowhere else.
@@ -18,13 +18,15 @@ from typing import Protocol, TypeAlias
 from ..core.errors import BatonError, EngineFailed
 from ..core.ports import Clock
 from ..engine.engine import Engine
+from ..proto import codec
 from ..proto.v1 import engine_pb2, handoff_pb2, node_pb2
 from .desk import RequestDesk
-from .direct import DirectChannels, DirectReady
+from .direct import DirectChannels
 from .grammar_gate import CompiledDispatch, GrammarGate
 from .outbox import Outbox, Send
 from .pulse import Pulse
 from .role import Role
+from .watched_channel import DirectReady, FromGateway, FromPeer
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +72,7 @@ class EngineLoop:
         direct: DirectChannels | None = None,
     ) -> None:
         """Without a gate, grammars are compiled here, while all others wait; without `direct`
-        peers are heard through the supervisor alone."""
+        all are heard through the supervisor."""
         self._gate = gate
         self._direct = direct
         self._engine = engine
@@ -108,7 +110,7 @@ class EngineLoop:
             self._role.after_step(output)
         self._flush()
         is_idle = self._role.is_idle() and (self._gate is None or self._gate.is_empty)
-        self._is_over |= self._desk.is_draining and is_idle
+        self._is_over |= self._desk.is_draining and is_idle and not self._has_unsent()
         recount_s = self._rest()
         return 0.0 if has_work else self._wait_s(deadline_s, recount_s)
 
@@ -142,22 +144,30 @@ class EngineLoop:
         return None if due_s is None else max(0.0, due_s - self._clock.monotonic_s())
 
     def _handle_all(self, items: Sequence[Item]) -> None:
-        """What peers have said comes before the end of their links, and before that of a channel:
+        """What was said directly comes before the end of its link, and before that of a channel:
         one that ends with its link does not end the link that came after."""
         for ready in [item for item in items if isinstance(item, DirectReady)]:
-            for incarnation, message in ready.handle():
-                self._from_peer(incarnation, message)
+            for said in ready.handle():
+                self._handle(said)
         for item in items:
             if not isinstance(item, DirectReady):
                 self._handle(item)
         self._end_broken_links()
 
     def _end_broken_links(self) -> bool:
-        """End the link with each peer whose direct channel broke: what was said may be lost."""
-        broken = [] if self._direct is None else self._direct.take_broken()
-        for incarnation, error in broken:
+        """End the link of each whose direct channel broke: what was said may be lost."""
+        if self._direct is None:
+            return False
+        peers, gateways = self._direct.peers.take_broken(), self._direct.gateways.take_broken()
+        for incarnation, error in peers:
             self._drop_peer(incarnation, error)
-        return bool(broken)
+        for gateway, error in gateways:
+            self._drop_gateway(gateway, error)
+        return bool(peers or gateways)
+
+    def _has_unsent(self) -> bool:
+        """Whether a gateway would lose what it was told, if the process ended now."""
+        return self._direct is not None and self._direct.gateways.has_unsent
 
     def _from_peer(self, incarnation: str, message: handoff_pb2.PeerMessage) -> None:
         """A message that cannot be taken ends its pair, and nothing else."""
@@ -174,11 +184,25 @@ class EngineLoop:
         self._outbox.close_peer(incarnation, error)
         self._role.peer_lost(incarnation)
 
-    def _handle(self, item: Item) -> None:
+    def _drop_gateway(self, gateway: str, error: BatonError) -> None:
+        close = engine_pb2.CloseGateway(gateway=gateway, error=codec.error_to_wire(error))
+        self._send(engine_pb2.EngineOutput(close_gateway=close))
+        self._gateway_lost(gateway)
+
+    def _gateway_lost(self, gateway: str) -> None:
+        if self._gate is not None:
+            self._gate.gateway_lost(gateway)
+        self._role.gateway_lost(gateway)
+
+    def _handle(self, item: Item | FromPeer | FromGateway) -> None:
         """Whatever one request does to us, the others go on."""
         try:
             if isinstance(item, engine_pb2.EngineInput):
                 self._route(item)
+            elif isinstance(item, FromPeer):
+                self._from_peer(item.incarnation, item.message)
+            elif isinstance(item, FromGateway):
+                self._from_gateway(item.gateway, item.message)
             elif isinstance(item, Completion):
                 item.run()
             elif isinstance(item, CompiledDispatch):
@@ -195,27 +219,30 @@ class EngineLoop:
         role = self._role
         match message.WhichOneof("body"):
             case "from_gateway":
-                self._from_gateway(message.from_gateway)
+                self._from_gateway(message.from_gateway.gateway, message.from_gateway.message)
+            case "gateway_linked":
+                if self._direct is not None:
+                    linked = message.gateway_linked
+                    self._direct.gateways.linked(linked.gateway, linked.token)
             case "gateway_lost":
-                if self._gate is not None:
-                    self._gate.gateway_lost(message.gateway_lost)
-                role.gateway_lost(message.gateway_lost)
+                if self._direct is not None:
+                    self._direct.gateways.lost(message.gateway_lost)
+                self._gateway_lost(message.gateway_lost)
             case "from_peer":
                 incarnation, said = message.from_peer.incarnation, message.from_peer.message
-                if self._direct is None or self._direct.heard(incarnation, said):
+                if self._direct is None or self._direct.peers.heard(incarnation, said):
                     self._from_peer(incarnation, said)
             case "peer_linked":
-                linked = message.peer_linked
+                peer = message.peer_linked
                 if self._direct is not None:
-                    self._direct.linked(linked.incarnation, is_source=linked.peer_is_source)
-                role.peer_linked(linked.incarnation, linked.peer_is_source, linked.host)
+                    self._direct.peers.linked(peer.incarnation, is_source=peer.peer_is_source)
+                role.peer_linked(peer.incarnation, peer.peer_is_source, peer.host)
             case "peer_lost":
                 if self._direct is not None:
-                    self._direct.lost(message.peer_lost)
+                    self._direct.peers.lost(message.peer_lost)
                 role.peer_lost(message.peer_lost)
             case "get_ledger":
-                ways = {} if self._direct is None else self._direct.ledger()
-                text = json.dumps(role.ledger() | {"ways": ways})
+                text = json.dumps(role.ledger() | (self._direct.ledger() if self._direct else {}))
                 ledger = engine_pb2.Ledger(query=message.get_ledger, json=text)
                 self._send(engine_pb2.EngineOutput(ledger=ledger))
             case "drain":
@@ -225,18 +252,18 @@ class EngineLoop:
             case body:
                 log.warning("a frame that does not belong here: %s", body)
 
-    def _from_gateway(self, message: engine_pb2.FromGateway) -> None:
-        match message.message.WhichOneof("body"):
+    def _from_gateway(self, gateway: str, message: node_pb2.GatewayMessage) -> None:
+        match message.WhichOneof("body"):
             case "dispatch":
-                gateway, dispatch = message.gateway, message.message.dispatch
+                dispatch = message.dispatch
                 if self._gate is None or self._gate.admits(gateway, dispatch):
                     self._role.dispatch(gateway, dispatch)
             case "cancel":
-                self._role.cancel(_key(message.message.cancel))
+                self._role.cancel(_key(message.cancel))
             case body:
                 log.warning("a gateway sent %s", body)
 
-    def _blame(self, item: Item, error: Exception) -> None:
+    def _blame(self, item: Item | FromPeer | FromGateway, error: Exception) -> None:
         """Fail the request on whose account `error` was raised."""
         key = _key_of(item)
         if key is None:
@@ -273,10 +300,12 @@ def _key(message: node_pb2.Dispatch | node_pb2.Cancel) -> str:
     return f"{message.request_id}/{message.attempt}"
 
 
-def _key_of(item: Item) -> str | None:
+def _key_of(item: Item | FromPeer | FromGateway) -> str | None:
     if isinstance(item, CompiledDispatch):
         return _key(item.dispatch)
     if isinstance(item, engine_pb2.EngineInput) and item.HasField("from_gateway"):
-        message = item.from_gateway.message
+        item = FromGateway(item.from_gateway.gateway, item.from_gateway.message)
+    if isinstance(item, FromGateway):
+        message = item.message
         return _key(message.dispatch if message.HasField("dispatch") else message.cancel)
     return None

@@ -28,9 +28,11 @@ from ..core import flags
 from ..core.children import end_with_parent
 from ..core.config import EngineConfig, NodeConfig
 from ..core.errors import BatonError, EngineFailed, StartupFailed
+from ..core.framing import BrokenStream
 from ..core.logs import set_up_logging
 from ..core.membership import Role as RoleName
 from ..core.ports import Clock, SystemClock, SystemEntropy
+from ..core.same_host import host_id
 from ..engine import fingerprint
 from ..engine.checkpoint import LoadProgress
 from ..engine.engine import Engine
@@ -43,13 +45,12 @@ from ..engine.runner import ModelRunner
 from ..kv_transfer.data_tls import DataTls
 from ..kv_transfer.messages import Hello
 from ..kv_transfer.pool_address import PoolPart
-from ..kv_transfer.remote import host_id
 from ..proto import codec
 from ..proto.v1 import engine_pb2, node_pb2
 from .desk import RequestDesk
 from .direct import DirectChannels
 from .engine_loop import Completion, EngineLoop, InputEnded, Item
-from .frames import BrokenStream, FrameSocket
+from .frames import FrameSocket
 from .grammar_gate import GrammarGate
 from .inbox import Inbox
 from .outbox import Outbox
@@ -169,7 +170,8 @@ def _serve(
         )
     )
     limits = _limits(plan, engine_config, node_config, runner)
-    direct = DirectChannels(incarnation, host_id(), inbox)
+    here = host_id()
+    direct = DirectChannels(incarnation, here, inbox)
     outbox = Outbox(frames.send, direct)
     grammars = Grammars(runner.model_dir, runner.model_config.vocab_size, runner.eos_token_ids)
     engine = Engine(
@@ -202,8 +204,8 @@ def _serve(
     )
     welcome = _welcome(plan, engine_config, node_config, runner, limits, incarnation)
     welcome.can_constrain = grammars.refusal is None
-    if plan.is_source:
-        direct.listen()
+    direct.listen()
+    welcome.direct.host_id = here
     inbox.watch(frames, lambda: _read(frames))
     for item in _read(frames):  # what came with the last frame of the start: nothing tells of it
         inbox.put(item)

@@ -42,7 +42,7 @@ class Outbox:
     """Belongs to the engine loop's thread. An `engine.prefix_cache.CacheObserver` beside."""
 
     def __init__(self, send: Send, direct: DirectChannels | None = None) -> None:
-        """Without `direct` all that is for peers goes through the supervisor."""
+        """Without `direct` everything goes through the supervisor."""
         self._send = send
         self._direct = direct
         self._steps: dict[str, _Step] = {}  # by gateway
@@ -89,8 +89,9 @@ class Outbox:
         steps, self._steps = self._steps, {}
         for gateway, step in steps.items():
             message = node_pb2.NodeMessage(outputs=step.message())
-            to_gateway = engine_pb2.ToGateway(gateway=gateway, message=message)
-            self._send(engine_pb2.EngineOutput(to_gateway=to_gateway))
+            if self._direct is None or not self._direct.gateways.send(gateway, message):
+                to_gateway = engine_pb2.ToGateway(gateway=gateway, message=message)
+                self._send(engine_pb2.EngineOutput(to_gateway=to_gateway))
 
     def flush(self) -> None:
         """Send everything queued."""
@@ -107,6 +108,6 @@ class Outbox:
         if isinstance(said, BatonError):
             close = engine_pb2.ClosePeer(incarnation=incarnation, error=codec.error_to_wire(said))
             self._send(engine_pb2.EngineOutput(close_peer=close))
-        elif self._direct is None or not self._direct.send(incarnation, said):
+        elif self._direct is None or not self._direct.peers.send(incarnation, said):
             to_peer = engine_pb2.ToPeer(incarnation=incarnation, message=said)
             self._send(engine_pb2.EngineOutput(to_peer=to_peer))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from ..core.config import NodeConfig
 from ..core.ports import Entropy
+from ..core.same_host import host_id
 from ..engine.followers import Followers
 from ..engine.generations import GenerationsReader
 from ..engine.kv_memory import CpuKvMemory
@@ -26,7 +27,7 @@ from ..kv_transfer.data_server import DataServer, ServedPool
 from ..kv_transfer.data_tls import DataTls
 from ..kv_transfer.pool_address import PoolDescription, PoolPart
 from ..kv_transfer.pool_exporter import PoolExporter
-from ..kv_transfer.remote import KEY_BYTES, DataPort, host_id
+from ..kv_transfer.remote import KEY_BYTES, DataPort
 from ..kv_transfer.shm import export_host_pool
 from ..kv_transfer.transports import outlets
 

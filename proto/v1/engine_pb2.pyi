@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Mapping as _Mapping, Optional as _Opti
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class EngineInput(_message.Message):
-    __slots__ = ("configure", "from_gateway", "gateway_lost", "from_peer", "peer_linked", "peer_lost", "get_ledger", "drain", "shutdown")
+    __slots__ = ("configure", "from_gateway", "gateway_lost", "from_peer", "peer_linked", "peer_lost", "get_ledger", "drain", "shutdown", "gateway_linked")
     CONFIGURE_FIELD_NUMBER: _ClassVar[int]
     FROM_GATEWAY_FIELD_NUMBER: _ClassVar[int]
     GATEWAY_LOST_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +18,7 @@ class EngineInput(_message.Message):
     GET_LEDGER_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     SHUTDOWN_FIELD_NUMBER: _ClassVar[int]
+    GATEWAY_LINKED_FIELD_NUMBER: _ClassVar[int]
     configure: str
     from_gateway: FromGateway
     gateway_lost: str
@@ -27,7 +28,16 @@ class EngineInput(_message.Message):
     get_ledger: int
     drain: bool
     shutdown: bool
-    def __init__(self, configure: _Optional[str] = ..., from_gateway: _Optional[_Union[FromGateway, _Mapping]] = ..., gateway_lost: _Optional[str] = ..., from_peer: _Optional[_Union[FromPeer, _Mapping]] = ..., peer_linked: _Optional[_Union[PeerLinked, _Mapping]] = ..., peer_lost: _Optional[str] = ..., get_ledger: _Optional[int] = ..., drain: bool = ..., shutdown: bool = ...) -> None: ...
+    gateway_linked: GatewayLinked
+    def __init__(self, configure: _Optional[str] = ..., from_gateway: _Optional[_Union[FromGateway, _Mapping]] = ..., gateway_lost: _Optional[str] = ..., from_peer: _Optional[_Union[FromPeer, _Mapping]] = ..., peer_linked: _Optional[_Union[PeerLinked, _Mapping]] = ..., peer_lost: _Optional[str] = ..., get_ledger: _Optional[int] = ..., drain: bool = ..., shutdown: bool = ..., gateway_linked: _Optional[_Union[GatewayLinked, _Mapping]] = ...) -> None: ...
+
+class GatewayLinked(_message.Message):
+    __slots__ = ("gateway", "token")
+    GATEWAY_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    gateway: str
+    token: bytes
+    def __init__(self, gateway: _Optional[str] = ..., token: _Optional[bytes] = ...) -> None: ...
 
 class FromGateway(_message.Message):
     __slots__ = ("gateway", "message")
@@ -56,7 +66,7 @@ class PeerLinked(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ..., peer_is_source: bool = ..., host: _Optional[str] = ...) -> None: ...
 
 class EngineOutput(_message.Message):
-    __slots__ = ("progress", "ready", "failed", "to_gateway", "to_peer", "heartbeat", "ledger", "close_peer", "cache_changes")
+    __slots__ = ("progress", "ready", "failed", "to_gateway", "to_peer", "heartbeat", "ledger", "close_peer", "cache_changes", "close_gateway")
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +76,7 @@ class EngineOutput(_message.Message):
     LEDGER_FIELD_NUMBER: _ClassVar[int]
     CLOSE_PEER_FIELD_NUMBER: _ClassVar[int]
     CACHE_CHANGES_FIELD_NUMBER: _ClassVar[int]
+    CLOSE_GATEWAY_FIELD_NUMBER: _ClassVar[int]
     progress: str
     ready: _node_pb2.Welcome
     failed: _common_pb2.Error
@@ -75,7 +86,8 @@ class EngineOutput(_message.Message):
     ledger: Ledger
     close_peer: ClosePeer
     cache_changes: CacheChanges
-    def __init__(self, progress: _Optional[str] = ..., ready: _Optional[_Union[_node_pb2.Welcome, _Mapping]] = ..., failed: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., to_gateway: _Optional[_Union[ToGateway, _Mapping]] = ..., to_peer: _Optional[_Union[ToPeer, _Mapping]] = ..., heartbeat: _Optional[_Union[_node_pb2.Heartbeat, _Mapping]] = ..., ledger: _Optional[_Union[Ledger, _Mapping]] = ..., close_peer: _Optional[_Union[ClosePeer, _Mapping]] = ..., cache_changes: _Optional[_Union[CacheChanges, _Mapping]] = ...) -> None: ...
+    close_gateway: CloseGateway
+    def __init__(self, progress: _Optional[str] = ..., ready: _Optional[_Union[_node_pb2.Welcome, _Mapping]] = ..., failed: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., to_gateway: _Optional[_Union[ToGateway, _Mapping]] = ..., to_peer: _Optional[_Union[ToPeer, _Mapping]] = ..., heartbeat: _Optional[_Union[_node_pb2.Heartbeat, _Mapping]] = ..., ledger: _Optional[_Union[Ledger, _Mapping]] = ..., close_peer: _Optional[_Union[ClosePeer, _Mapping]] = ..., cache_changes: _Optional[_Union[CacheChanges, _Mapping]] = ..., close_gateway: _Optional[_Union[CloseGateway, _Mapping]] = ...) -> None: ...
 
 class ToGateway(_message.Message):
     __slots__ = ("gateway", "message")
@@ -92,6 +104,14 @@ class ToPeer(_message.Message):
     incarnation: str
     message: _handoff_pb2.PeerMessage
     def __init__(self, incarnation: _Optional[str] = ..., message: _Optional[_Union[_handoff_pb2.PeerMessage, _Mapping]] = ...) -> None: ...
+
+class CloseGateway(_message.Message):
+    __slots__ = ("gateway", "error")
+    GATEWAY_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    gateway: str
+    error: _common_pb2.Error
+    def __init__(self, gateway: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
 
 class ClosePeer(_message.Message):
     __slots__ = ("incarnation", "error")

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.proto.v1 import common_pb2 as baton_dot_proto_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x62\x61ton/proto/v1/node.proto\x12\x08\x62\x61ton.v1\x1a\x1b\x62\x61ton/proto/v1/common.proto\"d\n\x0eGatewayMessage\x12&\n\x08\x64ispatch\x18\x01 \x01(\x0b\x32\x12.baton.v1.DispatchH\x00\x12\"\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x10.baton.v1.CancelH\x00\x42\x06\n\x04\x62ody\"\xb2\x02\n\x08\x44ispatch\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x03 \x01(\x0c\x12\x18\n\x10output_token_ids\x18\x04 \x01(\x0c\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x1c\n\x04work\x18\x07 \x01(\x0e\x32\x0e.baton.v1.Work\x12 \n\x06ticket\x18\x08 \x01(\x0b\x32\x10.baton.v1.Ticket\x12\x1d\n\x15\x64\x65\x61\x64line_remaining_us\x18\t \x01(\x04\x12\x14\n\x0csample_index\x18\n \x01(\r\x12\x18\n\x10\x66ork_request_ids\x18\x0b \x03(\t\"U\n\x06Ticket\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x1a\n\x12source_incarnation\x18\x02 \x01(\t\x12\x1a\n\x12puller_incarnation\x18\x03 \x01(\t\"-\n\x06\x43\x61ncel\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\xbe\x01\n\x0bNodeMessage\x12$\n\x07welcome\x18\x01 \x01(\x0b\x32\x11.baton.v1.WelcomeH\x00\x12(\n\x07outputs\x18\x02 \x01(\x0b\x32\x15.baton.v1.StepOutputsH\x00\x12(\n\theartbeat\x18\x03 \x01(\x0b\x32\x13.baton.v1.HeartbeatH\x00\x12-\n\x0c\x65ngine_ended\x18\x04 \x01(\x0b\x32\x15.baton.v1.EngineEndedH\x00\x42\x06\n\x04\x62ody\"\r\n\x0b\x45ngineEnded\"\xdf\x01\n\x07Welcome\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\t\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x12\n\nnum_blocks\x18\x08 \x01(\r\x12\x12\n\nvocab_size\x18\t \x01(\r\x12\x15\n\reos_token_ids\x18\n \x03(\r\x12\x15\n\rcan_constrain\x18\x0b \x01(\x08\"^\n\x0bStepOutputs\x12(\n\x07outputs\x18\x01 \x03(\x0b\x32\x17.baton.v1.RequestOutput\x12%\n\x06tokens\x18\x02 \x01(\x0b\x32\x15.baton.v1.PlainTokens\"X\n\x0bPlainTokens\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x10\n\x08\x61ttempts\x18\x02 \x03(\r\x12\x0f\n\x07indices\x18\x03 \x03(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\"\xa5\x03\n\rRequestOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0b\x66irst_index\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12-\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1e\n\x05\x65rror\x18\x06 \x01(\x0b\x32\x0f.baton.v1.Error\x12\'\n\x06\x65vents\x18\x07 \x03(\x0b\x32\x17.baton.v1.TimelineEvent\x12\x1a\n\rcached_tokens\x18\x08 \x01(\rH\x00\x88\x01\x01\x12(\n\x08transfer\x18\t \x01(\x0b\x32\x16.baton.v1.TransferInfo\x12)\n\x08logprobs\x18\n \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x1a\n\x12\x66irst_prompt_index\x18\x0b \x01(\r\x12\x30\n\x0fprompt_logprobs\x18\x0c \x03(\x0b\x32\x17.baton.v1.TokenLogprobsB\x10\n\x0e_cached_tokens\"G\n\x0cTransferInfo\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x11\n\ttransport\x18\x03 \x01(\t\"\x93\x02\n\tHeartbeat\x12\x11\n\tnum_steps\x18\x01 \x01(\x04\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x03 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x15\n\rcredit_blocks\x18\x06 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x07 \x01(\x04\x12\x13\n\x0bis_draining\x18\x08 \x01(\x08\x12!\n\x05links\x18\t \x03(\x0b\x32\x12.baton.v1.PeerLink\x12\x13\n\x0bheld_blocks\x18\n \x01(\r\x12$\n\x08\x63ounters\x18\x0b \x01(\x0b\x32\x12.baton.v1.Counters\"\xb5\x02\n\x08\x43ounters\x12\x17\n\x0fnum_preemptions\x18\x01 \x01(\x04\x12\x1b\n\x13prefix_query_tokens\x18\x02 \x01(\x04\x12\x19\n\x11prefix_hit_tokens\x18\x03 \x01(\x04\x12\x15\n\rnum_transfers\x18\x04 \x01(\x04\x12\x16\n\x0etransfer_bytes\x18\x05 \x01(\x04\x12\x12\n\ntransfer_s\x18\x06 \x01(\x01\x12\x41\n\x10\x66\x61iled_transfers\x18\x07 \x03(\x0b\x32\'.baton.v1.Counters.FailedTransfersEntry\x12\x1a\n\x12num_expired_leases\x18\x08 \x01(\x04\x1a\x36\n\x14\x46\x61iledTransfersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"H\n\x08PeerLink\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x14\n\x0cgbytes_per_s\x18\x03 \x01(\x01\"\x12\n\x10GetLedgerRequest\"$\n\x11GetLedgerResponse\x12\x0f\n\x07ledgers\x18\x01 \x03(\t*O\n\x04Work\x12\x14\n\x10WORK_UNSPECIFIED\x10\x00\x12\x10\n\x0cWORK_PREFILL\x10\x01\x12\x0f\n\x0bWORK_DECODE\x10\x02\x12\x0e\n\nWORK_LOCAL\x10\x03\x32\x8c\x01\n\x04Node\x12>\n\x07Session\x12\x18.baton.v1.GatewayMessage\x1a\x15.baton.v1.NodeMessage(\x01\x30\x01\x12\x44\n\tGetLedger\x12\x1a.baton.v1.GetLedgerRequest\x1a\x1b.baton.v1.GetLedgerResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x62\x61ton/proto/v1/node.proto\x12\x08\x62\x61ton.v1\x1a\x1b\x62\x61ton/proto/v1/common.proto\"d\n\x0eGatewayMessage\x12&\n\x08\x64ispatch\x18\x01 \x01(\x0b\x32\x12.baton.v1.DispatchH\x00\x12\"\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x10.baton.v1.CancelH\x00\x42\x06\n\x04\x62ody\"\xb2\x02\n\x08\x44ispatch\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x03 \x01(\x0c\x12\x18\n\x10output_token_ids\x18\x04 \x01(\x0c\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x1c\n\x04work\x18\x07 \x01(\x0e\x32\x0e.baton.v1.Work\x12 \n\x06ticket\x18\x08 \x01(\x0b\x32\x10.baton.v1.Ticket\x12\x1d\n\x15\x64\x65\x61\x64line_remaining_us\x18\t \x01(\x04\x12\x14\n\x0csample_index\x18\n \x01(\r\x12\x18\n\x10\x66ork_request_ids\x18\x0b \x03(\t\"U\n\x06Ticket\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x1a\n\x12source_incarnation\x18\x02 \x01(\t\x12\x1a\n\x12puller_incarnation\x18\x03 \x01(\t\"-\n\x06\x43\x61ncel\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\xbe\x01\n\x0bNodeMessage\x12$\n\x07welcome\x18\x01 \x01(\x0b\x32\x11.baton.v1.WelcomeH\x00\x12(\n\x07outputs\x18\x02 \x01(\x0b\x32\x15.baton.v1.StepOutputsH\x00\x12(\n\theartbeat\x18\x03 \x01(\x0b\x32\x13.baton.v1.HeartbeatH\x00\x12-\n\x0c\x65ngine_ended\x18\x04 \x01(\x0b\x32\x15.baton.v1.EngineEndedH\x00\x42\x06\n\x04\x62ody\"\r\n\x0b\x45ngineEnded\"\x86\x02\n\x07Welcome\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\t\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x12\n\nnum_blocks\x18\x08 \x01(\r\x12\x12\n\nvocab_size\x18\t \x01(\r\x12\x15\n\reos_token_ids\x18\n \x03(\r\x12\x15\n\rcan_constrain\x18\x0b \x01(\x08\x12%\n\x06\x64irect\x18\x0c \x01(\x0b\x32\x15.baton.v1.DirectOffer\">\n\x0b\x44irectOffer\x12\x0f\n\x07host_id\x18\x01 \x01(\x0c\x12\x0f\n\x07gateway\x18\x02 \x01(\t\x12\r\n\x05token\x18\x03 \x01(\x0c\"^\n\x0bStepOutputs\x12(\n\x07outputs\x18\x01 \x03(\x0b\x32\x17.baton.v1.RequestOutput\x12%\n\x06tokens\x18\x02 \x01(\x0b\x32\x15.baton.v1.PlainTokens\"X\n\x0bPlainTokens\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x10\n\x08\x61ttempts\x18\x02 \x03(\r\x12\x0f\n\x07indices\x18\x03 \x03(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\"\xa5\x03\n\rRequestOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0b\x66irst_index\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12-\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1e\n\x05\x65rror\x18\x06 \x01(\x0b\x32\x0f.baton.v1.Error\x12\'\n\x06\x65vents\x18\x07 \x03(\x0b\x32\x17.baton.v1.TimelineEvent\x12\x1a\n\rcached_tokens\x18\x08 \x01(\rH\x00\x88\x01\x01\x12(\n\x08transfer\x18\t \x01(\x0b\x32\x16.baton.v1.TransferInfo\x12)\n\x08logprobs\x18\n \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x1a\n\x12\x66irst_prompt_index\x18\x0b \x01(\r\x12\x30\n\x0fprompt_logprobs\x18\x0c \x03(\x0b\x32\x17.baton.v1.TokenLogprobsB\x10\n\x0e_cached_tokens\"G\n\x0cTransferInfo\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x11\n\ttransport\x18\x03 \x01(\t\"\x93\x02\n\tHeartbeat\x12\x11\n\tnum_steps\x18\x01 \x01(\x04\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x03 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x15\n\rcredit_blocks\x18\x06 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x07 \x01(\x04\x12\x13\n\x0bis_draining\x18\x08 \x01(\x08\x12!\n\x05links\x18\t \x03(\x0b\x32\x12.baton.v1.PeerLink\x12\x13\n\x0bheld_blocks\x18\n \x01(\r\x12$\n\x08\x63ounters\x18\x0b \x01(\x0b\x32\x12.baton.v1.Counters\"\xb5\x02\n\x08\x43ounters\x12\x17\n\x0fnum_preemptions\x18\x01 \x01(\x04\x12\x1b\n\x13prefix_query_tokens\x18\x02 \x01(\x04\x12\x19\n\x11prefix_hit_tokens\x18\x03 \x01(\x04\x12\x15\n\rnum_transfers\x18\x04 \x01(\x04\x12\x16\n\x0etransfer_bytes\x18\x05 \x01(\x04\x12\x12\n\ntransfer_s\x18\x06 \x01(\x01\x12\x41\n\x10\x66\x61iled_transfers\x18\x07 \x03(\x0b\x32\'.baton.v1.Counters.FailedTransfersEntry\x12\x1a\n\x12num_expired_leases\x18\x08 \x01(\x04\x1a\x36\n\x14\x46\x61iledTransfersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"H\n\x08PeerLink\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x14\n\x0cgbytes_per_s\x18\x03 \x01(\x01\"\x12\n\x10GetLedgerRequest\"$\n\x11GetLedgerResponse\x12\x0f\n\x07ledgers\x18\x01 \x03(\t*O\n\x04Work\x12\x14\n\x10WORK_UNSPECIFIED\x10\x00\x12\x10\n\x0cWORK_PREFILL\x10\x01\x12\x0f\n\x0bWORK_DECODE\x10\x02\x12\x0e\n\nWORK_LOCAL\x10\x03\x32\x8c\x01\n\x04Node\x12>\n\x07Session\x12\x18.baton.v1.GatewayMessage\x1a\x15.baton.v1.NodeMessage(\x01\x30\x01\x12\x44\n\tGetLedger\x12\x1a.baton.v1.GetLedgerRequest\x1a\x1b.baton.v1.GetLedgerResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,8 +34,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_COUNTERS_FAILEDTRANSFERSENTRY']._loaded_options = None
   _globals['_COUNTERS_FAILEDTRANSFERSENTRY']._serialized_options = b'8\001'
-  _globals['_WORK']._serialized_start=2452
-  _globals['_WORK']._serialized_end=2531
+  _globals['_WORK']._serialized_start=2555
+  _globals['_WORK']._serialized_end=2634
   _globals['_GATEWAYMESSAGE']._serialized_start=68
   _globals['_GATEWAYMESSAGE']._serialized_end=168
   _globals['_DISPATCH']._serialized_start=171
@@ -49,27 +49,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ENGINEENDED']._serialized_start=806
   _globals['_ENGINEENDED']._serialized_end=819
   _globals['_WELCOME']._serialized_start=822
-  _globals['_WELCOME']._serialized_end=1045
-  _globals['_STEPOUTPUTS']._serialized_start=1047
-  _globals['_STEPOUTPUTS']._serialized_end=1141
-  _globals['_PLAINTOKENS']._serialized_start=1143
-  _globals['_PLAINTOKENS']._serialized_end=1231
-  _globals['_REQUESTOUTPUT']._serialized_start=1234
-  _globals['_REQUESTOUTPUT']._serialized_end=1655
-  _globals['_TRANSFERINFO']._serialized_start=1657
-  _globals['_TRANSFERINFO']._serialized_end=1728
-  _globals['_HEARTBEAT']._serialized_start=1731
-  _globals['_HEARTBEAT']._serialized_end=2006
-  _globals['_COUNTERS']._serialized_start=2009
-  _globals['_COUNTERS']._serialized_end=2318
-  _globals['_COUNTERS_FAILEDTRANSFERSENTRY']._serialized_start=2264
-  _globals['_COUNTERS_FAILEDTRANSFERSENTRY']._serialized_end=2318
-  _globals['_PEERLINK']._serialized_start=2320
-  _globals['_PEERLINK']._serialized_end=2392
-  _globals['_GETLEDGERREQUEST']._serialized_start=2394
-  _globals['_GETLEDGERREQUEST']._serialized_end=2412
-  _globals['_GETLEDGERRESPONSE']._serialized_start=2414
-  _globals['_GETLEDGERRESPONSE']._serialized_end=2450
-  _globals['_NODE']._serialized_start=2534
-  _globals['_NODE']._serialized_end=2674
+  _globals['_WELCOME']._serialized_end=1084
+  _globals['_DIRECTOFFER']._serialized_start=1086
+  _globals['_DIRECTOFFER']._serialized_end=1148
+  _globals['_STEPOUTPUTS']._serialized_start=1150
+  _globals['_STEPOUTPUTS']._serialized_end=1244
+  _globals['_PLAINTOKENS']._serialized_start=1246
+  _globals['_PLAINTOKENS']._serialized_end=1334
+  _globals['_REQUESTOUTPUT']._serialized_start=1337
+  _globals['_REQUESTOUTPUT']._serialized_end=1758
+  _globals['_TRANSFERINFO']._serialized_start=1760
+  _globals['_TRANSFERINFO']._serialized_end=1831
+  _globals['_HEARTBEAT']._serialized_start=1834
+  _globals['_HEARTBEAT']._serialized_end=2109
+  _globals['_COUNTERS']._serialized_start=2112
+  _globals['_COUNTERS']._serialized_end=2421
+  _globals['_COUNTERS_FAILEDTRANSFERSENTRY']._serialized_start=2367
+  _globals['_COUNTERS_FAILEDTRANSFERSENTRY']._serialized_end=2421
+  _globals['_PEERLINK']._serialized_start=2423
+  _globals['_PEERLINK']._serialized_end=2495
+  _globals['_GETLEDGERREQUEST']._serialized_start=2497
+  _globals['_GETLEDGERREQUEST']._serialized_end=2515
+  _globals['_GETLEDGERRESPONSE']._serialized_start=2517
+  _globals['_GETLEDGERRESPONSE']._serialized_end=2553
+  _globals['_NODE']._serialized_start=2637
+  _globals['_NODE']._serialized_end=2777
 # @@protoc_insertion_point(module_scope)

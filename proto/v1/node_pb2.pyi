@@ -87,7 +87,7 @@ class EngineEnded(_message.Message):
     def __init__(self) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("incarnation", "role", "name", "model", "fingerprint", "max_model_len", "block_size", "num_blocks", "vocab_size", "eos_token_ids", "can_constrain")
+    __slots__ = ("incarnation", "role", "name", "model", "fingerprint", "max_model_len", "block_size", "num_blocks", "vocab_size", "eos_token_ids", "can_constrain", "direct")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -99,6 +99,7 @@ class Welcome(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CAN_CONSTRAIN_FIELD_NUMBER: _ClassVar[int]
+    DIRECT_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     role: str
     name: str
@@ -110,7 +111,18 @@ class Welcome(_message.Message):
     vocab_size: int
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     can_constrain: bool
-    def __init__(self, incarnation: _Optional[str] = ..., role: _Optional[str] = ..., name: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., can_constrain: bool = ...) -> None: ...
+    direct: DirectOffer
+    def __init__(self, incarnation: _Optional[str] = ..., role: _Optional[str] = ..., name: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., can_constrain: bool = ..., direct: _Optional[_Union[DirectOffer, _Mapping]] = ...) -> None: ...
+
+class DirectOffer(_message.Message):
+    __slots__ = ("host_id", "gateway", "token")
+    HOST_ID_FIELD_NUMBER: _ClassVar[int]
+    GATEWAY_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    host_id: bytes
+    gateway: str
+    token: bytes
+    def __init__(self, host_id: _Optional[bytes] = ..., gateway: _Optional[str] = ..., token: _Optional[bytes] = ...) -> None: ...
 
 class StepOutputs(_message.Message):
     __slots__ = ("outputs", "tokens")

@@ -7,11 +7,13 @@ import socket
 from dataclasses import dataclass, field
 from typing import Any
 
+from baton.core.direct_question import PURPOSE
 from baton.core.errors import BatonError
-from baton.kv_transfer.pool_address import socket_address
-from baton.node.direct import DirectChannels, DirectReady
-from baton.node.frames import encode_payload
+from baton.core.framing import encode_payload
+from baton.core.same_host import socket_address
+from baton.node.direct import DirectChannels
 from baton.node.inbox import Inbox
+from baton.node.watched_channel import DirectReady, FromPeer
 from baton.proto.v1 import handoff_pb2
 
 HERE, ELSEWHERE = b"h" * 16, b"e" * 16
@@ -39,21 +41,23 @@ class End:
         """What its role says first, as the link carries it."""
         port = handoff_pb2.DataPort(host_id=self.host_id)
         hello = Peer(hello=handoff_pb2.Hello(incarnation=self.incarnation, data=port))
-        assert not self.direct.send(other.incarnation, hello)
+        assert not self.direct.peers.send(other.incarnation, hello)
         return hello
 
     def hear(self, other: End, message: Peer) -> None:
-        if self.direct.heard(other.incarnation, message):
+        if self.direct.peers.heard(other.incarnation, message):
             self.heard.append(message)
 
     def turn(self, timeout_s: float = 0.0) -> None:
         for item in self.inbox.receive(timeout_s):
             assert isinstance(item, DirectReady)
-            self.heard += [message for _, message in item.handle()]
-        self.broken += self.direct.take_broken()
+            for said in item.handle():
+                assert isinstance(said, FromPeer)
+                self.heard.append(said.message)
+        self.broken += self.direct.peers.take_broken()
 
     def way(self, other: End) -> str:
-        return self.direct.ledger()[other.incarnation]
+        return self.direct.peers.ledger()[other.incarnation]
 
     def close(self) -> None:
         self.direct.close()
@@ -66,8 +70,8 @@ class Pair:
     puller: End
 
     def link(self) -> None:
-        self.source.direct.linked(self.puller.incarnation, is_source=False)
-        self.puller.direct.linked(self.source.incarnation, is_source=True)
+        self.source.direct.peers.linked(self.puller.incarnation, is_source=False)
+        self.puller.direct.peers.linked(self.source.incarnation, is_source=True)
 
     def greet(self) -> None:
         """Both Hellos pass over the link."""
@@ -81,7 +85,7 @@ class Pair:
 
     def say(self, speaker: End, message: Peer) -> bool:
         other = self.puller if speaker is self.source else self.source
-        return speaker.direct.send(other.incarnation, message)
+        return speaker.direct.peers.send(other.incarnation, message)
 
     def ways(self) -> tuple[str, str]:
         return self.source.way(self.puller), self.puller.way(self.source)
@@ -89,7 +93,7 @@ class Pair:
 
 def stranger_of(end: End) -> socket.socket:
     stranger = socket.socket(socket.AF_UNIX)
-    stranger.connect(socket_address(end.incarnation, "handoff"))
+    stranger.connect(socket_address(end.incarnation, PURPOSE))
     stranger.settimeout(1.0)
     return stranger
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from baton.core.request import FinishReason, Request, SamplingParams, Ticket
+from baton.core.same_host import HOST_ID_BYTES
 from baton.decode_node.role import DecodeRole
 from baton.decode_node.windows import Windows
 from baton.engine.engine import Engine
@@ -18,7 +19,7 @@ from baton.kv_transfer.head_ranges import HeadPiece
 from baton.kv_transfer.memory import MemoryPool, MemoryTransport, MemoryWindow
 from baton.kv_transfer.messages import Hello
 from baton.kv_transfer.puller import Puller
-from baton.kv_transfer.remote import HOST_ID_BYTES, KEY_BYTES, DataPort, RemotePool, Routes
+from baton.kv_transfer.remote import KEY_BYTES, DataPort, RemotePool, Routes
 from baton.kv_transfer.source import Source
 from baton.node.desk import RequestDesk
 from baton.node.direct import DirectChannels

@@ -23,8 +23,9 @@ import pytest
 from fakes.host_pool import HostPool
 
 from baton.core.errors import HandoffFailed, StartupFailed
+from baton.core.same_host import socket_address
 from baton.engine.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS, BlockRef
-from baton.kv_transfer.pool_address import CudaMemory, PoolDescription, socket_address
+from baton.kv_transfer.pool_address import CudaMemory, PoolDescription
 from baton.kv_transfer.pool_exporter import PoolExporter
 from baton.kv_transfer.shm import ShmTransport, ShmWindow, export_host_pool
 from baton.kv_transfer.transport import BlockPair, PullOutcome

@@ -21,6 +21,7 @@ from fakes.host_pool import HostPool
 from baton.cli.certs import make_certificates
 from baton.cluster.tls import role_name
 from baton.core.errors import HandoffFailed
+from baton.core.same_host import host_id
 from baton.engine.block_pool import NUM_RESERVED_BLOCKS, BlockRef
 from baton.engine.generations import GenerationsReader
 from baton.kv_transfer import data_wire as wire
@@ -30,7 +31,7 @@ from baton.kv_transfer.data_server import DataServer, ServedPool
 from baton.kv_transfer.data_tls import DataTls
 from baton.kv_transfer.head_ranges import BlockCut, HeadPiece
 from baton.kv_transfer.pool_address import PoolDescription, PoolPart
-from baton.kv_transfer.remote import KEY_BYTES, DataPort, RemotePool, Routes, host_id
+from baton.kv_transfer.remote import KEY_BYTES, DataPort, RemotePool, Routes
 from baton.kv_transfer.remote_window import RemoteWindow
 from baton.kv_transfer.runs import Ids
 from baton.kv_transfer.stream import Stream

@@ -10,8 +10,8 @@ import pytest
 from fakes.direct_pair import End, Pair, Peer, attach, raw_end, stranger_of
 
 from baton.core.errors import BatonError, HandoffFailed, NodeLost
-from baton.node import direct_channel
-from baton.node.frames import MAX_RELAYED_BYTES, FrameBuffer, encode_payload
+from baton.core.framing import MAX_RELAYED_BYTES, FrameBuffer, encode_payload
+from baton.node import direct_peers
 from baton.proto.v1 import handoff_pb2
 
 
@@ -41,7 +41,7 @@ def test_end_of_the_link_ends_the_channel_and_a_new_one_brings_another(
 ) -> None:
     first = getattr(joined, name)
     other = joined.puller if name == "source" else joined.source
-    first.direct.lost(other.incarnation)
+    first.direct.peers.lost(other.incarnation)
     other.turn(1.0)  # hears of it through the channel, before its own link's end
     ((incarnation, error),) = other.broken
     assert incarnation == first.incarnation and isinstance(error, NodeLost)
@@ -56,11 +56,11 @@ def test_end_of_the_link_ends_the_channel_and_a_new_one_brings_another(
 
 
 def test_channel_that_broke_with_an_older_link_does_not_end_the_new_one(joined: Pair) -> None:
-    joined.source.direct.lost(joined.puller.incarnation)
+    joined.source.direct.peers.lost(joined.puller.incarnation)
     for item in joined.puller.inbox.receive(1.0):
         assert not item.handle()
-    joined.puller.direct.linked(joined.source.incarnation, is_source=True)
-    assert not joined.puller.direct.take_broken()
+    joined.puller.direct.peers.linked(joined.source.incarnation, is_source=True)
+    assert not joined.puller.direct.peers.take_broken()
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_frame_that_comes_in_pieces_is_one_message(pair: Pair) -> None:
 
 
 def test_peer_that_does_not_read_blocks_nobody(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct_channel, "MAX_UNSENT_BYTES", 2 << 20)
+    monkeypatch.setattr(direct_peers, "MAX_UNSENT_BYTES", 2 << 20)
     message = attach("t" * 100_000)
     with raw_end(pair) as raw:
         for _ in range(15):  # more than a socket holds, less than we keep
@@ -125,9 +125,11 @@ def test_peer_that_does_not_read_blocks_nobody(pair: Pair, monkeypatch: pytest.M
 
 
 def test_sending_to_a_peer_that_is_gone_breaks_the_channel(joined: Pair) -> None:
-    joined.puller.direct.lost(joined.source.incarnation)
+    joined.puller.direct.peers.lost(joined.source.incarnation)
     assert joined.say(joined.source, attach())
-    assert [name for name, _ in joined.source.direct.take_broken()] == [joined.puller.incarnation]
+    assert [name for name, _ in joined.source.direct.peers.take_broken()] == [
+        joined.puller.incarnation
+    ]
 
 
 def test_nothing_is_left_open() -> None:

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 from fakes.direct_pair import ELSEWHERE, End, Pair, asking, attach, stranger_of
 
+from baton.core import direct_question
+from baton.core.direct_question import TOKEN_BYTES
 from baton.core.errors import HandoffFailed
-from baton.node import direct
-from baton.node.direct import MAX_STRANGERS, TOKEN_BYTES
-from baton.node.frames import encode_payload
+from baton.core.framing import encode_payload
+from baton.node import reception
+from baton.node.reception import MAX_STRANGERS
 
 
 @pytest.fixture
@@ -136,9 +138,9 @@ def test_other_users_are_refused(pair: Pair, side: str, monkeypatch: pytest.Monk
     pair.source.hear(pair.puller, pair.puller.hello(pair.source))
     hello = pair.source.hello(pair.puller)
     if side == "puller":
-        monkeypatch.setattr(direct, "require_same_user", refuse)
+        monkeypatch.setattr(direct_question, "require_same_user", refuse)
     pair.puller.hear(pair.source, hello)
-    monkeypatch.setattr(direct, "require_same_user", refuse)
+    monkeypatch.setattr(reception, "require_same_user", refuse)
     assert_over_the_link(pair)
 
 
@@ -194,8 +196,8 @@ def test_who_cannot_be_taken_in_uses_the_link(pair: Pair) -> None:
     pair.link()
     pair.source.hear(pair.puller, pair.puller.hello(pair.source))
     hello = pair.source.hello(pair.puller)
-    source: Any = pair.source.direct
-    source._listener = OutOfDescriptors(source._listener, accept)
+    desk: Any = pair.source.direct._reception
+    desk._listener = OutOfDescriptors(desk._listener, accept)
     pair.puller.hear(pair.source, hello)
     assert_over_the_link(pair)
     assert not pair.source.hello(pair.puller).hello.direct_token

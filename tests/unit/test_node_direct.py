@@ -44,7 +44,7 @@ def link(world: NodeWorld) -> None:
 
 def ways(world: NodeWorld) -> list[str]:
     nodes = (world.prefill, world.decode)
-    return [way for node in nodes if node.direct for way in node.direct.ledger().values()]
+    return [way for node in nodes if node.direct for way in node.direct.peers.ledger().values()]
 
 
 def reference(one: Request) -> list[int]:
@@ -101,8 +101,8 @@ def test_break_at_any_moment_ends_the_link_and_all_of_it(
 def break_channel(world: NodeWorld, name: str) -> None:
     """As if one side had hung up; both find it over."""
     direct = getattr(world, name).direct
-    (peer,) = direct._peers.values()
-    peer.channel._socket.shutdown(socket.SHUT_RDWR)
+    (peer,) = direct.peers._peers.values()
+    peer.channel._channel._socket.shutdown(socket.SHUT_RDWR)
 
 
 def test_garbage_ends_the_link_and_not_the_engine(world: NodeWorld) -> None:
@@ -110,7 +110,7 @@ def test_garbage_ends_the_link_and_not_the_engine(world: NodeWorld) -> None:
     world.hand_off(one)
     world.turn(world.prefill)
     assert world.decode.direct is not None
-    (peer,) = world.decode.direct._peers.values()
+    (peer,) = world.decode.direct.peers._peers.values()
     assert peer.channel is not None
     peer.channel.send(b"\xff\xff\xff")
     world.settle()

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.node.frames import MAX_FRAME_BYTES, BrokenStream, FrameSocket, encode, read_frame
+from baton.core.framing import MAX_FRAME_BYTES, BrokenStream
+from baton.node.frames import FrameSocket, encode, read_frame
 from baton.proto.v1 import engine_pb2
 
 MESSAGE = engine_pb2.EngineInput(configure="{}" * 1000)

@@ -1,6 +1,6 @@
-"""One connection between the engines of a pair on one host: frames, and never a wait.
+"""One connection between two processes of one host: frames, and never a wait.
 
-Knows no peer and no message; who is at the other end and what is said is direct.py's business.
+Knows no peer and no message: who is at the other end, and what is said, is its owner's business.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ import contextlib
 import socket
 from collections import deque
 
-from .frames import FrameBuffer, encode_payload
-
-MAX_UNSENT_BYTES = 16 << 20  # some hundred manifests of long prompts
+from .framing import FrameBuffer, encode_payload
 
 
 class ChannelBroken(Exception):
@@ -19,13 +17,18 @@ class ChannelBroken(Exception):
 
 
 class DirectChannel:
-    """Belongs to the engine loop's thread."""
+    """Belongs to one thread."""
 
-    def __init__(self, sock: socket.socket, max_frame_bytes: int) -> None:
-        """Owns the connected socket. The other side may say frames of that length at most."""
+    def __init__(self, sock: socket.socket, max_frame_bytes: int, max_unsent_bytes: int) -> None:
+        """Owns the connected socket.
+
+        `max_frame_bytes`: how long a frame of the other side may be; `max_unsent_bytes`: how much
+        is kept for a side that does not read.
+        """
         sock.setblocking(False)
         self._socket = sock
         self._frames = FrameBuffer(max_frame_bytes)
+        self._max_unsent_bytes = max_unsent_bytes
         self._unsent: deque[memoryview] = deque()
         self._num_unsent_bytes = 0
         self.is_closed = False
@@ -38,9 +41,10 @@ class DirectChannel:
         """Whether `flush` should be called once there is room to write."""
         return bool(self._unsent)
 
-    def allow(self, max_frame_bytes: int) -> None:
-        """How long a frame of the other side may be from now on."""
+    def allow(self, max_frame_bytes: int, max_unsent_bytes: int) -> None:
+        """As in `__init__`, from now on."""
         self._frames.max_bytes = max_frame_bytes
+        self._max_unsent_bytes = max_unsent_bytes
 
     def send(self, payload: bytes) -> None:
         """Send a frame, or keep what the other side does not take yet. Raises ChannelBroken."""
@@ -48,8 +52,8 @@ class DirectChannel:
         self._num_unsent_bytes += len(frame)
         self._unsent.append(frame)
         self.flush()
-        if self._num_unsent_bytes > MAX_UNSENT_BYTES:
-            raise ChannelBroken("the peer does not read")
+        if self._num_unsent_bytes > self._max_unsent_bytes:
+            raise ChannelBroken("the other side does not read")
 
     def flush(self) -> None:
         """Send what was kept, as far as the other side takes it. Raises ChannelBroken."""
@@ -63,7 +67,7 @@ class DirectChannel:
         except BlockingIOError:
             return
         except OSError as error:
-            raise ChannelBroken(f"the peer cannot be told: {error}") from error
+            raise ChannelBroken(f"the other side cannot be told: {error}") from error
 
     def receive(self) -> tuple[list[bytes], bool]:
         """The payloads of all frames that have come, and whether that was the last of it.
