@@ -109,7 +109,7 @@ class DirectWay:
             self._loop.remove_reader(self._channel.fileno())
             self._loop.remove_writer(self._channel.fileno())
             self._channel.close()
-            self.over.set_result(reason)
+            self._loop.call_soon(self.over.set_result, reason)  # behind what is still to be heard
 
     def _read(self) -> None:
         """Pass on what has come: each message by itself, so that one costs no other."""

@@ -80,15 +80,14 @@ class DirectGateways:
             return False
         if not hmac.compare_digest(gateway.token, question.token):
             return False
+        try:
+            channel.send(ACCEPTED)
+        except ChannelBroken:  # it has not waited so long, and uses its stream
+            return False
         gateway.way, gateway.channel = Way.DIRECT, channel
         channel.allow(MAX_RELAYED_BYTES, MAX_UNSENT_BYTES)
         channel.on_ready(lambda: self._read(name, gateway, channel))
-        try:
-            channel.send(ACCEPTED)
-        except ChannelBroken as error:
-            self._break(name, gateway, channel, NodeLost(str(error)))
-        else:
-            log.info("speaks with gateway %s directly", name)
+        log.info("speaks with gateway %s directly", name)
         return True
 
     def send(self, name: str, message: node_pb2.NodeMessage) -> bool:

@@ -4,8 +4,8 @@
     puller  ══ Handoff.Link ══► Tangle ══► source
 
 Real gRPC on both sides. gRPC itself neither doubles nor shuffles, so what it does is what a bug in
-a relay would do. It knows one message, the source's Hello, which loses the token with which the
-engines would speak directly and pass it by.
+a relay would do. It knows two messages, the source's Hello and the node's Welcome, which lose the
+token with which others would speak with the engine directly and pass it by.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import grpc
 
-from baton.proto.v1 import handoff_pb2
+from baton.proto.v1 import handoff_pb2, node_pb2
 
 DOUBLE, SWAP, LOSE = "double", "swap", "lose"
 
@@ -73,7 +73,7 @@ class Tangle(grpc.GenericRpcHandler):
             await call.initial_metadata()
             await context.send_initial_metadata(())
             async for message in self._tangled(call, (name, "back")):
-                await context.write(_without_token(message) if name == "Link" else message)
+                await context.write(_without_token(name, message))
         except grpc.aio.AioRpcError as error:
             await context.abort(error.code(), error.details(), [*error.trailing_metadata()])
         finally:
@@ -113,9 +113,14 @@ class Tangle(grpc.GenericRpcHandler):
         return None
 
 
-def _without_token(message: bytes) -> bytes:
+def _without_token(name: str, message: bytes) -> bytes:
     """As it comes from an engine that nobody speaks with directly."""
-    said = handoff_pb2.PeerMessage.FromString(message)
-    if said.HasField("hello"):
-        said.hello.ClearField("direct_token")
-    return said.SerializeToString()
+    if name == "Link":
+        said = handoff_pb2.PeerMessage.FromString(message)
+        if said.HasField("hello"):
+            said.hello.ClearField("direct_token")
+        return said.SerializeToString()
+    told = node_pb2.NodeMessage.FromString(message)
+    if told.HasField("welcome"):
+        told.welcome.ClearField("direct")
+    return told.SerializeToString()

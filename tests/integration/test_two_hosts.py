@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from node_driver import NodeProcess, launch_program, wait_idle
+from node_driver import NodeProcess, launch_program, ledgers, wait_idle
 
 from baton.client import Client
 from baton.cluster.redis_server import RedisServer
@@ -119,6 +119,9 @@ async def test_tokens_are_those_of_one_process(
         assert cluster.prefill.address.startswith(HERE)
         assert cluster.decode.address.startswith(THERE)
         await wait_idle(cluster.prefill.address, cluster.decode.address)
+        for node, way in ((cluster.prefill, "direct"), (cluster.decode, "link")):
+            (ledger,) = await ledgers(node.address)
+            assert [*ledger["gateway_ways"].values()] == [way]
         with Client(cluster.gateway.address) as client:
             for length, params in (
                 (1, {"temperature": 0.0}),
