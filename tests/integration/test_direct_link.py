@@ -209,7 +209,7 @@ async def test_a_channel_that_breaks_ends_its_link_and_no_other(
         direct._channel._socket.shutdown(socket.SHUT_RDWR)
         await until(lambda: linked.events[1].lost_by)
         ((reason, has_died),) = linked.events[1].lost_by
-        assert "closed it" in reason and not has_died
+        assert reason.startswith("UNAVAILABLE: ") and not has_died  # as the stream says
         assert not linked.events[0].lost_by
         assert len(await other.generate()) == 8
         assert not other.events[1].lost_by
@@ -234,6 +234,23 @@ async def test_a_gateway_that_stands_still_holds_up_nobody(
         loop.add_reader(direct._channel.fileno(), direct._read)
         await until(lambda: linked.events[1].is_over)
         assert len(linked.events[1].tokens) == 599
+
+
+async def test_a_supervisor_that_stands_still_ends_the_link_and_the_engine_is_free(
+    nodes: list[NodeProcess], redis_url: str
+) -> None:
+    async with gateway(redis_url) as linked:
+        linked.start(max_tokens=1500)
+        await until(lambda: len(linked.events[1].tokens) > 5)
+        os.kill(nodes[1].process.pid, signal.SIGSTOP)
+        try:
+            await until(lambda: linked.events[1].lost_by)
+        finally:
+            os.kill(nodes[1].process.pid, signal.SIGCONT)
+        assert [has_died for _, has_died in linked.events[1].lost_by] == [False]
+    await wait_idle(*(node.address for node in nodes))
+    async with gateway(redis_url) as again:
+        assert len(await again.generate()) == 8
 
 
 async def test_an_engine_that_does_not_accept_is_spoken_with_over_its_node(

@@ -131,6 +131,36 @@ async def test_gateway_gets_its_outputs_and_everybody_heartbeats(node: Node) -> 
     assert len(lost) == 2
 
 
+async def test_each_gateway_is_told_a_token_of_its_own_and_the_engine_before(node: Node) -> None:
+    node.handle.welcome.direct.host_id = b"h" * 16
+    offers = []
+    for _ in range(2):
+        gateway, mailbox = node.handle.open_gateway()
+        linked = (await node.engine.next()).gateway_linked
+        welcome = await mailbox.get()
+        assert welcome is not None
+        offers.append(welcome.welcome.direct)
+        assert (linked.gateway, linked.token) == (gateway, offers[-1].token)
+        assert (offers[-1].gateway, offers[-1].host_id) == (gateway, b"h" * 16)
+        assert len(linked.token) == 32
+    assert offers[0].token != offers[1].token
+    assert not node.handle.welcome.direct.token
+
+
+async def test_a_gateway_whose_channel_broke_loses_its_stream_and_is_told_why(node: Node) -> None:
+    context: Any = FakeContext(baton_engine=ENGINE)
+    node.handle.welcome.direct.host_id = b"h" * 16
+    call = asyncio.create_task(NodeServicer(node, None).Session(never(), context))
+    gateway = (await node.engine.next()).gateway_linked.gateway
+    error = common_pb2.Error(code="node_lost", message="the other side does not read")
+    for name in ("e" * 32, gateway):  # another one's end is none of its
+        node.engine.say(close_gateway=engine_pb2.CloseGateway(gateway=name, error=error))
+    with pytest.raises(Aborted, match="does not read"):
+        await call
+    assert context.status is grpc.StatusCode.UNAVAILABLE
+    assert (await node.engine.next()).gateway_lost == gateway
+
+
 async def test_stream_that_opens_later_hears_the_last_heartbeat(node: Node) -> None:
     node.engine.say(heartbeat=node_pb2.Heartbeat(num_steps=7))
     for _ in range(2):
