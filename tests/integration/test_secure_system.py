@@ -108,6 +108,9 @@ def test_a_prompt_passes_over_tls_with_a_key(secured: Secured) -> None:
     status, _, answer = secured.ask("/v1/completions", "acme", body)
     assert status == 200
     assert json.loads(answer)["choices"][0]["text"] == result.text
+    spoken = [line for line in secured.system.lines if "speaks with gateway" in line]
+    assert len(spoken) == 2  # the engines; each was told a token over TLS
+    assert all(line.endswith("directly") for line in spoken)
 
 
 def test_tenants_have_their_own_parts_of_the_prefix_cache(secured: Secured) -> None:
