@@ -111,6 +111,11 @@ class DirectWay:
             self._channel.close()
             self._loop.call_soon(self.over.set_result, reason)  # behind what is still to be heard
 
+    def refuse(self, reason: str) -> None:
+        """End it: what the engine says is of no use."""
+        log.warning("an engine's direct channel is closed: %s", reason)
+        self.close(reason)
+
     def _read(self) -> None:
         """Pass on what has come: each message by itself, so that one costs no other."""
         try:
@@ -118,7 +123,7 @@ class DirectWay:
             for payload in payloads:
                 self._loop.call_soon(self._hear, node_pb2.NodeMessage.FromString(payload))
         except (BrokenStream, DecodeError) as error:
-            self.close(f"its direct channel is not understood: {error}")
+            self.refuse(f"it is not understood: {error}")
             return
         if is_over:
             self.close("its direct channel ended")

@@ -199,7 +199,7 @@ class NodeLink:
             self._pass_on(*_step_from_wire(message.outputs))
         except EngineFailed as error:
             assert self._direct is not None
-            self._direct.close(error.message)
+            self._direct.refuse(error.message)
 
     async def _write(self, stream: _Stream) -> str:
         try:

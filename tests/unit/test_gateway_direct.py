@@ -17,8 +17,11 @@ from baton.core.direct_channel import DirectChannel
 from baton.core.direct_question import ACCEPTED
 from baton.core.errors import HandoffFailed
 from baton.core.framing import MAX_RELAYED_BYTES, FrameBuffer, encode_payload
+from baton.core.membership import Member, Role
+from baton.core.ports import SystemClock
 from baton.gateway import direct_way
 from baton.gateway.direct_way import DirectWay, open_direct
+from baton.gateway.node_link import NodeLink
 from baton.proto.v1 import node_pb2
 
 Change = Callable[[node_pb2.Welcome], object]
@@ -217,3 +220,32 @@ async def test_a_gateway_that_is_cancelled_while_it_asks_leaves_nothing() -> Non
         await asking
     engine.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+async def test_a_step_that_cannot_be_read_ends_the_channel(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ours, engine = socket.socketpair()
+    member = Member("a" * 32, Role.DECODE, "d", "127.0.0.1:1", "demo", "fp", 512, 16, 66)
+    link = NodeLink(member, None, NoEvents(), SystemClock(), 1.2)
+    link._direct = DirectWay(DirectChannel(ours, len(ACCEPTED), 0), link._hear_directly)
+    uneven = node_pb2.PlainTokens(request_ids=["r"], attempts=[0], indices=[1])
+    message = node_pb2.NodeMessage(outputs=node_pb2.StepOutputs(tokens=uneven))
+    with engine:
+        engine.sendall(encode_payload(message.SerializeToString()))
+        assert "columns of tokens" in await link._direct.over
+        assert engine.recv(1) == b""
+    assert "columns of tokens" in caplog.text
+
+
+class NoEvents:
+    """node_link.LinkEvents of a link of which nothing may be heard."""
+
+    def linked(self, link: NodeLink) -> None: ...
+
+    def heartbeat(self, link: NodeLink, load: object) -> None: ...
+
+    def outputs(self, link: NodeLink, outputs: object, tokens: object) -> None:
+        raise AssertionError("an output")
+
+    def lost(self, link: NodeLink, reason: str, *, has_died: bool) -> None: ...
