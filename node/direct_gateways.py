@@ -36,9 +36,10 @@ MAX_UNSENT_BYTES = MAX_FRAME_BYTES  # any message; of plain tokens minutes
 class _Gateway:
     """One gateway with an open stream."""
 
-    token: bytes
+    token: bytes | None  # None: it has opened a channel
     way: Way = Way.LINK
     channel: WatchedChannel | None = None
+    is_used: bool = False  # something was said on the channel
 
 
 class DirectGateways:
@@ -76,7 +77,7 @@ class DirectGateways:
     def admit(self, question: Question, channel: WatchedChannel) -> bool:
         """Accept the gateway that has just proven who it is, unless it was accepted before."""
         name, gateway = question.name, self._gateways.get(question.name)
-        if gateway is None or gateway.way is not Way.LINK:
+        if gateway is None or gateway.token is None:
             return False
         if not hmac.compare_digest(gateway.token, question.token):
             return False
@@ -84,7 +85,7 @@ class DirectGateways:
             channel.send(ACCEPTED)
         except ChannelBroken:  # it has not waited so long, and uses its stream
             return False
-        gateway.way, gateway.channel = Way.DIRECT, channel
+        gateway.token, gateway.way, gateway.channel = None, Way.DIRECT, channel
         channel.allow(MAX_RELAYED_BYTES, MAX_UNSENT_BYTES)
         channel.on_ready(lambda: self._read(name, gateway, channel))
         log.info("speaks with gateway %s directly", name)
@@ -96,6 +97,7 @@ class DirectGateways:
         if gateway is None or gateway.channel is None:
             return False
         if gateway.way is Way.DIRECT:
+            gateway.is_used = True
             try:
                 gateway.channel.send(message.SerializeToString())
             except ChannelBroken as error:
@@ -114,6 +116,10 @@ class DirectGateways:
         messages: list[FromGateway] = []
         try:
             payloads, is_over = channel.receive()
+            gateway.is_used |= bool(payloads)
+            if is_over and not gateway.is_used:
+                self._disengage(name, gateway, channel)
+                return []
             for payload in payloads:
                 messages.append(FromGateway(name, node_pb2.GatewayMessage.FromString(payload)))
             if is_over:
@@ -124,6 +130,12 @@ class DirectGateways:
             wrong = InvalidRequest(f"a gateway is not understood: {error}")
             self._break(name, gateway, channel, wrong)
         return messages
+
+    def _disengage(self, name: str, gateway: _Gateway, channel: WatchedChannel) -> None:
+        """It did not wait to hear that it is accepted, and uses its stream; or it ends."""
+        channel.close()
+        gateway.way, gateway.channel = Way.LINK, None
+        log.info("gateway %s hung up before anything was said", name)
 
     def _break(
         self, name: str, gateway: _Gateway, channel: WatchedChannel, error: BatonError

@@ -133,6 +133,19 @@ def test_a_break_is_told_behind_what_came_before(
     assert engine.say(welcome, step(0))  # goes nowhere: the stream is about to end
 
 
+def test_a_gateway_that_waited_too_short_is_spoken_with_over_its_stream(engine: EngineEnd) -> None:
+    welcome = engine.link()
+    asked = encode_payload(question(welcome).pack())
+    raw_gateway(engine, welcome).close()
+    engine.turn(1.0)
+    assert engine.way(welcome) == "link" and not engine.broken
+    assert not engine.say(welcome, step(0))
+    with stranger_of(engine, asked) as again:  # the token is used up
+        engine.turn(1.0)
+        engine.turn(1.0)
+        assert again.recv(100) == b""
+
+
 def test_a_gateway_that_comes_again_is_another(engine: EngineEnd) -> None:
     old = engine.link()
     with raw_gateway(engine, old):
