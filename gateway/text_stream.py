@@ -9,7 +9,7 @@ from .stop_strings import StopMatcher
 
 
 class Detokenize(Protocol):
-    """tokenizer.Detokenizer, or a fake."""
+    """detokenizer.Detokenizer, or a fake."""
 
     def step(self, token_id: int) -> str: ...
 

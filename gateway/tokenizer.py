@@ -13,14 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import tokenizers
-from tokenizers.decoders import DecodeStream
 
 from ..core.errors import InvalidRequest, StartupFailed
+from .detokenizer import Detokenizer, WholeTexts
 from .token_text import TokenText, token_text
 
 # Encoding costs about a microsecond per character; below this it is cheaper than a thread's turn.
 _INLINE_CHARS = 2000
-_NUM_CONTEXT_TOKENS = 8
 _NORMALIZED = 4  # what Unicode's composition and the like may make shorter, and then some
 
 
@@ -29,6 +28,7 @@ class Tokenizer:
     """A loaded tokenizer; `hidden_ids` (the model's EOS ids) never show up as text."""
 
     _library: tokenizers.Tokenizer
+    _whole_texts: WholeTexts
     _pool: ThreadPoolExecutor
     hidden_ids: frozenset[int]
     max_token_chars: int  # of a text, no token stands for more
@@ -53,7 +53,8 @@ class Tokenizer:
         pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
         longest = max(map(len, library.get_vocab(with_added_tokens=True)), default=1)
         max_token_chars = longest * (1 if library.normalizer is None else _NORMALIZED)
-        return cls(library, pool, frozenset(hidden_ids), max_token_chars)
+        hidden = frozenset(hidden_ids)
+        return cls(library, WholeTexts(library, hidden), pool, hidden, max_token_chars)
 
     @property
     def vocab_size(self) -> int:
@@ -86,39 +87,16 @@ class Tokenizer:
         self, prompt_token_ids: Sequence[int], *, skips_special_tokens: bool = True
     ) -> Detokenizer:
         """An incremental detokenizer for the continuation of this prompt."""
-        return Detokenizer(self._library, self.hidden_ids, prompt_token_ids, skips_special_tokens)
+        return Detokenizer(
+            self._library,
+            self._whole_texts,
+            self.hidden_ids,
+            prompt_token_ids,
+            skips_special_tokens,
+        )
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
-
-
-class Detokenizer:
-    """One request's text, token by token.
-
-    A character whose bytes are not all there yet is held back; a text that ends inside one loses
-    it. The prompt's last tokens are the context: some tokenizers write a word's leading space
-    only behind another word.
-    """
-
-    def __init__(
-        self,
-        library: tokenizers.Tokenizer,
-        hidden_ids: frozenset[int],
-        prompt_token_ids: Sequence[int],
-        skips_special_tokens: bool = True,
-    ) -> None:
-        self._library = library
-        self._hidden_ids = hidden_ids
-        context = list(prompt_token_ids[-_NUM_CONTEXT_TOKENS:])
-        if library.decode(context).endswith("\ufffd"):
-            context = []  # ends inside a character: the stream would repeat it as output
-        self._stream = DecodeStream(ids=context, skip_special_tokens=skips_special_tokens)
-
-    def step(self, token_id: int) -> str:
-        """The text that this token completes: often a word, sometimes nothing."""
-        if token_id in self._hidden_ids:
-            return ""
-        return self._stream.step(self._library, token_id) or ""
 
 
 class NoTokenizer:

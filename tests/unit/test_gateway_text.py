@@ -11,12 +11,16 @@ from fakes.byte_model import EOS_ID, write_byte_model
 from fakes.engine_link import Letters
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import decoders
+from tokenizers.decoders import DecodeStream
 
 from baton.core.errors import EngineFailed, StartupFailed
 from baton.gateway.splice import TokenSplice
 from baton.gateway.stop_strings import StopMatcher
 from baton.gateway.text_stream import TextStream
 from baton.gateway.tokenizer import Tokenizer
+
+DEMO = Path(__file__).parents[2] / "models" / "demo"
 
 letters = st.text("abc", max_size=30)
 stops = st.lists(st.text("abc", min_size=1, max_size=5), max_size=4)
@@ -114,6 +118,59 @@ def test_any_tokens_after_any_prompt(tokenizer: Tokenizer, prompt: bytes, ids: l
     expected = whole.decode(errors="replace")
     assert expected.startswith(text)
     assert not expected[len(text) :].strip("\ufffd")
+
+
+def byte_fallback_library() -> tokenizers.Tokenizer:
+    """SentencePiece's kind: words that begin with their space, and a token for each byte."""
+    words = ["▁", "▁the", "the", "▁é", "�", "a"]
+    pieces = [*(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    model = tokenizers.models.BPE({p: i for i, p in enumerate(pieces)}, [], byte_fallback=True)
+    library = tokenizers.Tokenizer(model)
+    library.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    library.add_special_tokens(["<s>"])
+    return library
+
+
+HIDDEN_ID = 300
+
+
+@pytest.fixture(scope="module", params=["byte-level", "byte-fallback"])
+def both(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[tokenizers.Tokenizer, Tokenizer]:
+    """The library's own tokenizer and ours, of one vocabulary."""
+    folder = DEMO
+    if request.param == "byte-fallback":
+        folder = tmp_path_factory.mktemp("fallback")
+        byte_fallback_library().save(str(folder / "tokenizer.json"))
+    library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return library, Tokenizer.load(folder, [HIDDEN_ID])
+
+
+@given(st.data(), st.booleans())
+def test_each_step_is_what_the_library_says(
+    both: tuple[tokenizers.Tokenizer, Tokenizer], data: st.DataObject, skips: bool
+) -> None:
+    """Its own incremental decoding, whatever tokens come: parts of characters, special ones."""
+    library, tokenizer = both
+    last_id = library.get_vocab_size() + 3  # a model has more ids than its tokenizer
+    broken = [i for i in range(last_id) if "\ufffd" in library.decode([i])]
+    any_ids = st.integers(0, last_id) | st.sampled_from([*broken, 0, HIDDEN_ID])
+    prompt = data.draw(st.lists(any_ids, max_size=8))
+    if library.decode(prompt).endswith("\ufffd"):
+        prompt = []
+    own = DecodeStream(ids=prompt, skip_special_tokens=skips)
+    ours = tokenizer.detokenizer(prompt, skips_special_tokens=skips)
+    for token_id in data.draw(st.lists(any_ids, max_size=30)):
+        expected = None if token_id == HIDDEN_ID else own.step(library, token_id)
+        assert ours.step(token_id) == (expected or "")
 
 
 def test_both_directions(tokenizer: Tokenizer, tmp_path: Path) -> None:
