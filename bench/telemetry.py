@@ -18,9 +18,11 @@ from baton.gateway.chunk import Chunk, Result
 from baton.gateway.engine_link import Transfer
 from baton.gateway.telemetry import metric_table
 from baton.gateway.telemetry.metric_store import MetricStore
+from baton.gateway.telemetry.observers import Observers
 from baton.gateway.telemetry.prometheus import CallMetrics, SloTargets
 from baton.gateway.telemetry.records import CallObserver, CallRecord
 from baton.gateway.telemetry.snapshot import window_snapshot
+from baton.gateway.telemetry.token_gaps import TokenGaps
 from baton.gateway.telemetry.window import Window
 
 from .figures import Figure, repeat_s
@@ -46,12 +48,13 @@ class _Clock(SystemClock):
 def measure() -> list[Figure]:
     """Microseconds of the event loop for a chunk and a call's end, milliseconds for a page."""
     clock = _Clock()
-    window = Window(clock)
+    gaps = TokenGaps()
+    window = Window(clock, gaps)
     metrics = CallMetrics(
-        MetricStore(metric_table.ALL, "baton_", "demo"), SloTargets(ttft_s=0.5, tbt_s=0.05)
+        MetricStore(metric_table.ALL, "baton_", "demo"), SloTargets(ttft_s=0.5, tbt_s=0.05), gaps
     )
     bare = [_play(clock, []) for _ in range(_REPEATS)]
-    rounds = [_play(clock, [window, metrics]) for _ in range(_REPEATS)]
+    rounds = [_play(clock, [Observers([window, metrics], gaps)]) for _ in range(_REPEATS)]
     chunk_us = tuple(chunk_s * 1e6 for chunk_s, _ in rounds)
     floor_us = min(chunk_s for chunk_s, _ in bare) * 1e6
     call_us = tuple(call_s * 1e6 for _, call_s in rounds)

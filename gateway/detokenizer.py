@@ -60,7 +60,8 @@ class Detokenizer:
         context = list(prompt_token_ids[-_NUM_CONTEXT_TOKENS:])
         if library.decode(context).endswith(_REPLACEMENT):
             context = []  # ends inside a character: the stream would repeat it as output
-        self._stream = DecodeStream(ids=context, skip_special_tokens=skips_special_tokens)
+        self._skips_special_tokens = skips_special_tokens
+        self._stream = self._stream_after(context)
         self._holds_none = True  # of the last token's text
 
     def step(self, token_id: int) -> str:
@@ -74,6 +75,13 @@ class Detokenizer:
     def _step(self, token_id: int) -> str:
         if token_id in self._hidden_ids:
             return ""
-        text = self._stream.step(self._library, token_id)
+        try:
+            text = self._stream.step(self._library, token_id)
+        except Exception:  # its only kind: where bytes are no UTF-8, text that was shown changed
+            self._stream = self._stream_after([])
+            text = self._stream.step(self._library, token_id)
         self._holds_none = text is not None
         return text or ""
+
+    def _stream_after(self, context: Sequence[int]) -> DecodeStream:
+        return DecodeStream(ids=context, skip_special_tokens=self._skips_special_tokens)

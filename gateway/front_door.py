@@ -30,7 +30,6 @@ from .security.tenancy import Admission, Tenancy
 from .served_model import ServedModel
 from .session import GATEWAY, Session, SessionLimits
 from .sessions import SessionTable
-from .telemetry.observers import Observers
 from .telemetry.records import CallObserver, CallRecord
 from .text_stream import TextStream
 from .validation import (
@@ -132,7 +131,7 @@ class FrontDoor:
         entropy: Entropy,
         session_limits: SessionLimits,
         max_request_s: float,
-        observers: Sequence[CallObserver] = (),
+        observers: CallObserver,
         *,
         abort_calls: Callable[[Sequence[str], str | None], Awaitable[int]],
         max_queue_s: float | None = None,
@@ -147,7 +146,7 @@ class FrontDoor:
         self._entropy = entropy
         self._session_limits = session_limits
         self._max_request_s = max_request_s
-        self._observers = Observers(observers)
+        self._observers = observers
         self._abort_calls = abort_calls
         self._queue_limit = QueueLimit(table, max_queue_s)
         self._keeps_prompts = keeps_prompts

@@ -9,15 +9,20 @@ from ...core.errors import BatonError
 from ..caller import Caller
 from ..chunk import Chunk
 from .records import CallObserver, CallRecord
+from .token_gaps import TokenGaps
 
 log = logging.getLogger(__name__)
 
 
 class Observers:
-    """A `CallObserver`. A kind of failure is logged once: chunks come by thousands."""
+    """A `CallObserver`. A kind of failure is logged once: chunks come by thousands.
 
-    def __init__(self, observers: Sequence[CallObserver]) -> None:
+    A single token behind a sample's second, as nearly all chunks are, is told to `gaps` alone.
+    """
+
+    def __init__(self, observers: Sequence[CallObserver], gaps: TokenGaps) -> None:
         self._observers = tuple(observers)
+        self._gaps = gaps
         self._logged: set[tuple[type, type]] = set()
 
     def call_refused(self, caller: Caller, error: BatonError) -> None:
@@ -27,11 +32,14 @@ class Observers:
         self._tell(lambda observer: observer.call_began(record))
 
     def chunk_delivered(self, record: CallRecord, chunk: Chunk, now_s: float) -> None:
-        for observer in self._observers:  # as `_tell` does it, at half its cost: for every token
-            try:
-                observer.chunk_delivered(record, chunk, now_s)
-            except Exception as error:
-                self._failed(observer, error)
+        times = record.token_times[chunk.sample_index]
+        if len(chunk.token_ids) != 1 or len(times) < 3:
+            self._tell(lambda observer: observer.chunk_delivered(record, chunk, now_s))
+            return
+        try:
+            self._gaps.add(now_s - times[-2][0], now_s)
+        except Exception as error:
+            self._failed(self._gaps, error)
 
     def call_ended(self, record: CallRecord) -> None:
         self._tell(lambda observer: observer.call_ended(record))
@@ -43,7 +51,7 @@ class Observers:
             except Exception as error:
                 self._failed(observer, error)
 
-    def _failed(self, observer: CallObserver, error: Exception) -> None:
+    def _failed(self, observer: object, error: Exception) -> None:
         """It has a bug, and the call goes on."""
         kind = (type(observer), type(error))
         if kind not in self._logged:

@@ -6,7 +6,7 @@ The registry holds the process's own figures (memory, CPU, descriptors) too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -27,6 +27,7 @@ from .figures import CallFigures
 from .metric_store import OTHER, MetricStore
 from .records import CallRecord
 from .stages import times_of
+from .token_gaps import TokenGaps
 
 MAX_TENANTS = 100
 NOBODY = "anonymous"  # where no keys are asked for
@@ -50,7 +51,7 @@ def full_prefix(prefix: str) -> str:
 class CallMetrics:
     """`CallObserver`. Children that a chunk needs are looked up once."""
 
-    def __init__(self, store: MetricStore, targets: SloTargets) -> None:
+    def __init__(self, store: MetricStore, targets: SloTargets, gaps: TokenGaps) -> None:
         self._store = store
         self._targets = targets
         self._tenants: set[str] = set()
@@ -60,6 +61,7 @@ class CallMetrics:
         self._output_tokens = store.number(table.OUTPUT_TOKENS)
         self._coalesced_tokens = store.number(table.COALESCED_TOKENS)
         self._in_flight = store.number(table.IN_FLIGHT)
+        gaps.tell(self._count_gaps)
 
     def call_refused(self, caller: Caller, error: BatonError) -> None:
         self._store.number(table.REJECTIONS, error.code).value += 1
@@ -73,10 +75,6 @@ class CallMetrics:
         num_tokens = len(chunk.token_ids)
         times = record.token_times[chunk.sample_index]
         num_deliveries = len(times)
-        if num_tokens == 1 and num_deliveries > 2:  # nearly always
-            self._output_tokens.value += 1
-            self._gaps.observe(now_s - times[-2][0])
-            return
         if not num_tokens:
             return
         self._output_tokens.value += num_tokens
@@ -88,6 +86,11 @@ class CallMetrics:
                 self._handoff_gaps.observe(gap_s)
         elif sum(map(bool, record.token_times)) == 1:
             self._ttft.observe(now_s - record.arrived_s)
+
+    def _count_gaps(self, gaps_s: Sequence[float], _: float) -> None:
+        self._output_tokens.value += len(gaps_s)
+        for gap_s in gaps_s:
+            self._gaps.observe(gap_s)
 
     def call_ended(self, record: CallRecord) -> None:
         figures = call_figures(record)
@@ -161,9 +164,11 @@ class Exporter:
         view: ClusterView,
         clock: Clock,
         is_index_up: Callable[[], bool],
+        gaps: TokenGaps,
     ) -> None:
         store = MetricStore(table.ALL, full_prefix(prefix), model)
-        self.calls = CallMetrics(store, targets)
+        self._gaps = gaps
+        self.calls = CallMetrics(store, targets, gaps)
         self._series = EngineSeries(store, engines, view, clock, is_index_up)
         self._registry = CollectorRegistry()
         self._registry.register(store)
@@ -171,11 +176,15 @@ class Exporter:
 
     def collect(self) -> Iterable[Family]:
         """All metrics as they are now."""
-        self._series.refresh()
+        self._refresh()
         return self._registry.collect()
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """The exposition and its content type, in the format that `accept` prefers."""
-        self._series.refresh()
+        self._refresh()
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
+
+    def _refresh(self) -> None:
+        self._gaps.settle()
+        self._series.refresh()

@@ -60,7 +60,7 @@ class CallObserver(Protocol):
     def call_began(self, record: CallRecord) -> None: ...
 
     def chunk_delivered(self, record: CallRecord, chunk: Chunk, now_s: float) -> None:
-        """The record's `token_times` have it already."""
+        """The record's `token_times` have it already. See Observers for who tells of most."""
         ...
 
     def call_ended(self, record: CallRecord) -> None:

@@ -11,8 +11,10 @@ from ...core.ports import Clock
 from ..cluster_view import ClusterView
 from ..engine_table import EngineTable
 from .call_log import CallLog
+from .observers import Observers
 from .prometheus import Exporter, SloTargets
 from .records import CallObserver
+from .token_gaps import TokenGaps
 from .traces import CallTraces, open_traces
 from .window import Window
 
@@ -24,7 +26,7 @@ class Telemetry:
     window: Window
     exporter: Exporter
     traces: CallTraces | None
-    observers: tuple[CallObserver, ...]
+    observers: Observers
 
     @staticmethod
     def of(
@@ -36,10 +38,11 @@ class Telemetry:
         is_index_up: Callable[[], bool],
     ) -> Telemetry:
         """Raises StartupFailed where what was asked for is not installed."""
-        window = Window(clock)
+        gaps = TokenGaps()
+        window = Window(clock, gaps)
         targets = SloTargets(config.slo_ttft_s, config.slo_tbt_s)
         exporter = Exporter(
-            config.metrics_prefix, model, targets, engines, view, clock, is_index_up
+            config.metrics_prefix, model, targets, engines, view, clock, is_index_up, gaps
         )
         observers: list[CallObserver] = [window, exporter.calls]
         traces = None
@@ -48,7 +51,7 @@ class Telemetry:
             observers.append(traces)
         if config.log_json:
             observers.append(CallLog())
-        return Telemetry(window, exporter, traces, tuple(observers))
+        return Telemetry(window, exporter, traces, Observers(observers, gaps))
 
     async def close(self) -> None:
         """Send what is still to be sent."""

@@ -21,16 +21,18 @@ from .histogram import Histogram, bucket_of
 from .records import CallRecord
 from .second import Edge, Second, Tally
 from .summaries import LatencySummary, RecentCall, SloSummary, microseconds, summarise
+from .token_gaps import TokenGaps
 
 MAX_CALLS_PER_S = 500  # whose figures are kept for SLOs; a gateway serves fewer
 MAX_RECENT = 100
-_MAX_GAPS = 4096
 
 
 class Window:
     """`CallObserver`. Reading and writing happen on the gateway's event loop."""
 
-    def __init__(self, clock: Clock, span_s: int = 300, max_recent: int = MAX_RECENT) -> None:
+    def __init__(
+        self, clock: Clock, gaps: TokenGaps, span_s: int = 300, max_recent: int = MAX_RECENT
+    ) -> None:
         self.span_s = span_s
         self.num_running = 0
         self._clock = clock
@@ -39,9 +41,8 @@ class Window:
         self._total = Tally()
         self._seconds: deque[Second] = deque()  # without those in which nothing was
         self._recent: deque[RecentCall] = deque(maxlen=max_recent)
-        # Of single tokens of one second, counted together: that takes a third of the time.
-        self._gaps: list[float] = []
-        self._gaps_until_s = 0.0
+        self._gaps = gaps
+        gaps.tell(self._count_gaps)
 
     # --- records.CallObserver ---------------------------------------------------------------------
 
@@ -60,12 +61,6 @@ class Window:
         num_tokens = len(chunk.token_ids)
         times = record.token_times[chunk.sample_index]
         num_deliveries = len(times)
-        if num_tokens == 1 and num_deliveries > 2:  # nearly always
-            if now_s >= self._gaps_until_s or len(self._gaps) >= _MAX_GAPS:
-                self._count_gaps()
-                self._gaps_until_s = math.floor(now_s) + 1.0
-            self._gaps.append(now_s - times[-2][0])
-            return
         if not num_tokens:
             return
         if num_deliveries == 1:
@@ -119,7 +114,7 @@ class Window:
 
     def total(self) -> Tally:
         """Of the whole window, now; not to be changed."""
-        self._count_gaps()
+        self._gaps.settle()
         self._expire(self._clock.monotonic_s())
         return self._total
 
@@ -131,7 +126,7 @@ class Window:
     @property
     def seconds(self) -> Sequence[Second]:
         """Oldest first; the last one may still be growing."""
-        self._count_gaps()
+        self._gaps.settle()
         return self._seconds
 
     @property
@@ -159,8 +154,7 @@ class Window:
 
     def _tallies(self, now_s: float) -> tuple[Tally, Tally]:
         """The two that an event goes to."""
-        if now_s >= self._gaps_until_s:
-            self._count_gaps()
+        self._gaps.settle()  # into their second, before another one begins
         number = int(now_s)
         seconds = self._seconds
         if not seconds or seconds[-1].number < number:
@@ -168,14 +162,11 @@ class Window:
             seconds.append(Second(number))
         return seconds[-1].tally, self._total
 
-    def _count_gaps(self) -> None:
-        """Into the second that they were in, before another one begins."""
-        if not self._gaps:
-            return
-        gaps, self._gaps = self._gaps, []
-        buckets, sum_s = Counter(map(bucket_of, gaps)), sum(gaps)
-        for tally in self._tallies(self._gaps_until_s - 1.0):
-            tally.counts["output_tokens"] += len(gaps)
+    def _count_gaps(self, gaps_s: Sequence[float], began_s: float) -> None:
+        """Of single tokens, in the second that began then."""
+        buckets, sum_s = Counter(map(bucket_of, gaps_s)), sum(gaps_s)
+        for tally in self._tallies(began_s):
+            tally.counts["output_tokens"] += len(gaps_s)
             tally.latencies["tbt"].add_all(buckets, sum_s)
 
     def _expire(self, now_s: float) -> None:

@@ -30,6 +30,7 @@ from baton.gateway.dashboard.snapshot import SnapshotFeed, Targets
 from baton.gateway.engine_link import Transfer
 from baton.gateway.engine_table import EngineTable, LinkedEngine, Load
 from baton.gateway.telemetry.records import CallRecord
+from baton.gateway.telemetry.token_gaps import TokenGaps
 from baton.gateway.telemetry.window import Window
 from baton.prefix_index.mirror import PrefixMirror
 
@@ -58,7 +59,7 @@ class SyntheticGateway:
     ) -> None:
         self.clock = TravelClock()
         self.clock.at_s = time.monotonic() - 320
-        self.window = Window(self.clock)
+        self.window = Window(self.clock, TokenGaps())
         self.clock.at_s = None
         self.table = EngineTable(PrefixMirror(self.clock))
         self.members: dict[str, Member] = {}

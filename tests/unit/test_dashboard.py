@@ -21,6 +21,7 @@ from baton.gateway.dashboard.snapshot import SnapshotFeed, Targets, definitions
 from baton.gateway.dashboard.static_files import static_files
 from baton.gateway.engine_table import EngineTable, LinkedEngine, Load
 from baton.gateway.http.errors import Refusal
+from baton.gateway.telemetry.token_gaps import TokenGaps
 from baton.gateway.telemetry.window import Window
 from baton.prefix_index.mirror import PrefixMirror
 
@@ -37,7 +38,11 @@ class Cluster:
         self.members: list[Member] = []
         self.roster = EngineRoster(self.table, lambda: self.members, self.clock)
         self.feed = SnapshotFeed(
-            Window(self.clock), self.roster, lambda: {"model": "m"}, TARGETS, self.clock
+            Window(self.clock, TokenGaps()),
+            self.roster,
+            lambda: {"model": "m"},
+            TARGETS,
+            self.clock,
         )
 
     def join(self, name: str, incarnation: str, *, load: Load | None = IDLE) -> None:

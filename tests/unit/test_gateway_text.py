@@ -169,8 +169,14 @@ def test_each_step_is_what_the_library_says(
     own = DecodeStream(ids=prompt, skip_special_tokens=skips)
     ours = tokenizer.detokenizer(prompt, skips_special_tokens=skips)
     for token_id in data.draw(st.lists(any_ids, max_size=30)):
-        expected = None if token_id == HIDDEN_ID else own.step(library, token_id)
-        assert ours.step(token_id) == (expected or "")
+        text = ours.step(token_id)
+        try:
+            expected = None if token_id == HIDDEN_ID else own.step(library, token_id)
+        except Exception as error:  # it gives up where bytes are no UTF-8, and we begin anew
+            assert "Invalid prefix" in str(error)
+            own = DecodeStream(ids=[], skip_special_tokens=skips)
+            expected = own.step(library, token_id)
+        assert text == (expected or "")
 
 
 def test_both_directions(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -21,7 +21,9 @@ from baton.gateway.engine_table import EngineCounters, EngineTable, LinkedEngine
 from baton.gateway.telemetry import metric_store, metric_table
 from baton.gateway.telemetry.metric_store import Buckets, MetricStore
 from baton.gateway.telemetry.metrics_page import metrics_page
+from baton.gateway.telemetry.observers import Observers
 from baton.gateway.telemetry.prometheus import Exporter, SloTargets, full_prefix
+from baton.gateway.telemetry.token_gaps import TokenGaps
 from baton.prefix_index.mirror import PrefixMirror
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -46,6 +48,7 @@ class World:
         self.table = EngineTable(PrefixMirror(self.clock))
         self.view = FakeView()
         self.index_up = True
+        gaps = TokenGaps()
         self.exporter = Exporter(
             prefix,
             "demo",
@@ -54,7 +57,9 @@ class World:
             self.view,  # type: ignore[arg-type]
             self.clock,
             lambda: self.index_up,
+            gaps,
         )
+        self.observers = Observers([self.exporter.calls], gaps)
 
     def link(self, incarnation: str, name: str, load: Load) -> LinkedEngine:
         member = Member(incarnation, Role.DECODE, name, "a:1", "demo", "f", 100, 16, 102)
@@ -96,7 +101,7 @@ def test_buckets_count_as_prometheus_defines_them(samples: list[float]) -> None:
 
 def test_calls() -> None:
     world = World()
-    observer = world.exporter.calls
+    observer = world.observers
     call = PlayedCall(world.clock, [observer], prompt_tokens=40, tenant="acme")
     assert world.value("baton_num_requests_in_flight") == 1
     world.clock.advance(0.112)
@@ -213,10 +218,22 @@ def test_a_lost_engine_is_down_for_ten_minutes_and_then_forgotten() -> None:
     assert not [key for key in world.scrape() if ("node", "d0") in key[1]]
 
 
+def test_tokens_of_a_running_call() -> None:
+    world = World()
+    call = PlayedCall(world.clock, [world.observers])
+    for _ in range(50):
+        world.clock.advance(0.06)
+        call.deliver(1)
+    assert world.value("baton_generation_tokens_total") == 50
+    assert world.value("baton_coalesced_tokens_total") == 0
+    assert world.value("baton_inter_token_latency_seconds_count") == 49
+    assert world.value("baton_inter_token_latency_seconds_sum") == pytest.approx(49 * 0.06)
+
+
 def test_labels_are_bounded() -> None:
     world = World()
     for number in range(metric_store.MAX_CHILDREN + 50):
-        PlayedCall(world.clock, [world.exporter.calls], tenant=f"t{number}").end(Cancelled("x"))
+        PlayedCall(world.clock, [world.observers], tenant=f"t{number}").end(Cancelled("x"))
     series = [key for key in world.scrape() if key[0] == "baton_tenant_requests_total"]
     assert len(series) <= 101
     assert world.value("baton_tenant_requests_total", tenant="other") == 250
@@ -234,7 +251,7 @@ def test_labels_are_bounded() -> None:
 )
 def test_prefix(prefix: str, name: str) -> None:
     world = World(prefix)
-    PlayedCall(world.clock, [world.exporter.calls]).end(EngineFailed("x"))
+    PlayedCall(world.clock, [world.observers]).end(EngineFailed("x"))
     assert world.value(f"{name}_count") == 0
     assert full_prefix("baton") == "baton_"
 

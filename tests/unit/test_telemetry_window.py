@@ -18,7 +18,9 @@ from baton.core.errors import Cancelled, EngineFailed, InvalidRequest
 from baton.core.metrics import TokenTimes, percentile
 from baton.gateway.caller import anyone
 from baton.gateway.telemetry.histogram import MAX_ERROR, Histogram, bucket_of
+from baton.gateway.telemetry.observers import Observers
 from baton.gateway.telemetry.snapshot import window_snapshot
+from baton.gateway.telemetry.token_gaps import TokenGaps
 from baton.gateway.telemetry.window import Window
 
 SPAN_S = 4
@@ -97,7 +99,14 @@ class Oracle:
         return len(judged), sum(good)
 
 
-def play(window: Window, clock: FakeClock, oracle: Oracle, happenings: list[object]) -> None:
+def watched(clock: FakeClock, **limits: int) -> tuple[Window, Observers]:
+    """A window, and who tells it of calls."""
+    gaps = TokenGaps()
+    window = Window(clock, gaps, **limits)
+    return window, Observers([window], gaps)
+
+
+def play(observers: Observers, clock: FakeClock, oracle: Oracle, happenings: list[object]) -> None:
     calls: list[PlayedCall] = []
     for what, how in happenings:  # type: ignore[misc]
         now_s = clock.monotonic_s()
@@ -105,10 +114,10 @@ def play(window: Window, clock: FakeClock, oracle: Oracle, happenings: list[obje
             case "wait":
                 clock.advance(how)
             case "begin":
-                calls.append(PlayedCall(clock, [window], num_samples=how))
+                calls.append(PlayedCall(clock, [observers], num_samples=how))
                 oracle.counts += [(now_s, "began", 1), (now_s, "prompt_tokens", 7)]
             case "refuse":
-                window.call_refused(anyone("grpc"), InvalidRequest("no"))
+                observers.call_refused(anyone("grpc"), InvalidRequest("no"))
                 oracle.counts.append((now_s, "refused", 1))
             case "deliver" if calls:
                 call = calls[how[0] % len(calls)]
@@ -162,8 +171,8 @@ def test_window_equals_brute_force(
     happenings: list[object], ttft_slo_s: float, tbt_slo_s: float
 ) -> None:
     clock, oracle = FakeClock(), Oracle()
-    window = Window(clock, span_s=SPAN_S)
-    play(window, clock, oracle, happenings)
+    window, observers = watched(clock, span_s=SPAN_S)
+    play(observers, clock, oracle, happenings)
     now_s = clock.monotonic_s()
     assert +Counter(window.total().counts) == oracle.count(now_s)
     for name in ("ttft", "tbt", "handoff_gap", "tpot", "e2e"):
@@ -182,9 +191,9 @@ def test_window_equals_brute_force(
 
 def test_gaps_and_coalesced_tokens_add_up_to_all_tokens() -> None:
     clock = FakeClock()
-    window = Window(clock)
+    window, observers = watched(clock)
     rng = random.Random(0)
-    calls = [PlayedCall(clock, [window]) for _ in range(5)]
+    calls = [PlayedCall(clock, [observers]) for _ in range(5)]
     for _ in range(300):
         clock.advance(rng.random() / 100)
         rng.choice(calls).deliver(rng.randint(1, 3))
@@ -196,13 +205,13 @@ def test_gaps_and_coalesced_tokens_add_up_to_all_tokens() -> None:
 
 def test_a_page_that_asks_again_gets_every_second_once() -> None:
     clock = FakeClock()
-    window = Window(clock, span_s=20)
+    window, observers = watched(clock, span_s=20)
     seconds: list[float] = []
     tokens = 0
     since_unix_s = None
     recent: list[str] = []
     for _ in range(60):
-        call = PlayedCall(clock, [window])
+        call = PlayedCall(clock, [observers])
         clock.advance(0.1)
         call.deliver(1)
         clock.advance(0.13)
@@ -226,8 +235,8 @@ def test_a_page_that_asks_again_gets_every_second_once() -> None:
 
 def test_stages_and_transfers_of_a_call() -> None:
     clock = FakeClock()
-    window = Window(clock)
-    call = PlayedCall(clock, [window])
+    window, observers = watched(clock)
+    call = PlayedCall(clock, [observers])
     clock.advance(0.112)
     call.deliver(1)
     clock.advance(0.012)
@@ -265,12 +274,12 @@ def test_stages_and_transfers_of_a_call() -> None:
 
 def test_memory_does_not_grow_with_load() -> None:
     clock = FakeClock()
-    window = Window(clock, span_s=2, max_recent=5)
+    window, observers = watched(clock, span_s=2, max_recent=5)
     for _ in range(2000):
-        PlayedCall(clock, [window]).end(EngineFailed("x"))
+        PlayedCall(clock, [observers]).end(EngineFailed("x"))
     for _ in range(10):
         clock.advance(1)
-        PlayedCall(clock, [window]).end(EngineFailed("x"))
+        PlayedCall(clock, [observers]).end(EngineFailed("x"))
     assert len(window.seconds) <= 3
     assert len(window.recent) == 5
     assert window.num_running == 0
