@@ -19,6 +19,7 @@ from .answering import REQUEST_ID
 from .calls import Call, Sender, run_calls
 from .event_stream import EventStream
 from .parts import PARTS, caller_of
+from .text_event import TextEvent
 from .usage import Usage
 
 _DONE = "data: [DONE]\n\n"
@@ -26,7 +27,13 @@ _MAX_TRACE = 512  # characters of a header, as W3C has it for tracestate
 
 
 class Choice(Protocol):
-    """One sample, as its endpoint writes it."""
+    """One sample, as its endpoint writes it.
+
+    `text_event`: what `events` gives for a chunk that only adds a text, of all chunks but the
+    sample's first and last; None where more is told.
+    """
+
+    text_event: TextEvent | None
 
     def events(self, chunk: Chunk) -> list[str]:
         """JSON objects for a stream."""
@@ -93,6 +100,7 @@ class _Run:
         self._shape = shape
         self._usage = Usage()
         self._choices: Sequence[Choice] = ()
+        self._text_events: Sequence[TextEvent | None] = ()  # one a choice, whole
         self._chunks: dict[int, list[Chunk]] = {}
         self._nodes: dict[str, str] = {}
         self._envelope: dict[str, Any] = {}
@@ -117,6 +125,12 @@ class _Run:
         self._head = f'data: {head},"choices":['
         if self._plan.includes_usage:
             self._tail = '],"usage":null}\n\n'
+        self._text_events = [self._whole(choice.text_event) for choice in self._choices]
+
+    def _whole(self, event: TextEvent | None) -> TextEvent | None:
+        if event is None or self._plan.has_continuous_usage:
+            return None
+        return event.within(self._head, self._tail)
 
     def _note(self, prompt_index: int, chunk: Chunk) -> int:
         """Count a chunk; returns whose it is."""
@@ -139,7 +153,11 @@ class _Run:
         """Write the only prompt's next chunk now, if the client takes what is written."""
         if not self._stream.has_room:
             return False
-        if events := self._events(0, chunk):
+        event = self._text_events[chunk.sample_index]
+        if event is not None and chunk.index and chunk.text:  # nearly always
+            self._usage.completion_tokens += len(chunk.token_ids)
+            self._stream.send_now(event.of(chunk.text))
+        elif events := self._events(0, chunk):
             self._stream.send_now(events)
         return True
 

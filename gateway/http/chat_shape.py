@@ -9,6 +9,7 @@ from typing import Any
 
 from ..chunk import Chunk, Result
 from .logprobs import TokenOf, chat_logprobs
+from .text_event import TextEvent
 from .tool_parsing import Content, Delta, ToolCallParser, ToolDelta
 
 
@@ -47,8 +48,11 @@ class ChatChoice:
         self._opening = opening
         self._is_first = True
         self._num_calls = 0
-        self._head = f'{{"index":{index},"delta":{{"content":'
-        self._is_plain = parser is None and not (options.logprobs or options.return_token_ids)
+        self.text_event: TextEvent | None = None
+        if parser is None and not (options.logprobs or options.return_token_ids):
+            self.text_event = TextEvent(
+                f'{{"index":{index},"delta":{{"content":', '},"logprobs":null,"finish_reason":null}'
+            )
 
     # --- in a stream ------------------------------------------------------------------------------
 
@@ -58,11 +62,8 @@ class ChatChoice:
         if self._is_first:
             self._is_first = False
             events.append(json.dumps(self._event({"role": "assistant", "content": ""})))
-        if self._is_plain and chunk.result is None:
-            if chunk.text:
-                text = json.dumps(chunk.text)
-                events.append(f'{self._head}{text}}},"logprobs":null,"finish_reason":null}}')
-            return events
+        if self.text_event is not None and chunk.result is None:
+            return [*events, self.text_event.of(chunk.text)] if chunk.text else events
         deltas = [self._delta_body(delta) for delta in self._deltas(chunk)]
         has_more = chunk.result is not None or bool(self._more(chunk))
         if has_more and not deltas:

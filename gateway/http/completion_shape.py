@@ -10,8 +10,7 @@ from typing import Any
 from ...core.logprobs import TokenLogprobs
 from ..chunk import Chunk
 from .logprobs import TokenOf, completion_logprobs, prompt_logprobs
-
-_quoted = json.encoder.encode_basestring_ascii  # what json.dumps does to a string, at once
+from .text_event import TextEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +49,16 @@ class CompletionChoice:
         self._token_of = token_of
         self._offset = 0
         self._is_first = True
-        self._head = f'{{"index":{index},"text":'
-        self._is_plain = options.is_plain
+        self.text_event: TextEvent | None = None
+        if options.is_plain:
+            self.text_event = TextEvent(
+                f'{{"index":{index},"text":', ',"logprobs":null,"finish_reason":null}'
+            )
 
     def events(self, chunk: Chunk) -> list[str]:
         """JSON of what a stream shows of this chunk: nothing while its text is held back."""
-        if self._is_plain and chunk.result is None:
-            if not chunk.text:
-                return []
-            text = _quoted(chunk.text)
-            return [f'{self._head}{text},"logprobs":null,"finish_reason":null}}']
+        if self.text_event is not None and chunk.result is None:
+            return [self.text_event.of(chunk.text)] if chunk.text else []
         return [json.dumps(self.body(chunk))]
 
     def body(self, chunk: Chunk) -> dict[str, Any]:

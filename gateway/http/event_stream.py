@@ -24,26 +24,26 @@ _HEADERS = {
 
 
 class Burst:
-    """What one turn of the event loop writes to many connections, written together at its end.
+    """What one turn of the event loop writes to many streams, written together at its end.
 
     A client that reads several of them is woken once: a wake-up costs more than a write. So an
-    engine's step goes out at once, when all its tokens have been looked at.
+    engine's step goes out at once, when all its tokens have been looked at; several steps that
+    were read together are one write to each stream.
     """
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[asyncio.Transport, bytes]] = []
+        self._streams: list[EventStream] = []
 
-    def write(self, transport: asyncio.Transport, data: bytes) -> None:
-        """Before anything that is scheduled later runs, `transport` has it."""
-        if not self._waiting:
+    def add(self, stream: EventStream) -> None:
+        """Before anything that is scheduled later runs, its transport has what waits."""
+        if not self._streams:
             asyncio.get_running_loop().call_soon(self._write_all)
-        self._waiting.append((transport, data))
+        self._streams.append(stream)
 
     def _write_all(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for transport, data in waiting:
-            if not transport.is_closing():
-                transport.write(data)
+        streams, self._streams = self._streams, []
+        for stream in streams:
+            stream.write_waiting()
 
 
 BURST = web.AppKey("burst", Burst)
@@ -57,6 +57,7 @@ class EventStream:
         self._burst = request.app[BURST]
         self._response: web.StreamResponse | None = None
         self._chunked: asyncio.Transport | None = None  # takes HTTP/1.1 chunks, headers are out
+        self._waiting: list[str] = []  # events, until this turn of the loop ends
 
     async def send(self, events: str) -> None:
         """Write whole events at once, and wait until the client has taken most of what waits."""
@@ -79,9 +80,17 @@ class EventStream:
 
     def send_now(self, events: str) -> None:
         """Write whole events within this turn of the loop. Behind a `send` that has returned."""
+        if not self._waiting:
+            self._burst.add(self)
+        self._waiting.append(events)
+
+    def write_waiting(self) -> None:
+        """What `send_now` was given, as one HTTP chunk."""
         assert self._chunked is not None, "there is room in a stream that has begun"
-        data = events.encode()
-        self._burst.write(self._chunked, b"%x\r\n%b\r\n" % (len(data), data))
+        data = "".join(self._waiting).encode()
+        self._waiting.clear()
+        if not self._chunked.is_closing():
+            self._chunked.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     async def end(self) -> web.StreamResponse:
         """After the last event."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from ...core.errors import BatonError
 from ..caller import Caller
@@ -33,13 +34,13 @@ class Observers:
 
     def chunk_delivered(self, record: CallRecord, chunk: Chunk, now_s: float) -> None:
         times = record.token_times[chunk.sample_index]
-        if len(chunk.token_ids) != 1 or len(times) < 3:
-            self._tell(lambda observer: observer.chunk_delivered(record, chunk, now_s))
-            return
-        try:
-            self._gaps.add(now_s - times[-2][0], now_s)
-        except Exception as error:
-            self._failed(self._gaps, error)
+        if len(chunk.token_ids) == 1 and len(times) > 2:
+            try:
+                self._gaps.add(now_s - times[-2][0], now_s)
+            except Exception as error:
+                self._failed(self._gaps, error)
+        else:
+            self._tell(partial(_tell_chunk, record, chunk, now_s))
 
     def call_ended(self, record: CallRecord) -> None:
         self._tell(lambda observer: observer.call_ended(record))
@@ -57,3 +58,7 @@ class Observers:
         if kind not in self._logged:
             self._logged.add(kind)
             log.error("%s failed; it is not logged again", kind[0].__name__, exc_info=error)
+
+
+def _tell_chunk(record: CallRecord, chunk: Chunk, now_s: float, observer: CallObserver) -> None:
+    observer.chunk_delivered(record, chunk, now_s)
