@@ -32,6 +32,7 @@ from .session import GATEWAY, Session, SessionLimits
 from .sessions import SessionTable
 from .telemetry.records import CallObserver, CallRecord
 from .text_stream import TextStream
+from .turns import Turns
 from .validation import (
     ModelLimits,
     ValidatedRequest,
@@ -55,12 +56,14 @@ class Generation:
         queue: ChunkQueue,
         clock: Clock,
         observers: CallObserver,
+        ends: Turns,
     ) -> None:
         self.record = record
         self.request = request
         self._queue = queue
         self._clock = clock
         self._observers = observers
+        self._ends = ends
 
     @property
     def call_id(self) -> str:
@@ -93,6 +96,8 @@ class Generation:
                 chunk = await self._queue.next()
             except BatonError as error:
                 raise public_error(error) from error
+            if chunk.result is not None:
+                await self._ends.take()
             yield chunk
             self._delivered(chunk)
             num_open -= chunk.result is not None
@@ -119,7 +124,10 @@ class _Call:
 
 
 class FrontDoor:
-    """The service behind all fronts. `is_draining`: set it, and new generations are refused."""
+    """The service behind all fronts. `is_draining`: set it, and new generations are refused.
+
+    `arrivals`: where a front has a new call wait before it looks at it.
+    """
 
     def __init__(
         self,
@@ -138,6 +146,8 @@ class FrontDoor:
         keeps_prompts: bool = False,
     ) -> None:
         self.is_draining = False
+        self.arrivals = Turns()
+        self._ends = Turns()  # of their own: no end waits for calls that arrive
         self.model = model
         self._sessions = sessions
         self._table = table
@@ -335,7 +345,9 @@ class FrontDoor:
                 try:
                     for session in reversed(sessions):  # the first dispatches for all
                         self._sessions.start(session)
-                    yield Generation(record, request, queue, self._clock, self._observers)
+                    yield Generation(
+                        record, request, queue, self._clock, self._observers, self._ends
+                    )
                 finally:
                     for session in sessions:
                         self._sessions.cancel(session, Cancelled("the client went away"))

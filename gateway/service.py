@@ -27,6 +27,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._view = view
 
     async def Generate(self, wire: inference_pb2.GenerateRequest, context: Context) -> None:
+        await self._door.arrivals.take()
         async with (
             answering(context),
             self._door.generate(

@@ -17,6 +17,7 @@ from aiohttp import web
 
 from ...core.errors import InvalidRequest
 from .errors import Refusal
+from .parts import PARTS
 
 MAX_BODY_BYTES = 4 << 20  # gRPC's cap
 MAX_BODY_S = 30.0
@@ -28,9 +29,14 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 async def read_object(request: web.Request) -> dict[str, Any]:
-    """Raises Refusal (size, type, encoding of the body) or InvalidRequest (what it says)."""
+    """Once the body is here, and it is the call's turn.
+
+    Raises Refusal (size, type, encoding of the body) or InvalidRequest (what it says).
+    """
     _check_headers(request)
-    return parse_object(await in_time(_read(request)))
+    body = await in_time(_read(request))
+    await request.app[PARTS].door.arrivals.take()
+    return parse_object(body)
 
 
 async def in_time(reading: Awaitable[_T]) -> _T:
