@@ -11,11 +11,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import secrets
 import signal
+import socket
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,10 @@ import grpc
 
 from baton.cluster.redis_directory import RedisDirectory
 from baton.core import event_loop
+from baton.core.direct_question import ACCEPTED, PURPOSE, TOKEN_BYTES, Question
+from baton.core.framing import LENGTH_BYTES, decode_length, encode_payload
 from baton.core.membership import Member, Role
+from baton.core.same_host import host_id, socket_address
 from baton.proto.v1 import common_pb2, node_pb2
 
 CLUSTER = "bench"
@@ -63,15 +69,25 @@ class _Run:
 
 
 class _Gateway:
-    """One stream's way back. One write at a time."""
+    """One stream's way back, and the direct channel for steps, once it has come."""
 
     def __init__(self, context: Any) -> None:
+        self.name, self.token = secrets.token_hex(16), secrets.token_bytes(TOKEN_BYTES)
+        self.direct: asyncio.StreamWriter | None = None
         self._context = context
         self._lock = asyncio.Lock()
 
     async def write(self, message: bytes) -> None:
+        """Over the stream; one write at a time."""
         async with self._lock:
             await self._context.write(message)
+
+    async def write_step(self, message: bytes) -> None:
+        if self.direct is None:
+            await self.write(message)
+        else:
+            self.direct.write(encode_payload(message))
+            await self.direct.drain()
 
 
 class _Step:
@@ -152,7 +168,7 @@ class _Engine:
             step.add(run)
             self.log.setdefault(run.request_id, []).append(now_s)
         for gateway, step in steps.items():
-            await gateway.write(_field(2, step.message()))
+            await gateway.write_step(_field(2, step.message()))
 
     def heartbeat(self) -> bytes:
         links = [node_pb2.PeerLink(incarnation=PREFILL, transport="none")]
@@ -194,6 +210,8 @@ class _Nodes:
         self.pace = pace
         self.prefill = _Engine(Role.PREFILL, pace)
         self.decode = _Engine(Role.DECODE, pace)
+        self._listeners: list[asyncio.Server] = []
+        self._gateways: dict[str, _Gateway] = {}
         self._prefilled: deque[str] = deque(maxlen=100_000)
         self._known: set[str] = set()
 
@@ -243,7 +261,8 @@ class _Nodes:
         wanted = dict(context.invocation_metadata())["baton-engine"]
         engine = self.prefill if wanted == PREFILL else self.decode
         gateway = _Gateway(context)
-        await gateway.write(_welcome(_member(engine.role, self.address)))
+        self._gateways[gateway.name] = gateway
+        await gateway.write(_welcome(_member(engine.role, self.address), gateway))
         beating = asyncio.create_task(_beat(gateway, engine))
         try:
             async for message in incoming:
@@ -253,6 +272,32 @@ class _Nodes:
             for run in [*engine.waiting.values(), *engine.running.values()]:
                 if run.gateway is gateway:
                     engine.drop(run.request_id)
+
+    async def listen(self) -> None:
+        """For the direct channels of gateways."""
+        for engine, name in ((self.prefill, PREFILL), (self.decode, DECODE)):
+            sock = socket.socket(socket.AF_UNIX)
+            sock.bind(socket_address(name, PURPOSE))
+            serve = partial(self._serve_directly, engine)
+            self._listeners.append(await asyncio.start_unix_server(serve, sock=sock))
+
+    async def _serve_directly(
+        self, engine: _Engine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        question = Question.unpack(await _payload(reader))
+        assert question is not None, "gateways alone come here"
+        gateway = self._gateways[question.name]
+        writer.write(encode_payload(ACCEPTED))
+        gateway.direct = writer
+        try:
+            while True:
+                engine.take(gateway, node_pb2.GatewayMessage.FromString(await _payload(reader)))
+        except asyncio.IncompleteReadError:
+            writer.close()
+
+
+async def _payload(reader: asyncio.StreamReader) -> bytes:
+    return await reader.readexactly(decode_length(await reader.readexactly(LENGTH_BYTES), 0))
 
 
 async def _beat(gateway: _Gateway, engine: _Engine) -> None:
@@ -266,7 +311,7 @@ def _member(role: Role, address: str) -> Member:
     return Member(incarnation, role, role.value, address, "demo", "fp", 2048, 16, _NUM_BLOCKS)
 
 
-def _welcome(member: Member) -> bytes:
+def _welcome(member: Member, gateway: _Gateway) -> bytes:
     welcome = node_pb2.Welcome(
         incarnation=member.incarnation,
         role=member.role.value,
@@ -276,6 +321,7 @@ def _welcome(member: Member) -> bytes:
         max_model_len=member.max_model_len,
         block_size=member.block_size,
         num_blocks=member.num_blocks,
+        direct=node_pb2.DirectOffer(host_id=host_id(), gateway=gateway.name, token=gateway.token),
     )
     return bytes(node_pb2.NodeMessage(welcome=welcome).SerializeToString())
 
@@ -294,6 +340,7 @@ async def _serve(redis_url: str, pace: Pace) -> dict[str, list[float]]:
     )
     nodes.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
+    await nodes.listen()
     directory = RedisDirectory(redis_url, CLUSTER, None)
     for role in (Role.PREFILL, Role.DECODE):
         await directory.announce(_member(role, nodes.address), 5.0)

@@ -9,7 +9,7 @@ import contextlib
 import socket
 from collections import deque
 
-from .framing import FrameBuffer, encode_payload
+from .framing import MAX_CHUNKS, FrameBuffer, encode_payload
 
 
 class ChannelBroken(Exception):
@@ -69,12 +69,12 @@ class DirectChannel:
         except OSError as error:
             raise ChannelBroken(f"the other side cannot be told: {error}") from error
 
-    def receive(self) -> tuple[list[bytes], bool]:
+    def receive(self, max_chunks: int = MAX_CHUNKS) -> tuple[list[bytes], bool]:
         """The payloads of all frames that have come, and whether that was the last of it.
 
-        Raises BrokenStream: what comes is no frame.
+        `max_chunks`: of 64 KiB, read at once. Raises BrokenStream: what comes is no frame.
         """
-        is_open = self._frames.take_in(self._socket)
+        is_open = self._frames.take_in(self._socket, max_chunks)
         return self._frames.take(), not is_open
 
     def close(self) -> None:

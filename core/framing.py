@@ -14,7 +14,7 @@ LENGTH_BYTES = _LENGTH.size
 MAX_FRAME_BYTES = 64 << 20  # the longest prompt is a few MiB; more is a broken stream
 MAX_RELAYED_BYTES = MAX_FRAME_BYTES - 4096  # of a message from outside: its frame names the sender
 _CHUNK_BYTES = 64 << 10
-_MAX_CHUNKS = 64  # read at once: others wait
+MAX_CHUNKS = 64  # read at once: others wait
 
 
 class BrokenStream(ConnectionError):
@@ -44,9 +44,10 @@ class FrameBuffer:
         self.max_bytes = max_bytes
         self._received = bytearray()
 
-    def take_in(self, sock: socket.socket) -> bool:
-        """Read what has come, without waiting; False: the stream is over."""
-        for _ in range(_MAX_CHUNKS):
+    def take_in(self, sock: socket.socket, max_chunks: int = MAX_CHUNKS) -> bool:
+        """Read what has come, without waiting, at most so many times 64 KiB; False: the stream is
+        over."""
+        for _ in range(max_chunks):
             try:
                 data = sock.recv(_CHUNK_BYTES, socket.MSG_DONTWAIT)
             except BlockingIOError:

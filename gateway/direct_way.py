@@ -17,13 +17,14 @@ from google.protobuf.message import DecodeError
 from ..core.direct_channel import ChannelBroken, DirectChannel
 from ..core.direct_question import ACCEPTED, Asker, Question, ask
 from ..core.errors import HandoffFailed
-from ..core.framing import MAX_FRAME_BYTES, MAX_RELAYED_BYTES, BrokenStream
+from ..core.framing import MAX_CHUNKS, MAX_FRAME_BYTES, MAX_RELAYED_BYTES, BrokenStream
 from ..core.same_host import host_id
 from ..proto.v1 import node_pb2
 
 log = logging.getLogger(__name__)
 
 ACCEPT_TIMEOUT_S = 1.0  # an engine takes two steps to accept
+_CHUNKS_AT_ONCE = 1  # some ten steps: they are written to clients before more are read
 MAX_UNSENT_BYTES = 4 * MAX_FRAME_BYTES  # many long prompts; an engine that hangs is noticed earlier
 
 
@@ -116,10 +117,10 @@ class DirectWay:
         log.warning("an engine's direct channel is closed: %s", reason)
         self.close(reason)
 
-    def _read(self) -> None:
+    def _read(self, max_chunks: int = _CHUNKS_AT_ONCE) -> None:
         """Pass on what has come: each message by itself, so that one costs no other."""
         try:
-            payloads, is_over = self._channel.receive()
+            payloads, is_over = self._channel.receive(max_chunks)
             for payload in payloads:
                 self._loop.call_soon(self._hear, node_pb2.NodeMessage.FromString(payload))
         except (BrokenStream, DecodeError) as error:
@@ -145,5 +146,5 @@ class DirectWay:
 
     def _end(self, reason: str) -> None:
         """Nothing more can be said; what the engine said before is still there to read."""
-        self._read()
+        self._read(MAX_CHUNKS)
         self.close(f"its direct channel broke: {reason}")
