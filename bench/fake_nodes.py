@@ -33,7 +33,7 @@ from baton.core.same_host import host_id, socket_address
 from baton.proto.v1 import common_pb2, node_pb2
 
 CLUSTER = "bench"
-PREFILL, DECODE = "a" * 32, "b" * 32
+PREFILL, DECODE = secrets.token_hex(16), secrets.token_hex(16)  # several play at once
 TOKEN_ID, TEXT = 328, " the"  # of the demo model
 _NUM_BLOCKS = 100_000
 _OPTIONS = (("grpc.so_reuseport", 0),)
@@ -262,7 +262,8 @@ class _Nodes:
         engine = self.prefill if wanted == PREFILL else self.decode
         gateway = _Gateway(context)
         self._gateways[gateway.name] = gateway
-        await gateway.write(_welcome(_member(engine.role, self.address), gateway))
+        member = _member(engine.role, self.address)
+        await gateway.write(_welcome(member, gateway, is_direct=bool(self._listeners)))
         beating = asyncio.create_task(_beat(gateway, engine))
         try:
             async for message in incoming:
@@ -274,7 +275,13 @@ class _Nodes:
                     engine.drop(run.request_id)
 
     async def listen(self) -> None:
-        """For the direct channels of gateways."""
+        """For the direct channels of gateways.
+
+        Not for engines without a pace: on a socket nothing would hold them back, and what a
+        gateway reads faster than it can write is a stream that falls behind.
+        """
+        if not self.pace.step_s:
+            return
         for engine, name in ((self.prefill, PREFILL), (self.decode, DECODE)):
             sock = socket.socket(socket.AF_UNIX)
             sock.bind(socket_address(name, PURPOSE))
@@ -311,7 +318,7 @@ def _member(role: Role, address: str) -> Member:
     return Member(incarnation, role, role.value, address, "demo", "fp", 2048, 16, _NUM_BLOCKS)
 
 
-def _welcome(member: Member, gateway: _Gateway) -> bytes:
+def _welcome(member: Member, gateway: _Gateway, is_direct: bool) -> bytes:
     welcome = node_pb2.Welcome(
         incarnation=member.incarnation,
         role=member.role.value,
@@ -321,8 +328,10 @@ def _welcome(member: Member, gateway: _Gateway) -> bytes:
         max_model_len=member.max_model_len,
         block_size=member.block_size,
         num_blocks=member.num_blocks,
-        direct=node_pb2.DirectOffer(host_id=host_id(), gateway=gateway.name, token=gateway.token),
     )
+    if is_direct:
+        welcome.direct.host_id = host_id()
+        welcome.direct.gateway, welcome.direct.token = gateway.name, gateway.token
     return bytes(node_pb2.NodeMessage(welcome=welcome).SerializeToString())
 
 
