@@ -293,7 +293,7 @@ BUGS = [
         "a block's hash forgets what came before it",
         "equal words behind different beginnings share their KV",
         block_hash.block_hashes,
-        [("parent + packed", "packed")],
+        [("parent + block", "block")],
         checks.prompts_that_share_blocks_get_their_own_tokens,
         owner=sequence,
         shows="position 0 is not the KV of this sequence",
