@@ -95,18 +95,14 @@ class _Step:
 
     def __init__(self) -> None:
         self._outputs: list[bytes] = []
-        self._ids: list[bytes] = []
-        self._attempts, self._indices, self._token_ids = bytearray(), bytearray(), bytearray()
+        self._runs: list[_Run] = []
 
     def add(self, run: _Run) -> None:
         """The request's next token."""
         index = run.index
         run.index += 1
         if index and run.index < run.max_tokens:
-            self._ids.append(run.id_field)
-            self._attempts += run.attempt
-            self._indices += _varint(index)
-            self._token_ids += _TOKEN_ID
+            self._runs.append(run)
             return
         output = run.head + b"\x18" + _varint(index)
         if run.index == run.max_tokens:
@@ -114,9 +110,13 @@ class _Step:
         self._outputs.append(_field(1, output))
 
     def message(self) -> bytes:
-        numbers = (self._attempts, self._indices, self._token_ids)
-        columns = [_field(number, bytes(data)) for number, data in enumerate(numbers, 2)]
-        tokens = _field(2, b"".join([*self._ids, *columns])) if self._ids else b""
+        tokens, runs = b"", self._runs
+        if runs:
+            attempts = b"".join([run.attempt for run in runs])
+            indices = b"".join([_VARINTS[run.index - 1] for run in runs])
+            columns = (attempts, indices, _TOKEN_ID * len(runs))
+            fields = [_field(number, data) for number, data in enumerate(columns, 2)]
+            tokens = _field(2, b"".join([*(run.id_field for run in runs), *fields]))
         return b"".join(self._outputs) + tokens
 
 
@@ -166,7 +166,8 @@ class _Engine:
             if (step := steps.get(run.gateway)) is None:
                 step = steps[run.gateway] = _Step()
             step.add(run)
-            self.log.setdefault(run.request_id, []).append(now_s)
+            if self.pace.step_s:
+                self.log.setdefault(run.request_id, []).append(now_s)
         for gateway, step in steps.items():
             await gateway.write_step(_field(2, step.message()))
 
@@ -200,6 +201,7 @@ def _field(number: int, data: bytes) -> bytes:
 
 
 _TOKEN_ID = _varint(TOKEN_ID)
+_VARINTS = tuple(map(_varint, range(1 << 14)))
 
 
 class _Nodes:
