@@ -3,7 +3,8 @@
 python -m baton.bench.handoff [--commit NAME] [--out FILE]
 
 A second process owns the source's pool, on the first GPU; the last GPU pulls. Timed by the wall
-from `start_pull` to `on_done`: generations judged, copy launched, completed and judged again.
+from `start_pull` to `on_done`: generations judged, copy launched, completed and judged again. The
+same of a pull that was prepared before, as it is while the source computes the blocks.
 """
 
 from __future__ import annotations
@@ -114,6 +115,16 @@ def _pull(window: CudaWindow | RemoteWindow, pairs: list[BlockPair]) -> float:
     return took_s
 
 
+def _prepared_s(window: CudaWindow, pairs: list[BlockPair]) -> float:
+    """What is left of a pull when its blocks are there."""
+    done: queue.SimpleQueue[PullOutcome] = queue.SimpleQueue()
+    start = window.prepare(pairs)
+    begin_s = time.perf_counter()
+    start(done.put)
+    assert done.get(timeout=60) is PullOutcome.OK
+    return time.perf_counter() - begin_s
+
+
 def _connect(
     method: str, kv: CudaKvMemory, source: tuple[str, RemotePool]
 ) -> CudaWindow | RemoteWindow:
@@ -143,6 +154,11 @@ def _measure(
             floor_ms = num_blocks * kv.block_bytes / LINK_BYTES_PER_S * 1e3
             target_ms = _targets_ms(method) if "8192 tokens, 2 MiB" in what else None
             yield _figure(what, samples, floor_ms, "the link's bandwidth", target_ms)
+            if isinstance(window, CudaWindow):
+                samples = [_prepared_s(window, pairs) for _ in range(3 + _REPEATS)][3:]
+                yield _figure(
+                    f"{what}, prepared", samples, floor_ms, "the link's bandwidth", target_ms
+                )
             starts = tuple(_pull(window, pairs) for _ in range(_REPEATS))
             yield _figure(f"  of which start_pull keeps its caller: {what}", starts)
     window.close()

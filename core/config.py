@@ -63,7 +63,14 @@ class EngineConfig:
         0.9, "share of GPU memory for weights, KV and work", aliases=("mem-fraction-static",)
     )
     max_num_seqs: int = flag(256, "most requests in one step")
-    max_num_batched_tokens: int = flag(2048, "most tokens in one step; longer prompts are chunked")
+    max_num_batched_tokens: int = flag(
+        2048, "most tokens in one step, but for a sixteenth that ends a prompt; others are chunked"
+    )
+    prefill_chunk_tokens: int | None = flag(
+        None,
+        "on a GPU, tokens of each of a long prompt's chunks but the last, which has "
+        "--max-num-batched-tokens; default: as many, or 8192 on a prefill node",
+    )
     enable_prefix_caching: bool = flag(True, "reuse KV of equal prefixes")
     attention_backend: str = flag(
         "auto", "attention kernels", choices=("auto", "torch", "triton", "flashinfer")
@@ -76,8 +83,9 @@ class EngineConfig:
             "max_num_seqs",
             "max_num_batched_tokens",
             "tensor_parallel_size",
+            "prefill_chunk_tokens",
         ):
-            if getattr(self, name) < 1:
+            if (number := getattr(self, name)) is not None and number < 1:
                 raise StartupFailed(f"--{name.replace('_', '-')} must be at least 1")
         if self.block_size & (self.block_size - 1):
             raise StartupFailed("--block-size must be a power of two", hint="16 suits most models")

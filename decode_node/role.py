@@ -208,7 +208,8 @@ class DecodeRole(RequestRole):
     def _open_window(self, incarnation: str, link: int) -> None:
         def opened(error: BatonError | None) -> None:
             if error is None:
-                self._feed(WindowOpened(incarnation, link))
+                sees_steps = self._windows.sees_steps(incarnation)
+                self._feed(WindowOpened(incarnation, link, sees_steps))
             else:
                 self._feed(WindowFailed(incarnation, link, error))
 
@@ -286,6 +287,10 @@ class DecodeRole(RequestRole):
         self._desk.stamp(entry, Event.TRANSFER_ENDED)
 
     # -- time and looking in -------------------------------------------------------------------
+
+    def poll(self) -> bool:
+        """Begin the pulls of what sources have finished without a word."""
+        return self._windows.poll()
 
     def tick(self) -> float | None:
         for key, error in self._desk.overdue():

@@ -114,6 +114,10 @@ class BlockTables:
             return []
         return [(parent.block_ids[num_shared], child.block_ids[num_shared])]
 
+    def has_room(self, sequence: Sequence) -> bool:
+        """Whether its blocks cover all its slots already."""
+        return sequence.num_slots <= len(sequence.block_ids) * self._block_size
+
     def grow(self, sequence: Sequence) -> bool:
         """Make its blocks cover all its slots; False if the pool has too few left."""
         num_missing = -(-sequence.num_slots // self._block_size) - len(sequence.block_ids)
@@ -160,8 +164,9 @@ class BlockTables:
         return step
 
     def refs(self, sequence: Sequence, first: int, last: int) -> list[BlockRef]:
-        """Logical blocks [first, last); those that are full and computed have a hash."""
-        num_full = min(last, sequence.num_computed_tokens // self._block_size)
+        """Logical blocks [first, last); those that a launched step fills, or has, have a hash."""
+        num_tokens = min(sequence.num_launched_tokens, sequence.num_tokens)
+        num_full = min(last, num_tokens // self._block_size)
         hashes = sequence.block_hashes(num_full, self._block_size)[first:]
         block_ids = sequence.block_ids[first:last]
         generations = map(self._generations.read, block_ids)

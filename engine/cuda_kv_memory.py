@@ -71,7 +71,7 @@ def _free_for_pool(
     except torch.OutOfMemoryError as error:
         raise StartupFailed(
             f"the largest step does not fit into GPU memory: {error}",
-            hint="lower --max-num-batched-tokens or --max-num-seqs",
+            hint="lower --prefill-chunk-tokens, --max-num-batched-tokens or --max-num-seqs",
         ) from error
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device)

@@ -43,7 +43,7 @@ from .outputs import (
 from .prefix_cache import CacheObserver, PrefixCache
 from .scheduler import ScheduledSequence, Scheduler
 from .sequence import Sequence, SequenceState, finish_reason
-from .step_slices import constrained_masks, launch_slice
+from .step_slices import constrained_masks, launch_slice, launched_chunks
 
 Meanwhile: TypeAlias = Callable[[], bool]
 
@@ -235,10 +235,10 @@ class Engine:
         planned = [one for one in schedule.scheduled if one.sequence.key in self._sequences]
         if not planned:
             return self._launch(previous, output)  # all have failed: there may be room for others
-        for scheduled in planned:
-            if not scheduled.sequence.has_started:
-                scheduled.sequence.has_started = True
-                output.started.append(scheduled.sequence.key)
+        fresh = [one.sequence for one in planned if not one.sequence.has_started]
+        for sequence in fresh:
+            sequence.has_started = True
+            output.started.append(sequence.key)
         eos = self._eos_token_ids
         batch = [launch_slice(one, indices, masks.get(one.sequence), eos) for one in planned]
         fence = self._tables.open_step(scheduled.sequence for scheduled in planned)
@@ -246,6 +246,10 @@ class Engine:
         for scheduled in planned:
             if scheduled.num_scheduled_tokens > 1:
                 self._tables.prepare_store(scheduled.sequence)
+        for sequence in fresh:
+            self._tables.store(sequence)  # what was pulled: no sooner, its first step would wait
+        if step.launched.number:
+            output.launched += launched_chunks(planned, step.launched.number)
         return step
 
     def _masks(
@@ -377,7 +381,7 @@ class Engine:
     def block_refs(self, key: str, first: int, last: int) -> list[BlockRef]:
         """Logical blocks [first, last) of a request that holds blocks (else KeyError).
 
-        A block has a hash once it is full and computed.
+        A block has a hash once a step is launched that fills it.
         """
         return self._tables.refs(self._sequences[key], first, last)
 

@@ -52,13 +52,13 @@ class Extras:
             ids, logprobs = (part.tolist() for part in self.top_tokens)
             for row, (index, num_top) in enumerate(self.tops):
                 top = tuple(zip(ids[row][:num_top], logprobs[row][:num_top], strict=True))
-                results[index] = replace(_present(results[index]), top=top)
+                results[index] = _present(results[index])._replace(top=top)
         if self.fork_tokens is not None:
             ids, logprobs = (part.tolist() for part in self.fork_tokens)
             for index, token_id, logprob in zip(self.forks, ids, logprobs, strict=True):
                 one = _present(results[index])
                 fork = SampledToken(token_id, logprob, one.top)
-                results[index] = replace(one, forks=(*one.forks, fork))
+                results[index] = one._replace(forks=(*one.forks, fork))
 
     def prompt_logprobs(self) -> dict[int, tuple[TokenLogprobs, ...]]:
         """By slice, of its `prompt_targets`. The step has completed."""

@@ -1,10 +1,13 @@
-"""One uint64 per block that changes whenever the block gets new content: HANDOFF.md, decision 4.
+"""One uint64 per block that changes whenever the block gets new content, and one that counts steps.
 
-    0        8         12        16            32          40            64
-    | magic  | version | padding | incarnation | num_blocks | padding    | generation[0], [1], ...
+    0       8         12        16            32           40          48        64
+    | magic | version | padding | incarnation | num_blocks | num_steps | padding | generation[0], ..
 
-The page lies in shared memory: its owner bumps at reallocation, before anything can overwrite the
-block; pullers read before and after a copy. Knows no block's state: that is block_pool.py.
+The page lies in shared memory. Its owner bumps a generation at reallocation, before anything can
+overwrite the block; pullers read it before and after a copy. `num_steps` is how many steps have
+written their KV, if the owner's device counts them there (cuda_step_count.py): a puller that was
+told of blocks while they were computed sees that they are. Knows no block's state: that is
+block_pool.py.
 """
 
 from __future__ import annotations
@@ -21,8 +24,9 @@ from ..core.errors import HandoffFailed
 from . import memfd
 
 _HEADER = struct.Struct("=8sI4x16sQ24x")
+_NUM_STEPS_OFFSET = 40
 _MAGIC = b"BATONGEN"
-_VERSION = 1
+_VERSION = 2
 
 
 class Generations(Protocol):
@@ -68,6 +72,11 @@ class SharedGenerations:
     def read(self, block_id: int) -> int:
         return self._values[block_id]
 
+    @property
+    def num_steps_address(self) -> int:
+        """Where a device of this process counts the steps whose KV it has written."""
+        return np.frombuffer(self._memory, np.uint8).ctypes.data + _NUM_STEPS_OFFSET
+
     def close(self) -> None:
         """Give the page back; a reader's mapping stays as it is."""
         self._values.release()
@@ -86,6 +95,8 @@ class GenerationsReader:
             self._memory.close()
             raise HandoffFailed("the generation page is of another version or process")
         self._values = memoryview(self._memory)[_HEADER.size :].cast("Q")
+        word = slice(_NUM_STEPS_OFFSET, _NUM_STEPS_OFFSET + 8)
+        self._num_steps = memoryview(self._memory)[word].cast("Q")
 
     def read(self, block_id: int) -> int:
         return self._values[block_id]
@@ -94,7 +105,12 @@ class GenerationsReader:
         """Those of many blocks, each read once; the ids are within the page."""
         return np.frombuffer(self._values, np.uint64)[block_ids]
 
+    def num_steps(self) -> int:
+        """How many of the owner's steps have written their KV; 0 if it does not count them."""
+        return self._num_steps[0]
+
     def close(self) -> None:
+        self._num_steps.release()
         self._values.release()
         self._memory.close()
 

@@ -29,6 +29,7 @@ from ..kernels.upload import upload, upload_into
 from .batch import SampledToken, SequenceSlice
 from .block_pool import PADDING_BLOCK
 from .cuda_graphs import StepGraph, StepGraphs, decode_sizes
+from .cuda_step_count import CudaStepCount
 from .decoder import Decoder
 from .extras import Extras, compute_extras
 from .step_arrays import Int64s, flatten, row_sampling
@@ -42,6 +43,7 @@ _PADDING_SLICE = SequenceSlice(token_ids=(0,), start=0, block_table=(PADDING_BLO
 class GpuStep:
     """A launched step: `rows` are the slices that sample, in the order of the results."""
 
+    number: int
     num_slices: int
     rows: list[int]
     token_ids: Tensor  # [rows] in pinned memory, written once `is_done`
@@ -101,6 +103,7 @@ class GpuSteps:
         self._part = _part_of_rank(model)
         self._sampled = torch.zeros(max_num_seqs, dtype=torch.int64, device=self._device)
         self._logprobs = torch.zeros(max_num_seqs, dtype=torch.float32, device=self._device)
+        self._count: CudaStepCount | None = None
         self.graphs = StepGraphs(decode_sizes(max_num_seqs), 5, self._device)
         self.prefill_graphs = StepGraphs(range(64, MAX_GRAPH_TOKENS + 1, 64), 3, self._device)
 
@@ -119,6 +122,10 @@ class GpuSteps:
                 size, partial(self.model.forward, token_ids, positions, self._attention)
             )
 
+    def count_in(self, count: CudaStepCount) -> None:
+        """From now on `count` says which steps have written their KV."""
+        self._count = count
+
     def launch(self, batch: Sequence[SequenceSlice]) -> GpuStep:
         """See `batch.Runner`."""
         with device_errors(), torch.inference_mode():
@@ -136,10 +143,11 @@ class GpuSteps:
         self._follow(batch, inputs[0])
         self._plan(padded, inputs[2], is_graph=True)
         graph.replay()
+        number = self._mark()
         rows = list(range(len(batch)))
         self._resample(batch, rows, graph.output)
         extras = self._extras(batch, rows, graph.output, None)
-        return self._bring_back(len(batch), rows, self._sampled, self._logprobs, extras)
+        return self._bring_back(number, len(batch), rows, self._sampled, self._logprobs, extras)
 
     def _decode_arrays(self, batch: Sequence[SequenceSlice]) -> Int64s:
         """[5, decodes]: token ids, positions, slots, keys, bits of the temperatures in float64."""
@@ -188,10 +196,11 @@ class GpuSteps:
 
     def _launch_eagerly(self, batch: Sequence[SequenceSlice]) -> GpuStep:
         hidden = self._hidden(batch)
+        number = self._mark()  # its KV is written: pullers need not wait for the sampler
         rows = [index for index, piece in enumerate(batch) if piece.sample is not None]
         if not rows:
             extras = self._extras(batch, rows, None, hidden)
-            return self._bring_back(len(batch), rows, self._sampled, self._logprobs, extras)
+            return self._bring_back(number, len(batch), rows, self._sampled, self._logprobs, extras)
         last_tokens = np.cumsum([piece.num_scheduled_tokens for piece in batch])[rows] - 1
         sampling = [batch[row] for row in rows]
         arrays = np.vstack([np.array(rows), last_tokens, _sampling_arrays(sampling)])
@@ -205,10 +214,14 @@ class GpuSteps:
         self._resample(batch, rows, logits)
         extras = self._extras(batch, rows, logits, hidden)
         return self._bring_back(
-            len(batch), rows, self._sampled.index_select(0, slices), self._logprobs, extras
+            number, len(batch), rows, self._sampled.index_select(0, slices), self._logprobs, extras
         )
 
     # -- both -------------------------------------------------------------------------------------
+
+    def _mark(self) -> int:
+        """The number of the step whose KV all that was launched so far will have written."""
+        return 0 if self._count is None else self._count.mark()
 
     def _follow(self, batch: Sequence[SequenceSlice], token_ids: Tensor) -> None:
         """Put the tokens that the step before samples, or has sampled, where they are awaited."""
@@ -272,6 +285,7 @@ class GpuSteps:
 
     def _bring_back(
         self,
+        number: int,
         num_slices: int,
         rows: list[int],
         token_ids: Tensor,
@@ -286,7 +300,7 @@ class GpuSteps:
         host_logprobs.copy_(logprobs[:n], non_blocking=True)
         is_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         is_done.record()
-        return GpuStep(num_slices, rows, host_ids, host_logprobs, extras, is_done)
+        return GpuStep(number, num_slices, rows, host_ids, host_logprobs, extras, is_done)
 
 
 def _part_of_rank(model: Decoder) -> VocabularyPart | None:

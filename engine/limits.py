@@ -23,11 +23,17 @@ class EngineLimits:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_held_blocks: int | None = None
+    prefill_chunk_tokens: int = 0  # of a step with a part of one prompt, if that is more
 
     @property
     def capacity(self) -> int:
         """Blocks for sequences."""
         return self.num_blocks - NUM_RESERVED_BLOCKS
+
+    @property
+    def num_spare_tokens(self) -> int:
+        """By how many tokens a step may exceed `max_num_batched_tokens`, to end a prompt."""
+        return spare_tokens(self.max_num_batched_tokens)
 
     @property
     def held_blocks_limit(self) -> int:
@@ -62,3 +68,8 @@ class EngineLimits:
             raise PromptTooLarge(
                 f"{num_tokens} tokens need {needed} KV blocks; the pool has {self.capacity}"
             )
+
+
+def spare_tokens(max_num_batched_tokens: int) -> int:
+    """What `EngineLimits.num_spare_tokens` is."""
+    return max_num_batched_tokens // 16

@@ -41,6 +41,7 @@ class LocalEngine:
                 max_model_len=runner.max_model_len,
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
+                prefill_chunk_tokens=runner.prefill_chunk_tokens,
             ),
             LocalGenerations(runner.kv.num_blocks),
             fingerprint=fingerprint.short(runner.fingerprint),

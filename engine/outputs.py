@@ -61,6 +61,20 @@ class ChunkDone:
 
 
 @dataclass(frozen=True, slots=True)
+class ChunkLaunched:
+    """A step will complete the KV of a held request's first `num_tokens` tokens.
+
+    `step` is its `batch.LaunchedStep.number`, which is not 0. Its ChunkDone follows, unless the
+    request ends before.
+    """
+
+    key: str
+    num_tokens: int
+    is_last: bool
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutput:
     """What one step brought. `started`: requests that took part in a step here for the first time.
 
@@ -72,6 +86,7 @@ class StepOutput:
     started: tuple[str, ...] = ()
     failed: tuple[tuple[str, BatonError], ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    launched: tuple[ChunkLaunched, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +127,7 @@ class StepOutputBuilder:
     started: list[str] = field(default_factory=list)
     failed: list[tuple[str, BatonError]] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    launched: list[ChunkLaunched] = field(default_factory=list)
 
     def tell_prompt(self, sequence: Sequence, logprobs: tuple[TokenLogprobs, ...]) -> None:
         """The next of its prompt's tokens, if there are any."""
@@ -132,4 +148,5 @@ class StepOutputBuilder:
             tuple(self.started),
             tuple(self.failed),
             tuple(self.prompt_logprobs),
+            tuple(self.launched),
         )

@@ -30,6 +30,10 @@ class _ParallelStep:
     mine: LaunchedStep
     followers: Followers
 
+    @property
+    def number(self) -> int:
+        return self.mine.number
+
     def has_completed(self) -> bool:
         try:
             return self.mine.has_completed()

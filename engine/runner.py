@@ -30,10 +30,13 @@ from .checkpoint import OnProgress, fill_dummy_weights, load_weights, weights_id
 from .communicator import Alone, Communicator
 from .cpu_steps import CpuSteps
 from .cuda_kv_memory import CudaKvMemory
+from .cuda_step_count import CudaStepCount, count_steps
 from .decoder import Decoder
 from .device import choose_attention, choose_placement, make_attention
 from .fingerprint import fingerprint_fields
+from .generations import SharedGenerations
 from .kv_memory import CpuKvMemory, KvLayout
+from .limits import spare_tokens
 from .model_config import ModelConfig, read_model_config
 from .sharding import check_divisible, heads_of_rank
 
@@ -72,6 +75,7 @@ class ModelRunner:
         self.eos_token_ids = eos_token_ids(self.model_dir)
         self.max_model_len = _choose_max_model_len(config, self.model_config)
         self._config = config
+        self._count: CudaStepCount | None = None
         self._communicator = communicator
         check_divisible(self.model_config, communicator.size)
         self.heads = heads_of_rank(self.model_config, communicator.rank, communicator.size)
@@ -183,6 +187,12 @@ class ModelRunner:
         return self._steps.model
 
     @property
+    def prefill_chunk_tokens(self) -> int:
+        """See `EngineLimits`. A CPU gains nothing by larger steps."""
+        is_gpu = self._placement.device.type == "cuda"
+        return (self._config.prefill_chunk_tokens or 0) if is_gpu else 0
+
+    @property
     def runs_ahead(self) -> bool:
         """See `batch.Runner`."""
         return self._steps.runs_ahead
@@ -194,6 +204,14 @@ class ModelRunner:
                 return self._steps.launch(batch)
         except RuntimeError as error:  # torch's: out of memory, device lost
             raise EngineFailed(f"the step failed: {error}") from error
+
+    def count_steps(self, page: SharedGenerations) -> None:
+        """Let those who read `page` see which steps have completed, if this device can."""
+        if isinstance(self._steps, CpuSteps):
+            return  # its steps have completed when anybody hears of them
+        self._count = count_steps(page, self._placement.device)
+        if self._count is not None:
+            self._steps.count_in(self._count)
 
     def execute(self, batch: Sequence[SequenceSlice]) -> list[SampledToken | None]:
         """Run one step and wait for it."""
@@ -222,6 +240,8 @@ class ModelRunner:
 
     def close(self) -> None:
         """Give the KV memory back; no step may be in flight."""
+        if self._count is not None:
+            self._count.close()
         del self._steps
         self.kv.close()
         self._communicator.close()
@@ -231,7 +251,10 @@ def _largest_batch(
     config: EngineConfig, max_model_len: int, vocab_size: int
 ) -> list[SequenceSlice]:
     """A step of as many tokens and sampled rows as any, all in the padding block."""
-    num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * (max_model_len - 1))
+    budget = config.max_num_batched_tokens
+    chunk = min(config.prefill_chunk_tokens or 0, max_model_len - 1)
+    budget = max(budget + spare_tokens(budget), chunk)
+    num_tokens = min(budget, config.max_num_seqs * (max_model_len - 1))
     num_slices = min(config.max_num_seqs, num_tokens)
     first = min(num_tokens - num_slices + 1, max_model_len - 1)
     lens = [first, *[1] * (num_slices - 1)]

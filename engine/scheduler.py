@@ -2,7 +2,16 @@
 
 One token budget for all: first the decodes, then the next chunks of running prefills, then
 admissions, first come first served without overtaking. Roles are policies over it elsewhere; it
-does prefill and decode in any mixture. Memory:
+does prefill and decode in any mixture. A prompt's first token should not wait for the chunk of
+another prompt, which takes a GPU as long in a step of its own:
+
+    budget   |--------------------------------|
+             |  prompt 1, its last chunk        |     a little over: not another step for the rest
+             |  prompt 2, its last |                  prompt 3 begins in the next step, not here
+             |  prompt 3, alone, not its last ............. |    in few steps, but for the last one:
+             |  prompt 3, its last chunk      |     what is left to pull behind the first token
+
+Memory:
 
 - an admission takes all blocks of the known tokens at once, if the peak estimate says that it fits;
 - a decode takes a block when it crosses into one; if there is none, the latest arrival is preempted
@@ -19,6 +28,7 @@ from collections import deque
 from collections.abc import Iterator, MutableSequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 from ..core.errors import BatonError, PromptTooLarge
 from .admission import Admission, OutputLengthEstimator, distinct_blocks
@@ -28,8 +38,7 @@ from .limits import EngineLimits
 from .sequence import Sequence, SequenceState
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
+class ScheduledSequence(NamedTuple):
     """`num_scheduled_tokens` tokens of the sequence, from `num_launched_tokens` on."""
 
     sequence: Sequence
@@ -43,17 +52,46 @@ class ScheduledSequence:
 
 @dataclass(slots=True)
 class Schedule:
-    """One step. `failed` sequences can never go on: they are out of the scheduler already."""
+    """One step. `failed` sequences can never go on: they are out of the scheduler already.
+
+    The tokens that end a prompt may exceed the budget by `num_spare_tokens`. A chunk that ends none
+    may have more where no other prompt is in the step: with the decodes `num_chunk_tokens`.
+    """
 
     num_budget_tokens: int  # left
+    num_spare_tokens: int = 0
+    num_chunk_tokens: int = 0
+    num_prompt_tokens: int = 0
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     failed: list[tuple[Sequence, BatonError]] = field(default_factory=list)
 
     def plan(self, sequence: Sequence) -> None:
-        """Take as many of the sequence's unlaunched tokens as the budget has."""
-        num_tokens = min(sequence.num_unlaunched_tokens, self.num_budget_tokens)
+        """Take as many of the sequence's unlaunched tokens as there is room for."""
+        num_tokens = sequence.num_unlaunched_tokens
+        if not self._can_end(num_tokens):
+            num_tokens = self._chunk_of(num_tokens)
         self.scheduled.append(ScheduledSequence(sequence, num_tokens))
-        self.num_budget_tokens -= num_tokens
+        self.num_budget_tokens = max(0, self.num_budget_tokens - num_tokens)
+        self.num_chunk_tokens = max(0, self.num_chunk_tokens - num_tokens)
+        self.num_prompt_tokens += num_tokens if sequence.is_prefilling else 0
+
+    def should_begin(self, num_tokens: int) -> bool:
+        """Whether a prompt with so many tokens to compute is better begun in this step.
+
+        Not if it only makes the prompts wait that are in the step already: they end with it, and
+        are enough to fill a GPU.
+        """
+        return self._can_end(num_tokens) or self.num_prompt_tokens < self.num_budget_tokens
+
+    def _chunk_of(self, num_tokens: int) -> int:
+        """How many of a prompt's tokens to take that does not end in this step."""
+        budget = self.num_budget_tokens
+        if self.num_prompt_tokens:
+            return budget
+        return max(budget, min(num_tokens - budget, self.num_chunk_tokens))
+
+    def _can_end(self, num_tokens: int) -> bool:
+        return num_tokens <= self.num_budget_tokens + self.num_spare_tokens
 
 
 class Scheduler:
@@ -112,7 +150,6 @@ class Scheduler:
         self.reserved.remove(sequence)
         sequence.num_computed_tokens = sequence.num_prefill_tokens = sequence.num_tokens - 1
         sequence.num_launched_tokens = sequence.num_computed_tokens
-        self._tables.store(sequence)
         self._run(sequence)
 
     def fork(self, parent: Sequence, child: Sequence) -> list[tuple[int, int]]:
@@ -156,7 +193,10 @@ class Scheduler:
 
     def schedule(self) -> Schedule:
         """Plan a step; sequences that are not in it wait for budget or memory."""
-        schedule = Schedule(num_budget_tokens=self._limits.max_num_batched_tokens)
+        limits = self._limits
+        schedule = Schedule(
+            limits.max_num_batched_tokens, limits.num_spare_tokens, limits.prefill_chunk_tokens
+        )
         for sequence in [*self.running]:
             if schedule.num_budget_tokens == 0:
                 break
@@ -181,6 +221,8 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence, schedule: Schedule) -> bool:
         """Slots for all its tokens, preempting others if need be; False: not in this step."""
+        if self._tables.has_room(sequence):
+            return True  # as of most decodes in most steps
         if self._has_outgrown_pool(sequence, schedule):
             return False
         while not self._tables.grow(sequence):
@@ -199,7 +241,12 @@ class Scheduler:
             sequence = self.waiting[0]
             if self._has_outgrown_pool(sequence, schedule):
                 continue
-            if not self._try_admit(sequence):
+            # At least one token must be computed, or there would be no logits to sample from.
+            matched = self._tables.match(sequence, sequence.num_tokens - 1)
+            num_cached_tokens = len(matched) * self._limits.block_size
+            if not schedule.should_begin(sequence.num_tokens - num_cached_tokens):
+                return
+            if not self._try_admit(sequence, matched):
                 self._refused_at = self.opportunities
                 return
             self.waiting.popleft()
@@ -207,9 +254,7 @@ class Scheduler:
             self._run(sequence)
             schedule.plan(sequence)
 
-    def _try_admit(self, sequence: Sequence) -> bool:
-        # At least one token must be computed, or there would be no logits to sample from.
-        matched = self._tables.match(sequence, sequence.num_tokens - 1)
+    def _try_admit(self, sequence: Sequence, matched: list[int]) -> bool:
         admission = self._admission
         if sequence.is_held and not admission.has_credit(sequence, matched, self._holders()):
             return False
@@ -255,6 +300,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
+        self._tables.store(sequence)  # what was pulled for it may not be there yet
         self._tables.give_back(sequence)
         sequence.state = SequenceState.WAITING
         self.waiting.appendleft(sequence)

@@ -8,6 +8,7 @@ from ..core.errors import InvalidRequest
 from ..core.sampling import token_key
 from .batch import SampleSpec, SequenceSlice
 from .constraints import Constraints, Mask, without
+from .outputs import ChunkLaunched
 from .scheduler import ScheduledSequence
 from .sequence import Sequence
 
@@ -49,6 +50,14 @@ def launch_slice(
     )
 
 
+def launched_chunks(planned: Iterable[ScheduledSequence], step: int) -> list[ChunkLaunched]:
+    """What step number `step` will complete of held requests, behind `launch_slice` of all."""
+    held = [one.sequence for one in planned if one.sequence.is_held]
+    return [
+        ChunkLaunched(one.key, one.num_launched_tokens, not one.is_prefilling, step) for one in held
+    ]
+
+
 def constrained_masks(
     constraints: Constraints, planned: Iterable[ScheduledSequence]
 ) -> dict[Sequence, Mask | InvalidRequest]:
@@ -75,12 +84,10 @@ def _sample_spec(
     forbidden = (*eos_token_ids, *params.stop_token_ids) if is_too_early else ()
     if allowed is not None:
         allowed, forbidden = without(allowed, forbidden), ()
-    forks = sequence.forks if position == request.num_known_tokens else ()
-    return SampleSpec(
-        params,
-        token_key(params.seed, request.sample_index, position),
-        forbidden,
-        sequence.counts(),
-        tuple(token_key(params.seed, fork.sample_index, position) for fork in forks),
-        allowed,
-    )
+    key, fork_keys = 0, tuple[int, ...]()
+    if not params.is_greedy:
+        key = token_key(params.seed, request.sample_index, position)
+    if sequence.forks and position == request.num_known_tokens:
+        indices = [fork.sample_index for fork in sequence.forks]
+        fork_keys = tuple(token_key(params.seed, index, position) for index in indices)
+    return SampleSpec(params, key, forbidden, sequence.counts(), fork_keys, allowed)

@@ -3,14 +3,13 @@
     kernel    one Triton kernel reads all blocks over the link: fastest, but takes multiprocessors
     engine    one cudaMemcpyBatchAsync for all pieces: the copy engines work, the processors do not
 
-Knows addresses and block ids; generations and threads are cuda_ipc.py's.
+Knows addresses and block ids; generations and threads are cuda_window.py's.
 """
 
 from __future__ import annotations
 
 import ctypes
-import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -20,11 +19,11 @@ from torch import Tensor
 from ..core.errors import HandoffFailed
 from ..engine.cuda_memory import describe_error, forget_error, runtime
 from ..kernels.kv_blocks_triton import pull_blocks, pull_heads
+from ..kernels.upload import upload
 from .head_ranges import BlockCut, HeadPiece
 from .runs import Ids, Runs, find_runs
 
 MAX_BLOCKS = 1024  # of one launch
-_NUM_PLANS = 8
 _ANY_DIRECTION = 4  # cudaMemcpyDefault
 _STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
 _BATCH_SINCE = 13  # the major version of the runtime whose cudaMemcpyBatchAsync we call
@@ -37,10 +36,10 @@ class CopyMethod(Protocol):
     name: str
     launches_at_once: bool  # False: to launch takes about as long as to copy
 
-    def launch(self, ids: Ids, pool: Tensor) -> None:
-        """Start on the current stream: ids[0] there to ids[1] of `pool` [blocks, ...].
+    def prepare(self, ids: Ids, pool: Tensor, stream: torch.cuda.Stream) -> Callable[[], None]:
+        """What starts the copy of ids[0] there to ids[1] of `pool` [blocks, ...] on `stream`.
 
-        At most MAX_BLOCKS of them. `ids` may be changed afterwards. Raises HandoffFailed.
+        At most MAX_BLOCKS of them. To be called once, or never; either raises HandoffFailed.
         """
         ...
 
@@ -53,38 +52,31 @@ class KernelCopy:
 
     def __init__(self, address: int, device: torch.device, piece: HeadPiece | None = None) -> None:
         self._address = address
+        self._device = device
         self._piece = None if piece is None or piece.is_whole else piece
-        self._plans = itertools.cycle([_Plan(device) for _ in range(_NUM_PLANS)])
+
+    def prepare(self, ids: Ids, pool: Tensor, stream: torch.cuda.Stream) -> Callable[[], None]:
+        with torch.cuda.stream(stream):
+            there, here = upload(ids, self._device)
+
+        def start() -> None:
+            with torch.cuda.stream(stream):
+                self._start(there, here, pool)
+
+        return start
 
     def launch(self, ids: Ids, pool: Tensor) -> None:
-        plan, n = next(self._plans), ids.shape[1]
-        device_ids = plan.upload(ids)
-        there, here, piece = device_ids[:n], device_ids[n:], self._piece
+        """Prepare and start on the current stream."""
+        there, here = upload(ids, self._device)
+        self._start(there, here, pool)
+
+    def _start(self, there: Tensor, here: Tensor, pool: Tensor) -> None:
+        piece = self._piece
         if piece is None:
             pull_blocks(self._address, pool, there, here)
         else:
             heads = (piece.source_head, pool, piece.my_head, piece.num_heads)
             pull_heads(self._address, piece.source_heads, *heads, there, here)
-        plan.is_free.record()
-
-
-class _Plan:
-    """Room for one launch's ids at both ends, taken once: no launch allocates or waits."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._host = torch.empty(2 * MAX_BLOCKS, dtype=torch.int64, pin_memory=True)
-        self._array = self._host.numpy()
-        self._device = torch.empty_like(self._host, device=device)
-        self.is_free = torch.cuda.Event()  # type: ignore[no-untyped-call]
-
-    def upload(self, ids: Ids) -> Tensor:
-        """[2 * n] on the device: sources, then destinations."""
-        self.is_free.synchronize()  # long ago, unless launches come thick and fast
-        size = ids.size
-        self._array[:size] = ids.ravel()
-        device = self._device[:size]
-        device.copy_(self._host[:size], non_blocking=True)
-        return device
 
 
 class EngineCopy:
@@ -104,13 +96,12 @@ class EngineCopy:
         runtime().cudaRuntimeGetVersion(ctypes.byref(version))
         return version.value // 1000 >= _BATCH_SINCE
 
-    def launch(self, ids: Ids, pool: Tensor) -> None:
-        stream = torch.cuda.current_stream()
+    def prepare(self, ids: Ids, pool: Tensor, stream: torch.cuda.Stream) -> Callable[[], None]:
         cut = BlockCut.of(self._piece, 2 * pool.shape[1], pool[0].nbytes)
+        source, target = self._address, pool.data_ptr()
         if cut.is_whole:
-            copy_batch(self._address, pool.data_ptr(), find_runs(ids), pool[0].nbytes, stream)
-        else:
-            copy_rows_batch(self._address, pool.data_ptr(), ids, cut, stream)
+            return batch_copy(source, target, find_runs(ids), pool[0].nbytes, stream)
+        return rows_batch_copy(source, target, ids, cut, stream)
 
 
 def copy_pieces(
@@ -132,11 +123,11 @@ def copy_pieces(
         _check(status)
 
 
-def copy_batch(
+def batch_copy(
     source: int, target: int, runs: Runs, block_bytes: int, stream: torch.cuda.Stream
-) -> None:
-    """All runs in one call. Raises HandoffFailed."""
-    _copy_batch(
+) -> Callable[[], None]:
+    """What copies all runs in one call, which raises HandoffFailed."""
+    return _batch_copy(
         source + runs.sources * block_bytes,
         target + runs.destinations * block_bytes,
         runs.lengths * block_bytes,
@@ -144,15 +135,15 @@ def copy_batch(
     )
 
 
-def copy_rows_batch(
+def rows_batch_copy(
     source: int, target: int, ids: Ids, cut: BlockCut, stream: torch.cuda.Stream
-) -> None:
-    """Each row's piece of each block, all in one call. Raises HandoffFailed."""
+) -> Callable[[], None]:
+    """The same of each row's piece of each block."""
     rows = np.arange(cut.num_rows)
     there = ids[0][:, None] * cut.source_block_bytes + rows * cut.source_pitch + cut.source_offset
     here = ids[1][:, None] * (cut.num_rows * cut.pitch) + rows * cut.pitch + cut.offset
     sizes = np.full(there.size, cut.width)
-    _copy_batch(source + there.ravel(), target + here.ravel(), sizes, stream)
+    return _batch_copy(source + there.ravel(), target + here.ravel(), sizes, stream)
 
 
 def copy_2d(
@@ -178,21 +169,19 @@ def copy_2d(
     _check(status)
 
 
-def _copy_batch(from_: Ids, to: Ids, lengths: Ids, stream: torch.cuda.Stream) -> None:
-    sources, targets, sizes = (each.astype(np.uint64) for each in (from_, to, lengths))
+def _batch_copy(from_: Ids, to: Ids, lengths: Ids, stream: torch.cuda.Stream) -> Callable[[], None]:
+    arrays = [each.astype(np.uint64) for each in (to, from_, lengths)]
     attributes = _CopyAttributes(srcAccessOrder=_STREAM_ORDER)
     first = ctypes.c_size_t(0)  # the attributes hold from the first piece on
-    status = runtime().cudaMemcpyBatchAsync(
-        targets.ctypes.data_as(ctypes.c_void_p),
-        sources.ctypes.data_as(ctypes.c_void_p),
-        sizes.ctypes.data_as(ctypes.c_void_p),
-        ctypes.c_size_t(len(sizes)),
+    arguments = (
+        *(array.ctypes.data_as(ctypes.c_void_p) for array in arrays),  # which keeps it alive
+        ctypes.c_size_t(len(lengths)),
         ctypes.byref(attributes),
         ctypes.byref(first),
         ctypes.c_size_t(1),
         ctypes.c_void_p(stream.cuda_stream),
     )
-    _check(status)
+    return lambda: _check(runtime().cudaMemcpyBatchAsync(*arguments))
 
 
 def _check(status: int) -> None:

@@ -9,7 +9,9 @@ Both directions are copy engines' work, ordered by events: the host only submits
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -57,14 +59,16 @@ class StagedCopy:
             slots.append(_Slot(memory, is_full, is_empty))
         self._slots = itertools.cycle(slots)
 
-    def launch(self, ids: Ids, pool: Tensor) -> None:
+    def prepare(self, ids: Ids, pool: Tensor, stream: torch.cuda.Stream) -> Callable[[], None]:
         """See `CopyMethod`."""
+        return partial(self._launch, ids, pool, stream)
+
+    def _launch(self, ids: Ids, pool: Tensor, stream: torch.cuda.Stream) -> None:
         for begin in range(0, ids.shape[1], self._blocks_per_slot):
             part = ids[:, begin : begin + self._blocks_per_slot]
-            self._launch_slot(next(self._slots), part, pool)
+            self._launch_slot(next(self._slots), part, pool, stream)
 
-    def _launch_slot(self, slot: _Slot, ids: Ids, pool: Tensor) -> None:
-        here = torch.cuda.current_stream(pool.device)
+    def _launch_slot(self, slot: _Slot, ids: Ids, pool: Tensor, here: torch.cuda.Stream) -> None:
         with torch.cuda.device(self._source), torch.cuda.stream(self._stream):
             self._stream.wait_event(slot.is_empty)
             self._fill(slot.memory.data_ptr(), ids[0])

@@ -3,9 +3,10 @@
     start_pull, caller's thread    generations as announced? ─► copy on a side stream ─► event
     the window's thread            event ─► generations again? ─► on_done, once
 
-The copy is launched in parts: the first is on its way while the next is being prepared. The
-generations lie in host memory: the source moves them before it launches what overwrites the block,
-and the second look comes when the copy has completed, so a copy that overlapped a rewrite is stale.
+The copy is launched in parts: the first is on its way while the next is being prepared, or if they
+were before, launched. The generations lie in host memory: the source moves them before it launches
+what overwrites the block, and the second look comes when the copy has completed, so a copy that
+overlapped a rewrite is stale.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import logging
 import queue
 import statistics
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -38,7 +40,7 @@ from .transport import BlockPair, PullOutcome
 _log = logging.getLogger(__name__)
 _MEASURED_BYTES = 64 << 20
 _MEASURED_COPIES, _MEASURED_TIMES = 6, 3
-_FIRST_PART, _PART = 64, MAX_BLOCKS  # blocks that are launched together
+_FIRST_PART, _PART = 128, MAX_BLOCKS  # blocks that are launched together
 
 # Map a peer's memory of so many bytes until the stack closes; the ways to copy that piece of its
 # blocks. Raises HandoffFailed.
@@ -61,16 +63,22 @@ class _Pull:
         self.is_cancelled = True  # a copy that was launched ends all the same
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some blocks of the source with the generations that it announced; `start` copies them."""
+
+    source_ids: npt.NDArray[np.int64]
+    announced: npt.NDArray[np.uint64]
+    start: Callable[[], None]
+
+
 @dataclass(slots=True)
 class _Copy:
-    """A pull whose copy was launched, all of it or none: `outcome` is what is known already.
-
-    `parts`: the source's blocks and their generations, to be looked at again.
-    """
+    """A pull whose `parts` were launched; `outcome` is what is known already."""
 
     pull: _Pull
     outcome: PullOutcome = PullOutcome.OK
-    parts: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]] = field(default_factory=list)
+    parts: list[_Part] = field(default_factory=list)
     is_done: torch.cuda.Event = field(default_factory=torch.cuda.Event)
 
 
@@ -158,21 +166,50 @@ class CudaWindow:
         end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         begin.record()
         for _ in range(_MEASURED_COPIES):
-            method.launch(ids, scratch)
+            method.prepare(ids, scratch, self._stream)()
         end.record()
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
 
     # -- pulling ----------------------------------------------------------------------------------
 
+    @property
+    def num_steps(self) -> int:
+        """See `transport.PoolWindow`; not behind `close`."""
+        return self._generations.num_steps()
+
     def start_pull(
         self, pairs: Sequence[BlockPair], on_done: Callable[[PullOutcome], None]
     ) -> _Pull:
         """Launches on the caller's thread where that is short: another would have to be woken."""
-        assert not self._is_closed, "a pull through a closed window"
         pull = _Pull(on_done)
-        at_once = self._copy.launches_at_once
-        self._pulls.put(self._launch(pull, pairs) if at_once else (pull, pairs))
+        if self._copy.launches_at_once:
+            parts = (self._part(pairs[begin:end]) for begin, end in _cut(len(pairs)))
+            return self._start(pull, parts)
+        assert not self._is_closed, "a pull through a closed window"
+        self._pulls.put((pull, pairs))
+        return pull
+
+    def prepare(
+        self, pairs: Sequence[BlockPair]
+    ) -> Callable[[Callable[[PullOutcome], None]], _Pull]:
+        """See `transport.PoolWindow`."""
+        if not self._copy.launches_at_once:
+            return partial(self.start_pull, pairs)
+        with torch.cuda.device(self._device):
+            parts = [self._part(pairs[begin:end]) for begin, end in _cut(len(pairs))]
+        return lambda on_done: self._start(_Pull(on_done), parts)
+
+    def _part(self, pairs: Sequence[BlockPair]) -> _Part:
+        """Raises HandoffFailed if there is no such block."""
+        ids, announced = columns(pairs)
+        if ids[0].min() < 0 or ids[0].max() >= self._num_source_blocks:
+            raise HandoffFailed("a manifest names a block outside the source's pool")
+        return _Part(ids[0], announced, self._copy.prepare(ids, self._pool, self._stream))
+
+    def _start(self, pull: _Pull, parts: Iterable[_Part]) -> _Pull:
+        assert not self._is_closed, "a pull through a closed window"
+        self._pulls.put(self._launch(pull, parts))
         return pull
 
     def close(self) -> None:
@@ -184,63 +221,61 @@ class CudaWindow:
         """Wait until a closed window has reported all its pulls and unmapped the memory."""
         self._thread.join()
 
-    def _launch(self, pull: _Pull, pairs: Sequence[BlockPair]) -> _Copy:
+    def _launch(self, pull: _Pull, parts: Iterable[_Part]) -> _Copy:
         """Start the copy, part by part; whatever stops it, what was started is waited for."""
         copy = _Copy(pull)
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        with torch.cuda.device(self._device):
             try:
-                for begin, end in _cut(len(pairs)):
-                    if not self._launch_part(copy, pairs[begin:end]):
+                for part in parts:
+                    if not self._launch_part(copy, part):
                         break
-            except Exception:
+            except Exception as error:
                 # A pull that never reports would fence its memory for ever.
-                _log.exception("a pull from %s could not be started", self._incarnation)
+                is_ours = not isinstance(error, HandoffFailed)
+                _log.error("no pull from %s: %s", self._incarnation, error, exc_info=is_ours)
                 copy.outcome = PullOutcome.FAILED
             with contextlib.suppress(RuntimeError):  # a dead device: found again by the wait
-                copy.is_done.record()
+                copy.is_done.record(self._stream)
         return copy
 
-    def _launch_part(self, copy: _Copy, pairs: Sequence[BlockPair]) -> bool:
+    def _launch_part(self, copy: _Copy, part: _Part) -> bool:
         """Start one part; False if the pull is to end here."""
         if copy.pull.is_cancelled:
             return False
-        ids, announced = columns(pairs)
-        copy.outcome = self._judge(ids[0], announced)
+        copy.outcome = self._judge(part)
         if copy.outcome is not PullOutcome.OK:
             return False
-        self._copy.launch(ids, self._pool)
-        copy.parts.append((ids[0], announced))
+        part.start()
+        copy.parts.append(part)
         return True
 
     def _run(self) -> None:
         """The window's thread. Only when all copies have ended is the memory unmapped."""
         with torch.cuda.device(self._device):
             while (pull := self._pulls.get()) is not None:
-                self._finish(pull if isinstance(pull, _Copy) else self._launch(*pull))
+                self._finish(pull if isinstance(pull, _Copy) else self._launch_late(*pull))
         self._opened.close()
+
+    def _launch_late(self, pull: _Pull, pairs: Sequence[BlockPair]) -> _Copy:
+        return self._launch(pull, (self._part(pairs[begin:end]) for begin, end in _cut(len(pairs))))
 
     def _finish(self, copy: _Copy) -> None:
         """Wait for a copy and report it."""
         outcome = copy.outcome
         try:
             copy.is_done.synchronize()  # without the GIL
-            for source_ids, announced in copy.parts:
+            for part in copy.parts:
                 if outcome is PullOutcome.OK:
-                    outcome = self._judge(source_ids, announced)
+                    outcome = self._judge(part)
         except RuntimeError:
             _log.exception("a pull from %s broke", self._incarnation)
             outcome = PullOutcome.FAILED
         copy.pull.on_done(PullOutcome.CANCELLED if copy.pull.is_cancelled else outcome)
 
-    def _judge(
-        self, source_ids: npt.NDArray[np.int64], announced: npt.NDArray[np.uint64]
-    ) -> PullOutcome:
+    def _judge(self, part: _Part) -> PullOutcome:
         """Whether the source's blocks are still what was announced."""
-        if source_ids.min() < 0 or source_ids.max() >= self._num_source_blocks:
-            _log.warning("a manifest names a block outside the source's pool")
-            return PullOutcome.FAILED
-        is_current = np.array_equal(self._generations.read_many(source_ids), announced)
-        return PullOutcome.OK if is_current else PullOutcome.STALE
+        found = self._generations.read_many(part.source_ids)
+        return PullOutcome.OK if np.array_equal(found, part.announced) else PullOutcome.STALE
 
 
 def _cut(num_pairs: int) -> Iterator[tuple[int, int]]:

@@ -66,11 +66,25 @@ class Offered:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkReady:
-    """The KV of these blocks is complete on the device: nobody writes to them any more.
+class ChunkAnnounced:
+    """Step number `step` writes the KV of these blocks; they continue where the last chunk ended.
 
-    Blocks continue where the last chunk ended; a block that the chunk left partial comes with the
-    chunk that completes it, or with the last one. `state` makes it the last one.
+    A ChunkReady of as many tokens follows when it has completed, unless the request ends before.
+    """
+
+    transfer_id: str
+    blocks: tuple[BlockRef, ...]
+    num_tokens: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkReady:
+    """The KV of `num_tokens` is complete on the device: nobody writes to its blocks any more.
+
+    `blocks` are those that no ChunkAnnounced has named. They continue where the last chunk ended; a
+    block that the chunk left partial comes with the chunk that completes it, or with the last one.
+    `state` makes it the last one.
     """
 
     transfer_id: str
@@ -135,10 +149,11 @@ class MemoryFreed:
 
 @dataclass(frozen=True, slots=True)
 class WindowOpened:
-    """Answer to `OpenWindow`: the source's pool can be read."""
+    """Answer to `OpenWindow`: the source's pool can be read, and perhaps its count of steps."""
 
     incarnation: str
     link: int
+    sees_steps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,12 +237,16 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class StartPull:
-    """Copy `pairs` from the source's pool into ours; reported by one `PullEnded` with this seq."""
+    """Copy `pairs` from the source's pool into ours; reported by one `PullEnded` with this seq.
+
+    Not before the source counts `step` steps.
+    """
 
     transfer_id: str
     seq: int
     incarnation: str
     pairs: tuple[BlockPair, ...]
+    step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +283,7 @@ class DropReservation:
 
 
 SourceEvent: TypeAlias = (
-    PeerLinked | PeerLost | PeerMessage | Tick | Offered | ChunkReady | Withdrawn
+    PeerLinked | PeerLost | PeerMessage | Tick | Offered | ChunkAnnounced | ChunkReady | Withdrawn
 )
 SourceEffect: TypeAlias = Send | ClosePeer | ReleaseBlocks
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ..core.errors import HandoffFailed
 from .head_ranges import HeadPiece
@@ -19,6 +20,7 @@ from .transport import (
     PoolWindow,
     PullHandle,
     PullOutcome,
+    Starter,
     Transport,
     open_window,
     worst,
@@ -55,6 +57,11 @@ class JoinedWindow:
         self.transport = "+".join(sorted({window.transport for window in windows}))
         self.gbytes_per_s = min(window.gbytes_per_s for window in windows)
 
+    @property
+    def num_steps(self) -> int | None:
+        """A source has one count for all its ranks."""
+        return self._windows[0].num_steps
+
     def start_pull(
         self, pairs: Sequence[BlockPair], on_done: Callable[[PullOutcome], None]
     ) -> PullHandle:
@@ -62,6 +69,10 @@ class JoinedWindow:
         for window in self._windows:
             pull.add(window.start_pull(pairs, pull.ended))
         return pull
+
+    def prepare(self, pairs: Sequence[BlockPair]) -> Starter:
+        """Each prepares its own part when it starts."""
+        return partial(self.start_pull, pairs)
 
     def close(self) -> None:
         for window in self._windows:

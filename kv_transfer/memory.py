@@ -7,12 +7,13 @@ so that every race of real memory can be played, and played again.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from ..core.errors import HandoffFailed
 from ..engine.generations import LocalGenerations
 from .head_ranges import HeadPiece
 from .remote import RemotePool
-from .transport import BlockPair, PullOutcome
+from .transport import BlockPair, PullOutcome, Starter
 
 
 class MemoryPool:
@@ -21,6 +22,7 @@ class MemoryPool:
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         self.block_bytes = block_bytes
         self.generations = LocalGenerations(num_blocks)
+        self.num_steps: int | None = None  # that its owner counts
         self._data = bytearray(num_blocks * block_bytes)
 
     def block(self, block_id: int) -> memoryview:
@@ -97,6 +99,10 @@ class MemoryWindow:
         self.pulls: list[MemoryPull] = []
         self.is_closed = False
 
+    @property
+    def num_steps(self) -> int | None:
+        return self.source.num_steps
+
     def start_pull(
         self, pairs: Sequence[BlockPair], on_done: Callable[[PullOutcome], None]
     ) -> MemoryPull:
@@ -104,6 +110,9 @@ class MemoryWindow:
         pull = MemoryPull(self, pairs, on_done)
         self.pulls.append(pull)
         return pull
+
+    def prepare(self, pairs: Sequence[BlockPair]) -> Starter:
+        return partial(self.start_pull, pairs)
 
     def close(self) -> None:
         self.is_closed = True

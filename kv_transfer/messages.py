@@ -13,7 +13,7 @@ from ..core.errors import BatonError
 from ..engine.block_pool import BlockRef
 from .remote import DataPort
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,13 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """Puller to source: send me this transfer's manifests, I hold the ticket."""
+    """Puller to source: send me this transfer's manifests, I hold the ticket.
+
+    `sees_steps`: also of chunks whose step you have launched, I see when it has completed.
+    """
 
     transfer_id: str
+    sees_steps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +69,10 @@ class HandoffState:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Source to puller: one finished chunk. `seq` counts from 0 without gaps.
+    """Source to puller: one chunk. `seq` counts from 0 without gaps.
 
-    `blocks` continue the sequence where the manifest before ended. `state` is set on the last one.
+    `blocks` continue the sequence where the manifest before ended. They are finished once the
+    source counts `step` steps, 0: already. `state` is set on the last one, behind the last step.
     """
 
     transfer_id: str
@@ -76,6 +81,7 @@ class Manifest:
     num_tokens: int  # whose KV is complete after this chunk
     lease_remaining_s: float
     state: HandoffState | None = None
+    step: int = 0
 
 
 @dataclass(frozen=True, slots=True)

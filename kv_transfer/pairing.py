@@ -29,16 +29,19 @@ class Pairs:
         self._num_links = 0  # streams opened so far, to all peers
         self._states: dict[str, PairState] = {}
         self._links: dict[str, int] = {}
+        self._seen: set[str] = set()  # ready peers whose count of steps we read
 
     def add(self, incarnation: str) -> None:
         """A stream to this peer is open; it has come no further."""
         self._num_links += 1
         self._links[incarnation] = self._num_links
+        self._seen.discard(incarnation)
         self._states[incarnation] = PairState.LINKED
 
     def remove(self, incarnation: str) -> PairState | None:
         """Forget the peer; returns how far it had come."""
         self._links.pop(incarnation, None)
+        self._seen.discard(incarnation)
         return self._states.pop(incarnation, None)
 
     def get(self, incarnation: str) -> PairState | None:
@@ -62,9 +65,15 @@ class Pairs:
         is_greeted = self._states.get(incarnation) is PairState.GREETED
         return is_greeted and self._links[incarnation] == link
 
-    def set_ready(self, incarnation: str) -> None:
+    def set_ready(self, incarnation: str, *, sees_steps: bool) -> None:
         assert self._states[incarnation] is PairState.GREETED
         self._states[incarnation] = PairState.READY
+        if sees_steps:
+            self._seen.add(incarnation)
+
+    def sees_steps(self, incarnation: str) -> bool:
+        """Whether its count of steps can be read from here."""
+        return incarnation in self._seen
 
     def greet(self, incarnation: str, hello: Hello) -> bool:
         """Take in a linked peer's Hello; True if it is the first.

@@ -10,9 +10,10 @@ import queue
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from ..core.errors import HandoffFailed
-from .transport import BlockPair, PullOutcome
+from .transport import BlockPair, PullOutcome, Starter
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +32,8 @@ class Pull:
 
 class PullThread(ABC):
     """A window (transport.PoolWindow) whose copies keep a CPU busy."""
+
+    num_steps: int | None = None  # nobody counts them in host memory, or for other hosts
 
     def __init__(self, incarnation: str) -> None:
         """Start the thread; what it copies with must be ready."""
@@ -56,6 +59,10 @@ class PullThread(ABC):
         pull = Pull(pairs, on_done)
         self._pulls.put(pull)
         return pull
+
+    def prepare(self, pairs: Sequence[BlockPair]) -> Starter:
+        """Nothing: the thread does all."""
+        return partial(self.start_pull, pairs)
 
     def close(self) -> None:
         if not self._is_closed:

@@ -115,9 +115,9 @@ class Puller:
                 self._send(incarnation, self._pairs.hello)
             case PeerLost(incarnation):
                 self._drop_peer(incarnation, NodeLost("the stream to the source ended"))
-            case WindowOpened(incarnation, link):
+            case WindowOpened(incarnation, link, sees_steps):
                 if self._pairs.is_opening(incarnation, link):
-                    self._on_ready(incarnation)
+                    self._on_ready(incarnation, sees_steps=sees_steps)
             case WindowFailed(incarnation, link, error):
                 if self._pairs.is_opening(incarnation, link):
                     self._refuse(incarnation, error)
@@ -173,7 +173,8 @@ class Puller:
     def _attach(self, transfer: PullerTransfer) -> None:
         transfer.state = PullerState.ATTACHED
         transfer.expires_s = transfer.intent.deadline_s
-        self._send(transfer.source, Attach(transfer.intent.ticket.transfer_id))
+        sees_steps = self._pairs.sees_steps(transfer.source)
+        self._send(transfer.source, Attach(transfer.intent.ticket.transfer_id, sees_steps))
 
     def _on_reserved(self, reserved: Reserved) -> None:
         self._queue.answered(reserved.transfer_id, was_granted=True)
@@ -203,7 +204,7 @@ class Puller:
             return
         transfer.in_flight.add(manifest.seq)
         transfer.num_pulled_blocks += len(pairs)
-        pull = StartPull(manifest.transfer_id, manifest.seq, transfer.source, pairs)
+        pull = StartPull(manifest.transfer_id, manifest.seq, transfer.source, pairs, manifest.step)
         self._effects.append(pull)
 
     def _on_pull_ended(self, transfer_id: str, seq: int, outcome: PullOutcome) -> None:
@@ -249,8 +250,8 @@ class Puller:
         if is_first:
             self._effects.append(OpenWindow(source, self._pairs.link(source)))
 
-    def _on_ready(self, source: str) -> None:
-        self._pairs.set_ready(source)
+    def _on_ready(self, source: str, *, sees_steps: bool) -> None:
+        self._pairs.set_ready(source, sees_steps=sees_steps)
         for transfer in self._transfers.values():
             if transfer.source == source and transfer.state is PullerState.WAITING:
                 self._attach(transfer)
@@ -270,6 +271,8 @@ class Puller:
             return
         transfer = self._transfers[transfer_id]
         try:
+            if manifest.step and not self._pairs.sees_steps(source):
+                raise HandoffFailed("a chunk was announced before its end, which is not seen here")
             if not transfer.manifests.accept(manifest):
                 return
         except HandoffFailed as error:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from ..core.errors import EngineFailed, HandoffFailed
 from ..engine.followers import Followers
@@ -21,7 +22,15 @@ from .joined import SourcePiece, open_pieces
 from .pool_address import PoolPart, describe
 from .rank_messages import Opened, pack_number, pack_open, pack_pull
 from .remote import RemotePool, Routes
-from .transport import BlockPair, PoolWindow, PullHandle, PullOutcome, Transport, worst
+from .transport import (
+    BlockPair,
+    PoolWindow,
+    PullHandle,
+    PullOutcome,
+    Starter,
+    Transport,
+    worst,
+)
 
 
 class RankedTransport:
@@ -110,6 +119,11 @@ class RankedWindow:
         self._followers = followers
         self._number = number
 
+    @property
+    def num_steps(self) -> int | None:
+        """A source has one count for all its ranks."""
+        return self._mine.num_steps
+
     def start_pull(
         self, pairs: Sequence[BlockPair], on_done: Callable[[PullOutcome], None]
     ) -> PullHandle:
@@ -120,6 +134,10 @@ class RankedWindow:
         )
         pull.mine = self._mine.start_pull(pairs, pull.mine_ended)
         return pull
+
+    def prepare(self, pairs: Sequence[BlockPair]) -> Starter:
+        """Each prepares its own part when it starts."""
+        return partial(self.start_pull, pairs)
 
     def close(self) -> None:
         self._mine.close()

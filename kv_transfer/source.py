@@ -23,6 +23,7 @@ from ..core.errors import (
 )
 from ..core.ports import Clock
 from .events import (
+    ChunkAnnounced,
     ChunkReady,
     ClosePeer,
     Offered,
@@ -51,7 +52,8 @@ from .tombstones import Tombstones
 
 
 class SourceState(enum.Enum):
-    """Of one transfer. Manifests go out once it is both attached and offered.
+    """Of one transfer. Manifests go out once it is both attached and offered: of a chunk when it is
+    computed, or to a puller that sees our steps already when it is launched.
 
       Attach              Offered
     ─────────► AWAITED ──────┐
@@ -75,10 +77,23 @@ class _Transfer:
     state: SourceState
     offer: Offered | None = None
     is_attached: bool = False
+    sees_steps: bool = False
     expires_s: float | None = None  # None while computing
-    unsent: deque[ChunkReady] = field(default_factory=deque)
+    unsent: deque[ChunkAnnounced | ChunkReady] = field(default_factory=deque)
     num_sent: int = 0
     num_blocks: int = 0  # announced by the engine so far
+    num_tokens: int = 0  # computed so far
+
+    def take_next(self) -> tuple[ChunkAnnounced | ChunkReady, int] | None:
+        """The next chunk that its puller may hear of now, and the step that it must wait for."""
+        if not self.is_attached or not self.unsent:
+            return None
+        chunk = self.unsent[0]
+        is_computed = chunk.num_tokens <= self.num_tokens
+        if not is_computed and not self.sees_steps:
+            return None
+        self.unsent.popleft()
+        return chunk, 0 if is_computed or isinstance(chunk, ChunkReady) else chunk.step
 
 
 class Source:
@@ -102,6 +117,8 @@ class Source:
                 self._on_tick()
             case Offered():
                 self._on_offered(event)
+            case ChunkAnnounced():
+                self._on_launched(event)
             case ChunkReady():
                 self._on_chunk(event)
             case Withdrawn(transfer_id, error):
@@ -169,19 +186,31 @@ class Source:
             return HandoffFailed("the ticket is in use by another request")
         return self._tombstones.get(offer.ticket.transfer_id)
 
+    def _on_launched(self, chunk: ChunkAnnounced) -> None:
+        transfer = self._transfers.get(chunk.transfer_id)
+        if transfer is not None and transfer.offer is not None:
+            self._announce(transfer, chunk)
+            self._flush(transfer)
+
     def _on_chunk(self, chunk: ChunkReady) -> None:
         transfer = self._transfers.get(chunk.transfer_id)
         if transfer is None or transfer.offer is None:
             return  # it ended while the chunk was computed
+        if chunk.blocks or chunk.state is not None:
+            self._announce(transfer, chunk)
+        transfer.num_tokens = chunk.num_tokens
+        if chunk.state is not None:
+            transfer.state = SourceState.HELD
+            self._renew(transfer)
+        self._flush(transfer)
+
+    @staticmethod
+    def _announce(transfer: _Transfer, chunk: ChunkAnnounced | ChunkReady) -> None:
         assert transfer.state is SourceState.COMPUTING, "a chunk after the last one"
         for index, ref in enumerate(chunk.blocks, start=transfer.num_blocks):
             assert ref.index == index, "chunks must continue each other"
         transfer.num_blocks += len(chunk.blocks)
         transfer.unsent.append(chunk)
-        if chunk.state is not None:
-            transfer.state = SourceState.HELD
-            self._renew(transfer)
-        self._flush(transfer)
 
     def _on_withdrawn(self, transfer_id: str, error: BatonError) -> None:
         if transfer_id in self._transfers:
@@ -197,8 +226,8 @@ class Source:
         match message:
             case Hello():
                 self._on_hello(puller, message)
-            case Attach(transfer_id):
-                self._on_attach(puller, transfer_id)
+            case Attach(transfer_id, sees_steps):
+                self._on_attach(puller, transfer_id, sees_steps=sees_steps)
             case Renew(transfer_ids):
                 for transfer_id in transfer_ids:
                     self._on_renew(puller, transfer_id)
@@ -217,18 +246,19 @@ class Source:
         except HandoffFailed as error:
             self._refuse(puller, error)
 
-    def _on_attach(self, puller: str, transfer_id: str) -> None:
+    def _on_attach(self, puller: str, transfer_id: str, *, sees_steps: bool) -> None:
         transfer = self._transfers.get(transfer_id)
         if transfer is None:
-            self._await_offer(puller, transfer_id)
+            self._await_offer(puller, transfer_id, sees_steps=sees_steps)
         elif transfer.puller != puller:
             self._revoke(puller, transfer_id, _not_yours())
         else:
             transfer.is_attached = True
+            transfer.sees_steps = sees_steps
             self._renew(transfer)
             self._flush(transfer)
 
-    def _await_offer(self, puller: str, transfer_id: str) -> None:
+    def _await_offer(self, puller: str, transfer_id: str, *, sees_steps: bool) -> None:
         epitaph = self._tombstones.get(transfer_id)
         if epitaph is not None:
             self._revoke(puller, transfer_id, epitaph)
@@ -237,6 +267,7 @@ class Source:
             puller,
             SourceState.AWAITED,
             is_attached=True,
+            sees_steps=sees_steps,
             expires_s=self._clock.monotonic_s() + self._lease_s,
         )
 
@@ -307,19 +338,18 @@ class Source:
 
     def _flush(self, transfer: _Transfer) -> None:
         """Announce the chunks that the puller has not heard of, if it listens."""
-        if not transfer.is_attached:
-            return
         now_s = self._clock.monotonic_s()
         expires_s = now_s + self._lease_s if transfer.expires_s is None else transfer.expires_s
-        while transfer.unsent:
-            chunk = transfer.unsent.popleft()
+        while (taken := transfer.take_next()) is not None:
+            chunk, step = taken
             manifest = Manifest(
                 chunk.transfer_id,
                 transfer.num_sent,
                 chunk.blocks,
                 chunk.num_tokens,
                 max(0.0, expires_s - now_s),
-                chunk.state,
+                chunk.state if isinstance(chunk, ChunkReady) else None,
+                step,
             )
             transfer.num_sent += 1
             self._send(transfer.puller, manifest)

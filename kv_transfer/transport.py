@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from ..core.errors import HandoffFailed
 from ..engine.block_pool import BlockRef
@@ -59,6 +59,9 @@ class PullHandle(Protocol):
         ...
 
 
+Starter: TypeAlias = Callable[[Callable[[PullOutcome], None]], PullHandle]
+
+
 class PoolWindow(Protocol):
     """One source's pool as this process sees it, canary checked, until `close`."""
 
@@ -70,6 +73,11 @@ class PoolWindow(Protocol):
         """Measured when the window was opened."""
         ...
 
+    @property
+    def num_steps(self) -> int | None:
+        """How many of the source's steps have written their KV; None: not to be seen from here."""
+        ...
+
     def start_pull(
         self, pairs: Sequence[BlockPair], on_done: Callable[[PullOutcome], None]
     ) -> PullHandle:
@@ -77,6 +85,12 @@ class PoolWindow(Protocol):
 
         Returns at once. `on_done` is called exactly once, from a thread of the window; until then
         the destination blocks may be written and must stay fenced.
+        """
+        ...
+
+    def prepare(self, pairs: Sequence[BlockPair]) -> Starter:
+        """All of `start_pull` that can be done before the blocks are there; call the result with
+        `on_done` once they are, or never. For windows that show `num_steps`. Raises HandoffFailed.
         """
         ...
 

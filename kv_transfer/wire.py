@@ -50,8 +50,9 @@ def to_wire(message: Message) -> pb.PeerMessage:
     match message:
         case Hello():
             return pb.PeerMessage(hello=_hello_to_wire(message))
-        case Attach(transfer_id):
-            return pb.PeerMessage(attach=pb.Attach(transfer_id=transfer_id))
+        case Attach(transfer_id, sees_steps):
+            attach = pb.Attach(transfer_id=transfer_id, sees_steps=sees_steps)
+            return pb.PeerMessage(attach=attach)
         case Renew(transfer_ids):
             return pb.PeerMessage(renew=pb.Renew(transfer_ids=transfer_ids))
         case Release(transfer_id):
@@ -101,6 +102,7 @@ def _manifest_to_wire(manifest: Manifest) -> pb.Manifest:
         generations=struct.pack(f"<{len(generations)}Q", *generations),
         hashes=b"".join(hashes),
         num_tokens=manifest.num_tokens,
+        step=manifest.step,
         lease_remaining_us=int(manifest.lease_remaining_s * 1e6),
         state=None
         if state is None
@@ -145,6 +147,7 @@ def _manifest(wire: pb.Manifest) -> Manifest:
         wire.num_tokens,
         lease_s,
         state,
+        wire.step,
     )
 
 
@@ -190,7 +193,7 @@ def _at_most(limit: int, items: _T) -> _T:
 
 _DECODERS: dict[str, Callable[[Any], Message]] = {
     "hello": _hello,
-    "attach": lambda wire: Attach(_id(wire.transfer_id)),
+    "attach": lambda wire: Attach(_id(wire.transfer_id), wire.sees_steps),
     "renew": _renew,
     "release": lambda wire: Release(_id(wire.transfer_id)),
     "cancel": lambda wire: CancelTransfer(_id(wire.transfer_id)),

@@ -31,6 +31,7 @@ from .watched_channel import DirectReady, FromGateway, FromPeer
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.0002  # how long a step may have completed before it is seen
+WATCH_S = 0.00005  # how long what a role watches may have changed before it is seen
 RECOUNT_S = 0.02  # age of a heartbeat's numbers; to count them takes longer than a small step may
 
 
@@ -86,6 +87,7 @@ class EngineLoop:
         self._num_steps = 0
         self._recount_s = 0.0  # when the heartbeat's numbers are too old
         self._is_over = False
+        self._is_watching = False  # the role wants to look again soon
 
     def run(self) -> None:
         """Raises EngineFailed when a step breaks, ConnectionError when the supervisor is gone."""
@@ -102,6 +104,7 @@ class EngineLoop:
         self._pulse.turn_started()
         self._handle_all(items)
         deadline_s = self._role.tick()  # after the inbox: a renewal that waited there still counts
+        self._is_watching = self._role.poll()
         has_work = self._engine.has_work and not self._is_over
         if has_work:
             self._desk.begin_step()
@@ -109,15 +112,22 @@ class EngineLoop:
             self._num_steps += 1
             self._role.after_step(output)
         self._flush()
+        self._is_watching = self._role.poll()
         is_idle = self._role.is_idle() and (self._gate is None or self._gate.is_empty)
         self._is_over |= self._desk.is_draining and is_idle and not self._has_unsent()
-        recount_s = self._rest()
-        return 0.0 if has_work else self._wait_s(deadline_s, recount_s)
+        wait_s = self._wait_s(deadline_s, self._rest())
+        if has_work:
+            return 0.0
+        if self._is_watching:
+            return WATCH_S if wait_s is None else min(wait_s, WATCH_S)
+        return wait_s
 
     def _meanwhile(self) -> bool:
         """Handle what comes while a step is on the device: a hand-off need not wait for its end."""
-        items = self._inbox.receive(LOOK_S)
+        self._flush()  # what was said before the step was launched need not wait for its end
+        items = self._inbox.receive(WATCH_S if self._is_watching else LOOK_S)
         self._handle_all(items)
+        self._is_watching = self._role.poll()
         if items:
             self._flush()
         return bool(items)

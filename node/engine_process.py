@@ -156,6 +156,8 @@ def _serve(
         report.line(note)
     clock, incarnation = SystemClock(), SystemEntropy().new_id()
     generations = SharedGenerations(runner.kv.num_blocks, incarnation)
+    if plan.is_source:
+        runner.count_steps(generations)
     parts = pool_parts(runner, engine_config.tensor_parallel_size, incarnation, SystemEntropy())
     offered = contextlib.ExitStack()
     data = offered.enter_context(
@@ -252,6 +254,7 @@ def _limits(
         max_model_len=runner.max_model_len,
         max_num_seqs=engine.max_num_seqs,
         max_num_batched_tokens=engine.max_num_batched_tokens,
+        prefill_chunk_tokens=runner.prefill_chunk_tokens,
     )
     return dataclasses.replace(limits, max_held_blocks=plan.max_held_blocks(node, limits.capacity))
 

@@ -50,6 +50,13 @@ class Role(Protocol):
         """Expire what is due; returns the next deadline on the monotonic clock."""
         ...
 
+    def poll(self) -> bool:
+        """Called often, also while a step is on the device: at what changes without a word.
+
+        Returns whether there is something to watch: then it is called again within a moment.
+        """
+        ...
+
     def vitals(self) -> Vitals: ...
 
     def is_idle(self) -> bool:

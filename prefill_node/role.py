@@ -2,7 +2,7 @@
 
     Dispatch ─► engine.add(hold) + Offered      Attach, Renew, Release ─► Source
     step ─► first token to the gateway          Source ─► manifests, release or abort
-         └► ChunkReady with the blocks
+         └► ChunkAnnounced, ChunkReady with the blocks
 
 Glue alone: the engine decides about blocks, `kv_transfer.source` about leases.
 """
@@ -18,10 +18,12 @@ from ..core.errors import BatonError, Cancelled, LeaseExpired
 from ..core.ports import Clock
 from ..core.request import Request, Ticket
 from ..core.timeline import Event
+from ..engine.block_pool import BlockRef
 from ..engine.engine import Engine
-from ..engine.outputs import ChunkDone, StepOutput, TokenOutput
+from ..engine.outputs import ChunkDone, ChunkLaunched, StepOutput, TokenOutput
 from ..kv_transfer import wire
 from ..kv_transfer.events import (
+    ChunkAnnounced,
     ChunkReady,
     ClosePeer,
     Offered,
@@ -109,6 +111,8 @@ class PrefillRole(RequestRole):
             self._on_chunk(chunk, first_tokens)
         for key, error in output.failed:
             self.fail(key, error)
+        for launched in output.launched:
+            self._on_launched(launched)
 
     def _start_of(self, entry: Entry) -> Event:
         return Event.PREFILL_STARTED
@@ -130,23 +134,35 @@ class PrefillRole(RequestRole):
                 self._feed(Withdrawn(offer.ticket.transfer_id, ended))
 
     def _on_chunk(self, chunk: ChunkDone, first_tokens: Mapping[str, int]) -> None:
-        """Offer the blocks that the chunk completed; with the last one also the partial block."""
+        """Offer the blocks that the chunk completed, unless they were when it was launched."""
         offer = self._offers.get(chunk.key)
         if offer is None:
             return
-        first, block_size = offer.num_offered_blocks, self._engine.limits.block_size
-        last = chunk.num_computed_tokens // block_size
-        state = None
+        num_tokens, state = chunk.num_computed_tokens, None
+        blocks = self._next_blocks(chunk.key, offer, num_tokens, is_last=chunk.is_last)
         if chunk.is_last:
-            last = self._engine.limits.blocks_for(chunk.num_computed_tokens)
             first_token_id, *fork_token_ids = (first_tokens[key] for key in offer.keys)
-            state = HandoffState(last, first_token_id, tuple(fork_token_ids))
-        elif first == last:
+            state = HandoffState(offer.num_offered_blocks, first_token_id, tuple(fork_token_ids))
+        self._feed(ChunkReady(offer.ticket.transfer_id, blocks, num_tokens, state))
+
+    def _on_launched(self, chunk: ChunkLaunched) -> None:
+        offer = self._offers.get(chunk.key)
+        if offer is None:
             return
-        blocks = tuple(self._engine.block_refs(chunk.key, first, last))
-        offer.num_offered_blocks = last
-        transfer_id = offer.ticket.transfer_id
-        self._feed(ChunkReady(transfer_id, blocks, chunk.num_computed_tokens, state))
+        blocks = self._next_blocks(chunk.key, offer, chunk.num_tokens, is_last=chunk.is_last)
+        if blocks:
+            transfer_id = offer.ticket.transfer_id
+            self._feed(ChunkAnnounced(transfer_id, blocks, chunk.num_tokens, chunk.step))
+
+    def _next_blocks(
+        self, key: str, offer: _Offer, num_tokens: int, *, is_last: bool
+    ) -> tuple[BlockRef, ...]:
+        """The blocks that so many tokens fill and that were not offered yet; with the last chunk
+        also the partial one."""
+        limits, first = self._engine.limits, offer.num_offered_blocks
+        last = limits.blocks_for(num_tokens) if is_last else num_tokens // limits.block_size
+        offer.num_offered_blocks = max(first, last)
+        return tuple(self._engine.block_refs(key, first, last))
 
     # -- pullers -------------------------------------------------------------------------------
 
@@ -185,6 +201,10 @@ class PrefillRole(RequestRole):
             self._engine.abort(key)
 
     # -- time and looking in -------------------------------------------------------------------
+
+    def poll(self) -> bool:
+        """Pullers look, a source tells: there is nothing to watch."""
+        return False
 
     def tick(self) -> float | None:
         for key, error in self._desk.overdue():

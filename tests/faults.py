@@ -320,11 +320,11 @@ class Scene:
 
     async def heal(self) -> None:
         """Start what is dead, and wait until every node is ready and every pair linked."""
-        self.cluster.restart_dead()
-        await asyncio.to_thread(lambda: [p.address for p in self.cluster.processes.values()])
         await until(self._is_whole)
 
     async def _is_whole(self) -> bool:
+        self.cluster.restart_dead()  # each time: who was killed just now may not be dead yet
+        await asyncio.to_thread(lambda: [p.address for p in self.cluster.processes.values()])
         try:
             for gateway in (n for n in self.cluster.processes if n.startswith("gateway")):
                 listed = (await self.client(gateway).model_info()).nodes

@@ -33,6 +33,17 @@ from baton.proto.v1 import node_pb2, node_pb2_grpc
 
 SECRET = "a test's secret"
 CLUSTER = "test"
+TINY_MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.3,
+}
 OUR_MARK = f"nodes-{os.getpid()}"  # in the environment of every process that descends from a node
 
 
@@ -78,6 +89,12 @@ class NodeProcess:
         assert self.process.stdout is not None
         self.process.stdout.close()
         return code
+
+
+def write_tiny_model(folder: Path, vocab_size: int = 256) -> Path:
+    """A model directory for dummy weights."""
+    (folder / "config.json").write_text(json.dumps(TINY_MODEL | {"vocab_size": vocab_size}))
+    return folder
 
 
 def launch(role: Role, redis_url: str, *flags: str) -> NodeProcess:

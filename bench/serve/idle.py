@@ -26,7 +26,6 @@ from baton.engine.runner import ModelRunner
 from .arrivals import Prompt
 
 _NUM_TOKENS = 8
-_NUM_QUEUED = 24  # prompts: some seconds, as long as it takes the card to reach its power limit
 _STAGES: tuple[tuple[str, Event | None, Event | None], ...] = (  # None: the client's clock
     ("sent to arrived", None, Event.ARRIVED),
     ("arrived to routed", Event.ARRIVED, Event.ROUTED),
@@ -47,13 +46,16 @@ class Alone:
 
 
 def measure_engine(
-    config: EngineConfig, lengths: Sequence[int], repeats: int, queued_length: int
+    config: EngineConfig, lengths: Sequence[int], repeats: int, queued_length: int, num_queued: int
 ) -> tuple[dict[int, list[Alone]], list[float]]:
     """An engine in this process: each length `repeats` times, behind one that does not count, and
-    the seconds a prompt of a queue of them."""
+    the seconds a prompt of a queue of them. The queue comes first: it warms the card up."""
     runner = ModelRunner(config)
     engine = LocalEngine(config, runner).engine
     vocab_size = runner.model_config.vocab_size
+    for number in range(num_queued):
+        engine.add(_request(queued_length, 9000 + number, vocab_size, 1))
+    queued_s = [after - before for before, after in pairwise(_token_times(engine))]
     found: dict[int, list[Alone]] = {}
     for length in lengths:
         samples = []
@@ -62,9 +64,6 @@ def measure_engine(
             sent_s, token_s = time.perf_counter(), _token_times(engine)
             samples.append(Alone(token_s[0] - sent_s, token_s[1] - token_s[0]))
         found[length] = samples[1:]
-    for number in range(_NUM_QUEUED):
-        engine.add(_request(queued_length, 9000 + number, vocab_size, 1))
-    queued_s = [after - before for before, after in pairwise(_token_times(engine))]
     runner.close()
     return found, queued_s
 

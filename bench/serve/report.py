@@ -47,8 +47,10 @@ def summarise(
     window: Window,
     slo: Slo,
     prefill_s: Mapping[str, float] | None = None,
+    num_prefills: int = 1,
 ) -> dict[str, Any]:
-    """All figures of a run as JSON: times in ms. `prefill_s`: by group, of one prefill alone."""
+    """All figures of a run as JSON: times in ms. `prefill_s`: by group, of one prefill alone;
+    `num_prefills` engines compute them."""
     groups = sorted({record.group for record in records})
     result: dict[str, Any] = {
         group: _group([r for r in records if r.group == group], window, slo) for group in groups
@@ -58,7 +60,7 @@ def summarise(
     summary = {"window_s": [window.begin_s, window.end_s], "groups": result}
     summary["generator_lag_ms"] = _spread(lags)
     if prefill_s and all(group in prefill_s for group in groups):
-        for group, floor in _floors(records, window, prefill_s).items():
+        for group, floor in _floors(records, window, prefill_s, num_prefills).items():
             result[group]["ttft_fifo_floor_ms"] = floor
     return summary
 
@@ -98,11 +100,12 @@ def tbt_samples(records: Sequence[Record], window: Window) -> list[float]:
 
 
 def _floors(
-    records: Sequence[Record], window: Window, prefill_s: Mapping[str, float]
+    records: Sequence[Record], window: Window, prefill_s: Mapping[str, float], num_prefills: int
 ) -> dict[str, dict[str, float | None]]:
     """By group, the FIFO replay of everything that had to be prefilled."""
     ordered = sorted(records, key=lambda record: record.sent_s)
-    ttfts = replay([r.sent_s for r in ordered], [prefill_s[r.group] for r in ordered])
+    services_s = [prefill_s[record.group] for record in ordered]
+    ttfts = replay([record.sent_s for record in ordered], services_s, num_prefills)
     floors: dict[str, dict[str, float | None]] = {}
     for group in {record.group for record in ordered}:
         floors[group] = _spread(

@@ -2,13 +2,15 @@
 
 python -m baton.bench.serve.suite --parts PART[,PART...] [--out FOLDER] [flags of an engine]
 
-    alone      an engine in this process: what one prefill takes when idle and in a queue of them,
+    alone      an engine in this process: what one prefill takes in a queue of them and when idle,
                the floor of all below
-    system     one deployment (prefill GPU 0, decode GPU 1): idle latencies, running streams alone,
-               running streams while prompts of 8192 tokens arrive
+    system     one deployment (prefill GPU 0, decode GPU 1): running streams alone, running streams
+               while prompts of 8192 tokens arrive, idle latencies
     mixed      the same two GPUs, each prefilling and decoding: running streams, and the same load
 
-Parts that run later add to serve.json and use what earlier ones found in it.
+Parts that run later add to serve.json and use what earlier ones found in it. A card's clock falls
+by up to a per cent as it warms up: load comes first, in every part, and `alone` may run before and
+behind `system`. `--queued` prompts of 8192 tokens should take as long as the load.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from baton.client import Result
 from baton.core import flags
 from baton.core.config import EngineConfig, NodeConfig, UpConfig
+from baton.prefill_node import policy
 
 from ..figures import commit, machine
 from ..gpu_shapes import SHAPES
@@ -50,6 +54,10 @@ class Suite:
         arguments.model, arguments.load_format = str(model), "dummy"
         self._engine = flags.parse(EngineConfig, arguments)
         self._results = json.loads(self._path.read_text()) if self._path.exists() else {}
+        self._alone_samples: dict[int, list[idle.Alone]] = {}
+        self._queued_s: list[float] = []
+        self._through: dict[int, list[Result]] = {}
+        self._again: list[Result] = []
         self._results.setdefault("runs", []).append(
             {
                 "commit": arguments.commit or commit(),
@@ -70,34 +78,50 @@ class Suite:
     def _alone(self) -> None:
         repeats = self._arguments.idle_repeats
         queued_length = DEFAULT_SHAPE.num_prompt_tokens
-        found, queued_s = idle.measure_engine(self._engine, self._lengths, repeats, queued_length)
+        found, queued_s = idle.measure_engine(
+            policy.adjust(self._engine),
+            self._lengths,
+            repeats,
+            queued_length,
+            self._arguments.queued,
+        )
         for length, samples in found.items():
             times_ms = sorted(round(one.ttft_s * 1e3, 2) for one in samples)
             print(f"engine alone, {length} tokens: TTFT {times_ms} ms", flush=True)
         print(
             f"a queue of {queued_length} tokens: {median(queued_s) * 1e3:.2f} ms each", flush=True
         )
-        self._save("alone queued", queued_s)
-        self._save("alone", {n: [[s.ttft_s, s.gap_s] for s in ss] for n, ss in found.items()})
+        self._queued_s += queued_s
+        for length, samples in found.items():
+            self._alone_samples.setdefault(length, []).extend(samples)
+        alone = {n: [[s.ttft_s, s.gap_s] for s in ss] for n, ss in self._alone_samples.items()}
+        self._save("alone queued", self._queued_s)
+        self._save("alone", alone)
+        self._compare()
 
     def _system(self) -> None:
         up = flags.parse(UpConfig, self._arguments)
         node = flags.parse(NodeConfig, self._arguments)
         with systems.disaggregated(self._engine, up, node) as target:
-            self._idle(target)
+            repeats, address = self._arguments.idle_repeats, target.removeprefix("grpc://")
+            if repeats:
+                # Begun anew, a stream finds its prompt cached: what that takes, for the floor.
+                length = DEFAULT_SHAPE.stream_prompt_tokens
+                self._again = idle.measure_again(address, length, repeats, self._vocab_size)
+                self._compare()
             self._streams("", target)
+            if repeats:
+                lengths, vocab = self._lengths, self._vocab_size
+                self._through = idle.measure_system(address, lengths, repeats, vocab)
+                self._compare()
 
-    def _idle(self, target: str) -> None:
-        if not self._arguments.idle_repeats:
+    def _compare(self) -> None:
+        """The system with the engine alone, as far as both are known."""
+        if not self._again:
             return
-        address = target.removeprefix("grpc://")
-        repeats = self._arguments.idle_repeats
-        through = idle.measure_system(address, self._lengths, repeats, self._vocab_size)
-        compared = idle.compare(self._known_alone(), through)
-        # Begun anew, a stream finds its prompt in the cache: what that takes, for the FIFO replay.
-        length = DEFAULT_SHAPE.stream_prompt_tokens
-        again = idle.measure_again(address, length, repeats, self._vocab_size)
-        compared[f"{length} again"] = idle.compare({}, {0: again})["0"]
+        compared = idle.compare(self._known_alone(), self._through)
+        name = f"{DEFAULT_SHAPE.stream_prompt_tokens} again"
+        compared[name] = idle.compare({}, {0: self._again})["0"]
         print(json.dumps(compared, indent=1), flush=True)
         self._save("idle", compared)
 
@@ -107,7 +131,9 @@ class Suite:
 
     def _mixed(self) -> None:
         gpus = [self._arguments.prefill_gpus, self._arguments.decode_gpus]
-        with systems.mixed(self._engine, ",".join(filter(None, gpus)) or None, 2) as target:
+        num_engines = sum(map(_num_gpus, gpus))
+        joined = ",".join(filter(None, gpus)) or None
+        with systems.mixed(self._engine, joined, num_engines) as target:
             self._streams("mixed ", target)
 
     def _streams(self, prefix: str, target: str) -> None:
@@ -120,7 +146,10 @@ class Suite:
             if not duration_s:
                 continue
             shape = Shape(
-                rate_per_s=arguments.rate, duration_s=duration_s, warmup_s=arguments.warmup_s
+                rate_per_s=arguments.rate,
+                duration_s=duration_s,
+                warmup_s=arguments.warmup_s,
+                num_streams=arguments.streams,
             )
             found = load.apply(
                 make_workload(mix, shape),
@@ -129,7 +158,9 @@ class Suite:
                 num_generators=_GENERATORS,
             )
             window = report.Window(shape.warmup_s, shape.duration_s)
-            summary = report.summarise(found, window, _SLO, self._prefill_s())
+            num_gpus = _num_gpus(arguments.prefill_gpus)
+            num_prefills = max(1, num_gpus // arguments.tensor_parallel_size)
+            summary = report.summarise(found, window, _SLO, self._prefill_s(), num_prefills)
             name = f"{prefix}{mix}"
             tables.append(f"{arguments.label}{name}\n{report.table(summary)}")
             print(tables[-1], flush=True)
@@ -152,6 +183,11 @@ class Suite:
         return {PROBE: median(queued_s), BACKGROUND: again_ms / 1e3}
 
 
+def _num_gpus(gpus: str | None) -> int:
+    """Of a role; without any it has one engine on the CPU."""
+    return len(gpus.split(",")) if gpus else 1
+
+
 def _file_name(text: str) -> str:
     return "".join(c if c.isalnum() else "-" for c in text).strip("-")
 
@@ -163,7 +199,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--lengths", default="1024,8192,32768", help="of prompts, when idle")
     parser.add_argument("--idle-repeats", type=int, default=8)
+    parser.add_argument("--queued", type=int, default=48, help="prompts of a queue alone")
     parser.add_argument("--rate", type=float, default=3.7)
+    parser.add_argument("--streams", type=int, default=DEFAULT_SHAPE.num_streams)
     parser.add_argument("--idle-s", type=float, default=20.0, help="running streams alone")
     parser.add_argument("--load-s", type=float, default=60.0, help="with prompts arriving")
     parser.add_argument("--warmup-s", type=float, default=5.0)

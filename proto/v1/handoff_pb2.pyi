@@ -56,10 +56,12 @@ class DataPort(_message.Message):
     def __init__(self, host_id: _Optional[bytes] = ..., port: _Optional[int] = ..., key: _Optional[bytes] = ...) -> None: ...
 
 class Attach(_message.Message):
-    __slots__ = ("transfer_id",)
+    __slots__ = ("transfer_id", "sees_steps")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    SEES_STEPS_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
-    def __init__(self, transfer_id: _Optional[str] = ...) -> None: ...
+    sees_steps: bool
+    def __init__(self, transfer_id: _Optional[str] = ..., sees_steps: bool = ...) -> None: ...
 
 class Renew(_message.Message):
     __slots__ = ("transfer_ids",)
@@ -80,7 +82,7 @@ class CancelTransfer(_message.Message):
     def __init__(self, transfer_id: _Optional[str] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("transfer_id", "seq", "num_tokens", "lease_remaining_us", "state", "first_index", "block_ids", "generations", "hashes")
+    __slots__ = ("transfer_id", "seq", "num_tokens", "lease_remaining_us", "state", "first_index", "block_ids", "generations", "hashes", "step")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     SEQ_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +92,7 @@ class Manifest(_message.Message):
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     seq: int
     num_tokens: int
@@ -99,7 +102,8 @@ class Manifest(_message.Message):
     block_ids: bytes
     generations: bytes
     hashes: bytes
-    def __init__(self, transfer_id: _Optional[str] = ..., seq: _Optional[int] = ..., num_tokens: _Optional[int] = ..., lease_remaining_us: _Optional[int] = ..., state: _Optional[_Union[HandoffState, _Mapping]] = ..., first_index: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., hashes: _Optional[bytes] = ...) -> None: ...
+    step: int
+    def __init__(self, transfer_id: _Optional[str] = ..., seq: _Optional[int] = ..., num_tokens: _Optional[int] = ..., lease_remaining_us: _Optional[int] = ..., state: _Optional[_Union[HandoffState, _Mapping]] = ..., first_index: _Optional[int] = ..., block_ids: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., step: _Optional[int] = ...) -> None: ...
 
 class HandoffState(_message.Message):
     __slots__ = ("num_blocks", "first_token_id", "fork_token_ids")

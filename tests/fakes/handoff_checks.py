@@ -7,13 +7,14 @@ that jump, threads that copy, steps in flight.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from baton.core.errors import HandoffFailed
 from baton.core.request import Request, SamplingParams
+from baton.decode_node.windows import Windows
 from baton.engine.block_pool import NUM_RESERVED_BLOCKS, BlockPool, BlockRef
 from baton.engine.engine import Engine
 from baton.engine.generations import LocalGenerations
@@ -36,6 +37,7 @@ from baton.kv_transfer.events import (
     WindowOpened,
 )
 from baton.kv_transfer.head_ranges import BlockCut
+from baton.kv_transfer.memory import MemoryPool, MemoryTransport
 from baton.kv_transfer.messages import Attach, HandoffState, Manifest, Renew
 from baton.kv_transfer.pool_address import PoolDescription
 from baton.kv_transfer.puller import Puller
@@ -47,6 +49,7 @@ from .clock import FakeClock
 from .handoff import PULLER, SOURCE, hello, only, prompt_hashes, refs, ticket
 from .handoff_search import Bounds, Search
 from .host_pool import HostPool
+from .node_world import NodeWorld, request
 from .runner import GREEDY, FakeRunner, expected_tokens
 
 LEASE_S = 9.0
@@ -55,10 +58,47 @@ HASHES = prompt_hashes(7)  # a full block and a partial one
 STATE = HandoffState(num_blocks=2, first_token_id=42)
 
 
-def search(*kinds: str, faults: int | None = None, advances: int = 0, attempts: int = 1) -> None:
+def search(
+    *kinds: str, advances: int = 0, launches: bool = False, sees_steps: bool = False
+) -> None:
     """No story of these faults ends badly."""
-    faults = len(kinds) if faults is None else faults
-    Search(Bounds(faults, advances, attempts, kinds=frozenset(kinds))).run()
+    told = {"launches": launches, "sees_steps": sees_steps}
+    Search(Bounds(len(kinds), advances, 1, kinds=frozenset(kinds), **told)).run()
+
+
+# ---- blocks of steps in flight
+
+
+def what_a_step_writes_is_not_copied_before() -> None:
+    world = NodeWorld(counts_steps=True)
+    world.link()
+    world.settle()
+    one = request(1, 19)
+    world.hand_off(one)
+    for _ in range(10):  # copies take no time: too early is too early
+        world.turn(world.prefill)
+        world.turn(world.decode)
+        for pull in [pull for window in world.transport.windows for pull in window.pulls]:
+            pull.finish()
+    world.settle()
+    assert world.tokens(one) == expected_tokens(one.prompt_token_ids, one.sampling.max_tokens)
+
+
+def what_waits_for_a_step_can_be_cancelled() -> None:
+    pools = [MemoryPool(4, 8), MemoryPool(4, 8)]
+    pools[0].num_steps = 1
+    posted: list[Callable[[], None]] = []
+    windows = Windows([MemoryTransport(pools[1], {SOURCE: pools[0]})], posted.append, lambda r: r())
+    windows.open(SOURCE, lambda error: None)
+    posted.pop()()
+    outcomes: list[PullOutcome] = []
+    pair = BlockPair(BlockRef(0, 2, 0, None), 3)
+    windows.start_pull(StartPull("t", 0, SOURCE, (pair,), step=2), outcomes.append)
+    assert windows.poll() and windows.num_pulls == 1 and not posted
+    windows.cancel_pulls("t")
+    for run in posted:
+        run()
+    assert outcomes == [PullOutcome.CANCELLED] and not windows.num_pulls, "the reservation is kept"
 
 
 # ---- leases

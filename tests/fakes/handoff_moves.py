@@ -67,7 +67,9 @@ class _Move:
 class Moves:
     """All sides met, numbered, and what each call does to each of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, launches: bool = False, sees_steps: bool = False) -> None:
+        self._launches = launches
+        self._sees_steps = sees_steps
         self.sides: list[Side] = []
         self._numbers: dict[Any, int] = {}
         self._messages: list[Any] = []
@@ -77,8 +79,8 @@ class Moves:
 
     def first_state(self) -> State:
         """The pair is ready, and the first attempt dispatched."""
-        source = self._number(SourceSide(f"{1:032x}"))
-        puller = self._number(PullerSide(f"{2:032x}"))
+        source = self._number(SourceSide(f"{1:032x}", launches=self._launches))
+        puller = self._number(PullerSide(f"{2:032x}", sees_steps=self._sees_steps))
         state = State(source, puller, (), (), False, 0.0, (), (), (), (), frozenset(), False, 0, 0)
         state = self._linked(state)
         while state.to_source or state.to_puller or self.puller(state).openings:
@@ -226,8 +228,11 @@ class Moves:
         if source.pool.num_available == NUM_BLOCKS - 2:
             for number in state.offers:
                 yield ("offer", number)
+        for name, (incarnation, early) in puller.early.items():
+            if self._memory_of(state, incarnation).num_steps >= early.step:
+                yield ("begin", *name)
         for transfer_id in source.num_computed:
-            yield ("compute", transfer_id)
+            yield ("compute" if source.has_launched(transfer_id) else "launch", transfer_id)
         for name, side in (("source ticks", source), ("puller ticks", puller)):
             due_s = side.machine.next_deadline()
             if due_s is not None and due_s <= state.now_s:
@@ -272,8 +277,10 @@ class Moves:
             case "offer":
                 state = state._replace(offers=_without(state.offers, action[1]))
                 return self._at_source(state, "offer", state.attempts[action[1] - 1])
-            case "compute":
-                return self._at_source(state, "compute", action[1])
+            case "compute" | "launch":
+                return self._at_source(state, name, action[1])
+            case "begin":
+                return self._at_puller(state, "begin", action[1:])
             case "source ticks":
                 return self._at_source(state, "tick")
             case "puller ticks":
@@ -328,9 +335,11 @@ class Moves:
 
     def _copied(self, state: State, pull: tuple[str, int]) -> State:
         source, _ = self.puller(state).pulls[pull]
+        return self._at_puller(state, "copy", pull, self._memory_of(state, source))
+
+    def _memory_of(self, state: State, source: str) -> Memory:
         is_alive = source == self.source(state).incarnation
-        memory = self._memory[state.source] if is_alive else dict(state.dead)[source]
-        return self._at_puller(state, "copy", pull, memory)
+        return self._memory[state.source] if is_alive else dict(state.dead)[source]
 
     def _crashed(self, state: State, *, is_source: bool) -> State:
         """Gone with all it had, and back at once. A mapping of a dead source's memory stays."""
@@ -339,10 +348,10 @@ class Moves:
         incarnation = f"{int(old.incarnation, 16) + 2:032x}"
         if is_source:
             memory = (old.incarnation, self._memory[state.source])
-            new = self._number(SourceSide(incarnation))
+            new = self._number(SourceSide(incarnation, launches=self._launches))
             state = state._replace(source=new, to_source=(), dead=(*state.dead, memory))
             return self._forget_memory(state)
-        new = self._number(PullerSide(incarnation))
+        new = self._number(PullerSide(incarnation, sees_steps=self._sees_steps))
         return self._forget_memory(state._replace(puller=new, to_puller=()))
 
     def _forget_memory(self, state: State) -> State:

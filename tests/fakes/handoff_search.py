@@ -24,7 +24,8 @@ class Bounds:
     to the next deadline up to `advances` times.
 
     The gateway dispatches up to `attempts` times: the next one at any moment, or, unless
-    `is_impatient`, once the one before has ended at one side at least.
+    `is_impatient`, once the one before has ended at one side at least. The source tells of chunks
+    when they are launched if it `launches`, to a puller that `sees_steps`.
     """
 
     faults: int
@@ -32,6 +33,8 @@ class Bounds:
     attempts: int = 2
     is_impatient: bool = True
     kinds: frozenset[str] = FAULTS
+    launches: bool = False
+    sees_steps: bool = False
 
 
 class Violation(AssertionError):
@@ -57,7 +60,7 @@ class Search:
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
-        self._moves = Moves()
+        self._moves = Moves(launches=bounds.launches, sees_steps=bounds.sees_steps)
         self._story: dict[State, tuple[State, Action] | None] = {}  # how each state was met first
         self._is_calmed: set[State] = set()
         self._ends: Counter[tuple[str, ...]] = Counter()

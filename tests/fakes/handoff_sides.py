@@ -10,6 +10,7 @@ source's memory as it is at that moment. Each asserts what must hold at every st
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from baton.core.request import Ticket
 from baton.engine.block_pool import NUM_RESERVED_BLOCKS, BlockPool, BlockRef
 from baton.kv_transfer.events import (
     CancelPull,
+    ChunkAnnounced,
     ChunkReady,
     ClosePeer,
     CloseWindow,
@@ -99,6 +101,7 @@ class Memory(NamedTuple):
 
     data: bytes
     generations: tuple[int, ...]
+    num_steps: int
 
 
 class _Side:
@@ -114,8 +117,12 @@ class _Side:
 class SourceSide(_Side):
     """`done` tells of good ends: ("released", attempt number), when the puller took everything."""
 
-    def __init__(self, incarnation: str) -> None:
+    def __init__(self, incarnation: str, *, launches: bool = False) -> None:
+        """`launches`: it tells the machine of a chunk before it computes it."""
         self.incarnation = incarnation
+        self.launches = launches
+        self.launched: dict[str, int] = {}  # transfer_id -> the step that computes its next chunk
+        self.num_launched = 0
         self.clock = FakeClock()
         self.machine = Source(Hello(incarnation, {"model": "toy"}), self.clock, LEASE_S)
         self.memory = MemoryPool(NUM_BLOCKS, BLOCK_BYTES)
@@ -128,7 +135,11 @@ class SourceSide(_Side):
 
     def snapshot(self) -> Memory:
         generations = tuple(self.memory.generations.read(i) for i in range(NUM_BLOCKS))
-        return Memory(bytes(self.memory._data), generations)
+        return Memory(bytes(self.memory._data), generations, self.memory.num_steps or 0)
+
+    def has_launched(self, transfer_id: str) -> bool:
+        """Whether the next chunk may be computed."""
+        return not self.launches or transfer_id in self.launched
 
     # ---- what may happen
 
@@ -147,18 +158,32 @@ class SourceSide(_Side):
         assert is_refused or not is_buried, "a late dispatch revived a transfer"
         assert is_refused or attempt.source == self.incarnation, "computes what nobody can pull"
 
+    def launch(self, transfer_id: str) -> None:
+        """A step begins that computes one more chunk."""
+        self.num_launched += 1
+        self.launched[transfer_id] = self.num_launched
+        index = self.num_computed[transfer_id]
+        refs, num_tokens = (self._ref(transfer_id, index),), (index + 1) * BLOCK_SIZE
+        self.feed(ChunkAnnounced(transfer_id, refs, num_tokens, self.num_launched))
+
+    def _ref(self, transfer_id: str, index: int) -> BlockRef:
+        block_id = self.held[transfer_id][index]
+        generation = self.memory.generations.read(block_id)
+        return BlockRef(index, block_id, generation, block_hash(index))
+
     def compute(self, transfer_id: str) -> None:
         """One more chunk is in memory."""
         index = self.num_computed[transfer_id]
-        block_id = self.held[transfer_id][index]
-        self.memory.block(block_id)[:] = content(transfer_id, index)
-        generation = self.memory.generations.read(block_id)
+        ref = self._ref(transfer_id, index)
+        self.memory.block(ref.block_id)[:] = content(transfer_id, index)
         state = None
         self.num_computed[transfer_id] += 1
         if self.num_computed[transfer_id] == NUM_CHUNKS:
             del self.num_computed[transfer_id]
             state = HandoffState(NUM_CHUNKS, first_token_id=7)
-        refs = (BlockRef(index, block_id, generation, block_hash(index)),)
+        refs = () if self.launches else (ref,)
+        if self.launches:
+            self.memory.num_steps = self.launched.pop(transfer_id)
         self.feed(ChunkReady(transfer_id, refs, (index + 1) * BLOCK_SIZE, state))
 
     def withdraw(self, attempt: Attempt) -> None:
@@ -203,6 +228,7 @@ class SourceSide(_Side):
                 assert self.over_s[effect.transfer_id] is None, "released twice"
                 self.over_s[effect.transfer_id] = self.clock.monotonic_s()
                 self.num_computed.pop(effect.transfer_id, None)
+                self.launched.pop(effect.transfer_id, None)
                 self.pool.release(self.held.pop(effect.transfer_id))
                 if effect.error is None:
                     self.done.append(("released", int(effect.transfer_id, 16)))
@@ -225,8 +251,10 @@ class SourceSide(_Side):
 class PullerSide(_Side):
     """`done` tells of terminals: ("completed" | "failed", attempt number)."""
 
-    def __init__(self, incarnation: str) -> None:
+    def __init__(self, incarnation: str, *, sees_steps: bool = False) -> None:
         self.incarnation = incarnation
+        self.sees_steps = sees_steps
+        self.early: dict[tuple[str, int], tuple[str, StartPull]] = {}  # -> source; not begun
         self.clock = FakeClock()
         self.machine = Puller(Hello(incarnation, {"model": "toy"}), self.clock, LEASE_S)
         self.memory = MemoryPool(NUM_BLOCKS, BLOCK_BYTES)
@@ -261,7 +289,12 @@ class PullerSide(_Side):
 
     def open_window(self) -> None:
         opening = self.openings.pop(0)
-        self.feed(WindowOpened(opening.incarnation, opening.link))
+        self.feed(WindowOpened(opening.incarnation, opening.link, self.sees_steps))
+
+    def begin(self, pull: tuple[str, int]) -> None:
+        """The step that writes these blocks has completed."""
+        _, early = self.early.pop(pull)
+        self._begin(early)
 
     def copy(self, pull: tuple[str, int], memory: Memory) -> None:
         """The next byte of a copy, out of the source's memory as it is now."""
@@ -298,12 +331,14 @@ class PullerSide(_Side):
                     self.windows[incarnation] = link
                 case CloseWindow(incarnation):
                     del self.windows[incarnation]
+                    self._end_early(lambda pull, gone=incarnation: pull.incarnation == gone)
                     self.openings = [o for o in self.openings if o.incarnation != incarnation]
                 case Reserve(transfer_id):
                     self._reserve(transfer_id)
                 case StartPull():
                     self._start_pull(effect)
                 case CancelPull(transfer_id):
+                    self._end_early(lambda pull, over=transfer_id: pull.transfer_id == over)
                     for (owner, _), (_, handle) in self.pulls.items():
                         if owner == transfer_id:
                             handle.cancel()
@@ -330,6 +365,20 @@ class PullerSide(_Side):
         assert pull.incarnation in self.windows, "a pull through a closed window"
         assert {p.destination for p in pull.pairs} <= {*self.reservations[pull.transfer_id]}
         self.started.add(name)
+        if pull.step:
+            assert self.sees_steps, "told of what it cannot see"
+            self.early[name] = (pull.incarnation, pull)
+        else:
+            self._begin(pull)
+
+    def _end_early(self, is_over: Callable[[StartPull], bool]) -> None:
+        for name, (_, pull) in [*self.early.items()]:
+            if is_over(pull):
+                del self.early[name]
+                self.reports.append(PullEnded(*name, PullOutcome.CANCELLED))
+
+    def _begin(self, pull: StartPull) -> None:
+        name = (pull.transfer_id, pull.seq)
         window = MemoryWindow(MemoryPool(NUM_BLOCKS, BLOCK_BYTES), self.memory)
         handle = window.start_pull(pull.pairs, partial(self._on_done, name))
         self.pulls[name] = (pull.incarnation, handle)
@@ -352,7 +401,8 @@ class PullerSide(_Side):
         self.done.append((how, int(transfer_id, 16)))
 
     def _drop(self, transfer_id: str) -> None:
-        assert all(owner != transfer_id for owner, _ in self.pulls), "dropped under a copy"
+        copies = [*self.pulls, *self.early]
+        assert all(owner != transfer_id for owner, _ in copies), "dropped under a copy"
         for block_id in self.reservations[transfer_id]:
             self.memory.block(block_id)[:] = bytes(BLOCK_BYTES)
         self.pool.release(self.reservations.pop(transfer_id))
@@ -369,7 +419,7 @@ class PullerSide(_Side):
     def assert_nothing_left(self) -> None:
         ledger = self.machine.ledger()
         assert ledger["transfers"] == {} and ledger["num_tombstones"] == 0, ledger
-        assert not self.reservations and not self.pulls and not self.reports
+        assert not self.reservations and not self.pulls and not self.reports and not self.early
         assert all(self.ends.values()), "an intent has no end"
 
 
@@ -380,4 +430,5 @@ def _reset(pool: BlockPool) -> None:
 
 def mapped(side: PullerSide) -> set[str]:
     """The sources whose memory is being copied from, or still may be."""
-    return {*side.windows, *(source for source, _ in side.pulls.values())}
+    copies = [*side.pulls.values(), *side.early.values()]
+    return {*side.windows, *(source for source, _ in copies)}

@@ -6,8 +6,14 @@ when the pair's stream breaks. The model is `fakes.runner`'s, so that wrong KV s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import pytest
 
 from baton.core.request import FinishReason, Request, SamplingParams, Ticket
 from baton.core.same_host import HOST_ID_BYTES
@@ -41,6 +47,7 @@ BLOCK_SIZE = 4
 VOCAB_SIZE = 1000
 LEASE_S, LINK_WAIT_S = 10.0, 5.0
 GATEWAY = "gateway"
+Directs: TypeAlias = "dict[str, tuple[DirectChannels, SocketInbox]]"
 
 
 @dataclass
@@ -88,13 +95,23 @@ class Node:
         incarnation: str,
         num_blocks: int,
         budget: int,
+        counts_steps: bool,
         direct: DirectChannels | None = None,
         inbox: FakeInbox | SocketInbox | None = None,
     ) -> None:
         self.incarnation = incarnation
         self.pool = MemoryPool(num_blocks, FakeRunner(num_blocks, BLOCK_SIZE).block_bytes)
         memory = memoryview(self.pool.block(0).obj)
-        self.runner = FakeRunner(num_blocks, BLOCK_SIZE, vocab_size=VOCAB_SIZE, memory=memory)
+        self.runner = FakeRunner(
+            num_blocks,
+            BLOCK_SIZE,
+            vocab_size=VOCAB_SIZE,
+            memory=memory,
+            runs_ahead=counts_steps,
+            num_looks=2 * counts_steps,
+            on_completed=self._count if counts_steps else None,
+        )
+        self.pool.num_steps = 0 if counts_steps else None
         limits = EngineLimits(
             num_blocks, BLOCK_SIZE, max_model_len=256, max_num_batched_tokens=budget
         )
@@ -111,6 +128,9 @@ class Node:
         self.clock = clock
         self.received: dict[str, Received] = {}
         self.timeout_s: float | None = None  # what the last turn said about the next one
+
+    def _count(self, step: int) -> None:
+        self.pool.num_steps = step
 
     def start(self, role: PrefillRole | DecodeRole) -> None:
         pulse = Pulse(lambda numbers: None, 1.0, self.clock)
@@ -162,13 +182,19 @@ class NodeWorld:
         prefill_blocks: int = 66,
         decode_blocks: int = 66,
         chunk_tokens: int = 8,
+        counts_steps: bool = False,
         direct: Mapping[str, tuple[DirectChannels, SocketInbox]] | None = None,
     ) -> None:
-        """`direct`: by incarnation, where engines are to speak directly; they are the caller's."""
+        """`direct`: by incarnation, where engines are to speak directly; they are the caller's.
+
+        `counts_steps`: the prefill engine runs ahead, and tells of chunks when it launches them.
+        """
         of = direct or {SOURCE: (), PULLER: ()}
         self.clock = FakeClock()
-        self.prefill = Node(self.clock, SOURCE, prefill_blocks, chunk_tokens, *of[SOURCE])
-        self.decode = Node(self.clock, PULLER, decode_blocks, 64, *of[PULLER])
+        self.prefill = Node(
+            self.clock, SOURCE, prefill_blocks, chunk_tokens, counts_steps, *of[SOURCE]
+        )
+        self.decode = Node(self.clock, PULLER, decode_blocks, 64, False, *of[PULLER])
         self.transport = _Transport(self.decode.pool, {SOURCE: self.prefill.pool})
         self.is_linked = False
         self.greeted: set[str] = set()  # who has said Hello on the stream that is open
@@ -287,6 +313,23 @@ class NodeWorld:
         """Let leases and waits run out, then settle."""
         self.clock.advance(LEASE_S + 1)
         self.settle()
+
+
+@contextmanager
+def direct_world(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[NodeWorld, Directs]]:
+    """Engines that may speak directly, and by incarnation what they do it with.
+
+    Incarnations are drawn, since sockets are named by them.
+    """
+    direct: Directs = {}
+    for name in ("SOURCE", "PULLER"):
+        incarnation, inbox = secrets.token_hex(16), SocketInbox()
+        monkeypatch.setattr(sys.modules[__name__], name, incarnation)
+        direct[incarnation] = (DirectChannels(incarnation, HERE, inbox), inbox)
+    yield NodeWorld(direct=direct), direct
+    for channels, inbox in direct.values():
+        channels.close()
+        inbox.close()
 
 
 def request(

@@ -8,7 +8,6 @@ missing, stale or overwritten is found at once, and any wrong position changes t
 
 from __future__ import annotations
 
-import dataclasses
 import struct
 from collections.abc import Callable, Sequence
 
@@ -60,6 +59,7 @@ class FakeStep:
         self._runner = runner
         self._num_looks = 0
         self.batch = batch
+        self.number = runner.num_launched if runner.on_completed is not None else 0
 
     def has_completed(self) -> bool:
         """Not at the first looks: a host has something to do while it waits."""
@@ -84,6 +84,7 @@ class FakeStep:
 class FakeRunner:
     """A `Runner`. Its KV lies in `memory` (writable, num_blocks * block_bytes), if one is given.
 
+    `on_completed` is told the number of each step that was computed: then steps are counted.
     `on_execute` is called with each batch before it is computed, as if the step were in flight.
     With `runs_ahead` a step is computed as late as can be: when it is collected. `batch_sizes`
     holds the number of tokens of every slice of every step.
@@ -99,7 +100,10 @@ class FakeRunner:
         on_execute: Callable[[Sequence[SequenceSlice]], None] | None = None,
         runs_ahead: bool = False,
         num_looks: int = 0,
+        on_completed: Callable[[int], None] | None = None,
     ) -> None:
+        self.on_completed = on_completed
+        self.num_launched = 0
         self.block_bytes = block_size * _SLOT.size
         self.batch_sizes: list[list[int]] = []
         self.on_execute = on_execute
@@ -120,7 +124,8 @@ class FakeRunner:
             self.on_execute(batch)
         self.batch_sizes.append([s.num_scheduled_tokens for s in batch])
         # The device has its own copy of the tables: the host's may change while it computes.
-        tables = [dataclasses.replace(s, block_table=[*s.block_table]) for s in batch]
+        tables = [s._replace(block_table=[*s.block_table]) for s in batch]
+        self.num_launched += 1
         step = FakeStep(self, tables)
         self._in_flight.append(step)
         return step
@@ -129,6 +134,8 @@ class FakeRunner:
         assert step is self._in_flight.pop(0), "steps complete in order"
         batch = [self._with_token(s) for s in step.batch]
         self._last_results = self._compute(batch)
+        if self.on_completed is not None:
+            self.on_completed(step.number)
         return self._last_results
 
     def _with_token(self, one: SequenceSlice) -> SequenceSlice:
@@ -137,7 +144,7 @@ class FakeRunner:
             return one
         sampled = self._last_results[one.follows]
         assert sampled is not None and len(one.token_ids) == 1
-        return dataclasses.replace(one, token_ids=[sampled.token_id], follows=None)
+        return one._replace(token_ids=[sampled.token_id], follows=None)
 
     def _compute(self, batch: Sequence[SequenceSlice]) -> list[SampledToken | None]:
         for one in batch:
@@ -183,7 +190,7 @@ class FakeRunner:
                 token_id = int(allowed_ids[token_id % len(allowed_ids)])
             return SampledToken(token_id, logprob=-float(token_id), top=((token_id, 0.0),))
 
-        return dataclasses.replace(draw(spec.key), forks=tuple(map(draw, spec.fork_keys)))
+        return draw(spec.key)._replace(forks=tuple(map(draw, spec.fork_keys)))
 
     def _read(self, one: SequenceSlice, position: int) -> tuple[int, int]:
         return _SLOT.unpack_from(self._kv, self._offset(one, position))

@@ -99,6 +99,27 @@ def test_a_reallocated_block_is_stale(source: Source, kv: CudaKvMemory) -> None:
     assert holds(kv, source.pair(7, 3))
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_a_prepared_pull_is_judged_when_it_starts(
+    source: Source, kv: CudaKvMemory, method: str
+) -> None:
+    pairs, stale = [source.pair(9, 4), source.pair(10, 2)], source.pair(11, 3)
+    outcomes: queue.SimpleQueue[PullOutcome] = queue.SimpleQueue()
+    with window_onto(source.incarnation, kv, method) as window:
+        starters = [window.prepare(pairs), window.prepare([stale]), window.prepare(pairs)]
+        source.tell("rewrite 11")
+        assert source.heard() == "rewritten"
+        for start in starters[:2]:  # the third is never wanted
+            start(outcomes.put)
+        assert [outcomes.get(timeout=10) for _ in range(2)] == [PullOutcome.OK, PullOutcome.STALE]
+    assert all(holds(kv, pair) for pair in pairs)
+
+
+def test_a_block_outside_the_pool_cannot_be_prepared(source: Source, kv: CudaKvMemory) -> None:
+    with window_onto(source.incarnation, kv) as window, pytest.raises(HandoffFailed):
+        window.prepare([BlockPair(BlockRef(0, NUM_BLOCKS, 0, None), 3)])
+
+
 def test_a_block_outside_the_pool_fails(source: Source, kv: CudaKvMemory) -> None:
     with window_onto(source.incarnation, kv) as window:
         beyond = BlockPair(BlockRef(0, NUM_BLOCKS, 0, None), 3)

@@ -18,6 +18,7 @@ from baton.core.errors import EngineFailed, StartupFailed
 from baton.core.model_dir import resolve_model_dir
 from baton.core.request import Request, SamplingParams
 from baton.engine.batch import SampleSpec, SequenceSlice
+from baton.engine.generations import GenerationsReader, SharedGenerations
 from baton.engine.local import LocalEngine
 from baton.engine.runner import ModelRunner
 
@@ -59,6 +60,27 @@ def engine(folder: Path) -> Iterator[LocalEngine]:
     runner = ModelRunner(config)
     yield LocalEngine(config, runner)
     runner.close()
+
+
+def test_others_see_when_a_step_has_written_its_kv() -> None:
+    runner = ModelRunner(config_of(resolve_model_dir("demo")))
+    page = SharedGenerations(runner.kv.num_blocks, "ab" * 16)
+    runner.count_steps(page)
+    reader = GenerationsReader(page.fd, runner.kv.num_blocks, "ab" * 16)
+    spec = SampleSpec(SamplingParams(temperature=0.0), key=1)
+    for num_tokens in (1, 9, 700):  # a graph, a prefill's graph, kernel by kernel
+        batch = [SequenceSlice([5] * num_tokens, 0, list(range(2, 50)), spec)]
+        runner.launch(batch).collect()  # compiled now
+        before = reader.num_steps()
+        torch.cuda._sleep(400_000_000)  # cycles: the step waits for a fifth of a second
+        step = runner.launch(batch)
+        assert step.number == before + 1
+        assert reader.num_steps() == before, "counted before it ran"
+        step.collect()
+        assert reader.num_steps() == step.number
+    reader.close()
+    runner.close()
+    page.close()
 
 
 def requests_of(folder: Path, vocab_size: int, **sampling: Any) -> list[Request]:

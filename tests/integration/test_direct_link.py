@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import secrets
 import signal
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from node_driver import SECRET, NodeProcess, launch, ledgers, members, wait_idle
+from node_driver import SECRET, NodeProcess, launch, ledgers, members, wait_idle, write_tiny_model
 
 from baton.cluster.redis_server import RedisServer
 from baton.core.membership import Member, Role
@@ -27,17 +26,6 @@ from baton.gateway.node_link import NodeLink
 from baton.proto.v1 import node_pb2
 
 PATIENCE_S = 10.0
-MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "initializer_range": 0.3,
-}
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +37,7 @@ def redis_url() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Iterator[list[NodeProcess]]:
     folder = tmp_path_factory.mktemp("tiny")
-    (folder / "config.json").write_text(json.dumps(MODEL))
+    write_tiny_model(folder)
     flags = ("--model", str(folder), "--load-format", "dummy", "--num-kv-blocks", "256")
     pair = [launch(role, redis_url, *flags) for role in (Role.PREFILL, Role.DECODE)]
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import socket
@@ -26,6 +25,7 @@ from node_driver import (
     members,
     session,
     wait_idle,
+    write_tiny_model,
 )
 
 from baton.cluster.redis_server import RedisServer
@@ -39,27 +39,13 @@ from baton.engine.limits import EngineLimits
 from baton.engine.runner import ModelRunner
 from baton.proto.v1 import node_pb2
 
-TINY_MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "initializer_range": 0.3,
-}
 NUM_BLOCKS = 256
 
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
-    (folder / "config.json").write_text(json.dumps(TINY_MODEL))
-    return folder
+    return write_tiny_model(folder)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import os
 import signal
 import time
@@ -25,6 +24,7 @@ from node_driver import (
     members,
     session,
     wait_idle,
+    write_tiny_model,
 )
 
 from baton.cluster.redis_server import RedisServer
@@ -35,17 +35,6 @@ from baton.engine.local import LocalEngine
 from baton.engine.runner import ModelRunner
 from baton.proto.v1 import node_pb2
 
-MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 253,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "initializer_range": 0.3,
-}
 NUM_BLOCKS = 256
 
 
@@ -60,8 +49,7 @@ class Nodes:
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
-    (folder / "config.json").write_text(json.dumps(MODEL))
-    return folder
+    return write_tiny_model(folder, vocab_size=253)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +72,7 @@ def nodes(model_dir: Path) -> Iterator[Nodes]:
                     node.end(signal.SIGKILL)
 
 
-def wait_for_no_process(timeout_s: float = 2.0) -> None:
+def wait_for_no_process(timeout_s: float = 10.0) -> None:
     """A killed supervisor takes rank 0 with it, and that the other ranks."""
     deadline_s = time.monotonic() + timeout_s
     while marked_processes(OUR_MARK):
@@ -238,13 +226,17 @@ def test_a_rank_that_hangs_while_it_loads_is_named(model_dir: Path) -> None:
 
 
 def starting_follower(node: NodeProcess) -> int | None:
-    """Once it is its own program, and bound to its parent."""
+    """Once it is its own program, and bound to its parent.
+
+    Before that it has the command line of the engine that starts it, and shares its memory: stopped
+    there, it would stop the engine, and outlive it.
+    """
     try:
         pid = follower_pid(node)
         program = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except (ValueError, FileNotFoundError):  # there is no engine yet, or no rank of it
         return None
-    return pid if program[1] == b"-m" else None
+    return pid if program[1:3] == [b"-m", b"baton.node.follower_process"] else None
 
 
 @asynccontextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import signal
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from node_driver import NodeProcess, launch_program, ledgers, wait_idle
+from node_driver import NodeProcess, launch_program, ledgers, wait_idle, write_tiny_model
 
 from baton.client import Client
 from baton.cluster.redis_server import RedisServer
@@ -24,17 +23,6 @@ from baton.engine.runner import ModelRunner
 
 HERE, THERE = "10.231.77.1", "10.231.77.2"
 VOCAB_SIZE = 253
-MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "initializer_range": 0.3,
-}
 
 
 def ip(*arguments: str) -> None:
@@ -74,8 +62,7 @@ class Cluster:
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
-    (folder / "config.json").write_text(json.dumps(MODEL))
-    return folder
+    return write_tiny_model(folder, VOCAB_SIZE)
 
 
 @contextlib.contextmanager

@@ -134,7 +134,7 @@ def test_tokens_and_scores_are_those_of_one_rank(engines: tuple[ModelRunner, Ran
             batch.append(SequenceSlice(ids[starts[index] :], starts[index], table, spec))
         if step == 0:
             targets = batch[0].token_ids[1:]
-            batch[0] = dataclasses.replace(batch[0], prompt_targets=targets, num_prompt_top=2)
+            batch[0] = batch[0]._replace(prompt_targets=targets, num_prompt_top=2)
         expected, launched = alone.launch(batch), ranks.launch(batch)
         wanted, (found, *others) = expected.collect(), [each.collect() for each in launched]
         assert all(other == found for other in others)

@@ -20,6 +20,7 @@ from fakes import handoff_checks as checks
 from fakes.handoff_checks import search
 
 from baton.core import block_hash
+from baton.decode_node.windows import Windows
 from baton.engine import sequence
 from baton.engine.block_pool import BlockPool
 from baton.engine.block_tables import BlockTables
@@ -31,7 +32,7 @@ from baton.kv_transfer.puller import Puller
 from baton.kv_transfer.renewals import Renewals
 from baton.kv_transfer.reserve_queue import ReserveQueue
 from baton.kv_transfer.shm import _SourceMapping
-from baton.kv_transfer.source import Source
+from baton.kv_transfer.source import Source, _Transfer
 from baton.kv_transfer.tombstones import Tombstones
 
 Check = Callable[[], None]
@@ -111,6 +112,30 @@ BUGS = [
         [("or transfer.in_flight ", "")],
         search,
         shows="block 1 holds 0000",
+    ),
+    Bug(
+        "a chunk that was only launched is announced to those who cannot see its end",
+        "blocks are copied before they are written",
+        _Transfer.take_next,
+        [("if not is_computed and not self.sees_steps:", "if False:")],
+        partial(search, "lost dispatch", launches=True, sees_steps=False),
+        shows="failed although nothing happened to it",
+    ),
+    Bug(
+        "a chunk is copied when it was launched",
+        "blocks are copied before they are written",
+        Windows.start_pull,
+        [("pull.step > (window.num_steps or 0)", "False")],
+        checks.what_a_step_writes_is_not_copied_before,
+        shows="is not the KV of this sequence",
+    ),
+    Bug(
+        "a pull that waits for its step cannot be cancelled",
+        "its reservation is kept as long as nobody computes the step",
+        Windows.cancel_pulls,
+        [("self._end_prepared(", "(lambda *_: None)(")],
+        checks.what_waits_for_a_step_can_be_cancelled,
+        shows="the reservation is kept",
     ),
     # ---- fences
     Bug(
@@ -284,7 +309,7 @@ BUGS = [
     Bug(
         "a wholly cached prompt has nothing to compute",
         "there are no logits to sample its first token from",
-        Scheduler._try_admit,
+        Scheduler._admit_waiting,
         [("sequence.num_tokens - 1", "sequence.num_tokens")],
         checks.prompts_that_share_blocks_get_their_own_tokens,
         shows="num_launched_tokens=8",

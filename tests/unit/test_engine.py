@@ -615,11 +615,12 @@ def test_the_puller_goes_on_as_if_it_had_computed_the_prompt(handed_over: Handed
         assert not puller.has_work
         copy_blocks(source, request.key, puller, reservation)
         puller.start(reservation, token_id)
-        twin = puller.reserve(dataclasses.replace(request, attempt=1))
-        assert twin is not None and twin.num_cached_blocks == 3
-        puller.drop(twin)
         recorder = Recorder()
         recorder.tokens[request.key].append(token_id)
+        recorder.tokens[request.key] += [token.token_id for token in puller.step().tokens]
+        twin = puller.reserve(dataclasses.replace(request, attempt=1))
+        assert twin is not None and twin.num_cached_blocks == 3, "cached with its first step"
+        puller.drop(twin)
         run(puller, recorder)
         assert recorder.tokens[request.key] == first_tokens(list(range(14)), 9)
 

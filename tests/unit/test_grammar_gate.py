@@ -60,6 +60,9 @@ class Role:
 
     def tick(self) -> None: ...
 
+    def poll(self) -> bool:
+        return False
+
     def is_idle(self) -> bool:
         return True
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from fakes.clock import FakeClock
 from fakes.handoff import FINGERPRINT, PULLER, SOURCE, hello, only, prompt_hashes, refs, ticket
@@ -474,3 +476,26 @@ def test_messages_of_strangers_are_dropped(world: World) -> None:
     assert world.hear(Attach(T), "7" * 32) == []
     assert world.hear(Revoked("f" * 32, Cancelled(""))) == []
     assert world.hear(hello(SOURCE)) == []  # a doubled Hello is no harm
+
+
+def test_a_chunk_whose_step_is_seen_is_pulled_behind_it() -> None:
+    world = World(is_ready=False)
+    world.feed(PeerLinked(SOURCE))
+    (opening,) = world.hear(hello(SOURCE))
+    assert isinstance(opening, OpenWindow)
+    world.feed(WindowOpened(SOURCE, opening.link, sees_steps=True))
+    assert world.intend() == [Send(SOURCE, Attach(T, sees_steps=True))]
+    world.hear(replace(manifest(0, 0, 2), step=7))
+    assert only(world.reserve(), StartPull).step == 7
+    world.end_pull(0, OK)
+    world.hear(replace(manifest(1, 2, 3), step=8, state=None))
+    assert not any(isinstance(e, Complete) for e in world.end_pull(1, OK)), "no first token yet"
+    done = world.hear(Manifest(T, 2, (), 10, LEASE_S, STATE))
+    assert only(done, Complete).state == STATE
+
+
+def test_a_chunk_whose_step_cannot_be_seen_fails_its_transfer() -> None:
+    world = World()
+    world.intend()
+    effects = world.hear(replace(manifest(0, 0, 2), step=7))
+    assert isinstance(only(effects, Failed).error, HandoffFailed)

@@ -17,6 +17,7 @@ from baton.core.errors import (
     UnknownTransfer,
 )
 from baton.kv_transfer.events import (
+    ChunkAnnounced,
     ChunkReady,
     ClosePeer,
     Offered,
@@ -73,6 +74,14 @@ class World:
 
     def offer(self) -> list[SourceEffect]:
         return self.feed(Offered(ticket(1), "key", DEADLINE_S))
+
+    def launch(self, first: int, last: int, step: int) -> list[SourceEffect]:
+        return self.feed(ChunkAnnounced(T, refs(HASHES, first, last), 4 * last, step))
+
+    def computed(self, last: int) -> list[SourceEffect]:
+        """A launched chunk has completed."""
+        state = STATE if last == STATE.num_blocks else None
+        return self.feed(ChunkReady(T, (), 4 * last, state))
 
     def chunk(self, first: int, last: int) -> list[SourceEffect]:
         state = STATE if last == STATE.num_blocks else None
@@ -367,3 +376,52 @@ def test_messages_of_strangers_are_dropped(world: World) -> None:
     assert world.hear(Release(T), "7" * 32) == []
     assert world.hear(Hello("7" * 32, {}), "7" * 32) == []
     assert world.hear(hello(PULLER)) == []  # a doubled Hello is no harm
+
+
+def manifests(effects: list[SourceEffect]) -> list[tuple[int, int, int, bool]]:
+    """Of each: its number, how many blocks it has, what step they wait for, whether it is last."""
+    sent = [e.message for e in effects if isinstance(e, Send)]
+    return [
+        (m.seq, len(m.blocks), m.step, m.state is not None) for m in sent if isinstance(m, Manifest)
+    ]
+
+
+def test_a_puller_that_sees_steps_is_told_of_chunks_when_they_are_launched() -> None:
+    world = World()
+    world.hear(Attach(T, sees_steps=True))
+    world.offer()
+    assert manifests(world.launch(0, 1, step=5)) == [(0, 1, 5, False)]
+    assert manifests(world.computed(1)) == []
+    assert manifests(world.launch(1, 3, step=6)) == [(1, 2, 6, False)]
+    assert manifests(world.computed(3)) == [(2, 0, 0, True)]
+    assert only(world.hear(Release(T)), ReleaseBlocks).error is None
+
+
+def test_a_puller_that_does_not_is_told_when_they_are_computed() -> None:
+    world = World()
+    world.hear(Attach(T))
+    world.offer()
+    assert manifests(world.launch(0, 1, step=5)) == []
+    assert manifests(world.computed(1)) == [(0, 1, 0, False)]
+    world.launch(1, 3, step=6)
+    assert manifests(world.computed(3)) == [(1, 2, 0, False), (2, 0, 0, True)]
+
+
+def test_a_puller_that_comes_late_waits_for_the_step_in_flight_alone() -> None:
+    world = World()
+    world.offer()
+    world.launch(0, 1, step=5)
+    world.computed(1)
+    world.launch(1, 3, step=6)
+    attached = world.hear(Attach(T, sees_steps=True))
+    assert manifests(attached) == [(0, 1, 0, False), (1, 2, 6, False)]
+
+
+def test_a_request_that_ends_under_its_step_is_revoked() -> None:
+    world = World()
+    world.hear(Attach(T, sees_steps=True))
+    world.offer()
+    world.launch(0, 3, step=5)
+    effects = world.feed(Withdrawn(T, Cancelled("by the gateway")))
+    assert isinstance(only(effects, Send).message, Revoked)
+    assert world.launch(3, 3, step=6) == world.computed(3) == []

@@ -47,7 +47,7 @@ def refs(draw: st.DrawFn) -> tuple[BlockRef, ...]:
 
 MESSAGES = st.one_of(
     st.builds(Hello, IDS, st.dictionaries(st.text(max_size=9), st.text(max_size=9)), UINT32),
-    st.builds(Attach, IDS),
+    st.builds(Attach, IDS, st.booleans()),
     st.builds(Renew, st.lists(IDS, max_size=5).map(tuple)),
     st.builds(Release, IDS),
     st.builds(CancelTransfer, IDS),
@@ -59,6 +59,7 @@ MESSAGES = st.one_of(
         UINT32,
         st.integers(0, 3600).map(float),
         st.none() | st.builds(HandoffState, UINT32, UINT32),
+        st.integers(0, 2**64 - 1),
     ),
     st.builds(Revoked, IDS, st.just(StaleBlocks("why"))),
 )

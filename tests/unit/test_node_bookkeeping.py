@@ -191,12 +191,20 @@ def test_decode_steps_are_short_unless_the_operator_says_otherwise() -> None:
     assert many.max_num_batched_tokens == 1000
     chosen = EngineConfig(max_num_batched_tokens=4096)
     assert decode_policy.adjust(chosen) == chosen
+    chunked = EngineConfig(prefill_chunk_tokens=8192)
+    assert decode_policy.adjust(chunked) == decode_policy.adjust(EngineConfig())
 
 
 def test_credit_is_a_share_of_the_pool_and_never_nothing() -> None:
     node = NodeConfig(credit_fraction=0.25)
     assert prefill_policy.max_held_blocks(node, 100) == 25
     assert prefill_policy.max_held_blocks(node, 3) == 1
+
+
+def test_a_prefill_node_takes_long_prompts_in_large_chunks() -> None:
+    assert prefill_policy.adjust(EngineConfig()).prefill_chunk_tokens == 8192
+    for chosen in (EngineConfig(max_num_batched_tokens=64), EngineConfig(prefill_chunk_tokens=1)):
+        assert prefill_policy.adjust(chosen) == chosen
 
 
 def test_pool_is_described_in_tokens_and_requests() -> None:

@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-import secrets
 import socket
 from collections.abc import Iterator
 
 import pytest
-from fakes import node_world
-from fakes.inbox import SocketInbox
-from fakes.node_world import HERE, NodeWorld, request
+from fakes.node_world import NodeWorld, direct_world, request
 from fakes.runner import expected_tokens
 
 from baton.core.request import Request
-from baton.node.direct import DirectChannels
 
 NUM_MOMENTS = 24  # turns that a hand-off of `request(1, 19)` takes, with some to spare
 
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeWorld]:
-    """Linked; incarnations are drawn, since sockets are named by them."""
-    direct = {}
-    for name in ("SOURCE", "PULLER"):
-        incarnation, inbox = secrets.token_hex(16), SocketInbox()
-        monkeypatch.setattr(node_world, name, incarnation)
-        direct[incarnation] = (DirectChannels(incarnation, HERE, inbox), inbox)
-    world = NodeWorld(direct=direct)
-    direct[world.prefill.incarnation][0].listen()
-    link(world)
-    yield world
-    for channels, inbox in direct.values():
-        channels.close()
-        inbox.close()
+    """Linked."""
+    with direct_world(monkeypatch) as (world, direct):
+        direct[world.prefill.incarnation][0].listen()
+        link(world)
+        yield world
 
 
 def link(world: NodeWorld) -> None:

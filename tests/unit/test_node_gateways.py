@@ -8,9 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from fakes import node_world
-from fakes.inbox import SocketInbox
-from fakes.node_world import HERE, Node, NodeWorld, Received, request
+from fakes.node_world import Node, Received, direct_world, request
 from fakes.runner import expected_tokens
 from fakes.step_outputs import outputs_of
 
@@ -20,7 +18,6 @@ from baton.core.errors import NodeLost
 from baton.core.framing import MAX_FRAME_BYTES
 from baton.core.request import Request
 from baton.node import direct_gateways
-from baton.node.direct import DirectChannels
 from baton.proto import codec
 from baton.proto.v1 import engine_pb2, node_pb2
 
@@ -52,17 +49,9 @@ class Gateway:
 @pytest.fixture
 def decode(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     """A decode engine that listens."""
-    direct = {}
-    for name in ("SOURCE", "PULLER"):
-        incarnation, inbox = secrets.token_hex(16), SocketInbox()
-        monkeypatch.setattr(node_world, name, incarnation)
-        direct[incarnation] = (DirectChannels(incarnation, HERE, inbox), inbox)
-    world = NodeWorld(direct=direct)
-    direct[world.decode.incarnation][0].listen()
-    yield world.decode
-    for channels, inbox in direct.values():
-        channels.close()
-        inbox.close()
+    with direct_world(monkeypatch) as (world, direct):
+        direct[world.decode.incarnation][0].listen()
+        yield world.decode
 
 
 def connect(node: Node) -> Gateway:

@@ -18,17 +18,21 @@ from baton.proto.v1 import engine_pb2, node_pb2
 NUM_MOMENTS = 24  # turns that a hand-off of `request(1, 19)` takes, with some to spare
 
 
-def linked_world(*, prefill_blocks: int = 66, decode_blocks: int = 66) -> NodeWorld:
-    world = NodeWorld(prefill_blocks=prefill_blocks, decode_blocks=decode_blocks)
+def linked_world(
+    *, prefill_blocks: int = 66, decode_blocks: int = 66, counts_steps: bool = False
+) -> NodeWorld:
+    world = NodeWorld(
+        prefill_blocks=prefill_blocks, decode_blocks=decode_blocks, counts_steps=counts_steps
+    )
     world.link()
     world.settle()
     assert world.decode.role.vitals().links
     return world
 
 
-@pytest.fixture
-def world() -> NodeWorld:
-    return linked_world()
+@pytest.fixture(params=[False, True], ids=["told when computed", "told when launched"])
+def world(request: pytest.FixtureRequest) -> NodeWorld:
+    return linked_world(counts_steps=request.param)
 
 
 def reference(one: Request) -> list[int]:
@@ -110,7 +114,8 @@ def test_local_work_runs_on_either_node(world: NodeWorld, name: str) -> None:
     assert_clean(world)
 
 
-def test_first_token_is_sent_before_the_manifest_that_follows_from_it(world: NodeWorld) -> None:
+def test_first_token_is_sent_before_the_manifest_that_follows_from_it() -> None:
+    world = linked_world()
     world.hand_off(request(1, 3))
     world.turn(world.decode)
     world.prefill.loop.turn(0.0)

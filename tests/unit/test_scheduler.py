@@ -43,13 +43,15 @@ class Bench:
     max_num_seqs: int = 8
     max_held_blocks: int | None = None
     guess: int = 1
+    chunk: int = 0
     sequences: list[Sequence] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         num_blocks = self.capacity + NUM_RESERVED_BLOCKS
         limits = EngineLimits(
-            num_blocks, BLOCK_SIZE, 1000, self.max_num_seqs, self.budget, self.max_held_blocks
-        )
+            num_blocks, BLOCK_SIZE, 1000, self.max_num_seqs, self.budget, self.max_held_blocks,
+            self.chunk,
+        )  # fmt: skip
         generations = LocalGenerations(num_blocks)
         self.pool = BlockPool(num_blocks, generations)
         cache = PrefixCache(self.pool)
@@ -97,6 +99,77 @@ def test_decodes_then_chunks_then_admissions_share_the_budget() -> None:
     assert bench.step() == {"a": 1, "b": 5, "c": 10}
     assert bench.step() == {"a": 1, "b": 1, "c": 10}
     assert bench.step() == {"a": 1, "b": 1, "c": 1}
+
+
+def test_a_prompt_ends_a_little_over_the_budget_rather_than_a_step_later() -> None:
+    bench = Bench(budget=32)
+    bench.add(1, first_id=100)
+    bench.add(64, first_id=200)
+    assert bench.step() == {"a": 1, "b": 31}
+    bench.scheduler.remove(bench.sequences[0])
+    assert bench.step() == {"b": 33}
+    bench.scheduler.remove(bench.sequences[1])
+    bench.add(2, first_id=300)
+    bench.add(64, first_id=400)
+    assert bench.step() == {"c": 2, "d": 30}
+    bench.scheduler.remove(bench.sequences[2])
+    assert bench.step() == {"d": 34}, "a sixteenth over"
+
+
+def test_a_prompt_that_only_makes_others_wait_begins_in_the_next_step() -> None:
+    bench = Bench(budget=32)
+    bench.add(18, first_id=100)
+    bench.add(40, first_id=200)
+    bench.add(10, first_id=300)
+    assert bench.step() == {"a": 18}, "b would not end here, and nobody overtakes it"
+    bench.scheduler.remove(bench.sequences[0])
+    assert bench.step() == {"b": 32}
+    assert bench.step() == {"b": 8, "c": 10}
+
+
+def test_a_few_tokens_do_not_keep_a_long_prompt_from_beginning() -> None:
+    bench = Bench(budget=32)
+    bench.add(4, first_id=100)
+    bench.add(40, first_id=200)
+    assert bench.step() == {"a": 4, "b": 28}
+
+
+def test_prompts_that_end_in_the_step_share_it() -> None:
+    bench = Bench(budget=32)
+    for first_id in (100, 200, 300, 400):
+        bench.add(8, first_id=first_id)
+    assert bench.step() == {"a": 8, "b": 8, "c": 8, "d": 8}
+
+
+def test_a_long_prompt_is_computed_in_large_chunks_but_for_the_last() -> None:
+    bench = Bench(budget=16, chunk=64)
+    bench.add(100, first_id=100)
+    bench.add(30, first_id=300)
+    bench.add(8, first_id=400)
+    steps = [bench.step() for _ in range(2)]
+    assert steps == [{"a": 64}, {"a": 20}]
+    assert bench.step() == {"a": 16}, "the last one has what a step has, and the step no other"
+    bench.scheduler.remove(bench.sequences[0])
+    assert bench.step() == {"b": 16}, "too short for more than its two"
+    assert bench.step() == {"b": 14}
+    bench.scheduler.remove(bench.sequences[1])
+    assert bench.step() == {"c": 8}
+
+
+def test_a_large_chunk_and_the_decodes_have_no_more_tokens_than_it_alone() -> None:
+    bench = Bench(budget=16, chunk=64)
+    bench.add(1, first_id=50)
+    bench.add(2, first_id=60)
+    assert bench.step() == {"a": 1, "b": 2}
+    bench.add(100, first_id=100)
+    assert bench.step() == {"a": 1, "b": 1, "c": 62}
+
+
+def test_a_large_chunk_has_no_other_prompt_beside_it() -> None:
+    bench = Bench(budget=16, chunk=64)
+    bench.add(2, first_id=100)
+    bench.add(100, first_id=200)
+    assert bench.step() == {"a": 2, "b": 14}
 
 
 def test_known_tokens_of_a_decode_are_scheduled_together_and_can_be_rolled_back() -> None:
@@ -181,15 +254,29 @@ def test_the_oldest_waits_for_held_blocks_and_is_not_preempted() -> None:
 
 
 def test_a_held_sequence_is_never_preempted() -> None:
-    bench = Bench(capacity=5, budget=10)
+    bench = Bench(capacity=5, budget=17)
     bench.add(4, first_id=100)
     b = bench.add(4, first_id=200)
     held = bench.add(12, is_held=True, first_id=300)
-    assert bench.step() == {"a": 4, "b": 4, "c": 2}
-    assert bench.step() == {"a": 1, "c": 9}
+    assert bench.step() == {"a": 4, "b": 4, "c": 9}
+    assert bench.step() == {"a": 1, "c": 3}
     assert b.state is SequenceState.WAITING
-    assert bench.step() == {"a": 1, "c": 1}
     assert held.state is SequenceState.HELD
+
+
+def test_what_was_pulled_outlives_a_preemption_before_the_first_step() -> None:
+    bench = Bench(capacity=5, guess=0)
+    a = bench.add(2, first_id=100)
+    assert bench.step() == {"a": 2}
+    b = bench.new(12, first_id=200)
+    b.state = SequenceState.RESERVED
+    assert bench.scheduler.reserve(b)
+    assert [bench.step() for _ in range(2)] == [{"a": 1}, {"a": 1}]  # its block is full
+    b.token_ids.append(9)
+    bench.scheduler.start(b)
+    assert bench.step() == {"a": 1} and b.state is SequenceState.WAITING
+    bench.scheduler.remove(a)
+    assert bench.step() == {"b": 1}, "the rest is cached"
 
 
 def test_a_sequence_that_outgrows_the_pool_fails() -> None:
@@ -225,12 +312,12 @@ def test_what_did_not_fit_is_not_judged_again_before_something_is_released() -> 
 
 
 def test_credit_stops_held_admissions() -> None:
-    bench = Bench(max_held_blocks=5)
+    bench = Bench(max_held_blocks=5, budget=18)
     first = bench.add(8, is_held=True, first_id=100)
     bench.add(12, is_held=True, first_id=200)
     bench.add(4, is_held=True, first_id=300)
-    assert bench.step() == {"a": 8, "b": 8}
-    assert bench.step() == {"b": 4}
+    assert bench.step() == {"a": 8, "b": 10}
+    assert bench.step() == {"b": 2}
     assert bench.step() == {}
     bench.scheduler.remove(first)
     assert bench.step() == {"c": 4}
