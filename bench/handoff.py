@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 from baton.core.config import NodeConfig
+from baton.core.timer_slack import end_waits_on_time
 from baton.engine.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS, BlockRef
 from baton.engine.canary import canary_bytes
 from baton.engine.cuda_kv_memory import CudaKvMemory
@@ -204,6 +205,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--commit", default=None, help="what is measured, where git does not know")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "handoff.json")
     arguments = parser.parse_args(argv)
+    end_waits_on_time()
     if arguments.source:
         _serve(*arguments.source)
         return 0

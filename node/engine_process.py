@@ -33,6 +33,7 @@ from ..core.logs import set_up_logging
 from ..core.membership import Role as RoleName
 from ..core.ports import Clock, SystemClock, SystemEntropy
 from ..core.same_host import host_id
+from ..core.timer_slack import end_waits_on_time
 from ..engine import fingerprint
 from ..engine.checkpoint import LoadProgress
 from ..engine.engine import Engine
@@ -99,6 +100,7 @@ class RolePlan:
 def main(plan: RolePlan) -> int:
     """Run until the supervisor says so or is gone; returns the exit code."""
     end_with_parent(signal.SIGKILL)
+    end_waits_on_time()
     # A pull's thread asks for the interpreter for some microseconds, many times a copy; the loop's
     # thread would keep it for 5 ms each time.
     sys.setswitchinterval(_SWITCH_S)

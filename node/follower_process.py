@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+from ..core.timer_slack import end_waits_on_time
 from ..engine.follower import Handlers, main
 from ..engine.rank_channel import Kind, RankChannel, RankMessage
 from ..engine.runner import ModelRunner
@@ -62,4 +63,5 @@ def build_handlers(runner: ModelRunner, channel: RankChannel) -> Handlers:
 
 
 if __name__ == "__main__":
+    end_waits_on_time()
     os._exit(main(build_handlers))

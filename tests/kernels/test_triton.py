@@ -19,11 +19,12 @@ from baton.kernels.attention import AttentionBackend, AttentionMetadata
 from baton.kernels.attention_gpu import GpuAttention, make_gpu_attention
 from baton.kernels.attention_torch import TorchAttention
 from baton.kernels.decode_attention_triton import divide, max_shares
-from baton.kernels.gemv_triton import few_rows_product, gemv
+from baton.kernels.gemv_triton import gemv
 from baton.kernels.kv_blocks_triton import gather_blocks, scatter_blocks
 from baton.kernels.norm_triton import add_rms_norm, norm_heads, rms_norm
 from baton.kernels.rope_triton import rotate_and_store
 from baton.kernels.sampling_triton import VocabularyPart, sample_unfiltered
+from baton.kernels.split_k_triton import MAX_ROWS, MAX_TILES, Tiling, split_k_product
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
@@ -85,13 +86,27 @@ def test_gemv(outputs: int, inputs: int, has_bias: bool, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [2, 16])
-@pytest.mark.parametrize(("outputs", "inputs"), [(100, 130), (65, 256)])
-def test_few_rows(outputs: int, inputs: int, rows: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("rows", [2, 16, 33, MAX_ROWS])
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "splits"),
+    [(100, 130, 1), (65, 257, 2), (64, 256, 1), (128, 512, 2), (96, 768, 5), (32, 640, 4)],
+)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_split_k_product(
+    outputs: int, inputs: int, splits: int, rows: int, has_bias: bool, dtype: torch.dtype
+) -> None:
     x, weight = randn(rows, inputs, dtype=dtype), randn(outputs, inputs, dtype=dtype)
-    together = few_rows_product(x, weight)
-    close(together, torch.nn.functional.linear(x.double(), weight.double()).to(dtype))
-    assert torch.equal(few_rows_product(x[1:2], weight)[0], together[1])
+    bias = randn(outputs, dtype=dtype) if has_bias else None
+    arrivals = torch.zeros(MAX_TILES, dtype=torch.int32, device=DEVICE)
+    tiling = Tiling(outputs=32, inputs=128 // dtype.itemsize * 2, splits=splits, stages=3, warps=4)
+    expected = torch.nn.functional.linear(x.double(), weight.double())
+    expected = expected + (0 if bias is None else bias.double())
+    together = split_k_product(x, weight, bias, arrivals, tiling)
+    close(together, expected.to(dtype))
+    assert torch.equal(split_k_product(x, weight, bias, arrivals, tiling), together)
+    alone = split_k_product(x[1:2], weight, bias, arrivals, tiling)[0]
+    close(alone, together[1])
+    assert not arrivals.any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
