@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from itertools import pairwise
 
 
 def replay(
@@ -24,3 +25,25 @@ def replay(
         heapq.heappush(free_s, begin_s + takes_s)
         ttfts.append(begin_s + takes_s - at_s)
     return ttfts
+
+
+def queued_spacing(
+    sent_s: Sequence[float], first_s: Sequence[float], is_ours: Sequence[bool], num_between: int
+) -> list[float]:
+    """What a server took for a request of ours in the run itself, where requests queued: seconds
+    from the first token of one to that of the next, with `num_between` others between them.
+
+    Only where the next had been sent before: else the server may have waited for it.
+    """
+    order = sorted(range(len(first_s)), key=first_s.__getitem__)
+    ours = [place for place, index in enumerate(order) if is_ours[index]]
+    pairs = [
+        (order[before], order[after])
+        for before, after in pairwise(ours)
+        if after - before == num_between + 1
+    ]
+    return [
+        first_s[after] - first_s[before]
+        for before, after in pairs
+        if sent_s[after] < first_s[before]
+    ]

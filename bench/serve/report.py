@@ -12,7 +12,7 @@ from typing import Any
 
 from baton.core.metrics import goodput_rps, percentile
 
-from .fifo import replay
+from .fifo import queued_spacing, replay
 from .records import Record
 from .workloads import BACKGROUND
 
@@ -62,6 +62,9 @@ def summarise(
     if prefill_s and all(group in prefill_s for group in groups):
         for group, floor in _floors(records, window, prefill_s, num_prefills).items():
             result[group]["ttft_fifo_floor_ms"] = floor
+    if num_prefills == 1:
+        for group, figures in result.items():
+            figures.update(_spacings(records, window, group))
     return summary
 
 
@@ -116,6 +119,19 @@ def _floors(
     return floors
 
 
+def _spacings(
+    records: Sequence[Record], window: Window, group: str
+) -> dict[str, dict[str, float | None]]:
+    """What one more of the group took where they queued, with none or one of another between."""
+    served = [r for r in records if r.token_s and window.holds(r.token_s[0])]
+    sent_s, first_s = [r.sent_s for r in served], [r.token_s[0] for r in served]
+    is_ours = [r.group == group for r in served]
+    return {
+        name: _spread(queued_spacing(sent_s, first_s, is_ours, num_between))
+        for name, num_between in (("queued_spacing_ms", 0), ("queued_spacing_past_one_ms", 1))
+    }
+
+
 def _spread(seconds: Any) -> dict[str, float | None]:
     """Percentiles in ms, of what is not None."""
     samples = sorted(value for value in seconds if value is not None)
@@ -132,7 +148,7 @@ def table(summary: Mapping[str, Any]) -> str:
     lines = [f"{'':34}{'n':>8}{'p50':>10}{'p90':>10}{'p99':>10}{'max':>10}   ms"]
     for group, figures in summary["groups"].items():
         for name, value in figures.items():
-            if name.endswith("_ms") and "p50" in value:
+            if name.endswith("_ms") and value.get("n"):
                 lines.append(_row(f"{group} {name.removesuffix('_ms')}", value))
         lines.append(
             f"{group}: {figures['num_sent']} sent, {figures['num_failed']} failed, "

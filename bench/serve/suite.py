@@ -20,7 +20,8 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,7 +33,7 @@ from baton.prefill_node import policy
 
 from ..figures import commit, machine
 from ..gpu_shapes import SHAPES
-from . import idle, load, plots, records, report, systems
+from . import clocks, idle, load, plots, records, report, systems
 from .workloads import BACKGROUND, DEFAULT_SHAPE, PROBE, Shape, make_workload
 
 _SLO = report.Slo(ttft_s=0.5, tbt_s=0.05)
@@ -75,16 +76,26 @@ class Suite:
         self._results[self._arguments.label + name] = found
         self._path.write_text(json.dumps(self._results, indent=1) + "\n")
 
+    @contextmanager
+    def _clocks(self, name: str) -> Iterator[None]:
+        """Keep those of a part of this run."""
+        found: clocks.Clocks = {}
+        with clocks.recorded(found):
+            yield
+        self._results["runs"][-1].setdefault("clocks", []).append({name: found})
+        print(f"{name}: {found}", flush=True)
+
     def _alone(self) -> None:
         repeats = self._arguments.idle_repeats
         queued_length = DEFAULT_SHAPE.num_prompt_tokens
-        found, queued_s = idle.measure_engine(
-            policy.adjust(self._engine),
-            self._lengths,
-            repeats,
-            queued_length,
-            self._arguments.queued,
-        )
+        with self._clocks("alone"):
+            found, queued_s = idle.measure_engine(
+                policy.adjust(self._engine),
+                self._lengths,
+                repeats,
+                queued_length,
+                self._arguments.queued,
+            )
         for length, samples in found.items():
             times_ms = sorted(round(one.ttft_s * 1e3, 2) for one in samples)
             print(f"engine alone, {length} tokens: TTFT {times_ms} ms", flush=True)
@@ -151,12 +162,13 @@ class Suite:
                 warmup_s=arguments.warmup_s,
                 num_streams=arguments.streams,
             )
-            found = load.apply(
-                make_workload(mix, shape),
-                target,
-                vocab_size=self._vocab_size,
-                num_generators=_GENERATORS,
-            )
+            with self._clocks(f"{prefix}{mix}"):
+                found = load.apply(
+                    make_workload(mix, shape),
+                    target,
+                    vocab_size=self._vocab_size,
+                    num_generators=_GENERATORS,
+                )
             window = report.Window(shape.warmup_s, shape.duration_s)
             num_gpus = _num_gpus(arguments.prefill_gpus)
             num_prefills = max(1, num_gpus // arguments.tensor_parallel_size)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from baton.bench.serve import arrivals, fifo, generator, plots, records, report
+from baton.bench.serve import arrivals, clocks, fifo, generator, plots, records, report
 from baton.bench.serve.arrivals import Arrival, Prompt
 from baton.bench.serve.driver import DriverError
 from baton.bench.serve.drivers import connect
@@ -78,6 +78,22 @@ def test_fifo_by_hand() -> None:
     # Arrivals at 0, 1, 5; each takes 2: the second waits 1, the third finds nobody.
     assert fifo.replay([0, 1, 5], [2, 2, 2]) == [2, 3, 2]
     assert fifo.replay([0, 1, 1], [2, 2, 2], num_servers=2) == [2, 2, 3]
+
+
+def test_what_a_queued_request_took_by_hand() -> None:
+    sent_s, first_s = [0.0, 1.0, 2.0, 9.5, 9.6, 9.7], [4.0, 7.0, 9.0, 13.0, 14.0, 17.5]
+    is_ours = [True, True, True, True, False, True]
+    # The fourth was sent to an idle server; between it and the last came another's.
+    assert fifo.queued_spacing(sent_s, first_s, is_ours, 0) == [3.0, 2.0]
+    assert fifo.queued_spacing(sent_s, first_s, is_ours, 1) == [4.5]
+
+
+def test_clocks_of_a_cut_off_output() -> None:
+    lines = ["0, 1980, 600.5, 50", "1, 1500, [N/A], 60", "0, 1960, 700.5, 52", "1, 1600, 30"]
+    assert clocks.medians(lines) == {
+        "0": {"clock_mhz": 1970.0, "power_w": 650.5, "temperature_c": 51.0},
+        "1": {"clock_mhz": 1500.0, "temperature_c": 60.0},
+    }
 
 
 def test_records_survive_the_file(tmp_path: Path) -> None:
