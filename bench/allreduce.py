@@ -100,7 +100,7 @@ class Rank:
 
     def _check_norm(self) -> None:
         """Sum, residual and norm in one kernel are what they are one after the other."""
-        peers, ops = self._communicator._peers, TritonOps(torch.device("cuda"))
+        peers, ops = self._communicator._peers, TritonOps()
         for num_rows, dim in ((1, 4096), (64, 4096), (64, 8192), (128, 5120), (3, 96)):
             generator = torch.Generator("cuda").manual_seed(dim)
             shape = {"generator": generator, "device": "cuda", "dtype": torch.bfloat16}
@@ -135,7 +135,7 @@ class Rank:
 
     def measure_norm(self, num_rows: int, dim: int) -> dict[str, tuple[float, ...]]:
         """Microseconds of a sum that is added to the residual stream and normed."""
-        communicator, ops = self._communicator, TritonOps(torch.device("cuda"))
+        communicator, ops = self._communicator, TritonOps()
         x = torch.randn(num_rows, dim, device="cuda", dtype=torch.bfloat16)
         residual, weight = torch.randn_like(x), torch.rand_like(x[0])
         ways: dict[str, Sum] = {

@@ -1,10 +1,9 @@
 """The products of decodes, each weight read once: cuBLAS beside split-K in Triton, in a CUDA graph.
 
-python -m baton.bench.products [--shape NAME] [--tp N] [--rows N,N] [--sweep] [--out FILE]
+python -m baton.bench.products [--shape NAME] [--tp N] [--rows N,N] [--out FILE]
 
 As in a model, each product follows a norm and has a weight of its own, which no cache holds. Floor:
-reading the weight. `--sweep` tries many tilings and prints the best: what `ops_triton.tiling_for`
-should say.
+reading the weight. Of the many tilings that are tried the five best are told.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.kernels.norm_triton import rms_norm
-from baton.kernels.ops_triton import tiling_for
 from baton.kernels.split_k_triton import MAX_ROWS, MAX_TILES, Tiling, split_k_product
 
 from .figures import ROOT, Figure, machine, table, write
@@ -135,8 +133,8 @@ def _compile(kernel: Tiling, splits: int, num_rows: int) -> None:
     chain.check(tiling)
 
 
-def measure(shape: Shape, tp: int, rows: list[int], *, is_sweep: bool) -> list[Figure]:
-    """cuBLAS and what is chosen, or with `is_sweep` the best five tilings."""
+def measure(shape: Shape, tp: int, rows: list[int]) -> list[Figure]:
+    """cuBLAS and the best five tilings."""
     figures = []
     for name, (num_outputs, num_inputs) in products_of(shape, tp).items():
         for num_rows in rows:
@@ -144,9 +142,7 @@ def measure(shape: Shape, tp: int, rows: list[int], *, is_sweep: bool) -> list[F
             title = f"{name} {num_outputs} x {num_inputs}, {num_rows} rows"
             floor_us = chain.num_bytes / BYTES_PER_S * 1e6
             ways: dict[str, Product] = {}
-            chosen = tiling_for(num_rows, num_outputs, num_inputs)
-            tried = list(tilings(num_outputs, num_inputs)) if is_sweep else []
-            for tiling in [chosen, *tried] if chosen else tried:
+            for tiling in tilings(num_outputs, num_inputs):
                 chain.check(tiling)
                 ways[_words(tiling)] = chain.split_k(tiling)
             found = [
@@ -176,14 +172,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--rows", default=f"16,32,{MAX_ROWS}")
-    parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "products.json")
     arguments = parser.parse_args(argv)
     rows = [int(number) for number in arguments.rows.split(",")]
     where = machine() | {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-    if arguments.sweep:
-        compile_all(rows)
-    figures = measure(SHAPES[arguments.shape], arguments.tp, rows, is_sweep=arguments.sweep)
+    compile_all(rows)
+    figures = measure(SHAPES[arguments.shape], arguments.tp, rows)
     write(arguments.out, {f"tp {arguments.tp}": figures}, where, "baton.bench.products")
     return 0
 

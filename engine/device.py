@@ -58,7 +58,7 @@ def choose_placement(config: EngineConfig, model: ModelConfig) -> Placement:
         raise StartupFailed(f"the checkpoint is in {dtype}", hint="--dtype bfloat16")
     device = torch.device("cuda:0" if config.device in ("auto", "cuda") else config.device)
     torch.cuda.set_device(device)
-    return Placement(device, _DTYPES[dtype], TritonOps(device))
+    return Placement(device, _DTYPES[dtype], TritonOps())
 
 
 def _check_gpu(device: str, num_gpus: int) -> None:

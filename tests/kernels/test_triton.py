@@ -19,7 +19,7 @@ from baton.kernels.attention import AttentionBackend, AttentionMetadata
 from baton.kernels.attention_gpu import GpuAttention, make_gpu_attention
 from baton.kernels.attention_torch import TorchAttention
 from baton.kernels.decode_attention_triton import divide, max_shares
-from baton.kernels.gemv_triton import gemv
+from baton.kernels.gemv_triton import few_rows_product, gemv
 from baton.kernels.kv_blocks_triton import gather_blocks, scatter_blocks
 from baton.kernels.norm_triton import add_rms_norm, norm_heads, rms_norm
 from baton.kernels.rope_triton import rotate_and_store
@@ -83,6 +83,16 @@ def test_gemv(outputs: int, inputs: int, has_bias: bool, dtype: torch.dtype) -> 
     expected = torch.nn.functional.linear(x.double(), weight.double())
     expected = expected + (0 if bias is None else bias.double())
     close(gemv(x, weight, bias), expected.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [2, 16])
+@pytest.mark.parametrize(("outputs", "inputs"), [(100, 130), (65, 256)])
+def test_few_rows(outputs: int, inputs: int, rows: int, dtype: torch.dtype) -> None:
+    x, weight = randn(rows, inputs, dtype=dtype), randn(outputs, inputs, dtype=dtype)
+    together = few_rows_product(x, weight)
+    close(together, torch.nn.functional.linear(x.double(), weight.double()).to(dtype))
+    assert torch.equal(few_rows_product(x[1:2], weight)[0], together[1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
