@@ -14,6 +14,7 @@ import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -29,7 +30,17 @@ from .gpu_shapes import BYTES_PER_S, SHAPES, Shape
 _WEIGHT_BYTES = 400 << 20  # of all weights of a graph: more than the L2 cache has
 _MOST_WEIGHTS = 40
 _REPEATS = 9
+_NUM_TOLD = 5
 _COMPILERS = 12
+_SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
+_KERNELS = [
+    Tiling(outputs, inputs, 1, stages, warps)
+    for outputs, inputs, stages, warps in itertools.product(
+        (32, 64, 128), (64, 128), (3, 4, 6), (4, 8)
+    )
+    # What fits into shared memory with 64 rows, and gives every warp something to do.
+    if (outputs + 64) * inputs * 2 * stages <= 200 << 10 and (warps == 4 or outputs == 128)
+]
 
 Product = Callable[[Tensor, Tensor], Tensor]
 
@@ -99,38 +110,24 @@ def tilings(num_outputs: int, num_inputs: int) -> Iterator[Tiling]:
     num_processors = torch.cuda.get_device_properties(0).multi_processor_count
     for kernel in _KERNELS:
         tiles, steps = -(-num_outputs // kernel.outputs), -(-num_inputs // kernel.inputs)
-        for splits in (1, 2, 3, 4, 6, 8, 12, 16):
+        for splits in _SPLITS:
             programs = tiles * splits
             is_enough = programs > num_processors * 0.7
             is_too_many = splits > 1 and programs > num_processors * 5
             if tiles <= MAX_TILES and is_enough and not is_too_many and steps >= 2 * splits:
-                yield Tiling(kernel.outputs, kernel.inputs, splits, kernel.stages, kernel.warps)
-
-
-_KERNELS = [
-    Tiling(outputs, inputs, 1, stages, warps)
-    for outputs, inputs, stages, warps in itertools.product(
-        (32, 64, 128), (64, 128), (3, 4, 6), (4, 8)
-    )
-    # What fits into shared memory with 64 rows, and gives every warp something to do.
-    if (outputs + 64) * inputs * 2 * stages <= 200 << 10 and (warps == 4 or outputs == 128)
-]
+                yield replace(kernel, splits=splits)
 
 
 def compile_all(rows: list[int]) -> None:
     """Into Triton's cache, in many processes at once."""
-    work = [
-        (kernel, splits, num_rows) for kernel in _KERNELS for splits in (1, 2) for num_rows in rows
-    ]
+    tilings = [replace(kernel, splits=splits) for kernel in _KERNELS for splits in (1, 2)]
     spawned = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(_COMPILERS, mp_context=spawned) as pool:
-        list(pool.map(_compile, *zip(*work, strict=True)))
+        list(pool.map(_compile, *zip(*itertools.product(tilings, rows), strict=True)))
 
 
-def _compile(kernel: Tiling, splits: int, num_rows: int) -> None:
-    tiling = Tiling(kernel.outputs, kernel.inputs, splits, kernel.stages, kernel.warps)
-    chain = Chain(num_rows, kernel.outputs, kernel.inputs * 4)
-    chain.check(tiling)
+def _compile(tiling: Tiling, num_rows: int) -> None:
+    Chain(num_rows, tiling.outputs, tiling.inputs * 4).check(tiling)
 
 
 def measure(shape: Shape, tp: int, rows: list[int]) -> list[Figure]:
@@ -141,15 +138,13 @@ def measure(shape: Shape, tp: int, rows: list[int]) -> list[Figure]:
             chain = Chain(num_rows, num_outputs, num_inputs)
             title = f"{name} {num_outputs} x {num_inputs}, {num_rows} rows"
             floor_us = chain.num_bytes / BYTES_PER_S * 1e6
-            ways: dict[str, Product] = {}
+            found = []
             for tiling in tilings(num_outputs, num_inputs):
                 chain.check(tiling)
-                ways[_words(tiling)] = chain.split_k(tiling)
-            found = [
-                Figure(f"{title}: {way}", "us", chain.time_us(product), floor_us, "reading")
-                for way, product in ways.items()
-            ]
-            found = sorted(found, key=lambda figure: figure.median)[:5]
+                samples = chain.time_us(chain.split_k(tiling))
+                what = f"{title}: {_words(tiling)}"
+                found.append(Figure(what, "us", samples, floor_us, "reading"))
+            found = sorted(found, key=lambda figure: figure.median)[:_NUM_TOLD]
             for library in ("cublas", "cublaslt"):
                 torch.backends.cuda.preferred_blas_library(library)
                 samples = chain.time_us(cublas)

@@ -64,12 +64,13 @@ class EngineConfig:
     )
     max_num_seqs: int = flag(256, "most requests in one step")
     max_num_batched_tokens: int = flag(
-        2048, "most tokens in one step, but for a sixteenth that ends a prompt; others are chunked"
+        2048,
+        "most tokens in one step; longer prompts are chunked, but an end may take a sixteenth more",
     )
     prefill_chunk_tokens: int | None = flag(
         None,
-        "on a GPU, tokens of each of a long prompt's chunks but the last, which has "
-        "--max-num-batched-tokens; default: as many, or 8192 on a prefill node",
+        "on a prefill node's GPU, tokens of each of a long prompt's chunks but the last, which has "
+        "--max-num-batched-tokens; default: 8192, or as many if those are set",
     )
     enable_prefix_caching: bool = flag(True, "reuse KV of equal prefixes")
     attention_backend: str = flag(

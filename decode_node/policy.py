@@ -15,7 +15,7 @@ MAX_NUM_BATCHED_TOKENS = 512
 
 def adjust(config: EngineConfig) -> EngineConfig:
     """Small steps, unless the operator chose a size (any but the general default)."""
-    config = dataclasses.replace(config, prefill_chunk_tokens=None)  # nobody waits for that
+    config = dataclasses.replace(config, prefill_chunk_tokens=None)  # running streams would wait
     if config.max_num_batched_tokens != EngineConfig().max_num_batched_tokens:
         return config
     budget = max(MAX_NUM_BATCHED_TOKENS, config.max_num_seqs)  # or decodes would take turns

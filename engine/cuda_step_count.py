@@ -3,7 +3,8 @@
     stream   | model of step n | n ► page |  sampling ...      no event, no message, no thread
 
 A write in stream order is seen some microseconds after the kernels before it; the host sees a step
-complete when it looks, and a puller hears of it later still.
+complete when it looks, and a puller hears of it later still. Of several ranks the first counts for
+all: its model ends with a sum of what every rank computed behind its own last KV store.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     ttft[i] = max(arrival[i], end[i - 1]) + service[i] - arrival[i]        first come, first served
 
-`service` is the time of one prefill alone, measured on an idle engine. No prefill node that
+`service` is the time of one prefill at an engine alone, in a queue of them. No prefill node that
 computes one prompt at a time can be faster; batching prompts gains nothing where one prompt already
 keeps the GPU's multipliers busy.
 """
