@@ -1,10 +1,14 @@
-"""A matrix times one vector or a few, in Triton: what the products of small decodes are.
+"""A matrix times one vector or a few, in Triton: what the products of decodes are.
 
-Bound by reading the matrix once. cuBLAS reaches less of the memory's speed on a single row, and on
-up to 16 for as many outputs as an LM head has.
+Bound by reading the matrix once, so that enough loads must be in flight on every multiprocessor.
+cuBLAS reaches less of the memory's speed on a single row, on some dozens, and for as many outputs
+as an LM head has (`python -m baton.bench.products`). A matrix is constant: its first part is on the
+way before the kernel in front has ended.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -13,9 +17,38 @@ from torch import Tensor
 
 from .dependent_launch import launch_options, let_next_in, wait_for_previous
 
-MAX_FEW_ROWS = 16  # a tile of the matrix units
+MAX_FEW_ROWS = 64
 _MANY_OUTPUTS = 8192
-_TILE_OUTPUTS, _TILE_INPUTS = 32, 128
+_HEAD_OUTPUTS = 32_768  # of an LM head, or more
+_LEAST_ROWS = 33  # below, cuBLAS is as fast but for LM heads
+_LEAST_TILES = 96  # that keep an H200 busy
+_ALIGNED = 16  # bytes, of what is fetched early
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How few_rows_product is cut up: a program's outputs, and what it has in flight."""
+
+    outputs: int
+    inputs: int  # of one step of its loop
+    stages: int
+    warps: int = 4
+    ahead_bytes: int = 2 << 20  # of the matrix, fetched into the L2 cache early
+
+
+def few_rows_tiling(x: Tensor, weight: Tensor) -> Tiling | None:
+    """How an H200 multiplies the two fastest; None where cuBLAS does."""
+    num_rows, num_outputs = len(x), len(weight)
+    if x.itemsize != 2 or num_rows > MAX_FEW_ROWS:
+        return None
+    if num_outputs >= _HEAD_OUTPUTS:
+        return Tiling(64 if num_rows <= 16 else 128, 128, 3 if 16 < num_rows <= 32 else 4)
+    if num_rows < _LEAST_ROWS:
+        return None
+    for outputs, stages in ((128, 4), (64, 6), (32, 6)):
+        if num_outputs >= _LEAST_TILES * outputs:
+            return Tiling(outputs, 128, stages)
+    return None
 
 
 def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -66,58 +99,90 @@ def _gemv(
     tl.store(out + row, total.to(out.dtype.element_ty))
 
 
-def few_rows_product(x: Tensor, weight: Tensor) -> Tensor:
-    """x [rows <= MAX_FEW_ROWS, inputs] @ weight [outputs, inputs]^T -> [rows, outputs].
+def few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Tiling) -> Tensor:
+    """x [rows <= MAX_FEW_ROWS, inputs] @ weight [outputs, inputs]^T + bias -> [rows, outputs].
 
-    A sum does not depend on the other rows.
+    Sums in float32; a row's do not depend on the others.
     """
     (num_rows, num_inputs), num_outputs = x.shape, len(weight)
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
-    _few_rows_product[(triton.cdiv(num_outputs, _TILE_OUTPUTS),)](
+    row_bytes = num_inputs * x.itemsize
+    ahead = min(tiling.ahead_bytes // num_outputs, row_bytes) // _ALIGNED * _ALIGNED
+    _few_rows_product[(triton.cdiv(num_outputs, tiling.outputs),)](
         x,
         weight,
+        weight if bias is None else bias,
         out,
         num_rows,
         num_outputs,
         num_inputs,
-        ROWS=MAX_FEW_ROWS,
-        TILE_OUTPUTS=_TILE_OUTPUTS,
-        TILE_INPUTS=_TILE_INPUTS,
+        ahead if row_bytes % _ALIGNED == 0 else 0,
+        HAS_BIAS=bias is not None,
+        IS_WHOLE=num_outputs % tiling.outputs == 0 and num_inputs % tiling.inputs == 0,
+        ROWS=max(16, triton.next_power_of_2(num_rows)),  # 16: a tile of the matrix units
+        TILE_OUTPUTS=tiling.outputs,
+        TILE_INPUTS=tiling.inputs,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        num_warps=2,
-        num_stages=4,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
         **launch_options(x.device),
     )
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_ahead"])
 def _few_rows_product(
     x,
     weight,
+    bias,
     out,
     num_rows,
     num_outputs,
     num_inputs,
+    num_ahead,
+    HAS_BIAS: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
     ROWS: tl.constexpr,
     TILE_OUTPUTS: tl.constexpr,
     TILE_INPUTS: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    let_next_in(PDL)
-    wait_for_previous(PDL)
     rows = tl.arange(0, ROWS)[:, None]
     outputs = tl.program_id(0) * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
     cols = tl.arange(0, TILE_INPUTS)[None, :]
-    matrix = weight + outputs.to(tl.int64)[:, None] * num_inputs + cols
+    is_row, is_output = rows < num_rows, outputs < num_outputs
+    matrix = weight + outputs.to(tl.int64)[:, None] * num_inputs
+    let_next_in(PDL)
+    if PDL and IS_WHOLE and num_ahead > 0:
+        _prefetch(matrix, num_ahead)
+    wait_for_previous(PDL)
     vectors = x + rows * num_inputs + cols
+    matrix += cols
     sums = tl.zeros((ROWS, TILE_OUTPUTS), tl.float32)
     for first in range(0, num_inputs, TILE_INPUTS):
-        is_col = cols < num_inputs - first
-        values = tl.load(vectors + first, mask=(rows < num_rows) & is_col, other=0.0)
-        tile = tl.load(matrix + first, mask=(outputs < num_outputs)[:, None] & is_col, other=0.0)
+        if IS_WHOLE:
+            values = tl.load(vectors + first, mask=is_row, other=0.0)
+            tile = tl.load(matrix + first)
+        else:
+            is_col = cols < num_inputs - first
+            values = tl.load(vectors + first, mask=is_row & is_col, other=0.0)
+            tile = tl.load(matrix + first, mask=is_output[:, None] & is_col, other=0.0)
         sums = tl.dot(values, tile.T, sums, input_precision=PRECISION)
+    if HAS_BIAS:
+        sums += tl.load(bias + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
     at = out + rows * num_outputs + outputs[None, :]
-    mask = (rows < num_rows) & (outputs < num_outputs)[None, :]
-    tl.store(at, sums.to(out.dtype.element_ty), mask=mask)
+    tl.store(at, sums.to(out.dtype.element_ty), mask=is_row & is_output[None, :])
+
+
+@triton.jit
+def _prefetch(rows, num_bytes):
+    """Bring the first bytes of each of `rows` into the L2 cache."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [rows, tl.zeros(rows.shape, tl.int32) + num_bytes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

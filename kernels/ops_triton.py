@@ -1,4 +1,4 @@
-"""`ops.Ops` for GPUs: Triton where fusing or a single row pays, cuBLAS for all other products."""
+"""`ops.Ops` for GPUs: Triton where fusing or few rows pay, cuBLAS for all other products."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .activation_triton import silu_and_mul
-from .gemv_triton import MAX_FEW_ROWS, few_rows_product, gemv
+from .gemv_triton import few_rows_product, few_rows_tiling, gemv
 from .norm_triton import add_rms_norm, norm_heads, rms_norm
-
-_HEAD_OUTPUTS = 32_768  # of an LM head, or more
 
 
 class TritonOps:
@@ -18,8 +16,8 @@ class TritonOps:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if len(x) == 1:
             return gemv(x, weight, bias)
-        if len(x) <= MAX_FEW_ROWS and len(weight) >= _HEAD_OUTPUTS and bias is None:
-            return few_rows_product(x, weight)
+        if (tiling := few_rows_tiling(x, weight)) is not None:
+            return few_rows_product(x, weight, bias, tiling)
         return F.linear(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

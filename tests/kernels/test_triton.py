@@ -19,12 +19,17 @@ from baton.kernels.attention import AttentionBackend, AttentionMetadata
 from baton.kernels.attention_gpu import GpuAttention, make_gpu_attention
 from baton.kernels.attention_torch import TorchAttention
 from baton.kernels.decode_attention_triton import divide, max_shares
-from baton.kernels.gemv_triton import few_rows_product, gemv
+from baton.kernels.gemv_triton import (
+    MAX_FEW_ROWS,
+    Tiling,
+    few_rows_product,
+    few_rows_tiling,
+    gemv,
+)
 from baton.kernels.kv_blocks_triton import gather_blocks, scatter_blocks
 from baton.kernels.norm_triton import add_rms_norm, norm_heads, rms_norm
 from baton.kernels.rope_triton import rotate_and_store
 from baton.kernels.sampling_triton import VocabularyPart, sample_unfiltered
-from baton.kernels.split_k_triton import MAX_ROWS, MAX_TILES, Tiling, split_k_product
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
@@ -86,37 +91,33 @@ def test_gemv(outputs: int, inputs: int, has_bias: bool, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [2, 16])
-@pytest.mark.parametrize(("outputs", "inputs"), [(100, 130), (65, 256)])
-def test_few_rows(outputs: int, inputs: int, rows: int, dtype: torch.dtype) -> None:
-    x, weight = randn(rows, inputs, dtype=dtype), randn(outputs, inputs, dtype=dtype)
-    together = few_rows_product(x, weight)
-    close(together, torch.nn.functional.linear(x.double(), weight.double()).to(dtype))
-    assert torch.equal(few_rows_product(x[1:2], weight)[0], together[1])
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [2, 16, 33, MAX_ROWS])
-@pytest.mark.parametrize(
-    ("outputs", "inputs", "splits"),
-    [(100, 130, 1), (65, 257, 2), (64, 256, 1), (128, 512, 2), (96, 768, 5), (32, 640, 4)],
-)
+@pytest.mark.parametrize("rows", [2, 16, 33, MAX_FEW_ROWS])
+@pytest.mark.parametrize(("outputs", "inputs"), [(100, 130), (65, 257), (64, 256), (32, 640)])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_split_k_product(
-    outputs: int, inputs: int, splits: int, rows: int, has_bias: bool, dtype: torch.dtype
-) -> None:
+def test_few_rows(outputs: int, inputs: int, rows: int, has_bias: bool, dtype: torch.dtype) -> None:
     x, weight = randn(rows, inputs, dtype=dtype), randn(outputs, inputs, dtype=dtype)
     bias = randn(outputs, dtype=dtype) if has_bias else None
-    arrivals = torch.zeros(MAX_TILES, dtype=torch.int32, device=DEVICE)
-    tiling = Tiling(outputs=32, inputs=128 // dtype.itemsize * 2, splits=splits, stages=3, warps=4)
+    tiling = Tiling(outputs=32, inputs=128 // dtype.itemsize * 2, stages=3)
     expected = torch.nn.functional.linear(x.double(), weight.double())
     expected = expected + (0 if bias is None else bias.double())
-    together = split_k_product(x, weight, bias, arrivals, tiling)
+    together = few_rows_product(x, weight, bias, tiling)
     close(together, expected.to(dtype))
-    assert torch.equal(split_k_product(x, weight, bias, arrivals, tiling), together)
-    alone = split_k_product(x[1:2], weight, bias, arrivals, tiling)[0]
-    close(alone, together[1])
-    assert not arrivals.any()
+    close(few_rows_product(x[1:2], weight, bias, tiling)[0], together[1])
+
+
+@pytest.mark.parametrize("rows", [2, 16, 17, 32, 33, MAX_FEW_ROWS])
+@pytest.mark.parametrize("outputs", [3_072, 4_096, 6_144, 14_336, 64_128])
+def test_tilings_of_few_rows(outputs: int, rows: int) -> None:
+    x, weight = (randn(n, 256, dtype=torch.bfloat16) for n in (rows, outputs))
+    tiling = few_rows_tiling(x, weight)
+    assert (tiling is not None) == (rows > 32 or outputs > 32_000)
+    if tiling is not None:
+        padded = max(16, 1 << (rows - 1).bit_length())
+        stage = (tiling.outputs + padded) * tiling.inputs * 2
+        assert stage * tiling.stages <= 227 << 10, "a program's shared memory"
+        if HAS_GPU:
+            expected = torch.nn.functional.linear(x.double(), weight.double())
+            close(few_rows_product(x, weight, None, tiling), expected.to(x.dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
