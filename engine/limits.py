@@ -23,7 +23,7 @@ class EngineLimits:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_held_blocks: int | None = None
-    prefill_chunk_tokens: int = 0  # of a step with a part of one prompt, if that is more
+    prefill_chunk_tokens: int = 0  # of a step with one prompt alone, if that is more
 
     @property
     def capacity(self) -> int:

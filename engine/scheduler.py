@@ -10,6 +10,7 @@ another prompt, which takes a GPU as long in a step of its own:
              |  prompt 2, its last |                  prompt 3 begins in the next step, not here
              |  prompt 3, alone, not its last ............. |    in few steps, but for the last one:
              |  prompt 3, its last chunk      |     what is left to pull behind the first token
+             |  prompt 4, whole, while others wait ........ |    what is left to pull delays nobody
 
 Memory:
 
@@ -54,8 +55,9 @@ class ScheduledSequence(NamedTuple):
 class Schedule:
     """One step. `failed` sequences can never go on: they are out of the scheduler already.
 
-    The tokens that end a prompt may exceed the budget by `num_spare_tokens`. A chunk that ends none
-    may have more where no other prompt is in the step: with the decodes `num_chunk_tokens`.
+    The tokens that end a prompt may exceed the budget by `num_spare_tokens`. A prompt with no other
+    in its step may have more, with the decodes `num_chunk_tokens`: but for its last chunk, or whole
+    while others wait.
     """
 
     num_budget_tokens: int  # left
@@ -65,11 +67,11 @@ class Schedule:
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     failed: list[tuple[Sequence, BatonError]] = field(default_factory=list)
 
-    def plan(self, sequence: Sequence) -> None:
+    def plan(self, sequence: Sequence, *, others_wait: bool = False) -> None:
         """Take as many of the sequence's unlaunched tokens as there is room for."""
         num_tokens = sequence.num_unlaunched_tokens
         if not self._can_end(num_tokens):
-            num_tokens = self._chunk_of(num_tokens)
+            num_tokens = self._chunk_of(num_tokens, others_wait)
         self.scheduled.append(ScheduledSequence(sequence, num_tokens))
         self.num_budget_tokens = max(0, self.num_budget_tokens - num_tokens)
         self.num_chunk_tokens = max(0, self.num_chunk_tokens - num_tokens)
@@ -79,15 +81,20 @@ class Schedule:
         """Whether a prompt with so many tokens to compute is better begun in this step.
 
         Not if it only makes the prompts wait that are in the step already: they end with it, and
-        are enough to fill a GPU.
+        are enough to fill a GPU, or alone it would get on in a larger step.
         """
-        return self._can_end(num_tokens) or self.num_prompt_tokens < self.num_budget_tokens
+        if self._can_end(num_tokens) or not self.num_prompt_tokens:
+            return True
+        budget = self.num_budget_tokens
+        return self.num_prompt_tokens < budget and self.num_chunk_tokens <= budget
 
-    def _chunk_of(self, num_tokens: int) -> int:
-        """How many of a prompt's tokens to take that does not end in this step."""
+    def _chunk_of(self, num_tokens: int, others_wait: bool) -> int:
+        """How many of a prompt's tokens to take that does not end within the budget."""
         budget = self.num_budget_tokens
         if self.num_prompt_tokens:
             return budget
+        if others_wait and num_tokens <= self.num_chunk_tokens:
+            return num_tokens
         return max(budget, min(num_tokens - budget, self.num_chunk_tokens))
 
     def _can_end(self, num_tokens: int) -> bool:
@@ -208,7 +215,7 @@ class Scheduler:
                 schedule.plan(sequence)
         for sequence in self.running:
             if sequence.is_prefilling and schedule.num_budget_tokens:
-                schedule.plan(sequence)
+                schedule.plan(sequence, others_wait=bool(self.waiting))
         self._admit_waiting(schedule)
         return schedule
 
@@ -252,7 +259,7 @@ class Scheduler:
             self.waiting.popleft()
             sequence.num_prefill_tokens = sequence.num_tokens
             self._run(sequence)
-            schedule.plan(sequence)
+            schedule.plan(sequence, others_wait=bool(self.waiting))
 
     def _try_admit(self, sequence: Sequence, matched: list[int]) -> bool:
         admission = self._admission

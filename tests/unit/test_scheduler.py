@@ -144,16 +144,26 @@ def test_prompts_that_end_in_the_step_share_it() -> None:
 def test_a_long_prompt_is_computed_in_large_chunks_but_for_the_last() -> None:
     bench = Bench(budget=16, chunk=64)
     bench.add(100, first_id=100)
-    bench.add(30, first_id=300)
-    bench.add(8, first_id=400)
-    steps = [bench.step() for _ in range(2)]
-    assert steps == [{"a": 64}, {"a": 20}]
-    assert bench.step() == {"a": 16}, "the last one has what a step has, and the step no other"
+    assert [bench.step() for _ in range(3)] == [{"a": 64}, {"a": 20}, {"a": 16}]
     bench.scheduler.remove(bench.sequences[0])
+    bench.add(30, first_id=300)
     assert bench.step() == {"b": 16}, "too short for more than its two"
     assert bench.step() == {"b": 14}
+
+
+def test_while_others_wait_a_long_prompt_has_no_short_last_chunk() -> None:
+    bench = Bench(budget=16, chunk=64)
+    for length, first_id in ((100, 100), (64, 300), (65, 400), (8, 500)):
+        bench.add(length, first_id=first_id)
+    steps = [bench.step() for _ in range(2)]
+    assert steps == [{"a": 64}, {"a": 36}]
+    bench.scheduler.remove(bench.sequences[0])
+    assert bench.step() == {"b": 64}
     bench.scheduler.remove(bench.sequences[1])
-    assert bench.step() == {"c": 8}
+    assert bench.step() == {"c": 49}, "two steps, whoever waits"
+    assert bench.step() == {"c": 16}
+    bench.scheduler.remove(bench.sequences[2])
+    assert bench.step() == {"d": 8}
 
 
 def test_a_large_chunk_and_the_decodes_have_no_more_tokens_than_it_alone() -> None:
@@ -169,7 +179,9 @@ def test_a_large_chunk_has_no_other_prompt_beside_it() -> None:
     bench = Bench(budget=16, chunk=64)
     bench.add(2, first_id=100)
     bench.add(100, first_id=200)
-    assert bench.step() == {"a": 2, "b": 14}
+    assert bench.step() == {"a": 2}, "and does not make it wait"
+    bench.scheduler.remove(bench.sequences[0])
+    assert bench.step() == {"b": 64}
 
 
 def test_known_tokens_of_a_decode_are_scheduled_together_and_can_be_rolled_back() -> None:
