@@ -119,6 +119,10 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         return self._ops.linear(x, self.weight, self.bias)
 
+    def gated(self, x: Tensor) -> Tensor:
+        """The first half of the outputs, by SiLU, times the second."""
+        return self._ops.gated_linear(x, self.weight, self.bias)
+
     def targets(self) -> Targets:
         first = 0
         for part in self._outputs:

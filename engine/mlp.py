@@ -16,7 +16,6 @@ class MLP:
     def __init__(
         self, prefix: str, hidden: int, inner: int, placement: Placement, *, has_bias: bool = False
     ) -> None:
-        self._ops = placement.ops
         names = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
         self.gate_up = Linear(
             [Outputs.of_rank(name, inner, placement.communicator) for name in names],
@@ -27,7 +26,7 @@ class MLP:
         self.down = RowLinear(f"{prefix}.down_proj", hidden, inner, placement, has_bias=has_bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self._ops.silu_and_mul(self.gate_up(x)))
+        return self.down(self.gate_up.gated(x))
 
     def targets(self) -> Targets:
         yield from self.gate_up.targets()

@@ -51,6 +51,12 @@ def few_rows_tiling(x: Tensor, weight: Tensor) -> Tiling | None:
     return None
 
 
+def gated_tiling(x: Tensor, weight: Tensor) -> Tiling | None:
+    """The same for gated_product."""
+    fits = x.itemsize == 2 and _LEAST_ROWS <= len(x) <= MAX_FEW_ROWS
+    return Tiling(64, 128, 4) if fits and len(weight) >= 2 * 64 * _LEAST_TILES else None
+
+
 def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [1, inputs] @ weight [outputs, inputs]^T + bias -> [1, outputs]; sums in float32."""
     num_outputs, num_inputs = weight.shape
@@ -104,10 +110,25 @@ def few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Til
 
     Sums in float32; a row's do not depend on the others.
     """
-    (num_rows, num_inputs), num_outputs = x.shape, len(weight)
+    return _few_rows(x, weight, bias, tiling, is_gated=False)
+
+
+def gated_product(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Tiling) -> Tensor:
+    """`activation.silu_and_mul` of the same in one kernel: weight [2 * dim, inputs] -> [rows, dim].
+
+    A program has `tiling.outputs` rows of either half of the weight.
+    """
+    return _few_rows(x, weight, bias, tiling, is_gated=True)
+
+
+def _few_rows(
+    x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Tiling, *, is_gated: bool
+) -> Tensor:
+    num_rows, num_inputs = x.shape
+    num_outputs = len(weight) // (2 if is_gated else 1)
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
     row_bytes = num_inputs * x.itemsize
-    ahead = min(tiling.ahead_bytes // num_outputs, row_bytes) // _ALIGNED * _ALIGNED
+    ahead = min(tiling.ahead_bytes // len(weight), row_bytes) // _ALIGNED * _ALIGNED
     _few_rows_product[(triton.cdiv(num_outputs, tiling.outputs),)](
         x,
         weight,
@@ -118,6 +139,7 @@ def few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Til
         num_inputs,
         ahead if row_bytes % _ALIGNED == 0 else 0,
         HAS_BIAS=bias is not None,
+        IS_GATED=is_gated,
         IS_WHOLE=num_outputs % tiling.outputs == 0 and num_inputs % tiling.inputs == 0,
         ROWS=max(16, triton.next_power_of_2(num_rows)),  # 16: a tile of the matrix units
         TILE_OUTPUTS=tiling.outputs,
@@ -141,6 +163,7 @@ def _few_rows_product(
     num_inputs,
     num_ahead,
     HAS_BIAS: tl.constexpr,
+    IS_GATED: tl.constexpr,
     IS_WHOLE: tl.constexpr,
     ROWS: tl.constexpr,
     TILE_OUTPUTS: tl.constexpr,
@@ -153,24 +176,37 @@ def _few_rows_product(
     cols = tl.arange(0, TILE_INPUTS)[None, :]
     is_row, is_output = rows < num_rows, outputs < num_outputs
     matrix = weight + outputs.to(tl.int64)[:, None] * num_inputs
+    to_up = (
+        num_outputs.to(tl.int64) * num_inputs
+    )  # from a row of the gate to that of the other half
     let_next_in(PDL)
     if PDL and IS_WHOLE and num_ahead > 0:
         _prefetch(matrix, num_ahead)
+        if IS_GATED:
+            _prefetch(matrix + to_up, num_ahead)
     wait_for_previous(PDL)
     vectors = x + rows * num_inputs + cols
     matrix += cols
     sums = tl.zeros((ROWS, TILE_OUTPUTS), tl.float32)
+    up_sums = tl.zeros((ROWS, TILE_OUTPUTS), tl.float32)
     for first in range(0, num_inputs, TILE_INPUTS):
-        if IS_WHOLE:
-            values = tl.load(vectors + first, mask=is_row, other=0.0)
-            tile = tl.load(matrix + first)
-        else:
-            is_col = cols < num_inputs - first
-            values = tl.load(vectors + first, mask=is_row & is_col, other=0.0)
-            tile = tl.load(matrix + first, mask=is_output[:, None] & is_col, other=0.0)
+        is_col = IS_WHOLE or cols < num_inputs - first
+        is_there = IS_WHOLE or is_output[:, None] & is_col
+        values = tl.load(vectors + first, mask=is_row & is_col, other=0.0)
+        tile = tl.load(matrix + first, mask=is_there, other=0.0)
         sums = tl.dot(values, tile.T, sums, input_precision=PRECISION)
+        if IS_GATED:
+            up_tile = tl.load(matrix + to_up + first, mask=is_there, other=0.0)
+            up_sums = tl.dot(values, up_tile.T, up_sums, input_precision=PRECISION)
     if HAS_BIAS:
         sums += tl.load(bias + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
+        if IS_GATED:
+            up_bias = tl.load(bias + num_outputs + outputs, mask=is_output, other=0.0)
+            up_sums += up_bias.to(tl.float32)[None, :]
+    if IS_GATED:  # as in activation_triton.py, the products rounded as if they had been stored
+        gate = sums.to(out.dtype.element_ty).to(tl.float32)
+        gated = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
+        sums = gated * up_sums.to(out.dtype.element_ty).to(tl.float32)
     at = out + rows * num_outputs + outputs[None, :]
     tl.store(at, sums.to(out.dtype.element_ty), mask=is_row & is_output[None, :])
 

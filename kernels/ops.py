@@ -35,8 +35,8 @@ class Ops(Protocol):
         """norm.norm_heads; `qkv` may be overwritten."""
         ...
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """activation.silu_and_mul."""
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """activation.silu_and_mul of `linear`."""
         ...
 
 
@@ -57,5 +57,5 @@ class TorchOps:
     ) -> Tensor:
         return norm_heads(qkv, weights, kv_heads, eps)
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        return silu_and_mul(gate_up)
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return silu_and_mul(F.linear(x, weight, bias))

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .activation_triton import silu_and_mul
-from .gemv_triton import few_rows_product, few_rows_tiling, gemv
+from .gemv_triton import few_rows_product, few_rows_tiling, gated_product, gated_tiling, gemv
 from .norm_triton import add_rms_norm, norm_heads, rms_norm
 
 
@@ -31,5 +31,7 @@ class TritonOps:
     ) -> Tensor:
         return norm_heads(qkv, weights, kv_heads, eps)
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        return silu_and_mul(gate_up)
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if (tiling := gated_tiling(x, weight)) is not None:
+            return gated_product(x, weight, bias, tiling)
+        return silu_and_mul(self.linear(x, weight, bias))

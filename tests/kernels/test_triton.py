@@ -24,6 +24,8 @@ from baton.kernels.gemv_triton import (
     Tiling,
     few_rows_product,
     few_rows_tiling,
+    gated_product,
+    gated_tiling,
     gemv,
 )
 from baton.kernels.kv_blocks_triton import gather_blocks, scatter_blocks
@@ -103,6 +105,9 @@ def test_few_rows(outputs: int, inputs: int, rows: int, has_bias: bool, dtype: t
     together = few_rows_product(x, weight, bias, tiling)
     close(together, expected.to(dtype))
     close(few_rows_product(x[1:2], weight, bias, tiling)[0], together[1])
+    if outputs % 2 == 0:
+        gated = gated_product(x, weight, bias, tiling)
+        close(gated, activation.silu_and_mul(expected).to(dtype))
 
 
 @pytest.mark.parametrize("rows", [2, 16, 17, 32, 33, MAX_FEW_ROWS])
@@ -118,6 +123,15 @@ def test_tilings_of_few_rows(outputs: int, rows: int) -> None:
         if HAS_GPU:
             expected = torch.nn.functional.linear(x.double(), weight.double())
             close(few_rows_product(x, weight, None, tiling), expected.to(x.dtype))
+    if (tiling := gated_tiling(x, weight)) is not None:
+        assert (
+            rows > 32 and (2 * tiling.outputs + 64) * tiling.inputs * 2 * tiling.stages <= 227 << 10
+        )
+        if HAS_GPU:
+            expected = activation.silu_and_mul(
+                torch.nn.functional.linear(x.double(), weight.double())
+            )
+            close(gated_product(x, weight, None, tiling), expected.to(x.dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
