@@ -125,7 +125,7 @@ class ClusterView:
         self._table.add(LinkedEngine(member, link, clock=self._clock))
 
     def heartbeat(self, link: NodeLink, load: Load) -> None:
-        self._table.engines[link.member.incarnation].load = load
+        self._table.engines[link.member.incarnation].heard(load)
         self._events.cluster_changed()
 
     def outputs(

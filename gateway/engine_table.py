@@ -73,6 +73,7 @@ class _Dispatched:
 
     uncached_tokens: int
     cached_tokens: int
+    at_s: float
 
 
 @dataclass(slots=True)
@@ -91,6 +92,8 @@ class LinkedEngine:
     num_stale_hits: int = 0
     clock: Clock = field(default_factory=SystemClock)
     speed: PrefillSpeed = field(default_factory=PrefillSpeed)
+    _moved_s: float = 0.0  # when fewer tokens waited than before, by heartbeat
+    _answered_s: float = 0.0  # when a first token of ours came
     _unanswered: dict[tuple[str, int], _Dispatched] = field(default_factory=dict)
 
     @property
@@ -109,6 +112,13 @@ class LinkedEngine:
     def is_ready(self) -> bool:
         return self.load is not None and not self.load.is_draining
 
+    def heard(self, load: Load) -> None:
+        """A heartbeat."""
+        waited_tokens = self.load.waiting_tokens if self.load is not None else 0
+        if load.waiting_tokens < waited_tokens or not waited_tokens:
+            self._moved_s = self.clock.monotonic_s()
+        self.load = load
+
     def dispatch(
         self,
         request: Request,
@@ -120,11 +130,11 @@ class LinkedEngine:
         """`cached_tokens`: what the index promises of the request here."""
         self.num_dispatched += 1
         uncached_tokens = request.num_known_tokens - cached_tokens
-        dispatched = _Dispatched(uncached_tokens, cached_tokens)
+        now_s = self.clock.monotonic_s()
+        dispatched = _Dispatched(uncached_tokens, cached_tokens, now_s)
         if work is Work.PREFILL:
             num_tokens = self.tokens_ahead + uncached_tokens
-            key = (request.request_id, request.attempt)
-            self.speed.began(key, num_tokens, self.clock.monotonic_s())
+            self.speed.began((request.request_id, request.attempt), num_tokens, now_s)
         self._unanswered[request.request_id, request.attempt] = dispatched
         self.outbox.dispatch(request, work, ticket, deadline_remaining_s)
 
@@ -141,7 +151,7 @@ class LinkedEngine:
         for request_id, attempt, *_ in tokens:
             if (request_id, attempt) in unanswered:
                 del unanswered[request_id, attempt]
-                self.speed.ended((request_id, attempt), self.clock.monotonic_s())
+                self._answered((request_id, attempt))
         for output in outputs:
             if output.cached_tokens is not None:
                 self._compare(output, output.cached_tokens)
@@ -149,9 +159,14 @@ class LinkedEngine:
                 key = (output.request_id, output.attempt)
                 unanswered.pop(key, None)
                 if output.token_ids:
-                    self.speed.ended(key, self.clock.monotonic_s())
+                    self._answered(key)
                 else:
                     self.speed.forget(key)
+
+    def _answered(self, key: tuple[str, int]) -> None:
+        """Its first token is here."""
+        self._answered_s = self.clock.monotonic_s()
+        self.speed.ended(key, self._answered_s)
 
     def _compare(self, output: EngineOutput, cached_tokens: int) -> None:
         """Count how the index did: a prefill says what it really found."""
@@ -162,10 +177,22 @@ class LinkedEngine:
 
     @property
     def tokens_ahead(self) -> int:
-        """Prompt tokens that a new request would wait for: all gateways' as of the last heartbeat,
-        or ours as of now, whichever is more. The two mostly count the same."""
+        """Prompt tokens that a new request would wait for: all gateways' by the last heartbeat, or
+        ours, whichever is more, less what has been computed since the count last moved. Two engines
+        that compute a prompt each are not equals: one of them is done sooner."""
         reported = self.load.waiting_tokens if self.load is not None else 0
-        return max(reported, sum(d.uncached_tokens for d in self._unanswered.values()))
+        if reported:
+            reported -= self._computed_since(self._moved_s)
+        if not self._unanswered:
+            return max(0, reported)
+        ours = sum(d.uncached_tokens for d in self._unanswered.values())
+        first = next(iter(self._unanswered.values()))
+        computed = self._computed_since(max(first.at_s, self._answered_s))
+        return max(reported, ours - min(first.uncached_tokens, computed))
+
+    def _computed_since(self, begin_s: float) -> int:
+        """Tokens, at the speed that we know of."""
+        return int((self.speed.tokens_per_s or 0.0) * (self.clock.monotonic_s() - begin_s))
 
     def state(self, load: Load, cached_tokens: int = 0) -> EngineState:
         return EngineState(
@@ -175,13 +202,12 @@ class LinkedEngine:
             block_size=self.member.block_size,
             num_running=load.num_running,
             num_waiting=load.num_waiting,
-            waiting_tokens=load.waiting_tokens,
+            waiting_tokens=self.tokens_ahead,
             free_blocks=load.free_blocks,
             credit_blocks=load.credit_blocks,
             is_draining=load.is_draining,
             links=load.links,
             link_gbytes_per_s=load.link_gbytes_per_s,
-            in_flight_tokens=sum(d.uncached_tokens for d in self._unanswered.values()),
             num_in_flight=len(self._unanswered),
             num_dispatched=self.num_dispatched,
             cached_tokens=cached_tokens,

@@ -29,9 +29,10 @@ SLOW_LINK_SHARE = 0.5
 class EngineState:
     """A live engine's last heartbeat, what this gateway has sent it since, and one request's share.
 
-    `in_flight_tokens`: prompt tokens to compute, dispatched by us and still without an answer;
-    `num_in_flight`: such requests; `num_dispatched`: all we ever sent (ties go to the one that was
-    asked less). `cached_tokens`: of the request that is routed, as far as we know.
+    `waiting_tokens`: prompt tokens to compute ahead of a new request, by our best estimate;
+    `num_in_flight`: requests dispatched by us and still without an answer; `num_dispatched`: all we
+    ever sent (ties go to the one that was asked less). `cached_tokens`: of the request that is
+    routed, as far as we know.
     `link_gbytes_per_s`: what a decode engine's links gave when they were opened, by source.
     """
 
@@ -47,7 +48,6 @@ class EngineState:
     is_draining: bool = False
     links: frozenset[str] = frozenset()
     link_gbytes_per_s: Mapping[str, float] = field(default_factory=dict)
-    in_flight_tokens: int = 0
     num_in_flight: int = 0
     num_dispatched: int = 0
     cached_tokens: int = 0
@@ -61,8 +61,7 @@ _Rank = tuple[bool, int, int, str]
 
 def _prefill_rank(engine: EngineState, num_tokens: int) -> _Rank:
     has_credit = engine.credit_blocks >= engine.blocks_for(num_tokens)
-    queued_tokens = engine.waiting_tokens + engine.in_flight_tokens
-    cost_tokens = queued_tokens + num_tokens - engine.cached_tokens
+    cost_tokens = engine.waiting_tokens + num_tokens - engine.cached_tokens
     return (not has_credit, cost_tokens, engine.num_dispatched, engine.incarnation)
 
 

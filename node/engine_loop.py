@@ -86,6 +86,7 @@ class EngineLoop:
         self._clock = clock
         self._num_steps = 0
         self._recount_s = 0.0  # when the heartbeat's numbers are too old
+        self._is_uncounted = False  # something came while a step was on the device
         self._is_over = False
         self._is_watching = False  # the role wants to look again soon
 
@@ -130,6 +131,9 @@ class EngineLoop:
         self._is_watching = self._role.poll()
         if items:
             self._flush()
+            self._is_uncounted = True
+        if self._is_uncounted:
+            self._recount()
         return bool(items)
 
     def _flush(self) -> None:
@@ -140,12 +144,18 @@ class EngineLoop:
 
     def _rest(self) -> float | None:
         """End a turn for the pulse; returns when to come back to count, if it is too early now."""
+        due_s = self._recount()
+        self._pulse.turn_ended()
+        return due_s
+
+    def _recount(self) -> float | None:
+        """Give the pulse new numbers; returns when to do that, if it is too early now."""
         now_s = self._clock.monotonic_s()
         if now_s < self._recount_s:
-            self._pulse.turn_ended(None)
             return self._recount_s
         self._recount_s = now_s + RECOUNT_S
-        self._pulse.turn_ended(self._numbers())
+        self._is_uncounted = False
+        self._pulse.count(self._numbers())
         return None
 
     def _wait_s(self, *deadlines_s: float | None) -> float | None:

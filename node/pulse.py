@@ -1,7 +1,8 @@
 """Heartbeats from a thread of their own, so that a long step is not taken for a hang.
 
 The engine loop leaves its latest numbers here and says when a turn begins and ends; the thread
-sends them at a steady beat. A turn that takes longer than `STALL_S` is a hang: the pulse stops, the
+sends them at a steady beat, and at once if another number of prompt tokens waits: gateways route by
+that. A turn that takes longer than `STALL_S` is a hang: the pulse stops, the
 gateways look elsewhere, and the supervisor replaces the process.
 """
 
@@ -27,7 +28,8 @@ class Pulse:
         self._clock = clock
         self._numbers = node_pb2.Heartbeat()
         self._turn_started_s: float | None = None
-        self._stopped = threading.Event()
+        self._is_stopped = False
+        self._woken = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
 
     def start(self) -> None:
@@ -36,22 +38,32 @@ class Pulse:
     def turn_started(self) -> None:
         self._turn_started_s = self._clock.monotonic_s()
 
-    def turn_ended(self, numbers: node_pb2.Heartbeat | None) -> None:
-        """The loop is about to wait or to begin anew; `numbers`, if new, are never changed."""
-        if numbers is not None:
-            self._numbers = numbers
+    def turn_ended(self) -> None:
+        """The loop is about to wait or to begin anew."""
         self._turn_started_s = None
+
+    def count(self, numbers: node_pb2.Heartbeat) -> None:
+        """New numbers, which are never changed."""
+        has_moved = numbers.waiting_tokens != self._numbers.waiting_tokens
+        self._numbers = numbers
+        if has_moved:
+            self._woken.set()
 
     def is_stalled(self) -> bool:
         started_s = self._turn_started_s
         return started_s is not None and self._clock.monotonic_s() - started_s > STALL_S
 
     def stop(self) -> None:
-        self._stopped.set()
+        self._is_stopped = True
+        self._woken.set()
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._stopped.wait(self._interval_s):
+        while True:
+            self._woken.wait(self._interval_s)
+            self._woken.clear()
+            if self._is_stopped:
+                return
             if not self.is_stalled():
                 try:
                     self._beat(self._numbers)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from fakes.clock import FakeClock
 
@@ -37,7 +39,7 @@ class Cluster:
 
     def beat(self, name: str, waiting_tokens: int) -> None:
         load = Load(0, 0, waiting_tokens, 900, 900, False, frozenset())
-        self.table.engines[name].load = load
+        self.table.engines[name].heard(load)
 
     def dispatch(self, name: str, request_id: str, num_tokens: int) -> None:
         request = Request(request_id, 0, (1,) * num_tokens, SamplingParams(max_tokens=5))
@@ -108,6 +110,76 @@ def test_who_may_wait(max_queue_s: float | None, remaining_s: float, is_refused:
     with pytest.raises(Overloaded) as refused:
         limit.check(5500, {}, remaining_s)
     assert refused.value.retry_after_s == pytest.approx(7.0 - 1.9)
+
+
+def test_of_two_engines_that_compute_a_prompt_each_the_one_that_began_first_is_ahead() -> None:
+    cluster = Cluster("p", "q")
+    p, q = cluster.table.engines.values()
+    for name in "pq":
+        cluster.learn(name, 1000)
+    cluster.dispatch("p", "ours", 1000)
+    cluster.clock.advance(0.4)
+    cluster.beat("q", 1000)  # another gateway's
+    cluster.clock.advance(0.5)
+    assert (p.tokens_ahead, q.tokens_ahead) == (100, 500)
+    cluster.dispatch("p", "next", 1000)
+    cluster.beat("q", 2000)
+    assert (p.tokens_ahead, q.tokens_ahead) == (1100, 1500)
+    cluster.clock.advance(0.6)
+    assert (p.tokens_ahead, q.tokens_ahead) == (1000, 900), "ours is late, and the next not begun"
+    cluster.answer("p", "ours")
+    cluster.beat("q", 1000)
+    cluster.clock.advance(0.1)
+    assert (p.tokens_ahead, q.tokens_ahead) == (932, 900), "p was slower than it had been"
+    cluster.clock.advance(60.0)
+    assert (p.tokens_ahead, q.tokens_ahead) == (0, 0)
+
+
+@pytest.mark.parametrize("num_gateways", [1, 3])
+def test_queues_of_several_engines_are_as_short_as_one_before_all(num_gateways: int) -> None:
+    """As if each prompt went to the first engine that is free, which is the best that can be done
+    with equal prompts: engines say what waits when it changes, and each gateway hears it."""
+    num_tokens, takes_s, rng = 8000, 0.2, random.Random(0)
+    gateways = [Cluster("p", "q", "r") for _ in range(num_gateways)]
+    for gateway in gateways:
+        for name in gateway.table.engines:
+            gateway.learn(name, num_tokens / takes_s)
+    queues: dict[str, list[tuple[float, int]]] = {name: [] for name in "pqr"}  # ends, gateways
+    free_s, now_s, waits_s, best_s = [0.0] * 3, 0.0, 0.0, 0.0
+
+    def advance(to_s: float) -> None:
+        nonlocal now_s
+        for gateway in gateways:
+            gateway.clock.advance(to_s - now_s)
+        now_s = to_s
+
+    def beat(name: str) -> None:
+        for gateway in gateways:
+            gateway.beat(name, num_tokens * len(queues[name]))
+
+    for _ in range(2000):
+        arrives_s = now_s + rng.expovariate(0.85 * 3 / takes_s)
+        while ends := [(queue[0], name) for name, queue in queues.items() if queue]:
+            (end_s, owner), name = min(ends)
+            if end_s > arrives_s:
+                break
+            advance(end_s)
+            del queues[name][0]
+            gateways[owner].answer(name, f"{name}{end_s}")
+            beat(name)
+        advance(arrives_s)
+        asked = rng.randrange(num_gateways)
+        engines = gateways[asked].table.engines
+        chosen = min(engines, key=lambda name: (engines[name].tokens_ahead, rng.random()))
+        end_s = max([now_s, *(end_s for end_s, _ in queues[chosen])]) + takes_s
+        queues[chosen].append((end_s, asked))
+        gateways[asked].dispatch(chosen, f"{chosen}{end_s}", num_tokens)
+        beat(chosen)
+        waits_s += end_s - now_s
+        free_s[0] = max(free_s[0], now_s) + takes_s
+        best_s += free_s[0] - now_s
+        free_s.sort()
+    assert waits_s < 1.01 * best_s
 
 
 def test_a_slow_engine_that_is_idle_is_tried_again() -> None:

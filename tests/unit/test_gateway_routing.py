@@ -37,7 +37,6 @@ def decode(name: str, links: str = "p q", **fields: object) -> EngineState:
     [
         ([prefill("p"), decode("d")], ("p", "d")),
         ([prefill("p", waiting_tokens=9), prefill("q"), decode("d")], ("q", "d")),
-        ([prefill("p", in_flight_tokens=9), prefill("q"), decode("d")], ("q", "d")),
         ([prefill("p", waiting_tokens=9), prefill("q"), decode("d", "p")], ("p", "d")),
         ([prefill("p", credit_blocks=1), prefill("q", waiting_tokens=9), decode("d")], ("q", "d")),
         ([prefill("p", credit_blocks=0), decode("d")], ("p", "d")),
@@ -174,7 +173,7 @@ def test_what_is_on_its_way_counts_until_it_is_answered() -> None:
         return table.choose(3, avoid=Avoid(), fingerprint=None).decode.incarnation
 
     send(0, d)
-    assert d.state(LOAD).in_flight_tokens == 4
+    assert d.tokens_ahead == 4
     assert chosen() == "e"
     send(1, e)
     send(2, e)

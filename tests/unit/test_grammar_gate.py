@@ -78,7 +78,9 @@ class World:
         self.inbox = FakeInbox()
         self.gate = GrammarGate(self.grammars, self.inbox.put)  # type: ignore[arg-type]
         self.desk = SimpleNamespace(is_draining=False)
-        pulse = SimpleNamespace(turn_started=lambda: None, turn_ended=lambda numbers: None)
+        pulse = SimpleNamespace(
+            turn_started=lambda: None, turn_ended=lambda: None, count=lambda numbers: None
+        )
         engine: Any = SimpleNamespace(has_work=False)
         outbox: Any = SimpleNamespace(flush=lambda: None)
         self.loop = EngineLoop(

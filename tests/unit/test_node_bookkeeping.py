@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+
 import pytest
 from fakes.clock import FakeClock
 
@@ -159,8 +161,20 @@ def test_pulse_stops_only_for_a_turn_that_does_not_end() -> None:
     assert not pulse.is_stalled()
     clock.advance(1)
     assert pulse.is_stalled()
-    pulse.turn_ended(node_pb2.Heartbeat())
+    pulse.turn_ended()
     assert not pulse.is_stalled()
+
+
+def test_pulse_beats_at_once_when_more_or_fewer_tokens_wait() -> None:
+    heard: queue.SimpleQueue[node_pb2.Heartbeat] = queue.SimpleQueue()
+    pulse = Pulse(heard.put, 1000.0, FakeClock())
+    pulse.start()
+    pulse.count(node_pb2.Heartbeat(num_running=1))
+    for tokens in (16, 0):
+        pulse.count(node_pb2.Heartbeat(waiting_tokens=tokens))
+        assert heard.get(timeout=10).waiting_tokens == tokens
+    pulse.stop()
+    assert heard.empty()
 
 
 class TestPlacement:

@@ -37,7 +37,7 @@ def state(name: str, role: Role, **fields: object) -> EngineState:
         ({"cached_tokens": 512}, {"cached_tokens": 528}, "q"),
         ({"waiting_tokens": 15}, {}, "q"),
         ({"waiting_tokens": 15, "cached_tokens": 16}, {}, "p"),
-        ({"in_flight_tokens": 17, "cached_tokens": 16}, {}, "q"),
+        ({"waiting_tokens": 17, "cached_tokens": 16}, {}, "q"),
         ({"cached_tokens": 960, "waiting_tokens": 961}, {}, "q"),
         ({"cached_tokens": 960, "credit_blocks": 3}, {}, "q"),
     ],
@@ -144,12 +144,13 @@ async def test_what_is_cached_does_not_count_as_load_and_stale_hits_are_counted(
     table = table_with({Q: 3})
     router = await route_prompt(table, PROMPT)
     q = table.engines[Q]
+    q.clock = FakeClock()
     for attempt, found in enumerate((48, 16, 0)):
         route = router.choose(len(PROMPT), avoid=Avoid(), fingerprint=None)
         assert route.prefill.incarnation == Q
         request = Request("r", attempt, PROMPT, SamplingParams())
         route.prefill.dispatch(request, Work.PREFILL, Ticket("t", Q, D), 1.0)
-        assert q.state(LOAD).in_flight_tokens == 16
+        assert q.tokens_ahead == 16
         q.settle([EngineOutput("r", attempt, token_ids=(1,), cached_tokens=found)])
     assert (q.num_index_hits, q.num_stale_hits) == (3, 2)
-    assert q.state(LOAD).in_flight_tokens == 0
+    assert q.tokens_ahead == 0
