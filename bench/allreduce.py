@@ -1,4 +1,4 @@
-"""Sums over the GPUs of one engine: NCCL beside one kernel over peer memory, in a CUDA graph.
+"""Sums over the GPUs of one engine: NCCL beside kernels over peer memory, in a CUDA graph.
 
 python -m baton.bench.allreduce [--ranks N] [--check] [--out FILE]
 
@@ -16,12 +16,14 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from baton.core.config import EngineConfig
+from baton.engine.peer_reduce import PeerReduce
 from baton.engine.torch_communicator import (
     NcclCommunicator,
     connect_store,
@@ -70,8 +72,12 @@ class Rank:
         nccl, peers = self._communicator, self._communicator._peers
         ways: dict[str, Sum] = {"NCCL": nccl.sum_by_nccl}
         if peers is not None and num_bytes <= MAX_BYTES:
-            ways["at once"] = lambda x: peers.sum(x, in_parts=False)
-            ways["in parts"] = lambda x: peers.sum(x, in_parts=True)
+            for is_pushed in (False, True):
+                for in_parts in (False, True):
+                    name = ("pushed " if is_pushed else "") + (
+                        "in parts" if in_parts else "at once"
+                    )
+                    ways[name] = partial(_sum, peers, is_pushed, in_parts)
         return ways
 
     def check(self) -> None:
@@ -111,9 +117,13 @@ class Rank:
                 continue
             expected = residual.clone()
             normed = ops.add_rms_norm(peers.sum(x, in_parts=False), expected, weight, 1e-5)
-            found = peers.add_rms_norm(x, residual, weight, 1e-5)
-            assert torch.equal(residual, expected), (num_rows, dim)
-            assert float((found.float() - normed.float()).norm() / normed.float().norm()) < 3e-3
+            before = residual.clone()
+            for peers.is_pushed in (True, False):
+                residual.copy_(before)
+                found = peers.add_rms_norm(x, residual, weight, 1e-5)
+                assert torch.equal(residual, expected), (num_rows, dim, peers.is_pushed)
+                difference = (found.float() - normed.float()).norm() / normed.float().norm()
+                assert float(difference) < 3e-3
 
     def _check_graph(self) -> None:
         """Captured sums follow what their input holds at each replay."""
@@ -149,7 +159,13 @@ class Rank:
                 ops, y, residual, weight, 1e-5
             ),
         }
-        return {name: self._time_us(way, x) for name, way in ways.items()}
+        found = {name: self._time_us(way, x) for name, way in ways.items()}
+        if communicator._peers is not None:
+            communicator._peers.is_pushed = True
+            name = "sum and norm at once"
+            found[f"pushed {name}"] = self._time_us(ways[name], x)
+            communicator._peers.is_pushed = False
+        return found
 
     def _time_us(self, add_up: Sum, x: Tensor) -> tuple[float, ...]:
         add_up(x.clone())
@@ -169,6 +185,15 @@ class Rank:
             end.synchronize()
             samples.append(begin.elapsed_time(end) / _SUMS * 1e3)
         return tuple(samples[2:])
+
+
+def _sum(peers: PeerReduce, is_pushed: bool, in_parts: bool, x: Tensor) -> Tensor:
+    """One of four ways; a CUDA graph keeps it."""
+    peers.is_pushed = is_pushed
+    try:
+        return peers.sum(x, in_parts=in_parts)
+    finally:
+        peers.is_pushed = False
 
 
 def figures_of(rank: Rank) -> list[Figure]:

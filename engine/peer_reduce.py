@@ -2,7 +2,8 @@
 
     cudaMalloc ─► IPC handle ─► channels ─► every other rank maps it     once, when ranks connect
 
-The sum itself is kernels/peer_reduce_triton.py. No NVLink multicast.
+The sums themselves are kernels/peer_reduce_triton.py, or kernels/peer_push_triton.py where
+`is_pushed` says so. No NVLink multicast.
 """
 
 from __future__ import annotations
@@ -14,8 +15,13 @@ import torch
 from torch import Tensor
 
 from ..core.errors import StartupFailed
+from ..kernels.peer_push_triton import (
+    PUSH_END,
+    prepare_exchange,
+    push_add_rms_norm,
+    push_sum,
+)
 from ..kernels.peer_reduce_triton import (
-    EXCHANGE_BYTES,
     MAX_BYTES,
     MAX_RANKS,
     MAX_ROW_BYTES,
@@ -42,6 +48,7 @@ class PeerReduce:
     ) -> None:
         """`own` is this rank's exchange memory, from now on this object's; `handles` are those of
         all ranks'. Raises StartupFailed if a peer's memory cannot be mapped."""
+        self.is_pushed = False
         self._rank, self._own = rank, own
         self._mapped = {
             peer: _map(handle, device) for peer, handle in enumerate(handles) if peer != rank
@@ -66,14 +73,14 @@ class PeerReduce:
 
     def sum(self, x: Tensor, *, in_parts: bool) -> Tensor:
         """`all_reduce` in one way or the other: see peer_reduce_triton.py."""
-        return peer_sum(x, self._bases, self._rank, in_parts=in_parts)
+        add_up = push_sum if self.is_pushed else peer_sum
+        return add_up(x, self._bases, self._rank, in_parts=in_parts)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Add the sum over all ranks to `residual` in place; the norm of that."""
+        add = push_add_rms_norm if self.is_pushed else peer_add_rms_norm
         in_parts = self._goes_in_parts(x)
-        return peer_add_rms_norm(
-            x, residual, weight, eps, self._bases, self._rank, in_parts=in_parts
-        )
+        return add(x, residual, weight, eps, self._bases, self._rank, in_parts=in_parts)
 
     def _goes_in_parts(self, x: Tensor) -> bool:
         num_peers = len(self._bases) - 1
@@ -91,8 +98,8 @@ def allocate_exchange(size: int, device: torch.device) -> CudaAllocation | None:
     """Exchange memory of one of `size` ranks; None where sums must go through NCCL alone."""
     if size & (size - 1) or size > MAX_RANKS or not _reads_all_peers(device):
         return None
-    own = CudaAllocation(EXCHANGE_BYTES, device)
-    own.tensor().zero_()  # before a peer has its handle: it may signal at once
+    own = CudaAllocation(PUSH_END, device)
+    prepare_exchange(own.tensor().zero_())  # before a peer has its handle: it may signal at once
     return own
 
 

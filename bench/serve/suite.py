@@ -2,8 +2,8 @@
 
 python -m baton.bench.serve.suite --parts PART[,PART...] [--out FOLDER] [flags of an engine]
 
-    alone      an engine in this process: what one prefill takes in a queue of them and when idle,
-               the floor of all below
+    alone      an engine in this process, on each prefill GPU in turn: what one prefill takes in a
+               queue of them and when idle, the floor of all below
     system     one deployment (prefill GPU 0, decode GPU 1): running streams alone, running streams
                while prompts of 8192 tokens arrive, idle latencies
     mixed      the same two GPUs, each prefilling and decoding: running streams, and the same load
@@ -16,6 +16,7 @@ behind `system`. `--queued` prompts of 8192 tokens should take as long as the lo
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 import tempfile
@@ -86,22 +87,26 @@ class Suite:
         print(f"{name}: {found}", flush=True)
 
     def _alone(self) -> None:
-        repeats = self._arguments.idle_repeats
+        config, gpus = policy.adjust(self._engine), self._arguments.prefill_gpus
+        if gpus is None or config.tensor_parallel_size > 1:
+            self._alone_on(config)
+            return
+        for gpu in gpus.split(","):  # no two cards are equally fast
+            self._alone_on(dataclasses.replace(config, device=f"cuda:{gpu}"))
+
+    def _alone_on(self, config: EngineConfig) -> None:
+        """An engine alone; what is found of several is one sample."""
+        repeats, num_queued = self._arguments.idle_repeats, self._arguments.queued
         queued_length = DEFAULT_SHAPE.num_prompt_tokens
         with self._clocks("alone"):
             found, queued_s = idle.measure_engine(
-                policy.adjust(self._engine),
-                self._lengths,
-                repeats,
-                queued_length,
-                self._arguments.queued,
+                config, self._lengths, repeats, queued_length, num_queued
             )
         for length, samples in found.items():
             times_ms = sorted(round(one.ttft_s * 1e3, 2) for one in samples)
-            print(f"engine alone, {length} tokens: TTFT {times_ms} ms", flush=True)
-        print(
-            f"a queue of {queued_length} tokens: {median(queued_s) * 1e3:.2f} ms each", flush=True
-        )
+            print(f"{config.device} alone, {length} tokens: TTFT {times_ms} ms", flush=True)
+        queue_ms = median(queued_s) * 1e3
+        print(f"a queue of {queued_length} tokens: {queue_ms:.2f} ms each", flush=True)
         self._queued_s += queued_s
         for length, samples in found.items():
             self._alone_samples.setdefault(length, []).extend(samples)

@@ -1,0 +1,236 @@
+"""Small sums over GPUs without signals: ranks write to peers' memory, and the values themselves say
+that they are there.
+
+    exchange memory of a rank, mapped by all:
+    | state [programs, 3] | slots [3, programs, ranks, region] | results [3, programs, region] |
+
+    at once     x ─► all ranks' slots ─ all there? ─► add up the slots ─► out
+    in parts    x ─► a part to each rank's slots ─ all there? ─► add up ─► all ranks' results
+                                                   ─ all there? ─► out
+
+A word that nobody has written yet is ABSENT: minus zero, which no rank sends (it sends zero). So a
+sum waits for one write over the link where a signal behind the data would be a second one
+(Lamport's way, as in TensorRT-LLM's all-reduces). Program c of every rank takes chunk c of x, uses
+region c alone and meets program c of the others alone.
+
+Three buffers take turns, by the program's count of sums: while one is written, the one of the sum
+before is made absent again. A rank writes to it two sums later: it has then seen what its peer sent
+in the sum between, which the peer's kernel sent after the one that cleared. Sums are in float32 and
+in the ranks' order: the same bits on all ranks, and for each element whatever the size. The count
+lies in memory, so a CUDA graph can hold the kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .dependent_launch import launch_options, let_next_in, wait_for_previous
+from .peer_reduce_triton import EXCHANGE_BYTES, MAX_PROGRAMS, MAX_RANKS
+
+_REGION_BYTES = 16 << 10
+_LEAST_BLOCK = 1024
+_NUM_BUFFERS = 3
+_STATE_WORDS = 3  # sums so far; halves (2 bytes) of the last one in each slot, and in the results
+_ABSENT = {2: -(1 << 15), 4: -(1 << 31) + (1 << 15)}  # as words; memory is full of the first
+
+_STATE_AT = EXCHANGE_BYTES
+_SLOTS_AT = _STATE_AT + MAX_PROGRAMS * _STATE_WORDS * 4
+_RESULTS_AT = _SLOTS_AT + _NUM_BUFFERS * MAX_PROGRAMS * MAX_RANKS * _REGION_BYTES
+PUSH_END = _RESULTS_AT + _NUM_BUFFERS * MAX_PROGRAMS * _REGION_BYTES
+
+
+def prepare_exchange(memory: Tensor) -> None:
+    """Of a rank, [PUSH_END] uint8 of zeros: before a peer can write to it."""
+    memory[_SLOTS_AT:PUSH_END].view(torch.int16).fill_(_ABSENT[2])
+
+
+def push_sum(x: Tensor, bases: Tensor, rank: int, *, in_parts: bool) -> Tensor:
+    """`peer_reduce_triton.peer_sum`."""
+    block = max(_LEAST_BLOCK, triton.next_power_of_2(triton.cdiv(x.numel(), MAX_PROGRAMS)))
+    out = torch.empty_like(x)
+    _launch(x, x, x, out, bases, rank, block, block, 0.0, in_parts=in_parts, has_norm=False)
+    return out
+
+
+def push_add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    bases: Tensor,
+    rank: int,
+    *,
+    in_parts: bool,
+) -> Tensor:
+    """`peer_reduce_triton.peer_add_rms_norm`."""
+    dim = x.shape[1]
+    block = max(_LEAST_BLOCK, triton.next_power_of_2(dim))
+    out = torch.empty_like(x)
+    _launch(
+        x, residual, weight, out, bases, rank, dim, block, eps, in_parts=in_parts, has_norm=True
+    )
+    return out
+
+
+def _launch(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    bases: Tensor,
+    rank: int,
+    width: int,
+    block: int,
+    eps: float,
+    *,
+    in_parts: bool,
+    has_norm: bool,
+) -> None:
+    _push_sum[(triton.cdiv(x.numel(), width),)](
+        x,
+        residual,
+        weight,
+        out,
+        bases,
+        rank,
+        x.numel(),
+        width,
+        eps,
+        RANKS=len(bases),
+        BLOCK=block,
+        NUM_ADDED=block // len(bases) if in_parts else block,  # by one rank
+        PITCH=block // len(bases) if in_parts else 0,  # from a rank's part to the next one's
+        WORD=tl.int16 if x.itemsize == 2 else tl.int32,
+        HALVES=x.itemsize // 2,
+        ABSENT=_ABSENT[x.itemsize],
+        PROGRAMS=MAX_PROGRAMS,
+        MOST_RANKS=MAX_RANKS,
+        REGION_BYTES=_REGION_BYTES,
+        STATE_AT=_STATE_AT,
+        SLOTS_AT=_SLOTS_AT,
+        RESULTS_AT=_RESULTS_AT,
+        IN_PARTS=in_parts,
+        HAS_NORM=has_norm,
+        num_warps=min(16, block // 256),
+        **launch_options(x.device),
+    )
+
+
+@triton.jit
+def _sent(values, WORD: tl.constexpr, ABSENT: tl.constexpr):
+    """Values as words of which none is absent."""
+    words = values.to(WORD, bitcast=True)
+    return tl.where(words == ABSENT, 0, words).to(WORD)
+
+
+@triton.jit
+def _words_at(addresses, WORD: tl.constexpr):
+    """Pointers to exchange memory at addresses [n, 1], aligned: several words go at once."""
+    return tl.multiple_of(addresses.to(tl.pointer_type(WORD)), (16, 16))
+
+
+@triton.jit
+def _arrived(words_at, mask, TYPE: tl.constexpr, ABSENT: tl.constexpr):
+    """The values, once none of them is absent."""
+    words = tl.load(words_at, mask=mask, other=0, volatile=True)
+    while tl.max((words == ABSENT).to(tl.int32), axis=None) > 0:
+        words = tl.load(words_at, mask=mask, other=0, volatile=True)
+    return words.to(TYPE, bitcast=True)
+
+
+@triton.jit
+def _clear(address, num_halves, STEP: tl.constexpr):
+    """Make the first halves at an address absent, and a few more, which are."""
+    halves = tl.multiple_of(address.to(tl.pointer_type(tl.int16)), 16)
+    end = tl.cdiv(num_halves, 8) * 8  # so that several go at once
+    for first in range(0, end, STEP):
+        places = first + tl.arange(0, STEP)
+        tl.store(halves + places, tl.full((STEP,), -32768, tl.int16), mask=places < end)
+
+
+@triton.jit
+def _push_sum(
+    x,
+    residual,
+    weight,
+    out,
+    bases,
+    rank,
+    num_elements,
+    width,
+    eps,
+    RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_ADDED: tl.constexpr,
+    PITCH: tl.constexpr,
+    WORD: tl.constexpr,
+    HALVES: tl.constexpr,
+    ABSENT: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    MOST_RANKS: tl.constexpr,
+    REGION_BYTES: tl.constexpr,
+    STATE_AT: tl.constexpr,
+    SLOTS_AT: tl.constexpr,
+    RESULTS_AT: tl.constexpr,
+    IN_PARTS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    program = tl.program_id(0)
+    places = tl.arange(0, BLOCK)
+    num_mine = tl.minimum(width, num_elements - program * width)
+    elements = program * width + places
+    mask = places < num_mine
+    ranks = tl.arange(0, RANKS)[:, None]
+    added = tl.arange(0, NUM_ADDED)[None, :]
+    all_bases = tl.load(bases + ranks)
+    own = tl.load(bases + rank)
+    if HAS_NORM:
+        scales = tl.load(weight + places, mask=mask, other=0.0).to(tl.float32)
+    let_next_in(PDL)
+    wait_for_previous(PDL)
+    state = (own + STATE_AT).to(tl.pointer_type(tl.int32)) + program * 3
+    num_sums = tl.load(state)
+    region = ((num_sums % 3) * PROGRAMS + program).to(tl.int64) * REGION_BYTES
+    pieces = ranks * PITCH + added
+    values = tl.load(x + program * width + pieces, mask=pieces < num_mine, other=0.0)
+    slots = all_bases + SLOTS_AT + region * MOST_RANKS + rank * REGION_BYTES
+    tl.store(_words_at(slots, WORD) + added, _sent(values, WORD, ABSENT), mask=pieces < num_mine)
+
+    # What the sum before left, while this one's is on its way.
+    before = (((num_sums + 2) % 3) * PROGRAMS + program).to(tl.int64) * REGION_BYTES
+    num_before = tl.load(state + 1)
+    for index in tl.static_range(RANKS):
+        slot = own + SLOTS_AT + before * MOST_RANKS + index * REGION_BYTES
+        _clear(slot, num_before, NUM_ADDED)
+    _clear(own + RESULTS_AT + before, tl.load(state + 2), BLOCK)
+
+    own_slots = own + SLOTS_AT + region * MOST_RANKS + ranks * REGION_BYTES
+    is_there = rank * PITCH + added < num_mine
+    parts = _arrived(_words_at(own_slots, WORD) + added, is_there, out.dtype.element_ty, ABSENT)
+    total = tl.zeros((NUM_ADDED,), tl.float32)
+    for index in tl.static_range(RANKS):
+        total += tl.sum(tl.where(ranks == index, parts.to(tl.float32), 0.0), axis=0)
+    summed = total.to(out.dtype.element_ty)
+    if IN_PARTS:
+        results = _words_at(all_bases + RESULTS_AT + region + rank * PITCH * HALVES * 2, WORD)
+        words = tl.broadcast_to(_sent(summed, WORD, ABSENT)[None, :], (RANKS, NUM_ADDED))
+        tl.store(results + added, words, mask=is_there)
+        whole = (own + RESULTS_AT + region).to(tl.pointer_type(WORD))
+        summed = _arrived(tl.multiple_of(whole, 16) + places, mask, out.dtype.element_ty, ABSENT)
+    if HAS_NORM:  # as in norm_triton.py
+        earlier = tl.load(residual + elements, mask=mask, other=0.0)
+        value = (summed.to(tl.float32) + earlier.to(tl.float32)).to(summed.dtype)
+        tl.store(residual + elements, value, mask=mask)
+        wide = value.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)
+        tl.store(out + elements, (wide * scale * scales).to(value.dtype), mask=mask)
+    else:
+        tl.store(out + elements, summed, mask=mask)
+    tl.store(state, num_sums + 1)
+    num_parts = tl.minimum(tl.maximum(num_mine - rank * PITCH, 0), NUM_ADDED)
+    tl.store(state + 1, num_parts * HALVES)
+    tl.store(state + 2, num_mine * HALVES if IN_PARTS else 0)
