@@ -8,6 +8,7 @@ way before the kernel in front has ended.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +40,7 @@ class Tiling:
 def few_rows_tiling(x: Tensor, weight: Tensor) -> Tiling | None:
     """How an H200 multiplies the two fastest; None where cuBLAS does."""
     num_rows, num_outputs = len(x), len(weight)
-    if x.itemsize != 2 or num_rows > MAX_FEW_ROWS:
+    if x.itemsize != 2 or num_rows > MAX_FEW_ROWS or not _has_room(x.device):
         return None
     if num_outputs >= _HEAD_OUTPUTS:
         return Tiling(64 if num_rows <= 16 else 128, 128, 3 if 16 < num_rows <= 32 else 4)
@@ -53,8 +54,15 @@ def few_rows_tiling(x: Tensor, weight: Tensor) -> Tiling | None:
 
 def gated_tiling(x: Tensor, weight: Tensor) -> Tiling | None:
     """The same for gated_product."""
-    fits = x.itemsize == 2 and _LEAST_ROWS <= len(x) <= MAX_FEW_ROWS
-    return Tiling(64, 128, 4) if fits and len(weight) >= 2 * 64 * _LEAST_TILES else None
+    are_few = _LEAST_ROWS <= len(x) <= MAX_FEW_ROWS and len(weight) >= 2 * 64 * _LEAST_TILES
+    fits = x.itemsize == 2 and _has_room(x.device)
+    return Tiling(64, 128, 4) if are_few and fits else None
+
+
+@functools.cache
+def _has_room(device: torch.device) -> bool:
+    """Whether the tilings fit into shared memory: of 196 KiB. What interprets has no bounds."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -176,9 +184,7 @@ def _few_rows_product(
     cols = tl.arange(0, TILE_INPUTS)[None, :]
     is_row, is_output = rows < num_rows, outputs < num_outputs
     matrix = weight + outputs.to(tl.int64)[:, None] * num_inputs
-    to_up = (
-        num_outputs.to(tl.int64) * num_inputs
-    )  # from a row of the gate to that of the other half
+    to_up = num_outputs.to(tl.int64) * num_inputs  # from a row to that of the other half
     let_next_in(PDL)
     if PDL and IS_WHOLE and num_ahead > 0:
         _prefetch(matrix, num_ahead)
