@@ -21,6 +21,7 @@ from .node_link import NodeLink
 
 log = logging.getLogger(__name__)
 
+_TELL_S = 0.1  # of loads alone
 _RETRY_MIN_S = 0.05
 _RETRY_MAX_S = 2.0
 
@@ -61,6 +62,7 @@ class ClusterView:
         self._silence_s = silence_s
         self._listed: dict[str, Member] = {}
         self._foreign: set[str] = set()
+        self._told_s = -_TELL_S
         self._keepers: dict[str, asyncio.Task[None]] = {}
 
     def members(self) -> list[Member]:
@@ -125,7 +127,16 @@ class ClusterView:
         self._table.add(LinkedEngine(member, link, clock=self._clock))
 
     def heartbeat(self, link: NodeLink, load: Load) -> None:
-        self._table.engines[link.member.incarnation].heard(load)
+        engine = self._table.engines[link.member.incarnation]
+        before, now_s = engine.load, self._clock.monotonic_s()
+        engine.heard(load)
+        is_same = before is not None and (before.links, before.is_draining) == (
+            load.links,
+            load.is_draining,
+        )
+        if is_same and now_s < self._told_s + _TELL_S:
+            return  # a busy engine's heartbeats are many: to tell takes a look at every session
+        self._told_s = now_s
         self._events.cluster_changed()
 
     def outputs(
