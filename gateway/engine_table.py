@@ -55,6 +55,7 @@ class Load:
     held_blocks: int = 0
     counters: EngineCounters = EngineCounters()
     link_gbytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    num_steps: int = 0  # so far
 
 
 class Outbox(Protocol):
@@ -92,7 +93,7 @@ class LinkedEngine:
     num_stale_hits: int = 0
     clock: Clock = field(default_factory=SystemClock)
     speed: PrefillSpeed = field(default_factory=PrefillSpeed)
-    _moved_s: float = 0.0  # when fewer tokens waited than before, by heartbeat
+    _step_began_s: float = 0.0  # by heartbeat
     _answered_s: float = 0.0  # when a first token of ours came
     _unanswered: dict[tuple[str, int], _Dispatched] = field(default_factory=dict)
 
@@ -114,9 +115,14 @@ class LinkedEngine:
 
     def heard(self, load: Load) -> None:
         """A heartbeat."""
-        waited_tokens = self.load.waiting_tokens if self.load is not None else 0
-        if load.waiting_tokens < waited_tokens or not waited_tokens:
-            self._moved_s = self.clock.monotonic_s()
+        before = self.load
+        is_on_same_step = (
+            before is not None
+            and before.num_steps == load.num_steps
+            and 0 < before.waiting_tokens <= load.waiting_tokens
+        )
+        if not is_on_same_step:
+            self._step_began_s = self.clock.monotonic_s()
         self.load = load
 
     def dispatch(
@@ -178,11 +184,11 @@ class LinkedEngine:
     @property
     def tokens_ahead(self) -> int:
         """Prompt tokens that a new request would wait for: all gateways' by the last heartbeat, or
-        ours, whichever is more, less what has been computed since the count last moved. Two engines
-        that compute a prompt each are not equals: one of them is done sooner."""
+        ours, whichever is more, less what has been computed since the step on the device began. Two
+        engines that compute a prompt each are not equals: one of them is done sooner."""
         reported = self.load.waiting_tokens if self.load is not None else 0
         if reported:
-            reported -= self._computed_since(self._moved_s)
+            reported -= self._computed_since(self._step_began_s)
         if not self._unanswered:
             return max(0, reported)
         ours = sum(d.uncached_tokens for d in self._unanswered.values())

@@ -33,6 +33,7 @@ def load_from_wire(wire: node_pb2.Heartbeat) -> Load:
         held_blocks=wire.held_blocks,
         counters=_counters_from_wire(wire.counters),
         link_gbytes_per_s={link.incarnation: link.gbytes_per_s for link in wire.links},
+        num_steps=wire.num_steps,
     )
 
 

@@ -1,9 +1,9 @@
 """Heartbeats from a thread of their own, so that a long step is not taken for a hang.
 
 The engine loop leaves its latest numbers here and says when a turn begins and ends; the thread
-sends them at a steady beat, and at once if another number of prompt tokens waits: gateways route by
-that. A turn that takes longer than `STALL_S` is a hang: the pulse stops, the
-gateways look elsewhere, and the supervisor replaces the process.
+sends them at a steady beat, and at once if another number of prompt tokens waits, or a step with
+some of them has ended: gateways route by that. A turn that takes longer than `STALL_S` is a hang:
+the pulse stops, the gateways look elsewhere, and the supervisor replaces the process.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Pulse:
 
     def count(self, numbers: node_pb2.Heartbeat) -> None:
         """New numbers, which are never changed."""
-        has_moved = numbers.waiting_tokens != self._numbers.waiting_tokens
+        has_moved = _progress(numbers) != _progress(self._numbers)
         self._numbers = numbers
         if has_moved:
             self._woken.set()
@@ -69,3 +69,9 @@ class Pulse:
                     self._beat(self._numbers)
                 except OSError:
                     return  # the supervisor is gone, and the loop is about to notice as well
+
+
+def _progress(numbers: node_pb2.Heartbeat) -> tuple[int, int]:
+    """What gateways reckon with between two heartbeats."""
+    waiting_tokens = numbers.waiting_tokens
+    return waiting_tokens, numbers.num_steps if waiting_tokens else 0

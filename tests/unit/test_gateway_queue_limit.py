@@ -37,8 +37,8 @@ class Cluster:
             self.table.add(LinkedEngine(member, Outbox(), clock=self.clock))
             self.beat(name, 0)
 
-    def beat(self, name: str, waiting_tokens: int) -> None:
-        load = Load(0, 0, waiting_tokens, 900, 900, False, frozenset())
+    def beat(self, name: str, waiting_tokens: int, num_steps: int = 0) -> None:
+        load = Load(0, 0, waiting_tokens, 900, 900, False, frozenset(), num_steps=num_steps)
         self.table.engines[name].heard(load)
 
     def dispatch(self, name: str, request_id: str, num_tokens: int) -> None:
@@ -133,6 +133,19 @@ def test_of_two_engines_that_compute_a_prompt_each_the_one_that_began_first_is_a
     assert (p.tokens_ahead, q.tokens_ahead) == (932, 900), "p was slower than it had been"
     cluster.clock.advance(60.0)
     assert (p.tokens_ahead, q.tokens_ahead) == (0, 0)
+
+
+def test_a_step_that_ended_while_as_much_came_is_a_step_that_ended() -> None:
+    cluster = Cluster("p")
+    (p,) = cluster.table.engines.values()
+    cluster.learn("p", 1000)
+    cluster.beat("p", 1000, num_steps=3)
+    cluster.clock.advance(0.9)
+    cluster.beat("p", 1000, num_steps=3)
+    assert p.tokens_ahead == 100
+    cluster.clock.advance(0.1)
+    cluster.beat("p", 1000, num_steps=4)
+    assert p.tokens_ahead == 1000
 
 
 @pytest.mark.parametrize("num_gateways", [1, 3])

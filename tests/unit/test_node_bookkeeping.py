@@ -165,14 +165,15 @@ def test_pulse_stops_only_for_a_turn_that_does_not_end() -> None:
     assert not pulse.is_stalled()
 
 
-def test_pulse_beats_at_once_when_more_or_fewer_tokens_wait() -> None:
+def test_pulse_beats_at_once_when_what_waits_moves() -> None:
     heard: queue.SimpleQueue[node_pb2.Heartbeat] = queue.SimpleQueue()
     pulse = Pulse(heard.put, 1000.0, FakeClock())
     pulse.start()
     pulse.count(node_pb2.Heartbeat(num_running=1))
-    for tokens in (16, 0):
-        pulse.count(node_pb2.Heartbeat(waiting_tokens=tokens))
+    for tokens, num_steps in ((16, 1), (16, 2), (0, 3)):
+        pulse.count(node_pb2.Heartbeat(waiting_tokens=tokens, num_steps=num_steps))
         assert heard.get(timeout=10).waiting_tokens == tokens
+    pulse.count(node_pb2.Heartbeat(num_steps=9))
     pulse.stop()
     assert heard.empty()
 
