@@ -88,6 +88,8 @@ class Rank:
             n = int(torch.randint(1, MAX_BYTES // 4, (1,), generator=generator)) >> (
                 round_number % 12
             )
+            if round_number % 2:  # as a model has them: several words go at once
+                n = -(-n // 16) * 16 - 1
             parts = [torch.randn(n + 1, generator=generator).to(dtype) for _ in range(self.size)]
             expected = torch.stack(parts).double().sum(0)
             mine = parts[self.rank].cuda()
@@ -103,6 +105,7 @@ class Rank:
                     assert torch.equal(found.cpu(), total.to(dtype)), (name, n, dtype)
         self._check_norm()
         self._check_graph()
+        self._check_mixed()
 
     def _check_norm(self) -> None:
         """Sum, residual and norm in one kernel are what they are one after the other."""
@@ -137,6 +140,42 @@ class Rank:
                 x.fill_(value)
                 graph.replay()
                 assert all(bool((y == value * self.size).all()) for y in out), name
+
+    def _check_mixed(self) -> None:
+        """Sums of all kinds and sizes one behind the other, with ranks that are late: the same bits
+        as in their order."""
+        peers = self._communicator._peers
+        if peers is None:
+            return
+        dtypes = (torch.bfloat16, torch.float32, torch.float16)
+        sizes = (16, 1000, 4096, 65_536, 262_144, 33_000)
+        inputs = [
+            torch.zeros(sizes[i % 6], device="cuda", dtype=dtypes[i // 2 % 3]) for i in range(30)
+        ]
+        for is_pushed in (False, True):
+            ways = [partial(_sum, peers, is_pushed, index % 4 < 2) for index in range(30)]
+            for x, way in zip(inputs, ways, strict=True):
+                way(x)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                found = []
+                for index, (x, way) in enumerate(zip(inputs, ways, strict=True)):
+                    torch.cuda._sleep((self.rank * 7 + index * 5) % 11 * 2000)
+                    found.append(way(x))
+            for replay in range(50):
+                generator = torch.Generator("cuda").manual_seed(replay)
+                expected = []
+                for x in inputs:
+                    parts = torch.randn(self.size, len(x), generator=generator, device="cuda")
+                    parts = parts.to(x.dtype)
+                    x.copy_(parts[self.rank])
+                    total = parts[0].float()
+                    for part in parts[1:]:
+                        total += part.float()
+                    expected.append(total.to(x.dtype))
+                graph.replay()
+                for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+                    assert torch.equal(one, other), (is_pushed, replay, index)
 
     def measure(self, num_bytes: int) -> dict[str, tuple[float, ...]]:
         """Microseconds of one sum, by the way it is made."""

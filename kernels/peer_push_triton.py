@@ -13,11 +13,11 @@ sum waits for one write over the link where a signal behind the data would be a 
 (Lamport's way, as in TensorRT-LLM's all-reduces). Program c of every rank takes chunk c of x, uses
 region c alone and meets program c of the others alone.
 
-Three buffers take turns, by the program's count of sums: while one is written, the one of the sum
+Three buffers take turns, by the program's own count: while one is written, the one of the sum
 before is made absent again. A rank writes to it two sums later: it has then seen what its peer sent
 in the sum between, which the peer's kernel sent after the one that cleared. Sums are in float32 and
-in the ranks' order: the same bits on all ranks, and for each element whatever the size. The count
-lies in memory, so a CUDA graph can hold the kernels.
+in the ranks' order: the same bits on all ranks, and for each element whatever the size. Whose turn
+it is lies in memory, so a CUDA graph can hold the kernels.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .peer_reduce_triton import EXCHANGE_BYTES, MAX_PROGRAMS, MAX_RANKS
 _REGION_BYTES = 16 << 10
 _LEAST_BLOCK = 1024
 _NUM_BUFFERS = 3
-_STATE_WORDS = 3  # sums so far; halves (2 bytes) of the last one in each slot, and in the results
+_STATE_WORDS = 3  # whose turn it is; halves (2 bytes) of the last sum in each slot, in the results
 _ABSENT = {2: -(1 << 15), 4: -(1 << 31) + (1 << 15)}  # as words; memory is full of the first
 
 _STATE_AT = EXCHANGE_BYTES
@@ -142,6 +142,31 @@ def _arrived(words_at, mask, TYPE: tl.constexpr, ABSENT: tl.constexpr):
 
 
 @triton.jit
+def _in_order(parts, RANKS: tl.constexpr, COUNT: tl.constexpr):
+    """The sum of [RANKS, COUNT] over the ranks, in their order and within threads."""
+    if RANKS == 2:
+        a, b = tl.split(tl.permute(parts, (1, 0)))
+        total = a + b
+    elif RANKS == 4:
+        low, high = tl.split(tl.permute(tl.reshape(parts, (2, 2, COUNT)), (2, 1, 0)))
+        a, b = tl.split(low)
+        c, d = tl.split(high)
+        total = a + b + c + d
+    else:
+        tl.static_assert(RANKS == 8)
+        low, high = tl.split(tl.permute(tl.reshape(parts, (2, 2, 2, COUNT)), (3, 2, 1, 0)))
+        low_low, low_high = tl.split(low)
+        high_low, high_high = tl.split(high)
+        a, b = tl.split(low_low)
+        c, d = tl.split(low_high)
+        total = a + b + c + d
+        a, b = tl.split(high_low)
+        c, d = tl.split(high_high)
+        total = total + a + b + c + d
+    return total
+
+
+@triton.jit
 def _clear(address, num_halves, STEP: tl.constexpr):
     """Make the first halves at an address absent, and a few more, which are."""
     halves = tl.multiple_of(address.to(tl.pointer_type(tl.int16)), 16)
@@ -186,37 +211,36 @@ def _push_sum(
     mask = places < num_mine
     ranks = tl.arange(0, RANKS)[:, None]
     added = tl.arange(0, NUM_ADDED)[None, :]
-    all_bases = tl.load(bases + ranks)
+    targets = (ranks + rank) % RANKS  # each rank begins with another one
+    target_bases = tl.load(bases + targets)
     own = tl.load(bases + rank)
     if HAS_NORM:
         scales = tl.load(weight + places, mask=mask, other=0.0).to(tl.float32)
     let_next_in(PDL)
     wait_for_previous(PDL)
     state = (own + STATE_AT).to(tl.pointer_type(tl.int32)) + program * 3
-    num_sums = tl.load(state)
-    region = ((num_sums % 3) * PROGRAMS + program).to(tl.int64) * REGION_BYTES
-    pieces = ranks * PITCH + added
+    turn = tl.load(state)
+    slot_halves, result_halves = tl.load(state + 1), tl.load(state + 2)
+    region = (turn * PROGRAMS + program).to(tl.int64) * REGION_BYTES
+    pieces = targets * PITCH + added
     values = tl.load(x + program * width + pieces, mask=pieces < num_mine, other=0.0)
-    slots = all_bases + SLOTS_AT + region * MOST_RANKS + rank * REGION_BYTES
+    slots = target_bases + SLOTS_AT + region * MOST_RANKS + rank * REGION_BYTES
     tl.store(_words_at(slots, WORD) + added, _sent(values, WORD, ABSENT), mask=pieces < num_mine)
 
     # What the sum before left, while this one's is on its way.
-    before = (((num_sums + 2) % 3) * PROGRAMS + program).to(tl.int64) * REGION_BYTES
-    num_before = tl.load(state + 1)
+    before = ((turn + 2) % 3 * PROGRAMS + program).to(tl.int64) * REGION_BYTES
     for index in tl.static_range(RANKS):
         slot = own + SLOTS_AT + before * MOST_RANKS + index * REGION_BYTES
-        _clear(slot, num_before, NUM_ADDED)
-    _clear(own + RESULTS_AT + before, tl.load(state + 2), BLOCK)
+        _clear(slot, slot_halves, BLOCK)
+    _clear(own + RESULTS_AT + before, result_halves, BLOCK)
 
     own_slots = own + SLOTS_AT + region * MOST_RANKS + ranks * REGION_BYTES
     is_there = rank * PITCH + added < num_mine
     parts = _arrived(_words_at(own_slots, WORD) + added, is_there, out.dtype.element_ty, ABSENT)
-    total = tl.zeros((NUM_ADDED,), tl.float32)
-    for index in tl.static_range(RANKS):
-        total += tl.sum(tl.where(ranks == index, parts.to(tl.float32), 0.0), axis=0)
+    total = _in_order(parts.to(tl.float32), RANKS, NUM_ADDED)
     summed = total.to(out.dtype.element_ty)
     if IN_PARTS:
-        results = _words_at(all_bases + RESULTS_AT + region + rank * PITCH * HALVES * 2, WORD)
+        results = _words_at(target_bases + RESULTS_AT + region + rank * PITCH * HALVES * 2, WORD)
         words = tl.broadcast_to(_sent(summed, WORD, ABSENT)[None, :], (RANKS, NUM_ADDED))
         tl.store(results + added, words, mask=is_there)
         whole = (own + RESULTS_AT + region).to(tl.pointer_type(WORD))
@@ -230,7 +254,7 @@ def _push_sum(
         tl.store(out + elements, (wide * scale * scales).to(value.dtype), mask=mask)
     else:
         tl.store(out + elements, summed, mask=mask)
-    tl.store(state, num_sums + 1)
+    tl.store(state, (turn + 1) % 3)
     num_parts = tl.minimum(tl.maximum(num_mine - rank * PITCH, 0), NUM_ADDED)
     tl.store(state + 1, num_parts * HALVES)
     tl.store(state + 2, num_mine * HALVES if IN_PARTS else 0)

@@ -1,7 +1,8 @@
-"""Sums over ranks through shared memory: two processes, each with Triton's interpreter."""
+"""Sums over ranks through shared memory: processes, each with Triton's interpreter."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -58,13 +59,14 @@ def all_logits() -> torch.Tensor:
 
 
 def sample_part(rank: int, bases: torch.Tensor) -> list[torch.Tensor]:
-    """Token ids and log-probabilities by a rank that has half of the logits."""
-    padded = torch.nn.functional.pad(all_logits(), (0, 1), value=99.0)
-    part = VocabularyPart(rank, 2, 4501, lambda x: peer_sum(x, bases, rank, in_parts=False))
+    """Token ids and log-probabilities by a rank that has its part of the logits."""
+    size = len(bases)
+    padded = torch.nn.functional.pad(all_logits(), (0, -4501 % size), value=99.0)
+    part = VocabularyPart(rank, size, 4501, lambda x: peer_sum(x, bases, rank, in_parts=False))
     temperatures = torch.tensor([wish.temperature for wish in WISHES])
     keys = torch.tensor([wish.key for wish in WISHES])
     token_ids, logprobs = torch.zeros(3, dtype=torch.int64), torch.zeros(3)
-    sample_unfiltered(padded.chunk(2, 1)[rank], temperatures, keys, token_ids, logprobs, part)
+    sample_unfiltered(padded.chunk(size, 1)[rank], temperatures, keys, token_ids, logprobs, part)
     return [token_ids, logprobs]
 
 
@@ -85,21 +87,24 @@ def run_rank(rank: int, fds: list[int]) -> list[torch.Tensor]:
     return found + sample_part(rank, bases)
 
 
-def check_sums(found: list[torch.Tensor]) -> None:
+def check_sums(found: list[torch.Tensor], size: int) -> None:
     """What one kind of kernels made of SUMS, and of sums that are normed."""
-    for x, y, mine in zip(inputs(0), inputs(1), found[: len(SUMS)], strict=True):
-        expected = (x.float() + y.float()).to(x.dtype)
-        assert torch.equal(mine, expected)
+    for number, mine in enumerate(found[: len(SUMS)]):
+        total = inputs(0)[number].float()
+        for rank in range(1, size):
+            total += inputs(rank)[number].float()
+        assert torch.equal(mine, total.to(mine.dtype))
     residual, weight = norm_inputs()
-    summand = sum(inputs(rank)[1].view(3, 500) for rank in (0, 1))
+    summand = found[1].view(3, 500)
     for normed, after in zip(found[len(SUMS) :: 2], found[len(SUMS) + 1 :: 2], strict=True):
         residual = residual + summand
         assert torch.equal(after, residual)
         torch.testing.assert_close(normed, rms_norm(residual, weight, 1e-5))
 
 
-def test_both_ranks_get_the_sum_in_their_order() -> None:
-    fds = [os.memfd_create(f"exchange-{rank}") for rank in range(2)]
+@pytest.mark.parametrize("size", [2, 4])
+def test_all_ranks_get_the_sum_in_their_order(size: int) -> None:
+    fds = [os.memfd_create(f"exchange-{rank}") for rank in range(size)]
     for fd in fds:
         os.ftruncate(fd, PUSH_END)
         prepare_exchange(torch.frombuffer(mmap.mmap(fd, PUSH_END), dtype=torch.uint8))
@@ -107,25 +112,34 @@ def test_both_ranks_get_the_sum_in_their_order() -> None:
         f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r}); import conftest\n"
         f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "import test_peer_reduce as t, torch\n"
-        f"print(t.json.dumps([x.float().tolist() for x in t.run_rank(1, {fds})]))"
+        f"found = t.run_rank(int(sys.argv[1]), {fds})\n"
+        "print(t.json.dumps([x.float().tolist() for x in found]))"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, pass_fds=fds, text=True
-    ) as peer:
-        try:
-            ours = run_rank(0, fds)
-            output, _ = peer.communicate(timeout=60)
-        finally:
-            peer.kill()
-    assert peer.returncode == 0
-    theirs = [torch.tensor(values) for values in json.loads(output)]
+    with contextlib.ExitStack() as stack:
+        peers = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", program, str(rank)],
+                    stdout=subprocess.PIPE,
+                    pass_fds=fds,
+                    text=True,
+                )
+            )
+            for rank in range(1, size)
+        ]
+        for peer in peers:
+            stack.callback(peer.kill)
+        ours = run_rank(0, fds)
+        outputs = [peer.communicate(timeout=60)[0] for peer in peers]
     num_found = len(SUMS) + 4
     for found in (ours[:num_found], ours[num_found : 2 * num_found]):
-        check_sums(found)
+        check_sums(found, size)
     token_ids, logprobs = sample(all_logits(), WISHES)
     assert ours[-2].tolist() == token_ids.tolist() and token_ids[0] == 2300
     torch.testing.assert_close(ours[-1], logprobs, rtol=1e-5, atol=1e-5)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert torch.equal(mine.float(), other)
+    for output in outputs:
+        theirs = [torch.tensor(values) for values in json.loads(output)]
+        for mine, other in zip(ours, theirs, strict=True):
+            assert torch.equal(mine.float(), other)
     for fd in fds:
         os.close(fd)
