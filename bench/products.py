@@ -18,10 +18,13 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+import triton
 from torch import Tensor
 
+from baton.kernels.activation_triton import silu_and_mul
 from baton.kernels.gemv_triton import MAX_FEW_ROWS, Tiling, few_rows_product, few_rows_tiling
 from baton.kernels.norm_triton import rms_norm
+from baton.kernels.ops_triton import TritonOps
 
 from .figures import ROOT, Figure, machine, table, write
 from .gpu_shapes import BYTES_PER_S, SHAPES, Shape
@@ -31,13 +34,13 @@ _MOST_WEIGHTS = 40
 _REPEATS = 9
 _NUM_TOLD = 3
 _COMPILERS = 12
+_SHARED_BYTES = 200 << 10
 _TILINGS = [
     Tiling(outputs, inputs, stages, warps)
     for outputs, inputs, stages, warps in itertools.product(
         (32, 64, 128), (64, 128), (3, 4, 6), (4, 8)
     )
-    # What fits into shared memory with 64 rows, and gives every warp something to do.
-    if (outputs + 64) * inputs * 2 * stages <= 200 << 10 and (warps == 4 or outputs == 128)
+    if warps == 4 or outputs == 128  # every warp has something to do
 ]
 
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -107,17 +110,32 @@ def cublas(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight)
 
 
-def tilings(num_outputs: int) -> list[Tiling]:
-    """Those that could be the best one."""
+def cublas_gated(x: Tensor, weight: Tensor) -> Tensor:
+    return silu_and_mul(F.linear(x, weight))
+
+
+def taken_gated(x: Tensor, weight: Tensor) -> Tensor:
+    return TritonOps().gated_linear(x, weight, None)
+
+
+def tilings(num_outputs: int, num_rows: int) -> list[Tiling]:
+    """Those that could be the best one, and fit into shared memory."""
     least = 0.6 * torch.cuda.get_device_properties(0).multi_processor_count
-    return [tiling for tiling in _TILINGS if num_outputs / tiling.outputs >= least]
+    enough = [tiling for tiling in _TILINGS if num_outputs / tiling.outputs >= least]
+    return [tiling for tiling in enough if _fits(tiling, num_rows)]
+
+
+def _fits(tiling: Tiling, num_rows: int) -> bool:
+    stage_bytes = (tiling.outputs + triton.next_power_of_2(num_rows)) * tiling.inputs * 2
+    return stage_bytes * tiling.stages <= _SHARED_BYTES
 
 
 def compile_all(rows: list[int]) -> None:
     """Into Triton's cache, in many processes at once."""
     spawned = multiprocessing.get_context("spawn")
+    pairs = [pair for pair in itertools.product(_TILINGS, rows) if _fits(*pair)]
     with ProcessPoolExecutor(_COMPILERS, mp_context=spawned) as pool:
-        list(pool.map(_compile, *zip(*itertools.product(_TILINGS, rows), strict=True)))
+        list(pool.map(_compile, *zip(*pairs, strict=True)))
 
 
 def _compile(tiling: Tiling, num_rows: int) -> None:
@@ -133,7 +151,7 @@ def measure(shape: Shape, tp: int, rows: list[int]) -> list[Figure]:
             title = f"{name} {num_outputs} x {num_inputs}, {num_rows} rows"
             taken = few_rows_tiling(chain.x, chain.weights[0])
             found = []
-            for tiling in tilings(num_outputs):
+            for tiling in tilings(num_outputs, num_rows):
                 chain.check(tiling)
                 is_taken = ", taken" if tiling == taken else ""
                 found.append(chain.figure(f"{title}: {_words(tiling)}{is_taken}", tiled(tiling)))
@@ -146,6 +164,9 @@ def measure(shape: Shape, tp: int, rows: list[int]) -> list[Figure]:
             for library in ("cublas", "cublaslt"):
                 torch.backends.cuda.preferred_blas_library(library)
                 found.append(chain.figure(f"{title}: {library}", cublas))
+            if name == "gate_up":
+                found.append(chain.figure(f"{title}: cublaslt, then the gate", cublas_gated))
+                found.append(chain.figure(f"{title}: gated, taken", taken_gated))
             found.append(chain.figure(f"{title}: the norm alone", lambda x, _: x))
             print(table(found), flush=True)
             figures += found
