@@ -67,9 +67,9 @@ class FrameSocket:
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
-    """The asyncio side of `FrameSocket.receive`."""
+    """The asyncio side of `FrameSocket.receive`. A write that failed ends the stream as well."""
     try:
         length = decode_length(await reader.readexactly(LENGTH_BYTES))
         return await reader.readexactly(length)
-    except (asyncio.IncompleteReadError, ConnectionResetError):
+    except (asyncio.IncompleteReadError, ConnectionError):
         return None

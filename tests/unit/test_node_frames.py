@@ -63,3 +63,17 @@ async def test_asyncio_side_reads_the_same(pair: tuple[socket.socket, socket.soc
     assert await read_frame(reader) is None
     writer.close()
     await writer.wait_closed()
+
+
+async def test_a_write_that_fails_ends_the_stream(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    """An engine that dies while it is spoken to: no error of the supervisor's."""
+    reader, writer = await asyncio.open_connection(sock=pair[1])
+    pair[0].close()
+    for _ in range(100):
+        writer.write(encode(MESSAGE))
+    assert await read_frame(reader) is None
+    reader.set_exception(BrokenPipeError())
+    assert await read_frame(reader) is None
+    writer.close()
