@@ -1,6 +1,6 @@
 """What one GPU gives through the real engine: scheduler, runner and sampler, beside its floors.
 
-python -m baton.bench.gpu [--shape NAME] [--tp N] [--only NAME...] [--growth] [--load] [--out FILE]
+python -m baton.bench.gpu [--shape NAME] [--tp N] [--only NAME...] [--growth] [--load] [--kernels]
 
 A decode's context is reserved and started as a hand-off would do it, over KV of random numbers, so
 no prefill is waited for. A step is timed by the wall in steady state, its time on the GPU by
@@ -31,6 +31,7 @@ from .gpu_shapes import BYTES_PER_S, FLOPS, LINK_BYTES_PER_S, SHAPES, Shape
 from .gpu_start import start_up, write_checkpoint
 
 _WARMUP_STEPS, _STEPS, _REPEATS = 6, 12, 5
+_NUM_KERNELS, _NAME_CHARS = 20, 80
 _PAUSE_S = 1.0  # in which the card cools down from a prefill
 # What the project wants on an H200 with the 8B shape, in ms.
 _TARGETS = {
@@ -82,7 +83,10 @@ class GraphClock:
 class Bench:
     """One engine under measurement."""
 
-    def __init__(self, shape: Shape, local: LocalEngine, num_gpus: int) -> None:
+    def __init__(
+        self, shape: Shape, local: LocalEngine, num_gpus: int, *, tells_kernels: bool
+    ) -> None:
+        self._tells_kernels = tells_kernels
         self._shape = shape
         self._num_gpus = num_gpus
         self._engine = local.engine
@@ -148,6 +152,8 @@ class Bench:
             for _ in range(_WARMUP_STEPS):
                 engine.step()
             samples = [self._step_ms(batch) for _ in range(_REPEATS)]
+        if self._tells_kernels:
+            print(f"decode {batch} x {context}, by kernel:\n{self._kernels()}", flush=True)
         for request in requests:
             engine.abort(request.key)
         while engine.has_work:
@@ -164,6 +170,20 @@ class Bench:
         for _ in range(_STEPS):
             assert len(self._engine.step().tokens) == batch
         return (time.perf_counter() - begin_s) / _STEPS * 1e3
+
+    def _kernels(self) -> str:
+        """What a step has on this rank's GPU. One that is launched early waits for the one in front
+        as long as it runs: they add up to more than the step."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(_STEPS):
+                self._engine.step()
+            torch.cuda.synchronize()
+        found = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
+        return "\n".join(
+            f"{event.self_device_time_total / _STEPS:9.1f} us {event.count / _STEPS:7.1f} x "
+            f"{event.key[:_NAME_CHARS]}"
+            for event in found[:_NUM_KERNELS]
+        )
 
     def _figure(self, name: str, samples: list[float], floor_ms: float, num_tokens: int) -> Figure:
         """`floor_ms` is that of one GPU."""
@@ -191,6 +211,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--growth", action="store_true", help="decode over batch and context")
     parser.add_argument("--load", action="store_true", help="start-up from a written checkpoint")
+    parser.add_argument("--kernels", action="store_true", help="what decode steps consist of")
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--commit", default=None, help="what is measured, where git does not know")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "gpu.json")
@@ -210,7 +231,7 @@ def main(argv: list[str]) -> int:
     local = LocalEngine.load(config, print)
     runner = local.runner
     print("\n".join(runner.startup_notes), flush=True)
-    bench = Bench(shape, local, arguments.tp)
+    bench = Bench(shape, local, arguments.tp, tells_kernels=arguments.kernels)
     decodes = [*_DECODES, *(_GROWTH if arguments.growth else [])]
     figures: list[Figure] = []
     for one in chosen("prefill", _PREFILLS, arguments.only):
