@@ -163,7 +163,8 @@ class LinkedEngine:
                 self._compare(output, output.cached_tokens)
             if output.token_ids or output.finish_reason is not None or output.error is not None:
                 key = (output.request_id, output.attempt)
-                unanswered.pop(key, None)
+                if unanswered.pop(key, None) is None:
+                    continue  # a later token
                 if output.token_ids:
                     self._answered(key)
                 else:

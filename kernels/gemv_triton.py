@@ -23,6 +23,7 @@ _MANY_OUTPUTS = 8192
 _HEAD_OUTPUTS = 32_768  # of an LM head, or more
 _LEAST_ROWS = 33  # below, cuBLAS is as fast but for LM heads
 _LEAST_TILES = 96  # that keep an H200 busy
+_AHEAD_BYTES = 2 << 20  # of a matrix, fetched into the L2 cache early; more makes products slower
 _ALIGNED = 16  # bytes, of what is fetched early
 
 
@@ -34,7 +35,6 @@ class Tiling:
     inputs: int  # of one step of its loop
     stages: int
     warps: int = 4
-    ahead_bytes: int = 2 << 20  # of the matrix, fetched into the L2 cache early
 
 
 def few_rows_tiling(x: Tensor, weight: Tensor) -> Tiling | None:
@@ -136,7 +136,7 @@ def _few_rows(
     num_outputs = len(weight) // (2 if is_gated else 1)
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
     row_bytes = num_inputs * x.itemsize
-    ahead = min(tiling.ahead_bytes // len(weight), row_bytes) // _ALIGNED * _ALIGNED
+    ahead = min(_AHEAD_BYTES // len(weight), row_bytes) // _ALIGNED * _ALIGNED
     _few_rows_product[(triton.cdiv(num_outputs, tiling.outputs),)](
         x,
         weight,

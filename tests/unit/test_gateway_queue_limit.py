@@ -135,6 +135,16 @@ def test_of_two_engines_that_compute_a_prompt_each_the_one_that_began_first_is_a
     assert (p.tokens_ahead, q.tokens_ahead) == (0, 0)
 
 
+def test_later_tokens_of_a_stream_are_no_progress_of_prompts() -> None:
+    cluster = Cluster("p")
+    (p,) = cluster.table.engines.values()
+    cluster.learn("p", 1000)
+    cluster.dispatch("p", "second", 1000)
+    cluster.clock.advance(0.4)
+    cluster.answer("p", "first")
+    assert p.tokens_ahead == 600
+
+
 def test_a_step_that_ended_while_as_much_came_is_a_step_that_ended() -> None:
     cluster = Cluster("p")
     (p,) = cluster.table.engines.values()
