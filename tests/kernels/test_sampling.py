@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from baton.core.sampling import mix64, token_key
@@ -65,7 +65,7 @@ def reference_probs(
     kept = order if top_k is None else order[:top_k]
     total, before, nucleus = sum(weights[i] for i in kept), 0.0, []
     for i in kept:
-        if nucleus and before >= top_p * total:
+        if nucleus and top_p < 1 and before >= top_p * total:  # 1 keeps what rounding would not
             break
         nucleus.append(i)
         before += weights[i]
@@ -122,6 +122,8 @@ def test_chi_square_would_notice_a_wrong_temperature() -> None:
     st.floats(0.01, 1.0),
     st.floats(0.1, 2.0),
 )
+@example(0, None, 1.0, 0.125)  # the last tokens have less than a rounding error of a whole
+@example(0, None, 1.0 - 1e-12, 0.125)  # 1 in float32
 def test_filters_keep_what_the_reference_keeps(
     seed: int, top_k: int | None, top_p: float, temperature: float
 ) -> None:
@@ -131,9 +133,11 @@ def test_filters_keep_what_the_reference_keeps(
         scaled, torch.tensor([min(top_k or 30, 30)]), torch.tensor([top_p], dtype=torch.float32)
     )[0]
     wanted = reference_probs(logits, temperature, top_k, top_p)
-    differing = np.flatnonzero(kept.isfinite().numpy() != (wanted > 0))
-    # Rounding may decide about the one token at the edge of the nucleus, about no other.
-    assert len(differing) <= 1
+    # Rounding may decide about the one token at the edge of the nucleus, and about those of a tail
+    # that is smaller than its errors, about no other.
+    is_differing = kept.isfinite().numpy() != (wanted > 0)
+    differing = np.sort(reference_probs(logits, temperature, top_k, 1.0)[is_differing])
+    assert differing[:-1].sum() < 1e-6
     assert torch.equal(kept[kept.isfinite()], scaled[0][kept.isfinite()])
 
 
