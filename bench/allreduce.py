@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from baton.core.config import EngineConfig
-from baton.engine.peer_reduce import PeerReduce
 from baton.engine.torch_communicator import (
     NcclCommunicator,
     connect_store,
@@ -72,12 +71,8 @@ class Rank:
         nccl, peers = self._communicator, self._communicator._peers
         ways: dict[str, Sum] = {"NCCL": nccl.sum_by_nccl}
         if peers is not None and num_bytes <= MAX_BYTES:
-            for is_pushed in (False, True):
-                for in_parts in (False, True):
-                    name = ("pushed " if is_pushed else "") + (
-                        "in parts" if in_parts else "at once"
-                    )
-                    ways[name] = partial(_sum, peers, is_pushed, in_parts)
+            for name, in_parts in (("at once", False), ("in parts", True)):
+                ways[name] = partial(peers.sum, in_parts=in_parts)
         return ways
 
     def check(self) -> None:
@@ -120,13 +115,10 @@ class Rank:
                 continue
             expected = residual.clone()
             normed = ops.add_rms_norm(peers.sum(x, in_parts=False), expected, weight, 1e-5)
-            before = residual.clone()
-            for peers.is_pushed in (True, False):
-                residual.copy_(before)
-                found = peers.add_rms_norm(x, residual, weight, 1e-5)
-                assert torch.equal(residual, expected), (num_rows, dim, peers.is_pushed)
-                difference = (found.float() - normed.float()).norm() / normed.float().norm()
-                assert float(difference) < 3e-3
+            found = peers.add_rms_norm(x, residual, weight, 1e-5)
+            assert torch.equal(residual, expected), (num_rows, dim)
+            difference = (found.float() - normed.float()).norm() / normed.float().norm()
+            assert float(difference) < 3e-3
 
     def _check_graph(self) -> None:
         """Captured sums follow what their input holds at each replay."""
@@ -152,30 +144,29 @@ class Rank:
         inputs = [
             torch.zeros(sizes[i % 6], device="cuda", dtype=dtypes[i // 2 % 3]) for i in range(30)
         ]
-        for is_pushed in (False, True):
-            ways = [partial(_sum, peers, is_pushed, index % 4 < 2) for index in range(30)]
-            for x, way in zip(inputs, ways, strict=True):
-                way(x)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                found = []
-                for index, (x, way) in enumerate(zip(inputs, ways, strict=True)):
-                    torch.cuda._sleep((self.rank * 7 + index * 5) % 11 * 2000)
-                    found.append(way(x))
-            for replay in range(50):
-                generator = torch.Generator("cuda").manual_seed(replay)
-                expected = []
-                for x in inputs:
-                    parts = torch.randn(self.size, len(x), generator=generator, device="cuda")
-                    parts = parts.to(x.dtype)
-                    x.copy_(parts[self.rank])
-                    total = parts[0].float()
-                    for part in parts[1:]:
-                        total += part.float()
-                    expected.append(total.to(x.dtype))
-                graph.replay()
-                for index, (one, other) in enumerate(zip(found, expected, strict=True)):
-                    assert torch.equal(one, other), (is_pushed, replay, index)
+        ways = [partial(peers.sum, in_parts=index % 4 < 2) for index in range(30)]
+        for x, way in zip(inputs, ways, strict=True):
+            way(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = []
+            for index, (x, way) in enumerate(zip(inputs, ways, strict=True)):
+                torch.cuda._sleep((self.rank * 7 + index * 5) % 11 * 2000)
+                found.append(way(x))
+        for replay in range(50):
+            generator = torch.Generator("cuda").manual_seed(replay)
+            expected = []
+            for x in inputs:
+                parts = torch.randn(self.size, len(x), generator=generator, device="cuda")
+                parts = parts.to(x.dtype)
+                x.copy_(parts[self.rank])
+                total = parts[0].float()
+                for part in parts[1:]:
+                    total += part.float()
+                expected.append(total.to(x.dtype))
+            graph.replay()
+            for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+                assert torch.equal(one, other), (replay, index)
 
     def measure(self, num_bytes: int) -> dict[str, tuple[float, ...]]:
         """Microseconds of one sum, by the way it is made."""
@@ -198,13 +189,7 @@ class Rank:
                 ops, y, residual, weight, 1e-5
             ),
         }
-        found = {name: self._time_us(way, x) for name, way in ways.items()}
-        if communicator._peers is not None:
-            communicator._peers.is_pushed = True
-            name = "sum and norm at once"
-            found[f"pushed {name}"] = self._time_us(ways[name], x)
-            communicator._peers.is_pushed = False
-        return found
+        return {name: self._time_us(way, x) for name, way in ways.items()}
 
     def _time_us(self, add_up: Sum, x: Tensor) -> tuple[float, ...]:
         add_up(x.clone())
@@ -224,15 +209,6 @@ class Rank:
             end.synchronize()
             samples.append(begin.elapsed_time(end) / _SUMS * 1e3)
         return tuple(samples[2:])
-
-
-def _sum(peers: PeerReduce, is_pushed: bool, in_parts: bool, x: Tensor) -> Tensor:
-    """One of four ways; a CUDA graph keeps it."""
-    peers.is_pushed = is_pushed
-    try:
-        return peers.sum(x, in_parts=in_parts)
-    finally:
-        peers.is_pushed = False
 
 
 def figures_of(rank: Rank) -> list[Figure]:

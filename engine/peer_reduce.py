@@ -2,8 +2,7 @@
 
     cudaMalloc ─► IPC handle ─► channels ─► every other rank maps it     once, when ranks connect
 
-The sums themselves are kernels/peer_reduce_triton.py, or kernels/peer_push_triton.py where
-`is_pushed` says so. No NVLink multicast.
+The sums themselves are kernels/peer_reduce_triton.py. No NVLink multicast.
 """
 
 from __future__ import annotations
@@ -15,28 +14,24 @@ import torch
 from torch import Tensor
 
 from ..core.errors import StartupFailed
-from ..kernels.peer_push_triton import (
-    PUSH_END,
-    prepare_exchange,
-    push_add_rms_norm,
-    push_sum,
-)
 from ..kernels.peer_reduce_triton import (
+    EXCHANGE_BYTES,
     MAX_BYTES,
     MAX_RANKS,
     MAX_ROW_BYTES,
     MAX_ROWS,
     peer_add_rms_norm,
     peer_sum,
+    prepare_exchange,
 )
 from .cuda_memory import CudaAllocation
 from .cuda_sharing import MappedMemory, MappingFailed, map_handle
 
 log = logging.getLogger(__name__)
 
-# That a rank reads from its peers; above, sums go in parts. On four H200s: 512 KiB in 10.1 us at
-# once and 11.3 in parts, 1 MiB in 15.7 and 13.7; NCCL takes 18.7 and 22.4.
-_LARGEST_AT_ONCE_BYTES = 2 << 20
+# That a rank sends; above, sums go in parts. An estimate from two H200s: at once 2.2 us, in parts
+# 3.3, and either way 4.4 us for each MiB sent (python -m baton.bench.allreduce --ranks 2).
+_LARGEST_AT_ONCE_BYTES = 512 << 10
 _FEWEST_ROWS = 8  # of one kernel for sum and norm: it has a program a row
 
 
@@ -48,7 +43,6 @@ class PeerReduce:
     ) -> None:
         """`own` is this rank's exchange memory, from now on this object's; `handles` are those of
         all ranks'. Raises StartupFailed if a peer's memory cannot be mapped."""
-        self.is_pushed = False
         self._rank, self._own = rank, own
         self._mapped = {
             peer: _map(handle, device) for peer, handle in enumerate(handles) if peer != rank
@@ -73,14 +67,12 @@ class PeerReduce:
 
     def sum(self, x: Tensor, *, in_parts: bool) -> Tensor:
         """`all_reduce` in one way or the other: see peer_reduce_triton.py."""
-        add_up = push_sum if self.is_pushed else peer_sum
-        return add_up(x, self._bases, self._rank, in_parts=in_parts)
+        return peer_sum(x, self._bases, self._rank, in_parts=in_parts)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Add the sum over all ranks to `residual` in place; the norm of that."""
-        add = push_add_rms_norm if self.is_pushed else peer_add_rms_norm
-        in_parts = self._goes_in_parts(x)
-        return add(x, residual, weight, eps, self._bases, self._rank, in_parts=in_parts)
+        bases, in_parts = self._bases, self._goes_in_parts(x)
+        return peer_add_rms_norm(x, residual, weight, eps, bases, self._rank, in_parts=in_parts)
 
     def _goes_in_parts(self, x: Tensor) -> bool:
         num_peers = len(self._bases) - 1
@@ -98,8 +90,8 @@ def allocate_exchange(size: int, device: torch.device) -> CudaAllocation | None:
     """Exchange memory of one of `size` ranks; None where sums must go through NCCL alone."""
     if size & (size - 1) or size > MAX_RANKS or not _reads_all_peers(device):
         return None
-    own = CudaAllocation(PUSH_END, device)
-    prepare_exchange(own.tensor().zero_())  # before a peer has its handle: it may signal at once
+    own = CudaAllocation(EXCHANGE_BYTES, device)
+    prepare_exchange(own.tensor().zero_())  # before a peer has its handle: it may write at once
     return own
 
 

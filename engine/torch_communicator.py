@@ -2,7 +2,7 @@
 
     store     a TCPStore of rank 0 on the loopback: where ranks find each other once
     gloo      gathers alone; sums are made here, in the order of the ranks
-    NCCL      large sums, gathers, broadcasts; small sums read the peers' memory (peer_reduce.py)
+    NCCL      large sums, gathers, broadcasts; small sums go through peers' memory (peer_reduce.py)
 
 Process groups are used as objects, without torch's global ones. Knows no model.
 """

@@ -1,20 +1,27 @@
-"""Small sums over GPUs in one kernel each, without a library: ranks read and write peers' memory.
+"""Small sums over GPUs in one kernel each, without a library: ranks write to peers' memory, and the
+values themselves say that they are there.
 
     exchange memory of a rank, mapped by all:
-    | signals [2 phases, ranks, programs] | epochs [programs] | data [2, programs, region] | results
+    | state [programs, 3] | slots [3, programs, ranks, region] | results [3, programs, region] |
 
-    at once     x ─► own data │ all there? │ add up all ranks' data ─► out
-    in parts    x ─► own data │ all there? │ add up one part of the data ─► all ranks' results
-                              │ all there? │ own results ─► out
+    at once     x ─► all ranks' slots ─ all there? ─► add up the slots ─► out
+    in parts    x ─► a part to each rank's slots ─ all there? ─► add up ─► all ranks' results
+                                                   ─ all there? ─► out
 
 Each rank moves (ranks - 1) times the tensor over its links at once, in parts twice the tensor at
 most, but waits twice. What was added up may be added to the residual stream and normed in the same
 kernel, a row a program. Program c of every rank takes chunk c of x, uses region c alone and meets
-program c of the others alone. Its epoch counts the sums; regions alternate with its last bit. A
-rank comes back to a region two sums later: the signals of the sum between were given by kernels
-that followed those which used it. Sums are in float32 and in the ranks' order: the same bits on all
-ranks, and for each element whatever the size. The epoch lies in memory, so a CUDA graph can hold
-the kernels.
+program c of the others alone.
+
+A word that nobody has written yet is ABSENT: minus zero, which no rank sends (it sends zero). So a
+sum waits for one write over the link where a signal behind the data would be a second one
+(Lamport's way, as in TensorRT-LLM's all-reduces).
+
+Three buffers take turns, by the program's own count: while one is written, the one of the sum
+before is made absent again. A rank writes to it two sums later: it has then seen what its peer sent
+in the sum between, which the peer's kernel sent after the one that cleared. Sums are in float32 and
+in the ranks' order: the same bits on all ranks, and for each element whatever the size. Whose turn
+it is lies in memory, so a CUDA graph can hold the kernels.
 """
 
 from __future__ import annotations
@@ -32,13 +39,18 @@ _REGION_BYTES = 16 << 10
 MAX_BYTES = MAX_PROGRAMS * _REGION_BYTES
 MAX_ROWS, MAX_ROW_BYTES = MAX_PROGRAMS, _REGION_BYTES  # of what is normed as well
 _LEAST_BLOCK = 1024
-_WORD_BYTES = 4
+_NUM_BUFFERS = 3
+_STATE_WORDS = 3  # whose turn it is; halves (2 bytes) of the last sum in each slot, in the results
+_ABSENT = {2: -(1 << 15), 4: -(1 << 31) + (1 << 15)}  # as words; memory is full of the first
 
-_PHASE_BYTES = MAX_RANKS * MAX_PROGRAMS * _WORD_BYTES
-_EPOCHS_AT = 2 * _PHASE_BYTES
-_DATA_AT = _EPOCHS_AT + MAX_PROGRAMS * _WORD_BYTES
-_RESULTS_AT = _DATA_AT + 2 * MAX_BYTES
-EXCHANGE_BYTES = _RESULTS_AT + 2 * MAX_BYTES  # zero before the first sum
+_SLOTS_AT = MAX_PROGRAMS * _STATE_WORDS * 4
+_RESULTS_AT = _SLOTS_AT + _NUM_BUFFERS * MAX_PROGRAMS * MAX_RANKS * _REGION_BYTES
+EXCHANGE_BYTES = _RESULTS_AT + _NUM_BUFFERS * MAX_PROGRAMS * _REGION_BYTES
+
+
+def prepare_exchange(memory: Tensor) -> None:
+    """Of a rank, [EXCHANGE_BYTES] uint8 of zeros: before a peer can write to it."""
+    memory[_SLOTS_AT:].view(torch.int16).fill_(_ABSENT[2])
 
 
 def peer_sum(x: Tensor, bases: Tensor, rank: int, *, in_parts: bool) -> Tensor:
@@ -47,8 +59,7 @@ def peer_sum(x: Tensor, bases: Tensor, rank: int, *, in_parts: bool) -> Tensor:
     bases [ranks] int64, ranks a power of two: where each rank's exchange memory, its own too, lies
     for this device. Waits, on the device, for the other ranks to launch the same.
     """
-    num_elements = x.numel()
-    block = max(_LEAST_BLOCK, triton.next_power_of_2(triton.cdiv(num_elements, MAX_PROGRAMS)))
+    block = max(_LEAST_BLOCK, triton.next_power_of_2(triton.cdiv(x.numel(), MAX_PROGRAMS)))
     out = torch.empty_like(x)
     _launch(x, x, x, out, bases, rank, block, block, 0.0, in_parts=in_parts, has_norm=False)
     return out
@@ -103,11 +114,15 @@ def _launch(
         eps,
         RANKS=len(bases),
         BLOCK=block,
+        NUM_ADDED=block // len(bases) if in_parts else block,  # by one rank
+        PITCH=block // len(bases) if in_parts else 0,  # from a rank's part to the next one's
+        WORD=tl.int16 if x.itemsize == 2 else tl.int32,
+        HALVES=x.itemsize // 2,
+        ABSENT=_ABSENT[x.itemsize],
         PROGRAMS=MAX_PROGRAMS,
+        MOST_RANKS=MAX_RANKS,
         REGION_BYTES=_REGION_BYTES,
-        PHASE_BYTES=_PHASE_BYTES,
-        EPOCHS_AT=_EPOCHS_AT,
-        DATA_AT=_DATA_AT,
+        SLOTS_AT=_SLOTS_AT,
         RESULTS_AT=_RESULTS_AT,
         IN_PARTS=in_parts,
         HAS_NORM=has_norm,
@@ -117,22 +132,60 @@ def _launch(
 
 
 @triton.jit
-def _meet(bases, own, rank, epoch, phase_at, RANKS: tl.constexpr, PROGRAMS: tl.constexpr):
-    """Tell this program of all ranks that this rank's came here, and wait for theirs.
+def _sent(values, WORD: tl.constexpr, ABSENT: tl.constexpr):
+    """Values as words of which none is absent."""
+    words = values.to(WORD, bitcast=True)
+    return tl.where(words == ABSENT, 0, words).to(WORD)
 
-    What the program stored before is then theirs to read, and the other way round.
-    """
-    tl.debug_barrier()  # all threads have stored before one of them signals
-    words = tl.pointer_type(tl.int32)
-    program = tl.program_id(0)
-    ranks = tl.arange(0, RANKS)
-    theirs = (tl.load(bases + ranks) + phase_at).to(words) + rank * PROGRAMS + program
-    tl.atomic_xchg(theirs, tl.zeros((RANKS,), tl.int32) + epoch, sem="release", scope="sys")
-    signals = (own + phase_at).to(words) + ranks * PROGRAMS + program
-    behind = tl.min(tl.atomic_add(signals, 0, sem="acquire", scope="sys") - epoch, axis=0)
-    while behind < 0:  # a difference, since epochs wrap around
-        behind = tl.min(tl.atomic_add(signals, 0, sem="acquire", scope="sys") - epoch, axis=0)
-    tl.debug_barrier()
+
+@triton.jit
+def _words_at(addresses, WORD: tl.constexpr):
+    """Pointers to exchange memory at addresses [n, 1], aligned: several words go at once."""
+    return tl.multiple_of(addresses.to(tl.pointer_type(WORD)), (16, 16))
+
+
+@triton.jit
+def _arrived(words_at, mask, TYPE: tl.constexpr, ABSENT: tl.constexpr):
+    """The values, once none of them is absent."""
+    words = tl.load(words_at, mask=mask, other=0, volatile=True)
+    while tl.max((words == ABSENT).to(tl.int32), axis=None) > 0:
+        words = tl.load(words_at, mask=mask, other=0, volatile=True)
+    return words.to(TYPE, bitcast=True)
+
+
+@triton.jit
+def _in_order(parts, RANKS: tl.constexpr, COUNT: tl.constexpr):
+    """The sum of [RANKS, COUNT] over the ranks, in their order and within threads."""
+    if RANKS == 2:
+        a, b = tl.split(tl.permute(parts, (1, 0)))
+        total = a + b
+    elif RANKS == 4:
+        low, high = tl.split(tl.permute(tl.reshape(parts, (2, 2, COUNT)), (2, 1, 0)))
+        a, b = tl.split(low)
+        c, d = tl.split(high)
+        total = a + b + c + d
+    else:
+        tl.static_assert(RANKS == 8)
+        low, high = tl.split(tl.permute(tl.reshape(parts, (2, 2, 2, COUNT)), (3, 2, 1, 0)))
+        low_low, low_high = tl.split(low)
+        high_low, high_high = tl.split(high)
+        a, b = tl.split(low_low)
+        c, d = tl.split(low_high)
+        total = a + b + c + d
+        a, b = tl.split(high_low)
+        c, d = tl.split(high_high)
+        total = total + a + b + c + d
+    return total
+
+
+@triton.jit
+def _clear(address, num_halves, STEP: tl.constexpr):
+    """Make the first halves at an address absent, and a few more, which are."""
+    halves = tl.multiple_of(address.to(tl.pointer_type(tl.int16)), 16)
+    end = tl.cdiv(num_halves, 8) * 8  # so that several go at once
+    for first in range(0, end, STEP):
+        places = first + tl.arange(0, STEP)
+        tl.store(halves + places, tl.full((STEP,), -32768, tl.int16), mask=places < end)
 
 
 @triton.jit
@@ -148,11 +201,15 @@ def _peer_sum(
     eps,
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
+    NUM_ADDED: tl.constexpr,
+    PITCH: tl.constexpr,
+    WORD: tl.constexpr,
+    HALVES: tl.constexpr,
+    ABSENT: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    MOST_RANKS: tl.constexpr,
     REGION_BYTES: tl.constexpr,
-    PHASE_BYTES: tl.constexpr,
-    EPOCHS_AT: tl.constexpr,
-    DATA_AT: tl.constexpr,
+    SLOTS_AT: tl.constexpr,
     RESULTS_AT: tl.constexpr,
     IN_PARTS: tl.constexpr,
     HAS_NORM: tl.constexpr,
@@ -163,36 +220,42 @@ def _peer_sum(
     num_mine = tl.minimum(width, num_elements - program * width)
     elements = program * width + places
     mask = places < num_mine
+    ranks = tl.arange(0, RANKS)[:, None]
+    added = tl.arange(0, NUM_ADDED)[None, :]
+    targets = (ranks + rank) % RANKS  # each rank begins with another one
+    target_bases = tl.load(bases + targets)
     own = tl.load(bases + rank)
     if HAS_NORM:
         scales = tl.load(weight + places, mask=mask, other=0.0).to(tl.float32)
     let_next_in(PDL)
     wait_for_previous(PDL)
-    epoch_at = (own + EPOCHS_AT).to(tl.pointer_type(tl.int32)) + program
-    epoch = tl.load(epoch_at) + 1
-    region = ((epoch & 1) * PROGRAMS + program).to(tl.int64) * REGION_BYTES
-    mine = tl.multiple_of((own + DATA_AT + region).to(out.dtype), 16)
-    tl.store(mine + places, tl.load(x + elements, mask=mask), mask=mask)
-    _meet(bases, own, rank, epoch, 0, RANKS, PROGRAMS)
+    state = own.to(tl.pointer_type(tl.int32)) + program * 3
+    turn = tl.load(state)
+    slot_halves, result_halves = tl.load(state + 1), tl.load(state + 2)
+    region = (turn * PROGRAMS + program).to(tl.int64) * REGION_BYTES
+    pieces = targets * PITCH + added
+    values = tl.load(x + program * width + pieces, mask=pieces < num_mine, other=0.0)
+    slots = target_bases + SLOTS_AT + region * MOST_RANKS + rank * REGION_BYTES
+    tl.store(_words_at(slots, WORD) + added, _sent(values, WORD, ABSENT), mask=pieces < num_mine)
 
-    NUM_ADDED: tl.constexpr = BLOCK // RANKS if IN_PARTS else BLOCK
-    added = tl.arange(0, NUM_ADDED)
-    if IN_PARTS:
-        added += rank * NUM_ADDED
-    is_there = added < num_mine
-    total = tl.zeros((NUM_ADDED,), tl.float32)
+    # What the sum before left, while this one's is on its way.
+    before = ((turn + 2) % 3 * PROGRAMS + program).to(tl.int64) * REGION_BYTES
     for index in tl.static_range(RANKS):
-        source = tl.multiple_of((tl.load(bases + index) + DATA_AT + region).to(out.dtype), 16)
-        part = tl.load(source + added, mask=is_there, other=0.0, cache_modifier=".cg")
-        total += part.to(tl.float32)
+        slot = own + SLOTS_AT + before * MOST_RANKS + index * REGION_BYTES
+        _clear(slot, slot_halves, BLOCK)
+    _clear(own + RESULTS_AT + before, result_halves, BLOCK)
+
+    own_slots = own + SLOTS_AT + region * MOST_RANKS + ranks * REGION_BYTES
+    is_there = rank * PITCH + added < num_mine
+    parts = _arrived(_words_at(own_slots, WORD) + added, is_there, out.dtype.element_ty, ABSENT)
+    total = _in_order(parts.to(tl.float32), RANKS, NUM_ADDED)
     summed = total.to(out.dtype.element_ty)
     if IN_PARTS:
-        for index in tl.static_range(RANKS):
-            target = (tl.load(bases + index) + RESULTS_AT + region).to(out.dtype)
-            tl.store(tl.multiple_of(target, 16) + added, summed, mask=is_there)
-        _meet(bases, own, rank, epoch, PHASE_BYTES, RANKS, PROGRAMS)
-        results = tl.multiple_of((own + RESULTS_AT + region).to(out.dtype), 16)
-        summed = tl.load(results + places, mask=mask, other=0.0, cache_modifier=".cg")
+        results = _words_at(target_bases + RESULTS_AT + region + rank * PITCH * HALVES * 2, WORD)
+        words = tl.broadcast_to(_sent(summed, WORD, ABSENT)[None, :], (RANKS, NUM_ADDED))
+        tl.store(results + added, words, mask=is_there)
+        whole = (own + RESULTS_AT + region).to(tl.pointer_type(WORD))
+        summed = _arrived(tl.multiple_of(whole, 16) + places, mask, out.dtype.element_ty, ABSENT)
     if HAS_NORM:  # as in norm_triton.py
         earlier = tl.load(residual + elements, mask=mask, other=0.0)
         value = (summed.to(tl.float32) + earlier.to(tl.float32)).to(summed.dtype)
@@ -202,4 +265,7 @@ def _peer_sum(
         tl.store(out + elements, (wide * scale * scales).to(value.dtype), mask=mask)
     else:
         tl.store(out + elements, summed, mask=mask)
-    tl.store(epoch_at, epoch)
+    tl.store(state, (turn + 1) % 3)
+    num_parts = tl.minimum(tl.maximum(num_mine - rank * PITCH, 0), NUM_ADDED)
+    tl.store(state + 1, num_parts * HALVES)
+    tl.store(state + 2, num_mine * HALVES if IN_PARTS else 0)

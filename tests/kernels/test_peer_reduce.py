@@ -16,13 +16,12 @@ import torch
 pytest.importorskip("triton")
 
 from baton.kernels.norm import rms_norm
-from baton.kernels.peer_push_triton import (
-    PUSH_END,
+from baton.kernels.peer_reduce_triton import (
+    EXCHANGE_BYTES,
+    peer_add_rms_norm,
+    peer_sum,
     prepare_exchange,
-    push_add_rms_norm,
-    push_sum,
 )
-from baton.kernels.peer_reduce_triton import peer_add_rms_norm, peer_sum
 from baton.kernels.sampling import RowSampling, sample
 from baton.kernels.sampling_triton import VocabularyPart, sample_unfiltered
 
@@ -72,23 +71,21 @@ def sample_part(rank: int, bases: torch.Tensor) -> list[torch.Tensor]:
 
 def run_rank(rank: int, fds: list[int]) -> list[torch.Tensor]:
     """All sums as one rank; its exchange memory and the peer's are shared files."""
-    maps = [torch.frombuffer(mmap.mmap(fd, PUSH_END), dtype=torch.uint8) for fd in fds]
+    maps = [torch.frombuffer(mmap.mmap(fd, EXCHANGE_BYTES), dtype=torch.uint8) for fd in fds]
     bases = torch.tensor([memory.data_ptr() for memory in maps])
-    found = []
-    for add_up, add_rms_norm in ((peer_sum, peer_add_rms_norm), (push_sum, push_add_rms_norm)):
-        found += [
-            add_up(x, bases, rank, in_parts=in_parts)
-            for x, (_, _, in_parts) in zip(inputs(rank), SUMS, strict=True)
-        ]
-        x, (residual, weight) = inputs(rank)[1].view(3, 500), norm_inputs()
-        for in_parts in (False, True):  # the second adds to what the first left
-            normed = add_rms_norm(x, residual, weight, 1e-5, bases, rank, in_parts=in_parts)
-            found += [normed, residual.clone()]
+    found = [
+        peer_sum(x, bases, rank, in_parts=in_parts)
+        for x, (_, _, in_parts) in zip(inputs(rank), SUMS, strict=True)
+    ]
+    x, (residual, weight) = inputs(rank)[1].view(3, 500), norm_inputs()
+    for in_parts in (False, True):  # the second adds to what the first left
+        normed = peer_add_rms_norm(x, residual, weight, 1e-5, bases, rank, in_parts=in_parts)
+        found += [normed, residual.clone()]
     return found + sample_part(rank, bases)
 
 
 def check_sums(found: list[torch.Tensor], size: int) -> None:
-    """What one kind of kernels made of SUMS, and of sums that are normed."""
+    """What the kernels made of SUMS, and of sums that are normed."""
     for number, mine in enumerate(found[: len(SUMS)]):
         total = inputs(0)[number].float()
         for rank in range(1, size):
@@ -106,8 +103,8 @@ def check_sums(found: list[torch.Tensor], size: int) -> None:
 def test_all_ranks_get_the_sum_in_their_order(size: int) -> None:
     fds = [os.memfd_create(f"exchange-{rank}") for rank in range(size)]
     for fd in fds:
-        os.ftruncate(fd, PUSH_END)
-        prepare_exchange(torch.frombuffer(mmap.mmap(fd, PUSH_END), dtype=torch.uint8))
+        os.ftruncate(fd, EXCHANGE_BYTES)
+        prepare_exchange(torch.frombuffer(mmap.mmap(fd, EXCHANGE_BYTES), dtype=torch.uint8))
     program = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r}); import conftest\n"
         f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
@@ -131,9 +128,7 @@ def test_all_ranks_get_the_sum_in_their_order(size: int) -> None:
             stack.callback(peer.kill)
         ours = run_rank(0, fds)
         outputs = [peer.communicate(timeout=60)[0] for peer in peers]
-    num_found = len(SUMS) + 4
-    for found in (ours[:num_found], ours[num_found : 2 * num_found]):
-        check_sums(found, size)
+    check_sums(ours[:-2], size)
     token_ids, logprobs = sample(all_logits(), WISHES)
     assert ours[-2].tolist() == token_ids.tolist() and token_ids[0] == 2300
     torch.testing.assert_close(ours[-1], logprobs, rtol=1e-5, atol=1e-5)

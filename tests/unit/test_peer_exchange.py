@@ -11,7 +11,7 @@ from baton.core.errors import StartupFailed
 from baton.engine import peer_reduce
 from baton.engine.cuda_sharing import MappingFailed
 from baton.engine.peer_reduce import allocate_exchange, connect_peers
-from baton.kernels import peer_push_triton, peer_reduce_triton
+from baton.kernels import peer_reduce_triton
 
 CPU = torch.device("cpu")
 
@@ -70,10 +70,10 @@ def test_memory_is_prepared_before_its_handle_is_given_out(monkeypatch: pytest.M
     monkeypatch.setattr(peer_reduce, "CudaAllocation", Allocation)
     monkeypatch.setattr(peer_reduce, "_reads_all_peers", lambda device: True)
     own = allocate_exchange(4, CPU)
-    assert own is not None and own.num_bytes == peer_push_triton.PUSH_END
+    assert own is not None and own.num_bytes == peer_reduce_triton.EXCHANGE_BYTES
     memory = own.tensor()
-    assert not memory[: peer_reduce_triton.EXCHANGE_BYTES].any(), "no signal yet"
-    words = memory[peer_push_triton._SLOTS_AT :].view(torch.bfloat16)
+    assert not memory[: peer_reduce_triton._SLOTS_AT].any(), "the first buffer's turn"
+    words = memory[peer_reduce_triton._SLOTS_AT :].view(torch.bfloat16)
     assert torch.signbit(words).all() and not words.any(), "minus zeros: nothing is there yet"
     assert allocate_exchange(3, CPU) is None and allocate_exchange(16, CPU) is None
     monkeypatch.setattr(peer_reduce, "_reads_all_peers", lambda device: False)
