@@ -141,7 +141,11 @@ def _copy_words(
     tl.store(target + written * num_words + words, content, mask=mask)
 
 
-@triton.jit
+# One kernel wherever ids lie and however many there are: none is compiled in the midst of serving.
+_IDS = ["source_ids", "block_ids"]
+
+
+@triton.jit(do_not_specialize=["num_chunks"], do_not_specialize_on_alignment=_IDS)
 def _pull_words(
     source_address,
     target,
@@ -164,7 +168,7 @@ def _pull_words(
         tl.store(written + words, tl.load(read + words, mask=mask), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=_IDS)
 def _pull_rows(
     source_address,
     target,

@@ -61,16 +61,12 @@ class KernelCopy:
 
         def start() -> None:
             with torch.cuda.stream(stream):
-                self._start(there, here, pool)
+                self.copy(there, here, pool)
 
         return start
 
-    def launch(self, ids: Ids, pool: Tensor) -> None:
-        """Prepare and start on the current stream."""
-        there, here = upload(ids, self._device)
-        self._start(there, here, pool)
-
-    def _start(self, there: Tensor, here: Tensor, pool: Tensor) -> None:
+    def copy(self, there: Tensor, here: Tensor, pool: Tensor) -> None:
+        """Blocks `there` to those `here`, [n] int64 on the device, on the current stream."""
         piece = self._piece
         if piece is None:
             pull_blocks(self._address, pool, there, here)

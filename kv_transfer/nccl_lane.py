@@ -12,10 +12,11 @@ has ended before that is told.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from ..core.errors import HandoffFailed
 from ..engine.cuda_kv_memory import CudaKvMemory
+from ..kernels.upload import upload
 from .cuda_ipc_copy import MAX_BLOCKS, KernelCopy
 from .head_ranges import BlockCut, HeadPiece
 from .nccl_pair import PULLER_RANK, SOURCE_RANK, NcclPair
@@ -32,7 +34,7 @@ from .stream import Deadline
 _NUM_SLOTS = 2
 _SLOT_BYTES = 192 << 20  # at 360 GB/s 0.56 ms: to launch a part takes either host up to 0.3
 _NUM_AHEAD = 6  # parts launched and not over
-_FIRST_PART_SHARE = 4  # the first is small: the wire begins with it
+_SMALL_PART_SHARE = 3  # the first and the last: the wire waits for the one, we for the other
 
 
 class Lane(Protocol):
@@ -64,6 +66,23 @@ class _Slot:
     is_empty: torch.cuda.Event
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """[begin, end) of a request's blocks, on their way through a slot."""
+
+    slot: _Slot
+    is_over: torch.cuda.Event
+    begin: int
+    end: int
+
+    @property
+    def blocks(self) -> Tensor:
+        return self.slot.blocks[: self.end - self.begin]
+
+
+_Stage: TypeAlias = tuple[torch.cuda.Stream, Callable[[_Part], None]]
+
+
 class NcclLane:
     """See `Lane`. Of the blocks of `kv`, `count` KV heads travel, from head `first` on."""
 
@@ -92,36 +111,30 @@ class NcclLane:
 
     def send(self, block_ids: Ids, deadline: Deadline) -> None:
         """See `Lane`."""
-        with self._aborting():
-            for slot, is_over, begin, end in self._parts(len(block_ids), deadline):
-                ids = np.stack([block_ids[begin:end], np.arange(end - begin)])
-                with torch.cuda.stream(self._copying):
-                    self._copying.wait_event(slot.is_empty)
-                    self._gather.launch(ids, slot.blocks)
-                    slot.is_full.record(self._copying)
-                with torch.cuda.stream(self._wire):
-                    self._wire.wait_event(slot.is_full)
-                    self._pair.send(slot.blocks[: end - begin], deadline)
-                    slot.is_empty.record(self._wire)
-                    is_over.record(self._wire)
-            self._pair.wait(is_over, deadline)
+        ids = self._uploaded(block_ids)
+
+        def gather(part: _Part) -> None:
+            there, here = ids()[:, part.begin : part.end]
+            self._gather.copy(there, here, part.slot.blocks)
+
+        def send(part: _Part) -> None:
+            self._pair.send(part.blocks, deadline)
+
+        self._run(len(block_ids), deadline, (self._copying, gather), (self._wire, send))
 
     def receive(self, num_blocks: int, block_ids: Ids | None, deadline: Deadline) -> None:
         """See `Lane`."""
-        with self._aborting():
-            for slot, is_over, begin, end in self._parts(num_blocks, deadline):
-                with torch.cuda.stream(self._wire):
-                    self._wire.wait_event(slot.is_empty)
-                    self._pair.receive(slot.blocks[: end - begin], deadline)
-                    slot.is_full.record(self._wire)
-                with torch.cuda.stream(self._copying):
-                    self._copying.wait_event(slot.is_full)
-                    if block_ids is not None:
-                        ids = np.stack([np.arange(end - begin), block_ids[begin:end]])
-                        slot.scatter.launch(ids, self._pool)
-                    slot.is_empty.record(self._copying)
-                    is_over.record(self._copying)
-            self._pair.wait(is_over, deadline)
+        ids = None if block_ids is None else self._uploaded(block_ids)
+
+        def receive(part: _Part) -> None:
+            self._pair.receive(part.blocks, deadline)
+
+        def scatter(part: _Part) -> None:
+            if ids is not None:
+                here, there = ids()[:, part.begin : part.end]
+                part.slot.scatter.copy(there, here, self._pool)
+
+        self._run(num_blocks, deadline, (self._wire, receive), (self._copying, scatter))
 
     def first_piece(self) -> bytes:
         piece: bytes = self._slots[0].blocks[0].view(torch.uint8).cpu().numpy().tobytes()
@@ -130,19 +143,53 @@ class NcclLane:
     def close(self) -> None:
         self._pair.abort()  # quicker than an orderly end, for which both ends would have to be here
 
-    def _parts(
-        self, num_blocks: int, deadline: Deadline
-    ) -> Iterator[tuple[_Slot, torch.cuda.Event, int, int]]:
-        """For each part of a request, which is [begin, end) of its blocks: a slot, and an event to
-        record when it is over.
+    def _uploaded(self, block_ids: Ids) -> Callable[[], Tensor]:
+        """[2, blocks] on the device, made when first called, on the stream that is current then:
+        the blocks in the pool, and those in the slots."""
+
+        @functools.cache
+        def ids() -> Tensor:
+            begins, ends = cut_parts(len(block_ids), self._most)
+            in_slots = [np.arange(end - begin) for begin, end in zip(begins, ends, strict=True)]
+            return upload(np.stack([block_ids, np.concatenate(in_slots)]), self._device)
+
+        return ids
+
+    def _run(self, num_blocks: int, deadline: Deadline, first: _Stage, second: _Stage) -> None:
+        """Both stages of all parts; the first stage is launched a part ahead of the second.
 
         Waits for a part some parts before: without a peer that goes on, little more is launched.
         """
+        with self._aborting():
+            before: _Part | None = None
+            for part in self._parts(num_blocks):
+                self._pair.wait(part.is_over, deadline)
+                self._launch(first, part, part.slot.is_empty, part.slot.is_full)
+                if before is not None:
+                    self._finish(second, before)
+                before = part
+            assert before is not None
+            self._finish(second, before)
+            self._pair.wait(before.is_over, deadline)
+
+    def _finish(self, second: _Stage, part: _Part) -> None:
+        self._launch(second, part, part.slot.is_full, part.slot.is_empty)
+        part.is_over.record(second[0])
+
+    @staticmethod
+    def _launch(
+        stage: _Stage, part: _Part, after: torch.cuda.Event, when_done: torch.cuda.Event
+    ) -> None:
+        stream, work = stage
+        with torch.cuda.stream(stream):
+            stream.wait_event(after)
+            work(part)
+            when_done.record(stream)
+
+    def _parts(self, num_blocks: int) -> Iterator[_Part]:
         begins, ends = cut_parts(num_blocks, self._most)
         slots, over = itertools.cycle(self._slots), itertools.cycle(self._over)
-        for slot, is_over, begin, end in zip(slots, over, begins, ends, strict=False):
-            self._pair.wait(is_over, deadline)
-            yield slot, is_over, begin, end
+        return map(_Part, slots, over, begins, ends)
 
     @contextlib.contextmanager
     def _aborting(self) -> Iterator[None]:
@@ -166,10 +213,13 @@ def _events(count: int) -> list[torch.cuda.Event]:
 
 def cut_parts(num_blocks: int, most: int) -> tuple[list[int], list[int]]:
     """Where the parts of a request begin and end: equal at both ends, whatever else differs."""
-    begins, size = [0], max(1, most // _FIRST_PART_SHARE)
+    small = max(1, most // _SMALL_PART_SHARE)
+    begins, size = [0], small
     while begins[-1] + size < num_blocks:
         begins.append(begins[-1] + size)
         size = most
+    if len(begins) > 1 and num_blocks - begins[-1] > small:
+        begins.append(num_blocks - small)
     return begins, [*begins[1:], num_blocks]
 
 
