@@ -1,9 +1,9 @@
-"""The products of decodes, each weight read once: cuBLAS beside Triton's, in a CUDA graph.
+"""The products of decodes, each weight read once: cuBLAS beside our own, in a CUDA graph.
 
 python -m baton.bench.products [--shape NAME] [--tp N] [--rows N,N] [--out FILE]
 
 As in a model, each product follows a norm and has a weight of its own, which no cache holds. Floor:
-reading the weight. Of all tilings the three best are told, and the one that models take.
+reading the weight. Of all ways to cut it up the three best are told, and the one that models take.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,8 @@ from torch import Tensor
 from baton.kernels.activation_triton import silu_and_mul
 from baton.kernels.gemv_triton import MAX_FEW_ROWS, Tiling, few_rows_product, few_rows_tiling
 from baton.kernels.norm_triton import rms_norm
-from baton.kernels.ops_triton import TritonOps
+from baton.kernels.row_room import ROWS_AT_ONCE, empty_rows
+from baton.kernels.streamed_product_gluon import Stages, choose_stages, streamed_product
 
 from .figures import ROOT, Figure, machine, table, write
 from .gpu_shapes import BYTES_PER_S, SHAPES, Shape
@@ -34,7 +36,12 @@ _MOST_WEIGHTS = 40
 _REPEATS = 9
 _NUM_TOLD = 3
 _COMPILERS = 12
-_SHARED_BYTES = 200 << 10
+_SHARED_BYTES = 225 << 10
+_LEAST_STREAMED_ROWS = 33
+
+Product = Callable[[Tensor, Tensor], Tensor]
+Cut: TypeAlias = Tiling | Stages
+
 _TILINGS = [
     Tiling(outputs, inputs, stages, warps)
     for outputs, inputs, stages, warps in itertools.product(
@@ -42,8 +49,13 @@ _TILINGS = [
     )
     if warps == 4 or outputs == 128  # every warp has something to do
 ]
-
-Product = Callable[[Tensor, Tensor], Tensor]
+_STAGES = [
+    Stages(outputs, inputs, count, early)
+    for outputs, inputs, count, early in itertools.product(
+        (32, 64, 128), (64, 128), (4, 6, 9), (0, 1, 2, 3, 4, 6, 9)
+    )
+    if early <= count
+]
 
 
 def products_of(shape: Shape, tp: int) -> dict[str, tuple[int, int]]:
@@ -66,7 +78,7 @@ class Chain:
         self.num_bytes = num_outputs * num_inputs * 2
         count = min(_MOST_WEIGHTS, max(3, _WEIGHT_BYTES // self.num_bytes))
         self.weights = torch.randn(count, num_outputs, num_inputs, **options)
-        self.x = torch.randn(num_rows, num_inputs, **options)
+        self.x = empty_rows((num_rows, num_inputs), self.weights).normal_()
         self._scales = torch.rand(num_inputs, **options)
 
     def figure(self, name: str, product: Product) -> Figure:
@@ -94,67 +106,92 @@ class Chain:
         for weight in self.weights:
             product(rms_norm(self.x, self._scales, 1e-5), weight)
 
-    def check(self, tiling: Tiling) -> None:
-        """Raises AssertionError if a tiling gives something else than cuBLAS."""
+    def check(self, cut: Cut, is_gated: bool) -> None:
+        """Raises AssertionError if a way gives something else than cuBLAS."""
         found, expected = (
-            product(self.x, self.weights[0]).float() for product in (tiled(tiling), cublas)
+            product(self.x, self.weights[0]).float()
+            for product in (product_by(cut, is_gated), cublas_by(is_gated))
         )
-        assert (found - expected).norm() / expected.norm() < 1e-2, tiling
+        assert (found - expected).norm() / expected.norm() < 1e-2, cut
 
 
-def tiled(tiling: Tiling) -> Product:
-    return lambda x, weight: few_rows_product(x, weight, None, tiling)
+def product_by(cut: Cut, is_gated: bool) -> Product:
+    if isinstance(cut, Tiling):
+        return lambda x, weight: few_rows_product(x, weight, None, cut)
+    return lambda x, weight: streamed_product(x, weight, None, cut, is_gated=is_gated)
 
 
-def cublas(x: Tensor, weight: Tensor) -> Tensor:
-    return F.linear(x, weight)
+def cublas_by(is_gated: bool) -> Product:
+    if is_gated:
+        return lambda x, weight: silu_and_mul(F.linear(x, weight))
+    return F.linear
 
 
-def cublas_gated(x: Tensor, weight: Tensor) -> Tensor:
-    return silu_and_mul(F.linear(x, weight))
+def cuts(num_rows: int, *, is_gated: bool) -> list[Cut]:
+    """Those that fit into shared memory."""
+    found: list[Cut] = []
+    if num_rows <= MAX_FEW_ROWS and not is_gated:
+        rows = max(16, triton.next_power_of_2(num_rows))
+        found += [t for t in _TILINGS if _fits(t, t.stages, rows + t.outputs)]
+    if _LEAST_STREAMED_ROWS <= num_rows <= ROWS_AT_ONCE:
+        halves = 2 if is_gated else 1
+        found += [s for s in _STAGES if _fits(s, s.count, ROWS_AT_ONCE + halves * s.outputs)]
+        if is_gated:
+            found = [s for s in found if s.outputs < 128]
+    return found
 
 
-def taken_gated(x: Tensor, weight: Tensor) -> Tensor:
-    return TritonOps().gated_linear(x, weight, None)
+def _fits(cut: Cut, num_stages: int, num_rows: int) -> bool:
+    return num_rows * cut.inputs * 2 * num_stages <= _SHARED_BYTES
 
 
-def tilings(num_outputs: int, num_rows: int) -> list[Tiling]:
-    """Those that could be the best one, and fit into shared memory."""
-    least = 0.6 * torch.cuda.get_device_properties(0).multi_processor_count
-    enough = [tiling for tiling in _TILINGS if num_outputs / tiling.outputs >= least]
-    return [tiling for tiling in enough if _fits(tiling, num_rows)]
-
-
-def _fits(tiling: Tiling, num_rows: int) -> bool:
-    stage_bytes = (tiling.outputs + triton.next_power_of_2(num_rows)) * tiling.inputs * 2
-    return stage_bytes * tiling.stages <= _SHARED_BYTES
+def worth_it(num_outputs: int, cut: Cut) -> bool:
+    """Whether enough multiprocessors have something to do."""
+    least = 0.45 * torch.cuda.get_device_properties(0).multi_processor_count
+    return num_outputs / cut.outputs >= least
 
 
 def compile_all(rows: list[int]) -> None:
     """Into Triton's cache, in many processes at once."""
     spawned = multiprocessing.get_context("spawn")
-    pairs = [pair for pair in itertools.product(_TILINGS, rows) if _fits(*pair)]
+    todo = {
+        (cut, num_rows, is_gated)
+        for num_rows, is_gated in itertools.product(rows, (False, True))
+        for cut in cuts(num_rows, is_gated=is_gated)
+    }
     with ProcessPoolExecutor(_COMPILERS, mp_context=spawned) as pool:
-        list(pool.map(_compile, *zip(*pairs, strict=True)))
+        list(pool.map(_compile, *zip(*todo, strict=True)))
 
 
-def _compile(tiling: Tiling, num_rows: int) -> None:
-    Chain(num_rows, tiling.outputs, tiling.inputs * 4).check(tiling)
+def _compile(cut: Cut, num_rows: int, is_gated: bool) -> None:
+    num_outputs = cut.outputs * (2 if is_gated else 1)
+    Chain(num_rows, num_outputs, cut.inputs * 4).check(cut, is_gated)
+
+
+def chosen(chain: Chain, is_gated: bool) -> Cut | None:
+    """What models take; None: cuBLAS."""
+    x, weight = chain.x, chain.weights[0]
+    tiling = None if is_gated else few_rows_tiling(x, weight)
+    return tiling or choose_stages(x, weight, is_gated=is_gated)
 
 
 def measure(shape: Shape, tp: int, rows: list[int]) -> list[Figure]:
-    """cuBLAS, what models take, and the best tilings."""
+    """cuBLAS, what models take, and the best of our own."""
     figures = []
     for name, (num_outputs, num_inputs) in products_of(shape, tp).items():
+        is_gated = name == "gate_up"
         for num_rows in rows:
             chain = Chain(num_rows, num_outputs, num_inputs)
             title = f"{name} {num_outputs} x {num_inputs}, {num_rows} rows"
-            taken = few_rows_tiling(chain.x, chain.weights[0])
+            taken = chosen(chain, is_gated)
             found = []
-            for tiling in tilings(num_outputs, num_rows):
-                chain.check(tiling)
-                is_taken = ", taken" if tiling == taken else ""
-                found.append(chain.figure(f"{title}: {_words(tiling)}{is_taken}", tiled(tiling)))
+            for cut in cuts(num_rows, is_gated=is_gated):
+                if not worth_it(num_outputs // (2 if is_gated else 1), cut):
+                    continue
+                chain.check(cut, is_gated)
+                is_taken = ", taken" if cut == taken else ""
+                figure = chain.figure(f"{title}: {cut}{is_taken}", product_by(cut, is_gated))
+                found.append(figure)
             found.sort(key=lambda figure: figure.median)
             found = [
                 figure
@@ -163,18 +200,11 @@ def measure(shape: Shape, tp: int, rows: list[int]) -> list[Figure]:
             ]
             for library in ("cublas", "cublaslt"):
                 torch.backends.cuda.preferred_blas_library(library)
-                found.append(chain.figure(f"{title}: {library}", cublas))
-            if name == "gate_up":
-                found.append(chain.figure(f"{title}: cublaslt, then the gate", cublas_gated))
-                found.append(chain.figure(f"{title}: gated, taken", taken_gated))
+                found.append(chain.figure(f"{title}: {library}", cublas_by(is_gated)))
             found.append(chain.figure(f"{title}: the norm alone", lambda x, _: x))
             print(table(found), flush=True)
             figures += found
     return figures
-
-
-def _words(tiling: Tiling) -> str:
-    return f"{tiling.outputs} x {tiling.inputs}, {tiling.stages} stages, {tiling.warps} warps"
 
 
 def main(argv: list[str]) -> int:

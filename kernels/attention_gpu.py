@@ -17,6 +17,7 @@ from .attention import AttentionMetadata, BlockTables
 from .attention_triton import TritonGraphPrefill, TritonPrefill
 from .decode_attention_triton import TritonDecode
 from .rope_triton import rotate_and_store
+from .row_room import empty_rows
 
 
 class DecodePart(Protocol):
@@ -89,9 +90,9 @@ class GpuAttention:
         num_tokens, all_heads, dim = qkv.shape
         heads = all_heads - 2 * layer_pool.shape[2]
         shape = (num_tokens, heads, dim)
-        # Tokens that no slice has get zeros: they may not become NaN, which the pool would keep.
-        is_full = self._active_prefill is not self._graph_prefill
-        out = qkv.new_empty(shape) if is_full else qkv.new_zeros(shape)
+        out = empty_rows(shape, qkv)
+        if self._active_prefill is self._graph_prefill:
+            out.zero_()  # tokens that no slice has may not become NaN, which the pool would keep
         n = self._num_decodes
         if n:
             self._decode.run(qkv[:n, :heads], layer_pool, out[:n], window)

@@ -1,9 +1,9 @@
-"""A matrix times one vector or a few, in Triton: what the products of decodes are.
+"""A matrix times one vector, and an LM head times a few, in Triton.
 
 Bound by reading the matrix once, so that enough loads must be in flight on every multiprocessor.
-cuBLAS reaches less of the memory's speed on a single row, on some dozens, and for as many outputs
-as an LM head has (`python -m baton.bench.products`). A matrix is constant: its first part is on the
-way before the kernel in front has ended.
+cuBLAS reaches less of the memory's speed on a single row, and for as many outputs as an LM head has
+(`python -m baton.bench.products`). A matrix is constant: its first part is on the way before the
+kernel in front has ended.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ from .dependent_launch import launch_options, let_next_in, wait_for_previous
 
 MAX_FEW_ROWS = 64
 _MANY_OUTPUTS = 8192
-_HEAD_OUTPUTS = 32_768  # of an LM head, or more
-_LEAST_ROWS = 33  # below, cuBLAS is as fast but for LM heads
-_LEAST_TILES = 96  # that keep an H200 busy
+_HEAD_OUTPUTS = 32_768  # of an LM head, or more; with fewer, cuBLAS is as fast
 _AHEAD_BYTES = 2 << 20  # of a matrix, fetched into the L2 cache early; more makes products slower
 _ALIGNED = 16  # bytes, of what is fetched early
 
@@ -38,29 +36,17 @@ class Tiling:
 
 
 def few_rows_tiling(x: Tensor, weight: Tensor) -> Tiling | None:
-    """How an H200 multiplies the two fastest; None where cuBLAS does."""
-    num_rows, num_outputs = len(x), len(weight)
-    if x.itemsize != 2 or num_rows > MAX_FEW_ROWS or not _has_room(x.device):
+    """How an H200 multiplies the two fastest; None where that is not by few_rows_product."""
+    num_rows = len(x)
+    if x.itemsize != 2 or num_rows > MAX_FEW_ROWS or len(weight) < _HEAD_OUTPUTS:
         return None
-    if num_outputs >= _HEAD_OUTPUTS:
-        return Tiling(64 if num_rows <= 16 else 128, 128, 3 if 16 < num_rows <= 32 else 4)
-    if num_rows < _LEAST_ROWS:
+    if not _fits(x.device):
         return None
-    for outputs, stages in ((128, 4), (64, 6), (32, 6)):
-        if num_outputs >= _LEAST_TILES * outputs:
-            return Tiling(outputs, 128, stages)
-    return None
-
-
-def gated_tiling(x: Tensor, weight: Tensor) -> Tiling | None:
-    """The same for gated_product."""
-    are_few = _LEAST_ROWS <= len(x) <= MAX_FEW_ROWS and len(weight) >= 2 * 64 * _LEAST_TILES
-    fits = x.itemsize == 2 and _has_room(x.device)
-    return Tiling(64, 128, 4) if are_few and fits else None
+    return Tiling(64 if num_rows <= 16 else 128, 128, 3 if 16 < num_rows <= 32 else 4)
 
 
 @functools.cache
-def _has_room(device: torch.device) -> bool:
+def _fits(device: torch.device) -> bool:
     """Whether the tilings fit into shared memory: of 196 KiB. What interprets has no bounds."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
 
@@ -118,22 +104,8 @@ def few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Til
 
     Sums in float32; a row's do not depend on the others.
     """
-    return _few_rows(x, weight, bias, tiling, is_gated=False)
-
-
-def gated_product(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Tiling) -> Tensor:
-    """`activation.silu_and_mul` of the same in one kernel: weight [2 * dim, inputs] -> [rows, dim].
-
-    A program has `tiling.outputs` rows of either half of the weight.
-    """
-    return _few_rows(x, weight, bias, tiling, is_gated=True)
-
-
-def _few_rows(
-    x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Tiling, *, is_gated: bool
-) -> Tensor:
     num_rows, num_inputs = x.shape
-    num_outputs = len(weight) // (2 if is_gated else 1)
+    num_outputs = len(weight)
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
     row_bytes = num_inputs * x.itemsize
     ahead = min(_AHEAD_BYTES // len(weight), row_bytes) // _ALIGNED * _ALIGNED
@@ -147,7 +119,6 @@ def _few_rows(
         num_inputs,
         ahead if row_bytes % _ALIGNED == 0 else 0,
         HAS_BIAS=bias is not None,
-        IS_GATED=is_gated,
         IS_WHOLE=num_outputs % tiling.outputs == 0 and num_inputs % tiling.inputs == 0,
         ROWS=max(16, triton.next_power_of_2(num_rows)),  # 16: a tile of the matrix units
         TILE_OUTPUTS=tiling.outputs,
@@ -171,7 +142,6 @@ def _few_rows_product(
     num_inputs,
     num_ahead,
     HAS_BIAS: tl.constexpr,
-    IS_GATED: tl.constexpr,
     IS_WHOLE: tl.constexpr,
     ROWS: tl.constexpr,
     TILE_OUTPUTS: tl.constexpr,
@@ -184,35 +154,24 @@ def _few_rows_product(
     cols = tl.arange(0, TILE_INPUTS)[None, :]
     is_row, is_output = rows < num_rows, outputs < num_outputs
     matrix = weight + outputs.to(tl.int64)[:, None] * num_inputs
-    to_up = num_outputs.to(tl.int64) * num_inputs  # from a row to that of the other half
     let_next_in(PDL)
     if PDL and IS_WHOLE and num_ahead > 0:
         _prefetch(matrix, num_ahead)
-        if IS_GATED:
-            _prefetch(matrix + to_up, num_ahead)
     wait_for_previous(PDL)
     vectors = x + rows * num_inputs + cols
     matrix += cols
     sums = tl.zeros((ROWS, TILE_OUTPUTS), tl.float32)
-    up_sums = tl.zeros((ROWS, TILE_OUTPUTS), tl.float32)
     for first in range(0, num_inputs, TILE_INPUTS):
-        is_col = IS_WHOLE or cols < num_inputs - first
-        is_there = IS_WHOLE or is_output[:, None] & is_col
-        values = tl.load(vectors + first, mask=is_row & is_col, other=0.0)
-        tile = tl.load(matrix + first, mask=is_there, other=0.0)
+        if IS_WHOLE:
+            values = tl.load(vectors + first, mask=is_row, other=0.0)
+            tile = tl.load(matrix + first)
+        else:
+            is_col = cols < num_inputs - first
+            values = tl.load(vectors + first, mask=is_row & is_col, other=0.0)
+            tile = tl.load(matrix + first, mask=is_output[:, None] & is_col, other=0.0)
         sums = tl.dot(values, tile.T, sums, input_precision=PRECISION)
-        if IS_GATED:
-            up_tile = tl.load(matrix + to_up + first, mask=is_there, other=0.0)
-            up_sums = tl.dot(values, up_tile.T, up_sums, input_precision=PRECISION)
     if HAS_BIAS:
         sums += tl.load(bias + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
-        if IS_GATED:
-            up_bias = tl.load(bias + num_outputs + outputs, mask=is_output, other=0.0)
-            up_sums += up_bias.to(tl.float32)[None, :]
-    if IS_GATED:  # as in activation_triton.py, the products rounded as if they had been stored
-        gate = sums.to(out.dtype.element_ty).to(tl.float32)
-        gated = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
-        sums = gated * up_sums.to(out.dtype.element_ty).to(tl.float32)
     at = out + rows * num_outputs + outputs[None, :]
     tl.store(at, sums.to(out.dtype.element_ty), mask=is_row & is_output[None, :])
 

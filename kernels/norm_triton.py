@@ -5,26 +5,26 @@ The reference is norm.py.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .dependent_launch import launch_options, let_next_in, wait_for_previous
+from .row_room import empty_rows
 
 _TILE_HEADS = 8
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`norm.rms_norm` of contiguous x [tokens, dim]."""
-    out = torch.empty_like(x)
+    out = empty_rows(x.shape, x)
     _launch(x, x, weight, out, eps, has_residual=False)
     return out
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Add x to `residual` in place and return the norm of the sum; both [tokens, dim]."""
-    out = torch.empty_like(x)
+    out = empty_rows(x.shape, x)
     _launch(x, residual, weight, out, eps, has_residual=True)
     return out
 

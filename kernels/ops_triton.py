@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .activation_triton import silu_and_mul
-from .gemv_triton import few_rows_product, few_rows_tiling, gated_product, gated_tiling, gemv
+from .gemv_triton import few_rows_product, few_rows_tiling, gemv
 from .norm_triton import add_rms_norm, norm_heads, rms_norm
+from .streamed_product_gluon import choose_stages, streamed_product
 
 
 class TritonOps:
@@ -18,6 +19,8 @@ class TritonOps:
             return gemv(x, weight, bias)
         if (tiling := few_rows_tiling(x, weight)) is not None:
             return few_rows_product(x, weight, bias, tiling)
+        if (stages := choose_stages(x, weight, is_gated=False)) is not None:
+            return streamed_product(x, weight, bias, stages)
         return F.linear(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -32,6 +35,6 @@ class TritonOps:
         return norm_heads(qkv, weights, kv_heads, eps)
 
     def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if (tiling := gated_tiling(x, weight)) is not None:
-            return gated_product(x, weight, bias, tiling)
+        if (stages := choose_stages(x, weight, is_gated=True)) is not None:
+            return streamed_product(x, weight, bias, stages, is_gated=True)
         return silu_and_mul(self.linear(x, weight, bias))

@@ -32,6 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .dependent_launch import launch_options, let_next_in, wait_for_previous
+from .row_room import empty_rows
 
 MAX_RANKS = 8
 MAX_PROGRAMS = 128  # all resident at once on any GPU that this is for
@@ -81,7 +82,7 @@ def peer_add_rms_norm(
     """
     dim = x.shape[1]
     block = max(_LEAST_BLOCK, triton.next_power_of_2(dim))
-    out = torch.empty_like(x)
+    out = empty_rows(x.shape, x)
     _launch(
         x, residual, weight, out, bases, rank, dim, block, eps, in_parts=in_parts, has_norm=True
     )

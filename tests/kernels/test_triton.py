@@ -24,8 +24,6 @@ from baton.kernels.gemv_triton import (
     Tiling,
     few_rows_product,
     few_rows_tiling,
-    gated_product,
-    gated_tiling,
     gemv,
 )
 from baton.kernels.kv_blocks_triton import gather_blocks, scatter_blocks
@@ -105,17 +103,14 @@ def test_few_rows(outputs: int, inputs: int, rows: int, has_bias: bool, dtype: t
     together = few_rows_product(x, weight, bias, tiling)
     close(together, expected.to(dtype))
     close(few_rows_product(x[1:2], weight, bias, tiling)[0], together[1])
-    if outputs % 2 == 0:
-        gated = gated_product(x, weight, bias, tiling)
-        close(gated, activation.silu_and_mul(expected).to(dtype))
 
 
 @pytest.mark.parametrize("rows", [2, 16, 17, 32, 33, MAX_FEW_ROWS])
-@pytest.mark.parametrize("outputs", [3_072, 4_096, 6_144, 14_336, 64_128])
+@pytest.mark.parametrize("outputs", [14_336, 64_128])
 def test_tilings_of_few_rows(outputs: int, rows: int) -> None:
     x, weight = (randn(n, 256, dtype=torch.bfloat16) for n in (rows, outputs))
     tiling = few_rows_tiling(x, weight)
-    assert (tiling is not None) == (rows > 32 or outputs > 32_000)
+    assert (tiling is not None) == (outputs > 32_000)
     if tiling is not None:
         padded = max(16, 1 << (rows - 1).bit_length())
         stage = (tiling.outputs + padded) * tiling.inputs * 2
@@ -123,15 +118,6 @@ def test_tilings_of_few_rows(outputs: int, rows: int) -> None:
         if HAS_GPU:
             expected = torch.nn.functional.linear(x.double(), weight.double())
             close(few_rows_product(x, weight, None, tiling), expected.to(x.dtype))
-    if (tiling := gated_tiling(x, weight)) is not None:
-        assert (
-            rows > 32 and (2 * tiling.outputs + 64) * tiling.inputs * 2 * tiling.stages <= 227 << 10
-        )
-        if HAS_GPU:
-            expected = activation.silu_and_mul(
-                torch.nn.functional.linear(x.double(), weight.double())
-            )
-            close(gated_product(x, weight, None, tiling), expected.to(x.dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

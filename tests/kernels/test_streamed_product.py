@@ -1,0 +1,147 @@
+"""Products whose weight comes early: the choice anywhere, the kernel on Hopper GPUs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from baton.kernels import activation, streamed_product_gluon
+from baton.kernels.norm_triton import rms_norm
+from baton.kernels.row_room import ROWS_AT_ONCE, empty_rows, has_room
+from baton.kernels.streamed_product_gluon import Stages, choose_stages, streamed_product
+
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+needs_hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
+STAGES = [
+    Stages(32, 128, 9, 3),
+    Stages(64, 128, 6, 4),
+    Stages(128, 128, 4, 3),
+    Stages(64, 64, 4, 0),
+]
+STAGES_OF_GATED = [Stages(64, 128, 4, 2), Stages(64, 64, 6, 6), Stages(32, 64, 3, 1)]
+SHAPES = [(128, 128), (200, 640), (4096, 4104)]
+
+
+def vectors(num_rows: int, num_inputs: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    like = torch.empty(0, dtype=dtype, device="cuda" if IS_HOPPER else "cpu")
+    return empty_rows((num_rows, num_inputs), like).normal_()
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    difference = (found.double() - expected).norm() / expected.norm()
+    assert difference < 1e-2, f"{difference:.2e}"
+
+
+@pytest.mark.parametrize("num_rows", [1, 32, 33, 40, 63, 64, 65])
+def test_33_rows_and_more_have_room_for_64(num_rows: int) -> None:
+    x = empty_rows((num_rows, 3, 8), torch.empty(0))
+    assert x.shape == (num_rows, 3, 8) and x.is_contiguous()
+    assert has_room(x.view(num_rows, -1)) == (num_rows > 32)
+    if num_rows > 1:
+        assert not has_room(empty_rows((64, 8), x)[1:])
+
+
+@pytest.mark.parametrize("num_outputs", [1024, 2560, 4096, 6144, 14_336, 28_672])
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_what_is_chosen_fits(
+    num_outputs: int, is_gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streamed_product_gluon, "_is_hopper", lambda device: True)
+    weight = torch.empty(num_outputs, 256, dtype=torch.bfloat16)
+    stages = choose_stages(vectors(40, 256), weight, is_gated=is_gated)
+    assert (stages is not None) == (num_outputs >= (12_288 if is_gated else 2304))
+    if stages is not None:
+        outputs = stages.outputs * (2 if is_gated else 1)
+        stage_bytes = (ROWS_AT_ONCE + outputs) * stages.inputs * 2
+        assert stage_bytes * stages.count <= 226 << 10, "a program's shared memory"
+        assert stages.early <= stages.count
+    for x in (vectors(32, 256), vectors(65, 256), vectors(64, 256)[:40].clone()):
+        assert choose_stages(x, weight, is_gated=is_gated) is None
+    assert choose_stages(vectors(40, 250), weight[:, :250], is_gated=is_gated) is None
+    assert choose_stages(vectors(40, 256).float(), weight, is_gated=is_gated) is None
+
+
+def test_other_processors_go_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.empty(4096, 256, dtype=torch.bfloat16)
+    assert choose_stages(torch.empty(64, 256, dtype=torch.bfloat16), weight, is_gated=False) is None
+
+
+def operands(
+    num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype, has_bias: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Vectors, weight, bias and the product, in double."""
+    torch.manual_seed(num_rows)
+    x, weight = (vectors(n, num_inputs, dtype) for n in (num_rows, num_outputs))
+    weight /= num_inputs**0.5
+    torch.as_strided(x, (64, num_inputs), x.stride())[num_rows:] = torch.nan  # nobody's rows
+    bias = vectors(1, num_outputs, dtype)[0] if has_bias else None
+    expected = torch.nn.functional.linear(x.double(), weight.double())
+    return x, weight, bias, expected + (0 if bias is None else bias.double())
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("stages", STAGES, ids=str)
+@pytest.mark.parametrize("num_rows", [33, 40, 63, 64])
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), SHAPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_products(
+    num_outputs: int,
+    num_inputs: int,
+    num_rows: int,
+    stages: Stages,
+    has_bias: bool,
+    dtype: torch.dtype,
+) -> None:
+    x, weight, bias, expected = operands(num_rows, num_outputs, num_inputs, dtype, has_bias)
+    together = streamed_product(x, weight, bias, stages)
+    close(together, expected)
+    others = vectors(33, num_inputs, dtype)
+    others[7] = x[0]
+    assert torch.equal(streamed_product(others, weight, bias, stages)[7], together[0])
+
+
+@needs_hopper
+@pytest.mark.parametrize("stages", STAGES_OF_GATED, ids=str)
+@pytest.mark.parametrize("num_rows", [33, 64])
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), SHAPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_gated_products(
+    num_outputs: int, num_inputs: int, num_rows: int, stages: Stages, has_bias: bool
+) -> None:
+    dtype = torch.bfloat16
+    x, weight, bias, expected = operands(num_rows, num_outputs, num_inputs, dtype, has_bias)
+    gated = streamed_product(x, weight, bias, stages, is_gated=True)
+    close(gated, activation.silu_and_mul(expected))
+
+
+@needs_hopper
+def test_chains_of_products_follow_their_inputs() -> None:
+    """Behind norms and one another, replayed: nothing is read before it is written."""
+    torch.manual_seed(0)
+    weights = [vectors(4096, 4096) for _ in range(6)]
+    scales = torch.rand(4096, device="cuda", dtype=torch.bfloat16)
+    x = vectors(48, 4096)
+
+    def run(multiply) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        y = x
+        for index, weight in enumerate(weights):
+            y = multiply(rms_norm(y, scales, 1e-5) if index % 3 else y, weight)
+        return y
+
+    def streamed(y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return streamed_product(y, weight, None, Stages(32, 128, 9, 3))
+
+    run(streamed)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run(streamed)
+    for seed in range(20):
+        torch.manual_seed(seed)
+        x.normal_()
+        graph.replay()
+        expected = run(torch.nn.functional.linear).double()
+        difference = (found.double() - expected).norm() / expected.norm()
+        assert difference < 2e-2
