@@ -12,20 +12,18 @@ has ended before that is told.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..core.errors import HandoffFailed
 from ..engine.cuda_kv_memory import CudaKvMemory
-from ..kernels.upload import upload
 from .cuda_ipc_copy import MAX_BLOCKS, KernelCopy
+from .data_wire import MAX_REQUEST_BLOCKS
 from .head_ranges import BlockCut, HeadPiece
 from .nccl_pair import PULLER_RANK, SOURCE_RANK, NcclPair
 from .runs import Ids
@@ -106,35 +104,40 @@ class NcclLane:
                 blocks = kv.tensor.new_empty(shape)
                 scatter = KernelCopy(blocks.data_ptr(), self._device, scattered)
                 self._slots.append(_Slot(blocks, scatter, *_events(2)))
+            self._places = torch.arange(most, device=self._device)  # of blocks in a slot
+            self._ids = self._places.new_empty(MAX_REQUEST_BLOCKS)
+            self._pinned = torch.empty(MAX_REQUEST_BLOCKS, dtype=torch.int64, pin_memory=True)
             self._over = _events(_NUM_AHEAD)  # of the last parts, taken in turn
             torch.cuda.synchronize(self._device)  # the memory is ours before other streams use it
 
     def send(self, block_ids: Ids, deadline: Deadline) -> None:
         """See `Lane`."""
-        ids = self._uploaded(block_ids)
+        with self._aborting():
+            ids = self._upload(block_ids)
 
-        def gather(part: _Part) -> None:
-            there, here = ids()[:, part.begin : part.end]
-            self._gather.copy(there, here, part.slot.blocks)
+            def gather(part: _Part) -> None:
+                there = ids[part.begin : part.end]
+                self._gather.copy(there, self._places[: len(there)], part.slot.blocks)
 
-        def send(part: _Part) -> None:
-            self._pair.send(part.blocks, deadline)
+            def send(part: _Part) -> None:
+                self._pair.send(part.blocks, deadline)
 
-        self._run(len(block_ids), deadline, (self._copying, gather), (self._wire, send))
+            self._run(len(block_ids), deadline, (self._copying, gather), (self._wire, send))
 
     def receive(self, num_blocks: int, block_ids: Ids | None, deadline: Deadline) -> None:
         """See `Lane`."""
-        ids = None if block_ids is None else self._uploaded(block_ids)
+        with self._aborting():
+            ids = None if block_ids is None else self._upload(block_ids)
 
-        def receive(part: _Part) -> None:
-            self._pair.receive(part.blocks, deadline)
+            def receive(part: _Part) -> None:
+                self._pair.receive(part.blocks, deadline)
 
-        def scatter(part: _Part) -> None:
-            if ids is not None:
-                here, there = ids()[:, part.begin : part.end]
-                part.slot.scatter.copy(there, here, self._pool)
+            def scatter(part: _Part) -> None:
+                if ids is not None:
+                    here = ids[part.begin : part.end]
+                    part.slot.scatter.copy(self._places[: len(here)], here, self._pool)
 
-        self._run(num_blocks, deadline, (self._wire, receive), (self._copying, scatter))
+            self._run(num_blocks, deadline, (self._wire, receive), (self._copying, scatter))
 
     def first_piece(self) -> bytes:
         piece: bytes = self._slots[0].blocks[0].view(torch.uint8).cpu().numpy().tobytes()
@@ -143,34 +146,28 @@ class NcclLane:
     def close(self) -> None:
         self._pair.abort()  # quicker than an orderly end, for which both ends would have to be here
 
-    def _uploaded(self, block_ids: Ids) -> Callable[[], Tensor]:
-        """[2, blocks] on the device, made when first called, on the stream that is current then:
-        the blocks in the pool, and those in the slots."""
-
-        @functools.cache
-        def ids() -> Tensor:
-            begins, ends = cut_parts(len(block_ids), self._most)
-            in_slots = [np.arange(end - begin) for begin, end in zip(begins, ends, strict=True)]
-            return upload(np.stack([block_ids, np.concatenate(in_slots)]), self._device)
-
-        return ids
+    def _upload(self, block_ids: Ids) -> Tensor:
+        """The same on the device, for copies of this request: all of the one before are over."""
+        pinned, ids = (each[: len(block_ids)] for each in (self._pinned, self._ids))
+        pinned.copy_(torch.from_numpy(block_ids))
+        with torch.cuda.stream(self._copying):
+            return ids.copy_(pinned, non_blocking=True)
 
     def _run(self, num_blocks: int, deadline: Deadline, first: _Stage, second: _Stage) -> None:
         """Both stages of all parts; the first stage is launched a part ahead of the second.
 
         Waits for a part some parts before: without a peer that goes on, little more is launched.
         """
-        with self._aborting():
-            before: _Part | None = None
-            for part in self._parts(num_blocks):
-                self._pair.wait(part.is_over, deadline)
-                self._launch(first, part, part.slot.is_empty, part.slot.is_full)
-                if before is not None:
-                    self._finish(second, before)
-                before = part
-            assert before is not None
-            self._finish(second, before)
-            self._pair.wait(before.is_over, deadline)
+        before: _Part | None = None
+        for part in self._parts(num_blocks):
+            self._pair.wait(part.is_over, deadline)
+            self._launch(first, part, part.slot.is_empty, part.slot.is_full)
+            if before is not None:
+                self._finish(second, before)
+            before = part
+        assert before is not None
+        self._finish(second, before)
+        self._pair.wait(before.is_over, deadline)
 
     def _finish(self, second: _Stage, part: _Part) -> None:
         self._launch(second, part, part.slot.is_full, part.slot.is_empty)

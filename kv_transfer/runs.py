@@ -29,12 +29,10 @@ class Runs:
 
 def columns(pairs: Sequence[BlockPair]) -> tuple[Ids, npt.NDArray[np.uint64]]:
     """[2, pairs]: the blocks in the source's pool and those in ours; and [pairs]: the generations
-    that the source announced."""
-    sources = [pair.source for pair in pairs]
-    ids = np.empty((2, len(pairs)), np.int64)
-    ids[0] = [source.block_id for source in sources]
-    ids[1] = [pair.destination for pair in pairs]
-    return ids, np.array([source.generation for source in sources], np.uint64)
+    that the source announced. Of one pair at least."""
+    sources, destinations = zip(*pairs, strict=True)
+    _, block_ids, generations, _ = zip(*sources, strict=True)
+    return np.array([block_ids, destinations], np.int64), np.array(generations, np.uint64)
 
 
 def find_runs(ids: Ids) -> Runs:
