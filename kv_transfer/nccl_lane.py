@@ -32,7 +32,8 @@ from .stream import Deadline
 _NUM_SLOTS = 2
 _SLOT_BYTES = 192 << 20  # at 360 GB/s 0.56 ms: to launch a part takes either host up to 0.3
 _NUM_AHEAD = 6  # parts launched and not over
-_SMALL_PART_SHARE = 3  # the first and the last: the wire waits for the one, we for the other
+_FIRST_PART_SHARE = 2  # of a slot: the wire waits for it, and carries it while we launch the next
+_LAST_PART_SHARE = 4  # for its scatter we wait
 
 
 class Lane(Protocol):
@@ -69,7 +70,6 @@ class _Part:
     """[begin, end) of a request's blocks, on their way through a slot."""
 
     slot: _Slot
-    is_over: torch.cuda.Event
     begin: int
     end: int
 
@@ -154,24 +154,18 @@ class NcclLane:
             return ids.copy_(pinned, non_blocking=True)
 
     def _run(self, num_blocks: int, deadline: Deadline, first: _Stage, second: _Stage) -> None:
-        """Both stages of all parts; the first stage is launched a part ahead of the second.
+        """Both stages of all parts, one part after the other.
 
         Waits for a part some parts before: without a peer that goes on, little more is launched.
         """
-        before: _Part | None = None
-        for part in self._parts(num_blocks):
-            self._pair.wait(part.is_over, deadline)
+        is_over: torch.cuda.Event | None = None
+        for part, is_over in zip(self._parts(num_blocks), itertools.cycle(self._over)):
+            self._pair.wait(is_over, deadline)
             self._launch(first, part, part.slot.is_empty, part.slot.is_full)
-            if before is not None:
-                self._finish(second, before)
-            before = part
-        assert before is not None
-        self._finish(second, before)
-        self._pair.wait(before.is_over, deadline)
-
-    def _finish(self, second: _Stage, part: _Part) -> None:
-        self._launch(second, part, part.slot.is_full, part.slot.is_empty)
-        part.is_over.record(second[0])
+            self._launch(second, part, part.slot.is_full, part.slot.is_empty)
+            is_over.record(second[0])
+        assert is_over is not None
+        self._pair.wait(is_over, deadline)
 
     @staticmethod
     def _launch(
@@ -185,8 +179,7 @@ class NcclLane:
 
     def _parts(self, num_blocks: int) -> Iterator[_Part]:
         begins, ends = cut_parts(num_blocks, self._most)
-        slots, over = itertools.cycle(self._slots), itertools.cycle(self._over)
-        return map(_Part, slots, over, begins, ends)
+        return map(_Part, itertools.cycle(self._slots), begins, ends)
 
     @contextlib.contextmanager
     def _aborting(self) -> Iterator[None]:
@@ -210,13 +203,13 @@ def _events(count: int) -> list[torch.cuda.Event]:
 
 def cut_parts(num_blocks: int, most: int) -> tuple[list[int], list[int]]:
     """Where the parts of a request begin and end: equal at both ends, whatever else differs."""
-    small = max(1, most // _SMALL_PART_SHARE)
-    begins, size = [0], small
+    begins, size = [0], max(1, most // _FIRST_PART_SHARE)
     while begins[-1] + size < num_blocks:
         begins.append(begins[-1] + size)
         size = most
-    if len(begins) > 1 and num_blocks - begins[-1] > small:
-        begins.append(num_blocks - small)
+    last = max(1, most // _LAST_PART_SHARE)
+    if len(begins) > 1 and num_blocks - begins[-1] > last:
+        begins.append(num_blocks - last)
     return begins, [*begins[1:], num_blocks]
 
 
