@@ -37,6 +37,8 @@ pytestmark = [
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 NETWORKS = [pytest.param("nccl", marks=needs_two), "tcp"]
 
+NUM_PULLS = 60  # more than are over within 10 ms
+
 KEY = secrets.token_bytes(KEY_BYTES)
 source_process = partial(gpu_source.source_process, "network_peer.py", KEY.hex())
 
@@ -190,11 +192,11 @@ def test_the_source_dies_during_copies(kv: CudaKvMemory, name: str) -> None:
         done: queue.SimpleQueue[PullOutcome] = queue.SimpleQueue()
         with source_process() as source, window_onto(source, kv, name) as window:
             pairs = [source.pair(block_id, block_id) for block_id in range(2, NUM_BLOCKS)]
-            for _ in range(6):
+            for _ in range(NUM_PULLS):
                 window.start_pull(pairs, done.put)
             time.sleep(delay_s)
             source.process.kill()
-            outcomes = collections.Counter(done.get(timeout=60).value for _ in range(6))
+            outcomes = collections.Counter(done.get(timeout=60).value for _ in range(NUM_PULLS))
             print(f"\n{name}, {delay_s} s: {dict(outcomes)}")
             assert outcomes["failed"] > 0
             with pytest.raises(HandoffFailed):
