@@ -25,8 +25,9 @@ from torch import Tensor
 from baton.kernels.activation_triton import silu_and_mul
 from baton.kernels.gemv_triton import MAX_FEW_ROWS, Tiling, few_rows_product, few_rows_tiling
 from baton.kernels.norm_triton import rms_norm
-from baton.kernels.row_room import ROWS_AT_ONCE, empty_rows
-from baton.kernels.streamed_product_gluon import Stages, choose_stages, streamed_product
+from baton.kernels.row_room import LEAST_ROWS, ROWS_AT_ONCE, empty_rows
+from baton.kernels.streamed_product import Stages, choose_stages
+from baton.kernels.streamed_product_gluon import streamed_product
 
 from .figures import ROOT, Figure, machine, table, write
 from .gpu_shapes import BYTES_PER_S, SHAPES, Shape
@@ -37,7 +38,6 @@ _REPEATS = 9
 _NUM_TOLD = 3
 _COMPILERS = 12
 _SHARED_BYTES = 225 << 10
-_LEAST_STREAMED_ROWS = 33
 
 Product = Callable[[Tensor, Tensor], Tensor]
 Cut: TypeAlias = Tiling | Stages
@@ -133,7 +133,7 @@ def cuts(num_rows: int, *, is_gated: bool) -> list[Cut]:
     if num_rows <= MAX_FEW_ROWS and not is_gated:
         rows = max(16, triton.next_power_of_2(num_rows))
         found += [t for t in _TILINGS if _fits(t, t.stages, rows + t.outputs)]
-    if _LEAST_STREAMED_ROWS <= num_rows <= ROWS_AT_ONCE:
+    if LEAST_ROWS <= num_rows <= ROWS_AT_ONCE:
         halves = 2 if is_gated else 1
         found += [s for s in _STAGES if _fits(s, s.count, ROWS_AT_ONCE + halves * s.outputs)]
         if is_gated:

@@ -49,7 +49,7 @@ class Communicator(Protocol):
         ...
 
     def close(self) -> None:
-        """Once the other ranks have ended, which may read this one's memory until then."""
+        """Once the other ranks have ended, which may write to this one's memory until then."""
         ...
 
 

@@ -74,7 +74,7 @@ class LocalEngine:
     def close(self) -> None:
         """End the other ranks and give all memory back; no step may be in flight."""
         if self.ranks is not None:
-            self.ranks.close()  # first: they read this one's memory
+            self.ranks.close()  # first: they write to this one's memory
         self.runner.close()
 
     def generate(self, requests: Sequence[Request]) -> dict[str, list[int]]:

@@ -1,4 +1,4 @@
-"""Memory that the GPUs of one engine read each other's through, and the sums made with it.
+"""Memory of the GPUs of one engine that they write to each other's, and the sums made with it.
 
     cudaMalloc ─► IPC handle ─► channels ─► every other rank maps it     once, when ranks connect
 
@@ -52,8 +52,9 @@ class PeerReduce:
         self._bases = torch.tensor(addresses, dtype=torch.int64, device=device)
 
     def can_reduce(self, x: Tensor) -> bool:
-        """Whether x is small enough to be worth it, and lies so that it can be read at once."""
-        return x.nbytes <= MAX_BYTES and x.is_contiguous()
+        """Whether x is of numbers of 2 or 4 bytes, contiguous, and small enough to be worth it."""
+        is_number = x.is_floating_point() and x.itemsize in (2, 4)
+        return is_number and x.nbytes <= MAX_BYTES and x.is_contiguous()
 
     def can_reduce_rows(self, x: Tensor) -> bool:
         """Whether add_rms_norm is the way: x [rows, dim] has neither few rows nor many or long."""
@@ -79,8 +80,8 @@ class PeerReduce:
         return num_peers > 1 and x.nbytes * num_peers > _LARGEST_AT_ONCE_BYTES
 
     def close(self) -> None:
-        """Unmap and free, once the other ranks have ended: they read this memory in their sums, and
-        may do so after the last one here is over."""
+        """Unmap and free, once the other ranks have ended: they write to this memory in their sums,
+        and may do so after the last one here is over."""
         for memory in self._mapped.values():
             memory.close()
         self._own.free()

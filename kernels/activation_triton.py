@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .dependent_launch import launch_options, let_next_in, wait_for_previous
+from .row_room import empty_rows
 
 _BLOCK = 1024
 
@@ -16,7 +16,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     """`activation.silu_and_mul`: contiguous [tokens, 2 * dim] -> [tokens, dim]."""
     num_tokens, width = gate_up.shape
     dim = width // 2
-    out = torch.empty((num_tokens, dim), dtype=gate_up.dtype, device=gate_up.device)
+    out = empty_rows((num_tokens, dim), gate_up)
     grid = (num_tokens, triton.cdiv(dim, _BLOCK))
     options = launch_options(gate_up.device)
     _silu_and_mul[grid](gate_up, out, dim, BLOCK=_BLOCK, num_warps=4, **options)

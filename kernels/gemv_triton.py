@@ -20,7 +20,7 @@ from .dependent_launch import launch_options, let_next_in, wait_for_previous
 
 MAX_FEW_ROWS = 64
 _MANY_OUTPUTS = 8192
-_HEAD_OUTPUTS = 32_768  # of an LM head, or more; with fewer, cuBLAS is as fast
+_HEAD_OUTPUTS = 32_768  # of an LM head, or more
 _AHEAD_BYTES = 2 << 20  # of a matrix, fetched into the L2 cache early; more makes products slower
 _ALIGNED = 16  # bytes, of what is fetched early
 

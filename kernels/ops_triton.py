@@ -8,7 +8,7 @@ from torch import Tensor
 from .activation_triton import silu_and_mul
 from .gemv_triton import few_rows_product, few_rows_tiling, gemv
 from .norm_triton import add_rms_norm, norm_heads, rms_norm
-from .streamed_product_gluon import choose_stages, streamed_product
+from .streamed_product import choose_stages
 
 
 class TritonOps:
@@ -20,6 +20,8 @@ class TritonOps:
         if (tiling := few_rows_tiling(x, weight)) is not None:
             return few_rows_product(x, weight, bias, tiling)
         if (stages := choose_stages(x, weight, is_gated=False)) is not None:
+            from .streamed_product_gluon import streamed_product  # for Hopper alone
+
             return streamed_product(x, weight, bias, stages)
         return F.linear(x, weight, bias)
 
@@ -36,5 +38,7 @@ class TritonOps:
 
     def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if (stages := choose_stages(x, weight, is_gated=True)) is not None:
+            from .streamed_product_gluon import streamed_product
+
             return streamed_product(x, weight, bias, stages, is_gated=True)
         return silu_and_mul(self.linear(x, weight, bias))

@@ -123,6 +123,7 @@ def _launch(
         PROGRAMS=MAX_PROGRAMS,
         MOST_RANKS=MAX_RANKS,
         REGION_BYTES=_REGION_BYTES,
+        STATE_WORDS=_STATE_WORDS,
         SLOTS_AT=_SLOTS_AT,
         RESULTS_AT=_RESULTS_AT,
         IN_PARTS=in_parts,
@@ -210,6 +211,7 @@ def _peer_sum(
     PROGRAMS: tl.constexpr,
     MOST_RANKS: tl.constexpr,
     REGION_BYTES: tl.constexpr,
+    STATE_WORDS: tl.constexpr,
     SLOTS_AT: tl.constexpr,
     RESULTS_AT: tl.constexpr,
     IN_PARTS: tl.constexpr,
@@ -230,7 +232,7 @@ def _peer_sum(
         scales = tl.load(weight + places, mask=mask, other=0.0).to(tl.float32)
     let_next_in(PDL)
     wait_for_previous(PDL)
-    state = own.to(tl.pointer_type(tl.int32)) + program * 3
+    state = own.to(tl.pointer_type(tl.int32)) + program * STATE_WORDS
     turn = tl.load(state)
     slot_halves, result_halves = tl.load(state + 1), tl.load(state + 2)
     region = (turn * PROGRAMS + program).to(tl.int64) * REGION_BYTES

@@ -10,17 +10,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-ROWS_AT_ONCE = 64
-_LEAST_ROWS = 33  # below, nobody loads 64
+LEAST_ROWS, ROWS_AT_ONCE = 33, 64  # with fewer, nobody loads 64
 
 
 def empty_rows(shape: tuple[int, ...], like: Tensor) -> Tensor:
     """Uninitialised [rows, ...] of the type and device of `like`; with room for 64, if fewer."""
-    rows = ROWS_AT_ONCE if _LEAST_ROWS <= shape[0] < ROWS_AT_ONCE else shape[0]
+    rows = ROWS_AT_ONCE if LEAST_ROWS <= shape[0] < ROWS_AT_ONCE else shape[0]
     return torch.empty((rows, *shape[1:]), dtype=like.dtype, device=like.device)[: shape[0]]
 
 
 def has_room(x: Tensor) -> bool:
-    """Whether 64 rows can be loaded from the first of contiguous x [rows, size] on."""
+    """Whether 64 rows can be loaded from the first of x [rows, size] on."""
     num_elements = x.untyped_storage().nbytes() // x.itemsize - x.storage_offset()
-    return num_elements >= ROWS_AT_ONCE * x.shape[1]
+    return x.is_contiguous() and num_elements >= ROWS_AT_ONCE * x.shape[1]

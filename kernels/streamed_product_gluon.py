@@ -14,7 +14,6 @@ Gluon is the lower level of Triton, where a kernel says itself what is in flight
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -31,46 +30,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .dependent_launch import launch_options, let_next_in, wait_for_previous
-from .row_room import ROWS_AT_ONCE, empty_rows, has_room
+from .row_room import ROWS_AT_ONCE, empty_rows
+from .streamed_product import Stages
 
-_LEAST_ROWS = 33  # below, cuBLAS is as fast
-_LEAST_TILES, _LEAST_NARROW_TILES = 96, 72  # that keep an H200 busy
-_ALIGNED = 16  # bytes, of a row
 _ROWS = gl.constexpr(ROWS_AT_ONCE)  # which a warp group multiplies
 _WARPS = 4
 _REGISTERS = 96  # so few that what is behind comes in early; the producer's go to the others
 _PRODUCER_REGISTERS = gl.constexpr(24)
 _ask = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # as of old
-
-
-@dataclass(frozen=True, slots=True)
-class Stages:
-    """How a product is cut up: a program's outputs, and what it has in flight."""
-
-    outputs: int  # of a gated product twice as many
-    inputs: int  # of a stage
-    count: int
-    early: int  # so many of them before the kernel in front has ended
-
-
-def choose_stages(x: Tensor, weight: Tensor, *, is_gated: bool) -> Stages | None:
-    """What is fastest on an H200; None where that is not `streamed_product`."""
-    if not (_LEAST_ROWS <= len(x) <= ROWS_AT_ONCE and x.itemsize == 2 and _is_hopper(x.device)):
-        return None
-    if not has_room(x) or x.shape[1] * x.itemsize % _ALIGNED:
-        return None
-    if is_gated:
-        return Stages(64, 128, 4, 2) if len(weight) >= 2 * 64 * _LEAST_TILES else None
-    if len(weight) >= 128 * _LEAST_TILES:
-        return Stages(128, 128, 4, 3)
-    if len(weight) >= 64 * _LEAST_TILES:
-        return Stages(64, 128, 6, 4)
-    return Stages(32, 128, 9, 3) if len(weight) >= 32 * _LEAST_NARROW_TILES else None
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def streamed_product(
@@ -107,9 +74,13 @@ def streamed_product(
 
 def _boxes(matrix: Tensor, box: list[int]) -> TensorDescriptor:
     """What the copy engine of a multiprocessor (TMA) needs to know to load such boxes."""
-    kind = gl.bfloat16 if matrix.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for(box, kind)
-    return TensorDescriptor.from_tensor(matrix, box, layout)
+    return TensorDescriptor.from_tensor(matrix, box, _layout(tuple(box), matrix.dtype))
+
+
+@functools.cache
+def _layout(box: tuple[int, int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    kind = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    return gl.NVMMASharedLayout.get_default_for(list(box), kind)
 
 
 @gluon.jit

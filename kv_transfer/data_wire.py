@@ -38,7 +38,7 @@ MAX_DESCRIPTION_BYTES = 4096
 NONCE_BYTES, PROOF_BYTES = 16, 32
 
 _MAGIC = b"BATONKVD"
-_VERSION = 1
+_VERSION = 2  # of what is said here, and of how a request is cut into parts (nccl_lane.py)
 _OPENING = struct.Struct("<8sHH16s16s")  # magic, version, mode, pool, nonce
 _CHALLENGE = struct.Struct("<8s16s32s")  # magic, nonce, the source's proof
 _CUT = struct.Struct("<4I")  # rows, width, pitch and offset in the source's blocks

@@ -202,13 +202,14 @@ def _events(count: int) -> list[torch.cuda.Event]:
 
 
 def cut_parts(num_blocks: int, most: int) -> tuple[list[int], list[int]]:
-    """Where the parts of a request begin and end: equal at both ends, whatever else differs."""
+    """Where the parts of a request begin and end: the same at both ends, so a part of the protocol
+    (data_wire.py has its version)."""
     begins, size = [0], max(1, most // _FIRST_PART_SHARE)
     while begins[-1] + size < num_blocks:
         begins.append(begins[-1] + size)
         size = most
     last = max(1, most // _LAST_PART_SHARE)
-    if len(begins) > 1 and num_blocks - begins[-1] > last:
+    if len(begins) > 1 and num_blocks - begins[-1] > 2 * last:
         begins.append(num_blocks - last)
     return begins, [*begins[1:], num_blocks]
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from baton.kernels import activation, streamed_product_gluon
+from baton.kernels import activation, streamed_product
 from baton.kernels.norm_triton import rms_norm
 from baton.kernels.row_room import ROWS_AT_ONCE, empty_rows, has_room
-from baton.kernels.streamed_product_gluon import Stages, choose_stages, streamed_product
+from baton.kernels.streamed_product import Stages, choose_stages
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
@@ -22,6 +27,18 @@ STAGES = [
 ]
 STAGES_OF_GATED = [Stages(64, 128, 4, 2), Stages(64, 64, 6, 6), Stages(32, 64, 3, 1)]
 SHAPES = [(128, 128), (200, 640), (4096, 4104)]
+
+
+def streamed(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stages: Stages,
+    is_gated: bool = False,
+) -> torch.Tensor:
+    from baton.kernels.streamed_product_gluon import streamed_product
+
+    return streamed_product(x, weight, bias, stages, is_gated=is_gated)
 
 
 def vectors(num_rows: int, num_inputs: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -48,7 +65,7 @@ def test_33_rows_and_more_have_room_for_64(num_rows: int) -> None:
 def test_what_is_chosen_fits(
     num_outputs: int, is_gated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streamed_product_gluon, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(streamed_product, "_has_kernel", lambda device: True)
     weight = torch.empty(num_outputs, 256, dtype=torch.bfloat16)
     stages = choose_stages(vectors(40, 256), weight, is_gated=is_gated)
     assert (stages is not None) == (num_outputs >= (12_288 if is_gated else 2304))
@@ -61,6 +78,7 @@ def test_what_is_chosen_fits(
         assert choose_stages(x, weight, is_gated=is_gated) is None
     assert choose_stages(vectors(40, 250), weight[:, :250], is_gated=is_gated) is None
     assert choose_stages(vectors(40, 256).float(), weight, is_gated=is_gated) is None
+    assert choose_stages(vectors(64, 512)[:, :256], weight, is_gated=is_gated) is None
 
 
 def test_other_processors_go_without(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,6 +99,18 @@ def operands(
     return x, weight, bias, expected + (0 if bias is None else bias.double())
 
 
+def test_the_kernel_compiles_without_a_gpu() -> None:
+    """With whatever Triton is installed: Gluon's interface is not settled."""
+    program = Path(__file__).with_name("compile_streamed_product.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, str(program)]
+    ended = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert "compiled 4" in ended.stdout
+
+
 @needs_hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("stages", STAGES, ids=str)
@@ -96,11 +126,11 @@ def test_products(
     dtype: torch.dtype,
 ) -> None:
     x, weight, bias, expected = operands(num_rows, num_outputs, num_inputs, dtype, has_bias)
-    together = streamed_product(x, weight, bias, stages)
+    together = streamed(x, weight, bias, stages)
     close(together, expected)
     others = vectors(33, num_inputs, dtype)
     others[7] = x[0]
-    assert torch.equal(streamed_product(others, weight, bias, stages)[7], together[0])
+    assert torch.equal(streamed(others, weight, bias, stages)[7], together[0])
 
 
 @needs_hopper
@@ -113,7 +143,7 @@ def test_gated_products(
 ) -> None:
     dtype = torch.bfloat16
     x, weight, bias, expected = operands(num_rows, num_outputs, num_inputs, dtype, has_bias)
-    gated = streamed_product(x, weight, bias, stages, is_gated=True)
+    gated = streamed(x, weight, bias, stages, is_gated=True)
     close(gated, activation.silu_and_mul(expected))
 
 
@@ -125,19 +155,19 @@ def test_chains_of_products_follow_their_inputs() -> None:
     scales = torch.rand(4096, device="cuda", dtype=torch.bfloat16)
     x = vectors(48, 4096)
 
-    def run(multiply) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    def run(product) -> torch.Tensor:  # type: ignore[no-untyped-def]
         y = x
         for index, weight in enumerate(weights):
-            y = multiply(rms_norm(y, scales, 1e-5) if index % 3 else y, weight)
+            y = product(rms_norm(y, scales, 1e-5) if index % 3 else y, weight)
         return y
 
-    def streamed(y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return streamed_product(y, weight, None, Stages(32, 128, 9, 3))
+    def multiply(y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return streamed(y, weight, None, Stages(32, 128, 9, 3))
 
-    run(streamed)
+    run(multiply)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = run(streamed)
+        found = run(multiply)
     for seed in range(20):
         torch.manual_seed(seed)
         x.normal_()

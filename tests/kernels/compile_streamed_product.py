@@ -1,0 +1,59 @@
+"""Compiles the kernel of streamed products for Hopper, on any machine: python THIS."""
+
+from __future__ import annotations
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from baton.kernels.row_room import ROWS_AT_ONCE
+from baton.kernels.streamed_product import Stages
+from baton.kernels.streamed_product_gluon import _REGISTERS, _WARPS, _streamed_product
+
+CASES = [
+    (Stages(32, 128, 9, 3), False),
+    (Stages(64, 128, 6, 4), False),
+    (Stages(128, 128, 4, 3), False),
+    (Stages(64, 128, 4, 2), True),
+]
+
+
+def boxes(*box: int) -> str:
+    layout = gl.NVMMASharedLayout.get_default_for(list(box), gl.bfloat16)
+    return f"tensordesc<bf16{list(box)},{layout!r}>"
+
+
+def compile_for_hopper(stages: Stages, is_gated: bool) -> str:
+    """The kernel's PTX."""
+    constants = {
+        "HAS_BIAS": True,
+        "IS_GATED": is_gated,
+        "OUTPUTS": stages.outputs,
+        "INPUTS": stages.inputs,
+        "STAGES": stages.count,
+        "EARLY": stages.early,
+        "PDL": True,
+    }
+    types = {
+        "vectors": boxes(ROWS_AT_ONCE, stages.inputs),
+        "matrix": boxes(stages.outputs, stages.inputs),
+        **dict.fromkeys(("bias", "out"), "*bf16"),
+        **dict.fromkeys(("num_rows", "num_outputs", "num_inputs"), "i32"),
+        **dict.fromkeys(constants, "constexpr"),
+    }
+    names = _streamed_product.arg_names
+    signature = {name: types[name] for name in names}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    source = GluonASTSource(_streamed_product, signature, values, {})
+    options = {"num_warps": _WARPS, "maxnreg": _REGISTERS}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+
+
+if __name__ == "__main__":
+    for case in CASES:
+        ptx = compile_for_hopper(*case)
+        weight_asked, waited = ptx.index("cp.async.bulk.tensor"), ptx.index("griddepcontrol.wait")
+        assert weight_asked < waited, "the weight waits for what is in front"
+        assert "wgmma" in ptx
+    print("compiled", len(CASES))
