@@ -111,6 +111,7 @@ def test_the_kernel_compiles_without_a_gpu() -> None:
     assert "compiled 4" in ended.stdout
 
 
+@pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("stages", STAGES, ids=str)
@@ -133,6 +134,7 @@ def test_products(
     assert torch.equal(streamed(others, weight, bias, stages)[7], together[0])
 
 
+@pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("stages", STAGES_OF_GATED, ids=str)
 @pytest.mark.parametrize("num_rows", [33, 64])
@@ -147,6 +149,7 @@ def test_gated_products(
     close(gated, activation.silu_and_mul(expected))
 
 
+@pytest.mark.gpu
 @needs_hopper
 def test_chains_of_products_follow_their_inputs() -> None:
     """Behind norms and one another, replayed: nothing is read before it is written."""
