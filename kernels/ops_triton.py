@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+from collections.abc import Callable
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -9,6 +14,23 @@ from .activation_triton import silu_and_mul
 from .gemv_triton import few_rows_product, few_rows_tiling, gemv
 from .norm_triton import add_rms_norm, norm_heads, rms_norm
 from .streamed_product import choose_stages
+
+log = logging.getLogger(__name__)
+
+
+@functools.cache
+def _streamed_product(device: torch.device) -> Callable[..., Tensor] | None:
+    """What multiplies 33 to 64 rows on a Hopper GPU, if Gluon is what it knows: that may change."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return None
+    try:
+        from .streamed_product_gluon import streamed_product
+    except (ImportError, AttributeError) as error:
+        log.warning(
+            "products of 33 to 64 rows go by cuBLAS: this Triton has another Gluon: %s", error
+        )
+        return None
+    return streamed_product
 
 
 class TritonOps:
@@ -19,9 +41,8 @@ class TritonOps:
             return gemv(x, weight, bias)
         if (tiling := few_rows_tiling(x, weight)) is not None:
             return few_rows_product(x, weight, bias, tiling)
-        if (stages := choose_stages(x, weight, is_gated=False)) is not None:
-            from .streamed_product_gluon import streamed_product  # for Hopper alone
-
+        stages = choose_stages(x, weight, is_gated=False)
+        if stages is not None and (streamed_product := _streamed_product(x.device)):
             return streamed_product(x, weight, bias, stages)
         return F.linear(x, weight, bias)
 
@@ -37,8 +58,7 @@ class TritonOps:
         return norm_heads(qkv, weights, kv_heads, eps)
 
     def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if (stages := choose_stages(x, weight, is_gated=True)) is not None:
-            from .streamed_product_gluon import streamed_product
-
+        stages = choose_stages(x, weight, is_gated=True)
+        if stages is not None and (streamed_product := _streamed_product(x.device)):
             return streamed_product(x, weight, bias, stages, is_gated=True)
         return silu_and_mul(self.linear(x, weight, bias))

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
-import logging
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from .row_room import LEAST_ROWS, ROWS_AT_ONCE, has_room
-
-log = logging.getLogger(__name__)
 
 _LEAST_TILES, _LEAST_NARROW_TILES = 96, 72  # that keep an H200 busy
 _ALIGNED = 16  # bytes, of a row
@@ -30,7 +24,7 @@ class Stages:
 
 def choose_stages(x: Tensor, weight: Tensor, *, is_gated: bool) -> Stages | None:
     """What is fastest on an H200; None where that is cuBLAS."""
-    if not (LEAST_ROWS <= len(x) <= ROWS_AT_ONCE and x.itemsize == 2 and _has_kernel(x.device)):
+    if not LEAST_ROWS <= len(x) <= ROWS_AT_ONCE or x.itemsize != 2:
         return None
     if not has_room(x) or x.shape[1] * x.itemsize % _ALIGNED or x.data_ptr() % _ALIGNED:
         return None
@@ -41,18 +35,3 @@ def choose_stages(x: Tensor, weight: Tensor, *, is_gated: bool) -> Stages | None
     if len(weight) >= 64 * _LEAST_TILES:
         return Stages(64, 128, 6, 4)
     return Stages(32, 128, 9, 3) if len(weight) >= 32 * _LEAST_NARROW_TILES else None
-
-
-@functools.cache
-def _has_kernel(device: torch.device) -> bool:
-    """Whether it is a Hopper GPU, and Gluon what the kernel knows: its interface may yet change."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        return False
-    try:
-        importlib.import_module(".streamed_product_gluon", __package__)
-    except (ImportError, AttributeError) as error:
-        log.warning(
-            "products of 33 to 64 rows go by cuBLAS, this Triton has another Gluon: %s", error
-        )
-        return False
-    return True

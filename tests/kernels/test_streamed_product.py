@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from baton.kernels import activation, streamed_product
+from baton.kernels import activation, ops_triton
 from baton.kernels.norm_triton import rms_norm
 from baton.kernels.row_room import ROWS_AT_ONCE, empty_rows, has_room
 from baton.kernels.streamed_product import Stages, choose_stages
@@ -62,10 +62,7 @@ def test_33_rows_and_more_have_room_for_64(num_rows: int) -> None:
 
 @pytest.mark.parametrize("num_outputs", [1024, 2560, 4096, 6144, 14_336, 28_672])
 @pytest.mark.parametrize("is_gated", [False, True])
-def test_what_is_chosen_fits(
-    num_outputs: int, is_gated: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(streamed_product, "_has_kernel", lambda device: True)
+def test_what_is_chosen_fits(num_outputs: int, is_gated: bool) -> None:
     weight = torch.empty(num_outputs, 256, dtype=torch.bfloat16)
     stages = choose_stages(vectors(40, 256), weight, is_gated=is_gated)
     assert (stages is not None) == (num_outputs >= (12_288 if is_gated else 2304))
@@ -81,9 +78,24 @@ def test_what_is_chosen_fits(
     assert choose_stages(vectors(64, 512)[:, :256], weight, is_gated=is_gated) is None
 
 
-def test_other_processors_go_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = torch.empty(4096, 256, dtype=torch.bfloat16)
-    assert choose_stages(torch.empty(64, 256, dtype=torch.bfloat16), weight, is_gated=False) is None
+def test_other_processors_go_without() -> None:
+    x, weight = vectors(40, 256).cpu(), torch.randn(4096, 256, dtype=torch.bfloat16)
+    assert ops_triton._streamed_product(torch.device("cpu")) is None
+    x = empty_rows(x.shape, x).copy_(x)
+    found = ops_triton.TritonOps().linear(x, weight, None)
+    assert torch.equal(found, torch.nn.functional.linear(x, weight))
+
+
+def test_the_kernel_compiles_without_a_gpu() -> None:
+    """With whatever Triton is installed: Gluon's interface is not settled."""
+    program = Path(__file__).with_name("compile_streamed_product.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, str(program)]
+    ended = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert "compiled 4" in ended.stdout
 
 
 def operands(
@@ -97,18 +109,6 @@ def operands(
     bias = vectors(1, num_outputs, dtype)[0] if has_bias else None
     expected = torch.nn.functional.linear(x.double(), weight.double())
     return x, weight, bias, expected + (0 if bias is None else bias.double())
-
-
-def test_the_kernel_compiles_without_a_gpu() -> None:
-    """With whatever Triton is installed: Gluon's interface is not settled."""
-    program = Path(__file__).with_name("compile_streamed_product.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, str(program)]
-    ended = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    assert "compiled 4" in ended.stdout
 
 
 @pytest.mark.gpu
