@@ -1,6 +1,6 @@
 """What one GPU gives through the real engine: scheduler, runner and sampler, beside its floors.
 
-python -m baton.bench.gpu [--shape NAME] [--tp N] [--only NAME...] [--growth] [--load] [--kernels]
+python -m baton.bench.gpu [--shape NAME] [--tp N] [--part-of N] [--only NAME...] [--growth] [--load]
 
 A decode's context is reserved and started as a hand-off would do it, over KV of random numbers, so
 no prefill is waited for. A step is timed by the wall in steady state, its time on the GPU by
@@ -207,6 +207,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--tp", type=int, default=1, help="GPUs of the engine")
+    parser.add_argument("--part-of", type=int, default=1, help="a rank's part of so many, alone")
     parser.add_argument("--only", nargs="*", default=[], help="cases, as 'decode 64 x 4096'")
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--growth", action="store_true", help="decode over batch and context")
@@ -216,7 +217,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--commit", default=None, help="what is measured, where git does not know")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "gpu.json")
     arguments = parser.parse_args(argv)
-    shape = SHAPES[arguments.shape]
+    shape = SHAPES[arguments.shape].part(arguments.part_of)
     folder = shape.write_config(Path(tempfile.mkdtemp(prefix="baton-shape-")))
     config = EngineConfig(
         model=str(folder),

@@ -12,7 +12,7 @@ for a large copy and a large product, not its data sheet.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 BYTES_PER_S = 4.3e12
@@ -48,6 +48,17 @@ class Shape:
     @property
     def kv_bytes_per_token(self) -> int:
         return 2 * self.layers * self.kv_heads * self.head_dim * _BF16
+
+    def part(self, count: int) -> Shape:
+        """What one of `count` ranks has, as a model of its own: fewer GPUs can run it."""
+        return replace(
+            self,
+            name=self.name if count == 1 else f"{self.name}/{count}",
+            heads=self.heads // count,
+            kv_heads=max(1, self.kv_heads // count),
+            inner=self.inner // count,
+            vocab=self.vocab // count,
+        )
 
     def decode_floor_ms(self, batch: int, context: int) -> float:
         """One step of `batch` sequences that see `context` positions each."""

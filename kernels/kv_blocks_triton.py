@@ -16,6 +16,8 @@ _CHUNK_WORDS = 4096
 # Of 8192 words each, 32 programs fill NVLink (370 of 372 GB/s); with them a step in progress loses
 # the fewest multiprocessors.
 _PULL_PROGRAMS, _PULL_WORDS = 32, 8192
+# One kernel wherever ids lie and however many there are: none is compiled in the midst of serving.
+_IDS = ["source_ids", "block_ids"]
 
 
 def gather_blocks(pool: Tensor, block_ids: Tensor) -> Tensor:
@@ -139,10 +141,6 @@ def _copy_words(
         read, written = index, block_id
     content = tl.load(source + read * num_words + words, mask=mask)
     tl.store(target + written * num_words + words, content, mask=mask)
-
-
-# One kernel wherever ids lie and however many there are: none is compiled in the midst of serving.
-_IDS = ["source_ids", "block_ids"]
 
 
 @triton.jit(do_not_specialize=["num_chunks"], do_not_specialize_on_alignment=_IDS)

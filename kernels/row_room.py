@@ -1,7 +1,7 @@
 """Memory behind the rows of a small tensor, from which a kernel may load more rows than there are.
 
 streamed_product_gluon.py loads 64 rows at once. Of rows beyond a tensor the hardware makes zeros,
-so slowly that a product of 16 rows takes up to twice the time of one of 64. Rows that are there,
+so slowly that a product of 16 rows took up to twice the time of one of 64. Rows that are there,
 whatever they hold, cost nothing: no row of a product depends on another.
 """
 
