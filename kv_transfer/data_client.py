@@ -34,6 +34,7 @@ class DataClient:
     """A connection that the source has accepted."""
 
     stream: Stream
+    mode: wire.Mode
     description: PoolDescription
 
     def ask(
@@ -49,7 +50,7 @@ class DataClient:
         """
         deadline = Deadline(_ANSWER_S)
         self.stream.write(wire.pack_request(ids, generations), deadline)
-        answer = self._frame(deadline)
+        answer = self._frame(deadline) if self.mode.says_begin else None
         if answer is None:
             receive(Deadline(_ANSWER_S + num_bytes / _SLOWEST_BYTES_PER_S))
             answer = self._frame(Deadline(_ANSWER_S))
@@ -102,7 +103,7 @@ def connect(
     try:
         stream.wrap(wrap, deadline)
         description = _introduce(stream, pool, remote.key, cut, mode, pair_id, deadline)
-        return DataClient(stream, description)
+        return DataClient(stream, mode, description)
     except HandoffFailed:
         stream.close()
         raise

@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -34,6 +35,7 @@ _log = logging.getLogger(__name__)
 OPENING_S = 2.0
 _MAX_OPENING = 64  # connections that have proven nothing yet
 _MAX_PULLERS = 256
+_CLOSE_S = 3.0
 _REQUEST_S = 2.0  # for the rest of a request that has begun
 _BACKLOG = 1024
 
@@ -41,7 +43,7 @@ _BACKLOG = 1024
 class Outlet(Protocol):
     """One puller's way to get blocks."""
 
-    def send(self, stream: Stream, block_ids: Ids) -> None:
+    def send(self, block_ids: Ids) -> None:
         """Send the pieces of these blocks, which may repeat.
 
         Returns when the pool is read no more for them. Raises HandoffFailed, and ends the puller.
@@ -51,9 +53,9 @@ class Outlet(Protocol):
     def close(self) -> None: ...
 
 
-# For one puller that has proven itself: its piece of the blocks, the id that its mode has. Raises
-# HandoffFailed.
-MakeOutlet = Callable[[BlockCut, bytes], Outlet]
+# For one puller that has proven itself: its connection, its piece of the blocks, the id that its
+# mode has. Raises HandoffFailed.
+MakeOutlet = Callable[[Stream, BlockCut, bytes], Outlet]
 WrapSocket = Callable[[socket.socket], socket.socket]  # e.g. into TLS; raises OSError
 
 
@@ -82,6 +84,7 @@ class DataServer:
         self._lock = threading.Lock()
         self._opening: dict[Stream, None] = {}  # the eldest first
         self._pullers: set[Stream] = set()
+        self._attending: set[threading.Thread] = set()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
@@ -95,11 +98,15 @@ class DataServer:
         self._accepting = AcceptThread(self._listener, "kv-data", self._admit)
 
     def close(self) -> None:
-        """Hang up on everybody."""
+        """Hang up on everybody; what was being sent is over then, or takes too long to wait."""
         self._accepting.close()
         with self._lock:
             for stream in (*self._opening, *self._pullers):
                 stream.hang_up()
+            attending = list(self._attending)
+        by_s = time.monotonic() + _CLOSE_S
+        for thread in attending:
+            thread.join(max(0.0, by_s - time.monotonic()))
 
     def _admit(self, connection: socket.socket) -> None:
         stream = Stream(connection)
@@ -109,15 +116,19 @@ class DataServer:
                 del self._opening[eldest]
                 eldest.hang_up()
             self._opening[stream] = None
-        threading.Thread(target=self._attend, args=(stream,), name="kv-puller", daemon=True).start()
+            thread = threading.Thread(
+                target=self._attend, args=(stream,), name="kv-puller", daemon=True
+            )
+            self._attending.add(thread)
+            thread.start()
 
     def _attend(self, stream: Stream) -> None:
         """One connection's thread."""
         try:
-            outlet = self._open(stream)
+            mode, outlet = self._open(stream)
             try:
                 while True:
-                    self._answer(stream, outlet)
+                    self._answer(stream, mode, outlet)
             finally:
                 outlet.close()
         except HandoffFailed as error:
@@ -129,9 +140,10 @@ class DataServer:
             with self._lock:
                 self._opening.pop(stream, None)
                 self._pullers.discard(stream)
+                self._attending.discard(threading.current_thread())
             stream.close()
 
-    def _open(self, stream: Stream) -> Outlet:
+    def _open(self, stream: Stream) -> tuple[wire.Mode, Outlet]:
         """Who is it, and what does it want? Raises HandoffFailed."""
         assert self._pool is not None
         deadline, pool = Deadline(OPENING_S), self._pool
@@ -158,9 +170,9 @@ class DataServer:
         if not any(said):
             raise HandoffFailed("it wanted the description alone")
         cut = wire.unpack_cut(said[: wire.CUT_BYTES], pool.description.block_bytes)
-        return self._outlets[opening.mode](cut, said[wire.CUT_BYTES :])
+        return opening.mode, self._outlets[opening.mode](stream, cut, said[wire.CUT_BYTES :])
 
-    def _answer(self, stream: Stream, outlet: Outlet) -> None:
+    def _answer(self, stream: Stream, mode: wire.Mode, outlet: Outlet) -> None:
         """Wait for one request and serve it. Raises HandoffFailed when the puller is gone."""
         head = stream.read(1, Deadline(None))
         deadline = Deadline(_REQUEST_S)
@@ -168,18 +180,21 @@ class DataServer:
         num_blocks, crc = wire.unpack_request(head)
         body = stream.read(num_blocks * wire.BYTES_PER_BLOCK, deadline)
         ids, announced = wire.unpack_body(body, num_blocks, crc)
-        outcome = self._judge(ids, announced)
+        assert self._pool is not None
+        if ids.min() < 0 or ids.max() >= self._pool.description.num_blocks:
+            raise HandoffFailed("it asks for a block outside the pool")
+        outcome = PullOutcome.OK
+        if mode.says_begin:
+            outcome = self._judge(ids, announced)
+            if outcome is PullOutcome.OK:
+                stream.write(wire.pack_begin(), Deadline(_REQUEST_S))
         if outcome is PullOutcome.OK:
-            stream.write(wire.pack_begin(), Deadline(_REQUEST_S))
-            outlet.send(stream, ids)
+            outlet.send(ids)
             outcome = self._judge(ids, announced)
         stream.write(wire.pack_end(outcome), Deadline(_REQUEST_S))
 
     def _judge(self, ids: Ids, announced: npt.NDArray[np.uint64]) -> PullOutcome:
         """Whether the blocks are still what was announced."""
         assert self._pool is not None
-        if ids.min() < 0 or ids.max() >= self._pool.description.num_blocks:
-            _log.warning("a puller asks for a block outside the pool")
-            return PullOutcome.FAILED
         is_current = np.array_equal(self._pool.generations.read_many(ids), announced)
         return PullOutcome.OK if is_current else PullOutcome.STALE

@@ -14,7 +14,8 @@
       │   begin │ data, CRC-32 ... │ verdict   │  still, behind the last byte?
       │ ◄───────────────────────────────────── │
 
-All numbers are little-endian. Trusts nothing that it decodes; opens no socket.
+Between GPUs both ends launch at once: nothing is said before the verdict. All numbers are
+little-endian. Trusts nothing that it decodes; opens no socket.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ MAX_FRAME_BYTES = 1 << 20
 MAX_REQUEST_BLOCKS = 16_384
 MAX_DESCRIPTION_BYTES = 4096
 NONCE_BYTES, PROOF_BYTES = 16, 32
+PAIR_ID_BYTES = 128  # an ncclUniqueId
 
 _MAGIC = b"BATONKVD"
-_VERSION = 2  # of what is said here, and of how a request is cut into parts (nccl_lane.py)
+_VERSION = 3  # of what is said here, and of how a request is cut into parts (nccl_lane.py)
 _OPENING = struct.Struct("<8sHH16s16s")  # magic, version, mode, pool, nonce
 _CHALLENGE = struct.Struct("<8s16s32s")  # magic, nonce, the source's proof
 _CUT = struct.Struct("<4I")  # rows, width, pitch and offset in the source's blocks
@@ -68,7 +70,13 @@ class Mode(enum.IntEnum):
     @property
     def id_bytes(self) -> int:
         """How long that id is."""
-        return 128 if self is Mode.NCCL else 0
+        return PAIR_ID_BYTES if self is Mode.NCCL else 0
+
+    @property
+    def says_begin(self) -> bool:
+        """Whether the source first says if it has the blocks. Where it does not, it sends what lies
+        there, and tells at the end what that was worth."""
+        return self is Mode.BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,11 @@
 """`nccl`: blocks between GPUs without peer access, over whatever link NCCL finds.
 
     puller   draws the pair's id ─► data connection, mode NCCL ─► both ends connect, aside
-    a pull   request ─► generations? begin ─► send ~ receive, part by part ─► verdict
+    a pull   request ─► send ~ receive, part by part ─► generations still the same? verdict
 
-One communicator for each pair of ranks; one that stalls is aborted alone, its pull fails, and the
-next pull makes a new one. Across two hosts it has never been tried.
+Each pair of ranks has a communicator of its own; when it stalls, or the connection ends, it is
+aborted alone, the pull fails, and the next pull makes a new one. Across two hosts it has never been
+tried.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .remote_window import RemoteWindow
 from .runs import Ids
 from .stream import Deadline, Stream
 
-_SET_UP_S = 20.0  # to connect, and for the first transfer, which connects further
+_SET_UP_S = 20.0  # to connect, and for first transfers, which connect further
 _STALL_S = 2.5
 _SLOWEST_BYTES_PER_S = 1e9
 _MAX_REQUEST_BLOCKS = wire.MAX_REQUEST_BLOCKS
@@ -36,22 +37,22 @@ OpenCarrier = Callable[[HeadPiece | None, bytes, Deadline], Lane]
 def nccl_outlet(open_lane: OpenOutlet) -> MakeOutlet:
     """Sends pieces over a communicator with the puller."""
 
-    def make(cut: BlockCut, unique_id: bytes) -> Outlet:
-        return _NcclOutlet(open_lane(cut, unique_id, Deadline(_SET_UP_S)), cut.piece_bytes)
+    def make(stream: Stream, cut: BlockCut, unique_id: bytes) -> Outlet:
+        lane = open_lane(cut, unique_id, stream.watched(_SET_UP_S))
+        return _NcclOutlet(stream, lane, cut.piece_bytes)
 
     return make
 
 
 class _NcclOutlet:
-    def __init__(self, lane: Lane, piece_bytes: int) -> None:
+    def __init__(self, stream: Stream, lane: Lane, piece_bytes: int) -> None:
+        self._stream = stream
         self._lane = lane
         self._piece_bytes = piece_bytes
-        self._is_first = True
 
-    def send(self, stream: Stream, block_ids: Ids) -> None:
+    def send(self, block_ids: Ids) -> None:
         """See `Outlet`."""
-        self._lane.send(block_ids, _time_for(len(block_ids) * self._piece_bytes, self._is_first))
-        self._is_first = False
+        self._lane.send(block_ids, _deadline(self._stream, len(block_ids) * self._piece_bytes))
 
     def close(self) -> None:
         self._lane.close()
@@ -90,7 +91,7 @@ class NcclTransport:
             unique_id = self._new_id()
             client = connect(incarnation, address, cut, wire.Mode.NCCL, wrap, unique_id)
             try:
-                return client, self._open_lane(piece, unique_id, Deadline(_SET_UP_S))
+                return client, self._open_lane(piece, unique_id, client.stream.watched(_SET_UP_S))
             except HandoffFailed:
                 client.close()
                 raise
@@ -99,7 +100,7 @@ class NcclTransport:
 
 
 class _NcclCarrier:
-    """See `Carrier`: a new communicator with each connection."""
+    """See `Carrier`: a new pair with each connection."""
 
     transport = "nccl"
 
@@ -107,21 +108,18 @@ class _NcclCarrier:
         self._open_pair = open_pair
         self._cut = cut
         self._lane: Lane | None = None
-        self._is_first = True
         self.max_request_blocks = _MAX_REQUEST_BLOCKS
 
     def connect(self) -> DataClient:
         client, self._lane = self._open_pair()
-        self._is_first = True
         return client
 
     def receive(
         self, client: DataClient, num_blocks: int, block_ids: Ids | None, deadline: Deadline
     ) -> bool:
         assert self._lane is not None
-        time_left = _time_for(num_blocks * self._cut.piece_bytes, self._is_first)
-        self._lane.receive(num_blocks, block_ids, time_left)
-        self._is_first = False
+        by = _deadline(client.stream, num_blocks * self._cut.piece_bytes)
+        self._lane.receive(num_blocks, block_ids, by)
         return True
 
     def commit(self, block_ids: Ids) -> None:
@@ -137,6 +135,6 @@ class _NcclCarrier:
             self._lane = None
 
 
-def _time_for(num_bytes: int, is_first: bool) -> Deadline:
-    """When a transfer is taken for stalled."""
-    return Deadline((_SET_UP_S if is_first else _STALL_S) + num_bytes / _SLOWEST_BYTES_PER_S)
+def _deadline(stream: Stream, num_bytes: int) -> Deadline:
+    """When a transfer beside `stream` is taken for stalled."""
+    return stream.watched(_STALL_S + num_bytes / _SLOWEST_BYTES_PER_S)

@@ -1,39 +1,38 @@
 """Blocks between two GPUs through staging buffers and a communicator of the pair, in parts.
 
     source   pool ─gather─► slot 0  slot 1 ... ─send─►  ~  ─receive─► slot 0  slot 1 ... ─scatter─►
-             copy stream                     wire streams                       copy stream    pool
+             copy stream                     wire stream                        copy stream    pool
 
 While one part is on the wire the next is gathered and the last is scattered: the streams wait for
-each other, the host only launches, some parts ahead. Both ends cut a request into the same parts.
-Nobody waits for a peer longer than to a deadline: then the pair is aborted, and what was launched
-has ended before that is told.
+each other, the host only launches, some parts ahead, and all of it out of graphs. Nobody waits for
+a peer longer than to a deadline: then the pair is aborted, and what was launched has ended before
+that is told.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..core.errors import HandoffFailed
 from ..engine.cuda_kv_memory import CudaKvMemory
-from .cuda_ipc_copy import MAX_BLOCKS, KernelCopy
+from .cuda_ipc_copy import KernelCopy
 from .data_wire import MAX_REQUEST_BLOCKS
 from .head_ranges import BlockCut, HeadPiece
+from .launch_graph import LaunchGraph
 from .nccl_pair import PULLER_RANK, SOURCE_RANK, NcclPair
+from .parts import Parts
 from .runs import Ids
 from .stream import Deadline
 
 _NUM_SLOTS = 2
-_SLOT_BYTES = 192 << 20  # at 360 GB/s 0.56 ms: to launch a part takes either host up to 0.3
-_NUM_AHEAD = 6  # parts launched and not over
-_FIRST_PART_SHARE = 2  # of a slot: the wire waits for it, and carries it while we launch the next
-_LAST_PART_SHARE = 4  # for its scatter we wait
+_NUM_AHEAD = 6  # parts launched and not over: without a peer that goes on, little more is launched
 
 
 class Lane(Protocol):
@@ -55,131 +54,157 @@ class Lane(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
 class _Slot:
-    """Staging for one part. `blocks` [n, layers, 2, heads of the piece, block_size, dim]."""
+    """Staging for one part, and the work on it at this end: gather and send, or receive, scatter.
 
-    blocks: Tensor
-    scatter: KernelCopy
-    is_full: torch.cuda.Event
-    is_empty: torch.cuda.Event
+    Of each block of `kv`, `count` heads travel, from head `first` on. `blocks` [most, layers, 2,
+    count, block_size, dim].
+    """
 
+    def __init__(
+        self,
+        kv: CudaKvMemory,
+        first: int,
+        count: int,
+        most: int,
+        pair: NcclPair,
+        copying: torch.cuda.Stream,
+    ) -> None:
+        """Raises RuntimeError: no memory for staging."""
+        layers, two, heads, block_size, dim = kv.layout.block_shape
+        pool, device = kv.tensor, kv.tensor.device
+        self._pair, self._copying = pair, copying
+        self.blocks = pool.new_empty((most, layers, two, count, block_size, dim))
+        self._ids = torch.zeros(most, dtype=torch.int64, device=device)  # of the pool
+        self._places = torch.arange(most, device=device)  # of this slot
+        self._is_full, self._is_empty = _events(2)
+        self._copies: dict[int, LaunchGraph] = {}  # by number of blocks, as these:
+        self._transfers: dict[int, LaunchGraph] = {}
+        if pair.sends:
+            piece, address = HeadPiece(0, first, 0, count, heads, count), kv.address
+            self._target = unused = self.blocks
+        else:
+            piece, address = HeadPiece(0, 0, first, count, count, heads), self.blocks.data_ptr()
+            self._target, unused = pool, torch.empty_like(pool[:1])
+        self._kernel = KernelCopy(address, device, piece)
+        self._copy(1, unused)  # which compiles it
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """[begin, end) of a request's blocks, on their way through a slot."""
+    def _copy(self, num_blocks: int, target: Tensor) -> None:
+        there, here = self._places[:num_blocks], self._ids[:num_blocks]
+        if self._pair.sends:
+            there, here = here, there
+        self._kernel.copy(there, here, target)
 
-    slot: _Slot
-    begin: int
-    end: int
+    def record(self, sizes: Iterable[int], deadline: Deadline) -> None:
+        """All work on parts of these sizes, once the pair has transferred something.
 
-    @property
-    def blocks(self) -> Tensor:
-        return self.slot.blocks[: self.end - self.begin]
+        Raises HandoffFailed or RuntimeError.
+        """
+        for size in sizes:
+            self._copies[size] = LaunchGraph(self._copying, partial(self._copy, size, self._target))
+            self._transfers[size] = self._pair.record_transfer(self.blocks[:size], deadline)
 
+    def launch(self, size: int, ids: Tensor | None, is_over: torch.cuda.Event) -> None:
+        """A part: blocks `ids` [size] of the pool, pinned until it is over; or the wire alone."""
+        if self._pair.sends:
+            self._launch_copy(ids, self._is_empty, self._is_full)
+            self._launch_transfer(size, self._is_full, self._is_empty)
+            is_over.record(self._pair.stream)
+        else:
+            self._launch_transfer(size, self._is_empty, self._is_full)
+            self._launch_copy(ids, self._is_full, self._is_empty)
+            is_over.record(self._copying)
 
-_Stage: TypeAlias = tuple[torch.cuda.Stream, Callable[[_Part], None]]
+    def _launch_copy(
+        self, ids: Tensor | None, after: torch.cuda.Event, when_done: torch.cuda.Event
+    ) -> None:
+        stream = self._copying
+        if ids is not None:
+            with torch.cuda.stream(stream):
+                self._ids[: len(ids)].copy_(ids, non_blocking=True)
+        stream.wait_event(after)
+        if ids is not None:
+            self._copies[len(ids)].launch()
+        when_done.record(stream)
+
+    def _launch_transfer(
+        self, size: int, after: torch.cuda.Event, when_done: torch.cuda.Event
+    ) -> None:
+        stream = self._pair.stream
+        stream.wait_event(after)
+        self._transfers[size].launch()
+        when_done.record(stream)
+
+    def close(self) -> None:
+        """Once nothing of it runs; the transfers are the pair's."""
+        for graph in self._copies.values():
+            graph.close()
+        self._copies.clear()
 
 
 class NcclLane:
-    """See `Lane`. Of the blocks of `kv`, `count` KV heads travel, from head `first` on."""
+    """See `Lane`. Heads as for a slot."""
 
     def __init__(self, kv: CudaKvMemory, first: int, count: int, pair: NcclPair) -> None:
+        """To be connected. Raises RuntimeError: no memory for staging."""
         self._pair = pair
-        self._pool = kv.tensor
         self._device = kv.tensor.device
-        layers, two, num_row_heads, block_size, dim = kv.layout.block_shape
-        piece_bytes = kv.block_bytes // num_row_heads * count
-        most = max(1, min(_SLOT_BYTES // piece_bytes, MAX_BLOCKS))
-        self._most = most
-        gathered = HeadPiece(0, first, 0, count, num_row_heads, count)
-        scattered = HeadPiece(0, 0, first, count, count, num_row_heads)
+        self._parts = Parts(kv.block_bytes // kv.layout.num_kv_heads * count)
+        self._most = self._parts.sizes[-1]
         with torch.cuda.device(self._device):
-            self._gather = KernelCopy(kv.address, self._device, gathered)
             self._copying = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
-            self._wire = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
-            self._slots = []
-            for _ in range(_NUM_SLOTS):
-                shape = (most, layers, two, count, block_size, dim)
-                blocks = kv.tensor.new_empty(shape)
-                scatter = KernelCopy(blocks.data_ptr(), self._device, scattered)
-                self._slots.append(_Slot(blocks, scatter, *_events(2)))
-            self._places = torch.arange(most, device=self._device)  # of blocks in a slot
-            self._ids = self._places.new_empty(MAX_REQUEST_BLOCKS)
-            self._pinned = torch.empty(MAX_REQUEST_BLOCKS, dtype=torch.int64, pin_memory=True)
+            make_slot = partial(_Slot, kv, first, count, self._most, pair, self._copying)
+            self._slots = [make_slot() for _ in range(_NUM_SLOTS)]
             self._over = _events(_NUM_AHEAD)  # of the last parts, taken in turn
+            # A last part may have some blocks too many.
+            most_ids = MAX_REQUEST_BLOCKS + self._most
+            self._pinned = torch.empty(most_ids, dtype=torch.int64, pin_memory=True)
+            self._ids = self._pinned.numpy()
             torch.cuda.synchronize(self._device)  # the memory is ours before other streams use it
+
+    def connect(self, deadline: Deadline) -> None:
+        """Transfer something, which connects further; record all work. Raises HandoffFailed."""
+        with self._aborting():
+            self._pair.transfer(self._slots[0].blocks[:1], deadline)
+            self._over[0].record(self._pair.stream)
+            self._pair.wait(self._over[0], deadline)
+            for slot in self._slots:
+                slot.record(self._parts.sizes, deadline)
 
     def send(self, block_ids: Ids, deadline: Deadline) -> None:
         """See `Lane`."""
-        with self._aborting():
-            ids = self._upload(block_ids)
-
-            def gather(part: _Part) -> None:
-                there = ids[part.begin : part.end]
-                self._gather.copy(there, self._places[: len(there)], part.slot.blocks)
-
-            def send(part: _Part) -> None:
-                self._pair.send(part.blocks, deadline)
-
-            self._run(len(block_ids), deadline, (self._copying, gather), (self._wire, send))
+        self._carry(len(block_ids), block_ids, deadline)
 
     def receive(self, num_blocks: int, block_ids: Ids | None, deadline: Deadline) -> None:
         """See `Lane`."""
-        with self._aborting():
-            ids = None if block_ids is None else self._upload(block_ids)
-
-            def receive(part: _Part) -> None:
-                self._pair.receive(part.blocks, deadline)
-
-            def scatter(part: _Part) -> None:
-                if ids is not None:
-                    here = ids[part.begin : part.end]
-                    part.slot.scatter.copy(self._places[: len(here)], here, self._pool)
-
-            self._run(num_blocks, deadline, (self._wire, receive), (self._copying, scatter))
+        self._carry(num_blocks, block_ids, deadline)
 
     def first_piece(self) -> bytes:
         piece: bytes = self._slots[0].blocks[0].view(torch.uint8).cpu().numpy().tobytes()
         return piece
 
     def close(self) -> None:
-        self._pair.abort()  # quicker than an orderly end, for which both ends would have to be here
+        """Quicker than an orderly end, for which both ends would have to be here."""
+        self._pair.abort()
+        with contextlib.suppress(RuntimeError):  # a dead device: nothing runs there
+            self._copying.synchronize()
+        for slot in self._slots:
+            slot.close()
 
-    def _upload(self, block_ids: Ids) -> Tensor:
-        """The same on the device, for copies of this request: all of the one before are over."""
-        pinned, ids = (each[: len(block_ids)] for each in (self._pinned, self._ids))
-        pinned.copy_(torch.from_numpy(block_ids))
-        with torch.cuda.stream(self._copying):
-            return ids.copy_(pinned, non_blocking=True)
-
-    def _run(self, num_blocks: int, deadline: Deadline, first: _Stage, second: _Stage) -> None:
-        """Both stages of all parts, one part after the other.
-
-        Waits for a part some parts before: without a peer that goes on, little more is launched.
-        """
-        is_over: torch.cuda.Event | None = None
-        for part, is_over in zip(self._parts(num_blocks), itertools.cycle(self._over)):
-            self._pair.wait(is_over, deadline)
-            self._launch(first, part, part.slot.is_empty, part.slot.is_full)
-            self._launch(second, part, part.slot.is_full, part.slot.is_empty)
-            is_over.record(second[0])
-        assert is_over is not None
-        self._pair.wait(is_over, deadline)
-
-    @staticmethod
-    def _launch(
-        stage: _Stage, part: _Part, after: torch.cuda.Event, when_done: torch.cuda.Event
-    ) -> None:
-        stream, work = stage
-        with torch.cuda.stream(stream):
-            stream.wait_event(after)
-            work(part)
-            when_done.record(stream)
-
-    def _parts(self, num_blocks: int) -> Iterator[_Part]:
-        begins, ends = cut_parts(num_blocks, self._most)
-        return map(_Part, itertools.cycle(self._slots), begins, ends)
+    def _carry(self, num_blocks: int, block_ids: Ids | None, deadline: Deadline) -> None:
+        """All parts, one after the other; without ids what is on the wire alone."""
+        with self._aborting():
+            if block_ids is not None:
+                self._ids[:num_blocks] = block_ids
+                self._ids[num_blocks:][: self._most] = block_ids[-1]  # once more does no harm
+            slots, events = itertools.cycle(self._slots), itertools.cycle(self._over)
+            for begin, size in self._parts.cut(num_blocks):
+                is_over = next(events)
+                self._pair.wait(is_over, deadline)
+                of_part = None if block_ids is None else self._pinned[begin : begin + size]
+                next(slots).launch(size, of_part, is_over)
+            for is_over in self._over:
+                self._pair.wait(is_over, deadline)
 
     @contextlib.contextmanager
     def _aborting(self) -> Iterator[None]:
@@ -188,10 +213,7 @@ class NcclLane:
             with torch.cuda.device(self._device):
                 yield
         except (HandoffFailed, RuntimeError) as error:
-            self._pair.abort()
-            with contextlib.suppress(RuntimeError):  # a dead device: nothing runs there
-                self._wire.synchronize()  # an aborted transfer ends by itself
-                self._copying.synchronize()
+            self.close()
             if isinstance(error, HandoffFailed):
                 raise
             raise HandoffFailed(f"the GPU refused a transfer: {error}") from error
@@ -199,19 +221,6 @@ class NcclLane:
 
 def _events(count: int) -> list[torch.cuda.Event]:
     return [torch.cuda.Event() for _ in range(count)]  # type: ignore[no-untyped-call]
-
-
-def cut_parts(num_blocks: int, most: int) -> tuple[list[int], list[int]]:
-    """Where the parts of a request begin and end: the same at both ends, so a part of the protocol
-    (data_wire.py has its version)."""
-    begins, size = [0], max(1, most // _FIRST_PART_SHARE)
-    while begins[-1] + size < num_blocks:
-        begins.append(begins[-1] + size)
-        size = most
-    last = max(1, most // _LAST_PART_SHARE)
-    if len(begins) > 1 and num_blocks - begins[-1] > 2 * last:
-        begins.append(num_blocks - last)
-    return begins, [*begins[1:], num_blocks]
 
 
 def open_source_lane(kv: CudaKvMemory, cut: BlockCut, unique_id: bytes, deadline: Deadline) -> Lane:
@@ -239,13 +248,14 @@ def open_puller_lane(
 def _open_lane(
     kv: CudaKvMemory, first: int, count: int, unique_id: bytes, rank: int, deadline: Deadline
 ) -> Lane:
+    pair = NcclPair(unique_id, rank, kv.tensor.device)
     try:
-        pair = NcclPair(unique_id, rank, kv.tensor.device)
-        try:
-            pair.wait_ready(deadline)
-            return NcclLane(kv, first, count, pair)
-        except BaseException:  # whatever it is, the peer must not wait for us
-            pair.abort()
-            raise
-    except RuntimeError as error:  # no memory for staging
-        raise HandoffFailed(f"no staging on the GPU: {error}") from error
+        pair.wait_ready(deadline)
+        lane = NcclLane(kv, first, count, pair)
+    except BaseException as error:  # whatever it is, the peer must not wait for us
+        pair.abort()
+        if isinstance(error, RuntimeError):
+            raise HandoffFailed(f"no staging on the GPU: {error}") from error
+        raise
+    lane.connect(deadline)
+    return lane

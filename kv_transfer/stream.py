@@ -6,6 +6,7 @@ Knows sockets, plain or with TLS, and nothing of what is said.
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import time
 from collections.abc import Callable
@@ -28,6 +29,20 @@ class Deadline:
         if remaining_s <= 0:
             raise HandoffFailed("the peer takes too long")
         return remaining_s
+
+
+class _WatchedDeadline(Deadline):
+    """It has passed, too, when the peer has hung up."""
+
+    def __init__(self, seconds: float, fd: int) -> None:
+        super().__init__(seconds)
+        self._poll = select.poll()
+        self._poll.register(fd, select.POLLRDHUP)  # and what is always told: errors
+
+    def remaining_s(self) -> float:
+        if self._poll.poll(0):
+            raise HandoffFailed("the peer hung up")
+        return super().remaining_s()
 
 
 class Stream:
@@ -77,6 +92,10 @@ class Stream:
             self._socket = wrapping(self._socket)
         except OSError as error:
             raise HandoffFailed(f"no TLS with the peer: {error}") from error
+
+    def watched(self, seconds: float) -> Deadline:
+        """A deadline for what the peer does beside the connection, while both keep that open."""
+        return _WatchedDeadline(seconds, self._socket.fileno())
 
     def hang_up(self) -> None:
         """End every wait on it, from any thread; who uses it closes it then."""

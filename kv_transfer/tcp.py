@@ -33,26 +33,27 @@ MakeBytes = Callable[[BlockCut], BlockBytes]
 def tcp_outlet(make_bytes: MakeBytes) -> MakeOutlet:
     """Sends the pieces as they are."""
 
-    def make(cut: BlockCut, _: bytes) -> Outlet:
-        return _TcpOutlet(make_bytes(cut), cut.piece_bytes)
+    def make(stream: Stream, cut: BlockCut, _: bytes) -> Outlet:
+        return _TcpOutlet(stream, make_bytes(cut), cut.piece_bytes)
 
     return make
 
 
 class _TcpOutlet:
-    def __init__(self, blocks: BlockBytes, piece_bytes: int) -> None:
+    def __init__(self, stream: Stream, blocks: BlockBytes, piece_bytes: int) -> None:
+        self._stream = stream
         self._blocks = blocks
         self._at_once = max(1, _SENT_AT_ONCE_BYTES // piece_bytes)
 
-    def send(self, stream: Stream, block_ids: Ids) -> None:
+    def send(self, block_ids: Ids) -> None:
         """See `Outlet`."""
         for begin in range(0, len(block_ids), self._at_once):
             data = self._blocks.read(block_ids[begin : begin + self._at_once]).data
             for start in range(0, len(data), wire.MAX_FRAME_BYTES):
                 part = data[start : start + wire.MAX_FRAME_BYTES]
                 deadline = Deadline(_SEND_S)
-                stream.write(wire.pack_data(part), deadline)
-                stream.write(part, deadline)
+                self._stream.write(wire.pack_data(part), deadline)
+                self._stream.write(part, deadline)
 
     def close(self) -> None: ...
 

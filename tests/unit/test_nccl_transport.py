@@ -7,6 +7,7 @@ import itertools
 import queue
 import secrets
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -24,7 +25,7 @@ from baton.kv_transfer.block_bytes import HostBlockBytes
 from baton.kv_transfer.data_server import DataServer, ServedPool
 from baton.kv_transfer.head_ranges import BlockCut, HeadPiece
 from baton.kv_transfer.nccl import NcclTransport, nccl_outlet
-from baton.kv_transfer.nccl_lane import cut_parts
+from baton.kv_transfer.parts import Parts
 from baton.kv_transfer.pool_address import PoolDescription
 from baton.kv_transfer.remote import KEY_BYTES, RemotePool
 from baton.kv_transfer.remote_window import RemoteWindow
@@ -48,15 +49,15 @@ class Fabric:
     before_send: list[object] = field(default_factory=list)
 
     def new_id(self) -> bytes:
-        return next(self.ids).to_bytes(128, "little")
+        return next(self.ids).to_bytes(wire.PAIR_ID_BYTES, "little")
 
     def wire(self, pair_id: bytes) -> queue.Queue[bytes]:
-        assert len(pair_id) == 128
+        assert len(pair_id) == wire.PAIR_ID_BYTES
         return self.wires.setdefault(pair_id, queue.Queue())
 
 
 class FakeLane:
-    """See `nccl_lane.Lane`: over a queue, and impatient."""
+    """See `nccl_lane.Lane`: over a queue."""
 
     def __init__(self, fabric: Fabric, pool: HostPool, cut: BlockCut, pair_id: bytes) -> None:
         self._fabric, self._wire = fabric, fabric.wire(pair_id)
@@ -75,10 +76,11 @@ class FakeLane:
         self._wire.put(self._blocks.read(block_ids).tobytes())
 
     def receive(self, num_blocks: int, block_ids: Ids | None, deadline: Deadline) -> None:
-        try:
-            self._last = self._wire.get(timeout=0.3)
-        except queue.Empty:
-            raise HandoffFailed("the peer takes too long") from None
+        while True:
+            deadline.remaining_s()
+            with contextlib.suppress(queue.Empty):
+                self._last = self._wire.get(timeout=0.01)
+                break
         assert len(self._last) == num_blocks * self._cut.piece_bytes
         if block_ids is not None:
             self._blocks.write(block_ids, np.frombuffer(self._last, np.uint8))
@@ -173,12 +175,23 @@ def test_a_rewrite_while_it_is_sent_is_stale() -> None:
         assert pull(window, w.pair(5, 3)) is PullOutcome.OK
 
 
-def test_nothing_is_sent_of_a_reallocated_block() -> None:
+def test_a_reallocated_block_is_stale_and_its_pair_goes_on() -> None:
+    """It travels all the same: both ends launched before they could know."""
     with world() as w, w.window() as window:
         announced = w.pair(5, 3)
         w.source.generations.bump([5])
         assert pull(window, announced) is PullOutcome.STALE
+        assert pull(window, w.pair(5, 3)) is PullOutcome.OK
+        assert len(w.fabric.wires) == 1
         assert all(wire.empty() for wire in w.fabric.wires.values())
+
+
+def test_a_block_outside_the_pool_costs_the_pair() -> None:
+    with world() as w, w.window() as window:
+        beyond = BlockPair(BlockRef(0, NUM_BLOCKS, 0, None), 3)
+        assert pull(window, beyond) is PullOutcome.FAILED
+        assert pull(window, w.pair(5, 3)) is PullOutcome.OK
+        assert len(w.fabric.wires) == 2
 
 
 def test_a_pair_that_breaks_fails_its_pull_alone_and_the_next_makes_a_new_one() -> None:
@@ -190,6 +203,25 @@ def test_a_pair_that_breaks_fails_its_pull_alone_and_the_next_makes_a_new_one() 
         assert len(w.fabric.wires) == 3
 
 
+def test_a_connection_that_ends_fails_its_pull_at_once() -> None:
+    with world() as w, w.window() as window:
+        begin_s = time.monotonic()
+        w.fabric.break_next = True
+        assert pull(window, w.pair(5, 3)) is PullOutcome.FAILED
+        assert time.monotonic() - begin_s < 1  # not when it has stalled for long enough
+
+
+def test_a_transfer_that_stalls_is_given_up() -> None:
+    with world() as w, w.window() as window:
+        gone_on = threading.Event()
+        w.fabric.before_send.append(gone_on.wait)
+        begin_s = time.monotonic()
+        assert pull(window, w.pair(5, 3)) is PullOutcome.FAILED
+        assert 2 < time.monotonic() - begin_s < 5
+        gone_on.set()
+        assert pull(window, w.pair(5, 3)) is PullOutcome.OK
+
+
 def test_a_source_without_a_port_is_refused() -> None:
     with world() as w:
         w.remote = replace(w.remote, port=0)
@@ -197,9 +229,22 @@ def test_a_source_without_a_port_is_refused() -> None:
             pass
 
 
-@given(num_blocks=st.integers(1, 5000), most=st.integers(1, 1024))
-def test_parts_cover_a_request(num_blocks: int, most: int) -> None:
-    begins, ends = cut_parts(num_blocks, most)
-    covered = [block for part in zip(begins, ends, strict=True) for block in range(*part)]
-    assert covered == list(range(num_blocks))
-    assert all(0 < end - begin <= most for begin, end in zip(begins, ends, strict=True))
+@given(num_blocks=st.integers(1, 5000), piece_bytes=st.integers(1, 400 << 20))
+def test_parts_cover_a_request(num_blocks: int, piece_bytes: int) -> None:
+    parts = Parts(piece_bytes)
+    cut = list(parts.cut(num_blocks))
+    covered = [block for begin, size in cut for block in range(begin, begin + size)]
+    assert covered == list(range(len(covered)))
+    assert all(size in parts.sizes for _, size in cut)
+    num_spare = len(covered) - num_blocks
+    assert 0 <= num_spare < cut[-1][1]
+    assert num_spare * piece_bytes <= 2 << 20
+    assert all(after <= 2 * before for (_, before), (_, after) in itertools.pairwise(cut))
+
+
+@given(piece_bytes=st.integers(1, 400 << 20))
+def test_parts_have_few_sizes(piece_bytes: int) -> None:
+    sizes = Parts(piece_bytes).sizes
+    assert list(sizes) == sorted(set(sizes))
+    assert 1 <= len(sizes) <= 16
+    assert sizes[-1] == 1 or sizes[-1] * piece_bytes <= 192 << 20

@@ -1,0 +1,58 @@
+"""A few launches on one stream that can be repeated in one call: a CUDA graph, by the C interface.
+
+torch's own graphs take its generator of random numbers while they are recorded, in every thread;
+these are recorded while an engine serves.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+
+from ..engine.cuda_memory import describe_error, forget_error, runtime
+
+_THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal: other threads may do what they like
+
+
+class LaunchGraph:
+    """What `record` launches on `stream`, with the same addresses each time.
+
+    What it calls must have run before: it may neither compile nor allocate.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, record: Callable[[], None]) -> None:
+        """Nothing of it runs yet. Raises RuntimeError, or what `record` raises."""
+        self._stream = ctypes.c_void_p(stream.cuda_stream)
+        self._executable = ctypes.c_void_p()
+        graph = ctypes.c_void_p()
+        with torch.cuda.stream(stream):
+            _check(runtime().cudaStreamBeginCapture(self._stream, _THREAD_LOCAL))
+            try:
+                record()
+            except BaseException:
+                runtime().cudaStreamEndCapture(self._stream, ctypes.byref(graph))
+                runtime().cudaGraphDestroy(graph)
+                forget_error()
+                raise
+            _check(runtime().cudaStreamEndCapture(self._stream, ctypes.byref(graph)))
+        instantiate, flags = runtime().cudaGraphInstantiate, ctypes.c_ulonglong(0)
+        status = instantiate(ctypes.byref(self._executable), graph, flags)
+        runtime().cudaGraphDestroy(graph)
+        _check(status)
+
+    def launch(self) -> None:
+        """All of it, on its stream. Raises RuntimeError."""
+        _check(runtime().cudaGraphLaunch(self._executable, self._stream))
+
+    def close(self) -> None:
+        """Once nothing of it runs."""
+        runtime().cudaGraphExecDestroy(self._executable)
+        self._executable = ctypes.c_void_p()
+
+
+def _check(status: int) -> None:
+    if status != 0:
+        forget_error()
+        raise RuntimeError(describe_error(status))
