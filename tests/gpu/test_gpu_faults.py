@@ -159,15 +159,17 @@ async def test_a_mix_of_requests_while_each_node_is_killed(
     assert outcome.ended["finished"] + outcome.ended["cancelled"] == NUM_REQUESTS
 
 
-async def test_staging_is_named_and_right(reference: GpuReference) -> None:
-    staged = ("--kv-transport", "cuda_staged")
-    with gpu_cluster(reference, decode=staged) as running:
+@pytest.mark.parametrize("transport", ["nccl", "cuda_staged"])
+async def test_other_transports_are_named_and_right(
+    reference: GpuReference, transport: str
+) -> None:
+    with gpu_cluster(reference, decode=("--kv-transport", transport)) as running:
         async with Scene(running, reference) as scene:
             streams = [scene.ask(200 + 50 * i, 20) for i in range(8)]
             await scene.check()
-            assert {stream.result.transport for stream in streams} == {"cuda_staged"}
+            assert {stream.result.transport for stream in streams} == {transport}
         said = "\n".join(running.processes["decode-0"].said)
-        assert "over cuda_staged at" in said
+        assert f"over {transport} at" in said
 
 
 def test_one_process_repeats_itself(reference: GpuReference) -> None:
