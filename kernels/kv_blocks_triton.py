@@ -42,7 +42,8 @@ def pull_blocks(
     """Copy blocks of a pool at `source_address`, laid out like `pool`, to `block_ids` of `pool`.
 
     The address is one that the pool's device can read: peer memory, mapped. It is aligned to 16
-    bytes. source_ids, block_ids [n] int64 on the pool's device; `block_ids` must not repeat.
+    bytes. source_ids, block_ids [n] int64 on the pool's device; a block may be written twice if it
+    gets the same.
     """
     target = _words(pool)
     num_words = target.shape[1]

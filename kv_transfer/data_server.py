@@ -1,6 +1,6 @@
 """The source's end of data connections: a port on which linked pullers read one rank's pool.
 
-    accept ─► opening, proof: within 2 s ─► requests: judge ─► send ─► judge again ─► verdict
+    accept ─► opening, proof: within 2 s ─► requests: (judge ─► begin) ─► send ─► judge ─► verdict
 
 Whoever has not proven itself in time is closed, the eldest first when there are many, so that a
 crowd that proves nothing cannot keep a puller out. How blocks travel is for the outlets.
@@ -85,6 +85,7 @@ class DataServer:
         self._opening: dict[Stream, None] = {}  # the eldest first
         self._pullers: set[Stream] = set()
         self._attending: set[threading.Thread] = set()
+        self._is_closed = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
@@ -101,6 +102,7 @@ class DataServer:
         """Hang up on everybody; what was being sent is over then, or takes too long to wait."""
         self._accepting.close()
         with self._lock:
+            self._is_closed = True
             for stream in (*self._opening, *self._pullers):
                 stream.hang_up()
             attending = list(self._attending)
@@ -119,8 +121,8 @@ class DataServer:
             thread = threading.Thread(
                 target=self._attend, args=(stream,), name="kv-puller", daemon=True
             )
-            self._attending.add(thread)
             thread.start()
+            self._attending.add(thread)
 
     def _attend(self, stream: Stream) -> None:
         """One connection's thread."""
@@ -162,6 +164,8 @@ class DataServer:
             raise HandoffFailed(f"there is no {opening.mode.name} here")
         with self._lock:
             self._opening.pop(stream, None)
+            if self._is_closed:
+                raise HandoffFailed("the port is closed")
             if len(self._pullers) >= _MAX_PULLERS:
                 raise HandoffFailed("there are too many pullers")
             self._pullers.add(stream)

@@ -37,10 +37,10 @@ MAX_FRAME_BYTES = 1 << 20
 MAX_REQUEST_BLOCKS = 16_384
 MAX_DESCRIPTION_BYTES = 4096
 NONCE_BYTES, PROOF_BYTES = 16, 32
-PAIR_ID_BYTES = 128  # an ncclUniqueId
+PAIR_ID_BYTES = 256  # two of ncclUniqueId
 
 _MAGIC = b"BATONKVD"
-_VERSION = 3  # of what is said here, and of how a request is cut into parts (nccl_lane.py)
+_VERSION = 3  # of what is said here, and of how a request is cut (parts.py)
 _OPENING = struct.Struct("<8sHH16s16s")  # magic, version, mode, pool, nonce
 _CHALLENGE = struct.Struct("<8s16s32s")  # magic, nonce, the source's proof
 _CUT = struct.Struct("<4I")  # rows, width, pitch and offset in the source's blocks

@@ -1,7 +1,8 @@
 """A few launches on one stream that can be repeated in one call: a CUDA graph, by the C interface.
 
 torch's own graphs take its generator of random numbers while they are recorded, in every thread;
-these are recorded while an engine serves.
+these are recorded while an engine serves. What spoils a recording all the same: another thread that
+waits for the whole device, or that launches on the same stream, which must not be one of torch's.
 """
 
 from __future__ import annotations
@@ -13,7 +14,26 @@ import torch
 
 from ..engine.cuda_memory import describe_error, forget_error, runtime
 
-_THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal: other threads may do what they like
+_THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal: other threads may allocate
+_NON_BLOCKING = 1  # cudaStreamNonBlocking: beside the default stream
+_PRIORITY = -1  # before the steps of an engine
+
+
+def make_stream(device: torch.device) -> torch.cuda.Stream:
+    """Nobody else's, until it is destroyed: torch hands out the same 32 again and again.
+
+    Raises RuntimeError.
+    """
+    handle = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        create = runtime().cudaStreamCreateWithPriority
+        _check(create(ctypes.byref(handle), _NON_BLOCKING, _PRIORITY))
+    return torch.cuda.ExternalStream(handle.value, device=device)  # type: ignore[no-untyped-call]
+
+
+def destroy_stream(stream: torch.cuda.Stream) -> None:
+    """Once nothing of it runs."""
+    runtime().cudaStreamDestroy(ctypes.c_void_p(stream.cuda_stream))
 
 
 class LaunchGraph:

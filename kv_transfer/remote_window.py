@@ -2,8 +2,8 @@
 
     start_pull ─► the window's thread: request ─► carrier receives ─► verdict OK? ─► commit
                                                         damaged ─► once more
-The source looks at the generations before it sends and behind its last byte, since they cannot be
-seen from here. A connection that breaks fails its pull; the next pull makes a new one.
+The source looks at the generations behind its last byte, since they cannot be seen from here. A
+connection that breaks fails its pull; the next pull makes a new one.
 """
 
 from __future__ import annotations

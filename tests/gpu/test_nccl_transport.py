@@ -13,6 +13,7 @@ import secrets
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import gpu_source
@@ -124,6 +125,27 @@ def test_heads_go_to_where_they_belong(
         assert found.tobytes() == expected
         assert np.count_nonzero(rows) == np.count_nonzero(found), "other heads were written"
     assert not kv.tensor[4].any()
+
+
+@needs_two
+def test_windows_that_open_at_once_do_not_disturb_each_other(
+    source: Source, kv: CudaKvMemory
+) -> None:
+    """Each records graphs meanwhile; the last have more streams than torch's pool has."""
+    num_windows = 12
+
+    def check(index: int) -> list[BlockPair]:
+        pairs = [source.pair(2 + (5 * index + i) % 100, 2 + 10 * index + i) for i in range(10)]
+        with window_onto(source, kv, "nccl") as window:
+            for _ in range(20):
+                assert pull(window, *pairs) is PullOutcome.OK
+        return pairs
+
+    kv.tensor.zero_()
+    torch.cuda.synchronize(PULLER_GPU)
+    with ThreadPoolExecutor(3) as threads:
+        for pairs in threads.map(check, range(num_windows)):
+            assert all(holds(kv, pair) for pair in pairs)
 
 
 @pytest.mark.parametrize("name", NETWORKS)

@@ -229,7 +229,7 @@ def test_a_source_without_a_port_is_refused() -> None:
             pass
 
 
-@given(num_blocks=st.integers(1, 5000), piece_bytes=st.integers(1, 400 << 20))
+@given(num_blocks=st.integers(1, wire.MAX_REQUEST_BLOCKS), piece_bytes=st.integers(1, 400 << 20))
 def test_parts_cover_a_request(num_blocks: int, piece_bytes: int) -> None:
     parts = Parts(piece_bytes)
     cut = list(parts.cut(num_blocks))
@@ -247,4 +247,4 @@ def test_parts_have_few_sizes(piece_bytes: int) -> None:
     sizes = Parts(piece_bytes).sizes
     assert list(sizes) == sorted(set(sizes))
     assert 1 <= len(sizes) <= 16
-    assert sizes[-1] == 1 or sizes[-1] * piece_bytes <= 192 << 20
+    assert sizes[-1] == 1 or sizes[-1] * piece_bytes <= 96 << 20
