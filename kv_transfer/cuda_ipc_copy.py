@@ -103,20 +103,25 @@ class EngineCopy:
 def copy_pieces(
     source: int, target: int, runs: Runs, block_bytes: int, stream: torch.cuda.Stream
 ) -> None:
-    """One call for each run, between addresses of any kind that the driver can tell apart.
+    """One call for each run, as `copy_piece`."""
+    for there, here, length in zip(runs.sources, runs.destinations, runs.lengths, strict=True):
+        start, end = source + int(there) * block_bytes, target + int(here) * block_bytes
+        copy_piece(start, end, int(length) * block_bytes, stream)
+
+
+def copy_piece(source: int, target: int, num_bytes: int, stream: torch.cuda.Stream) -> None:
+    """Between addresses of any kind that the driver can tell apart; torch does not know of it.
 
     Raises HandoffFailed.
     """
-    copy = runtime().cudaMemcpyAsync
-    for there, here, length in zip(runs.sources, runs.destinations, runs.lengths, strict=True):
-        status = copy(
-            ctypes.c_void_p(target + int(here) * block_bytes),
-            ctypes.c_void_p(source + int(there) * block_bytes),
-            ctypes.c_size_t(int(length) * block_bytes),
-            _ANY_DIRECTION,
-            ctypes.c_void_p(stream.cuda_stream),
-        )
-        _check(status)
+    status = runtime().cudaMemcpyAsync(
+        ctypes.c_void_p(target),
+        ctypes.c_void_p(source),
+        ctypes.c_size_t(num_bytes),
+        _ANY_DIRECTION,
+        ctypes.c_void_p(stream.cuda_stream),
+    )
+    _check(status)
 
 
 def batch_copy(

@@ -7,7 +7,9 @@ waits for the whole device, or that launches on the same stream, which must not 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+from collections import defaultdict
 from collections.abc import Callable
 
 import torch
@@ -19,11 +21,16 @@ _NON_BLOCKING = 1  # cudaStreamNonBlocking: beside the default stream
 _PRIORITY = -1  # before the steps of an engine
 
 
-def make_stream(device: torch.device) -> torch.cuda.Stream:
-    """Nobody else's, until it is destroyed: torch hands out the same 32 again and again.
+_idle_streams: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
+
+
+def take_stream(device: torch.device) -> torch.cuda.Stream:
+    """Nobody else's until it is given back: torch hands out the same 32 again and again.
 
     Raises RuntimeError.
     """
+    with contextlib.suppress(IndexError):
+        return _idle_streams[device].pop()
     handle = ctypes.c_void_p()
     with torch.cuda.device(device):
         create = runtime().cudaStreamCreateWithPriority
@@ -31,9 +38,9 @@ def make_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.ExternalStream(handle.value, device=device)  # type: ignore[no-untyped-call]
 
 
-def destroy_stream(stream: torch.cuda.Stream) -> None:
-    """Once nothing of it runs."""
-    runtime().cudaStreamDestroy(ctypes.c_void_p(stream.cuda_stream))
+def give_back_stream(stream: torch.cuda.Stream) -> None:
+    """Once nothing of it runs. It is kept: torch may look at it again, when it frees memory."""
+    _idle_streams[stream.device].append(stream)
 
 
 class LaunchGraph:

@@ -3,7 +3,7 @@
     puller   draws the pair's id ─► data connection, mode NCCL ─► both ends connect, aside
     a pull   request ─► send ~ receive, part by part ─► generations still the same? verdict
 
-Each pair of ranks has communicators of its own; when it stalls, or the connection ends, it is
+Each pair of ranks has a communicator of its own; when it stalls, or the connection ends, it is
 aborted alone, the pull fails, and the next pull makes a new one. Across two hosts it has never been
 tried.
 """
@@ -37,8 +37,8 @@ OpenCarrier = Callable[[HeadPiece | None, bytes, Deadline], Lane]
 def nccl_outlet(open_lane: OpenOutlet) -> MakeOutlet:
     """Sends pieces over a communicator with the puller."""
 
-    def make(stream: Stream, cut: BlockCut, pair_id: bytes) -> Outlet:
-        lane = open_lane(cut, pair_id, stream.watched(_SET_UP_S))
+    def make(stream: Stream, cut: BlockCut, unique_id: bytes) -> Outlet:
+        lane = open_lane(cut, unique_id, stream.watched(_SET_UP_S))
         return _NcclOutlet(stream, lane, cut.piece_bytes)
 
     return make
@@ -88,10 +88,10 @@ class NcclTransport:
         cut, wrap, address = self._cut_of(piece), self._wrap, remote
 
         def open_pair() -> tuple[DataClient, Lane]:
-            pair_id = self._new_id()
-            client = connect(incarnation, address, cut, wire.Mode.NCCL, wrap, pair_id)
+            unique_id = self._new_id()
+            client = connect(incarnation, address, cut, wire.Mode.NCCL, wrap, unique_id)
             try:
-                return client, self._open_lane(piece, pair_id, client.stream.watched(_SET_UP_S))
+                return client, self._open_lane(piece, unique_id, client.stream.watched(_SET_UP_S))
             except BaseException:
                 client.close()
                 raise

@@ -1,12 +1,12 @@
-"""Blocks between two GPUs through staging buffers and the wires of the pair, in parts.
+"""Blocks between two GPUs through staging buffers and a communicator of the pair, in parts.
 
-    source   pool ─gather─► slot 0 ─send on wire 0─►  ~  ─receive─► slot 0 ─scatter─► pool
-                            slot 1 ─send on wire 1─►  ~  ─receive─► slot 1
-                            slot 2 ─     ...
-While two parts are on their wires the next is gathered and the last is scattered: the streams wait
-for each other, the host only launches, some parts ahead, and all of it out of graphs. Nobody waits
-for a peer longer than to a deadline: then the pair is aborted, and what was launched has ended
-before that is told.
+    source   pool ─gather─► slot 0  slot 1 ... ─send─►  ~  ─receive─► slot 0  slot 1 ... ─scatter─►
+             copy stream                     wire stream                        copy stream    pool
+
+While one part is on the wire the next is gathered and the last is scattered: the streams wait for
+each other, the host only launches, some parts ahead, and all of it out of graphs. Nobody waits for
+a peer longer than to a deadline: then the pair is aborted, and what was launched has ended before
+that is told.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from torch import Tensor
 
 from ..core.errors import HandoffFailed
 from ..engine.cuda_kv_memory import CudaKvMemory
-from .cuda_ipc_copy import KernelCopy
+from .cuda_ipc_copy import KernelCopy, copy_piece
 from .data_wire import MAX_REQUEST_BLOCKS
 from .head_ranges import BlockCut, HeadPiece
-from .launch_graph import LaunchGraph, destroy_stream, make_stream
-from .nccl_pair import PULLER_RANK, SOURCE_RANK, NcclPair, Wire
+from .launch_graph import LaunchGraph, give_back_stream, take_stream
+from .nccl_pair import PULLER_RANK, SOURCE_RANK, NcclPair
 from .parts import Parts
 from .runs import Ids
 from .stream import Deadline
 
-_NUM_SLOTS = 4  # two on their way, two that wait for it
-_NUM_AHEAD = 8  # parts launched and not over: without a peer that goes on, little more is launched
+_NUM_SLOTS = 2
+_NUM_AHEAD = 6  # parts launched and not over: without a peer that goes on, little more is launched
 
 
 # Compiling, taking memory and recording disturb each other.
@@ -72,21 +72,20 @@ class _Slot:
         first: int,
         count: int,
         most: int,
+        pair: NcclPair,
         copying: torch.cuda.Stream,
-        wire: Wire,
-        sends: bool,
     ) -> None:
         """Raises RuntimeError: no memory for staging."""
         layers, two, heads, block_size, dim = kv.layout.block_shape
         pool, device = kv.tensor, kv.tensor.device
-        self._copying, self._wire, self._sends = copying, wire, sends
+        self._pair, self._copying = pair, copying
         self.blocks = pool.new_empty((most, layers, two, count, block_size, dim))
         self._ids = torch.zeros(most, dtype=torch.int64, device=device)  # of the pool
         self._places = torch.arange(most, device=device)  # of this slot
         self._is_full, self._is_empty = _events(2)
         self._copies: dict[int, LaunchGraph] = {}  # by number of blocks, as these:
         self._transfers: dict[int, LaunchGraph] = {}
-        if sends:
+        if pair.sends:
             piece, address = HeadPiece(0, first, 0, count, heads, count), kv.address
             self._target = unused = self.blocks
         else:
@@ -97,25 +96,25 @@ class _Slot:
 
     def _copy(self, num_blocks: int, target: Tensor) -> None:
         there, here = self._places[:num_blocks], self._ids[:num_blocks]
-        if self._sends:
+        if self._pair.sends:
             there, here = here, there
         self._kernel.copy(there, here, target)
 
     def record(self, sizes: Iterable[int]) -> None:
-        """All work on parts of these sizes, once the wire has transferred something.
+        """All work on parts of these sizes, once the pair has transferred something.
 
         Raises HandoffFailed or RuntimeError.
         """
         for size in sizes:
             self._copies[size] = LaunchGraph(self._copying, partial(self._copy, size, self._target))
-            self._transfers[size] = self._wire.record_transfer(self.blocks[:size])
+            self._transfers[size] = self._pair.record_transfer(self.blocks[:size])
 
     def launch(self, size: int, ids: Tensor | None, is_over: torch.cuda.Event) -> None:
         """A part: blocks `ids` [size] of the pool, pinned until it is over; or the wire alone."""
-        if self._sends:
+        if self._pair.sends:
             self._launch_copy(ids, self._is_empty, self._is_full)
             self._launch_transfer(size, self._is_full, self._is_empty)
-            is_over.record(self._wire.stream)
+            is_over.record(self._pair.stream)
         else:
             self._launch_transfer(size, self._is_empty, self._is_full)
             self._launch_copy(ids, self._is_full, self._is_empty)
@@ -126,8 +125,7 @@ class _Slot:
     ) -> None:
         stream = self._copying
         if ids is not None:
-            with torch.cuda.stream(stream):
-                self._ids[: len(ids)].copy_(ids, non_blocking=True)
+            copy_piece(ids.data_ptr(), self._ids.data_ptr(), ids.nbytes, stream)
         stream.wait_event(after)
         if ids is not None:
             self._copies[len(ids)].launch()
@@ -136,13 +134,13 @@ class _Slot:
     def _launch_transfer(
         self, size: int, after: torch.cuda.Event, when_done: torch.cuda.Event
     ) -> None:
-        stream = self._wire.stream
+        stream = self._pair.stream
         stream.wait_event(after)
         self._transfers[size].launch()
         when_done.record(stream)
 
     def close(self) -> None:
-        """Once nothing of it runs; the transfers are the wire's."""
+        """Once nothing of it runs; the transfers are the pair's."""
         for graph in self._copies.values():
             graph.close()
         self._copies.clear()
@@ -159,10 +157,9 @@ class NcclLane:
         self._parts = Parts(kv.block_bytes // kv.layout.num_kv_heads * count)
         self._most = self._parts.sizes[-1]
         with torch.cuda.device(self._device), _one_at_a_time:
-            self._copying = make_stream(self._device)
-            wires = itertools.islice(itertools.cycle(pair.wires), _NUM_SLOTS)
-            make_slot = partial(_Slot, kv, first, count, self._most, self._copying)
-            self._slots = [make_slot(wire, pair.sends) for wire in wires]
+            self._copying = take_stream(self._device)
+            make_slot = partial(_Slot, kv, first, count, self._most, pair, self._copying)
+            self._slots = [make_slot() for _ in range(_NUM_SLOTS)]
             self._over = _events(_NUM_AHEAD)  # of the last parts, taken in turn
             # A last part may have some blocks too many.
             most_ids = MAX_REQUEST_BLOCKS + self._most
@@ -175,16 +172,14 @@ class NcclLane:
         """Transfer something, which connects further; record all work; meet the peer, who has done
         the same. Raises HandoffFailed."""
         with self._aborting():
-            for wire in self._pair.wires:
-                wire.transfer(self._slots[0].blocks[:1], deadline)
-                self._over[0].record(wire.stream)
-                self._pair.wait(self._over[0], deadline)
+            self._pair.transfer(self._slots[0].blocks[:1], deadline)
+            self._over[0].record(self._pair.stream)
+            self._pair.wait(self._over[0], deadline)
             with _one_at_a_time:
                 for slot in self._slots:
                     slot.record(self._parts.sizes)
-            for slot in self._slots:
-                slot.launch(self._parts.sizes[0], None, self._over[0])
-                self._pair.wait(self._over[0], deadline)
+            self._slots[0].launch(self._parts.sizes[0], None, self._over[0])
+            self._pair.wait(self._over[0], deadline)
 
     def send(self, block_ids: Ids, deadline: Deadline) -> None:
         """See `Lane`."""
@@ -207,7 +202,7 @@ class NcclLane:
                 self._copying.synchronize()
             for slot in self._slots:
                 slot.close()
-            destroy_stream(self._copying)
+            give_back_stream(self._copying)
 
     def _carry(self, num_blocks: int, block_ids: Ids | None, deadline: Deadline) -> None:
         """All parts, one after the other; without ids what is on the wire alone."""
@@ -241,7 +236,7 @@ def _events(count: int) -> list[torch.cuda.Event]:
     return [torch.cuda.Event() for _ in range(count)]  # type: ignore[no-untyped-call]
 
 
-def open_source_lane(kv: CudaKvMemory, cut: BlockCut, pair_id: bytes, deadline: Deadline) -> Lane:
+def open_source_lane(kv: CudaKvMemory, cut: BlockCut, unique_id: bytes, deadline: Deadline) -> Lane:
     """The source's end, for the heads that `cut` takes of its blocks. Raises HandoffFailed."""
     layout = kv.layout
     first, count = 0, layout.num_kv_heads
@@ -250,25 +245,25 @@ def open_source_lane(kv: CudaKvMemory, cut: BlockCut, pair_id: bytes, deadline: 
         first, count = cut.source_offset // head_bytes, cut.width // head_bytes
         if cut.num_rows != 2 * layout.num_layers or (cut.source_offset | cut.width) % head_bytes:
             raise HandoffFailed("the piece does not consist of KV heads")
-    return _open_lane(kv, first, count, pair_id, SOURCE_RANK, deadline)
+    return _open_lane(kv, first, count, unique_id, SOURCE_RANK, deadline)
 
 
 def open_puller_lane(
-    kv: CudaKvMemory, piece: HeadPiece | None, pair_id: bytes, deadline: Deadline
+    kv: CudaKvMemory, piece: HeadPiece | None, unique_id: bytes, deadline: Deadline
 ) -> Lane:
     """The puller's end, for the heads that `piece` fills of ours. Raises HandoffFailed."""
     first, count = 0, kv.layout.num_kv_heads
     if piece is not None:
         first, count = piece.my_head, piece.num_heads
-    return _open_lane(kv, first, count, pair_id, PULLER_RANK, deadline)
+    return _open_lane(kv, first, count, unique_id, PULLER_RANK, deadline)
 
 
 def _open_lane(
-    kv: CudaKvMemory, first: int, count: int, pair_id: bytes, rank: int, deadline: Deadline
+    kv: CudaKvMemory, first: int, count: int, unique_id: bytes, rank: int, deadline: Deadline
 ) -> Lane:
     try:
         with contextlib.ExitStack() as opened:  # whatever happens, the peer must not wait for us
-            pair = NcclPair(pair_id, rank, kv.tensor.device)
+            pair = NcclPair(unique_id, rank, kv.tensor.device)
             opened.callback(pair.abort)
             pair.wait_ready(deadline)
             lane = NcclLane(kv, first, count, pair)

@@ -1,9 +1,8 @@
-"""Communicators of two ranks, by NCCL's C interface: they never block, and can be aborted alone.
+"""A communicator of two ranks, by NCCL's C interface: it never blocks, and can be aborted alone.
 
-There are two, which take turns: one gets its transfer going while the other ends its own. To launch
-a transfer takes NCCL 0.15 to 0.25 ms where it may not block; out of a graph, 0.03. torch's process
-groups have a watchdog that ends the process over one peer that hangs; here a pair that hangs ends,
-and nothing else. The library is the one that torch has loaded.
+To launch a transfer takes NCCL 0.15 to 0.25 ms where it may not block; out of a graph, 0.03.
+torch's own process groups have a watchdog that ends the process over one peer that hangs; here a
+pair that hangs ends, and nothing else. The library is the one that torch has loaded.
 """
 
 from __future__ import annotations
@@ -20,11 +19,10 @@ import torch
 from torch import Tensor
 
 from ..core.errors import HandoffFailed
-from .data_wire import PAIR_ID_BYTES
-from .launch_graph import LaunchGraph, destroy_stream, make_stream
+from .launch_graph import LaunchGraph, give_back_stream, take_stream
 from .stream import Deadline
 
-_UNIQUE_ID_BYTES = 128  # sizeof(ncclUniqueId)
+UNIQUE_ID_BYTES = 128  # sizeof(ncclUniqueId)
 SOURCE_RANK, PULLER_RANK = 0, 1
 
 _SUCCESS, _IN_PROGRESS = 0, 7
@@ -32,7 +30,6 @@ _UINT8 = 1  # ncclUint8
 _MAGIC = 0xCAFEBEEF
 _VERSION = 21_800  # of the fields below that count: 2.18
 _UNDEFINED = -(2**31)
-_MAX_CTAS = 16  # of each: together as many, and as much memory, as NCCL gives one between two H200s
 _LOOK_S = 20e-6  # NCCL tells nobody when it is done: it has to be asked
 _ABORT_S = 20.0  # on a dead device it may never end
 _RECORD_S = 10.0  # half a millisecond, where nothing is wrong
@@ -42,7 +39,7 @@ _QUICK_LOOKS = 100  # a transfer is launched within some 10 us, less than the sh
 class _UniqueId(ctypes.Structure):
     """ncclUniqueId, which is passed by value."""
 
-    _fields_ = [("internal", ctypes.c_ubyte * _UNIQUE_ID_BYTES)]
+    _fields_ = [("internal", ctypes.c_ubyte * UNIQUE_ID_BYTES)]
 
 
 class _Config(ctypes.Structure):
@@ -77,28 +74,28 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def new_pair_id() -> bytes:
-    """What two ranks find each other by, PAIR_ID_BYTES. Raises HandoffFailed."""
-    ids = [_UniqueId() for _ in range(0, PAIR_ID_BYTES, _UNIQUE_ID_BYTES)]
-    for unique_id in ids:
-        _check(_library().ncclGetUniqueId(ctypes.byref(unique_id)), "no id")
-    return b"".join(bytes(unique_id.internal) for unique_id in ids)
+def new_unique_id() -> bytes:
+    """What two ranks find each other by. Raises HandoffFailed."""
+    unique_id = _UniqueId()
+    _check(_library().ncclGetUniqueId(ctypes.byref(unique_id)), "no id")
+    return bytes(unique_id.internal)
 
 
-class Wire:
-    """One end of a communicator. Its work goes to `stream`, in order; the other end must do the
-    counterparts."""
+class NcclPair:
+    """One end. Work goes to its `stream`, in order; the other end must do the counterparts."""
 
     def __init__(self, unique_id: bytes, rank: int, device: torch.device) -> None:
-        """Begin to connect. Raises HandoffFailed or RuntimeError."""
+        """Begin to connect; `wait_ready` says when it is done.
+
+        Raises HandoffFailed or RuntimeError.
+        """
         self._nccl = _library()
         self._device = device
         self._communicator = ctypes.c_void_p()
         self._peer = 1 - rank
-        self._move = self._nccl.ncclSend if rank == SOURCE_RANK else self._nccl.ncclRecv
+        self.sends = rank == SOURCE_RANK
         self._graphs: list[LaunchGraph] = []
-        self._aborting: threading.Thread | None = None
-        self.stream = make_stream(device)
+        self.stream = take_stream(device)
         config = _Config(
             size=ctypes.sizeof(_Config),
             magic=_MAGIC,
@@ -106,7 +103,7 @@ class Wire:
             blocking=0,
             cga_cluster_size=_UNDEFINED,
             min_ctas=_UNDEFINED,
-            max_ctas=_MAX_CTAS,
+            max_ctas=_UNDEFINED,
             net_name=None,
             split_share=_UNDEFINED,
             traffic_class=_UNDEFINED,
@@ -125,26 +122,46 @@ class Wire:
     def wait_ready(self, deadline: Deadline) -> None:
         """Until what was begun on the host is done. Raises HandoffFailed."""
         num_looks = 0
-        while self.state() == _IN_PROGRESS:
+        while self._state() == _IN_PROGRESS:
             deadline.remaining_s()
             num_looks += 1
             if num_looks > _QUICK_LOOKS:
                 time.sleep(_LOOK_S)
 
-    def state(self) -> int:
-        """In progress or not; raises HandoffFailed for anything else."""
+    def wait(self, event: torch.cuda.Event, deadline: Deadline) -> None:
+        """Until `event` has come. Raises HandoffFailed: it does not, or the peer is gone."""
+        while not event.query():  # type: ignore[no-untyped-call]
+            self._state()
+            deadline.remaining_s()
+            time.sleep(_LOOK_S)
+
+    def abort(self) -> None:
+        """End it, and all that was launched on its stream, whether the peer is there or not."""
         if not self._communicator:
-            raise HandoffFailed("NCCL: the pair was aborted")
-        state = ctypes.c_int()
-        status = self._nccl.ncclCommGetAsyncError(self._communicator, ctypes.byref(state))
-        _check(status, "no state")
-        if state.value != _IN_PROGRESS:
-            _check(state.value, "the pair broke")
-        return state.value
+            return
+        communicator, self._communicator = self._communicator, ctypes.c_void_p()
+        # To abort stops what runs, then waits for the graphs to go, which must have stopped first.
+        aborting = threading.Thread(target=self._abort, args=(communicator,), daemon=True)
+        aborting.start()
+        with contextlib.suppress(RuntimeError):  # a dead device: nothing runs there
+            self.stream.synchronize()
+        for graph in self._graphs:
+            graph.close()
+        self._graphs.clear()
+        aborting.join(_ABORT_S)
+        if not aborting.is_alive():
+            give_back_stream(self.stream)
+
+    def _abort(self, communicator: ctypes.c_void_p) -> None:
+        with torch.cuda.device(self._device):
+            self._nccl.ncclCommAbort(communicator)
 
     def transfer(self, buffer: Tensor, deadline: Deadline) -> None:
-        """All bytes of `buffer`, from the source's to the puller's. Raises HandoffFailed."""
-        status = self._move(
+        """All bytes of `buffer`, from the source's to the puller's, on the pair's stream.
+
+        Raises HandoffFailed.
+        """
+        status = (self._nccl.ncclSend if self.sends else self._nccl.ncclRecv)(
             ctypes.c_void_p(buffer.data_ptr()),
             ctypes.c_size_t(buffer.nbytes),
             ctypes.c_int(_UINT8),
@@ -167,76 +184,16 @@ class Wire:
         self._graphs.append(graph)
         return graph
 
-    def start_abort(self) -> None:
-        """Stop what runs; aside, since it ends only once nothing else runs on the device, and the
-        graphs are gone."""
-        communicator, self._communicator = self._communicator, ctypes.c_void_p()
-        if communicator:
-            self._aborting = threading.Thread(target=self._abort, args=(communicator,), daemon=True)
-            self._aborting.start()
-
-    def _abort(self, communicator: ctypes.c_void_p) -> None:
-        with torch.cuda.device(self._device):
-            self._nccl.ncclCommAbort(communicator)
-
-    def free_graphs(self) -> None:
-        """When what was launched has stopped, for which it waits."""
-        if self._aborting is not None:
-            with contextlib.suppress(RuntimeError):  # a dead device: nothing runs there
-                self.stream.synchronize()
-        for graph in self._graphs:
-            graph.close()
-        self._graphs.clear()
-
-    def end_abort(self) -> None:
-        """Wait until it is over."""
-        if self._aborting is None:
-            return
-        self._aborting.join(_ABORT_S)
-        if not self._aborting.is_alive():
-            destroy_stream(self.stream)
-        self._aborting = None
-
-
-class NcclPair:
-    """One end of a pair. `wires` take turns; `sends`: the other end receives."""
-
-    def __init__(self, pair_id: bytes, rank: int, device: torch.device) -> None:
-        """Begin to connect; `wait_ready` says when it is done.
-
-        Raises HandoffFailed or RuntimeError.
-        """
-        self.sends = rank == SOURCE_RANK
-        self.wires: list[Wire] = []
-        try:
-            for begin in range(0, len(pair_id), _UNIQUE_ID_BYTES):
-                unique_id = pair_id[begin : begin + _UNIQUE_ID_BYTES]
-                self.wires.append(Wire(unique_id, rank, device))
-        except BaseException:
-            self.abort()
-            raise
-
-    def wait_ready(self, deadline: Deadline) -> None:
-        """Until all are connected. Raises HandoffFailed."""
-        for wire in self.wires:
-            wire.wait_ready(deadline)
-
-    def wait(self, event: torch.cuda.Event, deadline: Deadline) -> None:
-        """Until `event` has come. Raises HandoffFailed: it does not, or the peer is gone."""
-        while not event.query():  # type: ignore[no-untyped-call]
-            for wire in self.wires:
-                wire.state()
-            deadline.remaining_s()
-            time.sleep(_LOOK_S)
-
-    def abort(self) -> None:
-        """End it, and all that was launched on its wires, whether the peer is there or not.
-
-        All at once: to abort one waits for everything on its device.
-        """
-        for step in (Wire.start_abort, Wire.free_graphs, Wire.end_abort):
-            for wire in self.wires:
-                step(wire)
+    def _state(self) -> int:
+        """Of what the host does: in progress or not. Raises HandoffFailed for anything else."""
+        if not self._communicator:
+            raise HandoffFailed("NCCL: the pair was aborted")
+        state = ctypes.c_int()
+        status = self._nccl.ncclCommGetAsyncError(self._communicator, ctypes.byref(state))
+        _check(status, "no state")
+        if state.value != _IN_PROGRESS:
+            _check(state.value, "the pair broke")
+        return state.value
 
 
 def _check(status: int, what: str) -> None:

@@ -72,9 +72,9 @@ def _nccl(
 ) -> Transport:
     from .nccl import NcclTransport
     from .nccl_lane import open_puller_lane
-    from .nccl_pair import new_pair_id
+    from .nccl_pair import new_unique_id
 
-    return NcclTransport(partial(open_puller_lane, kv), cut_of, new_pair_id, wrap)
+    return NcclTransport(partial(open_puller_lane, kv), cut_of, new_unique_id, wrap)
 
 
 def _make_bytes(kv: CpuKvMemory | CudaKvMemory) -> MakeBytes:

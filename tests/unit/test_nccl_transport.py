@@ -247,4 +247,4 @@ def test_parts_have_few_sizes(piece_bytes: int) -> None:
     sizes = Parts(piece_bytes).sizes
     assert list(sizes) == sorted(set(sizes))
     assert 1 <= len(sizes) <= 16
-    assert sizes[-1] == 1 or sizes[-1] * piece_bytes <= 96 << 20
+    assert sizes[-1] == 1 or sizes[-1] * piece_bytes <= 192 << 20
