@@ -31,6 +31,7 @@ from baton.engine.canary import canary_bytes
 from baton.engine.cuda_kv_memory import CudaKvMemory
 from baton.engine.generations import GenerationsReader, SharedGenerations
 from baton.engine.kv_memory import KvLayout
+from baton.kv_transfer.block_pairs import BlockPairs
 from baton.kv_transfer.cuda_ipc import CudaIpcTransport, CudaStagedTransport
 from baton.kv_transfer.cuda_ipc_copy import EngineCopy, KernelCopy
 from baton.kv_transfer.cuda_ipc_memory import export_cuda_pool
@@ -43,7 +44,7 @@ from baton.kv_transfer.pool_address import PoolDescription
 from baton.kv_transfer.remote import KEY_BYTES, RemotePool
 from baton.kv_transfer.remote_window import RemoteWindow
 from baton.kv_transfer.tcp import TcpTransport
-from baton.kv_transfer.transport import BlockPair, PullOutcome
+from baton.kv_transfer.transport import PullOutcome
 from baton.kv_transfer.transports import outlets, transports
 
 from .figures import ROOT, Figure, commit, machine, repeat_s, table, time_s
@@ -96,19 +97,16 @@ def _source(name: str) -> Iterator[tuple[str, RemotePool]]:
         process.kill()
 
 
-def _pairs(num_blocks: int, *, is_scattered: bool) -> list[BlockPair]:
+def _pairs(num_blocks: int, *, is_scattered: bool) -> BlockPairs:
     ids = range(NUM_RESERVED_BLOCKS, NUM_RESERVED_BLOCKS + num_blocks)
     rng = random.Random(0)
     sources, targets = (
         rng.sample(ids, num_blocks) if is_scattered else list(ids) for _ in range(2)
     )
-    return [
-        BlockPair(BlockRef(0, source, 0, None), target)
-        for source, target in zip(sources, targets, strict=True)
-    ]
+    return BlockPairs.join([BlockRef(0, source, 0, None) for source in sources], targets)
 
 
-def _pull(window: CudaWindow | RemoteWindow, pairs: list[BlockPair]) -> float:
+def _pull(window: CudaWindow | RemoteWindow, pairs: BlockPairs) -> float:
     """Returns for how long `start_pull` kept its caller, in seconds."""
     done: queue.SimpleQueue[PullOutcome] = queue.SimpleQueue()
     took_s = time_s(lambda: window.start_pull(pairs, done.put))
@@ -116,7 +114,7 @@ def _pull(window: CudaWindow | RemoteWindow, pairs: list[BlockPair]) -> float:
     return took_s
 
 
-def _prepared_s(window: CudaWindow, pairs: list[BlockPair]) -> float:
+def _prepared_s(window: CudaWindow, pairs: BlockPairs) -> float:
     """What is left of a pull when its blocks are there."""
     done: queue.SimpleQueue[PullOutcome] = queue.SimpleQueue()
     start = window.prepare(pairs)

@@ -11,8 +11,9 @@ from baton.engine import memfd
 from baton.engine.block_pool import CANARY_BLOCK, BlockRef
 from baton.engine.canary import canary_bytes
 from baton.engine.generations import SharedGenerations
+from baton.kv_transfer.block_pairs import BlockPairs
 from baton.kv_transfer.shm import ShmTransport, ShmWindow, export_host_pool
-from baton.kv_transfer.transport import BlockPair, PullOutcome
+from baton.kv_transfer.transport import PullOutcome
 
 from .figures import Figure, time_s
 
@@ -52,10 +53,9 @@ def _pull(name: str, block_bytes: int) -> Figure:
     generations = SharedGenerations(source.num_blocks, _INCARNATION)
     exporter = export_host_pool(_INCARNATION, source, generations.fd)
     window = ShmTransport(target).connect(_INCARNATION)
-    pairs = [
-        BlockPair(BlockRef(i, i + 2, generations.read(i + 2), None), i + 2)
-        for i in range(num_pulled)
-    ]
+    block_ids = range(2, num_pulled + 2)
+    refs = [BlockRef(0, block_id, generations.read(block_id), None) for block_id in block_ids]
+    pairs = BlockPairs.join(refs, block_ids)
     num_bytes = num_pulled * block_bytes
     try:
         _pull_all(window, pairs)
@@ -75,7 +75,7 @@ def _pull(name: str, block_bytes: int) -> Figure:
     )
 
 
-def _pull_all(window: ShmWindow, pairs: list[BlockPair]) -> None:
+def _pull_all(window: ShmWindow, pairs: BlockPairs) -> None:
     done: queue.SimpleQueue[PullOutcome] = queue.SimpleQueue()
     window.start_pull(pairs, done.put)
     assert done.get() is PullOutcome.OK

@@ -10,8 +10,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from .block_pairs import Ids
 from .head_ranges import BlockCut
-from .runs import Ids
 from .shm import HostPool
 
 Bytes = npt.NDArray[np.uint8]

@@ -8,8 +8,8 @@ from torch import Tensor
 from ..core.errors import HandoffFailed
 from ..engine.cuda_kv_memory import CudaKvMemory
 from .block_bytes import Bytes
+from .block_pairs import Ids
 from .head_ranges import BlockCut
-from .runs import Ids
 
 
 class CudaBlockBytes:

@@ -20,8 +20,9 @@ from ..core.errors import HandoffFailed
 from ..engine.cuda_memory import describe_error, forget_error, runtime
 from ..kernels.kv_blocks_triton import pull_blocks, pull_heads
 from ..kernels.upload import upload
+from .block_pairs import Ids
 from .head_ranges import BlockCut, HeadPiece
-from .runs import Ids, Runs, find_runs
+from .runs import Runs, find_runs
 
 MAX_BLOCKS = 1024  # of one launch
 _ANY_DIRECTION = 4  # cudaMemcpyDefault

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from ..engine.cuda_kv_memory import CudaKvMemory
+from .block_pairs import Ids
 from .cuda_ipc_copy import copy_2d, copy_pieces
 from .head_ranges import BlockCut
-from .runs import Ids, find_runs
+from .runs import find_runs
 
 _NUM_SLOTS = 4
 _SLOT_BYTES = 8 << 20

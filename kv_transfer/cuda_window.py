@@ -22,7 +22,6 @@ from functools import partial
 from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -31,11 +30,11 @@ from ..engine.block_pool import CANARY_BLOCK
 from ..engine.canary import canary_bytes
 from ..engine.cuda_kv_memory import CudaKvMemory
 from ..engine.generations import GenerationsReader
+from .block_pairs import BlockPairs, Generations, Ids
 from .cuda_ipc_copy import MAX_BLOCKS, CopyMethod, choose
 from .head_ranges import BlockCut, HeadPiece
 from .pool_address import CudaMemory, PoolDescription
-from .runs import Ids, columns
-from .transport import BlockPair, PullOutcome
+from .transport import PullOutcome
 
 _log = logging.getLogger(__name__)
 _MEASURED_BYTES = 64 << 20
@@ -67,8 +66,8 @@ class _Pull:
 class _Part:
     """Some blocks of the source with the generations that it announced; `start` copies them."""
 
-    source_ids: npt.NDArray[np.int64]
-    announced: npt.NDArray[np.uint64]
+    source_ids: Ids
+    announced: Generations
     start: Callable[[], None]
 
 
@@ -82,7 +81,7 @@ class _Copy:
     is_done: torch.cuda.Event = field(default_factory=torch.cuda.Event)
 
 
-_Unlaunched: TypeAlias = tuple[_Pull, Sequence[BlockPair]]
+_Unlaunched: TypeAlias = tuple[_Pull, BlockPairs]
 
 
 class CudaWindow:
@@ -178,9 +177,7 @@ class CudaWindow:
         """See `transport.PoolWindow`; not behind `close`."""
         return self._generations.num_steps()
 
-    def start_pull(
-        self, pairs: Sequence[BlockPair], on_done: Callable[[PullOutcome], None]
-    ) -> _Pull:
+    def start_pull(self, pairs: BlockPairs, on_done: Callable[[PullOutcome], None]) -> _Pull:
         """Launches on the caller's thread where that is short: another would have to be woken."""
         pull = _Pull(on_done)
         if self._copy.launches_at_once:
@@ -190,9 +187,7 @@ class CudaWindow:
         self._pulls.put((pull, pairs))
         return pull
 
-    def prepare(
-        self, pairs: Sequence[BlockPair]
-    ) -> Callable[[Callable[[PullOutcome], None]], _Pull]:
+    def prepare(self, pairs: BlockPairs) -> Callable[[Callable[[PullOutcome], None]], _Pull]:
         """See `transport.PoolWindow`."""
         if not self._copy.launches_at_once:
             return partial(self.start_pull, pairs)
@@ -200,12 +195,13 @@ class CudaWindow:
             parts = [self._part(pairs[begin:end]) for begin, end in _cut(len(pairs))]
         return lambda on_done: self._start(_Pull(on_done), parts)
 
-    def _part(self, pairs: Sequence[BlockPair]) -> _Part:
+    def _part(self, pairs: BlockPairs) -> _Part:
         """Raises HandoffFailed if there is no such block."""
-        ids, announced = columns(pairs)
-        if ids[0].min() < 0 or ids[0].max() >= self._num_source_blocks:
+        source_ids = pairs.ids[0]
+        if source_ids.min() < 0 or source_ids.max() >= self._num_source_blocks:
             raise HandoffFailed("a manifest names a block outside the source's pool")
-        return _Part(ids[0], announced, self._copy.prepare(ids, self._pool, self._stream))
+        start = self._copy.prepare(pairs.ids, self._pool, self._stream)
+        return _Part(source_ids, pairs.generations, start)
 
     def _start(self, pull: _Pull, parts: Iterable[_Part]) -> _Pull:
         assert not self._is_closed, "a pull through a closed window"
@@ -256,7 +252,7 @@ class CudaWindow:
                 self._finish(pull if isinstance(pull, _Copy) else self._launch_late(*pull))
         self._opened.close()
 
-    def _launch_late(self, pull: _Pull, pairs: Sequence[BlockPair]) -> _Copy:
+    def _launch_late(self, pull: _Pull, pairs: BlockPairs) -> _Copy:
         return self._launch(pull, (self._part(pairs[begin:end]) for begin, end in _cut(len(pairs))))
 
     def _finish(self, copy: _Copy) -> None:

@@ -10,15 +10,12 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from ..core.errors import HandoffFailed
 from . import data_wire as wire
+from .block_pairs import Generations, Ids
 from .head_ranges import BlockCut
 from .pool_address import PoolDescription
 from .remote import RemotePool
-from .runs import Ids
 from .stream import Deadline, Stream
 from .transport import PullOutcome
 
@@ -40,7 +37,7 @@ class DataClient:
     def ask(
         self,
         ids: Ids,
-        generations: npt.NDArray[np.uint64],
+        generations: Generations,
         num_bytes: int,
         receive: Callable[[Deadline], None],
     ) -> PullOutcome:

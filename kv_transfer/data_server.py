@@ -18,15 +18,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from ..core.errors import HandoffFailed, StartupFailed
 from ..engine.generations import GenerationsReader
 from . import data_wire as wire
 from .accept_thread import AcceptThread
+from .block_pairs import Generations, Ids
 from .head_ranges import BlockCut
 from .pool_address import PoolDescription
-from .runs import Ids
 from .stream import Deadline, Stream
 from .transport import PullOutcome
 
@@ -197,7 +196,7 @@ class DataServer:
             outcome = self._judge(ids, announced)
         stream.write(wire.pack_end(outcome), Deadline(_REQUEST_S))
 
-    def _judge(self, ids: Ids, announced: npt.NDArray[np.uint64]) -> PullOutcome:
+    def _judge(self, ids: Ids, announced: Generations) -> PullOutcome:
         """Whether the blocks are still what was announced."""
         assert self._pool is not None
         is_current = np.array_equal(self._pool.generations.read_many(ids), announced)

@@ -17,8 +17,9 @@ from ..core.block_hash import BlockHash
 from ..core.errors import BatonError
 from ..core.request import Ticket
 from ..engine.block_pool import BlockRef
+from .block_pairs import BlockPairs
 from .messages import HandoffState, Message
-from .transport import BlockPair, PullOutcome
+from .transport import PullOutcome
 
 # ---- events of both sides
 
@@ -245,7 +246,7 @@ class StartPull:
     transfer_id: str
     seq: int
     incarnation: str
-    pairs: tuple[BlockPair, ...]
+    pairs: BlockPairs
     step: int = 0
 
 

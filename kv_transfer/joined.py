@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from ..core.errors import HandoffFailed
+from .block_pairs import BlockPairs
 from .head_ranges import HeadPiece
 from .remote import RemotePool
 from .transport import (
-    BlockPair,
     PoolWindow,
     PullHandle,
     PullOutcome,
@@ -62,15 +62,13 @@ class JoinedWindow:
         """A source has one count for all its ranks."""
         return self._windows[0].num_steps
 
-    def start_pull(
-        self, pairs: Sequence[BlockPair], on_done: Callable[[PullOutcome], None]
-    ) -> PullHandle:
+    def start_pull(self, pairs: BlockPairs, on_done: Callable[[PullOutcome], None]) -> PullHandle:
         pull = JoinedPull(len(self._windows), on_done)
         for window in self._windows:
             pull.add(window.start_pull(pairs, pull.ended))
         return pull
 
-    def prepare(self, pairs: Sequence[BlockPair]) -> Starter:
+    def prepare(self, pairs: BlockPairs) -> Starter:
         """Each prepares its own part when it starts."""
         return partial(self.start_pull, pairs)
 

@@ -6,14 +6,15 @@ so that every race of real memory can be played, and played again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from ..core.errors import HandoffFailed
 from ..engine.generations import LocalGenerations
+from .block_pairs import BlockPair, BlockPairs
 from .head_ranges import HeadPiece
 from .remote import RemotePool
-from .transport import BlockPair, PullOutcome, Starter
+from .transport import PullOutcome, Starter
 
 
 class MemoryPool:
@@ -37,7 +38,7 @@ class MemoryPull:
     def __init__(
         self,
         window: MemoryWindow,
-        pairs: Sequence[BlockPair],
+        pairs: BlockPairs,
         on_done: Callable[[PullOutcome], None],
     ) -> None:
         self._window = window
@@ -103,15 +104,13 @@ class MemoryWindow:
     def num_steps(self) -> int | None:
         return self.source.num_steps
 
-    def start_pull(
-        self, pairs: Sequence[BlockPair], on_done: Callable[[PullOutcome], None]
-    ) -> MemoryPull:
+    def start_pull(self, pairs: BlockPairs, on_done: Callable[[PullOutcome], None]) -> MemoryPull:
         assert not self.is_closed, "a pull through a closed window"
         pull = MemoryPull(self, pairs, on_done)
         self.pulls.append(pull)
         return pull
 
-    def prepare(self, pairs: Sequence[BlockPair]) -> Starter:
+    def prepare(self, pairs: BlockPairs) -> Starter:
         return partial(self.start_pull, pairs)
 
     def close(self) -> None:

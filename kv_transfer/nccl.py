@@ -14,13 +14,13 @@ from collections.abc import Callable
 
 from ..core.errors import HandoffFailed
 from . import data_wire as wire
+from .block_pairs import Ids
 from .data_client import DataClient, WrapSocket, connect
 from .data_server import MakeOutlet, Outlet
 from .head_ranges import BlockCut, HeadPiece
 from .nccl_lane import Lane
 from .remote import RemotePool
 from .remote_window import RemoteWindow
-from .runs import Ids
 from .stream import Deadline, Stream
 
 _SET_UP_S = 20.0  # to connect, and for first transfers, which connect further

@@ -23,13 +23,13 @@ from torch import Tensor
 
 from ..core.errors import HandoffFailed
 from ..engine.cuda_kv_memory import CudaKvMemory
+from .block_pairs import Ids
 from .cuda_ipc_copy import KernelCopy, copy_piece
 from .data_wire import MAX_REQUEST_BLOCKS
 from .head_ranges import BlockCut, HeadPiece
 from .launch_graph import LaunchGraph, give_back_stream, take_stream
 from .nccl_pair import PULLER_RANK, SOURCE_RANK, NcclPair
 from .parts import Parts
-from .runs import Ids
 from .stream import Deadline
 
 _NUM_SLOTS = 2

@@ -9,11 +9,12 @@ import logging
 import queue
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from ..core.errors import HandoffFailed
-from .transport import BlockPair, PullOutcome, Starter
+from .block_pairs import BlockPairs
+from .transport import PullOutcome, Starter
 
 _log = logging.getLogger(__name__)
 
@@ -21,7 +22,7 @@ _log = logging.getLogger(__name__)
 class Pull:
     """One `start_pull`; the handle that its caller gets."""
 
-    def __init__(self, pairs: Sequence[BlockPair], on_done: Callable[[PullOutcome], None]) -> None:
+    def __init__(self, pairs: BlockPairs, on_done: Callable[[PullOutcome], None]) -> None:
         self.pairs = pairs
         self.on_done = on_done
         self.is_cancelled = False
@@ -52,15 +53,13 @@ class PullThread(ABC):
     def let_go(self) -> None:
         """On the thread, at its end: the window is closed, and all is reported."""
 
-    def start_pull(
-        self, pairs: Sequence[BlockPair], on_done: Callable[[PullOutcome], None]
-    ) -> Pull:
+    def start_pull(self, pairs: BlockPairs, on_done: Callable[[PullOutcome], None]) -> Pull:
         assert not self._is_closed, "a pull through a closed window"
         pull = Pull(pairs, on_done)
         self._pulls.put(pull)
         return pull
 
-    def prepare(self, pairs: Sequence[BlockPair]) -> Starter:
+    def prepare(self, pairs: BlockPairs) -> Starter:
         """Nothing: the thread does all."""
         return partial(self.start_pull, pairs)
 

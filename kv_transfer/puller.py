@@ -18,6 +18,7 @@ from ..core.errors import (
     UnknownTransfer,
 )
 from ..core.ports import Clock
+from .block_pairs import BlockPairs
 from .events import (
     CancelPull,
     ClosePeer,
@@ -60,7 +61,7 @@ from .puller_transfer import PullerState, PullerTransfer
 from .renewals import Renewals
 from .reserve_queue import ReserveQueue
 from .tombstones import Tombstones
-from .transport import BlockPair, PullOutcome
+from .transport import PullOutcome
 
 
 class Puller:
@@ -197,11 +198,10 @@ class Puller:
             return
         first = manifest.blocks[0].index  # those that follow it have no gap: it was accepted
         num_cached = max(0, reserved.num_cached_blocks - first)
-        destinations = reserved.block_ids[first + num_cached :]
-        blocks = zip(manifest.blocks[num_cached:], destinations, strict=False)  # growth behind
-        pairs = tuple(map(BlockPair._make, blocks))
-        if not pairs:
+        missing = manifest.blocks[num_cached:]
+        if not missing:
             return
+        pairs = BlockPairs.join(missing, reserved.block_ids[first + num_cached :])  # growth behind
         transfer.in_flight.add(manifest.seq)
         transfer.num_pulled_blocks += len(pairs)
         pull = StartPull(manifest.transfer_id, manifest.seq, transfer.source, pairs, manifest.step)

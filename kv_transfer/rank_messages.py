@@ -1,7 +1,7 @@
 """What rank 0 orders the other ranks to do about pools, as bytes. Both ends are of one engine.
 
 open     JSON: [[pool, the fields of its piece, those of its remote or null], ...]
-pull     | window: uint64 | source ids: int64 [n] | generations: uint64 [n] | ours: int64 [n] |
+pull     | window: uint64 | source ids: int64 [n] | ours: int64 [n] | generations: uint64 [n] |
 cancel   | the pull's order: uint64 |
 close    | window: uint64 |                      a window's number is that of the order to open it
 """
@@ -17,12 +17,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..core.errors import HandoffFailed
-from ..engine.block_pool import BlockRef
+from .block_pairs import BlockPairs
 from .head_ranges import HeadPiece
 from .joined import SourcePiece
 from .remote import RemotePool
-from .runs import columns
-from .transport import BlockPair
 
 _NUMBER = struct.Struct("<Q")
 
@@ -78,19 +76,11 @@ def unpack_number(packed: memoryview) -> int:
     return number
 
 
-def pack_pull(window: int, pairs: Sequence[BlockPair]) -> bytes:
-    ids, generations = columns(pairs)
-    return b"".join(
-        (_NUMBER.pack(window), ids[0].tobytes(), generations.tobytes(), ids[1].tobytes())
-    )
+def pack_pull(window: int, pairs: BlockPairs) -> bytes:
+    return b"".join((_NUMBER.pack(window), pairs.ids.tobytes(), pairs.generations.tobytes()))
 
 
-def unpack_pull(packed: memoryview) -> tuple[int, list[BlockPair]]:
-    """The window and the pairs; of a source block its id and generation alone."""
-    rows = np.frombuffer(packed[_NUMBER.size :], np.int64).reshape(3, -1)
-    sources, destinations = rows[0].tolist(), rows[2].tolist()
-    generations = rows[1].view(np.uint64).tolist()
-    return unpack_number(packed), [
-        BlockPair(BlockRef(0, source, generation, None), destination)
-        for source, generation, destination in zip(sources, generations, destinations, strict=True)
-    ]
+def unpack_pull(packed: memoryview) -> tuple[int, BlockPairs]:
+    """The window and the pairs, which lie in a copy of their own."""
+    rows = np.frombuffer(bytes(packed[_NUMBER.size :]), np.int64).reshape(3, -1)
+    return unpack_number(packed), BlockPairs(rows[:2], rows[2].view(np.uint64))

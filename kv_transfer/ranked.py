@@ -16,6 +16,7 @@ from functools import partial
 from ..core.errors import EngineFailed, HandoffFailed
 from ..engine.followers import Followers
 from ..engine.rank_channel import Kind
+from .block_pairs import BlockPairs
 from .data_client import WrapSocket, describe_remote
 from .head_ranges import HeadPiece, pieces_of
 from .joined import SourcePiece, open_pieces
@@ -23,7 +24,6 @@ from .pool_address import PoolPart, describe
 from .rank_messages import Opened, pack_number, pack_open, pack_pull
 from .remote import RemotePool, Routes
 from .transport import (
-    BlockPair,
     PoolWindow,
     PullHandle,
     PullOutcome,
@@ -124,9 +124,7 @@ class RankedWindow:
         """A source has one count for all its ranks."""
         return self._mine.num_steps
 
-    def start_pull(
-        self, pairs: Sequence[BlockPair], on_done: Callable[[PullOutcome], None]
-    ) -> PullHandle:
+    def start_pull(self, pairs: BlockPairs, on_done: Callable[[PullOutcome], None]) -> PullHandle:
         pull = _RankedPull(self._followers, on_done)
         message = pack_pull(self._number, pairs)
         pull.order = self._followers.order(
@@ -135,7 +133,7 @@ class RankedWindow:
         pull.mine = self._mine.start_pull(pairs, pull.mine_ended)
         return pull
 
-    def prepare(self, pairs: Sequence[BlockPair]) -> Starter:
+    def prepare(self, pairs: BlockPairs) -> Starter:
         """Each prepares its own part when it starts."""
         return partial(self.start_pull, pairs)
 

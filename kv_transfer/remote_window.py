@@ -13,15 +13,14 @@ import time
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from ..core.errors import HandoffFailed
 from ..engine.block_pool import CANARY_BLOCK
 from ..engine.canary import canary_bytes
+from .block_pairs import Generations, Ids
 from .data_client import DataClient
 from .head_ranges import BlockCut
 from .pull_thread import Pull, PullThread
-from .runs import Ids, columns
 from .stream import Deadline
 from .transport import PullOutcome
 
@@ -101,8 +100,8 @@ class RemoteWindow(PullThread):
             for begin in range(0, len(pull.pairs), most):
                 if pull.is_cancelled:
                     return PullOutcome.CANCELLED
-                ids, generations = columns(pull.pairs[begin : begin + most])
-                outcome = self._request(ids[0], generations, ids[1])
+                pairs = pull.pairs[begin : begin + most]
+                outcome = self._request(pairs.ids[0], pairs.generations, pairs.ids[1])
                 if outcome is not PullOutcome.OK:
                     return outcome
         except Exception:
@@ -114,7 +113,7 @@ class RemoteWindow(PullThread):
         self._hang_up()
 
     def _request(
-        self, source_ids: Ids, generations: npt.NDArray[np.uint64], block_ids: Ids | None
+        self, source_ids: Ids, generations: Generations, block_ids: Ids | None
     ) -> PullOutcome:
         """Ask for blocks until they are not damaged, or twice. Raises HandoffFailed."""
         for _ in range(_TRIES):

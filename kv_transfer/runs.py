@@ -6,16 +6,11 @@ destination  2  3  4  5  9
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
-from .transport import BlockPair
-
-Ids: TypeAlias = npt.NDArray[np.int64]
+from .block_pairs import Ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +20,6 @@ class Runs:
     sources: Ids
     destinations: Ids
     lengths: Ids
-
-
-def columns(pairs: Sequence[BlockPair]) -> tuple[Ids, npt.NDArray[np.uint64]]:
-    """[2, pairs]: the blocks in the source's pool and those in ours; and [pairs]: the generations
-    that the source announced. Of one pair at least."""
-    sources, destinations = zip(*pairs, strict=True)
-    _, block_ids, generations, _ = zip(*sources, strict=True)
-    return np.array([block_ids, destinations], np.int64), np.array(generations, np.uint64)
 
 
 def find_runs(ids: Ids) -> Runs:

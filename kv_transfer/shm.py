@@ -27,12 +27,13 @@ from ..engine import memfd
 from ..engine.block_pool import CANARY_BLOCK
 from ..engine.canary import canary_bytes
 from ..engine.generations import GenerationsReader
+from .block_pairs import BlockPair
 from .head_ranges import BlockCut, HeadPiece
 from .pool_address import PoolDescription, PoolPart, receive
 from .pool_exporter import PoolExporter
 from .pull_thread import Pull, PullThread
 from .remote import RemotePool
-from .transport import BlockPair, PullOutcome
+from .transport import PullOutcome
 
 _log = logging.getLogger(__name__)
 _MEASURED_BYTES = 4 << 20

@@ -14,12 +14,12 @@ import numpy as np
 from ..core.errors import HandoffFailed
 from . import data_wire as wire
 from .block_bytes import BlockBytes, Bytes
+from .block_pairs import Ids
 from .data_client import DataClient, WrapSocket, connect
 from .data_server import MakeOutlet, Outlet
 from .head_ranges import BlockCut, HeadPiece
 from .remote import RemotePool
 from .remote_window import RemoteWindow
-from .runs import Ids
 from .stream import Deadline, Stream
 
 _REQUEST_BYTES = 16 << 20  # what a puller stages

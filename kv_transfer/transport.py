@@ -12,10 +12,10 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from ..core.errors import HandoffFailed
-from ..engine.block_pool import BlockRef
+from .block_pairs import BlockPairs
 from .head_ranges import HeadPiece
 from .remote import RemotePool
 
@@ -42,13 +42,6 @@ _WORST_FIRST = (
 def worst(outcomes: Iterable[PullOutcome]) -> PullOutcome:
     """How a pull in several parts ended, by how they did."""
     return min(outcomes, key=_WORST_FIRST.index)
-
-
-class BlockPair(NamedTuple):
-    """One block to copy: where it lies in the source's pool, and the block of ours it goes to."""
-
-    source: BlockRef
-    destination: int
 
 
 class PullHandle(Protocol):
@@ -78,9 +71,7 @@ class PoolWindow(Protocol):
         """How many of the source's steps have written their KV; None: not to be seen from here."""
         ...
 
-    def start_pull(
-        self, pairs: Sequence[BlockPair], on_done: Callable[[PullOutcome], None]
-    ) -> PullHandle:
+    def start_pull(self, pairs: BlockPairs, on_done: Callable[[PullOutcome], None]) -> PullHandle:
         """Copy all pairs; each generation is checked before and after its copy.
 
         Returns at once. `on_done` is called exactly once, from a thread of the window; until then
@@ -88,7 +79,7 @@ class PoolWindow(Protocol):
         """
         ...
 
-    def prepare(self, pairs: Sequence[BlockPair]) -> Starter:
+    def prepare(self, pairs: BlockPairs) -> Starter:
         """All of `start_pull` that can be done before the blocks are there; call the result with
         `on_done` once they are, or never. For windows that show `num_steps`. Raises HandoffFailed.
         """

@@ -23,7 +23,8 @@ import torch
 
 from baton.engine.block_pool import BlockRef
 from baton.engine.cuda_kv_memory import CudaKvMemory
-from baton.kv_transfer.transport import BlockPair, PoolWindow, PullOutcome
+from baton.kv_transfer.block_pairs import BlockPair, BlockPairs
+from baton.kv_transfer.transport import PoolWindow, PullOutcome
 
 SOURCE_GPU, PULLER_GPU = "cuda:0", f"cuda:{max(0, torch.cuda.device_count() - 1)}"
 FOLDER = Path(__file__).parent / "gpu"
@@ -88,7 +89,7 @@ def source_process(script: str, *arguments: str) -> Iterator[Source]:
 
 def pull(window: PoolWindow, *pairs: BlockPair) -> PullOutcome:
     done: queue.SimpleQueue[PullOutcome] = queue.SimpleQueue()
-    window.start_pull(pairs, done.put)
+    window.start_pull(BlockPairs.of(*pairs), done.put)
     return done.get(timeout=30)
 
 

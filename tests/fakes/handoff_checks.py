@@ -20,6 +20,7 @@ from baton.engine.engine import Engine
 from baton.engine.generations import LocalGenerations
 from baton.engine.limits import EngineLimits
 from baton.engine.prefix_cache import PrefixCache
+from baton.kv_transfer.block_pairs import BlockPair, BlockPairs
 from baton.kv_transfer.events import (
     ChunkReady,
     Complete,
@@ -43,7 +44,7 @@ from baton.kv_transfer.pool_address import PoolDescription
 from baton.kv_transfer.puller import Puller
 from baton.kv_transfer.shm import _SourceMapping
 from baton.kv_transfer.source import Source
-from baton.kv_transfer.transport import BlockPair, PullOutcome
+from baton.kv_transfer.transport import PullOutcome
 
 from .clock import FakeClock
 from .handoff import PULLER, SOURCE, hello, only, prompt_hashes, refs, ticket
@@ -93,7 +94,7 @@ def what_waits_for_a_step_can_be_cancelled() -> None:
     posted.pop()()
     outcomes: list[PullOutcome] = []
     pair = BlockPair(BlockRef(0, 2, 0, None), 3)
-    windows.start_pull(StartPull("t", 0, SOURCE, (pair,), step=2), outcomes.append)
+    windows.start_pull(StartPull("t", 0, SOURCE, BlockPairs.of(pair), step=2), outcomes.append)
     assert windows.poll() and windows.num_pulls == 1 and not posted
     windows.cancel_pulls("t")
     for run in posted:

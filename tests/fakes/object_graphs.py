@@ -13,6 +13,8 @@ from functools import cache, partial
 from types import MethodType
 from typing import Any
 
+import numpy as np
+
 from .clock import FakeClock
 
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
@@ -36,6 +38,8 @@ def frozen(value: Any, above: tuple[int, ...] = ()) -> Hashable:
         return tuple([(frozen(k, above), frozen(v, above)) for k, v in value.items()])
     if kind is bytearray:
         return bytes(value)
+    if kind is np.ndarray:
+        return value.tobytes()  # type: ignore[no-any-return]
     if kind is set or kind is frozenset:
         return frozenset([frozen(each, above) for each in value])
     if kind is FakeClock or callable(value) or id(value) in above:

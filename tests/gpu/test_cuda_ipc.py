@@ -24,10 +24,11 @@ from baton.core.errors import HandoffFailed
 from baton.engine.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS, BlockRef
 from baton.engine.cuda_kv_memory import CudaKvMemory
 from baton.engine.generations import SharedGenerations
+from baton.kv_transfer.block_pairs import BlockPair, BlockPairs
 from baton.kv_transfer.pool_address import CudaMemory, PoolDescription
 from baton.kv_transfer.pool_exporter import PoolExporter
 from baton.kv_transfer.shm import export_host_pool
-from baton.kv_transfer.transport import BlockPair, PullOutcome
+from baton.kv_transfer.transport import PullOutcome
 
 pytestmark = [
     pytest.mark.gpu,
@@ -106,7 +107,11 @@ def test_a_prepared_pull_is_judged_when_it_starts(
     pairs, stale = [source.pair(9, 4), source.pair(10, 2)], source.pair(11, 3)
     outcomes: queue.SimpleQueue[PullOutcome] = queue.SimpleQueue()
     with window_onto(source.incarnation, kv, method) as window:
-        starters = [window.prepare(pairs), window.prepare([stale]), window.prepare(pairs)]
+        starters = [
+            window.prepare(BlockPairs.of(*pairs)),
+            window.prepare(BlockPairs.of(stale)),
+            window.prepare(BlockPairs.of(*pairs)),
+        ]
         source.tell("rewrite 11")
         assert source.heard() == "rewritten"
         for start in starters[:2]:  # the third is never wanted
@@ -117,7 +122,7 @@ def test_a_prepared_pull_is_judged_when_it_starts(
 
 def test_a_block_outside_the_pool_cannot_be_prepared(source: Source, kv: CudaKvMemory) -> None:
     with window_onto(source.incarnation, kv) as window, pytest.raises(HandoffFailed):
-        window.prepare([BlockPair(BlockRef(0, NUM_BLOCKS, 0, None), 3)])
+        window.prepare(BlockPairs.of(BlockPair(BlockRef(0, NUM_BLOCKS, 0, None), 3)))
 
 
 def test_a_block_outside_the_pool_fails(source: Source, kv: CudaKvMemory) -> None:
@@ -133,7 +138,7 @@ def test_every_pull_reports_once_even_when_cancelled_or_closed(
     done: queue.SimpleQueue[PullOutcome] = queue.SimpleQueue()
     pairs = [source.pair(block_id, block_id) for block_id in range(2, NUM_BLOCKS)]
     with window_onto(source.incarnation, kv, method) as window:
-        handles = [window.start_pull(pairs, done.put) for _ in range(12)]
+        handles = [window.start_pull(BlockPairs.of(*pairs), done.put) for _ in range(12)]
         for handle in handles[6:]:
             handle.cancel()
     outcomes = collections.Counter(done.get(timeout=20) for _ in handles)
@@ -170,7 +175,7 @@ def test_nothing_is_written_once_a_cancelled_pull_is_reported(
     done: queue.SimpleQueue[PullOutcome] = queue.SimpleQueue()
     with window_onto(source.incarnation, kv, method) as window:
         for _ in range(20):
-            handles = [window.start_pull(pairs, done.put) for _ in range(3)]
+            handles = [window.start_pull(BlockPairs.of(*pairs), done.put) for _ in range(3)]
             for handle in handles:
                 handle.cancel()
             ended = {done.get(timeout=20) for _ in handles}
@@ -190,7 +195,7 @@ def test_the_source_dies_during_copies(kv: CudaKvMemory, method: str) -> None:
             with window_onto(source.incarnation, kv, method) as window:
                 pairs = [source.pair(block_id, block_id) for block_id in range(2, NUM_BLOCKS)]
                 for _ in range(40):
-                    window.start_pull(pairs, done.put)
+                    window.start_pull(BlockPairs.of(*pairs), done.put)
                 time.sleep(delay_s)
                 source.process.kill()
                 source.process.wait()

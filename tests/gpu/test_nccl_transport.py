@@ -27,9 +27,10 @@ from baton.core.errors import HandoffFailed
 from baton.engine.block_pool import CANARY_BLOCK, BlockRef
 from baton.engine.canary import canary_bytes
 from baton.engine.cuda_kv_memory import CudaKvMemory
+from baton.kv_transfer.block_pairs import BlockPair, BlockPairs
 from baton.kv_transfer.head_ranges import BlockCut, HeadPiece
 from baton.kv_transfer.remote import KEY_BYTES, RemotePool
-from baton.kv_transfer.transport import BlockPair, PullOutcome
+from baton.kv_transfer.transport import PullOutcome
 
 pytestmark = [
     pytest.mark.gpu,
@@ -195,7 +196,7 @@ def test_a_source_that_hangs_costs_its_pull_and_nothing_is_written_later(
         source.process.send_signal(signal.SIGSTOP)
         begin_s = time.monotonic()
         done: queue.SimpleQueue[PullOutcome] = queue.SimpleQueue()
-        window.start_pull(pairs, done.put)
+        window.start_pull(BlockPairs.of(*pairs), done.put)
         assert pull(other, neighbour.pair(5, 5)) is PullOutcome.OK
         assert done.get(timeout=30) is PullOutcome.FAILED
         print(f"\ngiven up after {time.monotonic() - begin_s:.1f} s")
@@ -215,7 +216,7 @@ def test_the_source_dies_during_copies(kv: CudaKvMemory, name: str) -> None:
         with source_process() as source, window_onto(source, kv, name) as window:
             pairs = [source.pair(block_id, block_id) for block_id in range(2, NUM_BLOCKS)]
             for _ in range(NUM_PULLS):
-                window.start_pull(pairs, done.put)
+                window.start_pull(BlockPairs.of(*pairs), done.put)
             time.sleep(delay_s)
             source.process.kill()
             outcomes = collections.Counter(done.get(timeout=60).value for _ in range(NUM_PULLS))

@@ -25,8 +25,9 @@ import numpy as np
 from fakes.host_pool import HostPool
 
 from baton.engine.block_pool import NUM_RESERVED_BLOCKS, BlockRef
+from baton.kv_transfer.block_pairs import BlockPair, BlockPairs
 from baton.kv_transfer.shm import ShmTransport, export_host_pool
-from baton.kv_transfer.transport import BlockPair, PullOutcome
+from baton.kv_transfer.transport import PullOutcome
 
 NUM_BLOCKS = 16
 BLOCK_BYTES = 256 << 10
@@ -57,7 +58,8 @@ def pull(incarnation: str, seconds: float, fd: int) -> None:
     while time.monotonic() < until_s:
         block_id = random.randrange(NUM_RESERVED_BLOCKS, NUM_BLOCKS)
         generation = int(published[block_id])
-        window.start_pull([BlockPair(BlockRef(0, block_id, generation, None), 5)], done.put)
+        pair = BlockPair(BlockRef(0, block_id, generation, None), 5)
+        window.start_pull(BlockPairs.of(pair), done.put)
         outcome = done.get(timeout=10)
         counts[outcome.value] += 1
         if outcome is PullOutcome.OK:

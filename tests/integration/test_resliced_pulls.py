@@ -15,11 +15,12 @@ from fakes.host_pool import HostPool
 
 from baton.core.errors import HandoffFailed
 from baton.engine.block_pool import NUM_RESERVED_BLOCKS, BlockRef
+from baton.kv_transfer.block_pairs import BlockPair, BlockPairs
 from baton.kv_transfer.head_ranges import pieces_of
 from baton.kv_transfer.joined import SourcePiece, open_pieces
 from baton.kv_transfer.pool_address import PoolPart
 from baton.kv_transfer.shm import ShmTransport, export_host_pool
-from baton.kv_transfer.transport import BlockPair, PoolWindow, PullOutcome
+from baton.kv_transfer.transport import PoolWindow, PullOutcome
 
 NUM_BLOCKS, NUM_ROWS, HEAD_BYTES = 6, 4, 24  # two layers; 3 positions of 8 bytes
 SOURCE_IDS, BLOCK_IDS = (4, 2, 5), (2, 5, 3)
@@ -90,7 +91,7 @@ def window(source: Engine, puller: Engine, rank: int) -> Iterator[PoolWindow]:
 
 def pull(opened: PoolWindow, pairs: list[BlockPair]) -> PullOutcome:
     done: queue.SimpleQueue[PullOutcome] = queue.SimpleQueue()
-    opened.start_pull(pairs, done.put)
+    opened.start_pull(BlockPairs.of(*pairs), done.put)
     return done.get(timeout=10)
 
 

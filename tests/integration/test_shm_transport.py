@@ -25,10 +25,11 @@ from fakes.host_pool import HostPool
 from baton.core.errors import HandoffFailed, StartupFailed
 from baton.core.same_host import socket_address
 from baton.engine.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS, BlockRef
+from baton.kv_transfer.block_pairs import BlockPair, BlockPairs
 from baton.kv_transfer.pool_address import CudaMemory, PoolDescription
 from baton.kv_transfer.pool_exporter import PoolExporter
 from baton.kv_transfer.shm import ShmTransport, ShmWindow, export_host_pool
-from baton.kv_transfer.transport import BlockPair, PullOutcome
+from baton.kv_transfer.transport import PullOutcome
 
 PEER = Path(__file__).parent / "shm_peer.py"
 SOURCE, PULLER = "5" * 32, "9" * 32
@@ -126,7 +127,7 @@ def pair(pool: HostPool, block_id: int, destination: int) -> BlockPair:
 
 def pull(window: ShmWindow, *pairs: BlockPair) -> PullOutcome:
     done: queue.SimpleQueue[PullOutcome] = queue.SimpleQueue()
-    window.start_pull(pairs, done.put)
+    window.start_pull(BlockPairs.of(*pairs), done.put)
     return done.get(timeout=10)
 
 
@@ -185,7 +186,7 @@ def test_every_pull_reports_once_even_when_cancelled_or_closed(
     done: queue.SimpleQueue[PullOutcome] = queue.SimpleQueue()
     pairs = [pair(source, block_id, block_id) for block_id in range(2, NUM_BLOCKS)] * 20
     with window_onto(SOURCE, destination) as window:
-        handles = [window.start_pull(pairs, done.put) for _ in range(6)]
+        handles = [window.start_pull(BlockPairs.of(*pairs), done.put) for _ in range(6)]
         for handle in handles[1:]:
             handle.cancel()
     outcomes = [done.get(timeout=10) for _ in handles]

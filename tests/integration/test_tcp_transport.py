@@ -26,6 +26,7 @@ from baton.engine.block_pool import NUM_RESERVED_BLOCKS, BlockRef
 from baton.engine.generations import GenerationsReader
 from baton.kv_transfer import data_wire as wire
 from baton.kv_transfer.block_bytes import HostBlockBytes
+from baton.kv_transfer.block_pairs import BlockPair, BlockPairs, Ids
 from baton.kv_transfer.data_client import connect, describe_remote
 from baton.kv_transfer.data_server import DataServer, ServedPool
 from baton.kv_transfer.data_tls import DataTls
@@ -33,10 +34,9 @@ from baton.kv_transfer.head_ranges import BlockCut, HeadPiece
 from baton.kv_transfer.pool_address import PoolDescription, PoolPart
 from baton.kv_transfer.remote import KEY_BYTES, DataPort, RemotePool, Routes
 from baton.kv_transfer.remote_window import RemoteWindow
-from baton.kv_transfer.runs import Ids
 from baton.kv_transfer.stream import Stream
 from baton.kv_transfer.tcp import TcpTransport, tcp_outlet
-from baton.kv_transfer.transport import BlockPair, PullOutcome
+from baton.kv_transfer.transport import PullOutcome
 
 SOURCE, PULLER = "5" * 32, "9" * 32
 NUM_ROWS, HEAD_BYTES, NUM_HEADS = 4, 96, 4
@@ -132,7 +132,7 @@ def pair(pool: HostPool, block_id: int, destination: int) -> BlockPair:
 
 def pull(window: RemoteWindow, *pairs: BlockPair) -> PullOutcome:
     done: queue.SimpleQueue[PullOutcome] = queue.SimpleQueue()
-    window.start_pull(pairs, done.put)
+    window.start_pull(BlockPairs.of(*pairs), done.put)
     return done.get(timeout=10)
 
 
@@ -190,7 +190,7 @@ def test_every_pull_reports_once_even_when_cancelled(served: Served, destination
     done: queue.SimpleQueue[PullOutcome] = queue.SimpleQueue()
     with window_onto(served, destination) as window:
         pairs = [pair(served.pool, 5, 3)] * 8
-        handles = [window.start_pull(pairs, done.put) for _ in range(6)]
+        handles = [window.start_pull(BlockPairs.of(*pairs), done.put) for _ in range(6)]
         for handle in handles[1:]:
             handle.cancel()
     outcomes = [done.get(timeout=10) for _ in handles]

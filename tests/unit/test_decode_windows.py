@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 
 from baton.core.errors import HandoffFailed
 from baton.decode_node.windows import Windows
 from baton.engine.block_pool import BlockRef
+from baton.kv_transfer.block_pairs import BlockPair, BlockPairs
 from baton.kv_transfer.events import StartPull
 from baton.kv_transfer.head_ranges import HeadPiece
 from baton.kv_transfer.memory import MemoryPool, MemoryTransport, MemoryWindow
 from baton.kv_transfer.remote import RemotePool
-from baton.kv_transfer.transport import BlockPair, PullOutcome, Starter
+from baton.kv_transfer.transport import PullOutcome, Starter
 
 SOURCE = "a" * 32
 
@@ -39,7 +40,7 @@ class World:
 
     def pull(self, number: int, step: int) -> None:
         pair = BlockPair(BlockRef(0, 2, 0, None), 3)
-        pull = StartPull(f"transfer {number}", number, SOURCE, (pair,), step)
+        pull = StartPull(f"transfer {number}", number, SOURCE, BlockPairs.of(pair), step)
 
         def ended(outcome: PullOutcome) -> None:
             assert number not in self.outcomes, "reported twice"
@@ -102,7 +103,7 @@ def test_a_window_that_closes_begins_what_is_finished_and_fails_the_rest() -> No
 def test_a_pull_that_cannot_be_prepared_fails(error: Exception) -> None:
     world = World()
 
-    def prepare(pairs: Sequence[BlockPair]) -> Starter:
+    def prepare(pairs: BlockPairs) -> Starter:
         raise error
 
     world.transport.window.prepare = prepare  # type: ignore[method-assign]

@@ -19,6 +19,7 @@ from baton.core.errors import (
     StaleBlocks,
     UnknownTransfer,
 )
+from baton.kv_transfer.block_pairs import BlockPairs
 from baton.kv_transfer.events import (
     CancelPull,
     ClosePeer,
@@ -57,7 +58,7 @@ from baton.kv_transfer.messages import (
     Revoked,
 )
 from baton.kv_transfer.puller import Puller
-from baton.kv_transfer.transport import BlockPair, PullOutcome
+from baton.kv_transfer.transport import PullOutcome
 
 LEASE_S = 9.0
 LINK_WAIT_S = 10.0
@@ -125,7 +126,7 @@ def manifest(seq: int, first: int, last: int, number: int = 1) -> Manifest:
 
 def pull(seq: int, first: int, last: int) -> StartPull:
     blocks = refs(HASHES, first, last)
-    return StartPull(T, seq, SOURCE, tuple(BlockPair(ref, 10 + ref.index) for ref in blocks))
+    return StartPull(T, seq, SOURCE, BlockPairs.join(blocks, [10 + ref.index for ref in blocks]))
 
 
 def sent(effects: list[PullerEffect]) -> list[Message]:

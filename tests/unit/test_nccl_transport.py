@@ -22,6 +22,7 @@ from baton.engine.block_pool import BlockRef
 from baton.engine.generations import GenerationsReader
 from baton.kv_transfer import data_wire as wire
 from baton.kv_transfer.block_bytes import HostBlockBytes
+from baton.kv_transfer.block_pairs import BlockPair, BlockPairs, Ids
 from baton.kv_transfer.data_server import DataServer, ServedPool
 from baton.kv_transfer.head_ranges import BlockCut, HeadPiece
 from baton.kv_transfer.nccl import NcclTransport, nccl_outlet
@@ -29,9 +30,8 @@ from baton.kv_transfer.parts import Parts
 from baton.kv_transfer.pool_address import PoolDescription
 from baton.kv_transfer.remote import KEY_BYTES, RemotePool
 from baton.kv_transfer.remote_window import RemoteWindow
-from baton.kv_transfer.runs import Ids
 from baton.kv_transfer.stream import Deadline
-from baton.kv_transfer.transport import BlockPair, PullOutcome
+from baton.kv_transfer.transport import PullOutcome
 
 SOURCE = "5" * 32
 BLOCK_BYTES, NUM_BLOCKS, NUM_ROWS = 768, 12, 4
@@ -148,7 +148,7 @@ def world(our_block_bytes: int = BLOCK_BYTES) -> Iterator[World]:
 
 def pull(window: RemoteWindow, *pairs: BlockPair) -> PullOutcome:
     done: queue.SimpleQueue[PullOutcome] = queue.SimpleQueue()
-    window.start_pull(pairs, done.put)
+    window.start_pull(BlockPairs.of(*pairs), done.put)
     return done.get(timeout=10)
 
 

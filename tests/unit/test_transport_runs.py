@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from baton.core.errors import HandoffFailed
 from baton.engine.block_pool import BlockRef
 from baton.engine.generations import GenerationsReader, SharedGenerations
+from baton.kv_transfer.block_pairs import BlockPair, BlockPairs
 from baton.kv_transfer.pool_address import CudaMemory, PoolDescription, PoolPart
-from baton.kv_transfer.runs import columns, find_runs
-from baton.kv_transfer.transport import BlockPair
+from baton.kv_transfer.runs import find_runs
 
 SOURCE = "5" * 32
 ON_GPU = CudaMemory(bytes(range(16)), bytes(range(64)))
@@ -27,8 +27,7 @@ def pairs_of(*ids: tuple[int, int]) -> list[BlockPair]:
 
 
 def runs_of(*ids: tuple[int, int]) -> list[tuple[int, int, int]]:
-    ids_there_and_here, _ = columns(pairs_of(*ids))
-    runs = find_runs(ids_there_and_here)
+    runs = find_runs(BlockPairs.of(*pairs_of(*ids)).ids)
     rows = (runs.sources, runs.destinations, runs.lengths)
     return [tuple(row) for row in zip(*(row.tolist() for row in rows), strict=True)]
 
@@ -49,10 +48,13 @@ def test_pieces_are_the_copy_and_cannot_be_joined(ids: list[tuple[int, int]]) ->
 
 
 def test_columns_are_what_the_pairs_say() -> None:
-    pairs = [BlockPair(BlockRef(0, 7, 2**63 + 1, None), 3), BlockPair(BlockRef(1, 4, 0, None), 9)]
-    ids, generations = columns(pairs)
-    assert ids.tolist() == [[7, 4], [3, 9]]
-    assert generations.tolist() == [2**63 + 1, 0]
+    refs = [BlockRef(0, 7, 2**63 + 1, None), BlockRef(0, 4, 0, None)]
+    pairs = BlockPairs.join(refs, (3, 9, 5))
+    assert pairs.ids.tolist() == [[7, 4], [3, 9]]
+    assert pairs.generations.tolist() == [2**63 + 1, 0]
+    assert list(pairs) == [BlockPair(refs[0], 3), BlockPair(refs[1], 9)]
+    assert pairs == BlockPairs.of(*pairs) != pairs[:1]
+    assert list(pairs[1:]) == [pairs[1]]
 
 
 def test_many_generations_are_those_of_each_block() -> None:
