@@ -52,7 +52,8 @@ class BlockPairs:
     def __getitem__(self, index: slice) -> BlockPairs: ...
     def __getitem__(self, index: int | slice) -> BlockPair | BlockPairs:
         if isinstance(index, slice):
-            return BlockPairs(self.ids[:, index], self.generations[index])
+            ids = np.ascontiguousarray(self.ids[:, index])  # as an upload wants them
+            return BlockPairs(ids, self.generations[index])
         source, destination = self.ids[:, index].tolist()
         return BlockPair(BlockRef(0, source, int(self.generations[index]), None), destination)
 

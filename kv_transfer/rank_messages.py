@@ -82,5 +82,5 @@ def pack_pull(window: int, pairs: BlockPairs) -> bytes:
 
 def unpack_pull(packed: memoryview) -> tuple[int, BlockPairs]:
     """The window and the pairs, which lie in a copy of their own."""
-    rows = np.frombuffer(bytes(packed[_NUMBER.size :]), np.int64).reshape(3, -1)
+    rows = np.frombuffer(packed[_NUMBER.size :], np.int64).reshape(3, -1).copy()
     return unpack_number(packed), BlockPairs(rows[:2], rows[2].view(np.uint64))

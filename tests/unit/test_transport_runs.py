@@ -16,6 +16,7 @@ from baton.engine.block_pool import BlockRef
 from baton.engine.generations import GenerationsReader, SharedGenerations
 from baton.kv_transfer.block_pairs import BlockPair, BlockPairs
 from baton.kv_transfer.pool_address import CudaMemory, PoolDescription, PoolPart
+from baton.kv_transfer.rank_messages import pack_pull, unpack_pull
 from baton.kv_transfer.runs import find_runs
 
 SOURCE = "5" * 32
@@ -55,6 +56,14 @@ def test_columns_are_what_the_pairs_say() -> None:
     assert list(pairs) == [BlockPair(refs[0], 3), BlockPair(refs[1], 9)]
     assert pairs == BlockPairs.of(*pairs) != pairs[:1]
     assert list(pairs[1:]) == [pairs[1]]
+    assert pairs[:1].ids.flags.c_contiguous
+
+
+def test_pairs_reach_another_rank() -> None:
+    pairs = BlockPairs.join([BlockRef(0, 7, 2**63 + 1, None), BlockRef(0, 4, 0, None)], (3, 9))
+    window, unpacked = unpack_pull(memoryview(pack_pull(5, pairs)))
+    assert (window, unpacked) == (5, pairs)
+    assert unpacked.ids.flags.writeable and unpacked.ids.flags.c_contiguous  # torch wants it so
 
 
 def test_many_generations_are_those_of_each_block() -> None:
