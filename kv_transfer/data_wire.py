@@ -37,7 +37,7 @@ MAX_FRAME_BYTES = 1 << 20
 MAX_REQUEST_BLOCKS = 16_384
 MAX_DESCRIPTION_BYTES = 4096
 NONCE_BYTES, PROOF_BYTES = 16, 32
-PAIR_ID_BYTES = 128  # an ncclUniqueId
+PAIR_ID_BYTES = 128  # sizeof(ncclUniqueId)
 
 _MAGIC = b"BATONKVD"
 _VERSION = 3  # of what is said here, and of how a request is cut (parts.py)

@@ -20,7 +20,6 @@ _THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal: other threads may allocat
 _NON_BLOCKING = 1  # cudaStreamNonBlocking: beside the default stream
 _PRIORITY = -1  # before the steps of an engine
 
-
 _idle_streams: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
 
 
@@ -39,7 +38,8 @@ def take_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def give_back_stream(stream: torch.cuda.Stream) -> None:
-    """Once nothing of it runs. It is kept: torch may look at it again, when it frees memory."""
+    """Once nothing of it runs. It is kept: torch crashes when it frees pinned memory that a stream
+    has copied which is no more."""
     _idle_streams[stream.device].append(stream)
 
 

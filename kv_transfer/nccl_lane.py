@@ -35,7 +35,6 @@ from .stream import Deadline
 _NUM_SLOTS = 2
 _NUM_AHEAD = 6  # parts launched and not over: without a peer that goes on, little more is launched
 
-
 # Compiling, taking memory and recording disturb each other.
 _one_at_a_time = threading.Lock()
 

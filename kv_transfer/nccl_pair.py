@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from ..core.errors import HandoffFailed
+from .data_wire import PAIR_ID_BYTES
 from .launch_graph import LaunchGraph, give_back_stream, take_stream
 from .stream import Deadline
 
-UNIQUE_ID_BYTES = 128  # sizeof(ncclUniqueId)
 SOURCE_RANK, PULLER_RANK = 0, 1
 
 _SUCCESS, _IN_PROGRESS = 0, 7
@@ -39,7 +39,7 @@ _QUICK_LOOKS = 100  # a transfer is launched within some 10 us, less than the sh
 class _UniqueId(ctypes.Structure):
     """ncclUniqueId, which is passed by value."""
 
-    _fields_ = [("internal", ctypes.c_ubyte * UNIQUE_ID_BYTES)]
+    _fields_ = [("internal", ctypes.c_ubyte * PAIR_ID_BYTES)]
 
 
 class _Config(ctypes.Structure):
