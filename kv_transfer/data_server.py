@@ -184,7 +184,7 @@ class DataServer:
         body = stream.read(num_blocks * wire.BYTES_PER_BLOCK, deadline)
         ids, announced = wire.unpack_body(body, num_blocks, crc)
         assert self._pool is not None
-        if ids.min() < 0 or ids.max() >= self._pool.description.num_blocks:
+        if ids.view(np.uint64).max() >= self._pool.description.num_blocks:  # or below zero
             raise HandoffFailed("it asks for a block outside the pool")
         outcome = PullOutcome.OK
         if mode.says_begin:

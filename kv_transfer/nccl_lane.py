@@ -33,6 +33,7 @@ from .parts import Parts
 from .stream import Deadline
 
 _NUM_SLOTS = 2
+_ID_BYTES = 8
 _NUM_AHEAD = 6  # parts launched and not over: without a peer that goes on, little more is launched
 
 # Compiling, taking memory and recording disturb each other.
@@ -80,6 +81,7 @@ class _Slot:
         self._pair, self._copying = pair, copying
         self.blocks = pool.new_empty((most, layers, two, count, block_size, dim))
         self._ids = torch.zeros(most, dtype=torch.int64, device=device)  # of the pool
+        self._ids_address = self._ids.data_ptr()
         self._places = torch.arange(most, device=device)  # of this slot
         self._is_full, self._is_empty = _events(2)
         self._copies: dict[int, LaunchGraph] = {}  # by number of blocks, as these:
@@ -108,26 +110,27 @@ class _Slot:
             self._copies[size] = LaunchGraph(self._copying, partial(self._copy, size, self._target))
             self._transfers[size] = self._pair.record_transfer(self.blocks[:size])
 
-    def launch(self, size: int, ids: Tensor | None, is_over: torch.cuda.Event) -> None:
-        """A part: blocks `ids` [size] of the pool, pinned until it is over; or the wire alone."""
+    def launch(self, size: int, ids: int | None, is_over: torch.cuda.Event) -> None:
+        """A part: `size` blocks of the pool, whose ids lie pinned at address `ids` until it is
+        over; or the wire alone."""
         if self._pair.sends:
-            self._launch_copy(ids, self._is_empty, self._is_full)
+            self._launch_copy(size, ids, self._is_empty, self._is_full)
             self._launch_transfer(size, self._is_full, self._is_empty)
             is_over.record(self._pair.stream)
         else:
             self._launch_transfer(size, self._is_empty, self._is_full)
-            self._launch_copy(ids, self._is_full, self._is_empty)
+            self._launch_copy(size, ids, self._is_full, self._is_empty)
             is_over.record(self._copying)
 
     def _launch_copy(
-        self, ids: Tensor | None, after: torch.cuda.Event, when_done: torch.cuda.Event
+        self, size: int, ids: int | None, after: torch.cuda.Event, when_done: torch.cuda.Event
     ) -> None:
         stream = self._copying
         if ids is not None:
-            copy_piece(ids.data_ptr(), self._ids.data_ptr(), ids.nbytes, stream)
+            copy_piece(ids, self._ids_address, size * _ID_BYTES, stream)
         stream.wait_event(after)
         if ids is not None:
-            self._copies[len(ids)].launch()
+            self._copies[size].launch()
         when_done.record(stream)
 
     def _launch_transfer(
@@ -163,7 +166,7 @@ class NcclLane:
             # A last part may have some blocks too many.
             most_ids = MAX_REQUEST_BLOCKS + self._most
             self._pinned = torch.empty(most_ids, dtype=torch.int64, pin_memory=True)
-            self._ids = self._pinned.numpy()
+            self._ids, self._ids_address = self._pinned.numpy(), self._pinned.data_ptr()
             # The memory is ours before other streams use it.
             torch.cuda.current_stream(self._device).synchronize()
 
@@ -213,7 +216,7 @@ class NcclLane:
             for begin, size in self._parts.cut(num_blocks):
                 is_over = next(events)
                 self._pair.wait(is_over, deadline)
-                of_part = None if block_ids is None else self._pinned[begin : begin + size]
+                of_part = None if block_ids is None else self._ids_address + begin * _ID_BYTES
                 next(slots).launch(size, of_part, is_over)
             for is_over in self._over:
                 self._pair.wait(is_over, deadline)

@@ -72,7 +72,7 @@ class PoolWindow(Protocol):
         ...
 
     def start_pull(self, pairs: BlockPairs, on_done: Callable[[PullOutcome], None]) -> PullHandle:
-        """Copy all pairs; each generation is checked before and after its copy.
+        """Copy all pairs, one at least; each generation is checked before and after its copy.
 
         Returns at once. `on_done` is called exactly once, from a thread of the window; until then
         the destination blocks may be written and must stay fenced.

@@ -83,11 +83,15 @@ class Cluster:
         return pid
 
     def kill(self, name: str, part: str = "node") -> None:
-        """kill -9 of a node's engine, or of its supervisor: the engine goes with it."""
+        """kill -9 of a node's engine, or of its supervisor: the engine goes with it.
+
+        Returns once that one is dead, as `restart_dead` would else take it for alive.
+        """
         if part == "engine":
             os.kill(self.engine_pid(name), signal.SIGKILL)
         else:
             self.processes[name].process.kill()
+            self.processes[name].process.wait()
 
     @contextmanager
     def stopped(self, name: str, part: str = "node") -> Iterator[None]:

@@ -323,7 +323,7 @@ class Scene:
         await until(self._is_whole)
 
     async def _is_whole(self) -> bool:
-        self.cluster.restart_dead()  # each time: who was killed just now may not be dead yet
+        self.cluster.restart_dead()  # each time: what breaks may end later
         await asyncio.to_thread(lambda: [p.address for p in self.cluster.processes.values()])
         try:
             for gateway in (n for n in self.cluster.processes if n.startswith("gateway")):
