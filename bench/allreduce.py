@@ -9,6 +9,7 @@ One process a GPU, as an engine has them. Floor: what one GPU must receive, over
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -31,12 +32,16 @@ from baton.engine.torch_communicator import (
 )
 from baton.kernels.ops_triton import TritonOps
 from baton.kernels.peer_reduce_triton import MAX_BYTES
+from baton.kernels.row_room import empty_rows
 
 from .figures import ROOT, Figure, commit, machine, table
+from .gpu_shapes import BYTES_PER_S
 
 _LINK_BYTES_PER_S = 390e9  # into one GPU, as measured for large copies
 _SIZES = [4 << 10, 32 << 10, 128 << 10, 512 << 10, 1 << 20, 2 << 20, 8 << 20]
 _ROWS = [(1, 4096), (64, 4096), (64, 8192)]
+_PRODUCTS = [(64, 4096, 2048), (64, 4096, 7168), (64, 8192, 2048), (64, 8192, 7168)]
+_WEIGHT_BYTES = 400 << 20  # of all weights of a graph: more than the L2 cache has
 _SUMS, _REPEATS = 40, 9  # a graph's, and its replays
 _TARGETS_US = {32 << 10: 9.0, 512 << 10: 16.0}
 
@@ -99,6 +104,7 @@ class Rank:
                         total += part
                     assert torch.equal(found.cpu(), total.to(dtype)), (name, n, dtype)
         self._check_norm()
+        self._check_sent()
         self._check_graph()
         self._check_mixed()
 
@@ -119,6 +125,43 @@ class Rank:
             assert torch.equal(residual, expected), (num_rows, dim)
             difference = (found.float() - normed.float()).norm() / normed.float().norm()
             assert float(difference) < 3e-3
+
+    def _check_sent(self) -> None:
+        """A product that sends itself gives the same bits as one that is sent, in a graph too."""
+        peers, ops = self._communicator._peers, TritonOps()
+        if peers is None:
+            return
+        for num_rows, dim, num_inputs in ((40, 4096, 2048), (64, 8192, 512), (33, 5120, 1024)):
+            x, product_weight, weight, residual = self._operands(num_rows, dim, num_inputs)
+            bias = weight if self.rank == 0 else None
+            if not peers.send_product(x, product_weight, bias):
+                continue
+            peers.add_rms_norm(None, residual.clone(), weight, 1e-5)
+            found, expected = residual.clone(), residual.clone()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                normed = []
+                for round_number in range(5):
+                    torch.cuda._sleep((self.rank * 7 + round_number * 5) % 11 * 2000)
+                    peers.send_product(x, product_weight, bias)
+                    normed.append(peers.add_rms_norm(None, found, weight, 1e-5))
+            for _ in range(20):
+                x.normal_()
+                graph.replay()
+                for one in normed:
+                    product = ops.linear(x, product_weight, bias)
+                    assert torch.equal(one, peers.add_rms_norm(product, expected, weight, 1e-5))
+                assert torch.equal(found, expected), (num_rows, dim)
+
+    def _operands(self, num_rows: int, dim: int, num_inputs: int) -> tuple[Tensor, ...]:
+        """Vectors and a weight of this rank, the norm's weight and the residual stream of all."""
+        ours = torch.Generator("cuda").manual_seed(self.rank)
+        all_ = torch.Generator("cuda").manual_seed(dim)
+        like = {"device": "cuda", "dtype": torch.bfloat16}
+        x = empty_rows((num_rows, num_inputs), torch.empty(0, **like)).normal_(generator=ours)
+        product_weight = torch.randn(dim, num_inputs, generator=ours, **like) / num_inputs**0.5
+        weight = torch.rand(dim, generator=all_, **like)
+        return x, product_weight, weight, torch.randn(num_rows, dim, generator=all_, **like)
 
     def _check_graph(self) -> None:
         """Captured sums follow what their input holds at each replay."""
@@ -191,6 +234,26 @@ class Rank:
         }
         return {name: self._time_us(way, x) for name, way in ways.items()}
 
+    def measure_product(
+        self, num_rows: int, dim: int, num_inputs: int
+    ) -> dict[str, tuple[float, ...]]:
+        """Microseconds of a product, its sum, residual and norm; of one that sends itself."""
+        communicator, ops = self._communicator, TritonOps()
+        x, *weights, weight, residual = self._operands(num_rows, dim, num_inputs)
+        weights += [torch.randn_like(weights[0]) for _ in range(_WEIGHT_BYTES // weights[0].nbytes)]
+        turns = itertools.cycle(weights)  # so that none is in a cache
+
+        def one_by_one(x: Tensor) -> Tensor:
+            product = ops.linear(x, next(turns), None)
+            return communicator.add_rms_norm(ops, product, residual, weight, 1e-5)
+
+        def sending(x: Tensor) -> Tensor:
+            product = communicator.linear(ops, x, next(turns), None)
+            return communicator.add_rms_norm(ops, product, residual, weight, 1e-5)
+
+        ways = {"product, then sum and norm": one_by_one, "product that sends itself": sending}
+        return {name: self._time_us(way, x) for name, way in ways.items()}
+
     def _time_us(self, add_up: Sum, x: Tensor) -> tuple[float, ...]:
         add_up(x.clone())
         graph = torch.cuda.CUDAGraph()
@@ -227,6 +290,11 @@ def figures_of(rank: Rank) -> list[Figure]:
             figures.append(
                 Figure(f"{num_rows} x {dim} over {rank.size} GPUs, {name}", "us", samples)
             )
+    for num_rows, dim, num_inputs in _PRODUCTS:
+        floor_us = dim * num_inputs * 2 / BYTES_PER_S * 1e6
+        for name, samples in rank.measure_product(num_rows, dim, num_inputs).items():
+            title = f"{num_rows} x {num_inputs} -> {dim} over {rank.size} GPUs, {name}"
+            figures.append(Figure(title, "us", samples, floor_us, "reading the weight"))
     return figures
 
 

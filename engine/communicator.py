@@ -6,11 +6,20 @@ tensors of the same shapes, and every rank gets the same bits. Knows no model an
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
 from ..kernels.ops import Ops
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A summand that lies no longer here, but where the ranks add it up."""
+
+
+Summand: TypeAlias = Tensor | Sent
 
 
 class Communicator(Protocol):
@@ -30,8 +39,12 @@ class Communicator(Protocol):
         """The sum of all ranks' x: x itself, overwritten, or a new tensor."""
         ...
 
+    def linear(self, ops: Ops, x: Tensor, weight: Tensor, bias: Tensor | None) -> Summand:
+        """`ops.linear`, for the next `add_rms_norm` alone."""
+        ...
+
     def add_rms_norm(
-        self, ops: Ops, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+        self, ops: Ops, x: Summand, residual: Tensor, weight: Tensor, eps: float
     ) -> Tensor:
         """`ops.add_rms_norm` of the sum of all ranks' x."""
         ...
@@ -63,9 +76,13 @@ class Alone:
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
 
+    def linear(self, ops: Ops, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return ops.linear(x, weight, bias)
+
     def add_rms_norm(
-        self, ops: Ops, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+        self, ops: Ops, x: Summand, residual: Tensor, weight: Tensor, eps: float
     ) -> Tensor:
+        assert isinstance(x, Tensor)
         return ops.add_rms_norm(x, residual, weight, eps)
 
     def all_gather(self, x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..kernels.attention import AttentionBackend
+from .communicator import Summand
 from .layers import Embedding, Linear, Outputs, Placement, RMSNorm, RowLinear, Targets
 from .mlp import MLP, Experts
 from .model_config import ModelConfig
@@ -44,7 +45,7 @@ class Attention:
 
     def __call__(
         self, x: Tensor, rope: tuple[Tensor, Tensor], attention: AttentionBackend
-    ) -> Tensor:
+    ) -> Summand:
         qkv = self.qkv(x).view(len(x), -1, self._head_dim)  # [tokens, heads + 2 kv_heads, dim]
         if self.head_norms is not None:
             qkv = self.head_norms(qkv)
@@ -104,11 +105,11 @@ class DecoderLayer:
 
     def __call__(
         self,
-        x: Tensor | None,
+        x: Summand | None,
         residual: Tensor,
         rope: tuple[Tensor, Tensor],
         attention: AttentionBackend,
-    ) -> Tensor:
+    ) -> Summand:
         """x: what is to be added to `residual` yet, if anything; returns the same for the next."""
         normed = self.input_norm(residual) if x is None else self.input_norm.add(x, residual)
         attended = self.attention(normed, rope, attention)
@@ -149,7 +150,8 @@ class Decoder:
 
         `attention` has been planned for this step.
         """
-        residual, x = self.embed(token_ids), None
+        x: Summand | None = None
+        residual = self.embed(token_ids)
         rope = self.rotary(positions)
         for layer in self.layers:
             x = layer(x, residual, rope, attention)

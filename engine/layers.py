@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.ops import Ops, TorchOps
-from .communicator import Alone, Communicator
+from .communicator import Alone, Communicator, Summand
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,17 +147,25 @@ class RowLinear:
     ) -> None:
         self._name = name
         self._ops = placement.ops
-        self._rank = placement.communicator.rank
+        self._communicator = communicator = placement.communicator
         self._num_inputs = num_inputs
-        self.weight = placement.matrix(num_outputs, num_inputs // placement.communicator.size)
+        self.weight = placement.matrix(num_outputs, num_inputs // communicator.size)
         self.bias = placement.vector(num_outputs) if has_bias else None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        bias = self.bias if self._rank == 0 else None  # added once
-        return self._ops.linear(x, self.weight, bias)
+    def __call__(self, x: Tensor) -> Summand:
+        """For the next RMSNorm.add."""
+        return self._communicator.linear(self._ops, x, self.weight, self._bias_of_rank)
+
+    def product(self, x: Tensor) -> Tensor:
+        """The same, for whatever is to be made of it here."""
+        return self._ops.linear(x, self.weight, self._bias_of_rank)
+
+    @property
+    def _bias_of_rank(self) -> Tensor | None:
+        return self.bias if self._communicator.rank == 0 else None  # added once
 
     def targets(self) -> Targets:
-        first = self._rank * self.weight.shape[1]
+        first = self._communicator.rank * self.weight.shape[1]
         yield f"{self._name}.weight", Target(self.weight, Cut(1, first, self._num_inputs))
         if self.bias is not None:
             yield f"{self._name}.bias", Target(self.bias)
@@ -176,7 +184,7 @@ class RMSNorm:
     def __call__(self, x: Tensor) -> Tensor:
         return self._ops.rms_norm(x, self.weight, self._eps)
 
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+    def add(self, x: Summand, residual: Tensor) -> Tensor:
         """Add all ranks' x to `residual` in place; the norm of the sum."""
         return self._communicator.add_rms_norm(self._ops, x, residual, self.weight, self._eps)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .communicator import Summand
 from .layers import Linear, Outputs, Placement, RowLinear, Targets
 from .model_config import ExpertsConfig
 
@@ -25,8 +26,12 @@ class MLP:
         )
         self.down = RowLinear(f"{prefix}.down_proj", hidden, inner, placement, has_bias=has_bias)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Summand:
         return self.down(self.gate_up.gated(x))
+
+    def product(self, x: Tensor) -> Tensor:
+        """The same: see RowLinear."""
+        return self.down.product(self.gate_up.gated(x))
 
     def targets(self) -> Targets:
         yield from self.gate_up.targets()
@@ -61,7 +66,7 @@ class Experts:
             if len(tokens) == 1:
                 # BLAS multiplies a single row by another routine: see cpu_steps.
                 inputs = inputs.expand(2, -1)
-            computed = self.experts[index](inputs)[: len(tokens)]
+            computed = self.experts[index].product(inputs)[: len(tokens)]
             out.index_add_(0, tokens, computed * weights[tokens, place, None])
         return out
 

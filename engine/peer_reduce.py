@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import StartupFailed
+from ..kernels.ops_triton import send_product
 from ..kernels.peer_reduce_triton import (
     EXCHANGE_BYTES,
     MAX_BYTES,
@@ -64,20 +65,32 @@ class PeerReduce:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks, a new tensor."""
-        return self.sum(x, in_parts=self._goes_in_parts(x))
+        return self.sum(x, in_parts=self._goes_in_parts(x.nbytes))
 
     def sum(self, x: Tensor, *, in_parts: bool) -> Tensor:
         """`all_reduce` in one way or the other: see peer_reduce_triton.py."""
         return peer_sum(x, self._bases, self._rank, in_parts=in_parts)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Add the sum over all ranks to `residual` in place; the norm of that."""
-        bases, in_parts = self._bases, self._goes_in_parts(x)
+    def send_product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+        """Launch a product that sends itself to the ranks, for the next `add_rms_norm`; False if
+        there is no such kernel for it. x [rows, inputs], weight [outputs, inputs]."""
+        num_rows, num_outputs = len(x), len(weight)
+        if num_rows > MAX_ROWS or num_outputs * x.itemsize > MAX_ROW_BYTES:
+            return False
+        in_parts = self._goes_in_parts(num_rows * num_outputs * x.itemsize)
+        return send_product(x, weight, bias, self._bases, self._rank, in_parts=in_parts)
+
+    def add_rms_norm(
+        self, x: Tensor | None, residual: Tensor, weight: Tensor, eps: float
+    ) -> Tensor:
+        """Add the sum over all ranks to `residual` in place; the norm of that. Without x it is
+        that of products that were sent."""
+        bases, in_parts = self._bases, self._goes_in_parts(residual.nbytes)
         return peer_add_rms_norm(x, residual, weight, eps, bases, self._rank, in_parts=in_parts)
 
-    def _goes_in_parts(self, x: Tensor) -> bool:
+    def _goes_in_parts(self, num_bytes: int) -> bool:
         num_peers = len(self._bases) - 1
-        return num_peers > 1 and x.nbytes * num_peers > _LARGEST_AT_ONCE_BYTES
+        return num_peers > 1 and num_bytes * num_peers > _LARGEST_AT_ONCE_BYTES
 
     def close(self) -> None:
         """Unmap and free, once the other ranks have ended: they write to this memory in their sums,

@@ -22,7 +22,7 @@ from torch._C import _distributed_c10d as c10d
 from ..core.config import EngineConfig
 from ..core.errors import StartupFailed
 from ..kernels.ops import Ops
-from .communicator import Communicator
+from .communicator import Communicator, Sent, Summand
 from .cuda_sharing import export_handle
 
 if TYPE_CHECKING:
@@ -109,9 +109,13 @@ class GlooCommunicator:
             first += other
         return first
 
+    def linear(self, ops: Ops, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return ops.linear(x, weight, bias)
+
     def add_rms_norm(
-        self, ops: Ops, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+        self, ops: Ops, x: Summand, residual: Tensor, weight: Tensor, eps: float
     ) -> Tensor:
+        assert isinstance(x, Tensor)
         return ops.add_rms_norm(self.all_reduce(x), residual, weight, eps)
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -174,9 +178,17 @@ class NcclCommunicator:
             return self._peers.all_reduce(x)
         return self.sum_by_nccl(x)
 
+    def linear(self, ops: Ops, x: Tensor, weight: Tensor, bias: Tensor | None) -> Summand:
+        if self._peers is not None and self._peers.send_product(x, weight, bias):
+            return Sent()
+        return ops.linear(x, weight, bias)
+
     def add_rms_norm(
-        self, ops: Ops, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+        self, ops: Ops, x: Summand, residual: Tensor, weight: Tensor, eps: float
     ) -> Tensor:
+        if isinstance(x, Sent):
+            assert self._peers is not None
+            return self._peers.add_rms_norm(None, residual, weight, eps)
         if self._peers is not None and self._peers.can_reduce_rows(x):
             return self._peers.add_rms_norm(x, residual, weight, eps)
         return ops.add_rms_norm(self.all_reduce(x), residual, weight, eps)

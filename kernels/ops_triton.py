@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -19,18 +19,30 @@ log = logging.getLogger(__name__)
 
 
 @functools.cache
-def _streamed_product(device: torch.device) -> Callable[..., Tensor] | None:
+def _streamed(device: torch.device) -> ModuleType | None:
     """What multiplies 33 to 64 rows on a Hopper GPU, if Gluon is what it knows: that may change."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return None
     try:
-        from .streamed_product_gluon import streamed_product
+        from . import streamed_product_gluon
     except (ImportError, AttributeError) as error:
         log.warning(
             "products of 33 to 64 rows go by cuBLAS: this Triton has another Gluon: %s", error
         )
         return None
-    return streamed_product
+    return streamed_product_gluon
+
+
+def send_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, bases: Tensor, rank: int, *, in_parts: bool
+) -> bool:
+    """`streamed_product_gluon.send_streamed_product`; False if that is not how this product is
+    computed."""
+    stages = choose_stages(x, weight, is_gated=False)
+    if stages is None or (streamed := _streamed(x.device)) is None:
+        return False
+    streamed.send_streamed_product(x, weight, bias, stages, bases, rank, in_parts=in_parts)
+    return True
 
 
 class TritonOps:
@@ -42,8 +54,9 @@ class TritonOps:
         if (tiling := few_rows_tiling(x, weight)) is not None:
             return few_rows_product(x, weight, bias, tiling)
         stages = choose_stages(x, weight, is_gated=False)
-        if stages is not None and (streamed_product := _streamed_product(x.device)):
-            return streamed_product(x, weight, bias, stages)
+        if stages is not None and (streamed := _streamed(x.device)):
+            product: Tensor = streamed.streamed_product(x, weight, bias, stages)
+            return product
         return F.linear(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -59,6 +72,7 @@ class TritonOps:
 
     def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         stages = choose_stages(x, weight, is_gated=True)
-        if stages is not None and (streamed_product := _streamed_product(x.device)):
-            return streamed_product(x, weight, bias, stages, is_gated=True)
+        if stages is not None and (streamed := _streamed(x.device)):
+            product: Tensor = streamed.streamed_product(x, weight, bias, stages, is_gated=True)
+            return product
         return silu_and_mul(self.linear(x, weight, bias))

@@ -36,22 +36,22 @@ from .row_room import empty_rows
 
 MAX_RANKS = 8
 MAX_PROGRAMS = 128  # all resident at once on any GPU that this is for
-_REGION_BYTES = 16 << 10
-MAX_BYTES = MAX_PROGRAMS * _REGION_BYTES
-MAX_ROWS, MAX_ROW_BYTES = MAX_PROGRAMS, _REGION_BYTES  # of what is normed as well
+REGION_BYTES = 16 << 10
+MAX_BYTES = MAX_PROGRAMS * REGION_BYTES
+MAX_ROWS, MAX_ROW_BYTES = MAX_PROGRAMS, REGION_BYTES  # of what is normed as well
 _LEAST_BLOCK = 1024
 _NUM_BUFFERS = 3
-_STATE_WORDS = 3  # whose turn it is; halves (2 bytes) of the last sum in each slot, in the results
+STATE_WORDS = 3  # whose turn it is; halves (2 bytes) of the last sum in each slot, in the results
 _ABSENT = {2: -(1 << 15), 4: -(1 << 31) + (1 << 15)}  # as words; memory is full of the first
 
-_SLOTS_AT = MAX_PROGRAMS * _STATE_WORDS * 4
-_RESULTS_AT = _SLOTS_AT + _NUM_BUFFERS * MAX_PROGRAMS * MAX_RANKS * _REGION_BYTES
-EXCHANGE_BYTES = _RESULTS_AT + _NUM_BUFFERS * MAX_PROGRAMS * _REGION_BYTES
+SLOTS_AT = MAX_PROGRAMS * STATE_WORDS * 4
+_RESULTS_AT = SLOTS_AT + _NUM_BUFFERS * MAX_PROGRAMS * MAX_RANKS * REGION_BYTES
+EXCHANGE_BYTES = _RESULTS_AT + _NUM_BUFFERS * MAX_PROGRAMS * REGION_BYTES
 
 
 def prepare_exchange(memory: Tensor) -> None:
     """Of a rank, [EXCHANGE_BYTES] uint8 of zeros: before a peer can write to it."""
-    memory[_SLOTS_AT:].view(torch.int16).fill_(_ABSENT[2])
+    memory[SLOTS_AT:].view(torch.int16).fill_(_ABSENT[2])
 
 
 def peer_sum(x: Tensor, bases: Tensor, rank: int, *, in_parts: bool) -> Tensor:
@@ -60,14 +60,23 @@ def peer_sum(x: Tensor, bases: Tensor, rank: int, *, in_parts: bool) -> Tensor:
     bases [ranks] int64, ranks a power of two: where each rank's exchange memory, its own too, lies
     for this device. Waits, on the device, for the other ranks to launch the same.
     """
-    block = max(_LEAST_BLOCK, triton.next_power_of_2(triton.cdiv(x.numel(), MAX_PROGRAMS)))
+    block = _block(triton.cdiv(x.numel(), MAX_PROGRAMS))
     out = torch.empty_like(x)
     _launch(x, x, x, out, bases, rank, block, block, 0.0, in_parts=in_parts, has_norm=False)
     return out
 
 
+def part_pitch(width: int, num_ranks: int) -> int:
+    """Of sums in parts: from one rank's part of so many elements to the next one's."""
+    return _block(width) // num_ranks
+
+
+def _block(width: int) -> int:
+    return max(_LEAST_BLOCK, int(triton.next_power_of_2(width)))
+
+
 def peer_add_rms_norm(
-    x: Tensor,
+    x: Tensor | None,
     residual: Tensor,
     weight: Tensor,
     eps: float,
@@ -78,19 +87,29 @@ def peer_add_rms_norm(
 ) -> Tensor:
     """Add `peer_sum` of x to `residual` in place and return the norm of that; both [rows, dim].
 
-    At most MAX_ROWS rows of MAX_ROW_BYTES: a program has a row.
+    At most MAX_ROWS rows of MAX_ROW_BYTES: a program has a row. Without x the summands are on their
+    way already: see streamed_product_gluon.py.
     """
-    dim = x.shape[1]
-    block = max(_LEAST_BLOCK, triton.next_power_of_2(dim))
-    out = empty_rows(x.shape, x)
+    dim = residual.shape[1]
+    out = empty_rows(residual.shape, residual)
     _launch(
-        x, residual, weight, out, bases, rank, dim, block, eps, in_parts=in_parts, has_norm=True
+        x,
+        residual,
+        weight,
+        out,
+        bases,
+        rank,
+        dim,
+        _block(dim),
+        eps,
+        in_parts=in_parts,
+        has_norm=True,
     )
     return out
 
 
 def _launch(
-    x: Tensor,
+    x: Tensor | None,
     residual: Tensor,
     weight: Tensor,
     out: Tensor,
@@ -103,33 +122,35 @@ def _launch(
     in_parts: bool,
     has_norm: bool,
 ) -> None:
-    _peer_sum[(triton.cdiv(x.numel(), width),)](
-        x,
+    num_elements = out.numel()
+    _peer_sum[(triton.cdiv(num_elements, width),)](
+        residual if x is None else x,
         residual,
         weight,
         out,
         bases,
         rank,
-        x.numel(),
+        num_elements,
         width,
         eps,
+        IS_SENT=x is None,
         RANKS=len(bases),
         BLOCK=block,
         NUM_ADDED=block // len(bases) if in_parts else block,  # by one rank
         PITCH=block // len(bases) if in_parts else 0,  # from a rank's part to the next one's
-        WORD=tl.int16 if x.itemsize == 2 else tl.int32,
-        HALVES=x.itemsize // 2,
-        ABSENT=_ABSENT[x.itemsize],
+        WORD=tl.int16 if out.itemsize == 2 else tl.int32,
+        HALVES=out.itemsize // 2,
+        ABSENT=_ABSENT[out.itemsize],
         PROGRAMS=MAX_PROGRAMS,
         MOST_RANKS=MAX_RANKS,
-        REGION_BYTES=_REGION_BYTES,
-        STATE_WORDS=_STATE_WORDS,
-        SLOTS_AT=_SLOTS_AT,
+        REGION_BYTES=REGION_BYTES,
+        STATE_WORDS=STATE_WORDS,
+        SLOTS_AT=SLOTS_AT,
         RESULTS_AT=_RESULTS_AT,
         IN_PARTS=in_parts,
         HAS_NORM=has_norm,
         num_warps=min(16, block // 256),
-        **launch_options(x.device),
+        **launch_options(out.device),
     )
 
 
@@ -201,6 +222,7 @@ def _peer_sum(
     num_elements,
     width,
     eps,
+    IS_SENT: tl.constexpr,
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
     NUM_ADDED: tl.constexpr,
@@ -236,10 +258,12 @@ def _peer_sum(
     turn = tl.load(state)
     slot_halves, result_halves = tl.load(state + 1), tl.load(state + 2)
     region = (turn * PROGRAMS + program).to(tl.int64) * REGION_BYTES
-    pieces = targets * PITCH + added
-    values = tl.load(x + program * width + pieces, mask=pieces < num_mine, other=0.0)
-    slots = target_bases + SLOTS_AT + region * MOST_RANKS + rank * REGION_BYTES
-    tl.store(_words_at(slots, WORD) + added, _sent(values, WORD, ABSENT), mask=pieces < num_mine)
+    if not IS_SENT:
+        pieces = targets * PITCH + added
+        is_mine = pieces < num_mine
+        values = tl.load(x + program * width + pieces, mask=is_mine, other=0.0)
+        slots = target_bases + SLOTS_AT + region * MOST_RANKS + rank * REGION_BYTES
+        tl.store(_words_at(slots, WORD) + added, _sent(values, WORD, ABSENT), mask=is_mine)
 
     # What the sum before left, while this one's is on its way.
     before = ((turn + 2) % 3 * PROGRAMS + program).to(tl.int64) * REGION_BYTES

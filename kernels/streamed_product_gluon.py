@@ -30,6 +30,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .dependent_launch import launch_options, let_next_in, wait_for_previous
+from .peer_reduce_triton import (
+    MAX_PROGRAMS,
+    MAX_RANKS,
+    REGION_BYTES,
+    SLOTS_AT,
+    STATE_WORDS,
+    part_pitch,
+)
 from .row_room import ROWS_AT_ONCE, empty_rows
 from .streamed_product import Stages
 
@@ -37,6 +45,9 @@ _ROWS = gl.constexpr(ROWS_AT_ONCE)  # which a warp group multiplies
 _WARPS = 4
 _REGISTERS = 96  # so few that what is behind comes in early; the producer's go to the others
 _PRODUCER_REGISTERS = gl.constexpr(24)
+_MAX_PROGRAMS, _MAX_RANKS = gl.constexpr(MAX_PROGRAMS), gl.constexpr(MAX_RANKS)
+_REGION_WORDS, _STATE_WORDS = gl.constexpr(REGION_BYTES // 2), gl.constexpr(STATE_WORDS)
+_SLOTS_AT = gl.constexpr(SLOTS_AT)
 _ask = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # as of old
 
 
@@ -50,6 +61,42 @@ def streamed_product(
     """
     num_outputs = len(weight) // (2 if is_gated else 1)
     out = empty_rows((len(x), num_outputs), x)
+    _launch(x, weight, bias, stages, out, num_outputs, is_gated=is_gated)
+    return out
+
+
+def send_streamed_product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stages: Stages,
+    bases: Tensor,
+    rank: int,
+    *,
+    in_parts: bool,
+) -> None:
+    """The same, as this rank's summand, straight to where the next `peer_add_rms_norm` adds it up.
+
+    `bases`, `rank` and `in_parts` as for that.
+    """
+    num_outputs = len(weight)
+    pitch = part_pitch(num_outputs, len(bases)) if in_parts else 0
+    _launch(x, weight, bias, stages, bases, num_outputs, ranks=len(bases), rank=rank, pitch=pitch)
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stages: Stages,
+    out: Tensor,
+    num_outputs: int,
+    *,
+    is_gated: bool = False,
+    ranks: int = 0,
+    rank: int = 0,
+    pitch: int = 0,
+) -> None:
     whole_x = torch.as_strided(x, (ROWS_AT_ONCE, x.shape[1]), x.stride())
     _streamed_product[(triton.cdiv(num_outputs, stages.outputs),)](
         _boxes(whole_x, [ROWS_AT_ONCE, stages.inputs]),
@@ -59,8 +106,11 @@ def streamed_product(
         len(x),
         num_outputs,
         x.shape[1],
+        rank,
         HAS_BIAS=bias is not None,
         IS_GATED=is_gated,
+        RANKS=ranks,
+        PITCH=pitch,
         OUTPUTS=stages.outputs,
         INPUTS=stages.inputs,
         STAGES=stages.count,
@@ -69,7 +119,6 @@ def streamed_product(
         maxnreg=_REGISTERS,
         **launch_options(x.device),
     )
-    return out
 
 
 def _boxes(matrix: Tensor, box: list[int]) -> TensorDescriptor:
@@ -142,6 +191,30 @@ def _multiply(xs, ws, full, empty, num_steps, sums, up_sums, HALVES: gl.constexp
     return warpgroup_mma_wait(0, deps=(sums, up_sums))
 
 
+@gluon.jit
+def _send(
+    summand, first, bases, rank, num_rows, num_outputs, RANKS: gl.constexpr, PITCH: gl.constexpr
+):
+    """Outputs of all rows, from `first` on, to the ranks' slots: see peer_reduce_triton.py."""
+    OUTPUTS: gl.constexpr = summand.shape[1]
+    across: gl.constexpr = OUTPUTS // 8  # threads, of 16 bytes each
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
+    words = gl.convert_layout(summand, layout).to(gl.int16, bitcast=True)
+    words = gl.where(words == -32768, 0, words).to(gl.int16)
+    rows = gl.arange(0, _ROWS, gl.SliceLayout(1, layout))
+    outputs = first + gl.arange(0, OUTPUTS, gl.SliceLayout(0, layout))
+    own = gl.load(bases + rank).to(gl.pointer_type(gl.int32))
+    turns = gl.load(own + rows * _STATE_WORDS, mask=rows < num_rows, other=0)
+    slots = ((turns * _MAX_PROGRAMS + rows) * _MAX_RANKS + rank).to(gl.int64) * _REGION_WORDS
+    target = first // PITCH if PITCH else 0
+    at = _SLOTS_AT // 2 + slots[:, None] + (outputs - target * PITCH)[None, :]
+    mask = (rows < num_rows)[:, None] & (outputs < num_outputs)[None, :]
+    for index in gl.static_range(1 if PITCH else RANKS):
+        receiver = target if PITCH else (rank + index) % RANKS
+        base = gl.load(bases + receiver).to(gl.pointer_type(gl.int16))
+        gl.store(gl.multiple_of(base, 16) + at, words, mask=mask)
+
+
 @gluon.jit(do_not_specialize=["num_rows"])
 def _streamed_product(
     vectors,
@@ -151,8 +224,11 @@ def _streamed_product(
     num_rows,
     num_outputs,
     num_inputs,
+    rank,
     HAS_BIAS: gl.constexpr,
     IS_GATED: gl.constexpr,
+    RANKS: gl.constexpr,
+    PITCH: gl.constexpr,
     OUTPUTS: gl.constexpr,
     INPUTS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -161,7 +237,7 @@ def _streamed_product(
 ):
     HALVES: gl.constexpr = 2 if IS_GATED else 1
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OUTPUTS, 16])
-    type: gl.constexpr = out.dtype.element_ty
+    type: gl.constexpr = vectors.dtype
     xs = gl.allocate_shared_memory(type, [STAGES, _ROWS, INPUTS], vectors.layout)
     ws = gl.allocate_shared_memory(type, [STAGES * HALVES, OUTPUTS, INPUTS], matrix.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -197,6 +273,10 @@ def _streamed_product(
         gate = sums.to(type).to(gl.float32)
         gated = (gate / (1.0 + gl.exp(-gate))).to(type).to(gl.float32)
         sums = gated * up_sums.to(type).to(gl.float32)
-    rows = gl.arange(0, _ROWS, gl.SliceLayout(1, layout))[:, None]
-    at = out + rows * num_outputs + outputs[None, :]
-    gl.store(at, sums.to(type), mask=(rows < num_rows) & is_output[None, :])
+    if RANKS > 0:
+        wait_for_previous(PDL)  # these warps read what other kernels wrote, too
+        _send(sums.to(type), first, out, rank, num_rows, num_outputs, RANKS, PITCH)
+    else:
+        rows = gl.arange(0, _ROWS, gl.SliceLayout(1, layout))[:, None]
+        at = out + rows * num_outputs + outputs[None, :]
+        gl.store(at, sums.to(type), mask=(rows < num_rows) & is_output[None, :])

@@ -7,6 +7,7 @@ import threading
 import torch
 from torch import Tensor
 
+from baton.engine.communicator import Summand
 from baton.kernels.ops import Ops
 
 
@@ -59,9 +60,13 @@ class ThreadCommunicator:
             total += other
         return total
 
+    def linear(self, ops: Ops, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return ops.linear(x, weight, bias)
+
     def add_rms_norm(
-        self, ops: Ops, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+        self, ops: Ops, x: Summand, residual: Tensor, weight: Tensor, eps: float
     ) -> Tensor:
+        assert isinstance(x, Tensor)
         return ops.add_rms_norm(self.all_reduce(x), residual, weight, eps)
 
     def all_gather(self, x: Tensor) -> Tensor:

@@ -11,11 +11,14 @@ from baton.kernels.row_room import ROWS_AT_ONCE
 from baton.kernels.streamed_product import Stages
 from baton.kernels.streamed_product_gluon import _REGISTERS, _WARPS, _streamed_product
 
+# Stages, whether it is gated, ranks that it is sent to, and from one's part to the next one's.
 CASES = [
-    (Stages(32, 128, 9, 3), False),
-    (Stages(64, 128, 6, 4), False),
-    (Stages(128, 128, 4, 3), False),
-    (Stages(64, 128, 4, 2), True),
+    (Stages(32, 128, 9, 3), False, 0, 0),
+    (Stages(64, 128, 6, 4), False, 0, 0),
+    (Stages(128, 128, 4, 3), False, 0, 0),
+    (Stages(64, 128, 4, 2), True, 0, 0),
+    (Stages(32, 128, 9, 3), False, 2, 0),
+    (Stages(64, 128, 6, 4), False, 4, 2048),
 ]
 
 
@@ -24,11 +27,13 @@ def boxes(*box: int) -> str:
     return f"tensordesc<bf16{list(box)},{layout!r}>"
 
 
-def compile_for_hopper(stages: Stages, is_gated: bool) -> str:
+def compile_for_hopper(stages: Stages, is_gated: bool, ranks: int, pitch: int) -> str:
     """The kernel's PTX."""
     constants = {
         "HAS_BIAS": True,
         "IS_GATED": is_gated,
+        "RANKS": ranks,
+        "PITCH": pitch,
         "OUTPUTS": stages.outputs,
         "INPUTS": stages.inputs,
         "STAGES": stages.count,
@@ -38,14 +43,17 @@ def compile_for_hopper(stages: Stages, is_gated: bool) -> str:
     types = {
         "vectors": boxes(ROWS_AT_ONCE, stages.inputs),
         "matrix": boxes(stages.outputs, stages.inputs),
-        **dict.fromkeys(("bias", "out"), "*bf16"),
-        **dict.fromkeys(("num_rows", "num_outputs", "num_inputs"), "i32"),
+        "bias": "*bf16",
+        "out": "*i64" if ranks else "*bf16",
+        **dict.fromkeys(("num_rows", "num_outputs", "num_inputs", "rank"), "i32"),
         **dict.fromkeys(constants, "constexpr"),
     }
     names = _streamed_product.arg_names
     signature = {name: types[name] for name in names}
     values = {(names.index(name),): value for name, value in constants.items()}
-    source = GluonASTSource(_streamed_product, signature, values, {})
+    multiples = ("bias", "out", "num_outputs", "num_inputs")  # of 16, as in all models
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in multiples}
+    source = GluonASTSource(_streamed_product, signature, values, attributes)
     options = {"num_warps": _WARPS, "maxnreg": _REGISTERS}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
@@ -53,7 +61,10 @@ def compile_for_hopper(stages: Stages, is_gated: bool) -> str:
 if __name__ == "__main__":
     for case in CASES:
         ptx = compile_for_hopper(*case)
-        weight_asked, waited = ptx.index("cp.async.bulk.tensor"), ptx.index("griddepcontrol.wait")
+        # The warp that fills stages is the last in the text; what is sent waits, too.
+        weight_asked, waited = ptx.index("cp.async.bulk.tensor"), ptx.rindex("griddepcontrol.wait")
         assert weight_asked < waited, "the weight waits for what is in front"
         assert "wgmma" in ptx
+        num_ranks = case[2]
+        assert ("st.global.v4" in ptx) == (num_ranks > 0), "16 bytes go at once to a peer"
     print("compiled", len(CASES))

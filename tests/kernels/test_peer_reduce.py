@@ -18,6 +18,12 @@ pytest.importorskip("triton")
 from baton.kernels.norm import rms_norm
 from baton.kernels.peer_reduce_triton import (
     EXCHANGE_BYTES,
+    MAX_PROGRAMS,
+    MAX_RANKS,
+    REGION_BYTES,
+    SLOTS_AT,
+    STATE_WORDS,
+    part_pitch,
     peer_add_rms_norm,
     peer_sum,
     prepare_exchange,
@@ -69,6 +75,18 @@ def sample_part(rank: int, bases: torch.Tensor) -> list[torch.Tensor]:
     return [token_ids, logprobs]
 
 
+def send(x: torch.Tensor, maps: list[torch.Tensor], rank: int, *, in_parts: bool) -> None:
+    """What a product that sends itself leaves where: x [rows, dim] float32, without minus zeros."""
+    turns = maps[rank].view(torch.int32)[::STATE_WORDS]
+    pitch = part_pitch(x.shape[1], len(maps)) if in_parts else 0
+    for row, values in enumerate(x):
+        slot = (int(turns[row]) * MAX_PROGRAMS + row) * MAX_RANKS + rank
+        for target, memory in enumerate(maps):
+            sent = values[target * pitch :][: pitch or None]
+            at = (SLOTS_AT + slot * REGION_BYTES) // 4
+            memory.view(torch.float32)[at : at + len(sent)] = sent
+
+
 def run_rank(rank: int, fds: list[int]) -> list[torch.Tensor]:
     """All sums as one rank; its exchange memory and the peer's are shared files."""
     maps = [torch.frombuffer(mmap.mmap(fd, EXCHANGE_BYTES), dtype=torch.uint8) for fd in fds]
@@ -78,9 +96,12 @@ def run_rank(rank: int, fds: list[int]) -> list[torch.Tensor]:
         for x, (_, _, in_parts) in zip(inputs(rank), SUMS, strict=True)
     ]
     x, (residual, weight) = inputs(rank)[1].view(3, 500), norm_inputs()
-    for in_parts in (False, True):  # the second adds to what the first left
-        normed = peer_add_rms_norm(x, residual, weight, 1e-5, bases, rank, in_parts=in_parts)
-        found += [normed, residual.clone()]
+    for is_sent, in_parts in ((False, False), (False, True), (True, True), (True, False)):
+        if is_sent:
+            send(x, maps, rank, in_parts=in_parts)
+        summand = None if is_sent else x
+        normed = peer_add_rms_norm(summand, residual, weight, 1e-5, bases, rank, in_parts=in_parts)
+        found += [normed, residual.clone()]  # each adds to what the one before left
     return found + sample_part(rank, bases)
 
 

@@ -80,7 +80,7 @@ def test_what_is_chosen_fits(num_outputs: int, is_gated: bool) -> None:
 
 def test_other_processors_go_without() -> None:
     x, weight = vectors(40, 256).cpu(), torch.randn(4096, 256, dtype=torch.bfloat16)
-    assert ops_triton._streamed_product(torch.device("cpu")) is None
+    assert ops_triton._streamed(torch.device("cpu")) is None
     x = empty_rows(x.shape, x).copy_(x)
     found = ops_triton.TritonOps().linear(x, weight, None)
     assert torch.equal(found, torch.nn.functional.linear(x, weight))
@@ -95,7 +95,7 @@ def test_the_kernel_compiles_without_a_gpu() -> None:
         command, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert ended.returncode == 0, ended.stderr[-2000:]
-    assert "compiled 4" in ended.stdout
+    assert "compiled 6" in ended.stdout
 
 
 def operands(
