@@ -10,8 +10,8 @@ values themselves say that they are there.
 
 Each rank moves (ranks - 1) times the tensor over its links at once, in parts twice the tensor at
 most, but waits twice. What was added up may be added to the residual stream and normed in the same
-kernel, a row a program. Program c of every rank takes chunk c of x, uses region c alone and meets
-program c of the others alone.
+kernel, a row a program; then a product may have written x to the slots itself. Program c of every
+rank takes chunk c of x, uses region c alone and meets program c of the others alone.
 
 A word that nobody has written yet is ABSENT: minus zero, which no rank sends (it sends zero). So a
 sum waits for one write over the link where a signal behind the data would be a second one
@@ -19,9 +19,9 @@ sum waits for one write over the link where a signal behind the data would be a 
 
 Three buffers take turns, by the program's own count: while one is written, the one of the sum
 before is made absent again. A rank writes to it two sums later: it has then seen what its peer sent
-in the sum between, which the peer's kernel sent after the one that cleared. Sums are in float32 and
-in the ranks' order: the same bits on all ranks, and for each element whatever the size. Whose turn
-it is lies in memory, so a CUDA graph can hold the kernels.
+for the sum between, by a kernel that came after the one that cleared. Sums are in float32 and in
+the ranks' order: the same bits on all ranks, and for each element whatever the size. Whose turn it
+is lies in memory, so a CUDA graph can hold the kernels.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def peer_add_rms_norm(
 ) -> Tensor:
     """Add `peer_sum` of x to `residual` in place and return the norm of that; both [rows, dim].
 
-    At most MAX_ROWS rows of MAX_ROW_BYTES: a program has a row. Without x the summands are on their
-    way already: see streamed_product_gluon.py.
+    At most MAX_ROWS rows of MAX_ROW_BYTES: a program has a row. Without x, the kernels in front of
+    it have sent all ranks' summands: `streamed_product_gluon.send_streamed_product`.
     """
     dim = residual.shape[1]
     out = empty_rows(residual.shape, residual)

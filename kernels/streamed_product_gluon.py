@@ -8,6 +8,9 @@ A weight depends on nothing that a step computes. What is in front of a product,
 GPUs, the last programs of another product, leaves the memory idle for microseconds, which are some
 stages' worth. To fill more of them early slows down what is in front, which waits for memory too.
 
+A product that ranks add up goes from here to the ranks that add it up: 64 rows of 8192 outputs
+are there 3 us earlier than if a kernel for their sum had to read and send them.
+
 Gluon is the lower level of Triton, where a kernel says itself what is in flight.
 """
 
