@@ -303,6 +303,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--commit", default=None, help="what is measured, where git does not know")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "allreduce.json")
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=None, help=argparse.SUPPRESS)
@@ -332,7 +333,7 @@ def main(argv: list[str]) -> int:
     result = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        "commit": commit(),
+        "commit": arguments.commit or commit(),
         "command": f"python -m baton.bench.allreduce {' '.join(argv)}".strip(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": machine(),

@@ -1,4 +1,5 @@
-"""A cluster on two GPUs, broken: kill -9, stand-still, small pools, other transports, a long mix.
+"""A cluster on two GPUs, broken: kill -9, stand-still, small pools, a long mix; and put together in
+other ways: by other transports, with sides of unequal size.
 
 The first GPU prefills, the second decodes, in float32, so that one process on a GPU is the
 reference. The cluster keeps its ports: a node that is killed comes back where it was.
@@ -178,6 +179,26 @@ async def test_other_transports_are_named_and_right(
             assert {stream.result.transport for stream in streams} == {transport}
         said = "\n".join(running.processes["decode-0"].said)
         assert f"over {transport} at" in said
+
+
+@pytest.mark.parametrize("transport", ["auto", "nccl"])
+@pytest.mark.parametrize(("prefill_gpus", "decode_gpus"), [("0", "0,1"), ("0,1", "1")])
+async def test_sides_of_unequal_size(
+    reference: GpuReference, prefill_gpus: str, decode_gpus: str, transport: str
+) -> None:
+    """One side has two ranks, of which one shares its GPU with the other side."""
+
+    def side(gpus: str) -> tuple[str, ...]:
+        num_ranks = str(len(gpus.split(",")))
+        return ("--gpus", gpus, "--tp", num_ranks, "--num-kv-blocks", "400")
+
+    decode = (*side(decode_gpus), "--kv-transport", transport)
+    with gpu_cluster(reference, prefill=side(prefill_gpus), decode=decode) as running:
+        async with Scene(running, reference) as scene:
+            streams = [scene.ask(200 + 50 * i, 20) for i in range(8)]
+            await scene.check()
+            over = "cuda_ipc" if transport == "auto" else transport
+            assert {stream.result.transport for stream in streams} == {over}
 
 
 def test_one_process_repeats_itself(reference: GpuReference) -> None:
