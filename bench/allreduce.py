@@ -24,14 +24,15 @@ import torch
 from torch import Tensor
 
 from baton.core.config import EngineConfig
+from baton.engine.peer_reduce import PeerReduce
 from baton.engine.torch_communicator import (
     NcclCommunicator,
     connect_store,
     make_communicator,
     make_store,
 )
-from baton.kernels.ops_triton import TritonOps
-from baton.kernels.peer_reduce_triton import MAX_BYTES
+from baton.kernels.ops_triton import TritonOps, send_product
+from baton.kernels.peer_reduce_triton import MAX_BYTES, peer_add_rms_norm
 from baton.kernels.row_room import empty_rows
 
 from .figures import ROOT, Figure, commit, machine, table
@@ -127,31 +128,50 @@ class Rank:
             assert float(difference) < 3e-3
 
     def _check_sent(self) -> None:
-        """A product that sends itself gives the same bits as one that is sent, in a graph too."""
-        peers, ops = self._communicator._peers, TritonOps()
-        if peers is None:
+        """Products that send themselves, either way: the same bits as if the sum had sent them."""
+        peers = self._communicator._peers
+        if peers is None or torch.cuda.get_device_capability() != (9, 0):
             return
         for num_rows, dim, num_inputs in ((40, 4096, 2048), (64, 8192, 512), (33, 5120, 1024)):
-            x, product_weight, weight, residual = self._operands(num_rows, dim, num_inputs)
-            bias = weight if self.rank == 0 else None
-            if not peers.send_product(x, product_weight, bias):
-                continue
-            peers.add_rms_norm(None, residual.clone(), weight, 1e-5)
-            found, expected = residual.clone(), residual.clone()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                normed = []
-                for round_number in range(5):
-                    torch.cuda._sleep((self.rank * 7 + round_number * 5) % 11 * 2000)
-                    peers.send_product(x, product_weight, bias)
-                    normed.append(peers.add_rms_norm(None, found, weight, 1e-5))
-            for _ in range(20):
-                x.normal_()
-                graph.replay()
-                for one in normed:
-                    product = ops.linear(x, product_weight, bias)
-                    assert torch.equal(one, peers.add_rms_norm(product, expected, weight, 1e-5))
-                assert torch.equal(found, expected), (num_rows, dim)
+            operands = self._operands(num_rows, dim, num_inputs)
+            for in_parts in (False, True):
+                self._check_sent_so(peers, *operands, in_parts=in_parts)
+
+    def _check_sent_so(
+        self,
+        peers: PeerReduce,
+        x: Tensor,
+        product_weight: Tensor,
+        weight: Tensor,
+        residual: Tensor,
+        *,
+        in_parts: bool,
+    ) -> None:
+        """In a graph, with ranks that are late."""
+        ops, bases, way = TritonOps(), peers._bases, {"in_parts": in_parts}
+        bias = weight if self.rank == 0 else None
+        found, expected = residual.clone(), residual.clone()
+
+        def add_product() -> Tensor:
+            assert send_product(x, product_weight, bias, bases, self.rank, **way)
+            return peer_add_rms_norm(None, found, weight, 1e-5, bases, self.rank, **way)
+
+        add_product()
+        found.copy_(residual)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            normed = []
+            for number in range(5):
+                torch.cuda._sleep((self.rank * 7 + number * 5) % 11 * 2000)
+                normed.append(add_product())
+        for _ in range(20):
+            x.normal_()
+            graph.replay()
+            for one in normed:
+                product = ops.linear(x, product_weight, bias)
+                other = peer_add_rms_norm(product, expected, weight, 1e-5, bases, self.rank, **way)
+                assert torch.equal(one, other), (x.shape, in_parts)
+            assert torch.equal(found, expected), (x.shape, in_parts)
 
     def _operands(self, num_rows: int, dim: int, num_inputs: int) -> tuple[Tensor, ...]:
         """Vectors and a weight of this rank, the norm's weight and the residual stream of all."""
