@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from baton.core.config import EngineConfig
+from baton.engine.communicator import Sent
 from baton.engine.peer_reduce import PeerReduce
 from baton.engine.torch_communicator import (
     NcclCommunicator,
@@ -134,7 +135,7 @@ class Rank:
             return
         for num_rows, dim, num_inputs in ((40, 4096, 2048), (64, 8192, 512), (33, 5120, 1024)):
             operands = self._operands(num_rows, dim, num_inputs)
-            for in_parts in (False, True):
+            for in_parts in (False, True, None):
                 self._check_sent_so(peers, *operands, in_parts=in_parts)
 
     def _check_sent_so(
@@ -145,31 +146,40 @@ class Rank:
         weight: Tensor,
         residual: Tensor,
         *,
-        in_parts: bool,
+        in_parts: bool | None,
     ) -> None:
-        """In a graph, with ranks that are late."""
-        ops, bases, way = TritonOps(), peers._bases, {"in_parts": in_parts}
+        """In a graph, with ranks that are late. `in_parts` None: whichever way models go."""
+        communicator, ops, exchange = self._communicator, TritonOps(), peers.exchange
         bias = weight if self.rank == 0 else None
         found, expected = residual.clone(), residual.clone()
 
         def add_product() -> Tensor:
-            assert send_product(x, product_weight, bias, bases, self.rank, **way)
-            return peer_add_rms_norm(None, found, weight, 1e-5, bases, self.rank, **way)
+            if in_parts is None:
+                summand = communicator.linear(ops, x, product_weight, bias)
+                assert isinstance(summand, Sent)
+                return communicator.add_rms_norm(ops, summand, found, weight, 1e-5)
+            is_sent = send_product(x, product_weight, bias, exchange, in_parts=in_parts)
+            assert is_sent
+            return peer_add_rms_norm(None, found, weight, 1e-5, exchange, in_parts=in_parts)
 
         add_product()
         found.copy_(residual)
+        other_kind = torch.ones(3000, device="cuda")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             normed = []
-            for number in range(5):
-                torch.cuda._sleep((self.rank * 7 + number * 5) % 11 * 2000)
+            for number in range(6):
+                if number % 3 == 1:  # the others follow the sum in front at once
+                    torch.cuda._sleep((self.rank * 7 + number * 5) % 11 * 2000)
+                if number % 3 == 2:
+                    peers.sum(other_kind, in_parts=number > 3)
                 normed.append(add_product())
         for _ in range(20):
             x.normal_()
             graph.replay()
             for one in normed:
                 product = ops.linear(x, product_weight, bias)
-                other = peer_add_rms_norm(product, expected, weight, 1e-5, bases, self.rank, **way)
+                other = communicator.add_rms_norm(ops, product, expected, weight, 1e-5)
                 assert torch.equal(one, other), (x.shape, in_parts)
             assert torch.equal(found, expected), (x.shape, in_parts)
 

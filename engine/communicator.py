@@ -40,7 +40,7 @@ class Communicator(Protocol):
         ...
 
     def linear(self, ops: Ops, x: Tensor, weight: Tensor, bias: Tensor | None) -> Summand:
-        """`ops.linear`, for the next `add_rms_norm` alone."""
+        """`ops.linear`, for `add_rms_norm`, which must be the next operation."""
         ...
 
     def add_rms_norm(

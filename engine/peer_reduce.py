@@ -21,6 +21,7 @@ from ..kernels.peer_reduce_triton import (
     MAX_RANKS,
     MAX_ROW_BYTES,
     MAX_ROWS,
+    Exchange,
     peer_add_rms_norm,
     peer_sum,
     prepare_exchange,
@@ -44,13 +45,15 @@ class PeerReduce:
     ) -> None:
         """`own` is this rank's exchange memory, from now on this object's; `handles` are those of
         all ranks'. Raises StartupFailed if a peer's memory cannot be mapped."""
-        self._rank, self._own = rank, own
+        self._own = own
         self._mapped = {
             peer: _map(handle, device) for peer, handle in enumerate(handles) if peer != rank
         }
         memories = [self._mapped.get(peer, own) for peer in range(len(handles))]
         addresses = [memory.address for memory in memories]
-        self._bases = torch.tensor(addresses, dtype=torch.int64, device=device)
+        bases = torch.tensor(addresses, dtype=torch.int64, device=device)
+        self.exchange = Exchange(bases, rank)
+        self._sent_bytes = 0  # of a product that no norm has taken up yet
 
     def can_reduce(self, x: Tensor) -> bool:
         """Whether x is of numbers of 2 or 4 bytes, contiguous, and small enough to be worth it."""
@@ -69,32 +72,39 @@ class PeerReduce:
 
     def sum(self, x: Tensor, *, in_parts: bool) -> Tensor:
         """`all_reduce` in one way or the other: see peer_reduce_triton.py."""
-        return peer_sum(x, self._bases, self._rank, in_parts=in_parts)
+        assert not self._sent_bytes, "its words lie where this sum's would"
+        return peer_sum(x, self.exchange, in_parts=in_parts)
 
     def send_product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-        """Launch a product that sends itself to the ranks, for the next `add_rms_norm`; False if
-        there is no such kernel for it. x [rows, inputs], weight [outputs, inputs]."""
-        num_rows, num_outputs = len(x), len(weight)
-        if num_rows > MAX_ROWS or num_outputs * x.itemsize > MAX_ROW_BYTES:
+        """Launch a product that sends itself to the ranks, for the `add_rms_norm` that must follow;
+        False if there is no such kernel for it. x [rows, inputs], weight [outputs, inputs]."""
+        assert not self._sent_bytes, "its words lie where this one's would"
+        if len(weight) * x.itemsize > MAX_ROW_BYTES:
             return False
-        in_parts = self._goes_in_parts(num_rows * num_outputs * x.itemsize)
-        return send_product(x, weight, bias, self._bases, self._rank, in_parts=in_parts)
+        num_bytes = len(x) * len(weight) * x.itemsize
+        in_parts = self._goes_in_parts(num_bytes)
+        if not send_product(x, weight, bias, self.exchange, in_parts=in_parts):
+            return False
+        self._sent_bytes = num_bytes
+        return True
 
     def add_rms_norm(
         self, x: Tensor | None, residual: Tensor, weight: Tensor, eps: float
     ) -> Tensor:
-        """Add the sum over all ranks to `residual` in place; the norm of that. Without x it is
-        that of products that were sent."""
-        bases, in_parts = self._bases, self._goes_in_parts(residual.nbytes)
-        return peer_add_rms_norm(x, residual, weight, eps, bases, self._rank, in_parts=in_parts)
+        """Add the sum over all ranks to `residual` in place; the norm of that. Without x it is the
+        sum of what was sent."""
+        assert self._sent_bytes == (residual.nbytes if x is None else 0)
+        self._sent_bytes = 0
+        in_parts = self._goes_in_parts(residual.nbytes)
+        return peer_add_rms_norm(x, residual, weight, eps, self.exchange, in_parts=in_parts)
 
     def _goes_in_parts(self, num_bytes: int) -> bool:
-        num_peers = len(self._bases) - 1
+        num_peers = self.exchange.num_ranks - 1
         return num_peers > 1 and num_bytes * num_peers > _LARGEST_AT_ONCE_BYTES
 
     def close(self) -> None:
-        """Unmap and free, once the other ranks have ended: they write to this memory in their sums,
-        and may do so after the last one here is over."""
+        """Unmap and free, once the other ranks have ended: until then they write to this memory,
+        also after the last sum here is over."""
         for memory in self._mapped.values():
             memory.close()
         self._own.free()

@@ -13,6 +13,7 @@ from torch import Tensor
 from .activation_triton import silu_and_mul
 from .gemv_triton import few_rows_product, few_rows_tiling, gemv
 from .norm_triton import add_rms_norm, norm_heads, rms_norm
+from .peer_reduce_triton import Exchange
 from .streamed_product import choose_stages
 
 log = logging.getLogger(__name__)
@@ -34,14 +35,14 @@ def _streamed(device: torch.device) -> ModuleType | None:
 
 
 def send_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, bases: Tensor, rank: int, *, in_parts: bool
+    x: Tensor, weight: Tensor, bias: Tensor | None, exchange: Exchange, *, in_parts: bool
 ) -> bool:
-    """`streamed_product_gluon.send_streamed_product`; False if that is not how this product is
-    computed."""
+    """`streamed_product_gluon.send_streamed_product`; False if that is not how `TritonOps.linear`
+    computes this product."""
     stages = choose_stages(x, weight, is_gated=False)
     if stages is None or (streamed := _streamed(x.device)) is None:
         return False
-    streamed.send_streamed_product(x, weight, bias, stages, bases, rank, in_parts=in_parts)
+    streamed.send_streamed_product(x, weight, bias, stages, exchange, in_parts=in_parts)
     return True
 
 

@@ -19,12 +19,14 @@ sum waits for one write over the link where a signal behind the data would be a 
 
 Three buffers take turns, by the program's own count: while one is written, the one of the sum
 before is made absent again. A rank writes to it two sums later: it has then seen what its peer sent
-for the sum between, by a kernel that came after the one that cleared. Sums are in float32 and in
-the ranks' order: the same bits on all ranks, and for each element whatever the size. Whose turn it
+for the sum between (or what others made of it), by a kernel that came after the one that cleared.
+Sums are in float32 and in the ranks' order: the same bits on all ranks, and for each element whatever the size. Whose turn it
 is lies in memory, so a CUDA graph can hold the kernels.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -36,17 +38,39 @@ from .row_room import empty_rows
 
 MAX_RANKS = 8
 MAX_PROGRAMS = 128  # all resident at once on any GPU that this is for
-REGION_BYTES = 16 << 10
-MAX_BYTES = MAX_PROGRAMS * REGION_BYTES
-MAX_ROWS, MAX_ROW_BYTES = MAX_PROGRAMS, REGION_BYTES  # of what is normed as well
+_REGION_BYTES = 16 << 10
+MAX_BYTES = MAX_PROGRAMS * _REGION_BYTES
+MAX_ROWS, MAX_ROW_BYTES = MAX_PROGRAMS, _REGION_BYTES  # of what is normed as well
 _LEAST_BLOCK = 1024
 _NUM_BUFFERS = 3
-STATE_WORDS = 3  # whose turn it is; halves (2 bytes) of the last sum in each slot, in the results
+_STATE_WORDS = 3  # whose turn it is; halves (2 bytes) of the last sum in each slot, in the results
 _ABSENT = {2: -(1 << 15), 4: -(1 << 31) + (1 << 15)}  # as words; memory is full of the first
 
-SLOTS_AT = MAX_PROGRAMS * STATE_WORDS * 4
-_RESULTS_AT = SLOTS_AT + _NUM_BUFFERS * MAX_PROGRAMS * MAX_RANKS * REGION_BYTES
-EXCHANGE_BYTES = _RESULTS_AT + _NUM_BUFFERS * MAX_PROGRAMS * REGION_BYTES
+SLOTS_AT = MAX_PROGRAMS * _STATE_WORDS * 4
+_RESULTS_AT = SLOTS_AT + _NUM_BUFFERS * MAX_PROGRAMS * MAX_RANKS * _REGION_BYTES
+EXCHANGE_BYTES = _RESULTS_AT + _NUM_BUFFERS * MAX_PROGRAMS * _REGION_BYTES
+
+# The same for kernels.
+_PROGRAMS, _MOST_RANKS = tl.constexpr(MAX_PROGRAMS), tl.constexpr(MAX_RANKS)
+_REGION, _STATE = tl.constexpr(_REGION_BYTES), tl.constexpr(_STATE_WORDS)
+_SLOTS, _RESULTS = tl.constexpr(SLOTS_AT), tl.constexpr(_RESULTS_AT)
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One rank's end of the exchange memories. `bases` [ranks] int64, ranks a power of two: where
+    each rank's, its own too, lies for this device."""
+
+    bases: Tensor
+    rank: int
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.bases)
+
+    def pitch(self, width: int, *, in_parts: bool) -> int:
+        """Of so many elements a program: from one rank's part to the next one's; at once 0."""
+        return _block(width) // self.num_ranks if in_parts else 0
 
 
 def prepare_exchange(memory: Tensor) -> None:
@@ -54,25 +78,15 @@ def prepare_exchange(memory: Tensor) -> None:
     memory[SLOTS_AT:].view(torch.int16).fill_(_ABSENT[2])
 
 
-def peer_sum(x: Tensor, bases: Tensor, rank: int, *, in_parts: bool) -> Tensor:
+def peer_sum(x: Tensor, exchange: Exchange, *, in_parts: bool) -> Tensor:
     """The sum of all ranks' x (contiguous, of equal shapes, at most MAX_BYTES): a new tensor.
 
-    bases [ranks] int64, ranks a power of two: where each rank's exchange memory, its own too, lies
-    for this device. Waits, on the device, for the other ranks to launch the same.
+    Waits, on the device, for the other ranks to launch the same.
     """
-    block = _block(triton.cdiv(x.numel(), MAX_PROGRAMS))
+    width = _block(triton.cdiv(x.numel(), MAX_PROGRAMS))
     out = torch.empty_like(x)
-    _launch(x, x, x, out, bases, rank, block, block, 0.0, in_parts=in_parts, has_norm=False)
+    _launch(x, x, x, out, exchange, width, 0.0, in_parts=in_parts, has_norm=False)
     return out
-
-
-def part_pitch(width: int, num_ranks: int) -> int:
-    """Of sums in parts: from one rank's part of so many elements to the next one's."""
-    return _block(width) // num_ranks
-
-
-def _block(width: int) -> int:
-    return max(_LEAST_BLOCK, int(triton.next_power_of_2(width)))
 
 
 def peer_add_rms_norm(
@@ -80,8 +94,7 @@ def peer_add_rms_norm(
     residual: Tensor,
     weight: Tensor,
     eps: float,
-    bases: Tensor,
-    rank: int,
+    exchange: Exchange,
     *,
     in_parts: bool,
 ) -> Tensor:
@@ -92,20 +105,12 @@ def peer_add_rms_norm(
     """
     dim = residual.shape[1]
     out = empty_rows(residual.shape, residual)
-    _launch(
-        x,
-        residual,
-        weight,
-        out,
-        bases,
-        rank,
-        dim,
-        _block(dim),
-        eps,
-        in_parts=in_parts,
-        has_norm=True,
-    )
+    _launch(x, residual, weight, out, exchange, dim, eps, in_parts=in_parts, has_norm=True)
     return out
+
+
+def _block(width: int) -> int:
+    return max(_LEAST_BLOCK, int(triton.next_power_of_2(width)))
 
 
 def _launch(
@@ -113,45 +118,55 @@ def _launch(
     residual: Tensor,
     weight: Tensor,
     out: Tensor,
-    bases: Tensor,
-    rank: int,
+    exchange: Exchange,
     width: int,
-    block: int,
     eps: float,
     *,
     in_parts: bool,
     has_norm: bool,
 ) -> None:
+    block, pitch = _block(width), exchange.pitch(width, in_parts=in_parts)
     num_elements = out.numel()
     _peer_sum[(triton.cdiv(num_elements, width),)](
         residual if x is None else x,
         residual,
         weight,
         out,
-        bases,
-        rank,
+        exchange.bases,
+        exchange.rank,
         num_elements,
         width,
         eps,
         IS_SENT=x is None,
-        RANKS=len(bases),
+        RANKS=exchange.num_ranks,
         BLOCK=block,
-        NUM_ADDED=block // len(bases) if in_parts else block,  # by one rank
-        PITCH=block // len(bases) if in_parts else 0,  # from a rank's part to the next one's
+        NUM_ADDED=pitch or block,  # by one rank
+        PITCH=pitch,
         WORD=tl.int16 if out.itemsize == 2 else tl.int32,
         HALVES=out.itemsize // 2,
         ABSENT=_ABSENT[out.itemsize],
-        PROGRAMS=MAX_PROGRAMS,
-        MOST_RANKS=MAX_RANKS,
-        REGION_BYTES=REGION_BYTES,
-        STATE_WORDS=STATE_WORDS,
-        SLOTS_AT=SLOTS_AT,
-        RESULTS_AT=_RESULTS_AT,
-        IN_PARTS=in_parts,
         HAS_NORM=has_norm,
         num_warps=min(16, block // 256),
         **launch_options(out.device),
     )
+
+
+@triton.jit
+def state_of(own, program):
+    """A program's, in its rank's exchange memory at `own`: first whose turn it is."""
+    return own.to(tl.pointer_type(tl.int32)) + program * _STATE
+
+
+@triton.jit
+def slot_at(turn, program, rank):
+    """Where a rank's summand for a program lies, in bytes from the beginning of the memory."""
+    return _SLOTS + ((turn * _PROGRAMS + program) * _MOST_RANKS + rank).to(tl.int64) * _REGION
+
+
+@triton.jit
+def _result_at(turn, program):
+    """Where a program's result lies, the same way."""
+    return _RESULTS + (turn * _PROGRAMS + program).to(tl.int64) * _REGION
 
 
 @triton.jit
@@ -230,13 +245,6 @@ def _peer_sum(
     WORD: tl.constexpr,
     HALVES: tl.constexpr,
     ABSENT: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    MOST_RANKS: tl.constexpr,
-    REGION_BYTES: tl.constexpr,
-    STATE_WORDS: tl.constexpr,
-    SLOTS_AT: tl.constexpr,
-    RESULTS_AT: tl.constexpr,
-    IN_PARTS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -254,34 +262,33 @@ def _peer_sum(
         scales = tl.load(weight + places, mask=mask, other=0.0).to(tl.float32)
     let_next_in(PDL)
     wait_for_previous(PDL)
-    state = own.to(tl.pointer_type(tl.int32)) + program * STATE_WORDS
+    state = state_of(own, program)
     turn = tl.load(state)
     slot_halves, result_halves = tl.load(state + 1), tl.load(state + 2)
-    region = (turn * PROGRAMS + program).to(tl.int64) * REGION_BYTES
     if not IS_SENT:
         pieces = targets * PITCH + added
         is_mine = pieces < num_mine
         values = tl.load(x + program * width + pieces, mask=is_mine, other=0.0)
-        slots = target_bases + SLOTS_AT + region * MOST_RANKS + rank * REGION_BYTES
+        slots = target_bases + slot_at(turn, program, rank)
         tl.store(_words_at(slots, WORD) + added, _sent(values, WORD, ABSENT), mask=is_mine)
 
     # What the sum before left, while this one's is on its way.
-    before = ((turn + 2) % 3 * PROGRAMS + program).to(tl.int64) * REGION_BYTES
+    before = (turn + 2) % 3
     for index in tl.static_range(RANKS):
-        slot = own + SLOTS_AT + before * MOST_RANKS + index * REGION_BYTES
-        _clear(slot, slot_halves, BLOCK)
-    _clear(own + RESULTS_AT + before, result_halves, BLOCK)
+        _clear(own + slot_at(before, program, index), slot_halves, BLOCK)
+    _clear(own + _result_at(before, program), result_halves, BLOCK)
 
-    own_slots = own + SLOTS_AT + region * MOST_RANKS + ranks * REGION_BYTES
+    own_slots = own + slot_at(turn, program, ranks)
     is_there = rank * PITCH + added < num_mine
     parts = _arrived(_words_at(own_slots, WORD) + added, is_there, out.dtype.element_ty, ABSENT)
     total = _in_order(parts.to(tl.float32), RANKS, NUM_ADDED)
     summed = total.to(out.dtype.element_ty)
-    if IN_PARTS:
-        results = _words_at(target_bases + RESULTS_AT + region + rank * PITCH * HALVES * 2, WORD)
+    if PITCH > 0:
+        result = _result_at(turn, program)
+        results = _words_at(target_bases + result + rank * PITCH * HALVES * 2, WORD)
         words = tl.broadcast_to(_sent(summed, WORD, ABSENT)[None, :], (RANKS, NUM_ADDED))
         tl.store(results + added, words, mask=is_there)
-        whole = (own + RESULTS_AT + region).to(tl.pointer_type(WORD))
+        whole = (own + result).to(tl.pointer_type(WORD))
         summed = _arrived(tl.multiple_of(whole, 16) + places, mask, out.dtype.element_ty, ABSENT)
     if HAS_NORM:  # as in norm_triton.py
         earlier = tl.load(residual + elements, mask=mask, other=0.0)
@@ -295,4 +302,4 @@ def _peer_sum(
     tl.store(state, (turn + 1) % 3)
     num_parts = tl.minimum(tl.maximum(num_mine - rank * PITCH, 0), NUM_ADDED)
     tl.store(state + 1, num_parts * HALVES)
-    tl.store(state + 2, num_mine * HALVES if IN_PARTS else 0)
+    tl.store(state + 2, num_mine * HALVES if PITCH > 0 else 0)

@@ -85,13 +85,13 @@ class Cluster:
     def kill(self, name: str, part: str = "node") -> None:
         """kill -9 of a node's engine, or of its supervisor: the engine goes with it.
 
-        Returns once that one is dead, as `restart_dead` would else take it for alive.
+        A supervisor is dead when this returns, as `restart_dead` would else take it for alive.
         """
         if part == "engine":
             os.kill(self.engine_pid(name), signal.SIGKILL)
         else:
             self.processes[name].process.kill()
-            self.processes[name].process.wait()
+            self.processes[name].process.wait(timeout=20)
 
     @contextmanager
     def stopped(self, name: str, part: str = "node") -> Iterator[None]:

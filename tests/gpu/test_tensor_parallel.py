@@ -89,10 +89,12 @@ def test_tokens_are_those_of_one_gpu(tmp_path: Path, size: int) -> None:
     assert found[1][: len(WAYS)] == found[1][len(WAYS) :]
 
 
+@pytest.mark.parametrize("hidden_size", [128, 2560])  # of which products send themselves
 @pytest.mark.parametrize("size", SIZES)
-def test_bf16_goes_on_from_what_all_ranks_know(tmp_path: Path, size: int) -> None:
+def test_bf16_goes_on_from_what_all_ranks_know(tmp_path: Path, size: int, hidden_size: int) -> None:
     """The same tokens twice, and preempted: every rank's pool held what it should."""
-    write_checkpoint(tmp_path, num_attention_heads=8, num_key_value_heads=8, head_dim=128)
+    shape = {"hidden_size": hidden_size, "num_attention_heads": 8, "num_key_value_heads": 8}
+    write_checkpoint(tmp_path, **shape, head_dim=128)
     outputs = []
     for changes in ({}, {"num_kv_blocks": 44, "max_model_len": 512}):
         engine = LocalEngine.load(config_of(tmp_path, size, dtype="bfloat16", **changes), print)

@@ -13,10 +13,10 @@ from baton.kernels.streamed_product_gluon import _REGISTERS, _WARPS, _streamed_p
 
 # Stages, whether it is gated, ranks that it is sent to, and from one's part to the next one's.
 CASES = [
-    (Stages(32, 128, 9, 3), False, 0, 0),
-    (Stages(64, 128, 6, 4), False, 0, 0),
-    (Stages(128, 128, 4, 3), False, 0, 0),
-    (Stages(64, 128, 4, 2), True, 0, 0),
+    (Stages(32, 128, 9, 3), False, 1, 0),
+    (Stages(64, 128, 6, 4), False, 1, 0),
+    (Stages(128, 128, 4, 3), False, 1, 0),
+    (Stages(64, 128, 4, 2), True, 1, 0),
     (Stages(32, 128, 9, 3), False, 2, 0),
     (Stages(64, 128, 6, 4), False, 4, 2048),
 ]
@@ -32,6 +32,7 @@ def compile_for_hopper(stages: Stages, is_gated: bool, ranks: int, pitch: int) -
     constants = {
         "HAS_BIAS": True,
         "IS_GATED": is_gated,
+        "SENDS": ranks > 1,
         "RANKS": ranks,
         "PITCH": pitch,
         "OUTPUTS": stages.outputs,
@@ -44,7 +45,7 @@ def compile_for_hopper(stages: Stages, is_gated: bool, ranks: int, pitch: int) -
         "vectors": boxes(ROWS_AT_ONCE, stages.inputs),
         "matrix": boxes(stages.outputs, stages.inputs),
         "bias": "*bf16",
-        "out": "*i64" if ranks else "*bf16",
+        "out": "*i64" if ranks > 1 else "*bf16",
         **dict.fromkeys(("num_rows", "num_outputs", "num_inputs", "rank"), "i32"),
         **dict.fromkeys(constants, "constexpr"),
     }
@@ -66,5 +67,5 @@ if __name__ == "__main__":
         assert weight_asked < waited, "the weight waits for what is in front"
         assert "wgmma" in ptx
         num_ranks = case[2]
-        assert ("st.global.v4" in ptx) == (num_ranks > 0), "16 bytes go at once to a peer"
+        assert ("st.global.v4" in ptx) == (num_ranks > 1), "16 bytes go at once to a peer"
     print("compiled", len(CASES))

@@ -20,10 +20,9 @@ from baton.kernels.peer_reduce_triton import (
     EXCHANGE_BYTES,
     MAX_PROGRAMS,
     MAX_RANKS,
-    REGION_BYTES,
+    MAX_ROW_BYTES,
     SLOTS_AT,
-    STATE_WORDS,
-    part_pitch,
+    Exchange,
     peer_add_rms_norm,
     peer_sum,
     prepare_exchange,
@@ -63,11 +62,11 @@ def all_logits() -> torch.Tensor:
     return logits
 
 
-def sample_part(rank: int, bases: torch.Tensor) -> list[torch.Tensor]:
+def sample_part(exchange: Exchange) -> list[torch.Tensor]:
     """Token ids and log-probabilities by a rank that has its part of the logits."""
-    size = len(bases)
+    size, rank = exchange.num_ranks, exchange.rank
     padded = torch.nn.functional.pad(all_logits(), (0, -4501 % size), value=99.0)
-    part = VocabularyPart(rank, size, 4501, lambda x: peer_sum(x, bases, rank, in_parts=False))
+    part = VocabularyPart(rank, size, 4501, lambda x: peer_sum(x, exchange, in_parts=False))
     temperatures = torch.tensor([wish.temperature for wish in WISHES])
     keys = torch.tensor([wish.key for wish in WISHES])
     token_ids, logprobs = torch.zeros(3, dtype=torch.int64), torch.zeros(3)
@@ -77,22 +76,22 @@ def sample_part(rank: int, bases: torch.Tensor) -> list[torch.Tensor]:
 
 def send(x: torch.Tensor, maps: list[torch.Tensor], rank: int, *, in_parts: bool) -> None:
     """What a product that sends itself leaves where: x [rows, dim] float32, without minus zeros."""
-    turns = maps[rank].view(torch.int32)[::STATE_WORDS]
-    pitch = part_pitch(x.shape[1], len(maps)) if in_parts else 0
+    turns = maps[rank][:SLOTS_AT].view(torch.int32).view(MAX_PROGRAMS, -1)[:, 0]
+    pitch = 1024 // len(maps) if in_parts else 0
     for row, values in enumerate(x):
         slot = (int(turns[row]) * MAX_PROGRAMS + row) * MAX_RANKS + rank
         for target, memory in enumerate(maps):
             sent = values[target * pitch :][: pitch or None]
-            at = (SLOTS_AT + slot * REGION_BYTES) // 4
+            at = (SLOTS_AT + slot * MAX_ROW_BYTES) // 4
             memory.view(torch.float32)[at : at + len(sent)] = sent
 
 
 def run_rank(rank: int, fds: list[int]) -> list[torch.Tensor]:
     """All sums as one rank; its exchange memory and the peer's are shared files."""
     maps = [torch.frombuffer(mmap.mmap(fd, EXCHANGE_BYTES), dtype=torch.uint8) for fd in fds]
-    bases = torch.tensor([memory.data_ptr() for memory in maps])
+    exchange = Exchange(torch.tensor([memory.data_ptr() for memory in maps]), rank)
     found = [
-        peer_sum(x, bases, rank, in_parts=in_parts)
+        peer_sum(x, exchange, in_parts=in_parts)
         for x, (_, _, in_parts) in zip(inputs(rank), SUMS, strict=True)
     ]
     x, (residual, weight) = inputs(rank)[1].view(3, 500), norm_inputs()
@@ -100,9 +99,9 @@ def run_rank(rank: int, fds: list[int]) -> list[torch.Tensor]:
         if is_sent:
             send(x, maps, rank, in_parts=in_parts)
         summand = None if is_sent else x
-        normed = peer_add_rms_norm(summand, residual, weight, 1e-5, bases, rank, in_parts=in_parts)
+        normed = peer_add_rms_norm(summand, residual, weight, 1e-5, exchange, in_parts=in_parts)
         found += [normed, residual.clone()]  # each adds to what the one before left
-    return found + sample_part(rank, bases)
+    return found + sample_part(exchange)
 
 
 def check_sums(found: list[torch.Tensor], size: int) -> None:

@@ -14,6 +14,15 @@ pytest.importorskip("triton")
 
 from baton.kernels import activation, ops_triton
 from baton.kernels.norm_triton import rms_norm
+from baton.kernels.peer_reduce_triton import (
+    EXCHANGE_BYTES,
+    MAX_PROGRAMS,
+    MAX_RANKS,
+    MAX_ROW_BYTES,
+    SLOTS_AT,
+    Exchange,
+    prepare_exchange,
+)
 from baton.kernels.row_room import ROWS_AT_ONCE, empty_rows, has_room
 from baton.kernels.streamed_product import Stages, choose_stages
 
@@ -147,6 +156,49 @@ def test_gated_products(
     x, weight, bias, expected = operands(num_rows, num_outputs, num_inputs, dtype, has_bias)
     gated = streamed(x, weight, bias, stages, is_gated=True)
     close(gated, activation.silu_and_mul(expected))
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("num_rows", [33, 64])
+@pytest.mark.parametrize("num_outputs", [2600, 4096, 5120, 8192])
+@pytest.mark.parametrize("in_parts", [False, True])
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_what_is_sent_lies_where_it_is_added_up(
+    num_ranks: int, in_parts: bool, num_outputs: int, num_rows: int, dtype: torch.dtype
+) -> None:
+    """All words of all ranks' slots, which one GPU plays: nothing lies anywhere else."""
+    from baton.kernels.streamed_product_gluon import send_streamed_product
+
+    memories = [
+        torch.zeros(EXCHANGE_BYTES, dtype=torch.uint8, device="cuda") for _ in range(num_ranks)
+    ]
+    bases = torch.tensor([memory.data_ptr() for memory in memories], device="cuda")
+    turns = torch.arange(MAX_PROGRAMS, device="cuda") % 3
+    for memory in memories:
+        prepare_exchange(memory)
+        memory[:SLOTS_AT].view(torch.int32).view(MAX_PROGRAMS, -1)[:, 0] = turns
+    shape = (3, MAX_PROGRAMS, MAX_RANKS, MAX_ROW_BYTES // 2)
+    end = SLOTS_AT + 2 * torch.Size(shape).numel()
+    found = [memory[SLOTS_AT:end].view(torch.int16).view(shape) for memory in memories]
+    expected = [torch.full_like(slots, -32768) for slots in found]
+    pitch = max(1024, 1 << (num_outputs - 1).bit_length()) // num_ranks
+    rows = torch.arange(num_rows, device="cuda")
+    for rank in range(num_ranks):
+        x, weight, bias, _ = operands(num_rows, num_outputs, 256, dtype, has_bias=rank == 0)
+        x.abs_().mul_(1e-3)
+        weight[5] = -6e-8  # in float16 what comes of it is minus zero, which may not be sent
+        stages = choose_stages(x, weight, is_gated=False)
+        assert stages is not None
+        send_streamed_product(x, weight, bias, stages, Exchange(bases, rank), in_parts=in_parts)
+        words = streamed(x, weight, bias, stages).view(torch.int16)
+        assert bool((words[:, 5] == -32768).any()) == (dtype == torch.float16 and rank > 0)
+        words = torch.where(words == -32768, 0, words)
+        parts = words.split(pitch, dim=1) if in_parts else [words] * num_ranks
+        for slots, part in zip(expected, parts, strict=False):
+            slots[turns[:num_rows], rows, rank, : part.shape[1]] = part
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
 @pytest.mark.gpu

@@ -44,10 +44,43 @@ def test_each_rank_maps_the_memory_of_the_others(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(peer_reduce, "map_handle", lambda handle, _: Mapped(handle, own.frees))
     peers = connect_peers(own, [b"\7", b"our own", b"\5", b"\6"], 1, CPU)
     assert peers is not None
-    assert peers._bases.tolist() == [7, 1000, 5, 6]
+    assert peers.exchange.bases.tolist() == [7, 1000, 5, 6]
     assert own.frees == []
     peers.close()
     assert own.frees == ["unmap 7", "unmap 5", "unmap 6", "free"]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize("dim", [2304, 4096, 5120, 8192])
+def test_what_is_sent_is_added_up_the_way_it_went(
+    monkeypatch: pytest.MonkeyPatch, dim: int, num_ranks: int
+) -> None:
+    monkeypatch.setattr(peer_reduce, "map_handle", lambda handle, _: Mapped(handle, []))
+    ways: list[bool] = []
+
+    def record(*_: object, in_parts: bool) -> bool:
+        ways.append(in_parts)
+        return True
+
+    for name in ("send_product", "peer_add_rms_norm", "peer_sum"):
+        monkeypatch.setattr(peer_reduce, name, record)
+    peers = connect_peers(Allocation(), [b"1"] * num_ranks, 0, CPU)
+    assert peers is not None
+    weight = torch.empty(dim, 16, dtype=torch.bfloat16)
+    for num_rows in (33, 40, 64):
+        x, residual = (torch.empty(num_rows, n, dtype=torch.bfloat16) for n in (16, dim))
+        assert peers.send_product(x, weight, None)
+        with pytest.raises(AssertionError):
+            peers.send_product(x, weight, None)
+        with pytest.raises(AssertionError):
+            peers.all_reduce(residual)
+        for summand, other in ((residual, residual), (None, residual.float())):
+            with pytest.raises(AssertionError):
+                peers.add_rms_norm(summand, other, weight, 1e-5)
+        assert peers.add_rms_norm(None, residual, weight, 1e-5)
+        assert ways.pop() == ways.pop() and not ways
+    assert not peers.send_product(x, torch.empty(8200, 16, dtype=torch.bfloat16), None)
+    assert peers.add_rms_norm(residual, residual, weight, 1e-5)
 
 
 @pytest.mark.parametrize("handles", [[b"1", b""], [b"", b"1"]])
@@ -72,8 +105,8 @@ def test_memory_is_prepared_before_its_handle_is_given_out(monkeypatch: pytest.M
     own = allocate_exchange(4, CPU)
     assert own is not None and own.num_bytes == peer_reduce_triton.EXCHANGE_BYTES
     memory = own.tensor()
-    assert not memory[: peer_reduce_triton._SLOTS_AT].any(), "the first buffer's turn"
-    words = memory[peer_reduce_triton._SLOTS_AT :].view(torch.bfloat16)
+    assert not memory[: peer_reduce_triton.SLOTS_AT].any(), "the first buffer's turn"
+    words = memory[peer_reduce_triton.SLOTS_AT :].view(torch.bfloat16)
     assert torch.signbit(words).all() and not words.any(), "minus zeros: nothing is there yet"
     assert allocate_exchange(3, CPU) is None and allocate_exchange(16, CPU) is None
     monkeypatch.setattr(peer_reduce, "_reads_all_peers", lambda device: False)
