@@ -20,8 +20,8 @@ sum waits for one write over the link where a signal behind the data would be a 
 Three buffers take turns, by the program's own count: while one is written, the one of the sum
 before is made absent again. A rank writes to it two sums later: it has then seen what its peer sent
 for the sum between (or what others made of it), by a kernel that came after the one that cleared.
-Sums are in float32 and in the ranks' order: the same bits on all ranks, and for each element whatever the size. Whose turn it
-is lies in memory, so a CUDA graph can hold the kernels.
+Sums are in float32 and in the ranks' order: the same bits on all ranks, and for each element
+whatever the size. Whose turn it is lies in memory, so a CUDA graph can hold the kernels.
 """
 
 from __future__ import annotations
