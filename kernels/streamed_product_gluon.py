@@ -68,8 +68,9 @@ def send_streamed_product(
     in_parts: bool,
 ) -> None:
     """The same, as this rank's summand, to where the next `peer_add_rms_norm` adds it up."""
+    ranks = {"rank": exchange.rank, "num_ranks": exchange.num_ranks}
     pitch = exchange.pitch(len(weight), in_parts=in_parts)
-    _launch(x, weight, bias, stages, exchange, len(weight), pitch=pitch)
+    _launch(x, weight, bias, stages, exchange.bases, len(weight), **ranks, pitch=pitch)
 
 
 def _launch(
@@ -77,28 +78,27 @@ def _launch(
     weight: Tensor,
     bias: Tensor | None,
     stages: Stages,
-    out: Tensor | Exchange,
+    out: Tensor,
     num_outputs: int,
     *,
     is_gated: bool = False,
+    rank: int = 0,
+    num_ranks: int = 1,
     pitch: int = 0,
 ) -> None:
-    sends, written, rank, num_ranks = False, out, 0, 1
-    if isinstance(out, Exchange):
-        sends, written, rank, num_ranks = True, out.bases, out.rank, out.num_ranks
+    """`out`: the product, or of several ranks `Exchange.bases`."""
     whole_x = torch.as_strided(x, (ROWS_AT_ONCE, x.shape[1]), x.stride())
     _streamed_product[(triton.cdiv(num_outputs, stages.outputs),)](
         _boxes(whole_x, [ROWS_AT_ONCE, stages.inputs]),
         _boxes(weight, [stages.outputs, stages.inputs]),
         weight if bias is None else bias,
-        written,
+        out,
         len(x),
         num_outputs,
         x.shape[1],
         rank,
         HAS_BIAS=bias is not None,
         IS_GATED=is_gated,
-        SENDS=sends,
         RANKS=num_ranks,
         PITCH=pitch,
         OUTPUTS=stages.outputs,
@@ -218,7 +218,6 @@ def _streamed_product(
     rank,
     HAS_BIAS: gl.constexpr,
     IS_GATED: gl.constexpr,
-    SENDS: gl.constexpr,
     RANKS: gl.constexpr,
     PITCH: gl.constexpr,
     OUTPUTS: gl.constexpr,
@@ -265,7 +264,7 @@ def _streamed_product(
         gate = sums.to(type).to(gl.float32)
         gated = (gate / (1.0 + gl.exp(-gate))).to(type).to(gl.float32)
         sums = gated * up_sums.to(type).to(gl.float32)
-    if SENDS:
+    if RANKS > 1:
         wait_for_previous(PDL)  # these warps read what other kernels wrote, too
         _send(sums.to(type), first, out, rank, num_rows, num_outputs, RANKS, PITCH)
     else:

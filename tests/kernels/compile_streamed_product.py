@@ -32,7 +32,6 @@ def compile_for_hopper(stages: Stages, is_gated: bool, ranks: int, pitch: int) -
     constants = {
         "HAS_BIAS": True,
         "IS_GATED": is_gated,
-        "SENDS": ranks > 1,
         "RANKS": ranks,
         "PITCH": pitch,
         "OUTPUTS": stages.outputs,
