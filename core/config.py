@@ -60,7 +60,9 @@ class EngineConfig:
     num_kv_blocks: int | None = flag(None, "size of the KV pool in blocks; default: by memory")
     cpu_kv_bytes: int = flag(256 << 20, "KV pool on a CPU in bytes")
     gpu_memory_utilization: float = flag(
-        0.9, "share of GPU memory for weights, KV and work", aliases=("mem-fraction-static",)
+        0.9,
+        "share of GPU memory for this engine: weights, KV, work",
+        aliases=("mem-fraction-static",),
     )
     max_num_seqs: int = flag(256, "most requests in one step")
     max_num_batched_tokens: int = flag(

@@ -1,7 +1,8 @@
 """The KV pool on a GPU: how large it may be, and its memory.
 
-    gpu_memory_utilization * total  =  other processes | weights | work of the largest step | pool
-The rest is for CUDA graphs and libraries.
+    gpu_memory_utilization * total  =  context | weights | work of the largest step | pool
+The share is this engine's own, as two engines on one GPU want it that start at once; what others
+hold already limits the pool by what is left. The rest is for CUDA graphs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from ..core.config import EngineConfig
 from ..core.errors import StartupFailed
 from .cuda_memory import CudaAllocation
 from .kv_memory import KvLayout, check_num_blocks
+
+_OUTSIDE_TORCH_BYTES = 1 << 30  # of one process: its context, its kernels, the libraries' buffers
+_GRAPHS_BYTES = 2 << 30  # captured once the pool is there
 
 
 class CudaKvMemory:
@@ -76,6 +80,9 @@ def _free_for_pool(
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.empty_cache()
+    work_bytes = peak - torch.cuda.memory_allocated(device)
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    outside_torch = total_bytes - free_bytes - torch.cuda.memory_reserved(device)
-    return int(utilization * total_bytes) - outside_torch - peak
+    return min(
+        int(utilization * total_bytes) - _OUTSIDE_TORCH_BYTES - peak,
+        free_bytes - work_bytes - _GRAPHS_BYTES,
+    )

@@ -166,6 +166,7 @@ class Suite:
                 duration_s=duration_s,
                 warmup_s=arguments.warmup_s,
                 num_streams=arguments.streams,
+                num_output_tokens=arguments.output_tokens,
             )
             with self._clocks(f"{prefix}{mix}"):
                 found = load.apply(
@@ -219,6 +220,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--queued", type=int, default=48, help="prompts of a queue alone")
     parser.add_argument("--rate", type=float, default=3.7)
     parser.add_argument("--streams", type=int, default=DEFAULT_SHAPE.num_streams)
+    parser.add_argument(
+        "--output-tokens", type=int, default=DEFAULT_SHAPE.num_output_tokens, help="of the prompts"
+    )
     parser.add_argument("--idle-s", type=float, default=20.0, help="running streams alone")
     parser.add_argument("--load-s", type=float, default=60.0, help="with prompts arriving")
     parser.add_argument("--warmup-s", type=float, default=5.0)

@@ -18,6 +18,7 @@ from baton.core.errors import EngineFailed, StartupFailed
 from baton.core.model_dir import resolve_model_dir
 from baton.core.request import Request, SamplingParams
 from baton.engine.batch import SampleSpec, SequenceSlice
+from baton.engine.cuda_memory import CudaAllocation
 from baton.engine.generations import GenerationsReader, SharedGenerations
 from baton.engine.local import LocalEngine
 from baton.engine.runner import ModelRunner
@@ -168,6 +169,25 @@ def test_what_does_not_fit_is_told_at_start(folder: Path) -> None:
     with pytest.raises(StartupFailed, match="GPU memory") as caught:
         ModelRunner(config_of(folder, num_kv_blocks=10**9))
     assert "--gpu-memory-utilization" in caught.value.hint
+
+
+@pytest.mark.parametrize(("held_share", "share", "least"), [(0.45, 0.45, 0.4), (0.8, 0.9, 0.1)])
+def test_the_share_of_memory_is_the_engines_own(
+    held_share: float, share: float, least: float
+) -> None:
+    """As if another engine held memory here: the share stays, as far as there is room."""
+    _, total_bytes = torch.cuda.mem_get_info()
+    held = CudaAllocation(int(held_share * total_bytes), torch.device("cuda"))
+    try:
+        config = config_of(
+            resolve_model_dir("demo"), num_kv_blocks=None, gpu_memory_utilization=share
+        )
+        runner = ModelRunner(config)
+        pool_bytes = runner.kv.num_blocks * runner.kv.block_bytes
+        runner.close()
+    finally:
+        held.free()
+    assert least * total_bytes < pool_bytes < min(share, 1 - held_share) * total_bytes
 
 
 def test_out_of_memory_in_a_step_is_a_typed_error(folder: Path) -> None:
