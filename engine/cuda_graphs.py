@@ -6,6 +6,7 @@ Knows neither model nor scheduler.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -56,11 +57,17 @@ class StepGraphs:
         with torch.inference_mode(), _blas_for(size):
             step()  # compiles kernels and makes lazy buffers, neither of which a capture may do
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._memory):
+            with torch.cuda.graph(graph, self._memory, _capture_stream(self._inputs.device)):
                 output = step()
         self._memory = self._memory or graph.pool()
         self._graphs[size] = StepGraph(size, output, graph)
         self.capture_s += time.perf_counter() - begin_s
+
+
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for each device: torch's own belongs to the first device that captures."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 @contextmanager

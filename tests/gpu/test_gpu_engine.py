@@ -171,6 +171,21 @@ def test_what_does_not_fit_is_told_at_start(folder: Path) -> None:
     assert "--gpu-memory-utilization" in caught.value.hint
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_process_may_have_an_engine_on_each_gpu() -> None:
+    folder = resolve_model_dir("demo")
+    sampling = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    found = []
+    for device in ("cuda:0", "cuda:1"):
+        config = config_of(folder, device=device)
+        runner = ModelRunner(config)
+        found.append(
+            LocalEngine(config, runner).generate([Request("ab" * 16, 0, (5, 6), sampling)])
+        )
+        runner.close()
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(("held_share", "share", "least"), [(0.45, 0.45, 0.4), (0.8, 0.9, 0.1)])
 def test_the_share_of_memory_is_the_engines_own(
     held_share: float, share: float, least: float
