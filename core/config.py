@@ -71,8 +71,8 @@ class EngineConfig:
     )
     prefill_chunk_tokens: int | None = flag(
         None,
-        "on a prefill node's GPU, tokens of each of a long prompt's chunks but the last, which has "
-        "--max-num-batched-tokens unless others wait; default: 8192, or as many if those are set",
+        "on a prefill node's GPU, tokens of each of a long prompt's chunks; the last has half of "
+        "--max-num-batched-tokens unless prompts queue; default: 8192, or as many if those are set",
     )
     enable_prefix_caching: bool = flag(True, "reuse KV of equal prefixes")
     attention_backend: str = flag(

@@ -36,6 +36,12 @@ class EngineLimits:
         return spare_tokens(self.max_num_batched_tokens)
 
     @property
+    def last_chunk_tokens(self) -> int:
+        """What a prompt alone leaves for its last chunk: what is left to pull behind its first
+        token, and not so little that a GPU loses by it."""
+        return self.max_num_batched_tokens // 2
+
+    @property
     def held_blocks_limit(self) -> int:
         return self.capacity if self.max_held_blocks is None else self.max_held_blocks
 

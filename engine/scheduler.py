@@ -9,8 +9,8 @@ another prompt, which takes a GPU as long in a step of its own:
              |  prompt 1, its last chunk        |     a little over: not another step for the rest
              |  prompt 2, its last |                  prompt 3 begins in the next step, not here
              |  prompt 3, alone, not its last ............. |    in few steps, but for the last one:
-             |  prompt 3, its last chunk      |     what is left to pull behind the first token
-             |  prompt 4, whole, while others wait ........ |    what is left to pull delays nobody
+             |  prompt 3, its last |                what is left to pull behind the first token
+             |  prompt 4, whole, in a queue ............... |    two steps take longer than one
 
 Memory:
 
@@ -56,22 +56,23 @@ class Schedule:
     """One step. `failed` sequences can never go on: they are out of the scheduler already.
 
     The tokens that end a prompt may exceed the budget by `num_spare_tokens`. A prompt with no other
-    in its step may have more, with the decodes `num_chunk_tokens`: but for its last chunk, or whole
-    while others wait.
+    in its step may have more, with the decodes `num_chunk_tokens`: but for its last chunk of
+    `num_last_tokens`, or whole in a queue.
     """
 
     num_budget_tokens: int  # left
     num_spare_tokens: int = 0
     num_chunk_tokens: int = 0
+    num_last_tokens: int = 0
     num_prompt_tokens: int = 0
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     failed: list[tuple[Sequence, BatonError]] = field(default_factory=list)
 
-    def plan(self, sequence: Sequence, *, others_wait: bool = False) -> None:
+    def plan(self, sequence: Sequence, *, is_in_queue: bool = False) -> None:
         """Take as many of the sequence's unlaunched tokens as there is room for."""
         num_tokens = sequence.num_unlaunched_tokens
         if not self._can_end(num_tokens):
-            num_tokens = self._chunk_of(num_tokens, others_wait)
+            num_tokens = self._chunk_of(num_tokens, is_in_queue)
         self.scheduled.append(ScheduledSequence(sequence, num_tokens))
         self.num_budget_tokens = max(0, self.num_budget_tokens - num_tokens)
         self.num_chunk_tokens = max(0, self.num_chunk_tokens - num_tokens)
@@ -88,14 +89,14 @@ class Schedule:
         budget = self.num_budget_tokens
         return self.num_prompt_tokens < budget and self.num_chunk_tokens <= budget
 
-    def _chunk_of(self, num_tokens: int, others_wait: bool) -> int:
+    def _chunk_of(self, num_tokens: int, is_in_queue: bool) -> int:
         """How many of a prompt's tokens to take that does not end within the budget."""
         budget = self.num_budget_tokens
         if self.num_prompt_tokens:
             return budget
-        if others_wait and num_tokens <= self.num_chunk_tokens:
+        if is_in_queue and num_tokens <= self.num_chunk_tokens:
             return num_tokens
-        return max(budget, min(num_tokens - budget, self.num_chunk_tokens))
+        return max(budget, min(num_tokens - self.num_last_tokens, self.num_chunk_tokens))
 
     def _can_end(self, num_tokens: int) -> bool:
         return num_tokens <= self.num_budget_tokens + self.num_spare_tokens
@@ -202,7 +203,10 @@ class Scheduler:
         """Plan a step; sequences that are not in it wait for budget or memory."""
         limits = self._limits
         schedule = Schedule(
-            limits.max_num_batched_tokens, limits.num_spare_tokens, limits.prefill_chunk_tokens
+            limits.max_num_batched_tokens,
+            limits.num_spare_tokens,
+            limits.prefill_chunk_tokens,
+            limits.last_chunk_tokens,
         )
         for sequence in [*self.running]:
             if schedule.num_budget_tokens == 0:
@@ -215,9 +219,14 @@ class Scheduler:
                 schedule.plan(sequence)
         for sequence in self.running:
             if sequence.is_prefilling and schedule.num_budget_tokens:
-                schedule.plan(sequence, others_wait=bool(self.waiting))
+                schedule.plan(sequence, is_in_queue=self._is_in_queue(sequence))
         self._admit_waiting(schedule)
         return schedule
+
+    def _is_in_queue(self, sequence: Sequence) -> bool:
+        """Whether other prompts wait behind this one, or one before it is still being computed."""
+        before = (other for other in self.running if other is not sequence)
+        return bool(self.waiting) or any(other.has_prefill_in_flight for other in before)
 
     def _awaits_its_end(self, sequence: Sequence) -> bool:
         """Whether a step in flight computes the last token that it can have here."""
@@ -259,7 +268,7 @@ class Scheduler:
             self.waiting.popleft()
             sequence.num_prefill_tokens = sequence.num_tokens
             self._run(sequence)
-            schedule.plan(sequence, others_wait=bool(self.waiting))
+            schedule.plan(sequence, is_in_queue=self._is_in_queue(sequence))
 
     def _try_admit(self, sequence: Sequence, matched: list[int]) -> bool:
         admission = self._admission

@@ -128,6 +128,12 @@ class Sequence:
         """Whether tokens that were known at its admission are still to launch."""
         return self.num_launched_tokens < self.num_prefill_tokens
 
+    @property
+    def has_prefill_in_flight(self) -> bool:
+        """Whether tokens that were known at its admission are launched, but not computed."""
+        num_launched_tokens = min(self.num_launched_tokens, self.num_prefill_tokens)
+        return self.num_computed_tokens < num_launched_tokens
+
     def counts(self) -> TokenCounts | None:
         """What its penalties look at, if it has any. All tokens are known."""
         if not self.request.sampling.has_penalties:

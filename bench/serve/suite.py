@@ -77,6 +77,10 @@ class Suite:
         self._results[self._arguments.label + name] = found
         self._path.write_text(json.dumps(self._results, indent=1) + "\n")
 
+    def _found(self, name: str) -> Any:
+        """By this run, or by one without its label; None if by none."""
+        return self._results.get(self._arguments.label + name) or self._results.get(name)
+
     @contextmanager
     def _clocks(self, name: str) -> Iterator[None]:
         """Keep those of a part of this run."""
@@ -142,7 +146,7 @@ class Suite:
         self._save("idle", compared)
 
     def _known_alone(self) -> dict[int, list[idle.Alone]]:
-        known = self._results.get("alone", {})
+        known = self._found("alone") or {}
         return {int(n): [idle.Alone(*pair) for pair in pairs] for n, pairs in known.items()}
 
     def _mixed(self) -> None:
@@ -193,8 +197,7 @@ class Suite:
     def _prefill_s(self) -> dict[str, float]:
         """By group, what a prefill takes where they queue: the card's power limit slows it by some
         per cent beside an idle one. Empty while that is unknown."""
-        queued_s = self._results.get("alone queued")
-        idle_times = self._results.get(self._arguments.label + "idle") or self._results.get("idle")
+        queued_s, idle_times = self._found("alone queued"), self._found("idle")
         if not queued_s or not idle_times:
             return {}
         again_ms = idle_times[f"{DEFAULT_SHAPE.stream_prompt_tokens} again"]["prefill_ms"]

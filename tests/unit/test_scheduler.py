@@ -144,14 +144,14 @@ def test_prompts_that_end_in_the_step_share_it() -> None:
 def test_a_long_prompt_is_computed_in_large_chunks_but_for_the_last() -> None:
     bench = Bench(budget=16, chunk=64)
     bench.add(100, first_id=100)
-    assert [bench.step() for _ in range(3)] == [{"a": 64}, {"a": 20}, {"a": 16}]
+    assert [bench.step() for _ in range(3)] == [{"a": 64}, {"a": 28}, {"a": 8}]
     bench.scheduler.remove(bench.sequences[0])
-    bench.add(30, first_id=300)
-    assert bench.step() == {"b": 16}, "too short for more than its two"
-    assert bench.step() == {"b": 14}
+    bench.add(20, first_id=300)
+    assert bench.step() == {"b": 16}, "no smaller than a step"
+    assert bench.step() == {"b": 4}
 
 
-def test_while_others_wait_a_long_prompt_has_no_short_last_chunk() -> None:
+def test_while_others_wait_a_prompt_has_no_short_last_chunk() -> None:
     bench = Bench(budget=16, chunk=64)
     for length, first_id in ((100, 100), (64, 300), (65, 400), (8, 500)):
         bench.add(length, first_id=first_id)
@@ -160,10 +160,20 @@ def test_while_others_wait_a_long_prompt_has_no_short_last_chunk() -> None:
     bench.scheduler.remove(bench.sequences[0])
     assert bench.step() == {"b": 64}
     bench.scheduler.remove(bench.sequences[1])
-    assert bench.step() == {"c": 49}, "two steps, whoever waits"
-    assert bench.step() == {"c": 16}
-    bench.scheduler.remove(bench.sequences[2])
-    assert bench.step() == {"d": 8}
+    assert bench.step() == {"c": 57}, "two steps, whoever waits"
+    assert bench.step() == {"c": 8, "d": 8}
+
+
+@pytest.mark.parametrize("num_computed", [0, 24, 32])
+def test_behind_a_prompt_on_the_device_one_has_no_short_last_chunk(num_computed: int) -> None:
+    """The engine is busy, though nobody waits any more when the prompt is planned."""
+    bench = Bench(budget=16, chunk=64)
+    a = bench.add(32, first_id=100)
+    assert bench.step() == {"a": 24}
+    a.num_launched_tokens = 32
+    a.num_computed_tokens = num_computed
+    bench.add(60, first_id=300)
+    assert bench.step() == {"b": 52 if num_computed == 32 else 60}
 
 
 def test_a_large_chunk_and_the_decodes_have_no_more_tokens_than_it_alone() -> None:
