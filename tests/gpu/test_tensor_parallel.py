@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from baton.core.config import EngineConfig
 from baton.core.membership import Role
 from baton.core.request import Request, SamplingParams
 from baton.engine.local import LocalEngine
+from baton.engine.outputs import StepOutput
 from baton.proto.v1 import node_pb2
 
 NUM_GPUS = torch.cuda.device_count()
@@ -89,20 +91,61 @@ def test_tokens_are_those_of_one_gpu(tmp_path: Path, size: int) -> None:
     assert found[1][: len(WAYS)] == found[1][len(WAYS) :]
 
 
-@pytest.mark.parametrize("hidden_size", [128, 2560])  # of which products send themselves
+WIDE = {"hidden_size": 2560, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128}
+
+
 @pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("hidden_size", [128, WIDE["hidden_size"]])
 def test_bf16_goes_on_from_what_all_ranks_know(tmp_path: Path, size: int, hidden_size: int) -> None:
-    """The same tokens twice, and preempted: every rank's pool held what it should."""
-    shape = {"hidden_size": hidden_size, "num_attention_heads": 8, "num_key_value_heads": 8}
-    write_checkpoint(tmp_path, **shape, head_dim=128)
+    """The same tokens twice, and preempted: every rank's pool held what it should.
+
+    Nothing is found in a cache: the steps would have other sizes, and round otherwise.
+    """
+    write_checkpoint(tmp_path, **WIDE | {"hidden_size": hidden_size})
     outputs = []
     for changes in ({}, {"num_kv_blocks": 44, "max_model_len": 512}):
-        engine = LocalEngine.load(config_of(tmp_path, size, dtype="bfloat16", **changes), print)
+        config = config_of(tmp_path, size, dtype="bfloat16", enable_prefix_caching=False, **changes)
+        engine = LocalEngine.load(config, print)
         outputs.append(generate(engine, requests_of(320, temperature=0.8)))
         outputs.append(generate(engine, requests_of(320, temperature=0.8)))
         engine.close()
     assert outputs[0] == outputs[1]
     assert sum(a == b for a, b in zip(outputs[0], outputs[2], strict=True)) >= len(PROMPT_LENS) - 2
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_products_that_send_themselves_round_as_on_one_gpu(tmp_path: Path, size: int) -> None:
+    """Ranks' bf16 is no further from one GPU's than that is from float32: of steps with 33 to 64
+    tokens of a wide model, and of others."""
+    write_checkpoint(tmp_path, **WIDE)
+    exact, one, several = (
+        prompt_logprobs(config_of(tmp_path, each, dtype=dtype))
+        for each, dtype in ((1, "float32"), (1, "bfloat16"), (size, "bfloat16"))
+    )
+    for length in exact:
+        rounding = (one[length] - exact[length]).square().mean().sqrt()
+        assert 0 < (several[length] - one[length]).square().mean().sqrt() < rounding, length
+
+
+def prompt_logprobs(config: EngineConfig) -> dict[int, torch.Tensor]:
+    """By length, those of a prompt that is computed in one step."""
+    engine = LocalEngine.load(config, print)
+    found = {}
+    for length in (12, 33, 40, 64, 100):
+        rng = random.Random(length)
+        prompt = tuple(rng.randrange(3, 320) for _ in range(length))
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        engine.engine.add(Request(f"{length:032x}", 0, prompt, sampling))
+        told = [token for step in steps_of(engine) for token in step.prompt_logprobs]
+        found[length] = torch.tensor([one.logprob for part in told for one in part.logprobs])
+        assert len(found[length]) == length - 1
+    engine.close()
+    return found
+
+
+def steps_of(engine: LocalEngine) -> Iterator[StepOutput]:
+    while engine.engine.has_work:
+        yield engine.engine.step()
 
 
 def request_of(num_tokens: int) -> Request:
