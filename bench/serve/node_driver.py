@@ -13,7 +13,7 @@ import os
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 
@@ -32,24 +32,39 @@ _DEADLINE_S = 600.0
 _OPTIONS = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
 
 
+class _Said(NamedTuple):
+    """What a step said of a request."""
+
+    num_tokens: int = 0
+    is_over: bool = False
+    error: str = ""
+
+
 class _Engine:
     """One engine's stream."""
 
     def __init__(self, call: Any) -> None:
         self._call = call
         self._writing = asyncio.Lock()
-        self._queues: dict[str, asyncio.Queue[node_pb2.RequestOutput | None]] = {}
+        self._queues: dict[str, asyncio.Queue[_Said]] = {}
 
     async def read(self) -> None:
-        """Sort outputs by request until the stream ends."""
+        """Sort what is said by request until the stream ends."""
         try:
             async for message in self._call:
+                for request_id in message.outputs.tokens.request_ids:
+                    self._put(request_id, _Said(1))
                 for output in message.outputs.outputs:
-                    if queue := self._queues.get(output.request_id):
-                        queue.put_nowait(output)
+                    error = output.error.code if output.HasField("error") else ""
+                    said = _Said(len(output.token_ids), bool(output.finish_reason), error)
+                    self._put(output.request_id, said)
         finally:
-            for queue in self._queues.values():
-                queue.put_nowait(None)
+            for request_id in self._queues:
+                self._put(request_id, _Said(error="the engine is gone"))
+
+    def _put(self, request_id: str, said: _Said) -> None:
+        if queue := self._queues.get(request_id):
+            queue.put_nowait(said)
 
     async def stream(self, prompt_ids: Sequence[int], num_tokens: int) -> AsyncIterator[int]:
         sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
@@ -60,13 +75,12 @@ class _Engine:
         try:
             await self._send(node_pb2.GatewayMessage(dispatch=dispatch))
             while not is_over:
-                output = await queue.get()
-                if output is None or output.HasField("error"):
-                    is_over = True
-                    raise DriverError("the engine is gone" if output is None else output.error.code)
-                is_over = bool(output.finish_reason)
-                if output.token_ids:
-                    yield len(output.token_ids)
+                said = await queue.get()
+                is_over = said.is_over or bool(said.error)
+                if said.error:
+                    raise DriverError(said.error)
+                if said.num_tokens:
+                    yield said.num_tokens
         finally:
             del self._queues[request.request_id]
             if not is_over:

@@ -83,6 +83,7 @@ def _node(
     )
     assert process.stdout is not None
     lines = iter(process.stdout)
+    rest = threading.Thread(target=lambda: [None for _ in lines], daemon=True)
     try:
         for line in lines:
             _say("mixed", line.rstrip())
@@ -90,8 +91,11 @@ def _node(
                 break
         else:
             raise RuntimeError(f"the node ended with code {process.wait()}")
-        threading.Thread(target=lambda: [None for _ in lines], daemon=True).start()
+        rest.start()
         yield
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(20)
+        if rest.ident is not None:
+            rest.join()
+        process.stdout.close()
