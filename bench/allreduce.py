@@ -36,7 +36,7 @@ from baton.kernels.ops_triton import TritonOps, send_product
 from baton.kernels.peer_reduce_triton import MAX_BYTES, peer_add_rms_norm
 from baton.kernels.row_room import empty_rows
 
-from .figures import ROOT, Figure, commit, machine, table
+from .figures import ROOT, Figure, command_line, commit, machine, table
 from .gpu_shapes import BYTES_PER_S
 
 _LINK_BYTES_PER_S = 390e9  # into one GPU, as measured for large copies
@@ -364,7 +364,7 @@ def main(argv: list[str]) -> int:
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "commit": arguments.commit or commit(),
-        "command": f"python -m baton.bench.allreduce {' '.join(argv)}".strip(),
+        "command": command_line("allreduce", argv),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": machine(),
         "figures": [figure.as_dict() for figure in figures],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -126,6 +127,11 @@ def commit() -> str:
         check=False,
     )
     return said.stdout.strip() or "unknown"
+
+
+def command_line(module: str, argv: Sequence[str]) -> str:
+    """What to type for the same run of `bench/module`."""
+    return shlex.join(["python", "-m", f"baton.bench.{module}", *argv])
 
 
 def write(

@@ -26,7 +26,7 @@ from baton.core.request import Request, SamplingParams
 from baton.engine.cuda_graphs import StepGraph
 from baton.engine.local import LocalEngine
 
-from .figures import ROOT, Figure, commit, machine, table
+from .figures import ROOT, Figure, command_line, commit, machine, table
 from .gpu_shapes import BYTES_PER_S, FLOPS, LINK_BYTES_PER_S, SHAPES, Shape
 from .gpu_start import start_up, write_checkpoint
 
@@ -252,7 +252,7 @@ def main(argv: list[str]) -> int:
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "commit": arguments.commit or commit(),
-        "command": f"python -m baton.bench.gpu {' '.join(argv)}".strip(),
+        "command": command_line("gpu", argv),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": machine(),
         "shape": shape.name,

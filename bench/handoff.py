@@ -47,7 +47,7 @@ from baton.kv_transfer.tcp import TcpTransport
 from baton.kv_transfer.transport import PullOutcome
 from baton.kv_transfer.transports import outlets, transports
 
-from .figures import ROOT, Figure, commit, machine, repeat_s, table, time_s
+from .figures import ROOT, Figure, command_line, commit, machine, repeat_s, table, time_s
 
 LINK_BYTES_PER_S = 391e9  # what a plain copy of 1 GiB reaches over 18 NVLinks of an H200
 _TOKENS_PER_BLOCK = 16
@@ -221,7 +221,7 @@ def main(argv: list[str]) -> int:
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "torch": torch.__version__,
         "commit": arguments.commit or commit(),
-        "command": f"python -m baton.bench.handoff {' '.join(argv)}".strip(),
+        "command": command_line("handoff", argv),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": machine(),
         "floors_from": {"link_bytes_per_s": LINK_BYTES_PER_S},

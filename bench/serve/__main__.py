@@ -19,7 +19,7 @@ from baton.core import flags
 from baton.core.config import EngineConfig, NodeConfig, UpConfig
 from baton.core.model_dir import read_json, resolve_model_dir
 
-from ..figures import ROOT, commit, machine
+from ..figures import ROOT, command_line, commit, machine
 from ..gpu_shapes import SHAPES
 from . import idle, load, plots, records, report, systems
 from .workloads import DEFAULT_SHAPE, MIXES, Shape, Workload, make_workload
@@ -145,7 +145,7 @@ def main(argv: list[str]) -> int:
             summary = _run_load(target, arguments, workload, vocab)
     result = {
         "commit": arguments.commit or commit(),
-        "command": f"python -m baton.bench.serve {' '.join(argv)}",
+        "command": command_line("serve", argv),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": machine(),
         **summary,

@@ -32,7 +32,7 @@ from baton.core import flags
 from baton.core.config import EngineConfig, NodeConfig, UpConfig
 from baton.prefill_node import policy
 
-from ..figures import commit, machine
+from ..figures import command_line, commit, machine
 from ..gpu_shapes import SHAPES
 from . import clocks, idle, load, plots, records, report, systems
 from .workloads import BACKGROUND, DEFAULT_SHAPE, PROBE, Shape, make_workload
@@ -63,7 +63,7 @@ class Suite:
         self._results.setdefault("runs", []).append(
             {
                 "commit": arguments.commit or commit(),
-                "command": f"python -m baton.bench.serve.suite {' '.join(argv)}",
+                "command": command_line("serve.suite", argv),
                 "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
                 "machine": machine(),
             }
