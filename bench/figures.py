@@ -138,12 +138,12 @@ def write(
     path: Path,
     families: dict[str, Sequence[Figure]],
     where: dict[str, Any],
-    module: str = "baton.bench.cpu",
+    module: str = "cpu",
 ) -> None:
     """All figures as JSON, with commit, command and machine."""
     result = {
         "commit": commit(),
-        "command": f"python -m {module} {' '.join(sys.argv[1:])}".strip(),
+        "command": command_line(module, sys.argv[1:]),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": where,
         "figures": {name: [f.as_dict() for f in figures] for name, figures in families.items()},

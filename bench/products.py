@@ -219,7 +219,7 @@ def main(argv: list[str]) -> int:
     where = machine() | {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
     compile_all(rows)
     figures = measure(SHAPES[arguments.shape], arguments.tp, rows)
-    write(arguments.out, {f"tp {arguments.tp}": figures}, where, "baton.bench.products")
+    write(arguments.out, {f"tp {arguments.tp}": figures}, where, "products")
     return 0
 
 

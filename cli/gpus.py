@@ -68,7 +68,7 @@ def check_gpus(gpus: Sequence[Gpu]) -> list[Finding]:
 def _check_memory(gpu: Gpu) -> Finding:
     text = f"{gpu.name}, {gpu.free_bytes / 2**30:.0f} of {gpu.total_bytes / 2**30:.0f} GiB free"
     if gpu.free_bytes < _MIN_FREE_SHARE * gpu.total_bytes:
-        advice = "another process holds its memory (nvidia-smi), or lower --gpu-memory-utilization"
+        advice = "another process holds its memory (nvidia-smi): an engine takes what is left"
         return warning(f"GPU {gpu.index}", text, advice)
     return ok(f"GPU {gpu.index}", text)
 

@@ -71,8 +71,8 @@ class EngineConfig:
     )
     prefill_chunk_tokens: int | None = flag(
         None,
-        "on a prefill node's GPU, tokens of each of a long prompt's chunks; the last has half of "
-        "--max-num-batched-tokens unless prompts queue; default: 8192, or as many if those are set",
+        "most tokens of a prompt in one step on a prefill node's GPU; of a longer one half of "
+        "--max-num-batched-tokens stay for the last; default: 8192, unless that flag is set",
     )
     enable_prefix_caching: bool = flag(True, "reuse KV of equal prefixes")
     attention_backend: str = flag(

@@ -1,8 +1,10 @@
 """The KV pool on a GPU: how large it may be, and its memory.
 
     gpu_memory_utilization * total  =  context | weights | work of the largest step | pool
-The share is this engine's own, as two engines on one GPU want it that start at once; what others
-hold already limits the pool by what is left. The rest is for CUDA graphs.
+
+The share is this engine's own, so that two engines may start on one GPU at once. A pool is never
+larger than what others leave free. For the context of a process we allow 1 GiB; graphs and the
+buffers of transports come later and are not in the share.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from ..core.errors import StartupFailed
 from .cuda_memory import CudaAllocation
 from .kv_memory import KvLayout, check_num_blocks
 
-_OUTSIDE_TORCH_BYTES = 1 << 30  # of one process: its context, its kernels, the libraries' buffers
-_GRAPHS_BYTES = 2 << 30  # captured once the pool is there
+_CONTEXT_BYTES = 1 << 30  # its kernels and the libraries' buffers too
+_LATER_BYTES, _LATER_BYTES_A_SEQ = 512 << 20, 4 << 20  # buffers; graphs, 0.9 GB of 256 sequences
 
 
 class CudaKvMemory:
@@ -55,21 +57,23 @@ def choose_num_blocks(
     `run_largest_step` uses as much memory as any step will. Raises StartupFailed if one sequence of
     `max_model_len` tokens would not fit.
     """
-    num_blocks = config.num_kv_blocks
+    num_blocks, more = config.num_kv_blocks, "--gpu-memory-utilization or --num-kv-blocks"
     if num_blocks is None:
-        pool_bytes = _free_for_pool(config.gpu_memory_utilization, device, run_largest_step)
-        num_blocks = max(0, pool_bytes // layout.block_bytes)
-    check_num_blocks(
-        num_blocks, layout, max_model_len, "--gpu-memory-utilization or --num-kv-blocks"
-    )
+        _measure(device, run_largest_step)
+        used_bytes = torch.cuda.memory_reserved(device)  # stays ours: a step will not find it taken
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        share_bytes = int(config.gpu_memory_utilization * total_bytes) - _CONTEXT_BYTES - used_bytes
+        free_bytes -= _LATER_BYTES + config.max_num_seqs * _LATER_BYTES_A_SEQ
+        num_blocks = max(0, min(share_bytes, free_bytes) // layout.block_bytes)
+        if free_bytes < share_bytes:
+            more = "another GPU, or an end to what else is on this one (nvidia-smi)"
+    check_num_blocks(num_blocks, layout, max_model_len, more)
     return num_blocks
 
 
-def _free_for_pool(
-    utilization: float, device: torch.device, run_largest_step: Callable[[], None]
-) -> int:
+def _measure(device: torch.device, run_largest_step: Callable[[], None]) -> None:
+    """Have torch reserve what the largest step needs, and no more."""
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
     try:
         run_largest_step()
     except torch.OutOfMemoryError as error:
@@ -78,11 +82,3 @@ def _free_for_pool(
             hint="lower --prefill-chunk-tokens, --max-num-batched-tokens or --max-num-seqs",
         ) from error
     torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device)
-    torch.cuda.empty_cache()
-    work_bytes = peak - torch.cuda.memory_allocated(device)
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    return min(
-        int(utilization * total_bytes) - _OUTSIDE_TORCH_BYTES - peak,
-        free_bytes - work_bytes - _GRAPHS_BYTES,
-    )

@@ -93,8 +93,8 @@ def choose_num_blocks(config: EngineConfig, layout: KvLayout, max_model_len: int
     return num_blocks
 
 
-def check_num_blocks(num_blocks: int, layout: KvLayout, max_model_len: int, flags: str) -> None:
-    """Raise StartupFailed, with `flags` as a way out, if the longest sequence would not fit."""
+def check_num_blocks(num_blocks: int, layout: KvLayout, max_model_len: int, more: str) -> None:
+    """Raise StartupFailed if the longest sequence would not fit; `more`: memory, where from."""
     needed = math.ceil(max_model_len / layout.block_size) + NUM_RESERVED_BLOCKS
     if num_blocks < needed:
         fitting_len = max(0, num_blocks - NUM_RESERVED_BLOCKS) * layout.block_size
@@ -103,8 +103,8 @@ def check_num_blocks(num_blocks: int, layout: KvLayout, max_model_len: int, flag
             f"({needed} blocks), but there are {num_blocks * layout.block_bytes} "
             f"({num_blocks} blocks)",
             hint=(
-                f"give it --max-model-len {fitting_len} or more memory"
+                f"give it --max-model-len {fitting_len}, or more memory: {more}"
                 if fitting_len
-                else f"give it more memory: {flags}"
+                else f"give it more memory: {more}"
             ),
         )

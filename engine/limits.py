@@ -37,8 +37,8 @@ class EngineLimits:
 
     @property
     def last_chunk_tokens(self) -> int:
-        """What a prompt alone leaves for its last chunk: what is left to pull behind its first
-        token, and not so little that a GPU loses by it."""
+        """Of a prompt that does not fit into one step. They are left to pull behind the first
+        token; with fewer a GPU loses more time than a pull takes."""
         return self.max_num_batched_tokens // 2
 
     @property

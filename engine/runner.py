@@ -252,7 +252,7 @@ def _largest_batch(
 ) -> list[SequenceSlice]:
     """A step of as many tokens and sampled rows as any, all in the padding block."""
     budget = config.max_num_batched_tokens
-    chunk = min(config.prefill_chunk_tokens or 0, max_model_len - 1)
+    chunk = min(config.prefill_chunk_tokens or 0, max_model_len + config.max_num_seqs - 2)
     budget = max(budget + spare_tokens(budget), chunk)
     num_tokens = min(budget, config.max_num_seqs * (max_model_len - 1))
     num_slices = min(config.max_num_seqs, num_tokens)

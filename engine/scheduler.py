@@ -56,8 +56,8 @@ class Schedule:
     """One step. `failed` sequences can never go on: they are out of the scheduler already.
 
     The tokens that end a prompt may exceed the budget by `num_spare_tokens`. A prompt with no other
-    in its step may have more, with the decodes `num_chunk_tokens`: but for its last chunk of
-    `num_last_tokens`, or whole in a queue.
+    in its step may have up to `num_chunk_tokens`, the decodes included, and leaves
+    `num_last_tokens` for its last step, unless in a queue it can end in this one.
     """
 
     num_budget_tokens: int  # left
@@ -92,11 +92,12 @@ class Schedule:
     def _chunk_of(self, num_tokens: int, is_in_queue: bool) -> int:
         """How many of a prompt's tokens to take that does not end within the budget."""
         budget = self.num_budget_tokens
-        if self.num_prompt_tokens:
+        if self.num_prompt_tokens or self.num_chunk_tokens <= budget:
             return budget
         if is_in_queue and num_tokens <= self.num_chunk_tokens:
             return num_tokens
-        return max(budget, min(num_tokens - self.num_last_tokens, self.num_chunk_tokens))
+        num_first = min(num_tokens - self.num_last_tokens, self.num_chunk_tokens)
+        return max(num_first, min(budget, self.num_last_tokens))  # with many decodes few are left
 
     def _can_end(self, num_tokens: int) -> bool:
         return num_tokens <= self.num_budget_tokens + self.num_spare_tokens
@@ -224,9 +225,11 @@ class Scheduler:
         return schedule
 
     def _is_in_queue(self, sequence: Sequence) -> bool:
-        """Whether other prompts wait behind this one, or one before it is still being computed."""
-        before = (other for other in self.running if other is not sequence)
-        return bool(self.waiting) or any(other.has_prefill_in_flight for other in before)
+        """Whether other prompts wait, or another one is still being computed."""
+        if not self._limits.prefill_chunk_tokens:
+            return False  # it makes no difference
+        others = (other for other in self.running if other is not sequence)
+        return bool(self.waiting) or any(other.has_prefill_in_flight for other in others)
 
     def _awaits_its_end(self, sequence: Sequence) -> bool:
         """Whether a step in flight computes the last token that it can have here."""

@@ -3,7 +3,7 @@
 A long prompt is computed in few steps: four of 2048 tokens take a GPU 9 % longer than one of 8192.
 Its last chunk is small, since that is what is left to pull when the first token is there. But 7168
 and 1024 tokens take 3 ms longer than 8192 of an 8B model, which in a queue delays all behind it:
-there prompts are computed whole.
+there prompts of up to 8192 are computed whole.
 
 What may not wait to be pulled is for prompts that are being computed and for the prefix cache. Over
 the limit nothing more is admitted; the heartbeat says so, and gateways route around it.

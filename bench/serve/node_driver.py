@@ -55,7 +55,7 @@ class _Engine:
                 for request_id in message.outputs.tokens.request_ids:
                     self._put(request_id, _Said(1))
                 for output in message.outputs.outputs:
-                    error = output.error.code if output.HasField("error") else ""
+                    error = (output.error.code or "error") if output.HasField("error") else ""
                     said = _Said(len(output.token_ids), bool(output.finish_reason), error)
                     self._put(output.request_id, said)
         finally:

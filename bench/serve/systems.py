@@ -97,5 +97,5 @@ def _node(
         process.send_signal(signal.SIGINT)
         process.wait(20)
         if rest.ident is not None:
-            rest.join()
+            rest.join(20)
         process.stdout.close()

@@ -186,10 +186,8 @@ def test_a_process_may_have_an_engine_on_each_gpu() -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(("held_share", "share", "least"), [(0.45, 0.45, 0.4), (0.8, 0.9, 0.1)])
-def test_the_share_of_memory_is_the_engines_own(
-    held_share: float, share: float, least: float
-) -> None:
+@pytest.mark.parametrize(("held_share", "share"), [(0.45, 0.45), (0.7, 0.9)])
+def test_the_share_of_memory_is_the_engines_own(held_share: float, share: float) -> None:
     """As if another engine held memory here: the share stays, as far as there is room."""
     _, total_bytes = torch.cuda.mem_get_info()
     held = CudaAllocation(int(held_share * total_bytes), torch.device("cuda"))
@@ -202,7 +200,8 @@ def test_the_share_of_memory_is_the_engines_own(
         runner.close()
     finally:
         held.free()
-    assert least * total_bytes < pool_bytes < min(share, 1 - held_share) * total_bytes
+    most = min(share, 1 - held_share) * total_bytes
+    assert most - 5e9 < pool_bytes < most
 
 
 def test_out_of_memory_in_a_step_is_a_typed_error(folder: Path) -> None:

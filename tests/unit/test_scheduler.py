@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from baton.core.block_hash import root_hash
 from baton.core.errors import PromptTooLarge
@@ -15,7 +17,7 @@ from baton.engine.block_tables import BlockTables
 from baton.engine.generations import LocalGenerations
 from baton.engine.limits import EngineLimits
 from baton.engine.prefix_cache import PrefixCache
-from baton.engine.scheduler import Scheduler
+from baton.engine.scheduler import Schedule, Scheduler
 from baton.engine.sequence import Sequence, SequenceState
 
 BLOCK_SIZE = 4
@@ -147,8 +149,8 @@ def test_a_long_prompt_is_computed_in_large_chunks_but_for_the_last() -> None:
     assert [bench.step() for _ in range(3)] == [{"a": 64}, {"a": 28}, {"a": 8}]
     bench.scheduler.remove(bench.sequences[0])
     bench.add(20, first_id=300)
-    assert bench.step() == {"b": 16}, "no smaller than a step"
-    assert bench.step() == {"b": 4}
+    assert bench.step() == {"b": 12}
+    assert bench.step() == {"b": 8}
 
 
 def test_while_others_wait_a_prompt_has_no_short_last_chunk() -> None:
@@ -176,6 +178,23 @@ def test_behind_a_prompt_on_the_device_one_has_no_short_last_chunk(num_computed:
     assert bench.step() == {"b": 52 if num_computed == 32 else 60}
 
 
+def test_its_own_chunk_on_the_device_is_no_queue() -> None:
+    bench = Bench(budget=16, chunk=64)
+    a = bench.add(100, first_id=100)
+    assert bench.step() == {"a": 64}
+    a.num_computed_tokens = 0
+    assert bench.step() == {"a": 28}
+
+
+def test_a_decode_on_the_device_is_no_queue() -> None:
+    bench = Bench(budget=16, chunk=64)
+    a = bench.add(4, first_id=100)
+    assert bench.step() == {"a": 4}
+    a.num_awaited_tokens, a.num_launched_tokens = 1, 5
+    bench.add(60, first_id=300)
+    assert bench.step() == {"a": 1, "b": 52}
+
+
 def test_a_large_chunk_and_the_decodes_have_no_more_tokens_than_it_alone() -> None:
     bench = Bench(budget=16, chunk=64)
     bench.add(1, first_id=50)
@@ -183,6 +202,28 @@ def test_a_large_chunk_and_the_decodes_have_no_more_tokens_than_it_alone() -> No
     assert bench.step() == {"a": 1, "b": 2}
     bench.add(100, first_id=100)
     assert bench.step() == {"a": 1, "b": 1, "c": 62}
+
+
+@given(
+    budget=st.integers(1, 40),
+    chunk=st.integers(0, 160),
+    num_decodes=st.integers(0, 39),
+    num_tokens=st.integers(1, 400),
+    is_in_queue=st.booleans(),
+)
+def test_a_prompt_gets_on_in_a_step_that_is_not_too_large(
+    budget: int, chunk: int, num_decodes: int, num_tokens: int, *, is_in_queue: bool
+) -> None:
+    limits = EngineLimits(9, BLOCK_SIZE, 1000, 99, budget, None, chunk)
+    spare, last = limits.num_spare_tokens, limits.last_chunk_tokens
+    num_decodes = min(num_decodes, budget - 1)
+    schedule = Schedule(budget - num_decodes, spare, max(0, chunk - num_decodes), last)
+    prompt = Bench().new(num_tokens)
+    prompt.num_prefill_tokens = num_tokens
+    schedule.plan(prompt, is_in_queue=is_in_queue)
+    (planned,) = schedule.scheduled
+    assert 1 <= planned.num_scheduled_tokens <= num_tokens
+    assert num_decodes + planned.num_scheduled_tokens <= max(budget + spare, chunk)
 
 
 def test_a_large_chunk_has_no_other_prompt_beside_it() -> None:
