@@ -13,6 +13,7 @@ import os
 import secrets
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,6 +33,7 @@ _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # how to dial who listens e
 SPAWN_URL = "redis+spawn://"
 _STOP_GRACE_S = 8.0
 _LOOK_AGAIN_S = 0.05
+_MOST_ENDS = 5  # of one node
 
 # A part that is stopped while it imports ends by the signal, not with a trace of its imports.
 _PART = """
@@ -49,6 +51,7 @@ class Child:
     """One child process; `address` is known once it is ready."""
 
     name: str
+    configs: tuple[object, ...]
     process: asyncio.subprocess.Process
     ready: asyncio.Future[str]
     reader: asyncio.Task[None] | None = None
@@ -107,7 +110,7 @@ class Deployment:
             await self._launch(name, self.engine, node)
         await asyncio.gather(*(self._wait_ready(child) for child in self.children))
         self.address = gateway.ready.result()
-        await self._wait_linked()
+        await self.wait_linked()
         await gateway.is_greeting_over.wait()
         self.greeting = tuple(gateway.greeting)
 
@@ -149,7 +152,7 @@ class Deployment:
             | flags.to_environment(cluster),
             start_new_session=True,  # Ctrl-C reaches us alone: we stop the parts in order
         )
-        child = Child(name, process, asyncio.get_running_loop().create_future())
+        child = Child(name, configs, process, asyncio.get_running_loop().create_future())
         child.reader = asyncio.create_task(self._read(child))
         self.children.append(child)
         return child
@@ -179,7 +182,7 @@ class Deployment:
     async def _wait_ready(self, child: Child) -> None:
         await child.ready
 
-    async def _wait_linked(self) -> None:
+    async def wait_linked(self) -> None:
         """Wait until the gateway sees every engine, each decode engine linked to all sources."""
         async with self.client() as client:
             while True:
@@ -212,13 +215,34 @@ class Deployment:
         address = f"{_LOOPBACK.get(host, host)}:{port}"
         return AsyncClient(address, api_key=key, ca_file=ca_of(self.up.certs))
 
-    async def wait(self) -> str:
-        """Wait for the first child that ends by itself; returns its name."""
-        waits = {asyncio.create_task(c.process.wait()): c.name for c in self.children}
-        done, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for task in pending:
-            task.cancel()
-        return waits[done.pop()]
+    async def keep(self) -> str:
+        """Start nodes again that end by themselves. Returns the name of what cannot be helped: the
+        gateway, or a node that keeps ending."""
+        num_ends: Counter[str] = Counter()
+        while True:
+            child = await self._first_to_end()
+            num_ends[child.name] += 1
+            if child is self.children[0] or num_ends[child.name] > _MOST_ENDS:
+                return child.name
+            self.report(child.name, f"ended with code {child.process.returncode}: starts again")
+            self.children.remove(child)
+            await self._end(child)
+            await self._launch(child.name, *child.configs)
+
+    async def _first_to_end(self) -> Child:
+        waits = {asyncio.create_task(c.process.wait()): c for c in self.children}
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            return waits[done.pop()]
+        finally:
+            for task in waits:
+                task.cancel()
+
+    def hurry(self) -> None:
+        """While it stops: whatever is still there need not end in order."""
+        for child in self.children:
+            if child.process.returncode is None:
+                child.process.send_signal(signal.SIGINT)
 
     async def stop(self) -> None:
         """End every child, the gateway first, and Redis last; what will not end is killed."""
@@ -240,8 +264,12 @@ class Deployment:
             except TimeoutError:
                 child.process.kill()
                 await child.process.wait()
-            if child.reader is not None:
-                await child.reader
-            if child.ready.done():
-                with contextlib.suppress(StartupFailed, asyncio.CancelledError):
-                    child.ready.result()  # looked at, so asyncio does not complain
+            await self._end(child)
+
+    async def _end(self, child: Child) -> None:
+        """Its process has ended: hear its last words."""
+        if child.reader is not None:
+            await child.reader
+        if child.ready.done():
+            with contextlib.suppress(StartupFailed, asyncio.CancelledError):
+                child.ready.result()  # looked at, so asyncio does not complain

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import sys
 
 from ..core.config import ClusterConfig, EngineConfig, GatewayConfig, NodeConfig, UpConfig
+from ..core.stop_signals import StopSignals
 from .certs import ca_of
 from .deployment import Deployment
 
@@ -19,14 +19,12 @@ async def run(
     cluster: ClusterConfig,
 ) -> int:
     """Start everything, say what runs where, and stop it all on SIGINT or SIGTERM."""
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    signals = StopSignals()
     if warning := about_shared_gpus(up, engine):
         print(f"warning: {warning}", file=sys.stderr)
     deployment = Deployment(up, engine, node, gateway, _print_line, cluster)
     starting = asyncio.create_task(deployment.__aenter__())
-    stopping = asyncio.create_task(stop.wait())
+    stopping = asyncio.create_task(signals.stop.wait())
     await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
         starting.cancel()
@@ -35,16 +33,24 @@ async def run(
     await starting
     try:
         await _print_topology(deployment)
-        ended = asyncio.create_task(deployment.wait())
+        ended = asyncio.create_task(deployment.keep())
         await asyncio.wait({ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if ended.done() and not stop.is_set():
+        if ended.done():
             print(f"error: {ended.result()} ended", file=sys.stderr)
             return 1
         ended.cancel()
-        print("stopping")
+        await asyncio.wait({ended})
+        print("stopping: requests in flight may end; Ctrl-C again cuts them off", flush=True)
         return 0
     finally:
+        hurrying = asyncio.create_task(_hurry(signals, deployment))
         await deployment.stop()
+        hurrying.cancel()
+
+
+async def _hurry(signals: StopSignals, deployment: Deployment) -> None:
+    await signals.hurry.wait()
+    deployment.hurry()
 
 
 def about_shared_gpus(up: UpConfig, engine: EngineConfig) -> str:

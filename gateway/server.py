@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import signal
 from collections.abc import Sequence
 
 import grpc
@@ -18,9 +17,10 @@ from grpc_reflection.v1alpha import reflection
 from ..cluster.redis_directory import RedisDirectory
 from ..cluster.tls import CertificateFiles
 from ..core.config import ClusterConfig, GatewayConfig
-from ..core.errors import StartupFailed
+from ..core.errors import StartupFailed, Unavailable
 from ..core.logs import set_up_logging
 from ..core.ports import Clock, Directory, Entropy, SystemClock, SystemEntropy
+from ..core.stop_signals import StopSignals
 from ..prefix_index.follower import Follower
 from ..prefix_index.mirror import PrefixMirror
 from ..prefix_index.redis_link import RedisIndexLink
@@ -54,7 +54,7 @@ SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 # look for cycles among them every 700 objects takes a tenth of the gateway's time.
 _NUM_YOUNG = 20_000
 _STOP_GRACE_S = 5.0
-_LAST_STATUS_S = 0.2
+_LAST_WORD_S, _LAST_STATUS_S = 1.0, 0.2
 
 _SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", 4 << 20),
@@ -204,15 +204,17 @@ class Gateway:
             asks_for_keys=config.api_keys is not None,
         )
 
-    async def stop(self, grace_s: float = _STOP_GRACE_S) -> None:
-        """Refuse new requests, let those in flight end within `grace_s`, cancel the rest."""
+    async def stop(
+        self, grace_s: float = _STOP_GRACE_S, hurry: asyncio.Event | None = None
+    ) -> None:
+        """Refuse new requests, let those in flight end within `grace_s` or until `hurry`, and end
+        the rest, telling their callers."""
         self._door.is_draining = True
         await self._health.enter_graceful_shutdown()
-        try:
-            async with asyncio.timeout(grace_s):
-                await self._sessions.wait_idle()
-        except TimeoutError:
-            log.warning("%d requests are cut off", len(self._sessions))
+        if not await self._becomes_idle(grace_s, hurry):
+            log.warning("cut off: requests that have not ended (%d)", len(self._sessions))
+            self._sessions.end_all(Unavailable("this gateway is shutting down"))
+            await self._becomes_idle(_LAST_WORD_S)
         await asyncio.gather(self._server.stop(_LAST_STATUS_S), self._http.stop())
         for task in self._tasks:
             task.cancel()
@@ -224,6 +226,17 @@ class Gateway:
         await self._directory.close()
         await self._index.close()
         self._model.close()
+
+    async def _becomes_idle(self, timeout_s: float, hurry: asyncio.Event | None = None) -> bool:
+        """Whether no request is in flight any more, before the time is over or `hurry` is set."""
+        idle = asyncio.create_task(self._sessions.wait_idle())
+        hurried = asyncio.create_task((hurry or asyncio.Event()).wait())
+        done, pending = await asyncio.wait(
+            {idle, hurried}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        for task in pending:
+            task.cancel()
+        return idle in done
 
     async def run_until(self, stop: asyncio.Event) -> None:
         """Wait for `stop`; raises at once if a part of ours broke, since then we serve nobody."""
@@ -321,9 +334,7 @@ async def run(
 ) -> int:
     """The process: serve until SIGINT or SIGTERM, then stop cleanly. Returns the exit code."""
     set_up_logging("gateway", as_json=config.log_json)
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    signals = StopSignals()
     gateway = await serve(config, cluster, place=place)
     gc.collect()
     gc.freeze()  # what was loaded stays: a collection that walks it would be a pause in all streams
@@ -332,10 +343,10 @@ async def run(
     print(f"ready: gateway gateway {http} {gateway.host}:{gateway.port}", flush=True)
     greeting = asyncio.create_task(_greet(gateway))
     try:
-        await gateway.run_until(stop)
+        await gateway.run_until(signals.stop)
     finally:
         greeting.cancel()
-        await gateway.stop(config.shutdown_timeout_s)
+        await gateway.stop(config.shutdown_timeout_s, signals.hurry)
     return 0
 
 

@@ -92,6 +92,11 @@ class SessionTable:
         """End a session early; one that is over stays as it ended."""
         self._do(session, session.cancel, error)
 
+    def end_all(self, error: BatonError) -> None:
+        """End every session: each caller hears the error."""
+        for session in list(self._sessions.values()):
+            self.cancel(session, error)
+
     def abort(self, names: Iterable[str], tenant: str | None = None) -> int:
         """Cancel calls by gateway id or caller's label; returns how many were in flight.
 

@@ -26,6 +26,7 @@ from ..core.children import bound_to_us
 from ..core.config import ClusterConfig, GatewayConfig
 from ..core.errors import StartupFailed
 from ..core.logs import set_up_logging
+from ..core.stop_signals import StopSignals
 from .worker_place import WorkerOrder, WorkerPlace
 
 log = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ class _Worker:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=os.environ | {"PYTHONSAFEPATH": "1"},
+            start_new_session=True,  # Ctrl-C reaches us alone, or they would take ours for a second
         )
         self._process = process
         assert process.stdin is not None and process.stdout is not None
@@ -87,13 +89,18 @@ class _Worker:
         self._has_lived = True
         return await process.wait()
 
+    def ask_to_stop(self) -> None:
+        """Asked twice, it hurries."""
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM)
+
     async def stop(self, grace_s: float) -> None:
         """Ask it to end, and see to it that it does."""
         process = self._process
         if process is None or process.returncode is not None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGTERM)
+        self.ask_to_stop()
         try:
             async with asyncio.timeout(grace_s):
                 await process.wait()
@@ -107,9 +114,7 @@ class _Worker:
 async def run(config: GatewayConfig, cluster: ClusterConfig) -> int:
     """The parent process: until SIGINT or SIGTERM. Returns the exit code."""
     set_up_logging("gateway", as_json=config.log_json)
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    signals = StopSignals()
     with (
         tempfile.TemporaryDirectory(prefix="baton-gateway-") as folder,
         _reserved(config.host, config.http_port, "--http-port") as http_port,
@@ -119,25 +124,33 @@ async def run(config: GatewayConfig, cluster: ClusterConfig) -> int:
         key = secrets.token_hex(32)
         places = [WorkerPlace(i, config.workers, folder, key) for i in range(config.workers)]
         workers = [_Worker(WorkerOrder(here, cluster, place)) for place in places]
-        await _keep(workers, stop, config.shutdown_timeout_s + _LAST_WORD_S)
+        await _keep(workers, signals, config.shutdown_timeout_s + _LAST_WORD_S)
     return 0
 
 
-async def _keep(workers: list[_Worker], stop: asyncio.Event, grace_s: float) -> None:
-    """Run all workers until `stop`; says `ready:` once, when all are."""
+async def _keep(workers: list[_Worker], signals: StopSignals, grace_s: float) -> None:
+    """Run all workers until they shall stop; says `ready:` once, when all are."""
     keepers = [asyncio.create_task(worker.run()) for worker in workers]
     ready = asyncio.create_task(_all_ready(workers))
-    stopping = asyncio.create_task(stop.wait())
+    stopping = asyncio.create_task(signals.stop.wait())
     try:
         await asyncio.wait({stopping, *keepers}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for task in (ready, stopping, *keepers):
             task.cancel()
+        hurrying = asyncio.create_task(_pass_on(signals.hurry, workers))
         await asyncio.gather(*(worker.stop(grace_s) for worker in workers))
+        hurrying.cancel()
         ended = await asyncio.gather(*keepers, return_exceptions=True)
     for outcome in ended:
         if isinstance(outcome, Exception):
             raise outcome
+
+
+async def _pass_on(hurry: asyncio.Event, workers: list[_Worker]) -> None:
+    await hurry.wait()
+    for worker in workers:
+        worker.ask_to_stop()
 
 
 async def _all_ready(workers: list[_Worker]) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import signal
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -28,6 +27,7 @@ from ..core.logs import set_up_logging
 from ..core.membership import Member, Role
 from ..core.model_dir import resolve_model_dir
 from ..core.ports import Directory, SystemClock, SystemEntropy
+from ..core.stop_signals import StopSignals
 from ..kv_transfer.data_tls import DataTls
 from ..prefix_index.link import PublisherLink
 from ..prefix_index.publisher import Publisher
@@ -51,7 +51,9 @@ async def run(role: Role, engine: EngineConfig, node: NodeConfig, cluster: Clust
 
     Raises StartupFailed if the node cannot start, after everything of it has ended.
     """
-    signals = StopSignals()  # first: asyncio's own Ctrl-C would cancel a server that is starting
+    signals = StopSignals(
+        sigint_hurries=True
+    )  # first: asyncio's own Ctrl-C would cancel a server that is starting
     set_up_logging(f"{node.name or role.value} supervisor", as_json=node.log_json)
     resolve_model_dir(engine.model)  # a wrong path is told before an engine process is started
     tls = ClusterTls.of(cluster)
@@ -68,22 +70,6 @@ async def run(role: Role, engine: EngineConfig, node: NodeConfig, cluster: Clust
         await directory.close()
         await index.close()
     return 0
-
-
-class StopSignals:
-    """SIGTERM asks to stop; SIGINT, or a second signal, asks to hurry."""
-
-    def __init__(self) -> None:
-        self.stop = asyncio.Event()
-        self.hurry = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._receive, number)
-
-    def _receive(self, number: signal.Signals) -> None:
-        if number == signal.SIGINT or self.stop.is_set():
-            self.hurry.set()
-        self.stop.set()
 
 
 class Supervisor:

@@ -564,6 +564,21 @@ async def test_stop_lets_requests_end_and_refuses_new_ones(world: World) -> None
     await stopping
 
 
+async def test_who_stops_in_a_hurry_tells_whom_it_cuts_off(world: World) -> None:
+    for name in ("d1", "d2"):
+        world.nodes[name].token_s = 0.02
+    generation = world.client.generate(PROMPT, max_tokens=200)
+    await anext(generation)
+    hurry = asyncio.Event()
+    stopping = asyncio.create_task(world.gateway.stop(60.0, hurry))
+    await anext(generation)
+    hurry.set()
+    with pytest.raises(Unavailable, match="shutting down"):
+        await generation.finish()
+    async with asyncio.timeout(5):
+        await stopping
+
+
 async def test_port_taken(world: World) -> None:
     config = GatewayConfig(grpc_port=world.gateway.port, http_port=0, model=world.config.model)
     with pytest.raises(StartupFailed, match=str(world.gateway.port)) as caught:

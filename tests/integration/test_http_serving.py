@@ -460,6 +460,20 @@ async def test_abort_over_grpc_ends_a_stream_over_http(world: World) -> None:
     assert "[DONE]" not in rest
 
 
+async def test_a_gateway_that_stops_tells_whom_it_cuts_off(world: World) -> None:
+    world.decode.token_s = 0.02
+    body = PLAIN | {"max_tokens": 200}
+    plain = asyncio.create_task(world.post("/v1/completions", body))
+    async with world.http.post("/v1/completions", json=body | {"stream": True}) as answer:
+        await answer.content.readuntil(b"\n\n")
+        await world.gateway.stop(grace_s=0.1)
+        rest = (await answer.text()).split("\n\n")
+    error = json.loads(rest[-2].removeprefix("data: "))["error"]
+    assert (error["code"], error["message"]) == ("unavailable", "this gateway is shutting down")
+    status, _, said = await plain
+    assert (status, said["error"]["code"]) == (503, "unavailable")
+
+
 async def test_failures_before_the_first_token_have_a_status(world: World) -> None:
     world.prefill.error = EngineFailed("secret path /x/y")
     status, headers, body = await world.post("/v1/completions", PLAIN | {"stream": True})
