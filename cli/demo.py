@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 import time
 
@@ -53,6 +54,9 @@ class _Screen:
 async def run(max_tokens: int, *, verbose: bool) -> int:
     """Start, stream, print, stop. Returns the exit code."""
     began_s = time.monotonic()
+    running = asyncio.current_task()
+    assert running is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.cancel)
     print("starting Redis, a gateway, one prefill node and two decode nodes on the CPU", flush=True)
 
     def report(name: str, line: str) -> None:

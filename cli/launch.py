@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import sys
 from collections.abc import Callable, Coroutine
@@ -10,12 +11,12 @@ from typing import Any
 
 from ..core import event_loop, flags
 from ..core.config import ClusterConfig, EngineConfig, GatewayConfig, NodeConfig
-from ..core.errors import StartupFailed
+from ..core.errors import BatonError, StartupFailed
 from ..core.membership import Role
 
 
 def run_reporting(start: Callable[[], Coroutine[Any, Any, int]]) -> int:
-    """Run a process's main coroutine; a StartupFailed becomes two lines and exit code 1.
+    """Run a process's main coroutine; an error of ours becomes a line or two and exit code 1.
 
     `start` imports what it needs before the event loop exists: Ctrl-C during imports that take
     long then ends the process, instead of a half-built server.
@@ -23,11 +24,13 @@ def run_reporting(start: Callable[[], Coroutine[Any, Any, int]]) -> int:
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else grpc tells of every fork and goaway
     try:
         return event_loop.run(start)
-    except StartupFailed as error:
+    except BatonError as error:
         report_failure(error)
         return 1
     except KeyboardInterrupt:
         return 130
+    except asyncio.CancelledError:
+        return 143  # by SIGTERM
 
 
 def reporting(run: Callable[[], int]) -> int:
@@ -39,10 +42,10 @@ def reporting(run: Callable[[], int]) -> int:
         return 1
 
 
-def report_failure(error: StartupFailed) -> None:
+def report_failure(error: BatonError) -> None:
     """What is wrong, and what to do about it."""
     print(f"error: {error.message}", file=sys.stderr)
-    if error.hint:
+    if isinstance(error, StartupFailed) and error.hint:
         print(f"  try: {error.hint}", file=sys.stderr)
 
 

@@ -133,14 +133,19 @@ def _add_doctor(commands: _Commands) -> None:
     parser.add_argument("--model", default="demo", help="model directory to look at (demo)")
     parser.add_argument("--redis-url", help="a Redis that should answer")
     parser.add_argument(
-        "--ports", type=_ports, default=(50051,), help="ports that should be free (50051)"
+        "--ports",
+        type=_ports,
+        default=(50051, 8000),
+        help="ports that should be free (50051,8000)",
     )
     parser.set_defaults(run=_doctor)
 
 
 def _ports(text: str) -> tuple[int, ...]:
-    """argparse reports the ValueError of what is no list of numbers."""
-    return tuple(int(port) for port in text.split(","))
+    try:
+        return tuple(int(port) for port in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} are no ports, as 50051,8000 are") from error
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

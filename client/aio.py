@@ -13,7 +13,7 @@ import grpc
 
 from ..core.errors import Cancelled
 from ..proto.v1 import inference_pb2_grpc
-from .connection import CHANNEL_OPTIONS, channel_credentials, key_metadata
+from .connection import CHANNEL_OPTIONS, channel_credentials, key_metadata, target_of
 from .messages import (
     Call,
     Chunk,
@@ -119,12 +119,14 @@ class AsyncClient:
         tls: bool = False,
         ca_file: str | Path | None = None,
     ) -> None:
+        """Raises InvalidRequest for an address or a key that cannot be one."""
+        target = target_of(address)
         self._metadata = key_metadata(api_key)
         credentials = channel_credentials(tls=tls, ca_file=ca_file)
         self._channel = (
-            grpc.aio.insecure_channel(address, CHANNEL_OPTIONS)
+            grpc.aio.insecure_channel(target, CHANNEL_OPTIONS)
             if credentials is None
-            else grpc.aio.secure_channel(address, credentials, CHANNEL_OPTIONS)
+            else grpc.aio.secure_channel(target, credentials, CHANNEL_OPTIONS)
         )
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]
 

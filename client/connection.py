@@ -17,6 +17,20 @@ CHANNEL_OPTIONS = (
 )
 
 
+def target_of(address: str) -> str:
+    """What gRPC dials: HOST:PORT, also behind grpc://, or a name as gRPC spells them.
+
+    Raises InvalidRequest for what has no port, and for an HTTP address.
+    """
+    target = address.removeprefix("grpc://")
+    if target.startswith(("http://", "https://")):
+        raise InvalidRequest(f"{address} is HTTP: give the gRPC port, HOST:PORT", param="address")
+    host, _, port = target.rpartition(":")
+    if "://" not in target and not target.startswith("unix:") and not (host and port.isdigit()):
+        raise InvalidRequest(f"{address!r} is not HOST:PORT", param="address")
+    return target
+
+
 def channel_credentials(*, tls: bool, ca_file: str | Path | None) -> Any | None:
     """Of a TLS channel, trusting the system's CAs or those in `ca_file`; None for plain text."""
     if not tls and ca_file is None:

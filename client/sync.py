@@ -12,7 +12,7 @@ import grpc
 
 from ..core.errors import BatonError
 from ..proto.v1 import inference_pb2_grpc
-from .connection import CHANNEL_OPTIONS, channel_credentials, key_metadata
+from .connection import CHANNEL_OPTIONS, channel_credentials, key_metadata, target_of
 from .messages import (
     Call,
     Chunk,
@@ -106,12 +106,14 @@ class Client:
         tls: bool = False,
         ca_file: str | Path | None = None,
     ) -> None:
+        """Raises InvalidRequest for an address or a key that cannot be one."""
+        target = target_of(address)
         self._metadata = key_metadata(api_key)
         credentials = channel_credentials(tls=tls, ca_file=ca_file)
         self._channel = (
-            grpc.insecure_channel(address, CHANNEL_OPTIONS)  # type: ignore[no-untyped-call]
+            grpc.insecure_channel(target, CHANNEL_OPTIONS)  # type: ignore[no-untyped-call]
             if credentials is None
-            else grpc.secure_channel(address, credentials, CHANNEL_OPTIONS)  # type: ignore[no-untyped-call]
+            else grpc.secure_channel(target, credentials, CHANNEL_OPTIONS)  # type: ignore[no-untyped-call]
         )
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]
 

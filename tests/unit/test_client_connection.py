@@ -1,0 +1,33 @@
+"""What a client takes for a gateway's address."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.client import AsyncClient, Client
+from baton.client.connection import target_of
+from baton.core.errors import InvalidRequest
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:50051", "[::1]:50051", "dns:///gateway:50051", "unix:/run/baton.sock"]
+)
+def test_an_address_is_what_grpc_dials(address: str) -> None:
+    assert target_of(address) == address
+
+
+def test_an_address_as_baton_prints_it() -> None:
+    assert target_of("grpc://127.0.0.1:50051") == "127.0.0.1:50051"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "nonsense:::", ":50051", "", "grpc://host"])
+def test_an_address_without_a_port_is_told_at_once(address: str) -> None:
+    for kind in (Client, AsyncClient):
+        with pytest.raises(InvalidRequest, match="HOST:PORT") as caught:
+            kind(address)
+        assert caught.value.param == "address"
+
+
+def test_the_http_side_is_another() -> None:
+    with pytest.raises(InvalidRequest, match="gRPC port"):
+        Client("http://127.0.0.1:8000")
