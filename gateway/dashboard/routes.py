@@ -64,6 +64,7 @@ def feed_of(parts: Parts, clock: Clock) -> SnapshotFeed:
             "model": parts.door.model.limits.model,
             "version": version(),
             "is_ready": parts.is_ready(),
+            "is_draining": parts.door.is_draining,
         }
 
     roster = EngineRoster(parts.table, parts.view.members, clock)

@@ -70,7 +70,7 @@ class SyntheticGateway:
         self.feed = SnapshotFeed(self.window, roster, self._about, Targets(0.5, 0.05), self.clock)
 
     def _about(self) -> dict[str, Any]:
-        return {"model": self.model, "version": "0.1.0", "is_ready": True}
+        return {"model": self.model, "version": "0.1.0", "is_ready": True, "is_draining": False}
 
     def add_engine(self, name: str, role: Role, links: frozenset[str] = frozenset()) -> Member:
         incarnation = f"{self._random.getrandbits(128):032x}"

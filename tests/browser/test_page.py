@@ -63,6 +63,8 @@ def test_one_call_opens_to_its_timeline(busy: PageServer, open_page: Callable[..
     assert detail.is_visible()
     page.keyboard.press("Enter")
     assert detail.count() == 0
+    button.evaluate("button => button.closest('tr').lastElementChild.click()")  # anywhere in it
+    assert button.get_attribute("aria-expanded") == "true"
 
 
 def test_by_keyboard(busy: PageServer, open_page: Callable[..., Any]) -> None:

@@ -71,7 +71,6 @@ export class Calls {
     const text = (value, kind = "") => element("td", { class: kind }, value);
     const button = element("button", { type: "button", class: "row-button", "aria-controls": `call-${call.call_id}` },
       element("span", { class: "chevron", "aria-hidden": true }), timeOfDay(call.arrived_unix_s), element("span", { class: "hidden" }, " request, show its timeline"));
-    button.addEventListener("click", () => this.#toggle(call.call_id));
     const outcome = element("span", { class: "badge", "data-tone": call.is_finished ? "plain" : call.outcome === "cancelled" ? "gone" : "bad" }, WELL[call.outcome] ?? call.outcome);
     const bar = element("div", { class: "bar", "aria-hidden": true },
       ...barParts(call).map(({ token, from, to }) => {
@@ -80,11 +79,13 @@ export class Calls {
         setStyle(part, "--to", to.toFixed(5));
         return part;
       }));
-    return element("tr", { class: "call" },
+    const row = element("tr", { class: "call" },
       element("th", { scope: "row" }, button), element("td", {}, outcome),
       text(count(call.prompt_tokens), "num"), text(count(call.output_tokens), "num"),
       text(joined(duration(call.ttft_s)), "num"), text(joined(duration(call.max_gap_s || null)), "num far"),
       text(joined(duration(call.e2e_s)), "num"), element("td", { class: "bar-cell" }, bar));
+    row.addEventListener("click", () => this.#toggle(call.call_id)); // the button's, too
+    return row;
   }
 
   #updateRow(row, call, longest) {

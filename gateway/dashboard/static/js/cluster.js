@@ -91,8 +91,9 @@ function updateLinks(list, engine, state) {
 function updateGateway(card, state) {
   const { parts } = card;
   setText(parts.name, "Gateway");
-  setText(parts.badge, state.gateway.is_ready ? "Ready" : "No pair of engines");
-  setAttribute(parts.badge, "data-tone", state.gateway.is_ready ? "good" : "bad");
+  const { is_ready, is_draining } = state.gateway;
+  setText(parts.badge, is_draining ? "Shutting down" : is_ready ? "Ready" : "No pair of engines");
+  setAttribute(parts.badge, "data-tone", is_draining ? "gone" : is_ready ? "good" : "bad");
   setText(parts.sub, state.gateway.version ? `version ${state.gateway.version}` : "");
   setText(parts.facts.rps[1], joined(rate(state.rates.began_per_s, "/s")));
   setText(parts.facts.running[1], count(state.num_running));
