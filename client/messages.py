@@ -170,6 +170,8 @@ def build_request(
         if value is not None:
             _set(request.sampling, name, value)
     if prompt is not None:
+        if not isinstance(prompt, str):
+            raise InvalidRequest("a prompt is text; ids go as prompt_token_ids", param="prompt")
         _set(request, "text", prompt, param="prompt")
     if prompt_token_ids is not None:
         request.token_ids.packed = _packed(prompt_token_ids)

@@ -64,7 +64,9 @@ def choose_placement(config: EngineConfig, model: ModelConfig) -> Placement:
 def _check_gpu(device: str, num_gpus: int) -> None:
     """`device` is cuda, or cuda:N as --gpus N gives it."""
     if not num_gpus:
-        raise StartupFailed("torch sees no GPU here; cuda needs one", hint="--device cpu")
+        raise StartupFailed(
+            "torch sees no GPU here: --gpus and --device cuda need one", hint="--device cpu"
+        )
     index = torch.device(device).index
     if index is not None and index >= num_gpus:
         raise StartupFailed(

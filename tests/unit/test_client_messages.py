@@ -109,6 +109,7 @@ def test_every_parameter_arrives() -> None:
         ("\ud800", {}, "prompt"),
         (5, {}, "prompt"),
         ("x", {"max_tokens": -1}, "max_tokens"),
+        ([1, 2], {}, "prompt"),
         ("x", {"max_tokens": 2**32}, "max_tokens"),
         ("x", {"max_tokens": "10"}, "max_tokens"),
         ("x", {"max_tokens": 1.5}, "max_tokens"),
