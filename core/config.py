@@ -180,7 +180,7 @@ class GatewayConfig:
     max_request_s: float = flag(600.0, "deadline of requests that come without one")
     shutdown_timeout_s: float = flag(
         5.0,
-        "how long requests in flight may take to end at SIGTERM; new ones are refused",
+        "how long requests in flight may take to end at SIGTERM or Ctrl-C; a second one ends them",
         aliases=("shutdown-timeout",),
     )
     heartbeat_timeout_s: float = flag(1.2, "a node silent for so long is taken for lost")
