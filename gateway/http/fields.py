@@ -30,7 +30,7 @@ from .special_kinds import LOGIT_BIAS, METADATA, TOP_K
 log = logging.getLogger(__name__)
 
 _COUNT = integer(0, UINT32_MAX)
-MAX_TOKENS = _COUNT.within(minimum=1)
+MAX_TOKENS = integer(1, UINT32_MAX)
 LOGPROBS = _COUNT.within(maximum=MAX_LOGPROBS)
 _PENALTY = NUMBER.within(minimum=-MAX_PENALTY, maximum=MAX_PENALTY)
 
@@ -52,7 +52,7 @@ SAMPLING: Mapping[str, Kind] = {
 }
 
 GENERATION: Mapping[str, Kind] = {
-    "n": _COUNT.within(minimum=1, maximum=MAX_SAMPLES),
+    "n": integer(1, MAX_SAMPLES),
     "cache_salt": STRING.within(pattern=r"^[A-Za-z0-9_.-]{1,64}$"),
     "include_stop_str_in_output": BOOLEAN,
     "skip_special_tokens": BOOLEAN,

@@ -14,6 +14,8 @@ from ...core.errors import InvalidRequest
 
 Schema = Mapping[str, Any]
 
+_WIRE_MAX = 2**32 - 1
+
 
 @dataclass(frozen=True, slots=True)
 class Kind:
@@ -57,11 +59,12 @@ def is_integer(value: Any) -> bool:
 
 
 def integer(least: int, most: int) -> Kind:
-    """An integer in [least, most]."""
+    """An integer in [least, most]; a bound that is the wire's alone is not spoken of."""
+    wanted = f"in [{least}, {most}]" if most < _WIRE_MAX else f"from {least} on"
 
     def read(value: Any, name: str) -> int:
         if not is_integer(value) or not least <= value <= most:
-            raise invalid(name, f"an integer in [{least}, {most}]")
+            raise invalid(name, f"an integer {wanted}")
         return int(value)
 
     return Kind({"type": "integer", "minimum": least, "maximum": most}, read)
