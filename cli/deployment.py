@@ -246,20 +246,21 @@ class Deployment:
 
     async def stop(self) -> None:
         """End every child, the gateway first, and Redis last; what will not end is killed."""
-        for group in (self.children[:1], self.children[1:]):
-            await self._stop_group(group)
+        gateway, nodes = self.children[:1], self.children[1:]
+        await self._stop_group(gateway, self.gateway.shutdown_timeout_s + _STOP_GRACE_S)
+        await self._stop_group(nodes, _STOP_GRACE_S)
         self.children.clear()
         if self._redis is not None:
             self._redis.stop()
             self._redis = None
 
-    async def _stop_group(self, group: Sequence[Child]) -> None:
+    async def _stop_group(self, group: Sequence[Child], grace_s: float) -> None:
         for child in group:
             if child.process.returncode is None:
                 child.process.send_signal(signal.SIGINT)
         for child in group:
             try:
-                async with asyncio.timeout(_STOP_GRACE_S):
+                async with asyncio.timeout(grace_s):
                     await child.process.wait()
             except TimeoutError:
                 child.process.kill()
