@@ -13,6 +13,7 @@ import os
 import secrets
 import signal
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,7 +34,8 @@ _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # how to dial who listens e
 SPAWN_URL = "redis+spawn://"
 _STOP_GRACE_S = 8.0
 _LOOK_AGAIN_S = 0.05
-_MOST_ENDS = 5  # of one node
+_MOST_ENDS = 5  # of one node, one soon after the other
+_WELL_S = 30.0  # after so long an end is the first again
 
 # A part that is stopped while it imports ends by the signal, not with a trace of its imports.
 _PART = """
@@ -54,6 +56,7 @@ class Child:
     configs: tuple[object, ...]
     process: asyncio.subprocess.Process
     ready: asyncio.Future[str]
+    began_s: float = field(default_factory=time.monotonic)
     reader: asyncio.Task[None] | None = None
     last_lines: list[str] = field(default_factory=list)
     greeting: list[str] = field(default_factory=list)
@@ -221,6 +224,8 @@ class Deployment:
         num_ends: Counter[str] = Counter()
         while True:
             child = await self._first_to_end()
+            if time.monotonic() - child.began_s > _WELL_S:
+                num_ends[child.name] = 0
             num_ends[child.name] += 1
             if child is self.children[0] or num_ends[child.name] > _MOST_ENDS:
                 return child.name

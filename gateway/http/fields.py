@@ -23,8 +23,18 @@ from ..sampling_validation import (
     MAX_TEMPERATURE,
 )
 from ..validation import MAX_SAMPLES
-from .kinds import BOOLEAN, NUMBER, STRING, Kind, integer, one_or_list_of, options, string
-from .prompts import TOKEN_IDS, UINT32_MAX
+from .kinds import (
+    BOOLEAN,
+    NUMBER,
+    STRING,
+    UINT32_MAX,
+    Kind,
+    integer,
+    one_or_list_of,
+    options,
+    string,
+)
+from .prompts import TOKEN_IDS
 from .special_kinds import LOGIT_BIAS, METADATA, TOP_K
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from ...core.errors import InvalidRequest
 
 Schema = Mapping[str, Any]
 
-_WIRE_MAX = 2**32 - 1
+UINT32_MAX = 2**32 - 1  # the wire's
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def is_integer(value: Any) -> bool:
 
 def integer(least: int, most: int) -> Kind:
     """An integer in [least, most]; a bound that is the wire's alone is not spoken of."""
-    wanted = f"in [{least}, {most}]" if most < _WIRE_MAX else f"from {least} on"
+    wanted = f"in [{least}, {most}]" if most < UINT32_MAX else f"from {least} on"
 
     def read(value: Any, name: str) -> int:
         if not is_integer(value) or not least <= value <= most:

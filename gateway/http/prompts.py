@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ...core.errors import InvalidRequest
-from .kinds import Kind, invalid, is_integer
+from .kinds import UINT32_MAX, Kind, invalid, is_integer
 
-UINT32_MAX = 2**32 - 1
 MAX_PROMPTS = 64
 
 Prompt = str | list[int]

@@ -7,8 +7,7 @@ from typing import Any
 
 from ...core.errors import InvalidRequest
 from ..sampling_validation import MAX_BIAS, MAX_BIASES
-from .kinds import NUMBER, Kind, integer, invalid
-from .prompts import UINT32_MAX
+from .kinds import NUMBER, UINT32_MAX, Kind, integer, invalid
 
 _TOKEN_ID = re.compile(r"[0-9]{1,10}\Z")
 _MAX_PAIRS, _MAX_KEY_CHARS, _MAX_VALUE_CHARS = 16, 64, 512
