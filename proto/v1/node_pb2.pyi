@@ -27,7 +27,7 @@ class GatewayMessage(_message.Message):
     def __init__(self, dispatch: _Optional[_Union[Dispatch, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ...) -> None: ...
 
 class Dispatch(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_token_ids", "output_token_ids", "sampling", "cache_salt", "work", "ticket", "deadline_remaining_us", "sample_index", "fork_request_ids")
+    __slots__ = ("request_id", "attempt", "prompt_token_ids", "output_token_ids", "sampling", "cache_salt", "work", "ticket", "deadline_remaining_us", "sample_index", "fork_request_ids", "caller_id")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,7 @@ class Dispatch(_message.Message):
     DEADLINE_REMAINING_US_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
     FORK_REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    CALLER_ID_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt_token_ids: bytes
@@ -50,7 +51,8 @@ class Dispatch(_message.Message):
     deadline_remaining_us: int
     sample_index: int
     fork_request_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., output_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., work: _Optional[_Union[Work, str]] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ..., deadline_remaining_us: _Optional[int] = ..., sample_index: _Optional[int] = ..., fork_request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    caller_id: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., output_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., work: _Optional[_Union[Work, str]] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ..., deadline_remaining_us: _Optional[int] = ..., sample_index: _Optional[int] = ..., fork_request_ids: _Optional[_Iterable[str]] = ..., caller_id: _Optional[int] = ...) -> None: ...
 
 class Ticket(_message.Message):
     __slots__ = ("transfer_id", "source_incarnation", "puller_incarnation")
@@ -87,7 +89,7 @@ class EngineEnded(_message.Message):
     def __init__(self) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("incarnation", "role", "name", "model", "fingerprint", "max_model_len", "block_size", "num_blocks", "vocab_size", "eos_token_ids", "can_constrain", "direct")
+    __slots__ = ("incarnation", "role", "name", "model", "fingerprint", "max_model_len", "block_size", "num_blocks", "vocab_size", "eos_token_ids", "can_constrain", "direct", "max_num_seqs")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -100,6 +102,7 @@ class Welcome(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CAN_CONSTRAIN_FIELD_NUMBER: _ClassVar[int]
     DIRECT_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     role: str
     name: str
@@ -112,7 +115,8 @@ class Welcome(_message.Message):
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     can_constrain: bool
     direct: DirectOffer
-    def __init__(self, incarnation: _Optional[str] = ..., role: _Optional[str] = ..., name: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., can_constrain: bool = ..., direct: _Optional[_Union[DirectOffer, _Mapping]] = ...) -> None: ...
+    max_num_seqs: int
+    def __init__(self, incarnation: _Optional[str] = ..., role: _Optional[str] = ..., name: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., can_constrain: bool = ..., direct: _Optional[_Union[DirectOffer, _Mapping]] = ..., max_num_seqs: _Optional[int] = ...) -> None: ...
 
 class DirectOffer(_message.Message):
     __slots__ = ("host_id", "gateway", "token")
@@ -183,7 +187,7 @@ class TransferInfo(_message.Message):
     def __init__(self, bytes: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("num_steps", "num_running", "num_waiting", "free_blocks", "num_blocks", "credit_blocks", "waiting_tokens", "is_draining", "links", "held_blocks", "counters")
+    __slots__ = ("num_steps", "num_running", "num_waiting", "free_blocks", "num_blocks", "credit_blocks", "waiting_tokens", "is_draining", "links", "held_blocks", "counters", "num_requests", "room_blocks", "prefill_cost", "waiting_by_caller")
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -195,6 +199,10 @@ class Heartbeat(_message.Message):
     LINKS_FIELD_NUMBER: _ClassVar[int]
     HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    ROOM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_COST_FIELD_NUMBER: _ClassVar[int]
+    WAITING_BY_CALLER_FIELD_NUMBER: _ClassVar[int]
     num_steps: int
     num_running: int
     num_waiting: int
@@ -206,7 +214,27 @@ class Heartbeat(_message.Message):
     links: _containers.RepeatedCompositeFieldContainer[PeerLink]
     held_blocks: int
     counters: Counters
-    def __init__(self, num_steps: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., credit_blocks: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., is_draining: bool = ..., links: _Optional[_Iterable[_Union[PeerLink, _Mapping]]] = ..., held_blocks: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ...) -> None: ...
+    num_requests: int
+    room_blocks: int
+    prefill_cost: PrefillCost
+    waiting_by_caller: _containers.RepeatedCompositeFieldContainer[CallerTokens]
+    def __init__(self, num_steps: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., credit_blocks: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., is_draining: bool = ..., links: _Optional[_Iterable[_Union[PeerLink, _Mapping]]] = ..., held_blocks: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., num_requests: _Optional[int] = ..., room_blocks: _Optional[int] = ..., prefill_cost: _Optional[_Union[PrefillCost, _Mapping]] = ..., waiting_by_caller: _Optional[_Iterable[_Union[CallerTokens, _Mapping]]] = ...) -> None: ...
+
+class PrefillCost(_message.Message):
+    __slots__ = ("step_s", "token_s")
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    step_s: float
+    token_s: float
+    def __init__(self, step_s: _Optional[float] = ..., token_s: _Optional[float] = ...) -> None: ...
+
+class CallerTokens(_message.Message):
+    __slots__ = ("caller_id", "num_tokens")
+    CALLER_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    caller_id: int
+    num_tokens: int
+    def __init__(self, caller_id: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class Counters(_message.Message):
     __slots__ = ("num_preemptions", "prefix_query_tokens", "prefix_hit_tokens", "num_transfers", "transfer_bytes", "transfer_s", "failed_transfers", "num_expired_leases")
