@@ -1,19 +1,15 @@
 """The cluster secret: how gateways and nodes of one deployment prove that they belong together.
 
-Owns what is derived from the secret: the metadata of a call, and the signature of a directory
-entry. The secret itself never leaves the process. Without a secret everything is accepted: then the
-network is the boundary.
+Owns what is derived from the secret: the key of handshakes, and the signature of a directory entry.
+Neither the secret nor the key of handshakes leaves the process. Without a secret everybody holds
+the key: then the network is the boundary.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable
 
-from ..core.errors import Unauthenticated
-
-METADATA_KEY = "baton-secret"
 TAG_BYTES = 16
 
 
@@ -23,19 +19,9 @@ def _derive(secret: str, purpose: bytes, message: bytes = b"") -> str:
     return hashlib.blake2b(message, key=key, person=purpose, digest_size=32).hexdigest()
 
 
-def secret_metadata(secret: str | None) -> tuple[tuple[str, str], ...]:
-    """The metadata of an internal call; empty without a secret."""
-    return ((METADATA_KEY, _derive(secret, b"baton-rpc")),) if secret else ()
-
-
-def check_secret(secret: str | None, metadata: Iterable[tuple[str, str | bytes]] | None) -> None:
-    """Raise Unauthenticated unless the call's metadata proves this secret. Constant-time."""
-    if not secret:
-        return
-    given = next((value for key, value in metadata or () if key == METADATA_KEY), "")
-    given_bytes = given if isinstance(given, bytes) else given.encode()
-    if not hmac.compare_digest(given_bytes, _derive(secret, b"baton-rpc").encode()):
-        raise Unauthenticated("the cluster secret is missing or wrong")
+def handshake_key(secret: str | None) -> bytes:
+    """What processes of one deployment prove to each other that they hold (core/handshake.py)."""
+    return bytes.fromhex(_derive(secret or "", b"baton-handshake"))
 
 
 def operator_key(secret: str) -> str:

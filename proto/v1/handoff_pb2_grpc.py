@@ -45,7 +45,7 @@ class HandoffServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Link(self, request_iterator, context):
-        """Metadata: `baton-source`, `baton-puller` (incarnations), `baton-secret`. One stream a pair.
+        """A handshake first (cluster/link_handshake.py), with the incarnations of both. One stream a pair.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -19,12 +19,14 @@ WORK_DECODE: Work
 WORK_LOCAL: Work
 
 class GatewayMessage(_message.Message):
-    __slots__ = ("dispatch", "cancel")
+    __slots__ = ("dispatch", "cancel", "handshake")
     DISPATCH_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
+    HANDSHAKE_FIELD_NUMBER: _ClassVar[int]
     dispatch: Dispatch
     cancel: Cancel
-    def __init__(self, dispatch: _Optional[_Union[Dispatch, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ...) -> None: ...
+    handshake: bytes
+    def __init__(self, dispatch: _Optional[_Union[Dispatch, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., handshake: _Optional[bytes] = ...) -> None: ...
 
 class Dispatch(_message.Message):
     __slots__ = ("request_id", "attempt", "prompt_token_ids", "output_token_ids", "sampling", "cache_salt", "work", "ticket", "deadline_remaining_us", "sample_index", "fork_request_ids", "caller_id")
@@ -73,16 +75,18 @@ class Cancel(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class NodeMessage(_message.Message):
-    __slots__ = ("welcome", "outputs", "heartbeat", "engine_ended")
+    __slots__ = ("welcome", "outputs", "heartbeat", "engine_ended", "handshake")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ENDED_FIELD_NUMBER: _ClassVar[int]
+    HANDSHAKE_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     outputs: StepOutputs
     heartbeat: Heartbeat
     engine_ended: EngineEnded
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., outputs: _Optional[_Union[StepOutputs, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., engine_ended: _Optional[_Union[EngineEnded, _Mapping]] = ...) -> None: ...
+    handshake: bytes
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., outputs: _Optional[_Union[StepOutputs, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., engine_ended: _Optional[_Union[EngineEnded, _Mapping]] = ..., handshake: _Optional[bytes] = ...) -> None: ...
 
 class EngineEnded(_message.Message):
     __slots__ = ()
@@ -273,12 +277,16 @@ class PeerLink(_message.Message):
     gbytes_per_s: float
     def __init__(self, incarnation: _Optional[str] = ..., transport: _Optional[str] = ..., gbytes_per_s: _Optional[float] = ...) -> None: ...
 
-class GetLedgerRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+class GetLedgersRequest(_message.Message):
+    __slots__ = ("handshake",)
+    HANDSHAKE_FIELD_NUMBER: _ClassVar[int]
+    handshake: bytes
+    def __init__(self, handshake: _Optional[bytes] = ...) -> None: ...
 
-class GetLedgerResponse(_message.Message):
-    __slots__ = ("ledgers",)
+class GetLedgersResponse(_message.Message):
+    __slots__ = ("handshake", "ledgers")
+    HANDSHAKE_FIELD_NUMBER: _ClassVar[int]
     LEDGERS_FIELD_NUMBER: _ClassVar[int]
+    handshake: bytes
     ledgers: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, ledgers: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, handshake: _Optional[bytes] = ..., ledgers: _Optional[_Iterable[str]] = ...) -> None: ...

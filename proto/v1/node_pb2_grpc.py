@@ -39,10 +39,10 @@ class NodeStub(object):
                 request_serializer=baton_dot_proto_dot_v1_dot_node__pb2.GatewayMessage.SerializeToString,
                 response_deserializer=baton_dot_proto_dot_v1_dot_node__pb2.NodeMessage.FromString,
                 _registered_method=True)
-        self.GetLedger = channel.unary_unary(
-                '/baton.v1.Node/GetLedger',
-                request_serializer=baton_dot_proto_dot_v1_dot_node__pb2.GetLedgerRequest.SerializeToString,
-                response_deserializer=baton_dot_proto_dot_v1_dot_node__pb2.GetLedgerResponse.FromString,
+        self.GetLedgers = channel.stream_stream(
+                '/baton.v1.Node/GetLedgers',
+                request_serializer=baton_dot_proto_dot_v1_dot_node__pb2.GetLedgersRequest.SerializeToString,
+                response_deserializer=baton_dot_proto_dot_v1_dot_node__pb2.GetLedgersResponse.FromString,
                 _registered_method=True)
 
 
@@ -50,16 +50,16 @@ class NodeServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Session(self, request_iterator, context):
-        """Metadata: `baton-engine` (incarnation of the engine that is meant), `baton-secret`.
-        The node answers with Welcome first, then step outputs and heartbeats. When the stream ends,
-        the node cancels every request that came over it; when the engine dies, the node ends it.
+        """A handshake first (cluster/link_handshake.py), with the incarnation of the engine that is meant.
+        The node then sends Welcome, step outputs and heartbeats. When the stream ends, the node cancels
+        every request that came over it; when the engine dies, the node ends it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def GetLedger(self, request, context):
-        """What `baton fsck` asks: every engine's ledger, leases and transfers, as JSON.
+    def GetLedgers(self, request_iterator, context):
+        """What `baton fsck` asks: every engine's ledger, leases and transfers, as JSON. A handshake first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -73,10 +73,10 @@ def add_NodeServicer_to_server(servicer, server):
                     request_deserializer=baton_dot_proto_dot_v1_dot_node__pb2.GatewayMessage.FromString,
                     response_serializer=baton_dot_proto_dot_v1_dot_node__pb2.NodeMessage.SerializeToString,
             ),
-            'GetLedger': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetLedger,
-                    request_deserializer=baton_dot_proto_dot_v1_dot_node__pb2.GetLedgerRequest.FromString,
-                    response_serializer=baton_dot_proto_dot_v1_dot_node__pb2.GetLedgerResponse.SerializeToString,
+            'GetLedgers': grpc.stream_stream_rpc_method_handler(
+                    servicer.GetLedgers,
+                    request_deserializer=baton_dot_proto_dot_v1_dot_node__pb2.GetLedgersRequest.FromString,
+                    response_serializer=baton_dot_proto_dot_v1_dot_node__pb2.GetLedgersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -117,7 +117,7 @@ class Node(object):
             _registered_method=True)
 
     @staticmethod
-    def GetLedger(request,
+    def GetLedgers(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -127,12 +127,12 @@ class Node(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
-            '/baton.v1.Node/GetLedger',
-            baton_dot_proto_dot_v1_dot_node__pb2.GetLedgerRequest.SerializeToString,
-            baton_dot_proto_dot_v1_dot_node__pb2.GetLedgerResponse.FromString,
+            '/baton.v1.Node/GetLedgers',
+            baton_dot_proto_dot_v1_dot_node__pb2.GetLedgersRequest.SerializeToString,
+            baton_dot_proto_dot_v1_dot_node__pb2.GetLedgersResponse.FromString,
             options,
             channel_credentials,
             insecure,
