@@ -14,12 +14,12 @@ from typing import Any
 
 import grpc
 
+from ..cluster.link_handshake import ANY_ENGINE, LEDGERS, SESSION, dial
 from ..cluster.redis_client import REDIS_ERRORS, connect
 from ..cluster.redis_directory import RedisDirectory
-from ..cluster.secret import secret_metadata
 from ..cluster.tls import ClusterTls, open_channel
 from ..core.config import ClusterConfig
-from ..core.errors import StartupFailed
+from ..core.errors import StartupFailed, Unauthenticated
 from ..core.membership import Member
 from ..prefix_index.redis_link import RedisIndexLink
 from ..proto.v1 import node_pb2, node_pb2_grpc
@@ -110,7 +110,7 @@ async def _look_at(
     address, role = members[0].address, members[0].role.value
     async with open_channel(address, tls, role, _CHANNEL_OPTIONS) as channel:
         stub = node_pb2_grpc.NodeStub(channel)  # type: ignore[no-untyped-call]
-        ledgers, silence = await _ledgers(stub, secret)
+        ledgers, silence = await _ledgers(stub, secret, address)
         reasons = await asyncio.gather(*(_silence(stub, member, secret) for member in members))
     engines = []
     for member, reason in zip(members, reasons, strict=True):
@@ -121,14 +121,16 @@ async def _look_at(
     return [*engines, *strangers]
 
 
-async def _ledgers(stub: Any, secret: str | None) -> tuple[dict[str, Ledger], str]:
+async def _ledgers(stub: Any, secret: str | None, address: str) -> tuple[dict[str, Ledger], str]:
     """The node's ledgers by engine name, and what went wrong with the rest."""
-    request, found, silence = node_pb2.GetLedgerRequest(), {}, ""
+    found, silence = dict[str, Ledger](), ""
     try:
-        answer = await stub.GetLedger(request, metadata=secret_metadata(secret), timeout=_LEDGER_S)
+        texts = await ask_ledgers(stub, secret, address)
     except grpc.aio.AioRpcError as error:
         return {}, _reason(error)
-    for text in answer.ledgers:
+    except Unauthenticated as error:
+        return {}, error.message
+    for text in texts:
         try:
             ledger = parse_ledger(text)
         except BadLedger as error:
@@ -138,14 +140,38 @@ async def _ledgers(stub: Any, secret: str | None) -> tuple[dict[str, Ledger], st
     return found, silence
 
 
+async def ask_ledgers(stub: Any, secret: str | None, address: str) -> Sequence[str]:
+    """Every engine's ledger at the node of this address, as JSON.
+
+    `stub` is a NodeStub. Raises Unauthenticated, grpc.aio.AioRpcError.
+    """
+    stream = stub.GetLedgers(timeout=_LEDGER_S)
+    try:
+        await dial(
+            *(stream, node_pb2.GetLedgersRequest, secret, LEDGERS),
+            listener=ANY_ENGINE,
+            address=address,
+        )
+        answer = await stream.read()
+        return () if answer is grpc.aio.EOF else tuple(answer.ledgers)
+    finally:
+        stream.cancel()
+
+
 async def _silence(stub: Any, member: Member, secret: str | None) -> str:
     """Why this incarnation cannot be spoken to; empty if it can."""
-    metadata = (("baton-engine", member.incarnation), *secret_metadata(secret))
-    stream = stub.Session(metadata=metadata, timeout=_ANSWER_S)
+    stream = stub.Session(timeout=_ANSWER_S)
     try:
+        await dial(
+            *(stream, node_pb2.GatewayMessage, secret, SESSION),
+            listener=member.incarnation,
+            address=member.address,
+        )
         message = await stream.read()
     except grpc.aio.AioRpcError as error:
         return _reason(error)
+    except Unauthenticated as error:
+        return error.message
     finally:
         stream.cancel()
     if message is grpc.aio.EOF or not message.HasField("welcome"):

@@ -1,7 +1,8 @@
 """Directory entries on the wire: one `Member` as JSON, signed when the deployment has a secret.
 
 Owns the schema check: whatever else lies in Redis under our prefix, junk or forged, raises BadEntry
-and nothing else.
+and nothing else. What is signed cannot be used again later: it has the Redis server's time, which
+is one clock for all hosts, and a number that grows with each entry of an incarnation.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from dataclasses import dataclass
 from typing import Any
 
 from ..core.membership import Member, Role
@@ -18,6 +20,9 @@ MAX_ENTRY_BYTES = 4096
 
 _MAX_TEXT = 1024
 _MAX_COUNT = 2**40
+_MAX_TIME_MS = 2**53
+_MAX_TTL_MS = 60_000
+_CLOCK_SLACK_MS = 1000  # by which a Redis server that takes over may be behind
 _INCARNATION = re.compile(r"[0-9a-f]{32}\Z")
 _ADDRESS = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}\Z")
 
@@ -26,20 +31,53 @@ class BadEntry(Exception):
     """This is not an entry that we can use; the text says why."""
 
 
+def is_incarnation(name: bytes) -> bool:
+    """Whether an entry may stand under this name."""
+    return len(name) == 32 and _INCARNATION.match(name.decode("latin-1")) is not None
+
+
 def _canonical(fields: dict[str, Any]) -> bytes:
     return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
 
 
-def encode_entry(member: Member, secret: str | None) -> bytes:
-    """The value to store for this member."""
-    fields = dataclasses.asdict(member) | {"role": member.role.value}
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What an announcer says of its engine, once.
+
+    `sequence` grows with every entry of the incarnation; `at_ms` is the Redis server's time, and
+    `ttl_ms` how long the entry counts; `is_gone`: the engine has left.
+    """
+
+    member: Member
+    sequence: int
+    at_ms: int
+    ttl_ms: int
+    is_gone: bool = False
+
+    def check_age(self, now_ms: int) -> None:
+        """Raise BadEntry unless the entry counts at this time of the Redis server."""
+        if now_ms > self.at_ms + self.ttl_ms:
+            raise BadEntry("too old")
+        if now_ms < self.at_ms - _CLOCK_SLACK_MS:
+            raise BadEntry("from the future")
+
+
+def encode_entry(entry: Entry, secret: str | None) -> bytes:
+    """The value to store."""
+    fields = dataclasses.asdict(entry.member) | {
+        "role": entry.member.role.value,
+        "sequence": entry.sequence,
+        "at_ms": entry.at_ms,
+        "ttl_ms": entry.ttl_ms,
+        "is_gone": entry.is_gone,
+    }
     if secret:
         fields["signature"] = sign(secret, _canonical(fields))
     return _canonical(fields)
 
 
-def decode_entry(raw: bytes, secret: str | None) -> Member:
-    """The member in a stored value; raises BadEntry. Unknown further fields are ignored."""
+def decode_entry(raw: bytes, secret: str | None) -> Entry:
+    """The entry in a stored value; raises BadEntry. Unknown further fields are ignored."""
     if len(raw) > MAX_ENTRY_BYTES:
         raise BadEntry("longer than an entry may be")
     try:
@@ -54,7 +92,7 @@ def decode_entry(raw: bytes, secret: str | None) -> Member:
         role = Role(_text(fields, "role"))
     except ValueError as error:
         raise BadEntry("role is unknown") from error
-    return Member(
+    member = Member(
         incarnation=_matching(fields, "incarnation", _INCARNATION),
         role=role,
         name=_text(fields, "name"),
@@ -66,6 +104,14 @@ def decode_entry(raw: bytes, secret: str | None) -> Member:
         num_blocks=_count(fields, "num_blocks"),
         device=_text(fields, "device") if fields.get("device") else "",
         can_constrain=fields.get("can_constrain") is True,
+    )
+    ttl_ms = min(_count(fields, "ttl_ms"), _MAX_TTL_MS)
+    return Entry(
+        member,
+        sequence=_count(fields, "sequence"),
+        at_ms=_count(fields, "at_ms", _MAX_TIME_MS),
+        ttl_ms=ttl_ms,
+        is_gone=fields.get("is_gone") is True,
     )
 
 
@@ -89,8 +135,8 @@ def _matching(fields: dict[str, Any], name: str, pattern: re.Pattern[str]) -> st
     return value
 
 
-def _count(fields: dict[str, Any], name: str) -> int:
+def _count(fields: dict[str, Any], name: str, most: int = _MAX_COUNT) -> int:
     value = fields.get(name)
-    if type(value) is not int or not 0 < value <= _MAX_COUNT:
+    if type(value) is not int or not 0 < value <= most:
         raise BadEntry(f"{name} is not a positive count")
     return value

@@ -1,34 +1,58 @@
 """The handshake of core/handshake.py as the first messages of a stream between two processes.
 
-    dialer: opening ─► ◄─ challenge, answer ─► ◄─ accepted (empty); then whatever the stream is for
+dialer: opening ─► ◄─ challenge, answer ─► ◄─ accepted; then whatever the stream is for
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Awaitable, Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+from ..core.errors import Unauthenticated
 from ..core.handshake import Dialer, Listener, Opening
+from .secret import handshake_key
 
 SESSION, HANDOFF, LEDGERS = b"session", b"handoff", b"ledgers"  # purposes: one a method
 ANY_ENGINE = "0" * 32  # whom a call dials that is for all engines of a node
 
+ACCEPTED = b"accepted"
 ADMIT_S = 2.0  # how long a dialer may take
 
 Write: TypeAlias = Callable[[bytes], Awaitable[None]]
 Read: TypeAlias = Callable[[], Awaitable[bytes]]  # b"": the stream brought something else
 
 
-async def dial(dialer: Dialer, write: Write, read: Read) -> None:
-    """Returns once the listener has proven itself and accepted us. Raises Unauthenticated."""
-    await write(dialer.opening)
-    await write(dialer.answer(await read()))
-    await read()
+async def dial(
+    call: Any,
+    message: Callable[..., Any],
+    secret: str | None,
+    purpose: bytes,
+    *,
+    listener: str,
+    address: str,
+    dialer: str | None = None,
+) -> None:
+    """The dialer's part on a gRPC stream whose messages have the field `handshake`.
+
+    `dialer`: our incarnation, if we are an engine. Returns once the listener has proven itself and
+    accepted us. Raises Unauthenticated, or what gRPC raises.
+    """
+    us = dialer or secrets.token_hex(16)
+    ours = Dialer(handshake_key(secret), purpose, dialer=us, listener=listener, address=address)
+    await call.write(message(handshake=ours.opening))
+    await call.write(message(handshake=ours.answer(await _read(call))))
+    if await _read(call) != ACCEPTED:
+        raise Unauthenticated("the listener did not accept us")
+
+
+async def _read(call: Any) -> bytes:
+    """Empty where something else came."""
+    said: bytes = getattr(await call.read(), "handshake", b"")  # EOF has none
+    return said
 
 
 async def admit(listener: Listener, write: Write, read: Read) -> Opening:
-    """Whom to serve on this stream. Raises Unauthenticated."""
+    """Who dials, which is proven; to accept it, write `ACCEPTED`. Raises Unauthenticated."""
     await write(listener.challenge(await read()))
-    opening = listener.check(await read())
-    await write(b"")
-    return opening
+    return listener.check(await read())

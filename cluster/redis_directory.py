@@ -1,28 +1,72 @@
 """The cluster's directory on Redis: `core.ports.Directory` over redis.asyncio, Redis 5 or newer.
 
     baton:{cluster}:member:{incarnation}   one entry with a TTL, rewritten by its announcer
-    baton:{cluster}:members                channel: something changed, read again
+    baton:{cluster}:members                channel: this incarnation's entry is new, or its last
 
 Redis is never load-bearing: while it is away, watchers keep the last membership they saw and
-announcers keep trying; no error of Redis reaches a caller. Entries are hints and may be junk: what
-does not pass the schema check is skipped and counted.
+announcers keep trying; no error of Redis reaches a caller. Entries are hints and may be junk, or
+old ones that somebody put back: what does not pass the checks is skipped and counted. A writer of
+Redis without the secret can hide engines, and slow down how they are found, but make up none.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..core.membership import Member
-from .entries import MAX_ENTRY_BYTES, BadEntry, decode_entry, encode_entry
+from .entries import MAX_ENTRY_BYTES, BadEntry, Entry, decode_entry, encode_entry, is_incarnation
 from .redis_client import REDIS_ERRORS, RETRY_MAX_S, RETRY_MIN_S, connect, key_prefix, reply
 
 log = logging.getLogger(__name__)
 
-_REFRESH_S = 2.0  # a full re-read covers lost messages and entries that ran out
+_REFRESH_S = 2.0  # a re-read covers lost messages and entries that ran out
+_SCAN_PAGE = 1000
+_SCAN_PAGES = 20  # in one refresh; the next one goes on behind them
 _MAX_MEMBERS = 4096
+_MAX_NAMED = 256  # of the channel, in one read; others are found by scanning
+_NO_TTL = -1  # what PTTL says of a key without one
+
+
+@dataclass(slots=True)
+class _View:
+    """What one watcher knows: the newest entry of each incarnation, the last ones included."""
+
+    entries: dict[str, Entry] = field(default_factory=dict)
+    cursor: int = 0  # where the scan goes on
+    named: set[str] = field(default_factory=set)  # by the channel, and not read yet
+
+    def take(self, entry: Entry) -> None:
+        """Raises BadEntry if a newer one of the incarnation was seen."""
+        incarnation = entry.member.incarnation
+        known = self.entries.get(incarnation)
+        if known is not None and entry.sequence < known.sequence:
+            raise BadEntry("superseded")
+        if known is None and len(self.entries) >= _MAX_MEMBERS:
+            raise BadEntry("one member too many")
+        self.entries[incarnation] = entry
+
+    def forget_old(self, now_ms: int) -> None:
+        """Entries that ran out; put back, they are too old anyway."""
+        for incarnation, entry in list(self.entries.items()):
+            try:
+                entry.check_age(now_ms)
+            except BadEntry:
+                del self.entries[incarnation]
+
+    def drop(self, incarnations: Collection[str]) -> None:
+        """Those whose keys are gone; what has left stays known, so that it cannot come back."""
+        for incarnation in incarnations:
+            if incarnation in self.entries and not self.entries[incarnation].is_gone:
+                del self.entries[incarnation]
+
+    def members(self) -> tuple[Member, ...]:
+        """Ordered by incarnation."""
+        live = (entry for entry in self.entries.values() if not entry.is_gone)
+        return tuple(sorted((e.member for e in live), key=lambda member: member.incarnation))
 
 
 class RedisDirectory:
@@ -35,8 +79,14 @@ class RedisDirectory:
         self._prefix = f"{prefix}member:"
         self._channel = f"{prefix}members"
         self._announcers: dict[str, asyncio.Task[None]] = {}
+        self._last: dict[str, Entry] = {}  # that we wrote, or tried to
         self._is_away, self._has_answered = False, False
         self.num_bad_entries = 0
+
+    @property
+    def is_away(self) -> bool:
+        """Whether Redis did not answer when it was last asked."""
+        return self._is_away
 
     async def announce(self, member: Member, ttl_s: float) -> None:
         """Write the entry and keep it alive until `withdraw`, through any loss of Redis.
@@ -49,13 +99,11 @@ class RedisDirectory:
         self._announcers[member.incarnation] = asyncio.create_task(self._keep(member, ttl_s))
 
     async def withdraw(self, incarnation: str) -> None:
-        """Remove the entry; where Redis is away, its TTL does it."""
+        """Let the entry say that the engine has left; where Redis is away, its TTL does it."""
         await self._stop_announcer(incarnation)
-        try:
-            if await reply(self._redis.delete(self._prefix + incarnation)):
-                await reply(self._redis.publish(self._channel, incarnation))
-        except REDIS_ERRORS as error:
-            self._note_away(error)
+        last = self._last.get(incarnation)
+        if last is not None and not last.is_gone:
+            await self._write(last.member, last.ttl_ms / 1000, is_gone=True)
 
     async def watch(self) -> AsyncIterator[tuple[Member, ...]]:
         """Yield the membership, ordered by incarnation, at once and again after every change.
@@ -63,19 +111,20 @@ class RedisDirectory:
         With Redis away from the start, the first one is empty.
         """
         seen: tuple[Member, ...] | None = None
+        view = _View()
         delay_s = RETRY_MIN_S
         while True:
             try:
                 async with self._redis.pubsub(ignore_subscribe_messages=True) as changes:
                     await reply(changes.subscribe(self._channel))
                     while True:
-                        members = await self._read()
+                        await self._read(view)
                         self._note_back()
                         delay_s = RETRY_MIN_S
-                        if members != seen:
+                        if (members := view.members()) != seen:
                             seen = members
                             yield members
-                        await reply(changes.get_message(timeout=_REFRESH_S))
+                        await self._wait(changes, view)
             except REDIS_ERRORS as error:
                 self._note_away(error)
             if seen is None:
@@ -106,54 +155,87 @@ class RedisDirectory:
             is_written = await self._write(member, ttl_s)
             delay_s = ttl_s / 3 if is_written else min(ttl_s / 3, RETRY_MAX_S)
 
-    async def _write(self, member: Member, ttl_s: float) -> bool:
-        """Store the entry; tell the watchers if it was not there."""
-        key = self._prefix + member.incarnation
+    async def _write(self, member: Member, ttl_s: float, *, is_gone: bool = False) -> bool:
+        """Store an entry; publish it if it is the first or the last."""
+        incarnation, ttl_ms = member.incarnation, max(1, int(ttl_s * 1000))
+        last, key = self._last.get(incarnation), self._prefix + incarnation
         try:
+            now_ms = await self._now_ms()
+            entry = Entry(member, last.sequence + 1 if last else 1, now_ms, ttl_ms, is_gone)
+            self._last[incarnation] = entry
             async with self._redis.pipeline(transaction=False) as pipe:
                 pipe.exists(key)
-                pipe.set(key, encode_entry(member, self._secret), px=max(1, int(ttl_s * 1000)))
+                pipe.set(key, encode_entry(entry, self._secret), px=ttl_ms)
                 was_there, _ = await reply(pipe.execute())
-            if not was_there:
-                await reply(self._redis.publish(self._channel, member.incarnation))
+            if is_gone or not was_there or (last is not None and last.is_gone):
+                await reply(self._redis.publish(self._channel, incarnation))
         except REDIS_ERRORS as error:
             self._note_away(error)
             return False
         self._note_back()
         return True
 
-    async def _read(self) -> tuple[Member, ...]:
-        """All entries that pass the check, of at most `_MAX_MEMBERS` keys, ordered."""
-        found: set[Any] = set()  # SCAN may name a key twice
-        cursor = 0
-        while len(found) < _MAX_MEMBERS:
-            cursor, page = await reply(
-                self._redis.scan(cursor, match=f"{self._prefix}*", count=500)
-            )
-            found.update(page)
-            if cursor == 0:
-                break
-        keys: list[bytes] = sorted(found)[:_MAX_MEMBERS]
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for key in keys:
-                pipe.getrange(key, 0, MAX_ENTRY_BYTES)  # junk may be huge: never ask for all of it
-            values = await reply(pipe.execute(raise_on_error=False))
-        return tuple(m for m in map(self._decode, keys, values) if m is not None)
+    async def _now_ms(self) -> int:
+        seconds, microseconds = await reply(self._redis.time())
+        return int(seconds) * 1000 + int(microseconds) // 1000
 
-    def _decode(self, key: bytes, value: object) -> Member | None:
-        if value == b"":
-            return None  # ran out between SCAN and GETRANGE
-        try:
-            if not isinstance(value, bytes):  # GETRANGE of a key that holds no string
-                raise BadEntry(f"not a string: {value}")
-            member = decode_entry(value, self._secret)
-            if key != (self._prefix + member.incarnation).encode():
-                raise BadEntry("under another member's key")
-        except BadEntry as error:
-            self.num_bad_entries += 1
-            log.debug("skipped the entry %r: %s", key, error)
-            return None
-        return member
+    async def _wait(self, changes: Any, view: _View) -> None:
+        """Until the channel names engines, or it is time to look again."""
+        message = await reply(changes.get_message(timeout=_REFRESH_S))
+        while message is not None and len(view.named) < _MAX_NAMED:
+            if isinstance(name := message.get("data"), bytes) and is_incarnation(name):
+                view.named.add(name.decode())
+            message = await reply(changes.get_message(timeout=0.0))
+
+    async def _read(self, view: _View) -> None:
+        """Bring the view up to date: what it has, what the channel named, a part of the rest."""
+        named, view.named = view.named, set()
+        now_ms = await self._now_ms()
+        view.forget_old(now_ms)
+        view.drop(await self._read_keys(view, view.entries.keys() | named, now_ms))
+        for _ in range(1 if named else _SCAN_PAGES):  # the scan is for what nobody named
+            view.cursor, page = await reply(
+                self._redis.scan(view.cursor, match=f"{self._prefix}*", count=_SCAN_PAGE)
+            )
+            names: set[Any] = {key[len(self._prefix) :] for key in page}
+            self.num_bad_entries += sum(not is_incarnation(name) for name in names)
+            new = {n.decode() for n in names if is_incarnation(n)} - view.entries.keys()
+            await self._read_keys(view, new, now_ms)
+            if view.cursor == 0:
+                break
+
+    async def _read_keys(self, view: _View, incarnations: Collection[str], now_ms: int) -> set[str]:
+        """Take in the entries of these; returns those that have none any more."""
+        asked = sorted(incarnations)
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for incarnation in asked:
+                # Junk may be huge: never ask for all of it.
+                pipe.getrange(self._prefix + incarnation, 0, MAX_ENTRY_BYTES)
+                pipe.pttl(self._prefix + incarnation)
+            replies = await reply(pipe.execute(raise_on_error=False))
+        gone = set()
+        for incarnation, value, pttl in zip(asked, replies[::2], replies[1::2], strict=True):
+            if value == b"":
+                gone.add(incarnation)
+                continue
+            try:
+                view.take(self._decode(incarnation, value, pttl, now_ms))
+            except BadEntry as error:
+                self.num_bad_entries += 1
+                log.debug("skipped the entry of %s: %s", incarnation, error)
+        return gone
+
+    def _decode(self, incarnation: str, value: object, pttl: object, now_ms: int) -> Entry:
+        """Raises BadEntry."""
+        if not isinstance(value, bytes):  # GETRANGE of a key that holds no string
+            raise BadEntry(f"not a string: {value}")
+        if pttl == _NO_TTL:
+            raise BadEntry("without a TTL, which every announcer gives")
+        entry = decode_entry(value, self._secret)
+        if entry.member.incarnation != incarnation:
+            raise BadEntry("under another member's key")
+        entry.check_age(now_ms)
+        return entry
 
     def _note_away(self, error: BaseException) -> None:
         if not self._is_away:

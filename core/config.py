@@ -128,7 +128,10 @@ class NodeConfig:
     insecure_bind: bool = flag(
         False, "listen beyond this host without TLS or keys: the network is the boundary"
     )
-    port: int = flag(0, "gRPC port; 0 takes a free one")
+    port: int = flag(0, "gRPC port; 0, or one that is taken: a free one")
+    advertise: str | None = flag(
+        None, "host:port that others dial, where a port mapping or a proxy stands in between"
+    )
     gpus: str | None = flag(None, "GPU ids, e.g. 0,1", aliases=("device-ids",))
     num_engines: int | None = flag(None, "engines on a CPU node; default 1")
     name: str | None = flag(None, "the node's name for people; default: role and port")

@@ -37,7 +37,13 @@ class Entropy(Protocol):
 
 
 class Directory(Protocol):
-    """Who is in the cluster. Entries are hints for discovery, never proof of life."""
+    """Who is in the cluster. Entries are hints for discovery, never proof of life.
+
+    `is_away`: it cannot be asked now.
+    """
+
+    @property
+    def is_away(self) -> bool: ...
 
     async def announce(self, member: Member, ttl_s: float) -> None: ...
 

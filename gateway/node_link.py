@@ -16,9 +16,9 @@ from typing import Any, Protocol
 
 import grpc
 
-from ..cluster.secret import secret_metadata
+from ..cluster.link_handshake import SESSION, dial
 from ..cluster.tls import ClusterTls, open_channel
-from ..core.errors import EngineFailed
+from ..core.errors import EngineFailed, Unauthenticated
 from ..core.membership import Member
 from ..core.ports import Clock
 from ..core.request import Request, Ticket
@@ -106,13 +106,12 @@ class NodeLink:
 
         Raises nothing of the network's. Cancelling it closes the stream.
         """
-        metadata = (("baton-engine", self.member.incarnation), *secret_metadata(self._secret))
         member = self.member
         async with open_channel(
             member.address, self._tls, member.role.value, CHANNEL_OPTIONS
         ) as channel:
             stub = node_pb2_grpc.NodeStub(channel)  # type: ignore[no-untyped-call]
-            stream: _Stream = stub.Session(metadata=metadata)
+            stream: _Stream = stub.Session()
             welcome = await self._connect(stream)
             if isinstance(welcome, str):
                 stream.cancel()
@@ -125,9 +124,16 @@ class NodeLink:
         """Wait for the Welcome and check it; returns what is wrong, if something is."""
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                await dial(
+                    *(stream, node_pb2.GatewayMessage, self._secret, SESSION),
+                    listener=self.member.incarnation,
+                    address=self.member.address,
+                )
                 message = await stream.read()
         except TimeoutError:
             return f"no welcome within {_CONNECT_TIMEOUT_S:g} s"
+        except Unauthenticated as error:
+            return error.message
         except grpc.aio.AioRpcError as error:
             return _reason(error)
         if message is grpc.aio.EOF or not message.HasField("welcome"):

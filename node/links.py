@@ -15,12 +15,12 @@ from typing import Any
 
 import grpc
 
-from ..cluster.secret import secret_metadata
+from ..cluster.link_handshake import HANDOFF, dial
 from ..cluster.tls import ClusterTls
 from ..core.errors import BatonError
 from ..core.membership import Member, Role
 from ..core.ports import Directory
-from ..proto.v1 import handoff_pb2_grpc
+from ..proto.v1 import handoff_pb2, handoff_pb2_grpc
 from .channels import open_node_channel
 from .engine_handle import EngineHandle, PeerStream
 
@@ -92,18 +92,19 @@ class Links:
 
     async def _link(self, member: Member) -> tuple[str, bool]:
         """One stream from dialling to its end: why it ended, and whether it ever stood."""
-        metadata = (
-            ("baton-source", member.incarnation),
-            ("baton-puller", self._engine.incarnation),
-            *secret_metadata(self._secret),
-        )
         async with open_node_channel(member.address, self._tls, member.role) as channel:
             stub = handoff_pb2_grpc.HandoffStub(channel)  # type: ignore[no-untyped-call]
-            call = stub.Link(metadata=metadata)
+            call = stub.Link()
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                    await call.wait_for_connection()
-            except (grpc.aio.AioRpcError, TimeoutError) as error:
+                    await dial(
+                        *(call, handoff_pb2.PeerMessage, self._secret, HANDOFF),
+                        dialer=self._engine.incarnation,
+                        listener=member.incarnation,
+                        address=member.address,
+                    )
+            except (grpc.aio.AioRpcError, BatonError, TimeoutError) as error:
+                call.cancel()
                 return _reason(error), False
             peer = self._engine.open_peer(
                 member.incarnation, is_source=True, host=_host_of(member.address)

@@ -1,8 +1,8 @@
 """The node's gRPC face: Node for gateways, Handoff for pullers. Relays, and decides nothing.
 
-Every call proves the cluster secret first, and with TLS its role. A stream belongs to one
-incarnation of one engine and ends with it, by a status that says why. The handlers are coroutines,
-not generators: their `finally` then runs at the moment a stream is cancelled.
+Every call begins with a handshake (callers.py). A stream belongs to one incarnation of one engine
+and ends with it, by a status that says why. The handlers are coroutines, not generators: their
+`finally` then runs at the moment a stream is cancelled.
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import grpc
 
-from ..cluster.secret import check_secret
-from ..cluster.tls import GATEWAY, check_peer_role
-from ..core.errors import BatonError, InvalidRequest, NodeLost, Overloaded
+from ..cluster.link_handshake import ACCEPTED, HANDOFF, LEDGERS, SESSION, Read, Write
+from ..cluster.tls import GATEWAY
+from ..core.errors import BatonError, NodeLost, Overloaded, PermissionDenied
 from ..core.membership import Role
 from ..proto.v1 import handoff_pb2, handoff_pb2_grpc, node_pb2, node_pb2_grpc
+from .callers import Callers, Context
 from .engine_handle import EngineHandle
 from .mailbox import Mailbox
 
@@ -31,71 +33,105 @@ _PULLER = Role.DECODE.value
 log = logging.getLogger(__name__)
 
 M = TypeVar("M")
-Context = grpc.aio.ServicerContext[Any, Any]
 _Outgoing: TypeAlias = Mailbox[node_pb2.NodeMessage] | Mailbox[handoff_pb2.PeerMessage]
 
 
 class Engines(Protocol):
-    """The engines of this node that are alive now."""
+    """The engines of this node that are alive now, and the cluster's as the directory has them."""
 
     def engines(self) -> Sequence[EngineHandle]: ...
+
+    async def is_member(self, incarnation: str) -> bool: ...
 
 
 class NodeServicer(node_pb2_grpc.NodeServicer):
     """Gateways' streams."""
 
-    def __init__(self, node: Engines, secret: str | None, *, has_tls: bool = False) -> None:
+    def __init__(self, node: Engines, callers: Callers) -> None:
         self._node = node
-        self._secret = secret
-        self._has_tls = has_tls
+        self._callers = callers
 
     async def Session(
         self, requests: AsyncIterator[node_pb2.GatewayMessage], context: Context
     ) -> None:
-        await _check_peer(self._secret, GATEWAY if self._has_tls else None, context)
-        engine = await _find_engine(self._node, context, "baton-engine")
-        gateway, outgoing = engine.open_gateway()
-        take = partial(engine.from_gateway, gateway)
-        relaying = asyncio.create_task(_relay(requests, take, outgoing))
-        try:
-            await _write_all(outgoing, context)
-        finally:
-            relaying.cancel()
-            engine.close_gateway(gateway)
+        async with _errors_as_status(context):
+            read, write = _handshake_ends(requests, context, node_pb2.NodeMessage)
+            opening = await self._callers.admit(context, SESSION, GATEWAY, write, read)
+            engine = _find_engine(self._node, opening.listener)
+            await write(ACCEPTED)
+            gateway, outgoing = engine.open_gateway()
+            take = partial(engine.from_gateway, gateway)
+            relaying = asyncio.create_task(_relay(requests, take, outgoing))
+            try:
+                await _write_all(outgoing, context)
+            finally:
+                relaying.cancel()
+                engine.close_gateway(gateway)
 
-    async def GetLedger(
-        self, request: node_pb2.GetLedgerRequest, context: Context
-    ) -> node_pb2.GetLedgerResponse:
-        await _check_peer(self._secret, GATEWAY if self._has_tls else None, context)
-        ledgers = await asyncio.gather(*(_ledger(engine) for engine in self._node.engines()))
-        return node_pb2.GetLedgerResponse(ledgers=ledgers)
+    async def GetLedgers(
+        self, requests: AsyncIterator[node_pb2.GetLedgersRequest], context: Context
+    ) -> None:
+        async with _errors_as_status(context):
+            read, write = _handshake_ends(requests, context, node_pb2.GetLedgersResponse)
+            await self._callers.admit(context, LEDGERS, GATEWAY, write, read)
+            await write(ACCEPTED)
+            ledgers = await asyncio.gather(*(_ledger(engine) for engine in self._node.engines()))
+            await context.write(node_pb2.GetLedgersResponse(ledgers=ledgers))
 
 
 class HandoffServicer(handoff_pb2_grpc.HandoffServicer):
     """Pullers' streams: an engine of this node is the source."""
 
-    def __init__(self, node: Engines, secret: str | None, *, has_tls: bool = False) -> None:
+    def __init__(self, node: Engines, callers: Callers) -> None:
         self._node = node
-        self._secret = secret
-        self._has_tls = has_tls
+        self._callers = callers
 
     async def Link(
         self, requests: AsyncIterator[handoff_pb2.PeerMessage], context: Context
     ) -> None:
-        await _check_peer(self._secret, _PULLER if self._has_tls else None, context)
-        engine = await _find_engine(self._node, context, "baton-source")
-        puller = _metadata(context, "baton-puller")
-        if not puller:
-            await abort(context, InvalidRequest("the call does not say who pulls"))
-        await context.send_initial_metadata(())  # tells the puller that it is connected
-        peer = engine.open_peer(puller, is_source=False)
-        take = partial(engine.from_peer, puller, peer)
-        relaying = asyncio.create_task(_relay(requests, take, peer.outgoing))
-        try:
-            await _write_all(peer.outgoing, context)
-        finally:
-            relaying.cancel()
-            engine.close_peer(puller, peer)
+        async with _errors_as_status(context):
+            read, write = _handshake_ends(requests, context, handoff_pb2.PeerMessage)
+            opening = await self._callers.admit(context, HANDOFF, _PULLER, write, read)
+            engine, puller = _find_engine(self._node, opening.listener), opening.dialer
+            if not await self._node.is_member(puller):
+                raise PermissionDenied(f"engine {puller} is not in the directory")
+            await write(ACCEPTED)
+            peer = engine.open_peer(puller, is_source=False)
+            take = partial(engine.from_peer, puller, peer)
+            relaying = asyncio.create_task(_relay(requests, take, peer.outgoing))
+            try:
+                await _write_all(peer.outgoing, context)
+            finally:
+                relaying.cancel()
+                engine.close_peer(puller, peer)
+
+
+@asynccontextmanager
+async def _errors_as_status(context: Context) -> AsyncIterator[None]:
+    """A BatonError ends the call with its status and, in the trailers, the code that survives."""
+    try:
+        yield
+    except BatonError as error:
+        await context.abort(
+            grpc.StatusCode[error.grpc_status],
+            error.message,
+            trailing_metadata=(("baton-error-code", error.code),),
+        )
+
+
+def _handshake_ends(
+    requests: AsyncIterator[Any], context: Context, message: Callable[..., Any]
+) -> tuple[Read, Write]:
+    """A handshake's messages on a stream whose messages have the field `handshake`."""
+
+    async def read() -> bytes:
+        said: bytes = (await anext(requests)).handshake
+        return said
+
+    async def write(said: bytes) -> None:
+        await context.write(message(handshake=said))
+
+    return read, write
 
 
 async def _relay(
@@ -118,7 +154,7 @@ async def _relay(
 
 
 async def _write_all(outgoing: _Outgoing, context: Context) -> None:
-    """Write until the mailbox ends; an error that ended it becomes the call's status.
+    """Write until the mailbox ends; raises the BatonError that ended it.
 
     A write waits once gRPC has buffered some MiB for a reader that does not read.
     """
@@ -127,9 +163,7 @@ async def _write_all(outgoing: _Outgoing, context: Context) -> None:
             async with asyncio.timeout(WRITE_TIMEOUT_S):
                 await context.write(message)
     except TimeoutError:
-        await abort(context, Overloaded("the stream's reader does not read"))
-    except BatonError as error:
-        await abort(context, error)
+        raise Overloaded("the stream's reader does not read") from None
 
 
 async def _ledger(engine: EngineHandle) -> str:
@@ -141,37 +175,8 @@ async def _ledger(engine: EngineHandle) -> str:
         return json.dumps({"incarnation": engine.incarnation, "error": "no answer"})
 
 
-def _metadata(context: Context, key: str) -> str | None:
-    for name, value in context.invocation_metadata() or ():
-        if name == key:
-            return value if isinstance(value, str) else None
-    return None
-
-
-async def _check_peer(secret: str | None, role: str | None, context: Context) -> None:
-    """`role`: what the caller's certificate must say; None: there are none."""
-    try:
-        check_secret(secret, context.invocation_metadata())
-        if role is not None:
-            check_peer_role(context, role)
-    except BatonError as error:
-        await abort(context, error)
-
-
-async def _find_engine(node: Engines, context: Context, key: str) -> EngineHandle:
-    """The engine whose incarnation the call's metadata names."""
-    wanted = _metadata(context, key)
+def _find_engine(node: Engines, incarnation: str) -> EngineHandle:
     for engine in node.engines():
-        if engine.incarnation == wanted:
+        if engine.incarnation == incarnation:
             return engine
-    await abort(context, NodeLost(f"engine {wanted} is not here (any more)"))
-
-
-async def abort(context: Context, error: BatonError) -> NoReturn:
-    """End a call with the error's status; the code that survives the wire is in the trailers."""
-    await context.abort(
-        grpc.StatusCode[error.grpc_status],
-        error.message,
-        trailing_metadata=(("baton-error-code", error.code),),
-    )
-    raise AssertionError("abort returns only by raising")
+    raise NodeLost(f"engine {incarnation} is not here (any more)")

@@ -20,9 +20,12 @@ import grpc
 from grpc_health.v1 import health_pb2_grpc
 
 from ..cluster.exposure import check_exposure
+from ..cluster.live_members import LiveMembers
 from ..cluster.redis_directory import RedisDirectory
+from ..cluster.secret import handshake_key
 from ..cluster.tls import ClusterTls, role_name
 from ..core.config import ClusterConfig, EngineConfig, NodeConfig
+from ..core.errors import StartupFailed
 from ..core.logs import set_up_logging
 from ..core.membership import Member, Role
 from ..core.model_dir import resolve_model_dir
@@ -33,6 +36,7 @@ from ..prefix_index.link import PublisherLink
 from ..prefix_index.publisher import Publisher
 from ..prefix_index.redis_link import RedisIndexLink
 from ..proto.v1 import handoff_pb2_grpc, node_pb2_grpc
+from .callers import Callers
 from .channels import make_server
 from .engine_handle import EngineCommand, EngineHandle
 from .engine_slot import EngineSlot
@@ -59,7 +63,7 @@ async def run(role: Role, engine: EngineConfig, node: NodeConfig, cluster: Clust
     tls = ClusterTls.of(cluster)
     missing = () if tls else ("--cluster-ca", "--cluster-cert", "--cluster-key")
     check_exposure(f"{role.value} node", node.host, missing, is_accepted=node.insecure_bind)
-    server, port = make_server(node.host, node.port, tls)
+    server, port = _listen(node, tls)
     node = dataclasses.replace(node, port=port, name=node.name or f"{role.value}-{port}")
     directory = RedisDirectory(cluster.redis_url, cluster.cluster, cluster.cluster_secret)
     index = RedisIndexLink(cluster.redis_url, cluster.cluster, cluster.cluster_secret)
@@ -70,6 +74,18 @@ async def run(role: Role, engine: EngineConfig, node: NodeConfig, cluster: Clust
         await directory.close()
         await index.close()
     return 0
+
+
+def _listen(node: NodeConfig, tls: ClusterTls | None) -> tuple[grpc.aio.Server, int]:
+    """A server at --port, or at a free one where that is taken: the directory says which it is."""
+    try:
+        return make_server(node.host, node.port, tls)
+    except StartupFailed as error:
+        if node.port == 0 or node.advertise is not None:
+            raise
+        server, port = make_server(node.host, 0, tls)
+        report(f"{error.message}; listening on port {port} instead")
+        return server, port
 
 
 class Supervisor:
@@ -91,7 +107,8 @@ class Supervisor:
         self._secret = secret
         self._directory = directory
         self._index = index
-        self._address = f"{_reachable(node.host)}:{node.port}"
+        self._address = node.advertise or f"{_reachable(node.host)}:{node.port}"
+        self._members = LiveMembers(directory)
         self._is_draining = False
         self._health = NodeHealth(self._is_ready, node.heartbeat_s)
         configs = engine_configs(engine, node)
@@ -105,6 +122,10 @@ class Supervisor:
         """Those that are alive now."""
         engines = [slot.engine for slot in self._slots]
         return [engine for engine in engines if engine is not None and not engine.is_over]
+
+    async def is_member(self, incarnation: str) -> bool:
+        """Whether the directory has this engine."""
+        return await self._members.has(incarnation)
 
     def _is_ready(self) -> bool:
         return not self._is_draining and all(slot.is_ready for slot in self._slots)
@@ -136,9 +157,10 @@ class Supervisor:
 
     async def serve(self, server: grpc.aio.Server, signals: StopSignals) -> None:
         """Run the node until it is told to stop. Raises StartupFailed."""
-        _add_services(server, self, self._secret, self._health, has_tls=self._tls is not None)
+        key, has_tls = handshake_key(self._secret), self._tls is not None
+        _add_services(server, self, Callers(key, (self._address,), has_tls), self._health)
         await server.start()
-        looking = asyncio.create_task(self._health.run())
+        looking = asyncio.gather(self._health.run(), self._members.run())
         stopping = asyncio.create_task(signals.stop.wait())
         running: list[asyncio.Task[None]] = []
         try:
@@ -151,6 +173,7 @@ class Supervisor:
             await self._stop_engines(running)
             looking.cancel()
             stopping.cancel()
+            await asyncio.gather(looking, return_exceptions=True)
             await server.stop(None)
 
     async def _start_engines(self, stopping: asyncio.Task[bool]) -> bool:
@@ -231,18 +254,13 @@ class Supervisor:
 
 
 def _add_services(
-    server: grpc.aio.Server,
-    node: Supervisor,
-    secret: str | None,
-    health: NodeHealth,
-    *,
-    has_tls: bool,
+    server: grpc.aio.Server, node: Supervisor, callers: Callers, health: NodeHealth
 ) -> None:
     node_pb2_grpc.add_NodeServicer_to_server(  # type: ignore[no-untyped-call]
-        NodeServicer(node, secret, has_tls=has_tls), server
+        NodeServicer(node, callers), server
     )
     handoff_pb2_grpc.add_HandoffServicer_to_server(  # type: ignore[no-untyped-call]
-        HandoffServicer(node, secret, has_tls=has_tls), server
+        HandoffServicer(node, callers), server
     )
     health_pb2_grpc.add_HealthServicer_to_server(  # type: ignore[no-untyped-call]
         health.servicer, server

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import subprocess
 import sys
@@ -77,6 +78,101 @@ async def test_entries_live_by_their_announcer(
         await asyncio.sleep(0.4)
         assert not client.keys("*")
     await watch.aclose()  # type: ignore[attr-defined]
+
+
+def put(server: RedisServer, incarnation: str, value: bytes, ttl_ms: int | None = 5000) -> None:
+    """What a writer of Redis can do who does not know the secret: store, and say so."""
+    with redis.Redis.from_url(server.url) as client:
+        client.set(f"baton:test:member:{incarnation}", value, px=ttl_ms)
+        client.publish("baton:test:members", incarnation)
+
+
+def stored(server: RedisServer, incarnation: str) -> bytes:
+    with redis.Redis.from_url(server.url) as client:
+        value = client.get(f"baton:test:member:{incarnation}")
+    assert isinstance(value, bytes)
+    return value
+
+
+async def test_an_entry_that_ran_out_cannot_be_put_back(
+    server: RedisServer, directory: RedisDirectory
+) -> None:
+    watcher = RedisDirectory(server.url, "test", "secret")
+    await directory.announce(A, 0.2)
+    old = stored(server, A.incarnation)
+    await directory.close()  # as one that is killed: without a goodbye
+    await asyncio.sleep(0.25)
+    put(server, A.incarnation, old)
+    watch = watcher.watch()
+    assert await following(watch) == ()
+    assert watcher.num_bad_entries
+    await watch.aclose()  # type: ignore[attr-defined]
+    await watcher.close()
+
+
+async def test_an_entry_cannot_be_put_back_behind_a_newer_one_or_a_goodbye(
+    server: RedisServer, directory: RedisDirectory
+) -> None:
+    watcher = RedisDirectory(server.url, "test", "secret")
+    watch = watcher.watch()
+    assert await following(watch) == ()
+    moved = dataclasses.replace(A, address="127.0.0.1:9")
+    await directory.announce(A, 5.0)
+    assert await following(watch) == (A,)
+    old = stored(server, A.incarnation)
+    await directory.announce(moved, 5.0)
+    put(server, A.incarnation, stored(server, A.incarnation))  # a change is not published
+    assert await following(watch) == (moved,)
+    put(server, A.incarnation, old)
+    await directory.announce(B, 5.0)
+    assert await following(watch) == (moved, B)
+    last = stored(server, A.incarnation)
+    await directory.withdraw(A.incarnation)
+    assert await following(watch) == (B,)
+    for each in (old, last):
+        put(server, A.incarnation, each)
+        await directory.withdraw(B.incarnation)
+        assert await following(watch) == ()
+        await directory.announce(B, 5.0)
+        assert await following(watch) == (B,)
+    await watch.aclose()  # type: ignore[attr-defined]
+    await watcher.close()
+
+
+async def test_an_entry_without_a_ttl_does_not_count(
+    server: RedisServer, directory: RedisDirectory
+) -> None:
+    watch = directory.watch()
+    assert await following(watch) == ()
+    await directory.announce(A, 5.0)
+    assert await following(watch) == (A,)
+    with redis.Redis.from_url(server.url) as client:
+        client.persist(f"baton:test:member:{A.incarnation}")
+    newcomer = RedisDirectory(server.url, "test", "secret")
+    fresh = newcomer.watch()
+    assert await following(fresh) == ()
+    for each in (watch, fresh):
+        await each.aclose()  # type: ignore[attr-defined]
+    await newcomer.close()
+
+
+async def test_junk_keys_hide_nobody(server: RedisServer, directory: RedisDirectory) -> None:
+    with redis.Redis.from_url(server.url) as client, client.pipeline() as pipe:
+        for number in range(6000):
+            pipe.set(f"baton:test:member:{number:032x}", b"junk")
+        pipe.execute()
+    watch = directory.watch()
+    assert await following(watch) == ()
+    await directory.announce(B, 5.0)
+    assert await following(watch) == (B,), "what the channel names is read by its name"
+    newcomer = RedisDirectory(server.url, "test", "secret")
+    fresh = newcomer.watch()
+    members = await following(fresh)
+    while members != (B,):
+        members = await following(fresh)
+    for each in (watch, fresh):
+        await each.aclose()  # type: ignore[attr-defined]
+    await newcomer.close()
 
 
 async def test_junk_is_skipped_and_counted(server: RedisServer, directory: RedisDirectory) -> None:

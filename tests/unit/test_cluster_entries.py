@@ -9,15 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.cluster.entries import MAX_ENTRY_BYTES, BadEntry, decode_entry, encode_entry
-from baton.cluster.secret import METADATA_KEY, check_secret, secret_metadata
-from baton.core.errors import Unauthenticated
+from baton.cluster.entries import MAX_ENTRY_BYTES, BadEntry, Entry, decode_entry, encode_entry
 from baton.core.membership import Member, Role
 
 MEMBER = Member(
     "ab" * 16, Role.DECODE, "decode-0", "127.0.0.1:5000", "demo", "f1", 512, 16, 64, "cuda:0,1",
     can_constrain=True,
 )  # fmt: skip
+ENTRY = Entry(MEMBER, sequence=3, at_ms=1_790_000_000_000, ttl_ms=6000)
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -28,7 +27,7 @@ json_values = st.recursive(
 
 @pytest.mark.parametrize("secret", [None, "s3cret", "ключ"])
 def test_round_trip(secret: str | None) -> None:
-    assert decode_entry(encode_entry(MEMBER, secret), secret) == MEMBER
+    assert decode_entry(encode_entry(ENTRY, secret), secret) == ENTRY
 
 
 @pytest.mark.parametrize(
@@ -49,16 +48,21 @@ def test_round_trip(secret: str | None) -> None:
         {"block_size": "16"},
         {"fingerprint": None},
         {"device": "gpu\n"},
+        {"sequence": 0},
+        {"sequence": True},
+        {"at_ms": "now"},
+        {"at_ms": -1},
+        {"ttl_ms": None},
     ],
 )
 def test_a_wrong_field_is_refused(changes: dict[str, object]) -> None:
-    fields = json.loads(encode_entry(MEMBER, None)) | changes
+    fields = json.loads(encode_entry(ENTRY, None)) | changes
     with pytest.raises(BadEntry):
         decode_entry(json.dumps(fields).encode(), None)
 
 
 def test_a_member_need_not_name_its_device() -> None:
-    nameless = dataclasses.replace(MEMBER, device="")
+    nameless = dataclasses.replace(ENTRY, member=dataclasses.replace(MEMBER, device=""))
     fields = json.loads(encode_entry(nameless, None))
     del fields["device"]
     assert decode_entry(json.dumps(fields).encode(), None) == nameless
@@ -66,8 +70,8 @@ def test_a_member_need_not_name_its_device() -> None:
 
 
 def test_unknown_fields_are_for_later_versions() -> None:
-    fields = json.loads(encode_entry(MEMBER, None)) | {"zone": "a"}
-    assert decode_entry(json.dumps(fields).encode(), None) == MEMBER
+    fields = json.loads(encode_entry(ENTRY, None)) | {"zone": "a"}
+    assert decode_entry(json.dumps(fields).encode(), None) == ENTRY
 
 
 @given(st.binary(max_size=200) | json_values.map(lambda v: json.dumps(v).encode()))
@@ -78,11 +82,11 @@ def test_junk_is_refused(raw: bytes) -> None:
 
 @given(st.data())
 def test_a_mutated_entry_is_refused_or_well_formed(data: st.DataObject) -> None:
-    raw = bytearray(encode_entry(MEMBER, None))
+    raw = bytearray(encode_entry(ENTRY, None))
     position = data.draw(st.integers(0, len(raw) - 1))
     raw[position] = data.draw(st.integers(0, 255))
     try:
-        member = decode_entry(bytes(raw), None)
+        member = decode_entry(bytes(raw), None).member
     except BadEntry:
         return
     for field in dataclasses.fields(Member):
@@ -96,18 +100,25 @@ def test_deep_or_huge_entries_are_refused() -> None:
 
 
 def test_only_holders_of_the_secret_can_write_entries() -> None:
-    fields = json.loads(encode_entry(MEMBER, "right"))
+    fields = json.loads(encode_entry(ENTRY, "right"))
     forged = json.dumps(fields | {"address": "10.0.0.1:1"}).encode()
-    for raw in (encode_entry(MEMBER, None), encode_entry(MEMBER, "wrong"), forged):
+    for raw in (encode_entry(ENTRY, None), encode_entry(ENTRY, "wrong"), forged):
         with pytest.raises(BadEntry):
             decode_entry(raw, "right")
 
 
-def test_the_secret_is_proved_by_metadata_and_never_sent() -> None:
-    metadata = secret_metadata("pass wörd")
-    check_secret("pass wörd", metadata)
-    assert "pass" not in metadata[0][1] and metadata[0][1].isascii()
-    for wrong in ((), None, secret_metadata("other"), ((METADATA_KEY, b"\xff"),)):
-        with pytest.raises(Unauthenticated):
-            check_secret("pass wörd", wrong)
-    check_secret(None, secret_metadata("anything"))
+def test_what_is_signed_covers_time_sequence_and_goodbye() -> None:
+    fields = json.loads(encode_entry(ENTRY, "right"))
+    for change in ({"at_ms": ENTRY.at_ms + 1}, {"sequence": 4}, {"ttl_ms": 7}, {"is_gone": True}):
+        with pytest.raises(BadEntry):
+            decode_entry(json.dumps(fields | change).encode(), "right")
+
+
+def test_an_entry_counts_for_its_ttl_and_no_writer_makes_that_long() -> None:
+    ENTRY.check_age(ENTRY.at_ms - 900)  # a Redis server that took over may be a little behind
+    ENTRY.check_age(ENTRY.at_ms + 6000)
+    for now_ms in (ENTRY.at_ms + 6001, ENTRY.at_ms - 1001, ENTRY.at_ms + 3_600_000, 0):
+        with pytest.raises(BadEntry):
+            ENTRY.check_age(now_ms)
+    eternal = dataclasses.replace(ENTRY, ttl_ms=10**9)
+    assert decode_entry(encode_entry(eternal, None), None).ttl_ms == 60_000
