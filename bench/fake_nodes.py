@@ -24,10 +24,14 @@ from typing import Any
 
 import grpc
 
+from baton.cluster.link_handshake import ACCEPTED as ACCEPTED_LINK
+from baton.cluster.link_handshake import SESSION, admit, listener_ends
 from baton.cluster.redis_directory import RedisDirectory
+from baton.cluster.secret import handshake_key
 from baton.core import event_loop
 from baton.core.direct_question import ACCEPTED, PURPOSE, TOKEN_BYTES, Question
 from baton.core.framing import LENGTH_BYTES, decode_length, encode_payload
+from baton.core.handshake import Listener
 from baton.core.membership import Member, Role
 from baton.core.same_host import host_id, socket_address
 from baton.proto.v1 import common_pb2, node_pb2
@@ -260,8 +264,13 @@ class _Nodes:
             await asyncio.sleep(0)  # else nobody reads what comes in while writes never wait
 
     async def session(self, incoming: Any, context: Any) -> None:
-        wanted = dict(context.invocation_metadata())["baton-engine"]
-        engine = self.prefill if wanted == PREFILL else self.decode
+        read, write = listener_ends(
+            incoming, context, lambda **said: node_pb2.NodeMessage(**said).SerializeToString()
+        )
+        listener = Listener(lambda _: handshake_key(None), SESSION, (self.address,))
+        opening = await admit(listener, read, write)
+        await write(ACCEPTED_LINK)
+        engine = self.prefill if opening.listener == PREFILL else self.decode
         gateway = _Gateway(context)
         self._gateways[gateway.name] = gateway
         member = _member(engine.role, self.address)

@@ -6,7 +6,7 @@ dialer: opening ─► ◄─ challenge, answer ─► ◄─ accepted; then wha
 from __future__ import annotations
 
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeAlias
 
 from ..core.errors import Unauthenticated
@@ -52,7 +52,25 @@ async def _read(call: Any) -> bytes:
     return said
 
 
-async def admit(listener: Listener, write: Write, read: Read) -> Opening:
+def listener_ends(
+    requests: AsyncIterator[Any], context: Any, message: Callable[..., Any]
+) -> tuple[Read, Write]:
+    """What `admit` needs, on a gRPC stream whose messages have the field `handshake`."""
+
+    async def read() -> bytes:
+        said: bytes = (await anext(requests)).handshake
+        return said
+
+    async def write(said: bytes) -> None:
+        await context.write(message(handshake=said))
+
+    return read, write
+
+
+async def admit(listener: Listener, read: Read, write: Write) -> Opening:
     """Who dials, which is proven; to accept it, write `ACCEPTED`. Raises Unauthenticated."""
-    await write(listener.challenge(await read()))
-    return listener.check(await read())
+    try:
+        await write(listener.challenge(await read()))
+        return listener.check(await read())
+    except StopAsyncIteration:
+        raise Unauthenticated("the stream ended within the handshake") from None

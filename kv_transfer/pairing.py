@@ -16,7 +16,7 @@ from .messages import Hello, Message
 class PairState(enum.Enum):
     """Of one peer with an open stream."""
 
-    LINKED = "linked"  # our Hello is out
+    LINKED = "linked"  # a puller's Hello is out; a source waits for it
     GREETED = "greeted"  # theirs fits ours: transfers may be spoken of
     READY = "ready"  # and its pool can be read
 
@@ -25,7 +25,7 @@ class Pairs:
     """The peers with an open stream. A peer without one is not here."""
 
     def __init__(self, hello: Hello) -> None:
-        self.hello = hello  # what this side says first
+        self.hello = hello  # what this side says of itself
         self._num_links = 0  # streams opened so far, to all peers
         self._states: dict[str, PairState] = {}
         self._links: dict[str, int] = {}

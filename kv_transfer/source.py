@@ -127,7 +127,6 @@ class Source:
                 if self._pairs.get(incarnation) is not None:
                     self._drop_peer(incarnation, NodeLost("the stream to the puller was replaced"))
                 self._pairs.add(incarnation)
-                self._send(incarnation, self._pairs.hello)
             case PeerLost(incarnation):
                 self._drop_peer(incarnation, NodeLost("the stream to the puller ended"))
             case _:
@@ -241,10 +240,14 @@ class Source:
                 assert_never(message)
 
     def _on_hello(self, puller: str, hello: Hello) -> None:
+        """Ours says where our pools are: it is for a puller that has said what it is, and fits."""
         try:
-            self._pairs.greet(puller, hello)
+            is_first = self._pairs.greet(puller, hello)
         except HandoffFailed as error:
             self._refuse(puller, error)
+            return
+        if is_first:
+            self._send(puller, self._pairs.hello)
 
     def _on_attach(self, puller: str, transfer_id: str, *, sees_steps: bool) -> None:
         transfer = self._transfers.get(transfer_id)

@@ -33,7 +33,7 @@ class Callers:
     num_pending: int = 0
 
     async def admit(
-        self, context: Context, purpose: bytes, role: str, write: Write, read: Read
+        self, context: Context, purpose: bytes, role: str, read: Read, write: Write
     ) -> Opening:
         """Whom this stream serves. `role`: what the certificate must say where there are any.
 
@@ -47,10 +47,8 @@ class Callers:
         try:
             async with asyncio.timeout(ADMIT_S):
                 listener = Listener(lambda _: self.key, purpose, self.addresses)
-                return await admit(listener, write, read)
+                return await admit(listener, read, write)
         except TimeoutError:
             raise Unauthenticated("the handshake takes too long") from None
-        except StopAsyncIteration:
-            raise Unauthenticated("the stream ended within the handshake") from None
         finally:
             self.num_pending -= 1

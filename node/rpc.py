@@ -13,11 +13,11 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 import grpc
 
-from ..cluster.link_handshake import ACCEPTED, HANDOFF, LEDGERS, SESSION, Read, Write
+from ..cluster.link_handshake import ACCEPTED, HANDOFF, LEDGERS, SESSION, listener_ends
 from ..cluster.tls import GATEWAY
 from ..core.errors import BatonError, NodeLost, Overloaded, PermissionDenied
 from ..core.membership import Role
@@ -55,8 +55,8 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         self, requests: AsyncIterator[node_pb2.GatewayMessage], context: Context
     ) -> None:
         async with _errors_as_status(context):
-            read, write = _handshake_ends(requests, context, node_pb2.NodeMessage)
-            opening = await self._callers.admit(context, SESSION, GATEWAY, write, read)
+            read, write = listener_ends(requests, context, node_pb2.NodeMessage)
+            opening = await self._callers.admit(context, SESSION, GATEWAY, read, write)
             engine = _find_engine(self._node, opening.listener)
             await write(ACCEPTED)
             gateway, outgoing = engine.open_gateway()
@@ -72,8 +72,8 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         self, requests: AsyncIterator[node_pb2.GetLedgersRequest], context: Context
     ) -> None:
         async with _errors_as_status(context):
-            read, write = _handshake_ends(requests, context, node_pb2.GetLedgersResponse)
-            await self._callers.admit(context, LEDGERS, GATEWAY, write, read)
+            read, write = listener_ends(requests, context, node_pb2.GetLedgersResponse)
+            await self._callers.admit(context, LEDGERS, GATEWAY, read, write)
             await write(ACCEPTED)
             ledgers = await asyncio.gather(*(_ledger(engine) for engine in self._node.engines()))
             await context.write(node_pb2.GetLedgersResponse(ledgers=ledgers))
@@ -90,8 +90,8 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServicer):
         self, requests: AsyncIterator[handoff_pb2.PeerMessage], context: Context
     ) -> None:
         async with _errors_as_status(context):
-            read, write = _handshake_ends(requests, context, handoff_pb2.PeerMessage)
-            opening = await self._callers.admit(context, HANDOFF, _PULLER, write, read)
+            read, write = listener_ends(requests, context, handoff_pb2.PeerMessage)
+            opening = await self._callers.admit(context, HANDOFF, _PULLER, read, write)
             engine, puller = _find_engine(self._node, opening.listener), opening.dialer
             if not await self._node.is_member(puller):
                 raise PermissionDenied(f"engine {puller} is not in the directory")
@@ -117,21 +117,6 @@ async def _errors_as_status(context: Context) -> AsyncIterator[None]:
             error.message,
             trailing_metadata=(("baton-error-code", error.code),),
         )
-
-
-def _handshake_ends(
-    requests: AsyncIterator[Any], context: Context, message: Callable[..., Any]
-) -> tuple[Read, Write]:
-    """A handshake's messages on a stream whose messages have the field `handshake`."""
-
-    async def read() -> bytes:
-        said: bytes = (await anext(requests)).handshake
-        return said
-
-    async def write(said: bytes) -> None:
-        await context.write(message(handshake=said))
-
-    return read, write
 
 
 async def _relay(

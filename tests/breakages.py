@@ -11,17 +11,20 @@ import json
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
 from fault_cluster import CHUNK_TOKENS
 from faults import BLOCK_SIZE, Ledger, Scene, until
-from node_driver import SECRET, NodeProcess, health, session
+from node_driver import CLUSTER, SECRET, NodeProcess, health, session
 
-from baton.cluster.secret import secret_metadata
+from baton.cluster.link_handshake import HANDOFF, dial
+from baton.cluster.redis_directory import RedisDirectory
 from baton.core.constraint import Constraint, ConstraintKind
 from baton.core.errors import Cancelled, EngineFailed, Unavailable
+from baton.core.membership import Member, Role
 from baton.core.request import Request, SamplingParams, Ticket
 from baton.kv_transfer.messages import PROTOCOL
 from baton.proto.v1 import handoff_pb2, handoff_pb2_grpc, node_pb2
@@ -346,14 +349,15 @@ def _has_said(process: NodeProcess, *words: str) -> bool:
 async def _greet_as_another_make(scene: Scene) -> None:
     """A puller that is refused is told so in gRPC's terms."""
     source, puller = scene.incarnation("prefill-0"), "e" * 32
-    metadata = (("baton-source", source), ("baton-puller", puller), *secret_metadata(SECRET))
     hello = handoff_pb2.Hello(
         incarnation=puller, protocol=PROTOCOL, fingerprint={"block_size": "8"}
     )
-    async with grpc.aio.insecure_channel(scene.cluster.processes["prefill-0"].address) as channel:
-        call = handoff_pb2_grpc.HandoffStub(channel).Link(metadata=metadata)
+    address = scene.cluster.processes["prefill-0"].address
+    async with grpc.aio.insecure_channel(address) as channel, _announced(scene, puller):
+        call = handoff_pb2_grpc.HandoffStub(channel).Link()
+        ends = (call, handoff_pb2.PeerMessage, SECRET, HANDOFF)
+        await dial(*ends, dialer=puller, listener=source, address=address)
         await call.write(handoff_pb2.PeerMessage(hello=hello))
-        assert (await call.read()).HasField("hello")
         try:
             await call.read()
         except grpc.aio.AioRpcError as error:
@@ -362,3 +366,16 @@ async def _greet_as_another_make(scene: Scene) -> None:
             assert [*error.trailing_metadata()] == [("baton-error-code", "fingerprint_mismatch")]
         else:
             raise AssertionError("a puller of another make is listened to")
+
+
+@asynccontextmanager
+async def _announced(scene: Scene, incarnation: str) -> AsyncIterator[None]:
+    """While it lasts, the directory has an engine of this incarnation: links to it are refused."""
+    directory = RedisDirectory(scene.cluster.redis.url, CLUSTER, SECRET)
+    member = Member(incarnation, Role.DECODE, "nobody", "127.0.0.1:1", "demo", "f", 512, 16, 64)
+    await directory.announce(member, 5.0)
+    try:
+        yield
+    finally:
+        await directory.withdraw(incarnation)
+        await directory.close()

@@ -21,10 +21,10 @@ from typing import Any
 import grpc
 
 from baton.cli.deployment import Deployment
-from baton.cluster.secret import secret_metadata
+from baton.cli.survey import ask_ledgers
 from baton.cluster.tls import role_name
 from baton.core.config import EngineConfig, GatewayConfig, NodeConfig, UpConfig
-from baton.proto.v1 import node_pb2, node_pb2_grpc
+from baton.proto.v1 import node_pb2_grpc
 
 MARK = "BATON_TEST_MARK"
 
@@ -52,24 +52,26 @@ class Running:
 
     def ledgers(self) -> dict[str, list[dict[str, Any]]]:
         """Every engine's ledger, by node."""
-        metadata = secret_metadata(self.deployment.cluster.cluster_secret)
+        return asyncio.run(self._ledgers())
+
+    async def _ledgers(self) -> dict[str, list[dict[str, Any]]]:
+        secret = self.deployment.cluster.cluster_secret
         found = {}
         for name, address in self.node_addresses().items():
-            with self._channel_to(name.partition("-")[0], address) as channel:
-                stub = node_pb2_grpc.NodeStub(channel)
-                answer = stub.GetLedger(node_pb2.GetLedgerRequest(), metadata=metadata, timeout=5)
-            found[name] = [json.loads(text) for text in answer.ledgers]
+            async with self._channel_to(name.partition("-")[0], address) as channel:
+                texts = await ask_ledgers(node_pb2_grpc.NodeStub(channel), secret, address)
+            found[name] = [json.loads(text) for text in texts]
         return found
 
-    def _channel_to(self, role: str, address: str) -> grpc.Channel:
+    def _channel_to(self, role: str, address: str) -> grpc.aio.Channel:
         """As a gateway speaks to a node."""
         if self.deployment.up.certs is None:
-            return grpc.insecure_channel(address)
+            return grpc.aio.insecure_channel(address)
         folder = Path(self.deployment.up.certs)
         names = ("ca.crt", "gateway.key", "gateway.crt")
         credentials = grpc.ssl_channel_credentials(*((folder / n).read_bytes() for n in names))
         options = (("grpc.ssl_target_name_override", role_name(role)),)
-        return grpc.secure_channel(address, credentials, options)
+        return grpc.aio.secure_channel(address, credentials, options)
 
     def wait_idle(self, timeout_s: float = 5.0) -> dict[str, list[dict[str, Any]]]:
         """Wait until no node holds a block for anybody; fails with the ledgers otherwise."""

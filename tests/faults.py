@@ -29,9 +29,9 @@ import torch
 from fault_cluster import MODEL, Cluster
 from node_driver import SECRET, abstract_sockets, is_idle
 
+from baton.cli.survey import ask_ledgers
 from baton.client import AsyncClient, Result
 from baton.client.aio import AsyncGeneration
-from baton.cluster.secret import secret_metadata
 from baton.core.config import EngineConfig
 from baton.core.errors import BatonError
 from baton.core.request import Request, SamplingParams
@@ -40,7 +40,7 @@ from baton.core.timeline import Event
 from baton.engine.local import LocalEngine
 from baton.engine.runner import ModelRunner
 from baton.kernels.sampling import as_signed, filter_logits, gumbel_noise
-from baton.proto.v1 import node_pb2, node_pb2_grpc
+from baton.proto.v1 import node_pb2_grpc
 
 BLOCK_SIZE = 16
 PATIENCE_S = 40.0
@@ -275,9 +275,9 @@ class Scene:
         if address not in self._channels:
             self._channels[address] = grpc.aio.insecure_channel(address)
         stub = node_pb2_grpc.NodeStub(self._channels[address])
-        metadata = secret_metadata(SECRET)
-        answer = await stub.GetLedger(node_pb2.GetLedgerRequest(), metadata=metadata, timeout=2)
-        found: Ledger = json.loads(answer.ledgers[0]) if answer.ledgers else {"error": "no engine"}
+        async with asyncio.timeout(2):
+            ledgers = await ask_ledgers(stub, SECRET, address)
+        found: Ledger = json.loads(ledgers[0]) if ledgers else {"error": "no engine"}
         return found
 
     async def holder(self, role: str, holds: Callable[[Ledger], bool]) -> str:

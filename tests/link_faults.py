@@ -1,28 +1,25 @@
 """The faults of messages: what is said on the real streams comes twice, out of order, or never.
 
-prefill-9, "near" ══ Tangle ══╗            cluster names: each sees the one before it at the
-                              ╠═► gateway-9, "front"          address of a Tangle
-decode-9, "far"   ══ Tangle ══╝
-    ╚═ Link ═ Tangle ═► prefill-9
+gateway-9 ═╦══════════ Tangle ═► decode-9        each node makes the address of its tangle known
+           ╠══════════ Tangle ═► prefill-9
+decode-9 ══╝
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import signal
+import socket
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from faults import Scene, Stream, until
-from node_driver import SECRET, wait_idle
+from node_driver import wait_idle
 from tangle import DOUBLE, LOSE, SWAP, Tangle
 
 from baton.client import AsyncClient
-from baton.cluster.redis_directory import RedisDirectory
-from baton.core.membership import Member
 
 SEED = 27
 LEASE_S = 1.0
@@ -89,47 +86,32 @@ async def _ask(scene: Scene, world: Tangled, count: int, *, may_fail: bool = Fal
 
 @asynccontextmanager
 async def _tangled(scene: Scene) -> AsyncIterator[Tangled]:
-    """Start the three, each in a cluster of its own, and show them each other's tangles."""
-    launch = scene.cluster.launch
-    near, far, front = (("--cluster", name) for name in ("near", "far", "front"))
-    processes = (
-        launch("prefill-9", *near, "--lease-s", f"{LEASE_S}"),
-        launch("decode-9", *far),
-        launch("gateway-9", *front),
-    )
-    try:
-        async with AsyncExitStack() as stack:
-            directories = {
-                name: RedisDirectory(scene.cluster.redis.url, name, SECRET)
-                for name in ("near", "far", "front")
-            }
-            for directory in directories.values():
-                stack.push_async_callback(directory.close)
-            tangles = []
-            for seen_in, shown_in in (("near", ("far", "front")), ("far", ("front",))):
-                member = await _newcomer(directories[seen_in], {t.incarnation for t in tangles})
-                tangle = await stack.enter_async_context(
-                    Tangle(member.address, member.incarnation, SEED)
-                )
-                tangles.append(tangle)
-                for name in shown_in:
-                    shown = dataclasses.replace(member, address=tangle.address)
-                    await directories[name].announce(shown, ttl_s=6.0)
+    """Start the three in a cluster of their own, the nodes each behind a tangle."""
+    launch, cluster = scene.cluster.launch, ("--cluster", "tangled")
+    async with AsyncExitStack() as stack:
+        tangles = [await stack.enter_async_context(Tangle(SEED)) for _ in range(2)]
+        flags = []
+        for tangle in tangles:
+            tangle.target = f"127.0.0.1:{(port := _free_port())}"
+            flags.append((*cluster, "--port", f"{port}", "--advertise", tangle.address))
+        processes = (
+            launch("prefill-9", *flags[0], "--lease-s", f"{LEASE_S}"),
+            launch("decode-9", *flags[1]),
+            launch("gateway-9", *cluster),
+        )
+        try:
             address = await asyncio.to_thread(lambda: processes[-1].address)
             client = await stack.enter_async_context(AsyncClient(address))
-            nodes = tuple(process.address for process in processes[:2])
+            nodes = tuple(tangle.address for tangle in tangles)
             yield Tangled(client, nodes, tuple(tangles))
-    finally:
-        for process in processes:
-            process.process.send_signal(signal.SIGINT)
-        for process in processes:
-            await asyncio.to_thread(process.wait)
+        finally:
+            for process in processes:
+                process.process.send_signal(signal.SIGINT)
+            for process in processes:
+                await asyncio.to_thread(process.wait)
 
 
-async def _newcomer(directory: RedisDirectory, known: set[str]) -> Member:
-    """The first member of a cluster that is not known."""
-    async for members in directory.watch():
-        for member in members:
-            if member.incarnation not in known:
-                return member
-    raise AssertionError("the watch ended")
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port

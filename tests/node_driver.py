@@ -24,8 +24,10 @@ from deployments import MARK
 from fakes.step_outputs import outputs_of
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from baton.cli.survey import ask_ledgers
+from baton.cluster.link_handshake import SESSION, dial
 from baton.cluster.redis_directory import RedisDirectory
-from baton.cluster.secret import secret_metadata
+from baton.core.errors import Unauthenticated
 from baton.core.membership import Member, Role
 from baton.core.request import Request, Ticket
 from baton.proto import codec
@@ -181,7 +183,19 @@ class Session:
         self.heard: dict[str, Heard] = {}
         self.status: grpc.StatusCode | None = None
 
+    async def dial(self, address: str, incarnation: str, secret: str | None) -> None:
+        """Shake hands; `status` says it where that fails."""
+        ends = (self._call, node_pb2.GatewayMessage, secret, SESSION)
+        try:
+            await dial(*ends, listener=incarnation, address=address)
+        except Unauthenticated:
+            self.status = grpc.StatusCode.UNAUTHENTICATED
+        except grpc.aio.AioRpcError as error:
+            self.status = error.code()
+
     async def read(self) -> None:
+        if self.status is not None:
+            return
         try:
             async for message in self._call:
                 match message.WhichOneof("body"):
@@ -226,10 +240,10 @@ class Session:
 async def session(
     address: str, incarnation: str, secret: str | None = SECRET
 ) -> AsyncIterator[Session]:
-    metadata = (("baton-engine", incarnation), *secret_metadata(secret))
     async with grpc.aio.insecure_channel(address) as channel:
-        call = node_pb2_grpc.NodeStub(channel).Session(metadata=metadata)
+        call = node_pb2_grpc.NodeStub(channel).Session()
         opened = Session(call)
+        await opened.dial(address, incarnation, secret)
         reading = asyncio.create_task(opened.read())
         try:
             yield opened
@@ -241,10 +255,8 @@ async def session(
 async def ledgers(address: str) -> list[dict[str, Any]]:
     """The ledgers of a node's engines."""
     async with grpc.aio.insecure_channel(address) as channel:
-        stub = node_pb2_grpc.NodeStub(channel)
-        metadata = secret_metadata(SECRET)
-        answer = await stub.GetLedger(node_pb2.GetLedgerRequest(), metadata=metadata, timeout=5)
-    return [json.loads(text) for text in answer.ledgers]
+        texts = await ask_ledgers(node_pb2_grpc.NodeStub(channel), SECRET, address)
+    return [json.loads(text) for text in texts]
 
 
 def is_idle(ledger: dict[str, Any]) -> bool:

@@ -25,23 +25,21 @@ DOUBLE, SWAP, LOSE = "double", "swap", "lose"
 
 
 class Tangle(grpc.GenericRpcHandler):
-    """In front of an engine's node at `target`; `async with`, then dial `address`.
+    """In front of a node that makes `address` known; say where it is: `target`.
 
     `mishaps`: what befalls how many of the messages of a direction: `("Link", "back")` and so on,
-    each a share by kind. `counts` notes what was done. A stream's first message, without which
-    nobody knows who speaks, is left alone.
+    each a share by kind. `counts` notes what was done. What begins a stream is left alone: the
+    handshake, and the message behind it.
     """
 
-    def __init__(self, target: str, incarnation: str, seed: int) -> None:
-        self.incarnation = incarnation
+    def __init__(self, seed: int) -> None:
         self.mishaps: dict[tuple[str, str], dict[str, float]] = {}
         self.counts: Counter[tuple[str, str, str]] = Counter()
-        self.address = ""
-        self._target = target
+        self.address = self.target = ""
         self._random = random.Random(seed)
+        self._channel: grpc.aio.Channel | None = None
 
     async def __aenter__(self) -> Tangle:
-        self._channel = grpc.aio.insecure_channel(self._target)
         self._server = grpc.aio.server()
         self._server.add_generic_rpc_handlers((self,))
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
@@ -50,7 +48,8 @@ class Tangle(grpc.GenericRpcHandler):
 
     async def __aexit__(self, *_: object) -> None:
         await self._server.stop(None)
-        await self._channel.close()
+        if self._channel is not None:
+            await self._channel.close()
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
         async def relay(requests: AsyncIterator[bytes], context: Any) -> None:
@@ -60,8 +59,9 @@ class Tangle(grpc.GenericRpcHandler):
 
     async def _relay(self, method: str, requests: AsyncIterator[bytes], context: Any) -> None:
         name = method.rpartition("/")[2]
-        metadata = [pair for pair in context.invocation_metadata() if pair[0].startswith("baton-")]
-        call = self._channel.stream_stream(method)(metadata=metadata)
+        if self._channel is None:
+            self._channel = grpc.aio.insecure_channel(self.target)
+        call = self._channel.stream_stream(method)()
 
         async def onwards() -> None:
             async for message in self._tangled(requests, (name, "on")):
@@ -70,8 +70,6 @@ class Tangle(grpc.GenericRpcHandler):
 
         writing = asyncio.create_task(onwards())
         try:
-            await call.initial_metadata()
-            await context.send_initial_metadata(())
             async for message in self._tangled(call, (name, "back")):
                 await context.write(_without_token(name, message))
         except grpc.aio.AioRpcError as error:
@@ -87,10 +85,10 @@ class Tangle(grpc.GenericRpcHandler):
     ) -> AsyncIterator[bytes]:
         """The messages of one direction as the other side gets them."""
         held: bytes | None = None
-        is_first = True
+        num_left_alone = 3
         async for message in messages:
-            mishap = None if is_first else self._draw(way)
-            is_first = False
+            mishap = None if num_left_alone else self._draw(way)
+            num_left_alone = max(0, num_left_alone - 1)
             if mishap == SWAP and held is None:
                 held = message
                 continue
@@ -120,6 +118,8 @@ def _without_token(name: str, message: bytes) -> bytes:
         if said.HasField("hello"):
             said.hello.ClearField("direct_token")
         return said.SerializeToString()
+    if name != "Session":
+        return message
     told = node_pb2.NodeMessage.FromString(message)
     if told.HasField("welcome"):
         told.welcome.ClearField("direct")

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import grpc
 
+from baton.cluster.link_handshake import SESSION, dial
 from baton.cluster.redis_directory import RedisDirectory
-from baton.cluster.secret import secret_metadata
 from baton.core.membership import Member
 from baton.core.request import Request, SamplingParams
 from baton.proto import codec
@@ -129,11 +129,10 @@ async def connect_nodes(redis_url: str, first: int) -> AsyncIterator[Driver]:
             channel = await stack.enter_async_context(
                 grpc.aio.insecure_channel(member.address, _OPTIONS)
             )
-            metadata = (
-                ("baton-engine", member.incarnation),
-                *secret_metadata(os.environ.get(_SECRET_VARIABLE)),
-            )
-            engine = _Engine(node_pb2_grpc.NodeStub(channel).Session(metadata=metadata))
+            stream = node_pb2_grpc.NodeStub(channel).Session()
+            ends = (stream, node_pb2.GatewayMessage, os.environ.get(_SECRET_VARIABLE), SESSION)
+            await dial(*ends, listener=member.incarnation, address=member.address)
+            engine = _Engine(stream)
             engines.append(engine)
             readers.append(asyncio.create_task(engine.read()))
         try:

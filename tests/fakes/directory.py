@@ -11,6 +11,8 @@ from baton.core.membership import Member
 class FakeDirectory:
     """Entries stay until withdrawn: time to live is not played."""
 
+    is_away = False
+
     def __init__(self) -> None:
         self._members: dict[str, Member] = {}
         self._changed = asyncio.Condition()

@@ -16,8 +16,10 @@ from typing import Any
 
 import grpc
 
-from baton.cluster.secret import check_secret
+from baton.cluster.link_handshake import ACCEPTED, SESSION, admit, listener_ends
+from baton.cluster.secret import handshake_key
 from baton.core.errors import BatonError, Unauthenticated
+from baton.core.handshake import Listener
 from baton.core.membership import Member, Role
 from baton.core.request import FinishReason, Request
 from baton.core.timeline import Event, Stamp
@@ -172,13 +174,16 @@ class _Servicer(node_pb2_grpc.NodeServicer):
 
     async def Session(self, incoming: Any, context: Any) -> None:
         node = self._node
-        metadata = context.invocation_metadata()
+        key = handshake_key(node.secret)
+        listener = Listener(lambda _: key, SESSION, (node.member.address,))
+        read, write = listener_ends(incoming, context, node_pb2.NodeMessage)
         try:
-            check_secret(node.secret, metadata)
+            opening = await admit(listener, read, write)
         except Unauthenticated as error:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, error.message)
-        if dict(metadata).get("baton-engine") != node.incarnation:
+        if opening.listener != node.incarnation:
             await context.abort(grpc.StatusCode.NOT_FOUND, "no such engine")
+        await write(ACCEPTED)
         node.num_sessions += 1
         work: dict[tuple[str, int], asyncio.Task[None]] = {}
         outgoing: asyncio.Queue[node_pb2.NodeMessage] = asyncio.Queue()

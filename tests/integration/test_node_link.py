@@ -8,11 +8,12 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
-from baton.core.errors import NodeLost
+from baton.cluster.link_handshake import ACCEPTED, SESSION, admit, listener_ends
+from baton.cluster.secret import handshake_key
+from baton.core.handshake import Listener
 from baton.core.membership import Member, Role
 from baton.core.ports import SystemClock
 from baton.gateway.node_link import NodeLink
-from baton.node.rpc import abort
 from baton.proto.v1 import node_pb2, node_pb2_grpc
 
 ENGINE = "a" * 32
@@ -22,16 +23,21 @@ WELCOME = node_pb2.Welcome(incarnation=ENGINE, role="decode", model="demo", fing
 class NodeOfADyingEngine(node_pb2_grpc.NodeServicer):
     """Its engine ends after the gateway's 20th message."""
 
+    address = ""
+
     async def Session(
         self,
         requests: AsyncIterator[node_pb2.GatewayMessage],
         context: grpc.aio.ServicerContext[object, object],
     ) -> None:
+        read, write = listener_ends(requests, context, node_pb2.NodeMessage)
+        await admit(Listener(lambda _: handshake_key(None), SESSION, (self.address,)), read, write)
+        await write(ACCEPTED)
         await context.write(node_pb2.NodeMessage(welcome=WELCOME))
         for _ in range(20):
             await anext(requests)
         await context.write(node_pb2.NodeMessage(engine_ended=node_pb2.EngineEnded()))
-        await abort(context, NodeLost("the engine process ended"))
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine process ended")
 
 
 class BusyGateway:
@@ -63,10 +69,11 @@ class BusyGateway:
 @pytest.fixture
 async def address() -> AsyncIterator[str]:
     server = grpc.aio.server()
-    node_pb2_grpc.add_NodeServicer_to_server(NodeOfADyingEngine(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    node = NodeOfADyingEngine()
+    node_pb2_grpc.add_NodeServicer_to_server(node, server)
+    node.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
-    yield f"127.0.0.1:{port}"
+    yield node.address
     await server.stop(None)
 
 

@@ -10,7 +10,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,8 @@ import pytest
 from deployments import Running, running
 
 from baton.cli.certs import make_certificates, with_role_certificate
-from baton.cli.survey import survey
+from baton.cli.survey import ask_ledgers, survey
 from baton.client import Client
-from baton.cluster.secret import secret_metadata
 from baton.cluster.tls import role_name
 from baton.core.config import EngineConfig, GatewayConfig, UpConfig
 from baton.core.errors import (
@@ -34,7 +32,7 @@ from baton.core.errors import (
     Unavailable,
 )
 from baton.gateway.security.key_file import add_key
-from baton.proto.v1 import handoff_pb2_grpc, node_pb2, node_pb2_grpc
+from baton.proto.v1 import handoff_pb2_grpc, node_pb2_grpc
 
 PROMPT = "A beginning that several prompts have in common, several blocks of it. " * 2
 INFER = frozenset({"infer"})
@@ -224,29 +222,45 @@ def test_foreign_pages_reach_nothing(secured: Secured) -> None:
 # --- certificates ---------------------------------------------------------------------------------
 
 
-@contextmanager
-def channel(secured: Secured, node: str, shown: str | None, expected: str) -> Iterator[Any]:
+def channel(secured: Secured, node: str, shown: str | None, expected: str) -> grpc.aio.Channel:
     """To a node, with a certificate of `shown`, taking it for one of the role `expected`."""
     ca = (secured.certs / "ca.crt").read_bytes()
     pair = [(secured.certs / f"{shown}.{end}").read_bytes() for end in ("key", "crt")]
     credentials = grpc.ssl_channel_credentials(ca, *(pair if shown else (None, None)))
     options = (("grpc.ssl_target_name_override", role_name(expected)),)
     address = secured.system.node_addresses()[node]
-    with grpc.secure_channel(address, credentials, options) as opened:
-        yield opened
+    return grpc.aio.secure_channel(address, credentials, options)
 
 
 def status_of_ledger(
     secured: Secured, node: str, shown: str | None, expected: str
 ) -> grpc.StatusCode:
-    metadata = secret_metadata(secured.system.deployment.cluster.cluster_secret)
-    with channel(secured, node, shown, expected) as opened:
-        try:
-            request = node_pb2.GetLedgerRequest()
-            node_pb2_grpc.NodeStub(opened).GetLedger(request, metadata=metadata, timeout=5)
-        except grpc.RpcError as error:
-            return error.code()
+    secret = secured.system.deployment.cluster.cluster_secret
+    address = secured.system.node_addresses()[node]
+
+    async def ask() -> None:
+        async with channel(secured, node, shown, expected) as opened:
+            await ask_ledgers(node_pb2_grpc.NodeStub(opened), secret, address)
+
+    try:
+        asyncio.run(ask())
+    except grpc.aio.AioRpcError as error:
+        return error.code()
     return grpc.StatusCode.OK
+
+
+async def status_of_link(secured: Secured) -> grpc.StatusCode:
+    """Of a puller's call, by a gateway's certificate."""
+    async with channel(secured, "prefill-0", "gateway", "prefill") as opened:
+        link = handoff_pb2_grpc.HandoffStub(opened).Link(timeout=5)
+        code: grpc.StatusCode = await link.code()
+        return code
+
+
+async def status_of_plain_text(address: str) -> grpc.StatusCode:
+    async with grpc.aio.insecure_channel(address) as opened:
+        code: grpc.StatusCode = await node_pb2_grpc.NodeStub(opened).GetLedgers(timeout=5).code()
+        return code
 
 
 def test_a_node_serves_the_right_role_alone(secured: Secured) -> None:
@@ -255,17 +269,12 @@ def test_a_node_serves_the_right_role_alone(secured: Secured) -> None:
     for shown in ("prefill", "decode"):
         found = status_of_ledger(secured, "prefill-0", shown, "prefill")
         assert found is status.PERMISSION_DENIED
-    metadata = secret_metadata(secured.system.deployment.cluster.cluster_secret)
-    with channel(secured, "prefill-0", "gateway", "prefill") as opened:
-        link = handoff_pb2_grpc.HandoffStub(opened).Link(iter(()), metadata=metadata, timeout=5)
-        assert link.code() is status.PERMISSION_DENIED
+    assert asyncio.run(status_of_link(secured)) is status.PERMISSION_DENIED
     # Not even a handshake: for servers alone, none, and who finds another role than it looks for.
     assert status_of_ledger(secured, "prefill-0", "server", "prefill") is status.UNAVAILABLE
     assert status_of_ledger(secured, "prefill-0", "gateway", "decode") is status.UNAVAILABLE
     address = secured.system.node_addresses()["prefill-0"]
-    with grpc.insecure_channel(address) as opened, pytest.raises(grpc.RpcError) as raised:
-        node_pb2_grpc.NodeStub(opened).GetLedger(node_pb2.GetLedgerRequest(), timeout=5)
-    assert raised.value.code() is status.UNAVAILABLE
+    assert asyncio.run(status_of_plain_text(address)) is status.UNAVAILABLE
 
 
 def test_plain_text_finds_nobody(secured: Secured) -> None:

@@ -117,9 +117,15 @@ def revoked(effects: list[SourceEffect]) -> type[BatonError]:
     return type(only(sent(effects), Revoked).error)
 
 
-def test_says_hello_first() -> None:
+def test_says_what_it_is_to_a_puller_that_fits_and_to_no_other() -> None:
     source = Source(hello(SOURCE), FakeClock(), LEASE_S)
-    assert source.handle(PeerLinked(PULLER)) == [Send(PULLER, Hello(SOURCE, FINGERPRINT))]
+    assert source.handle(PeerLinked(PULLER)) == []
+    theirs = PeerMessage(PULLER, hello(PULLER))
+    assert source.handle(theirs) == [Send(PULLER, Hello(SOURCE, FINGERPRINT))]
+    assert source.handle(theirs) == [], "once a link"
+    source.handle(PeerLinked(PULLER))
+    (refusal,) = source.handle(PeerMessage(PULLER, Hello(PULLER, {"block_size": "8"})))
+    assert isinstance(refusal, ClosePeer)
 
 
 def test_hands_over(world: World) -> None:

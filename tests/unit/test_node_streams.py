@@ -11,14 +11,19 @@ import grpc
 import pytest
 from fakes.clock import FakeClock, FakeEntropy
 
-from baton.core.errors import NodeLost
-from baton.node import rpc
+from baton.cluster.link_handshake import ACCEPTED, HANDOFF, SESSION
+from baton.cluster.secret import handshake_key
+from baton.core.errors import NodeLost, Unauthenticated
+from baton.core.handshake import Dialer
+from baton.node import callers, rpc
+from baton.node.callers import Callers
 from baton.node.engine_handle import EngineHandle
 from baton.node.frames import encode, read_frame
 from baton.node.rpc import HandoffServicer, NodeServicer
 from baton.proto.v1 import common_pb2, engine_pb2, handoff_pb2, node_pb2
 
 ENGINE, PEER = "a" * 32, "b" * 32
+ADDRESS = "127.0.0.1:5000"
 HELLO = handoff_pb2.PeerMessage(hello=handoff_pb2.Hello(incarnation=ENGINE))
 ATTACH = handoff_pb2.PeerMessage(attach=handoff_pb2.Attach(transfer_id="t"))
 
@@ -55,9 +60,14 @@ class Node:
         self.engine = engine
         self.clock = clock
         self.over = asyncio.Event()
+        self.strangers: set[str] = set()
+        self.callers = Callers(handshake_key(None), (ADDRESS,))
 
     def engines(self) -> list[EngineHandle]:
         return [self.handle]
+
+    async def is_member(self, incarnation: str) -> bool:
+        return incarnation not in self.strangers
 
 
 @pytest.fixture
@@ -81,20 +91,18 @@ class Aborted(Exception):
 
 
 class FakeContext:
-    """A call's server side: metadata in, messages and status out. It reads while `is_reading`."""
+    """A call's server side: messages and status out. It reads while `is_reading`."""
 
-    def __init__(self, **metadata: str) -> None:
-        self._metadata = [(name.replace("_", "-"), value) for name, value in metadata.items()]
+    def __init__(self) -> None:
         self.written: asyncio.Queue[Any] = asyncio.Queue()
+        self.shaken: asyncio.Queue[bytes] = asyncio.Queue()  # the handshake's
         self.is_reading = True
         self.status: grpc.StatusCode | None = None
 
-    def invocation_metadata(self) -> list[tuple[str, str]]:
-        return self._metadata
-
-    async def send_initial_metadata(self, metadata: object) -> None: ...
-
-    async def write(self, message: object) -> None:
+    async def write(self, message: Any) -> None:
+        if message.handshake:
+            self.shaken.put_nowait(message.handshake)
+            return
         if not self.is_reading:
             await asyncio.Event().wait()
         self.written.put_nowait(message)
@@ -102,6 +110,31 @@ class FakeContext:
     async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: object) -> None:
         self.status = code
         raise Aborted(details)
+
+
+async def calling(
+    context: Any,
+    then: AsyncIterator[Any],
+    purpose: bytes = SESSION,
+    *,
+    secret: str | None = None,
+    listener: str = ENGINE,
+) -> AsyncIterator[Any]:
+    """A caller's messages: its part of the handshake, then what it is about."""
+    ours = Dialer(handshake_key(secret), purpose, dialer=PEER, listener=listener, address=ADDRESS)
+    yield node_pb2.GatewayMessage(handshake=ours.opening)
+    yield node_pb2.GatewayMessage(handshake=ours.answer(await context.shaken.get()))
+    assert await context.shaken.get() == ACCEPTED
+    async for message in then:
+        yield message
+
+
+async def session(node: Node, context: Any, then: AsyncIterator[Any]) -> None:
+    await NodeServicer(node, node.callers).Session(calling(context, then), context)
+
+
+async def link(node: Node, context: Any, then: AsyncIterator[Any]) -> None:
+    await HandoffServicer(node, node.callers).Link(calling(context, then, HANDOFF), context)
 
 
 async def never() -> AsyncIterator[Any]:
@@ -115,11 +148,8 @@ async def nothing() -> AsyncIterator[Any]:
 
 
 async def test_gateway_gets_its_outputs_and_everybody_heartbeats(node: Node) -> None:
-    contexts = [FakeContext(baton_engine=ENGINE) for _ in range(2)]
-    calls = [
-        asyncio.create_task(NodeServicer(node, None).Session(never(), context))
-        for context in contexts
-    ]
+    contexts = [FakeContext() for _ in range(2)]
+    calls = [asyncio.create_task(session(node, context, never())) for context in contexts]
     welcomes = [await context.written.get() for context in contexts]
     assert all(message.welcome.incarnation == ENGINE for message in welcomes)
     node.engine.say(heartbeat=node_pb2.Heartbeat(num_steps=7))
@@ -148,9 +178,9 @@ async def test_each_gateway_is_told_a_token_of_its_own_and_the_engine_before(nod
 
 
 async def test_a_gateway_whose_channel_broke_loses_its_stream_and_is_told_why(node: Node) -> None:
-    context: Any = FakeContext(baton_engine=ENGINE)
+    context: Any = FakeContext()
     node.handle.welcome.direct.host_id = b"h" * 16
-    call = asyncio.create_task(NodeServicer(node, None).Session(never(), context))
+    call = asyncio.create_task(session(node, context, never()))
     gateway = (await node.engine.next()).gateway_linked.gateway
     error = common_pb2.Error(code="node_lost", message="the other side does not read")
     for name in ("e" * 32, gateway):  # another one's end is none of its
@@ -190,8 +220,8 @@ async def test_a_hung_engine_is_not_recommended_by_its_last_heartbeat(node: Node
 
 
 async def test_end_of_the_gateways_side_ends_the_session(node: Node) -> None:
-    context: Any = FakeContext(baton_engine=ENGINE)
-    await NodeServicer(node, None).Session(nothing(), context)
+    context: Any = FakeContext()
+    await session(node, context, nothing())
     assert (await node.engine.next()).HasField("gateway_lost")
 
 
@@ -201,16 +231,16 @@ async def broken() -> AsyncIterator[Any]:
 
 
 async def test_what_breaks_the_way_in_ends_the_stream_with_a_status(node: Node) -> None:
-    session: Any = FakeContext(baton_engine=ENGINE)
-    link: Any = FakeContext(baton_source=ENGINE, baton_puller=PEER)
+    gateway: Any = FakeContext()
+    puller: Any = FakeContext()
     calls = [
-        NodeServicer(node, None).Session(broken(), session),
-        HandoffServicer(node, None).Link(broken(), link),
+        session(node, gateway, broken()),
+        link(node, puller, broken()),
     ]
     for call in calls:
         with pytest.raises(Aborted):
             await asyncio.wait_for(call, 1.0)
-    assert session.status is link.status is grpc.StatusCode.INTERNAL
+    assert gateway.status is puller.status is grpc.StatusCode.INTERNAL
     said = {(await node.engine.next()).WhichOneof("body") for _ in range(3)}
     assert said == {"gateway_lost", "peer_linked", "peer_lost"}
 
@@ -226,29 +256,29 @@ async def test_a_message_that_cannot_be_passed_on_ends_its_stream(
         raise ZeroDivisionError
 
     monkeypatch.setattr(node.handle, "from_gateway", break_down)
-    session: Any = FakeContext(baton_engine=ENGINE)
+    gateway: Any = FakeContext()
     with pytest.raises(Aborted):
-        await asyncio.wait_for(NodeServicer(node, None).Session(one(), session), 1.0)
-    assert session.status is grpc.StatusCode.INTERNAL
+        await asyncio.wait_for(session(node, gateway, one()), 1.0)
+    assert gateway.status is grpc.StatusCode.INTERNAL
     assert "ZeroDivisionError" in caplog.text
 
 
 async def test_death_of_the_engine_ends_sessions_links_and_questions(node: Node) -> None:
-    session, link = (
-        FakeContext(baton_engine=ENGINE),
-        FakeContext(baton_source=ENGINE, baton_puller=PEER),
+    gateway, puller = (
+        FakeContext(),
+        FakeContext(),
     )
     calls = [
-        asyncio.create_task(NodeServicer(node, None).Session(never(), session)),
-        asyncio.create_task(HandoffServicer(node, None).Link(never(), link)),
+        asyncio.create_task(session(node, gateway, never())),
+        asyncio.create_task(link(node, puller, never())),
         asyncio.create_task(node.handle.ledger()),
     ]
     await node.engine.next()
     node.engine.end()
     results = await asyncio.gather(*calls, return_exceptions=True)
     assert [type(result) for result in results] == [Aborted, Aborted, NodeLost]
-    assert session.status is link.status is grpc.StatusCode.UNAVAILABLE
-    said = [session.written.get_nowait().WhichOneof("body") for _ in range(2)]
+    assert gateway.status is puller.status is grpc.StatusCode.UNAVAILABLE
+    said = [gateway.written.get_nowait().WhichOneof("body") for _ in range(2)]
     assert said == ["welcome", "engine_ended"]
     _, mailbox = node.handle.open_gateway()  # too late
     assert [(await mailbox.get()).WhichOneof("body") for _ in range(2)] == said
@@ -260,32 +290,75 @@ async def test_reader_that_does_not_read_loses_its_session(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rpc, "WRITE_TIMEOUT_S", 0.01)
-    context: Any = FakeContext(baton_engine=ENGINE)
+    context: Any = FakeContext()
     context.is_reading = False
     with pytest.raises(Aborted):
-        await NodeServicer(node, None).Session(never(), context)
+        await session(node, context, never())
     assert context.status is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert (await node.engine.next()).HasField("gateway_lost")
 
 
-async def test_calls_that_prove_or_name_nothing_are_refused(node: Node) -> None:
-    servicer = NodeServicer(node, "secret")
-    for metadata, secret, status in (
-        ({"baton_engine": ENGINE}, "secret", grpc.StatusCode.UNAUTHENTICATED),
-        ({"baton_engine": PEER}, None, grpc.StatusCode.UNAVAILABLE),
-        ({}, None, grpc.StatusCode.UNAVAILABLE),
-    ):
-        context: Any = FakeContext(**metadata)
-        with pytest.raises(Aborted):
-            await NodeServicer(node, secret).Session(never(), context)
-        assert context.status is status
-    context = FakeContext()
+@pytest.mark.parametrize(
+    ("said", "status"),
+    [
+        ({"secret": "wrong"}, grpc.StatusCode.UNAUTHENTICATED),
+        ({"purpose": HANDOFF}, grpc.StatusCode.UNAUTHENTICATED),
+        ({"listener": PEER}, grpc.StatusCode.UNAVAILABLE),
+        (None, grpc.StatusCode.UNAUTHENTICATED),
+    ],
+)
+async def test_calls_that_prove_nothing_are_refused(
+    node: Node, said: dict[str, Any] | None, status: grpc.StatusCode
+) -> None:
+    context: Any = FakeContext()
+    requests = nothing() if said is None else calling(context, never(), **said)
+    with pytest.raises((Aborted, Unauthenticated)):
+        await NodeServicer(node, node.callers).Session(requests, context)
+    assert context.status in (status, None)  # None: the caller itself found out first
+    assert context.written.empty() or said == {"secret": "wrong"}
+
+
+async def test_a_dispatch_before_the_handshake_reaches_no_engine(node: Node) -> None:
+    async def rude() -> AsyncIterator[Any]:
+        yield node_pb2.GatewayMessage(dispatch=node_pb2.Dispatch(request_id="r"))
+
+    context: Any = FakeContext()
     with pytest.raises(Aborted):
-        await servicer.GetLedger(node_pb2.GetLedgerRequest(), context)
-    context = FakeContext(baton_source=ENGINE)
-    with pytest.raises(Aborted):
-        await HandoffServicer(node, None).Link(never(), context)
-    assert context.status is grpc.StatusCode.INVALID_ARGUMENT
+        await NodeServicer(node, node.callers).Session(rude(), context)
+    assert context.status is grpc.StatusCode.UNAUTHENTICATED
+    assert context.written.empty()
+
+
+async def test_a_puller_that_the_directory_does_not_have_gets_no_link(node: Node) -> None:
+    node.strangers.add(PEER)
+    context: Any = FakeContext()
+    with pytest.raises(Aborted, match="not in the directory"):
+        await HandoffServicer(node, node.callers).Link(calling(context, never(), HANDOFF), context)
+    assert context.status is grpc.StatusCode.PERMISSION_DENIED
+
+
+async def test_a_claimed_name_does_not_end_a_link_that_stands(node: Node) -> None:
+    standing = node.handle.open_peer(PEER, is_source=False)
+    for said in ({"secret": "wrong"}, {"purpose": SESSION}):
+        context: Any = FakeContext()
+        with pytest.raises((Aborted, Unauthenticated)):
+            await HandoffServicer(node, node.callers).Link(
+                calling(context, never(), **{"purpose": HANDOFF, **said}), context
+            )
+    assert not standing.outgoing.is_over
+
+
+async def test_callers_that_prove_nothing_are_few_and_short(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(callers, "ADMIT_S", 0.05)
+    contexts: list[Any] = [FakeContext() for _ in range(callers.MAX_PENDING + 1)]
+    calls = [NodeServicer(node, node.callers).Session(never(), context) for context in contexts]
+    assert all(isinstance(e, Aborted) for e in await asyncio.gather(*calls, return_exceptions=True))
+    statuses = [context.status for context in contexts]
+    assert statuses.count(grpc.StatusCode.RESOURCE_EXHAUSTED) == 1
+    assert statuses.count(grpc.StatusCode.UNAUTHENTICATED) == callers.MAX_PENDING
+    assert node.callers.num_pending == 0
 
 
 async def test_newer_link_of_a_pair_replaces_the_older(node: Node) -> None:
@@ -308,8 +381,8 @@ async def test_what_was_meant_for_an_older_link_is_not_said_on_the_new_one(node:
 
 
 async def test_a_refused_peer_is_told_why(node: Node) -> None:
-    context: Any = FakeContext(baton_source=ENGINE, baton_puller=PEER)
-    call = asyncio.create_task(HandoffServicer(node, None).Link(never(), context))
+    context: Any = FakeContext()
+    call = asyncio.create_task(link(node, context, never()))
     await node.engine.next()
     error = common_pb2.Error(code="fingerprint_mismatch", message="dtype: 'a' here, 'b' there")
     close = engine_pb2.ClosePeer(incarnation=PEER, error=error)
