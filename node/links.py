@@ -125,7 +125,7 @@ class Links:
                 await call.write(message)
 
         async def inwards() -> None:
-            async for message in call:
+            while (message := await call.read()) is not grpc.aio.EOF:
                 self._engine.from_peer(incarnation, peer, message)
 
         ways = [asyncio.create_task(outwards()), asyncio.create_task(inwards())]

@@ -197,7 +197,7 @@ class Session:
         if self.status is not None:
             return
         try:
-            async for message in self._call:
+            while (message := await self._call.read()) is not grpc.aio.EOF:
                 match message.WhichOneof("body"):
                     case "welcome":
                         self.welcome = message.welcome

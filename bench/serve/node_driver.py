@@ -51,7 +51,7 @@ class _Engine:
     async def read(self) -> None:
         """Sort what is said by request until the stream ends."""
         try:
-            async for message in self._call:
+            while (message := await self._call.read()) is not grpc.aio.EOF:
                 for request_id in message.outputs.tokens.request_ids:
                     self._put(request_id, _Said(1))
                 for output in message.outputs.outputs:

@@ -32,7 +32,7 @@ FAULTS = frozenset(
         "lost dispatch",  # one side never hears of an attempt
         "cancel",  # by the gateway at either side, before or after the dispatch arrived
         "rewrite",  # of all blocks of the source that are free at this moment
-        "stranger",  # a puller without a ticket speaks of the transfer
+        "stranger",  # a peer without a ticket says all that it can of the transfer, to either side
     }
 )
 _HARMLESS = frozenset({"double", "rewrite", "stranger"})  # must not even fail a transfer
@@ -258,7 +258,8 @@ class Moves:
         for attempt in state.attempts:
             # Before the dispatch a source cannot know whose a transfer is; its id is a secret.
             if attempt.transfer_id in self.source(state).over_s:
-                yield ("stranger", attempt.transfer_id)
+                yield ("stranger", "source", attempt.transfer_id)
+            yield ("stranger", "puller", attempt.transfer_id)
 
     def after(self, state: State, action: Action) -> State:
         name = action[0]
@@ -317,8 +318,10 @@ class Moves:
                 return self._at_source(state, "withdraw", state.attempts[number - 1])
             case ("cancel", _, number):
                 return self._at_puller(state, "cancel", state.attempts[number - 1])
-            case ("stranger", transfer_id):
+            case ("stranger", "source", transfer_id):
                 return self._at_source(state, "hear_stranger", transfer_id)
+            case ("stranger", _, transfer_id):
+                return self._at_puller(state, "hear_stranger", transfer_id)
             case _:
                 assert action == ("rewrite",)
                 return self._at_source(state, "rewrite")

@@ -49,7 +49,17 @@ from baton.kv_transfer.events import (
     Withdrawn,
 )
 from baton.kv_transfer.memory import MemoryPool, MemoryPull, MemoryWindow
-from baton.kv_transfer.messages import Attach, HandoffState, Hello, Message, Release, Renew
+from baton.kv_transfer.messages import (
+    Attach,
+    CancelTransfer,
+    HandoffState,
+    Hello,
+    Manifest,
+    Message,
+    Release,
+    Renew,
+    Revoked,
+)
 from baton.kv_transfer.puller import Puller
 from baton.kv_transfer.source import Source
 from baton.kv_transfer.tombstones import TOMBSTONE_S
@@ -200,13 +210,18 @@ class SourceSide(_Side):
         self.pool.release(blocks)
 
     def hear_stranger(self, transfer_id: str) -> None:
-        """Another puller of the cluster speaks of a transfer that is not its own."""
-        hello = Hello(_STRANGER, {"model": "toy"})
+        """Another puller of the cluster says all that it can of a transfer that is not its own:
+        each message without a Hello, behind a good one and behind one that does not fit."""
         over_s = dict(self.over_s)
-        self.feed(PeerLinked(_STRANGER))
-        for message in (hello, Attach(transfer_id), Renew((transfer_id,)), Release(transfer_id)):
-            self.feed(PeerMessage(_STRANGER, message))
-        self.feed(PeerLost(_STRANGER))
+        for hellos in ((), (Hello(_STRANGER, {"model": "toy"}),), (Hello(_STRANGER, {}),)):
+            for message in _every_message(transfer_id):
+                self.feed(PeerLinked(_STRANGER))
+                for each in (*hellos, message):
+                    self.feed(PeerMessage(_STRANGER, each))
+                self.feed(PeerLost(_STRANGER))
+        sent = [each for each in self.outbox if isinstance(each, Send)]
+        told = [each.message for each in sent if each.incarnation == _STRANGER]
+        assert not any(isinstance(message, Manifest) for message in told), "a stranger got blocks"
         self.outbox = [each for each in self.outbox if each.incarnation != _STRANGER]
         assert self.over_s == over_s, "a stranger ended a transfer"
 
@@ -286,6 +301,21 @@ class PullerSide(_Side):
         if self.ends.get(attempt.transfer_id) is None:
             self.ends[attempt.transfer_id] = "cancelled"
             self.feed(IntentCancelled(attempt.transfer_id))
+
+    def hear_stranger(self, transfer_id: str) -> None:
+        """Another source of the cluster says all that it can of a transfer that is not its own."""
+        before = self._state_of_transfers()
+        for hellos in ((), (Hello(_STRANGER, {"model": "toy"}),), (Hello(_STRANGER, {}),)):
+            for message in _every_message(transfer_id):
+                self.feed(PeerLinked(_STRANGER))
+                for each in (*hellos, message):
+                    self.feed(PeerMessage(_STRANGER, each))
+                self.feed(PeerLost(_STRANGER))
+        self.outbox = [each for each in self.outbox if each.incarnation != _STRANGER]
+        assert self._state_of_transfers() == before, "a stranger changed a transfer"
+
+    def _state_of_transfers(self) -> object:
+        return repr((self.machine.ledger()["transfers"], self.ends, self.reservations, self.pulls))
 
     def open_window(self) -> None:
         opening = self.openings.pop(0)
@@ -421,6 +451,22 @@ class PullerSide(_Side):
         assert ledger["transfers"] == {} and ledger["num_tombstones"] == 0, ledger
         assert not self.reservations and not self.pulls and not self.reports and not self.early
         assert all(self.ends.values()), "an intent has no end"
+
+
+def _every_message(transfer_id: str) -> list[Message]:
+    """All that a peer can say of a transfer, whichever side it is."""
+    block = BlockRef(0, NUM_RESERVED_BLOCKS, 1, _HASHES[0])
+    error = Cancelled("so a stranger says")
+    return [
+        Attach(transfer_id),
+        Attach(transfer_id, sees_steps=True),
+        Renew((transfer_id,)),
+        Release(transfer_id),
+        CancelTransfer(transfer_id),
+        Manifest(transfer_id, 0, (block,), BLOCK_SIZE, LEASE_S),
+        Manifest(transfer_id, 0, (block,), BLOCK_SIZE, LEASE_S, HandoffState(1, 7), 3),
+        Revoked(transfer_id, error),
+    ]
 
 
 def _reset(pool: BlockPool) -> None:

@@ -19,9 +19,9 @@ IMPATIENT = True  # ... at any moment
 CRASH = frozenset({"crash"})
 
 QUICK = [
-    (Bounds(faults=1, advances=1, attempts=1), 29_000),
-    (Bounds(faults=1, advances=1, attempts=1, launches=True, sees_steps=True), 81_000),
-    (Bounds(faults=1, advances=0, attempts=2, is_impatient=PATIENT), 44_000),
+    (Bounds(faults=1, advances=1, attempts=1), 27_800),
+    (Bounds(faults=1, advances=1, attempts=1, launches=True, sees_steps=True), 78_800),
+    (Bounds(faults=1, advances=0, attempts=2, is_impatient=PATIENT), 38_300),
 ]
 FULL = [
     (Bounds(faults=2, advances=1, attempts=1), 528_000),
