@@ -322,18 +322,29 @@ async def test_engines_of_one_host_speak_directly(gateway: Gateway, nodes: Nodes
 def test_start_failures_are_told_in_words(model_dir: Path, redis_url: str) -> None:
     """Cause and hint on two lines, exit code 1; all at once, since each has to load torch."""
     dummy = ("--model", str(model_dir), "--load-format", "dummy")
+    expected = {
+        ("--host", "192.0.2.1", "--insecure-bind", *dummy): "cannot listen on 192.0.2.1:0",
+        ("--model", "/nowhere"): "there is no model directory /nowhere",
+        ("--max-model-len", "100000", *dummy): "--max-model-len 100000",
+    }
+    started = [launch(Role.PREFILL, redis_url, *flags) for flags in expected]
+    for node, words in zip(started, expected.values(), strict=True):
+        assert node.wait() == 1
+        assert any(line.startswith(f"error: {words}") for line in node.said)
+        assert not any("Traceback" in line for line in node.said)
+
+
+def test_a_node_whose_port_is_taken_says_so_and_takes_another(
+    model_dir: Path, redis_url: str
+) -> None:
+    """Whoever holds the port could not pass for the node; it is not to keep it away either."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        expected = {
-            ("--port", port, *dummy): f"cannot listen on 127.0.0.1:{port}",
-            ("--model", "/nowhere"): "there is no model directory /nowhere",
-            ("--max-model-len", "100000", *dummy): "--max-model-len 100000",
-        }
-        started = [launch(Role.PREFILL, redis_url, *flags) for flags in expected]
-        for node, words in zip(started, expected.values(), strict=True):
-            assert node.wait() == 1
-            assert any(line.startswith(f"error: {words}") for line in node.said)
-            assert not any("Traceback" in line for line in node.said)
+        port = taken.getsockname()[1]
+        dummy = ("--model", str(model_dir), "--load-format", "dummy")
+        node = launch(Role.PREFILL, redis_url, "--port", str(port), *dummy)
+        assert not node.address.endswith(f":{port}")
+        assert any(f"cannot listen on 127.0.0.1:{port}" in line for line in node.said)
+        assert node.end(signal.SIGINT) == 0
 
 
 async def test_sigterm_lets_what_runs_finish(
