@@ -172,9 +172,22 @@ def test_an_explicit_zero_top_k_is_no_limit() -> None:
     assert validate(wire(top_k=0)).sampling.top_k is None
 
 
-def test_a_negative_zero_is_greedy() -> None:
-    temperature = validate(wire(temperature=-0.0)).sampling.temperature
-    assert math.copysign(1.0, temperature) == 1.0 and temperature == 0.0
+@pytest.mark.parametrize(
+    "name", ["temperature", "min_p", "presence_penalty", "frequency_penalty", "logit_bias"]
+)
+def test_numbers_too_small_for_the_sampler_are_zero_and_minus_zero_is_none(name: str) -> None:
+    def validated(number: float) -> object:
+        fields = {name: {1: number} if name == "logit_bias" else number}
+        return getattr(validate(wire(**fields)).sampling, name)
+
+    zero = validated(0.0)
+    for tiny in (1e-40, 1e-50):
+        assert repr(validated(tiny)) == repr(zero)
+    assert validated(1e-37) != zero
+    for minus_zero in (-0.0, -1e-40, -1e-50):
+        with pytest.raises(InvalidRequest, match="-0") as caught:
+            validated(minus_zero)
+        assert (caught.value.code, caught.value.param) == ("invalid_value", name)
 
 
 def test_lengths_are_both_named() -> None:
