@@ -56,12 +56,18 @@ _NUM_YOUNG = 20_000
 _STOP_GRACE_S = 5.0
 _LAST_WORD_S, _LAST_STATUS_S = 1.0, 0.2
 
+_MAX_METADATA_BYTES = 16 << 10
+_SPARE_STREAMS = 128  # of a connection: for calls that are refused, and such as Abort
 _SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", 4 << 20),
-    ("grpc.max_metadata_size", 16 << 10),
+    ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
+    (
+        "grpc.absolute_max_metadata_size",
+        _MAX_METADATA_BYTES,
+    ),  # else refused at random above the other
     ("grpc.server_handshake_timeout_ms", 10000),  # who connects says something, or goes
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.http2.max_ping_strikes", 2),  # pings more frequent than below, while we send nothing
     ("grpc.http2.min_ping_interval_without_data_ms", 10000),
 )
 
@@ -129,7 +135,8 @@ class Gateway:
         self._is_ready = asyncio.Event()
         self._readiness_changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        self._server = grpc.aio.server(options=_server_options(place is not None))
+        options = _server_options(config.max_num_requests, shares_port=place is not None)
+        self._server = grpc.aio.server(options=options)
         self.host = config.host
         self.port = _bind(self._server, config.host, config.grpc_port, security.certificate)
         started_unix_s = clock.unix_ns() // 1_000_000_000
@@ -279,9 +286,17 @@ class Gateway:
         self._sessions.cluster_changed()
 
 
-def _server_options(shares_port: bool) -> tuple[tuple[str, int], ...]:
-    """By default a second server binds a taken port without an error: for workers alone."""
-    return (*_SERVER_OPTIONS, ("grpc.so_reuseport", int(shares_port)))
+def _server_options(max_num_requests: int, *, shares_port: bool) -> tuple[tuple[str, int], ...]:
+    """Of a connection's streams as many as there may be requests: a client's channel multiplexes
+    all of its own, and a client's streams beyond wait unseen where a refusal would be an answer.
+    What opens and resets more at once is refused by gRPC, before it costs a handler.
+    """
+    return (
+        *_SERVER_OPTIONS,
+        ("grpc.max_concurrent_streams", max_num_requests + _SPARE_STREAMS),
+        # By default a second server binds a taken port without an error: for workers alone.
+        ("grpc.so_reuseport", int(shares_port)),
+    )
 
 
 def _bind(

@@ -6,9 +6,11 @@ import pickle
 import re
 import socket
 import struct
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import grpc
@@ -125,7 +127,10 @@ def test_nothing_is_read_behind_a_body_that_is_refused(target: Target) -> None:
 # --- HTTP/2 by hand -------------------------------------------------------------------------------
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_SETTINGS, _HEADERS, _CONTINUATION, _PING, _RESET, _WINDOW = 4, 1, 9, 6, 3, 8
+_SETTINGS, _HEADERS, _CONTINUATION, _PING, _RESET, _WINDOW, _GOAWAY = 4, 1, 9, 6, 3, 8, 7
+_TABLE_SIZE, _MAX_CONCURRENT_STREAMS = 1, 3  # among settings
+_LAST_PING = b"the last"
+_REFUSED_STREAM, _ENHANCE_YOUR_CALM = 7, 11
 _END_STREAM, _END_HEADERS = 1, 4
 
 
@@ -196,21 +201,135 @@ def test_a_bomb_of_references(target: Target) -> None:
     _flood(target, frames(), 8 * _MIB)
 
 
-def test_floods_of_small_frames(target: Target) -> None:
-    """B73: pings, settings, windows, and streams that are reset as soon as they are there."""
+class _Wire(threading.Thread):
+    """Reads frames of a connection until it ends, so that the server can go on writing."""
+
+    def __init__(self, plain: socket.socket) -> None:
+        super().__init__(daemon=True)
+        self._plain = plain
+        self.frames: list[tuple[int, bytes]] = []  # kind and payload, but of pings and windows
+
+    def run(self) -> None:
+        """Up to the answer to the last ping."""
+        with suppress(OSError), self._plain.makefile("rb") as file:
+            while len(head := file.read(9)) == 9:
+                payload = file.read(int.from_bytes(head[:3]))
+                if payload == _LAST_PING:
+                    return
+                if head[3] not in (_PING, _WINDOW):
+                    self.frames.append((head[3], payload))
+
+    def of(self, kind: int) -> list[bytes]:
+        return [payload for found, payload in self.frames if found == kind]
+
+
+def _answers_to(target: Target, frames: Iterable[bytes]) -> _Wire:
+    """What the server says to these, until it closes or answers a ping behind them."""
+    with target.connect(target.grpc_port) as plain:
+        wire = _Wire(plain)
+        wire.start()
+        with suppress(OSError):
+            plain.sendall(_PREFACE + _frame(_SETTINGS, 0, 0, b""))
+            for frame in frames:
+                plain.sendall(frame)
+            plain.sendall(_frame(_PING, 0, 0, _LAST_PING))
+        wire.join(20)
+        assert not wire.is_alive()
+    return wire
+
+
+def test_the_number_of_streams_is_announced(target: Target) -> None:
+    """B72: as many as there may be requests, and some for calls that are refused or abort."""
+    wire = _answers_to(target, [])
+    settings = wire.of(_SETTINGS)[0]
+    pairs = dict(struct.unpack_from(">HI", settings, at) for at in range(0, len(settings), 6))
+    assert pairs[_MAX_CONCURRENT_STREAMS] == 1024 + 128
+
+
+def test_who_floods_with_pings_is_told_to_go(target: Target) -> None:
+    """B77."""
+    wire = _answers_to(target, (_frame(_PING, 0, 0, b"12345678") for _ in range(20_000)))
+    (farewell,) = wire.of(_GOAWAY)
+    assert farewell[4:] == struct.pack(">I", _ENHANCE_YOUR_CALM) + b"too_many_pings"
+    target.check_serves()
+
+
+@pytest.mark.parametrize("has_body", [False, True])
+def test_rapid_resets_cost_others_nothing(target: Target, has_body: bool) -> None:
+    """B72: what is opened beyond the limit before resets were looked at is refused unseen."""
+    message = inference_pb2.GenerateRequest(text="hello").SerializeToString()
+    body = b"\0" + struct.pack(">I", len(message)) + message
 
     def resets() -> Iterator[bytes]:
         for stream in range(1, 20_000, 2):
-            yield _frame(_HEADERS, _END_HEADERS, stream, _call_head())
-            yield _frame(_RESET, 0, stream, b"\0\0\0\x08")
+            opened = _frame(_HEADERS, _END_HEADERS, stream, _call_head())
+            data = _frame(0, _END_STREAM, stream, body) if has_body else b""
+            yield opened + data + _frame(_RESET, 0, stream, b"\0\0\0\x08")
+
+    before = target.rss_bytes()
+    with ThreadPoolExecutor(1) as pool:
+        flood = pool.submit(_answers_to, target, resets())
+        while not flood.done():
+            began_s = time.monotonic()
+            target.check_serves()
+            assert time.monotonic() - began_s < 5
+        refused = flood.result().of(_RESET)
+    assert refused and set(refused) <= {struct.pack(">I", _REFUSED_STREAM), b"\0\0\0\x08"}
+    assert target.rss_bytes() - before < 128 * _MIB
+    target.check_serves()
+
+
+def test_a_flood_of_settings_and_windows(target: Target) -> None:
+    """B73."""
 
     def small() -> Iterator[bytes]:
         for _ in range(3_000):
-            yield _frame(_PING, 0, 0, b"12345678") + _frame(_SETTINGS, 0, 0, b"")
-            yield _frame(_WINDOW, 0, 0, b"\x7f\xff\xff\xff")
+            yield _frame(_SETTINGS, 0, 0, b"") + _frame(_WINDOW, 0, 0, b"\0\0\0\1")
 
-    _flood(target, resets(), 16 * _MIB)
     _flood(target, small(), 16 * _MIB)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "status"), [(8 << 10, "OK"), (17 << 10, "RESOURCE_EXHAUSTED")]
+)
+def test_the_cap_of_metadata(target: Target, num_bytes: int, status: str) -> None:
+    """B68."""
+    message = inference_pb2.GenerateRequest(text="x")
+    message.sampling.max_tokens = 1
+    assert target.generate(message, [("x-junk", "x" * num_bytes)]).status == status
+
+
+_INTERNAL, _DEADLINE_EXCEEDED, _OK = b"13", b"4", b"0"
+
+
+@pytest.mark.parametrize(
+    ("timeout", "status"),
+    [(timeout, _INTERNAL) for timeout in (b"wat", b"", b"1", b"1X", b"-1S", b"1.5S", b"1S1S")]
+    + [(b"0S", _DEADLINE_EXCEEDED), (b"0n", _DEADLINE_EXCEEDED), (b"1n", _DEADLINE_EXCEEDED)]
+    + [(b"99999999H", _OK), (b"60S", _OK)],
+)
+def test_deadlines(target: Target, timeout: bytes, status: bytes) -> None:
+    """B56. gRPC itself reads `grpc-timeout` and refuses what it cannot read, before any code of
+    ours, by INTERNAL; of the stream alone, whose connection goes on."""
+    message = inference_pb2.GenerateRequest(text="hello", sampling={"max_tokens": 1})
+    body = b"\0" + struct.pack(">I", message.ByteSize()) + message.SerializeToString()
+    statuses = []
+    with target.connect(target.grpc_port) as plain, plain.makefile("rb") as file:
+        plain_headers = struct.pack(">HI", _TABLE_SIZE, 0)
+        plain.sendall(_PREFACE + _frame(_SETTINGS, 0, 0, plain_headers))
+        for stream, changes in ((1, {"grpc_timeout": timeout}), (3, {})):
+            plain.sendall(
+                _frame(_HEADERS, _END_HEADERS, stream, _call_head(**changes))
+                + _frame(0, _END_STREAM, stream, body)
+            )
+            while True:
+                head = file.read(9)
+                payload = file.read(int.from_bytes(head[:3]))
+                if head[3] == _HEADERS and head[4] & _END_STREAM:
+                    break
+            statuses.append(re.search(rb"grpc-status.(\d+)", payload)[1])
+            assert not LEAKS.search(payload.decode("latin-1"))
+    assert statuses == [status, _OK]
 
 
 @pytest.mark.parametrize(
