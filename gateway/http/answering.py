@@ -14,8 +14,9 @@ from aiohttp import web
 
 from ...core.errors import BatonError, Cancelled
 from ..validation import is_label
+from .connections import check_head
 from .errors import Refusal, error_body, error_response, routing_error_response
-from .parts import PARTS
+from .parts import PARTS, STREAM
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +24,6 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 REQUEST_ID_HEADER = "X-Request-ID"
 REQUEST_ID = web.RequestKey("request_id", str)  # the client's name for it, or ours
-STREAM = web.RequestKey("stream", web.StreamResponse)  # what has been sent of an answer already
 
 _LAST_WRITE_S = 0.25
 
@@ -35,6 +35,7 @@ async def answering(request: web.Request, handler: Handler) -> web.StreamRespons
     if is_label(name):  # others are not echoed, and refused where they would be used
         request[REQUEST_ID] = name
     try:
+        check_head(request)
         return await handler(request)
     except web.HTTPException as error:
         return routing_error_response(request, error)

@@ -14,7 +14,7 @@ from . import chat, completions, health, login, metrics, models, openapi, tokeni
 from .access import ACCESS, Access, check_access
 from .answering import answering, echo_request_id
 from .chat import CHAT_MODEL, ChatModel
-from .connections import Connections
+from .connections import MAX_HEADER_BYTES, MAX_URL_BYTES, Connections
 from .event_stream import BURST, Burst
 from .parts import PARTS, Parts
 
@@ -23,6 +23,8 @@ _BACKLOG = 1024
 _CONNECTION_OPTIONS = {
     "access_log": None,
     "auto_decompress": False,  # compressed bodies are refused unread
+    "max_line_size": MAX_URL_BYTES,
+    "max_field_size": MAX_HEADER_BYTES,
     "lingering_time": 2.0,
 }
 
