@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection
 
 from ..cluster.redis_directory import RedisDirectory
 from ..cluster.tls import CertificateFiles
+from ..core import descriptors
 from ..core.config import ClusterConfig, GatewayConfig
 from ..core.errors import StartupFailed, Unavailable
 from ..core.logs import set_up_logging
@@ -294,6 +295,7 @@ def _server_options(max_num_requests: int, *, shares_port: bool) -> tuple[tuple[
     return (
         *_SERVER_OPTIONS,
         ("grpc.max_concurrent_streams", max_num_requests + _SPARE_STREAMS),
+        ("grpc.max_allowed_incoming_connections", descriptors.for_grpc()),
         # By default a second server binds a taken port without an error: for workers alone.
         ("grpc.so_reuseport", int(shares_port)),
     )
@@ -349,6 +351,7 @@ async def run(
 ) -> int:
     """The process: serve until SIGINT or SIGTERM, then stop cleanly. Returns the exit code."""
     set_up_logging("gateway", as_json=config.log_json)
+    descriptors.raise_limit()
     signals = StopSignals()
     gateway = await serve(config, cluster, place=place)
     gc.collect()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import grpc
 
 from ..cluster.tls import ClusterTls, open_channel
+from ..core import descriptors
 from ..core.errors import StartupFailed
 from ..core.framing import MAX_RELAYED_BYTES
 from ..core.membership import Role
@@ -44,7 +45,8 @@ _CLIENT_OPTIONS = (
 
 def make_server(host: str, port: int, tls: ClusterTls | None = None) -> tuple[grpc.aio.Server, int]:
     """A server bound to host:port, not yet started, and its port. Raises StartupFailed."""
-    server = grpc.aio.server(options=_SERVER_OPTIONS)
+    most = ("grpc.max_allowed_incoming_connections", descriptors.for_grpc())
+    server = grpc.aio.server(options=(*_SERVER_OPTIONS, most))
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
         if tls is None:

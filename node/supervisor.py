@@ -22,6 +22,7 @@ from grpc_health.v1 import health_pb2_grpc
 from ..cluster.exposure import check_exposure
 from ..cluster.redis_directory import RedisDirectory
 from ..cluster.tls import ClusterTls, role_name
+from ..core import descriptors
 from ..core.config import ClusterConfig, EngineConfig, NodeConfig
 from ..core.logs import set_up_logging
 from ..core.membership import Member, Role
@@ -55,6 +56,7 @@ async def run(role: Role, engine: EngineConfig, node: NodeConfig, cluster: Clust
         sigint_hurries=True
     )  # first: asyncio's own Ctrl-C would cancel a server that is starting
     set_up_logging(f"{node.name or role.value} supervisor", as_json=node.log_json)
+    descriptors.raise_limit()
     resolve_model_dir(engine.model)  # a wrong path is told before an engine process is started
     tls = ClusterTls.of(cluster)
     missing = () if tls else ("--cluster-ca", "--cluster-cert", "--cluster-key")

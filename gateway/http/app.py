@@ -71,6 +71,7 @@ class HttpServer:
             shutdown_timeout=_LAST_WRITE_S,
             handler_cancellation=True,  # a client that goes away frees its blocks
         )
+        self._on_refused = app[PARTS].telemetry.exporter.connection_refused
         self._host = host
         self._shares_port = shares_port
         self._tls = None if certificate is None else certificate.http_context()
@@ -84,7 +85,7 @@ class HttpServer:
         loop = asyncio.get_running_loop()
         try:
             self._server = await loop.create_server(
-                Connections(self._runner.server, _CONNECTION_OPTIONS),
+                Connections(self._runner.server, _CONNECTION_OPTIONS, self._on_refused),
                 self._host,
                 self.port,
                 ssl=self._tls,

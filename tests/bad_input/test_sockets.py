@@ -463,15 +463,18 @@ def test_a_body_that_does_not_come(hasty: Target) -> None:
 
 
 def test_more_connections_than_there_may_be(hasty: Target) -> None:
-    """Those beyond are closed at once; those before go on, and leave their places."""
+    """Those beyond get 503 and are closed; those before go on, and leave their places."""
     body = _GET + b"\r\n"
     with ExitStack() as stack:
         first = [stack.enter_context(hasty.connect()) for _ in range(32)]
         first[0].sendall(body)
         assert read_answer(first[0]).status == 200
         for _ in range(20):
-            more = stack.enter_context(hasty.connect())
-            assert read_to_end(more) == b""
+            with hasty.connect() as more:
+                more.sendall(body)
+                answer = read_answer(more)
+                assert (answer.status, answer.code) == (503, "unavailable")
+                assert answer.headers["Retry-After"] == "1" and read_to_end(more) == b""
         first[1].sendall(body)
         assert read_answer(first[1]).status == 200
     _until_it_serves(hasty)
