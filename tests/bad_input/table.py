@@ -408,11 +408,9 @@ CHATS: list[Row] = [
 
 TABLE: list[Row] = [*BODIES, *FIELDS, *CHATS]
 
-# Kinds of request that meet nothing here, and why; what can be looked at is, in test_table.py.
+# Kinds of request that meet nothing here, and why. test_rows.py has the tests of all others.
 NOT_HERE: Mapping[str, str] = {
-    "B43": "schemas of tools are not compiled, so there is no cache of them to fill",
     "B79": "nodes do not register with a gateway: the directory is a hint, each dial checks",
     "B80": "the same: an address from the directory is dialled, and must prove the secret",
     "B81": "no message asks for a number of blocks: a puller names transfers, not sizes",
-    "B96": "prompts longer than a pool are refused; others wait in a bounded queue, else 429",
 }
