@@ -270,6 +270,8 @@ FIELDS: list[Row] = [
                 grpc_status="FAILED_PRECONDITION"),
     Row(id="B25-output", change={"prompt": "x" * 300, "max_tokens": 200}, param="prompt",
         code="prompt_too_large_for_deployment", grpc_status="FAILED_PRECONDITION"),
+    *field_rows("B26", "prompt", ["\U0001f469\u200d" * 200_000, " " * 1_000_000, "\0" * 600_000],
+                "context_length_exceeded"),
     *field_rows("B27", "max_tokens", [0]),
     *field_rows("B27-type", "max_tokens", [-1, 2**32, 2**63, 2**200, "10", 1.5, [], {}],
                 over_grpc=TYPED),

@@ -66,7 +66,6 @@ SHOWN_BY: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 OPEN = {
-    "B26": "characters are not counted before they are tokenised",
     "B46": "special tokens in a text are read as such",
     "B95": "a tokenizer is trusted as the weights beside it are",
 }

@@ -19,6 +19,7 @@ from baton.core.token_ids import column, pack
 from baton.gateway.validation import (
     ModelLimits,
     ValidatedRequest,
+    check_names,
     check_request,
     complete_request,
 )
@@ -212,3 +213,17 @@ def test_what_no_pool_can_hold(prompt: int, max_tokens: int, fits: bool) -> None
 def test_the_default_length_fits_the_pools() -> None:
     pools = ModelLimits("demo", 100, 50, max_prompt_tokens=10, max_total_tokens=20)
     assert validate(wire(ids=[1] * 5), pools).sampling.max_tokens == 15
+
+
+@pytest.mark.parametrize("label", ["x" * 257, "a b", "a\n", "a\r\nb: c", "\0", "é", "😀", "\x7f"])
+def test_labels_are_visible_ascii(label: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        validate(wire(request_id=label))
+    assert (caught.value.code, caught.value.param) == ("invalid_value", "request_id")
+
+
+def test_names_to_abort_are_bounded() -> None:
+    check_names(["x"] * 1024)
+    with pytest.raises(InvalidRequest) as caught:
+        check_names(["x"] * 1025)
+    assert (caught.value.code, caught.value.param) == ("array_too_long", "ids")
