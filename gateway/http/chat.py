@@ -171,7 +171,8 @@ def _check(found: Mapping[str, Any]) -> None:
         raise InvalidRequest(
             "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value"
         )
-    if found.get("max_tokens", most := found.get("max_completion_tokens")) != most is not None:
+    most = found.get("max_completion_tokens")
+    if most is not None and found.get("max_tokens", most) != most:
         raise InvalidRequest(
             "max_tokens and max_completion_tokens differ: give one",
             param="max_tokens",
