@@ -28,6 +28,7 @@ from ..core.children import bound_to_us
 from ..core.config import ClusterConfig, EngineConfig, GatewayConfig, NodeConfig, UpConfig
 from ..core.errors import BatonError, StartupFailed
 from ..gateway.greeting import READY, TRY
+from ..node.placement import engine_configs
 from .certs import ca_of, with_role_certificate, with_server_certificate
 
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # how to dial who listens everywhere
@@ -187,6 +188,7 @@ class Deployment:
 
     async def wait_linked(self) -> None:
         """Wait until the gateway sees every engine, each decode engine linked to all sources."""
+        num_engines = self.num_engines()
         async with self.client() as client:
             while True:
                 try:
@@ -199,17 +201,13 @@ class Deployment:
                 sources = {node.incarnation for node in nodes if node.role == "prefill"}
                 pullers = [node for node in nodes if node.role == "decode"]
                 num_ready = sum(node.is_ready for node in nodes)  # has said how it is
-                if num_ready == self._num_engines() and all(
-                    sources <= set(node.links) for node in pullers
-                ):
+                if num_ready == num_engines and all(sources <= set(node.links) for node in pullers):
                     return
                 await asyncio.sleep(_LOOK_AGAIN_S)
 
-    def _num_engines(self) -> int:
-        return sum(
-            len(node.gpus.split(",")) if node.gpus else node.num_engines or 1
-            for _, node in self._nodes()
-        )
+    def num_engines(self) -> int:
+        """As many as the nodes will start. Raises StartupFailed where they would."""
+        return sum(len(engine_configs(self.engine, node)) for _, node in self._nodes())
 
     def client(self) -> AsyncClient:
         """A client of the gateway that may look at its nodes, keys or not."""
