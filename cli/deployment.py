@@ -14,7 +14,6 @@ import secrets
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from ..core import flags
 from ..core.children import bound_to_us
 from ..core.config import ClusterConfig, EngineConfig, GatewayConfig, NodeConfig, UpConfig
 from ..core.errors import BatonError, StartupFailed
+from ..core.loop_watch import HUNG_S, LoopWatch
 from ..gateway.greeting import READY, TRY
 from ..node.placement import engine_configs
 from .certs import ca_of, with_role_certificate, with_server_certificate
@@ -35,8 +35,11 @@ _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # how to dial who listens e
 SPAWN_URL = "redis+spawn://"
 _STOP_GRACE_S = 8.0
 _LOOK_AGAIN_S = 0.05
-_MOST_ENDS = 5  # of one node, one soon after the other
+_MOST_ENDS = 5  # of one part, one soon after the other
+_RESTART_S = 0.2  # longer each time: what holds a port may take a moment to let it go
 _WELL_S = 30.0  # after so long an end is the first again
+_NODE_HUNG_S = 30.0  # gateways go around a node long before; as long as its engines have
+_GATEWAY = "gateway"
 
 # A part that is stopped while it imports ends by the signal, not with a trace of its imports.
 _PART = """
@@ -56,9 +59,11 @@ class Child:
     name: str
     configs: tuple[object, ...]
     process: asyncio.subprocess.Process
+    watch: LoopWatch
     ready: asyncio.Future[str]
     began_s: float = field(default_factory=time.monotonic)
     reader: asyncio.Task[None] | None = None
+    addresses: list[str] = field(default_factory=list)
     last_lines: list[str] = field(default_factory=list)
     greeting: list[str] = field(default_factory=list)
     is_greeting_over: asyncio.Event = field(default_factory=asyncio.Event)
@@ -109,7 +114,7 @@ class Deployment:
             redis_url=self._redis_url(),
             cluster_secret=self.cluster.cluster_secret or secrets.token_hex(16),
         )
-        gateway = await self._launch("gateway", self.gateway)
+        gateway = await self._launch(_GATEWAY, self.gateway)
         for name, node in self._nodes():
             await self._launch(name, self.engine, node)
         await asyncio.gather(*(self._wait_ready(child) for child in self.children))
@@ -146,17 +151,27 @@ class Deployment:
             for config in (*configs, cluster)
             for flag in flags.to_argv(config, leave_out=flags.SECRET_FIELDS)
         ]
-        process = await asyncio.create_subprocess_exec(
-            *bound_to_us([sys.executable, "-c", _PART.format(role=role), *argv], signal.SIGTERM),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env=os.environ
-            | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
-            | flags.to_environment(cluster),
-            start_new_session=True,  # Ctrl-C reaches us alone: we stop the parts in order
-        )
-        child = Child(name, configs, process, asyncio.get_running_loop().create_future())
+        watch = LoopWatch(HUNG_S if name == _GATEWAY else _NODE_HUNG_S)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *bound_to_us(
+                    [sys.executable, "-c", _PART.format(role=role), *argv], signal.SIGTERM
+                ),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env=os.environ
+                | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+                | flags.to_environment(cluster)
+                | watch.environment,
+                pass_fds=[watch.fd],
+                start_new_session=True,  # Ctrl-C reaches us alone: we stop the parts in order
+            )
+        except BaseException:  # a cancel too
+            watch.close()
+            raise
+        ready = asyncio.get_running_loop().create_future()
+        child = Child(name, configs, process, watch, ready)
         child.reader = asyncio.create_task(self._read(child))
         self.children.append(child)
         return child
@@ -168,7 +183,8 @@ class Deployment:
             line = raw.decode(errors="replace").rstrip()
             child.last_lines = [*child.last_lines[-9:], line]
             if line.startswith("ready: ") and not child.ready.done():
-                child.ready.set_result(line.split()[-1])
+                child.addresses = line.split()[3:]
+                child.ready.set_result(child.addresses[-1])
             if line.startswith((READY, TRY)):
                 child.greeting.append(line)
             else:
@@ -217,29 +233,58 @@ class Deployment:
         return AsyncClient(address, api_key=key, ca_file=ca_of(self.up.certs))
 
     async def keep(self) -> str:
-        """Start nodes again that end by themselves. Returns the name of what cannot be helped: the
-        gateway, or a node that keeps ending."""
-        num_ends: Counter[str] = Counter()
+        """Start parts again that end by themselves, or whose event loop stands still. Returns the
+        name of one that keeps ending."""
+        keepers = {asyncio.create_task(self._keep(c)): c.name for c in self.children}
+        if self._redis is not None:
+            keepers[asyncio.create_task(self._keep_redis(self._redis))] = "redis"
+        try:
+            done, _ = await asyncio.wait(keepers, return_when=asyncio.FIRST_COMPLETED)
+            ended = done.pop()
+            ended.result()
+            return keepers[ended]
+        finally:
+            for keeper in keepers:
+                keeper.cancel()
+            await asyncio.gather(*keepers, return_exceptions=True)
+
+    async def _keep(self, child: Child) -> None:
+        """Until it has ended too often, one soon after the other."""
+        num_ends = 0
         while True:
-            child = await self._first_to_end()
-            if time.monotonic() - child.began_s > _WELL_S:
-                num_ends[child.name] = 0
-            num_ends[child.name] += 1
-            if child is self.children[0] or num_ends[child.name] > _MOST_ENDS:
-                return child.name
+            await self._until_over(child)
+            num_ends = 1 if time.monotonic() - child.began_s > _WELL_S else num_ends + 1
+            if num_ends > _MOST_ENDS:
+                return
             self.report(child.name, f"ended with code {child.process.returncode}: starts again")
+            await asyncio.sleep(_RESTART_S * (num_ends - 1))
             self.children.remove(child)
             await self._end(child)
-            await self._launch(child.name, *child.configs)
+            child = await self._launch(child.name, *_with_the_same_ports(child))
 
-    async def _first_to_end(self) -> Child:
-        waits = {asyncio.create_task(c.process.wait()): c for c in self.children}
+    async def _until_over(self, child: Child) -> None:
+        """Its process has ended; one that is hung is killed."""
+        ended = asyncio.create_task(child.process.wait())
+        hung = asyncio.create_task(child.watch.until_hung())
         try:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            return waits[done.pop()]
+            await asyncio.wait({ended, hung}, return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done():
+                stood_s = child.watch.hung_s
+                self.report(child.name, f"its event loop stood still for {stood_s:g} s: killed")
+                child.process.kill()
+                await child.process.wait()
         finally:
-            for task in waits:
-                task.cancel()
+            ended.cancel()
+            hung.cancel()
+
+    async def _keep_redis(self, redis: RedisServer) -> None:
+        """An empty one at the same address: nodes announce themselves and their caches again."""
+        while True:
+            await asyncio.sleep(_LOOK_AGAIN_S)
+            if (code := redis.process.poll()) is not None:
+                self.report("redis", f"ended with code {code}: starts again, empty")
+                redis.start_again()
+                await asyncio.sleep(_RESTART_S)
 
     def hurry(self) -> None:
         """While it stops: whatever is still there need not end in order."""
@@ -249,7 +294,8 @@ class Deployment:
 
     async def stop(self) -> None:
         """End every child, the gateway first, and Redis last; what will not end is killed."""
-        gateway, nodes = self.children[:1], self.children[1:]
+        gateway = [child for child in self.children if child.name == _GATEWAY]
+        nodes = [child for child in self.children if child.name != _GATEWAY]
         await self._stop_group(gateway, self.gateway.shutdown_timeout_s + _STOP_GRACE_S)
         await self._stop_group(nodes, _STOP_GRACE_S)
         self.children.clear()
@@ -272,8 +318,22 @@ class Deployment:
 
     async def _end(self, child: Child) -> None:
         """Its process has ended: hear its last words."""
+        child.watch.close()
         if child.reader is not None:
             await child.reader
         if child.ready.done():
             with contextlib.suppress(StartupFailed, asyncio.CancelledError):
                 child.ready.result()  # looked at, so asyncio does not complain
+
+
+def _with_the_same_ports(child: Child) -> tuple[object, ...]:
+    """Its configurations, with the ports that it found in place of those it was to find."""
+    ports = [int(address.rpartition(":")[2]) for address in child.addresses]
+    if child.name != _GATEWAY or len(ports) < 2:
+        return child.configs
+    http_port, grpc_port = ports
+    return tuple(
+        replace(config, http_port=http_port, grpc_port=grpc_port)
+        for config in child.configs
+        if isinstance(config, GatewayConfig)
+    )

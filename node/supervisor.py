@@ -24,6 +24,7 @@ from ..cluster.redis_directory import RedisDirectory
 from ..cluster.tls import ClusterTls, role_name
 from ..core.config import ClusterConfig, EngineConfig, NodeConfig
 from ..core.logs import set_up_logging
+from ..core.loop_watch import show_turns
 from ..core.membership import Member, Role
 from ..core.model_dir import resolve_model_dir
 from ..core.ports import Directory, SystemClock, SystemEntropy
@@ -139,6 +140,7 @@ class Supervisor:
         _add_services(server, self, self._secret, self._health, has_tls=self._tls is not None)
         await server.start()
         looking = asyncio.create_task(self._health.run())
+        turning = asyncio.create_task(show_turns())
         stopping = asyncio.create_task(signals.stop.wait())
         running: list[asyncio.Task[None]] = []
         try:
@@ -150,6 +152,7 @@ class Supervisor:
         finally:
             await self._stop_engines(running)
             looking.cancel()
+            turning.cancel()
             stopping.cancel()
             await server.stop(None)
 
