@@ -218,6 +218,7 @@ def run(
             model=engine.model,
             served_model_name=engine.served_model_name,
         )
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of what stops the parts
         deployment = Deployment(choice.up, choice.engine, NodeConfig(), gateway, _ignore)
         with running_in_background(deployment) as own:
             return _talk(own, conversation, params, None, ca_of(up.certs))

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 
 from ..client import AsyncClient
+from ..cluster.redis_client import require_redis
 from ..cluster.redis_server import RedisServer
 from ..cluster.secret import operator_key
 from ..core import flags
@@ -40,6 +41,7 @@ _RESTART_S = 0.2  # longer each time: what holds a port may take a moment to let
 _WELL_S = 30.0  # after so long an end is the first again
 _NODE_HUNG_S = 30.0  # gateways go around a node long before; as long as its engines have
 _GATEWAY = "gateway"
+_CAUSE, _HINT = "error: ", "  try: "  # how launch.py reports a failure
 
 # A part that is stopped while it imports ends by the signal, not with a trace of its imports.
 _PART = """
@@ -89,9 +91,11 @@ class Deployment:
             async with asyncio.timeout(self.up.start_timeout_s):
                 await self._start()
         except TimeoutError as error:
+            starting = [child.name for child in self.children if not child.addresses]
+            what = ", ".join(starting) or "the links between its parts"
             await self.stop()
             raise StartupFailed(
-                f"not ready after {self.up.start_timeout_s:.0f} s", hint="--start-timeout-s"
+                f"not ready after {self.up.start_timeout_s:.0f} s: {what}", hint="--start-timeout-s"
             ) from error
         except BaseException:  # a cancel too: what was started must end
             await self.stop()
@@ -107,11 +111,12 @@ class Deployment:
         await self.stop()
 
     async def _start(self) -> None:
+        self.num_engines()  # what the nodes would refuse is refused before any is started
         if self.up.certs is not None:
             self.gateway = with_server_certificate(self.gateway, Path(self.up.certs))
         self.cluster = replace(
             self.cluster,
-            redis_url=self._redis_url(),
+            redis_url=await self._redis_url(),
             cluster_secret=self.cluster.cluster_secret or secrets.token_hex(16),
         )
         gateway = await self._launch(_GATEWAY, self.gateway)
@@ -119,12 +124,13 @@ class Deployment:
             await self._launch(name, self.engine, node)
         await asyncio.gather(*(self._wait_ready(child) for child in self.children))
         self.address = gateway.ready.result()
-        await self.wait_linked()
+        await self._until_linked()
         await gateway.is_greeting_over.wait()
         self.greeting = tuple(gateway.greeting)
 
-    def _redis_url(self) -> str:
+    async def _redis_url(self) -> str:
         if self.up.redis_url != SPAWN_URL:
+            await require_redis(self.up.redis_url)
             return self.up.redis_url
         self._redis = RedisServer.start()
         return self._redis.url
@@ -192,15 +198,28 @@ class Deployment:
             if line.startswith(TRY):
                 child.is_greeting_over.set()
         child.is_greeting_over.set()
-        code = await child.process.wait()
+        await child.process.wait()
         if not child.ready.done():
-            said = "\n  ".join(child.last_lines) or "nothing"
-            child.ready.set_exception(
-                StartupFailed(f"{child.name} ended with code {code}; it said:\n  {said}")
-            )
+            child.ready.set_exception(_failure_of(child))
 
     async def _wait_ready(self, child: Child) -> None:
         await child.ready
+
+    async def _until_linked(self) -> None:
+        """Raises StartupFailed if a part ends meanwhile: nobody starts it again yet."""
+        linking = asyncio.create_task(self.wait_linked())
+        ends = {asyncio.create_task(child.process.wait()): child for child in self.children}
+        try:
+            await asyncio.wait({linking, *ends}, return_when=asyncio.FIRST_COMPLETED)
+            for end, child in ends.items():
+                if end.done():
+                    assert child.reader is not None
+                    await child.reader
+                    raise _failure_of(child)
+            linking.result()
+        finally:
+            for task in (linking, *ends):
+                task.cancel()
 
     async def wait_linked(self) -> None:
         """Wait until the gateway sees every engine, each decode engine linked to all sources."""
@@ -306,7 +325,9 @@ class Deployment:
     async def _stop_group(self, group: Sequence[Child], grace_s: float) -> None:
         for child in group:
             if child.process.returncode is None:
-                child.process.send_signal(signal.SIGINT)
+                # Of an interpreter that just starts, Ctrl-C's signal would make a trace.
+                number = signal.SIGINT if child.addresses else signal.SIGTERM
+                child.process.send_signal(number)
         for child in group:
             try:
                 async with asyncio.timeout(grace_s):
@@ -324,6 +345,19 @@ class Deployment:
         if child.ready.done():
             with contextlib.suppress(StartupFailed, asyncio.CancelledError):
                 child.ready.result()  # looked at, so asyncio does not complain
+
+
+def _failure_of(child: Child) -> StartupFailed:
+    """What a part that ended said of it, in its own two lines if it did so."""
+    lines = child.last_lines
+    causes = [number for number, line in enumerate(lines) if line.startswith(_CAUSE)]
+    if causes:
+        cause, after = lines[causes[-1]], "".join(lines[causes[-1] + 1 : causes[-1] + 2])
+        hint = after.removeprefix(_HINT) if after.startswith(_HINT) else ""
+        return StartupFailed(f"{child.name}: {cause.removeprefix(_CAUSE)}", hint=hint)
+    said = "\n  ".join(lines) or "nothing"
+    code = child.process.returncode
+    return StartupFailed(f"{child.name} ended with code {code}; it said:\n  {said}")
 
 
 def _with_the_same_ports(child: Child) -> tuple[object, ...]:

@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
+from deployments import MARK, marked_processes
 
 from baton.cli.deployment import Deployment
 from baton.core.config import EngineConfig, GatewayConfig, NodeConfig, UpConfig
-from baton.core.errors import BatonError
+from baton.core.errors import BatonError, StartupFailed
 
 
 @pytest.fixture
@@ -113,3 +119,57 @@ async def test_a_node_that_lived_long_may_end_once_more(
         monkeypatch.setattr("baton.cli.deployment._MOST_ENDS", 0)
         kill(deployment, "decode-1")
         assert await keeping == "decode-1", "and one that keeps ending ends all"
+
+
+async def test_a_taken_port_is_two_lines() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        gateway = GatewayConfig(grpc_port=0, http_port=taken.getsockname()[1])
+        engine = EngineConfig(device="cpu", cpu_kv_bytes=32 << 20)
+        deployment = Deployment(UpConfig(), engine, NodeConfig(), gateway, lambda name, line: None)
+        with pytest.raises(StartupFailed) as caught:
+            await deployment.__aenter__()
+    assert caught.value.message.startswith("gateway: the gateway cannot listen on 127.0.0.1:")
+    assert "--http-port" in caught.value.hint
+    assert not deployment.children
+
+
+async def test_a_part_that_ends_before_all_are_linked_ends_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It said `ready`, so nobody waits for its error any more."""
+
+    async def never(self: Deployment) -> None:
+        kill(self, "prefill-0")
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Deployment, "wait_linked", never)
+    engine = EngineConfig(device="cpu", cpu_kv_bytes=32 << 20)
+    gateway = GatewayConfig(grpc_port=0, http_port=0)
+    deployment = Deployment(UpConfig(), engine, NodeConfig(), gateway, lambda name, line: None)
+    with pytest.raises(StartupFailed, match="prefill-0 ended with code -9"):
+        await deployment.__aenter__()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("command", ["up --grpc-port 0 --http-port 0", "chat"])
+@pytest.mark.parametrize("delay_s", [0.3, 0.4, 0.6, 1.0, 2.0, 3.0])
+def test_a_signal_at_any_moment_of_the_start_leaves_nothing(
+    command: str, delay_s: float, number: signal.Signals, tmp_path: Path
+) -> None:
+    mark = secrets.token_hex(8)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "baton", *command.split(), "--cpu-kv-bytes", str(32 << 20)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=os.environ | {MARK: mark, "XDG_RUNTIME_DIR": str(tmp_path), "PYTHONSAFEPATH": "1"},
+    )
+    time.sleep(delay_s)  # any moment is as good
+    process.send_signal(number)
+    said, _ = process.communicate(timeout=30)
+    assert b"Traceback" not in said, said.decode()
+    assert not marked_processes(mark)
+    assert not list(tmp_path.iterdir())
