@@ -121,6 +121,7 @@ async def test_a_node_that_lived_long_may_end_once_more(
         assert await keeping == "decode-1", "and one that keeps ending ends all"
 
 
+@pytest.mark.slow
 async def test_a_taken_port_is_two_lines() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -133,23 +134,6 @@ async def test_a_taken_port_is_two_lines() -> None:
     assert caught.value.message.startswith("gateway: the gateway cannot listen on 127.0.0.1:")
     assert "--http-port" in caught.value.hint
     assert not deployment.children
-
-
-async def test_a_part_that_ends_before_all_are_linked_ends_the_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It said `ready`, so nobody waits for its error any more."""
-
-    async def never(self: Deployment) -> None:
-        kill(self, "prefill-0")
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(Deployment, "wait_linked", never)
-    engine = EngineConfig(device="cpu", cpu_kv_bytes=32 << 20)
-    gateway = GatewayConfig(grpc_port=0, http_port=0)
-    deployment = Deployment(UpConfig(), engine, NodeConfig(), gateway, lambda name, line: None)
-    with pytest.raises(StartupFailed, match="prefill-0 ended with code -9"):
-        await deployment.__aenter__()
 
 
 @pytest.mark.slow

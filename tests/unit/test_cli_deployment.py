@@ -8,7 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from baton.cli.deployment import Child, Deployment, _failure_of, _with_the_same_ports
+from baton.cli.child import Child, lines_of
+from baton.cli.deployment import Deployment
 from baton.core.config import EngineConfig, GatewayConfig, NodeConfig, UpConfig
 from baton.core.errors import StartupFailed
 
@@ -39,17 +40,17 @@ async def loop() -> None:
 async def test_a_part_s_own_error_is_passed_on(
     lines: tuple[str, ...], message: str, hint: str
 ) -> None:
-    failure = _failure_of(child("p-0", *lines))
+    failure = child("p-0", *lines).failure()
     assert (failure.message, failure.hint) == (message, hint)
 
 
 async def test_a_gateway_keeps_its_ports() -> None:
     config = GatewayConfig(grpc_port=0, http_port=0)
     ready = child("gateway", addresses=("http://[::1]:8001", "[::1]:50052"), config=config)
-    (again,) = _with_the_same_ports(ready)
+    (again,) = ready.configs_again()
     assert isinstance(again, GatewayConfig)
     assert (again.http_port, again.grpc_port) == (8001, 50052)
-    assert _with_the_same_ports(child("gateway", config=config)) == (config,)
+    assert child("gateway", config=config).configs_again() == (config,)
 
 
 @pytest.mark.parametrize(
@@ -69,3 +70,38 @@ async def test_what_cannot_be_is_said_before_anything_is_started(up: UpConfig, w
         with pytest.raises(StartupFailed, match=words):
             await deployment.__aenter__()
     assert not said and not deployment.children
+
+
+async def test_a_part_that_ends_before_all_are_linked_ends_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It said `ready`, so nobody waits for its error any more."""
+
+    async def never(*_: object) -> int:
+        await asyncio.Event().wait()
+        return 0
+
+    async def now() -> int:
+        return 1
+
+    monkeypatch.setattr(Deployment, "wait_linked", never)
+    deployment = Deployment(
+        UpConfig(), EngineConfig(), NodeConfig(), GatewayConfig(), lambda name, line: None
+    )
+    for name, wait in (("gateway", never), ("p-0", now)):
+        part = child(name, "error: no memory", addresses=("127.0.0.1:1",))
+        part.process = cast(Any, SimpleNamespace(returncode=1, wait=wait))
+        part.reader = asyncio.create_task(asyncio.sleep(0))
+        deployment.children.append(part)
+    async with asyncio.timeout(5):
+        with pytest.raises(StartupFailed, match="p-0: no memory"):
+            await deployment._until_linked()
+
+
+async def test_a_line_that_is_too_long_does_not_end_the_reading() -> None:
+    stream = asyncio.StreamReader(limit=8)
+    stream.feed_data(b"one\n" + b"x" * 40 + b"\ntwo\n\xff\n")
+    stream.feed_eof()
+    lines = [line async for line in lines_of(stream)]
+    assert (lines[0], *lines[-2:]) == ("one", "two", "\ufffd")
+    assert any("too long" in line for line in lines)
