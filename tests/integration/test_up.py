@@ -10,9 +10,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 from deployments import MARK, marked_processes
@@ -141,19 +141,20 @@ async def test_a_taken_port_is_two_lines() -> None:
 @pytest.mark.parametrize("command", ["up --grpc-port 0 --http-port 0", "chat"])
 @pytest.mark.parametrize("delay_s", [0.3, 0.4, 0.6, 1.0, 2.0, 3.0])
 def test_a_signal_at_any_moment_of_the_start_leaves_nothing(
-    command: str, delay_s: float, number: signal.Signals, tmp_path: Path
+    command: str, delay_s: float, number: signal.Signals
 ) -> None:
     mark = secrets.token_hex(8)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "baton", *command.split(), "--cpu-kv-bytes", str(32 << 20)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=os.environ | {MARK: mark, "XDG_RUNTIME_DIR": str(tmp_path), "PYTHONSAFEPATH": "1"},
-    )
-    time.sleep(delay_s)  # any moment is as good
-    process.send_signal(number)
-    said, _ = process.communicate(timeout=30)
-    assert b"Traceback" not in said, said.decode()
-    assert not marked_processes(mark)
-    assert not list(tmp_path.iterdir())
+    with tempfile.TemporaryDirectory(prefix="b-") as folder:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "baton", *command.split(), "--cpu-kv-bytes", str(32 << 20)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {MARK: mark, "XDG_RUNTIME_DIR": folder, "PYTHONSAFEPATH": "1"},
+        )
+        time.sleep(delay_s)  # any moment is as good
+        process.send_signal(number)
+        said, _ = process.communicate(timeout=30)
+        assert b"Traceback" not in said, said.decode()
+        assert not marked_processes(mark)
+        assert not os.listdir(folder)

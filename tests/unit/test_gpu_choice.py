@@ -7,11 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli import host_gpus
+from baton.cli import doctor, gpu_choice, host_gpus, up
 from baton.cli.deployment import Deployment
 from baton.cli.gpu_choice import GpuChoice, choose_gpus
 from baton.cli.host_gpus import HostGpu, HostGpus, _Device
-from baton.core.config import EngineConfig, GatewayConfig, NodeConfig, UpConfig
+from baton.core.config import (
+    ClusterConfig,
+    EngineConfig,
+    GatewayConfig,
+    NodeConfig,
+    UpConfig,
+)
 from baton.core.errors import StartupFailed
 
 GIB = 1 << 30
@@ -137,6 +143,18 @@ def test_explicit_flags_that_share_a_gpu_get_half_of_it_each() -> None:
     choice = chosen(host(2), UpConfig(prefill_gpus="0", decode_gpus="0"))
     assert choice.engine.gpu_memory_utilization == 0.45
     assert choice.line.startswith("prefill on GPU 0, decode on GPU 0")
+
+
+def test_up_begins_with_one_line_on_what_it_chose(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_choice, "find_host_gpus", lambda: host(2))
+    deployed = up.start(UpConfig(), EngineConfig(), NodeConfig(), GatewayConfig(), ClusterConfig())
+    deployed.close()
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("prefill on GPU 0, decode on GPU 1")
+    (found,) = doctor.check_placement(doctor.Subject())
+    assert found.text == line
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,10 +23,11 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.fixture(autouse=True)
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    short = Path(os.path.relpath(tmp_path)) if len(str(tmp_path)) > 64 else tmp_path
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short))
-    return tmp_path
+def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Not pytest's: its names are too long for sockets."""
+    with tempfile.TemporaryDirectory(prefix="b-") as folder:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        yield Path(folder)
 
 
 def names(root: Path) -> set[str]:
@@ -71,8 +74,9 @@ def test_a_folder_that_was_swept_before_it_was_locked_is_made_anew(
             raise FileNotFoundError(path)
         return lock
 
-    monkeypatch.setattr(os, "open", swept)
-    folder = RuntimeFolder.make("baton-x-")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", swept)
+        folder = RuntimeFolder.make("baton-x-")
     assert folder.path == paths[2] and names(root) == {folder.path.name}
     folder.remove()
 
