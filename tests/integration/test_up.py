@@ -25,7 +25,7 @@ from baton.core.errors import BatonError, StartupFailed
 @pytest.fixture
 async def deployment() -> AsyncIterator[Deployment]:
     engine = EngineConfig(model="demo", device="cpu", cpu_kv_bytes=32 << 20)
-    gateway = GatewayConfig(grpc_port=0, http_port=0, model="demo")
+    gateway = GatewayConfig(grpc_port=0, http_port=0, model="demo", recovery_wait_s=30)
     up = UpConfig(num_decode_nodes=2)
     async with Deployment(up, engine, NodeConfig(), gateway, lambda name, line: None) as deployment:
         yield deployment
