@@ -20,6 +20,7 @@ from ..core import descriptors
 from ..core.config import ClusterConfig, GatewayConfig
 from ..core.errors import StartupFailed, Unavailable
 from ..core.logs import set_up_logging
+from ..core.loop_watch import show_turns
 from ..core.ports import Clock, Directory, Entropy, SystemClock, SystemEntropy
 from ..core.stop_signals import StopSignals
 from ..prefix_index.follower import Follower
@@ -360,10 +361,12 @@ async def run(
     http = f"http{'s' if config.tls_cert else ''}://{gateway.host}:{gateway.http_port}"
     print(f"ready: gateway gateway {http} {gateway.host}:{gateway.port}", flush=True)
     greeting = asyncio.create_task(_greet(gateway))
+    turning = asyncio.create_task(show_turns())
     try:
         await gateway.run_until(signals.stop)
     finally:
         greeting.cancel()
+        turning.cancel()
         await gateway.stop(config.shutdown_timeout_s, signals.hurry)
     return 0
 

@@ -25,6 +25,7 @@ from ..cluster.tls import ClusterTls, role_name
 from ..core import descriptors
 from ..core.config import ClusterConfig, EngineConfig, NodeConfig
 from ..core.logs import set_up_logging
+from ..core.loop_watch import show_turns
 from ..core.membership import Member, Role
 from ..core.model_dir import resolve_model_dir
 from ..core.ports import Directory, SystemClock, SystemEntropy
@@ -141,6 +142,7 @@ class Supervisor:
         _add_services(server, self, self._secret, self._health, has_tls=self._tls is not None)
         await server.start()
         looking = asyncio.create_task(self._health.run())
+        turning = asyncio.create_task(show_turns())
         stopping = asyncio.create_task(signals.stop.wait())
         running: list[asyncio.Task[None]] = []
         try:
@@ -152,6 +154,7 @@ class Supervisor:
         finally:
             await self._stop_engines(running)
             looking.cancel()
+            turning.cancel()
             stopping.cancel()
             await server.stop(None)
 
