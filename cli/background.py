@@ -23,7 +23,7 @@ def running_in_background(deployment: Deployment) -> Iterator[str]:
         try:
             async with deployment:
                 started.set_result(deployment.address)
-                await asyncio.Event().wait()
+                await deployment.keep()
         except asyncio.CancelledError:
             return  # the context is left
         except Exception as error:

@@ -24,6 +24,7 @@ from .background import running_in_background
 from .certs import ca_of
 from .conversation import Completion, Conversation, conversation_with
 from .deployment import Deployment
+from .gpu_choice import choose_here
 from .launch import report_failure
 
 HELP = """\
@@ -209,14 +210,17 @@ def run(
         if address is not None:
             key = os.environ.get("BATON_API_KEY")
             return _talk(address, conversation, params, key, ca_file)
-        print(f"starting {engine.model} on this host", flush=True)
+        choice = choose_here(up, engine, NodeConfig())
+        print(f"starting {engine.model}: {choice.line}", flush=True)
         gateway = GatewayConfig(
             grpc_port=0,
             http_port=0,
             model=engine.model,
             served_model_name=engine.served_model_name,
         )
-        with running_in_background(Deployment(up, engine, NodeConfig(), gateway, _ignore)) as own:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of what stops the parts
+        deployment = Deployment(choice.up, choice.engine, NodeConfig(), gateway, _ignore)
+        with running_in_background(deployment) as own:
             return _talk(own, conversation, params, None, ca_of(up.certs))
     except StartupFailed as error:
         report_failure(error)

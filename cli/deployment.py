@@ -1,66 +1,38 @@
 """A whole deployment on one host: Redis, nodes, gateway, as child processes.
 
-Owns their start, their readiness and their end; knows nothing of requests. Children print one line
-`ready: <role> <name> <address>` when they can serve; their other lines go to `report`, but the
-gateway's greeting, which is for the end of the start, is kept.
+Owns their start, their readiness, who is started again, and their end in order; knows nothing of
+requests. One of them alone is child.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import secrets
 import signal
-import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
 from ..client import AsyncClient
+from ..cluster.redis_client import require_redis
 from ..cluster.redis_server import RedisServer
 from ..cluster.secret import operator_key
-from ..core import flags
-from ..core.children import bound_to_us
 from ..core.config import ClusterConfig, EngineConfig, GatewayConfig, NodeConfig, UpConfig
 from ..core.errors import BatonError, StartupFailed
-from ..gateway.greeting import READY, TRY
+from ..node.placement import engine_configs
 from .certs import ca_of, with_role_certificate, with_server_certificate
+from .child import GATEWAY, Child, Report
 
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # how to dial who listens everywhere
 SPAWN_URL = "redis+spawn://"
 _STOP_GRACE_S = 8.0
 _LOOK_AGAIN_S = 0.05
-_MOST_ENDS = 5  # of one node, one soon after the other
+_MOST_ENDS = 5  # of one part, one soon after the other
+_RESTART_S = 0.2  # longer each time: what holds a port may take a moment to let it go
+_REDIS_RESTART_MAX_S = 5.0  # what runs goes on without it
 _WELL_S = 30.0  # after so long an end is the first again
-
-# A part that is stopped while it imports ends by the signal, not with a trace of its imports.
-_PART = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.SIG_DFL)
-from baton.cli.launch import {role}
-sys.exit({role}())
-"""
-
-Report = Callable[[str, str], None]  # (name of the child, one line)
-
-
-@dataclass(slots=True)
-class Child:
-    """One child process; `address` is known once it is ready."""
-
-    name: str
-    configs: tuple[object, ...]
-    process: asyncio.subprocess.Process
-    ready: asyncio.Future[str]
-    began_s: float = field(default_factory=time.monotonic)
-    reader: asyncio.Task[None] | None = None
-    last_lines: list[str] = field(default_factory=list)
-    greeting: list[str] = field(default_factory=list)
-    is_greeting_over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(slots=True)
@@ -83,9 +55,11 @@ class Deployment:
             async with asyncio.timeout(self.up.start_timeout_s):
                 await self._start()
         except TimeoutError as error:
+            starting = [child.name for child in self.children if not child.addresses]
+            what = ", ".join(starting) or "the links between its parts"
             await self.stop()
             raise StartupFailed(
-                f"not ready after {self.up.start_timeout_s:.0f} s", hint="--start-timeout-s"
+                f"not ready after {self.up.start_timeout_s:.0f} s: {what}", hint="--start-timeout-s"
             ) from error
         except BaseException:  # a cancel too: what was started must end
             await self.stop()
@@ -101,24 +75,26 @@ class Deployment:
         await self.stop()
 
     async def _start(self) -> None:
+        self.num_engines()  # what the nodes would refuse is refused before any is started
         if self.up.certs is not None:
             self.gateway = with_server_certificate(self.gateway, Path(self.up.certs))
         self.cluster = replace(
             self.cluster,
-            redis_url=self._redis_url(),
+            redis_url=await self._redis_url(),
             cluster_secret=self.cluster.cluster_secret or secrets.token_hex(16),
         )
-        gateway = await self._launch("gateway", self.gateway)
+        gateway = await self._launch(GATEWAY, self.gateway)
         for name, node in self._nodes():
             await self._launch(name, self.engine, node)
-        await asyncio.gather(*(self._wait_ready(child) for child in self.children))
+        await asyncio.gather(*(child.ready for child in self.children))
         self.address = gateway.ready.result()
-        await self.wait_linked()
+        await self._until_linked()
         await gateway.is_greeting_over.wait()
         self.greeting = tuple(gateway.greeting)
 
-    def _redis_url(self) -> str:
+    async def _redis_url(self) -> str:
         if self.up.redis_url != SPAWN_URL:
+            await require_redis(self.up.redis_url)
             return self.up.redis_url
         self._redis = RedisServer.start()
         return self._redis.url
@@ -136,57 +112,33 @@ class Deployment:
         return nodes
 
     async def _launch(self, name: str, *configs: object) -> Child:
-        role = name.partition("-")[0]
         cluster = self.cluster
         if self.up.certs is not None:
+            role = name.partition("-")[0]
             cluster = with_role_certificate(cluster, Path(self.up.certs), role)
-        argv = [
-            flag
-            for config in (*configs, cluster)
-            for flag in flags.to_argv(config, leave_out=flags.SECRET_FIELDS)
-        ]
-        process = await asyncio.create_subprocess_exec(
-            *bound_to_us([sys.executable, "-c", _PART.format(role=role), *argv], signal.SIGTERM),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env=os.environ
-            | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
-            | flags.to_environment(cluster),
-            start_new_session=True,  # Ctrl-C reaches us alone: we stop the parts in order
-        )
-        child = Child(name, configs, process, asyncio.get_running_loop().create_future())
-        child.reader = asyncio.create_task(self._read(child))
+        child = await Child.start(name, configs, cluster, self.report)
         self.children.append(child)
         return child
 
-    async def _read(self, child: Child) -> None:
-        """Pass a child's lines on until it ends; note its ready line."""
-        assert child.process.stdout is not None
-        async for raw in child.process.stdout:
-            line = raw.decode(errors="replace").rstrip()
-            child.last_lines = [*child.last_lines[-9:], line]
-            if line.startswith("ready: ") and not child.ready.done():
-                child.ready.set_result(line.split()[-1])
-            if line.startswith((READY, TRY)):
-                child.greeting.append(line)
-            else:
-                self.report(child.name, line)
-            if line.startswith(TRY):
-                child.is_greeting_over.set()
-        child.is_greeting_over.set()
-        code = await child.process.wait()
-        if not child.ready.done():
-            said = "\n  ".join(child.last_lines) or "nothing"
-            child.ready.set_exception(
-                StartupFailed(f"{child.name} ended with code {code}; it said:\n  {said}")
-            )
-
-    async def _wait_ready(self, child: Child) -> None:
-        await child.ready
+    async def _until_linked(self) -> None:
+        """Raises StartupFailed if a part ends meanwhile: nobody starts it again yet."""
+        linking = asyncio.create_task(self.wait_linked())
+        ends = {asyncio.create_task(child.process.wait()): child for child in self.children}
+        try:
+            await asyncio.wait({linking, *ends}, return_when=asyncio.FIRST_COMPLETED)
+            for end, child in ends.items():
+                if end.done():
+                    assert child.reader is not None
+                    await child.reader
+                    raise child.failure()
+            linking.result()
+        finally:
+            for task in (linking, *ends):
+                task.cancel()
 
     async def wait_linked(self) -> None:
         """Wait until the gateway sees every engine, each decode engine linked to all sources."""
+        num_engines = self.num_engines()
         async with self.client() as client:
             while True:
                 try:
@@ -199,17 +151,13 @@ class Deployment:
                 sources = {node.incarnation for node in nodes if node.role == "prefill"}
                 pullers = [node for node in nodes if node.role == "decode"]
                 num_ready = sum(node.is_ready for node in nodes)  # has said how it is
-                if num_ready == self._num_engines() and all(
-                    sources <= set(node.links) for node in pullers
-                ):
+                if num_ready == num_engines and all(sources <= set(node.links) for node in pullers):
                     return
                 await asyncio.sleep(_LOOK_AGAIN_S)
 
-    def _num_engines(self) -> int:
-        return sum(
-            len(node.gpus.split(",")) if node.gpus else node.num_engines or 1
-            for _, node in self._nodes()
-        )
+    def num_engines(self) -> int:
+        """As many as the nodes will start. Raises StartupFailed where they would."""
+        return sum(len(engine_configs(self.engine, node)) for _, node in self._nodes())
 
     def client(self) -> AsyncClient:
         """A client of the gateway that may look at its nodes, keys or not."""
@@ -219,29 +167,47 @@ class Deployment:
         return AsyncClient(address, api_key=key, ca_file=ca_of(self.up.certs))
 
     async def keep(self) -> str:
-        """Start nodes again that end by themselves. Returns the name of what cannot be helped: the
-        gateway, or a node that keeps ending."""
-        num_ends: Counter[str] = Counter()
-        while True:
-            child = await self._first_to_end()
-            if time.monotonic() - child.began_s > _WELL_S:
-                num_ends[child.name] = 0
-            num_ends[child.name] += 1
-            if child is self.children[0] or num_ends[child.name] > _MOST_ENDS:
-                return child.name
-            self.report(child.name, f"ended with code {child.process.returncode}: starts again")
-            self.children.remove(child)
-            await self._end(child)
-            await self._launch(child.name, *child.configs)
-
-    async def _first_to_end(self) -> Child:
-        waits = {asyncio.create_task(c.process.wait()): c for c in self.children}
+        """Start parts again that end by themselves, or whose event loop stands still. Returns the
+        name of one that keeps ending."""
+        keepers = {asyncio.create_task(self._keep(c)): c.name for c in self.children}
+        if self._redis is not None:
+            keepers[asyncio.create_task(self._keep_redis(self._redis))] = "redis"
         try:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            return waits[done.pop()]
+            done, _ = await asyncio.wait(keepers, return_when=asyncio.FIRST_COMPLETED)
+            ended = done.pop()
+            ended.result()
+            return keepers[ended]
         finally:
-            for task in waits:
-                task.cancel()
+            for keeper in keepers:
+                keeper.cancel()
+            await asyncio.gather(*keepers, return_exceptions=True)
+
+    async def _keep(self, child: Child) -> None:
+        """Until it has ended too often, one soon after the other."""
+        num_ends = 0
+        while True:
+            await child.until_over(self.report)
+            num_ends = 1 if time.monotonic() - child.began_s > _WELL_S else num_ends + 1
+            if num_ends > _MOST_ENDS:
+                return
+            self.report(child.name, f"ended with code {child.process.returncode}: starts again")
+            await asyncio.sleep(_RESTART_S * (num_ends - 1))
+            self.children.remove(child)
+            await child.close()
+            child = await self._launch(child.name, *child.configs_again())
+
+    async def _keep_redis(self, redis: RedisServer) -> None:
+        """An empty one at the same address: nodes announce themselves and their caches again."""
+        began_s, delay_s = time.monotonic(), _RESTART_S
+        while True:
+            while (code := redis.process.poll()) is None:  # noqa: ASYNC110 (of a Popen)
+                await asyncio.sleep(_LOOK_AGAIN_S)
+            if time.monotonic() - began_s > _WELL_S:
+                delay_s = _RESTART_S
+            self.report("redis", f"ended with code {code}: starts again, empty")
+            await asyncio.sleep(delay_s)
+            redis.start_again()
+            began_s, delay_s = time.monotonic(), min(2 * delay_s, _REDIS_RESTART_MAX_S)
 
     def hurry(self) -> None:
         """While it stops: whatever is still there need not end in order."""
@@ -251,7 +217,8 @@ class Deployment:
 
     async def stop(self) -> None:
         """End every child, the gateway first, and Redis last; what will not end is killed."""
-        gateway, nodes = self.children[:1], self.children[1:]
+        gateway = [child for child in self.children if child.name == GATEWAY]
+        nodes = [child for child in self.children if child.name != GATEWAY]
         await self._stop_group(gateway, self.gateway.shutdown_timeout_s + _STOP_GRACE_S)
         await self._stop_group(nodes, _STOP_GRACE_S)
         self.children.clear()
@@ -261,8 +228,7 @@ class Deployment:
 
     async def _stop_group(self, group: Sequence[Child], grace_s: float) -> None:
         for child in group:
-            if child.process.returncode is None:
-                child.process.send_signal(signal.SIGINT)
+            child.ask_to_stop()
         for child in group:
             try:
                 async with asyncio.timeout(grace_s):
@@ -270,12 +236,4 @@ class Deployment:
             except TimeoutError:
                 child.process.kill()
                 await child.process.wait()
-            await self._end(child)
-
-    async def _end(self, child: Child) -> None:
-        """Its process has ended: hear its last words."""
-        if child.reader is not None:
-            await child.reader
-        if child.ready.done():
-            with contextlib.suppress(StartupFailed, asyncio.CancelledError):
-                child.ready.result()  # looked at, so asyncio does not complain
+            await child.close()

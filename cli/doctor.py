@@ -19,10 +19,12 @@ from dataclasses import dataclass
 
 from ..cluster.redis_client import REDIS_ERRORS, connect
 from ..cluster.redis_server import find_redis_server
+from ..core.config import EngineConfig, NodeConfig, UpConfig
 from ..core.errors import HandoffFailed, StartupFailed
 from ..core.model_dir import resolve_model_dir
 from . import gpus, packages
 from .finding import Finding, exit_code, ok, problem, render, warning
+from .gpu_choice import choose_here
 
 _MIN_REDIS = (6,)
 _MIN_SHM_BYTES = 64 << 20
@@ -220,6 +222,17 @@ def check_model(subject: Subject) -> list[Finding]:
     return [ok("model", f"{subject.model}: {layers} layers, context {context}, complete")]
 
 
+def check_placement(subject: Subject) -> list[Finding]:
+    """What `baton up` would do with the GPUs; nothing of a model that `check_model` refuses."""
+    if exit_code(check_model(subject)):
+        return []
+    try:
+        choice = choose_here(UpConfig(), EngineConfig(model=subject.model), NodeConfig())
+    except StartupFailed as error:
+        return [problem("baton up", error.message, error.hint)]
+    return [ok("baton up", choice.line)]
+
+
 Check = Callable[[Subject], list[Finding]]
 
 CHECKS: tuple[tuple[str, Check], ...] = (
@@ -232,4 +245,5 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("ports", check_ports),
     ("memory", check_memory),
     ("model", check_model),
+    ("baton up", check_placement),
 )

@@ -53,7 +53,7 @@ def _up(arguments: argparse.Namespace) -> int:
     from . import up
 
     return run_reporting(
-        lambda: up.run(
+        lambda: up.start(
             flags.parse(UpConfig, arguments),
             flags.parse(EngineConfig, arguments),
             flags.parse(NodeConfig, arguments),

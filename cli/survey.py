@@ -15,11 +15,11 @@ from typing import Any
 import grpc
 
 from ..cluster.link_handshake import ANY_ENGINE, LEDGERS, SESSION, dial
-from ..cluster.redis_client import REDIS_ERRORS, connect
+from ..cluster.redis_client import require_redis
 from ..cluster.redis_directory import RedisDirectory
 from ..cluster.tls import ClusterTls, open_channel
 from ..core.config import ClusterConfig
-from ..core.errors import StartupFailed, Unauthenticated
+from ..core.errors import Unauthenticated
 from ..core.membership import Member
 from ..prefix_index.redis_link import RedisIndexLink
 from ..proto.v1 import node_pb2, node_pb2_grpc
@@ -84,15 +84,7 @@ def _with_count(engine: EngineView, counts: Mapping[str, int]) -> EngineView:
 
 async def _members(cluster: ClusterConfig) -> tuple[tuple[Member, ...], int]:
     """The directory, and how many of its entries are junk or not signed with our secret."""
-    client = connect(cluster.redis_url)
-    try:
-        await client.ping()
-    except REDIS_ERRORS as error:
-        raise StartupFailed(
-            f"Redis does not answer: {error or type(error).__name__}", hint="--redis-url"
-        ) from error
-    finally:
-        await client.aclose()
+    await require_redis(cluster.redis_url)
     directory = RedisDirectory(cluster.redis_url, cluster.cluster, cluster.cluster_secret)
     try:
         async with aclosing(directory.watch()) as watch:  # type: ignore[type-var]

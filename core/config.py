@@ -132,7 +132,11 @@ class NodeConfig:
     advertise: str | None = flag(
         None, "host:port that others dial, where a port mapping or a proxy stands in between"
     )
-    gpus: str | None = flag(None, "GPU ids, e.g. 0,1", aliases=("device-ids",))
+    gpus: str | None = flag(
+        None,
+        "GPU ids, e.g. 0,1; of baton up: those to choose from",
+        aliases=("device-ids",),
+    )
     num_engines: int | None = flag(None, "engines on a CPU node; default 1")
     name: str | None = flag(None, "the node's name for people; default: role and port")
     lease_s: float = flag(10.0, "how long finished KV waits for a puller that says nothing")
@@ -233,8 +237,14 @@ class GatewayConfig:
 class UpConfig:
     """A whole deployment on one host."""
 
-    prefill_gpus: str | None = flag(None, "GPU ids of the prefill node, e.g. 0,1")
-    decode_gpus: str | None = flag(None, "GPU ids of the decode node, e.g. 2,3")
+    prefill_gpus: str | None = flag(
+        None,
+        "GPU ids of the prefill node, e.g. 0,1; default: half of them, or what is left",
+    )
+    decode_gpus: str | None = flag(
+        None,
+        "GPU ids of the decode node, e.g. 2,3; default: half of them, or what is left",
+    )
     num_prefill_nodes: int = flag(1, "prefill nodes on a CPU")
     num_decode_nodes: int = flag(1, "decode nodes on a CPU")
     redis_url: str = flag("redis+spawn://", "Redis to use; redis+spawn:// starts a private one")

@@ -34,6 +34,7 @@ from typing import ClassVar
 INVALID_REQUEST_CODES = frozenset(
     {
         "array_too_long",
+        "duplicate_field",
         "empty_array",
         "empty_prompt",
         "invalid_encoding",
@@ -42,6 +43,7 @@ INVALID_REQUEST_CODES = frozenset(
         "invalid_schema",
         "invalid_token_id",
         "invalid_value",
+        "json_too_deep",
         "missing_required",
         "unknown_parameter",
         "unsupported_content",

@@ -20,12 +20,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..core.errors import StartupFailed
-from ..core.model_dir import read_json
 from .layers import Target
+from .weight_files import weight_files
 
-_SINGLE_FILE = "model.safetensors"
-_INDEX_FILE = "model.safetensors.index.json"
-_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 # Old checkpoints carry these; they follow from config.json.
 _DERIVED_SUFFIXES = (".rotary_emb.inv_freq",)
 _DTYPES = {"F64", "F32", "F16", "BF16"}
@@ -101,23 +98,6 @@ def fill_dummy_weights(
         else:
             tensor.fill_(0.0 if name.endswith(".bias") else 1.0)
         progress.add(name)
-
-
-def weight_files(model_dir: Path) -> tuple[Path, ...]:
-    """The safetensors files of a checkpoint, sorted; raises StartupFailed if there are none."""
-    index = model_dir / _INDEX_FILE
-    if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        names = list(weight_map.values()) if isinstance(weight_map, dict) else []
-        if not names or not all(_is_plain_file_name(name) for name in names):
-            raise StartupFailed(f"{index} has no weight_map to files beside it")
-        paths = tuple(model_dir / name for name in sorted(set(names)))
-    else:
-        paths = (model_dir / _SINGLE_FILE,)
-    for path in paths:
-        if not path.is_file():
-            raise StartupFailed(f"there is no {path}", hint=_hint_for_no_weights(model_dir))
-    return paths
 
 
 def weights_identity(model_dir: Path) -> str:
@@ -199,17 +179,3 @@ def _wanted(target: Target) -> tuple[slice, ...]:
         return (slice(None),)
     stop = target.cut.start + target.tensor.shape[target.cut.dim]
     return (*[slice(None)] * target.cut.dim, slice(target.cut.start, stop))
-
-
-def _is_plain_file_name(name: object) -> bool:
-    return isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors")
-
-
-def _hint_for_no_weights(model_dir: Path) -> str:
-    pickles = [p.name for p in sorted(model_dir.iterdir()) if p.suffix in _PICKLE_SUFFIXES]
-    if pickles:
-        return (
-            f"{pickles[0]} is a pickle, which can run code and is never opened: convert the "
-            "checkpoint to safetensors (transformers: model.save_pretrained(DIR))"
-        )
-    return "download the *.safetensors files, or try --load-format dummy"

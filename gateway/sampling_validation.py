@@ -25,6 +25,7 @@ MAX_PENALTY = 2.0
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
 MAX_BIAS = 100.0
+_SMALLEST = float(np.finfo(np.float32).tiny)  # below it a float32 has fewer digits, and GPUs take 0
 
 
 def check_sampling(wire: common_pb2.SamplingParams, vocab_size: int) -> SamplingParams:
@@ -79,7 +80,7 @@ def _within(
     is_open: bool = False,
 ) -> float:
     """A number in [least, most], or in (least, most] if `is_open`."""
-    value = getattr(wire, name) if wire.HasField(name) else default
+    value = _number(getattr(wire, name), name, name) if wire.HasField(name) else default
     if not least <= value <= most or (is_open and value == least):  # NaN compares false
         bracket = "(" if is_open else "["
         raise InvalidRequest(
@@ -87,7 +88,20 @@ def _within(
             param=name,
             code="invalid_value",
         )
-    return float(value) + 0.0  # -0.0 is 0.0
+    return value
+
+
+def _number(value: float, name: str, param: str) -> float:
+    """As the sampler computes with it: what is too small for a float32 is 0; raises for -0."""
+    if math.fabs(value) >= _SMALLEST or math.isnan(value):
+        return value
+    if math.copysign(1.0, value) < 0:
+        raise InvalidRequest(
+            f"{name} is -0, or too small to be told from it: write 0",
+            param=param,
+            code="invalid_value",
+        )
+    return 0.0
 
 
 def _logit_bias(wire: common_pb2.SamplingParams, vocab_size: int) -> tuple[tuple[int, float], ...]:
@@ -95,7 +109,10 @@ def _logit_bias(wire: common_pb2.SamplingParams, vocab_size: int) -> tuple[tuple
         raise InvalidRequest(
             f"at most {MAX_BIASES} biased tokens", param="logit_bias", code="array_too_long"
         )
-    biases = tuple(sorted(wire.logit_bias.items()))
+    biases = tuple(
+        (token_id, _number(bias, f"logit_bias[{token_id}]", "logit_bias"))
+        for token_id, bias in sorted(wire.logit_bias.items())
+    )
     for token_id, bias in biases:
         if token_id >= vocab_size:
             raise InvalidRequest(

@@ -16,9 +16,11 @@ from grpc_reflection.v1alpha import reflection
 
 from ..cluster.redis_directory import RedisDirectory
 from ..cluster.tls import CertificateFiles
+from ..core import descriptors
 from ..core.config import ClusterConfig, GatewayConfig
 from ..core.errors import StartupFailed, Unavailable
 from ..core.logs import set_up_logging
+from ..core.loop_watch import show_turns
 from ..core.ports import Clock, Directory, Entropy, SystemClock, SystemEntropy
 from ..core.stop_signals import StopSignals
 from ..prefix_index.follower import Follower
@@ -56,12 +58,18 @@ _NUM_YOUNG = 20_000
 _STOP_GRACE_S = 5.0
 _LAST_WORD_S, _LAST_STATUS_S = 1.0, 0.2
 
+_MAX_METADATA_BYTES = 16 << 10
+_SPARE_STREAMS = 128  # of a connection: for calls that are refused, and such as Abort
 _SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", 4 << 20),
-    ("grpc.max_metadata_size", 16 << 10),
+    ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
+    (
+        "grpc.absolute_max_metadata_size",
+        _MAX_METADATA_BYTES,
+    ),  # else refused at random above the other
     ("grpc.server_handshake_timeout_ms", 10000),  # who connects says something, or goes
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.http2.max_ping_strikes", 2),  # pings more frequent than below, while we send nothing
     ("grpc.http2.min_ping_interval_without_data_ms", 10000),
 )
 
@@ -129,7 +137,8 @@ class Gateway:
         self._is_ready = asyncio.Event()
         self._readiness_changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        self._server = grpc.aio.server(options=_server_options(place is not None))
+        options = _server_options(config.max_num_requests, shares_port=place is not None)
+        self._server = grpc.aio.server(options=options)
         self.host = config.host
         self.port = _bind(self._server, config.host, config.grpc_port, security.certificate)
         started_unix_s = clock.unix_ns() // 1_000_000_000
@@ -279,9 +288,18 @@ class Gateway:
         self._sessions.cluster_changed()
 
 
-def _server_options(shares_port: bool) -> tuple[tuple[str, int], ...]:
-    """By default a second server binds a taken port without an error: for workers alone."""
-    return (*_SERVER_OPTIONS, ("grpc.so_reuseport", int(shares_port)))
+def _server_options(max_num_requests: int, *, shares_port: bool) -> tuple[tuple[str, int], ...]:
+    """Of a connection's streams as many as there may be requests: a client's channel multiplexes
+    all of its own, and a client's streams beyond wait unseen where a refusal would be an answer.
+    What opens and resets more at once is refused by gRPC, before it costs a handler.
+    """
+    return (
+        *_SERVER_OPTIONS,
+        ("grpc.max_concurrent_streams", max_num_requests + _SPARE_STREAMS),
+        ("grpc.max_allowed_incoming_connections", descriptors.for_grpc()),
+        # By default a second server binds a taken port without an error: for workers alone.
+        ("grpc.so_reuseport", int(shares_port)),
+    )
 
 
 def _bind(
@@ -334,6 +352,7 @@ async def run(
 ) -> int:
     """The process: serve until SIGINT or SIGTERM, then stop cleanly. Returns the exit code."""
     set_up_logging("gateway", as_json=config.log_json)
+    descriptors.raise_limit()
     signals = StopSignals()
     gateway = await serve(config, cluster, place=place)
     gc.collect()
@@ -342,10 +361,12 @@ async def run(
     http = f"http{'s' if config.tls_cert else ''}://{gateway.host}:{gateway.http_port}"
     print(f"ready: gateway gateway {http} {gateway.host}:{gateway.port}", flush=True)
     greeting = asyncio.create_task(_greet(gateway))
+    turning = asyncio.create_task(show_turns())
     try:
         await gateway.run_until(signals.stop)
     finally:
         greeting.cancel()
+        turning.cancel()
         await gateway.stop(config.shutdown_timeout_s, signals.hurry)
     return 0
 

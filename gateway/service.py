@@ -13,6 +13,7 @@ from .engine_table import EngineTable
 from .front_door import FrontDoor
 from .grpc_calls import Context, answering, caller_of, tell_nodes, trace
 from .security.gate import Gate
+from .validation import check_names
 from .version import version
 from .wire import chunk_to_wire
 
@@ -47,6 +48,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, wire: inference_pb2.AbortRequest, context: Context
     ) -> inference_pb2.AbortResponse:
         async with answering(context):
+            check_names(wire.ids)
             num_aborted = await self._door.abort(wire.ids, self._caller(context))
         return inference_pb2.AbortResponse(num_aborted=num_aborted)
 

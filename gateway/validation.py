@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ..core.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, PromptTooLarge
@@ -24,7 +24,9 @@ from .sampling_validation import check_sampling, check_token_ids
 
 MAX_LABEL_CHARS = 256
 MAX_SAMPLES = 8
+_MAX_ABORTED = 1024
 
+_LABEL = re.compile(rf"[!-~]{{1,{MAX_LABEL_CHARS}}}\Z")
 _CACHE_SALT = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
 
 
@@ -85,12 +87,7 @@ class ValidatedRequest:
 def check_request(wire: inference_pb2.GenerateRequest, limits: ModelLimits) -> Draft:
     """Check every field that needs no tokeniser; raises InvalidRequest kin or ModelNotFound."""
     check_model(wire.model, limits)
-    if len(wire.request_id) > MAX_LABEL_CHARS:
-        raise InvalidRequest(
-            f"request_id is longer than {MAX_LABEL_CHARS} characters",
-            param="request_id",
-            code="invalid_value",
-        )
+    check_label(wire.request_id, "request_id")
     return Draft(
         prompt=_prompt(wire, limits.vocab_size),
         max_tokens=_max_tokens(wire.sampling),
@@ -141,6 +138,29 @@ def check_model(name: str, limits: ModelLimits) -> None:
     """Raise ModelNotFound unless `name` is empty or the one that is served."""
     if name and name != limits.model:
         raise ModelNotFound(f"The model `{name[:64]}` does not exist.", param="model")
+
+
+def is_label(text: str) -> bool:
+    """Whether a caller may name its request so: the name stands in logs and headers as it is."""
+    return _LABEL.match(text) is not None
+
+
+def check_label(label: str, param: str) -> None:
+    """Raise InvalidRequest unless it is a label, or empty: the request has none."""
+    if label and not is_label(label):
+        raise InvalidRequest(
+            f"{param} must be 1 to {MAX_LABEL_CHARS} visible ASCII characters",
+            param=param,
+            code="invalid_value",
+        )
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raise InvalidRequest for more names of requests, to be aborted, than one call may have."""
+    if len(names) > _MAX_ABORTED:
+        raise InvalidRequest(
+            f"ids has more than {_MAX_ABORTED} items", param="ids", code="array_too_long"
+        )
 
 
 def _prompt(wire: inference_pb2.GenerateRequest, vocab_size: int) -> str | array[int]:

@@ -50,7 +50,9 @@ class WorkerPeers:
         if self._place is not None:
             path = self._place.socket_of(self._place.index)
             path.unlink(missing_ok=True)  # of the process that had our place
-            self._server = await asyncio.start_unix_server(self._answer, path)
+            self._server = await asyncio.start_unix_server(
+                self._answer, path, limit=_MAX_ANSWER_BYTES
+            )
 
     async def stop(self) -> None:
         if self._server is not None:

@@ -3,8 +3,9 @@
     clients ──► port (SO_REUSEPORT: the kernel deals connections) ─┬─► worker 0 ──► all nodes
                                                                    ├─► worker 1 ──► all nodes
     parent: no requests, no gRPC; starts, restarts, stops ─────────┴─► worker 2 ──► all nodes
-Workers share nothing but Redis: each has its own links, sessions and part of every limit. One that
-ends is started again, later each time; its connections are lost, the others' are not.
+Workers share nothing but Redis: each has its own links, sessions and part of every limit. One whose
+event loop stands still is killed (core/loop_watch.py). One that ends is started again, later each
+time; its connections are lost, the others' are not.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import secrets
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,6 +26,8 @@ from ..core.children import bound_to_us
 from ..core.config import ClusterConfig, GatewayConfig
 from ..core.errors import StartupFailed
 from ..core.logs import set_up_logging
+from ..core.loop_watch import LoopWatch, show_turns
+from ..core.runtime_folder import RuntimeFolder
 from ..core.stop_signals import StopSignals
 from .worker_place import WorkerOrder, WorkerPlace
 
@@ -67,14 +69,25 @@ class _Worker:
             delay_s = min(2 * delay_s, _RESTART_MAX_S)
 
     async def _live(self) -> int:
-        process = await asyncio.create_subprocess_exec(
-            *bound_to_us([sys.executable, "-m", "baton.gateway.worker"], signal.SIGTERM),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=os.environ | {"PYTHONSAFEPATH": "1"},
-            start_new_session=True,  # Ctrl-C reaches us alone, or they would take ours for a second
-        )
-        self._process = process
+        with LoopWatch() as watch:
+            process = await asyncio.create_subprocess_exec(
+                *bound_to_us([sys.executable, "-m", "baton.gateway.worker"], signal.SIGTERM),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                env=os.environ | {"PYTHONSAFEPATH": "1"} | watch.environment,
+                pass_fds=[watch.fd],
+                start_new_session=True,  # Ctrl-C reaches us alone, or they would take it twice
+            )
+            self._process = process
+            watching = asyncio.create_task(self._kill_when_hung(process, watch))
+            try:
+                await self._talk(process)
+                return await process.wait()
+            finally:
+                watching.cancel()
+
+    async def _talk(self, process: asyncio.subprocess.Process) -> None:
+        """Give it its order, and read what it says until it ends."""
         assert process.stdin is not None and process.stdout is not None
         with contextlib.suppress(ConnectionError):  # it is dead already: its code says why
             process.stdin.write(self._order.to_json().encode() + b"\n")
@@ -87,7 +100,13 @@ class _Worker:
                 self.ready_line = line.decode().strip()
                 self.ready.set()
         self._has_lived = True
-        return await process.wait()
+
+    async def _kill_when_hung(self, process: asyncio.subprocess.Process, watch: LoopWatch) -> None:
+        await watch.until_hung()
+        index = self._order.place.index
+        log.error("worker %d: its event loop stood still for %g s: killed", index, watch.hung_s)
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
 
     def ask_to_stop(self) -> None:
         """Asked twice, it hurries."""
@@ -116,13 +135,14 @@ async def run(config: GatewayConfig, cluster: ClusterConfig) -> int:
     set_up_logging("gateway", as_json=config.log_json)
     signals = StopSignals()
     with (
-        tempfile.TemporaryDirectory(prefix="baton-gateway-") as folder,
+        RuntimeFolder.make("baton-gateway-") as folder,
         _reserved(config.host, config.http_port, "--http-port") as http_port,
         _reserved(config.host, config.grpc_port, "--grpc-port") as grpc_port,
     ):
         here = replace(config, http_port=http_port, grpc_port=grpc_port)
         key = secrets.token_hex(32)
-        places = [WorkerPlace(i, config.workers, folder, key) for i in range(config.workers)]
+        count, path = config.workers, str(folder.path)
+        places = [WorkerPlace(index, count, path, key) for index in range(count)]
         workers = [_Worker(WorkerOrder(here, cluster, place)) for place in places]
         await _keep(workers, signals, config.shutdown_timeout_s + _LAST_WORD_S)
     return 0
@@ -130,13 +150,14 @@ async def run(config: GatewayConfig, cluster: ClusterConfig) -> int:
 
 async def _keep(workers: list[_Worker], signals: StopSignals, grace_s: float) -> None:
     """Run all workers until they shall stop; says `ready:` once, when all are."""
+    turning = asyncio.create_task(show_turns())
     keepers = [asyncio.create_task(worker.run()) for worker in workers]
     ready = asyncio.create_task(_all_ready(workers))
     stopping = asyncio.create_task(signals.stop.wait())
     try:
         await asyncio.wait({stopping, *keepers}, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for task in (ready, stopping, *keepers):
+        for task in (ready, stopping, turning, *keepers):
             task.cancel()
         hurrying = asyncio.create_task(_pass_on(signals.hurry, workers))
         await asyncio.gather(*(worker.stop(grace_s) for worker in workers))

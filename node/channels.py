@@ -5,10 +5,12 @@ from __future__ import annotations
 import grpc
 
 from ..cluster.tls import ClusterTls, open_channel
+from ..core import descriptors
 from ..core.errors import StartupFailed
 from ..core.framing import MAX_RELAYED_BYTES
 from ..core.membership import Role
 
+_MAX_METADATA_BYTES = 16 << 10
 _BOTH_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_RELAYED_BYTES),
     ("grpc.max_send_message_length", MAX_RELAYED_BYTES),
@@ -24,8 +26,15 @@ _BOTH_OPTIONS = (
 _SERVER_OPTIONS = (
     *_BOTH_OPTIONS,
     ("grpc.so_reuseport", 0),  # or a second node would share the port without an error
+    # A peer has one long stream, and others for moments.
+    ("grpc.max_concurrent_streams", 128),
+    ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
+    ("grpc.server_handshake_timeout_ms", 10000),
+    # Peers ping every second or two. What waited behind a pause may come at once; a flood does not
+    # end there.
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
-    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.http2.max_ping_strikes", 20),
 )
 _CLIENT_OPTIONS = (
     *_BOTH_OPTIONS,
@@ -36,7 +45,8 @@ _CLIENT_OPTIONS = (
 
 def make_server(host: str, port: int, tls: ClusterTls | None = None) -> tuple[grpc.aio.Server, int]:
     """A server bound to host:port, not yet started, and its port. Raises StartupFailed."""
-    server = grpc.aio.server(options=_SERVER_OPTIONS)
+    most = ("grpc.max_allowed_incoming_connections", descriptors.for_grpc())
+    server = grpc.aio.server(options=(*_SERVER_OPTIONS, most))
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
         if tls is None:

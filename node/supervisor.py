@@ -24,9 +24,11 @@ from ..cluster.live_members import LiveMembers
 from ..cluster.redis_directory import RedisDirectory
 from ..cluster.secret import handshake_key
 from ..cluster.tls import ClusterTls, role_name
+from ..core import descriptors
 from ..core.config import ClusterConfig, EngineConfig, NodeConfig
 from ..core.errors import StartupFailed
 from ..core.logs import set_up_logging
+from ..core.loop_watch import show_turns
 from ..core.membership import Member, Role
 from ..core.model_dir import resolve_model_dir
 from ..core.ports import Directory, SystemClock, SystemEntropy
@@ -59,6 +61,7 @@ async def run(role: Role, engine: EngineConfig, node: NodeConfig, cluster: Clust
         sigint_hurries=True
     )  # first: asyncio's own Ctrl-C would cancel a server that is starting
     set_up_logging(f"{node.name or role.value} supervisor", as_json=node.log_json)
+    descriptors.raise_limit()
     resolve_model_dir(engine.model)  # a wrong path is told before an engine process is started
     tls = ClusterTls.of(cluster)
     missing = () if tls else ("--cluster-ca", "--cluster-cert", "--cluster-key")
@@ -160,7 +163,8 @@ class Supervisor:
         key, has_tls = handshake_key(self._secret), self._tls is not None
         _add_services(server, self, Callers(key, (self._address,), has_tls), self._health)
         await server.start()
-        looking = asyncio.gather(self._health.run(), self._members.run())
+        beside = [self._health.run(), self._members.run(), show_turns()]
+        looking = asyncio.gather(*beside)
         stopping = asyncio.create_task(signals.stop.wait())
         running: list[asyncio.Task[None]] = []
         try:

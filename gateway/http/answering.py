@@ -8,33 +8,34 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
 from ...core.errors import BatonError, Cancelled
+from ..validation import is_label
+from .connections import check_head
 from .errors import Refusal, error_body, error_response, routing_error_response
-from .parts import PARTS
+from .parts import PARTS, STREAM
 
 log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+REQUEST_ID_HEADER = "X-Request-ID"
 REQUEST_ID = web.RequestKey("request_id", str)  # the client's name for it, or ours
-STREAM = web.RequestKey("stream", web.StreamResponse)  # what has been sent of an answer already
 
-_NAME = re.compile(r"[!-~]{1,256}\Z")
 _LAST_WRITE_S = 0.25
 
 
 @web.middleware
 async def answering(request: web.Request, handler: Handler) -> web.StreamResponse:
     """The outermost middleware."""
-    name = request.headers.get("X-Request-ID", "")
-    if _NAME.match(name):
+    name = request.headers.get(REQUEST_ID_HEADER, "")
+    if is_label(name):  # others are not echoed, and refused where they would be used
         request[REQUEST_ID] = name
     try:
+        check_head(request)
         return await handler(request)
     except web.HTTPException as error:
         return routing_error_response(request, error)
@@ -70,4 +71,4 @@ async def echo_request_id(request: web.Request, response: web.StreamResponse) ->
     """On every answer, errors too: what the client calls its request. Not what software we are."""
     response.headers["Server"] = "baton"
     if name := request.get(REQUEST_ID):
-        response.headers["X-Request-ID"] = name
+        response.headers[REQUEST_ID_HEADER] = name

@@ -14,7 +14,7 @@ from . import chat, completions, health, login, metrics, models, openapi, tokeni
 from .access import ACCESS, Access, check_access
 from .answering import answering, echo_request_id
 from .chat import CHAT_MODEL, ChatModel
-from .connections import Connections
+from .connections import MAX_HEADER_BYTES, MAX_URL_BYTES, Connections
 from .event_stream import BURST, Burst
 from .parts import PARTS, Parts
 
@@ -23,6 +23,8 @@ _BACKLOG = 1024
 _CONNECTION_OPTIONS = {
     "access_log": None,
     "auto_decompress": False,  # compressed bodies are refused unread
+    "max_line_size": MAX_URL_BYTES,
+    "max_field_size": MAX_HEADER_BYTES,
     "lingering_time": 2.0,
 }
 
@@ -69,6 +71,7 @@ class HttpServer:
             shutdown_timeout=_LAST_WRITE_S,
             handler_cancellation=True,  # a client that goes away frees its blocks
         )
+        self._on_refused = app[PARTS].telemetry.exporter.connection_refused
         self._host = host
         self._shares_port = shares_port
         self._tls = None if certificate is None else certificate.http_context()
@@ -82,7 +85,7 @@ class HttpServer:
         loop = asyncio.get_running_loop()
         try:
             self._server = await loop.create_server(
-                Connections(self._runner.server, _CONNECTION_OPTIONS),
+                Connections(self._runner.server, _CONNECTION_OPTIONS, self._on_refused),
                 self._host,
                 self.port,
                 ssl=self._tls,

@@ -1,7 +1,7 @@
 """A request's body as a JSON object, or a refusal that says what is wrong with it.
 
-Stricter than json.loads: no NaN, infinity or -0, no lone surrogate, no BOM, nothing behind the
-object. Reading stops at the cap, whatever the headers promise.
+Stricter than json.loads: no name twice in an object, no NaN, infinity or -0, no lone surrogate, no
+BOM, nothing behind the object. Reading stops at the cap, whatever the headers promise.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import asyncio
 import json
 import math
 import re
-from collections.abc import Awaitable
+from collections import Counter
+from collections.abc import Awaitable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from aiohttp import web
@@ -25,6 +26,7 @@ MAX_BODY_S = 30.0
 _T = TypeVar("_T")
 
 _BOM = b"\xef\xbb\xbf"
+_MAX_SHOWN = 64  # characters of a name
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -99,15 +101,16 @@ def _parse(text: str) -> Any:
     try:
         value = json.loads(
             text,
+            object_pairs_hook=_without_duplicates,
             parse_constant=_no_constant,
-            parse_float=_finite,
+            parse_float=_float,
             parse_int=_not_minus_zero if "-0" in text else None,  # a call for each integer
         )
     except json.JSONDecodeError as error:
         message = f"the body is not JSON: {error.msg} at character {error.pos}"
         raise InvalidRequest(message, code="invalid_json") from None
     except RecursionError:
-        raise InvalidRequest("the body is nested too deeply", code="invalid_json") from None
+        raise _too_deep() from None
     except ValueError:  # an integer of more digits than Python converts
         raise InvalidRequest("the body has an endless number", code="invalid_number") from None
     if _SURROGATE.search(text):
@@ -119,17 +122,44 @@ def _no_constant(name: str) -> NoReturn:
     raise InvalidRequest(f"{name} is not a JSON number", code="invalid_number")
 
 
-def _finite(literal: str) -> float:
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of two values with one name readers would take different ones."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise _duplicate([name for name, _ in pairs])
+    return found
+
+
+def _duplicate(names: Sequence[str]) -> InvalidRequest:
+    twice = next(name for name, count in Counter(names).items() if count > 1)[:_MAX_SHOWN]
+    return InvalidRequest(
+        f"an object has {twice!r} twice",
+        param=twice if twice.isprintable() else None,
+        code="duplicate_field",
+    )
+
+
+def _float(literal: str) -> float:
     value = float(literal)
     if math.isinf(value):
         raise InvalidRequest(f"{literal:.20} is out of range", code="invalid_number")
+    if value == 0 and literal[0] == "-":
+        raise _minus_zero()
     return value
 
 
 def _not_minus_zero(literal: str) -> int:
     if literal == "-0":
-        raise InvalidRequest("-0 is not a number here: write 0", code="invalid_number")
+        raise _minus_zero()
     return int(literal)
+
+
+def _minus_zero() -> InvalidRequest:
+    return InvalidRequest("-0 is not a number here: write 0", code="invalid_number")
+
+
+def _too_deep() -> InvalidRequest:
+    return InvalidRequest("the body is nested too deeply", code="json_too_deep")
 
 
 def _check_surrogates(value: Any) -> None:
@@ -139,4 +169,4 @@ def _check_surrogates(value: Any) -> None:
         message = "the body has half of a surrogate pair"
         raise InvalidRequest(message, code="invalid_encoding") from None
     except RecursionError:  # it could just be read
-        raise InvalidRequest("the body is nested too deeply", code="invalid_json") from None
+        raise _too_deep() from None

@@ -171,6 +171,13 @@ def _check(found: Mapping[str, Any]) -> None:
         raise InvalidRequest(
             "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value"
         )
+    most = found.get("max_completion_tokens")
+    if most is not None and found.get("max_tokens", most) != most:
+        raise InvalidRequest(
+            "max_tokens and max_completion_tokens differ: give one",
+            param="max_tokens",
+            code="invalid_value",
+        )
     if "prompt_logprobs" in found and found.get("stream"):
         raise InvalidRequest(
             "prompt_logprobs are told in a whole answer, not in a stream",

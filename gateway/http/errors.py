@@ -15,6 +15,7 @@ from typing import Any
 from aiohttp import web
 
 from ...core.errors import BatonError
+from .absent_routes import what_exists
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _MAX_SHOWN_PATH = 200
@@ -63,7 +64,8 @@ def routing_error_response(request: web.Request, error: web.HTTPException) -> we
     path = request.raw_path[:_MAX_SHOWN_PATH]
     headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
     if error.status == 404:
-        message, code = f"Invalid URL ({request.method} {path})", "not_found"
+        exists = what_exists(request.path[:_MAX_SHOWN_PATH])
+        message, code = f"Invalid URL ({request.method} {path}): {exists}", "not_found"
     elif error.status == 405:
         message, code = f"Not allowed to {request.method} on {path}", "method_not_allowed"
     else:

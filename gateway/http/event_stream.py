@@ -10,7 +10,7 @@ import socket
 
 from aiohttp import HttpVersion11, web
 
-from .answering import STREAM
+from .parts import STREAM
 
 # What may lie between us and the client before we notice that it does not read.
 _USER_BUFFER_BYTES = 16 << 10

@@ -4,7 +4,7 @@ they go.
     SAMPLING   by the same name in its `sampling`          GENERATION   by the same name beside it
     the rest is what one endpoint reads by itself
 Unknown fields are ignored and logged. Fields that would change the answer, and that are not
-supported, are refused; so are the names of internals, which no client may set.
+supported or another endpoint's, are refused; so are names of internals, which no client may set.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ FRONT: Mapping[str, Kind] = {
     "metadata": METADATA,
 }
 
-# Known, not supported: (name, values that ask for nothing and are let pass).
+# Known, and not supported where an endpoint's table lacks them: (name, values that ask for nothing
+# and are let pass).
 UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     "allowed_token_ids": (),
     "audio": (),
@@ -98,10 +99,13 @@ UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     "length_penalty": (1, 1.0),
     "logits_processors": ([],),
     "logprob_token_ids": ([],),
+    "max_completion_tokens": (),
+    "messages": (),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "prediction": (),
     "priority": (0,),
+    "prompt": (),
     "prompt_embeds": (),
     "reasoning_effort": (),
     "return_tokens_as_token_ids": (False,),
@@ -111,10 +115,37 @@ UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
+    "top_logprobs": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "verbosity": (),
     "web_search_options": (),
+}
+
+# What does the same here, or comes nearest.
+INSTEAD: Mapping[str, str] = {
+    "allowed_token_ids": "structured_outputs bounds what can come, logit_bias favours tokens",
+    "bad_words": "logit_bias of -100 keeps a token out",
+    "best_of": "n gives several samples",
+    "chat_template": "the model's own template is used; /v1/completions takes a finished prompt",
+    "chat_template_kwargs": "the model's template is given messages and tools alone; "
+    "/v1/completions takes a finished prompt",
+    "documents": "put them into a message",
+    "function_call": "use tool_choice",
+    "functions": "use tools",
+    "json_schema": "use response_format",
+    "logprob_token_ids": "use logprobs",
+    "max_completion_tokens": "the name is max_tokens",
+    "messages": "/v1/chat/completions takes them",
+    "prompt": "/v1/completions takes one",
+    "reasoning_effort": "there are no levels of reasoning; max_tokens bounds an answer, and a "
+    "message can ask for a short one",
+    "suffix": "put it into the prompt as the model was taught",
+    "tool_choice": "/v1/chat/completions takes it",
+    "tools": "/v1/chat/completions takes them",
+    "top_logprobs": "logprobs is their number",
+    "truncate_prompt_tokens": "/tokenize counts a prompt's tokens",
+    "verbosity": "max_tokens bounds an answer, and a message can ask for a short one",
 }
 
 INTERNAL = frozenset(
@@ -169,8 +200,9 @@ def read_fields(body: Mapping[str, Any], known: Mapping[str, Kind]) -> dict[str,
 
 def _check_harmless(name: str, value: Any) -> None:
     if not any(type(value) is type(h) and value == h for h in UNSUPPORTED[name]):
+        instead = f": {INSTEAD[name]}" if name in INSTEAD else ""
         raise InvalidRequest(
-            f"{name} is not supported here", param=name, code="unsupported_parameter"
+            f"{name} is not supported here{instead}", param=name, code="unsupported_parameter"
         )
 
 

@@ -31,6 +31,7 @@ class Parts:
 
 
 PARTS = web.AppKey("parts", Parts)
+STREAM = web.RequestKey("stream", web.StreamResponse)  # what has been sent of an answer already
 CALLER = web.RequestKey("caller", Caller)  # set by the middleware that judges credentials
 
 

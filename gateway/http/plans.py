@@ -8,7 +8,8 @@ from typing import Any
 from aiohttp import web
 
 from ...core.errors import InvalidRequest
-from .answering import REQUEST_ID
+from ..validation import check_label
+from .answering import REQUEST_ID_HEADER
 from .answers import Plan
 from .calls import Call
 
@@ -41,5 +42,7 @@ def model_of(found: Mapping[str, Any]) -> str:
 
 
 def label_of(request: web.Request) -> str:
-    """The client's name for the request; empty if it gave none."""
-    return request.get(REQUEST_ID) or ""
+    """The client's name for the request; empty if it gave none. Raises InvalidRequest."""
+    label = request.headers.get(REQUEST_ID_HEADER, "")
+    check_label(label, REQUEST_ID_HEADER)
+    return label

@@ -9,7 +9,7 @@ from ...core.errors import InvalidRequest
 from ..sampling_validation import MAX_BIAS, MAX_BIASES
 from .kinds import NUMBER, UINT32_MAX, Kind, integer, invalid
 
-_TOKEN_ID = re.compile(r"[0-9]{1,10}\Z")
+_TOKEN_ID = re.compile(r"(0|[1-9][0-9]{0,9})\Z")  # as JSON writes integers: one id has one key
 _MAX_PAIRS, _MAX_KEY_CHARS, _MAX_VALUE_CHARS = 16, 64, 512
 
 _ANY_K = integer(-1, UINT32_MAX)
@@ -58,7 +58,7 @@ TOP_K = Kind({"type": "integer", "minimum": -1, "maximum": UINT32_MAX}, _top_k)
 LOGIT_BIAS = Kind(
     {
         "type": "object",
-        "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+        "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"},
         "additionalProperties": {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS},
         "maxProperties": MAX_BIASES,
     },

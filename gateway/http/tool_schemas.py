@@ -1,7 +1,6 @@
-"""The JSON schemas of tools: shown to the model, never compiled here, nothing is ever fetched.
+"""The JSON schemas of tools: shown to the model, compiled for forced calls alone, never fetched.
 
-Still one must be of bounded size, refer to parts of itself alone, and not in circles: whoever
-follows its references comes to an end.
+Each must be of bounded size, and its references must be such as structured output takes.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from ...constraints.schema_references import BadReference, check_references
 from ...core.errors import InvalidRequest
 
 MAX_SCHEMA_VALUES = 16384  # of all tools of a request
@@ -24,36 +24,11 @@ def check_schema(schema: Mapping[str, Any], name: str) -> int:
             raise _bad(name, f"is nested more than {_MAX_DEPTH} deep")
         if num_values > MAX_SCHEMA_VALUES:
             raise _bad(name, "is too large")
-    _check_references(schema, name)
+    try:
+        check_references(schema)
+    except BadReference as error:
+        raise _bad(name, str(error)) from None
     return num_values
-
-
-def _check_references(schema: Mapping[str, Any], name: str) -> None:
-    """Depth first, from values to those in them and those they refer to: each is entered once."""
-    is_open: dict[int, bool] = {}  # by id; False: all behind it was looked at
-    pending: list[tuple[Any, bool]] = [(schema, False)]
-    while pending:
-        value, is_left = pending.pop()
-        if is_left:
-            is_open[id(value)] = False
-        elif isinstance(value, dict | list) and (found := is_open.get(id(value))) is not False:
-            if found:
-                raise _bad(name, "refers to itself in a circle")
-            is_open[id(value)] = True
-            pending.append((value, True))
-            pending += [(inner, False) for inner in _inside(value)]
-            if isinstance(value, dict) and "$ref" in value:
-                pending.append((_target(schema, value["$ref"], name), False))
-
-
-def _target(schema: Any, reference: Any, name: str) -> Any:
-    if not isinstance(reference, str) or not (reference + "/").startswith("#/"):
-        raise _bad(name, "may refer to parts of itself alone")
-    for part in reference.split("/")[1:]:
-        if not isinstance(schema, dict) or part not in schema:
-            raise _bad(name, f"refers to {reference[:64]!r}, which is not there")
-        schema = schema[part]
-    return schema
 
 
 def _all_within(value: Any) -> Iterator[tuple[Any, int]]:

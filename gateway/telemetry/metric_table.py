@@ -109,6 +109,10 @@ FAILURES = Metric(
 REJECTIONS = Metric(
     "request_rejections_total", "Calls that were not admitted, by error code.", ("reason",)
 )
+CONNECTIONS_REFUSED = Metric(
+    "http_connections_refused_total",
+    "Connections that were answered with 503: more than there may be, or descriptors run out.",
+)
 RETRIES = Metric("request_retries_total", "Further attempts that finished calls needed.")
 IN_FLIGHT = Metric("num_requests_in_flight", "Admitted calls that have not ended.")
 SLO_JUDGED = Metric(
@@ -182,7 +186,8 @@ PULL_FAILURES = Metric(
 OF_CALLS = (
     *(TTFT, INTER_TOKEN, HANDOFF_GAP, TPOT, E2E, QUEUE, PREFILL, DECODE, INFERENCE, STAGE),
     *(PROMPT_LENGTH, OUTPUT_LENGTH, PROMPT_TOKENS, CACHED_TOKENS, OUTPUT_TOKENS, COALESCED_TOKENS),
-    *(SUCCESSES, FAILURES, REJECTIONS, RETRIES, IN_FLIGHT, SLO_JUDGED, SLO_GOOD),
+    *(SUCCESSES, FAILURES, REJECTIONS, CONNECTIONS_REFUSED, RETRIES, IN_FLIGHT),
+    *(SLO_JUDGED, SLO_GOOD),
     *(TENANT_REQUESTS, TENANT_TOKENS, KV_SECONDS, KV_BYTES),
 )
 OF_ROUTING = (DECISIONS, LOOKUP, INDEX_HITS, INDEX_STALE, INDEX_UP)

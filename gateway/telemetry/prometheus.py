@@ -168,11 +168,16 @@ class Exporter:
     ) -> None:
         store = MetricStore(table.ALL, full_prefix(prefix), model)
         self._gaps = gaps
+        self._connections_refused = store.number(table.CONNECTIONS_REFUSED)
         self.calls = CallMetrics(store, targets, gaps)
         self._series = EngineSeries(store, engines, view, clock, is_index_up)
         self._registry = CollectorRegistry()
         self._registry.register(store)
         ProcessCollector(registry=self._registry)
+
+    def connection_refused(self) -> None:
+        """Count a connection of HTTP that was one too many."""
+        self._connections_refused.value += 1
 
     def collect(self) -> Iterable[Family]:
         """All metrics as they are now."""

@@ -155,6 +155,10 @@ class Target:
         pages = Path(f"/proc/{self._process.pid}/statm").read_text().split()[1]
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def num_files(self) -> int:
         return len(list(Path(f"/proc/{self._process.pid}/fd").iterdir()))
 

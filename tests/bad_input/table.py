@@ -145,7 +145,10 @@ _NAN, _INFINITY = float("nan"), float("inf")
 _GOOD_JSON = json.dumps(GOOD).encode()
 _TRUNCATED = b"\x12\x05hel"  # a text of five bytes, of which three came
 _NOT_UTF8 = b"\x12\x03\xff\xfe\xfd"
-_LOOP = {"$ref": "#/properties/a", "properties": {"a": {"$ref": "#/properties/a"}}}
+_LOOPS = (
+    {"$ref": "#"}, {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+    {"$ref": "#/properties/a", "properties": {"a": {"$ref": "#/properties/a"}}},
+)  # fmt: skip
 
 BODIES: list[Row] = [
     Row(id="B1-empty", raw=b"", code="invalid_json", grpc_raw=b"",
@@ -156,12 +159,13 @@ BODIES: list[Row] = [
     Row(id="B2-garbage-behind", raw=_GOOD_JSON + b"x", code="invalid_json", grpc_raw=b"\xff",
         grpc_code="invalid_encoding"),
     Row(id="B2-two-objects", raw=_GOOD_JSON * 2, code="invalid_json", over_grpc=JSON_ALONE),
-    Row(id="B2-deep", raw=b"[" * 200_000, code="invalid_json", grpc_raw=b"\x0b" * 200,
+    Row(id="B3-deep", raw=b"[" * 200_000, code="json_too_deep", grpc_raw=b"\x0b" * 200,
         grpc_code="invalid_encoding"),
-    *[Row(id=f"B2-deep-{depth}", code=code, param=param, over_grpc=JSON_ALONE,
+    *[Row(id=f"B3-deep-{depth}", code=code, param=param, over_grpc=JSON_ALONE,
           raw=_raw('"user":' + "[" * depth + r'"\ud83d\ude00"' + "]" * depth))
       for depth, code, param in ((500, "invalid_value", "user"), (900, "invalid_value", "user"),
-                                 (5000, "invalid_json", None))],
+                                 (10_000, "json_too_deep", None))],
+    Row(id="B3-deep-objects", raw=b'{"a":' * 10_000, code="json_too_deep", over_grpc=JSON_ALONE),
     Row(id="B4-64MiB", raw=b" " * (64 << 20), code="request_too_large", status=413,
         grpc_raw=b"\x12\x80\x80\x80\x20" + b" " * (64 << 20), grpc_status="RESOURCE_EXHAUSTED",
         grpc_code=""),
@@ -189,12 +193,29 @@ BODIES: list[Row] = [
         grpc_raw=b"\x12\x03\xed\xa0\x80", grpc_code="invalid_encoding"),
     Row(id="B7-bom", raw=b"\xef\xbb\xbf" + _GOOD_JSON, code="invalid_encoding",
         over_grpc=JSON_ALONE),
+    *[Row(id=f"B8-{i}", raw=_raw(text), code="duplicate_field", param=param,
+          over_grpc="of a field that comes twice the last counts: protobuf's rule")
+      for i, (text, param) in enumerate([
+          ('"model": "demo"', "model"), (r'"mod\u0065l": "demo"', "model"),
+          ('"metadata": {"a": "x", "b": "x", "a": "x"}', "a"),
+          ('"stop": [{"a": [{"b": 1, "b": 1}]}]', "b"), ('"logit_bias": {"1": 1, "1": 1}', "1"),
+          ('"user": {"": 1, "": 1}', ""), (r'"user": {"\ud800": 1, "\ud800": 1}', None),
+          ('"user": {"' + "x" * 999 + '": 1, "' + "x" * 999 + '": 1}', "x" * 64)])],
     *[Row(id=f"B9-{literal[:9]}", raw=_raw(f'"temperature": {literal}'), code="invalid_number",
           grpc_raw=to_wire(GOOD | {"temperature": value}).SerializeToString(),
           grpc_code="invalid_value", grpc_param="temperature")
       for literal, value in [("NaN", _NAN), ("Infinity", _INFINITY), ("-Infinity", -_INFINITY),
                              ("1e999", _INFINITY)]],
-    Row(id="B9-minus-zero", raw=_raw('"seed": -0'), code="invalid_number", over_grpc=JSON_ALONE),
+    *[Row(id=f"B9-minus-zero-{name}-{literal}", raw=_raw(f'"{name}": {literal}'),
+          code="invalid_number", grpc_code="invalid_value", grpc_param=name,
+          grpc_raw=to_wire(GOOD | {name: -0.0}).SerializeToString())
+      for name in ("temperature", "min_p", "presence_penalty", "frequency_penalty")
+      for literal in ("-0", "-0.0", "-0e7", "-1e-999")],
+    Row(id="B9-minus-zero-bias", raw=_raw('"logit_bias": {"1": -0.0}'), code="invalid_number",
+        grpc_code="invalid_value", grpc_param="logit_bias",
+        grpc_raw=to_wire(GOOD | {"logit_bias": {"1": -0.0}}).SerializeToString()),
+    *[Row(id=f"B9-minus-zero-{name}", raw=_raw(f'"{name}": -0'), code="invalid_number",
+          over_grpc=JSON_ALONE) for name in ("seed", "min_tokens", "top_k", "n", "logprobs")],
     Row(id="B9-endless", raw=_raw('"seed": ' + "9" * 9999), code="invalid_number",
         over_grpc=JSON_ALONE),
     *[Row(id=f"B11-{i}", raw=raw, code="invalid_value", over_grpc=JSON_ALONE)
@@ -213,6 +234,13 @@ FIELDS: list[Row] = [
     *field_rows("B13-type", "model", [1, ["demo"], {}], over_grpc=TYPED),
     *field_rows("B14", "model", ["x" * 300, "../../etc", "nope", "demo\0", "DEMO", " demo", "é"],
                 "model_not_found", status=404, grpc_status="NOT_FOUND"),
+    *[Row(id=f"B15-{name}", change={name: value}, code="unsupported_parameter", param=name,
+          path=path, over_grpc="a prompt is text or ids, the later of the two: protobuf's rule")
+      for path, name, value in (
+          ("/v1/completions", "messages", [{"role": "user", "content": "x"}]),
+          ("/v1/completions", "max_completion_tokens", 1), ("/v1/completions", "top_logprobs", 1),
+          ("/v1/completions", "tools", [{}]), (_CHAT, "prompt", "x"), (_CHAT, "echo", True),
+          (_CHAT, "suffix", "x"))],
     *field_rows("B19", "prompt", ["", []], "empty_prompt"),
     *field_rows("B19-none", "prompt", [None, ABSENT], "missing_required",
                 grpc_raw=inference_pb2.GenerateRequest(model="demo").SerializeToString()),
@@ -242,6 +270,8 @@ FIELDS: list[Row] = [
                 grpc_status="FAILED_PRECONDITION"),
     Row(id="B25-output", change={"prompt": "x" * 300, "max_tokens": 200}, param="prompt",
         code="prompt_too_large_for_deployment", grpc_status="FAILED_PRECONDITION"),
+    *field_rows("B26", "prompt", ["\U0001f469\u200d" * 200_000, " " * 1_000_000, "\0" * 600_000],
+                "context_length_exceeded"),
     *field_rows("B27", "max_tokens", [0]),
     *field_rows("B27-type", "max_tokens", [-1, 2**32, 2**63, 2**200, "10", 1.5, [], {}],
                 over_grpc=TYPED),
@@ -253,7 +283,11 @@ FIELDS: list[Row] = [
     *field_rows("B31", "temperature", [-1, -1e-9, 2.01, 1e38]),
     *field_rows("B31-type", "temperature", ["hot", [], {}], over_grpc=TYPED),
     *field_rows("B31-bool", "temperature", [True], over_grpc=JSON_ALONE),
-    *field_rows("B32-p", "top_p", [0, -0.1, 1.1]),
+    *[row for name in ("temperature", "min_p", "presence_penalty", "frequency_penalty")
+      for row in field_rows(f"B31-tiny-{name}", name, [-1e-40, -1e-50])],
+    *field_rows("B34-tiny", "logit_bias", [{"1": -1e-40}, {"1": -1e-50}]),
+    *field_rows("B32-p", "top_p", [0, -0.1, 1.1, 1e-40, 1e-50]),
+    *field_rows("B33-tiny", "repetition_penalty", [1e-40, 1e-50]),
     *field_rows("B32-k", "top_k", [-2, 10**12, "1", 1.5], over_grpc=TYPED),
     *field_rows("B32-m", "min_p", [2, -0.1]),
     *[row for name in ("presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -262,7 +296,8 @@ FIELDS: list[Row] = [
         param="repetition_penalty"),
     *field_rows("B34-key", "logit_bias", [{"abc": 1}, {"-1": 1}, {str(2**32): 1}, {"": 1}],
                 "invalid_token_id", over_grpc=TYPED),
-    *field_rows("B34-key-text", "logit_bias", [{"1.0": 1}, {" 1": 1}, {"٣": 1}],
+    *field_rows("B34-key-text", "logit_bias", [{"1.0": 1}, {" 1": 1}, {"٣": 1}, {"05": 1},
+                                               {"00": 1}, {"+5": 1}, {"1_0": 1}],
                 "invalid_token_id", over_grpc=JSON_ALONE),
     *field_rows("B34-id", "logit_bias", [{str(VOCAB_SIZE): 1}], "invalid_token_id"),
     *field_rows("B34-value", "logit_bias", [{"1": 1e9}, {"1": -101}]),
@@ -276,7 +311,7 @@ FIELDS: list[Row] = [
     *field_rows("B35-ids", "logprob_token_ids", [list(range(1000))], "unsupported_parameter",
                 over_grpc=TYPED),
     *field_rows("B36", "seed", [2**63]),
-    *field_rows("B36-type", "seed", [2**70, -1, "x", 1.5], over_grpc=TYPED),
+    *field_rows("B36-type", "seed", [2**70, -1, "x", "05", "-0", 1.5, 1e-40], over_grpc=TYPED),
     *field_rows("B37-many", "stop", [["a"] * 100, ["a"] * 5], "array_too_long"),
     *field_rows("B37-empty", "stop", ["", [""], "é" * 129, "x" * 1_000_000], param="stop[0]"),
     *field_rows("B37-type", "stop", [["a", None], ["a", 1]], param="stop[1]", over_grpc=TYPED),
@@ -293,6 +328,14 @@ FIELDS: list[Row] = [
     *field_rows("B51", "cache_salt", ["", "x" * 65, "x" * 10_240, "a\0", "a\n", "\n", "é", "😀",
                                       "a@b", "a b", "../x"]),
     *field_rows("B51-type", "cache_salt", [1, []], over_grpc=TYPED),
+    *[Row(id=f"B52-label-{i}", headers={"X-Request-ID": label}, code="invalid_value",
+          param="X-Request-ID", grpc_code="invalid_value", grpc_param="request_id",
+          grpc_raw=inference_pb2.GenerateRequest(text="x", request_id=label).SerializeToString())
+      for i, label in enumerate(["x" * 257, "x" * 8000, "a b", "\xe9", "a\tb"])],
+    *[Row(id=f"B52-label-grpc-{i}", headers={"X-Request-ID": "x" * 257}, code="invalid_value",
+          param="X-Request-ID", grpc_code="invalid_value", grpc_param="request_id",
+          grpc_raw=inference_pb2.GenerateRequest(text="x", request_id=label).SerializeToString())
+      for i, label in enumerate(["a\r\nX: b", "a\n", "\0", "x" * 1_000_000, "😀"])],
     *field_rows("B54-user", "user", ["x" * 1_000_000, 1], over_grpc=TYPED),
     *field_rows("B54-metadata", "metadata", [{"a": "x" * 1_000_000}, {"a" * 65: "x"}, {"a": 1}, [],
                                              {str(i): "x" for i in range(17)}], over_grpc=TYPED),
@@ -323,6 +366,8 @@ CHATS: list[Row] = [
                "array_too_long", "messages"),
     *chat_rows("B23-chat", [_user("x" * 600), _user("x" * 3_000_000)], "context_length_exceeded",
                "messages"),
+    *chat_rows("B27-both", [{"max_tokens": 3, "max_completion_tokens": 4}], "invalid_value",
+               "max_tokens"),
     *chat_rows("B27-chat", [{"max_completion_tokens": 0, "max_tokens": ABSENT}], "invalid_value",
                "max_completion_tokens"),
     *chat_rows("B35-chat", [{"logprobs": True, "top_logprobs": 21}, {"top_logprobs": 1},
@@ -330,11 +375,12 @@ CHATS: list[Row] = [
                "top_logprobs"),
     *chat_rows("B40", [{"response_format": {"type": "wat"}}, {"response_format": {}}],
                "unsupported_parameter", "response_format"),
-    *[Row(id=f"B44-{name}", change={name: value}, code="unsupported_parameter", param=name,
-          path=path, over_grpc=TYPED if path != _CHAT else CHAT_ALONE)
+    *[Row(id=f"B44-{name}-{path[4:8]}", change={name: value}, code="unsupported_parameter",
+          param=name, path=path, over_grpc=TYPED if path != _CHAT else CHAT_ALONE)
       for path in ("/v1/completions", _CHAT)
       for name, value in (("chat_template", "{{ 1 }}"), ("chat_template_kwargs", {"a": 1}),
-                          ("continue_final_message", True), ("documents", [{"a": 1}]))][4:],
+                          ("reasoning_effort", "low"), ("continue_final_message", True),
+          ("documents", [{"a": 1}]))],
     *chat_rows("B41-deep", [_tools(_nested(300))], "invalid_schema",
                "tools[0].function.parameters"),
     *[Row(id=f"B41-endless-{depth}", raw=deep_arguments(depth), path=_CHAT, code="invalid_value",
@@ -342,7 +388,8 @@ CHATS: list[Row] = [
       for depth in (2000, 100_000)],
     *chat_rows("B41-large", [_tools({"enum": ["x"] * 20_000})], "invalid_schema",
                "tools[0].function.parameters"),
-    *chat_rows("B41-loop", [_tools(_LOOP)], "invalid_schema", "tools[0].function.parameters"),
+    *chat_rows("B41-loop", [_tools(loop) for loop in _LOOPS], "invalid_schema",
+               "tools[0].function.parameters"),
     *chat_rows("B41-remote", [_tools({"$ref": ref}) for ref in (
         "http://169.254.169.254/x", "file:///etc/passwd", "other.json", "#bad", "#/nowhere")],
         "invalid_schema", "tools[0].function.parameters"),
@@ -363,11 +410,9 @@ CHATS: list[Row] = [
 
 TABLE: list[Row] = [*BODIES, *FIELDS, *CHATS]
 
-# Kinds of request that meet nothing here, and why; what can be looked at is, in test_table.py.
+# Kinds of request that meet nothing here, and why. test_rows.py has the tests of all others.
 NOT_HERE: Mapping[str, str] = {
-    "B43": "schemas of tools are not compiled, so there is no cache of them to fill",
     "B79": "nodes do not register with a gateway: the directory is a hint, each dial checks",
     "B80": "the same: an address from the directory is dialled, and must prove the secret",
     "B81": "no message asks for a number of blocks: a puller names transfers, not sizes",
-    "B96": "prompts longer than a pool are refused; others wait in a bounded queue, else 429",
 }

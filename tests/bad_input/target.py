@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import sys
 import time
 from pathlib import Path
@@ -40,6 +41,8 @@ def _shorten(config: dict[str, Any]) -> None:
     connections.HEAD_S = config.pop("head_s", connections.HEAD_S)
     connections.IDLE_S = config.pop("idle_s", connections.IDLE_S)
     body.MAX_BODY_S = config.pop("body_s", body.MAX_BODY_S)
+    if max_files := config.pop("max_files", None):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
     connections.MAX_CONNECTIONS = config.pop("max_connections", connections.MAX_CONNECTIONS)
 
 

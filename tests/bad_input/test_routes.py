@@ -56,6 +56,32 @@ def test_absent_paths(target: Target, path: str) -> None:
         assert not LEAKS.search(answer.text.replace(path, "")), answer
 
 
+@pytest.mark.parametrize(
+    ("path", "instead"),
+    [
+        ("/v1/responses", "POST /v1/chat/completions"),
+        ("/v1/messages", "POST /v1/chat/completions"),
+        ("/v1/messages/count_tokens", "POST /tokenize"),
+        ("/api/chat", "POST /v1/chat/completions"),
+        ("/v1/embeddings", "generates text"),
+        ("/v1/audio/speech", "generates text"),
+        ("/v1/threads/x/runs", "nothing is kept"),
+        ("/v1/batches", "no files"),
+        ("/generate", "POST /v1/completions"),
+        ("/chat/completions", "the path is /v1/chat/completions"),
+        ("/v1/v1/chat/completions", "the path is /v1/chat/completions"),
+        ("/v1/completions/", "the path is /v1/completions"),
+        ("/get_model_info", "GET /v1/models"),
+        ("/wat", "/v1/chat/completions, /v1/completions"),
+        ("/" + "x/" * 2000, "GET /openapi.json"),
+    ],
+)
+def test_an_absent_path_is_told_what_there_is(target: Target, path: str, instead: str) -> None:
+    answer = target.post(path, {})
+    assert (answer.status, answer.code) == (404, "not_found")
+    assert instead in answer.text and len(answer.text) < 600
+
+
 def test_other_methods_of_routes(target: Target) -> None:
     for path, methods in ROUTES.items():
         for method in {"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"}:

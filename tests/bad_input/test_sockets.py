@@ -6,9 +6,11 @@ import pickle
 import re
 import socket
 import struct
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import grpc
@@ -26,6 +28,7 @@ from baton.proto.v1 import inference_pb2
 
 _HOST = b"Host: localhost\r\n"
 _GET = b"GET /live HTTP/1.1\r\n" + _HOST
+_POST = b"POST /tokenize HTTP/1.1\r\nContent-Type: application/json\r\n" + _HOST
 _MIB = 1 << 20
 
 
@@ -45,18 +48,32 @@ HEADS = {
     "B68-long-value": (_GET + b"X: " + b"a" * 65536 + b"\r\n\r\n", 431),
     "B68-long-name": (_GET + b"a" * 65536 + b": x\r\n\r\n", 431),
     "B68-many": (_GET + b"".join(b"a%d: x\r\n" % i for i in range(1000)) + b"\r\n", 431),
-    "B68-long-path": (b"GET /" + b"x" * 65536 + b" HTTP/1.1\r\n" + _HOST + b"\r\n", 431),
+    "B68-in-all": (
+        _GET + b"".join(b"X%d: %s\r\n" % (i, b"a" * 8000) for i in range(9)) + b"\r\n", 431),
+    "B69-long-path": (b"GET /" + b"x" * 102_400 + b" HTTP/1.1\r\n" + _HOST + b"\r\n", 414),
+    "B69-endless-path": (b"GET /" + b"x" * 65536, 414),
     "B68-space-in-a-name": (_GET + b"Bad name: x\r\n\r\n", 400),
     "B68-nul": (_GET + b"X: a\0b\r\n\r\n", 400),
     "B68-folded": (_GET + b"X: a\r\n b\r\n\r\n", 400),
     "B68-no-colon": (_GET + b"nonsense\r\n\r\n", 400),
     "B68-bare-cr": (_GET + b"X: a\rb\r\n\r\n", 400),
-    "B68-lengths": (_GET + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\nx", 400),
-    "B68-minus-length": (_GET + b"Content-Length: -1\r\n\r\n", 400),
-    "B68-huge-length": (_GET + b"Content-Length: " + b"9" * 30 + b"\r\n\r\n", 400),
-    "B68-smuggled": (
+    "B67-lengths": (_GET + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\nx", 400),
+    "B67-minus-length": (_GET + b"Content-Length: -1\r\n\r\n", 400),
+    "B67-huge-length": (_GET + b"Content-Length: " + b"9" * 30 + b"\r\n\r\n", 400),
+    "B67-smuggled": (
         _GET + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
-    "B68-coding": (_GET + b"Transfer-Encoding: gzip\r\n\r\n", 400),
+    **{
+        f"B67-coding-{i}": (_POST + b"Transfer-Encoding: " + codings + b"\r\n\r\n0\r\n\r\n", 400)
+        for i, codings in enumerate([
+            b"gzip", b"gzip, chunked", b"chunked, gzip", b"chunked, chunked", b"xchunked", b"",
+            b"identity", b"chunked;q=1", b"\x0bchunked",
+            b"gzip\r\nTransfer-Encoding: chunked", b"chunked\r\nTransfer-Encoding: chunked"])
+    },
+    "B67-coding-1.0": (
+        _POST.replace(b"1.1", b"1.0") + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+    "B67-bare-lf": (_GET.replace(b"\r", b"") + b"\n", 400),
+    "B67-chunk-size": (_POST + b"Transfer-Encoding: chunked\r\n\r\n0x5\r\nhello\r\n", 400),
+    "B71-version": (_GET.replace(b"1.1", b"2.0") + b"\r\n", 400),
     "B70-ranges": (
         b"GET /dashboard HTTP/1.1\r\n" + _HOST + b"Range: bytes="
         + b",".join(b"%d-%d" % (i, i) for i in range(10_000)) + b"\r\n\r\n", 431),
@@ -125,7 +142,10 @@ def test_nothing_is_read_behind_a_body_that_is_refused(target: Target) -> None:
 # --- HTTP/2 by hand -------------------------------------------------------------------------------
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_SETTINGS, _HEADERS, _CONTINUATION, _PING, _RESET, _WINDOW = 4, 1, 9, 6, 3, 8
+_SETTINGS, _HEADERS, _CONTINUATION, _PING, _RESET, _WINDOW, _GOAWAY = 4, 1, 9, 6, 3, 8, 7
+_TABLE_SIZE, _MAX_CONCURRENT_STREAMS = 1, 3  # among settings
+_LAST_PING = b"the last"
+_ENHANCE_YOUR_CALM = 11
 _END_STREAM, _END_HEADERS = 1, 4
 
 
@@ -196,21 +216,135 @@ def test_a_bomb_of_references(target: Target) -> None:
     _flood(target, frames(), 8 * _MIB)
 
 
-def test_floods_of_small_frames(target: Target) -> None:
-    """B73: pings, settings, windows, and streams that are reset as soon as they are there."""
+class _Wire(threading.Thread):
+    """Reads frames of a connection until it ends, so that the server can go on writing."""
+
+    def __init__(self, plain: socket.socket) -> None:
+        super().__init__(daemon=True)
+        self._plain = plain
+        self.frames: list[tuple[int, bytes]] = []  # kind and payload, but of pings and windows
+
+    def run(self) -> None:
+        """Up to the answer to the last ping."""
+        with suppress(OSError), self._plain.makefile("rb") as file:
+            while len(head := file.read(9)) == 9:
+                payload = file.read(int.from_bytes(head[:3]))
+                if payload == _LAST_PING:
+                    return
+                if head[3] not in (_PING, _WINDOW):
+                    self.frames.append((head[3], payload))
+
+    def of(self, kind: int) -> list[bytes]:
+        return [payload for found, payload in self.frames if found == kind]
+
+
+def _answers_to(target: Target, frames: Iterable[bytes]) -> _Wire:
+    """What the server says to these, until it closes or answers a ping behind them."""
+    with target.connect(target.grpc_port) as plain:
+        wire = _Wire(plain)
+        wire.start()
+        with suppress(OSError):
+            plain.sendall(_PREFACE + _frame(_SETTINGS, 0, 0, b""))
+            for frame in frames:
+                plain.sendall(frame)
+            plain.sendall(_frame(_PING, 0, 0, _LAST_PING))
+        wire.join(20)
+        assert not wire.is_alive()
+    return wire
+
+
+def test_the_number_of_streams_is_announced(target: Target) -> None:
+    """B72: as many as there may be requests, and some for calls that are refused or abort."""
+    wire = _answers_to(target, [])
+    settings = wire.of(_SETTINGS)[0]
+    pairs = dict(struct.unpack_from(">HI", settings, at) for at in range(0, len(settings), 6))
+    assert pairs[_MAX_CONCURRENT_STREAMS] == 1024 + 128
+
+
+def test_who_floods_with_pings_is_told_to_go(target: Target) -> None:
+    """B77."""
+    wire = _answers_to(target, (_frame(_PING, 0, 0, b"12345678") for _ in range(20_000)))
+    (farewell,) = wire.of(_GOAWAY)
+    assert farewell[4:] == struct.pack(">I", _ENHANCE_YOUR_CALM) + b"too_many_pings"
+    target.check_serves()
+
+
+@pytest.mark.parametrize("has_body", [False, True])
+def test_rapid_resets_cost_others_nothing(target: Target, has_body: bool) -> None:
+    """B72: what is opened beyond the limit before resets were looked at is refused unseen."""
+    message = inference_pb2.GenerateRequest(text="hello").SerializeToString()
+    body = b"\0" + struct.pack(">I", len(message)) + message
 
     def resets() -> Iterator[bytes]:
         for stream in range(1, 20_000, 2):
-            yield _frame(_HEADERS, _END_HEADERS, stream, _call_head())
-            yield _frame(_RESET, 0, stream, b"\0\0\0\x08")
+            opened = _frame(_HEADERS, _END_HEADERS, stream, _call_head())
+            data = _frame(0, _END_STREAM, stream, body) if has_body else b""
+            yield opened + data + _frame(_RESET, 0, stream, b"\0\0\0\x08")
+
+    before = target.rss_bytes()
+    with ThreadPoolExecutor(1) as pool:
+        flood = pool.submit(_answers_to, target, resets())
+        while not flood.done():
+            began_s = time.monotonic()
+            target.check_serves()
+            assert time.monotonic() - began_s < 5
+        refused = flood.result().of(_RESET)
+    assert len(refused) > 5000 and set(refused) == {struct.pack(">I", _ENHANCE_YOUR_CALM)}
+    assert target.rss_bytes() - before < 128 * _MIB
+    target.check_serves()
+
+
+def test_a_flood_of_settings_and_windows(target: Target) -> None:
+    """B73."""
 
     def small() -> Iterator[bytes]:
         for _ in range(3_000):
-            yield _frame(_PING, 0, 0, b"12345678") + _frame(_SETTINGS, 0, 0, b"")
-            yield _frame(_WINDOW, 0, 0, b"\x7f\xff\xff\xff")
+            yield _frame(_SETTINGS, 0, 0, b"") + _frame(_WINDOW, 0, 0, b"\0\0\0\1")
 
-    _flood(target, resets(), 16 * _MIB)
     _flood(target, small(), 16 * _MIB)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "status"), [(8 << 10, "OK"), (17 << 10, "RESOURCE_EXHAUSTED")]
+)
+def test_the_cap_of_metadata(target: Target, num_bytes: int, status: str) -> None:
+    """B68."""
+    message = inference_pb2.GenerateRequest(text="x")
+    message.sampling.max_tokens = 1
+    assert target.generate(message, [("x-junk", "x" * num_bytes)]).status == status
+
+
+_INTERNAL, _DEADLINE_EXCEEDED, _OK = b"13", b"4", b"0"
+
+
+@pytest.mark.parametrize(
+    ("timeout", "status"),
+    [(timeout, _INTERNAL) for timeout in (b"wat", b"", b"1", b"1X", b"-1S", b"1.5S", b"1S1S")]
+    + [(b"0S", _DEADLINE_EXCEEDED), (b"0n", _DEADLINE_EXCEEDED), (b"1n", _DEADLINE_EXCEEDED)]
+    + [(b"99999999H", _OK), (b"60S", _OK)],
+)
+def test_deadlines(target: Target, timeout: bytes, status: bytes) -> None:
+    """B56. gRPC itself reads `grpc-timeout` and refuses what it cannot read, before any code of
+    ours, by INTERNAL; of the stream alone, whose connection goes on."""
+    message = inference_pb2.GenerateRequest(text="hello", sampling={"max_tokens": 1})
+    body = b"\0" + struct.pack(">I", message.ByteSize()) + message.SerializeToString()
+    statuses = []
+    with target.connect(target.grpc_port) as plain, plain.makefile("rb") as file:
+        plain_headers = struct.pack(">HI", _TABLE_SIZE, 0)
+        plain.sendall(_PREFACE + _frame(_SETTINGS, 0, 0, plain_headers))
+        for stream, changes in ((1, {"grpc_timeout": timeout}), (3, {})):
+            plain.sendall(
+                _frame(_HEADERS, _END_HEADERS, stream, _call_head(**changes))
+                + _frame(0, _END_STREAM, stream, body)
+            )
+            while True:
+                head = file.read(9)
+                payload = file.read(int.from_bytes(head[:3]))
+                if head[3] == _HEADERS and head[4] & _END_STREAM:
+                    break
+            statuses.append(re.search(rb"grpc-status.(\d+)", payload)[1])
+            assert not LEAKS.search(payload.decode("latin-1"))
+    assert statuses == [status, _OK]
 
 
 @pytest.mark.parametrize(
@@ -329,15 +463,18 @@ def test_a_body_that_does_not_come(hasty: Target) -> None:
 
 
 def test_more_connections_than_there_may_be(hasty: Target) -> None:
-    """Those beyond are closed at once; those before go on, and leave their places."""
+    """Those beyond get 503 and are closed; those before go on, and leave their places."""
     body = _GET + b"\r\n"
     with ExitStack() as stack:
         first = [stack.enter_context(hasty.connect()) for _ in range(32)]
         first[0].sendall(body)
         assert read_answer(first[0]).status == 200
         for _ in range(20):
-            more = stack.enter_context(hasty.connect())
-            assert read_to_end(more) == b""
+            with hasty.connect() as more:
+                more.sendall(body)
+                answer = read_answer(more)
+                assert (answer.status, answer.code) == (503, "unavailable")
+                assert answer.headers["Retry-After"] == "1" and read_to_end(more) == b""
         first[1].sendall(body)
         assert read_answer(first[1]).status == 200
     _until_it_serves(hasty)

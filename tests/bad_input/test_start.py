@@ -17,9 +17,10 @@ from safetensors.torch import save_file
 from baton.core import flags
 from baton.core.config import ClusterConfig, EngineConfig, GatewayConfig, NodeConfig, UpConfig
 from baton.core.errors import StartupFailed
-from baton.engine.checkpoint import load_weights, weight_files
+from baton.engine.checkpoint import load_weights
 from baton.engine.layers import Target
 from baton.engine.model_config import read_model_config
+from baton.engine.weight_files import weight_files
 from baton.gateway.served_model import ServedModel
 
 _PARSER_OF = {

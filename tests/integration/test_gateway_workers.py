@@ -134,6 +134,31 @@ async def test_a_killed_worker_comes_back_and_the_other_never_went(world: World)
     assert set(await world.finished()) == {"0", "1"}
 
 
+async def test_a_worker_that_hangs_is_replaced(world: World) -> None:
+    """And the other is not."""
+    hung, other = world.workers()
+    os.kill(hung, signal.SIGSTOP)
+    began_s = time.monotonic()
+    while hung in world.workers():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    assert 1.0 < time.monotonic() - began_s < 2.5
+    while len(world.workers()) < 2:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    await until_links(world.gateway.decode, 2)
+    assert await world.calls(NUM_CALLS) == [expected_text("hello", 20)] * NUM_CALLS
+    assert other in world.workers()
+
+
+@pytest.mark.slow
+async def test_a_parent_that_hangs_for_a_while_kills_nobody(world: World) -> None:
+    workers = world.workers()
+    os.kill(world.gateway.pid, signal.SIGSTOP)
+    await asyncio.sleep(3)
+    os.kill(world.gateway.pid, signal.SIGCONT)
+    await asyncio.sleep(0.5)
+    assert world.workers() == workers
+
+
 async def test_streams_end_before_the_workers_do(world: World) -> None:
     world.gateway.decode.token_s = 0.02
     async with world.http() as http:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,16 +13,19 @@ import torch
 from checkpoints import write_checkpoint
 from safetensors.torch import load_file, save_file
 
+from baton.core.config import EngineConfig
 from baton.core.errors import StartupFailed
+from baton.core.model_dir import resolve_model_dir
 from baton.engine.checkpoint import (
     LoadProgress,
     fill_dummy_weights,
     load_weights,
-    weight_files,
     weights_identity,
 )
 from baton.engine.layers import Cut, Target
+from baton.engine.weight_files import weight_files, weights_bytes
 
+DEMO = resolve_model_dir("demo")
 TENSORS = {
     "a.weight": torch.arange(12.0).view(3, 4),
     "b.weight": torch.arange(5.0),
@@ -200,3 +204,23 @@ def test_transformers_shards_are_read(tmp_path: Path) -> None:
     load_weights(tmp_path, {name: Target(tensor) for name, tensor in ours.items()})
     assert all(torch.equal(ours[name], state[name]) for name in state)
     assert set(load_file(weight_files(tmp_path)[0])) < set(state)
+
+
+@pytest.mark.parametrize(("dtype", "num_bytes"), [("auto", 2), ("float16", 2), ("float32", 4)])
+def test_the_bytes_of_weights_are_known_before_they_are_read(dtype: str, num_bytes: int) -> None:
+    config = EngineConfig(model="demo", dtype=dtype)
+    count = sum(tensor.numel() for tensor in load_file(weight_files(DEMO)[0]).values())
+    assert weights_bytes(config) == count * num_bytes
+    dummy = weights_bytes(replace(config, load_format="dummy"))
+    assert dummy == pytest.approx(count * num_bytes, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\xff" * 8, b"\2" + bytes(7) + b"[]", b"\7" + bytes(7) + b'{"a":1}', b"[" * 100_000],
+)
+def test_a_broken_header_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_text((DEMO / "config.json").read_text())
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(StartupFailed, match=r"cannot read .*model.safetensors"):
+        weights_bytes(EngineConfig(model=str(tmp_path)))

@@ -19,6 +19,7 @@ from baton.core.token_ids import column, pack
 from baton.gateway.validation import (
     ModelLimits,
     ValidatedRequest,
+    check_names,
     check_request,
     complete_request,
 )
@@ -172,9 +173,22 @@ def test_an_explicit_zero_top_k_is_no_limit() -> None:
     assert validate(wire(top_k=0)).sampling.top_k is None
 
 
-def test_a_negative_zero_is_greedy() -> None:
-    temperature = validate(wire(temperature=-0.0)).sampling.temperature
-    assert math.copysign(1.0, temperature) == 1.0 and temperature == 0.0
+@pytest.mark.parametrize(
+    "name", ["temperature", "min_p", "presence_penalty", "frequency_penalty", "logit_bias"]
+)
+def test_numbers_too_small_for_the_sampler_are_zero_and_minus_zero_is_none(name: str) -> None:
+    def validated(number: float) -> object:
+        fields = {name: {1: number} if name == "logit_bias" else number}
+        return getattr(validate(wire(**fields)).sampling, name)
+
+    zero = validated(0.0)
+    for tiny in (1e-40, 1e-50):
+        assert repr(validated(tiny)) == repr(zero)
+    assert validated(1e-37) != zero
+    for minus_zero in (-0.0, -1e-40, -1e-50):
+        with pytest.raises(InvalidRequest, match="-0") as caught:
+            validated(minus_zero)
+        assert (caught.value.code, caught.value.param) == ("invalid_value", name)
 
 
 def test_lengths_are_both_named() -> None:
@@ -199,3 +213,17 @@ def test_what_no_pool_can_hold(prompt: int, max_tokens: int, fits: bool) -> None
 def test_the_default_length_fits_the_pools() -> None:
     pools = ModelLimits("demo", 100, 50, max_prompt_tokens=10, max_total_tokens=20)
     assert validate(wire(ids=[1] * 5), pools).sampling.max_tokens == 15
+
+
+@pytest.mark.parametrize("label", ["x" * 257, "a b", "a\n", "a\r\nb: c", "\0", "é", "😀", "\x7f"])
+def test_labels_are_visible_ascii(label: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        validate(wire(request_id=label))
+    assert (caught.value.code, caught.value.param) == ("invalid_value", "request_id")
+
+
+def test_names_to_abort_are_bounded() -> None:
+    check_names(["x"] * 1024)
+    with pytest.raises(InvalidRequest) as caught:
+        check_names(["x"] * 1025)
+    assert (caught.value.code, caught.value.param) == ("array_too_long", "ids")

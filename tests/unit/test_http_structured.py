@@ -222,6 +222,35 @@ async def test_the_check_says_what_is_wrong_and_remembers_what_is_not(grammars: 
     check.close()
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {"type": "object", "anyOf": [{"$ref": "#"}]},
+        {"$ref": "#/$defs/x", "$defs": {"x": {"$ref": "#/$defs/y"}, "y": {"$ref": "#/$defs/x"}}},
+    ],
+)
+def test_a_schema_with_a_loop_is_told_so(grammars: Grammars, schema: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=r"\$ref loop"):
+        grammars.compile(Constraint(KIND.JSON_SCHEMA, json.dumps(schema)))
+
+
+TREE = {"type": "object", "properties": {"child": {"$ref": "#"}}, "additionalProperties": False}
+
+
+def test_a_recursive_schema_works_as_a_format_and_in_a_forced_call(grammars: Grammars) -> None:
+    text = '{"child": {"child": {}}}'
+    matcher = grammars.compile(Constraint(KIND.JSON_SCHEMA, json.dumps(TREE))).follow()
+    accept(matcher, [*text.encode(), EOS_ID])
+    source = call_grammar(
+        TOOLS.read([tool("f", parameters=TREE)], "tools"), ToolChoice(True, True, "f"), "arguments"
+    )
+    call = grammars.compile(Constraint(KIND.GRAMMAR, source))
+    accept(call.follow(), [*f"{text}}}".encode(), EOS_ID])
+    with pytest.raises(InvalidRequest):
+        accept(call.follow(), [*b'{"child": 1}}', EOS_ID])
+
+
 async def test_the_check_is_bounded(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton.gateway.constraint_check._MAX_WAITING", 0)
     check = ConstraintCheck(grammars)

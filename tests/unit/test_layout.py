@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 import tomllib
@@ -111,6 +112,22 @@ def test_control_plane_never_imports_torch(face: str) -> None:
     heavy = ("torch", "transformers")
     program = f"import sys, {face}; print([m for m in {heavy} if m in sys.modules])"
     assert run_python(program) == "[]"
+
+
+@pytest.mark.parametrize("is_safe", [False, True])
+@pytest.mark.parametrize("folder", ["tmp_path", "ROOT"])
+def test_the_module_is_the_command(tmp_path: Path, folder: str, is_safe: bool) -> None:
+    """`python -m baton`, from anywhere."""
+    (tmp_path / "core.py").write_text("raise SystemExit('not ours')")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    said = subprocess.run(
+        [sys.executable, "-m", "baton", "--help"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path if folder == "tmp_path" else ROOT,
+        env=environment | ({"PYTHONSAFEPATH": "1"} if is_safe else {}),
+    )
+    assert said.returncode == 0 and said.stdout.startswith("usage: baton [-h]"), said
 
 
 def test_generic_names_are_not_importable_bare() -> None:

@@ -1,0 +1,129 @@
+"""The GPUs that engines of this host may use, asked of the driver: no torch, no CUDA context.
+
+A GPU's index is the one that `--gpus` takes: its place among those that CUDA_VISIBLE_DEVICES
+leaves. It is counted as nvidia-smi does, by PCI bus; where GPUs of one host differ, CUDA counts
+likewise under CUDA_DEVICE_ORDER=PCI_BUS_ID.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_ASK_TIMEOUT_S = 20.0  # the first look at a driver that nobody keeps loaded takes seconds
+_QUERY = ("nvidia-smi", "--query-gpu=uuid,memory.total,name", "--format=csv,noheader,nounits")
+_DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True, slots=True)
+class HostGpu:
+    """`total_bytes` is None where the driver does not say."""
+
+    index: int
+    name: str
+    total_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HostGpus:
+    """All of them; `why_none` says why there are none that torch could use."""
+
+    gpus: tuple[HostGpu, ...] = ()
+    why_none: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Device:
+    """One line of the driver's list."""
+
+    uuid: str
+    name: str
+    total_bytes: int | None
+
+
+def find_host_gpus() -> HostGpus:
+    """What the driver, torch's build and the environment leave. A second at most, mostly."""
+    return usable(_ask_nvidia_smi(_run) or _ask_proc(_DRIVER_FOLDER), os.environ, _torch_has_cuda())
+
+
+def usable(
+    devices: Sequence[_Device], environment: Mapping[str, str], torch_has_cuda: bool
+) -> HostGpus:
+    """The driver's devices as CUDA will count them."""
+    if not devices:
+        return HostGpus(why_none="this host has no GPU")
+    if not torch_has_cuda:
+        return HostGpus(why_none="torch is a build for CPUs, though this host has GPUs")
+    if (wanted := environment.get(_VISIBLE)) is not None:
+        devices = _visible(devices, wanted)
+        if not devices:
+            return HostGpus(why_none=f"{_VISIBLE}={wanted} hides this host's GPUs")
+    gpus = (HostGpu(i, found.name, found.total_bytes) for i, found in enumerate(devices))
+    return HostGpus(tuple(gpus))
+
+
+def _visible(devices: Sequence[_Device], wanted: str) -> list[_Device]:
+    """Those that are named, by number or by the beginning of a UUID, up to the first mistake."""
+    found: list[_Device] = []
+    for word in (word.strip() for word in wanted.split(",")):
+        if word.startswith("MIG-"):
+            found.append(_Device(word, "MIG device", None))
+            continue
+        if word.isdecimal():
+            matches = devices[int(word) : int(word) + 1]
+        else:
+            matches = [d for d in devices if word.startswith("GPU-") and d.uuid.startswith(word)]
+        if len(matches) != 1:
+            break
+        found += matches
+    return found
+
+
+def _ask_nvidia_smi(run: Callable[[Sequence[str]], str]) -> list[_Device]:
+    devices = []
+    for line in run(_QUERY).splitlines():
+        uuid, total_mib, name = [*(part.strip() for part in line.split(",", 2)), "", ""][:3]
+        if uuid.startswith("GPU-"):
+            total_bytes = int(total_mib) << 20 if total_mib.isdecimal() else None
+            devices.append(_Device(uuid, name, total_bytes))
+    return devices
+
+
+def _run(command: Sequence[str]) -> str:
+    """What it printed; empty where it is not there, fails or hangs."""
+    try:
+        ended = subprocess.run(
+            command, capture_output=True, text=True, timeout=_ASK_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError):
+        return ""
+    return ended.stdout if ended.returncode == 0 else ""
+
+
+def _ask_proc(folder: Path) -> list[_Device]:
+    """Where the driver is there without its tools, as in some containers."""
+    devices = []
+    for path in sorted(folder.glob("*/information")):
+        text = path.read_text(errors="replace")
+        fields = dict(re.findall(r"^([^:\n]+):\s*(.*?)\s*$", text, re.M))
+        devices.append(_Device(fields.get("GPU UUID", ""), fields.get("Model", "GPU"), None))
+    return devices
+
+
+def _torch_has_cuda() -> bool:
+    """By the file that every build of torch carries; to import torch would take seconds."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    try:
+        text = (Path(spec.origin).parent / "version.py").read_text()
+    except OSError:
+        return True  # the engine will say
+    match = re.search(r"^cuda\b[^=]*=\s*(.*)$", text, re.M)
+    return match is None or match[1] != "None"

@@ -1,0 +1,80 @@
+"""Private folders for sockets, of which none stays behind for good.
+
+Who makes one holds a lock on it, which the kernel drops with the process, whatever killed it: a
+folder of ours that can be locked is nobody's, and the next one to be made removes it. A lock needs
+no pid, so neither a pid that is in use again nor containers over one /tmp mislead it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from types import TracebackType
+
+_OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_MAX_ROOT_BYTES = 64  # a unix socket's path has 107 in all
+
+
+class RuntimeFolder:
+    """`with RuntimeFolder.make("baton-x-") as folder: ... folder.path`, of mode 0700."""
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path = path
+        self._lock = lock
+
+    @classmethod
+    def make(cls, prefix: str) -> RuntimeFolder:
+        """A new one, once those of that prefix are removed whose makers are gone."""
+        root = _root()
+        _sweep(root, prefix)
+        while True:
+            path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
+            with contextlib.suppress(FileNotFoundError):  # swept before it was locked
+                lock = os.open(path, _OPEN)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if os.fstat(lock).st_nlink > 0:
+                    return cls(path, lock)
+                os.close(lock)
+
+    def remove(self) -> None:
+        """With all that is in it; harmless when it is gone already."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+        self._lock = -1
+
+    def __enter__(self) -> RuntimeFolder:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+
+def _sweep(root: Path, prefix: str) -> None:
+    for path in root.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):  # no folder, another user's, somebody was faster
+            lock = os.open(path, _OPEN)
+            try:
+                if os.fstat(lock).st_uid == os.getuid():
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(path)
+            finally:
+                os.close(lock)
+
+
+def _root() -> Path:
+    """XDG's folder for sockets if the session has one, else the temporary folder, unless a socket's
+    path would be too long there."""
+    for folder in (os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir()):
+        if len(os.fsencode(folder)) <= _MAX_ROOT_BYTES and os.access(folder, os.W_OK | os.X_OK):
+            return Path(folder)
+    return Path("/tmp")
