@@ -4,9 +4,8 @@
     a pull   request ─► send ~ receive, part by part ─► generations still the same? verdict
 
 Each pair of ranks has a communicator of its own; when it stalls, or the connection ends, it is
-aborted alone, the pull fails, and the next pull makes a new one: that takes too long to do within a
-pull. Across two hosts it has never been
-tried.
+aborted alone, the pull fails, and the next pull makes a new one, which takes too long to do within
+a pull. Across two hosts it has never been tried.
 """
 
 from __future__ import annotations

@@ -29,8 +29,6 @@ _BUFFER_BYTES = 4 << 20  # both ends work while bytes wait here; the kernel may 
 class ConnectionBroken(HandoffFailed):
     """It was reset or closed: to connect again may help."""
 
-    code = "connection_broken"
-
 
 class Deadline:
     """A moment on the monotonic clock; None is none."""

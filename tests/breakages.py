@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 from fault_cluster import CHUNK_TOKENS
-from faults import BLOCK_SIZE, Ledger, Scene, until
+from faults import BLOCK_SIZE, Ledger, Scene, Stream, until
 from node_driver import SECRET, NodeProcess, health, session
 
 from baton.cluster.secret import secret_metadata
@@ -27,6 +27,7 @@ from baton.kv_transfer.messages import PROTOCOL
 from baton.proto.v1 import handoff_pb2, handoff_pb2_grpc, node_pb2
 
 NUM_CHUNKS = 8
+NUM_NEIGHBOURS = 31
 LONG = NUM_CHUNKS * CHUNK_TOKENS  # a prompt of about 100 ms
 PREFILLS, DECODES = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
 
@@ -42,6 +43,19 @@ def has_computed(num_chunks: int) -> Callable[[Ledger], bool]:
     def holds(ledger: Ledger) -> bool:
         requests = ledger["requests"].values()
         return any(r["num_computed_tokens"] >= num_chunks * CHUNK_TOKENS for r in requests)
+
+    return holds
+
+
+def is_computing(stream: Stream) -> Callable[[Ledger], bool]:
+    """Some of its prompt, and not all."""
+
+    def holds(ledger: Ledger) -> bool:
+        name = f"{stream.generation.id}/"
+        return any(
+            key.startswith(name) and CHUNK_TOKENS <= r["num_computed_tokens"] < LONG
+            for key, r in ledger.get("requests", {}).items()
+        )
 
     return holds
 
@@ -135,16 +149,19 @@ async def kill_decode_of_a_constrained(scene: Scene) -> None:
 
 
 async def kill_engines_under_one_request(scene: Scene) -> None:
-    """It may be what kills them: it is not tried on a third. Its neighbours live through one."""
-    stream = scene.ask(num_tokens=1000, expected_error=EngineFailed)
-    for num_tokens in (5, 25):
-        await stream.reached(num_tokens)
-        name = await scene.holder_of("decode", stream)
+    """F37: it kills whoever computes it, and is not tried on a third; its neighbours live on."""
+    neighbours = [scene.ask() for _ in range(NUM_NEIGHBOURS)]
+    stream = scene.ask(LONG, expected_error=EngineFailed)
+    for _ in range(2):
+        name = await scene.holder_during(stream, "prefill", is_computing(stream))
         assert name is not None
-        neighbour = scene.ask()
         scene.kill(name, "engine")
-        await neighbour.end()
     await stream.end()
+    for neighbour in neighbours:
+        await neighbour.end()
+    attempts = sorted(neighbour.result.attempts for neighbour in neighbours)
+    took_s = time.time() - scene.broken_s
+    print(f"F37: attempts of neighbours {attempts}, over {took_s:.2f} s after the second death")
 
 
 async def kill_both_decodes(scene: Scene) -> None:

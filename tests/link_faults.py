@@ -107,7 +107,7 @@ async def _tangled(scene: Scene) -> AsyncIterator[Tangled]:
                 stack.push_async_callback(directory.close)
             tangles = []
             for seen_in, shown_in in (("near", ("far", "front")), ("far", ("front",))):
-                member = await _newcomer(directories[seen_in], {t.incarnation for t in tangles})
+                member = await newcomer(directories[seen_in], {t.incarnation for t in tangles})
                 tangle = await stack.enter_async_context(
                     Tangle(member.address, member.incarnation, SEED)
                 )
@@ -126,7 +126,7 @@ async def _tangled(scene: Scene) -> AsyncIterator[Tangled]:
             await asyncio.to_thread(process.wait)
 
 
-async def _newcomer(directory: RedisDirectory, known: set[str]) -> Member:
+async def newcomer(directory: RedisDirectory, known: set[str]) -> Member:
     """The first member of a cluster that is not known."""
     async for members in directory.watch():
         for member in members:

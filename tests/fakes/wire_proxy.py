@@ -22,7 +22,7 @@ class WireProxy:
     `delay_s`: before each `at_once_bytes` are passed on.
     """
 
-    def __init__(self, target_port: int) -> None:
+    def __init__(self, target_port: int, host: str = "127.0.0.1", port: int = 0) -> None:
         self.lost: frozenset[str] = frozenset()
         self.delay_s = 0.0
         self.at_once_bytes = 65536
@@ -35,7 +35,7 @@ class WireProxy:
         self._cuts: dict[str, tuple[int, frozenset[str] | None]] = {}
         self._again_bytes: int | None = None
         self._open: set[tuple[socket.socket, socket.socket]] = set()
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server((host, port))
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, name="proxy", daemon=True).start()
 
