@@ -109,7 +109,8 @@ async def reset_data_connections(scene: Scene, seconds: float = 0.0) -> None:
                 assert stream.result.attempts == 1
                 num_streams += 1
         await resetting
-        print(f"F16: {num_streams} streams under {wire.num_resets - num_resets} resets")
+        num_resets = wire.num_resets - num_resets
+        print(f"F16: and {num_streams} more streams under {num_resets} resets, 7.5 a second")
         await wait_idle(*net.nodes.values())
         (ledger,) = await ledgers(net.nodes["decode-9"])
         assert "ready" in ledger["peers"].values()
