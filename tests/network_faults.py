@@ -22,7 +22,7 @@ from functools import partial
 from fakes.wire_proxy import BACK, ON, WireProxy
 from faults import Scene, Stream, until
 from link_faults import newcomer
-from node_driver import SECRET, is_idle, ledgers, wait_idle
+from node_driver import SECRET, ledgers, wait_idle
 from tangle import Tangle
 
 from baton.client import AsyncClient
@@ -51,69 +51,77 @@ class Network:
             wire.lost = ways
 
 
-async def part(ways: frozenset[str], scene: Scene) -> None:
-    """F11, F12: two nodes whom everybody else reaches do not reach each other, or one of them does
-    not; in the middle of hand-offs. All goes on with the other pair."""
+async def break_a_pair(scene: Scene) -> None:
+    """F16, F12: resets in every MB; then what the source sends vanishes."""
     async with network(scene) as net:
-        first = await _ask(scene, net)
-        assert {stream.result.decode_node for stream in first} == {"decode-8", "decode-9"}
-        wires = [*net.data.values()]
-        for wire in wires:  # in a body: the rest of an answer is lost
-            wire.lose_after(700_000, BACK, ways)
-        streams = [scene.ask(n, 12, client=net.client) for n in PROMPTS]
-
-        async def is_lost() -> bool:
-            return any(wire.lost for wire in wires)
-
-        await until(is_lost)
-        net.lose(ways)
-        scene.broken_s = time.time()
-        for stream in streams:
-            await stream.end()
-        hit = [stream for stream in streams if stream.result.attempts > 1]
-        assert hit
-        assert {stream.result.attempts for stream in hit} == {2}
-        found_s = max(map(scene.found_s, hit))
-        took_s = await _idle_s(net, "prefill-9", "decode-9", "decode-8")
-        print(
-            f"{' and '.join(sorted(ways))} lost: {len(hit)} streams went on within {found_s:.2f} s",
-            end=", ",
-        )
-        print(f"all ledgers clean {took_s:.2f} s later")
-        assert found_s < LIVENESS_S + 0.3  # and the attempt's new dispatch
-        assert took_s < LEASE_S
-        net.lose(frozenset())
-        await until(partial(_is_linked, net, 2))
-        for stream in await _ask(scene, net):
-            assert stream.result.attempts == 1
+        await _reset_data_connections(scene, net)
+        await _part(scene, net, frozenset({BACK}))
 
 
-async def reset_data_connections(scene: Scene, seconds: float = 0.0) -> None:
-    """F16: whatever is in a chunk when its connection is reset, no attempt notices.
+async def break_a_pair_in_every_way(scene: Scene) -> None:
+    """F11, F12, F16: one direction, the other, both; and resets under load for a while."""
+    async with network(scene) as net:
+        for ways in ({ON, BACK}, {BACK}, {ON}):
+            await _part(scene, net, frozenset(ways))
+        await _reset_data_connections(scene, net, seconds=20.0)
+
+
+async def _part(scene: Scene, net: Network, ways: frozenset[str]) -> None:
+    """Two nodes whom everybody else reaches do not reach each other, or one of them does not, in
+    the middle of hand-offs. All goes on with the other pair."""
+    first = await _ask(scene, net)
+    assert {stream.result.decode_node for stream in first} == {"decode-8", "decode-9"}
+    wires = [*net.data.values()]
+    for wire in wires:  # in a body: the rest of an answer is lost
+        wire.lose_after(700_000, BACK, ways)
+    streams = [scene.ask(n, 12, client=net.client) for n in PROMPTS]
+
+    async def is_lost() -> bool:
+        return any(wire.lost for wire in wires)
+
+    await until(is_lost)
+    net.lose(ways)
+    scene.broken_s = time.time()
+    for stream in streams:
+        await stream.end()
+    hit = [stream for stream in streams if stream.result.attempts > 1]
+    assert hit
+    assert {stream.result.attempts for stream in hit} == {2}
+    found_s = max(map(scene.found_s, hit))
+    took_s = await _idle_s(net)
+    print(f"{sorted(ways)} lost: {len(hit)} streams went on within {found_s:.2f} s")
+    print(f"     all ledgers clean {took_s:.2f} s after their ends")
+    assert found_s < LIVENESS_S + 0.3  # and the attempt's new dispatch
+    assert took_s < LEASE_S
+    net.lose(frozenset())
+    await until(partial(_is_linked, net, 2))
+
+
+async def _reset_data_connections(scene: Scene, net: Network, seconds: float = 0.0) -> None:
+    """Whatever is in a chunk when its connection is reset, no attempt notices.
 
     Every MB, and then for some seconds 7.5 times a second.
     """
-    async with network(scene) as net:
-        (wire,) = net.data.values()
-        wire.cut_every(1_000_000, BACK)
+    (wire,) = net.data.values()
+    num_resets = wire.num_resets
+    wire.cut_every(1_000_000, BACK)
+    for stream in await _ask(scene, net):
+        assert stream.result.attempts == 1
+    wire.cut_every(1 << 60, BACK)
+    assert wire.num_resets > num_resets + 2
+    until_s = time.monotonic() + seconds
+    resetting = asyncio.create_task(_reset(wire, until_s))
+    num_streams, num_resets = 0, wire.num_resets
+    while time.monotonic() < until_s:
         for stream in await _ask(scene, net):
             assert stream.result.attempts == 1
-        wire.cut_every(1 << 60, BACK)
-        num_resets = wire.num_resets
-        assert num_resets > 2
-        until_s = time.monotonic() + seconds
-        resetting = asyncio.create_task(_reset(wire, until_s))
-        num_streams = 0
-        while time.monotonic() < until_s:
-            for stream in await _ask(scene, net):
-                assert stream.result.attempts == 1
-                num_streams += 1
-        await resetting
-        num_resets = wire.num_resets - num_resets
-        print(f"F16: and {num_streams} more streams under {num_resets} resets, 7.5 a second")
-        await wait_idle(*net.nodes.values())
-        (ledger,) = await ledgers(net.nodes["decode-9"])
-        assert "ready" in ledger["peers"].values()
+            num_streams += 1
+    await resetting
+    num_resets = wire.num_resets - num_resets
+    print(f"F16: and {num_streams} more streams under {num_resets} resets, 7.5 a second")
+    await _idle_s(net)
+    (ledger,) = await ledgers(net.nodes["decode-9"])
+    assert "ready" in ledger["peers"].values()
 
 
 async def _reset(wire: WireProxy, until_s: float) -> None:
@@ -130,16 +138,10 @@ async def _ask(scene: Scene, net: Network) -> list[Stream]:
     return streams
 
 
-async def _idle_s(net: Network, *names: str) -> float:
-    """How long until these hold nothing for anybody."""
+async def _idle_s(net: Network) -> float:
+    """How long until no node holds anything for anybody."""
     began_s = time.monotonic()
-    for name in names:
-
-        async def is_over(name: str = name) -> bool:
-            (ledger,) = await ledgers(net.nodes[name])
-            return is_idle(ledger)
-
-        await until(is_over)
+    await wait_idle(*net.nodes.values(), timeout_s=2 * LEASE_S)
     return time.monotonic() - began_s
 
 
@@ -197,8 +199,3 @@ async def network(scene: Scene) -> AsyncIterator[Network]:
             process.process.send_signal(signal.SIGINT)
         for process in processes:
             await asyncio.to_thread(process.wait)
-
-
-lose_both_ways = partial(part, frozenset({ON, BACK}))
-lose_what_the_source_sends = partial(part, frozenset({BACK}))
-lose_what_the_puller_sends = partial(part, frozenset({ON}))

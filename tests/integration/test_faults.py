@@ -84,10 +84,7 @@ ROWS = (
     Row("F9-gateway-0.2s", partial(do.pause_gateway, 0.2), ONCE),
     Row("F9-prefill", partial(do.pause_prefill, 1.5, "node"), AGAIN, 1.5),
     Row("F9-decode-engine", do.hang_decode_engine, AGAIN, 1.5),
-    Row("F11", network_faults.lose_both_ways),
-    Row("F12-to-puller", network_faults.lose_what_the_source_sends),
-    Row("F12-to-source", network_faults.lose_what_the_puller_sends),
-    Row("F16", network_faults.reset_data_connections),
+    Row("F12-F16", network_faults.break_a_pair),
     Row("F25", memory.ask_by_a_stale_index, ONCE),
     Row("F26", do.send_crafted_tickets),
     Row("F27", link_faults.shuffle_messages),
@@ -102,7 +99,7 @@ ROWS = (
     Row("F42", do.join_with_other_makes),
 )
 SLOW_ROWS = (
-    Row("F16-20s", partial(network_faults.reset_data_connections, seconds=20.0)),
+    Row("F11-F12-F16", network_faults.break_a_pair_in_every_way),
     Row("F1-engine", partial(do.kill_prefill_before_its_first_chunk, "engine"), AGAIN),
     Row("F5-engine-token-0", partial(do.kill_decode_before_its_first_token, "engine"), AGAIN),
     Row("F5-node-token-1", partial(do.kill_decode_at_token, 1, "node"), AGAIN),
