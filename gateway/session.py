@@ -235,16 +235,22 @@ class Session:
         num_known = len(self.request.prompt_token_ids) + len(self._output_ids)
         avoid = self._avoid
         if self._suspicion is not None:
+            if error := self._suspects.convicted.get(self.call_id):
+                self._end_badly(error)
+                return
+            if self._suspects.tries(self.call_id):
+                self._settle_until_s = now_s + self._limits.settle_s
+                return
             avoid = self._suspects.keep_clear(avoid)
         try:
             route = self._router.choose(num_known, avoid=avoid, fingerprint=self._fingerprint)
-        except Unavailable as error:
+        except Unavailable as unavailable:
             if avoid != self._avoid:  # until another suspect's trial is over
                 self._settle_until_s, self._wait_until_s = now_s + self._limits.settle_s, None
             elif self._wait_until_s is None:
                 self._wait_until_s = now_s + self._limits.recovery_wait_s
             elif now_s >= self._wait_until_s:
-                self._end_badly(error)
+                self._end_badly(unavailable)
             return
         self._wait_until_s = None
         siblings = self._siblings if self._num_attempts == 0 else ()
@@ -263,7 +269,8 @@ class Session:
         self._num_attempts += 1
         self._attempt = attempt
         if self._suspicion is not None:
-            self._suspects.try_on(self.request_id, attempt.pair, self._suspicion)
+            engine = attempt.pair[self._suspicion.side]
+            self._suspects.try_on(self.request_id, self.call_id, engine)
         self._is_led = False
         self._stamp(Event.ROUTED)
         return attempt
@@ -314,10 +321,11 @@ class Session:
         self._avoid_until_s = now_s + self._limits.avoid_s
         self._settle_until_s = now_s + self._limits.settle_s
         self._suspects.end(self.request_id)
-        if isinstance(error, EngineFailed):
+        if isinstance(error, EngineFailed) and blamed is not None:
             self._num_engine_failures += 1
-            if blamed is not None:
-                self._suspicion = Suspicion.of(attempt.pair, blamed, len(self._output_ids))
+            self._suspicion = Suspicion.of(attempt.pair, blamed, len(self._output_ids))
+            if self._num_engine_failures == self._limits.max_engine_failures:
+                self._suspects.convict(self.call_id, error)
         if len(self._output_ids) == self.request.sampling.max_tokens:
             # All tokens are out: only the word "done" was lost.
             self._finish(attempt, FinishReason.LENGTH, self._text.flush(), [])

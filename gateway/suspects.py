@@ -9,9 +9,13 @@ well. Others are sent to engines without a trial, if any. Knows of this gateway'
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 
+from ..core.errors import BatonError
 from .engine_link import Avoid
+
+_MAX_CONVICTED = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +34,16 @@ class Suspicion:
 
 
 class Suspects:
-    """Which engines have a suspect on trial."""
+    """Which engines have a suspect on trial. Samples of one call are alike: one is tried at a time,
+    and `convicted` are the errors of calls of which one was given up."""
 
     def __init__(self) -> None:
-        self._trials: dict[str, str] = {}  # engine by request id
+        self._trials: dict[str, tuple[str, str]] = {}  # call and engine, by request id
+        self.convicted: OrderedDict[str, BatonError] = OrderedDict()
 
     @property
     def engines(self) -> frozenset[str]:
-        return frozenset(self._trials.values())
+        return frozenset([engine for _, engine in self._trials.values()])
 
     def keep_clear(self, avoid: Avoid) -> Avoid:
         """`avoid`, and every engine with a trial."""
@@ -45,10 +51,20 @@ class Suspects:
             return avoid
         return Avoid(avoid.incarnations | self.engines, avoid.pairs)
 
-    def try_on(self, request_id: str, pair: tuple[str, str], suspicion: Suspicion) -> None:
+    def tries(self, call_id: str) -> bool:
+        """Whether a sample of this call is on trial."""
+        return any(call == call_id for call, _ in self._trials.values())
+
+    def try_on(self, request_id: str, call_id: str, engine: str) -> None:
         """A suspect is dispatched; pair with `end`."""
-        self._trials[request_id] = pair[suspicion.side]
+        self._trials[request_id] = (call_id, engine)
 
     def end(self, request_id: str) -> None:
         """Its trial is over, however it ended; nothing if there is none."""
         self._trials.pop(request_id, None)
+
+    def convict(self, call_id: str, error: BatonError) -> None:
+        """It has killed as many engines as one may; remembered while samples of it may wait."""
+        self.convicted[call_id] = error
+        if len(self.convicted) > _MAX_CONVICTED:
+            self.convicted.popitem(last=False)

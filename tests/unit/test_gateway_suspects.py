@@ -47,9 +47,9 @@ class Cluster:
         for work in Work:
             self.engines[work] = []
             for _ in range(self.num_engines):
-                self._start(work)
+                self.start(work)
 
-    def _start(self, work: Work) -> None:
+    def start(self, work: Work) -> None:
         self.num_started += 1
         self.engines[work].append(FakeLink(f"{work.value}-{self.num_started}"))
 
@@ -64,7 +64,7 @@ class Cluster:
                 return Route(*(min(engines, key=lambda e: len(e.dispatched)) for engines in fit))
         raise Unavailable("no engine")
 
-    def ask(self, request_id: str) -> None:
+    def ask(self, request_id: str, call_id: str = "") -> None:
         self.sinks[request_id] = FakeSink()
         session = self.sessions[request_id] = Session(
             request_id,
@@ -79,13 +79,14 @@ class Cluster:
             limits=SessionLimits(recovery_wait_s=10.0),
             suspects=self.suspects,
         )
+        session.call_id = call_id or request_id
         session.start()
 
     def step(self) -> None:
         self.num_steps += 1
         for due in [due for due in self.due if due[0] <= self.num_steps]:
             self.due.remove(due)
-            self._start(due[1])
+            self.start(due[1])
             for session in self.sessions.values():
                 session.cluster_changed()
         for engine in [*self.engines[Work.PREFILL], *self.engines[Work.DECODE]]:
@@ -183,6 +184,17 @@ def test_two_poison_requests_are_lost_alone() -> None:
     cluster.run()
     assert cluster.lost() == {"r7", "r20"}
     assert cluster.num_lost <= 4
+
+
+def test_samples_of_one_poison_prompt_cost_no_more_engines() -> None:
+    samples = frozenset({"r1", "r2", "r3", "r4"})
+    cluster = Cluster(1, Work.DECODE, 1, poison=samples)
+    for i in range(NUM_STREAMS):
+        cluster.ask(f"r{i}", "call" if f"r{i}" in samples else "")
+    for _ in range(3):
+        cluster.start(Work.DECODE)
+    cluster.run()
+    assert (cluster.lost(), cluster.num_lost) == (samples, 2)
 
 
 def test_one_that_kills_at_another_place_each_time_ends_all_the_same() -> None:
