@@ -11,12 +11,12 @@ import json
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import grpc
 from fault_cluster import CHUNK_TOKENS
-from faults import BLOCK_SIZE, Ledger, Scene, Stream, until
+from faults import BLOCK_SIZE, Ledger, Scene, until
 from node_driver import SECRET, NodeProcess, health, session
 
 from baton.cluster.secret import secret_metadata
@@ -47,15 +47,14 @@ def has_computed(num_chunks: int) -> Callable[[Ledger], bool]:
     return holds
 
 
-def is_computing(stream: Stream) -> Callable[[Ledger], bool]:
-    """Some of its prompt, and not all."""
+def is_computing_long(killed: Collection[str]) -> Callable[[Ledger], bool]:
+    """Some of a long prompt, and not all, on a node that was not killed; others have less than two
+    chunks."""
 
     def holds(ledger: Ledger) -> bool:
-        name = f"{stream.generation.id}/"
-        return any(
-            key.startswith(name) and CHUNK_TOKENS <= r["num_computed_tokens"] < LONG
-            for key, r in ledger.get("requests", {}).items()
-        )
+        counts = [r["num_computed_tokens"] for r in ledger.get("requests", {}).values()]
+        is_computing = any(2 * CHUNK_TOKENS <= count < LONG for count in counts)
+        return is_computing and ledger["node"] not in killed
 
     return holds
 
@@ -150,12 +149,14 @@ async def kill_decode_of_a_constrained(scene: Scene) -> None:
 
 async def kill_engines_under_one_request(scene: Scene) -> None:
     """F37: it kills whoever computes it, and is not tried on a third; its neighbours live on."""
-    neighbours = [scene.ask() for _ in range(NUM_NEIGHBOURS)]
     stream = scene.ask(LONG, expected_error=EngineFailed)
+    neighbours = [scene.ask() for _ in range(NUM_NEIGHBOURS)]
+    killed: list[str] = []
     for _ in range(2):
-        name = await scene.holder_during(stream, "prefill", is_computing(stream))
+        name = await scene.holder_during(stream, "prefill", is_computing_long(killed))
         assert name is not None
         scene.kill(name, "engine")
+        killed.append(name)
     await stream.end()
     for neighbour in neighbours:
         await neighbour.end()
