@@ -130,7 +130,9 @@ class NodeConfig:
     )
     port: int = flag(0, "gRPC port; 0, or one that is taken: a free one")
     advertise: str | None = flag(
-        None, "host:port that others dial, where a port mapping or a proxy stands in between"
+        None,
+        "host:port that others dial, where a port mapping or a proxy stands in between; more of "
+        "them behind commas: also answered to",
     )
     gpus: str | None = flag(
         None,

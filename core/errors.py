@@ -226,7 +226,7 @@ class StartupFailed(BatonError):
 def _tree(root: type[BatonError]) -> dict[str, type[BatonError]]:
     found = {root.code: root}
     for child in root.__subclasses__():
-        found.update(_tree(child))
+        found = _tree(child) | found  # one without a code of its own is its parent on the wire
     return found
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Protocol
 
@@ -21,6 +22,7 @@ from ..prefix_index.mirror import PrefixMirror
 from .engine_link import Avoid, EngineOutput, PlainToken, Route, Work
 from .prefill_speed import PrefillSpeed
 from .routing import EngineState, choose_pair
+from .suspects import Suspects
 from .validation import ModelLimits
 
 _RESERVED_BLOCKS = 2  # padding and canary
@@ -265,6 +267,7 @@ class EngineTable:
     def __init__(self, mirror: PrefixMirror) -> None:
         self.engines: dict[str, LinkedEngine] = {}
         self.mirror = mirror
+        self.suspects = Suspects()
         self.decisions: Counter[str] = Counter()  # why requests went where they went
 
     def add(self, engine: LinkedEngine) -> None:
@@ -286,7 +289,8 @@ class EngineTable:
         cached_tokens: Mapping[str, int] = _NOTHING_CACHED,
         is_constrained: bool = False,
     ) -> Route:
-        """See engine_link.Router. An engine counts from its first heartbeat on.
+        """See engine_link.Router. An engine counts from its first heartbeat on; one where a suspect
+        is on trial comes after all others.
 
         `cached_tokens`: by incarnation, what engines are likely to have of the request.
         `is_constrained`: it is for engines alone that take constraints.
@@ -296,7 +300,14 @@ class EngineTable:
             for engine in self.engines.values()
             if engine.load is not None and (engine.member.can_constrain or not is_constrained)
         ]
-        prefill, decode = choose_pair(states, num_tokens, avoid=avoid, fingerprint=fingerprint)
+        choose = partial(choose_pair, states, num_tokens, fingerprint=fingerprint)
+        clear = self.suspects.keep_clear(avoid)
+        try:
+            prefill, decode = choose(avoid=clear)
+        except Unavailable:
+            if clear == avoid:
+                raise
+            prefill, decode = choose(avoid=avoid)
         return Route(
             ChosenEngine(self.engines[prefill], cached_tokens.get(prefill, 0)),
             ChosenEngine(self.engines[decode], cached_tokens.get(decode, 0)),

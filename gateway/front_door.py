@@ -390,6 +390,7 @@ class FrontDoor:
             clock=self._clock,
             entropy=self._entropy,
             limits=self._session_limits,
+            suspects=self._table.suspects,
             sample_index=sample_index,
             siblings=siblings,
         )

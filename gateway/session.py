@@ -35,6 +35,7 @@ from .attempt import Attempt, OutputToken
 from .chunk import Chunk, Result, Sink
 from .engine_link import Avoid, EngineOutput, Route, Router, Transfer, Work
 from .prompt_scores import PromptScores
+from .suspects import Suspects, Suspicion
 from .text_stream import TextStream
 from .validation import ValidatedRequest
 
@@ -45,7 +46,8 @@ GATEWAY = "gateway"
 class SessionLimits:
     """How long and how often a request tries.
 
-    `max_engine_failures`: engines that may die under one request, since it may be what kills them.
+    `max_engine_failures`: engines that may die under one request, since it may be what kills them,
+    unless it has got further in between (suspects.py).
     `recovery_wait_s`: wait for an engine where none can take it. `avoid_s`: how long a failed
     engine is left out even if it is the only one; covers the age of heartbeats. `settle_s`: the end
     of a node is noticed on several streams, in any order; a retry waits until all were heard.
@@ -78,6 +80,7 @@ class Session:
         clock: Clock,
         entropy: Entropy,
         limits: SessionLimits,
+        suspects: Suspects | None = None,
         sample_index: int = 0,
         siblings: Sequence[Session] = (),
     ) -> None:
@@ -102,6 +105,8 @@ class Session:
         self._attempt: Attempt | None = None
         self._num_attempts = 0
         self._num_engine_failures = 0
+        self._suspects = Suspects() if suspects is None else suspects
+        self._suspicion: Suspicion | None = None
         self._fingerprint: str | None = None
         self._avoid = Avoid()
         self._avoid_until_s = 0.0
@@ -149,6 +154,7 @@ class Session:
         if (
             attempt is None
             or self._fingerprint is None
+            or self._suspicion is not None
             or self._text.is_searched
             or not attempt.takes_next(incarnation, attempt_number, index)
         ):
@@ -227,13 +233,24 @@ class Session:
         if self._avoid and now_s >= self._avoid_until_s:
             self._avoid = Avoid()
         num_known = len(self.request.prompt_token_ids) + len(self._output_ids)
+        avoid = self._avoid
+        if self._suspicion is not None:
+            if error := self._suspects.convicted.get(self.call_id):
+                self._end_badly(error)
+                return
+            if self._suspects.tries(self.call_id):
+                self._settle_until_s = now_s + self._limits.settle_s
+                return
+            avoid = self._suspects.keep_clear(avoid)
         try:
-            route = self._router.choose(num_known, avoid=self._avoid, fingerprint=self._fingerprint)
-        except Unavailable as error:
-            if self._wait_until_s is None:
+            route = self._router.choose(num_known, avoid=avoid, fingerprint=self._fingerprint)
+        except Unavailable as unavailable:
+            if avoid != self._avoid:  # until another suspect's trial is over
+                self._settle_until_s, self._wait_until_s = now_s + self._limits.settle_s, None
+            elif self._wait_until_s is None:
                 self._wait_until_s = now_s + self._limits.recovery_wait_s
             elif now_s >= self._wait_until_s:
-                self._end_badly(error)
+                self._end_badly(unavailable)
             return
         self._wait_until_s = None
         siblings = self._siblings if self._num_attempts == 0 else ()
@@ -251,6 +268,9 @@ class Session:
         )
         self._num_attempts += 1
         self._attempt = attempt
+        if self._suspicion is not None:
+            engine = attempt.pair[self._suspicion.side]
+            self._suspects.try_on(self.request_id, self.call_id, engine)
         self._is_led = False
         self._stamp(Event.ROUTED)
         return attempt
@@ -300,7 +320,12 @@ class Session:
         now_s = self._clock.monotonic_s()
         self._avoid_until_s = now_s + self._limits.avoid_s
         self._settle_until_s = now_s + self._limits.settle_s
-        self._num_engine_failures += isinstance(error, EngineFailed)
+        self._suspects.end(self.request_id)
+        if isinstance(error, EngineFailed) and blamed is not None:
+            self._num_engine_failures += 1
+            self._suspicion = Suspicion.of(attempt.pair, blamed, len(self._output_ids))
+            if self._num_engine_failures == self._limits.max_engine_failures:
+                self._suspects.convict(self.call_id, error)
         if len(self._output_ids) == self.request.sampling.max_tokens:
             # All tokens are out: only the word "done" was lost.
             self._finish(attempt, FinishReason.LENGTH, self._text.flush(), [])
@@ -336,12 +361,20 @@ class Session:
         self._output_ids += [token_id for token_id, _ in shown]
         if shown and self._fingerprint is None:
             self._fingerprint = attempt.route.prefill.fingerprint
+        if self._suspicion is not None and len(self._output_ids) >= self._suspicion.cleared_at:
+            self._clear()
         if piece.matched_stop is not None:
             self._finish(attempt, FinishReason.STOP, piece.text, shown, piece.matched_stop)
         elif attempt.is_complete and attempt.finish_reason is not None:
             self._finish(attempt, attempt.finish_reason, piece.text + self._text.flush(), shown)
         elif shown and not self._sink.emit(self._chunk(piece.text, shown)):
             self._end_too_slow()
+
+    def _clear(self) -> None:
+        """It is further than where its engine died: what killed that was another request."""
+        self._suspicion = None
+        self._num_engine_failures = 0
+        self._suspects.end(self.request_id)
 
     def _chunk(self, text: str, shown: list[OutputToken], result: Result | None = None) -> Chunk:
         """The newest tokens for the client."""
@@ -399,6 +432,7 @@ class Session:
         assert not self.is_over, "a request ends once"
         self.is_over = True
         self._attempt = None
+        self._suspects.end(self.request_id)
         self._stamp(event)
 
     def _stamp(self, event: Event) -> None:

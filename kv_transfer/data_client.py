@@ -1,6 +1,7 @@
 """The puller's end of a data connection: proves itself, then asks for blocks and hears verdicts.
 
-Owns one connection at a time; what it carries, and where to, is for its user.
+Owns one connection at a time; what it carries, and where to, is for its user, as is what follows
+when it breaks (ConnectionBroken).
 """
 
 from __future__ import annotations
@@ -16,11 +17,10 @@ from .block_pairs import Generations, Ids
 from .head_ranges import BlockCut
 from .pool_address import PoolDescription
 from .remote import RemotePool
-from .stream import Deadline, Stream
+from .stream import SILENCE_S, ConnectionBroken, Deadline, Recovery, Stream
 from .transport import PullOutcome
 
-_CONNECT_S = 2.0
-_ANSWER_S = 5.0  # how long a source may be silent; blocks may take longer, at the slowest rate:
+_SPARE_S = 5.0  # for blocks that come without a silence, over what they take at the slowest rate:
 _SLOWEST_BYTES_PER_S = 1e6
 
 WrapSocket = Callable[[socket.socket], socket.socket]
@@ -45,12 +45,12 @@ class DataClient:
 
         Raises HandoffFailed, after which the connection is of no use.
         """
-        deadline = Deadline(_ANSWER_S)
+        deadline = Deadline(SILENCE_S)
         self.stream.write(wire.pack_request(ids, generations), deadline)
         answer = self._frame(deadline) if self.mode.says_begin else None
         if answer is None:
-            receive(Deadline(_ANSWER_S + num_bytes / _SLOWEST_BYTES_PER_S))
-            answer = self._frame(Deadline(_ANSWER_S))
+            receive(Deadline(_SPARE_S + num_bytes / _SLOWEST_BYTES_PER_S))
+            answer = self._frame(Deadline(SILENCE_S))
         if not isinstance(answer, PullOutcome):
             raise HandoffFailed("the source sent something else than its verdict")
         return answer
@@ -84,16 +84,20 @@ def connect(
     mode: wire.Mode = wire.Mode.BYTES,
     wrap: WrapSocket = lambda connection: connection,
     pair_id: bytes = b"",
+    deadline: Deadline | None = None,
 ) -> DataClient:
     """Reach the pool of exactly this name; without `cut` for its description alone.
 
     `pair_id` is what `mode` wants.
 
-    Raises HandoffFailed: nobody is there, or it does not know the key. Takes two seconds at most.
+    Raises ConnectionBroken, or HandoffFailed: nobody is there, or it does not know the key. Takes
+    as long as a silence at most.
     """
-    deadline = Deadline(_CONNECT_S)
+    deadline = deadline or Deadline(SILENCE_S)
     try:
         raw = socket.create_connection((remote.host, remote.port), deadline.remaining_s())
+    except (ConnectionResetError, ConnectionAbortedError) as error:
+        raise ConnectionBroken(f"{remote.host}:{remote.port} broke it: {error}") from error
     except OSError as error:
         raise HandoffFailed(f"nobody at {remote.host}:{remote.port}: {error}") from error
     stream = Stream(raw)
@@ -110,9 +114,15 @@ def describe_remote(
     pool: str, remote: RemotePool, wrap: WrapSocket = lambda connection: connection
 ) -> PoolDescription:
     """As `pool_address.describe`, from afar."""
-    client = connect(pool, remote, None, wrap=wrap)
-    client.close()
-    return client.description
+    recovery = Recovery()
+    while True:
+        try:
+            client = connect(pool, remote, None, wrap=wrap, deadline=recovery.deadline)
+        except ConnectionBroken as error:
+            recovery.pause(error)
+        else:
+            client.close()
+            return client.description
 
 
 def _introduce(

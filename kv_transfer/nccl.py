@@ -4,8 +4,8 @@
     a pull   request ─► send ~ receive, part by part ─► generations still the same? verdict
 
 Each pair of ranks has a communicator of its own; when it stalls, or the connection ends, it is
-aborted alone, the pull fails, and the next pull makes a new one. Across two hosts it has never been
-tried.
+aborted alone, the pull fails, and the next pull makes a new one, which takes too long to do within
+a pull. Across two hosts it has never been tried.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from .head_ranges import BlockCut, HeadPiece
 from .nccl_lane import Lane
 from .remote import RemotePool
 from .remote_window import RemoteWindow
-from .stream import Deadline, Stream
+from .stream import SILENCE_S, Deadline, Stream
 
 _SET_UP_S = 20.0  # to connect, and for first transfers, which connect further
-_STALL_S = 2.5
 _SLOWEST_BYTES_PER_S = 1e9
 _MAX_REQUEST_BLOCKS = wire.MAX_REQUEST_BLOCKS
 
@@ -103,6 +102,7 @@ class _NcclCarrier:
     """See `Carrier`: a new pair with each connection."""
 
     transport = "nccl"
+    connects_quickly = False
 
     def __init__(self, open_pair: Callable[[], tuple[DataClient, Lane]], cut: BlockCut) -> None:
         self._open_pair = open_pair
@@ -110,7 +110,7 @@ class _NcclCarrier:
         self._lane: Lane | None = None
         self.max_request_blocks = _MAX_REQUEST_BLOCKS
 
-    def connect(self) -> DataClient:
+    def connect(self, deadline: Deadline | None = None) -> DataClient:
         client, self._lane = self._open_pair()
         return client
 
@@ -137,4 +137,4 @@ class _NcclCarrier:
 
 def _deadline(stream: Stream, num_bytes: int) -> Deadline:
     """When a transfer beside `stream` is taken for stalled."""
-    return stream.watched(_STALL_S + num_bytes / _SLOWEST_BYTES_PER_S)
+    return stream.watched(SILENCE_S + num_bytes / _SLOWEST_BYTES_PER_S)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
@@ -25,6 +26,7 @@ class Pull:
     def __init__(self, pairs: BlockPairs, on_done: Callable[[PullOutcome], None]) -> None:
         self.pairs = pairs
         self.on_done = on_done
+        self.asked_s = time.monotonic()
         self.is_cancelled = False
 
     def cancel(self) -> None:
@@ -34,12 +36,12 @@ class Pull:
 class PullThread(ABC):
     """A window (transport.PoolWindow) whose copies keep a CPU busy."""
 
+    _is_closed = False
     num_steps: int | None = None  # nobody counts them in host memory, or for other hosts
 
     def __init__(self, incarnation: str) -> None:
         """Start the thread; what it copies with must be ready."""
         self._incarnation = incarnation
-        self._is_closed = False
         self._pulls: queue.SimpleQueue[Pull | None] = queue.SimpleQueue()
         name = f"kv-pull-{incarnation[:8]}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)

@@ -1,15 +1,22 @@
 """One source's pool behind a network: asks for blocks, and trusts them after the source's verdict.
 
     start_pull ─► the window's thread: request ─► carrier receives ─► verdict OK? ─► commit
-                                                        damaged ─► once more
-The source looks at the generations behind its last byte, since they cannot be seen from here. A
-connection that breaks fails its pull; the next pull makes a new one.
+                                          ▲             │ damaged: once more
+                                          └── connect ◄─┤ the connection broke
+                                                        └ silence: the pull fails
+The source looks at the generations behind its last byte, since they cannot be seen from here. What
+was asked for on a connection that broke is asked for anew, all of it; what has been committed is
+not. A carrier that takes long to connect fails the pull instead, and the next one connects.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import time
+from collections.abc import Iterator
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -21,7 +28,7 @@ from .block_pairs import Generations, Ids
 from .data_client import DataClient
 from .head_ranges import BlockCut
 from .pull_thread import Pull, PullThread
-from .stream import Deadline
+from .stream import ConnectionBroken, Deadline, Recovery
 from .transport import PullOutcome
 
 _log = logging.getLogger(__name__)
@@ -35,9 +42,10 @@ class Carrier(Protocol):
 
     transport: str
     max_request_blocks: int
+    connects_quickly: bool
 
-    def connect(self) -> DataClient:
-        """Reach the source anew. Raises HandoffFailed."""
+    def connect(self, deadline: Deadline | None = None) -> DataClient:
+        """Reach the source anew, quickly by `deadline`. Raises HandoffFailed."""
         ...
 
     def receive(
@@ -71,18 +79,19 @@ class RemoteWindow(PullThread):
         self._incarnation = incarnation
         self._carrier = carrier
         self._cut = cut
-        self._client: DataClient | None = carrier.connect()
-        try:
-            self.gbytes_per_s = self._check_and_measure()
-        except HandoffFailed:
-            self._hang_up()
-            raise
+        self._client: DataClient | None = None
+        self._failed_s = -math.inf  # when a pull last ended without a verdict
+        recovery, is_open = Recovery(), False
+        while not is_open:
+            with self._hanging_up(recovery):
+                self.gbytes_per_s = self._check_and_measure(recovery)
+                is_open = True
         super().__init__(incarnation)
 
-    def _check_and_measure(self) -> float:
+    def _check_and_measure(self, recovery: Recovery) -> float:
         """GB/s of the canary block, many times over, once it is found to be right."""
-        canary = np.array([CANARY_BLOCK])
-        if self._request(canary, np.zeros(1, np.uint64), None) is not PullOutcome.OK:
+        canary, ask = np.array([CANARY_BLOCK]), partial(self._request, recovery)
+        if ask(canary, np.zeros(1, np.uint64), None) is not PullOutcome.OK:
             raise HandoffFailed("the canary block cannot be read")
         expected = canary_bytes(self._incarnation, self._cut.source_block_bytes)
         if self._carrier.first_piece() != self._cut.of_source(expected):
@@ -91,34 +100,63 @@ class RemoteWindow(PullThread):
         most = self._carrier.max_request_blocks
         num_blocks = min(max(1, _MEASURED_BYTES // piece_bytes), most)
         begin_s = time.perf_counter()
-        self._request(canary.repeat(num_blocks), np.zeros(num_blocks, np.uint64), None)
+        ask(canary.repeat(num_blocks), np.zeros(num_blocks, np.uint64), None)
         return num_blocks * piece_bytes / (time.perf_counter() - begin_s) / 1e9
 
     def copy_blocks(self, pull: Pull) -> PullOutcome:
-        most = self._carrier.max_request_blocks
-        try:
-            for begin in range(0, len(pull.pairs), most):
-                if pull.is_cancelled:
-                    return PullOutcome.CANCELLED
-                pairs = pull.pairs[begin : begin + most]
-                outcome = self._request(pairs.ids[0], pairs.generations, pairs.ids[1])
+        if pull.asked_s < self._failed_s:
+            raise HandoffFailed("the source was lost while the pull waited")
+        most = num_at_once = self._carrier.max_request_blocks
+        begin, recovery = 0, Recovery()
+        while begin < len(pull.pairs):
+            if pull.is_cancelled:
+                return PullOutcome.CANCELLED
+            pairs = pull.pairs[begin : begin + num_at_once]
+            num_at_once = max(1, len(pairs) // 2)  # the next, if this one breaks
+            with self._hanging_up(recovery):
+                outcome = self._request(recovery, pairs.ids[0], pairs.generations, pairs.ids[1])
                 if outcome is not PullOutcome.OK:
                     return outcome
-        except Exception:
-            self._hang_up()  # what is still on its way belongs to nobody
-            raise
+                begin += len(pairs)
+                num_at_once, recovery = min(most, 4 * num_at_once), Recovery()
         return PullOutcome.OK
+
+    @contextlib.contextmanager
+    def _hanging_up(self, recovery: Recovery) -> Iterator[None]:
+        """Nothing comes of a connection on which something went wrong; returns where another one
+        may do better, and else raises HandoffFailed."""
+        try:
+            yield
+        except ConnectionBroken as error:
+            self._hang_up()
+            if self._is_closed or not self._carrier.connects_quickly:
+                raise
+            try:
+                recovery.pause(error)
+            except ConnectionBroken:
+                self._failed_s = time.monotonic()
+                raise
+        except Exception:
+            self._hang_up()
+            self._failed_s = time.monotonic()
+            raise
 
     def let_go(self) -> None:
         self._hang_up()
 
     def _request(
-        self, source_ids: Ids, generations: Generations, block_ids: Ids | None
+        self,
+        recovery: Recovery,
+        source_ids: Ids,
+        generations: Generations,
+        block_ids: Ids | None,
     ) -> PullOutcome:
         """Ask for blocks until they are not damaged, or twice. Raises HandoffFailed."""
         for _ in range(_TRIES):
             if self._client is None:
-                self._client = self._carrier.connect()
+                if self._is_closed:
+                    raise HandoffFailed("the link to the source is lost")
+                self._client = self._carrier.connect(recovery.deadline)
             client, is_intact = self._client, True
 
             def receive(deadline: Deadline, client: DataClient = client) -> None:

@@ -24,7 +24,7 @@ from .stream import Deadline, Stream
 
 _REQUEST_BYTES = 16 << 20  # what a puller stages
 _SENT_AT_ONCE_BYTES = 2 << 20
-_SEND_S = 10.0  # for so much of it: at 0.2 MB/s a puller is given up
+_SEND_S = 10.0  # for a frame that passes slowly, without a silence
 
 # The blocks of this rank's pool, in pieces of that cut.
 MakeBytes = Callable[[BlockCut], BlockBytes]
@@ -94,6 +94,7 @@ class _TcpCarrier:
     """See `Carrier`: into staging first, into the pool at `commit`."""
 
     transport = "tcp"
+    connects_quickly = True
 
     def __init__(
         self,
@@ -112,8 +113,10 @@ class _TcpCarrier:
         )
         self._staging: Bytes = np.empty(self.max_request_blocks * cut.piece_bytes, np.uint8)
 
-    def connect(self) -> DataClient:
-        return connect(self._incarnation, self._remote, self._cut, wrap=self._wrap)
+    def connect(self, deadline: Deadline | None = None) -> DataClient:
+        return connect(
+            self._incarnation, self._remote, self._cut, wrap=self._wrap, deadline=deadline
+        )
 
     def receive(
         self, client: DataClient, num_blocks: int, block_ids: Ids | None, deadline: Deadline

@@ -110,7 +110,9 @@ class Supervisor:
         self._secret = secret
         self._directory = directory
         self._index = index
-        self._address = node.advertise or f"{_reachable(node.host)}:{node.port}"
+        listening = f"{_reachable(node.host)}:{node.port}"
+        self._addresses = (*(node.advertise or listening).split(","), listening)
+        self._address = self._addresses[0]
         self._members = LiveMembers(directory)
         self._is_draining = False
         self._health = NodeHealth(self._is_ready, node.heartbeat_s)
@@ -161,7 +163,7 @@ class Supervisor:
     async def serve(self, server: grpc.aio.Server, signals: StopSignals) -> None:
         """Run the node until it is told to stop. Raises StartupFailed."""
         key, has_tls = handshake_key(self._secret), self._tls is not None
-        _add_services(server, self, Callers(key, (self._address,), has_tls), self._health)
+        _add_services(server, self, Callers(key, self._addresses, has_tls), self._health)
         await server.start()
         beside = [self._health.run(), self._members.run(), show_turns()]
         looking = asyncio.gather(*beside)

@@ -11,7 +11,7 @@ import json
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -30,6 +30,7 @@ from baton.kv_transfer.messages import PROTOCOL
 from baton.proto.v1 import handoff_pb2, handoff_pb2_grpc, node_pb2
 
 NUM_CHUNKS = 8
+NUM_NEIGHBOURS = 31
 LONG = NUM_CHUNKS * CHUNK_TOKENS  # a prompt of about 100 ms
 PREFILLS, DECODES = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
 
@@ -45,6 +46,18 @@ def has_computed(num_chunks: int) -> Callable[[Ledger], bool]:
     def holds(ledger: Ledger) -> bool:
         requests = ledger["requests"].values()
         return any(r["num_computed_tokens"] >= num_chunks * CHUNK_TOKENS for r in requests)
+
+    return holds
+
+
+def is_computing_long(killed: Collection[str]) -> Callable[[Ledger], bool]:
+    """Some of a long prompt, and not all, on a node that was not killed; others have less than two
+    chunks."""
+
+    def holds(ledger: Ledger) -> bool:
+        counts = [r["num_computed_tokens"] for r in ledger.get("requests", {}).values()]
+        is_computing = any(2 * CHUNK_TOKENS <= count < LONG for count in counts)
+        return is_computing and ledger["node"] not in killed
 
     return holds
 
@@ -138,16 +151,21 @@ async def kill_decode_of_a_constrained(scene: Scene) -> None:
 
 
 async def kill_engines_under_one_request(scene: Scene) -> None:
-    """It may be what kills them: it is not tried on a third. Its neighbours live through one."""
-    stream = scene.ask(num_tokens=1000, expected_error=EngineFailed)
-    for num_tokens in (5, 25):
-        await stream.reached(num_tokens)
-        name = await scene.holder_of("decode", stream)
+    """F37: it kills whoever computes it, and is not tried on a third; its neighbours live on."""
+    stream = scene.ask(LONG, expected_error=EngineFailed)
+    neighbours = [scene.ask() for _ in range(NUM_NEIGHBOURS)]
+    killed: list[str] = []
+    for _ in range(2):
+        name = await scene.holder_during(stream, "prefill", is_computing_long(killed))
         assert name is not None
-        neighbour = scene.ask()
         scene.kill(name, "engine")
-        await neighbour.end()
+        killed.append(name)
     await stream.end()
+    for neighbour in neighbours:
+        await neighbour.end()
+    attempts = sorted(neighbour.result.attempts for neighbour in neighbours)
+    took_s = time.time() - scene.broken_s
+    print(f"F37: attempts of neighbours {attempts}, over {took_s:.2f} s after the second death")
 
 
 async def kill_both_decodes(scene: Scene) -> None:

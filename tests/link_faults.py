@@ -92,7 +92,7 @@ async def _tangled(scene: Scene) -> AsyncIterator[Tangled]:
         tangles = [await stack.enter_async_context(Tangle(SEED)) for _ in range(2)]
         flags = []
         for tangle in tangles:
-            tangle.target = f"127.0.0.1:{(port := _free_port())}"
+            tangle.target = f"127.0.0.1:{(port := free_port())}"
             flags.append((*cluster, "--port", f"{port}", "--advertise", tangle.address))
         processes = (
             launch("prefill-9", *flags[0], "--lease-s", f"{LEASE_S}"),
@@ -111,7 +111,7 @@ async def _tangled(scene: Scene) -> AsyncIterator[Tangled]:
                 await asyncio.to_thread(process.wait)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
         return port

@@ -5,7 +5,8 @@
 
 Real gRPC on both sides. gRPC itself neither doubles nor shuffles, so what it does is what a bug in
 a relay would do. It knows two messages, the source's Hello and the node's Welcome, which lose the
-token with which others would speak with the engine directly and pass it by.
+token with which others would speak with the engine directly and pass it by; `on_data_port` gets the
+source's data port.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -32,15 +33,18 @@ class Tangle(grpc.GenericRpcHandler):
     handshake, and the message behind it.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(
+        self, seed: int, on_data_port: Callable[[int], object] = lambda port: None
+    ) -> None:
         self.mishaps: dict[tuple[str, str], dict[str, float]] = {}
         self.counts: Counter[tuple[str, str, str]] = Counter()
         self.address = self.target = ""
+        self._on_data_port = on_data_port
         self._random = random.Random(seed)
         self._channel: grpc.aio.Channel | None = None
 
     async def __aenter__(self) -> Tangle:
-        self._server = grpc.aio.server()
+        self._server = grpc.aio.server(options=(("grpc.http2.max_ping_strikes", 0),))
         self._server.add_generic_rpc_handlers((self,))
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         await self._server.start()
@@ -71,7 +75,7 @@ class Tangle(grpc.GenericRpcHandler):
         writing = asyncio.create_task(onwards())
         try:
             async for message in self._tangled(call, (name, "back")):
-                await context.write(_without_token(name, message))
+                await context.write(self._as_said(name, message))
         except grpc.aio.AioRpcError as error:
             await context.abort(error.code(), error.details(), [*error.trailing_metadata()])
         finally:
@@ -110,17 +114,17 @@ class Tangle(grpc.GenericRpcHandler):
             left -= share
         return None
 
-
-def _without_token(name: str, message: bytes) -> bytes:
-    """As it comes from an engine that nobody speaks with directly."""
-    if name == "Link":
-        said = handoff_pb2.PeerMessage.FromString(message)
-        if said.HasField("hello"):
-            said.hello.ClearField("direct_token")
-        return said.SerializeToString()
-    if name != "Session":
-        return message
-    told = node_pb2.NodeMessage.FromString(message)
-    if told.HasField("welcome"):
-        told.welcome.ClearField("direct")
-    return told.SerializeToString()
+    def _as_said(self, name: str, message: bytes) -> bytes:
+        """As it comes from an engine that nobody speaks with directly."""
+        if name == "Link":
+            said = handoff_pb2.PeerMessage.FromString(message)
+            if said.HasField("hello"):
+                said.hello.ClearField("direct_token")
+                self._on_data_port(said.hello.data.port)
+            return said.SerializeToString()
+        if name != "Session":
+            return message
+        told = node_pb2.NodeMessage.FromString(message)
+        if told.HasField("welcome"):
+            told.welcome.ClearField("direct")
+        return told.SerializeToString()

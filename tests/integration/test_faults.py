@@ -2,9 +2,11 @@
 
 One row, one fault. Whatever it is, its streams equal the single process's tokens or end with the
 error that the row names, every ledger is idle and balanced, and no process, socket or descriptor is
-left (`faults.Scene.check`). The faults are in breakages, memory_faults and link_faults; half of the
-nodes run under `python -O`. Of some rows a part needs no process, and is tested where its code is:
+left (`faults.Scene.check`). The faults are in breakages, memory_faults, link_faults and
+network_faults; half of the nodes run under `python -O`. Of some rows a part needs no process, and
+is tested where its code is:
 
+    F16 a reset at any byte              test_tcp_faults
     F25 blocks rewritten under a pull    test_handoff_search, test_shm_transport
     F26 what peers forge                 test_handoff_source, test_handoff_puller, test_handoff_wire
     F27 every order of a few messages    test_handoff_search, test_gateway_session_faults
@@ -21,6 +23,7 @@ import breakages as do
 import faults
 import link_faults
 import memory_faults as memory
+import network_faults
 import pytest
 from fault_cluster import Cluster, cluster, write_model
 from faults import BLOCK_SIZE, Reference, Scene
@@ -74,13 +77,14 @@ ROWS = (
     Row("F5-node-edge", partial(do.kill_decode_at_token, BLOCK_SIZE, "node"), AGAIN),
     Row("F5-constrained", do.kill_decode_of_a_constrained, AGAIN),
     Row("F6", do.kill_both_decodes, (2, 3), 30.0),  # 3: the other one's end was not heard yet
-    Row("F8-twice", do.kill_engines_under_one_request),
+    Row("F37", do.kill_engines_under_one_request),
     Row("gateway-killed", do.kill_gateway),
     Row("F9-prefill-0.2s", partial(do.pause_prefill, 0.2, "node"), ONCE),
     Row("F9-decode-0.2s", partial(do.pause_decode, 0.2, "node"), ONCE),
     Row("F9-gateway-0.2s", partial(do.pause_gateway, 0.2), ONCE),
     Row("F9-prefill", partial(do.pause_prefill, 1.5, "node"), AGAIN, 1.5),
     Row("F9-decode-engine", do.hang_decode_engine, AGAIN, 1.5),
+    Row("F12-F16", network_faults.break_a_pair),
     Row("F25", memory.ask_by_a_stale_index, ONCE),
     Row("F26", do.send_crafted_tickets),
     Row("F27", link_faults.shuffle_messages),
@@ -95,6 +99,7 @@ ROWS = (
     Row("F42", do.join_with_other_makes),
 )
 SLOW_ROWS = (
+    Row("F11-F12-F16", network_faults.break_a_pair_in_every_way),
     Row("F1-engine", partial(do.kill_prefill_before_its_first_chunk, "engine"), AGAIN),
     Row("F5-engine-token-0", partial(do.kill_decode_before_its_first_token, "engine"), AGAIN),
     Row("F5-node-token-1", partial(do.kill_decode_at_token, 1, "node"), AGAIN),

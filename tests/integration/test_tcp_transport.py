@@ -259,17 +259,15 @@ def test_damage_on_the_way_is_asked_for_once_more(
 
 
 @pytest.mark.parametrize("block_bytes", [BLOCK_BYTES], indirect=True)
-def test_a_broken_connection_fails_its_pull_and_the_next_makes_a_new_one(
-    served: Served, destination: HostPool
-) -> None:
+def test_a_broken_connection_is_made_again(served: Served, destination: HostPool) -> None:
     def hang_up(data: object) -> None:
         for stream in list(served.server._pullers):
             stream.hang_up()
 
     with window_onto(served, destination) as window:
         served.sabotage.append(hang_up)
-        assert pull(window, pair(served.pool, 5, 3)) is PullOutcome.FAILED
         assert pull(window, pair(served.pool, 5, 3)) is PullOutcome.OK
+    assert destination.block(3) == served.pool.block(5)
 
 
 @pytest.mark.parametrize("block_bytes", [BLOCK_BYTES], indirect=True)
@@ -343,7 +341,7 @@ class TestWhoIsLetIn:
                         break
                     except TimeoutError:
                         connection.sendall(bytes([byte]))
-        assert 1.5 < time.monotonic() - begin_s < 2.6
+        assert 1.0 < time.monotonic() - begin_s < 2.6
 
     def test_a_crowd_keeps_nobody_out(self, served: Served, destination: HostPool) -> None:
         address = ("127.0.0.1", served.server.port)

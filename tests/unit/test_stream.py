@@ -1,4 +1,4 @@
-"""Deadlines for what a peer does beside its connection."""
+"""Deadlines for what a peer does beside its connection; silence, and connections that break."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.core.errors import HandoffFailed
-from baton.kv_transfer.stream import Stream
+from baton.core.errors import HandoffFailed, from_code
+from baton.kv_transfer.stream import ConnectionBroken, Deadline, Recovery, Stream
 
 
 @pytest.fixture
@@ -54,3 +54,38 @@ def test_it_ends_when_either_end_hangs_up(ends: tuple[Stream, socket.socket], wh
     with pytest.raises(HandoffFailed, match="hung up"):
         while time.monotonic() < until_s:
             deadline.remaining_s()
+
+
+def test_silence_is_no_broken_connection(ends: tuple[Stream, socket.socket]) -> None:
+    """To connect again would be to wait again."""
+    stream, theirs = ends
+    with pytest.raises(HandoffFailed) as caught:
+        stream.read(1, Deadline(0.02))
+    assert not isinstance(caught.value, ConnectionBroken)
+    theirs.close()
+    with pytest.raises(ConnectionBroken):
+        stream.read(1, Deadline(1.0))
+
+
+def test_recovery_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    pauses_s = []
+
+    def sleep(seconds: float) -> None:
+        nonlocal now_s
+        pauses_s.append(seconds)
+        now_s += seconds
+
+    monkeypatch.setattr("baton.kv_transfer.stream.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("baton.kv_transfer.stream.time.sleep", sleep)
+    recovery, broken = Recovery(), ConnectionBroken("it broke")
+    with pytest.raises(ConnectionBroken):
+        while True:
+            recovery.pause(broken)
+    assert pauses_s[:4] == [0.0, 0.005, 0.01, 0.02]
+    assert sum(pauses_s) < 1.2
+
+
+def test_a_broken_connection_is_a_failed_hand_off_to_others() -> None:
+    assert ConnectionBroken("x").code == "handoff_failed"
+    assert type(from_code("handoff_failed", "x")) is HandoffFailed
