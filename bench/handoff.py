@@ -41,7 +41,7 @@ from baton.kv_transfer.data_server import DataServer, ServedPool
 from baton.kv_transfer.head_ranges import HeadPiece
 from baton.kv_transfer.nccl import NcclTransport
 from baton.kv_transfer.pool_address import PoolDescription
-from baton.kv_transfer.remote import KEY_BYTES, RemotePool
+from baton.kv_transfer.remote import KEY_BYTES, RemotePool, pair_key
 from baton.kv_transfer.remote_window import RemoteWindow
 from baton.kv_transfer.tcp import TcpTransport
 from baton.kv_transfer.transport import PullOutcome
@@ -75,8 +75,9 @@ def _serve(name: str, incarnation: str) -> None:
     block = kv.tensor[CANARY_BLOCK].view(torch.uint8)
     block.copy_(torch.frombuffer(canary, dtype=torch.uint8).view(block.shape))
     generations = SharedGenerations(num_blocks, incarnation)
-    export_cuda_pool(incarnation, kv, generations.fd)
-    server, key = DataServer("127.0.0.1", outlets(kv)), secrets.token_bytes(KEY_BYTES)
+    key = secrets.token_bytes(KEY_BYTES)
+    export_cuda_pool(incarnation, kv, generations.fd, key)
+    server = DataServer("127.0.0.1", ["127.0.0.1"], outlets(kv))
     description = PoolDescription(incarnation, kv.block_bytes, num_blocks)
     reader = GenerationsReader(generations.fd, num_blocks, incarnation)
     server.start(ServedPool(description, reader, key))
@@ -93,7 +94,9 @@ def _source(name: str) -> Iterator[tuple[str, RemotePool]]:
         assert process.stdout is not None
         ready, port, key = process.stdout.readline().split()
         assert ready == b"ready"
-        yield incarnation, RemotePool("127.0.0.1", int(port), bytes.fromhex(key.decode()), False)
+        puller = secrets.token_hex(16)
+        ours = pair_key(bytes.fromhex(key.decode()), puller)
+        yield incarnation, RemotePool("127.0.0.1", int(port), ours, False, puller)
         process.kill()
 
 
@@ -129,14 +132,14 @@ def _connect(
 ) -> CudaWindow | RemoteWindow:
     incarnation, remote = source
     if method == StagedCopy.name:
-        return CudaStagedTransport(kv).connect(incarnation)
+        return CudaStagedTransport(kv).connect(incarnation, None, remote)
     if method in (NcclTransport.name, TcpTransport.name):
         config = NodeConfig(kv_transport=method)
         (transport,) = transports(kv, config, None)
         window = transport.connect(incarnation, None, remote)
         assert isinstance(window, RemoteWindow)
         return window
-    return CudaIpcTransport(kv, method).connect(incarnation)
+    return CudaIpcTransport(kv, method).connect(incarnation, None, remote)
 
 
 def _measure(
@@ -166,7 +169,7 @@ def _measure(
 
 def _measure_half(name: str, kv: CudaKvMemory, source: tuple[str, RemotePool]) -> Iterator[Figure]:
     """Half of the heads: what each of two ranks pulls from a source of one."""
-    window = CudaIpcTransport(kv).connect(source[0], HeadPiece(0, 4, 0, 4, 8, 8))
+    window = CudaIpcTransport(kv).connect(source[0], HeadPiece(0, 4, 0, 4, 8, 8), source[1])
     num_blocks = 512
     pairs = _pairs(num_blocks, is_scattered=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import secrets
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from baton.engine.block_pool import CANARY_BLOCK, BlockRef
 from baton.engine.canary import canary_bytes
 from baton.engine.generations import SharedGenerations
 from baton.kv_transfer.block_pairs import BlockPairs
+from baton.kv_transfer.remote import KEY_BYTES, RemotePool, pair_key
 from baton.kv_transfer.shm import ShmTransport, ShmWindow, export_host_pool
 from baton.kv_transfer.transport import PullOutcome
 
@@ -51,8 +53,10 @@ def _pull(name: str, block_bytes: int) -> Figure:
     canary = canary_bytes(_INCARNATION, block_bytes)
     source.view[CANARY_BLOCK * block_bytes : (CANARY_BLOCK + 1) * block_bytes] = canary
     generations = SharedGenerations(source.num_blocks, _INCARNATION)
-    exporter = export_host_pool(_INCARNATION, source, generations.fd)
-    window = ShmTransport(target).connect(_INCARNATION)
+    key, puller = secrets.token_bytes(KEY_BYTES), secrets.token_hex(16)
+    exporter = export_host_pool(_INCARNATION, source, generations.fd, key)
+    access = RemotePool("", 0, pair_key(key, puller), False, puller)
+    window = ShmTransport(target).connect(_INCARNATION, None, access)
     block_ids = range(2, num_pulled + 2)
     refs = [BlockRef(0, block_id, generations.read(block_id), None) for block_id in block_ids]
     pairs = BlockPairs.join(refs, block_ids)

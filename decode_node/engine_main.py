@@ -21,7 +21,7 @@ LINK_WAIT_S = 5.0  # how long an intent waits for a pair that is being set up
 
 def build(parts: Parts) -> DecodeRole:
     mine = transports(parts.runner.kv, parts.config, parts.tls)
-    routes = Routes(host_id())
+    routes = Routes(host_id(), parts.hello.incarnation)
     ranked = RankedTransport(mine, parts.pool_parts, parts.followers, routes, wrapping(parts.tls))
     return DecodeRole(
         parts.engine,

@@ -162,7 +162,7 @@ class DecodeRole(RequestRole):
     def peer_message(self, incarnation: str, message: handoff_pb2.PeerMessage) -> None:
         decoded = wire.from_wire(message)
         if isinstance(decoded, Hello):
-            self._routes.greeted(incarnation, decoded.data)
+            self._routes.greeted(incarnation, decoded.access)
         self._feed(PeerMessage(incarnation, decoded))
 
     def peer_lost(self, incarnation: str) -> None:

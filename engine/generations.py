@@ -1,13 +1,14 @@
-"""One uint64 per block that changes whenever the block gets new content, and one that counts steps.
+"""One uint64 per block, drawn anew whenever it gets new content, and one that counts the steps.
 
     0       8         12        16            32           40          48        64
     | magic | version | padding | incarnation | num_blocks | num_steps | padding | generation[0], ..
 
-The page lies in shared memory. Its owner bumps a generation at reallocation, before anything can
-overwrite the block; pullers read it before and after a copy. `num_steps` is how many steps have
-written their KV, if the owner's device counts them there (cuda_step_count.py): a puller that was
-told of blocks while they were computed sees that they are. Knows no block's state: that is
-block_pool.py.
+The page lies in shared memory. Its owner draws a generation at reallocation, before anything can
+overwrite the block; pullers read it before and after a copy. Nobody can guess one: over a network
+blocks go to those alone who know their generations. 0: the block was never handed out. `num_steps`
+is how many steps have written their KV, if the owner's device counts them there
+(cuda_step_count.py): a puller that was told of blocks while they were computed sees that they are.
+Knows no block's state: that is block_pool.py.
 """
 
 from __future__ import annotations
@@ -66,8 +67,9 @@ class SharedGenerations:
 
     def bump(self, block_ids: Sequence[int]) -> None:
         values = self._values
-        for block_id in block_ids:
-            values[block_id] += 1
+        drawn = memoryview(os.urandom(8 * len(block_ids))).cast("Q")
+        for block_id, generation in zip(block_ids, drawn, strict=True):
+            values[block_id] = generation or 1
 
     def read(self, block_id: int) -> int:
         return self._values[block_id]

@@ -7,13 +7,20 @@ import socket
 import threading
 from collections.abc import Callable
 
+from ..core.pace import Pace
+
 _log = logging.getLogger(__name__)
 
 _RETRY_S = 0.1  # after accept failed, e.g. for want of file descriptors
+MAX_PER_S, BURST = 200, 256  # connections: a crowd takes a hundredth of a core, or so
 
 
 class AcceptThread:
-    """Owns `listener`; `admit` gets each connection, on the thread, and must not raise."""
+    """Owns `listener`; `admit` gets each connection, on the thread, and must not raise.
+
+    More than `MAX_PER_S` of them wait in the kernel, or are refused there: whoever is admitted
+    costs the engine, which shares the interpreter, some of its time.
+    """
 
     def __init__(
         self, listener: socket.socket, name: str, admit: Callable[[socket.socket], None]
@@ -32,7 +39,10 @@ class AcceptThread:
         self._listener.close()
 
     def _run(self) -> None:
+        pace = Pace(MAX_PER_S, BURST)
         while not self._is_closing.is_set():
+            if (wait_s := pace.take()) and not self._is_closing.wait(wait_s):
+                continue
             try:
                 connection, _ = self._listener.accept()
             except OSError as error:

@@ -43,7 +43,7 @@ class CudaIpcTransport:
 
         Takes up to a second, or as long as the first copy has to be compiled.
         """
-        return _connect(self.name, incarnation, piece, self._kv, self._reach)
+        return _connect(self.name, incarnation, piece, remote, self._kv, self._reach)
 
     def _reach(
         self, opened: ExitStack, memory: CudaMemory, num_bytes: int, piece: HeadPiece | None
@@ -79,7 +79,7 @@ class CudaStagedTransport:
 
         Takes some hundred MB of the source's GPU, for this process's context there.
         """
-        return _connect(self.name, incarnation, piece, self._kv, self._reach)
+        return _connect(self.name, incarnation, piece, remote, self._kv, self._reach)
 
     def _reach(
         self, opened: ExitStack, memory: CudaMemory, num_bytes: int, piece: HeadPiece | None
@@ -94,9 +94,14 @@ class CudaStagedTransport:
 
 
 def _connect(
-    transport: str, incarnation: str, piece: HeadPiece | None, kv: CudaKvMemory, reach: Reach
+    transport: str,
+    incarnation: str,
+    piece: HeadPiece | None,
+    remote: RemotePool | None,
+    kv: CudaKvMemory,
+    reach: Reach,
 ) -> CudaWindow:
-    description, fds = receive(incarnation)
+    description, fds = receive(incarnation, remote)
     try:
         description.require(incarnation, cut_of(piece, kv).source_block_bytes)
         return CudaWindow(transport, description, fds, kv, piece, reach)

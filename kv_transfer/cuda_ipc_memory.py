@@ -21,14 +21,21 @@ from .pool_exporter import PoolExporter
 
 
 def export_cuda_pool(
-    incarnation: str, kv: CudaKvMemory, generations_fd: int, parts: Sequence[PoolPart] = ()
+    incarnation: str,
+    kv: CudaKvMemory,
+    generations_fd: int,
+    key: bytes,
+    parts: Sequence[PoolPart] = (),
 ) -> PoolExporter:
-    """Offer `kv` to this host. Raises StartupFailed if the GPU cannot, or it is offered already."""
+    """Offer `kv` to this host's pullers that hold a key made from `key`.
+
+    Raises StartupFailed if the GPU cannot, or it is offered already.
+    """
     device = kv.tensor.device
     memory = CudaMemory(gpu_uuid(device), export_handle(kv.address, device))
     shape = (kv.block_bytes, kv.num_blocks)
     description = PoolDescription(incarnation, *shape, memory, tuple(parts))
-    return PoolExporter(description, [generations_fd])
+    return PoolExporter(description, [generations_fd], key)
 
 
 def gpu_uuid(device: torch.device) -> bytes:

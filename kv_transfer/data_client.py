@@ -6,12 +6,12 @@ when it breaks (ConnectionBroken).
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..core.errors import HandoffFailed
+from ..core.errors import HandoffFailed, Unauthenticated
+from ..core.handshake import CHALLENGE_BYTES, Dialer
 from . import data_wire as wire
 from .block_pairs import Generations, Ids
 from .head_ranges import BlockCut
@@ -103,7 +103,7 @@ def connect(
     stream = Stream(raw)
     try:
         stream.wrap(wrap, deadline)
-        description = _introduce(stream, pool, remote.key, cut, mode, pair_id, deadline)
+        description = _introduce(stream, pool, remote, cut, mode, pair_id, deadline)
         return DataClient(stream, mode, description)
     except HandoffFailed:
         stream.close()
@@ -128,19 +128,22 @@ def describe_remote(
 def _introduce(
     stream: Stream,
     pool: str,
-    key: bytes,
+    remote: RemotePool,
     cut: BlockCut | None,
     mode: wire.Mode,
     pair_id: bytes,
     deadline: Deadline,
 ) -> PoolDescription:
-    opening = wire.Opening(mode, pool, os.urandom(wire.NONCE_BYTES))
-    stream.write(opening.pack(), deadline)
-    nonce, proof = wire.unpack_challenge(stream.read(wire.CHALLENGE_BYTES, deadline))
-    if not wire.is_proven(proof, key, "source", opening, nonce):
-        raise HandoffFailed("the other end does not know the source's key")
-    said = (wire.NO_CUT if cut is None else wire.pack_cut(cut)) + pair_id
-    stream.write(wire.prove(key, "puller", opening, nonce, said) + said, deadline)
+    ours = Dialer(
+        remote.key, wire.PURPOSE, dialer=remote.puller, listener=pool, address=remote.address
+    )
+    stream.write(ours.opening, deadline)
+    said = wire.pack_said(mode, cut, pair_id)
+    try:
+        answer = ours.answer(bytes(stream.read(CHALLENGE_BYTES, deadline)), said)
+    except Unauthenticated as error:
+        raise HandoffFailed(f"the source at {remote.address}: {error.message}") from error
+    stream.write(answer + said, deadline)
     length = wire.unpack_length(stream.read(wire.LENGTH_BYTES, deadline))
     description = PoolDescription.unpack(bytes(stream.read(length, deadline)))
     if description.incarnation != pool:

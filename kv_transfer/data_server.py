@@ -9,23 +9,25 @@ crowd that proves nothing cannot keep a puller out. How blocks travel is for the
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from ..core.errors import HandoffFailed, StartupFailed
+from ..core.errors import HandoffFailed, StartupFailed, Unauthenticated
+from ..core.handshake import ANSWER_BYTES, OPENING_BYTES, Listener, Opening
+from ..engine.block_pool import PADDING_BLOCK
 from ..engine.generations import GenerationsReader
 from . import data_wire as wire
 from .accept_thread import AcceptThread
 from .block_pairs import Generations, Ids
 from .head_ranges import BlockCut
 from .pool_address import PoolDescription
+from .remote import pair_key
 from .stream import Deadline, Stream
 from .transport import PullOutcome
 
@@ -60,7 +62,7 @@ WrapSocket = Callable[[socket.socket], socket.socket]  # e.g. into TLS; raises O
 
 @dataclass(frozen=True, slots=True)
 class ServedPool:
-    """What a rank serves: its pool, the generations, the key of who may read them."""
+    """What a rank serves: its pool, the generations, what pullers' keys are made from."""
 
     description: PoolDescription
     generations: GenerationsReader
@@ -73,10 +75,14 @@ class DataServer:
     def __init__(
         self,
         host: str,
+        names: Sequence[str],
         outlets: Mapping[wire.Mode, MakeOutlet],
         wrap: WrapSocket = lambda connection: connection,
     ) -> None:
-        """Listen at `host`, on a port of its own. Raises StartupFailed if there is no such host."""
+        """Listen at `host`, on a port of its own; `names` are the hosts that pullers dial for it.
+
+        Raises StartupFailed if there is no such host.
+        """
         self._outlets = outlets
         self._wrap = wrap
         self._pool: ServedPool | None = None
@@ -91,6 +97,7 @@ class DataServer:
         except OSError as error:
             raise StartupFailed(f"cannot listen for pullers at {host}: {error}") from error
         self.port: int = self._listener.getsockname()[1]
+        self._addresses = [f"{name}:{self.port}" for name in names]
 
     def start(self, pool: ServedPool) -> None:
         """Answer from now on: the ports of all ranks are in the description."""
@@ -132,7 +139,7 @@ class DataServer:
                     self._answer(stream, mode, outlet)
             finally:
                 outlet.close()
-        except HandoffFailed as error:
+        except (HandoffFailed, Unauthenticated) as error:
             _log.info("a puller's connection ended: %s", error.message)
         except Exception:
             # One puller's connection: the others' go on.
@@ -145,22 +152,20 @@ class DataServer:
             stream.close()
 
     def _open(self, stream: Stream) -> tuple[wire.Mode, Outlet]:
-        """Who is it, and what does it want? Raises HandoffFailed."""
+        """Who is it, and what does it want? Raises HandoffFailed, Unauthenticated."""
         assert self._pool is not None
         deadline, pool = Deadline(OPENING_S), self._pool
         stream.wrap(self._wrap, deadline)
-        opening = wire.Opening.unpack(stream.read(wire.OPENING_BYTES, deadline))
-        nonce = os.urandom(wire.NONCE_BYTES)
-        proof = wire.prove(pool.key, "source", opening, nonce)
-        stream.write(wire.pack_challenge(nonce, proof), deadline)
-        theirs = bytes(stream.read(wire.PROOF_BYTES, deadline))
-        said = bytes(stream.read(wire.CUT_BYTES + opening.mode.id_bytes, deadline))
-        if not wire.is_proven(theirs, pool.key, "puller", opening, nonce, said):
-            raise HandoffFailed("it does not know the key")
-        if opening.pool != pool.description.incarnation:
-            raise HandoffFailed("it looks for another incarnation")
-        if opening.mode not in self._outlets:
-            raise HandoffFailed(f"there is no {opening.mode.name} here")
+        theirs = Listener(self._key_of, wire.PURPOSE, self._addresses)
+        opening = bytes(stream.read(OPENING_BYTES, deadline))
+        stream.write(theirs.challenge(opening), deadline)
+        answer = bytes(stream.read(ANSWER_BYTES, deadline))
+        said = bytes(stream.read(wire.SAID_BYTES, deadline))
+        mode, cut = wire.unpack_said(said, pool.description.block_bytes)
+        pair_id = bytes(stream.read(mode.id_bytes, deadline))
+        theirs.check(answer, said + pair_id)
+        if mode not in self._outlets:
+            raise HandoffFailed(f"there is no {mode.name} here")
         with self._lock:
             self._opening.pop(stream, None)
             if self._is_closed:
@@ -170,10 +175,14 @@ class DataServer:
             self._pullers.add(stream)
         packed = pool.description.pack()
         stream.write(wire.pack_length(len(packed)) + packed, deadline)
-        if not any(said):
+        if cut is None:
             raise HandoffFailed("it wanted the description alone")
-        cut = wire.unpack_cut(said[: wire.CUT_BYTES], pool.description.block_bytes)
-        return opening.mode, self._outlets[opening.mode](stream, cut, said[wire.CUT_BYTES :])
+        return mode, self._outlets[mode](stream, cut, pair_id)
+
+    def _key_of(self, opening: Opening) -> bytes | None:
+        assert self._pool is not None
+        is_ours = opening.listener == self._pool.description.incarnation
+        return pair_key(self._pool.key, opening.dialer) if is_ours else None
 
     def _answer(self, stream: Stream, mode: wire.Mode, outlet: Outlet) -> None:
         """Wait for one request and serve it. Raises HandoffFailed when the puller is gone."""
@@ -186,14 +195,14 @@ class DataServer:
         assert self._pool is not None
         if ids.view(np.uint64).max() >= self._pool.description.num_blocks:  # or below zero
             raise HandoffFailed("it asks for a block outside the pool")
-        outcome = PullOutcome.OK
-        if mode.says_begin:
-            outcome = self._judge(ids, announced)
-            if outcome is PullOutcome.OK:
-                stream.write(wire.pack_begin(), Deadline(_REQUEST_S))
+        outcome = self._judge(ids, announced)
         if outcome is PullOutcome.OK:
+            if mode.says_begin:
+                stream.write(wire.pack_begin(), Deadline(_REQUEST_S))
             outlet.send(ids)
             outcome = self._judge(ids, announced)
+        elif not mode.says_begin:
+            outlet.send(np.full_like(ids, PADDING_BLOCK))  # it waits for so many blocks
         stream.write(wire.pack_end(outcome), Deadline(_REQUEST_S))
 
     def _judge(self, ids: Ids, announced: Generations) -> PullOutcome:

@@ -1,11 +1,9 @@
 """What puller and source say on a data connection: fixed headers, raw bytes, lengths with caps.
 
     puller                                   source
-      │ opening   magic, mode, pool, nonce     │
-      │ ─────────────────────────────────────► │
-      │   challenge   magic, nonce, proof      │  both know the key that the source gave its
-      │ ◄───────────────────────────────────── │  linked peers over their control streams
-      │ proof, the piece of each block         │
+      │ handshake (core/handshake.py)          │  with the key that the source gave this puller over
+      │ ◄────────────────────────────────────► │  their link; the answer covers what follows:
+      │ mode, the piece of each block          │
       │ ─────────────────────────────────────► │
       │   description of the pool              │
       │ ◄───────────────────────────────────── │
@@ -14,14 +12,15 @@
       │   begin │ data, CRC-32 ... │ verdict   │  still, behind the last byte?
       │ ◄───────────────────────────────────── │
 
-Between GPUs both ends launch at once: nothing is said before the verdict. All numbers are
-little-endian. Trusts nothing that it decodes; opens no socket.
+Generations are drawn at random: who was not told of a block cannot ask for it.
+Between GPUs both ends launch at once: nothing is said before the verdict, and in place of blocks
+that are not what was announced the padding block is sent. All numbers are little-endian. Trusts
+nothing that it decodes; opens no socket.
 """
 
 from __future__ import annotations
 
 import enum
-import hmac
 import struct
 import zlib
 from dataclasses import dataclass
@@ -36,24 +35,19 @@ from .transport import PullOutcome
 MAX_FRAME_BYTES = 1 << 20
 MAX_REQUEST_BLOCKS = 16_384
 MAX_DESCRIPTION_BYTES = 4096
-NONCE_BYTES, PROOF_BYTES = 16, 32
 PAIR_ID_BYTES = 128  # sizeof(ncclUniqueId)
 
-_MAGIC = b"BATONKVD"
-_VERSION = 3  # of what is said here, and of how a request is cut (parts.py)
-_OPENING = struct.Struct("<8sHH16s16s")  # magic, version, mode, pool, nonce
-_CHALLENGE = struct.Struct("<8s16s32s")  # magic, nonce, the source's proof
+PURPOSE = b"kv data 4"  # of the handshake; the number is the version of what is said here
+_MODE = struct.Struct("<H")
 _CUT = struct.Struct("<4I")  # rows, width, pitch and offset in the source's blocks
 _LENGTH = struct.Struct("<I")
 _REQUEST = struct.Struct("<4sII")  # tag, number of blocks, CRC-32
 _FRAME = struct.Struct("<4sII")  # tag, length or outcome, CRC-32 of the data
 _TAG_REQUEST, _TAG_BEGIN, _TAG_DATA, _TAG_END = b"PULL", b"BEGN", b"DATA", b"DONE"
 
-OPENING_BYTES = _OPENING.size
-CHALLENGE_BYTES = _CHALLENGE.size
-CUT_BYTES = _CUT.size
+SAID_BYTES = _MODE.size + _CUT.size
 LENGTH_BYTES = _LENGTH.size
-NO_CUT = bytes(CUT_BYTES)  # in place of a piece: the description is all that is wanted
+_NO_CUT = bytes(_CUT.size)  # in place of a piece: the description is all that is wanted
 REQUEST_BYTES = _REQUEST.size
 FRAME_BYTES = _FRAME.size
 BYTES_PER_BLOCK = 16  # of a request's body
@@ -74,54 +68,22 @@ class Mode(enum.IntEnum):
 
     @property
     def says_begin(self) -> bool:
-        """Whether the source first says if it has the blocks. Where it does not, it sends what lies
-        there, and tells at the end what that was worth."""
+        """Whether the source first says if it has the blocks."""
         return self is Mode.BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class Opening:
-    """A puller's first words."""
-
-    mode: Mode
-    pool: str
-    nonce: bytes
-
-    def pack(self) -> bytes:
-        return _OPENING.pack(_MAGIC, _VERSION, self.mode, bytes.fromhex(self.pool), self.nonce)
-
-    @classmethod
-    def unpack(cls, packed: bytes | bytearray) -> Opening:
-        """Raises HandoffFailed if that is no puller of this version."""
-        magic, version, mode, pool, nonce = _OPENING.unpack(packed)
-        if magic != _MAGIC or version != _VERSION or mode not in set(Mode):
-            raise HandoffFailed("bad magic, or another version")
-        return cls(Mode(mode), pool.hex(), nonce)
+def pack_said(mode: Mode, cut: BlockCut | None, pair_id: bytes) -> bytes:
+    """What goes with a puller's answer. `cut` None: it wants the description alone."""
+    return _MODE.pack(mode) + (_NO_CUT if cut is None else _pack_cut(cut)) + pair_id
 
 
-def pack_challenge(nonce: bytes, proof: bytes) -> bytes:
-    return _CHALLENGE.pack(_MAGIC, nonce, proof)
-
-
-def unpack_challenge(packed: bytes | bytearray) -> tuple[bytes, bytes]:
-    """Nonce and proof; raises HandoffFailed if that is no source of this version."""
-    magic, nonce, proof = _CHALLENGE.unpack(packed)
-    if magic != _MAGIC:
-        raise HandoffFailed("the other end is no source of this version")
-    return nonce, proof
-
-
-def prove(key: bytes, who: str, opening: Opening, nonce: bytes, said: bytes = b"") -> bytes:
-    """That `who` knows the key, in this conversation, and said `said`."""
-    text = b"|".join((b"baton kv data", who.encode(), opening.pack(), nonce, said))
-    return hmac.digest(key, text, "sha256")
-
-
-def is_proven(
-    proof: bytes, key: bytes, who: str, opening: Opening, nonce: bytes, said: bytes = b""
-) -> bool:
-    """Whether `proof` is what `prove` gives, in constant time."""
-    return hmac.compare_digest(proof, prove(key, who, opening, nonce, said))
+def unpack_said(packed: bytes | bytearray, block_bytes: int) -> tuple[Mode, BlockCut | None]:
+    """The first SAID_BYTES of it; the mode's id follows. Raises HandoffFailed."""
+    (mode,) = _MODE.unpack_from(packed)
+    if mode not in set(Mode):
+        raise HandoffFailed("it wants blocks in a way that there is not")
+    cut = packed[_MODE.size : SAID_BYTES]
+    return Mode(mode), _unpack_cut(cut, block_bytes) if any(cut) else None
 
 
 def pack_length(num_bytes: int) -> bytes:
@@ -137,11 +99,11 @@ def unpack_length(packed: bytes | bytearray) -> int:
     return int(num_bytes)
 
 
-def pack_cut(cut: BlockCut) -> bytes:
+def _pack_cut(cut: BlockCut) -> bytes:
     return _CUT.pack(cut.num_rows, cut.width, cut.source_pitch, cut.source_offset)
 
 
-def unpack_cut(packed: bytes | bytearray, block_bytes: int) -> BlockCut:
+def _unpack_cut(packed: bytes | bytearray, block_bytes: int) -> BlockCut:
     """The piece, packed tightly here; raises HandoffFailed if blocks have not got it."""
     num_rows, width, pitch, offset = _CUT.unpack(packed)
     if num_rows * pitch != block_bytes or width == 0 or offset + width > pitch:

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from ..core.errors import BatonError
 from ..engine.block_pool import BlockRef
-from .remote import DataPort
+from .remote import PoolAccess
 
 PROTOCOL = 3
 
@@ -23,7 +23,7 @@ class Hello:
     incarnation: str
     fingerprint: Mapping[str, str]  # field -> value, compared field by field
     protocol: int = PROTOCOL
-    data: DataPort | None = field(default=None, repr=False)  # of a source; holds a key
+    access: PoolAccess | None = field(default=None, repr=False)  # of a source; holds a key
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
-"""How a puller finds and trusts a source's memory on this host: name, description, user.
+"""How a puller finds and trusts a source's memory on this host: name, user, key, description.
 
     puller                                       exporter thread of the source
       │ connect "\\0baton-kv-<uid>-<incarnation>"    │
       │ ───────────────────────────────────────►   │ same user?
+    same user?       handshake (core/handshake.py) with the key that came over the pair's link
       │ ◄─────────────────────────────────────────  │ description + descriptors
-    same user?
 
           offered        description                     descriptors
           host memory    shape, parts                    [pool, generations]
@@ -24,9 +24,14 @@ import socket
 import struct
 from dataclasses import dataclass
 
-from ..core.errors import HandoffFailed
+from ..core.errors import HandoffFailed, Unauthenticated
+from ..core.handshake import CHALLENGE_BYTES, Dialer
 from ..core.same_host import require_same_user, socket_address
 from ..engine.block_pool import CANARY_BLOCK
+from .remote import RemotePool
+
+PURPOSE = b"pool"  # of the handshake; its address is the same everywhere: the name has the rest
+ADDRESS = "this host"
 
 _IPC_HANDLE_BYTES = 64  # sizeof(cudaIpcMemHandle_t)
 
@@ -126,18 +131,23 @@ _MAX_DESCRIPTION_BYTES = _SHAPE.size + _ON_GPU.size + _MAX_PARTS * _PART.size
 _MAX_FDS = 2
 
 
-def receive(incarnation: str) -> tuple[PoolDescription, list[int]]:
+def receive(incarnation: str, access: RemotePool | None) -> tuple[PoolDescription, list[int]]:
     """Ask the exporter of `incarnation`. The caller closes the descriptors.
 
-    Raises HandoffFailed: nobody exports it, another user does, or what came is no description.
-    Blocks for up to a second if the exporter hangs.
+    Raises HandoffFailed: nobody exports it, another user does, it does not hold the key, or what
+    came is no description. Blocks for up to a second if the exporter hangs.
     """
-    fds: list[int] = []
+    if access is None:
+        raise HandoffFailed("the source has not said how its pools are reached")
+    address, fds = socket_address(incarnation), list[int]()
+    ours = Dialer(access.key, PURPOSE, dialer=access.puller, listener=incarnation, address=ADDRESS)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(_CONNECT_TIMEOUT_S)
         try:
-            connection.connect(socket_address(incarnation))
+            connection.connect(address)
             require_same_user(connection)
+            connection.send(ours.opening)
+            connection.send(ours.answer(connection.recv(CHALLENGE_BYTES)))
             packed, fds, _, _ = socket.recv_fds(
                 connection, _MAX_DESCRIPTION_BYTES, _MAX_FDS, socket.MSG_CMSG_CLOEXEC
             )
@@ -146,6 +156,8 @@ def receive(incarnation: str) -> tuple[PoolDescription, list[int]]:
                 raise HandoffFailed(f"the exporter passed {len(fds)} descriptors")
         except OSError as error:
             raise HandoffFailed(f"no exporter of {incarnation} on this host: {error}") from error
+        except Unauthenticated as error:
+            raise HandoffFailed(f"the exporter of {incarnation}: {error.message}") from error
         except HandoffFailed:
             for fd in fds:
                 os.close(fd)
@@ -153,9 +165,9 @@ def receive(incarnation: str) -> tuple[PoolDescription, list[int]]:
     return description, fds
 
 
-def describe(incarnation: str) -> PoolDescription:
+def describe(incarnation: str, access: RemotePool) -> PoolDescription:
     """`receive` without the memory."""
-    description, fds = receive(incarnation)
+    description, fds = receive(incarnation, access)
     for fd in fds:
         os.close(fd)
     return description

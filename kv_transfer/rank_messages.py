@@ -50,7 +50,8 @@ def pack_open(pieces: Sequence[SourcePiece]) -> bytes:
     def fields_of(remote: RemotePool | None) -> list[str | int | bool] | None:
         if remote is None:
             return None
-        return [remote.host, remote.port, remote.key.hex(), remote.is_elsewhere]
+        key = remote.key.hex()
+        return [remote.host, remote.port, key, remote.is_elsewhere, remote.puller]
 
     told = [[p.pool, dataclasses.astuple(p.piece), fields_of(p.remote)] for p in pieces]
     return json.dumps(told).encode()
@@ -61,8 +62,8 @@ def unpack_open(packed: memoryview) -> list[SourcePiece]:
     for pool, fields, reached in json.loads(bytes(packed)):
         remote = None
         if reached is not None:
-            host, port, key, is_elsewhere = reached
-            remote = RemotePool(host, port, bytes.fromhex(key), is_elsewhere)
+            host, port, key, is_elsewhere, puller = reached
+            remote = RemotePool(host, port, bytes.fromhex(key), is_elsewhere, puller)
         pieces.append(SourcePiece(pool, HeadPiece(*fields), remote))
     return pieces
 

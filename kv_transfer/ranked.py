@@ -82,16 +82,17 @@ class RankedTransport:
         """For each of our ranks, the pools of the source that it reads, and what of them."""
         num_heads = max(part.first_kv_head + part.num_kv_heads for part in self._parts)
         remote = self._routes.get(incarnation)
-        if remote is not None and remote.is_elsewhere:
+        if remote is None:
+            raise HandoffFailed("the source has not said how its pools are reached")
+        if remote.is_elsewhere:
             described = describe_remote(incarnation, remote, self._wrap)
         else:
-            described = describe(incarnation)
+            described = describe(incarnation, remote)
         theirs = described.parts or (PoolPart(incarnation, 0, num_heads),)
 
         def locate(piece: HeadPiece) -> SourcePiece:
             there = theirs[piece.source_rank]
-            reached = None if remote is None else remote.at_port(there.port)
-            return SourcePiece(there.pool, piece, reached)
+            return SourcePiece(there.pool, piece, remote.at_port(there.port))
 
         return [
             [locate(piece) for piece in pieces_of(theirs, mine, rank)]

@@ -1,4 +1,4 @@
-"""Where a source's pools are reached over a network, and whether that is needed at all.
+"""Where a source's pools are reached, by whom, and whether a network is needed for that.
 
 The host is that of the source's entry in the directory, which the puller dialled for the control
 stream; port and key came over that stream, which has proven both ends. Opens no connection.
@@ -6,28 +6,53 @@ stream; port and key came over that stream, which has proven both ends. Opens no
 
 from __future__ import annotations
 
+import hmac
 from dataclasses import dataclass, replace
 
 KEY_BYTES = 32
 
 
+def pair_key(engine_key: bytes, puller: str) -> bytes:
+    """What one puller must hold to reach the pools of the source that drew `engine_key`.
+
+    All ranks of the source can check it, and no puller can make another's.
+    """
+    return hmac.digest(engine_key, b"puller" + bytes.fromhex(puller), "sha256")
+
+
 @dataclass(frozen=True, slots=True)
-class DataPort:
-    """What a source says in its Hello: who may connect where. `key` is for linked peers alone."""
+class PoolAccess:
+    """What a source says in its Hello to one puller: how its pools are reached, with which key.
+
+    `port` is 0 where they are not reached over a network.
+    """
 
     host_id: bytes
     port: int
     key: bytes
 
+    def of_puller(self, puller: str) -> PoolAccess:
+        """The source's own, whose key never leaves it, for this puller."""
+        return replace(self, key=pair_key(self.key, puller))
+
 
 @dataclass(frozen=True, slots=True)
 class RemotePool:
-    """One rank's pool from afar. `is_elsewhere`: its memory cannot be shared with this process."""
+    """One rank's pool as `puller` reaches it, with a key of its own.
+
+    `is_elsewhere`: its memory cannot be shared with this process.
+    """
 
     host: str
     port: int
     key: bytes
     is_elsewhere: bool
+    puller: str
+
+    @property
+    def address(self) -> str:
+        """Where it is dialled over a network."""
+        return f"{self.host}:{self.port}"
 
     def at_port(self, port: int) -> RemotePool:
         """Another rank's pool of the same engine."""
@@ -40,9 +65,10 @@ class Routes:
     The engine's thread tells it; those that open windows ask.
     """
 
-    def __init__(self, here: bytes) -> None:
-        """`here`: this process's `host_id`."""
+    def __init__(self, here: bytes, puller: str) -> None:
+        """`here`: this process's `host_id`; `puller`: its engine's incarnation."""
         self._here = here
+        self._puller = puller
         self._hosts: dict[str, str] = {}
         self._remotes: dict[str, RemotePool] = {}
 
@@ -50,12 +76,14 @@ class Routes:
         """A control stream to the source stands; it was dialled at `host`."""
         self._hosts[incarnation] = host
 
-    def greeted(self, incarnation: str, data: DataPort | None) -> None:
+    def greeted(self, incarnation: str, access: PoolAccess | None) -> None:
         """The source has said what it is."""
         host = self._hosts.get(incarnation, "")
-        if data is not None and host:
-            is_elsewhere = data.host_id != self._here
-            self._remotes[incarnation] = RemotePool(host, data.port, data.key, is_elsewhere)
+        if access is not None and host:
+            is_elsewhere = access.host_id != self._here
+            self._remotes[incarnation] = RemotePool(
+                host, access.port, access.key, is_elsewhere, self._puller
+            )
 
     def lost(self, incarnation: str) -> None:
         """The control stream ended: its port and key are void."""

@@ -54,12 +54,19 @@ class HostPool(Protocol):
 
 
 def export_host_pool(
-    incarnation: str, pool: HostPool, generations_fd: int, parts: Sequence[PoolPart] = ()
+    incarnation: str,
+    pool: HostPool,
+    generations_fd: int,
+    key: bytes,
+    parts: Sequence[PoolPart] = (),
 ) -> PoolExporter:
-    """Offer `pool` to this host; raises StartupFailed if the incarnation is exported already."""
+    """Offer `pool` to this host's pullers that hold a key made from `key`.
+
+    Raises StartupFailed if the incarnation is exported already.
+    """
     shape = (pool.block_bytes, pool.num_blocks)
     description = PoolDescription(incarnation, *shape, parts=tuple(parts))
-    return PoolExporter(description, [pool.fd, generations_fd])
+    return PoolExporter(description, [pool.fd, generations_fd], key)
 
 
 class ShmTransport:
@@ -82,7 +89,7 @@ class ShmTransport:
 
         Blocks for up to a second if the exporter hangs.
         """
-        description, fds = receive(incarnation)
+        description, fds = receive(incarnation, remote)
         try:
             cut = BlockCut.of(piece, self._num_rows, self._pool.block_bytes)
             description.require(incarnation, cut.source_block_bytes)

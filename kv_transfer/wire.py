@@ -28,7 +28,7 @@ from .messages import (
     Renew,
     Revoked,
 )
-from .remote import KEY_BYTES, DataPort
+from .remote import KEY_BYTES, PoolAccess
 
 MAX_FINGERPRINT_FIELDS = 64
 MAX_TEXT_CHARS = 1024  # of a fingerprint's names and values, and of an error
@@ -78,14 +78,14 @@ def from_wire(wire: pb.PeerMessage) -> Message:
 
 
 def _hello_to_wire(hello: Hello) -> pb.Hello:
-    data = hello.data
+    access = hello.access
     return pb.Hello(
         incarnation=hello.incarnation,
         protocol=hello.protocol,
         fingerprint=dict(hello.fingerprint),
-        data=None
-        if data is None
-        else pb.DataPort(host_id=data.host_id, port=data.port, key=data.key),
+        access=None
+        if access is None
+        else pb.PoolAccess(host_id=access.host_id, port=access.port, key=access.key),
     )
 
 
@@ -117,15 +117,15 @@ def _manifest_to_wire(manifest: Manifest) -> pb.Manifest:
 def _hello(wire: pb.Hello) -> Hello:
     fields = _at_most(MAX_FINGERPRINT_FIELDS, wire.fingerprint)
     fingerprint = {_text(name): _text(value) for name, value in fields.items()}
-    data = _data_port(wire.data) if wire.HasField("data") else None
-    return Hello(_id(wire.incarnation), fingerprint, wire.protocol, data)
+    access = _access(wire.access) if wire.HasField("access") else None
+    return Hello(_id(wire.incarnation), fingerprint, wire.protocol, access)
 
 
-def _data_port(wire: pb.DataPort) -> DataPort:
+def _access(wire: pb.PoolAccess) -> PoolAccess:
     lengths = (len(wire.host_id), len(wire.key))
-    if lengths != (HOST_ID_BYTES, KEY_BYTES) or not 0 < wire.port < 65_536:
-        raise HandoffFailed("a peer sent a port that makes no sense")
-    return DataPort(wire.host_id, wire.port, wire.key)
+    if lengths != (HOST_ID_BYTES, KEY_BYTES) or wire.port >= 65_536:
+        raise HandoffFailed("a peer sent an access that makes no sense")
+    return PoolAccess(wire.host_id, wire.port, wire.key)
 
 
 def _renew(wire: pb.Renew) -> Renew:

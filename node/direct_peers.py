@@ -138,7 +138,7 @@ class DirectPeers:
     def _connect(self, incarnation: str, hello: handoff_pb2.Hello) -> WatchedChannel:
         if not hello.direct_token:
             raise HandoffFailed("it offers no direct channel")
-        if hello.data.host_id != self._host_id:
+        if hello.access.host_id != self._host_id:
             raise HandoffFailed("it is on another host")
         question = Question(Asker.PULLER, incarnation, self._incarnation, hello.direct_token)
         return WatchedChannel(ask(question), self._inbox)

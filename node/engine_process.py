@@ -46,6 +46,7 @@ from ..engine.runner import ModelRunner
 from ..kv_transfer.data_tls import DataTls
 from ..kv_transfer.messages import Hello
 from ..kv_transfer.pool_address import PoolPart
+from ..kv_transfer.remote import PoolAccess
 from ..proto import codec
 from ..proto.v1 import engine_pb2, node_pb2
 from .desk import RequestDesk
@@ -81,6 +82,7 @@ class Parts:
     outbox: Outbox
     clock: Clock
     hello: Hello
+    access: PoolAccess | None  # of a source: how its pools are reached; holds the engine's key
     config: NodeConfig
     tls: DataTls | None  # around data connections
     post: Callable[[Callable[[], None]], None]  # run it on the loop's thread
@@ -162,7 +164,7 @@ def _serve(
         runner.count_steps(generations)
     parts = pool_parts(runner, engine_config.tensor_parallel_size, incarnation, SystemEntropy())
     offered = contextlib.ExitStack()
-    data = offered.enter_context(
+    access = offered.enter_context(
         exported(
             runner,
             ranks.followers,
@@ -200,7 +202,8 @@ def _serve(
             desk=desk,
             outbox=outbox,
             clock=clock,
-            hello=Hello(incarnation, runner.fingerprint, data=data),
+            hello=Hello(incarnation, runner.fingerprint),
+            access=access,
             config=node_config,
             tls=tls,
             post=lambda run: inbox.put(Completion(run)),

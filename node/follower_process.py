@@ -12,11 +12,9 @@ from ..core.timer_slack import end_waits_on_time
 from ..engine.follower import Handlers, main
 from ..engine.rank_channel import Kind, RankChannel, RankMessage
 from ..engine.runner import ModelRunner
-from ..kv_transfer.data_server import DataServer
-from ..kv_transfer.pool_exporter import PoolExporter
 from ..kv_transfer.rank_pulls import RankPulls
 from ..kv_transfer.transports import transports
-from .pools import ExportOrder, export_pool, listen, serve
+from .pools import ExportOrder, Offer
 
 
 class PoolOrders:
@@ -25,19 +23,14 @@ class PoolOrders:
     def __init__(self, runner: ModelRunner, channel: RankChannel) -> None:
         self._runner = runner
         self._channel = channel
-        self._exporter: PoolExporter | None = None
-        self._server: DataServer | None = None
+        self._offer: Offer | None = None
         self._pulls: RankPulls | None = None
 
     def export(self, message: RankMessage) -> None:
         order = ExportOrder.unpack(message.payload)
-        described = (order.pool, os.dup(message.fds[0]), order.parts)
-        self._exporter = export_pool(self._runner, *described)
-        port = 0
-        if order.key is not None:
-            self._server = listen(self._runner, order.node, order.tls)
-            serve(self._server, self._runner, *described, order.key)
-            port = self._server.port
+        self._offer = Offer(self._runner, order.node, order.tls, order.key)
+        self._offer.begin(order.pool, os.dup(message.fds[0]), order.parts)
+        port = self._offer.port
         self._pulls = RankPulls(transports(self._runner.kv, order.node, order.tls), self._channel)
         self._channel.send(Kind.ANSWER, str(port).encode(), order=message.order)
 

@@ -17,6 +17,7 @@ import grpc
 
 from ..cluster.link_handshake import HANDOFF, dial
 from ..cluster.tls import ClusterTls
+from ..core.addresses import host_of
 from ..core.errors import BatonError
 from ..core.membership import Member, Role
 from ..core.ports import Directory
@@ -107,7 +108,7 @@ class Links:
                 call.cancel()
                 return _reason(error), False
             peer = self._engine.open_peer(
-                member.incarnation, is_source=True, host=_host_of(member.address)
+                member.incarnation, is_source=True, host=host_of(member.address)
             )
             try:
                 return await self._relay(call, member.incarnation, peer), True
@@ -137,11 +138,6 @@ class Links:
             for way in ways:
                 way.cancel()
             await asyncio.gather(*ways, return_exceptions=True)
-
-
-def _host_of(address: str) -> str:
-    """Of host:port, where host may be an IPv6 address in brackets."""
-    return address.rpartition(":")[0].strip("[]")
 
 
 def _reason(error: BaseException) -> str:

@@ -1,7 +1,7 @@
 """The KV pools of an engine's ranks as others find them: named, described, exported.
 
-Rank 0 draws the names and owns the generations; each rank exports its own pool to this host, and a
-source's ranks serve theirs to other hosts too, each on a port of its own.
+Rank 0 draws the names and the key, and owns the generations; each rank of a source exports its own
+pool to this host, and serves it to other hosts on a port of its own, if that can be needed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ..cluster.exposure import is_loopback
+from ..core.addresses import addresses_of, host_of
 from ..core.config import NodeConfig
 from ..core.ports import Entropy
 from ..core.same_host import host_id
@@ -27,14 +29,16 @@ from ..kv_transfer.data_server import DataServer, ServedPool
 from ..kv_transfer.data_tls import DataTls
 from ..kv_transfer.pool_address import PoolDescription, PoolPart
 from ..kv_transfer.pool_exporter import PoolExporter
-from ..kv_transfer.remote import KEY_BYTES, DataPort
+from ..kv_transfer.remote import KEY_BYTES, PoolAccess
 from ..kv_transfer.shm import export_host_pool
 from ..kv_transfer.transports import outlets
+
+_BY_MEMORY = frozenset({"auto", "shm", "cuda_ipc", "cuda_staged"})
 
 
 @dataclass(frozen=True, slots=True)
 class ExportOrder:
-    """What rank 0 tells another rank; without `key` its pool is not served to other hosts."""
+    """What rank 0 sends another rank; `key`: of the engine, None: nobody pulls from it."""
 
     pool: str
     parts: tuple[PoolPart, ...]
@@ -77,15 +81,16 @@ def exported(
     tls: DataTls | None,
     *,
     is_source: bool,
-) -> Iterator[DataPort | None]:
-    """Rank 0: offer the pools of all ranks; a source's also over the network, at the port given.
+) -> Iterator[PoolAccess | None]:
+    """Rank 0: offer a source's pools, of all ranks, in the ways that `--kv-transport` can take.
 
     Raises StartupFailed.
     """
     key = secrets.token_bytes(KEY_BYTES) if is_source else None
     with contextlib.ExitStack() as offered:
-        server = None if key is None else listen(runner, node, tls)
-        ports = [0 if server is None else server.port]
+        mine = Offer(runner, node, tls, key)
+        offered.callback(mine.close)
+        ports = [mine.port]
         if followers is not None:
             orders = [
                 ExportOrder(part.pool, tuple(parts), node, tls, key).pack() for part in parts[1:]
@@ -95,42 +100,61 @@ def exported(
         known = [
             dataclasses.replace(part, port=port) for part, port in zip(parts, ports, strict=True)
         ]
-        offered.callback(export_pool(runner, parts[0].pool, generations_fd, known).close)
-        if server is None or key is None:
-            yield None
-            return
-        serve(server, runner, parts[0].pool, generations_fd, known, key)
-        offered.callback(server.close)
-        yield DataPort(host_id(), server.port, key)
+        mine.begin(parts[0].pool, generations_fd, known)
+        yield None if key is None else PoolAccess(host_id(), mine.port, key)
 
 
-def export_pool(
-    runner: ModelRunner, name: str, generations_fd: int, parts: Sequence[PoolPart]
-) -> PoolExporter:
-    """Offer this rank's pool to the engines of this host, wherever it lies."""
-    runner.write_canary(name)
-    if isinstance(runner.kv, CpuKvMemory):
-        return export_host_pool(name, runner.kv, generations_fd, parts)
-    return export_cuda_pool(name, runner.kv, generations_fd, parts)
+class Offer:
+    """One rank's pool as others reach it: by its memory, over a network, both, or not at all."""
+
+    def __init__(
+        self, runner: ModelRunner, node: NodeConfig, tls: DataTls | None, key: bytes | None
+    ) -> None:
+        """Listen for other hosts, if that can be needed; nobody answers yet. `key` None: never."""
+        self._runner = runner
+        self._key = key
+        self._by_memory = key is not None and node.kv_transport in _BY_MEMORY
+        self._exporter: PoolExporter | None = None
+        self._server: DataServer | None = None
+        self._is_serving = False
+        if key is not None and _needs_port(runner, node):
+            names = [host_of(address) for address in addresses_of(node)]
+            wrap = {} if tls is None else {"wrap": tls.wrap_source}
+            self._server = DataServer(node.host, names, outlets(runner.kv), **wrap)
+
+    @property
+    def port(self) -> int:
+        """Where it listens for other hosts, or 0."""
+        return 0 if self._server is None else self._server.port
+
+    def begin(self, name: str, generations_fd: int, parts: Sequence[PoolPart]) -> None:
+        """Answer, from now on: the ports of all ranks are known."""
+        runner, key = self._runner, self._key
+        runner.write_canary(name)
+        if key is not None and self._by_memory:
+            if isinstance(runner.kv, CpuKvMemory):
+                self._exporter = export_host_pool(name, runner.kv, generations_fd, key, parts)
+            else:
+                self._exporter = export_cuda_pool(name, runner.kv, generations_fd, key, parts)
+        if key is not None and self._server is not None:
+            kv = runner.kv
+            described = PoolDescription(name, kv.block_bytes, kv.num_blocks, parts=tuple(parts))
+            generations = GenerationsReader(generations_fd, kv.num_blocks, parts[0].pool)
+            self._server.start(ServedPool(described, generations, key))
+            self._is_serving = True
+
+    def close(self) -> None:
+        if self._exporter is not None:
+            self._exporter.close()
+        if self._server is not None and self._is_serving:
+            self._server.close()
 
 
-def listen(runner: ModelRunner, node: NodeConfig, tls: DataTls | None) -> DataServer:
-    """A port for pullers of other hosts, at which nobody answers yet."""
-    if tls is None:
-        return DataServer(node.host, outlets(runner.kv))
-    return DataServer(node.host, outlets(runner.kv), tls.wrap_source)
+def _needs_port(runner: ModelRunner, node: NodeConfig) -> bool:
+    """Whether a puller can have no better way than over the network.
 
-
-def serve(
-    server: DataServer,
-    runner: ModelRunner,
-    name: str,
-    generations_fd: int,
-    parts: Sequence[PoolPart],
-    key: bytes,
-) -> None:
-    """Answer there, for this rank's pool: its canary is written."""
-    kv = runner.kv
-    description = PoolDescription(name, kv.block_bytes, kv.num_blocks, parts=tuple(parts))
-    generations = GenerationsReader(generations_fd, kv.num_blocks, parts[0].pool)
-    server.start(ServedPool(description, generations, key))
+    From a CPU node that nobody but this host reaches, memory can always be mapped.
+    """
+    if node.kv_transport != "auto":
+        return node.kv_transport not in _BY_MEMORY
+    return not (isinstance(runner.kv, CpuKvMemory) and is_loopback(node.host))

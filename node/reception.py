@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,12 +16,14 @@ from ..core.direct_channel import ChannelBroken, DirectChannel
 from ..core.direct_question import PURPOSE, QUESTION_BYTES, Question
 from ..core.errors import HandoffFailed, StartupFailed
 from ..core.framing import MAX_FRAME_BYTES, BrokenStream
+from ..core.pace import Pace
 from ..core.same_host import require_same_user, socket_address
 from .inbox import Inbox
 from .watched_channel import DirectReady, WatchedChannel
 
 log = logging.getLogger(__name__)
 
+_MAX_PER_S = 100  # connections that are taken in, once there was a crowd
 MAX_STRANGERS = 64  # connections that have not said who they are; the eldest goes first
 _BACKLOG = 64
 
@@ -35,6 +38,8 @@ class Reception:
         self._inbox = inbox
         self._admit = admit
         self._listener: socket.socket | None = None
+        self._is_watched = False
+        self._pace = Pace(_MAX_PER_S, 4 * MAX_STRANGERS)
         self._strangers: dict[WatchedChannel, None] = {}  # eldest first
 
     @property
@@ -51,8 +56,7 @@ class Reception:
             listener.close()
             raise StartupFailed(f"cannot listen for processes of this host: {error}") from error
         self._listener = listener
-        ready = (DirectReady(self._take_in),)
-        self._inbox.watch(listener, lambda: ready)
+        self._watch(listener)
 
     def close(self) -> None:
         for stranger in [*self._strangers]:
@@ -62,6 +66,9 @@ class Reception:
     def _take_in(self) -> tuple[()]:
         """Take in whoever connects, as a stranger."""
         while self._listener is not None:
+            if wait_s := self._pace.take():
+                self._pause(self._listener, wait_s)
+                break
             try:
                 connection, _ = self._listener.accept()
             except BlockingIOError:
@@ -73,15 +80,34 @@ class Reception:
             try:
                 require_same_user(connection)
             except HandoffFailed as error:
-                log.warning("refused a direct channel: %s", error.message)
+                log.debug("refused a direct channel: %s", error.message)
                 connection.close()
                 continue
             self._add_stranger(connection)
         return ()
 
+    def _pause(self, listener: socket.socket, wait_s: float) -> None:
+        """Who connects meanwhile waits in the kernel: strangers must not take the loop's time."""
+        self._inbox.forget(listener)
+        self._is_watched = False
+        again = threading.Timer(wait_s, self._inbox.put, (DirectReady(self._go_on),))
+        again.daemon = True
+        again.start()
+
+    def _go_on(self) -> tuple[()]:
+        if self._listener is not None:
+            self._watch(self._listener)
+        return ()
+
+    def _watch(self, listener: socket.socket) -> None:
+        ready = (DirectReady(self._take_in),)
+        self._inbox.watch(listener, lambda: ready)
+        self._is_watched = True
+
     def _stop_listening(self) -> None:
         if self._listener is not None:
-            self._inbox.forget(self._listener)
+            if self._is_watched:
+                self._inbox.forget(self._listener)
             self._listener.close()
             self._listener = None
 

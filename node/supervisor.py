@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -25,6 +24,7 @@ from ..cluster.redis_directory import RedisDirectory
 from ..cluster.secret import handshake_key
 from ..cluster.tls import ClusterTls, role_name
 from ..core import descriptors
+from ..core.addresses import addresses_of
 from ..core.config import ClusterConfig, EngineConfig, NodeConfig
 from ..core.errors import StartupFailed
 from ..core.logs import set_up_logging
@@ -110,8 +110,7 @@ class Supervisor:
         self._secret = secret
         self._directory = directory
         self._index = index
-        listening = f"{_reachable(node.host)}:{node.port}"
-        self._addresses = (*(node.advertise or listening).split(","), listening)
+        self._addresses = addresses_of(node)
         self._address = self._addresses[0]
         self._members = LiveMembers(directory)
         self._is_draining = False
@@ -287,9 +286,3 @@ def report(line: str) -> None:
     """A line for people, on stdout, at once: `baton up` reads it through a pipe."""
     with suppress(OSError):  # nobody reads any more, or the disk is full: serving goes on
         print(line, flush=True)
-
-
-def _reachable(host: str) -> str:
-    """What others dial: an address that means "all of them" is no address."""
-    name = socket.gethostname() if host in ("0.0.0.0", "::") else host
-    return f"[{name}]" if ":" in name else name

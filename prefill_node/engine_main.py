@@ -13,7 +13,8 @@ from .role import PrefillRole
 
 def build(parts: Parts) -> PrefillRole:
     source = Source(parts.hello, parts.clock, parts.config.lease_s)
-    return PrefillRole(parts.engine, parts.desk, parts.outbox, source, parts.clock)
+    assert parts.access is not None
+    return PrefillRole(parts.engine, parts.desk, parts.outbox, source, parts.clock, parts.access)
 
 
 PLAN = RolePlan(

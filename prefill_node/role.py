@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 from ..core.errors import BatonError, Cancelled, LeaseExpired
@@ -36,7 +36,8 @@ from ..kv_transfer.events import (
     Tick,
     Withdrawn,
 )
-from ..kv_transfer.messages import HandoffState
+from ..kv_transfer.messages import HandoffState, Hello
+from ..kv_transfer.remote import PoolAccess
 from ..kv_transfer.source import Source
 from ..node.desk import RequestDesk
 from ..node.outbox import Outbox
@@ -67,12 +68,20 @@ class PrefillRole(RequestRole):
     ticket_work = node_pb2.WORK_PREFILL
 
     def __init__(
-        self, engine: Engine, desk: RequestDesk, outbox: Outbox, source: Source, clock: Clock
+        self,
+        engine: Engine,
+        desk: RequestDesk,
+        outbox: Outbox,
+        source: Source,
+        clock: Clock,
+        access: PoolAccess,
     ) -> None:
+        """`access`: how the engine's pools are reached; pullers' keys are made from its key."""
         super().__init__(engine, desk)
         self._outbox = outbox
         self._source = source
         self._clock = clock
+        self._access = access
         self._offers: dict[str, _Offer] = {}  # by each of its keys
         self._num_expired_leases = 0
 
@@ -180,6 +189,8 @@ class PrefillRole(RequestRole):
         for effect in self._source.handle(event):
             match effect:
                 case Send(incarnation, message):
+                    if isinstance(message, Hello):
+                        message = replace(message, access=self._access.of_puller(incarnation))
                     self._outbox.to_peer(incarnation, wire.to_wire(message))
                 case ClosePeer(incarnation, error):
                     log.warning("refused puller %s: %s", incarnation, error.message)

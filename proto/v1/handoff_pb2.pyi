@@ -27,7 +27,7 @@ class PeerMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., cancel: _Optional[_Union[CancelTransfer, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., revoked: _Optional[_Union[Revoked, _Mapping]] = ..., handshake: _Optional[bytes] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("incarnation", "protocol", "fingerprint", "data", "direct_token")
+    __slots__ = ("incarnation", "protocol", "fingerprint", "access", "direct_token")
     class FingerprintEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -38,16 +38,16 @@ class Hello(_message.Message):
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
-    DATA_FIELD_NUMBER: _ClassVar[int]
+    ACCESS_FIELD_NUMBER: _ClassVar[int]
     DIRECT_TOKEN_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     protocol: int
     fingerprint: _containers.ScalarMap[str, str]
-    data: DataPort
+    access: PoolAccess
     direct_token: bytes
-    def __init__(self, incarnation: _Optional[str] = ..., protocol: _Optional[int] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., data: _Optional[_Union[DataPort, _Mapping]] = ..., direct_token: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[str] = ..., protocol: _Optional[int] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., access: _Optional[_Union[PoolAccess, _Mapping]] = ..., direct_token: _Optional[bytes] = ...) -> None: ...
 
-class DataPort(_message.Message):
+class PoolAccess(_message.Message):
     __slots__ = ("host_id", "port", "key")
     HOST_ID_FIELD_NUMBER: _ClassVar[int]
     PORT_FIELD_NUMBER: _ClassVar[int]

@@ -39,8 +39,8 @@ class End:
 
     def hello(self, other: End) -> Peer:
         """What its role says first, as the link carries it."""
-        port = handoff_pb2.DataPort(host_id=self.host_id)
-        hello = Peer(hello=handoff_pb2.Hello(incarnation=self.incarnation, data=port))
+        access = handoff_pb2.PoolAccess(host_id=self.host_id)
+        hello = Peer(hello=handoff_pb2.Hello(incarnation=self.incarnation, access=access))
         assert not self.direct.peers.send(other.incarnation, hello)
         return hello
 

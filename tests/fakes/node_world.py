@@ -25,7 +25,7 @@ from baton.kv_transfer.head_ranges import HeadPiece
 from baton.kv_transfer.memory import MemoryPool, MemoryTransport, MemoryWindow
 from baton.kv_transfer.messages import Hello
 from baton.kv_transfer.puller import Puller
-from baton.kv_transfer.remote import KEY_BYTES, DataPort, RemotePool, Routes
+from baton.kv_transfer.remote import KEY_BYTES, PoolAccess, RemotePool, Routes
 from baton.kv_transfer.source import Source
 from baton.node.desk import RequestDesk
 from baton.node.direct import DirectChannels
@@ -43,6 +43,7 @@ from .step_outputs import outputs_of
 
 SOURCE, PULLER = "a" * 32, "b" * 32
 HERE = b"h" * HOST_ID_BYTES
+ACCESS = PoolAccess(HERE, 0, bytes(KEY_BYTES))
 BLOCK_SIZE = 4
 VOCAB_SIZE = 1000
 LEASE_S, LINK_WAIT_S = 10.0, 5.0
@@ -118,8 +119,7 @@ class Node:
         self.engine = Engine(
             self.runner, limits, self.pool.generations, fingerprint="toy", eos_token_ids=()
         )
-        port = None if direct is None else DataPort(HERE, 1, bytes(KEY_BYTES))
-        self.hello = Hello(incarnation, {"model": "toy"}, data=port)
+        self.hello = Hello(incarnation, {"model": "toy"})
         self.direct = direct
         self.inbox = inbox or FakeInbox()
         self.frames: list[engine_pb2.EngineOutput] = []
@@ -200,13 +200,13 @@ class NodeWorld:
         self.greeted: set[str] = set()  # who has said Hello on the stream that is open
         p, d = self.prefill, self.decode
         source = Source(p.hello, self.clock, LEASE_S)
-        p.start(PrefillRole(p.engine, p.desk, p.outbox, source, self.clock))
+        p.start(PrefillRole(p.engine, p.desk, p.outbox, source, self.clock, ACCESS))
         d.start(
             DecodeRole(
                 d.engine, d.desk, d.outbox,
                 Puller(d.hello, self.clock, LINK_WAIT_S),
                 Windows([self.transport], d.post, run_aside=lambda run: run()),
-                Routes(HERE),
+                Routes(HERE, PULLER),
                 self.clock, fingerprint="toy", block_bytes=d.pool.block_bytes,
             )
         )  # fmt: skip

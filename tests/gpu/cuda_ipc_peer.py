@@ -24,6 +24,7 @@ from baton.engine.kv_memory import KvLayout
 from baton.kv_transfer.cuda_ipc_memory import export_cuda_pool
 
 NUM_BLOCKS = 130
+ENGINE_KEY = bytes(range(32))  # fakes/access.py
 LAYOUT = KvLayout(
     num_layers=32, num_kv_heads=8, block_size=16, head_dim=128, dtype=torch.bfloat16
 )  # 2 MiB: Llama-3.1-8B's
@@ -31,7 +32,8 @@ LAYOUT = KvLayout(
 
 def content(block_id: int, generation: int) -> int:
     """The 64-bit word that fills a block of this generation."""
-    return (generation << 16) | block_id
+    word = (generation & ~0xFFFF) | block_id
+    return word - (word >> 63 << 64)  # as torch has it: signed
 
 
 class Source:
@@ -47,7 +49,7 @@ class Source:
         for block_id in range(NUM_RESERVED_BLOCKS, num_allocated):
             self.rewrite(block_id)
         self.kv.num_blocks = NUM_BLOCKS  # what is announced
-        self.exporter = export_cuda_pool(incarnation, self.kv, self.generations.fd)
+        self.exporter = export_cuda_pool(incarnation, self.kv, self.generations.fd, ENGINE_KEY)
 
     def rewrite(self, block_id: int) -> None:
         self.generations.bump([block_id])

@@ -25,7 +25,7 @@ spec.loader.exec_module(peer)
 def main() -> None:
     incarnation, device, fd, key = sys.argv[1:]
     source = peer.Source(incarnation, torch.device(device), int(fd), peer.NUM_BLOCKS)
-    server = DataServer("127.0.0.1", outlets(source.kv))
+    server = DataServer("127.0.0.1", ["127.0.0.1"], outlets(source.kv))
     description = PoolDescription(incarnation, source.kv.block_bytes, peer.NUM_BLOCKS)
     reader = GenerationsReader(source.generations.fd, peer.NUM_BLOCKS, incarnation)
     server.start(ServedPool(description, reader, bytes.fromhex(key)))

@@ -17,6 +17,7 @@ from functools import partial
 import gpu_source
 import pytest
 import torch
+from fakes.access import ENGINE_KEY, access
 from fakes.host_pool import HostPool
 from gpu_source import LAYOUT, NUM_BLOCKS, PULLER_GPU, SOURCE_GPU, Source, holds, pull
 
@@ -58,7 +59,7 @@ def window_onto(incarnation: str, kv: CudaKvMemory, method: str | None = None) -
 
     staged = method == "staged"
     transport = CudaStagedTransport(kv) if staged else CudaIpcTransport(kv, method)
-    window = transport.connect(incarnation)
+    window = transport.connect(incarnation, None, access())
     try:
         yield window
     finally:
@@ -268,13 +269,13 @@ def test_memory_that_cannot_be_read_is_named(kv: CudaKvMemory) -> None:
         (CudaMemory(here, bytes(64)), "cannot open"),
     ):
         description = PoolDescription(incarnation, kv.block_bytes, NUM_BLOCKS, memory)
-        exporter = PoolExporter(description, [generations.fd])
+        exporter = PoolExporter(description, [generations.fd], ENGINE_KEY)
         with pytest.raises(HandoffFailed, match=words), window_onto(incarnation, kv):
             pass
         exporter.close()
     generations.close()
     host = HostPool(incarnation, 8, kv.block_bytes)
-    exporter = export_host_pool(incarnation, host, host.generations.fd)
+    exporter = export_host_pool(incarnation, host, host.generations.fd, ENGINE_KEY)
     with pytest.raises(HandoffFailed, match="host memory"), window_onto(incarnation, kv):
         pass
     exporter.close()
@@ -295,7 +296,9 @@ def test_without_peer_access_blocks_are_staged_and_it_is_told(
         pytest.skip("needs two GPUs")
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: False)
     with caplog.at_level("INFO"):
-        window = open_window([CudaIpcTransport(kv), CudaStagedTransport(kv)], source.incarnation)
+        window = open_window(
+            [CudaIpcTransport(kv), CudaStagedTransport(kv)], source.incarnation, None, access()
+        )
     pair = source.pair(9, 4)
     assert window.transport == "cuda_staged"
     assert pull(window, pair) is PullOutcome.OK and holds(kv, pair)

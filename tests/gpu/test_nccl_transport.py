@@ -20,6 +20,7 @@ import gpu_source
 import numpy as np
 import pytest
 import torch
+from fakes.access import access
 from gpu_source import LAYOUT, NUM_BLOCKS, PULLER_GPU, Source, holds, pull
 
 from baton.core.config import NodeConfig
@@ -29,7 +30,7 @@ from baton.engine.canary import canary_bytes
 from baton.engine.cuda_kv_memory import CudaKvMemory
 from baton.kv_transfer.block_pairs import BlockPair, BlockPairs
 from baton.kv_transfer.head_ranges import BlockCut, HeadPiece
-from baton.kv_transfer.remote import KEY_BYTES, RemotePool
+from baton.kv_transfer.remote import KEY_BYTES
 from baton.kv_transfer.transport import PullOutcome
 
 pytestmark = [
@@ -67,7 +68,7 @@ def window_onto(
     transport_name, _, method = name.partition(" ")
     config = NodeConfig(kv_transport=transport_name, kv_copy=method or "auto")
     (transport,) = transports(kv, config, None)
-    remote = RemotePool("127.0.0.1", int(source.said), KEY, is_elsewhere=False)
+    remote = access(int(source.said), engine_key=KEY)
     window = transport.connect(source.incarnation, piece, remote)
     try:
         yield window

@@ -22,6 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
+from fakes.access import ENGINE_KEY, access
 from fakes.host_pool import HostPool
 
 from baton.engine.block_pool import NUM_RESERVED_BLOCKS, BlockRef
@@ -35,13 +36,13 @@ NOBODY = 65534
 
 
 def content(block_id: int, generation: int) -> int:
-    """The 64-bit word that fills a block of this generation, without a carry into wrong ones."""
-    return (generation << 16) | block_id
+    """The 64-bit word that fills a block of this generation."""
+    return (generation & ~0xFFFF) | block_id
 
 
 def export(incarnation: str) -> None:
     pool = HostPool(incarnation, NUM_BLOCKS, BLOCK_BYTES)
-    exporter = export_host_pool(incarnation, pool, pool.generations.fd)
+    exporter = export_host_pool(incarnation, pool, pool.generations.fd, ENGINE_KEY)
     print("ready", flush=True)
     time.sleep(60)
     exporter.close()
@@ -51,7 +52,7 @@ def pull(incarnation: str, seconds: float, fd: int) -> None:
     """Print how often each outcome came, and how many pulls ended OK with wrong bytes."""
     published = np.frombuffer(mmap.mmap(fd, 8 * NUM_BLOCKS), dtype=np.uint64)
     pool = HostPool("d" * 32, NUM_BLOCKS, BLOCK_BYTES)
-    window = ShmTransport(pool).connect(incarnation)
+    window = ShmTransport(pool).connect(incarnation, None, access())
     counts: collections.Counter[str] = collections.Counter()
     done: queue.SimpleQueue[PullOutcome] = queue.SimpleQueue()
     until_s = time.monotonic() + seconds

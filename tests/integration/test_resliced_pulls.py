@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from fakes.access import ENGINE_KEY, access
 from fakes.host_pool import HostPool
 
 from baton.core.errors import HandoffFailed
@@ -72,14 +73,14 @@ def exported(source: Engine, dense: np.ndarray) -> Iterator[None]:
         for rank, (part, pool) in enumerate(zip(source.parts, source.pools, strict=True)):
             source.array(rank)[NUM_RESERVED_BLOCKS:] = shard(dense, part)[NUM_RESERVED_BLOCKS:]
             fd = source.pools[0].generations.fd
-            stack.callback(export_host_pool(part.pool, pool, fd, source.parts).close)
+            stack.callback(export_host_pool(part.pool, pool, fd, ENGINE_KEY, source.parts).close)
         yield
 
 
 @contextlib.contextmanager
 def window(source: Engine, puller: Engine, rank: int) -> Iterator[PoolWindow]:
     pieces = pieces_of(source.parts, puller.parts[rank], rank)
-    named = [SourcePiece(source.parts[piece.source_rank].pool, piece) for piece in pieces]
+    named = [SourcePiece(source.parts[piece.source_rank].pool, piece, access()) for piece in pieces]
     opened = open_pieces([ShmTransport(puller.pools[rank], NUM_ROWS)], named)
     try:
         yield opened
@@ -128,8 +129,10 @@ def test_one_rank_that_cannot_be_reached_fails_the_whole() -> None:
     dense = np.zeros((NUM_BLOCKS, NUM_ROWS, 4, HEAD_BYTES), np.uint8)
     with engine(4, 4) as source, engine(1, 4) as puller, exported(source, dense):
         pieces = pieces_of(source.parts, puller.parts[0], 0)
-        named = [SourcePiece(source.parts[piece.source_rank].pool, piece) for piece in pieces]
-        named[-1] = SourcePiece("f" * 32, pieces[-1])
+        named = [
+            SourcePiece(source.parts[piece.source_rank].pool, piece, access()) for piece in pieces
+        ]
+        named[-1] = SourcePiece("f" * 32, pieces[-1], access())
         with pytest.raises(HandoffFailed, match="f" * 32):
             open_pieces([ShmTransport(puller.pools[0], NUM_ROWS)], named)
 
@@ -140,5 +143,5 @@ def test_heads_of_another_size_are_refused() -> None:
         other = HostPool(secrets.token_hex(16), NUM_BLOCKS, 2 * NUM_ROWS * 4 * HEAD_BYTES)
         pieces = pieces_of(source.parts, PoolPart("0" * 32, 0, 4), 0)
         with pytest.raises(HandoffFailed, match="a block has"):
-            ShmTransport(other, NUM_ROWS).connect(source.parts[0].pool, pieces[0])
+            ShmTransport(other, NUM_ROWS).connect(source.parts[0].pool, pieces[0], access())
         other.close()

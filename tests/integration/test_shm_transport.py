@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import mmap
@@ -20,14 +21,17 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from fakes.access import ENGINE_KEY, access
 from fakes.host_pool import HostPool
 
-from baton.core.errors import HandoffFailed, StartupFailed
+from baton.core.errors import HandoffFailed, StartupFailed, Unauthenticated
+from baton.core.handshake import OPENING_BYTES, Listener
 from baton.core.same_host import socket_address
 from baton.engine.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS, BlockRef
 from baton.kv_transfer.block_pairs import BlockPair, BlockPairs
-from baton.kv_transfer.pool_address import CudaMemory, PoolDescription
+from baton.kv_transfer.pool_address import ADDRESS, PURPOSE, CudaMemory, PoolDescription
 from baton.kv_transfer.pool_exporter import PoolExporter
+from baton.kv_transfer.remote import RemotePool, pair_key
 from baton.kv_transfer.shm import ShmTransport, ShmWindow, export_host_pool
 from baton.kv_transfer.transport import PullOutcome
 
@@ -78,14 +82,14 @@ def destination() -> Iterator[HostPool]:
 
 @pytest.fixture
 def exporter(source: HostPool) -> Iterator[PoolExporter]:
-    exporter = export_host_pool(SOURCE, source, source.generations.fd)
+    exporter = export_host_pool(SOURCE, source, source.generations.fd, ENGINE_KEY)
     yield exporter
     exporter.close()
 
 
 @contextlib.contextmanager
 def window_onto(incarnation: str, destination: HostPool) -> Iterator[ShmWindow]:
-    window = ShmTransport(destination).connect(incarnation)
+    window = ShmTransport(destination).connect(incarnation, None, access())
     try:
         yield window
     finally:
@@ -226,7 +230,7 @@ def test_kill_9_of_the_source_leaves_nothing(destination: HostPool) -> None:
             assert pull(window, canary) is PullOutcome.OK
             start_s = time.monotonic()
             with pytest.raises(HandoffFailed, match="no exporter"):
-                ShmTransport(destination).connect(SOURCE)
+                ShmTransport(destination).connect(SOURCE, None, access())
             assert time.monotonic() - start_s < 0.1
     assert SOURCE not in Path("/proc/net/unix").read_text()
 
@@ -234,14 +238,63 @@ def test_kill_9_of_the_source_leaves_nothing(destination: HostPool) -> None:
 @pytest.mark.usefixtures("exporter")
 def test_one_incarnation_is_exported_once(source: HostPool) -> None:
     with pytest.raises(StartupFailed):
-        export_host_pool(SOURCE, source, source.generations.fd)
+        export_host_pool(SOURCE, source, source.generations.fd, ENGINE_KEY)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        access(engine_key=bytes(32)),
+        dataclasses.replace(access(), puller="ee" * 16),  # another puller's key
+        None,
+    ],
+)
+@pytest.mark.usefixtures("exporter")
+def test_who_was_given_no_key_gets_no_memory(
+    destination: HostPool, wrong: RemotePool | None
+) -> None:
+    with pytest.raises(HandoffFailed):
+        ShmTransport(destination).connect(SOURCE, None, wrong)
+
+
+@pytest.mark.parametrize("said", [b"", b"x", bytes(OPENING_BYTES), b"\xff" * 4096])
+@pytest.mark.usefixtures("exporter")
+def test_a_stranger_of_the_same_user_gets_no_descriptor(said: bytes) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.connect(socket_address(SOURCE))
+        connection.settimeout(5)
+        connection.send(said)
+        data, fds, _, _ = socket.recv_fds(connection, 1024, 4)
+    assert not data and not fds
+
+
+def test_an_exporter_that_does_not_hold_the_key_is_not_believed(
+    source: HostPool, destination: HostPool
+) -> None:
+    def answer(connection: socket.socket) -> None:
+        with contextlib.suppress(Unauthenticated):
+            shake_hands(connection, engine_key=bytes(32))
+
+    with exporter_that(answer), pytest.raises(HandoffFailed, match="does not hold the key"):
+        ShmTransport(destination).connect(SOURCE, None, access())
+
+
+@pytest.mark.usefixtures("exporter")
+def test_who_says_nothing_keeps_nobody_waiting(destination: HostPool) -> None:
+    with contextlib.ExitStack() as silent:
+        for _ in range(16):
+            stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            silent.enter_context(stranger).connect(socket_address(SOURCE))
+        began_s = time.monotonic()
+        with window_onto(SOURCE, destination):
+            assert time.monotonic() - began_s < 0.9
 
 
 @pytest.mark.usefixtures("exporter")
 def test_peers_of_another_shape_are_refused() -> None:
     other = HostPool(PULLER, NUM_BLOCKS, 4096)
     with pytest.raises(HandoffFailed, match="a block has"):
-        ShmTransport(other).connect(SOURCE)
+        ShmTransport(other).connect(SOURCE, None, access())
     other.close()
 
 
@@ -250,14 +303,14 @@ def test_peers_of_another_shape_are_refused() -> None:
 )
 def test_a_peer_cannot_choose_what_is_connected_to(destination: HostPool, incarnation: str) -> None:
     with pytest.raises(HandoffFailed, match="32 hex digits"):
-        ShmTransport(destination).connect(incarnation)
+        ShmTransport(destination).connect(incarnation, None, access())
 
 
 def test_a_pool_on_a_gpu_is_refused(source: HostPool, destination: HostPool) -> None:
     on_gpu = PoolDescription(SOURCE, BLOCK_BYTES, NUM_BLOCKS, CudaMemory(bytes(16), bytes(64)))
-    exporter = PoolExporter(on_gpu, [source.generations.fd])
+    exporter = PoolExporter(on_gpu, [source.generations.fd], ENGINE_KEY)
     with pytest.raises(HandoffFailed, match="on a GPU"):
-        ShmTransport(destination).connect(SOURCE)
+        ShmTransport(destination).connect(SOURCE, None, access())
     exporter.close()
 
 
@@ -302,6 +355,13 @@ def _lie(kind: str, pool: HostPool) -> tuple[bytes, list[int], list[int]]:
             return _describe(pool), [fd, pool.generations.fd], [fd]
 
 
+def shake_hands(connection: socket.socket, engine_key: bytes = ENGINE_KEY) -> None:
+    """As an exporter does."""
+    theirs = Listener(lambda o: pair_key(engine_key, o.dialer), PURPOSE, (ADDRESS,))
+    connection.send(theirs.challenge(connection.recv(1024)))
+    theirs.check(connection.recv(1024))
+
+
 @contextlib.contextmanager
 def exporter_that(answer: Callable[[socket.socket], None]) -> Iterator[None]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -339,10 +399,11 @@ def test_an_exporter_that_lies_is_refused(
     packed, fds, own = _lie(kind, source)
 
     def answer(connection: socket.socket) -> None:
+        shake_hands(connection)
         socket.send_fds(connection, [packed], fds)
 
     with exporter_that(answer), pytest.raises(HandoffFailed):
-        ShmTransport(destination).connect(SOURCE)
+        ShmTransport(destination).connect(SOURCE, None, access())
     for fd in own:
         os.close(fd)
 
@@ -350,9 +411,9 @@ def test_an_exporter_that_lies_is_refused(
 def test_a_wrong_canary_is_refused(destination: HostPool) -> None:
     impostor = HostPool(SOURCE, NUM_BLOCKS, BLOCK_BYTES)
     impostor.block(CANARY_BLOCK)[BLOCK_BYTES - 1] ^= 1
-    exporter = export_host_pool(SOURCE, impostor, impostor.generations.fd)
+    exporter = export_host_pool(SOURCE, impostor, impostor.generations.fd, ENGINE_KEY)
     with pytest.raises(HandoffFailed, match="canary"):
-        ShmTransport(destination).connect(SOURCE)
+        ShmTransport(destination).connect(SOURCE, None, access())
     exporter.close()
     impostor.close()
 
@@ -360,9 +421,9 @@ def test_a_wrong_canary_is_refused(destination: HostPool) -> None:
 def test_generations_of_another_process_are_refused(
     source: HostPool, destination: HostPool
 ) -> None:
-    exporter = export_host_pool(SOURCE, source, destination.generations.fd)
+    exporter = export_host_pool(SOURCE, source, destination.generations.fd, ENGINE_KEY)
     with pytest.raises(HandoffFailed, match="generation page"):
-        ShmTransport(destination).connect(SOURCE)
+        ShmTransport(destination).connect(SOURCE, None, access())
     exporter.close()
 
 
@@ -371,7 +432,7 @@ def test_an_exporter_that_hangs_is_given_up(destination: HostPool) -> None:
     start_s = time.monotonic()
     with exporter_that(lambda _: is_over.wait()):
         with pytest.raises(HandoffFailed, match="timed out"):
-            ShmTransport(destination).connect(SOURCE)
+            ShmTransport(destination).connect(SOURCE, None, access())
         is_over.set()
     assert time.monotonic() - start_s < 3
 
@@ -391,4 +452,4 @@ def test_another_users_memory_is_not_taken(destination: HostPool) -> None:
     with peer_process("squat", str(os.geteuid()), SOURCE) as process:
         assert read_line(process) == "ready"
         with pytest.raises(HandoffFailed, match=f"user {peer.NOBODY}"):
-            ShmTransport(destination).connect(SOURCE)
+            ShmTransport(destination).connect(SOURCE, None, access())

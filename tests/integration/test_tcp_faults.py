@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import random
-import secrets
 import threading
 import time
 from collections.abc import Iterator
@@ -14,11 +13,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fakes.access import ENGINE_KEY, access
 from fakes.host_pool import HostPool
 from fakes.wire_proxy import BACK, ON, WireProxy
 
 from baton.cli.certs import make_certificates
 from baton.cluster.tls import role_name
+from baton.core.handshake import ANSWER_BYTES, CHALLENGE_BYTES, OPENING_BYTES
 from baton.engine.block_pool import NUM_RESERVED_BLOCKS, BlockRef
 from baton.engine.generations import GenerationsReader
 from baton.kv_transfer import data_wire as wire
@@ -29,7 +30,7 @@ from baton.kv_transfer.data_server import DataServer, ServedPool
 from baton.kv_transfer.data_tls import DataTls
 from baton.kv_transfer.head_ranges import BlockCut
 from baton.kv_transfer.pool_address import PoolDescription
-from baton.kv_transfer.remote import KEY_BYTES, RemotePool
+from baton.kv_transfer.remote import RemotePool
 from baton.kv_transfer.remote_window import RemoteWindow
 from baton.kv_transfer.tcp import TcpTransport, tcp_outlet
 from baton.kv_transfer.transport import PullOutcome
@@ -40,12 +41,11 @@ CHUNK_BLOCKS = 2  # of a request
 SOURCE_IDS = (5, 2, 9, 14, 30, 7)
 LIVENESS_S = 1.5  # a peer of whom nothing is heard is found by then
 RESUME_S = 0.5
-KEY = secrets.token_bytes(KEY_BYTES)
 
 # What passes on a connection, by direction: the header bytes of the opening, then of one request.
 OPENING = {
-    ON: wire.OPENING_BYTES + wire.PROOF_BYTES + wire.CUT_BYTES,
-    BACK: wire.CHALLENGE_BYTES + wire.LENGTH_BYTES,
+    ON: OPENING_BYTES + ANSWER_BYTES + wire.SAID_BYTES,
+    BACK: CHALLENGE_BYTES + wire.LENGTH_BYTES,
 }
 REQUEST = {
     ON: wire.REQUEST_BYTES + CHUNK_BLOCKS * wire.BYTES_PER_BLOCK,
@@ -66,7 +66,7 @@ class World:
     committed: list[int] = field(default_factory=list)  # blocks of ours, as they were written
 
     def remote(self) -> RemotePool:
-        return RemotePool("127.0.0.1", self.proxy.port, KEY, True)
+        return access(self.proxy.port, is_elsewhere=True)
 
     @contextlib.contextmanager
     def window(self) -> Iterator[RemoteWindow]:
@@ -120,10 +120,11 @@ def running(tls: tuple[DataTls, DataTls] | None = None) -> Iterator[World]:
         source.block(block_id)[:] = rng.bytes(BLOCK_BYTES)
     outlet = tcp_outlet(lambda cut: HostBlockBytes(source, cut))
     wrapped = {} if tls is None else {"wrap": tls[0].wrap_source}
-    server = DataServer("127.0.0.1", {wire.Mode.BYTES: outlet}, **wrapped)
+    server = DataServer("127.0.0.1", ["127.0.0.1"], {wire.Mode.BYTES: outlet}, **wrapped)
     reader = GenerationsReader(source.generations.fd, NUM_BLOCKS, SOURCE)
-    server.start(ServedPool(PoolDescription(SOURCE, BLOCK_BYTES, NUM_BLOCKS), reader, KEY))
+    server.start(ServedPool(PoolDescription(SOURCE, BLOCK_BYTES, NUM_BLOCKS), reader, ENGINE_KEY))
     proxy = WireProxy(server.port)
+    server._addresses.append(f"127.0.0.1:{proxy.port}")
     yield World(source, ours, server, proxy, tls)
     proxy.close()
     server.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import pickle
 import queue
-import secrets
 import socket
 import struct
 import threading
@@ -16,15 +15,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fakes.access import ENGINE_KEY, access
 from fakes.host_pool import HostPool
 
 from baton.cli.certs import make_certificates
 from baton.cluster.tls import role_name
 from baton.core.errors import HandoffFailed
+from baton.core.handshake import CHALLENGE_BYTES, Dialer
 from baton.core.same_host import host_id
 from baton.engine.block_pool import NUM_RESERVED_BLOCKS, BlockRef
 from baton.engine.generations import GenerationsReader
 from baton.kv_transfer import data_wire as wire
+from baton.kv_transfer.accept_thread import BURST
 from baton.kv_transfer.block_bytes import HostBlockBytes
 from baton.kv_transfer.block_pairs import BlockPair, BlockPairs, Ids
 from baton.kv_transfer.data_client import connect, describe_remote
@@ -32,7 +34,7 @@ from baton.kv_transfer.data_server import DataServer, ServedPool
 from baton.kv_transfer.data_tls import DataTls
 from baton.kv_transfer.head_ranges import BlockCut, HeadPiece
 from baton.kv_transfer.pool_address import PoolDescription, PoolPart
-from baton.kv_transfer.remote import KEY_BYTES, DataPort, RemotePool, Routes
+from baton.kv_transfer.remote import PoolAccess, RemotePool, Routes
 from baton.kv_transfer.remote_window import RemoteWindow
 from baton.kv_transfer.stream import Stream
 from baton.kv_transfer.tcp import TcpTransport, tcp_outlet
@@ -42,7 +44,6 @@ SOURCE, PULLER = "5" * 32, "9" * 32
 NUM_ROWS, HEAD_BYTES, NUM_HEADS = 4, 96, 4
 BLOCK_BYTES = NUM_ROWS * HEAD_BYTES * NUM_HEADS
 NUM_BLOCKS = 40
-KEY = secrets.token_bytes(KEY_BYTES)
 PARTS = (PoolPart(SOURCE, 0, 2, 1), PoolPart("6" * 32, 2, 2, 2))
 
 
@@ -81,11 +82,11 @@ def served(block_bytes: int) -> Iterator[Served]:
             return data
 
     outlet = tcp_outlet(lambda cut: Tampered(pool, cut))
-    server = DataServer("127.0.0.1", {wire.Mode.BYTES: outlet})
+    server = DataServer("127.0.0.1", ["127.0.0.1"], {wire.Mode.BYTES: outlet})
     description = PoolDescription(SOURCE, block_bytes, pool.num_blocks, parts=PARTS)
     reader = GenerationsReader(pool.generations.fd, pool.num_blocks, SOURCE)
-    server.start(ServedPool(description, reader, KEY))
-    yield Served(pool, server, RemotePool("127.0.0.1", server.port, KEY, True), sabotage)
+    server.start(ServedPool(description, reader, ENGINE_KEY))
+    yield Served(pool, server, access(server.port, is_elsewhere=True), sabotage)
     server.close()
     wait_for_threads("kv-puller")
     reader.close()
@@ -225,7 +226,7 @@ class Relay:
 
     def _tamper(self, far: socket.socket, near: socket.socket) -> None:
         with far, near, contextlib.suppress(OSError, struct.error):
-            near.sendall(far.recv(wire.CHALLENGE_BYTES, socket.MSG_WAITALL))
+            near.sendall(far.recv(CHALLENGE_BYTES, socket.MSG_WAITALL))
             length = far.recv(wire.LENGTH_BYTES, socket.MSG_WAITALL)
             near.sendall(length + far.recv(wire.unpack_length(length), socket.MSG_WAITALL))
             while True:
@@ -250,12 +251,34 @@ def test_damage_on_the_way_is_asked_for_once_more(
 ) -> None:
     relay = Relay(served.server.port)
     served.remote = replace(served.remote, port=relay.port)
+    served.server._addresses.append(f"127.0.0.1:{relay.port}")
     with contextlib.closing(relay), window_onto(served, destination) as window:
         relay.num_to_damage = num_damaged
         assert pull(window, pair(served.pool, 5, 3)) is outcome
     arrived = destination.block(3) == served.pool.block(5)
     assert arrived is (outcome is PullOutcome.OK)
     assert arrived or not any(destination.block(3))
+
+
+@pytest.mark.parametrize("block_bytes", [BLOCK_BYTES], indirect=True)
+def test_who_passes_on_the_handshake_from_another_port_is_refused(
+    served: Served, destination: HostPool
+) -> None:
+    """As a process would that took the port of a source that died."""
+    relay = Relay(served.server.port)
+    with contextlib.closing(relay), pytest.raises(HandoffFailed):
+        connect(SOURCE, replace(served.remote, port=relay.port), None)
+
+
+@pytest.mark.parametrize("block_bytes", [BLOCK_BYTES], indirect=True)
+def test_who_guesses_generations_gets_no_byte(served: Served, destination: HostPool) -> None:
+    client = connect(SOURCE, served.remote, BlockCut.of(None, 1, BLOCK_BYTES))
+    served.pool.generations.bump([5])
+    for guess in (0, 1, 2, served.pool.generations.read(5) ^ 1):
+        ids, generations = np.array([5]), np.array([guess], np.uint64)
+        outcome = client.ask(ids, generations, BLOCK_BYTES, lambda _: pytest.fail("blocks came"))
+        assert outcome is PullOutcome.STALE
+    client.close()
 
 
 @pytest.mark.parametrize("block_bytes", [BLOCK_BYTES], indirect=True)
@@ -278,7 +301,7 @@ class TestWhoIsLetIn:
     def test_a_puller_that_is_wrong_is_refused(self, served: Served, which: str) -> None:
         remote, pool = served.remote, SOURCE
         if which == "key":
-            remote = replace(remote, key=bytes(KEY_BYTES))
+            remote = replace(remote, key=bytes(32))
         elif which == "pool":
             pool = "7" * 32
         else:
@@ -289,8 +312,8 @@ class TestWhoIsLetIn:
 
     def test_a_source_that_does_not_know_the_key_is_refused(self, served: Served) -> None:
         """Somebody else took the port."""
-        with pytest.raises(HandoffFailed, match="does not know the source's key"):
-            connect(SOURCE, replace(served.remote, key=bytes(KEY_BYTES)), None)
+        with pytest.raises(HandoffFailed, match="does not hold the key"):
+            connect(SOURCE, replace(served.remote, key=bytes(32)), None)
 
     @pytest.mark.parametrize(
         "cut",
@@ -314,7 +337,7 @@ class TestWhoIsLetIn:
         [
             pickle.dumps({"a": "pickle"}) * 9,
             b"PK\x03\x04" * 40,
-            b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 4,
+            b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 6,
             bytes(200),
         ],
     )
@@ -329,7 +352,8 @@ class TestWhoIsLetIn:
     @pytest.mark.parametrize("step_s", [10.0, 0.2])
     def test_dawdlers_are_closed_within_two_seconds(self, served: Served, step_s: float) -> None:
         """The header alone, then nothing, or a byte now and then."""
-        opening = wire.Opening(wire.Mode.BYTES, SOURCE, bytes(wire.NONCE_BYTES)).pack()
+        ours = Dialer(bytes(32), wire.PURPOSE, dialer=PULLER, listener=SOURCE, address="x")
+        opening = ours.opening
         begin_s = time.monotonic()
         with socket.create_connection(("127.0.0.1", served.server.port), 2) as connection:
             connection.sendall(opening[:8])
@@ -346,7 +370,7 @@ class TestWhoIsLetIn:
     def test_a_crowd_keeps_nobody_out(self, served: Served, destination: HostPool) -> None:
         address = ("127.0.0.1", served.server.port)
         with contextlib.ExitStack() as crowd:
-            for _ in range(2000):
+            for _ in range(BURST - 20):
                 crowd.enter_context(socket.create_connection(address, 5))
             with window_onto(served, destination) as window:
                 assert pull(window, pair(served.pool, 5, 3)) is PullOutcome.OK
@@ -384,7 +408,7 @@ def test_with_certificates_only_a_puller_s_gets_through(
 ) -> None:
     wrap = tls_of(certificates, "prefill").wrap_source
     outlet = tcp_outlet(lambda cut: HostBlockBytes(served.pool, cut))
-    server = DataServer("127.0.0.1", {wire.Mode.BYTES: outlet}, wrap)
+    server = DataServer("127.0.0.1", ["127.0.0.1"], {wire.Mode.BYTES: outlet}, wrap)
     assert served.server._pool is not None
     server.start(served.server._pool)
     remote = replace(served.remote, port=server.port)
@@ -416,18 +440,18 @@ def test_on_one_host_it_is_taken_only_when_told(served: Served, destination: Hos
     window.close()
     window.join()
     with pytest.raises(HandoffFailed, match="no port"):
-        transport_to(destination).connect(SOURCE)
+        transport_to(destination).connect(SOURCE, None, access(is_elsewhere=True))
 
 
 def test_a_route_is_the_directory_s_host_and_the_hello_s_port() -> None:
-    routes = Routes(host_id())
-    data = DataPort(bytes(16), 5, KEY)
+    routes = Routes(host_id(), PULLER)
+    data = PoolAccess(bytes(16), 5, bytes(32))
     routes.greeted(SOURCE, data)  # nobody was dialled
     assert routes.get(SOURCE) is None
     routes.linked(SOURCE, "10.0.0.2")
     routes.greeted(SOURCE, data)
-    assert routes.get(SOURCE) == RemotePool("10.0.0.2", 5, KEY, is_elsewhere=True)
+    assert routes.get(SOURCE) == RemotePool("10.0.0.2", 5, bytes(32), True, PULLER)
     routes.greeted(SOURCE, replace(data, host_id=host_id()))
-    assert routes.get(SOURCE) == RemotePool("10.0.0.2", 5, KEY, is_elsewhere=False)
+    assert routes.get(SOURCE) == RemotePool("10.0.0.2", 5, bytes(32), False, PULLER)
     routes.lost(SOURCE)
     assert routes.get(SOURCE) is None

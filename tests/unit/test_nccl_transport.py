@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
+from fakes.access import ENGINE_KEY, access
 from fakes.host_pool import HostPool
 from hypothesis import given
 from hypothesis import strategies as st
@@ -133,10 +134,10 @@ def world(our_block_bytes: int = BLOCK_BYTES) -> Iterator[World]:
     def open_outlet(cut: BlockCut, pair_id: bytes, deadline: Deadline) -> FakeLane:
         return FakeLane(fabric, source, cut, pair_id)
 
-    server = DataServer("127.0.0.1", {wire.Mode.NCCL: nccl_outlet(open_outlet)})
+    server = DataServer("127.0.0.1", ["127.0.0.1"], {wire.Mode.NCCL: nccl_outlet(open_outlet)})
     reader = GenerationsReader(source.generations.fd, NUM_BLOCKS, SOURCE)
-    server.start(ServedPool(PoolDescription(SOURCE, BLOCK_BYTES, NUM_BLOCKS), reader, KEY))
-    yield World(fabric, source, ours, RemotePool("127.0.0.1", server.port, KEY, False))
+    server.start(ServedPool(PoolDescription(SOURCE, BLOCK_BYTES, NUM_BLOCKS), reader, ENGINE_KEY))
+    yield World(fabric, source, ours, access(server.port))
     server.close()
     while any(thread.name == "kv-puller" for thread in threading.enumerate()):
         pass

@@ -1,0 +1,19 @@
+"""How a test reaches pools: as the one puller of a source that drew `ENGINE_KEY`."""
+
+from __future__ import annotations
+
+from baton.kv_transfer.remote import RemotePool, pair_key
+
+ENGINE_KEY = bytes(range(32))
+PULLER = "cd" * 16
+
+
+def access(
+    port: int = 0,
+    *,
+    is_elsewhere: bool = False,
+    engine_key: bytes = ENGINE_KEY,
+    host: str = "127.0.0.1",
+) -> RemotePool:
+    """What a source's Hello to the puller gives, and where the puller dialled."""
+    return RemotePool(host, port, pair_key(engine_key, PULLER), is_elsewhere, PULLER)
