@@ -162,6 +162,7 @@ def dispatch_to_wire(
         deadline_remaining_us=max(0, int(deadline_remaining_s * 1e6)),
         sample_index=request.sample_index,
         fork_request_ids=request.fork_ids,
+        caller_id=request.caller_id,
     )
 
 
@@ -178,6 +179,7 @@ def request_from_wire(wire: node_pb2.Dispatch) -> Request:
         cache_salt=wire.cache_salt,
         sample_index=wire.sample_index,
         fork_ids=tuple(wire.fork_request_ids),
+        caller_id=wire.caller_id,
     )
 
 
