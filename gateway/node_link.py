@@ -81,6 +81,7 @@ class NodeLink:
         self._silence_s = silence_s
         self._outgoing: asyncio.Queue[Callable[[], node_pb2.GatewayMessage]] = asyncio.Queue()
         self._direct: DirectWay | None = None  # settled before `linked`
+        self.max_num_seqs = 0  # by its Welcome
         self._last_heard_s = clock.monotonic_s()
         self._has_died = False
         self._is_lost = False
@@ -117,6 +118,7 @@ class NodeLink:
             if isinstance(welcome, str):
                 stream.cancel()
                 return welcome
+            self.max_num_seqs = welcome.max_num_seqs
             accepted = await open_direct(welcome)
             self._direct = None if accepted is None else DirectWay(accepted, self._hear_directly)
             return await self._serve(stream)

@@ -9,6 +9,7 @@ from ..proto.v1 import inference_pb2, node_pb2
 from .chunk import Chunk, Result
 from .engine_link import EngineOutput, PlainToken, Transfer, Work
 from .engine_table import EngineCounters, Load
+from .prefill_backlog import PrefillCost, measured_cost
 
 _WORK = {Work.PREFILL: node_pb2.WORK_PREFILL, Work.DECODE: node_pb2.WORK_DECODE}
 
@@ -34,7 +35,17 @@ def load_from_wire(wire: node_pb2.Heartbeat) -> Load:
         counters=_counters_from_wire(wire.counters),
         link_gbytes_per_s={link.incarnation: link.gbytes_per_s for link in wire.links},
         num_steps=wire.num_steps,
+        num_requests=wire.num_requests,
+        room_blocks=wire.room_blocks,
+        prefill_cost=_cost_from_wire(wire),
+        waiting_by_caller={one.caller_id: one.num_tokens for one in wire.waiting_by_caller},
     )
+
+
+def _cost_from_wire(wire: node_pb2.Heartbeat) -> PrefillCost | None:
+    if not wire.HasField("prefill_cost"):
+        return None
+    return measured_cost(wire.prefill_cost.step_s, wire.prefill_cost.token_s)
 
 
 def _counters_from_wire(wire: node_pb2.Counters) -> EngineCounters:
