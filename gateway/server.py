@@ -111,6 +111,7 @@ class Gateway:
             self._view,
             clock,
             lambda: index.is_up,
+            lambda: len(queue),
         )
         self._peers = WorkerPeers(place, self._telemetry.exporter, self._sessions.abort)
         self._door = FrontDoor(

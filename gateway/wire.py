@@ -9,6 +9,7 @@ from ..proto.v1 import inference_pb2, node_pb2
 from .chunk import Chunk, Result
 from .engine_link import EngineOutput, PlainToken, Transfer, Work
 from .engine_table import EngineCounters, Load
+from .node_clock import NodeClock
 from .prefill_backlog import PrefillCost, measured_cost
 
 _WORK = {Work.PREFILL: node_pb2.WORK_PREFILL, Work.DECODE: node_pb2.WORK_DECODE}
@@ -61,8 +62,8 @@ def _counters_from_wire(wire: node_pb2.Counters) -> EngineCounters:
     )
 
 
-def output_from_wire(wire: node_pb2.RequestOutput) -> EngineOutput:
-    """An engine's output; one that cannot be read fails its attempt."""
+def output_from_wire(wire: node_pb2.RequestOutput, clock: NodeClock) -> EngineOutput:
+    """An engine's output, which comes now; one that cannot be read fails its attempt."""
     if (
         wire.events
         or wire.logprobs
@@ -70,7 +71,7 @@ def output_from_wire(wire: node_pb2.RequestOutput) -> EngineOutput:
         or wire.HasField("error")
         or wire.HasField("transfer")
     ):
-        return _full_output(wire)
+        return _full_output(wire, clock)
     return EngineOutput(
         wire.request_id,
         wire.attempt,
@@ -89,10 +90,10 @@ def tokens_from_wire(wire: node_pb2.PlainTokens) -> list[PlainToken]:
         raise EngineFailed("its columns of tokens do not match") from error
 
 
-def _full_output(wire: node_pb2.RequestOutput) -> EngineOutput:
+def _full_output(wire: node_pb2.RequestOutput, clock: NodeClock) -> EngineOutput:
     """One with more than tokens in it."""
     try:
-        stamps = tuple(codec.stamps_from_wire(wire.events))
+        stamps = clock.stamps(codec.node_stamps_from_wire(wire.events))
         logprobs = tuple(map(codec.logprobs_from_wire, wire.logprobs))
         prompt_logprobs = tuple(map(codec.logprobs_from_wire, wire.prompt_logprobs))
     except InvalidRequest as error:

@@ -20,7 +20,7 @@ from baton.cluster.secret import check_secret
 from baton.core.errors import BatonError, Unauthenticated
 from baton.core.membership import Member, Role
 from baton.core.request import FinishReason, Request
-from baton.core.timeline import Event, Stamp
+from baton.core.timeline import Event, NodeStamp
 from baton.proto import codec
 from baton.proto.v1 import common_pb2, node_pb2, node_pb2_grpc
 
@@ -118,12 +118,12 @@ class FakeNode:
     async def _send_token(
         self, request: Request, index: int, last: int, send: Any, event: Event | None
     ) -> None:
-        stamps = [Stamp(event, time.time_ns(), self.name)] if event else []
+        stamps = [NodeStamp(event, time.monotonic_ns())] if event else []
         fields: dict[str, Any] = {
             "first_index": index,
             "token_ids": [token_at(request.prompt_token_ids, index)],
             "finish_reason": codec.finish_to_wire(FinishReason.LENGTH if index == last else None),
-            "events": codec.stamps_to_wire(stamps),
+            "events": codec.node_stamps_to_wire(stamps),
         }
         if (num_best := request.sampling.logprobs) is not None:
             fields["logprobs"] = [_scores(num_best)]

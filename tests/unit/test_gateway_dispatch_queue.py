@@ -58,20 +58,20 @@ async def test_a_full_decode_engine_lets_prompts_wait_before_their_prefill(
     """33 requests/s where 30 can be decoded: who waits, waits for the first token."""
     rng, seconds = random.Random(0), 120.0
     cluster = PlayedCluster(cost=H200, max_num_seqs=256, stay_s=256 / 30, max_queue_s=max_queue_s)
-    due_s = 0.0
+    due_s, num_calls = 0.0, 0
     while (due_s := due_s + rng.expovariate(33)) < seconds:
-        cluster.at(due_s, lambda: cluster.call(rng.randrange(50), 1024))
+        cluster.at(due_s, lambda: cluster.call(rng.randrange(20), 1024))
+        num_calls += 1
     cluster.run()
     served = [call for call in cluster.calls if call.error is None]
     assert all(len(call.token_s) == 3 for call in served)
     gaps_s = [call.token_s[1] - call.token_s[0] for call in served]
     assert percentile(gaps_s, 99.9) <= 0.15
     waits_s = [call.ttft_s for call in served]
-    print(len(served), len(cluster.calls), cluster.num_refused, percentile(waits_s,50), percentile(waits_s,99), max(gaps_s))
     if max_queue_s is None:
-        assert percentile(waits_s, 99) > 5 and not cluster.num_refused
+        assert percentile(waits_s, 99) > 5 and len(served) == num_calls
     else:
-        assert percentile(waits_s, 99) < 1.5 and cluster.num_refused > 100
+        assert percentile(waits_s, 99) < max_queue_s + 0.1 and len(served) < num_calls - 100
     busy_s = cluster.clock.monotonic_s()
     assert len(served) / busy_s > 0.9 * 30, "places do not stay empty"
     assert not len(cluster.sessions) and not len(cluster.queue)
