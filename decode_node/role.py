@@ -113,7 +113,9 @@ class DecodeRole(RequestRole):
         intent = _Intent(ticket, tuple(samples), hashes)
         self._intents.update((sample.key, intent) for sample in samples)
         num_blocks = limits.blocks_for(request.num_known_tokens)
-        self._feed(Intended(ticket, entry.key, hashes, num_blocks, entry.deadline_s))
+        self._feed(
+            Intended(ticket, entry.key, hashes, num_blocks, entry.deadline_s, request.caller_id)
+        )
 
     def _end(self, key: str, error: BatonError | None) -> None:
         self._desk.end(key, error)

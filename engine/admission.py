@@ -17,9 +17,11 @@ from __future__ import annotations
 import bisect
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain, repeat
 
+from ..core.request import Request
 from .limits import EngineLimits
 from .sequence import Sequence
 
@@ -130,6 +132,26 @@ class Admission:
             return True
         return peak_blocks(footprints, block_size) <= capacity
 
+    def room(self, sequences: Iterable[Sequence], pending: Iterable[Request]) -> int:
+        """Blocks that are left beside the estimated peak of all sequences and pending requests.
+
+        Forks to come share their prompt's full blocks. Takes no time for more than fills the pool.
+        """
+        block_size, capacity = self._limits.block_size, self._limits.capacity
+        known = chain.from_iterable(map(self._footprints, sequences))
+        to_come = chain.from_iterable(map(self._footprints_of_pending, pending))
+        footprints, num_new_blocks = list[Footprint](), 0
+        for footprint in chain(known, to_come):
+            footprints.append(footprint)
+            num_blocks = self._limits.blocks_for(footprint.num_tokens)
+            num_new_blocks += max(0, num_blocks - len(footprint.block_ids))
+            if num_new_blocks >= capacity:
+                return 0
+        room = capacity - peak_blocks(footprints, block_size, is_bound=True)
+        if room < capacity // 2:  # see `fits`
+            room = capacity - peak_blocks(footprints, block_size)
+        return max(0, room)
+
     def has_credit(
         self, candidate: Sequence, matched: list[int], holders: Iterable[Sequence]
     ) -> bool:
@@ -144,13 +166,36 @@ class Admission:
         held = distinct_blocks(held_by)
         return not held or len(held.union(matched)) + num_blocks - len(matched) <= limit
 
+    def _footprints(self, sequence: Sequence) -> Iterator[Footprint]:
+        """The sequence's, and of forks to come what they do not share with it."""
+        yield self._footprint(sequence, sequence.block_ids)
+        if not sequence.is_held:
+            yield from self._footprints_of_forks(sequence.request, len(sequence.forks))
+
+    def _footprints_of_pending(self, request: Request) -> Iterator[Footprint]:
+        num_slots = request.num_known_tokens + 1
+        num_growth = self._num_growth(request, len(request.output_token_ids), num_slots)
+        yield Footprint(num_slots, num_growth, [])
+        yield from self._footprints_of_forks(request, len(request.fork_ids))
+
+    def _footprints_of_forks(self, request: Request, num_forks: int) -> Iterator[Footprint]:
+        num_tokens = request.num_known_tokens
+        num_growth = self._num_growth(request, len(request.output_token_ids), num_tokens + 1)
+        num_own = num_tokens % self._limits.block_size + 1
+        return repeat(Footprint(num_own, num_growth, []), num_forks)
+
     def _footprint(self, sequence: Sequence, block_ids: list[int]) -> Footprint:
+        num_slots = sequence.num_slots
         if sequence.is_held:
-            return Footprint(sequence.num_slots, 0, block_ids, is_held=True)
-        max_outputs = self._limits.max_outputs(sequence.request)
-        num_left = self._estimator.estimate(sequence.num_outputs, max_outputs)
-        num_last = sequence.num_tokens + num_left - 1  # the last token's KV is never computed
-        return Footprint(sequence.num_slots, max(0, num_last - sequence.num_slots), block_ids)
+            return Footprint(num_slots, 0, block_ids, is_held=True)
+        num_growth = self._num_growth(sequence.request, sequence.num_outputs, num_slots)
+        return Footprint(num_slots, num_growth, block_ids)
+
+    def _num_growth(self, request: Request, num_outputs: int, num_slots: int) -> int:
+        """Slots to come of a request that has `num_outputs` tokens and `num_slots` by now."""
+        num_left = self._estimator.estimate(num_outputs, self._limits.max_outputs(request))
+        num_tokens = len(request.prompt_token_ids) + num_outputs
+        return max(0, num_tokens + num_left - 1 - num_slots)  # the last one's is never computed
 
 
 def distinct_blocks(sequences: Iterable[Sequence]) -> set[int]:

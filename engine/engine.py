@@ -15,7 +15,7 @@ no tensor and speaks to no other process. Everything happens on the caller's thr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -358,17 +358,20 @@ class Engine:
 
     # -- looking in -------------------------------------------------------------------------------
 
-    def load(self) -> Load:
+    def load(self, pending: Iterable[Request] = ()) -> Load:
+        """`pending`: requests that will come, but are not here yet."""
         scheduler = self._scheduler
         held_blocks = scheduler.num_held_blocks
-        queued = [*scheduler.waiting, *scheduler.running]
+        waiting = scheduler.waiting_tokens()
         return Load(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
-            waiting_tokens=sum(s.num_uncomputed_tokens for s in queued),
+            waiting_tokens=waiting.total(),
             free_blocks=self.pool.num_available,
             credit_blocks=max(0, self.limits.held_blocks_limit - held_blocks),
             held_blocks=held_blocks,
+            room_blocks=scheduler.room_blocks(pending),
+            waiting_by_caller=waiting,
         )
 
     def totals(self) -> Totals:

@@ -42,6 +42,12 @@ class EngineLimits:
         return self.max_num_batched_tokens // 2
 
     @property
+    def small_step_tokens(self) -> int:
+        """Of prompts whose step no long prompt of another caller shall make several times longer.
+        A GPU takes about as long for so many tokens as for one."""
+        return self.max_num_batched_tokens // 8
+
+    @property
     def held_blocks_limit(self) -> int:
         return self.capacity if self.max_held_blocks is None else self.max_held_blocks
 
