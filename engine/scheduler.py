@@ -248,6 +248,11 @@ class Scheduler:
             self._admit_waiting(schedule)
         return schedule
 
+    @property
+    def has_prefills(self) -> bool:
+        """Whether a prompt that runs is not computed whole."""
+        return any(one.num_computed_tokens < one.num_prefill_tokens for one in self.running)
+
     def waiting_tokens(self) -> Counter[int]:
         """Prompt tokens that are not computed yet, those of steps in flight too, by caller id.
 
@@ -321,14 +326,17 @@ class Scheduler:
             # At least one token must be computed, or there would be no logits to sample from.
             matched = self._tables.match(sequence, sequence.num_tokens - 1)
             num_tokens = sequence.num_tokens - len(matched) * self._limits.block_size
-            if before is None:
-                if schedule.would_stretch(sequence.request.caller_id, num_tokens):
+            if schedule.would_stretch(sequence.request.caller_id, num_tokens):
+                if before is None:
                     self._is_long_due = True
                     self.waiting.pin_head()  # it begins the next step, whoever comes
-                    return
-                if not schedule.should_begin(num_tokens):
-                    return
-            elif not (self._may_pass(sequence, before, num_tokens) and schedule.can_end(num_tokens)):
+                return
+            if before is None:
+                may_begin = schedule.should_begin(num_tokens)
+            else:
+                is_passing = self._may_pass(sequence, before, num_tokens)
+                may_begin = is_passing and schedule.can_end(num_tokens)
+            if not may_begin:
                 return
             if not self._try_admit(sequence, matched):
                 self.waiting.pin_head()
