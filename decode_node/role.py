@@ -310,8 +310,7 @@ class DecodeRole(RequestRole):
         pending = (
             intent.samples[0]
             for key, intent in self._intents.items()
-            if key == intent.samples[0].key
-            and intent.ticket.transfer_id not in self._reservations
+            if key == intent.samples[0].key and intent.ticket.transfer_id not in self._reservations
         )
         return Vitals(
             num_pending=len(self._intents),

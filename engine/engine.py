@@ -9,7 +9,8 @@ the device fill in the token. A sequence that ended with n-1 loses what n comput
 else.
 
 Joins scheduler, block tables and runner; judges when a request ends (EOS, stop ids, lengths), and
-measures what steps of prompts take. Owns no tensor and speaks to no other process. Everything happens on the caller's thread.
+measures what steps of prompts take. Owns no tensor and speaks to no other process. Everything
+happens on the caller's thread.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Engine:
         grammars: Grammars | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """Without `grammars` no request may have a constraint. `clock`: another than the system's."""
+        """Without `grammars` no request may have a constraint."""
         self.limits = limits
         self.pool = BlockPool(limits.num_blocks, generations)
         self._runner = runner

@@ -123,7 +123,6 @@ class Schedule:
         return max(num_first, min(budget, self.num_last_tokens))  # with many decodes few are left
 
 
-
 class Scheduler:
     """Owns the queues. Sequences come in by `add` or `reserve` and leave by `remove`."""
 

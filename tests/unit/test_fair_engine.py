@@ -98,7 +98,8 @@ class Played:
 
         def meanwhile() -> bool:
             device = self.device
-            due_s = min((end_s for end_s in device.ends_s if end_s > device.now_s), default=device.now_s)
+            ends_s = [end_s for end_s in device.ends_s if end_s > device.now_s]
+            due_s = min(ends_s, default=device.now_s)
             if coming and coming[-1][0] <= due_s:
                 came_s, num_tokens = coming.pop()
                 device.now_s = max(device.now_s, came_s)

@@ -193,7 +193,7 @@ def test_callers_that_come_again_and_again_with_one_item_share_with_one_that_wai
     for index in range(20):
         queue.add(f"bulk{index}", 1, 100)
     served = Counter[str]()
-    for turn in range(25):
+    for _ in range(25):
         if "b" not in queue:
             queue.add("b", 2, 50)
         head = queue.pop()
