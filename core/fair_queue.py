@@ -2,7 +2,7 @@
 
 After the virtual token counter of "Fairness in Serving Large Language Models" (Sheng et al., OSDI
 2024): every caller has a counter of the tokens that it was served. Next comes the caller that has
-the least with its head served, so that nobody is ever ahead by more than a head:
+the least with its head served, so that nobody is ever ahead by more than two heads:
 
     caller   served   waiting               next: 7, until it has been served 1412 - 16
        3       900    [ 512 | 512 | 512 ]

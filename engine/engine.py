@@ -44,7 +44,8 @@ from .outputs import (
 )
 from .prefill_cost import PrefillCost, PrefillCostEstimator
 from .prefix_cache import CacheObserver, PrefixCache
-from .scheduler import ScheduledSequence, Scheduler
+from .schedule import ScheduledSequence
+from .scheduler import Scheduler
 from .sequence import Sequence, SequenceState, finish_reason
 from .step_slices import constrained_masks, launch_slice, launched_chunks
 

@@ -17,7 +17,8 @@ from baton.engine.block_tables import BlockTables
 from baton.engine.generations import LocalGenerations
 from baton.engine.limits import EngineLimits
 from baton.engine.prefix_cache import PrefixCache
-from baton.engine.scheduler import Schedule, Scheduler
+from baton.engine.schedule import Schedule
+from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import Sequence, SequenceState
 
 BLOCK_SIZE = 4
