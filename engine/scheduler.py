@@ -181,7 +181,8 @@ class Scheduler:
 
     def room_blocks(self, pending: Iterable[Request]) -> int:
         """Blocks beside the estimated peak of all that is here, and of requests that are not."""
-        return self._admission.room(chain(self._owners(), self.waiting), pending)
+        num_held_blocks = self._pool.counts.held
+        return self._admission.room(chain(self._owners(), self.waiting), pending, num_held_blocks)
 
     def _plan_prefills(self, schedule: Schedule, *, may_pass: bool) -> None:
         """The next chunks of running prefills, and before each the waiting prompts that pass it."""

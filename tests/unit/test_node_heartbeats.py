@@ -114,3 +114,14 @@ def test_room_is_what_pending_and_reserved_requests_leave(monkeypatch: pytest.Mo
     world.clock.advance(RECOUNT_S)
     world.turn(world.decode)
     assert heard[-1].room_blocks == capacity and heard[-1].num_requests == 0
+
+
+def test_a_draining_engine_ends_what_waits_of_all_callers(world: NodeWorld) -> None:
+    for number in range(1, 9):
+        local(world, world.prefill, number, 30, caller_id=number % 3)
+    world.turn(world.prefill)
+    world.prefill.tell(drain=True)
+    world.settle()
+    ended = [one for one in world.prefill.received.values() if one.finish_reason is not None]
+    assert len(ended) == 8 and world.prefill.is_clean()
+    assert world.prefill.loop._is_over
