@@ -329,7 +329,11 @@ class EngineLoop:
             counters=counters,
             num_requests=len(self._desk.book) + num_in_gate,
             room_blocks=load.room_blocks,
-            prefill_cost=cost and node_pb2.PrefillCost(step_s=cost.step_s, token_s=cost.token_s),
+            prefill_cost=(
+                None
+                if cost is None
+                else node_pb2.PrefillCost(step_s=cost.step_s, token_s=cost.token_s)
+            ),
             waiting_by_caller=[
                 node_pb2.CallerTokens(caller_id=caller_id, num_tokens=num_tokens)
                 for caller_id, num_tokens in largest
