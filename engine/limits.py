@@ -9,7 +9,7 @@ from ..core.request import Request
 from .block_pool import NUM_RESERVED_BLOCKS
 
 MAX_NUM_SEQS = 512  # unless the operator says otherwise
-_SHORT_SEQ_TOKENS = 128
+_SHORT_SEQ_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
