@@ -90,7 +90,7 @@ class EngineLoop:
         self._num_steps = 0
         self._recount_s = 0.0  # when the heartbeat's numbers are too old
         self._is_uncounted = False  # something came while a step was on the device
-        self._told_of_prompts = False  # the last numbers have prompt tokens that wait
+        self._has_reported_prompts = False  # the last heartbeat's numbers have waiting tokens
         self._is_over = False
         self._is_watching = False  # the role wants to look again soon
 
@@ -155,17 +155,17 @@ class EngineLoop:
     def _recount(self) -> float | None:
         """Give the pulse new numbers; returns when to do that, if it is too early now.
 
-        It is never too early to say that no prompt waits any more: gateways would go on to reckon
-        with a queue that is gone.
+        It is never too early to report that no prompt waits any more: gateways would go on to
+        reckon with a queue that is gone.
         """
         now_s = self._clock.monotonic_s()
-        is_over = self._told_of_prompts and not self._engine.has_prompts
+        is_over = self._has_reported_prompts and not self._engine.has_prompts
         if now_s < self._recount_s and not is_over:
             return self._recount_s
         self._recount_s = now_s + RECOUNT_S
         self._is_uncounted = False
         numbers = self._numbers()
-        self._told_of_prompts = numbers.waiting_tokens > 0
+        self._has_reported_prompts = numbers.waiting_tokens > 0
         self._pulse.count(numbers)
         return None
 
