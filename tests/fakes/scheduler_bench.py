@@ -82,7 +82,7 @@ class Bench:
             sequence.num_computed_tokens += scheduled.num_scheduled_tokens
             sequence.num_launched_tokens = sequence.num_computed_tokens
             self.tables.store(sequence)
-            if sequence.num_uncomputed_tokens == 0:
+            if sequence.num_tokens == sequence.num_computed_tokens:
                 sequence.token_ids.append(9)
                 if sequence.is_held:
                     self.scheduler.hold(sequence)
