@@ -2,7 +2,7 @@
 
 After the virtual token counter of "Fairness in Serving Large Language Models" (Sheng et al., OSDI
 2024): every caller has a counter of the tokens that it was served. Next comes the caller that has
-the least with its head served, so that nobody is ever ahead by more than a head:
+the least with its head served, so that nobody is ever ahead by more than two heads:
 
     caller   served   waiting               next: 7, until it has been served 1412 - 16
        3       900    [ 512 | 512 | 512 ]
@@ -61,7 +61,8 @@ class FairQueue(Generic[T]):
         self._owners: dict[T, int] = {}  # of all items but the first ones: caller ids
         self._idle: dict[int, int] = {}  # counters above the floor
         self._floor = 0  # the least counter when somebody was last served: no counter is below
-        self._pinned: _Caller[T] | None = None
+        self._chosen: _Caller[T] | None = None  # whose head is next; None: to be found anew
+        self._is_pinned = False  # it stays chosen
 
     def add(self, item: T, caller_id: int, num_tokens: int) -> None:
         """Queue `item` behind all others of its caller."""
@@ -71,6 +72,7 @@ class FairQueue(Generic[T]):
             served = self.served(caller_id)
             self._idle.pop(caller_id, None)
             caller = self._callers[caller_id] = _Caller(caller_id, served)
+            self._choose_anew()
         caller.items[item] = num_tokens
         caller.num_tokens += num_tokens
         self._owners[item] = caller_id
@@ -91,7 +93,8 @@ class FairQueue(Generic[T]):
     def pin_head(self) -> None:
         """The head cannot be served now: it stays the head, but for items that come back."""
         if self._callers and not self._first:
-            self._pinned = self._next()
+            self._next()
+            self._is_pinned = True
 
     def pop(self, num_tokens: int | None = None) -> T:
         """Take the head out and charge its caller; `num_tokens`: if it turned out to cost others
@@ -99,11 +102,12 @@ class FairQueue(Generic[T]):
         if self._first:
             return self._first.popitem(last=False)[0]
         caller = self._next()
-        self._pinned = None
-        self._floor = min(other.served for other in self._callers.values())
+        self._is_pinned = False
         item, expected = caller.items.popitem(last=False)
         charge = expected if num_tokens is None else num_tokens
+        self._floor = caller.served
         for other in self._callers.values():
+            self._floor = min(self._floor, other.served)
             other.num_passing_tokens += charge
         caller.served += charge
         caller.num_passing_tokens = 0
@@ -117,8 +121,8 @@ class FairQueue(Generic[T]):
             del self._first[item]
             return
         caller = self._callers[self._owners[item]]
-        if caller is self._pinned and item == next(iter(caller.items)):
-            self._pinned = None
+        if caller is self._chosen and item == next(iter(caller.items)):
+            self._is_pinned = False
         self._took(item, caller, caller.items.pop(item))
 
     def served(self, caller_id: int) -> int:
@@ -146,6 +150,7 @@ class FairQueue(Generic[T]):
             yield from caller.items
 
     def _took(self, item: T, caller: _Caller[T], num_tokens: int) -> None:
+        self._choose_anew()
         caller.num_tokens -= num_tokens
         del self._owners[item]
         if not caller.items:
@@ -161,11 +166,18 @@ class FairQueue(Generic[T]):
             self._idle = above
 
     def _next(self) -> _Caller[T]:
-        return self._pinned or min(self._callers.values(), key=self._rank)
+        if self._chosen is None:
+            self._chosen = min(self._callers.values(), key=self._rank)
+        return self._chosen
+
+    def _choose_anew(self) -> None:
+        if not self._is_pinned:
+            self._chosen = None
 
     def _rank(self, caller: _Caller[T]) -> tuple[bool, int, int]:
         num_tokens = caller.head_tokens()
         share = num_tokens * len(self._callers)
         is_overdue = caller.num_passing_tokens > _PATIENCE * share
         served = caller.served + (0 if is_overdue else num_tokens)
-        return caller is not self._pinned, served, num_tokens
+        is_pinned = self._is_pinned and caller is self._chosen
+        return not is_pinned, served, num_tokens

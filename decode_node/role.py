@@ -307,8 +307,14 @@ class DecodeRole(RequestRole):
         return min((d for d in deadlines if d is not None), default=None)
 
     def vitals(self) -> Vitals:
+        pending = (
+            intent.samples[0]
+            for key, intent in self._intents.items()
+            if key == intent.samples[0].key and intent.ticket.transfer_id not in self._reservations
+        )
         return Vitals(
             num_pending=len(self._intents),
+            pending=tuple(pending),
             links=self._windows.links(),
             counters=self._counts.to_wire(),
         )

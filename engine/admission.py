@@ -17,18 +17,16 @@ from __future__ import annotations
 import bisect
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from itertools import chain, repeat
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from ..core.request import Request
 from .limits import EngineLimits
 from .sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """What one sequence needs now and later.
+class Footprint(NamedTuple):
+    """What one sequence needs now and later; a tuple, since many are made at once.
 
     `num_tokens` slots now, `num_growth_tokens` more before it ends; `block_ids` are the blocks of
     these that exist already, possibly shared with other sequences. A held sequence does not grow
@@ -132,24 +130,33 @@ class Admission:
             return True
         return peak_blocks(footprints, block_size) <= capacity
 
-    def room(self, sequences: Iterable[Sequence], pending: Iterable[Request]) -> int:
+    def room(
+        self, sequences: Iterable[Sequence], pending: Iterable[Request], num_held_blocks: int
+    ) -> int:
         """Blocks that are left beside the estimated peak of all sequences and pending requests.
 
-        Forks to come share their prompt's full blocks. Takes no time for more than fills the pool.
+        Forks to come share their prompt's full blocks. `num_held_blocks` says whether any blocks
+        are shared. Takes no time for more than fills the pool.
         """
-        block_size, capacity = self._limits.block_size, self._limits.capacity
-        known = chain.from_iterable(map(self._footprints, sequences))
-        to_come = chain.from_iterable(map(self._footprints_of_pending, pending))
-        footprints, num_new_blocks = list[Footprint](), 0
-        for footprint in chain(known, to_come):
-            footprints.append(footprint)
-            num_blocks = self._limits.blocks_for(footprint.num_tokens)
-            num_new_blocks += max(0, num_blocks - len(footprint.block_ids))
+        limits, capacity = self._limits, self._limits.capacity
+        footprints, num_new_blocks, num_refs = list[Footprint](), 0, 0
+        for sequence in sequences:
+            block_ids = sequence.block_ids
+            footprints.append(self._footprint(sequence, block_ids))
+            if sequence.forks and not sequence.is_held:
+                footprints += self._footprints_of_forks(sequence.request, len(sequence.forks))
+            num_refs += len(block_ids)
+            num_new_blocks += 0 if block_ids else limits.blocks_for(sequence.num_slots)
             if num_new_blocks >= capacity:
                 return 0
-        room = capacity - peak_blocks(footprints, block_size, is_bound=True)
-        if room < capacity // 2:  # see `fits`
-            room = capacity - peak_blocks(footprints, block_size)
+        for request in pending:
+            footprints += self._footprints_of_pending(request)
+            num_new_blocks += limits.blocks_for(request.num_known_tokens)
+            if num_new_blocks >= capacity:
+                return 0
+        room = capacity - peak_blocks(footprints, limits.block_size, is_bound=True)
+        if room < capacity // 2 and num_refs > num_held_blocks:  # as in `fits`
+            room = capacity - peak_blocks(footprints, limits.block_size)
         return max(0, room)
 
     def has_credit(
@@ -166,23 +173,18 @@ class Admission:
         held = distinct_blocks(held_by)
         return not held or len(held.union(matched)) + num_blocks - len(matched) <= limit
 
-    def _footprints(self, sequence: Sequence) -> Iterator[Footprint]:
-        """The sequence's, and of forks to come what they do not share with it."""
-        yield self._footprint(sequence, sequence.block_ids)
-        if not sequence.is_held:
-            yield from self._footprints_of_forks(sequence.request, len(sequence.forks))
-
-    def _footprints_of_pending(self, request: Request) -> Iterator[Footprint]:
+    def _footprints_of_pending(self, request: Request) -> list[Footprint]:
         num_slots = request.num_known_tokens + 1
         num_growth = self._num_growth(request, len(request.output_token_ids), num_slots)
-        yield Footprint(num_slots, num_growth, [])
-        yield from self._footprints_of_forks(request, len(request.fork_ids))
+        forks = self._footprints_of_forks(request, len(request.fork_ids))
+        return [Footprint(num_slots, num_growth, []), *forks]
 
-    def _footprints_of_forks(self, request: Request, num_forks: int) -> Iterator[Footprint]:
+    def _footprints_of_forks(self, request: Request, num_forks: int) -> list[Footprint]:
+        """What forks to come do not share with the sequence that they leave."""
         num_tokens = request.num_known_tokens
         num_growth = self._num_growth(request, len(request.output_token_ids), num_tokens + 1)
         num_own = num_tokens % self._limits.block_size + 1
-        return repeat(Footprint(num_own, num_growth, []), num_forks)
+        return [Footprint(num_own, num_growth, [])] * num_forks
 
     def _footprint(self, sequence: Sequence, block_ids: list[int]) -> Footprint:
         num_slots = sequence.num_slots

@@ -2,20 +2,12 @@
 
 One token budget for all: first the decodes, then the next chunks of running prefills, then
 admissions, which are fair between callers (core/fair_queue.py) and first come, first served within
-each. Roles are policies over it elsewhere; it does prefill and decode in any mixture. A prompt's
-first token should not wait for the chunk of another prompt, which takes a GPU as long in a step of
-its own:
+each. Roles are policies over it elsewhere; it does prefill and decode in any mixture. What shares a
+step is drawn in schedule.py.
 
-    budget   |--------------------------------|
-             |  prompt 1, its last chunk        |     a little over: not another step for the rest
-             |  prompt 2, its last |                  prompt 3 begins in the next step, not here
-             |  prompt 3, alone, not its last ............. |    in few steps, but for the last one:
-             |  prompt 3, its last |                what is left to pull behind the first token
-             |  prompt 4, whole, in a queue ............... |    two steps take longer than one
-
-Nor should it wait for a long prompt of a caller that has had more. It goes before the next chunk if
-it ends in the step, and the long one takes what is left. Small prompts have the step for themselves
-instead, or it would take them several times as long; but long ones get on in every other step.
+A prompt goes before the next chunk of a long one of a caller that has had more, if it ends in the
+step; the long one takes what is left, or nothing beside small prompts. In the next step nobody goes
+before it.
 
 Memory:
 
@@ -33,95 +25,17 @@ from __future__ import annotations
 import bisect
 from collections import Counter
 from collections.abc import Iterable, Iterator, MutableSequence
-from dataclasses import dataclass, field
 from itertools import chain
-from typing import NamedTuple
 
-from ..core.errors import BatonError, PromptTooLarge
+from ..core.errors import PromptTooLarge
 from ..core.fair_queue import FairQueue
 from ..core.request import Request
 from .admission import Admission, OutputLengthEstimator, distinct_blocks
 from .block_pool import BlockPool
 from .block_tables import BlockTables
 from .limits import EngineLimits
+from .schedule import Schedule
 from .sequence import Sequence, SequenceState
-
-
-class ScheduledSequence(NamedTuple):
-    """`num_scheduled_tokens` tokens of the sequence, from `num_launched_tokens` on."""
-
-    sequence: Sequence
-    num_scheduled_tokens: int
-
-    @property
-    def samples(self) -> bool:
-        """Whether they are its last ones, so that the token behind them is sampled."""
-        return self.num_scheduled_tokens == self.sequence.num_unlaunched_tokens
-
-
-@dataclass(slots=True)
-class Schedule:
-    """One step. `failed` sequences can never go on: they are out of the scheduler already.
-
-    The tokens that end a prompt may exceed the budget by `num_spare_tokens`. A prompt with no other
-    in its step may have up to `num_chunk_tokens`, the decodes included, and leaves
-    `num_last_tokens` for its last step, unless in a queue it can end in this one. Prompts of up
-    to `num_small_tokens` share their step with no much longer one of another caller.
-    """
-
-    num_budget_tokens: int  # left
-    num_spare_tokens: int = 0
-    num_chunk_tokens: int = 0
-    num_last_tokens: int = 0
-    num_small_tokens: int = 0
-    num_prompt_tokens: int = 0
-    prompt_callers: set[int] = field(default_factory=set)
-    scheduled: list[ScheduledSequence] = field(default_factory=list)
-    failed: list[tuple[Sequence, BatonError]] = field(default_factory=list)
-
-    def plan(self, sequence: Sequence, *, is_in_queue: bool = False) -> None:
-        """Take as many of the sequence's unlaunched tokens as there is room for."""
-        num_tokens = sequence.num_unlaunched_tokens
-        if not self.can_end(num_tokens):
-            num_tokens = self._chunk_of(num_tokens, is_in_queue)
-        self.scheduled.append(ScheduledSequence(sequence, num_tokens))
-        self.num_budget_tokens = max(0, self.num_budget_tokens - num_tokens)
-        self.num_chunk_tokens = max(0, self.num_chunk_tokens - num_tokens)
-        if sequence.is_prefilling:
-            self.num_prompt_tokens += num_tokens
-            self.prompt_callers.add(sequence.request.caller_id)
-
-    def can_end(self, num_tokens: int) -> bool:
-        """Whether so many tokens, the last ones of a prompt, have room in the step."""
-        return num_tokens <= self.num_budget_tokens + self.num_spare_tokens
-
-    def should_begin(self, num_tokens: int) -> bool:
-        """Whether a prompt with so many tokens to compute is better begun in this step.
-
-        Not if it only makes the prompts wait that are in the step already: they end with it, and
-        are enough to fill a GPU, or alone it would get on in a larger step.
-        """
-        if self.can_end(num_tokens) or not self.num_prompt_tokens:
-            return True
-        budget = self.num_budget_tokens
-        return self.num_prompt_tokens < budget and self.num_chunk_tokens <= budget
-
-    def would_stretch(self, caller_id: int, num_tokens: int) -> bool:
-        """Whether a prompt with so many tokens to compute would make small ones of others wait."""
-        num_planned, num_small = self.num_prompt_tokens, self.num_small_tokens
-        is_long = 0 < num_planned <= num_small and num_tokens > max(num_small, 4 * num_planned)
-        return is_long and caller_id not in self.prompt_callers
-
-    def _chunk_of(self, num_tokens: int, is_in_queue: bool) -> int:
-        """How many of a prompt's tokens to take that does not end within the budget."""
-        budget = self.num_budget_tokens
-        if self.num_prompt_tokens or self.num_chunk_tokens <= budget:
-            return budget
-        if is_in_queue and num_tokens <= self.num_chunk_tokens:
-            return num_tokens
-        num_first = min(num_tokens - self.num_last_tokens, self.num_chunk_tokens)
-        return max(num_first, min(budget, self.num_last_tokens))  # with many decodes few are left
-
 
 
 class Scheduler:
@@ -248,6 +162,11 @@ class Scheduler:
             self._admit_waiting(schedule)
         return schedule
 
+    @property
+    def has_prefills(self) -> bool:
+        """Whether a prompt that runs is not computed whole."""
+        return any(one.num_computed_tokens < one.num_prefill_tokens for one in self.running)
+
     def waiting_tokens(self) -> Counter[int]:
         """Prompt tokens that are not computed yet, those of steps in flight too, by caller id.
 
@@ -262,7 +181,8 @@ class Scheduler:
 
     def room_blocks(self, pending: Iterable[Request]) -> int:
         """Blocks beside the estimated peak of all that is here, and of requests that are not."""
-        return self._admission.room(chain(self._owners(), self.waiting), pending)
+        num_held_blocks = self._pool.counts.held
+        return self._admission.room(chain(self._owners(), self.waiting), pending, num_held_blocks)
 
     def _plan_prefills(self, schedule: Schedule, *, may_pass: bool) -> None:
         """The next chunks of running prefills, and before each the waiting prompts that pass it."""
@@ -321,14 +241,17 @@ class Scheduler:
             # At least one token must be computed, or there would be no logits to sample from.
             matched = self._tables.match(sequence, sequence.num_tokens - 1)
             num_tokens = sequence.num_tokens - len(matched) * self._limits.block_size
-            if before is None:
-                if schedule.would_stretch(sequence.request.caller_id, num_tokens):
+            if schedule.would_stretch(sequence.request.caller_id, num_tokens):
+                if before is None:
                     self._is_long_due = True
                     self.waiting.pin_head()  # it begins the next step, whoever comes
-                    return
-                if not schedule.should_begin(num_tokens):
-                    return
-            elif not (self._may_pass(sequence, before, num_tokens) and schedule.can_end(num_tokens)):
+                return
+            if before is None:
+                may_begin = schedule.should_begin(num_tokens)
+            else:
+                is_passing = self._may_pass(sequence, before, num_tokens)
+                may_begin = is_passing and schedule.can_end(num_tokens)
+            if not may_begin:
                 return
             if not self._try_admit(sequence, matched):
                 self.waiting.pin_head()

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
+from fakes.scheduler_bench import Bench
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.sequence import Sequence, SequenceState
-from tests.unit.test_scheduler import Bench
 
 
 class CallerBench(Bench):
     """Requests have callers; tokens of different requests are different."""
 
     def of(self, caller_id: int, num_tokens: int, *, is_held: bool = False) -> Sequence:
-        sequence = self.new(num_tokens, is_held=is_held, first_id=1000 * len(self.sequences))
-        sequence.request = dataclasses.replace(sequence.request, caller_id=caller_id)
+        first_id = 1000 * len(self.sequences)
+        sequence = self.new(num_tokens, is_held=is_held, first_id=first_id, caller_id=caller_id)
         self.scheduler.add(sequence)
         return sequence
 
@@ -164,9 +162,7 @@ def test_one_caller_s_service_is_what_was_computed_for_it() -> None:
     bench = CallerBench(budget=64)
     bench.of(1, 24, is_held=True)
     bench.prefill_step()
-    again = bench.new(28, first_id=0)
-    again.request = dataclasses.replace(again.request, caller_id=1)
-    bench.scheduler.add(again)
+    bench.scheduler.add(bench.new(28, first_id=0, caller_id=1))
     served = bench.scheduler.waiting.served(1)
     assert bench.scheduler.waiting.waiting_tokens() == {1: 4}, "24 are in the cache"
     bench.step()
