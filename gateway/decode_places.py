@@ -3,7 +3,8 @@
     last heartbeat: requests of all gateways ─┬─ ours then ─ what others have there
                                               └─ + ours now: dispatched and not ended
 Several gateways may take the same place between two heartbeats; the engine queues what is too much.
-Knows no request's tokens: only keys, how long they stay, and the blocks they will need.
+Blocks of what was sent since the heartbeat are taken off the room that it named. Knows no request's
+tokens: only keys, how long they stay, and the blocks they will need.
 """
 
 from __future__ import annotations
@@ -22,9 +23,8 @@ class DecodePlaces:
     def __init__(self, max_num_seqs: int = 0) -> None:
         self.max_num_seqs = max_num_seqs
         self._open: dict[Key, float] = {}  # ours, with when they were sent
-        self._coming: dict[Key, int] = {}  # of them, those without a token from here: blocks
         self._num_others = 0
-        self._room_blocks = 0
+        self._room_blocks = 0  # beside all that the engine knew of at its last heartbeat
         self._mean_stay_s: float | None = None
 
     def heartbeat(self, num_requests: int, room_blocks: int) -> None:
@@ -34,28 +34,18 @@ class DecodePlaces:
 
     def sent(self, keys: Iterable[Key], num_blocks: int, now_s: float) -> None:
         """A dispatch of one or several sequences, which need so many blocks together."""
-        keys = tuple(keys)
         for key in keys:
             self._open[key] = now_s
-        self._coming[keys[0]] = num_blocks
-
-    def began(self, key: Key) -> None:
-        """The engine has its KV: its blocks are in the engine's own count now."""
-        self._coming.pop(key, None)
+        self._room_blocks -= num_blocks
 
     def ended(self, key: Key, now_s: float) -> bool:
         """It finished, failed or was cancelled. False: it had ended already."""
-        self._coming.pop(key, None)
         sent_s = self._open.pop(key, None)
         if sent_s is None:
             return False
         stay_s, mean_s = now_s - sent_s, self._mean_stay_s
         self._mean_stay_s = stay_s if mean_s is None else _DECAY * mean_s + (1 - _DECAY) * stay_s
         return True
-
-    @property
-    def has_coming(self) -> bool:
-        return bool(self._coming)
 
     @property
     def num_requests(self) -> int:
@@ -72,7 +62,5 @@ class DecodePlaces:
         num_requests = self.num_requests
         if not num_requests or not self.max_num_seqs:
             return True
-        return (
-            num_requests + num_sequences <= self.max_num_seqs
-            and sum(self._coming.values()) + num_blocks <= self._room_blocks
-        )
+        has_seats = num_requests + num_sequences <= self.max_num_seqs
+        return has_seats and num_blocks <= self._room_blocks

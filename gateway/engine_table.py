@@ -159,15 +159,9 @@ class LinkedEngine:
         if self.member.role is Role.PREFILL:
             self._settle_prompts(outputs, tokens)
             return
-        if self.places.has_coming:
-            for request_id, attempt, *_ in tokens:
-                self.places.began((request_id, attempt))
         for output in outputs:
-            key = (output.request_id, output.attempt)
             if output.finish_reason is not None or output.error is not None:
-                self._ended(key)
-            elif output.token_ids:
-                self.places.began(key)
+                self._ended((output.request_id, output.attempt))
 
     def _settle_prompts(
         self, outputs: Iterable[EngineOutput], tokens: Iterable[PlainToken]

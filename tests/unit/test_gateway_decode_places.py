@@ -32,9 +32,8 @@ def test_blocks_are_kept_for_what_is_on_its_way() -> None:
     places.heartbeat(num_requests=1, room_blocks=10)
     places.sent([key(0)], 7, 0.0)
     assert places.has_place(1, 3) and not places.has_place(1, 4)
-    places.began(key(0))
-    places.heartbeat(num_requests=2, room_blocks=3)  # and the engine counts them now
-    assert places.has_place(1, 3) and not places.has_place(1, 4)
+    places.heartbeat(num_requests=2, room_blocks=4)  # the engine knows of it now, and of its growth
+    assert places.has_place(1, 4) and not places.has_place(1, 5)
 
 
 def test_an_engine_that_has_nothing_takes_what_never_fits_better() -> None:
@@ -60,9 +59,7 @@ def test_places_become_free_as_fast_as_requests_stay_long() -> None:
 
 
 @given(
-    st.lists(
-        st.tuples(st.sampled_from(["send", "begin", "end", "beat"]), st.integers(0, 9)), max_size=60
-    )
+    st.lists(st.tuples(st.sampled_from(["send", "end", "beat"]), st.integers(0, 9)), max_size=60)
 )
 def test_what_has_ended_is_forgotten(moves: list[tuple[str, int]]) -> None:
     places, running = DecodePlaces(max_num_seqs=5), set[int]()
@@ -71,8 +68,6 @@ def test_what_has_ended_is_forgotten(moves: list[tuple[str, int]]) -> None:
         if move == "send" and which not in running and places.has_place(1, which):
             places.sent([key(which)], which, float(number))
             running.add(which)
-        elif move == "begin":
-            places.began(key(which))
         elif move == "end":
             assert places.ended(key(which), float(number)) == (which in running)
             running.discard(which)
@@ -81,4 +76,4 @@ def test_what_has_ended_is_forgotten(moves: list[tuple[str, int]]) -> None:
         assert places.num_requests == len(running) <= 5
     for which in list(running):
         places.ended(key(which), 1e3)
-    assert not places.has_coming and places.num_requests == 0 and places.has_place(9, 999)
+    assert places.num_requests == 0 and places.has_place(9, 999)
