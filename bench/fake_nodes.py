@@ -42,6 +42,7 @@ TOKEN_ID, TEXT = 328, " the"  # of the demo model
 _NUM_BLOCKS = 100_000
 _OPTIONS = (("grpc.so_reuseport", 0),)
 _BEAT_S = 0.25
+_MAX_RUNNING = 1 << 30  # as many as there are
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Pace:
 
     step_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
-    max_running: int = 1 << 30
+    max_running: int = _MAX_RUNNING
 
     def prefill_s(self, num_tokens: int) -> float:
         return num_tokens / self.prefill_tokens_per_s if self.prefill_tokens_per_s else 0.0
@@ -187,7 +188,11 @@ class _Engine:
             num_blocks=_NUM_BLOCKS,
             credit_blocks=_NUM_BLOCKS,
             links=links if self.role is Role.DECODE else (),
+            num_requests=len(self.running) + len(self.waiting),
+            room_blocks=_NUM_BLOCKS,
         )
+        if rate := self.pace.prefill_tokens_per_s:
+            beat.prefill_cost.token_s = 1 / rate
         return bytes(node_pb2.NodeMessage(heartbeat=beat).SerializeToString())
 
 
@@ -274,7 +279,7 @@ class _Nodes:
         gateway = _Gateway(context)
         self._gateways[gateway.name] = gateway
         member = _member(engine.role, self.address)
-        await gateway.write(_welcome(member, gateway, is_direct=bool(self._listeners)))
+        await gateway.write(_welcome(member, gateway, self.pace, is_direct=bool(self._listeners)))
         beating = asyncio.create_task(_beat(gateway, engine))
         try:
             async for message in incoming:
@@ -329,7 +334,7 @@ def _member(role: Role, address: str) -> Member:
     return Member(incarnation, role, role.value, address, "demo", "fp", 2048, 16, _NUM_BLOCKS)
 
 
-def _welcome(member: Member, gateway: _Gateway, is_direct: bool) -> bytes:
+def _welcome(member: Member, gateway: _Gateway, pace: Pace, is_direct: bool) -> bytes:
     welcome = node_pb2.Welcome(
         incarnation=member.incarnation,
         role=member.role.value,
@@ -339,6 +344,7 @@ def _welcome(member: Member, gateway: _Gateway, is_direct: bool) -> bytes:
         max_model_len=member.max_model_len,
         block_size=member.block_size,
         num_blocks=member.num_blocks,
+        max_num_seqs=min(pace.max_running, _MAX_RUNNING),
     )
     if is_direct:
         welcome.direct.host_id = host_id()
@@ -377,7 +383,7 @@ if __name__ == "__main__":
     parser.add_argument("redis_url")
     parser.add_argument("--step-s", type=float, default=0.0)
     parser.add_argument("--prefill-tokens-per-s", type=float, default=0.0)
-    parser.add_argument("--max-running", type=int, default=1 << 30)
+    parser.add_argument("--max-running", type=int, default=_MAX_RUNNING)
     parser.add_argument("--log", type=Path)
     wanted = parser.parse_args()
     pace = Pace(wanted.step_s, wanted.prefill_tokens_per_s, wanted.max_running)

@@ -64,7 +64,9 @@ class EngineConfig:
         "share of GPU memory for this engine: weights, KV, work",
         aliases=("mem-fraction-static",),
     )
-    max_num_seqs: int = flag(256, "most requests in one step")
+    max_num_seqs: int | None = flag(
+        None, "most requests in one step; default: by the KV pool's size, 16 to 512"
+    )
     max_num_batched_tokens: int = flag(
         2048,
         "most tokens in one step; longer prompts are chunked, but an end may take a sixteenth more",

@@ -73,7 +73,8 @@ class Request:
 
     `sample_index` tells the samples of one prompt apart. `fork_ids` are the request ids of further
     samples, of the indices that follow: they share this one's prompt and its blocks until their
-    first tokens are sampled, and are requests of their own from then on.
+    first tokens are sampled, and are requests of their own from then on. `caller_id`: whose it is;
+    queues are fair between callers.
     """
 
     request_id: str
@@ -84,6 +85,7 @@ class Request:
     cache_salt: str = ""
     sample_index: int = 0
     fork_ids: tuple[str, ...] = ()
+    caller_id: int = 0
 
     @property
     def forks(self) -> tuple[Request, ...]:

@@ -32,8 +32,16 @@ TERMINAL = frozenset({Event.FINISHED, Event.FAILED, Event.CANCELLED})
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """One event. Wall time: comparable within a host, across hosts only as well as their clocks."""
+    """One event. All of a request's are on the clock of its gateway."""
 
     event: Event
     unix_ns: int
     node: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStamp:
+    """One event at a node, on the monotonic clock of its host, which means nothing on another."""
+
+    event: Event
+    monotonic_ns: int

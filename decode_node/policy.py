@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 
 from ..core.config import EngineConfig
+from ..engine.limits import seqs_for_pool
 
 MAX_NUM_BATCHED_TOKENS = 512
+MIN_PROMPT_TOKENS = 128  # of a step, however many decode
 
 
 def adjust(config: EngineConfig) -> EngineConfig:
@@ -18,5 +20,7 @@ def adjust(config: EngineConfig) -> EngineConfig:
     config = dataclasses.replace(config, prefill_chunk_tokens=None)  # running streams would wait
     if config.max_num_batched_tokens != EngineConfig().max_num_batched_tokens:
         return config
-    budget = max(MAX_NUM_BATCHED_TOKENS, config.max_num_seqs)  # or decodes would take turns
+    # Or decodes would take turns, and a prompt beside as many as can run would get on by a token.
+    max_num_seqs = config.max_num_seqs or seqs_for_pool(config.num_kv_blocks, config.block_size)
+    budget = max(MAX_NUM_BATCHED_TOKENS, max_num_seqs + MIN_PROMPT_TOKENS)
     return dataclasses.replace(config, max_num_batched_tokens=budget)

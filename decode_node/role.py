@@ -113,7 +113,9 @@ class DecodeRole(RequestRole):
         intent = _Intent(ticket, tuple(samples), hashes)
         self._intents.update((sample.key, intent) for sample in samples)
         num_blocks = limits.blocks_for(request.num_known_tokens)
-        self._feed(Intended(ticket, entry.key, hashes, num_blocks, entry.deadline_s))
+        self._feed(
+            Intended(ticket, entry.key, hashes, num_blocks, entry.deadline_s, request.caller_id)
+        )
 
     def _end(self, key: str, error: BatonError | None) -> None:
         self._desk.end(key, error)
@@ -305,8 +307,14 @@ class DecodeRole(RequestRole):
         return min((d for d in deadlines if d is not None), default=None)
 
     def vitals(self) -> Vitals:
+        pending = (
+            intent.samples[0]
+            for key, intent in self._intents.items()
+            if key == intent.samples[0].key and intent.ticket.transfer_id not in self._reservations
+        )
         return Vitals(
             num_pending=len(self._intents),
+            pending=tuple(pending),
             links=self._windows.links(),
             counters=self._counts.to_wire(),
         )

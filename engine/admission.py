@@ -18,15 +18,15 @@ import bisect
 import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
+from ..core.request import Request
 from .limits import EngineLimits
 from .sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """What one sequence needs now and later.
+class Footprint(NamedTuple):
+    """What one sequence needs now and later; a tuple, since many are made at once.
 
     `num_tokens` slots now, `num_growth_tokens` more before it ends; `block_ids` are the blocks of
     these that exist already, possibly shared with other sequences. A held sequence does not grow
@@ -130,6 +130,35 @@ class Admission:
             return True
         return peak_blocks(footprints, block_size) <= capacity
 
+    def room(
+        self, sequences: Iterable[Sequence], pending: Iterable[Request], num_held_blocks: int
+    ) -> int:
+        """Blocks that are left beside the estimated peak of all sequences and pending requests.
+
+        Forks to come share their prompt's full blocks. `num_held_blocks` says whether any blocks
+        are shared. Takes no time for more than fills the pool.
+        """
+        limits, capacity = self._limits, self._limits.capacity
+        footprints, num_new_blocks, num_refs = list[Footprint](), 0, 0
+        for sequence in sequences:
+            block_ids = sequence.block_ids
+            footprints.append(self._footprint(sequence, block_ids))
+            if sequence.forks and not sequence.is_held:
+                footprints += self._footprints_of_forks(sequence.request, len(sequence.forks))
+            num_refs += len(block_ids)
+            num_new_blocks += 0 if block_ids else limits.blocks_for(sequence.num_slots)
+            if num_new_blocks >= capacity:
+                return 0
+        for request in pending:
+            footprints += self._footprints_of_pending(request)
+            num_new_blocks += limits.blocks_for(request.num_known_tokens)
+            if num_new_blocks >= capacity:
+                return 0
+        room = capacity - peak_blocks(footprints, limits.block_size, is_bound=True)
+        if room < capacity // 2 and num_refs > num_held_blocks:  # as in `fits`
+            room = capacity - peak_blocks(footprints, limits.block_size)
+        return max(0, room)
+
     def has_credit(
         self, candidate: Sequence, matched: list[int], holders: Iterable[Sequence]
     ) -> bool:
@@ -144,13 +173,31 @@ class Admission:
         held = distinct_blocks(held_by)
         return not held or len(held.union(matched)) + num_blocks - len(matched) <= limit
 
+    def _footprints_of_pending(self, request: Request) -> list[Footprint]:
+        num_slots = request.num_known_tokens + 1
+        num_growth = self._num_growth(request, len(request.output_token_ids), num_slots)
+        forks = self._footprints_of_forks(request, len(request.fork_ids))
+        return [Footprint(num_slots, num_growth, []), *forks]
+
+    def _footprints_of_forks(self, request: Request, num_forks: int) -> list[Footprint]:
+        """What forks to come do not share with the sequence that they leave."""
+        num_tokens = request.num_known_tokens
+        num_growth = self._num_growth(request, len(request.output_token_ids), num_tokens + 1)
+        num_own = num_tokens % self._limits.block_size + 1
+        return [Footprint(num_own, num_growth, [])] * num_forks
+
     def _footprint(self, sequence: Sequence, block_ids: list[int]) -> Footprint:
+        num_slots = sequence.num_slots
         if sequence.is_held:
-            return Footprint(sequence.num_slots, 0, block_ids, is_held=True)
-        max_outputs = self._limits.max_outputs(sequence.request)
-        num_left = self._estimator.estimate(sequence.num_outputs, max_outputs)
-        num_last = sequence.num_tokens + num_left - 1  # the last token's KV is never computed
-        return Footprint(sequence.num_slots, max(0, num_last - sequence.num_slots), block_ids)
+            return Footprint(num_slots, 0, block_ids, is_held=True)
+        num_growth = self._num_growth(sequence.request, sequence.num_outputs, num_slots)
+        return Footprint(num_slots, num_growth, block_ids)
+
+    def _num_growth(self, request: Request, num_outputs: int, num_slots: int) -> int:
+        """Slots to come of a request that has `num_outputs` tokens and `num_slots` by now."""
+        num_left = self._estimator.estimate(num_outputs, self._limits.max_outputs(request))
+        num_tokens = len(request.prompt_token_ids) + num_outputs
+        return max(0, num_tokens + num_left - 1 - num_slots)  # the last one's is never computed
 
 
 def distinct_blocks(sequences: Iterable[Sequence]) -> set[int]:

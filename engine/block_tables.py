@@ -72,6 +72,11 @@ class BlockTables:
                 break  # the hashes behind can wait until a step is on the device
         return matched
 
+    def num_to_compute(self, sequence: Sequence) -> int:
+        """Tokens that an empty-handed sequence would have to compute, by what is cached now."""
+        matched = self.match(sequence, sequence.num_tokens - 1)
+        return sequence.num_tokens - len(matched) * self._block_size
+
     def take(self, sequence: Sequence, matched: list[int]) -> bool:
         """Give an empty-handed sequence blocks for all its slots, or none.
 

@@ -48,14 +48,15 @@ class CudaKvMemory:
 def choose_num_blocks(
     config: EngineConfig,
     layout: KvLayout,
+    max_num_seqs: int,
     max_model_len: int,
     device: torch.device,
     run_largest_step: Callable[[], None],
 ) -> int:
     """Blocks of a pool on `device`, the reserved ones included; weights are loaded already.
 
-    `run_largest_step` uses as much memory as any step will. Raises StartupFailed if one sequence of
-    `max_model_len` tokens would not fit.
+    `run_largest_step` uses as much memory as any step will. At most `max_num_seqs` will
+    run at once. Raises StartupFailed if one sequence of `max_model_len` tokens would not fit.
     """
     num_blocks, more = config.num_kv_blocks, "--gpu-memory-utilization or --num-kv-blocks"
     if num_blocks is None:
@@ -63,7 +64,7 @@ def choose_num_blocks(
         used_bytes = torch.cuda.memory_reserved(device)  # stays ours: a step will not find it taken
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
         share_bytes = int(config.gpu_memory_utilization * total_bytes) - _CONTEXT_BYTES - used_bytes
-        free_bytes -= _LATER_BYTES + config.max_num_seqs * _LATER_BYTES_A_SEQ
+        free_bytes -= _LATER_BYTES + max_num_seqs * _LATER_BYTES_A_SEQ
         num_blocks = max(0, min(share_bytes, free_bytes) // layout.block_bytes)
         if free_bytes < share_bytes:
             more = "another GPU, or an end to what else is on this one (nvidia-smi)"

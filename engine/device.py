@@ -118,7 +118,7 @@ def choose_attention(
 def make_attention(
     choice: AttentionChoice,
     pool: Tensor,
-    config: EngineConfig,
+    max_num_seqs: int,
     model: ModelConfig,
     max_model_len: int,
 ) -> AttentionBackend:
@@ -130,7 +130,7 @@ def make_attention(
     return make_gpu_attention(
         pool,
         model.num_heads,
-        config.max_num_seqs,
+        max_num_seqs,
         max_model_len,
         decode=choice.decode,
         prefill=choice.prefill,

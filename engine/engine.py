@@ -8,20 +8,22 @@ The host schedules n without knowing the tokens of n-1: it takes each sequence t
 the device fill in the token. A sequence that ended with n-1 loses what n computes for it, nothing
 else.
 
-Joins scheduler, block tables and runner; judges when a request ends (EOS, stop ids, lengths). Owns
-no tensor and speaks to no other process. Everything happens on the caller's thread.
+Joins scheduler, block tables and runner; judges when a request ends (EOS, stop ids, lengths), and
+measures what steps of prompts take. Owns no tensor and speaks to no other process. Everything
+happens on the caller's thread.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from ..constraints.grammars import Grammars
 from ..core.block_hash import BlockHash, root_hash
 from ..core.errors import EngineFailed, HandoffFailed, InvalidRequest
+from ..core.ports import Clock, SystemClock
 from ..core.request import FinishReason, Request
 from .admission import OutputLengthEstimator
 from .batch import LaunchedStep, Runner, SampledToken
@@ -40,8 +42,10 @@ from .outputs import (
     TokenOutput,
     Totals,
 )
+from .prefill_cost import PrefillCost, PrefillCostEstimator
 from .prefix_cache import CacheObserver, PrefixCache
-from .scheduler import ScheduledSequence, Scheduler
+from .schedule import ScheduledSequence
+from .scheduler import Scheduler
 from .sequence import Sequence, SequenceState, finish_reason
 from .step_slices import constrained_masks, launch_slice, launched_chunks
 
@@ -55,6 +59,8 @@ class _StepInFlight:
     scheduled: list[ScheduledSequence]
     fence: StepFence
     launched: LaunchedStep
+    num_prompt_tokens: int  # 0 unless it computes nothing else
+    launched_s: float
 
     def index_of(self) -> dict[Sequence, int]:
         return {one.sequence: index for index, one in enumerate(self.scheduled)}
@@ -75,6 +81,7 @@ class Engine:
         cache_observer: CacheObserver | None = None,
         estimator: OutputLengthEstimator | None = None,
         grammars: Grammars | None = None,
+        clock: Clock | None = None,
     ) -> None:
         """Without `grammars` no request may have a constraint."""
         self.limits = limits
@@ -89,6 +96,9 @@ class Engine:
         self._scheduler = Scheduler(limits, self.pool, self._tables, self._estimator)
         self._sequences: dict[str, Sequence] = {}
         self._num_arrivals = 0
+        self._clock = clock or SystemClock()
+        self._prefill_cost = PrefillCostEstimator()
+        self._collected_s = 0.0  # when the last step was
         self._in_flight: _StepInFlight | None = None
         self._stalled_at: int | None = None  # `opportunities` when there was nothing to schedule
         self._refused: tuple[str, int] | None = None  # the last reservation that did not fit, when
@@ -239,10 +249,15 @@ class Engine:
         for sequence in fresh:
             sequence.has_started = True
             output.started.append(sequence.key)
+        num_tokens = sum(one.num_scheduled_tokens for one in planned)
+        is_prefill = all(one.sequence.is_prefilling for one in planned)
         eos = self._eos_token_ids
         batch = [launch_slice(one, indices, masks.get(one.sequence), eos) for one in planned]
         fence = self._tables.open_step(scheduled.sequence for scheduled in planned)
-        step = _StepInFlight(planned, fence, self._runner.launch(batch))
+        launched_s = self._clock.monotonic_s()
+        step = _StepInFlight(
+            planned, fence, self._runner.launch(batch), num_tokens * is_prefill, launched_s
+        )
         for scheduled in planned:
             if scheduled.num_scheduled_tokens > 1:
                 self._tables.prepare_store(scheduled.sequence)
@@ -271,11 +286,19 @@ class Engine:
         results = step.launched.collect()
         prompts = step.launched.prompt_logprobs()
         step.fence.close()
+        self._measure(step)
         for index, (scheduled, sampled) in enumerate(zip(step.scheduled, results, strict=True)):
             # One that was aborted or preempted in flight, or ended late, is not among them.
             if scheduled.sequence in step.fence.sequences:
                 output.tell_prompt(scheduled.sequence, prompts.get(index, ()))
                 self._advance(scheduled, sampled, output)
+
+    def _measure(self, step: _StepInFlight) -> None:
+        """A step begins when it is launched, or when the one before it ends."""
+        began_s = max(step.launched_s, self._collected_s)
+        self._collected_s = self._clock.monotonic_s()
+        if step.num_prompt_tokens:
+            self._prefill_cost.observe(step.num_prompt_tokens, self._collected_s - began_s)
 
     def _advance(
         self, scheduled: ScheduledSequence, sampled: SampledToken | None, output: StepOutputBuilder
@@ -358,17 +381,20 @@ class Engine:
 
     # -- looking in -------------------------------------------------------------------------------
 
-    def load(self) -> Load:
+    def load(self, pending: Iterable[Request] = ()) -> Load:
+        """`pending`: requests that will come, but are not here yet."""
         scheduler = self._scheduler
         held_blocks = scheduler.num_held_blocks
-        queued = [*scheduler.waiting, *scheduler.running]
+        waiting = scheduler.waiting_tokens()
         return Load(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
-            waiting_tokens=sum(s.num_uncomputed_tokens for s in queued),
+            waiting_tokens=waiting.total(),
             free_blocks=self.pool.num_available,
             credit_blocks=max(0, self.limits.held_blocks_limit - held_blocks),
             held_blocks=held_blocks,
+            room_blocks=scheduler.room_blocks(pending),
+            waiting_by_caller=waiting,
         )
 
     def totals(self) -> Totals:
@@ -377,6 +403,15 @@ class Engine:
             prefix_query_tokens=self._tables.num_queried_tokens,
             prefix_hit_tokens=self._tables.num_hit_tokens,
         )
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether tokens of prompts wait, or are being computed."""
+        return bool(self._scheduler.waiting) or self._scheduler.has_prefills
+
+    def prefill_cost(self) -> PrefillCost | None:
+        """By the steps of prompts alone that were computed so far; None: too few."""
+        return self._prefill_cost.estimate()
 
     def block_refs(self, key: str, first: int, last: int) -> list[BlockRef]:
         """Logical blocks [first, last) of a request that holds blocks (else KeyError).

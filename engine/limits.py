@@ -8,6 +8,9 @@ from ..core.errors import ContextLengthExceeded, InvalidRequest, PromptTooLarge
 from ..core.request import Request
 from .block_pool import NUM_RESERVED_BLOCKS
 
+MAX_NUM_SEQS = 512  # unless the operator says otherwise
+_SHORT_SEQ_TOKENS = 64
+
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
@@ -20,7 +23,7 @@ class EngineLimits:
     num_blocks: int
     block_size: int
     max_model_len: int
-    max_num_seqs: int = 256
+    max_num_seqs: int = MAX_NUM_SEQS
     max_num_batched_tokens: int = 2048
     max_held_blocks: int | None = None
     prefill_chunk_tokens: int = 0  # of a step with one prompt alone, if that is more
@@ -40,6 +43,12 @@ class EngineLimits:
         """Of a prompt that does not fit into one step. They are left to pull behind the first
         token; with fewer a GPU loses more time than a pull takes."""
         return self.max_num_batched_tokens // 2
+
+    @property
+    def small_step_tokens(self) -> int:
+        """Of prompts whose step no long prompt of another caller shall make several times longer.
+        A GPU takes about as long for so many tokens as for one."""
+        return self.max_num_batched_tokens // 8
 
     @property
     def held_blocks_limit(self) -> int:
@@ -74,6 +83,19 @@ class EngineLimits:
             raise PromptTooLarge(
                 f"{num_tokens} tokens need {needed} KV blocks; the pool has {self.capacity}"
             )
+
+
+def seqs_for_pool(num_blocks: int | None, block_size: int) -> int:
+    """How many sequences shall run at once, at most, over a pool of so many blocks; None: of any.
+
+    The pool decides who runs: a limit shall not bind before it, but for short sequences. It only
+    bounds what is prepared for each number of sequences (graphs, buffers), so a sequence counts as
+    a short question with its answer. 16 cost nothing; over 512 a step takes long for everybody.
+    """
+    if num_blocks is None:
+        return MAX_NUM_SEQS
+    capacity_tokens = (num_blocks - NUM_RESERVED_BLOCKS) * block_size
+    return min(max(capacity_tokens // _SHORT_SEQ_TOKENS, 16), MAX_NUM_SEQS)
 
 
 def spare_tokens(max_num_batched_tokens: int) -> int:

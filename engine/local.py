@@ -39,7 +39,7 @@ class LocalEngine:
                 num_blocks=runner.kv.num_blocks,
                 block_size=config.block_size,
                 max_model_len=runner.max_model_len,
-                max_num_seqs=config.max_num_seqs,
+                max_num_seqs=runner.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 prefill_chunk_tokens=runner.prefill_chunk_tokens,
             ),

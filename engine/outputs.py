@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..core.errors import BatonError
@@ -93,8 +94,10 @@ class StepOutput:
 class Load:
     """How busy the engine is. `free_blocks` counts cached ones, which are there for the taking.
 
-    `waiting_tokens` are known, but not yet computed; `held_blocks` are held for pullers, or will be
-    when they are computed, and `credit_blocks` may still be.
+    `waiting_tokens` of prompts are still to be computed, as far as is known: `waiting_by_caller`
+    adds up to them. `held_blocks` are held for pullers, or will be when they are computed, and
+    `credit_blocks` may still be. `room_blocks` are left beside the estimated peak of all that is
+    here or pending; what the prefix cache holds of waiting prompts is not taken off.
     """
 
     num_running: int
@@ -103,6 +106,8 @@ class Load:
     free_blocks: int
     credit_blocks: int
     held_blocks: int
+    room_blocks: int
+    waiting_by_caller: Mapping[int, int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ from .device import choose_attention, choose_placement, make_attention
 from .fingerprint import fingerprint_fields
 from .generations import SharedGenerations
 from .kv_memory import CpuKvMemory, KvLayout
-from .limits import spare_tokens
+from .limits import seqs_for_pool, spare_tokens
 from .model_config import ModelConfig, read_model_config
 from .sharding import check_divisible, heads_of_rank
 
@@ -97,6 +97,7 @@ class ModelRunner:
         if self._placement.device.type == "cpu":
             # Before the weights: whoever asks for too much memory should not wait for them.
             num_blocks = kv_memory.choose_num_blocks(config, layout, self.max_model_len)
+            self.max_num_seqs = self._choose_max_num_seqs(num_blocks)
         model, weights = self._load(on_progress)
         communicator.connect()
         self.fingerprint = fingerprint_fields(self.model_config, weights, layout)
@@ -142,25 +143,31 @@ class ModelRunner:
         from .gpu_steps import GpuSteps
 
         config, device = self._config, self._placement.device
-        sizes = (config.block_size, config.max_num_seqs)
+        # The pool's size is what a step leaves, and so is measured by as many as it may let run.
+        self.max_num_seqs = self._choose_max_num_seqs(config.num_kv_blocks)
+
+        def new_steps(pool: torch.Tensor) -> GpuSteps:
+            attention = self._make_attention(pool)
+            return GpuSteps(model, attention, config.block_size, self.max_num_seqs)
 
         def run_largest_step() -> None:
             pool = torch.zeros(1, *layout.block_shape, dtype=layout.dtype, device=device)
-            steps = GpuSteps(model, self._make_attention(pool), *sizes)
-            batch = _largest_batch(config, self.max_model_len, self.model_config.vocab_size)
-            steps.launch(batch).collect()
+            vocab_size = self.model_config.vocab_size
+            batch = _largest_batch(config, self.max_num_seqs, self.max_model_len, vocab_size)
+            new_steps(pool).launch(batch).collect()
 
         begin_s = time.perf_counter()
         num_blocks = cuda_kv_memory.choose_num_blocks(
-            config, layout, self.max_model_len, device, run_largest_step
+            config, layout, self.max_num_seqs, self.max_model_len, device, run_largest_step
         )
         num_blocks = self._communicator.least(num_blocks)
+        self.max_num_seqs = self._choose_max_num_seqs(num_blocks)
         self.kv = CudaKvMemory(layout, num_blocks, device)
         self.startup_notes.append(
             f"KV pool: {num_blocks * layout.block_bytes / 1e9:.1f} GB, {num_blocks} blocks; "
             f"largest step measured in {time.perf_counter() - begin_s:.1f} s"
         )
-        steps = GpuSteps(model, self._make_attention(self.kv.tensor), *sizes)
+        steps = new_steps(self.kv.tensor)
         free_before, _ = torch.cuda.mem_get_info(device)
         steps.capture_graphs()
         free_after, _ = torch.cuda.mem_get_info(device)
@@ -178,8 +185,13 @@ class ModelRunner:
             self.model_config, num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads
         )
         return make_attention(
-            self._attention_choice, pool, self._config, of_rank, self.max_model_len
+            self._attention_choice, pool, self.max_num_seqs, of_rank, self.max_model_len
         )
+
+    def _choose_max_num_seqs(self, num_blocks: int | None) -> int:
+        """See `EngineLimits`. All ranks choose alike: their pools have equally many blocks."""
+        config = self._config
+        return config.max_num_seqs or seqs_for_pool(num_blocks, config.block_size)
 
     @property
     def model(self) -> Decoder:
@@ -248,14 +260,14 @@ class ModelRunner:
 
 
 def _largest_batch(
-    config: EngineConfig, max_model_len: int, vocab_size: int
+    config: EngineConfig, max_num_seqs: int, max_model_len: int, vocab_size: int
 ) -> list[SequenceSlice]:
     """A step of as many tokens and sampled rows as any, all in the padding block."""
     budget = config.max_num_batched_tokens
-    chunk = min(config.prefill_chunk_tokens or 0, max_model_len + config.max_num_seqs - 2)
+    chunk = min(config.prefill_chunk_tokens or 0, max_model_len + max_num_seqs - 2)
     budget = max(budget + spare_tokens(budget), chunk)
-    num_tokens = min(budget, config.max_num_seqs * (max_model_len - 1))
-    num_slices = min(config.max_num_seqs, num_tokens)
+    num_tokens = min(budget, max_num_seqs * (max_model_len - 1))
+    num_slices = min(max_num_seqs, num_tokens)
     first = min(num_tokens - num_slices + 1, max_model_len - 1)
     lens = [first, *[1] * (num_slices - 1)]
     num_left = num_tokens - sum(lens)

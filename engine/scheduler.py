@@ -1,20 +1,18 @@
 """Which sequences run in the next step, and how many tokens of each: the engine's one scheduler.
 
 One token budget for all: first the decodes, then the next chunks of running prefills, then
-admissions, first come first served without overtaking. Roles are policies over it elsewhere; it
-does prefill and decode in any mixture. A prompt's first token should not wait for the chunk of
-another prompt, which takes a GPU as long in a step of its own:
+admissions, which are fair between callers (core/fair_queue.py) and first come, first served within
+each. Roles are policies over it elsewhere; it does prefill and decode in any mixture. What shares a
+step is drawn in schedule.py.
 
-    budget   |--------------------------------|
-             |  prompt 1, its last chunk        |     a little over: not another step for the rest
-             |  prompt 2, its last |                  prompt 3 begins in the next step, not here
-             |  prompt 3, alone, not its last ............. |    in few steps, but for the last one:
-             |  prompt 3, its last |                what is left to pull behind the first token
-             |  prompt 4, whole, in a queue ............... |    two steps take longer than one
+A prompt goes before the next chunk of a long one of a caller that has had more, if it ends in the
+step; the long one takes what is left, or nothing beside small prompts. In the next step nobody goes
+before it.
 
 Memory:
 
 - an admission takes all blocks of the known tokens at once, if the peak estimate says that it fits;
+  if not, it stays the head of the queue, and nobody passes it;
 - a decode takes a block when it crosses into one; if there is none, the latest arrival is preempted
   (tokens kept, KV recomputed later), never the oldest, so that something always gets on;
 - a held sequence takes all it will ever need at admission, and is never preempted.
@@ -25,82 +23,19 @@ Knows no runner and no time.
 from __future__ import annotations
 
 import bisect
-from collections import deque
-from collections.abc import Iterator, MutableSequence
-from dataclasses import dataclass, field
-from itertools import islice
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Iterable, Iterator, MutableSequence
+from itertools import chain
 
-from ..core.errors import BatonError, PromptTooLarge
+from ..core.errors import PromptTooLarge
+from ..core.fair_queue import FairQueue
+from ..core.request import Request
 from .admission import Admission, OutputLengthEstimator, distinct_blocks
 from .block_pool import BlockPool
 from .block_tables import BlockTables
 from .limits import EngineLimits
+from .schedule import Schedule
 from .sequence import Sequence, SequenceState
-
-
-class ScheduledSequence(NamedTuple):
-    """`num_scheduled_tokens` tokens of the sequence, from `num_launched_tokens` on."""
-
-    sequence: Sequence
-    num_scheduled_tokens: int
-
-    @property
-    def samples(self) -> bool:
-        """Whether they are its last ones, so that the token behind them is sampled."""
-        return self.num_scheduled_tokens == self.sequence.num_unlaunched_tokens
-
-
-@dataclass(slots=True)
-class Schedule:
-    """One step. `failed` sequences can never go on: they are out of the scheduler already.
-
-    The tokens that end a prompt may exceed the budget by `num_spare_tokens`. A prompt with no other
-    in its step may have up to `num_chunk_tokens`, the decodes included, and leaves
-    `num_last_tokens` for its last step, unless in a queue it can end in this one.
-    """
-
-    num_budget_tokens: int  # left
-    num_spare_tokens: int = 0
-    num_chunk_tokens: int = 0
-    num_last_tokens: int = 0
-    num_prompt_tokens: int = 0
-    scheduled: list[ScheduledSequence] = field(default_factory=list)
-    failed: list[tuple[Sequence, BatonError]] = field(default_factory=list)
-
-    def plan(self, sequence: Sequence, *, is_in_queue: bool = False) -> None:
-        """Take as many of the sequence's unlaunched tokens as there is room for."""
-        num_tokens = sequence.num_unlaunched_tokens
-        if not self._can_end(num_tokens):
-            num_tokens = self._chunk_of(num_tokens, is_in_queue)
-        self.scheduled.append(ScheduledSequence(sequence, num_tokens))
-        self.num_budget_tokens = max(0, self.num_budget_tokens - num_tokens)
-        self.num_chunk_tokens = max(0, self.num_chunk_tokens - num_tokens)
-        self.num_prompt_tokens += num_tokens if sequence.is_prefilling else 0
-
-    def should_begin(self, num_tokens: int) -> bool:
-        """Whether a prompt with so many tokens to compute is better begun in this step.
-
-        Not if it only makes the prompts wait that are in the step already: they end with it, and
-        are enough to fill a GPU, or alone it would get on in a larger step.
-        """
-        if self._can_end(num_tokens) or not self.num_prompt_tokens:
-            return True
-        budget = self.num_budget_tokens
-        return self.num_prompt_tokens < budget and self.num_chunk_tokens <= budget
-
-    def _chunk_of(self, num_tokens: int, is_in_queue: bool) -> int:
-        """How many of a prompt's tokens to take that does not end within the budget."""
-        budget = self.num_budget_tokens
-        if self.num_prompt_tokens or self.num_chunk_tokens <= budget:
-            return budget
-        if is_in_queue and num_tokens <= self.num_chunk_tokens:
-            return num_tokens
-        num_first = min(num_tokens - self.num_last_tokens, self.num_chunk_tokens)
-        return max(num_first, min(budget, self.num_last_tokens))  # with many decodes few are left
-
-    def _can_end(self, num_tokens: int) -> bool:
-        return num_tokens <= self.num_budget_tokens + self.num_spare_tokens
 
 
 class Scheduler:
@@ -117,13 +52,14 @@ class Scheduler:
         self._pool = pool
         self._tables = tables
         self._admission = Admission(limits, estimator)
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: FairQueue[Sequence] = FairQueue()
         self.running: list[Sequence] = []  # by arrival
         self.reserved: list[Sequence] = []
         self.held: list[Sequence] = []  # computed, waiting to be released
         self.num_preemptions = 0
         self._num_holds = 0
         self._refused_at: int | None = None  # `opportunities` when the head did not fit
+        self._is_long_due = False  # a long prompt had nothing of the last step because of others
 
     @property
     def opportunities(self) -> int:
@@ -136,8 +72,9 @@ class Scheduler:
         return len(distinct_blocks(self._holders()))
 
     def add(self, sequence: Sequence) -> None:
-        """Queue it up behind all others."""
-        self.waiting.append(sequence)
+        """Queue it up behind all others of its caller."""
+        caller_id = sequence.request.caller_id
+        self.waiting.add(sequence, caller_id, self._tables.num_to_compute(sequence))
 
     def reserve(self, sequence: Sequence) -> bool:
         """Take blocks for all slots of a new RESERVED sequence, or nothing: whether it fits.
@@ -146,7 +83,8 @@ class Scheduler:
         """
         assert sequence.state is SequenceState.RESERVED
         matched = self._tables.match(sequence, sequence.num_tokens)
-        others = [*self._owners(), *islice(self.waiting, 1)]
+        head = self.waiting.head
+        others = self._owners() if head is None else chain(self._owners(), [head])
         if not self._has_slot() or not self._admission.fits(sequence, matched, others):
             return False
         if not self._tables.take(sequence, matched):
@@ -175,8 +113,7 @@ class Scheduler:
         if copies is None:
             child.num_computed_tokens = child.num_launched_tokens = 0
             child.state = SequenceState.WAITING
-            self.waiting.appendleft(child)
-            self._refused_at = None
+            self._come_back(child)
             return []
         self._run(child)
         return copies
@@ -190,7 +127,7 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """Forget the sequence, whatever its state, and give its blocks back."""
-        queues: dict[SequenceState, MutableSequence[Sequence]] = {
+        queues: dict[SequenceState, MutableSequence[Sequence] | FairQueue[Sequence]] = {
             SequenceState.WAITING: self.waiting,
             SequenceState.RUNNING: self.running,
             SequenceState.RESERVED: self.reserved,
@@ -208,7 +145,9 @@ class Scheduler:
             limits.num_spare_tokens,
             limits.prefill_chunk_tokens,
             limits.last_chunk_tokens,
+            0 if self._is_long_due else limits.small_step_tokens,
         )
+        may_pass, self._is_long_due = not self._is_long_due, False
         for sequence in [*self.running]:
             if schedule.num_budget_tokens == 0:
                 break
@@ -218,11 +157,47 @@ class Scheduler:
                 continue
             if self._make_room(sequence, schedule):
                 schedule.plan(sequence)
-        for sequence in self.running:
-            if sequence.is_prefilling and schedule.num_budget_tokens:
-                schedule.plan(sequence, is_in_queue=self._is_in_queue(sequence))
-        self._admit_waiting(schedule)
+        self._plan_prefills(schedule, may_pass=may_pass)
+        if not self._is_long_due:
+            self._admit_waiting(schedule)
         return schedule
+
+    @property
+    def has_prefills(self) -> bool:
+        """Whether a prompt that runs is not computed whole."""
+        return any(one.num_computed_tokens < one.num_prefill_tokens for one in self.running)
+
+    def waiting_tokens(self) -> Counter[int]:
+        """Prompt tokens that are not computed yet, those of steps in flight too, by caller id.
+
+        Of waiting prompts those that the prefix cache held when they came are left out.
+        """
+        waiting = Counter(self.waiting.waiting_tokens())
+        for sequence in self.running:
+            num_tokens = sequence.num_prefill_tokens - sequence.num_computed_tokens
+            if num_tokens > 0:
+                waiting[sequence.request.caller_id] += num_tokens
+        return waiting
+
+    def room_blocks(self, pending: Iterable[Request]) -> int:
+        """Blocks beside the estimated peak of all that is here, and of requests that are not."""
+        num_held_blocks = self._pool.counts.held
+        return self._admission.room(chain(self._owners(), self.waiting), pending, num_held_blocks)
+
+    def _plan_prefills(self, schedule: Schedule, *, may_pass: bool) -> None:
+        """The next chunks of running prefills, and before each the waiting prompts that pass it."""
+        is_passed = False
+        for sequence in [one for one in self.running if one.is_prefilling]:
+            num_before = len(schedule.scheduled)
+            if may_pass:
+                self._admit_waiting(schedule, before=sequence)
+            is_passed |= len(schedule.scheduled) > num_before
+            num_tokens, caller_id = sequence.num_unlaunched_tokens, sequence.request.caller_id
+            is_stretching = is_passed and schedule.would_stretch(caller_id, num_tokens)
+            if schedule.num_budget_tokens and not is_stretching:
+                schedule.plan(sequence, is_in_queue=self._is_in_queue(sequence))
+            else:
+                self._is_long_due |= is_passed
 
     def _is_in_queue(self, sequence: Sequence) -> bool:
         """Whether other prompts wait, or another one is still being computed."""
@@ -253,25 +228,50 @@ class Scheduler:
                 return False
         return True
 
-    def _admit_waiting(self, schedule: Schedule) -> None:
-        while self.waiting and schedule.num_budget_tokens and self._has_slot():
-            if self._refused_at == self.opportunities:
+    def _admit_waiting(self, schedule: Schedule, *, before: Sequence | None = None) -> None:
+        """Admit from the head of the queue on; only what may go `before` a running prefill."""
+        while schedule.num_budget_tokens and self._has_slot():
+            sequence = self.waiting.head
+            if sequence is None or self._refused_at == self.opportunities:
                 return
-            sequence = self.waiting[0]
             if self._has_outgrown_pool(sequence, schedule):
                 continue
+            if before is not None and not self._may_pass(sequence, before, num_tokens=1):
+                return  # as far as can be told without a look into the prefix cache
             # At least one token must be computed, or there would be no logits to sample from.
             matched = self._tables.match(sequence, sequence.num_tokens - 1)
-            num_cached_tokens = len(matched) * self._limits.block_size
-            if not schedule.should_begin(sequence.num_tokens - num_cached_tokens):
+            num_tokens = sequence.num_tokens - len(matched) * self._limits.block_size
+            if schedule.would_stretch(sequence.request.caller_id, num_tokens):
+                if before is None:
+                    self._is_long_due = True
+                    self.waiting.pin_head()  # it begins the next step, whoever comes
+                return
+            if before is None:
+                may_begin = schedule.should_begin(num_tokens)
+            else:
+                is_passing = self._may_pass(sequence, before, num_tokens)
+                may_begin = is_passing and schedule.can_end(num_tokens)
+            if not may_begin:
                 return
             if not self._try_admit(sequence, matched):
+                self.waiting.pin_head()
                 self._refused_at = self.opportunities
                 return
-            self.waiting.popleft()
+            self.waiting.pop(num_tokens)
             sequence.num_prefill_tokens = sequence.num_tokens
             self._run(sequence)
             schedule.plan(sequence, is_in_queue=self._is_in_queue(sequence))
+
+    def _may_pass(self, sequence: Sequence, prefill: Sequence, num_tokens: int) -> bool:
+        """Whether a waiting prompt with so many tokens to compute goes before a running prefill.
+
+        Its caller will have had no more than the other, who was charged for all of his prompt.
+        """
+        caller_id, other_id = sequence.request.caller_id, prefill.request.caller_id
+        if caller_id == other_id or num_tokens >= prefill.num_unlaunched_tokens:
+            return False
+        served = self.waiting.served
+        return served(caller_id) + num_tokens <= served(other_id)
 
     def _try_admit(self, sequence: Sequence, matched: list[int]) -> bool:
         admission = self._admission
@@ -322,5 +322,11 @@ class Scheduler:
         self._tables.store(sequence)  # what was pulled for it may not be there yet
         self._tables.give_back(sequence)
         sequence.state = SequenceState.WAITING
-        self.waiting.appendleft(sequence)
+        self._come_back(sequence)
         self.num_preemptions += 1
+
+    def _come_back(self, sequence: Sequence) -> None:
+        """Queue it up before all others: it has been served, and its caller charged."""
+        caller_id = sequence.request.caller_id
+        self.waiting.add_first(sequence, caller_id, self._tables.num_to_compute(sequence))
+        self._refused_at = None  # it is the head now

@@ -115,10 +115,6 @@ class Sequence:
         return self.num_awaited_tokens > 0 and self.request.sampling.needs_history
 
     @property
-    def num_uncomputed_tokens(self) -> int:
-        return len(self.token_ids) - self.num_computed_tokens
-
-    @property
     def num_unlaunched_tokens(self) -> int:
         """Tokens, known or awaited, that no step has been launched for yet."""
         return len(self.token_ids) + self.num_awaited_tokens - self.num_launched_tokens

@@ -9,7 +9,7 @@ from ..core.sampling import token_key
 from .batch import SampleSpec, SequenceSlice
 from .constraints import Constraints, Mask, without
 from .outputs import ChunkLaunched
-from .scheduler import ScheduledSequence
+from .schedule import ScheduledSequence
 from .sequence import Sequence
 
 

@@ -23,7 +23,8 @@ class Limits:
 class Caller:
     """`tenant`: whose limits and whose prefix cache; empty where no keys are asked for.
 
-    `models`: the names that it may ask for; None: all.
+    `models`: the names that it may ask for; None: all. `caller_id`: 64 bits between which queues
+    are fair: of the API key, the same at all gateways, or of the connection.
     """
 
     tenant: str
@@ -31,6 +32,7 @@ class Caller:
     front: str  # "grpc" or "http"
     models: frozenset[str] | None = None
     limits: Limits = Limits()
+    caller_id: int = 0
 
     def check_scope(self, scope: str) -> None:
         """Raise PermissionDenied unless the credential has this scope."""
@@ -49,6 +51,6 @@ class Caller:
             raise ModelNotFound(f"The model `{asked[:64]}` does not exist.", param="model")
 
 
-def anyone(front: str) -> Caller:
+def anyone(front: str, caller_id: int = 0) -> Caller:
     """The caller of a deployment without API keys: everybody may do everything."""
-    return Caller("", SCOPES, front)
+    return Caller("", SCOPES, front, caller_id=caller_id)

@@ -35,7 +35,9 @@ class EngineEvents(Protocol):
 
     def engine_lost(self, incarnation: str, *, has_died: bool) -> None: ...
 
-    def cluster_changed(self) -> None: ...
+    def cluster_changed(self, *, is_load_only: bool) -> None:
+        """`is_load_only`: the same engines, links and roles as before."""
+        ...
 
 
 class ClusterView:
@@ -124,7 +126,9 @@ class ClusterView:
     def linked(self, link: NodeLink) -> None:
         member = link.member
         log.info("linked to %s engine %s at %s", member.role.value, member.name, member.address)
-        self._table.add(LinkedEngine(member, link, clock=self._clock))
+        self._table.add(
+            LinkedEngine(member, link, clock=self._clock, max_num_seqs=link.max_num_seqs)
+        )
 
     def heartbeat(self, link: NodeLink, load: Load) -> None:
         engine = self._table.engines[link.member.incarnation]
@@ -135,9 +139,9 @@ class ClusterView:
             load.is_draining,
         )
         if is_same and now_s < self._told_s + _TELL_S:
-            return  # a busy engine's heartbeats are many: to tell takes a look at every session
+            return  # a busy engine's heartbeats are many
         self._told_s = now_s
-        self._events.cluster_changed()
+        self._events.cluster_changed(is_load_only=is_same)
 
     def outputs(
         self, link: NodeLink, outputs: Sequence[EngineOutput], tokens: Sequence[PlainToken]
@@ -150,4 +154,4 @@ class ClusterView:
     def lost(self, link: NodeLink, reason: str, *, has_died: bool) -> None:
         self._table.remove(link.member.incarnation)
         self._events.engine_lost(link.member.incarnation, has_died=has_died)
-        self._events.cluster_changed()
+        self._events.cluster_changed(is_load_only=False)

@@ -96,12 +96,40 @@ class Avoid:
         return bool(self.incarnations or self.pairs)
 
 
+class Blocked(enum.Enum):
+    """Why a request cannot be dispatched now."""
+
+    ENGINE = "engine"  # no pair that may serve it is there
+    PLACE = "place"  # no decode engine has a place for it: nor for others
+    TURN = "turn"  # its caller's own prompts are ahead of it: others may pass
+
+
+class MustWait(Exception):
+    """Engines are there, and the request is not to go to any of them now."""
+
+    def __init__(self, reason: Blocked) -> None:
+        super().__init__(reason.value)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What is to be routed. `num_tokens`: known ones, of each of the `num_sequences` samples.
+
+    `is_retry`: an engine failed it: it does not wait for its caller's other prompts.
+    """
+
+    num_tokens: int
+    num_sequences: int = 1
+    is_retry: bool = False
+
+
 class Router(Protocol):
     """Picks the engines for a request."""
 
-    def choose(self, num_tokens: int, *, avoid: Avoid, fingerprint: str | None) -> Route:
-        """A pair for `num_tokens` known tokens, none of `avoid`, both of this fingerprint.
+    def choose(self, demand: Demand, *, avoid: Avoid, fingerprint: str | None) -> Route:
+        """A pair that has a place, none of `avoid`, both of this fingerprint.
 
-        Raises Unavailable, naming what is missing.
+        Raises Unavailable, naming what is missing, or MustWait.
         """
         ...

@@ -1,8 +1,8 @@
 """What the gateway knows of every linked engine: its welcome, last heartbeat and own dispatches.
 
-Owns the account of requests that were dispatched and not yet answered, which routing adds to the
-heartbeat's load, and of how often the prefix index was right. Knows no grpc and no directory:
-cluster_view.py tells it what happens.
+Owns what was dispatched to each (prefill_backlog.py, decode_places.py have the accounts of it), and
+how often the prefix index was right. Knows no grpc and no directory: cluster_view.py tells it what
+happens.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from ..core.membership import Member, Role
 from ..core.ports import Clock, SystemClock
 from ..core.request import Request, Ticket
 from ..prefix_index.mirror import PrefixMirror
-from .engine_link import Avoid, EngineOutput, PlainToken, Route, Work
-from .prefill_speed import PrefillSpeed
+from .decode_places import DecodePlaces, Key
+from .engine_link import Avoid, Demand, EngineOutput, MustWait, PlainToken, Route, Work
+from .prefill_backlog import Backlog, PrefillBacklog, PrefillCost
 from .routing import EngineState, choose_pair
 from .suspects import Suspects
 from .validation import ModelLimits
 
 _RESERVED_BLOCKS = 2  # padding and canary
 _NOTHING_CACHED: Mapping[str, int] = MappingProxyType({})
+_NOTHING_HELD: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,10 @@ class Load:
     counters: EngineCounters = EngineCounters()
     link_gbytes_per_s: Mapping[str, float] = field(default_factory=dict)
     num_steps: int = 0  # so far
+    num_requests: int = 0  # accepted from all gateways and not ended
+    room_blocks: int = 0
+    prefill_cost: PrefillCost | None = None
+    waiting_by_caller: Mapping[int, int] = field(default_factory=dict)
 
 
 class Outbox(Protocol):
@@ -70,21 +76,14 @@ class Outbox(Protocol):
     def cancel(self, request_id: str, attempt: int) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Dispatched:
-    """What we expect of a dispatch: tokens to compute, and tokens that are there already."""
-
-    uncached_tokens: int
-    cached_tokens: int
-    at_s: float
-
-
 @dataclass(slots=True)
 class LinkedEngine:
     """One engine behind a live link.
 
-    `num_index_hits`: dispatches for which the index promised cached tokens; `num_stale_hits`: those
-    of them that found fewer.
+    `max_num_seqs`: sequences that it runs at once; 0: it does not say. `released`: callers of which
+    something ended here, or was answered, so that what waits may find a place; whoever dispatches
+    what waits clears it. `num_index_hits`: dispatches for which the index promised cached tokens;
+    `num_stale_hits`: those of them that found fewer.
     """
 
     member: Member
@@ -94,10 +93,16 @@ class LinkedEngine:
     num_index_hits: int = 0
     num_stale_hits: int = 0
     clock: Clock = field(default_factory=SystemClock)
-    speed: PrefillSpeed = field(default_factory=PrefillSpeed)
-    _step_began_s: float = 0.0  # by heartbeat
-    _answered_s: float = 0.0  # when a first token of ours came
-    _unanswered: dict[tuple[str, int], _Dispatched] = field(default_factory=dict)
+    max_num_seqs: int = 0
+    released: set[int] = field(default_factory=set)
+    backlog: PrefillBacklog = field(init=False)
+    places: DecodePlaces = field(init=False)
+    _promised: dict[Key, int] = field(default_factory=dict)  # cached tokens, by the index
+    _callers: dict[Key, int] = field(default_factory=dict)  # of what is open
+
+    def __post_init__(self) -> None:
+        self.backlog = PrefillBacklog(self.clock)
+        self.places = DecodePlaces(self.max_num_seqs)
 
     @property
     def incarnation(self) -> str:
@@ -117,15 +122,11 @@ class LinkedEngine:
 
     def heard(self, load: Load) -> None:
         """A heartbeat."""
-        before = self.load
-        is_on_same_step = (
-            before is not None
-            and before.num_steps == load.num_steps
-            and 0 < before.waiting_tokens <= load.waiting_tokens
-        )
-        if not is_on_same_step:
-            self._step_began_s = self.clock.monotonic_s()
         self.load = load
+        self.backlog.heartbeat(
+            Backlog(load.waiting_tokens, load.waiting_by_caller, load.num_steps, load.prefill_cost)
+        )
+        self.places.heartbeat(load.num_requests, load.room_blocks)
 
     def dispatch(
         self,
@@ -137,89 +138,84 @@ class LinkedEngine:
     ) -> None:
         """`cached_tokens`: what the index promises of the request here."""
         self.num_dispatched += 1
-        uncached_tokens = request.num_known_tokens - cached_tokens
-        now_s = self.clock.monotonic_s()
-        dispatched = _Dispatched(uncached_tokens, cached_tokens, now_s)
+        num_tokens, caller_id = request.num_known_tokens, request.caller_id
+        keys = [
+            (request_id, request.attempt) for request_id in (request.request_id, *request.fork_ids)
+        ]
         if work is Work.PREFILL:
-            num_tokens = self.tokens_ahead + uncached_tokens
-            self.speed.began((request.request_id, request.attempt), num_tokens, now_s)
-        self._unanswered[request.request_id, request.attempt] = dispatched
+            self.backlog.sent(keys[0], caller_id, num_tokens, cached_tokens)
+            if cached_tokens:
+                self._promised[keys[0]] = cached_tokens
+        else:
+            num_blocks = self.blocks_for(num_tokens - cached_tokens, len(keys))
+            self.places.sent(keys, num_blocks, self.clock.monotonic_s())
+        self._callers.update(dict.fromkeys(keys, caller_id))
         self.outbox.dispatch(request, work, ticket, deadline_remaining_s)
 
     def cancel(self, request_id: str, attempt: int) -> None:
-        self._unanswered.pop((request_id, attempt), None)
-        self.speed.forget((request_id, attempt))
+        self._ended((request_id, attempt))
         self.outbox.cancel(request_id, attempt)
 
     def settle(self, outputs: Iterable[EngineOutput], tokens: Iterable[PlainToken] = ()) -> None:
-        """Requests that these outputs answer are in the engine's own count now, or over."""
-        unanswered = self._unanswered
-        if not unanswered:
+        """Take note of what these outputs answer or end."""
+        if self.member.role is Role.PREFILL:
+            self._settle_prompts(outputs, tokens)
             return
-        for request_id, attempt, *_ in tokens:
-            if (request_id, attempt) in unanswered:
-                del unanswered[request_id, attempt]
-                self._answered((request_id, attempt))
         for output in outputs:
-            if output.cached_tokens is not None:
-                self._compare(output, output.cached_tokens)
+            if output.finish_reason is not None or output.error is not None:
+                self._ended((output.request_id, output.attempt))
+
+    def _settle_prompts(
+        self, outputs: Iterable[EngineOutput], tokens: Iterable[PlainToken]
+    ) -> None:
+        """A prefill engine has nothing more to do for what it answers."""
+        for request_id, attempt, *_ in tokens:
+            self._ended((request_id, attempt), is_computed=True)
+        for output in outputs:
+            key = (output.request_id, output.attempt)
+            if output.cached_tokens is not None and (promised := self._promised.pop(key, 0)):
+                self.num_index_hits += 1
+                self.num_stale_hits += output.cached_tokens < promised
             if output.token_ids or output.finish_reason is not None or output.error is not None:
-                key = (output.request_id, output.attempt)
-                if unanswered.pop(key, None) is None:
-                    continue  # a later token
-                if output.token_ids:
-                    self._answered(key)
-                else:
-                    self.speed.forget(key)
+                self._ended(key, is_computed=bool(output.token_ids))
 
-    def _answered(self, key: tuple[str, int]) -> None:
-        """Its first token is here."""
-        self._answered_s = self.clock.monotonic_s()
-        self.speed.ended(key, self._answered_s)
+    def _ended(self, key: Key, *, is_computed: bool = False) -> None:
+        """What the request had or waited for here, others may have."""
+        caller_id = self._callers.pop(key, None)
+        if caller_id is None:
+            return
+        self.released.add(caller_id)
+        self._promised.pop(key, None)
+        self.backlog.ended(key, is_computed=is_computed)
+        self.places.ended(key, self.clock.monotonic_s())
 
-    def _compare(self, output: EngineOutput, cached_tokens: int) -> None:
-        """Count how the index did: a prefill says what it really found."""
-        dispatched = self._unanswered.get((output.request_id, output.attempt))
-        if dispatched is not None and dispatched.cached_tokens:
-            self.num_index_hits += 1
-            self.num_stale_hits += cached_tokens < dispatched.cached_tokens
+    def blocks_for(self, num_tokens: int, num_sequences: int) -> int:
+        """Of the KV of samples of one prompt, with a block for each to grow into."""
+        return -(-num_tokens // self.member.block_size) + num_sequences
 
-    @property
-    def tokens_ahead(self) -> int:
-        """Prompt tokens that a new request would wait for: all gateways' by the last heartbeat, or
-        ours, whichever is more, less what has been computed since the step on the device began. Two
-        engines that compute a prompt each are not equals: one of them is done sooner."""
-        reported = self.load.waiting_tokens if self.load is not None else 0
-        if reported:
-            reported -= self._computed_since(self._step_began_s)
-        if not self._unanswered:
-            return max(0, reported)
-        ours = sum(d.uncached_tokens for d in self._unanswered.values())
-        first = next(iter(self._unanswered.values()))
-        computed = self._computed_since(max(first.at_s, self._answered_s))
-        return max(reported, ours - min(first.uncached_tokens, computed))
-
-    def _computed_since(self, begin_s: float) -> int:
-        """Tokens, at the speed that we know of."""
-        return int((self.speed.tokens_per_s or 0.0) * (self.clock.monotonic_s() - begin_s))
-
-    def state(self, load: Load, cached_tokens: int = 0) -> EngineState:
+    def state(self, load: Load, demand: Demand, caller_id: int, cached_tokens: int) -> EngineState:
+        """For routing one request of this caller, of which so much should be cached here."""
+        num_blocks = self.blocks_for(demand.num_tokens - cached_tokens, demand.num_sequences)
+        is_open = (
+            self.places.has_place(demand.num_sequences, num_blocks)
+            if self.member.role is Role.DECODE
+            else demand.is_retry or self.backlog.takes_more_of(caller_id)
+        )
         return EngineState(
             incarnation=self.member.incarnation,
             role=self.member.role,
             fingerprint=self.member.fingerprint,
             block_size=self.member.block_size,
-            num_running=load.num_running,
-            num_waiting=load.num_waiting,
-            waiting_tokens=self.tokens_ahead,
+            num_requests=self.places.num_requests,
+            waiting_tokens=self.backlog.tokens_ahead,
             free_blocks=load.free_blocks,
             credit_blocks=load.credit_blocks,
             is_draining=load.is_draining,
             links=load.links,
             link_gbytes_per_s=load.link_gbytes_per_s,
-            num_in_flight=len(self._unanswered),
             num_dispatched=self.num_dispatched,
             cached_tokens=cached_tokens,
+            is_open=is_open,
         )
 
     @property
@@ -269,9 +265,11 @@ class EngineTable:
         self.mirror = mirror
         self.suspects = Suspects()
         self.decisions: Counter[str] = Counter()  # why requests went where they went
+        self.released: set[int] = set()  # of all engines: LinkedEngine has what it means
 
     def add(self, engine: LinkedEngine) -> None:
         """The engine's link is up."""
+        engine.released = self.released
         self.engines[engine.incarnation] = engine
         self.mirror.add(engine.incarnation, engine.member.num_blocks)
 
@@ -282,10 +280,11 @@ class EngineTable:
 
     def choose(
         self,
-        num_tokens: int,
+        demand: Demand,
         *,
         avoid: Avoid,
         fingerprint: str | None,
+        caller_id: int = 0,
         cached_tokens: Mapping[str, int] = _NOTHING_CACHED,
         is_constrained: bool = False,
     ) -> Route:
@@ -296,15 +295,15 @@ class EngineTable:
         `is_constrained`: it is for engines alone that take constraints.
         """
         states = [
-            engine.state(engine.load, cached_tokens.get(engine.incarnation, 0))
+            engine.state(engine.load, demand, caller_id, cached_tokens.get(engine.incarnation, 0))
             for engine in self.engines.values()
             if engine.load is not None and (engine.member.can_constrain or not is_constrained)
         ]
-        choose = partial(choose_pair, states, num_tokens, fingerprint=fingerprint)
+        choose = partial(choose_pair, states, demand.num_tokens, fingerprint=fingerprint)
         clear = self.suspects.keep_clear(avoid)
         try:
             prefill, decode = choose(avoid=clear)
-        except Unavailable:
+        except Unavailable:  # not where it must wait: then it waits for a place beside no suspect
             if clear == avoid:
                 raise
             prefill, decode = choose(avoid=avoid)
@@ -316,9 +315,11 @@ class EngineTable:
     def why_not_ready(self) -> str:
         """What is missing before any request can be served; empty if nothing is."""
         try:
-            self.choose(1, avoid=Avoid(), fingerprint=None)
+            self.choose(Demand(1), avoid=Avoid(), fingerprint=None)
         except Unavailable as error:
             return error.message
+        except MustWait:
+            pass  # busy is ready
         return ""
 
     def lacks_constraints(self) -> Role | None:
@@ -329,19 +330,34 @@ class EngineTable:
                 return role
         return None
 
-    def predicted_prefill_s(self, num_tokens: int, cached_tokens: Mapping[str, int]) -> float:
-        """How long until a prompt's first token, at the engine that would have it soonest.
+    def predicted_prefill_s(
+        self,
+        caller_id: int,
+        num_tokens: int,
+        cached_tokens: Mapping[str, int] = _NOTHING_CACHED,
+        held: Mapping[int, int] = _NOTHING_HELD,
+    ) -> float:
+        """How long until a prompt's first token, at the engine that would have it soonest, if all
+        queues are fair between callers. `held`: tokens that wait for a place, by caller.
 
-        0 where nothing is ahead of it, or nothing is known of an engine's speed.
+        0 where nothing is ahead of it, or an engine's cost is not known.
         """
+        prefill = [e for e in self.engines.values() if e.member.role is Role.PREFILL and e.is_ready]
+        parts = {other: tokens / len(prefill) for other, tokens in held.items()} if prefill else {}
         waits_s = []
-        for engine in self.engines.values():
-            if engine.member.role is not Role.PREFILL or not engine.is_ready:
-                continue
-            ahead, speed = engine.tokens_ahead, engine.speed.tokens_per_s
+        for engine in prefill:
             own = num_tokens - cached_tokens.get(engine.incarnation, 0)
-            waits_s.append((ahead + own) / speed if ahead and speed else 0.0)
+            ahead = engine.backlog.fair_tokens_ahead(caller_id, own, parts)
+            cost = engine.backlog.cost
+            waits_s.append(cost.seconds_of(ahead + own) if ahead and cost is not None else 0.0)
         return min(waits_s, default=0.0)
+
+    @property
+    def places_per_s(self) -> float | None:
+        """How many places on decode engines become free; None: not known yet."""
+        rates = [engine.places.places_per_s for engine in self.engines.values()]
+        known = [rate for rate in rates if rate is not None]
+        return sum(known) if known else None
 
     def limits(self, base: ModelLimits) -> ModelLimits:
         """`base` narrowed to what the linked engines can do."""

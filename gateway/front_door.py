@@ -158,7 +158,7 @@ class FrontDoor:
         self._max_request_s = max_request_s
         self._observers = observers
         self._abort_calls = abort_calls
-        self._queue_limit = QueueLimit(table, max_queue_s)
+        self._queue_limit = QueueLimit(table, sessions.queue, max_queue_s)
         self._keeps_prompts = keeps_prompts
 
     @property
@@ -196,17 +196,19 @@ class FrontDoor:
         async with AsyncExitStack() as stack:
             try:
                 admission = self._admit(caller, stack)
-                self._check_queue(deadline_s)  # what comes too late is not even tokenised
+                self._check_queue(caller, deadline_s)  # what comes too late is not even tokenised
                 request = await self._prepare(wire, caller, admission)
                 began_s = self._clock.monotonic_s()
                 router = await route_prompt(
                     self._table,
                     request.prompt_token_ids,
                     request.cache_salt,
+                    caller_id=caller.caller_id,
                     is_constrained=request.sampling.constraint is not None,
+                    computes_all=request.sampling.prompt_logprobs is not None,
                 )
                 lookup_s = self._clock.monotonic_s() - began_s
-                self._check_queue(deadline_s, request, router)
+                self._check_queue(caller, deadline_s, request, router)
             except BatonError as error:
                 self._observers.call_refused(caller, error)
                 raise
@@ -264,11 +266,11 @@ class FrontDoor:
         """A call that needs no engine counts as any other, or long texts would wait unbounded."""
         caller.check_scope(INFER)
         with self._tenancy.admitted(caller):
-            self._sessions.admit()
+            self._sessions.admit(caller.caller_id)
             try:
                 yield
             finally:
-                self._sessions.leave()
+                self._sessions.leave(caller.caller_id)
 
     def turned_away(self, front: str, error: BatonError) -> None:
         """Tell the observers of a call that no known caller made."""
@@ -282,8 +284,8 @@ class FrontDoor:
         if self.is_draining:
             raise Unavailable("this gateway is shutting down")
         admission = stack.enter_context(self._tenancy.admitted(caller))
-        self._sessions.admit()
-        stack.callback(self._sessions.leave)
+        self._sessions.admit(caller.caller_id)
+        stack.callback(self._sessions.leave, caller.caller_id)
         return admission
 
     def _check_model(self, caller: Caller, model: str) -> None:
@@ -310,19 +312,20 @@ class FrontDoor:
         max_output_tokens = request.num_samples * request.sampling.max_tokens
         admission.charge(len(request.prompt_token_ids) + max_output_tokens)
         salt = self._tenancy.cache_salt(caller, request.cache_salt)
-        return replace(request, tenant=caller.tenant, cache_salt=salt)
+        return replace(request, tenant=caller.tenant, caller_id=caller.caller_id, cache_salt=salt)
 
     def _check_queue(
         self,
+        caller: Caller,
         deadline_s: float,
         request: ValidatedRequest | None = None,
         router: PromptRouter | None = None,
     ) -> None:
-        """Raises Overloaded. Without a request: for what is ahead of it alone."""
+        """Raises Overloaded. Without a request: for what its caller has ahead of it alone."""
         num_tokens = len(request.prompt_token_ids) if request is not None else 0
         cached = router.cached_tokens(num_tokens) if router is not None else {}
         remaining_s = deadline_s - self._clock.monotonic_s()
-        self._queue_limit.check(num_tokens, cached, remaining_s)
+        self._queue_limit.check(caller.caller_id, num_tokens, cached, remaining_s)
 
     @asynccontextmanager
     async def _running(

@@ -55,7 +55,8 @@ def caller_of(context: Context, gate: Gate, door: FrontDoor) -> Caller:
     """Raises Unauthenticated."""
     metadata = context.invocation_metadata() or ()
     try:
-        return gate.caller([v for k, v in metadata if k == "authorization"], "grpc")
+        shown = [v for k, v in metadata if k == "authorization"]
+        return gate.caller(shown, "grpc", context.peer())
     except Unauthenticated as error:
         door.turned_away("grpc", error)
         raise

@@ -22,10 +22,12 @@ from ..core.errors import EngineFailed, Unauthenticated
 from ..core.membership import Member
 from ..core.ports import Clock
 from ..core.request import Request, Ticket
+from ..core.same_host import host_id
 from ..proto.v1 import node_pb2, node_pb2_grpc
 from .direct_way import DirectWay, open_direct
 from .engine_link import EngineOutput, PlainToken, Work
 from .engine_table import Load
+from .node_clock import NodeClock
 from .wire import dispatch_message, load_from_wire, output_from_wire, tokens_from_wire
 
 _Stream = Any  # grpc.aio.StreamStreamCall[GatewayMessage, NodeMessage]; grpc has no types
@@ -81,6 +83,8 @@ class NodeLink:
         self._silence_s = silence_s
         self._outgoing: asyncio.Queue[Callable[[], node_pb2.GatewayMessage]] = asyncio.Queue()
         self._direct: DirectWay | None = None  # settled before `linked`
+        self.max_num_seqs = 0  # by its Welcome
+        self._node_clock = NodeClock(member.name, clock)
         self._last_heard_s = clock.monotonic_s()
         self._has_died = False
         self._is_lost = False
@@ -116,6 +120,9 @@ class NodeLink:
             if isinstance(welcome, str):
                 stream.cancel()
                 return welcome
+            self.max_num_seqs = welcome.max_num_seqs
+            is_ours = welcome.direct.host_id == host_id()
+            self._node_clock = NodeClock(self.member.name, self._clock, is_ours=is_ours)
             accepted = await open_direct(welcome)
             self._direct = None if accepted is None else DirectWay(accepted, self._hear_directly)
             return await self._serve(stream)
@@ -183,7 +190,7 @@ class NodeLink:
                 self._last_heard_s = self._clock.monotonic_s()
                 if message.HasField("outputs"):
                     # Once the next read waits: gRPC's threads fetch a step while we pass one on.
-                    call_soon(self._pass_on, *_step_from_wire(message.outputs))
+                    call_soon(self._pass_on, *_step_from_wire(message.outputs, self._node_clock))
                 elif message.HasField("heartbeat"):
                     self._events.heartbeat(self, load_from_wire(message.heartbeat))
                 elif message.HasField("engine_ended"):
@@ -202,7 +209,7 @@ class NodeLink:
     def _hear_directly(self, message: node_pb2.NodeMessage) -> None:
         self._last_heard_s = self._clock.monotonic_s()
         try:
-            self._pass_on(*_step_from_wire(message.outputs))
+            self._pass_on(*_step_from_wire(message.outputs, self._node_clock))
         except EngineFailed as error:
             assert self._direct is not None
             self._direct.refuse(error.message)
@@ -235,10 +242,10 @@ class NodeLink:
 
 
 def _step_from_wire(
-    step: node_pb2.StepOutputs,
+    step: node_pb2.StepOutputs, clock: NodeClock
 ) -> tuple[Sequence[EngineOutput], Sequence[PlainToken]]:
     """Raises EngineFailed."""
-    return [*map(output_from_wire, step.outputs)], tokens_from_wire(step.tokens)
+    return [output_from_wire(one, clock) for one in step.outputs], tokens_from_wire(step.tokens)
 
 
 def _reason(error: grpc.aio.AioRpcError) -> str:

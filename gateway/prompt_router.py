@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ..core.block_hash import BlockHash, block_hashes, root_hash
 from ..core.errors import Unavailable
 from ..core.membership import Role
-from .engine_link import Avoid, Route
+from .engine_link import Avoid, Demand, Route
 from .engine_table import EngineTable
 
 _SLICE_BLOCKS = 64  # about 0.03 ms of hashing
@@ -21,20 +21,26 @@ _SLICE_BLOCKS = 64  # about 0.03 ms of hashing
 
 @dataclass(frozen=True, slots=True)
 class PromptRouter:
-    """`engine_link.Router`. `hashes`: of the prompt's first full blocks, by fingerprint."""
+    """`engine_link.Router`. `hashes`: of the prompt's first full blocks, by fingerprint.
+
+    `computes_all`: a prefill engine is to score the prompt's own tokens, cached or not.
+    """
 
     table: EngineTable
     hashes: Mapping[str, Sequence[BlockHash]]
+    caller_id: int = 0
     is_constrained: bool = False
+    computes_all: bool = False
 
-    def choose(self, num_tokens: int, *, avoid: Avoid, fingerprint: str | None) -> Route:
-        cached_tokens = self.cached_tokens(num_tokens)
+    def choose(self, demand: Demand, *, avoid: Avoid, fingerprint: str | None) -> Route:
+        cached_tokens = self.cached_tokens(demand.num_tokens)
         decisions = self.table.decisions
         try:
             route = self.table.choose(
-                num_tokens,
+                demand,
                 avoid=avoid,
                 fingerprint=fingerprint,
+                caller_id=self.caller_id,
                 cached_tokens=cached_tokens,
                 is_constrained=self.is_constrained,
             )
@@ -57,6 +63,8 @@ class PromptRouter:
             for incarnation, num_blocks in self.table.mirror.cached_blocks(engines, chain).items():
                 member = self.table.engines[incarnation].member
                 if member.role is Role.PREFILL:  # it computes one token at least
+                    if self.computes_all:
+                        continue
                     num_blocks = min(num_blocks, (num_tokens - 1) // member.block_size)
                 cached[incarnation] = num_blocks * member.block_size
         return cached
@@ -67,7 +75,9 @@ async def route_prompt(
     token_ids: Sequence[int],
     cache_salt: str = "",
     *,
+    caller_id: int = 0,
     is_constrained: bool = False,
+    computes_all: bool = False,
 ) -> PromptRouter:
     """The router for a prompt: hashes as much of it as some engine may have cached.
 
@@ -80,7 +90,7 @@ async def route_prompt(
         )
         for fingerprint, block_size in block_sizes.items()
     }
-    return PromptRouter(table, hashes, is_constrained)
+    return PromptRouter(table, hashes, caller_id, is_constrained, computes_all)
 
 
 async def _hash_while_cached(

@@ -3,9 +3,10 @@
 Among all pairs whose link is up, the cheapest: first the prefill engine that has the fewest tokens
 to compute until this prompt is done, then the decode engine with the fewest requests and tokens to
 pull; of equals, one with a link to that prefill engine that is not much slower than the fastest.
-What an engine has cached of the prompt costs nothing. An engine that has no room for the request
-now comes after every one that has, but is not left out: nodes queue, first come first served, and
-a queue is better than an error.
+What an engine has cached of the prompt costs nothing. A prefill engine without credit for the
+request comes after every one that has it, but is not left out. A decode engine without a place for
+it, and a prefill engine that has enough of its caller's prompts, are: the request waits here, where
+its queue is fair and a place that becomes free anywhere is the next one's.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 
 from ..core.errors import Unavailable
 from ..core.membership import Role
-from .engine_link import Avoid
+from .engine_link import Avoid, Blocked, MustWait
 
 # What one more request on a decode engine weighs against tokens to pull. A pull is short (4096
 # tokens of an 8B model: 1.4 ms over NVLink); a request makes every step to come a little longer.
@@ -30,27 +31,27 @@ class EngineState:
     """A live engine's last heartbeat, what this gateway has sent it since, and one request's share.
 
     `waiting_tokens`: prompt tokens to compute ahead of a new request, by our best estimate;
-    `num_in_flight`: requests dispatched by us and still without an answer; `num_dispatched`: all we
-    ever sent (ties go to the one that was asked less). `cached_tokens`: of the request that is
-    routed, as far as we know.
-    `link_gbytes_per_s`: what a decode engine's links gave when they were opened, by source.
+    `num_requests`: on a decode engine, of all gateways; `num_dispatched`: all we ever sent (ties go
+    to the one that was asked less). `link_gbytes_per_s`: what a decode engine's links gave when
+    they were opened, by source.
+    Of the request that is routed: `cached_tokens`, as far as we know; `is_open`: a prefill engine
+    may take another prompt of its caller, a decode engine has a place for it.
     """
 
     incarnation: str
     role: Role
     fingerprint: str
     block_size: int
-    num_running: int = 0
-    num_waiting: int = 0
+    num_requests: int = 0
     waiting_tokens: int = 0
     free_blocks: int = 0
     credit_blocks: int = 0
     is_draining: bool = False
     links: frozenset[str] = frozenset()
     link_gbytes_per_s: Mapping[str, float] = field(default_factory=dict)
-    num_in_flight: int = 0
     num_dispatched: int = 0
     cached_tokens: int = 0
+    is_open: bool = True
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -69,8 +70,7 @@ def _decode_rank(
     engine: EngineState, num_tokens: int, *, is_slow: bool
 ) -> tuple[bool, int, bool, int, int, str]:
     has_room = engine.free_blocks >= engine.blocks_for(num_tokens)
-    num_requests = engine.num_running + engine.num_waiting + engine.num_in_flight
-    cost_tokens = num_requests * DECODE_REQUEST_TOKENS + num_tokens - engine.cached_tokens
+    cost_tokens = engine.num_requests * DECODE_REQUEST_TOKENS + num_tokens - engine.cached_tokens
     return (
         not has_room,
         cost_tokens,
@@ -91,7 +91,7 @@ def choose_pair(
     """The incarnations of (prefill, decode) for a request of `num_tokens` known tokens.
 
     `fingerprint`: where given, both must have it; tokens already streamed came from such a model.
-    Raises Unavailable, naming the missing role or link.
+    Raises Unavailable, naming the missing role or link, or MustWait.
     """
     usable = [
         engine
@@ -112,6 +112,12 @@ def choose_pair(
     ]
     if not pairs:
         raise Unavailable("no decode node is linked to a prefill node")
+    pairs = [(prefill, decode) for prefill, decode in pairs if decode.is_open]
+    if not pairs:
+        raise MustWait(Blocked.PLACE)
+    pairs = [(prefill, decode) for prefill, decode in pairs if prefill.is_open]
+    if not pairs:
+        raise MustWait(Blocked.TURN)
     best = min((prefill for prefill, _ in pairs), key=lambda p: _prefill_rank(p, num_tokens))
     source = best.incarnation
     linked = [decode for prefill, decode in pairs if prefill is best]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import math
 from collections.abc import Sequence
 
 import grpc
@@ -28,7 +29,8 @@ from ..prefix_index.mirror import PrefixMirror
 from ..prefix_index.redis_link import RedisIndexLink
 from ..proto.v1 import inference_pb2, inference_pb2_grpc
 from .cluster_view import ClusterView
-from .engine_link import Avoid, EngineOutput, PlainToken
+from .dispatch_queue import DispatchQueue
+from .engine_link import Avoid, Demand, EngineOutput, PlainToken
 from .engine_table import EngineTable
 from .extra_services import add_extra_services
 from .front_door import FrontDoor
@@ -98,7 +100,8 @@ class Gateway:
         self._index = index
         self._table = EngineTable(PrefixMirror(clock))
         self._follower = Follower(index, self._table.mirror)
-        self._sessions = SessionTable(clock, share(config.max_num_requests, config.workers))
+        queue = DispatchQueue(self._table.released)
+        self._sessions = SessionTable(clock, share(config.max_num_requests, config.workers), queue)
         self._view = ClusterView(
             directory,
             self._model.limits.model,
@@ -116,6 +119,7 @@ class Gateway:
             self._view,
             clock,
             lambda: index.is_up,
+            lambda: len(queue),
         )
         self._peers = WorkerPeers(place, self._telemetry.exporter, self._sessions.abort)
         self._door = FrontDoor(
@@ -196,7 +200,7 @@ class Gateway:
                 await self._is_ready.wait()
         except TimeoutError:
             # Raises, naming what is missing, unless it came this very moment.
-            self._table.choose(1, avoid=Avoid(), fingerprint=None)
+            self._table.choose(Demand(1), avoid=Avoid(), fingerprint=None)
 
     async def greeting(self) -> Greeting:
         """Wait until a linked pair of engines can serve, however long; then what to tell people."""
@@ -280,12 +284,12 @@ class Gateway:
     def engine_lost(self, incarnation: str, *, has_died: bool) -> None:
         self._sessions.engine_lost(incarnation, has_died=has_died)
 
-    def cluster_changed(self) -> None:
+    def cluster_changed(self, *, is_load_only: bool) -> None:
         is_ready = not self._table.why_not_ready()
         if is_ready != self._is_ready.is_set():
             self._is_ready.set() if is_ready else self._is_ready.clear()
             self._readiness_changed.set()
-        self._sessions.cluster_changed()
+        self._sessions.cluster_changed(is_load_only=is_load_only)
 
 
 def _server_options(max_num_requests: int, *, shares_port: bool) -> tuple[tuple[str, int], ...]:
@@ -330,7 +334,9 @@ async def serve(
     directory = RedisDirectory(cluster.redis_url, cluster.cluster, cluster.cluster_secret)
     index = RedisIndexLink(cluster.redis_url, cluster.cluster, cluster.cluster_secret)
     limits = session_limits or SessionLimits(
-        max_attempts=config.max_attempts, recovery_wait_s=config.recovery_wait_s
+        max_attempts=config.max_attempts,
+        recovery_wait_s=config.recovery_wait_s,
+        max_queue_s=math.inf if config.max_queue_s is None else config.max_queue_s,
     )
     clock, entropy = SystemClock(), SystemEntropy()
     try:

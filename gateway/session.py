@@ -1,6 +1,6 @@
 """One request's life, from its arrival to its one terminal event.
 
-    WAITING ──route found──► RUNNING ──last token──────────► ENDED (finished)
+    WAITING ──dispatched───► RUNNING ──last token──────────► ENDED (finished)
        ▲                       │ │ └──cancel, deadline─────► ENDED (cancelled, failed)
        └──attempt failed, ─────┘ └──attempts used up───────► ENDED (failed)
           retryable
@@ -8,13 +8,15 @@
 An *attempt* is one dispatch to a prefill and a decode engine. When one fails, the tokens already
 streamed go with the next as `output_token_ids`, and both engines of the old one get a Cancel; what
 still comes from them is dropped by its attempt number. Of several samples of one prompt the first
-dispatches for all, once; from then on each is a session like any other. Sees clock, entropy,
-engines and the client only through Protocols; never blocks: the owner calls `tick` at
-`next_wakeup_s`.
+dispatches for all, once; from then on each is a session like any other. When a waiting session
+tries to dispatch is its owner's to say, but for a retry, which goes first (dispatch_queue.py). Sees
+clock, entropy, engines and the client only through Protocols; never blocks: the owner calls `tick`
+at `next_wakeup_s`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -33,7 +35,17 @@ from ..core.request import FinishReason, Request, SamplingParams, Ticket
 from ..core.timeline import TERMINAL, Event, Stamp
 from .attempt import Attempt, OutputToken
 from .chunk import Chunk, Result, Sink
-from .engine_link import Avoid, EngineOutput, Route, Router, Transfer, Work
+from .engine_link import (
+    Avoid,
+    Blocked,
+    Demand,
+    EngineOutput,
+    MustWait,
+    Route,
+    Router,
+    Transfer,
+    Work,
+)
 from .prompt_scores import PromptScores
 from .suspects import Suspects, Suspicion
 from .text_stream import TextStream
@@ -51,6 +63,7 @@ class SessionLimits:
     `recovery_wait_s`: wait for an engine where none can take it. `avoid_s`: how long a failed
     engine is left out even if it is the only one; covers the age of heartbeats. `settle_s`: the end
     of a node is noticed on several streams, in any order; a retry waits until all were heard.
+    `max_queue_s`: wait for a place on engines that are there, of what was never dispatched.
     """
 
     max_attempts: int = 3
@@ -58,6 +71,7 @@ class SessionLimits:
     recovery_wait_s: float = 10.0
     avoid_s: float = 0.3
     settle_s: float = 0.02
+    max_queue_s: float = math.inf
 
 
 class Session:
@@ -94,6 +108,7 @@ class Session:
             sibling.call_id, sibling._is_led = self.call_id, True
         self.timeline = [arrived]
         self._deadline_s = deadline_s
+        self._queue_until_s = clock.monotonic_s() + limits.max_queue_s
         self._text = text
         self._sink = sink
         self._router = router
@@ -112,15 +127,16 @@ class Session:
         self._avoid_until_s = 0.0
         self._wait_until_s: float | None = None
         self._settle_until_s: float | None = None
+        self.blocked: Blocked | None = None  # why the last try to dispatch did not
         self._cached_tokens = 0
         self._transfer: Transfer | None = None
         self.is_over = False
 
     # --- what the owner calls ---------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Find engines and dispatch, or begin to wait for them."""
-        if not self._is_led:
+    def try_dispatch(self) -> None:
+        """Find engines and dispatch, or wait; `blocked` says why. Does nothing unless it waits."""
+        if self.is_waiting:
             self._try_dispatch()
 
     def engine_output(self, incarnation: str, output: EngineOutput) -> None:
@@ -184,10 +200,19 @@ class Session:
         """For an engine."""
         return self._attempt is None and not self.is_over and not self._is_led
 
-    def cluster_changed(self) -> None:
-        """An engine came, or one's load changed: a waiting request may find its place."""
-        if self.is_waiting:
-            self._try_dispatch()
+    @property
+    def demand(self) -> Demand:
+        """What the next dispatch asks for."""
+        return Demand(
+            num_tokens=len(self.request.prompt_token_ids) + len(self._output_ids),
+            num_sequences=1 if self.is_retry else 1 + len(self._siblings),
+            is_retry=self.is_retry,
+        )
+
+    @property
+    def is_retry(self) -> bool:
+        """Whether it was dispatched before."""
+        return self._num_attempts > 0
 
     def cancel(self, error: BatonError) -> None:
         """End early: `Cancelled`, or what made the gateway give up on the client."""
@@ -200,6 +225,8 @@ class Session:
         if self._attempt is not None:
             return min(self._deadline_s, self._attempt.doubt_until_s)
         waits = [self._deadline_s]
+        if self._waits_for_its_first_place:
+            waits.append(self._queue_until_s)
         if self._settle_until_s is not None:
             waits.append(self._settle_until_s)
         if self._wait_until_s is not None:
@@ -218,8 +245,16 @@ class Session:
             self._end_badly(DeadlineExceeded("the request's deadline passed"))
         elif attempt is not None and now_s >= attempt.doubt_until_s:
             self._fail_attempt(attempt, attempt.doubt or HandoffFailed("no word"), blamed=None)
+        elif self._waits_for_its_first_place:
+            if now_s >= self._queue_until_s:
+                longest_s = self._limits.max_queue_s
+                self._end_badly(Overloaded(f"no place became free in {longest_s:g} s"))
         elif self.is_waiting:
             self._try_dispatch()
+
+    @property
+    def _waits_for_its_first_place(self) -> bool:
+        return self.is_waiting and not self.is_retry and self.blocked is not Blocked.ENGINE
 
     # --- attempts ---------------------------------------------------------------------------------
 
@@ -228,32 +263,37 @@ class Session:
         now_s = self._clock.monotonic_s()
         if self._settle_until_s is not None:
             if now_s < self._settle_until_s:
+                self.blocked = None
                 return
             self._settle_until_s = None
         if self._avoid and now_s >= self._avoid_until_s:
             self._avoid = Avoid()
-        num_known = len(self.request.prompt_token_ids) + len(self._output_ids)
         avoid = self._avoid
         if self._suspicion is not None:
             if error := self._suspects.convicted.get(self.call_id):
                 self._end_badly(error)
                 return
             if self._suspects.tries(self.call_id):
-                self._settle_until_s = now_s + self._limits.settle_s
+                self.blocked, self._settle_until_s = None, now_s + self._limits.settle_s
                 return
             avoid = self._suspects.keep_clear(avoid)
         try:
-            route = self._router.choose(num_known, avoid=avoid, fingerprint=self._fingerprint)
+            route = self._router.choose(self.demand, avoid=avoid, fingerprint=self._fingerprint)
+        except MustWait as wait:
+            self.blocked, self._wait_until_s = wait.reason, None
+            return
         except Unavailable as unavailable:
+            self.blocked = Blocked.ENGINE
             if avoid != self._avoid:  # until another suspect's trial is over
-                self._settle_until_s, self._wait_until_s = now_s + self._limits.settle_s, None
+                self.blocked, self._wait_until_s = None, None
+                self._settle_until_s = now_s + self._limits.settle_s
             elif self._wait_until_s is None:
                 self._wait_until_s = now_s + self._limits.recovery_wait_s
             elif now_s >= self._wait_until_s:
                 self._end_badly(unavailable)
             return
-        self._wait_until_s = None
-        siblings = self._siblings if self._num_attempts == 0 else ()
+        self.blocked = self._wait_until_s = None
+        siblings = () if self.is_retry else self._siblings
         attempt = self._begin_attempt(route)
         for sibling in siblings:
             sibling._begin_attempt(route)
@@ -287,6 +327,7 @@ class Session:
             cache_salt=self.request.cache_salt,
             sample_index=self.sample_index,
             fork_ids=fork_ids,
+            caller_id=self.request.caller_id,
         )
         ticket = Ticket(self._entropy.new_id(), prefill.incarnation, decode.incarnation)
         remaining_s = self._deadline_s - now_s

@@ -1,49 +1,70 @@
 """All sessions of a gateway: finds them by id and label, gives them outputs, losses and time.
 
-Owns the only timers of a session and the bound on their number. A session that breaks (our own bug)
-fails alone.
+Owns the only timers of a session, the queue of those that wait for engines, and the bound on their
+number. A session that breaks (our own bug) fails alone.
+
+The last eighth of that bound is for callers that have less than their share of it, so that no
+caller can shut the others out; whoever is alone may have all but that eighth.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 
 from ..core.errors import BatonError, Cancelled, Overloaded
 from ..core.ports import Clock
+from .dispatch_queue import DispatchQueue
 from .engine_link import EngineOutput, PlainToken
 from .session import Session
 
 log = logging.getLogger(__name__)
 
+_RESERVED_SHARE = 8  # one part in so many
+
 
 class SessionTable:
     """Use from one event loop. A session is in the table from `add` to its end."""
 
-    def __init__(self, clock: Clock, max_num_requests: int) -> None:
+    def __init__(
+        self, clock: Clock, max_num_requests: int, queue: DispatchQueue | None = None
+    ) -> None:
+        self.queue = DispatchQueue() if queue is None else queue
         self._clock = clock
         self._max_num_requests = max_num_requests
         self._sessions: dict[str, Session] = {}
         self._timers: dict[str, tuple[float, asyncio.TimerHandle]] = {}
         self._num_admitted = 0
+        self._admitted: Counter[int] = Counter()  # by caller
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def admit(self) -> None:
+    def admit(self, caller_id: int = 0) -> None:
         """Count one more request in flight; raises Overloaded at the limit. Pair with `leave`."""
-        if self._num_admitted >= self._max_num_requests:
-            raise Overloaded(f"{self._num_admitted} requests are in flight; try again later")
+        total, most = self._num_admitted, self._max_num_requests
+        if total >= most - most // _RESERVED_SHARE:
+            share = max(1, most // (1 + len(self._admitted)))
+            if total >= most or self._admitted[caller_id] >= share:
+                raise Overloaded(
+                    f"{total} requests are in flight, {self._admitted[caller_id]} of this caller; "
+                    "try again later"
+                )
         self._num_admitted += 1
+        self._admitted[caller_id] += 1
         self._is_idle.clear()
 
-    def leave(self) -> None:
+    def leave(self, caller_id: int = 0) -> None:
         """The request's call is over."""
         self._num_admitted -= 1
+        self._admitted[caller_id] -= 1
+        if not self._admitted[caller_id]:
+            del self._admitted[caller_id]
         if self._num_admitted == 0:
             self._is_idle.set()
 
@@ -52,15 +73,20 @@ class SessionTable:
         await self._is_idle.wait()
 
     def start(self, session: Session) -> None:
-        """Take a session and set it going."""
+        """Take a session: it is dispatched at once if there is a place, and nobody before it."""
         self._sessions[session.request_id] = session
-        self._do(session, session.start)
+        if session.is_waiting:
+            self.queue.add(session)
+        self._arm(session)
+        self._dispatch_waiting()
 
     def engine_outputs(self, incarnation: str, outputs: Iterable[EngineOutput]) -> None:
         """One step's outputs of one engine; those of requests that are over are dropped."""
         for output in outputs:
             if session := self._sessions.get(output.request_id):
                 self._do(session, session.engine_output, incarnation, output)
+        if self.queue.has_news:
+            self._dispatch_waiting()
 
     def engine_tokens(self, incarnation: str, tokens: Iterable[PlainToken]) -> None:
         """One step's plain tokens. Most are what their sessions wait for, and take a short way."""
@@ -84,18 +110,22 @@ class SessionTable:
         for session in list(self._sessions.values()):
             self._do(session, partial(session.engine_lost, incarnation, has_died=has_died))
 
-    def cluster_changed(self) -> None:
-        for session in [s for s in self._sessions.values() if s.is_waiting]:
-            self._do(session, session.cluster_changed)
+    def cluster_changed(self, *, is_load_only: bool = False) -> None:
+        """What waits may find its place now."""
+        if not is_load_only:
+            self.queue.retry_stranded()
+        self._dispatch_waiting()
 
     def cancel(self, session: Session, error: BatonError) -> None:
         """End a session early; one that is over stays as it ended."""
         self._do(session, session.cancel, error)
+        if self.queue.has_news:
+            self._dispatch_waiting()
 
     def end_all(self, error: BatonError) -> None:
-        """End every session: each caller hears the error."""
+        """End every session: each caller hears the error. Nothing that waits is dispatched."""
         for session in list(self._sessions.values()):
-            self.cancel(session, error)
+            self._do(session, session.cancel, error)
 
     def abort(self, names: Iterable[str], tenant: str | None = None) -> int:
         """Cancel calls by gateway id or caller's label; returns how many were in flight.
@@ -113,6 +143,13 @@ class SessionTable:
             self.cancel(session, Cancelled("aborted"))
         return len({session.call_id for session in found})
 
+    def _dispatch_waiting(self) -> None:
+        if self.queue:
+            self.queue.advance(self._try_dispatch)
+
+    def _try_dispatch(self, session: Session) -> None:
+        self._do(session, session.try_dispatch)
+
     def _do(self, session: Session, call: Callable[..., None], *arguments: object) -> None:
         """Let a session act, then note its end or its next wake-up."""
         try:
@@ -124,9 +161,11 @@ class SessionTable:
             self._forget(session)
         else:
             self._arm(session)
+            self.queue.follow(session)
 
     def _forget(self, session: Session) -> None:
         self._sessions.pop(session.request_id, None)
+        self.queue.remove(session)
         if timer := self._timers.pop(session.request_id, None):
             timer[1].cancel()
 
@@ -145,3 +184,5 @@ class SessionTable:
     def _wake(self, session: Session) -> None:
         self._timers.pop(session.request_id, None)
         self._do(session, session.tick)
+        if self.queue.has_news:
+            self._dispatch_waiting()

@@ -81,6 +81,7 @@ class ValidatedRequest:
     num_samples: int = 1
     cache_salt: str = ""
     tenant: str = ""
+    caller_id: int = 0
     text: TextOptions = TextOptions()
 
 

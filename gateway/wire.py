@@ -9,6 +9,8 @@ from ..proto.v1 import inference_pb2, node_pb2
 from .chunk import Chunk, Result
 from .engine_link import EngineOutput, PlainToken, Transfer, Work
 from .engine_table import EngineCounters, Load
+from .node_clock import NodeClock
+from .prefill_backlog import PrefillCost, measured_cost
 
 _WORK = {Work.PREFILL: node_pb2.WORK_PREFILL, Work.DECODE: node_pb2.WORK_DECODE}
 
@@ -34,7 +36,17 @@ def load_from_wire(wire: node_pb2.Heartbeat) -> Load:
         counters=_counters_from_wire(wire.counters),
         link_gbytes_per_s={link.incarnation: link.gbytes_per_s for link in wire.links},
         num_steps=wire.num_steps,
+        num_requests=wire.num_requests,
+        room_blocks=wire.room_blocks,
+        prefill_cost=_cost_from_wire(wire),
+        waiting_by_caller={one.caller_id: one.num_tokens for one in wire.waiting_by_caller},
     )
+
+
+def _cost_from_wire(wire: node_pb2.Heartbeat) -> PrefillCost | None:
+    if not wire.HasField("prefill_cost"):
+        return None
+    return measured_cost(wire.prefill_cost.step_s, wire.prefill_cost.token_s)
 
 
 def _counters_from_wire(wire: node_pb2.Counters) -> EngineCounters:
@@ -50,8 +62,8 @@ def _counters_from_wire(wire: node_pb2.Counters) -> EngineCounters:
     )
 
 
-def output_from_wire(wire: node_pb2.RequestOutput) -> EngineOutput:
-    """An engine's output; one that cannot be read fails its attempt."""
+def output_from_wire(wire: node_pb2.RequestOutput, clock: NodeClock) -> EngineOutput:
+    """An engine's output, which comes now; one that cannot be read fails its attempt."""
     if (
         wire.events
         or wire.logprobs
@@ -59,7 +71,7 @@ def output_from_wire(wire: node_pb2.RequestOutput) -> EngineOutput:
         or wire.HasField("error")
         or wire.HasField("transfer")
     ):
-        return _full_output(wire)
+        return _full_output(wire, clock)
     return EngineOutput(
         wire.request_id,
         wire.attempt,
@@ -78,10 +90,10 @@ def tokens_from_wire(wire: node_pb2.PlainTokens) -> list[PlainToken]:
         raise EngineFailed("its columns of tokens do not match") from error
 
 
-def _full_output(wire: node_pb2.RequestOutput) -> EngineOutput:
+def _full_output(wire: node_pb2.RequestOutput, clock: NodeClock) -> EngineOutput:
     """One with more than tokens in it."""
     try:
-        stamps = tuple(codec.stamps_from_wire(wire.events))
+        stamps = clock.stamps(codec.node_stamps_from_wire(wire.events))
         logprobs = tuple(map(codec.logprobs_from_wire, wire.logprobs))
         prompt_logprobs = tuple(map(codec.logprobs_from_wire, wire.prompt_logprobs))
     except InvalidRequest as error:

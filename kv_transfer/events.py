@@ -110,7 +110,7 @@ class Intended:
     """A dispatch announced that this request's KV will come. Takes no memory.
 
     `block_hashes` are those of the known tokens' full blocks; `num_blocks` counts the partial last
-    one too.
+    one too. Waiting for memory is fair between callers.
     """
 
     ticket: Ticket
@@ -118,6 +118,7 @@ class Intended:
     block_hashes: Sequence[BlockHash]
     num_blocks: int
     deadline_s: float
+    caller_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -287,7 +287,8 @@ class Puller:
         transfer.unpulled.append(manifest)
         if transfer.state is PullerState.ATTACHED:
             transfer.state = PullerState.QUEUED
-            self._queue.join(transfer_id)
+            intent = transfer.intent
+            self._queue.join(transfer_id, intent.caller_id, intent.num_blocks)
 
     def _refuse(self, source: str, error: BatonError) -> None:
         self._drop_peer(source, error)

@@ -13,7 +13,7 @@ import numpy as np
 from ..core.errors import BatonError, Cancelled, DeadlineExceeded, InvalidRequest, Unavailable
 from ..core.logprobs import TokenLogprobs
 from ..core.ports import Clock
-from ..core.timeline import Event, Stamp
+from ..core.timeline import Event, NodeStamp
 from ..engine.outputs import PromptLogprobs, TokenOutput
 from ..proto import codec
 from ..proto.v1 import node_pb2
@@ -54,7 +54,7 @@ class RequestDesk:
             raise InvalidRequest(f"a token id is outside the vocabulary of {self._vocab_size}")
         deadline_s = self._clock.monotonic_s() + dispatch.deadline_remaining_us / 1e6
         ticket = codec.ticket_from_wire(dispatch.ticket) if dispatch.HasField("ticket") else None
-        now_ns = self._clock.unix_ns()
+        now_ns = self._now_ns()
         entry = Entry(request, gateway, deadline_s, ticket, now_ns)
         self.book.open(entry)
         for fork in request.forks:
@@ -63,16 +63,19 @@ class RequestDesk:
 
     def stamp(self, entry: Entry, event: Event) -> None:
         """Note that `event` happens now; the request's next output carries it."""
-        entry.stamps.append(Stamp(event, self._clock.unix_ns(), self.node_name))
+        entry.stamps.append(NodeStamp(event, self._now_ns()))
 
     def begin_step(self) -> None:
         """A step is about to run: what starts in it starts now, though it is told afterwards."""
-        self._step_began_ns = self._clock.unix_ns()
+        self._step_began_ns = self._now_ns()
 
     def stamp_started(self, entry: Entry, event: Event) -> None:
         """Note that `event` happened when the step began, or as soon as it came during one."""
         began_ns = max(self._step_began_ns, entry.accepted_ns)
-        entry.stamps.append(Stamp(event, began_ns, self.node_name))
+        entry.stamps.append(NodeStamp(event, began_ns))
+
+    def _now_ns(self) -> int:
+        return int(self._clock.monotonic_s() * 1e9)
 
     def emit(self, entry: Entry, token: TokenOutput) -> None:
         """Queue one token, with all that has waited for an output of this request."""
@@ -124,7 +127,7 @@ class RequestDesk:
         output = node_pb2.RequestOutput(
             request_id=entry.request.request_id,
             attempt=entry.request.attempt,
-            events=codec.stamps_to_wire(entry.stamps),
+            events=codec.node_stamps_to_wire(entry.stamps),
             cached_tokens=entry.cached_tokens,
         )
         if entry.transfer is not None:

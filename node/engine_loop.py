@@ -9,8 +9,10 @@ Blocks, leases and tokens are touched here and nowhere else.
 
 from __future__ import annotations
 
+import heapq
 import json
 import logging
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -33,6 +35,7 @@ log = logging.getLogger(__name__)
 LOOK_S = 0.0002  # how long a step may have completed before it is seen
 WATCH_S = 0.00005  # how long what a role watches may have changed before it is seen
 RECOUNT_S = 0.02  # age of a heartbeat's numbers; to count them takes longer than a small step may
+MAX_CALLERS = 64  # of those with most waiting tokens, in a heartbeat
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,7 @@ class EngineLoop:
         self._num_steps = 0
         self._recount_s = 0.0  # when the heartbeat's numbers are too old
         self._is_uncounted = False  # something came while a step was on the device
+        self._has_reported_prompts = False  # the last heartbeat's numbers have waiting tokens
         self._is_over = False
         self._is_watching = False  # the role wants to look again soon
 
@@ -149,13 +153,20 @@ class EngineLoop:
         return due_s
 
     def _recount(self) -> float | None:
-        """Give the pulse new numbers; returns when to do that, if it is too early now."""
+        """Give the pulse new numbers; returns when to do that, if it is too early now.
+
+        It is never too early to report that no prompt waits any more: gateways would go on to
+        reckon with a queue that is gone.
+        """
         now_s = self._clock.monotonic_s()
-        if now_s < self._recount_s:
+        is_over = self._has_reported_prompts and not self._engine.has_prompts
+        if now_s < self._recount_s and not is_over:
             return self._recount_s
         self._recount_s = now_s + RECOUNT_S
         self._is_uncounted = False
-        self._pulse.count(self._numbers())
+        numbers = self._numbers()
+        self._has_reported_prompts = numbers.waiting_tokens > 0
+        self._pulse.count(numbers)
         return None
 
     def _wait_s(self, *deadlines_s: float | None) -> float | None:
@@ -293,13 +304,17 @@ class EngineLoop:
         self._role.fail(key, public)
 
     def _numbers(self) -> node_pb2.Heartbeat:
-        load, totals, vitals = self._engine.load(), self._engine.totals(), self._role.vitals()
+        vitals = self._role.vitals()
+        load, totals = self._engine.load(vitals.pending), self._engine.totals()
         counters = node_pb2.Counters(
             num_preemptions=totals.num_preemptions,
             prefix_query_tokens=totals.prefix_query_tokens,
             prefix_hit_tokens=totals.prefix_hit_tokens,
         )
         counters.MergeFrom(vitals.counters)
+        num_in_gate = 0 if self._gate is None else self._gate.num_waiting
+        cost, callers = self._engine.prefill_cost(), load.waiting_by_caller.items()
+        largest = heapq.nlargest(MAX_CALLERS, callers, key=operator.itemgetter(1))
         return node_pb2.Heartbeat(
             num_steps=self._num_steps,
             num_running=load.num_running,
@@ -312,6 +327,18 @@ class EngineLoop:
             links=vitals.links,
             held_blocks=load.held_blocks,
             counters=counters,
+            num_requests=len(self._desk.book) + num_in_gate,
+            room_blocks=load.room_blocks,
+            prefill_cost=(
+                None
+                if cost is None
+                else node_pb2.PrefillCost(step_s=cost.step_s, token_s=cost.token_s)
+            ),
+            waiting_by_caller=[
+                node_pb2.CallerTokens(caller_id=caller_id, num_tokens=num_tokens)
+                for caller_id, num_tokens in largest
+                if num_tokens
+            ],
         )
 
 

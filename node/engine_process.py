@@ -257,7 +257,7 @@ def _limits(
         num_blocks=runner.kv.num_blocks,
         block_size=engine.block_size,
         max_model_len=runner.max_model_len,
-        max_num_seqs=engine.max_num_seqs,
+        max_num_seqs=runner.max_num_seqs,
         max_num_batched_tokens=engine.max_num_batched_tokens,
         prefill_chunk_tokens=runner.prefill_chunk_tokens,
     )
@@ -283,6 +283,7 @@ def _welcome(
         num_blocks=limits.num_blocks,
         vocab_size=runner.model_config.vocab_size,
         eos_token_ids=runner.eos_token_ids,
+        max_num_seqs=limits.max_num_seqs,
     )
 
 

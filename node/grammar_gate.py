@@ -44,6 +44,10 @@ class GrammarGate:
     def is_empty(self) -> bool:
         return not self._waiting
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
     def admits(self, gateway: str, dispatch: node_pb2.Dispatch) -> bool:
         """Whether it can go on now; if not it comes back as a CompiledDispatch."""
         constraint = constraint_from_wire(dispatch.sampling)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from ..core.errors import Cancelled, InvalidRequest
 from ..core.ports import Clock
 from ..core.request import Request, Ticket
-from ..core.timeline import Stamp
+from ..core.timeline import NodeStamp
 
 TOMBSTONE_S = 30.0
 
@@ -36,8 +36,8 @@ class Entry:
     gateway: str
     deadline_s: float  # monotonic
     ticket: Ticket | None
-    accepted_ns: int = 0  # unix
-    stamps: list[Stamp] = field(default_factory=list)
+    accepted_ns: int = 0  # monotonic
+    stamps: list[NodeStamp] = field(default_factory=list)
     cached_tokens: int | None = None
     transfer: TransferSummary | None = None
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..core.errors import BatonError
+from ..core.request import Request
 from ..engine.outputs import StepOutput
 from ..proto.v1 import handoff_pb2, node_pb2
 
@@ -19,6 +20,7 @@ class Vitals:
     """The role's part of a heartbeat: what the engine itself cannot know."""
 
     num_pending: int = 0  # requests that the engine has not seen yet
+    pending: tuple[Request, ...] = ()  # those of them that have no blocks, each with its forks
     links: tuple[node_pb2.PeerLink, ...] = ()
     counters: node_pb2.Counters = field(default_factory=node_pb2.Counters)
 

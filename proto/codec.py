@@ -14,7 +14,7 @@ from ..core.constraint import Constraint, ConstraintKind
 from ..core.errors import BatonError, InvalidRequest
 from ..core.logprobs import TokenLogprobs
 from ..core.request import FinishReason, Request, SamplingParams, Ticket
-from ..core.timeline import Event, Stamp
+from ..core.timeline import Event, NodeStamp, Stamp
 from ..core.token_ids import pack, unpack
 from .v1 import common_pb2, node_pb2
 
@@ -162,6 +162,7 @@ def dispatch_to_wire(
         deadline_remaining_us=max(0, int(deadline_remaining_s * 1e6)),
         sample_index=request.sample_index,
         fork_request_ids=request.fork_ids,
+        caller_id=request.caller_id,
     )
 
 
@@ -178,6 +179,7 @@ def request_from_wire(wire: node_pb2.Dispatch) -> Request:
         cache_salt=wire.cache_salt,
         sample_index=wire.sample_index,
         fork_ids=tuple(wire.fork_request_ids),
+        caller_id=wire.caller_id,
     )
 
 
@@ -192,5 +194,17 @@ def stamps_from_wire(wire: Sequence[common_pb2.TimelineEvent]) -> list[Stamp]:
     """Decode events; raises InvalidRequest on a name that is not in core/timeline.py."""
     try:
         return [Stamp(Event(e.event), e.unix_ns, e.node) for e in wire]
+    except ValueError as error:
+        raise InvalidRequest(f"unknown timeline event: {error}") from error
+
+
+def node_stamps_to_wire(stamps: Sequence[NodeStamp]) -> list[node_pb2.NodeEvent]:
+    return [node_pb2.NodeEvent(event=s.event.value, monotonic_ns=s.monotonic_ns) for s in stamps]
+
+
+def node_stamps_from_wire(wire: Sequence[node_pb2.NodeEvent]) -> list[NodeStamp]:
+    """The reverse; raises InvalidRequest as `stamps_from_wire` does."""
+    try:
+        return [NodeStamp(Event(e.event), e.monotonic_ns) for e in wire]
     except ValueError as error:
         raise InvalidRequest(f"unknown timeline event: {error}") from error

@@ -82,8 +82,10 @@ class Access:
     def caller(self, request: web.Request) -> Caller:
         """Raises Unauthenticated, PermissionDenied. A browser's session reads, and nothing else."""
         scope = scope_of(request.path, exists=request.match_info.http_exception is None)
-        if scope is None or not self._gate.asks_for_keys:
+        if scope is None:
             return anyone("http")
+        if not self._gate.asks_for_keys:
+            return self._gate.caller((), "http", _peer(request))
         shown = request.headers.getall("Authorization", [])
         cookie = request.cookies.get(COOKIE)
         if not shown and cookie and scope == METRICS and request.method in ("GET", "HEAD"):
@@ -131,6 +133,12 @@ def _hostname(host: str) -> str | None:
     if parts.netloc != host or parts.username is not None or not parts.hostname:
         return None
     return parts.hostname.rstrip(".")
+
+
+def _peer(request: web.Request) -> str:
+    """Names the connection as long as it is open."""
+    transport = request.transport
+    return "" if transport is None else str(transport.get_extra_info("peername"))
 
 
 def _is_address(name: str) -> bool:

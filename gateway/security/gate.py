@@ -6,8 +6,10 @@ force, and says so. Errors tell nothing about which part of a credential was wro
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import logging
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +23,7 @@ log = logging.getLogger(__name__)
 
 MAX_CREDENTIAL_CHARS = 512
 OPERATOR = "@operator"  # no name that a key file could give
+_CALLER_ID_BYTES = 8
 
 
 class KeyRing:
@@ -63,15 +66,20 @@ class Gate:
     def __init__(self, ring: KeyRing | None, cluster_secret: str | None) -> None:
         self._ring = ring
         self._operator = _operator(cluster_secret) if cluster_secret else None
+        self._connection_key = secrets.token_bytes(16)  # no other gateway gives the same ids
 
     @property
     def asks_for_keys(self) -> bool:
         return self._ring is not None
 
-    def caller(self, authorization: Sequence[str | bytes], front: str) -> Caller:
-        """The caller by its `Authorization` headers; raises Unauthenticated."""
+    def caller(self, authorization: Sequence[str | bytes], front: str, peer: str = "") -> Caller:
+        """The caller by its `Authorization` headers; raises Unauthenticated.
+
+        `peer`: the address at the other end of its connection, where nothing else tells callers
+        apart.
+        """
         if self._ring is None:
-            return anyone(front)
+            return anyone(front, _caller_id(peer.encode(), self._connection_key))
         return as_caller(self.key(_bearer(authorization)), front)
 
     def key(self, text: str) -> ApiKey:
@@ -92,7 +100,13 @@ class Gate:
 
 def as_caller(key: ApiKey, front: str) -> Caller:
     tenant = key.tenant
-    return Caller(tenant.name, key.scopes, front, tenant.models, tenant.limits)
+    caller_id = _caller_id(key.digest)
+    return Caller(tenant.name, key.scopes, front, tenant.models, tenant.limits, caller_id)
+
+
+def _caller_id(name: bytes, key: bytes = b"") -> int:
+    digest = hashlib.blake2b(name, digest_size=_CALLER_ID_BYTES, key=key).digest()
+    return int.from_bytes(digest, "little")
 
 
 def _operator(cluster_secret: str) -> ApiKey:

@@ -64,12 +64,14 @@ class EngineSeries:
         view: ClusterView,
         clock: Clock,
         is_index_up: Callable[[], bool],
+        num_queued: Callable[[], int],
     ) -> None:
         self._store = store
         self._engines = engines
         self._view = view
         self._clock = clock
         self._is_index_up = is_index_up
+        self._num_queued = num_queued
         self._last_known_s: dict[_NodeName, float] = {}
         self._read: dict[str, _Read] = {}  # by incarnation
 
@@ -93,6 +95,7 @@ class EngineSeries:
         self._read = {i: read for i, read in self._read.items() if now_s - read.known_s <= FORGET_S}
         for reason, count in self._engines.decisions.items():
             self._store.number(table.DECISIONS, reason).value = count
+        self._store.number(table.QUEUED).value = self._num_queued()
         self._store.number(table.INDEX_UP).value = self._is_index_up()
 
     def _tell(self, engine: LinkedEngine, load: Load, read: _Read) -> None:

@@ -63,7 +63,7 @@ E2E = Metric(
 )
 QUEUE = Metric(
     "request_queue_time_seconds",
-    "From arrival to the prefill's first step: gateway and prefill node.",
+    "From arrival to the prefill's first step: the queues of the gateway and the prefill node.",
     buckets=CALL_S,
 )
 PREFILL = Metric(
@@ -135,6 +135,11 @@ KV_SECONDS = Metric(
 KV_BYTES = Metric(
     "kv_transfer_bytes_total", "Bytes of hand-offs of finished calls.", ("transport", "src", "dst")
 )
+QUEUED = Metric(
+    "num_requests_queued",
+    "Requests that wait at the gateway: for a place on a decode engine, for their caller's turn, "
+    "or for engines to come.",
+)
 DECISIONS = Metric(
     "router_decisions_total",
     "Pairs that were chosen: cached_prefix (the prefill engine has some of the prompt), "
@@ -190,7 +195,7 @@ OF_CALLS = (
     *(SLO_JUDGED, SLO_GOOD),
     *(TENANT_REQUESTS, TENANT_TOKENS, KV_SECONDS, KV_BYTES),
 )
-OF_ROUTING = (DECISIONS, LOOKUP, INDEX_HITS, INDEX_STALE, INDEX_UP)
+OF_ROUTING = (QUEUED, DECISIONS, LOOKUP, INDEX_HITS, INDEX_STALE, INDEX_UP)
 OF_ENGINES = (
     *(NODE_UP, NODE_DRAINING, RUNNING, WAITING, WAITING_TOKENS),
     *(KV_USAGE, KV_FREE, KV_LEASED, KV_CREDIT),

@@ -164,13 +164,14 @@ class Exporter:
         view: ClusterView,
         clock: Clock,
         is_index_up: Callable[[], bool],
+        num_queued: Callable[[], int],
         gaps: TokenGaps,
     ) -> None:
         store = MetricStore(table.ALL, full_prefix(prefix), model)
         self._gaps = gaps
         self._connections_refused = store.number(table.CONNECTIONS_REFUSED)
         self.calls = CallMetrics(store, targets, gaps)
-        self._series = EngineSeries(store, engines, view, clock, is_index_up)
+        self._series = EngineSeries(store, engines, view, clock, is_index_up, num_queued)
         self._registry = CollectorRegistry()
         self._registry.register(store)
         ProcessCollector(registry=self._registry)

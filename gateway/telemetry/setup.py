@@ -36,13 +36,22 @@ class Telemetry:
         view: ClusterView,
         clock: Clock,
         is_index_up: Callable[[], bool],
+        num_queued: Callable[[], int],
     ) -> Telemetry:
         """Raises StartupFailed where what was asked for is not installed."""
         gaps = TokenGaps()
         window = Window(clock, gaps)
         targets = SloTargets(config.slo_ttft_s, config.slo_tbt_s)
         exporter = Exporter(
-            config.metrics_prefix, model, targets, engines, view, clock, is_index_up, gaps
+            config.metrics_prefix,
+            model,
+            targets,
+            engines,
+            view,
+            clock,
+            is_index_up,
+            num_queued,
+            gaps,
         )
         observers: list[CallObserver] = [window, exporter.calls]
         traces = None

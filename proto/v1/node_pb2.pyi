@@ -172,13 +172,21 @@ class RequestOutput(_message.Message):
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     finish_reason: _common_pb2.FinishReason
     error: _common_pb2.Error
-    events: _containers.RepeatedCompositeFieldContainer[_common_pb2.TimelineEvent]
+    events: _containers.RepeatedCompositeFieldContainer[NodeEvent]
     cached_tokens: int
     transfer: TransferInfo
     logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]
     first_prompt_index: int
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., events: _Optional[_Iterable[_Union[_common_pb2.TimelineEvent, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., transfer: _Optional[_Union[TransferInfo, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., first_prompt_index: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., events: _Optional[_Iterable[_Union[NodeEvent, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., transfer: _Optional[_Union[TransferInfo, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., first_prompt_index: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
+
+class NodeEvent(_message.Message):
+    __slots__ = ("event", "monotonic_ns")
+    EVENT_FIELD_NUMBER: _ClassVar[int]
+    MONOTONIC_NS_FIELD_NUMBER: _ClassVar[int]
+    event: str
+    monotonic_ns: int
+    def __init__(self, event: _Optional[str] = ..., monotonic_ns: _Optional[int] = ...) -> None: ...
 
 class TransferInfo(_message.Message):
     __slots__ = ("bytes", "cached_tokens", "transport")

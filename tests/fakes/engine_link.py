@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from baton.core.errors import BatonError, Unavailable
 from baton.core.request import FinishReason, Request, Ticket
 from baton.gateway.chunk import Chunk
-from baton.gateway.engine_link import Avoid, Route, Work
+from baton.gateway.engine_link import Avoid, Blocked, Demand, MustWait, Route, Work
 
 
 @dataclass
@@ -34,17 +34,25 @@ class FakeLink:
 
 @dataclass
 class FakeRouter:
-    """Takes the first engines that are not to be avoided; tests edit the lists."""
+    """Takes the first engines that are not to be avoided; tests edit the lists.
+
+    `blocked`: why none is taken, though they are there. `demands`: what was asked for.
+    """
 
     prefill: list[FakeLink]
     decode: list[FakeLink]
+    blocked: Blocked | None = None
+    demands: list[Demand] = field(default_factory=list)
 
-    def choose(self, num_tokens: int, *, avoid: Avoid, fingerprint: str | None) -> Route:
+    def choose(self, demand: Demand, *, avoid: Avoid, fingerprint: str | None) -> Route:
+        self.demands.append(demand)
         for prefill in self.prefill:
             for decode in self.decode:
                 pair = (prefill.incarnation, decode.incarnation)
                 is_bad = pair in avoid.pairs or bool(avoid.incarnations & set(pair))
                 if not is_bad and fingerprint in (None, prefill.fingerprint):
+                    if self.blocked is not None:
+                        raise MustWait(self.blocked)
                     return Route(prefill, decode)
         raise Unavailable("no such engines")
 

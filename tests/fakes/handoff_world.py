@@ -185,8 +185,9 @@ class PullerNode:
 
     def intend(self, prompt: Prompt) -> None:
         self.prompts[prompt.transfer_id] = prompt
+        caller_id, hashes = len(self.prompts) % 2, prompt.hashes
         event = Intended(
-            prompt.ticket, prompt.key, prompt.hashes, prompt.num_blocks, prompt.deadline_s
+            prompt.ticket, prompt.key, hashes, prompt.num_blocks, prompt.deadline_s, caller_id
         )
         self.feed(event)
 

@@ -22,7 +22,7 @@ from baton.core.errors import BatonError, Unauthenticated
 from baton.core.handshake import Listener
 from baton.core.membership import Member, Role
 from baton.core.request import FinishReason, Request
-from baton.core.timeline import Event, Stamp
+from baton.core.timeline import Event, NodeStamp
 from baton.proto import codec
 from baton.proto.v1 import common_pb2, node_pb2, node_pb2_grpc
 
@@ -69,6 +69,10 @@ class FakeNode:
     dispatched: list[node_pb2.Dispatch] = field(default_factory=list)
     cancelled: list[tuple[str, int, float]] = field(default_factory=list)  # id, attempt, time
     num_sessions: int = 0
+    num_requests: int = 0  # that run here
+    most_requests: int = 0  # that ever did at once
+    max_num_seqs: int = 0
+    prefill_cost: node_pb2.PrefillCost | None = None
     _server: Any = None
     _port: int = 0
 
@@ -120,12 +124,12 @@ class FakeNode:
     async def _send_token(
         self, request: Request, index: int, last: int, send: Any, event: Event | None
     ) -> None:
-        stamps = [Stamp(event, time.time_ns(), self.name)] if event else []
+        stamps = [NodeStamp(event, time.monotonic_ns())] if event else []
         fields: dict[str, Any] = {
             "first_index": index,
             "token_ids": [token_at(request.prompt_token_ids, index)],
             "finish_reason": codec.finish_to_wire(FinishReason.LENGTH if index == last else None),
-            "events": codec.stamps_to_wire(stamps),
+            "events": codec.node_stamps_to_wire(stamps),
         }
         if (num_best := request.sampling.logprobs) is not None:
             fields["logprobs"] = [_scores(num_best)]
@@ -152,6 +156,7 @@ class FakeNode:
                 max_model_len=member.max_model_len,
                 block_size=member.block_size,
                 num_blocks=member.num_blocks,
+                max_num_seqs=self.max_num_seqs,
             )
         )
 
@@ -161,6 +166,9 @@ class FakeNode:
                 free_blocks=self.num_blocks - 2,
                 num_blocks=self.num_blocks,
                 credit_blocks=self.num_blocks // 2,
+                num_requests=self.num_requests,
+                room_blocks=self.num_blocks - 2,
+                prefill_cost=self.prefill_cost,
                 links=[node_pb2.PeerLink(incarnation=i, transport="fake") for i in self.sources],
             )
         )
@@ -224,9 +232,13 @@ class _Servicer(node_pb2_grpc.NodeServicer):
             request = dataclasses.replace(first, request_id=request_id)
             task = asyncio.create_task(self._node.tokens(request, send))
             work[request_id, wire.attempt] = task
-            task.add_done_callback(
-                lambda _, request_id=request_id: work.pop((request_id, wire.attempt), None)
-            )
+            self._node.num_requests += 1
+            self._node.most_requests = max(self._node.most_requests, self._node.num_requests)
+            task.add_done_callback(lambda _, key=(request_id, wire.attempt): self._over(work, key))
+
+    def _over(self, work: dict[tuple[str, int], Any], key: tuple[str, int]) -> None:
+        work.pop(key, None)
+        self._node.num_requests -= 1
 
     async def _beat(self, outgoing: asyncio.Queue[node_pb2.NodeMessage]) -> None:
         while True:

@@ -15,10 +15,10 @@ import grpc
 import pytest
 from fakes.byte_model import write_byte_model
 from fakes.gateway_process import GatewayProcess, gateway_process
-from fakes.node import expected_text
+from fakes.node import HEARTBEAT_S, expected_text
 
 from baton.cluster.redis_server import RedisServer
-from baton.proto.v1 import inference_pb2, inference_pb2_grpc
+from baton.proto.v1 import inference_pb2, inference_pb2_grpc, node_pb2
 
 BODY = {"model": "demo", "prompt": "hello", "temperature": 0, "stream": True}
 NUM_STALLED, NUM_READERS = 10, 10
@@ -86,11 +86,13 @@ async def test_readers_that_stop_cost_little_and_nobody_else(gateway: GatewayPro
 
 async def test_a_deadline_that_cannot_be_met_is_refused_at_once(gateway: GatewayProcess) -> None:
     gateway.prefill.first_token_s = 0.2
+    gateway.prefill.prefill_cost = node_pb2.PrefillCost(token_s=0.001)
     request = inference_pb2.GenerateRequest(text="x" * 200)
     request.sampling.max_tokens = 2
     async with grpc.aio.insecure_channel(gateway.grpc) as channel:
         generate = inference_pb2_grpc.InferenceStub(channel).Generate  # type: ignore[no-untyped-call]
-        assert [chunk async for chunk in generate(request, timeout=5)]  # now it knows the speed
+        assert [chunk async for chunk in generate(request, timeout=5)]
+        await asyncio.sleep(2 * HEARTBEAT_S)  # now it knows the cost
         running = [asyncio.create_task(generate(request, timeout=5).read()) for _ in range(3)]
         await asyncio.sleep(0.05)
         began_s = time.monotonic()

@@ -170,7 +170,7 @@ async def test_stop_strings_end_at_the_gateway(world: World) -> None:
 async def test_many_at_once_spread_over_the_nodes(world: World) -> None:
     for name in ("d1", "d2"):
         world.nodes[name].token_s = 0.01
-    prompts = [f"prompt {i}" for i in range(8)]
+    prompts = [f"prompt {i}" for i in range(7)]
     results = await asyncio.gather(
         *(world.client.generate(prompt, max_tokens=15).finish() for prompt in prompts)
     )
@@ -362,7 +362,7 @@ async def test_engines_that_do_not_answer_are_tried_until_they_are_not_listed() 
         def engine_outputs(self, incarnation: str, outputs: object) -> None: ...
         def engine_tokens(self, incarnation: str, tokens: object) -> None: ...
         def engine_lost(self, incarnation: str, *, has_died: bool) -> None: ...
-        def cluster_changed(self) -> None: ...
+        def cluster_changed(self, *, is_load_only: bool) -> None: ...
 
     directory, table = FakeDirectory(), EngineTable(PrefixMirror(SystemClock()))
     view = ClusterView(directory, "demo", SECRET, SystemClock(), table, NobodyListens(), 1.2)
@@ -497,7 +497,7 @@ async def test_a_vanished_entry_does_not_cut_a_living_link(world: World) -> None
 async def test_too_many_requests(world: World) -> None:
     for name in ("d1", "d2"):
         world.nodes[name].token_s = 0.05
-    running = [world.client.generate(PROMPT, max_tokens=400) for _ in range(8)]
+    running = [world.client.generate(PROMPT, max_tokens=400) for _ in range(7)]
     for generation in running:
         await anext(generation)
     with pytest.raises(Overloaded):
@@ -630,3 +630,24 @@ async def test_no_gateway_at_all() -> None:
                 await client.generate(PROMPT).finish()
         with Client(address) as blocking, pytest.raises(Unavailable):
             await asyncio.to_thread(blocking.model_info)
+
+
+async def test_more_than_can_be_decoded_at_once_waits_here(world: World) -> None:
+    """Two decode engines of one place each: prompts wait for it before they are computed."""
+    for name in ("d1", "d2"):
+        world.nodes[name].token_s = 0.01
+        world.nodes[name].max_num_seqs = 1
+        await world.nodes[name].kill()
+        await world.nodes[name].start()
+    await until(lambda: len(world.gateway._table.engines) == 3)
+    running = [
+        asyncio.create_task(world.client.generate(PROMPT, max_tokens=30).finish()) for _ in range(6)
+    ]
+    await until(lambda: len(world.nodes["p1"].dispatched) == 2)
+    assert len(world.gateway._sessions.queue) > 0
+    results = await asyncio.gather(*running)
+    assert all(result.text == expected_text(PROMPT, 30) for result in results)
+    (caller_id,) = {d.caller_id for d in world.nodes["p1"].dispatched}
+    assert caller_id and not len(world.gateway._sessions.queue)
+    for name in ("d1", "d2"):
+        assert world.nodes[name].most_requests == 1

@@ -291,7 +291,7 @@ BUGS = [
         ReserveQueue.question,
         [
             (
-                "next(iter(self._waiting), None)",
+                "self._waiting.head",
                 "next((t for t in self._waiting if t != self._refused), None)",
             )
         ],

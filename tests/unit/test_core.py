@@ -147,13 +147,12 @@ def test_a_dispatch_carries_the_whole_request() -> None:
     for params in (sampling, plain):
         prompt, output = column((1, 2)), column((3, 4))
         request = Request("a" * 32, 3, prompt, params, output, "salt", 2, ("b" * 32, "c" * 32))
+        request = replace(request, caller_id=2**64 - 1)
         wire = codec.dispatch_to_wire(request, node_pb2.WORK_DECODE, Ticket("t", "s", "p"), 1.0)
         assert codec.request_from_wire(wire) == request
     for kind in ConstraintKind:
         constraint = Constraint(kind, '["a", "b"]')
         params = replace(plain, constraint=constraint)
         assert codec.sampling_from_wire(codec.sampling_to_wire(params)).constraint == constraint
-    assert [(fork.key, fork.sample_index, fork.forks) for fork in request.forks] == [
-        ("b" * 32 + "/3", 3, ()),
-        ("c" * 32 + "/3", 4, ()),
-    ]
+    forks = [(fork.key, fork.sample_index, fork.caller_id, fork.forks) for fork in request.forks]
+    assert forks == [("b" * 32 + "/3", 3, 2**64 - 1, ()), ("c" * 32 + "/3", 4, 2**64 - 1, ())]

@@ -35,7 +35,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 def choose(utilization: float, num_kv_blocks: int | None = None, max_len: int = 8192) -> int:
     config = EngineConfig(gpu_memory_utilization=utilization, num_kv_blocks=num_kv_blocks)
     device = torch.device("cuda", 0)
-    return choose_num_blocks(config, LAYOUT, max_len, device, lambda: None) * LAYOUT.block_bytes
+    num_blocks = choose_num_blocks(config, LAYOUT, 256, max_len, device, lambda: None)
+    return num_blocks * LAYOUT.block_bytes
 
 
 def test_a_pool_fills_the_share_that_the_engine_was_given(gpu: dict[str, int]) -> None:

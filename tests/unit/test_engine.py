@@ -200,7 +200,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.reserved: list[Reservation] = []
 
     def new(self, prompt: list[int], sampling: dict[str, object]) -> Request:
-        request = new_request(f"r{len(self.requests)}", prompt, **sampling)
+        index = len(self.requests)
+        request = new_request(f"r{index}", prompt, **sampling)
+        request = dataclasses.replace(request, caller_id=index % 3)
         self.requests[request.key] = request
         return request
 
@@ -286,6 +288,10 @@ class EngineMachine(RuleBasedStateMachine):
     def no_block_is_lost(self) -> None:
         for engine in getattr(self, "engines", ()):
             engine.check_integrity()
+            load = engine.load()
+            assert load.waiting_tokens == sum(load.waiting_by_caller.values())
+            assert (load.waiting_tokens > 0) >= (load.num_waiting > 0)
+            assert 0 <= load.room_blocks <= engine.limits.capacity
 
     def teardown(self) -> None:
         """Everything that was begun ends, with nothing but steps and hand-offs."""
@@ -710,12 +716,14 @@ def test_load_and_ledger() -> None:
     engine.add(new_request("a", [1] * 20), hold=True)
     engine.add(new_request("b", [2] * 6))
     assert engine.load() == Load(
-        0, 2, waiting_tokens=26, free_blocks=20, credit_blocks=8, held_blocks=0
-    )
+        0, 2, waiting_tokens=26, free_blocks=20, credit_blocks=8, held_blocks=0,
+        room_blocks=9, waiting_by_caller={0: 26},
+    )  # fmt: skip
     engine.step()
     assert engine.load() == Load(
-        1, 1, waiting_tokens=10, free_blocks=15, credit_blocks=3, held_blocks=5
-    )
+        1, 1, waiting_tokens=10, free_blocks=15, credit_blocks=3, held_blocks=5,
+        room_blocks=9, waiting_by_caller={0: 10},
+    )  # fmt: skip
     ledger = json.loads(json.dumps(engine.ledger()))
     assert ledger["blocks"] == {"free": 15, "cached": 0, "held": 5, "reserved": 2, "total": 22}
     assert ledger["requests"]["a/0"] == {

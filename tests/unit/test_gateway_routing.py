@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from baton.core.errors import Unavailable
 from baton.core.membership import Member, Role
-from baton.core.request import Request, SamplingParams, Ticket
-from baton.gateway.engine_link import Avoid, EngineOutput, Work
+from baton.core.request import FinishReason, Request, SamplingParams, Ticket
+from baton.gateway.engine_link import Avoid, Blocked, Demand, EngineOutput, MustWait, Work
 from baton.gateway.engine_table import EngineTable, LinkedEngine, Load
 from baton.gateway.routing import EngineState, choose_pair
 from baton.gateway.validation import ModelLimits
@@ -41,12 +41,16 @@ def decode(name: str, links: str = "p q", **fields: object) -> EngineState:
         ([prefill("p", credit_blocks=1), prefill("q", waiting_tokens=9), decode("d")], ("q", "d")),
         ([prefill("p", credit_blocks=0), decode("d")], ("p", "d")),
         ([prefill("p", is_draining=True), prefill("q"), decode("d")], ("q", "d")),
-        ([prefill("p"), decode("d", num_running=2), decode("e", num_waiting=1)], ("p", "e")),
-        ([prefill("p"), decode("d", num_in_flight=1), decode("e")], ("p", "e")),
+        ([prefill("p"), decode("d", num_requests=2), decode("e", num_requests=1)], ("p", "e")),
+        (
+            [prefill("p"), decode("d", num_requests=1, is_open=False), decode("e", num_requests=9)],
+            ("p", "e"),
+        ),
         ([prefill("p"), decode("d", free_blocks=50), decode("e")], ("p", "e")),
-        ([prefill("p"), decode("d", free_blocks=1), decode("e", num_running=9)], ("p", "e")),
+        ([prefill("p"), decode("d", free_blocks=1), decode("e", num_requests=9)], ("p", "e")),
         ([prefill("p"), decode("d", num_dispatched=1), decode("e")], ("p", "e")),
-        ([prefill("p"), decode("d", fingerprint="x"), decode("e", num_running=9)], ("p", "e")),
+        ([prefill("p", is_open=False), prefill("q", waiting_tokens=9), decode("d")], ("q", "d")),
+        ([prefill("p"), decode("d", fingerprint="x"), decode("e", num_requests=9)], ("p", "e")),
     ],
 )
 def test_choice(engines: list[EngineState], expected: tuple[str, str]) -> None:
@@ -86,12 +90,29 @@ def test_at_equal_load_the_faster_link_is_taken(
             name,
             "p",
             link_gbytes_per_s={"p": rate},
-            num_running=load,
+            num_requests=load,
             num_dispatched=5 * (name == "d"),
         )
         for name, rate, load in zip("de", rates, loads, strict=True)
     ]
     assert choose_pair([prefill("p"), *engines], 33) == ("p", expected)
+
+
+@pytest.mark.parametrize(
+    ("engines", "reason"),
+    [
+        ([prefill("p"), decode("d", is_open=False)], Blocked.PLACE),
+        ([prefill("p", is_open=False), decode("d", is_open=False)], Blocked.PLACE),
+        ([prefill("p", is_open=False), decode("d")], Blocked.TURN),
+        ([prefill("p", is_open=False), prefill("q"), decode("d", "p")], Blocked.TURN),
+    ],
+)
+def test_a_request_waits_here_for_a_place_or_its_turn(
+    engines: list[EngineState], reason: Blocked
+) -> None:
+    with pytest.raises(MustWait) as wait:
+        choose_pair(engines, 33)
+    assert wait.value.reason is reason
 
 
 def test_failed_engines_and_pairs_are_avoided() -> None:
@@ -111,7 +132,7 @@ states = st.lists(
         role=st.sampled_from(Role),
         fingerprint=st.sampled_from("fg"),
         block_size=st.just(16),
-        num_running=loads,
+        num_requests=loads,
         waiting_tokens=loads,
         free_blocks=loads,
         credit_blocks=loads,
@@ -170,28 +191,28 @@ def test_what_is_on_its_way_counts_until_it_is_answered() -> None:
         engine.dispatch(request, Work.DECODE, ticket, 1.0)
 
     def chosen() -> str:
-        return table.choose(3, avoid=Avoid(), fingerprint=None).decode.incarnation
+        return table.choose(Demand(3), avoid=Avoid(), fingerprint=None).decode.incarnation
 
     send(0, d)
-    assert d.tokens_ahead == 4
     assert chosen() == "e"
     send(1, e)
     send(2, e)
     assert chosen() == "d"
     d.settle([EngineOutput("r", 0, 1, (5,))])
     e.settle([EngineOutput("r", 1, stamps=())])
-    assert (d.state(LOAD).num_in_flight, e.state(LOAD).num_in_flight) == (0, 2)
+    assert (d.places.num_requests, e.places.num_requests) == (1, 2)
+    d.settle([EngineOutput("r", 0, 2, (5,), FinishReason.STOP)])
     e.cancel("r", 1)
     e.cancel("r", 2)
     e.cancel("r", 99)
-    assert e.state(LOAD).num_in_flight == 0
+    assert (d.places.num_requests, e.places.num_requests) == (0, 0)
 
 
 def test_an_engine_counts_from_its_first_heartbeat_on() -> None:
     p, d = linked("p", Role.PREFILL), linked("d", Role.DECODE)
     table, d.load = table_of(p, d), None
     with pytest.raises(Unavailable, match="no decode node is ready"):
-        table.choose(1, avoid=Avoid(), fingerprint=None)
+        table.choose(Demand(1), avoid=Avoid(), fingerprint=None)
 
 
 def test_limits_are_those_of_the_engines() -> None:

@@ -16,7 +16,7 @@ from baton.core.request import FinishReason, SamplingParams
 from baton.core.timeline import Event, Stamp
 from baton.gateway.chunk import Chunk, Result
 from baton.gateway.chunk_queue import ChunkQueue
-from baton.gateway.engine_link import EngineOutput, Work
+from baton.gateway.engine_link import Demand, EngineOutput, Work
 from baton.gateway.prompt_scores import PromptScores
 from baton.gateway.session import Session, SessionLimits
 from baton.gateway.text_stream import TextStream
@@ -42,7 +42,7 @@ class Rig:
         siblings = [self._session(index) for index in range(1, n)]
         self.sessions = [self._session(0, siblings), *siblings]
         for session in reversed(self.sessions):
-            session.start()
+            session.try_dispatch()
 
     def _session(self, index: int, siblings: Any = ()) -> Session:
         return Session(
@@ -109,10 +109,10 @@ def test_samples_wait_with_the_first_for_engines() -> None:
     class NoEngines(FakeRouter):
         is_closed = True
 
-        def choose(self, num_tokens: int, **how: Any) -> Any:
+        def choose(self, demand: Demand, **how: Any) -> Any:
             if self.is_closed:
                 raise Unavailable("no engines")
-            return super().choose(num_tokens, **how)
+            return super().choose(demand, **how)
 
     rig = Rig(n=1)
     router = NoEngines(rig.router.prefill, rig.router.decode)
@@ -120,12 +120,12 @@ def test_samples_wait_with_the_first_for_engines() -> None:
     siblings = [rig._session(1), rig._session(2)]
     rig.sessions = [rig._session(0, siblings), *siblings]
     for session in reversed(rig.sessions):
-        session.start()
+        session.try_dispatch()
     assert [session.is_waiting for session in rig.sessions] == [True, False, False]
     for session in rig.sessions:
         session.tick()
     router.is_closed = False
-    rig.sessions[0].cluster_changed()
+    rig.sessions[0].try_dispatch()
     assert rig.links["p1"].dispatched[-1][0].fork_ids == ("r1", "r2")
     for session in rig.sessions:
         session.cancel(Cancelled("enough"))

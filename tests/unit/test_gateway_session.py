@@ -56,7 +56,7 @@ class Rig:
         )
 
     def started(self) -> Rig:
-        self.session.start()
+        self.session.try_dispatch()
         return self
 
     def send(
@@ -289,7 +289,7 @@ def test_the_only_pair_is_tried_again_after_a_pause() -> None:
     rig.router.prefill.pop()
     rig.router.decode.pop()
     rig.started().send("d1", error=HandoffFailed("cut"))
-    rig.session.cluster_changed()
+    rig.session.try_dispatch()
     assert len(rig.links["d1"].dispatched) == 1
     assert rig.session.next_wakeup_s == pytest.approx(0.3)
     rig.wait(0.3)
@@ -331,7 +331,7 @@ def test_a_retry_waits_until_all_streams_of_a_lost_node_have_ended() -> None:
     rig.started().send("d1", error=NodeLost("the stream to the source ended"))
     assert rig.session.next_wakeup_s == pytest.approx(0.02)
     rig.lose("p1")
-    rig.session.cluster_changed()
+    rig.session.try_dispatch()
     assert rig.links["d2"].dispatched == []
     rig.wait(0.02)
     assert [r.attempt for r, *_ in rig.links["p2"].dispatched] == [1]
@@ -390,7 +390,7 @@ def test_a_waiting_request_takes_the_first_chance() -> None:
     rig.started()
     rig.wait(1.0)
     rig.router.decode = decode
-    rig.session.cluster_changed()
+    rig.session.try_dispatch()
     assert len(rig.links["d1"].dispatched) == 1
     assert rig.links["d1"].dispatched[0][3] == pytest.approx(59.0), "what is left of the deadline"
     rig.send("p1", 0, "a")
@@ -428,7 +428,7 @@ def test_ending_early_in_any_phase(phase: str, end: str) -> None:
     expected = {"waiting": {}, "dispatched": {"p1": [0], "d1": [0]}, "streaming": {"d1": [0]}}
     assert rig.cancels() == expected[phase]
     rig.send("d1", 2, "c")
-    rig.session.cluster_changed()
+    rig.session.try_dispatch()
     rig.session.engine_lost("d1")
     rig.session.tick()
     rig.session.cancel(Cancelled("again"))

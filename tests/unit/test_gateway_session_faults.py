@@ -112,7 +112,7 @@ class SessionMachine(RuleBasedStateMachine):
             entropy=FakeEntropy(),
             limits=SessionLimits(max_attempts=4),
         )
-        self.session.start()
+        self.session.try_dispatch()
 
     def add(self, role: list[FakeLink]) -> None:
         self.count += 1
@@ -180,7 +180,7 @@ class SessionMachine(RuleBasedStateMachine):
         self.session.engine_lost(engine.incarnation, has_died=has_died)
         if comes_back:
             self.add(role)
-            self.session.cluster_changed()
+            self.session.try_dispatch()
 
     @rule(
         pick=st.integers(0, 7),

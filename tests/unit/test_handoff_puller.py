@@ -58,6 +58,7 @@ from baton.kv_transfer.messages import (
     Revoked,
 )
 from baton.kv_transfer.puller import Puller
+from baton.kv_transfer.reserve_queue import ReserveQueue
 from baton.kv_transfer.transport import PullOutcome
 
 LEASE_S = 9.0
@@ -190,6 +191,22 @@ def test_nobody_overtakes_in_the_queue_for_memory(world: World) -> None:
     effects = world.reserve(number=2)
     assert isinstance(effects[0], StartPull)
     assert effects[1:] == [Reserve(T, "key1")]
+
+
+def test_the_queue_for_memory_is_fair_between_callers_but_for_its_head() -> None:
+    queue = ReserveQueue()
+    for transfer_id in ("a", "b", "c"):
+        queue.join(transfer_id, caller_id=1, num_blocks=9)
+    assert queue.question() == "a"
+    queue.join("light", caller_id=2, num_blocks=1)
+    queue.answered("a", was_granted=False)
+    queue.retry()
+    assert queue.question() == "a", "whoever has asked is passed by nobody"
+    queue.leave("a")
+    queue.answered("a", was_granted=True)
+    assert queue.question() == "light"
+    queue.answered("light", was_granted=True)
+    assert queue.question() == "b" and len(queue) == 2
 
 
 def test_the_next_in_the_queue_asks_when_the_head_gives_up(world: World) -> None:

@@ -201,9 +201,11 @@ class TestPlacement:
 
 
 def test_decode_steps_are_short_unless_the_operator_says_otherwise() -> None:
-    assert decode_policy.adjust(EngineConfig()).max_num_batched_tokens == 512
-    many = decode_policy.adjust(EngineConfig(max_num_seqs=1000))
-    assert many.max_num_batched_tokens == 1000
+    for max_num_seqs, num_kv_blocks, num_tokens in (
+        (256, None, 512), (1000, None, 1128), (None, None, 640), (None, 202, 512),
+    ):  # fmt: skip
+        config = EngineConfig(max_num_seqs=max_num_seqs, num_kv_blocks=num_kv_blocks)
+        assert decode_policy.adjust(config).max_num_batched_tokens == num_tokens
     chosen = EngineConfig(max_num_batched_tokens=4096)
     assert decode_policy.adjust(chosen) == chosen
     chunked = EngineConfig(prefill_chunk_tokens=8192)

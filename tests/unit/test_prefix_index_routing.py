@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from baton.core.block_hash import block_hashes, root_hash
 from baton.core.membership import Member, Role
 from baton.core.request import Request, SamplingParams, Ticket
-from baton.gateway.engine_link import Avoid, EngineOutput, Work
+from baton.gateway.engine_link import Avoid, Demand, EngineOutput, Work
 from baton.gateway.engine_table import EngineTable, LinkedEngine, Load
 from baton.gateway.prompt_router import route_prompt
 from baton.gateway.routing import DECODE_REQUEST_TOKENS, EngineState, choose_pair
@@ -53,7 +53,7 @@ def test_cached_tokens_are_tokens_that_nobody_computes(
 
 def test_on_a_decode_engine_requests_weigh_more_than_a_small_hit() -> None:
     def chosen(cached_tokens: int, num_running: int) -> str:
-        d = state("d", Role.DECODE, cached_tokens=cached_tokens, num_running=num_running)
+        d = state("d", Role.DECODE, cached_tokens=cached_tokens, num_requests=num_running)
         return choose_pair([state("p", Role.PREFILL), d, state("e", Role.DECODE)], 8192)[1]
 
     assert chosen(16, 0) == "d"
@@ -71,7 +71,7 @@ def test_more_cached_never_makes_an_engine_less_preferred(
     partner = state("q" if role is Role.PREFILL else "p", Role.PREFILL)
     rest = [state("d", Role.DECODE)] if role is Role.PREFILL else []
     mine = state("p" if role is Role.PREFILL else "e", role, waiting_tokens=waiting)
-    mine = replace(mine, num_running=running, cached_tokens=cached)
+    mine = replace(mine, num_requests=running, cached_tokens=cached)
     rival = replace(
         state("q" if role is Role.PREFILL else "f", role),
         waiting_tokens=other_waiting,
@@ -103,7 +103,7 @@ def table_with(cached_blocks: dict[str, int], prompt: tuple[int, ...] = PROMPT) 
 async def chosen(table: EngineTable, prompt: tuple[int, ...] = PROMPT) -> tuple[str, int, int]:
     """The prefill engine, and the cached tokens that are expected on it and on the decode one."""
     router = await route_prompt(table, prompt)
-    route = router.choose(len(prompt), avoid=Avoid(), fingerprint=None)
+    route = router.choose(Demand(len(prompt)), avoid=Avoid(), fingerprint=None)
     return route.prefill.incarnation, route.prefill.cached_tokens, route.decode.cached_tokens  # type: ignore[attr-defined]
 
 
@@ -146,11 +146,11 @@ async def test_what_is_cached_does_not_count_as_load_and_stale_hits_are_counted(
     q = table.engines[Q]
     q.clock = FakeClock()
     for attempt, found in enumerate((48, 16, 0)):
-        route = router.choose(len(PROMPT), avoid=Avoid(), fingerprint=None)
+        route = router.choose(Demand(len(PROMPT)), avoid=Avoid(), fingerprint=None)
         assert route.prefill.incarnation == Q
         request = Request("r", attempt, PROMPT, SamplingParams())
         route.prefill.dispatch(request, Work.PREFILL, Ticket("t", Q, D), 1.0)
-        assert q.tokens_ahead == 16
+        assert q.backlog.tokens_ahead == 16
         q.settle([EngineOutput("r", attempt, token_ids=(1,), cached_tokens=found)])
     assert (q.num_index_hits, q.num_stale_hits) == (3, 2)
-    assert q.tokens_ahead == 0
+    assert q.backlog.tokens_ahead == 0

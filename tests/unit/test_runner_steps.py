@@ -45,6 +45,15 @@ def runner(config: EngineConfig) -> ModelRunner:
     return ModelRunner(config)
 
 
+@pytest.mark.parametrize(("chosen", "expected"), [(None, 16), (7, 7), (1000, 1000)])
+def test_as_many_run_as_the_pool_is_good_for_unless_the_operator_says(
+    config: EngineConfig, chosen: int | None, expected: int
+) -> None:
+    runner = ModelRunner(dataclasses.replace(config, max_num_seqs=chosen))
+    assert runner.max_num_seqs == expected
+    runner.close()
+
+
 def prefill_all(runner: ModelRunner, rng: random.Random) -> list[SequenceSlice]:
     """Sequences of several lengths in the pool; returns each one's next decode."""
     ids = rng.sample(range(2, NUM_BLOCKS), NUM_BLOCKS - 2)

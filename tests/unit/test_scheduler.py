@@ -2,93 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import pytest
+from fakes.scheduler_bench import BLOCK_SIZE, Bench
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.block_hash import root_hash
 from baton.core.errors import PromptTooLarge
-from baton.core.request import Request, SamplingParams
-from baton.engine.admission import OutputLengthEstimator
-from baton.engine.block_pool import NUM_RESERVED_BLOCKS, BlockPool
-from baton.engine.block_tables import BlockTables
-from baton.engine.generations import LocalGenerations
 from baton.engine.limits import EngineLimits
-from baton.engine.prefix_cache import PrefixCache
-from baton.engine.scheduler import Schedule, Scheduler
-from baton.engine.sequence import Sequence, SequenceState
-
-BLOCK_SIZE = 4
-
-
-class Guess(OutputLengthEstimator):
-    """Always guesses the same, to be wrong on purpose."""
-
-    def __init__(self, num_left: int) -> None:
-        super().__init__()
-        self.num_left = num_left
-        self.num_guesses = 0
-
-    def estimate(self, num_generated: int, max_tokens: int) -> int:
-        self.num_guesses += 1
-        return self.num_left
-
-
-@dataclass
-class Bench:
-    """A scheduler of `capacity` blocks of 4 tokens, and a model that always says 9."""
-
-    capacity: int = 100
-    budget: int = 16
-    max_num_seqs: int = 8
-    max_held_blocks: int | None = None
-    guess: int = 1
-    chunk: int = 0
-    sequences: list[Sequence] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        num_blocks = self.capacity + NUM_RESERVED_BLOCKS
-        limits = EngineLimits(
-            num_blocks, BLOCK_SIZE, 1000, self.max_num_seqs, self.budget, self.max_held_blocks,
-            self.chunk,
-        )  # fmt: skip
-        generations = LocalGenerations(num_blocks)
-        self.pool = BlockPool(num_blocks, generations)
-        cache = PrefixCache(self.pool)
-        self.tables = BlockTables(self.pool, cache, generations, BLOCK_SIZE)
-        self.estimator = Guess(self.guess)
-        self.scheduler = Scheduler(limits, self.pool, self.tables, self.estimator)
-
-    def new(self, num_tokens: int, *, is_held: bool = False, first_id: int = 0) -> Sequence:
-        """Sequences are named a, b, c...; `first_id` sets their token ids apart."""
-        name = "abcdefghij"[len(self.sequences)]
-        tokens = tuple(range(first_id, first_id + num_tokens))
-        request = Request(name, 0, tokens, SamplingParams(max_tokens=500))
-        sequence = Sequence(request, len(self.sequences), is_held, root_hash("m"))
-        self.sequences.append(sequence)
-        return sequence
-
-    def add(self, num_tokens: int, *, is_held: bool = False, first_id: int = 0) -> Sequence:
-        sequence = self.new(num_tokens, is_held=is_held, first_id=first_id)
-        self.scheduler.add(sequence)
-        return sequence
-
-    def step(self) -> dict[str, int]:
-        """Schedule and "compute"; the scheduled tokens by name."""
-        schedule = self.scheduler.schedule()
-        self.failed = schedule.failed
-        for scheduled in schedule.scheduled:
-            sequence = scheduled.sequence
-            sequence.num_computed_tokens += scheduled.num_scheduled_tokens
-            sequence.num_launched_tokens = sequence.num_computed_tokens
-            self.tables.store(sequence)
-            if sequence.num_uncomputed_tokens == 0:
-                sequence.token_ids.append(9)
-                if sequence.is_held:
-                    self.scheduler.hold(sequence)
-        return {s.sequence.request.request_id: s.num_scheduled_tokens for s in schedule.scheduled}
+from baton.engine.schedule import Schedule
+from baton.engine.sequence import SequenceState
 
 
 def test_decodes_then_chunks_then_admissions_share_the_budget() -> None:
@@ -298,7 +220,7 @@ def test_a_preempted_sequence_finds_its_blocks_in_the_cache() -> None:
     b = bench.add(8, first_id=200)
     bench.step()
     assert bench.step() == {"a": 1}  # took the last block; b had none to take but its own
-    assert b.state is SequenceState.WAITING and b.num_uncomputed_tokens == 9
+    assert b.state is SequenceState.WAITING and b.num_tokens - b.num_computed_tokens == 9
     bench.scheduler.remove(a)
     assert bench.step() == {"b": 1}
     assert b.num_cached_tokens == 8

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def test_another_key_keeps_what_is_there_and_may_change_the_tenant(path: Path) -
     add_key(path, "acme", frozenset({ADMIN}), models=frozenset({"demo"}))
     assert [k.tenant.name for k in load_keys(path)] == ["acme", "globex", "acme"]
     caller = gate_of(path).caller([f"Bearer {first}"], "http")
-    assert caller == Caller(
+    assert replace(caller, caller_id=0) == Caller(
         "acme", frozenset({INFER}), "http", frozenset({"demo"}), Limits(tokens_per_minute=9)
     )
 
@@ -166,7 +167,19 @@ def test_every_entry_is_compared_whichever_fits(
 def test_without_a_file_everybody_is_anyone() -> None:
     gate = Gate(None, "secret")
     assert not gate.asks_for_keys
-    assert gate.caller(["nonsense"], "http") == anyone("http")
+    assert replace(gate.caller(["nonsense"], "http"), caller_id=0) == anyone("http")
+
+
+def test_queues_tell_callers_apart_by_key_or_else_by_connection(path: Path) -> None:
+    first, second = (f"Bearer {add_key(path, 'acme', frozenset({INFER}))}" for _ in range(2))
+    gates = gate_of(path), gate_of(path)  # of two gateways
+    ids = [gate.caller([first], "grpc", peer).caller_id for gate in gates for peer in ("a", "b")]
+    assert len(set(ids)) == 1
+    assert gates[0].caller([second], "grpc", "a").caller_id not in ids
+    gates = Gate(None, None), Gate(None, None)
+    found = [gate.caller([], "grpc", peer).caller_id for gate in gates for peer in ("a", "b", "a")]
+    assert (found[0], found[3]) == (found[2], found[5]) and len(set(found)) == 4
+    assert all(0 <= caller_id < 1 << 64 for caller_id in (*ids, *found))
 
 
 def test_a_changed_file_counts_at_once_and_a_broken_one_not_at_all(

@@ -48,6 +48,7 @@ class World:
         self.table = EngineTable(PrefixMirror(self.clock))
         self.view = FakeView()
         self.index_up = True
+        self.num_queued = 0
         gaps = TokenGaps()
         self.exporter = Exporter(
             prefix,
@@ -57,6 +58,7 @@ class World:
             self.view,  # type: ignore[arg-type]
             self.clock,
             lambda: self.index_up,
+            lambda: self.num_queued,
             gaps,
         )
         self.observers = Observers([self.exporter.calls], gaps)
@@ -169,6 +171,8 @@ def test_engines_are_read_from_their_heartbeats() -> None:
     assert world.value("baton_router_decisions_total", reason="cached_prefix") == 5
     assert world.value("baton_index_hits_total") == 5
     assert world.value("baton_index_stale_hits_total") == 2
+    world.num_queued = 3
+    assert world.value("baton_num_requests_queued") == 3
     assert world.value("baton_index_up") == 1
     world.index_up = False
     assert world.value("baton_index_up") == 0

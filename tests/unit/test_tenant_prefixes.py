@@ -13,7 +13,7 @@ from baton.engine.engine import Engine
 from baton.engine.generations import LocalGenerations
 from baton.engine.limits import EngineLimits
 from baton.gateway.caller import INFER, Caller
-from baton.gateway.engine_link import Avoid
+from baton.gateway.engine_link import Avoid, Demand
 from baton.gateway.engine_table import EngineTable, LinkedEngine, Load
 from baton.gateway.prompt_router import route_prompt
 from baton.gateway.security.tenancy import Tenancy
@@ -88,7 +88,7 @@ async def test_routing_looks_where_the_engine_would() -> None:
 
     async def expected(tenant: str) -> int:
         router = await route_prompt(table, PROMPT, salt(tenant))
-        route = router.choose(len(PROMPT), avoid=Avoid(), fingerprint=None)
+        route = router.choose(Demand(len(PROMPT)), avoid=Avoid(), fingerprint=None)
         return route.prefill.cached_tokens  # type: ignore[attr-defined, no-any-return]
 
     assert await expected("acme") == len(PROMPT) // BLOCK_SIZE * BLOCK_SIZE
