@@ -83,7 +83,15 @@ ROWS: list[tuple[str, list[tuple[str, str, str, list[tuple[str, str]]]]]] = [
             ("SLO attainment", "stat", "percentunit", [(SLO, "")]),
             ("Goodput", "stat", "reqps", [(rate("slo_good_requests_total"), "")]),
             ("Failed/s", "stat", "reqps", [(rate("request_failure_total", "", FAILED), "")]),
-            ("In flight", "stat", "short", [(f"sum (baton_num_requests_in_flight{CALLS})", "")]),
+            (
+                "In flight, and of them waiting at the gateway",
+                "stat",
+                "short",
+                [
+                    (f"sum (baton_num_requests_in_flight{CALLS})", "in flight"),
+                    (f"sum (baton_num_requests_queued{CALLS})", "waiting"),
+                ],
+            ),
             ("Engines up", "stat", "short", [(UP, "{{role}}")]),
         ],
     ),

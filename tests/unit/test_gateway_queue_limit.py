@@ -166,8 +166,16 @@ moves = st.lists(
 )
 
 
-@given(moves, st.floats(1e-7, 0.1), st.floats(0, 0.5), st.floats(1e-3, 1), st.integers(1, 4000))
+@given(
+    st.sampled_from(["p", "pq"]),
+    moves,
+    st.floats(1e-7, 0.1),
+    st.floats(0, 0.5),
+    st.floats(1e-3, 1),
+    st.integers(1, 4000),
+)
 def test_an_idle_system_refuses_nothing_whatever_came_before(
+    names: str,
     history: list[tuple[str, int, int, float]],
     token_s: float,
     step_s: float,
@@ -176,10 +184,10 @@ def test_an_idle_system_refuses_nothing_whatever_came_before(
 ) -> None:
     """Whatever was asked, promised, answered and lost: also where the last heartbeat is older than
     the last answer, and tells of all that was there since the one before."""
-    cluster = Cluster(p=1, q=1)
-    cluster.costs = dict.fromkeys("pq", PrefillCost(step_s, token_s))
+    cluster = Cluster(**dict.fromkeys(names, 1.0))
+    cluster.costs = dict.fromkeys(names, PrefillCost(step_s, token_s))
     open_: dict[str, tuple[str, int, int]] = {}  # engine, caller, tokens
-    since_beat: dict[str, dict[str, tuple[str, int, int]]] = {"p": {}, "q": {}}
+    since_beat: dict[str, dict[str, tuple[str, int, int]]] = {name: {} for name in names}
 
     def beat(name: str, count: int = 1000) -> None:
         told: dict[int, int] = {}
@@ -188,7 +196,7 @@ def test_an_idle_system_refuses_nothing_whatever_came_before(
             told[caller_id] = told.get(caller_id, 0) + tokens
         listed = dict(sorted(told.items())[:count])
         cluster.beat(name, sum(told.values()), by_caller=listed)
-        since_beat[name] = {}
+        since_beat[name] = {i: o for i, o in open_.items() if o[0] == name}
 
     def end(request_id: str, how: str) -> None:
         name = open_.pop(request_id)[0]
@@ -201,7 +209,7 @@ def test_an_idle_system_refuses_nothing_whatever_came_before(
             engine.settle([EngineOutput(request_id, 0, error=Cancelled("no"))])
 
     for number, (move, which, tokens, part) in enumerate(history):
-        name = "pq"[which % 2]
+        name = names[which % len(names)]
         if move == "send":
             request_id, caller_id = f"r{number}", which % 3
             cluster.dispatch(name, request_id, tokens, caller_id, int(part * (tokens - 1)))
@@ -220,7 +228,7 @@ def test_an_idle_system_refuses_nothing_whatever_came_before(
             end([*open_][which % len(open_)], move)
     for request_id in [*open_]:
         end(request_id, "answer")
-    for name in "pq":
+    for name in names:
         beat(name)
     for caller_id in range(3):
         cluster.limit(1e-3).check(caller_id, num_tokens, {}, remaining_s)
