@@ -146,7 +146,10 @@ ROWS: list[tuple[str, list[tuple[str, str, str, list[tuple[str, str]]]]]] = [
                 "Refused, by code",
                 "timeseries",
                 "reqps",
-                [(rate("request_rejections_total", " by (reason)"), "{{reason}}")],
+                [
+                    (rate("request_rejections_total", " by (reason)"), "{{reason}}"),
+                    (rate("http_connections_refused_total"), "HTTP connections"),
+                ],
             ),
             (
                 "Retries and coalesced tokens",

@@ -12,7 +12,7 @@ from fakes.step_outputs import give
 from baton.core.errors import EngineFailed, Unavailable
 from baton.core.request import FinishReason, SamplingParams
 from baton.core.timeline import Event, Stamp
-from baton.gateway.engine_link import Avoid, EngineOutput, Route, Work
+from baton.gateway.engine_link import Avoid, Demand, EngineOutput, Route, Work
 from baton.gateway.session import Session, SessionLimits
 from baton.gateway.suspects import Suspects
 from baton.gateway.text_stream import TextStream
@@ -53,7 +53,7 @@ class Cluster:
         self.num_started += 1
         self.engines[work].append(FakeLink(f"{work.value}-{self.num_started}"))
 
-    def choose(self, num_tokens: int, *, avoid: Avoid, fingerprint: str | None) -> Route:
+    def choose(self, demand: Demand, *, avoid: Avoid, fingerprint: str | None) -> Route:
         """The engines that were asked least; no trial's, if there are others."""
         for avoided in (self.suspects.keep_clear(avoid), avoid):
             fit = [
@@ -80,7 +80,7 @@ class Cluster:
             suspects=self.suspects,
         )
         session.call_id = call_id or request_id
-        session.start()
+        session.try_dispatch()
 
     def step(self) -> None:
         self.num_steps += 1
@@ -88,7 +88,7 @@ class Cluster:
             self.due.remove(due)
             self.start(due[1])
             for session in self.sessions.values():
-                session.cluster_changed()
+                session.try_dispatch()
         for engine in [*self.engines[Work.PREFILL], *self.engines[Work.DECODE]]:
             self._step(engine)
         self.clock.advance(STEP_S)

@@ -77,8 +77,20 @@ def test_memory_that_the_system_has_not_got_is_a_startup_error() -> None:
 def test_bump_changes_the_named_blocks_only(make: Callable[[int], Generations]) -> None:
     generations = make(5)
     generations.bump([1, 4])
+    first = generations.read(4)
     generations.bump([4])
-    assert [generations.read(i) for i in range(5)] == [0, 1, 0, 0, 2]
+    found = [generations.read(i) for i in range(5)]
+    assert [bool(each) for each in found] == [False, True, False, False, True]
+    assert found[4] != first
+
+
+def test_generations_that_other_processes_read_cannot_be_guessed() -> None:
+    generations = SharedGenerations(200, INCARNATION)
+    generations.bump(range(200))
+    drawn = [generations.read(i) for i in range(200)]
+    assert len(set(drawn)) == 200
+    assert sum(each.bit_count() for each in drawn) / 200 == pytest.approx(32, abs=3)
+    generations.close()
 
 
 def test_a_reader_sees_each_bump_and_outlives_the_writer() -> None:
@@ -86,9 +98,10 @@ def test_a_reader_sees_each_bump_and_outlives_the_writer() -> None:
     reader = GenerationsReader(writer.fd, 3, INCARNATION)
     assert reader.read(2) == 0
     writer.bump([2])
-    assert reader.read(2) == 1
+    drawn = reader.read(2)
+    assert drawn == writer.read(2) != 0
     writer.close()
-    assert reader.read(2) == 1
+    assert reader.read(2) == drawn
     reader.close()
 
 
