@@ -237,7 +237,7 @@ class SilentDetokenizer:
 
 def _too_long(what: str, max_tokens: int, param: str) -> ContextLengthExceeded:
     return ContextLengthExceeded(
-        f"{param} ({what}) is more than the context of {max_tokens} tokens can be", param=param
+        f"{param} ({what}) does not fit the context of {max_tokens} tokens", param=param
     )
 
 

@@ -59,14 +59,15 @@ async def tokenize(request: web.Request) -> web.Response:
     columns: dict[str, Callable[[int], Any]] = {"tokens": int}
     if found.get("return_token_strs"):
         columns["token_strs"] = lambda token_id: door.model.tokenizer.token(token_id).text
-    body = await _written(head, ids, columns)
+    body = await written(head, ids, columns)
     return web.Response(body=body, content_type="application/json")
 
 
-async def _written(
+async def written(
     head: Mapping[str, int],
     ids: Sequence[int],
     columns: Mapping[str, Callable[[int], Any]],
+    at_once: int = _WRITTEN_AT_ONCE,
 ) -> bytes:
     """JSON of the head and, of each column, one value for each id.
 
@@ -77,13 +78,13 @@ async def _written(
         pieces = [json.dumps(head)[:-1]]
         for name, value_of in columns.items():
             pieces.append(f', "{name}": [')
-            for start in range(0, len(ids), _WRITTEN_AT_ONCE):
-                values = [value_of(i) for i in ids[start : start + _WRITTEN_AT_ONCE]]
+            for start in range(0, len(ids), at_once):
+                values = [value_of(i) for i in ids[start : start + at_once]]
                 pieces += (", " if start else "", json.dumps(values)[1:-1])
             pieces.append("]")
         return "".join((*pieces, "}")).encode()
 
-    return write() if len(ids) <= _WRITTEN_AT_ONCE else await asyncio.to_thread(write)
+    return write() if len(ids) <= at_once else await asyncio.to_thread(write)
 
 
 @ROUTES.post("/detokenize")
