@@ -110,7 +110,7 @@ def _parts(part: Mapping[str, Any] | None, name: str) -> Sequence[Mapping[str, A
 
 def _keeps(normalizer: Mapping[str, Any]) -> bool:
     if normalizer["type"] == "Replace":  # SentencePiece's space
-        return normalizer["pattern"] == {"String": " "} and normalizer["content"] == "\u2581"
+        return (normalizer["pattern"], normalizer["content"]) == ({"String": " "}, "\u2581")
     return normalizer["type"] in ("NFC", "Prepend")
 
 

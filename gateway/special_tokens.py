@@ -79,7 +79,8 @@ class MarkedEncoder:
 
     def named(self, text: str, special_at: Spans) -> str:
         """The text for `library`. What stands at `special_at` are special tokens' texts."""
-        pieces, last = [], 0
+        pieces: list[str] = []
+        last = 0
         for start, end in special_at:
             pieces += (text[last:start], self._names[text[start:end]])
             last = end
