@@ -73,8 +73,8 @@ def least_tokens(spec: Mapping[str, Any]) -> LeastTokens | None:
         kinds = {part["type"] for part in (*normalizer, *pre_tokenizers)}
         if kinds & {"Replace", "Metaspace"}:  # its spaces would be other bytes
             return None
-        letters = byte_of_letter()
-        tokens = [bytes(letters[c] for c in piece if c in letters) for piece in pieces]
+        letters = {ord(letter): byte for letter, byte in byte_of_letter().items()}
+        tokens = [piece.translate(letters).encode("latin-1", "ignore") for piece in pieces]
         known = {token[0] for token in tokens if len(token) == 1}
     else:
         known = {int(m[1], 16) for m in map(BYTE_TOKEN.match, pieces) if m}
@@ -91,12 +91,13 @@ def least_tokens(spec: Mapping[str, Any]) -> LeastTokens | None:
 
 
 def _weights(tokens: Iterable[bytes], known: set[int]) -> NDArray[np.float32]:
-    longest = [1] * 256
-    for token in tokens:
-        for byte in set(token):
-            longest[byte] = max(longest[byte], len(token))
-    weights = [1 / length if byte in known else 0.0 for byte, length in enumerate(longest)]
-    return np.array(weights, np.float32)
+    weights = np.zeros(256, np.float32)
+    unseen = set(known)
+    for token in sorted(tokens, key=len, reverse=True):
+        if new := unseen.intersection(token):
+            weights[list(new)] = 1 / len(token)
+            unseen -= new
+    return weights
 
 
 def _parts(part: Mapping[str, Any] | None, name: str) -> Sequence[Mapping[str, Any]]:
