@@ -52,6 +52,7 @@ class Pace:
     step_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
     max_running: int = _MAX_RUNNING
+    max_model_len: int = 2048
 
     def prefill_s(self, num_tokens: int) -> float:
         return num_tokens / self.prefill_tokens_per_s if self.prefill_tokens_per_s else 0.0
@@ -278,7 +279,7 @@ class _Nodes:
         engine = self.prefill if opening.listener == PREFILL else self.decode
         gateway = _Gateway(context)
         self._gateways[gateway.name] = gateway
-        member = _member(engine.role, self.address)
+        member = _member(engine.role, self.address, self.pace)
         await gateway.write(_welcome(member, gateway, self.pace, is_direct=bool(self._listeners)))
         beating = asyncio.create_task(_beat(gateway, engine))
         try:
@@ -329,9 +330,10 @@ async def _beat(gateway: _Gateway, engine: _Engine) -> None:
         await asyncio.sleep(_BEAT_S)
 
 
-def _member(role: Role, address: str) -> Member:
+def _member(role: Role, address: str, pace: Pace) -> Member:
     incarnation = PREFILL if role is Role.PREFILL else DECODE
-    return Member(incarnation, role, role.value, address, "demo", "fp", 2048, 16, _NUM_BLOCKS)
+    length = pace.max_model_len
+    return Member(incarnation, role, role.value, address, "demo", "fp", length, 16, _NUM_BLOCKS)
 
 
 def _welcome(member: Member, gateway: _Gateway, pace: Pace, is_direct: bool) -> bytes:
@@ -369,7 +371,7 @@ async def _serve(redis_url: str, pace: Pace) -> dict[str, list[float]]:
     await nodes.listen()
     directory = RedisDirectory(redis_url, CLUSTER, None)
     for role in (Role.PREFILL, Role.DECODE):
-        await directory.announce(_member(role, nodes.address), 5.0)
+        await directory.announce(_member(role, nodes.address, pace), 5.0)
     engines = [asyncio.create_task(part()) for part in (nodes.run_prefill, nodes.run_decode)]
     print(f"ready: {nodes.address}", flush=True)
     await asyncio.wait([*engines, asyncio.create_task(stop.wait())], return_when="FIRST_COMPLETED")
@@ -384,9 +386,12 @@ if __name__ == "__main__":
     parser.add_argument("--step-s", type=float, default=0.0)
     parser.add_argument("--prefill-tokens-per-s", type=float, default=0.0)
     parser.add_argument("--max-running", type=int, default=_MAX_RUNNING)
+    parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--log", type=Path)
     wanted = parser.parse_args()
-    pace = Pace(wanted.step_s, wanted.prefill_tokens_per_s, wanted.max_running)
+    pace = Pace(
+        wanted.step_s, wanted.prefill_tokens_per_s, wanted.max_running, wanted.max_model_len
+    )
     sent_s = event_loop.run(lambda: _serve(wanted.redis_url, pace))
     if wanted.log is not None:
         wanted.log.write_text(json.dumps(sent_s))

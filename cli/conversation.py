@@ -61,7 +61,7 @@ class Chat:
     def prompt(self, entry: str) -> str:
         """Raises InvalidRequest where the template refuses."""
         asked = [*self._messages, {"role": "user", "content": entry}]
-        return asyncio.run(self._template.render(asked, ()))
+        return asyncio.run(self._template.render(asked, ())).text
 
     def answered(self, entry: str, answer: str) -> None:
         self._messages.append({"role": "user", "content": entry})

@@ -174,6 +174,11 @@ class GatewayConfig:
     skip_tokenizer_init: bool = flag(
         False, "serve token ids alone: no text, for models without a tokenizer"
     )
+    special_tokens_in_prompts: str = flag(
+        "allow",
+        "a special token's text in a prompt that is no chat: the token, or an error",
+        choices=("allow", "refuse"),
+    )
     tool_call_parser: str = flag(
         "auto",
         "how the model writes tool calls; auto: by its chat template",

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from ..constraints.grammars import Grammars
 from ..core.constraint import Constraint
 from ..core.errors import InvalidRequest, Overloaded
+from .foreign_code import refusing
 
 _MAX_WAITING = 64
 
@@ -39,9 +40,13 @@ class ConstraintCheck:
         self._num_waiting += 1
         try:
             loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._pool, self._grammars.compile, constraint)
+            await loop.run_in_executor(self._pool, self._compile, constraint)
         finally:
             self._num_waiting -= 1
+
+    def _compile(self, constraint: Constraint) -> None:
+        with refusing("the constraint cannot be used", "constraint"):
+            self._grammars.compile(constraint)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -8,6 +8,9 @@ import tokenizers
 from tokenizers import decoders
 from tokenizers.decoders import DecodeStream
 
+from .foreign_code import is_failure
+from .token_text import decode_few
+
 _NUM_CONTEXT_TOKENS = 8
 _REPLACEMENT = "\ufffd"
 
@@ -34,7 +37,7 @@ class WholeTexts(dict[int, str | None]):
     def _find(self, token_id: int) -> str | None:
         if not self._is_byte_level or token_id in self._left_out:
             return None
-        text = self._library.decode([token_id])
+        text = decode_few(self._library, [token_id])
         return text if text and _REPLACEMENT not in text else None
 
 
@@ -58,7 +61,7 @@ class Detokenizer:
         self._whole_texts = whole_texts
         self._hidden_ids = hidden_ids
         context = list(prompt_token_ids[-_NUM_CONTEXT_TOKENS:])
-        if library.decode(context).endswith(_REPLACEMENT):
+        if decode_few(library, context).endswith(_REPLACEMENT):
             context = []  # ends inside a character: the stream would repeat it as output
         self._skips_special_tokens = skips_special_tokens
         self._stream = self._stream_after(context)
@@ -77,11 +80,23 @@ class Detokenizer:
             return ""
         try:
             text = self._stream.step(self._library, token_id)
-        except Exception:  # its only kind: where bytes are no UTF-8, text that was shown changed
+        except BaseException as error:  # where bytes are no UTF-8, text that was shown changed
+            if not is_failure(error):
+                raise
             self._stream = self._stream_after([])
-            text = self._stream.step(self._library, token_id)
+            text = self._stepped_alone(token_id)
         self._holds_none = text is not None
         return text or ""
+
+    def _stepped_alone(self, token_id: int) -> str | None:
+        """A token that the library fails at even alone must not end what others' tokens need."""
+        try:
+            text: str | None = self._stream.step(self._library, token_id)
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            return _REPLACEMENT
+        return text
 
     def _stream_after(self, context: Sequence[int]) -> DecodeStream:
         return DecodeStream(ids=context, skip_special_tokens=self._skips_special_tokens)

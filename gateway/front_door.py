@@ -30,6 +30,7 @@ from .security.tenancy import Admission, Tenancy
 from .served_model import ServedModel
 from .session import GATEWAY, Session, SessionLimits
 from .sessions import SessionTable
+from .special_tokens import Spans
 from .telemetry.records import CallObserver, CallRecord
 from .text_stream import TextStream
 from .turns import Turns
@@ -183,8 +184,11 @@ class FrontDoor:
         timeout_s: float | None = None,
         traceparent: str = "",
         tracestate: str = "",
+        special_at: Spans | None = None,
     ) -> AsyncIterator[Generation]:
         """Run a call for as long as the block lasts; leaving it ends what still runs.
+
+        `special_at`: where alone its text has special tokens; None: wherever their texts stand.
 
         Raises InvalidRequest kin, ModelNotFound, Overloaded, Unavailable before the block, and
         inside it whatever ended the call, even where a write to a stuck client hangs.
@@ -197,7 +201,7 @@ class FrontDoor:
             try:
                 admission = self._admit(caller, stack)
                 self._check_queue(caller, deadline_s)  # what comes too late is not even tokenised
-                request = await self._prepare(wire, caller, admission)
+                request = await self._prepare(wire, caller, admission, special_at)
                 began_s = self._clock.monotonic_s()
                 router = await route_prompt(
                     self._table,
@@ -245,21 +249,36 @@ class FrontDoor:
         return await self._abort_calls(names, caller.tenant)
 
     async def tokenize(
-        self, model: str, text: str, caller: Caller, *, adds_special_tokens: bool = True
+        self,
+        model: str,
+        text: str,
+        caller: Caller,
+        *,
+        adds_special_tokens: bool = True,
+        special_at: Spans | None = None,
+        param: str = "text",
     ) -> tuple[int, ...]:
-        """Raises ModelNotFound, PermissionDenied, RateLimited."""
+        """Raises ModelNotFound, InvalidRequest kin, PermissionDenied, RateLimited."""
         with self._text_admitted(caller):
             self._check_model(caller, model)
-            return await self.model.tokenizer.encode(text, adds_special_tokens=adds_special_tokens)
+            return await self.model.tokenizer.encode(
+                text,
+                adds_special_tokens=adds_special_tokens,
+                special_at=special_at,
+                max_tokens=self.limits.max_model_len,
+                param=param,
+            )
 
     async def detokenize(
         self, model: str, token_ids: Sequence[int], caller: Caller, *, param: str = "ids"
     ) -> str:
-        """Raises ModelNotFound, InvalidRequest, PermissionDenied, RateLimited."""
+        """Raises ModelNotFound, InvalidRequest kin, PermissionDenied, RateLimited."""
         with self._text_admitted(caller):
             self._check_model(caller, model)
             check_token_ids(token_ids, self.model.limits.vocab_size, param)
-            return await self.model.tokenizer.decode(token_ids)
+            return await self.model.tokenizer.decode(
+                token_ids, max_tokens=self.limits.max_model_len, param=param
+            )
 
     @contextmanager
     def _text_admitted(self, caller: Caller) -> Iterator[None]:
@@ -293,7 +312,11 @@ class FrontDoor:
         caller.check_model(model, self.model.limits.model)
 
     async def _prepare(
-        self, wire: inference_pb2.GenerateRequest, caller: Caller, admission: Admission
+        self,
+        wire: inference_pb2.GenerateRequest,
+        caller: Caller,
+        admission: Admission,
+        special_at: Spans | None,
     ) -> ValidatedRequest:
         """The request, charged to the caller's tenant and in its part of the prefix cache.
 
@@ -307,7 +330,7 @@ class FrontDoor:
             if (refusal := self.constraint_refusal) is not None:
                 raise unsupported(refusal)
             await self.model.constraints.check(draft.sampling.constraint)
-        prompt = await self.model.prompt_token_ids(draft)
+        prompt = await self.model.prompt_token_ids(draft, limits.max_model_len, special_at)
         request = complete_request(draft, prompt, limits, drawn_seed=self._entropy.new_seed())
         max_output_tokens = request.num_samples * request.sampling.max_tokens
         admission.charge(len(request.prompt_token_ids) + max_output_tokens)

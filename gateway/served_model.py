@@ -8,9 +8,10 @@ from pathlib import Path
 
 from ..constraints.grammars import Grammars
 from ..core.config import GatewayConfig
-from ..core.errors import ContextLengthExceeded, StartupFailed
+from ..core.errors import StartupFailed
 from ..core.model_dir import eos_token_ids, read_json, resolve_model_dir
 from .constraint_check import ConstraintCheck
+from .special_tokens import Spans
 from .tokenizer import NoTokenizer, Tokenizer, check_needs_no_text
 from .validation import Draft, ModelLimits
 
@@ -32,35 +33,35 @@ class ServedModel:
         name = config.served_model_name or model_dir.resolve().name
         eos_ids = eos_token_ids(model_dir)
         tokenizer = (
-            NoTokenizer() if config.skip_tokenizer_init else Tokenizer.load(model_dir, eos_ids)
+            NoTokenizer()
+            if config.skip_tokenizer_init
+            else Tokenizer.load(
+                model_dir,
+                eos_ids,
+                refuses_special=config.special_tokens_in_prompts == "refuse",
+            )
         )
         limits = _read_limits(model_dir, name)
         constraints = ConstraintCheck(Grammars(model_dir, limits.vocab_size, eos_ids))
         return cls(limits, eos_ids, tokenizer, model_dir, constraints)
 
-    async def prompt_token_ids(self, draft: Draft) -> Sequence[int]:
-        """The draft's prompt as token ids.
+    async def prompt_token_ids(
+        self, draft: Draft, max_model_len: int, special_at: Spans | None = None
+    ) -> Sequence[int]:
+        """The draft's prompt as token ids; `special_at`: see Tokenizer.encode.
 
-        Raises InvalidRequest where it needs a tokenizer that is not there, and, before work that
-        only grows with the text, ContextLengthExceeded where no tokens could be so few.
+        Raises InvalidRequest where it needs a tokenizer that is not there, ContextLengthExceeded.
         """
         if isinstance(self.tokenizer, NoTokenizer):
             check_needs_no_text(draft.sampling.stop)
-        elif isinstance(draft.prompt, str):
-            self._check_length(draft.prompt, self.tokenizer.max_token_chars)
         if isinstance(draft.prompt, str):
             return await self.tokenizer.encode(
-                draft.prompt, adds_special_tokens=draft.adds_special_tokens
+                draft.prompt,
+                adds_special_tokens=draft.adds_special_tokens,
+                special_at=special_at,
+                max_tokens=max_model_len,
             )
         return draft.prompt
-
-    def _check_length(self, text: str, max_token_chars: int) -> None:
-        if len(text) > self.limits.max_model_len * max_token_chars:
-            raise ContextLengthExceeded(
-                f"prompt ({len(text)} characters) is more than the context of "
-                f"{self.limits.max_model_len} tokens can be",
-                param="prompt",
-            )
 
     def close(self) -> None:
         """End its threads."""

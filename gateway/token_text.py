@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import tokenizers
 from tokenizers import pre_tokenizers
 
+from .foreign_code import is_failure
+
 _REPLACEMENT = "\ufffd"
 _WORD_START = "\u2581"  # how SentencePiece writes a leading space
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>\Z")
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +32,25 @@ class TokenText:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.data)
 
 
+def decode_few(
+    library: tokenizers.Tokenizer, token_ids: Sequence[int], *, skip_special_tokens: bool = True
+) -> str:
+    """What a few tokens say; U+FFFD for those that the library fails at."""
+    try:
+        text: str = library.decode(token_ids, skip_special_tokens=skip_special_tokens)
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        return _REPLACEMENT
+    return text
+
+
 def token_text(library: tokenizers.Tokenizer, token_id: int) -> TokenText:
     """Empty for an id that the tokenizer does not know: models may have more than it."""
     piece = library.id_to_token(token_id)
     if piece is None:
         return TokenText("", b"")
-    text = library.decode([token_id], skip_special_tokens=False)
+    text = decode_few(library, [token_id], skip_special_tokens=False)
     if _REPLACEMENT in text:
         return TokenText(text, _bytes_of(piece) or text.encode())
     if piece.startswith(_WORD_START) and not text.startswith(" "):
@@ -44,16 +60,16 @@ def token_text(library: tokenizers.Tokenizer, token_id: int) -> TokenText:
 
 def _bytes_of(piece: str) -> bytes | None:
     """The bytes of a token that ends inside a character; None if it is not written as bytes."""
-    if match := _BYTE_TOKEN.match(piece):
+    if match := BYTE_TOKEN.match(piece):
         return bytes([int(match[1], 16)])
-    byte_of = _byte_of_letter()
+    byte_of = byte_of_letter()
     if all(letter in byte_of for letter in piece):
         return bytes(byte_of[letter] for letter in piece)
     return None
 
 
 @functools.cache
-def _byte_of_letter() -> dict[str, int]:
+def byte_of_letter() -> dict[str, int]:
     """GPT-2's alphabet: printable bytes stand for themselves, others for letters from U+0100."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     themselves = {letter: ord(letter) for letter in letters if ord(letter) < 256}

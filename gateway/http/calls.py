@@ -18,6 +18,7 @@ from ...proto.v1 import inference_pb2
 from ..caller import Caller
 from ..chunk import Chunk
 from ..front_door import FrontDoor, Generation
+from ..special_tokens import Spans
 
 OnStart = Callable[[Sequence[Generation]], Awaitable[None]]
 OnChunk = Callable[[int, Chunk], Awaitable[None]]
@@ -26,10 +27,11 @@ Push = Callable[[Chunk], bool]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """`names`: our names of fields as this client wrote them."""
+    """`names`: our names of fields as this client wrote them; `special_at`: see FrontDoor."""
 
     wire: inference_pb2.GenerateRequest
     names: Mapping[str, str] = field(default_factory=dict)
+    special_at: Spans | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,7 @@ async def _run_one(
             sender.caller,
             traceparent=sender.traceparent,
             tracestate=sender.tracestate,
+            special_at=call.special_at,
         ) as generation:
             await on_start([generation])
             if push is not None:

@@ -18,7 +18,7 @@ from .answers import Choice, answer
 from .body import read_object
 from .calls import Call
 from .chat_shape import ChatChoice, ChatOptions
-from .chat_template import ChatTemplate
+from .chat_template import ChatPrompt, ChatTemplate
 from .fields import FRONT, GENERATION, LOGPROBS, MAX_TOKENS, SAMPLING, fill, read_fields, require
 from .kinds import BOOLEAN, Kind
 from .logprobs import prompt_logprobs
@@ -76,7 +76,7 @@ class Prepared:
     `grammar` (Lark's) is of what follows them; None: it is free.
     """
 
-    text: str
+    prompt: ChatPrompt
     opening: str
     tool_format: ToolFormat | None
     grammar: str | None = None
@@ -113,8 +113,8 @@ async def prepare(
     elif choice.is_forced:
         _check_not_strict(tools, choice, constraint_refusal)
         opening = model.tool_format.opening(choice.function)
-    text = await model.template.render(messages, shown_tools(tools))
-    return Prepared(text + opening, opening, model.tool_format, grammar)
+    prompt = await model.template.render(messages, shown_tools(tools), opening=opening)
+    return Prepared(prompt, opening, model.tool_format, grammar)
 
 
 def _check_not_strict(
@@ -137,7 +137,10 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     refusal = request.app[PARTS].door.constraint_refusal
     prepared = await prepare(request.app[CHAT_MODEL], found, refusal)
     wire = inference_pb2.GenerateRequest(
-        model=model, request_id=label_of(request), text=prepared.text, add_special_tokens=False
+        model=model,
+        request_id=label_of(request),
+        text=prepared.prompt.text,
+        add_special_tokens=False,
     )
     if prepared.tool_format is not None:
         wire.skip_special_tokens = False  # what begins a call may be one
@@ -157,7 +160,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
             param=names["constraint"],
             code="unsupported_parameter",
         )
-    plan = stream_plan(found, [Call(wire, names)])
+    plan = stream_plan(found, [Call(wire, names, prepared.prompt.special_at)])
     return await answer(request, plan, _Shape(request, found, prepared, plan.num_samples))
 
 

@@ -1,4 +1,7 @@
-"""A model directory's chat template: messages and tools in, the prompt's text out.
+"""A model directory's chat template: messages and tools in, the prompt out.
+
+The prompt is a text and where it has special tokens: the template's own alone, whatever messages
+and tools say (template_marks.py).
 
 The template comes with the model, so it runs in jinja2's immutable sandbox, and what it may cost is
 bounded. It has what transformers gives templates: tojson, raise_exception, strftime_now.
@@ -25,7 +28,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ...core.errors import InvalidRequest
 from ...core.model_dir import read_json
+from ..special_tokens import NAMED_TOKENS, Spans, special_texts, token_text
 from .messages import Message
+from .template_marks import TemplateMarks, compile_marked
 from .tools import Tool
 
 log = logging.getLogger(__name__)
@@ -34,7 +39,14 @@ _MAX_TEMPLATE_CHARS = 1 << 20
 _MAX_PROMPT_CHARS = 8 << 20
 _MAX_RENDER_S = 2.0
 _NUM_INLINE_MESSAGES = 32  # a longer chat is rendered on a thread
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """`special_at`: where `text` has special tokens."""
+
+    text: str
+    special_at: Spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +55,7 @@ class ChatTemplate:
 
     text: str
     _template: jinja2.Template
+    _marks: TemplateMarks
     _variables: Mapping[str, str]
 
     @classmethod
@@ -53,21 +66,30 @@ class ChatTemplate:
         text = _source(model_dir, config)
         if text is None:
             return None
+        marks = TemplateMarks(special_texts(model_dir))
         try:
-            template = _environment().from_string(text)
+            template = compile_marked(_environment(), text, marks)
         except (jinja2.TemplateError, RecursionError) as error:
             log.warning("the chat template of %s cannot be used: %s", model_dir, error)
             return None
-        found = {name: _token(config.get(name)) for name in _SPECIAL_TOKENS}
-        return cls(text, template, {name: token for name, token in found.items() if token})
+        found = {name: token_text(config.get(name)) for name in NAMED_TOKENS}
+        variables = {name: marks.mark_specials(token) for name, token in found.items() if token}
+        return cls(text, template, marks, variables)
 
-    async def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
-        """The prompt, up to where the assistant speaks. Raises InvalidRequest."""
+    async def render(
+        self, messages: Sequence[Message], tools: Sequence[Tool], *, opening: str = ""
+    ) -> ChatPrompt:
+        """The prompt, up to where the assistant speaks, and `opening`, the first of its words.
+
+        Raises InvalidRequest.
+        """
         if len(messages) <= _NUM_INLINE_MESSAGES:
-            return self._render(messages, tools)
-        return await asyncio.to_thread(self._render, messages, tools)
+            return self._render(messages, tools, opening)
+        return await asyncio.to_thread(self._render, messages, tools, opening)
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[Tool], opening: str
+    ) -> ChatPrompt:
         deadline_s = time.monotonic() + _MAX_RENDER_S
         pieces, num_chars = [], 0
         try:
@@ -82,17 +104,15 @@ class ChatTemplate:
                 if num_chars > _MAX_PROMPT_CHARS or time.monotonic() > deadline_s:
                     raise _refused("makes too much of these messages")
         except _Refused as error:
-            raise _refused(f"refuses these messages: {str(error)[:200]}") from error
-        except (
-            jinja2.TemplateError,
-            TypeError,
-            ValueError,
-            ArithmeticError,
-            RecursionError,  # of deep arguments, written as JSON
-        ) as error:
-            log.info("the chat template failed: %s", error)
+            reason = self._marks.plain(str(error))[:200]
+            raise _refused(f"refuses these messages: {reason}") from error
+        except InvalidRequest:
+            raise
+        except Exception as error:  # whatever a model's template does
+            log.info("the chat template failed: %s: %s", type(error).__name__, error)
             raise _refused("cannot take these messages") from error
-        return "".join(pieces)
+        text, special_at = self._marks.read("".join((*pieces, self._marks.mark_specials(opening))))
+        return ChatPrompt(text, special_at)
 
 
 def _refused(what: str) -> InvalidRequest:
@@ -116,12 +136,6 @@ def _source(model_dir: Path, config: Mapping[str, Any]) -> str | None:
         log.warning("the chat template of %s is no text of sensible length", model_dir)
         return None
     return found
-
-
-def _token(value: Any) -> str:
-    """A special token is written as a string or as an object around one."""
-    content = value.get("content") if isinstance(value, dict) else value
-    return content if isinstance(content, str) else ""
 
 
 class _Refused(jinja2.TemplateError):

@@ -95,6 +95,7 @@ def _arguments(value: Any, name: str) -> dict[str, Any]:
     if isinstance(value, str):
         try:
             value = json.loads(value or "{}")
+            json.dumps(value, ensure_ascii=False).encode()  # no half of a surrogate pair in it
         except (ValueError, RecursionError):
             raise invalid(name, "JSON in a string") from None
     if not isinstance(value, dict):

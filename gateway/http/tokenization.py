@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from aiohttp import web
 
@@ -17,6 +20,8 @@ from .prompts import TOKEN_IDS
 from .tools import TOOLS
 
 ROUTES = web.RouteTableDef()
+
+_WRITTEN_AT_ONCE = 4096
 
 TOKENIZE_FIELDS: Mapping[str, Kind] = {
     "model": STRING,
@@ -38,19 +43,48 @@ async def tokenize(request: web.Request) -> web.Response:
         if "prompt" in found:
             raise InvalidRequest("give a prompt or messages", param="prompt", code="invalid_value")
         refusal = request.app[PARTS].door.constraint_refusal
-        text = (await prepare(request.app[CHAT_MODEL], found, refusal)).text
+        prompt = (await prepare(request.app[CHAT_MODEL], found, refusal)).prompt
+        param, text, special_at = "messages", prompt.text, prompt.special_at
     else:
-        text = require(found, "prompt")
+        param, text, special_at = "prompt", require(found, "prompt"), None
     ids = await door.tokenize(
         found.get("model", ""),
         text,
         caller_of(request),
         adds_special_tokens=found.get("add_special_tokens", "messages" not in found),
+        special_at=special_at,
+        param=param,
     )
-    body = {"count": len(ids), "max_model_len": door.limits.max_model_len, "tokens": list(ids)}
+    head = {"count": len(ids), "max_model_len": door.limits.max_model_len}
+    columns: dict[str, Callable[[int], Any]] = {"tokens": int}
     if found.get("return_token_strs"):
-        body["token_strs"] = [door.model.tokenizer.token(token_id).text for token_id in ids]
-    return web.json_response(body)
+        columns["token_strs"] = lambda token_id: door.model.tokenizer.token(token_id).text
+    body = await written(head, ids, columns)
+    return web.Response(body=body, content_type="application/json")
+
+
+async def written(
+    head: Mapping[str, int],
+    ids: Sequence[int],
+    columns: Mapping[str, Callable[[int], Any]],
+    at_once: int = _WRITTEN_AT_ONCE,
+) -> bytes:
+    """JSON of the head and, of each column, one value for each id.
+
+    Long ones are written on a thread, some at a time: others get their turns between them.
+    """
+
+    def write() -> bytes:
+        pieces = [json.dumps(head)[:-1]]
+        for name, value_of in columns.items():
+            pieces.append(f', "{name}": [')
+            for start in range(0, len(ids), at_once):
+                values = [value_of(i) for i in ids[start : start + at_once]]
+                pieces += (", " if start else "", json.dumps(values)[1:-1])
+            pieces.append("]")
+        return "".join((*pieces, "}")).encode()
+
+    return write() if len(ids) <= at_once else await asyncio.to_thread(write)
 
 
 @ROUTES.post("/detokenize")

@@ -32,18 +32,18 @@ def request_of(model: ServedModel, stop: str = "", **prompt: object) -> Draft:
 
 async def test_token_ids_are_served_and_have_no_text(model: ServedModel) -> None:
     draft = request_of(model, token_ids=inference_pb2.TokenIds(ids=[5, 6]))
-    assert list(await model.prompt_token_ids(draft)) == [5, 6]
+    assert list(await model.prompt_token_ids(draft, 64)) == [5, 6]
     text = TextStream(model.tokenizer.detokenizer((5, 6)), ())
     assert text.feed([7, 8, 9]).text == "" and text.flush() == ""
 
 
 async def test_what_needs_text_is_refused(model: ServedModel) -> None:
     with pytest.raises(InvalidRequest, match="no tokenizer") as refused:
-        await model.prompt_token_ids(request_of(model, text="hello"))
+        await model.prompt_token_ids(request_of(model, text="hello"), 64)
     assert refused.value.param == "prompt"
     ids = inference_pb2.TokenIds(ids=[5])
     with pytest.raises(InvalidRequest, match="stop strings") as refused:
-        await model.prompt_token_ids(request_of(model, stop="END", token_ids=ids))
+        await model.prompt_token_ids(request_of(model, stop="END", token_ids=ids), 64)
     assert refused.value.param == "stop"
     with pytest.raises(InvalidRequest):
         await model.tokenizer.encode("x")

@@ -210,16 +210,16 @@ async def test_templates_render_as_in_transformers(
     wanted = theirs.apply_chat_template(
         MESSAGES, tools or None, chat_template=source, add_generation_prompt=True, tokenize=False
     )
-    assert await template.render(MESSAGES, tools) == wanted
+    assert (await template.render(MESSAGES, tools)).text == wanted
 
 
 async def test_a_file_comes_first_and_lists_have_names(tmp_path: Path) -> None:
     named = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]
     template = write_template(tmp_path, named)
-    assert template is not None and await template.render(MESSAGES, ()) == "t"
+    assert template is not None and (await template.render(MESSAGES, ())).text == "t"
     (tmp_path / "chat_template.jinja").write_text("file")
     template = ChatTemplate.load(tmp_path)
-    assert template is not None and await template.render(MESSAGES * 20, ()) == "file"
+    assert template is not None and (await template.render(MESSAGES * 20, ())).text == "file"
 
 
 @pytest.mark.parametrize("template", [None, "{% if %}", 5, "{{ x " * 5, "{% for a in" + "(" * 9999])
@@ -251,10 +251,10 @@ async def test_templates_that_go_too_far(tmp_path: Path, source: str, words: str
     assert caught.value.param == "messages"
 
 
-def test_tokens_alone_as_bytes() -> None:
+async def test_tokens_alone_as_bytes() -> None:
     tokenizer = Tokenizer.load(resolve_model_dir("demo"), ())
     text = "def é(): # 世界 🙂\n"
-    ids = tokenizer._encode(text, True)
+    ids = await tokenizer.encode(text)
     assert b"".join(tokenizer.token(i).data for i in ids) == text.encode()
     assert tokenizer.token(0).text == "<|endoftext|>"
     assert tokenizer.token(10**6) == TokenText("", b"")
