@@ -5,6 +5,9 @@ is asked to do the same for the modules that they share, before any is imported.
 
 Without a GPU the Triton kernels run in Triton's interpreter, which is chosen at its first import:
 here, before any test module can import it.
+
+Several processes run the tests, each test in one of them, so torch has one thread in each, as it
+has in the engines that tests start.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ import signal
 import sys
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 
 import pytest
 import torch

@@ -48,9 +48,11 @@ NUM_BLOCKS, BLOCK_BYTES = peer.NUM_BLOCKS, peer.BLOCK_BYTES
 
 
 def footprint() -> tuple[int, int, list[str]]:
-    """What must be as before: descriptors, threads, and what lies in /dev/shm."""
+    """What must be as before: descriptors, threads, and what lies in /dev/shm, where the hidden
+    files are those of browsers in tests that run beside these."""
     num_fds = len(os.listdir("/proc/self/fd"))
-    return num_fds, threading.active_count(), sorted(os.listdir("/dev/shm"))
+    shared = sorted(name for name in os.listdir("/dev/shm") if not name.startswith("."))
+    return num_fds, threading.active_count(), shared
 
 
 @pytest.fixture(autouse=True)
