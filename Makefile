@@ -34,7 +34,7 @@ test: $(READY)
 	$(PYTEST) -m "not slow and not gpu" $(PYTEST_ARGS)
 
 test-all: $(READY)
-	$(PYTEST) -m "not gpu" $(PYTEST_ARGS)
+	$(PYTEST) -m "not gpu" --hypothesis-profile=thorough $(PYTEST_ARGS)
 
 test-optimized: $(READY)
 	PYTHONOPTIMIZE=1 $(PYTEST) -m "not slow and not gpu" $(PYTEST_ARGS)

@@ -36,6 +36,13 @@ pytest.register_assert_rewrite(
 )
 
 
+def pytest_configure() -> None:
+    """Before Hypothesis looks which profile was asked for."""
+    from effort import register_profiles
+
+    register_profiles()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fault sweep")
     group.addoption("--fault-streams", type=int, default=1000, help="streams that it runs")
