@@ -7,7 +7,7 @@ Without a GPU the Triton kernels run in Triton's interpreter, which is chosen at
 here, before any test module can import it.
 
 Several processes run the tests, each test in one of them, so torch has one thread in each, as it
-has in the engines that tests start.
+has in the engines that tests start. What is compiled is kept: tests start hundreds of processes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest
 import torch
+
+sys.dont_write_bytecode = False
 
 # A shell lets its background jobs ignore Ctrl-C, and what they start inherits that; tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,4 +1,7 @@
-"""A deployment on one host whose parts end: `baton up` starts nodes again."""
+"""A deployment on one host whose parts end: `baton up` starts nodes again.
+
+How often it does is tested in tests/unit/test_cli_up.py, without nodes.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,6 @@ def kill(deployment: Deployment, name: str) -> int:
     return child.process.pid
 
 
-def pids_of(deployment: Deployment, name: str) -> list[int]:
-    return [child.process.pid for child in deployment.children if child.name == name]
-
-
 async def test_a_node_that_ends_is_started_again(deployment: Deployment) -> None:
     """And what it streamed goes on at the other."""
     keeping = asyncio.create_task(deployment.keep())
@@ -48,29 +47,3 @@ async def test_a_node_that_ends_is_started_again(deployment: Deployment) -> None
         assert again.text == result.text
         kill(deployment, "gateway")
         assert await keeping == "gateway"
-
-
-async def test_a_node_that_lived_long_may_end_once_more(
-    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("baton.cli.deployment._MOST_ENDS", 1)
-    monkeypatch.setattr("baton.cli.deployment._WELL_S", 0.0)
-    keeping = asyncio.create_task(deployment.keep())
-    async with asyncio.timeout(60):
-        for _ in range(2):
-            pid = kill(deployment, "decode-1")
-            while pids_of(deployment, "decode-1") in ([], [pid]):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            await deployment.wait_linked()
-    assert not keeping.done()
-    keeping.cancel()
-
-
-async def test_a_node_that_keeps_ending_ends_all(
-    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("baton.cli.deployment._MOST_ENDS", 0)
-    keeping = asyncio.create_task(deployment.keep())
-    kill(deployment, "decode-1")
-    async with asyncio.timeout(10):
-        assert await keeping == "decode-1"
