@@ -45,7 +45,13 @@ def _subject(config: EngineConfig) -> Iterator[Subject]:
         yield Subject(system, GreedyOracle(Path(config.model)), local, vocab_size)
 
 
-@pytest.fixture(scope="module", params=["bundled", "tiny, chunks of 16", "tiny MHA, chunks of 40"])
+MHA = "tiny MHA, chunks of 40"
+
+
+@pytest.fixture(
+    scope="module",
+    params=["bundled", "tiny, chunks of 16", pytest.param(MHA, marks=pytest.mark.slow)],
+)
 def subject(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Subject]:

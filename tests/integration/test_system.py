@@ -116,7 +116,9 @@ AT_ONCE_S = 0.05
 UP = ["up", "--device", "cpu", "--grpc-port", "0", "--http-port", "0", "--cpu-kv-bytes", "30000000"]
 
 
-@pytest.mark.parametrize("after_s", [AT_ONCE_S, 0.8, 2.0, None])
+@pytest.mark.parametrize(
+    "after_s", [AT_ONCE_S, 0.8, pytest.param(2.0, marks=pytest.mark.slow), None]
+)
 def test_ctrl_c_leaves_nothing_behind(after_s: float | None) -> None:
     """At once, in the middle of start-up, or once it runs."""
     process = start(*UP)
@@ -149,8 +151,9 @@ def test_kill_9_of_the_parent_ends_everything() -> None:
     assert not marked_processes(OUR_MARK)
 
 
-def test_demo_twice_in_a_row() -> None:
-    for _ in range(2):
+@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_demo(times: int) -> None:
+    for _ in range(times):
         process = start("demo", "--max-tokens", "8")
         output, _ = process.communicate(timeout=60)
         assert process.returncode == 0, output
@@ -161,14 +164,15 @@ def test_demo_twice_in_a_row() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--model", "/nowhere"], "/nowhere"),
-        (["--max-model-len", "5000"], "2048"),
         (["--cpu-kv-bytes", "1000000"], "--max-model-len"),
         (["--gpus", "0"], "--gpus"),
-        (["--tp", "3", "--device", "cpu"], "--tp"),
+        pytest.param(["--model", "/nowhere"], "/nowhere", marks=pytest.mark.slow),
+        pytest.param(["--max-model-len", "5000"], "2048", marks=pytest.mark.slow),
+        pytest.param(["--tp", "3", "--device", "cpu"], "--tp", marks=pytest.mark.slow),
     ],
 )
 def test_a_node_that_cannot_start_says_why(arguments: list[str], words: str) -> None:
+    """More of it in test_node_pair.py and test_tensor_parallel.py."""
     launch = str(Path(sys.executable).parent / "launch_prefill")
     began_s = time.monotonic()
     result = subprocess.run([launch, *arguments], capture_output=True, text=True, timeout=30)
