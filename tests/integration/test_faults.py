@@ -25,6 +25,7 @@ import mixed_run
 import pytest
 from fault_cluster import Cluster, cluster, write_model
 from faults import BLOCK_SIZE, Reference, Scene
+from patience import AT_ONCE_S, SOON_S
 
 from baton.core.config import EngineConfig
 from baton.core.request import SamplingParams
@@ -63,7 +64,7 @@ class Row:
     id: str
     fault: Callable[[Scene], Awaitable[None]]
     attempts: tuple[int, ...] = ()
-    found_within_s: float = 0.3
+    found_within_s: float = AT_ONCE_S
 
 
 AGAIN, ONCE = (2,), (1,)
@@ -79,7 +80,7 @@ ROWS = (
     Row("gateway-killed", do.kill_gateway),
     Row("F9-prefill-0.2s", partial(do.pause_prefill, 0.2, "node"), ONCE),
     Row("F9-gateway-0.2s", partial(do.pause_gateway, 0.2), ONCE),
-    Row("F9-decode-engine", do.hang_decode_engine, AGAIN, 1.5),
+    Row("F9-decode-engine", do.hang_decode_engine, AGAIN, SOON_S),
     Row("F25", memory.ask_by_a_stale_index, ONCE),
     Row("F26", do.send_crafted_tickets),
     Row("F27", link_faults.shuffle_messages),
@@ -94,20 +95,20 @@ ROWS = (
 )
 SLOW_ROWS = (
     # The pool of a killed source stays mapped: a pull that was announced whole may still end well.
-    Row("F2-node-before-pull", partial(do.kill_prefill_before_the_pull, "node"), (1, 2), 0.6),
+    Row("F2-node-before-pull", partial(do.kill_prefill_before_the_pull, "node"), (1, 2)),
     Row("F4-node", partial(do.kill_decode_during_the_prefill, "node"), AGAIN),
     Row("F9-decode-0.2s", partial(do.pause_decode, 0.2, "node"), ONCE),
-    Row("F9-prefill", partial(do.pause_prefill, 1.5, "node"), AGAIN, 1.5),
+    Row("F9-prefill", partial(do.pause_prefill, 1.5, "node"), AGAIN, SOON_S),
     Row("F34", do.take_ports),
     Row("F1-engine", partial(do.kill_prefill_before_its_first_chunk, "engine"), AGAIN),
     Row("F5-engine-token-0", partial(do.kill_decode_before_its_first_token, "engine"), AGAIN),
     Row("F5-node-token-1", partial(do.kill_decode_at_token, 1, "node"), AGAIN),
     Row("F5-node-last", partial(do.kill_decode_at_token, 22, "node", num_left=2), (1, 2)),
-    Row("F9-decode", partial(do.pause_decode, 1.8, "node"), AGAIN, 1.5),
+    Row("F9-decode", partial(do.pause_decode, 1.8, "node"), AGAIN, SOON_S),
     Row("F9-gateway-3s", partial(do.pause_gateway, 3.0), (1, 2), 5.0),
     # Longer than an entry of the directory lives; and so long that the supervisor ends the engine.
-    Row("F9-decode-8s", partial(do.pause_decode, 8.0, "node"), AGAIN, 1.5),
-    Row("F9-prefill-engine-33s", partial(do.pause_prefill, 33.0, "engine"), AGAIN, 1.5),
+    Row("F9-decode-8s", partial(do.pause_decode, 8.0, "node"), AGAIN, SOON_S),
+    Row("F9-prefill-engine-33s", partial(do.pause_prefill, 33.0, "engine"), AGAIN, SOON_S),
 )
 
 

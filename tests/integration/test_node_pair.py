@@ -27,6 +27,7 @@ from node_driver import (
     wait_idle,
     write_tiny_model,
 )
+from patience import AT_ONCE_S, SOON_S
 
 from baton.cluster.redis_server import RedisServer
 from baton.core.config import EngineConfig
@@ -40,7 +41,6 @@ from baton.engine.runner import ModelRunner
 from baton.proto.v1 import node_pb2
 
 NUM_BLOCKS = 256
-AT_ONCE_S = 1.0  # before a heartbeat is missed: 1.2 s, an engine 30 s; on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def wait_gone(pids: list[int], timeout_s: float = 2.0) -> None:
+def wait_gone(pids: list[int], timeout_s: float = SOON_S) -> None:
     deadline_s = time.monotonic() + timeout_s
     while any(is_alive(pid) for pid in pids):
         assert time.monotonic() < deadline_s, "a process is left"
@@ -248,7 +248,7 @@ async def test_end_of_the_stream_cancels_its_requests(nodes: Nodes) -> None:
         request = gateway.request(100, max_tokens=1000)
         await gateway.hand_off(request)
         await gateway.decode.until(lambda: request.key in gateway.decode.heard)
-    await wait_idle(nodes.prefill.address, nodes.decode.address, timeout_s=1.0)
+    await wait_idle(nodes.prefill.address, nodes.decode.address, timeout_s=SOON_S)
 
 
 async def test_strangers_are_refused(gateway: Gateway, nodes: Nodes) -> None:
@@ -303,7 +303,7 @@ async def test_killed_engine_ends_its_streams_and_is_replaced(
         assert stream.status is grpc.StatusCode.UNAVAILABLE
         assert time.monotonic() - killed_s < AT_ONCE_S
         if name == "decode":  # its source sees the loss of the link, with no lease to wait for
-            await wait_idle(nodes.prefill.address, timeout_s=1.0)
+            await wait_idle(nodes.prefill.address, timeout_s=SOON_S)
         async with asyncio.timeout(30):
             await become(True)
     async with connected(nodes, without=killed) as gateway:
