@@ -31,6 +31,7 @@ sys.dont_write_bytecode = False
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 HERE = Path(__file__).parent
+SHARE_THE_DEMO = ("e2e/test_http.py", "e2e/test_structured.py")  # its fixture is the session's
 sys.path.insert(0, str(HERE))
 pytest.register_assert_rewrite(
     "bad_input",
@@ -44,6 +45,19 @@ def pytest_configure() -> None:
     from effort import register_profiles
 
     register_profiles()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file's tests in one process; and those of the files that share a deployment."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByDeployment(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = str(super()._split_scope(nodeid))
+            return "the demo's" if path.endswith(SHARE_THE_DEMO) else path
+
+    return ByDeployment(config, log)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

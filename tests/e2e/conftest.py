@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from checkpoints import write_byte_tokenizer, write_checkpoint
 from deployments import Running, running
 from oracle import GreedyOracle
+from subject import Subject
 
 from baton.cli.deployment import UpConfig
 from baton.core.config import EngineConfig
@@ -23,14 +23,13 @@ from baton.engine.runner import ModelRunner
 BUNDLED = Path(__file__).resolve().parents[2] / "models" / "demo"
 
 
-@dataclass
-class Subject:
-    """A system under test beside its two references."""
-
-    system: Running
-    oracle: GreedyOracle
-    local: LocalEngine
-    vocab_size: int
+@pytest.fixture(scope="session")
+def demo_system() -> Iterator[tuple[Running, LocalEngine]]:
+    """The bundled model in chunks of 64, with HTTP, and one process of it."""
+    config = _engine_config(BUNDLED, max_num_batched_tokens=64)
+    local = LocalEngine(config, ModelRunner(config))
+    with running(config) as system:
+        yield system, local
 
 
 def _engine_config(model_dir: Path, **changes: int) -> EngineConfig:

@@ -7,7 +7,7 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import Subject
+from subject import Subject
 
 from baton.client import Client, Result
 from baton.core.request import Request, SamplingParams

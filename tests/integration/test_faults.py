@@ -74,7 +74,6 @@ ROWS = (
     Row("F2-engine-chunk-4", partial(do.kill_prefill_at_chunk, 4, "engine"), AGAIN),
     Row("F3-F8", do.kill_prefill_after_the_pull, ONCE),
     Row("F5-node-edge", partial(do.kill_decode_at_token, BLOCK_SIZE, "node"), AGAIN),
-    Row("F5-constrained", do.kill_decode_of_a_constrained, AGAIN),
     Row("F6", do.kill_both_decodes, (2, 3), 30.0),  # 3: the other one's end was not heard yet
     Row("F8-twice", do.kill_engines_under_one_request),
     Row("gateway-killed", do.kill_gateway),
@@ -94,6 +93,7 @@ ROWS = (
     Row("F42", do.join_with_other_makes),
 )
 SLOW_ROWS = (
+    Row("F5-constrained", do.kill_decode_of_a_constrained, AGAIN),
     # The pool of a killed source stays mapped: a pull that was announced whole may still end well.
     Row("F2-node-before-pull", partial(do.kill_prefill_before_the_pull, "node"), (1, 2)),
     Row("F4-node", partial(do.kill_decode_during_the_prefill, "node"), AGAIN),

@@ -21,7 +21,7 @@ from baton.cluster.redis_server import RedisServer
 from baton.proto.v1 import inference_pb2, inference_pb2_grpc
 
 BODY = {"model": "demo", "prompt": "hello", "temperature": 0, "stream": True}
-NUM_STALLED, NUM_READERS = 10, 10
+NUM_STALLED, NUM_READERS = 4, 4
 MAX_GROWTH_BYTES = 16 << 20
 
 

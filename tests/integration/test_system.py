@@ -14,7 +14,6 @@ import pytest
 from deployments import MARK, Running, marked_processes, running
 from patience import AT_ONCE_S, SOON_S
 
-from baton.cli.deployment import UpConfig
 from baton.client import Client
 from baton.core import errors
 from baton.core.config import EngineConfig
@@ -30,7 +29,7 @@ def system() -> Iterator[Running]:
     engine = EngineConfig(
         model=MODEL, device="cpu", max_num_batched_tokens=64, num_kv_blocks=65, max_model_len=1000
     )
-    with running(engine, up=UpConfig(num_decode_nodes=2)) as system:
+    with running(engine) as system:
         yield system
 
 
@@ -152,9 +151,10 @@ def test_kill_9_of_the_parent_ends_everything() -> None:
     assert not marked_processes(OUR_MARK)
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_demo(times: int) -> None:
-    for _ in range(times):
+@pytest.mark.slow
+def test_demo_twice_in_a_row() -> None:
+    """Continuous integration runs it once, by `make demo`."""
+    for _ in range(2):
         process = start("demo", "--max-tokens", "8")
         output, _ = process.communicate(timeout=60)
         assert process.returncode == 0, output
@@ -166,7 +166,7 @@ def test_demo(times: int) -> None:
     ("arguments", "words"),
     [
         (["--cpu-kv-bytes", "1000000"], "--max-model-len"),
-        (["--gpus", "0"], "--gpus"),
+        pytest.param(["--gpus", "0"], "--gpus", marks=pytest.mark.slow),
         pytest.param(["--model", "/nowhere"], "/nowhere", marks=pytest.mark.slow),
         pytest.param(["--max-model-len", "5000"], "2048", marks=pytest.mark.slow),
         pytest.param(["--tp", "3", "--device", "cpu"], "--tp", marks=pytest.mark.slow),

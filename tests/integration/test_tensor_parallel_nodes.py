@@ -222,6 +222,7 @@ async def test_a_lost_rank_takes_its_engine_down_and_it_comes_back(
     await wait_idle(nodes.prefill.address, nodes.decode.address)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_while_it_loads_is_named(model_dir: Path) -> None:
     flags = ("--model", str(model_dir), "--load-format", "dummy", "--tp", "2")
     with RedisServer.start() as redis:
@@ -286,6 +287,7 @@ async def hand_off_all(nodes: Nodes, reference: LocalEngine, reads_per_block: fl
     await wait_idle(nodes.prefill.address, nodes.decode.address)
 
 
+@pytest.mark.slow
 async def test_one_rank_hands_over_to_two(nodes: Nodes, reference: LocalEngine) -> None:
     async with beside(nodes, Role.PREFILL, 1) as other:
         await hand_off_all(dataclasses.replace(nodes, prefill=other), reference, 1)
