@@ -18,3 +18,4 @@ class Subject:
     oracle: GreedyOracle
     local: LocalEngine
     vocab_size: int
+    num_decode_nodes: int
