@@ -19,19 +19,25 @@ READY := .venv/.ready
 # there, and cannot always go on from them: then all begins anew.
 UNFINISHED := .venv/.unfinished
 
+# Tests run in several processes, each file's in one of them: tests/README.md has the rules. What
+# starts clusters comes first in the order of the folders' names, small files last.
+WORKERS ?= 2
+SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST := $(RUN) -m pytest $(SPREAD) --durations=10
+
 .PHONY: demo test test-all test-optimized fault-sweep check format proto bench docs clean
 
 demo: $(READY)
 	@$(BIN)/baton demo
 
 test: $(READY)
-	$(RUN) -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow and not gpu" $(PYTEST_ARGS)
 
 test-all: $(READY)
-	$(RUN) -m pytest -m "not gpu" $(PYTEST_ARGS)
+	$(PYTEST) -m "not gpu" --hypothesis-profile=thorough $(PYTEST_ARGS)
 
 test-optimized: $(READY)
-	PYTHONOPTIMIZE=1 $(RUN) -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+	PYTHONOPTIMIZE=1 $(PYTEST) -m "not slow and not gpu" $(PYTEST_ARGS)
 
 fault-sweep: $(READY)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -s -m slow tests/integration/test_fault_sweep.py \

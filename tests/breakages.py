@@ -19,6 +19,7 @@ import grpc
 from fault_cluster import CHUNK_TOKENS
 from faults import BLOCK_SIZE, Ledger, Scene, until
 from node_driver import CLUSTER, SECRET, NodeProcess, health, session
+from patience import AT_ONCE_S, SOON_S
 
 from baton.cluster.link_handshake import HANDOFF, dial
 from baton.cluster.redis_directory import RedisDirectory
@@ -107,7 +108,7 @@ async def kill_prefill_after_the_pull(scene: Scene) -> None:
         told_s = time.time() - scene.broken_s
         await become(True)
     print(f"F8: not ready after {told_s * 1e3:.0f} ms")
-    assert told_s < 0.25
+    assert told_s < AT_ONCE_S
 
 
 async def kill_decode_before_its_first_token(part: str, scene: Scene) -> None:
@@ -177,7 +178,7 @@ async def kill_both_decodes(scene: Scene) -> None:
         scene.kill(name)
     began_s = time.monotonic()
     await fails.end()
-    assert time.monotonic() - began_s < 1.0
+    assert time.monotonic() - began_s < SOON_S
     scene.cluster.restart_dead()
     await waits.end()
     print(f"F6: {max(waits.result.times.gaps_s):.2f} s until a decode node was back")
@@ -190,7 +191,7 @@ async def kill_gateway(scene: Scene) -> None:
     scene.kill("gateway-1")
     took_s = await scene.wait_idle()
     print(f"gateway killed: its requests freed in {took_s * 1e3:.0f} ms")
-    assert took_s < 3.0
+    assert took_s < SOON_S
 
 
 # --- F9: stopped and continued ------------------------------------------------------------------
@@ -278,14 +279,14 @@ async def leave_before_the_prefill(scene: Scene) -> None:
         stream = scene.ask(LONG, expected_error=Cancelled)
         await scene.holder("decode", is_busy)
         stream.generation.cancel()
-    assert await scene.wait_idle() < 1.0
+    assert await scene.wait_idle() < SOON_S
 
 
 async def leave_in_the_prefill(scene: Scene) -> None:
     stream = scene.ask(LONG, expected_error=Cancelled)
     await scene.holder("prefill", has_computed(2))
     stream.generation.cancel()
-    assert await scene.wait_idle() < 1.0
+    assert await scene.wait_idle() < SOON_S
 
 
 async def leave_before_the_pull(scene: Scene) -> None:
@@ -293,15 +294,15 @@ async def leave_before_the_pull(scene: Scene) -> None:
         stream = scene.ask(LONG, expected_error=Cancelled)
         await stream.reached(1)
         stream.generation.cancel()
-        assert await scene.wait_idle(*PREFILLS) < 1.0
-    assert await scene.wait_idle() < 1.0
+        assert await scene.wait_idle(*PREFILLS) < SOON_S
+    assert await scene.wait_idle() < SOON_S
 
 
 async def leave_in_the_decode(scene: Scene) -> None:
     stream = scene.ask(num_tokens=1000, expected_error=Cancelled)
     await stream.reached(5)
     stream.generation.cancel()
-    assert await scene.wait_idle() < 1.0
+    assert await scene.wait_idle() < SOON_S
 
 
 async def take_ports(scene: Scene) -> None:

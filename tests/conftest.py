@@ -5,6 +5,9 @@ is asked to do the same for the modules that they share, before any is imported.
 
 Without a GPU the Triton kernels run in Triton's interpreter, which is chosen at its first import:
 here, before any test module can import it.
+
+Several processes run the tests, each test in one of them, so torch has one thread in each, as it
+has in the engines that tests start. What is compiled is kept: tests start hundreds of processes.
 """
 
 from __future__ import annotations
@@ -16,19 +19,45 @@ import sys
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 import pytest
 import torch
+
+sys.dont_write_bytecode = False
 
 # A shell lets its background jobs ignore Ctrl-C, and what they start inherits that; tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 HERE = Path(__file__).parent
+SHARE_THE_DEMO = ("e2e/test_http.py", "e2e/test_structured.py")  # its fixture is the session's
 sys.path.insert(0, str(HERE))
 pytest.register_assert_rewrite(
     "bad_input",
     "fakes",
     *{path.stem for path in HERE.rglob("*.py") if not path.stem.startswith(("test_", "conftest"))},
 )
+
+
+def pytest_configure() -> None:
+    """Before Hypothesis looks which profile was asked for."""
+    from effort import register_profiles
+
+    register_profiles()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file's tests in one process; and those of the files that share a deployment."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByDeployment(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = str(super()._split_scope(nodeid))
+            return "the demo's" if path.endswith(SHARE_THE_DEMO) else path
+
+    return ByDeployment(config, log)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

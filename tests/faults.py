@@ -320,7 +320,7 @@ class Scene:
 
     async def heal(self) -> None:
         """Start what is dead, and wait until every node is ready and every pair linked."""
-        await until(self._is_whole)
+        await until(self._is_whole, every_s=0.05)  # what starts needs the processor itself
 
     async def _is_whole(self) -> bool:
         self.cluster.restart_dead()  # each time: what breaks may end later
@@ -392,11 +392,13 @@ class Scene:
             assert num_fds <= self.cluster.fds.setdefault(pid, num_fds) + SPARE_FDS, name
 
 
-async def until(holds: Callable[[], Awaitable[bool]], timeout_s: float = PATIENCE_S) -> None:
+async def until(
+    holds: Callable[[], Awaitable[bool]], timeout_s: float = PATIENCE_S, every_s: float = 0.005
+) -> None:
     """Wait for something in another process that nobody tells us of."""
     async with asyncio.timeout(timeout_s):
         while not await holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(every_s)
 
 
 def _check_stream(stream: Stream, num_tokens: int) -> None:

@@ -73,7 +73,7 @@ class NodeProcess:
     @property
     def address(self) -> str:
         """Known once the node is ready; waits for that."""
-        return self._ready.result(timeout=30)
+        return self._ready.result(timeout=90)
 
     def engine_pids(self) -> list[int]:
         path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")

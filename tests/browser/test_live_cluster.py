@@ -19,7 +19,7 @@ from deployments import Running, running
 
 from baton.client import Client
 from baton.core import flags
-from baton.core.config import EngineConfig, GatewayConfig, UpConfig
+from baton.core.config import EngineConfig, GatewayConfig
 from baton.core.errors import BatonError
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 8
@@ -27,9 +27,9 @@ PROMPT = "The quick brown fox jumps over the lazy dog. " * 8
 
 @pytest.fixture
 def system(chromium: Any) -> Iterator[Running]:
-    """One prefill and two decode nodes; not without a browser to look at them."""
+    """A prefill and a decode node; not without a browser to look at them."""
     config = EngineConfig(model="demo", device="cpu", cpu_kv_bytes=64 << 20)
-    with running(config, up=UpConfig(num_decode_nodes=2)) as deployment:
+    with running(config) as deployment:
         yield deployment
 
 
@@ -90,7 +90,7 @@ def test_load_a_killed_gateway_and_its_return(
         page.wait_for_selector("[data-state=live]")
         page.wait_for_selector("tr.call")
         page.wait_for_function(
-            "() => document.querySelectorAll('.card[data-state=ready]').length === 3"
+            "() => document.querySelectorAll('.card[data-state=ready]').length === 2"
         )
         page.wait_for_selector(".card.decode .link-rate:text('shm')")
         assert "CPU" in page.locator(".card.prefill").inner_text()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import PageServer
+from page_server import PageServer
 from synthetic import SyntheticGateway
 
 from baton.core.membership import Role

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from checkpoints import write_byte_tokenizer, write_checkpoint
 from deployments import Running, running
 from oracle import GreedyOracle
+from subject import Subject
 
 from baton.cli.deployment import UpConfig
 from baton.core.config import EngineConfig
@@ -23,41 +23,46 @@ from baton.engine.runner import ModelRunner
 BUNDLED = Path(__file__).resolve().parents[2] / "models" / "demo"
 
 
-@dataclass
-class Subject:
-    """A system under test beside its two references."""
-
-    system: Running
-    oracle: GreedyOracle
-    local: LocalEngine
-    vocab_size: int
+@pytest.fixture(scope="session")
+def demo_system() -> Iterator[tuple[Running, LocalEngine]]:
+    """The bundled model in chunks of 64, with HTTP, and one process of it."""
+    config = _engine_config(BUNDLED, max_num_batched_tokens=64)
+    local = LocalEngine(config, ModelRunner(config))
+    with running(config) as system:
+        yield system, local
 
 
 def _engine_config(model_dir: Path, **changes: int) -> EngineConfig:
     return EngineConfig(model=str(model_dir), device="cpu", cpu_kv_bytes=64 << 20, **changes)
 
 
-def _subject(config: EngineConfig) -> Iterator[Subject]:
+def _subject(config: EngineConfig, num_decode_nodes: int) -> Iterator[Subject]:
     runner = ModelRunner(config)
     local = LocalEngine(config, runner)
-    with running(config, up=UpConfig(num_decode_nodes=2)) as system:
+    with running(config, up=UpConfig(num_decode_nodes=num_decode_nodes)) as system:
         vocab_size = runner.model_config.vocab_size
-        yield Subject(system, GreedyOracle(Path(config.model)), local, vocab_size)
+        yield Subject(system, GreedyOracle(Path(config.model)), local, vocab_size, num_decode_nodes)
 
 
-@pytest.fixture(scope="module", params=["bundled", "tiny, chunks of 16", "tiny MHA, chunks of 40"])
+MHA = "tiny MHA, chunks of 40"
+
+
+@pytest.fixture(
+    scope="module",
+    params=["bundled", "tiny, chunks of 16", pytest.param(MHA, marks=pytest.mark.slow)],
+)
 def subject(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Subject]:
-    """One prefill and two decode nodes for each checkpoint and chunk budget."""
+    """A prefill node, and one or two decode nodes, for each checkpoint and chunk budget."""
     if request.param == "bundled":
-        yield from _subject(_engine_config(BUNDLED))
+        yield from _subject(_engine_config(BUNDLED), 2)
         return
     folder = tmp_path_factory.mktemp("checkpoint")
     write_byte_tokenizer(folder)
     if request.param == "tiny, chunks of 16":
         write_checkpoint(folder, seed=3, max_position_embeddings=1024)
-        yield from _subject(_engine_config(folder, max_num_batched_tokens=16))
+        yield from _subject(_engine_config(folder, max_num_batched_tokens=16), 1)
     else:
         write_checkpoint(
             folder,
@@ -66,4 +71,4 @@ def subject(
             num_key_value_heads=4,
             tie_word_embeddings=True,
         )
-        yield from _subject(_engine_config(folder, max_num_batched_tokens=40, block_size=8))
+        yield from _subject(_engine_config(folder, max_num_batched_tokens=40, block_size=8), 2)

@@ -14,14 +14,12 @@ from typing import Any
 
 import openai
 import pytest
-from deployments import Running, running
+from deployments import Running
 from oracle import GreedyOracle
 from tokenizers import Tokenizer
 
-from baton.core.config import EngineConfig
 from baton.core.request import Request, SamplingParams
 from baton.engine.local import LocalEngine
-from baton.engine.runner import ModelRunner
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 CODE = "def read_file(path):\n    with open(path) as file:\n        return"
@@ -56,16 +54,13 @@ def http_address(system: Running) -> str:
 
 
 @pytest.fixture(scope="module")
-def demo() -> Iterator[Subject]:
-    config = EngineConfig(
-        model=str(DEMO), device="cpu", cpu_kv_bytes=64 << 20, max_num_batched_tokens=64
-    )
-    local = LocalEngine(config, ModelRunner(config))
+def demo(demo_system: tuple[Running, LocalEngine]) -> Iterator[Subject]:
+    system, local = demo_system
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
-    with running(config) as system:
-        address = http_address(system)
-        with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
-            yield Subject(system, client, local, tokenizer, client.models.list().data[0].id)
+    address = http_address(system)
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+        yield Subject(system, client, local, tokenizer, client.models.list().data[0].id)
+    system.wait_idle()
 
 
 def test_completions_streamed_and_whole(demo: Subject) -> None:

@@ -12,16 +12,14 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-from deployments import Running, running
+from deployments import Running
 from tokenizers import Tokenizer
 
 from baton.client import Client
-from baton.core.config import EngineConfig
 from baton.core.constraint import Constraint, ConstraintKind
 from baton.core.errors import InvalidRequest
 from baton.core.request import Request, SamplingParams
 from baton.engine.local import LocalEngine
-from baton.engine.runner import ModelRunner
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 SCHEMA = {
@@ -50,17 +48,17 @@ class Subject:
 
 
 @pytest.fixture(scope="module")
-def demo() -> Iterator[Subject]:
-    config = EngineConfig(
-        model=str(DEMO), device="cpu", cpu_kv_bytes=64 << 20, max_num_batched_tokens=64
-    )
-    local = LocalEngine(config, ModelRunner(config))
+def demo(demo_system: tuple[Running, LocalEngine]) -> Iterator[Subject]:
+    system, local = demo_system
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
-    with running(config) as system, Client(system.address) as grpc:
-        (line,) = [line for line in system.lines if line.startswith("gateway | ready:")]
-        base_url = f"{line.split()[-2]}/v1"
-        with openai.OpenAI(base_url=base_url, api_key="none", max_retries=0) as http:
-            yield Subject(system, http, grpc, local, tokenizer)
+    (line,) = [line for line in system.lines if line.startswith("gateway | ready:")]
+    base_url = f"{line.split()[-2]}/v1"
+    with (
+        Client(system.address) as grpc,
+        openai.OpenAI(base_url=base_url, api_key="none", max_retries=0) as http,
+    ):
+        yield Subject(system, http, grpc, local, tokenizer)
+    system.wait_idle()
 
 
 def test_a_chats_json_matches_its_schema_streamed_and_whole(demo: Subject) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from node_driver import SECRET, NodeProcess, launch, ledgers, members, wait_idle, write_tiny_model
+from patience import SOON_S
 
 from baton.cluster.redis_server import RedisServer
 from baton.core.membership import Member, Role
@@ -188,7 +189,7 @@ async def test_cancel_and_a_gateway_s_end_free_the_engines(
     async with gateway(redis_url) as linked:
         linked.start(max_tokens=1000)
         await until(lambda: len(linked.events[1].tokens) > 5)
-    await wait_idle(*(node.address for node in nodes), timeout_s=1.0)
+    await wait_idle(*(node.address for node in nodes), timeout_s=SOON_S)
 
 
 async def test_a_channel_that_breaks_ends_its_link_and_no_other(

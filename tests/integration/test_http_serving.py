@@ -17,6 +17,7 @@ import aiohttp
 import pytest
 from fakes.byte_model import write_byte_model
 from fakes.node import FakeNode, expected_text
+from patience import AT_ONCE_S
 
 from baton.client import AsyncClient
 from baton.cluster.redis_directory import RedisDirectory
@@ -431,7 +432,7 @@ async def test_a_client_that_goes_away_frees_both_nodes(world: World, is_stream:
     left_s = time.monotonic()
     task.cancel()
     await until(lambda: bool(world.decode.cancelled))
-    assert world.decode.cancelled[0][2] - left_s < 0.25
+    assert world.decode.cancelled[0][2] - left_s < AT_ONCE_S
 
 
 async def test_a_reader_that_is_too_slow_is_cut_off(world: World) -> None:

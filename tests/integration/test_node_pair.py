@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +27,11 @@ from node_driver import (
     wait_idle,
     write_tiny_model,
 )
+from patience import AT_ONCE_S, SOON_S
 
 from baton.cluster.redis_server import RedisServer
 from baton.core.config import EngineConfig
-from baton.core.membership import Role
+from baton.core.membership import Member, Role
 from baton.core.request import Request, SamplingParams, Ticket
 from baton.engine import fingerprint
 from baton.engine.engine import Engine
@@ -92,7 +93,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def wait_gone(pids: list[int], timeout_s: float = 2.0) -> None:
+def wait_gone(pids: list[int], timeout_s: float = SOON_S) -> None:
     deadline_s = time.monotonic() + timeout_s
     while any(is_alive(pid) for pid in pids):
         assert time.monotonic() < deadline_s, "a process is left"
@@ -127,16 +128,25 @@ class Gateway:
         key = request.key
         await self.decode.until(lambda: key in self.decode.heard and self.decode.heard[key].is_over)
         assert not self.decode.heard[key].error
+        # The two sessions have no order: what the source said first may be heard last.
+        await self.prefill.until(
+            lambda: key in self.prefill.heard and bool(self.prefill.heard[key].tokens)
+        )
         return self.prefill.heard[key].tokens + self.decode.heard[key].tokens
 
 
 @asynccontextmanager
-async def connected(nodes: Nodes) -> AsyncIterator[Gateway]:
-    """Sessions to the engines of the moment, once they are linked."""
-    found = await members(
-        nodes.redis_url, lambda seen: {m.role for m in seen} == {Role.PREFILL, Role.DECODE}
-    )
-    by_role = {member.role: member for member in found}
+async def connected(nodes: Nodes, *, without: str = "") -> AsyncIterator[Gateway]:
+    """Sessions to the engines of the moment, once they are linked.
+
+    `without`: an engine that has ended, as the directory will know soon.
+    """
+
+    def are_there(seen: Sequence[Member]) -> bool:
+        return {m.role for m in seen if m.incarnation != without} == {*Role}
+
+    found = await members(nodes.redis_url, are_there)
+    by_role = {member.role: member for member in found if member.incarnation != without}
     prefill, decode = by_role[Role.PREFILL], by_role[Role.DECODE]
     async with (
         session(prefill.address, prefill.incarnation) as to_prefill,
@@ -230,7 +240,7 @@ async def test_cancel_frees_both_nodes_at_once(
     await gateway.decode.cancel(request)
     cancelled_s = time.monotonic()
     await wait_idle(nodes.prefill.address, nodes.decode.address)
-    assert time.monotonic() - cancelled_s < 0.25
+    assert time.monotonic() - cancelled_s < AT_ONCE_S
 
 
 async def test_end_of_the_stream_cancels_its_requests(nodes: Nodes) -> None:
@@ -238,7 +248,7 @@ async def test_end_of_the_stream_cancels_its_requests(nodes: Nodes) -> None:
         request = gateway.request(100, max_tokens=1000)
         await gateway.hand_off(request)
         await gateway.decode.until(lambda: request.key in gateway.decode.heard)
-    await wait_idle(nodes.prefill.address, nodes.decode.address, timeout_s=1.0)
+    await wait_idle(nodes.prefill.address, nodes.decode.address, timeout_s=SOON_S)
 
 
 async def test_strangers_are_refused(gateway: Gateway, nodes: Nodes) -> None:
@@ -284,18 +294,19 @@ async def test_killed_engine_ends_its_streams_and_is_replaced(
         await gateway.hand_off(request)
         await gateway.decode.until(lambda: request.key in gateway.decode.heard)
         (pid,) = node.engine_pids()
+        killed = gateway.puller if name == "decode" else gateway.source
         killed_s = time.monotonic()
         os.kill(pid, signal.SIGKILL)
         await become(False)
         stream = getattr(gateway, name)
         await stream.until(lambda: stream.status is not None)
         assert stream.status is grpc.StatusCode.UNAVAILABLE
-        assert time.monotonic() - killed_s < 0.25
+        assert time.monotonic() - killed_s < AT_ONCE_S
         if name == "decode":  # its source sees the loss of the link, with no lease to wait for
-            await wait_idle(nodes.prefill.address, timeout_s=1.0)
+            await wait_idle(nodes.prefill.address, timeout_s=SOON_S)
         async with asyncio.timeout(30):
             await become(True)
-    async with connected(nodes) as gateway:
+    async with connected(nodes, without=killed) as gateway:
         request = gateway.request(100)
         await gateway.hand_off(request)
         assert await gateway.finish(request) == single_process_tokens(reference, request)

@@ -184,8 +184,9 @@ def test_tokens_that_were_not_generated_are_given_back(secured: Secured) -> None
                 next(stream)
         time.sleep(0.2)  # the gateway hears of the last one's end
         assert len(client.generate("x", max_tokens=200, ignore_eos=True).result.token_ids) == 200
+        # A minute's tokens come back evenly, also while a busy machine takes its time for these.
         with pytest.raises(RateLimited, match="tokens per minute"):
-            client.generate("x", max_tokens=200).result  # noqa: B018
+            client.generate("x", max_tokens=295).result  # noqa: B018
 
 
 def test_only_its_own_calls_are_a_tenant_s_to_abort(secured: Secured) -> None:

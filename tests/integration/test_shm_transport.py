@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 from fakes.access import ENGINE_KEY, access
 from fakes.host_pool import HostPool
+from patience import AT_ONCE_S
 
 from baton.core.errors import HandoffFailed, StartupFailed, Unauthenticated
 from baton.core.handshake import OPENING_BYTES, Listener
@@ -52,9 +53,11 @@ NUM_BLOCKS, BLOCK_BYTES = peer.NUM_BLOCKS, peer.BLOCK_BYTES
 
 
 def footprint() -> tuple[int, int, list[str]]:
-    """What must be as before: descriptors, threads, and what lies in /dev/shm."""
+    """What must be as before: descriptors, threads, and what lies in /dev/shm, where the hidden
+    files are those of browsers in tests that run beside these."""
     num_fds = len(os.listdir("/proc/self/fd"))
-    return num_fds, threading.active_count(), sorted(os.listdir("/dev/shm"))
+    shared = sorted(name for name in os.listdir("/dev/shm") if not name.startswith("."))
+    return num_fds, threading.active_count(), shared
 
 
 @pytest.fixture(autouse=True)
@@ -231,7 +234,7 @@ def test_kill_9_of_the_source_leaves_nothing(destination: HostPool) -> None:
             start_s = time.monotonic()
             with pytest.raises(HandoffFailed, match="no exporter"):
                 ShmTransport(destination).connect(SOURCE, None, access())
-            assert time.monotonic() - start_s < 0.1
+            assert time.monotonic() - start_s < AT_ONCE_S
     assert SOURCE not in Path("/proc/net/unix").read_text()
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from deployments import MARK, Running, marked_processes, running
+from patience import AT_ONCE_S, SOON_S
 
-from baton.cli.deployment import UpConfig
 from baton.client import Client
 from baton.core import errors
 from baton.core.config import EngineConfig
@@ -29,7 +29,7 @@ def system() -> Iterator[Running]:
     engine = EngineConfig(
         model=MODEL, device="cpu", max_num_batched_tokens=64, num_kv_blocks=65, max_model_len=1000
     )
-    with running(engine, up=UpConfig(num_decode_nodes=2)) as system:
+    with running(engine) as system:
         yield system
 
 
@@ -56,7 +56,7 @@ def test_wrong_requests_get_a_typed_error_at_once(
     with Client(system.address) as client, pytest.raises(error) as raised:
         for _ in client.generate(**wrong):  # type: ignore[arg-type]
             pass
-    assert time.monotonic() - began_s < 1
+    assert time.monotonic() - began_s < SOON_S
     assert words.lower() in str(raised.value).lower()
 
 
@@ -65,7 +65,7 @@ def test_wrong_requests_get_a_typed_error_at_once(
 def test_a_client_that_leaves_frees_its_blocks(
     system: Running, prompt_length: int, num_chunks: int
 ) -> None:
-    """Before, in and after the hand-off: both nodes are idle again within 250 ms."""
+    """Before, in and after the hand-off: both nodes are idle again at once."""
     with Client(system.address) as client:
         prompt = [7 + num_chunks, *range(100, 99 + prompt_length)]
         stream = client.generate(prompt_token_ids=prompt, max_tokens=200, ignore_eos=True)
@@ -75,8 +75,8 @@ def test_a_client_that_leaves_frees_its_blocks(
             next(stream)
         stream.close()
         left_s = time.monotonic()
-        system.wait_idle(timeout_s=2)
-    assert time.monotonic() - left_s < 0.25
+        system.wait_idle(timeout_s=SOON_S)
+    assert time.monotonic() - left_s < AT_ONCE_S
 
 
 def test_abort_by_label_ends_the_stream(system: Running) -> None:
@@ -112,11 +112,13 @@ def start(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
-AT_ONCE_S = 0.05
+BEFORE_IT_RUNS_S = 0.05
 UP = ["up", "--device", "cpu", "--grpc-port", "0", "--http-port", "0", "--cpu-kv-bytes", "30000000"]
 
 
-@pytest.mark.parametrize("after_s", [AT_ONCE_S, 0.8, 2.0, None])
+@pytest.mark.parametrize(
+    "after_s", [BEFORE_IT_RUNS_S, 0.8, pytest.param(2.0, marks=pytest.mark.slow), None]
+)
 def test_ctrl_c_leaves_nothing_behind(after_s: float | None) -> None:
     """At once, in the middle of start-up, or once it runs."""
     process = start(*UP)
@@ -129,7 +131,7 @@ def test_ctrl_c_leaves_nothing_behind(after_s: float | None) -> None:
         time.sleep(after_s)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=15)
-    if after_s != AT_ONCE_S:  # then the interpreter itself was still starting
+    if after_s != BEFORE_IT_RUNS_S:  # then the interpreter itself was still starting
         assert process.returncode in (0, 130), output
         assert "Traceback" not in output
     assert not marked_processes(OUR_MARK)
@@ -149,7 +151,9 @@ def test_kill_9_of_the_parent_ends_everything() -> None:
     assert not marked_processes(OUR_MARK)
 
 
+@pytest.mark.slow
 def test_demo_twice_in_a_row() -> None:
+    """Continuous integration runs it once, by `make demo`."""
     for _ in range(2):
         process = start("demo", "--max-tokens", "8")
         output, _ = process.communicate(timeout=60)
@@ -161,18 +165,19 @@ def test_demo_twice_in_a_row() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--model", "/nowhere"], "/nowhere"),
-        (["--max-model-len", "5000"], "2048"),
         (["--cpu-kv-bytes", "1000000"], "--max-model-len"),
-        (["--gpus", "0"], "--gpus"),
-        (["--tp", "3", "--device", "cpu"], "--tp"),
+        pytest.param(["--gpus", "0"], "--gpus", marks=pytest.mark.slow),
+        pytest.param(["--model", "/nowhere"], "/nowhere", marks=pytest.mark.slow),
+        pytest.param(["--max-model-len", "5000"], "2048", marks=pytest.mark.slow),
+        pytest.param(["--tp", "3", "--device", "cpu"], "--tp", marks=pytest.mark.slow),
     ],
 )
 def test_a_node_that_cannot_start_says_why(arguments: list[str], words: str) -> None:
+    """More of it in test_node_pair.py and test_tensor_parallel.py."""
     launch = str(Path(sys.executable).parent / "launch_prefill")
     began_s = time.monotonic()
     result = subprocess.run([launch, *arguments], capture_output=True, text=True, timeout=30)
     assert result.returncode == 1, result.stdout + result.stderr
     assert words in result.stderr
     assert "Traceback" not in result.stderr
-    assert time.monotonic() - began_s < 10
+    assert time.monotonic() - began_s < 25

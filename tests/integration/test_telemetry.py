@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.server
 import json
-import socket
 import threading
 import time
 import urllib.request
@@ -27,12 +26,6 @@ MODEL = str(Path(__file__).resolve().parents[2] / "models" / "demo")
 PROMPT = [*range(100, 164)]  # four blocks
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 NUM_CALLS, MAX_TOKENS = 3, 6
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass
@@ -103,13 +96,14 @@ def system(collector: Collector) -> Iterator[System]:
     engine = EngineConfig(model=MODEL, device="cpu", num_kv_blocks=100, max_model_len=500)
     gateway = GatewayConfig(
         grpc_port=0,
-        http_port=free_port(),
+        http_port=0,
         model=MODEL,
         log_json=True,
         otlp_traces_endpoint=collector.url,
     )
     with running(engine, node=NodeConfig(log_json=True), gateway=gateway) as state:
-        yield System(state, f"http://127.0.0.1:{gateway.http_port}")
+        (ready,) = (line for line in state.lines if line.startswith("gateway | ready:"))
+        yield System(state, ready.split()[-2])
 
 
 @pytest.fixture(scope="module")

@@ -81,7 +81,7 @@ def expected(config: EngineConfig) -> Iterator[tuple[dict[str, list[int]], list[
     engine.close()
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize("size", [*(pytest.param(n, marks=pytest.mark.slow) for n in (2, 8)), 4])
 def test_tokens_are_those_of_one_process(
     config: EngineConfig, expected: tuple[dict[str, list[int]], list[StepOutput]], size: int
 ) -> None:
@@ -127,7 +127,7 @@ def test_a_rank_that_is_gone_or_hangs_ends_the_engine(
     assert process.poll() is not None
 
 
-@pytest.mark.parametrize("moment", ["loading", "connecting"])
+@pytest.mark.parametrize("moment", ["loading", pytest.param("connecting", marks=pytest.mark.slow)])
 def test_a_rank_that_hangs_while_it_starts_ends_the_engine(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
@@ -151,7 +151,7 @@ def test_a_rank_that_hangs_while_it_starts_ends_the_engine(
     if moment == "connecting":
         monkeypatch.setattr(Followers, "meet", meet_stopped)
     # Long enough for a rank that is not stopped to load, on two cores that others use too.
-    timeout_s = 2.0 if moment == "loading" else 10.0
+    timeout_s = 1.0 if moment == "loading" else 10.0
     begin_s = time.monotonic()
     with pytest.raises(StartupFailed, match="rank 1 has come no further in its start for"):
         load(config, 2, rank_start_timeout_s=timeout_s, rank_timeout_s=2.0)

@@ -1,6 +1,8 @@
-"""Compiles the kernel of streamed products for Hopper, on any machine: python THIS."""
+"""Compiles the kernel of streamed products for Hopper, on any machine: python THIS CASE..."""
 
 from __future__ import annotations
+
+import sys
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -59,7 +61,8 @@ def compile_for_hopper(stages: Stages, is_gated: bool, ranks: int, pitch: int) -
 
 
 if __name__ == "__main__":
-    for case in CASES:
+    cases = [CASES[int(number)] for number in sys.argv[1:]]
+    for case in cases:
         ptx = compile_for_hopper(*case)
         # The warp that fills stages is the last in the text; what is sent waits, too.
         weight_asked, waited = ptx.index("cp.async.bulk.tensor"), ptx.rindex("griddepcontrol.wait")
@@ -67,4 +70,4 @@ if __name__ == "__main__":
         assert "wgmma" in ptx
         num_ranks = case[2]
         assert ("st.global.v4" in ptx) == (num_ranks > 1), "16 bytes go at once to a peer"
-    print("compiled", len(CASES))
+    print("compiled", len(cases))

@@ -20,10 +20,12 @@ CRASH = frozenset({"crash"})
 
 QUICK = [
     (Bounds(faults=1, advances=1, attempts=1), 27_800),
-    (Bounds(faults=1, advances=1, attempts=1, launches=True, sees_steps=True), 78_800),
-    (Bounds(faults=1, advances=0, attempts=2, is_impatient=PATIENT), 38_300),
+    (Bounds(faults=1, advances=0, attempts=1, launches=True, sees_steps=True), 7_000),
+    (Bounds(1, 0, attempts=2, is_impatient=PATIENT, kinds=CRASH), 6_000),
 ]
 FULL = [
+    (Bounds(faults=1, advances=1, attempts=1, launches=True, sees_steps=True), 78_800),
+    (Bounds(faults=1, advances=0, attempts=2, is_impatient=PATIENT), 38_300),
     (Bounds(faults=2, advances=1, attempts=1), 528_000),
     (Bounds(faults=2, advances=0, attempts=1, launches=True, sees_steps=True), 159_000),
     (Bounds(1, 0, attempts=2, is_impatient=PATIENT, launches=True, sees_steps=True), 200_000),

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 
 import pytest
-from hypothesis import settings
+from effort import examples
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -113,7 +113,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert set(self.pool.open_fences) == set(self.fences)
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+PoolMachine.TestCase.settings = examples(25, 60, stateful_step_count=30)
 test_pool_machine = PoolMachine.TestCase
 
 

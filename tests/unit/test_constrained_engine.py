@@ -13,9 +13,10 @@ from typing import Any
 import jsonschema
 import pytest
 from checkpoints import write_byte_tokenizer, write_checkpoint
+from effort import examples
 from fakes.byte_model import EOS_ID, VOCAB_SIZE, write_byte_model
 from fakes.runner import FakeRunner
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -214,7 +215,7 @@ schemas = st.recursive(
 )
 
 
-@settings(max_examples=12, deadline=None)
+@examples(6, 12)
 @given(st.lists(schemas, min_size=3, max_size=3), st.integers(0, 99))
 def test_whatever_the_schema_the_output_matches(
     random_model: LocalEngine, found: list[Any], seed: int
@@ -301,7 +302,7 @@ def mixture(seed: int, count: int) -> list[Request]:
     return requests
 
 
-@settings(max_examples=15, deadline=None)
+@examples(5, 15)
 @given(seed=st.integers(0, 999), chunk=st.sampled_from([7, 512]))
 def test_overlap_chunks_and_preemption_change_no_token(
     grammars: Grammars, seed: int, chunk: int

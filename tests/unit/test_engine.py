@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+from effort import examples
 from fakes.runner import FakeRunner, expected_tokens
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -330,7 +331,7 @@ class EngineMachine(RuleBasedStateMachine):
         return has_moved or any(engine.has_work for engine in self.engines)
 
 
-EngineMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+EngineMachine.TestCase.settings = examples(25, 80, stateful_step_count=30)
 test_engine_machine = EngineMachine.TestCase
 
 

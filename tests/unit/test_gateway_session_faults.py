@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from effort import examples
 from fakes.clock import FakeClock, FakeEntropy
 from fakes.engine_link import FakeLink, FakeRouter, FakeSink, Letters
 from fakes.step_outputs import give
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -259,5 +259,5 @@ class SessionMachine(RuleBasedStateMachine):
         self.nobody_holds_what_is_over()
 
 
-SessionMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+SessionMachine.TestCase.settings = examples(60, 150, stateful_step_count=40)
 test_session_under_faults = SessionMachine.TestCase

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 
 import pytest
+from effort import examples
 from fakes.handoff_world import (
     BLOCK_BYTES,
     LEASE_S,
@@ -226,12 +227,7 @@ class Handoff(RuleBasedStateMachine):
         self.world.settle()
 
 
-_quick = settings(
-    max_examples=500,
-    stateful_step_count=40,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+_quick = examples(120, 500, stateful_step_count=40, suppress_health_check=list(HealthCheck))
 TestHandoff = Handoff.TestCase
 TestHandoff.settings = _quick
 

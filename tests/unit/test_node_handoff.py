@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
+from effort import examples
 from fakes.node_world import BLOCK_SIZE, GATEWAY, LEASE_S, NodeWorld, request
 from fakes.runner import expected_tokens
 from fakes.step_outputs import outputs_of
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.request import FinishReason, Request
@@ -332,7 +333,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@examples(60, 150)
 @given(actions=ACTIONS)
 def test_any_course_of_events_ends_cleanly(actions: list[str]) -> None:
     world = linked_world(prefill_blocks=2 + 12, decode_blocks=2 + 10)
@@ -417,7 +418,7 @@ def test_a_small_pool_lets_samples_wait() -> None:
     assert_clean(world)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(20, 40)
 @given(st.integers(0, NUM_MOMENTS), st.sets(st.integers(0, 2), min_size=1))
 def test_cancelled_samples_leave_the_others_at_any_moment(moment: int, cancelled: set[int]) -> None:
     world = linked_world()

@@ -37,12 +37,17 @@ def test_items_come_in_order_and_once(inbox: Inbox[str]) -> None:
 
 @pytest.mark.parametrize("timeout_s", [0.0002, 0.005, 0.05])
 def test_wait_is_neither_shorter_nor_much_longer(inbox: Inbox[str], timeout_s: float) -> None:
-    waits_s = []
-    for _ in range(5):
+    def wait_s() -> float:
         began_s = time.monotonic()
         assert inbox.receive(timeout_s) == []
-        waits_s.append(time.monotonic() - began_s)
-    assert timeout_s <= min(waits_s) < timeout_s + 0.002
+        return time.monotonic() - began_s
+
+    shortest_s = wait_s()
+    for _ in range(99):  # on a busy machine most are longer
+        if shortest_s < timeout_s + 0.002:
+            break
+        shortest_s = min(shortest_s, wait_s())
+    assert timeout_s <= shortest_s < timeout_s + 0.002
 
 
 def test_other_threads_wake_it(inbox: Inbox[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import pytest
-from hypothesis import settings
+from effort import examples
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -118,7 +118,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.pool.counts.cached == len(self.ages)
 
 
-CacheMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+CacheMachine.TestCase.settings = examples(25, 60, stateful_step_count=30)
 test_cache_machine = CacheMachine.TestCase
 
 

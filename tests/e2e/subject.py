@@ -1,0 +1,21 @@
+"""What an end-to-end test of tokens looks at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deployments import Running
+from oracle import GreedyOracle
+
+from baton.engine.local import LocalEngine
+
+
+@dataclass
+class Subject:
+    """A system under test beside its two references."""
+
+    system: Running
+    oracle: GreedyOracle
+    local: LocalEngine
+    vocab_size: int
+    num_decode_nodes: int
