@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from ..core.errors import Unauthenticated
 from ..core.handshake import Dialer, Listener, Opening
-from .secret import handshake_key
+from .secret import ClusterSecret
 
 SESSION, HANDOFF, LEDGERS = b"session", b"handoff", b"ledgers"  # purposes: one a method
 ANY_ENGINE = "0" * 32  # whom a call dials that is for all engines of a node
@@ -26,7 +26,7 @@ Read: TypeAlias = Callable[[], Awaitable[bytes]]  # b"": the stream brought some
 async def dial(
     call: Any,
     message: Callable[..., Any],
-    secret: str | None,
+    secret: ClusterSecret,
     purpose: bytes,
     *,
     listener: str,
@@ -39,7 +39,7 @@ async def dial(
     accepted us. Raises Unauthenticated, or what gRPC raises.
     """
     us = dialer or secrets.token_hex(16)
-    ours = Dialer(handshake_key(secret), purpose, dialer=us, listener=listener, address=address)
+    ours = Dialer(secret.dialing_key, purpose, dialer=us, listener=listener, address=address)
     await call.write(message(handshake=ours.opening))
     await call.write(message(handshake=ours.answer(await _read(call))))
     if await _read(call) != ACCEPTED:

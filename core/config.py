@@ -108,6 +108,9 @@ class ClusterConfig:
     cluster_secret: str | None = flag(
         None, "shared secret of gateways and nodes; better given as BATON_CLUSTER_SECRET"
     )
+    cluster_secret_also: str | None = flag(
+        None, "accepted beside the secret, while it is being changed; BATON_CLUSTER_SECRET_ALSO"
+    )
     cluster_ca: str | None = flag(
         None, "CA of the cluster, PEM: with it, mutual TLS between gateways and nodes"
     )
@@ -115,6 +118,8 @@ class ClusterConfig:
     cluster_key: str | None = flag(None, "the key of --cluster-cert, PEM")
 
     def __post_init__(self) -> None:
+        if self.cluster_secret_also and not self.cluster_secret:
+            raise StartupFailed("--cluster-secret-also needs --cluster-secret beside it")
         files = (self.cluster_ca, self.cluster_cert, self.cluster_key)
         if any(files) and not all(files):
             raise StartupFailed("--cluster-ca, --cluster-cert and --cluster-key belong together")

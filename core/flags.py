@@ -22,7 +22,8 @@ T = TypeVar("T")
 
 _MAX_PORT = 65535
 
-SECRET_FIELDS = frozenset({"cluster_secret", "redis_url"})  # the URL may carry a password
+# The URL may carry a password.
+SECRET_FIELDS = frozenset({"cluster_secret", "cluster_secret_also", "redis_url"})
 
 
 def _base_type(annotation: Any) -> type:
@@ -93,7 +94,9 @@ def parse(config: type[T], arguments: argparse.Namespace) -> T:
     return config(**{field.name: getattr(arguments, field.name) for field in fields})
 
 
-def to_argv(config: Any, *, leave_out: Collection[str] = ("cluster_secret",)) -> list[str]:
+def to_argv(
+    config: Any, *, leave_out: Collection[str] = SECRET_FIELDS - {"redis_url"}
+) -> list[str]:
     """The flags that differ from the defaults.
 
     Everybody on the host reads command lines: leave SECRET_FIELDS out and hand them over by

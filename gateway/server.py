@@ -14,7 +14,9 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from ..cluster.exposure import check_secret
 from ..cluster.redis_directory import RedisDirectory
+from ..cluster.secret import ClusterSecret
 from ..cluster.tls import CertificateFiles
 from ..core import descriptors
 from ..core.config import ClusterConfig, GatewayConfig
@@ -102,7 +104,7 @@ class Gateway:
         self._view = ClusterView(
             directory,
             self._model.limits.model,
-            cluster.cluster_secret,
+            ClusterSecret.of(cluster),
             clock,
             self._table,
             self,
@@ -327,8 +329,9 @@ async def serve(
     place: WorkerPlace | None = None,
 ) -> Gateway:
     """Build and start a gateway; raises StartupFailed."""
-    directory = RedisDirectory(cluster.redis_url, cluster.cluster, cluster.cluster_secret)
-    index = RedisIndexLink(cluster.redis_url, cluster.cluster, cluster.cluster_secret)
+    secret = ClusterSecret.of(cluster)
+    directory = RedisDirectory(cluster.redis_url, cluster.cluster, secret)
+    index = RedisIndexLink(cluster.redis_url, cluster.cluster, secret)
     limits = session_limits or SessionLimits(
         max_attempts=config.max_attempts, recovery_wait_s=config.recovery_wait_s
     )
@@ -352,6 +355,8 @@ async def run(
 ) -> int:
     """The process: serve until SIGINT or SIGTERM, then stop cleanly. Returns the exit code."""
     set_up_logging("gateway", as_json=config.log_json)
+    if place is None:  # workers have a parent that says so
+        check_secret("gateway", cluster)
     descriptors.raise_limit()
     signals = StopSignals()
     gateway = await serve(config, cluster, place=place)

@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 
 from ..cluster.link_handshake import HANDOFF, dial
+from ..cluster.secret import ClusterSecret
 from ..cluster.tls import ClusterTls
 from ..core.errors import BatonError
 from ..core.membership import Member, Role
@@ -36,7 +37,7 @@ class Links:
     def __init__(
         self,
         engine: EngineHandle,
-        secret: str | None,
+        secret: ClusterSecret,
         report: Callable[[str], None],
         tls: ClusterTls | None = None,
     ) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...cluster.exposure import check_exposure
-from ...cluster.secret import salt_key
+from ...cluster.secret import ClusterSecret, salt_key
 from ...cluster.tls import CertificateFiles, ClusterTls
 from ...core.config import ClusterConfig, GatewayConfig
 from ...core.ports import Clock
@@ -44,7 +44,7 @@ class Security:
         missing = [flag for name, flag in _PROTECTION.items() if getattr(config, name) is None]
         check_exposure("gateway", config.host, missing, is_accepted=config.insecure_bind)
         ring = None if config.api_keys is None else KeyRing(Path(config.api_keys))
-        gate = Gate(ring, cluster.cluster_secret)
+        gate = Gate(ring, ClusterSecret.of(cluster))
         return cls(
             _certificate(config),
             ClusterTls.of(cluster),
