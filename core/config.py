@@ -102,7 +102,8 @@ class ClusterConfig:
 
     redis_url: str = flag(
         "redis://127.0.0.1:6379/0",
-        "membership and prefix index; redis+spawn:// starts a private server",
+        "membership and prefix index; redis+spawn:// starts a private server; with a password: "
+        "BATON_REDIS_URL",
     )
     cluster: str = flag("default", "name of the deployment: the prefix of its Redis keys")
     cluster_secret: str | None = flag(
@@ -252,7 +253,10 @@ class UpConfig:
     )
     num_prefill_nodes: int = flag(1, "prefill nodes on a CPU")
     num_decode_nodes: int = flag(1, "decode nodes on a CPU")
-    redis_url: str = flag("redis+spawn://", "Redis to use; redis+spawn:// starts a private one")
+    redis_url: str = flag(
+        "redis+spawn://",
+        "Redis to use; redis+spawn:// starts a private one; with a password: BATON_REDIS_URL",
+    )
     start_timeout_s: float = flag(300.0, "how long all parts may take to become ready")
     certs: str | None = flag(
         None, "folder of `baton certs`: TLS in front, mutual TLS between the parts"

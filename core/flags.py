@@ -15,6 +15,7 @@ import types
 import typing
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
+from urllib.parse import parse_qs, urlsplit
 
 from .errors import StartupFailed
 
@@ -66,7 +67,36 @@ def _add_flag(
     else:
         reader = _reader(field.name, base_type)
         options |= {"type": reader, "choices": field.metadata.get("choices")}
+    if field.name.endswith("_url"):
+        options["action"] = UrlWithoutPassword
     group.add_argument(*(f"--{name}" for name in names), **options)
+
+
+class UrlWithoutPassword(argparse.Action):
+    """Of a flag, not of its environment variable: everybody on the host reads command lines."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if _has_password(values):
+            raise argparse.ArgumentError(
+                self,
+                "has a password, and every user of this host can read a command line: "
+                f"give it as BATON_{self.dest.upper()}",
+            )
+        setattr(namespace, self.dest, values)
+
+
+def _has_password(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return bool(parts.password) or "password" in parse_qs(parts.query)
+    except ValueError:
+        return "@" in url  # no URL: whoever connects says so, if nothing is to be hidden
 
 
 def _reader(name: str, base_type: type) -> Callable[[str], Any]:

@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection
 from ..cluster.exposure import check_secret
 from ..cluster.redis_directory import RedisDirectory
 from ..cluster.secret import ClusterSecret
-from ..cluster.tls import CertificateFiles
+from ..cluster.tls import CertificateFiles, watch_ends
 from ..core import descriptors
 from ..core.config import ClusterConfig, GatewayConfig
 from ..core.errors import StartupFailed, Unavailable
@@ -118,7 +118,9 @@ class Gateway:
             self._view,
             clock,
             lambda: index.is_up,
+            security.certificate_ends_s,
         )
+        self._certificates = security.certificates
         self._peers = WorkerPeers(place, self._telemetry.exporter, self._sessions.abort)
         self._door = FrontDoor(
             self._model,
@@ -189,6 +191,7 @@ class Gateway:
             asyncio.create_task(self._view.run()),
             asyncio.create_task(self._follower.run()),
             asyncio.create_task(self._publish_readiness()),
+            asyncio.create_task(watch_ends(self._certificates)),
         ]
 
     async def wait_ready(self, timeout_s: float) -> None:

@@ -23,7 +23,7 @@ from ..cluster.exposure import check_exposure, check_secret
 from ..cluster.live_members import LiveMembers
 from ..cluster.redis_directory import RedisDirectory
 from ..cluster.secret import ClusterSecret
-from ..cluster.tls import ClusterTls, role_name
+from ..cluster.tls import ClusterTls, role_name, watch_ends
 from ..core import descriptors
 from ..core.config import ClusterConfig, EngineConfig, NodeConfig
 from ..core.errors import StartupFailed
@@ -165,7 +165,8 @@ class Supervisor:
         callers = Callers(self._secret, (self._address,), has_tls=self._tls is not None)
         _add_services(server, self, callers, self._health)
         await server.start()
-        beside = [self._health.run(), self._members.run(), show_turns()]
+        files = () if self._tls is None else (self._tls.files,)
+        beside = [self._health.run(), self._members.run(), show_turns(), watch_ends(files)]
         looking = asyncio.gather(*beside)
         stopping = asyncio.create_task(signals.stop.wait())
         running: list[asyncio.Task[None]] = []

@@ -53,6 +53,17 @@ class Security:
             _tenancy(config, cluster, clock, shared_key),
         )
 
+    @property
+    def certificates(self) -> tuple[CertificateFiles, ...]:
+        """All that this process shows to anybody."""
+        cluster = None if self.cluster_tls is None else self.cluster_tls.files
+        return tuple(files for files in (self.certificate, cluster) if files is not None)
+
+    def certificate_ends_s(self) -> dict[str, float]:
+        """By file, the Unix time at which its certificate ends."""
+        ends = (files.current().ends_s for files in self.certificates)
+        return {file: ends_s for each in ends for file, ends_s in each.items()}
+
 
 def _certificate(config: GatewayConfig) -> CertificateFiles | None:
     if config.tls_cert is None or config.tls_key is None:

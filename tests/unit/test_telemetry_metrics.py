@@ -48,6 +48,7 @@ class World:
         self.table = EngineTable(PrefixMirror(self.clock))
         self.view = FakeView()
         self.index_up = True
+        self.certificate_ends_s: dict[str, float] = {}
         gaps = TokenGaps()
         self.exporter = Exporter(
             prefix,
@@ -58,6 +59,7 @@ class World:
             self.clock,
             lambda: self.index_up,
             gaps,
+            lambda: self.certificate_ends_s,
         )
         self.observers = Observers([self.exporter.calls], gaps)
 
@@ -97,6 +99,16 @@ def test_buckets_count_as_prometheus_defines_them(samples: list[float]) -> None:
         assert count == bisect_right(sorted(samples), bound)
     assert buckets.cumulative()[-1] == ("+Inf", len(samples))
     assert buckets.total == pytest.approx(sum(samples))
+
+
+def test_when_certificates_end() -> None:
+    world = World()
+    name = "baton_certificate_expires_timestamp_seconds"
+    assert world.value(name, file="/etc/tls.crt") is None
+    for ends_s in (1.8e9, 1.9e9):  # the second time, of a renewed file
+        world.certificate_ends_s = {"/etc/tls.crt": ends_s, "/etc/ca.crt": 2e9}
+        assert world.value(name, file="/etc/tls.crt") == ends_s
+        assert world.value(name, file="/etc/ca.crt") == 2e9
 
 
 def test_calls() -> None:
