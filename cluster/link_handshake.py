@@ -9,6 +9,8 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeAlias
 
+from google.protobuf.message import DecodeError
+
 from ..core.errors import Unauthenticated
 from ..core.handshake import Dialer, Listener, Opening
 from .secret import ClusterSecret
@@ -58,7 +60,10 @@ def listener_ends(
     """What `admit` needs, on a gRPC stream whose messages have the field `handshake`."""
 
     async def read() -> bytes:
-        said: bytes = (await anext(requests)).handshake
+        try:
+            said: bytes = (await anext(requests)).handshake
+        except DecodeError:
+            raise Unauthenticated("what came is no message of a handshake") from None
         return said
 
     async def write(said: bytes) -> None:

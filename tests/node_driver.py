@@ -34,7 +34,7 @@ from baton.core.request import Request, Ticket
 from baton.proto import codec
 from baton.proto.v1 import node_pb2, node_pb2_grpc
 
-SECRET = "a test's secret"
+SECRET = "a secret of the tests"
 CLUSTER = "test"
 TINY_MODEL = {
     "architectures": ["LlamaForCausalLM"],
