@@ -15,6 +15,7 @@ from ..core.config import ClusterConfig
 from ..core.handshake import key_id
 
 TAG_BYTES = 16
+_ENTRY, _INDEX = b"baton-entry", b"baton-index"
 MIN_SECRET_CHARS = 16  # shorter ones can be guessed from what was recorded of a handshake
 
 
@@ -90,7 +91,6 @@ class ClusterSecret:
         return message if is_ours else b""
 
 
-_ENTRY, _INDEX = b"baton-entry", b"baton-index"
 NO_SECRET = ClusterSecret()
 
 

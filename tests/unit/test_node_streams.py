@@ -329,6 +329,17 @@ async def test_a_dispatch_before_the_handshake_reaches_no_engine(node: Node) -> 
     assert context.written.empty()
 
 
+async def test_what_is_no_message_is_refused_like_any_stranger(node: Node) -> None:
+    async def garbage() -> AsyncIterator[Any]:
+        yield node_pb2.GatewayMessage.FromString(b"\xff" * 9)  # as gRPC does it
+
+    context: Any = FakeContext()
+    with pytest.raises(Aborted):
+        await NodeServicer(node, node.callers).Session(garbage(), context)
+    assert context.status is grpc.StatusCode.UNAUTHENTICATED
+    assert context.written.empty()
+
+
 async def test_a_puller_that_the_directory_does_not_have_gets_no_link(node: Node) -> None:
     node.strangers.add(PEER)
     context: Any = FakeContext()
