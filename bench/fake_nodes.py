@@ -369,7 +369,7 @@ async def _serve(redis_url: str, pace: Pace) -> dict[str, list[float]]:
     nodes.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     await nodes.listen()
-    directory = RedisDirectory(redis_url, CLUSTER, None)
+    directory = RedisDirectory(redis_url, CLUSTER)
     for role in (Role.PREFILL, Role.DECODE):
         await directory.announce(_member(role, nodes.address, pace), 5.0)
     engines = [asyncio.create_task(part()) for part in (nodes.run_prefill, nodes.run_decode)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,12 @@ def _chat(arguments: argparse.Namespace) -> int:
 def _add_doctor(commands: _Commands) -> None:
     parser = _add(commands, "doctor", "look over this host: can it serve?")
     parser.add_argument("--model", default="demo", help="model directory to look at (demo)")
-    parser.add_argument("--redis-url", help="a Redis that should answer")
+    parser.add_argument(
+        "--redis-url",
+        action=flags.UrlWithoutPassword,
+        default=os.environ.get("BATON_REDIS_URL"),
+        help="a Redis that should answer; with a password: BATON_REDIS_URL",
+    )
     parser.add_argument(
         "--ports",
         type=_ports,

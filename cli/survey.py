@@ -17,6 +17,7 @@ import grpc
 from ..cluster.link_handshake import ANY_ENGINE, LEDGERS, SESSION, dial
 from ..cluster.redis_client import require_redis
 from ..cluster.redis_directory import RedisDirectory
+from ..cluster.secret import ClusterSecret
 from ..cluster.tls import ClusterTls, open_channel
 from ..core.config import ClusterConfig
 from ..core.errors import Unauthenticated
@@ -60,7 +61,8 @@ async def survey(cluster: ClusterConfig) -> Survey:
     addresses = sorted({member.address for member in members})
     tls = ClusterTls.of(cluster)
     nodes_members = ([m for m in members if m.address == address] for address in addresses)
-    looks = (_look_at(at_one, cluster.cluster_secret, tls) for at_one in nodes_members)
+    secret = ClusterSecret.of(cluster)
+    looks = (_look_at(at_one, secret, tls) for at_one in nodes_members)
     counts, nodes = await asyncio.gather(_count_published(cluster, members), asyncio.gather(*looks))
     engines = (engine for node in nodes for engine in node)
     return Survey(tuple(_with_count(engine, counts) for engine in engines), num_bad_entries)
@@ -69,7 +71,7 @@ async def survey(cluster: ClusterConfig) -> Survey:
 async def _count_published(cluster: ClusterConfig, members: Sequence[Member]) -> dict[str, int]:
     if not members:
         return {}
-    link = RedisIndexLink(cluster.redis_url, cluster.cluster, cluster.cluster_secret)
+    link = RedisIndexLink(cluster.redis_url, cluster.cluster, ClusterSecret.of(cluster))
     try:
         return await count_published(link, {member.incarnation for member in members})
     finally:
@@ -85,7 +87,7 @@ def _with_count(engine: EngineView, counts: Mapping[str, int]) -> EngineView:
 async def _members(cluster: ClusterConfig) -> tuple[tuple[Member, ...], int]:
     """The directory, and how many of its entries are junk or not signed with our secret."""
     await require_redis(cluster.redis_url)
-    directory = RedisDirectory(cluster.redis_url, cluster.cluster, cluster.cluster_secret)
+    directory = RedisDirectory(cluster.redis_url, cluster.cluster, ClusterSecret.of(cluster))
     try:
         async with aclosing(directory.watch()) as watch:  # type: ignore[type-var]
             async for members in watch:
@@ -96,7 +98,7 @@ async def _members(cluster: ClusterConfig) -> tuple[tuple[Member, ...], int]:
 
 
 async def _look_at(
-    members: Sequence[Member], secret: str | None, tls: ClusterTls | None
+    members: Sequence[Member], secret: ClusterSecret, tls: ClusterTls | None
 ) -> list[EngineView]:
     """All engines of one node: those that Redis names, `members`, and those that it does not."""
     address, role = members[0].address, members[0].role.value
@@ -113,7 +115,7 @@ async def _look_at(
     return [*engines, *strangers]
 
 
-async def _ledgers(stub: Any, secret: str | None, address: str) -> tuple[dict[str, Ledger], str]:
+async def _ledgers(stub: Any, secret: ClusterSecret, address: str) -> tuple[dict[str, Ledger], str]:
     """The node's ledgers by engine name, and what went wrong with the rest."""
     found, silence = dict[str, Ledger](), ""
     try:
@@ -132,7 +134,7 @@ async def _ledgers(stub: Any, secret: str | None, address: str) -> tuple[dict[st
     return found, silence
 
 
-async def ask_ledgers(stub: Any, secret: str | None, address: str) -> Sequence[str]:
+async def ask_ledgers(stub: Any, secret: ClusterSecret, address: str) -> Sequence[str]:
     """Every engine's ledger at the node of this address, as JSON.
 
     `stub` is a NodeStub. Raises Unauthenticated, grpc.aio.AioRpcError.
@@ -150,7 +152,7 @@ async def ask_ledgers(stub: Any, secret: str | None, address: str) -> Sequence[s
         stream.cancel()
 
 
-async def _silence(stub: Any, member: Member, secret: str | None) -> str:
+async def _silence(stub: Any, member: Member, secret: ClusterSecret) -> str:
     """Why this incarnation cannot be spoken to; empty if it can."""
     stream = stub.Session(timeout=_ANSWER_S)
     try:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core.membership import Member, Role
-from .secret import is_signed, sign
+from .secret import ClusterSecret
 
 MAX_ENTRY_BYTES = 4096
 
@@ -62,7 +62,7 @@ class Entry:
             raise BadEntry("from the future")
 
 
-def encode_entry(entry: Entry, secret: str | None) -> bytes:
+def encode_entry(entry: Entry, secret: ClusterSecret) -> bytes:
     """The value to store."""
     fields = dataclasses.asdict(entry.member) | {
         "role": entry.member.role.value,
@@ -71,12 +71,12 @@ def encode_entry(entry: Entry, secret: str | None) -> bytes:
         "ttl_ms": entry.ttl_ms,
         "is_gone": entry.is_gone,
     }
-    if secret:
-        fields["signature"] = sign(secret, _canonical(fields))
+    if (signature := secret.sign(_canonical(fields))) is not None:
+        fields["signature"] = signature
     return _canonical(fields)
 
 
-def decode_entry(raw: bytes, secret: str | None) -> Entry:
+def decode_entry(raw: bytes, secret: ClusterSecret) -> Entry:
     """The entry in a stored value; raises BadEntry. Unknown further fields are ignored."""
     if len(raw) > MAX_ENTRY_BYTES:
         raise BadEntry("longer than an entry may be")
@@ -86,7 +86,7 @@ def decode_entry(raw: bytes, secret: str | None) -> Entry:
         raise BadEntry("not JSON") from error
     if not isinstance(fields, dict):
         raise BadEntry("not an object")
-    if secret:
+    if secret.current:
         _check_signature(fields, secret)
     try:
         role = Role(_text(fields, "role"))
@@ -115,9 +115,9 @@ def decode_entry(raw: bytes, secret: str | None) -> Entry:
     )
 
 
-def _check_signature(fields: dict[str, Any], secret: str) -> None:
+def _check_signature(fields: dict[str, Any], secret: ClusterSecret) -> None:
     signature = fields.pop("signature", None)
-    if not isinstance(signature, str) or not is_signed(secret, _canonical(fields), signature):
+    if not isinstance(signature, str) or not secret.has_signed(_canonical(fields), signature):
         raise BadEntry("not signed with the cluster secret")
 
 

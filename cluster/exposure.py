@@ -1,4 +1,4 @@
-"""May a server listen where it was told to? On loopback always; elsewhere only when protected."""
+"""What a deployment lays open: to whom a server listens, and what its secret is worth."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import ipaddress
 import logging
 from collections.abc import Sequence
 
+from ..core.config import ClusterConfig
 from ..core.errors import StartupFailed
+from .secret import MIN_SECRET_CHARS, ClusterSecret
 
 log = logging.getLogger(__name__)
 
@@ -38,3 +40,21 @@ def check_exposure(who: str, host: str, missing: Sequence[str], *, is_accepted: 
         f"the {who} would listen on {host} for the whole network without {', '.join(missing)}",
         hint="give them, or --insecure-bind where the network itself is the boundary",
     )
+
+
+def check_secret(who: str, cluster: ClusterConfig) -> None:
+    """Say once, loudly, if the cluster has no secret or one that can be guessed."""
+    secrets = ClusterSecret.of(cluster).accepted
+    if not secrets:
+        open_to = "writes to its Redis" if cluster.cluster_ca else "reaches its Redis or a port"
+        log.warning(
+            "INSECURE: this %s has no cluster secret: whoever %s can pass for a part of the "
+            "cluster; set BATON_CLUSTER_SECRET",
+            *(who, open_to),
+        )
+    elif min(map(len, secrets)) < MIN_SECRET_CHARS:
+        log.warning(
+            "INSECURE: the cluster secret has fewer than %d characters: who records a handshake "
+            "can guess it; `openssl rand -hex 16` draws a good one",
+            MIN_SECRET_CHARS,
+        )

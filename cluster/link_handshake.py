@@ -9,9 +9,11 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeAlias
 
+from google.protobuf.message import DecodeError
+
 from ..core.errors import Unauthenticated
 from ..core.handshake import Dialer, Listener, Opening
-from .secret import handshake_key
+from .secret import ClusterSecret
 
 SESSION, HANDOFF, LEDGERS = b"session", b"handoff", b"ledgers"  # purposes: one a method
 ANY_ENGINE = "0" * 32  # whom a call dials that is for all engines of a node
@@ -26,7 +28,7 @@ Read: TypeAlias = Callable[[], Awaitable[bytes]]  # b"": the stream brought some
 async def dial(
     call: Any,
     message: Callable[..., Any],
-    secret: str | None,
+    secret: ClusterSecret,
     purpose: bytes,
     *,
     listener: str,
@@ -39,7 +41,7 @@ async def dial(
     accepted us. Raises Unauthenticated, or what gRPC raises.
     """
     us = dialer or secrets.token_hex(16)
-    ours = Dialer(handshake_key(secret), purpose, dialer=us, listener=listener, address=address)
+    ours = Dialer(secret.dialing_key, purpose, dialer=us, listener=listener, address=address)
     await call.write(message(handshake=ours.opening))
     await call.write(message(handshake=ours.answer(await _read(call))))
     if await _read(call) != ACCEPTED:
@@ -58,7 +60,10 @@ def listener_ends(
     """What `admit` needs, on a gRPC stream whose messages have the field `handshake`."""
 
     async def read() -> bytes:
-        said: bytes = (await anext(requests)).handshake
+        try:
+            said: bytes = (await anext(requests)).handshake
+        except DecodeError:
+            raise Unauthenticated("what came is no message of a handshake") from None
         return said
 
     async def write(said: bytes) -> None:

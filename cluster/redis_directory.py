@@ -20,6 +20,7 @@ from typing import Any
 from ..core.membership import Member
 from .entries import MAX_ENTRY_BYTES, BadEntry, Entry, decode_entry, encode_entry, is_incarnation
 from .redis_client import REDIS_ERRORS, RETRY_MAX_S, RETRY_MIN_S, connect, key_prefix, reply
+from .secret import NO_SECRET, ClusterSecret
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ class _View:
 class RedisDirectory:
     """Announce, withdraw, watch. `num_bad_entries` counts the junk that was read so far."""
 
-    def __init__(self, url: str, cluster: str, secret: str | None = None) -> None:
+    def __init__(self, url: str, cluster: str, secret: ClusterSecret = NO_SECRET) -> None:
         prefix = key_prefix(cluster)
         self._redis = connect(url)
         self._secret = secret

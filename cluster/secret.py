@@ -1,16 +1,22 @@
 """The cluster secret: how gateways and nodes of one deployment prove that they belong together.
 
-Owns what is derived from the secret: the key of handshakes, and the signature of a directory entry.
-Neither the secret nor the key of handshakes leaves the process. Without a secret everybody holds
-the key: then the network is the boundary.
+Owns what is derived from the secret: the key of handshakes, the signature of a directory entry,
+and which secrets count while one is changed for another. Neither a secret nor the key of handshakes
+leaves the process. Without a secret everybody holds the key: then the network is the boundary.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+from dataclasses import dataclass, field
+
+from ..core.config import ClusterConfig
+from ..core.handshake import key_id
 
 TAG_BYTES = 16
+_ENTRY, _INDEX = b"baton-entry", b"baton-index"
+MIN_SECRET_CHARS = 16  # shorter ones can be guessed from what was recorded of a handshake
 
 
 def _derive(secret: str, purpose: bytes, message: bytes = b"") -> str:
@@ -35,16 +41,58 @@ def salt_key(secret: str) -> bytes:
     return bytes.fromhex(_derive(secret, b"baton-salt"))
 
 
-def message_tag(secret: str, message: bytes) -> bytes:
-    """The signature, TAG_BYTES long, of a message of the prefix index."""
-    return bytes.fromhex(_derive(secret, b"baton-index", message))[:TAG_BYTES]
+@dataclass(frozen=True, slots=True)
+class ClusterSecret:
+    """`current` signs and dials; both are accepted, so that one can be changed for the other
+    process by process. Without a current one there is none, and everything is accepted.
+    """
+
+    current: str | None = field(default=None, repr=False)
+    also: str | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, config: ClusterConfig) -> ClusterSecret:
+        return cls(config.cluster_secret or None, config.cluster_secret_also or None)
+
+    @property
+    def accepted(self) -> tuple[str, ...]:
+        return tuple(secret for secret in (self.current, self.also) if secret)
+
+    @property
+    def dialing_key(self) -> bytes:
+        """What we prove to whom we dial."""
+        return handshake_key(self.current)
+
+    def keys_by_id(self) -> dict[bytes, bytes]:
+        """What may be proven to us, as an opening names it."""
+        keys = map(handshake_key, self.accepted or (None,))
+        return {key_id(key): key for key in keys}
+
+    def sign(self, message: bytes) -> str | None:
+        """The signature of a directory entry; None where there is no secret."""
+        return _derive(self.current, _ENTRY, message) if self.current else None
+
+    def has_signed(self, message: bytes, signature: str) -> bool:
+        """Whether a secret of ours signed the entry. Constant-time for each."""
+        said = signature.encode("utf-8", "replace")
+        expected = (_derive(secret, _ENTRY, message) for secret in self.accepted)
+        return any(hmac.compare_digest(said, each.encode()) for each in expected)
+
+    def seal(self, message: bytes) -> bytes:
+        """A message of the prefix index with its tag behind it, if there is a secret."""
+        return message + _tag(self.current, message) if self.current else message
+
+    def unseal(self, sealed: bytes) -> bytes:
+        """The message; empty, which is none, if no secret of ours made its tag."""
+        if not self.current:
+            return sealed
+        message, tag = sealed[:-TAG_BYTES], sealed[-TAG_BYTES:]
+        is_ours = any(hmac.compare_digest(tag, _tag(each, message)) for each in self.accepted)
+        return message if is_ours else b""
 
 
-def sign(secret: str, message: bytes) -> str:
-    """The signature of a directory entry."""
-    return _derive(secret, b"baton-entry", message)
+NO_SECRET = ClusterSecret()
 
 
-def is_signed(secret: str, message: bytes, signature: str) -> bool:
-    """Whether `signature` is this secret's for `message`. Constant-time."""
-    return hmac.compare_digest(sign(secret, message).encode(), signature.encode("utf-8", "replace"))
+def _tag(secret: str, message: bytes) -> bytes:
+    return bytes.fromhex(_derive(secret, _INDEX, message))[:TAG_BYTES]

@@ -6,16 +6,19 @@
 A role's certificate proves the role, on both ends and whatever host it runs on: who dials a prefill
 node expects `prefill.baton.internal` there, and a node looks for `gateway.baton.internal` in the
 certificate of who calls it as a gateway. Files are read anew when they have changed, at the next
-handshake; what cannot be used leaves the last certificate in force.
+handshake; what cannot be used, as one whose time is over, leaves the last certificate in force. One
+that ends soon is named in the log once a day.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import ssl
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,8 @@ import grpc
 
 from ..core.config import ClusterConfig
 from ..core.errors import PermissionDenied, StartupFailed
+from ..core.ports import Clock, SystemClock
+from .certificate_times import validities
 from .watched_files import WatchedFiles
 
 log = logging.getLogger(__name__)
@@ -30,6 +35,9 @@ log = logging.getLogger(__name__)
 GATEWAY = "gateway"
 _DOMAIN = ".baton.internal"
 _SAN = "x509_subject_alternative_name"  # in gRPC's AuthContext
+
+_DAY_S = 24 * 3600.0
+_SOON_S = 14 * _DAY_S
 
 Options = Sequence[tuple[str, Any]]
 
@@ -41,12 +49,16 @@ def role_name(role: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """What the files held when they were last good. `context` serves HTTP with it."""
+    """What the files held when they were last good. `context` serves HTTP with it.
+
+    `ends_s`: by file, the Unix time from which it cannot be used any more.
+    """
 
     chain: bytes
     key: bytes
     ca: bytes | None
     context: ssl.SSLContext
+    ends_s: Mapping[str, float]
 
 
 class CertificateFiles:
@@ -56,14 +68,17 @@ class CertificateFiles:
     thread may ask.
     """
 
-    def __init__(self, chain: Path, key: Path, ca: Path | None, what: str) -> None:
+    def __init__(
+        self, chain: Path, key: Path, ca: Path | None, what: str, clock: Clock | None = None
+    ) -> None:
         self._paths = (chain, key) if ca is None else (chain, key, ca)
         self._what = what
+        self._clock = clock or SystemClock()
         self._files = WatchedFiles(self._paths)
         self._lock = threading.Lock()
         self._files.have_changed()
         try:
-            self._certificate = _load(*self._paths)
+            self._certificate = self._load()
         except (OSError, ValueError) as error:
             raise StartupFailed(
                 f"{what}: {_reason(error)}", hint="for a try, `baton certs DIR` makes a set"
@@ -74,11 +89,23 @@ class CertificateFiles:
         with self._lock:
             if self._files.have_changed():
                 try:
-                    self._certificate = _load(*self._paths)
+                    self._certificate = self._load()
                     log.info("%s: read anew", self._what)
                 except (OSError, ValueError) as error:
                     log.error("%s: %s; the one before stays", self._what, _reason(error))
             return self._certificate
+
+    def _load(self) -> Certificate:
+        return _load(*self._paths, now_s=self._clock.unix_ns() / 1e9)
+
+    def warn_of_end(self) -> None:
+        """Say so if a certificate ends within two weeks, or has ended."""
+        now_s = self._clock.unix_ns() / 1e9
+        for file, ends_s in self.current().ends_s.items():
+            if now_s >= ends_s:
+                log.error("%s: expired on %s: peers refuse it", file, _date(ends_s))
+            elif now_s >= ends_s - _SOON_S:
+                log.warning("%s: expires on %s: renew it", file, _date(ends_s))
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """For a gRPC server. With a CA, clients must show a certificate that it signed."""
@@ -114,7 +141,7 @@ class ClusterTls:
     def __init__(self, ca: Path, chain: Path, key: Path) -> None:
         self.ca, self.chain, self.key = ca, chain, key
         what = "--cluster-ca, --cluster-cert, --cluster-key"
-        self._files = CertificateFiles(chain, key, ca, what)
+        self.files = CertificateFiles(chain, key, ca, what)
 
     @classmethod
     def of(cls, config: ClusterConfig) -> ClusterTls | None:
@@ -125,14 +152,22 @@ class ClusterTls:
         return cls(Path(ca), Path(chain), Path(key))
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        return self._files.server_credentials()
+        return self.files.server_credentials()
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        mine = self._files.current()
+        mine = self.files.current()
         credentials: grpc.ChannelCredentials = grpc.ssl_channel_credentials(  # type: ignore[no-untyped-call]
             mine.ca, mine.key, mine.chain
         )
         return credentials
+
+
+async def watch_ends(files: Sequence[CertificateFiles]) -> None:
+    """Say once a day which of them end soon; until cancelled."""
+    while True:
+        for each in files:
+            each.warn_of_end()
+        await asyncio.sleep(_DAY_S)
 
 
 def open_channel(
@@ -155,19 +190,43 @@ def check_peer_role(context: Any, role: str) -> None:
         raise PermissionDenied(f"this call needs a certificate of the role {role}")
 
 
-def _load(chain: Path, key: Path, ca: Path | None = None) -> Certificate:
+def _load(chain: Path, key: Path, ca: Path | None = None, *, now_s: float) -> Certificate:
     """Raises OSError, ValueError (ssl.SSLError is an OSError)."""
     certificate = Certificate(
         chain.read_bytes(),
         key.read_bytes(),
         None if ca is None else ca.read_bytes(),
         _new_context(),
+        ends_s={},
     )
     # Checks that the two belong together. An encrypted key must not ask on the terminal.
     certificate.context.load_cert_chain(chain, key, password=_no_password)
     if ca is not None:
         ssl.create_default_context(cafile=ca)
-    return certificate
+    return replace(certificate, ends_s=_ends(certificate, chain, ca, now_s))
+
+
+def _ends(
+    certificate: Certificate, chain: Path, ca: Path | None, now_s: float
+) -> Mapping[str, float]:
+    """By file. Raises ValueError if its time is not now: all certificates of a chain are needed,
+    but a file of CAs may have old ones beside one that counts."""
+    links = validities(certificate.chain)
+    starts_s, ends_s = max(v.from_s for v in links), min(v.until_s for v in links)
+    if now_s < starts_s:
+        raise ValueError(f"{chain} is not valid before {_date(starts_s)}")
+    if now_s >= ends_s:
+        raise ValueError(f"{chain} expired on {_date(ends_s)}")
+    if ca is None or certificate.ca is None:
+        return {str(chain): ends_s}
+    trusted = [v.until_s for v in validities(certificate.ca) if v.from_s <= now_s < v.until_s]
+    if not trusted:
+        raise ValueError(f"{ca} has no CA that is valid now")
+    return {str(chain): ends_s, str(ca): max(trusted)}
+
+
+def _date(unix_s: float) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def _new_context() -> ssl.SSLContext:

@@ -104,11 +104,15 @@ class ClusterConfig:
 
     redis_url: str = flag(
         "redis://127.0.0.1:6379/0",
-        "membership and prefix index; redis+spawn:// starts a private server",
+        "membership and prefix index; redis+spawn:// starts a private server; with a password: "
+        "BATON_REDIS_URL",
     )
     cluster: str = flag("default", "name of the deployment: the prefix of its Redis keys")
     cluster_secret: str | None = flag(
         None, "shared secret of gateways and nodes; better given as BATON_CLUSTER_SECRET"
+    )
+    cluster_secret_also: str | None = flag(
+        None, "accepted beside the secret, while it is being changed; BATON_CLUSTER_SECRET_ALSO"
     )
     cluster_ca: str | None = flag(
         None, "CA of the cluster, PEM: with it, mutual TLS between gateways and nodes"
@@ -117,6 +121,8 @@ class ClusterConfig:
     cluster_key: str | None = flag(None, "the key of --cluster-cert, PEM")
 
     def __post_init__(self) -> None:
+        if self.cluster_secret_also and not self.cluster_secret:
+            raise StartupFailed("--cluster-secret-also needs --cluster-secret beside it")
         files = (self.cluster_ca, self.cluster_cert, self.cluster_key)
         if any(files) and not all(files):
             raise StartupFailed("--cluster-ca, --cluster-cert and --cluster-key belong together")
@@ -256,7 +262,10 @@ class UpConfig:
     )
     num_prefill_nodes: int = flag(1, "prefill nodes on a CPU")
     num_decode_nodes: int = flag(1, "decode nodes on a CPU")
-    redis_url: str = flag("redis+spawn://", "Redis to use; redis+spawn:// starts a private one")
+    redis_url: str = flag(
+        "redis+spawn://",
+        "Redis to use; redis+spawn:// starts a private one; with a password: BATON_REDIS_URL",
+    )
     start_timeout_s: float = flag(300.0, "how long all parts may take to become ready")
     certs: str | None = flag(
         None, "folder of `baton certs`: TLS in front, mutual TLS between the parts"

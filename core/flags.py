@@ -15,6 +15,7 @@ import types
 import typing
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
+from urllib.parse import parse_qs, urlsplit
 
 from .errors import StartupFailed
 
@@ -22,7 +23,8 @@ T = TypeVar("T")
 
 _MAX_PORT = 65535
 
-SECRET_FIELDS = frozenset({"cluster_secret", "redis_url"})  # the URL may carry a password
+# The URL may carry a password.
+SECRET_FIELDS = frozenset({"cluster_secret", "cluster_secret_also", "redis_url"})
 
 
 def _base_type(annotation: Any) -> type:
@@ -65,7 +67,36 @@ def _add_flag(
     else:
         reader = _reader(field.name, base_type)
         options |= {"type": reader, "choices": field.metadata.get("choices")}
+    if field.name.endswith("_url"):
+        options["action"] = UrlWithoutPassword
     group.add_argument(*(f"--{name}" for name in names), **options)
+
+
+class UrlWithoutPassword(argparse.Action):
+    """Of a flag, not of its environment variable: everybody on the host reads command lines."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if _has_password(values):
+            raise argparse.ArgumentError(
+                self,
+                "has a password, and every user of this host can read a command line: "
+                f"give it as BATON_{self.dest.upper()}",
+            )
+        setattr(namespace, self.dest, values)
+
+
+def _has_password(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return bool(parts.password) or "password" in parse_qs(parts.query)
+    except ValueError:
+        return "@" in url  # no URL: whoever connects says so, if nothing is to be hidden
 
 
 def _reader(name: str, base_type: type) -> Callable[[str], Any]:
@@ -93,7 +124,9 @@ def parse(config: type[T], arguments: argparse.Namespace) -> T:
     return config(**{field.name: getattr(arguments, field.name) for field in fields})
 
 
-def to_argv(config: Any, *, leave_out: Collection[str] = ("cluster_secret",)) -> list[str]:
+def to_argv(
+    config: Any, *, leave_out: Collection[str] = SECRET_FIELDS - {"redis_url"}
+) -> list[str]:
     """The flags that differ from the defaults.
 
     Everybody on the host reads command lines: leave SECRET_FIELDS out and hand them over by

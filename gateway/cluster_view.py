@@ -12,6 +12,7 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
+from ..cluster.secret import ClusterSecret
 from ..cluster.tls import ClusterTls
 from ..core.membership import Member
 from ..core.ports import Clock, Directory
@@ -47,7 +48,7 @@ class ClusterView:
         self,
         directory: Directory,
         model: str,
-        secret: str | None,
+        secret: ClusterSecret,
         clock: Clock,
         table: EngineTable,
         events: EngineEvents,

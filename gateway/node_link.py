@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import grpc
 
 from ..cluster.link_handshake import SESSION, dial
+from ..cluster.secret import ClusterSecret
 from ..cluster.tls import ClusterTls, open_channel
 from ..core.errors import EngineFailed, Unauthenticated
 from ..core.membership import Member
@@ -69,7 +70,7 @@ class NodeLink:
     def __init__(
         self,
         member: Member,
-        secret: str | None,
+        secret: ClusterSecret,
         events: LinkEvents,
         clock: Clock,
         silence_s: float,

@@ -15,8 +15,10 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from ..cluster.exposure import check_secret
 from ..cluster.redis_directory import RedisDirectory
-from ..cluster.tls import CertificateFiles
+from ..cluster.secret import ClusterSecret
+from ..cluster.tls import CertificateFiles, watch_ends
 from ..core import descriptors
 from ..core.config import ClusterConfig, GatewayConfig
 from ..core.errors import StartupFailed, Unavailable
@@ -105,7 +107,7 @@ class Gateway:
         self._view = ClusterView(
             directory,
             self._model.limits.model,
-            cluster.cluster_secret,
+            ClusterSecret.of(cluster),
             clock,
             self._table,
             self,
@@ -120,7 +122,9 @@ class Gateway:
             clock,
             lambda: index.is_up,
             lambda: len(queue),
+            security.certificate_ends_s,
         )
+        self._certificates = security.certificates
         self._peers = WorkerPeers(place, self._telemetry.exporter, self._sessions.abort)
         self._door = FrontDoor(
             self._model,
@@ -191,6 +195,7 @@ class Gateway:
             asyncio.create_task(self._view.run()),
             asyncio.create_task(self._follower.run()),
             asyncio.create_task(self._publish_readiness()),
+            asyncio.create_task(watch_ends(self._certificates)),
         ]
 
     async def wait_ready(self, timeout_s: float) -> None:
@@ -331,8 +336,9 @@ async def serve(
     place: WorkerPlace | None = None,
 ) -> Gateway:
     """Build and start a gateway; raises StartupFailed."""
-    directory = RedisDirectory(cluster.redis_url, cluster.cluster, cluster.cluster_secret)
-    index = RedisIndexLink(cluster.redis_url, cluster.cluster, cluster.cluster_secret)
+    secret = ClusterSecret.of(cluster)
+    directory = RedisDirectory(cluster.redis_url, cluster.cluster, secret)
+    index = RedisIndexLink(cluster.redis_url, cluster.cluster, secret)
     limits = session_limits or SessionLimits(
         max_attempts=config.max_attempts,
         recovery_wait_s=config.recovery_wait_s,
@@ -358,6 +364,8 @@ async def run(
 ) -> int:
     """The process: serve until SIGINT or SIGTERM, then stop cleanly. Returns the exit code."""
     set_up_logging("gateway", as_json=config.log_json)
+    if place is None:  # workers have a parent that says so
+        check_secret("gateway", cluster)
     descriptors.raise_limit()
     signals = StopSignals()
     gateway = await serve(config, cluster, place=place)

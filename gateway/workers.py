@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
+from ..cluster.exposure import check_secret
 from ..core.children import bound_to_us
 from ..core.config import ClusterConfig, GatewayConfig
 from ..core.errors import StartupFailed
@@ -133,6 +134,7 @@ class _Worker:
 async def run(config: GatewayConfig, cluster: ClusterConfig) -> int:
     """The parent process: until SIGINT or SIGTERM. Returns the exit code."""
     set_up_logging("gateway", as_json=config.log_json)
+    check_secret("gateway", cluster)
     signals = StopSignals()
     with (
         RuntimeFolder.make("baton-gateway-") as folder,

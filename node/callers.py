@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 
 from ..cluster.link_handshake import ADMIT_S, Read, Write, admit
+from ..cluster.secret import ClusterSecret
 from ..cluster.tls import check_peer_role
 from ..core.errors import Overloaded, Unauthenticated
 from ..core.handshake import Listener, Opening
@@ -27,7 +28,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class Callers:
     """One for a node's server. `addresses`: what others dial to reach it, in their words."""
 
-    key: bytes
+    secret: ClusterSecret
     addresses: Collection[str]
     has_tls: bool = False
     num_pending: int = 0
@@ -46,7 +47,8 @@ class Callers:
         self.num_pending += 1
         try:
             async with asyncio.timeout(ADMIT_S):
-                listener = Listener(lambda _: self.key, purpose, self.addresses)
+                keys = self.secret.keys_by_id()
+                listener = Listener(lambda o: keys.get(o.key_id), purpose, self.addresses)
                 return await admit(listener, read, write)
         except TimeoutError:
             raise Unauthenticated("the handshake takes too long") from None

@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 
 from ..cluster.link_handshake import HANDOFF, dial
+from ..cluster.secret import ClusterSecret
 from ..cluster.tls import ClusterTls
 from ..core.addresses import host_of
 from ..core.errors import BatonError
@@ -37,7 +38,7 @@ class Links:
     def __init__(
         self,
         engine: EngineHandle,
-        secret: str | None,
+        secret: ClusterSecret,
         report: Callable[[str], None],
         tls: ClusterTls | None = None,
     ) -> None:

@@ -18,11 +18,11 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 
-from ..cluster.exposure import check_exposure
+from ..cluster.exposure import check_exposure, check_secret
 from ..cluster.live_members import LiveMembers
 from ..cluster.redis_directory import RedisDirectory
-from ..cluster.secret import handshake_key
-from ..cluster.tls import ClusterTls, role_name
+from ..cluster.secret import ClusterSecret
+from ..cluster.tls import ClusterTls, role_name, watch_ends
 from ..core import descriptors
 from ..core.addresses import addresses_of
 from ..core.config import ClusterConfig, EngineConfig, NodeConfig
@@ -66,11 +66,13 @@ async def run(role: Role, engine: EngineConfig, node: NodeConfig, cluster: Clust
     tls = ClusterTls.of(cluster)
     missing = () if tls else ("--cluster-ca", "--cluster-cert", "--cluster-key")
     check_exposure(f"{role.value} node", node.host, missing, is_accepted=node.insecure_bind)
+    check_secret(f"{role.value} node", cluster)
     server, port = _listen(node, tls)
     node = dataclasses.replace(node, port=port, name=node.name or f"{role.value}-{port}")
-    directory = RedisDirectory(cluster.redis_url, cluster.cluster, cluster.cluster_secret)
-    index = RedisIndexLink(cluster.redis_url, cluster.cluster, cluster.cluster_secret)
-    supervisor = Supervisor(role, engine, node, cluster.cluster_secret, directory, index, tls)
+    secret = ClusterSecret.of(cluster)
+    directory = RedisDirectory(cluster.redis_url, cluster.cluster, secret)
+    index = RedisIndexLink(cluster.redis_url, cluster.cluster, secret)
+    supervisor = Supervisor(role, engine, node, secret, directory, index, tls)
     try:
         await supervisor.serve(server, signals)
     finally:
@@ -99,7 +101,7 @@ class Supervisor:
         role: Role,
         engine: EngineConfig,
         node: NodeConfig,
-        secret: str | None,
+        secret: ClusterSecret,
         directory: Directory,
         index: PublisherLink,
         tls: ClusterTls | None = None,
@@ -161,10 +163,11 @@ class Supervisor:
 
     async def serve(self, server: grpc.aio.Server, signals: StopSignals) -> None:
         """Run the node until it is told to stop. Raises StartupFailed."""
-        key, has_tls = handshake_key(self._secret), self._tls is not None
-        _add_services(server, self, Callers(key, self._addresses, has_tls), self._health)
+        callers = Callers(self._secret, self._addresses, has_tls=self._tls is not None)
+        _add_services(server, self, callers, self._health)
         await server.start()
-        beside = [self._health.run(), self._members.run(), show_turns()]
+        files = () if self._tls is None else (self._tls.files,)
+        beside = [self._health.run(), self._members.run(), show_turns(), watch_ends(files)]
         looking = asyncio.gather(*beside)
         stopping = asyncio.create_task(signals.stop.wait())
         running: list[asyncio.Task[None]] = []

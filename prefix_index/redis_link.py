@@ -10,7 +10,6 @@ Knows nothing of what the messages say.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -25,7 +24,7 @@ from ..cluster.redis_client import (
     key_prefix,
     reply,
 )
-from ..cluster.secret import TAG_BYTES, message_tag
+from ..cluster.secret import NO_SECRET, TAG_BYTES, ClusterSecret
 from .link import IndexAway
 from .messages import MAX_MESSAGE_BYTES
 
@@ -38,10 +37,10 @@ _PROBE_S = 2.0  # silence after which a subscription is asked whether it lives
 class RedisIndexLink:
     """One for a process. Raises StartupFailed on a bad URL or cluster name."""
 
-    def __init__(self, url: str, cluster: str, secret: str | None = None) -> None:
+    def __init__(self, url: str, cluster: str, secret: ClusterSecret = NO_SECRET) -> None:
         self._redis = connect(url)
         self._secret = secret
-        self._max_bytes = MAX_MESSAGE_BYTES + (TAG_BYTES if secret else 0)
+        self._max_bytes = MAX_MESSAGE_BYTES + (TAG_BYTES if secret.current else 0)
         self._channel = f"{key_prefix(cluster)}prefix"
         self._is_away = False
 
@@ -54,7 +53,7 @@ class RedisIndexLink:
         try:
             async with self._redis.pipeline(transaction=False) as pipe:
                 for message in messages:
-                    pipe.publish(self._channel, self._seal(message))
+                    pipe.publish(self._channel, self._secret.seal(message))
                 await reply(pipe.execute())
         except REDIS_ERRORS as error:
             raise self._away(error) from error
@@ -64,7 +63,7 @@ class RedisIndexLink:
         try:
             for index, chunk in enumerate(chunks):
                 key = self._chunk_key(incarnation, index)
-                await reply(self._redis.set(key, self._seal(chunk), ex=_CHUNK_TTL_S))
+                await reply(self._redis.set(key, self._secret.seal(chunk), ex=_CHUNK_TTL_S))
         except REDIS_ERRORS as error:
             raise self._away(error) from error
 
@@ -72,7 +71,7 @@ class RedisIndexLink:
         return self._follow(self._ask_channel(incarnation))
 
     def messages(self) -> AsyncGenerator[bytes]:
-        return self._follow(self._channel, self._unseal)
+        return self._follow(self._channel, self._secret.unseal)
 
     async def ask(self, incarnation: str) -> None:
         try:
@@ -90,24 +89,13 @@ class RedisIndexLink:
         except REDIS_ERRORS as error:
             raise self._away(error) from error
         assert isinstance(value, bytes), "the client does not decode"
-        return self._unseal(value)
+        return self._secret.unseal(value)
 
     async def close(self) -> None:
         try:
             await self._redis.aclose()
         except REDIS_ERRORS as error:
             log.debug("closing the connection to Redis: %s", error)
-
-    def _seal(self, message: bytes) -> bytes:
-        """With its signature behind it, if the deployment has a secret."""
-        return message + message_tag(self._secret, message) if self._secret else message
-
-    def _unseal(self, sealed: bytes) -> bytes:
-        """The message; empty, which is none, if it is not signed with our secret."""
-        if not self._secret:
-            return sealed
-        message, tag = sealed[:-TAG_BYTES], sealed[-TAG_BYTES:]
-        return message if hmac.compare_digest(tag, message_tag(self._secret, message)) else b""
 
     def _ask_channel(self, incarnation: str) -> str:
         return f"{self._channel}:ask:{incarnation}"

@@ -23,6 +23,7 @@ from patience import AT_ONCE_S, SOON_S
 
 from baton.cluster.link_handshake import HANDOFF, dial
 from baton.cluster.redis_directory import RedisDirectory
+from baton.cluster.secret import ClusterSecret
 from baton.core.constraint import Constraint, ConstraintKind
 from baton.core.errors import Cancelled, EngineFailed, Unavailable
 from baton.core.membership import Member, Role
@@ -374,7 +375,7 @@ async def _greet_as_another_make(scene: Scene) -> None:
     address = scene.cluster.processes["prefill-0"].address
     async with grpc.aio.insecure_channel(address) as channel, _announced(scene, puller):
         call = handoff_pb2_grpc.HandoffStub(channel).Link()
-        ends = (call, handoff_pb2.PeerMessage, SECRET, HANDOFF)
+        ends = (call, handoff_pb2.PeerMessage, ClusterSecret(SECRET), HANDOFF)
         await dial(*ends, dialer=puller, listener=source, address=address)
         await call.write(handoff_pb2.PeerMessage(hello=hello))
         try:
@@ -390,7 +391,7 @@ async def _greet_as_another_make(scene: Scene) -> None:
 @asynccontextmanager
 async def _announced(scene: Scene, incarnation: str) -> AsyncIterator[None]:
     """While it lasts, the directory has an engine of this incarnation: links to it are refused."""
-    directory = RedisDirectory(scene.cluster.redis.url, CLUSTER, SECRET)
+    directory = RedisDirectory(scene.cluster.redis.url, CLUSTER, ClusterSecret(SECRET))
     member = Member(incarnation, Role.DECODE, "nobody", "127.0.0.1:1", "demo", "f", 512, 16, 64)
     await directory.announce(member, 5.0)
     try:

@@ -22,6 +22,7 @@ import grpc
 
 from baton.cli.deployment import Deployment
 from baton.cli.survey import ask_ledgers
+from baton.cluster.secret import ClusterSecret
 from baton.cluster.tls import role_name
 from baton.core.config import EngineConfig, GatewayConfig, NodeConfig, UpConfig
 from baton.proto.v1 import node_pb2_grpc
@@ -55,7 +56,7 @@ class Running:
         return asyncio.run(self._ledgers())
 
     async def _ledgers(self) -> dict[str, list[dict[str, Any]]]:
-        secret = self.deployment.cluster.cluster_secret
+        secret = ClusterSecret.of(self.deployment.cluster)
         found = {}
         for name, address in self.node_addresses().items():
             async with self._channel_to(name.partition("-")[0], address) as channel:

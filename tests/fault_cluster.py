@@ -56,6 +56,7 @@ class Cluster:
     flags: dict[str, tuple[str, ...]]
     processes: dict[str, NodeProcess] = field(default_factory=dict)
     incarnations: set[str] = field(default_factory=set)
+    environment: dict[str, str] = field(default_factory=dict)  # of what is started from now on
     fds: dict[int, int] = field(default_factory=dict)  # of a process, when it was first looked at
 
     def launch(self, name: str, *flags: str) -> NodeProcess:
@@ -68,7 +69,9 @@ class Cluster:
             own += ["--load-format", "dummy", "--name", name]
             own += ["--max-num-batched-tokens", str(CHUNK_TOKENS), *self.flags.get("node", ())]
         optimized = {"PYTHONOPTIMIZE": "1"} if name.endswith("-1") else {}
-        return launch_program(role, self.redis.url, *own, *flags, environment=optimized)
+        return launch_program(
+            role, self.redis.url, *own, *flags, environment=optimized | self.environment
+        )
 
     def start(self, name: str) -> None:
         """Start, or start again, one process; it is not ready yet."""

@@ -32,6 +32,7 @@ from node_driver import SECRET, abstract_sockets, is_idle
 from baton.cli.survey import ask_ledgers
 from baton.client import AsyncClient, Result
 from baton.client.aio import AsyncGeneration
+from baton.cluster.secret import ClusterSecret
 from baton.core.config import EngineConfig
 from baton.core.errors import BatonError
 from baton.core.request import Request, SamplingParams
@@ -276,7 +277,7 @@ class Scene:
             self._channels[address] = grpc.aio.insecure_channel(address)
         stub = node_pb2_grpc.NodeStub(self._channels[address])
         async with asyncio.timeout(2):
-            ledgers = await ask_ledgers(stub, SECRET, address)
+            ledgers = await ask_ledgers(stub, ClusterSecret(SECRET), address)
         found: Ledger = json.loads(ledgers[0]) if ledgers else {"error": "no engine"}
         return found
 

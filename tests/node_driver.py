@@ -27,13 +27,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.cli.survey import ask_ledgers
 from baton.cluster.link_handshake import SESSION, dial
 from baton.cluster.redis_directory import RedisDirectory
+from baton.cluster.secret import ClusterSecret
 from baton.core.errors import Unauthenticated
 from baton.core.membership import Member, Role
 from baton.core.request import Request, Ticket
 from baton.proto import codec
 from baton.proto.v1 import node_pb2, node_pb2_grpc
 
-SECRET = "a test's secret"
+SECRET = "a secret of the tests"
 CLUSTER = "test"
 TINY_MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -141,7 +142,7 @@ def launch_program(
 
 async def members(redis_url: str, wanted: Callable[[Sequence[Member]], bool]) -> list[Member]:
     """The directory's members once `wanted` holds of them."""
-    directory = RedisDirectory(redis_url, CLUSTER, SECRET)
+    directory = RedisDirectory(redis_url, CLUSTER, ClusterSecret(SECRET))
     try:
         async for found in directory.watch():
             if wanted(found):
@@ -185,7 +186,7 @@ class Session:
 
     async def dial(self, address: str, incarnation: str, secret: str | None) -> None:
         """Shake hands; `status` says it where that fails."""
-        ends = (self._call, node_pb2.GatewayMessage, secret, SESSION)
+        ends = (self._call, node_pb2.GatewayMessage, ClusterSecret(secret), SESSION)
         try:
             await dial(*ends, listener=incarnation, address=address)
         except Unauthenticated:
@@ -255,7 +256,7 @@ async def session(
 async def ledgers(address: str) -> list[dict[str, Any]]:
     """The ledgers of a node's engines."""
     async with grpc.aio.insecure_channel(address) as channel:
-        texts = await ask_ledgers(node_pb2_grpc.NodeStub(channel), SECRET, address)
+        texts = await ask_ledgers(node_pb2_grpc.NodeStub(channel), ClusterSecret(SECRET), address)
     return [json.loads(text) for text in texts]
 
 

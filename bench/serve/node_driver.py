@@ -19,6 +19,7 @@ import grpc
 
 from baton.cluster.link_handshake import SESSION, dial
 from baton.cluster.redis_directory import RedisDirectory
+from baton.cluster.secret import ClusterSecret
 from baton.core.membership import Member
 from baton.core.request import Request, SamplingParams
 from baton.proto import codec
@@ -104,9 +105,13 @@ class NodeDriver:
                 yield count
 
 
+def _secret() -> ClusterSecret:
+    return ClusterSecret(os.environ.get(_SECRET_VARIABLE))
+
+
 async def members(redis_url: str, num_engines: int = 1) -> tuple[Member, ...]:
     """The cluster's engines, once there are so many."""
-    directory = RedisDirectory(redis_url, CLUSTER, os.environ.get(_SECRET_VARIABLE))
+    directory = RedisDirectory(redis_url, CLUSTER, _secret())
     try:
         async with aclosing(directory.watch()) as watch:  # type: ignore[type-var]
             async for found in watch:
@@ -130,7 +135,7 @@ async def connect_nodes(redis_url: str, first: int) -> AsyncIterator[Driver]:
                 grpc.aio.insecure_channel(member.address, _OPTIONS)
             )
             stream = node_pb2_grpc.NodeStub(channel).Session()
-            ends = (stream, node_pb2.GatewayMessage, os.environ.get(_SECRET_VARIABLE), SESSION)
+            ends = (stream, node_pb2.GatewayMessage, _secret(), SESSION)
             await dial(*ends, listener=member.incarnation, address=member.address)
             engine = _Engine(stream)
             engines.append(engine)

@@ -1,14 +1,14 @@
 """What a browser holds in place of an API key after the login: a cookie that reads, for some hours.
 
-    cookie = expiry . SHA-256 of the key . HMAC of both with a secret of this gateway
+    cookie = expiry . reference of the key . tag of both
 
-Nothing is kept here: a cookie ends by its time, with its key, or with this gateway. It never
-carries more than the scope `metrics`, so a page that misuses it changes nothing.
+Reference and tag are HMACs with a secret of this gateway: nothing about the key can be learnt from
+a cookie. Nothing is kept here: a cookie ends by its time, with its key, or with this gateway. It
+never carries more than the scope `metrics`, so a page that misuses it changes nothing.
 """
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import secrets
 from dataclasses import replace
@@ -17,6 +17,7 @@ from ...core.errors import Unauthenticated
 from ...core.ports import Clock
 from ..caller import METRICS, Caller
 from .gate import Gate, as_caller
+from .key_file import ApiKey
 
 COOKIE = "baton_session"
 SESSION_S = 12 * 3600
@@ -36,7 +37,7 @@ class BrowserSessions:
         found = self._gate.key(key)
         as_caller(found, "http").check_scope(METRICS)
         until = str(int(self._clock.monotonic_s() + SESSION_S))
-        text = f"{until}.{found.digest.hex()}"
+        text = f"{until}.{self._reference(found)}"
         return f"{text}.{self._tag(text)}"
 
     def caller(self, cookie: str) -> Caller:
@@ -46,12 +47,16 @@ class BrowserSessions:
             tag.encode("utf-8", "surrogatepass"), self._tag(text).encode()
         ):
             raise Unauthenticated("the session is over: log in again")
-        until, _, digest = text.partition(".")
+        until, _, said = text.partition(".")
         if self._clock.monotonic_s() >= int(until):
             raise Unauthenticated("the session is over: log in again")
-        caller = as_caller(self._gate.key_of_digest(bytes.fromhex(digest)), "http")
+        key = self._gate.find(lambda key: hmac.compare_digest(self._reference(key), said))
+        caller = as_caller(key, "http")
         return replace(caller, scopes=caller.scopes & {METRICS})
 
+    def _reference(self, key: ApiKey) -> str:
+        return hmac.digest(self._secret, b"reference" + key.digest, "sha256").hex()
+
     def _tag(self, text: str) -> str:
-        message = text.encode("utf-8", "surrogatepass")
-        return hmac.new(self._secret, message, hashlib.sha256).hexdigest()
+        message = b"tag" + text.encode("utf-8", "surrogatepass")
+        return hmac.digest(self._secret, message, "sha256").hex()

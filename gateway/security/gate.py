@@ -10,10 +10,10 @@ import hashlib
 import hmac
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ...cluster.secret import operator_key
+from ...cluster.secret import ClusterSecret, operator_key
 from ...cluster.watched_files import WatchedFiles
 from ...core.errors import StartupFailed, Unauthenticated
 from ..caller import ADMIN, METRICS, Caller, Limits, anyone
@@ -40,15 +40,8 @@ class KeyRing:
                 f"--api-keys {path}: {error}", hint="make one: baton keys add --tenant T FILE"
             ) from error
 
-    def find(self, digest: bytes) -> ApiKey | None:
-        """The key with this hash. Takes as long whichever it is, or if there is none."""
-        found = None
-        for key in self._current():
-            if hmac.compare_digest(key.digest, digest):
-                found = key
-        return found
-
-    def _current(self) -> tuple[ApiKey, ...]:
+    def current(self) -> tuple[ApiKey, ...]:
+        """Those that are in force."""
         if self._files.have_changed():
             try:
                 self._keys = load_keys(self._path)
@@ -63,9 +56,9 @@ class KeyRing:
 class Gate:
     """`ring` None: no keys are asked for, and everybody may do everything."""
 
-    def __init__(self, ring: KeyRing | None, cluster_secret: str | None) -> None:
+    def __init__(self, ring: KeyRing | None, cluster_secret: ClusterSecret) -> None:
         self._ring = ring
-        self._operator = _operator(cluster_secret) if cluster_secret else None
+        self._operators = tuple(map(_operator, cluster_secret.accepted))
         self._connection_key = secrets.token_bytes(16)  # no other gateway gives the same ids
 
     @property
@@ -86,16 +79,19 @@ class Gate:
         """The key that was shown; raises Unauthenticated."""
         if len(text) > MAX_CREDENTIAL_CHARS:  # before it is hashed: that would cost by its length
             raise Unauthenticated("the API key is wrong")
-        return self.key_of_digest(digest_of(text))
+        digest = digest_of(text)
+        return self.find(lambda key: hmac.compare_digest(key.digest, digest))
 
-    def key_of_digest(self, digest: bytes) -> ApiKey:
-        """The key with this hash, if it is still in force; raises Unauthenticated."""
-        found = None if self._ring is None else self._ring.find(digest)
-        if self._operator and hmac.compare_digest(self._operator.digest, digest):
-            found = self._operator
-        if found is None:
+    def find(self, is_it: Callable[[ApiKey], bool]) -> ApiKey:
+        """The key in force of which this is true; raises Unauthenticated.
+
+        Asks of every key: it takes as long whichever it is, or if there is none.
+        """
+        ring = () if self._ring is None else self._ring.current()
+        found = [key for key in (*ring, *self._operators) if is_it(key)]
+        if not found:
             raise Unauthenticated("the API key is wrong")
-        return found
+        return found[-1]
 
 
 def as_caller(key: ApiKey, front: str) -> Caller:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...cluster.exposure import check_exposure
-from ...cluster.secret import salt_key
+from ...cluster.secret import ClusterSecret, salt_key
 from ...cluster.tls import CertificateFiles, ClusterTls
 from ...core.config import ClusterConfig, GatewayConfig
 from ...core.ports import Clock
@@ -44,7 +44,7 @@ class Security:
         missing = [flag for name, flag in _PROTECTION.items() if getattr(config, name) is None]
         check_exposure("gateway", config.host, missing, is_accepted=config.insecure_bind)
         ring = None if config.api_keys is None else KeyRing(Path(config.api_keys))
-        gate = Gate(ring, cluster.cluster_secret)
+        gate = Gate(ring, ClusterSecret.of(cluster))
         return cls(
             _certificate(config),
             ClusterTls.of(cluster),
@@ -52,6 +52,17 @@ class Security:
             BrowserSessions(gate, clock, shared_key),
             _tenancy(config, cluster, clock, shared_key),
         )
+
+    @property
+    def certificates(self) -> tuple[CertificateFiles, ...]:
+        """All that this process shows to anybody."""
+        cluster = None if self.cluster_tls is None else self.cluster_tls.files
+        return tuple(files for files in (self.certificate, cluster) if files is not None)
+
+    def certificate_ends_s(self) -> dict[str, float]:
+        """By file, the Unix time at which its certificate ends."""
+        ends = (files.current().ends_s for files in self.certificates)
+        return {file: ends_s for each in ends for file, ends_s in each.items()}
 
 
 def _certificate(config: GatewayConfig) -> CertificateFiles | None:

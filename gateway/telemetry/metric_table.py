@@ -157,6 +157,12 @@ INDEX_HITS = Metric(
 INDEX_STALE = Metric("index_stale_hits_total", "Of them, those that found fewer.")
 INDEX_UP = Metric("index_up", "1 while the prefix index's broker answers.")
 
+CERTIFICATE_EXPIRES = Metric(
+    "certificate_expires_timestamp_seconds",
+    "Unix time at which the certificate in the file cannot be used any more.",
+    ("file",),
+)
+
 _NODE = ("role", "node")
 NODE_UP = Metric(
     "node_up", "1 while the engine is linked and beats; a lost one is 0 for ten minutes.", _NODE
@@ -202,4 +208,5 @@ OF_ENGINES = (
     *(PREEMPTIONS, CACHE_QUERIES, CACHE_HITS, EXPIRED_LEASES),
     *(PULLS, PULL_BYTES, PULL_SECONDS, PULL_FAILURES),
 )
-ALL = (*OF_CALLS, *OF_ROUTING, *OF_ENGINES)
+OF_CERTIFICATES = (CERTIFICATE_EXPIRES,)
+ALL = (*OF_CALLS, *OF_ROUTING, *OF_ENGINES, *OF_CERTIFICATES)

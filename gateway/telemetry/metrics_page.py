@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .metric_table import OF_CALLS, OF_ENGINES, OF_ROUTING, Metric
+from .metric_table import OF_CALLS, OF_CERTIFICATES, OF_ENGINES, OF_ROUTING, Metric
 
 _HEAD = """\
 # Metrics
@@ -46,7 +46,10 @@ counts; of the calls without one, `--otlp-traces-ratio` are traced.
 
 def metrics_page() -> str:
     """The page as Markdown."""
-    groups = (("Calls", OF_CALLS), ("Routing", OF_ROUTING), ("Engines", OF_ENGINES))
+    groups = (
+        *(("Calls", OF_CALLS), ("Routing", OF_ROUTING), ("Engines", OF_ENGINES)),
+        ("Certificates", OF_CERTIFICATES),
+    )
     tables = [f"## {title}\n\n{_table(metrics)}" for title, metrics in groups]
     return "\n".join([_HEAD, *tables])
 

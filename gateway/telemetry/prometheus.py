@@ -6,7 +6,7 @@ The registry holds the process's own figures (memory, CPU, descriptors) too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -166,8 +166,11 @@ class Exporter:
         is_index_up: Callable[[], bool],
         num_queued: Callable[[], int],
         gaps: TokenGaps,
+        certificate_ends_s: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
+        """`certificate_ends_s`: by file, the Unix time at which its certificate ends."""
         store = MetricStore(table.ALL, full_prefix(prefix), model)
+        self._store, self._certificate_ends_s = store, certificate_ends_s
         self._gaps = gaps
         self._connections_refused = store.number(table.CONNECTIONS_REFUSED)
         self.calls = CallMetrics(store, targets, gaps)
@@ -194,3 +197,5 @@ class Exporter:
     def _refresh(self) -> None:
         self._gaps.settle()
         self._series.refresh()
+        for file, ends_s in self._certificate_ends_s().items():
+            self._store.number(table.CERTIFICATE_EXPIRES, file).value = ends_s

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ...core.config import GatewayConfig
@@ -37,21 +37,16 @@ class Telemetry:
         clock: Clock,
         is_index_up: Callable[[], bool],
         num_queued: Callable[[], int],
+        certificate_ends_s: Callable[[], Mapping[str, float]],
     ) -> Telemetry:
         """Raises StartupFailed where what was asked for is not installed."""
         gaps = TokenGaps()
         window = Window(clock, gaps)
         targets = SloTargets(config.slo_ttft_s, config.slo_tbt_s)
         exporter = Exporter(
-            config.metrics_prefix,
-            model,
-            targets,
-            engines,
-            view,
-            clock,
-            is_index_up,
-            num_queued,
+            *(config.metrics_prefix, model, targets, engines, view, clock, is_index_up, num_queued),
             gaps,
+            certificate_ends_s,
         )
         observers: list[CallObserver] = [window, exporter.calls]
         traces = None

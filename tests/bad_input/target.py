@@ -24,6 +24,7 @@ from fakes.node import FakeNode
 
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.redis_server import RedisServer
+from baton.cluster.secret import ClusterSecret
 from baton.core.config import ClusterConfig, GatewayConfig
 from baton.core.logs import set_up_logging
 from baton.core.membership import Role
@@ -59,7 +60,7 @@ async def _run(config: dict[str, Any], redis_url: str) -> None:
     decode = FakeNode(
         Role.DECODE, "d1", "2" * 32, [prefill.incarnation], secret=SECRET, num_blocks=NUM_BLOCKS
     )
-    directory = RedisDirectory(cluster.redis_url, cluster.cluster, SECRET)
+    directory = RedisDirectory(cluster.redis_url, cluster.cluster, ClusterSecret(SECRET))
     for node in (prefill, decode):
         node.dispatched = _Forgetful()
         node.cancelled = _Forgetful()

@@ -10,6 +10,7 @@ from typing import Any
 from aiohttp import web
 from fakes.clock import FakeClock
 
+from baton.cluster.secret import ClusterSecret
 from baton.core.config import GatewayConfig
 from baton.gateway.caller import METRICS
 from baton.gateway.http import login
@@ -25,7 +26,7 @@ class Guarded:
     """A gateway that asks for keys, with a page that says nothing."""
 
     def __init__(self, key_file: Path) -> None:
-        self._gate = Gate(KeyRing(key_file), None)
+        self._gate = Gate(KeyRing(key_file), ClusterSecret())
 
     def app(self, _: float | None) -> web.Application:
         async def page(request: web.Request) -> web.Response:

@@ -48,7 +48,7 @@ async def gateway_process(
     )
     prefill = FakeNode(Role.PREFILL, "p1", "1" * 32)
     decode = FakeNode(Role.DECODE, "d1", "2" * 32, [prefill.incarnation])
-    directory = RedisDirectory(redis_url, name, None)
+    directory = RedisDirectory(redis_url, name)
     for node in (prefill, decode):
         await node.start()
         await directory.announce(node.member, 30.0)

@@ -20,6 +20,7 @@ from deployments import Running, running
 
 from baton.client import Client
 from baton.cluster.redis_directory import RedisDirectory
+from baton.cluster.secret import ClusterSecret
 from baton.core.config import EngineConfig
 from baton.core.membership import Member, Role
 
@@ -181,12 +182,12 @@ def test_fsck_finds_an_entry_that_nobody_stands_behind(system: Running) -> None:
     cluster = system.deployment.cluster
 
     async def announce() -> None:
-        directory = RedisDirectory(cluster.redis_url, cluster.cluster, cluster.cluster_secret)
+        directory = RedisDirectory(cluster.redis_url, cluster.cluster, ClusterSecret.of(cluster))
         await directory.announce(GHOST, 60.0)
         await directory.close()
 
     async def withdraw() -> None:
-        directory = RedisDirectory(cluster.redis_url, cluster.cluster, cluster.cluster_secret)
+        directory = RedisDirectory(cluster.redis_url, cluster.cluster, ClusterSecret.of(cluster))
         await directory.withdraw(GHOST.incarnation)
         await directory.close()
 

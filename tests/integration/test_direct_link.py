@@ -17,6 +17,7 @@ from node_driver import SECRET, NodeProcess, launch, ledgers, members, wait_idle
 from patience import SOON_S
 
 from baton.cluster.redis_server import RedisServer
+from baton.cluster.secret import ClusterSecret
 from baton.core.membership import Member, Role
 from baton.core.ports import SystemClock
 from baton.core.request import Request, SamplingParams, Ticket
@@ -128,7 +129,7 @@ async def gateway(redis_url: str, *, without: str = "") -> AsyncIterator[Linked]
     events = [Events(), Events()]
     ends = [by_role[Role.PREFILL], by_role[Role.DECODE]]
     links = [
-        NodeLink(member, SECRET, each, SystemClock(), 1.2)
+        NodeLink(member, ClusterSecret(SECRET), each, SystemClock(), 1.2)
         for member, each in zip(ends, events, strict=True)
     ]
     running = [asyncio.create_task(link.run()) for link in links]

@@ -16,6 +16,7 @@ import redis
 
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.redis_server import RedisServer, find_redis_server
+from baton.cluster.secret import ClusterSecret
 from baton.core.errors import StartupFailed
 from baton.core.membership import Member, Role
 
@@ -37,7 +38,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
 
 @pytest.fixture
 async def directory(server: RedisServer) -> AsyncIterator[RedisDirectory]:
-    directory = RedisDirectory(server.url, "test", "secret")
+    directory = RedisDirectory(server.url, "test", ClusterSecret("secret"))
     yield directory
     await directory.close()
 
@@ -50,7 +51,7 @@ async def following(watch: AsyncIterator[tuple[Member, ...]]) -> tuple[Member, .
 async def test_watchers_see_every_change_soon(
     server: RedisServer, directory: RedisDirectory
 ) -> None:
-    watcher = RedisDirectory(server.url, "test", "secret")
+    watcher = RedisDirectory(server.url, "test", ClusterSecret("secret"))
     watch = watcher.watch()
     assert await following(watch) == ()
     began_s = time.monotonic()
@@ -97,7 +98,7 @@ def stored(server: RedisServer, incarnation: str) -> bytes:
 async def test_an_entry_that_ran_out_cannot_be_put_back(
     server: RedisServer, directory: RedisDirectory
 ) -> None:
-    watcher = RedisDirectory(server.url, "test", "secret")
+    watcher = RedisDirectory(server.url, "test", ClusterSecret("secret"))
     await directory.announce(A, 0.2)
     old = stored(server, A.incarnation)
     await directory.close()  # as one that is killed: without a goodbye
@@ -113,7 +114,7 @@ async def test_an_entry_that_ran_out_cannot_be_put_back(
 async def test_an_entry_cannot_be_put_back_behind_a_newer_one_or_a_goodbye(
     server: RedisServer, directory: RedisDirectory
 ) -> None:
-    watcher = RedisDirectory(server.url, "test", "secret")
+    watcher = RedisDirectory(server.url, "test", ClusterSecret("secret"))
     watch = watcher.watch()
     assert await following(watch) == ()
     moved = dataclasses.replace(A, address="127.0.0.1:9")
@@ -148,7 +149,7 @@ async def test_an_entry_without_a_ttl_does_not_count(
     assert await following(watch) == (A,)
     with redis.Redis.from_url(server.url) as client:
         client.persist(f"baton:test:member:{A.incarnation}")
-    newcomer = RedisDirectory(server.url, "test", "secret")
+    newcomer = RedisDirectory(server.url, "test", ClusterSecret("secret"))
     fresh = newcomer.watch()
     assert await following(fresh) == ()
     for each in (watch, fresh):
@@ -165,7 +166,7 @@ async def test_junk_keys_hide_nobody(server: RedisServer, directory: RedisDirect
     assert await following(watch) == ()
     await directory.announce(B, 5.0)
     assert await following(watch) == (B,), "what the channel names is read by its name"
-    newcomer = RedisDirectory(server.url, "test", "secret")
+    newcomer = RedisDirectory(server.url, "test", ClusterSecret("secret"))
     fresh = newcomer.watch()
     members = await following(fresh)
     while members != (B,):

@@ -24,6 +24,7 @@ from patience import AT_ONCE_S, SOON_S
 from baton.client import AsyncClient, Client, FinishReason
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.redis_server import RedisServer
+from baton.cluster.secret import ClusterSecret
 from baton.core.config import ClusterConfig, GatewayConfig
 from baton.core.errors import (
     BatonError,
@@ -93,7 +94,7 @@ async def empty(redis_server: RedisServer, model_dir: Path) -> AsyncIterator[Wor
     config = GatewayConfig(grpc_port=0, http_port=0, model=str(model_dir), max_num_requests=8)
     limits = SessionLimits(recovery_wait_s=0.3, avoid_s=0.1)
     gateway = await serve(config, cluster, session_limits=limits)
-    directory = RedisDirectory(cluster.redis_url, cluster.cluster, SECRET)
+    directory = RedisDirectory(cluster.redis_url, cluster.cluster, ClusterSecret(SECRET))
     client = AsyncClient(f"127.0.0.1:{gateway.port}")
     world = World(redis_server, cluster, config, gateway, directory, client)
     yield world
@@ -366,7 +367,9 @@ async def test_engines_that_do_not_answer_are_tried_until_they_are_not_listed() 
         def cluster_changed(self, *, is_load_only: bool) -> None: ...
 
     directory, table = FakeDirectory(), EngineTable(PrefixMirror(SystemClock()))
-    view = ClusterView(directory, "demo", SECRET, SystemClock(), table, NobodyListens(), 1.2)
+    view = ClusterView(
+        directory, "demo", ClusterSecret(SECRET), SystemClock(), table, NobodyListens(), 1.2
+    )
     following = asyncio.create_task(view.run())
     node = await FakeNode(Role.DECODE, "d", "1" * 32, secret=SECRET).start()
     await node.kill()
@@ -448,7 +451,7 @@ async def test_the_only_decode_node_lost(world: World) -> None:
 async def test_serving_goes_on_without_redis(model_dir: Path, empty: World) -> None:
     with RedisServer.start() as doomed:
         cluster = ClusterConfig(doomed.url, "c", SECRET)
-        directory = RedisDirectory(doomed.url, "c", SECRET)
+        directory = RedisDirectory(doomed.url, "c", ClusterSecret(SECRET))
         gateway = await serve(empty.config, cluster)
         world = World(doomed, cluster, empty.config, gateway, directory, empty.client)
         await world.add("p1", Role.PREFILL)
@@ -470,7 +473,7 @@ async def test_members_of_another_secret_or_model_are_left_alone(empty: World) -
     stranger = FakeNode(Role.PREFILL, "p", "f" * 32, model="other", secret=SECRET)
     await stranger.start()
     await empty.directory.announce(stranger.member, 5.0)
-    forger = RedisDirectory(empty.cluster.redis_url, empty.cluster.cluster, "wrong")
+    forger = RedisDirectory(empty.cluster.redis_url, empty.cluster.cluster, ClusterSecret("wrong"))
     forged = await FakeNode(Role.PREFILL, "q", "e" * 32).start()
     await forger.announce(forged.member, 5.0)
     liar = FakeNode(Role.PREFILL, "r", "d" * 32, secret=SECRET)

@@ -22,6 +22,7 @@ from patience import AT_ONCE_S
 from baton.client import AsyncClient
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.redis_server import RedisServer
+from baton.cluster.secret import ClusterSecret
 from baton.core.config import ClusterConfig, GatewayConfig
 from baton.core.errors import BatonError, EngineFailed
 from baton.core.membership import Role
@@ -86,7 +87,7 @@ async def world(redis_server: RedisServer, model_dir: Path) -> AsyncIterator[Wor
     gateway = await serve(config, cluster, session_limits=limits)
     prefill = FakeNode(Role.PREFILL, "p1", "1" * 32, secret=SECRET)
     decode = FakeNode(Role.DECODE, "d1", "2" * 32, [prefill.incarnation], secret=SECRET)
-    directory = RedisDirectory(cluster.redis_url, cluster.cluster, SECRET)
+    directory = RedisDirectory(cluster.redis_url, cluster.cluster, ClusterSecret(SECRET))
     for node in (prefill, decode):
         await node.start()
         await directory.announce(node.member, 5.0)

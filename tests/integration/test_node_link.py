@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from baton.cluster.link_handshake import ACCEPTED, SESSION, admit, listener_ends
-from baton.cluster.secret import handshake_key
+from baton.cluster.secret import ClusterSecret, handshake_key
 from baton.core.handshake import Listener
 from baton.core.membership import Member, Role
 from baton.core.ports import SystemClock
@@ -82,5 +82,5 @@ async def test_a_gateway_that_is_writing_hears_that_the_engine_died(address: str
     member = Member(ENGINE, Role.DECODE, "d", address, "demo", "fp", 512, 16, 66)
     gateway = BusyGateway()
     for _ in range(30):
-        await NodeLink(member, None, gateway, SystemClock(), 1.2).run()
+        await NodeLink(member, ClusterSecret(), gateway, SystemClock(), 1.2).run()
     assert gateway.has_died == [True] * 30

@@ -19,6 +19,7 @@ from deployments import Running, running
 from baton.client import AsyncClient
 from baton.client.messages import Result
 from baton.cluster.redis_server import RedisServer, find_redis_server
+from baton.cluster.secret import ClusterSecret
 from baton.core.block_hash import BlockHash
 from baton.core.config import EngineConfig, UpConfig
 from baton.core.ports import SystemClock
@@ -84,7 +85,7 @@ async def generate(client: AsyncClient, group: int, member: int) -> Result:
 @asynccontextmanager
 async def told(world: World, num_blocks: int) -> AsyncIterator[None]:
     """At the end, wait until engines have published as many new blocks as `num_blocks`."""
-    secret = world.system.deployment.cluster.cluster_secret
+    secret = ClusterSecret.of(world.system.deployment.cluster)
     link = RedisIndexLink(world.redis.url, "default", secret)
 
     async def listen() -> None:
@@ -210,7 +211,9 @@ async def test_messages_that_are_not_signed_with_our_secret_are_junk() -> None:
     true = encode(Delta(incarnation, 1, (), (BlockHash(b"t" * 16),)))
     with RedisServer.start() as server:
         secrets: tuple[str | None, ...] = ("ours", "ours", "theirs", None)
-        ours, gateway, theirs, plain = (RedisIndexLink(server.url, "default", s) for s in secrets)
+        ours, gateway, theirs, plain = (
+            RedisIndexLink(server.url, "default", ClusterSecret(s)) for s in secrets
+        )
         heard: list[bytes] = []
 
         async def listen() -> None:

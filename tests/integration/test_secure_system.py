@@ -21,6 +21,7 @@ from deployments import Running, running
 from baton.cli.certs import make_certificates, with_role_certificate
 from baton.cli.survey import ask_ledgers, survey
 from baton.client import Client
+from baton.cluster.secret import ClusterSecret
 from baton.cluster.tls import role_name
 from baton.core.config import EngineConfig, GatewayConfig, UpConfig
 from baton.core.errors import (
@@ -236,7 +237,7 @@ def channel(secured: Secured, node: str, shown: str | None, expected: str) -> gr
 def status_of_ledger(
     secured: Secured, node: str, shown: str | None, expected: str
 ) -> grpc.StatusCode:
-    secret = secured.system.deployment.cluster.cluster_secret
+    secret = ClusterSecret.of(secured.system.deployment.cluster)
     address = secured.system.node_addresses()[node]
 
     async def ask() -> None:

@@ -87,7 +87,7 @@ async def world(redis_server: RedisServer, tmp_path: Path) -> AsyncIterator[Worl
     config = GatewayConfig(grpc_port=0, http_port=0, model=str(model), api_keys=str(key_file))
     cluster = ClusterConfig(redis_server.url, f"c{time.monotonic_ns()}", None)
     gateway = await serve(config, cluster)
-    directory = RedisDirectory(redis_server.url, cluster.cluster, None)
+    directory = RedisDirectory(redis_server.url, cluster.cluster)
     prefill = FakeNode(Role.PREFILL, "p", "1" * 32)
     decode = FakeNode(Role.DECODE, "d", "2" * 32, [prefill.incarnation])
     for node in (prefill, decode):

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.cluster.entries import MAX_ENTRY_BYTES, BadEntry, Entry, decode_entry, encode_entry
+from baton.cluster.secret import ClusterSecret
 from baton.core.membership import Member, Role
 
 MEMBER = Member(
@@ -27,7 +28,7 @@ json_values = st.recursive(
 
 @pytest.mark.parametrize("secret", [None, "s3cret", "ключ"])
 def test_round_trip(secret: str | None) -> None:
-    assert decode_entry(encode_entry(ENTRY, secret), secret) == ENTRY
+    assert decode_entry(encode_entry(ENTRY, ClusterSecret(secret)), ClusterSecret(secret)) == ENTRY
 
 
 @pytest.mark.parametrize(
@@ -56,37 +57,37 @@ def test_round_trip(secret: str | None) -> None:
     ],
 )
 def test_a_wrong_field_is_refused(changes: dict[str, object]) -> None:
-    fields = json.loads(encode_entry(ENTRY, None)) | changes
+    fields = json.loads(encode_entry(ENTRY, ClusterSecret())) | changes
     with pytest.raises(BadEntry):
-        decode_entry(json.dumps(fields).encode(), None)
+        decode_entry(json.dumps(fields).encode(), ClusterSecret())
 
 
 def test_a_member_need_not_name_its_device() -> None:
     nameless = dataclasses.replace(ENTRY, member=dataclasses.replace(MEMBER, device=""))
-    fields = json.loads(encode_entry(nameless, None))
+    fields = json.loads(encode_entry(nameless, ClusterSecret()))
     del fields["device"]
-    assert decode_entry(json.dumps(fields).encode(), None) == nameless
-    assert decode_entry(encode_entry(nameless, "s"), "s") == nameless
+    assert decode_entry(json.dumps(fields).encode(), ClusterSecret()) == nameless
+    assert decode_entry(encode_entry(nameless, ClusterSecret("s")), ClusterSecret("s")) == nameless
 
 
 def test_unknown_fields_are_for_later_versions() -> None:
-    fields = json.loads(encode_entry(ENTRY, None)) | {"zone": "a"}
-    assert decode_entry(json.dumps(fields).encode(), None) == ENTRY
+    fields = json.loads(encode_entry(ENTRY, ClusterSecret())) | {"zone": "a"}
+    assert decode_entry(json.dumps(fields).encode(), ClusterSecret()) == ENTRY
 
 
 @given(st.binary(max_size=200) | json_values.map(lambda v: json.dumps(v).encode()))
 def test_junk_is_refused(raw: bytes) -> None:
     with pytest.raises(BadEntry):
-        decode_entry(raw, None)
+        decode_entry(raw, ClusterSecret())
 
 
 @given(st.data())
 def test_a_mutated_entry_is_refused_or_well_formed(data: st.DataObject) -> None:
-    raw = bytearray(encode_entry(ENTRY, None))
+    raw = bytearray(encode_entry(ENTRY, ClusterSecret()))
     position = data.draw(st.integers(0, len(raw) - 1))
     raw[position] = data.draw(st.integers(0, 255))
     try:
-        member = decode_entry(bytes(raw), None).member
+        member = decode_entry(bytes(raw), ClusterSecret()).member
     except BadEntry:
         return
     for field in dataclasses.fields(Member):
@@ -96,22 +97,26 @@ def test_a_mutated_entry_is_refused_or_well_formed(data: st.DataObject) -> None:
 def test_deep_or_huge_entries_are_refused() -> None:
     for raw in (b"[" * MAX_ENTRY_BYTES, b" " * (MAX_ENTRY_BYTES + 1), b"9" * MAX_ENTRY_BYTES):
         with pytest.raises(BadEntry):
-            decode_entry(raw, None)
+            decode_entry(raw, ClusterSecret())
 
 
 def test_only_holders_of_the_secret_can_write_entries() -> None:
-    fields = json.loads(encode_entry(ENTRY, "right"))
+    fields = json.loads(encode_entry(ENTRY, ClusterSecret("right")))
     forged = json.dumps(fields | {"address": "10.0.0.1:1"}).encode()
-    for raw in (encode_entry(ENTRY, None), encode_entry(ENTRY, "wrong"), forged):
+    for raw in (
+        encode_entry(ENTRY, ClusterSecret()),
+        encode_entry(ENTRY, ClusterSecret("wrong")),
+        forged,
+    ):
         with pytest.raises(BadEntry):
-            decode_entry(raw, "right")
+            decode_entry(raw, ClusterSecret("right"))
 
 
 def test_what_is_signed_covers_time_sequence_and_goodbye() -> None:
-    fields = json.loads(encode_entry(ENTRY, "right"))
+    fields = json.loads(encode_entry(ENTRY, ClusterSecret("right")))
     for change in ({"at_ms": ENTRY.at_ms + 1}, {"sequence": 4}, {"ttl_ms": 7}, {"is_gone": True}):
         with pytest.raises(BadEntry):
-            decode_entry(json.dumps(fields | change).encode(), "right")
+            decode_entry(json.dumps(fields | change).encode(), ClusterSecret("right"))
 
 
 def test_an_entry_counts_for_its_ttl_and_no_writer_makes_that_long() -> None:
@@ -121,4 +126,4 @@ def test_an_entry_counts_for_its_ttl_and_no_writer_makes_that_long() -> None:
         with pytest.raises(BadEntry):
             ENTRY.check_age(now_ms)
     eternal = dataclasses.replace(ENTRY, ttl_ms=10**9)
-    assert decode_entry(encode_entry(eternal, None), None).ttl_ms == 60_000
+    assert decode_entry(encode_entry(eternal, ClusterSecret()), ClusterSecret()).ttl_ms == 60_000

@@ -7,10 +7,21 @@ import shutil
 import ssl
 import subprocess
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from fakes.clock import FakeClock
+from hypothesis import given
+from hypothesis import strategies as st
 
-from baton.cli.certs import ROLES, make_certificates
+from baton.cli.certs import (
+    ROLES,
+    make_certificates,
+    with_role_certificate,
+    with_server_certificate,
+)
+from baton.cluster import tls
+from baton.cluster.certificate_times import validities
 from baton.cluster.exposure import check_exposure, is_loopback
 from baton.cluster.tls import CertificateFiles, ClusterTls, check_peer_role
 from baton.core.config import ClusterConfig, EngineConfig, GatewayConfig, NodeConfig
@@ -106,6 +117,115 @@ def test_an_encrypted_key_is_refused_and_asks_nobody(certs: Path, tmp_path: Path
     subprocess.run([*command, "-passout", "pass:secret"], check=True, timeout=30)
     with pytest.raises(StartupFailed, match="the key is encrypted"):
         CertificateFiles(certs / "server.crt", locked, None, "--tls-cert, --tls-key")
+
+
+def clock_at(unix_s: float) -> FakeClock:
+    clock = FakeClock()
+    clock.advance(unix_s - clock.unix_ns() / 1e9)
+    return clock
+
+
+def from_and_until(path: Path) -> tuple[float, float]:
+    """Of the first certificate, as OpenSSL reads it."""
+    shown = ssl._ssl._test_decode_cert(str(path))  # type: ignore[attr-defined]
+    first, last = (ssl.cert_time_to_seconds(shown[name]) for name in ("notBefore", "notAfter"))
+    return first, last
+
+
+def test_times_are_those_that_openssl_reads(certs: Path, tmp_path: Path) -> None:
+    make_certificates(tmp_path / "long", days=40 * 365)  # past 2049: another kind of time
+    for path in (certs / "server.crt", certs / "ca.crt", tmp_path / "long/gateway.crt"):
+        (found,) = validities(path.read_bytes())
+        assert (found.from_s, found.until_s) == from_and_until(path)
+    both = (certs / "server.crt").read_bytes() + b"text\n" + (certs / "ca.crt").read_bytes()
+    assert len(validities(both)) == 2
+
+
+@given(st.binary(max_size=120) | st.binary(max_size=60).map(lambda b: b"\x30\x3c\x30\x3a" + b))
+def test_junk_in_place_of_a_certificate_is_a_value_error(der: bytes) -> None:
+    with pytest.raises(ValueError):
+        validities(ssl.DER_cert_to_PEM_cert(der).encode())
+
+
+def test_a_certificate_whose_time_is_not_now_stops_the_start(certs: Path) -> None:
+    first_s, last_s = from_and_until(certs / "server.crt")
+    pair, ca = (certs / "server.crt", certs / "server.key"), certs / "ca.crt"
+    for now_s, said in ((first_s - 1, "server.crt is not valid before"), (last_s, "expired on")):
+        with pytest.raises(StartupFailed, match=said) as raised:
+            CertificateFiles(*pair, None, "--tls-cert", clock_at(now_s))
+        assert raised.value.message.startswith("--tls-cert: ")
+    CertificateFiles(*pair, None, "--tls-cert", clock_at(first_s))
+    ca_s = from_and_until(ca)[1]
+    files = CertificateFiles(*pair, ca, "--tls-cert", clock_at(min(last_s, ca_s) - 1))
+    assert files.current().ends_s == {str(pair[0]): last_s, str(ca): ca_s}
+
+
+def test_cluster_and_server_alike(certs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    late = clock_at(from_and_until(certs / "gateway.crt")[1] + 1)
+    monkeypatch.setattr(tls, "SystemClock", lambda: late)
+    cluster = with_role_certificate(ClusterConfig(), certs, "gateway")
+    with pytest.raises(StartupFailed, match=r"--cluster-cert, .*gateway\.crt expired"):
+        ClusterTls.of(cluster)
+    gateway = with_server_certificate(GatewayConfig(), certs)
+    with pytest.raises(StartupFailed, match=r"--tls-cert, .*server\.crt expired"):
+        Security.of(gateway, ClusterConfig(), SystemClock())
+
+
+def test_a_ca_file_counts_while_one_in_it_does(certs: Path, tmp_path: Path) -> None:
+    make_certificates(tmp_path / "new", days=200)
+    both = tmp_path / "both.crt"
+    both.write_bytes((certs / "ca.crt").read_bytes() + (tmp_path / "new/ca.crt").read_bytes())
+    new = (tmp_path / "new/gateway.crt", tmp_path / "new/gateway.key")
+    clock = clock_at(from_and_until(certs / "ca.crt")[1] + 1)
+    files = CertificateFiles(*new, both, "x", clock)
+    assert files.current().ends_s[str(both)] == from_and_until(tmp_path / "new/ca.crt")[1]
+    with pytest.raises(StartupFailed, match=r"ca\.crt has no CA that is valid now"):
+        CertificateFiles(*new, certs / "ca.crt", "x", clock)
+
+
+def test_the_last_two_weeks_are_warned_of_until_the_file_is_renewed(
+    certs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    chain, key = tmp_path / "tls.crt", tmp_path / "tls.key"
+    shutil.copy(certs / "server.crt", chain)
+    shutil.copy(certs / "server.key", key)
+    last_s = from_and_until(chain)[1]
+    clock = clock_at(last_s - 14 * 86400 - 1)
+    files = CertificateFiles(chain, key, None, "--tls-cert", clock)
+    files.warn_of_end()
+    assert not caplog.records
+    clock.advance(1)
+    files.warn_of_end()
+    assert caplog.records[-1].levelname == "WARNING"
+    assert f"{chain}: expires on " in caplog.text
+    clock.advance(14 * 86400)
+    files.warn_of_end()
+    assert caplog.records[-1].levelname == "ERROR"
+    assert "expired on" in caplog.records[-1].getMessage()
+    make_certificates(tmp_path / "new", days=400)
+    for end in ("key", "crt"):
+        shutil.copy(tmp_path / f"new/server.{end}", tmp_path / f"tls.{end}")
+    caplog.clear()
+    files.warn_of_end()
+    assert [record.levelname for record in caplog.records] == ["INFO"], "read anew"
+    assert files.current().ends_s == {str(chain): from_and_until(chain)[1]}
+
+
+async def test_they_are_looked_at_once_a_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept_s: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept_s.append(seconds)
+        if len(slept_s) == 3:
+            raise asyncio.CancelledError
+
+    files = Mock()
+    monkeypatch.setattr(tls.asyncio, "sleep", sleep)  # type: ignore[attr-defined]
+    with pytest.raises(asyncio.CancelledError):
+        await tls.watch_ends((files,))
+    assert slept_s == [86400.0] * 3
+    assert files.warn_of_end.call_count == 3
 
 
 def test_flags_that_belong_together() -> None:

@@ -10,10 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.cli.launch import gateway_parser, node_parser
+from baton.cli.main import build_parser
 from baton.core import errors, flags
 from baton.core.block_hash import block_hashes, root_hash
 from baton.core.config import ClusterConfig, EngineConfig, NodeConfig
 from baton.core.constraint import Constraint, ConstraintKind
+from baton.core.membership import Role
 from baton.core.metrics import TokenTimes, goodput_rps, percentile
 from baton.core.request import Request, SamplingParams, Ticket
 from baton.core.sampling import mix64, token_key
@@ -111,6 +114,42 @@ def test_secrets_go_by_the_environment_and_come_back(monkeypatch: pytest.MonkeyP
     flags.add_flags(parser, ClusterConfig)
     assert flags.parse(ClusterConfig, parser.parse_args(argv)) == config
     assert flags.to_environment(EngineConfig()) == {}
+
+
+@pytest.mark.parametrize(
+    ("url", "is_refused"),
+    [
+        ("redis://:pa55@h:1/0", True),
+        ("rediss://baton:pa55@h:1/0", True),
+        ("unix://:pa55@/run/redis.sock", True),
+        ("redis://h:1/0?password=pa55", True),
+        ("redis://[h:1@:pa55", True),
+        ("redis://baton@h:1/0", False),
+        ("unix:///run/redis.sock?db=1", False),
+        ("redis+spawn://", False),
+    ],
+)
+def test_a_password_is_for_no_command_line(
+    url: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def commands() -> list[tuple[argparse.ArgumentParser, list[str]]]:
+        baton = [[name] for name in ("up", "fsck", "doctor")]
+        launch = (gateway_parser(), node_parser(Role.PREFILL), node_parser(Role.DECODE))
+        return [(build_parser(), argv) for argv in baton] + [(each, []) for each in launch]
+
+    for parser, argv in commands():
+        flag = [*argv, "--redis-url", url]
+        if is_refused:
+            with pytest.raises(SystemExit):
+                parser.parse_args(flag)
+            said = capsys.readouterr().err
+            assert "give it as BATON_REDIS_URL" in said
+            assert "pa55" not in said
+        else:
+            assert parser.parse_args(flag).redis_url == url
+    monkeypatch.setenv("BATON_REDIS_URL", url)
+    for parser, argv in commands():
+        assert parser.parse_args(argv).redis_url == url
 
 
 def test_environment_gives_defaults(monkeypatch: pytest.MonkeyPatch) -> None:

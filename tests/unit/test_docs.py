@@ -46,6 +46,13 @@ def test_reference_shows_the_code_s_defaults(monkeypatch: pytest.MonkeyPatch) ->
     assert reference.reference_page() == page
 
 
+def test_the_tests_that_security_md_names_are_there() -> None:
+    named = set(re.findall(r"`(test_\w+)`", (DOCS / "security.md").read_text()))
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").glob("*/test_*.py"))
+    assert len(named) > 20
+    assert named <= set(re.findall(r"def (test_\w+)", tests))
+
+
 def test_error_facts_are_fresh() -> None:
     page = (DOCS / "errors.md").read_text()
     assert reference.refresh_errors_page(page) == page, STALE

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 import pytest
 from fakes.direct_gateway import EngineEnd, cancel, step
 
+from baton.cluster.secret import ClusterSecret
 from baton.core.direct_channel import DirectChannel
 from baton.core.direct_question import ACCEPTED
 from baton.core.errors import HandoffFailed
@@ -227,7 +228,7 @@ async def test_a_step_that_cannot_be_read_ends_the_channel(
 ) -> None:
     ours, engine = socket.socketpair()
     member = Member("a" * 32, Role.DECODE, "d", "127.0.0.1:1", "demo", "fp", 512, 16, 66)
-    link = NodeLink(member, None, NoEvents(), SystemClock(), 1.2)
+    link = NodeLink(member, ClusterSecret(), NoEvents(), SystemClock(), 1.2)
     link._direct = DirectWay(DirectChannel(ours, len(ACCEPTED), 0), link._hear_directly)
     uneven = node_pb2.PlainTokens(request_ids=["r"], attempts=[0], indices=[1])
     message = node_pb2.NodeMessage(outputs=node_pb2.StepOutputs(tokens=uneven))

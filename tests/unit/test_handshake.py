@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import time
@@ -16,6 +17,7 @@ from baton.core.handshake import (
     Dialer,
     Listener,
     Opening,
+    key_id,
 )
 
 KEY, OTHER_KEY = os.urandom(32), os.urandom(32)
@@ -71,13 +73,27 @@ def test_a_listener_refuses_what_was_meant_for_another(theirs: Listener) -> None
         theirs.challenge(dialer().opening)
 
 
+def test_a_listener_proves_nothing_where_another_key_is_meant() -> None:
+    theirs = listener()
+    with pytest.raises(Unauthenticated, match="does not hold the key"):
+        theirs.challenge(dialer(OTHER_KEY).opening)
+    with pytest.raises(Unauthenticated, match="before an opening"):
+        theirs.check(os.urandom(ANSWER_BYTES))
+
+
 def test_each_end_finds_out_that_the_other_has_another_key() -> None:
-    ours, theirs = dialer(OTHER_KEY), listener()
+    """Also where the other claims the id of the right one."""
+    ours, theirs, liar = dialer(), listener(), dialer(OTHER_KEY)
+    opening = dataclasses.replace(Opening.unpack(liar.opening), key_id=key_id(KEY)).pack()
+    liar.opening = opening
     with pytest.raises(Unauthenticated):
-        ours.answer(theirs.challenge(ours.opening))
-    theirs.challenge(ours.opening)
+        liar.answer(theirs.challenge(opening))
     with pytest.raises(Unauthenticated):
         theirs.check(os.urandom(ANSWER_BYTES))
+    impostor = Listener(lambda _: OTHER_KEY, b"session", (ADDRESS,))
+    claimed = dataclasses.replace(Opening.unpack(ours.opening), key_id=key_id(OTHER_KEY)).pack()
+    with pytest.raises(Unauthenticated):
+        ours.answer(impostor.challenge(claimed))
 
 
 def test_nothing_recorded_passes_again() -> None:

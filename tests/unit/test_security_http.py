@@ -11,6 +11,7 @@ from aiohttp.base_protocol import BaseProtocol
 from aiohttp.test_utils import make_mocked_request
 from fakes.clock import FakeClock
 
+from baton.cluster.secret import ClusterSecret
 from baton.core.config import GatewayConfig
 from baton.core.errors import BatonError, PermissionDenied, Unauthenticated
 from baton.gateway.caller import ADMIN, INFER, METRICS, SCOPES
@@ -22,7 +23,7 @@ from baton.gateway.http.login import log_in
 from baton.gateway.http.parts import PARTS, caller_of
 from baton.gateway.security.browser_session import COOKIE, BrowserSessions
 from baton.gateway.security.gate import Gate, KeyRing
-from baton.gateway.security.key_file import add_key
+from baton.gateway.security.key_file import add_key, digest_of
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def keys(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def access(tmp_path: Path, keys: dict[str, str]) -> Access:
-    gate = Gate(KeyRing(tmp_path / "keys.json"), None)
+    gate = Gate(KeyRing(tmp_path / "keys.json"), ClusterSecret())
     return Access(
         gate, BrowserSessions(gate, FakeClock()), GatewayConfig(allowed_hosts="my.host, B")
     )
@@ -93,7 +94,7 @@ def test_foreign_hosts(access: Access, hosts: list[str]) -> None:
 
 
 def test_all_hosts_may_be_allowed() -> None:
-    gate = Gate(None, None)
+    gate = Gate(None, ClusterSecret())
     access = Access(gate, BrowserSessions(gate, FakeClock()), GatewayConfig(allowed_hosts="*"))
     access.check_host(["any.where:1"])
 
@@ -199,13 +200,28 @@ async def test_a_cookie_is_secure_where_the_browser_sees_tls(
     assert bool(response.cookies[COOKIE]["secure"]) is is_secure
 
 
+def test_a_cookie_says_nothing_of_its_key(
+    access: Access, tmp_path: Path, keys: dict[str, str]
+) -> None:
+    cookie, digest = access.sessions.open(keys[METRICS]), digest_of(keys[METRICS])
+    assert digest.hex() not in cookie
+    gate = Gate(KeyRing(tmp_path / "keys.json"), ClusterSecret())
+    other = BrowserSessions(gate, FakeClock()).open(keys[METRICS])
+    assert not set(cookie.split(".")[1:]) & set(other.split(".")[1:]), "of no use elsewhere"
+    until, reference, tag = cookie.split(".")
+    for forged in (f"{until}.{digest.hex()}.{tag}", f"{until}.{reference}.{reference}", "é.é.é"):
+        with pytest.raises(Unauthenticated):
+            access.sessions.caller(forged)
+    assert access.sessions.caller(cookie).tenant == METRICS
+
+
 async def test_a_key_in_the_url_is_no_key(access: Access, keys: dict[str, str]) -> None:
     for name in ("key", "api_key", "access_token"):
         assert (await ask(access, f"/metrics?{name}={keys[METRICS]}"))[0] == 401
 
 
 async def test_without_keys_hosts_and_origins_are_judged_all_the_same() -> None:
-    gate = Gate(None, None)
+    gate = Gate(None, ClusterSecret())
     access = Access(gate, BrowserSessions(gate, FakeClock()), GatewayConfig())
     assert (await ask(access, "/admin/drain", "POST"))[0] == 200
     assert (await ask(access, "/metrics", Host="evil.example"))[0] == 421

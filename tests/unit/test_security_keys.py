@@ -15,7 +15,7 @@ from fakes.clock import FakeClock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.cluster.secret import operator_key
+from baton.cluster.secret import ClusterSecret, operator_key
 from baton.core.errors import ModelNotFound, PermissionDenied, StartupFailed, Unauthenticated
 from baton.gateway.caller import ADMIN, INFER, METRICS, Caller, Limits, anyone
 from baton.gateway.security.browser_session import SESSION_S, BrowserSessions
@@ -31,7 +31,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def gate_of(path: Path, secret: str | None = None) -> Gate:
-    return Gate(KeyRing(path), secret)
+    return Gate(KeyRing(path), ClusterSecret(secret))
 
 
 def test_a_key_is_shown_once_and_filed_as_its_hash(path: Path) -> None:
@@ -165,7 +165,7 @@ def test_every_entry_is_compared_whichever_fits(
 
 
 def test_without_a_file_everybody_is_anyone() -> None:
-    gate = Gate(None, "secret")
+    gate = Gate(None, ClusterSecret("secret"))
     assert not gate.asks_for_keys
     assert replace(gate.caller(["nonsense"], "http"), caller_id=0) == anyone("http")
 

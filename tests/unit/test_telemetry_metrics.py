@@ -49,6 +49,7 @@ class World:
         self.view = FakeView()
         self.index_up = True
         self.num_queued = 0
+        self.certificate_ends_s: dict[str, float] = {}
         gaps = TokenGaps()
         self.exporter = Exporter(
             prefix,
@@ -60,6 +61,7 @@ class World:
             lambda: self.index_up,
             lambda: self.num_queued,
             gaps,
+            lambda: self.certificate_ends_s,
         )
         self.observers = Observers([self.exporter.calls], gaps)
 
@@ -99,6 +101,16 @@ def test_buckets_count_as_prometheus_defines_them(samples: list[float]) -> None:
         assert count == bisect_right(sorted(samples), bound)
     assert buckets.cumulative()[-1] == ("+Inf", len(samples))
     assert buckets.total == pytest.approx(sum(samples))
+
+
+def test_when_certificates_end() -> None:
+    world = World()
+    name = "baton_certificate_expires_timestamp_seconds"
+    assert world.value(name, file="/etc/tls.crt") is None
+    for ends_s in (1.8e9, 1.9e9):  # the second time, of a renewed file
+        world.certificate_ends_s = {"/etc/tls.crt": ends_s, "/etc/ca.crt": 2e9}
+        assert world.value(name, file="/etc/tls.crt") == ends_s
+        assert world.value(name, file="/etc/ca.crt") == 2e9
 
 
 def test_calls() -> None:
