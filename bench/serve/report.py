@@ -16,7 +16,7 @@ from .fifo import queued_spacing, replay
 from .records import Record
 from .workloads import BACKGROUND
 
-_PERCENTILES = (50.0, 90.0, 99.0, 100.0)
+_PERCENTILES = (50.0, 90.0, 99.0, 99.9, 100.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ def _spread(seconds: Any) -> dict[str, float | None]:
 
 def table(summary: Mapping[str, Any]) -> str:
     """For people: one line a group and figure."""
-    lines = [f"{'':34}{'n':>8}{'p50':>10}{'p90':>10}{'p99':>10}{'max':>10}   ms"]
+    lines = [f"{'':34}{'n':>8}{'p50':>10}{'p90':>10}{'p99':>10}{'p99.9':>10}{'max':>10}   ms"]
     for group, figures in summary["groups"].items():
         for name, value in figures.items():
             if name.endswith("_ms") and value.get("n"):
@@ -159,6 +159,6 @@ def table(summary: Mapping[str, Any]) -> str:
 
 
 def _row(name: str, spread: Mapping[str, float | None]) -> str:
-    cells = (spread[key] for key in ("p50", "p90", "p99", "max"))
+    cells = (spread[key] for key in ("p50", "p90", "p99", "p99.9", "max"))
     numbers = "".join(f"{'-':>10}" if cell is None else f"{cell:10.2f}" for cell in cells)
     return f"{name:34}{spread['n']:8.0f}{numbers}"
