@@ -96,6 +96,11 @@ class OutputLengthEstimator:
         self._recent.append(num_outputs)
         bisect.insort(self._ordered, num_outputs)
 
+    @property
+    def expected(self) -> int:
+        """Of a new request, whatever its max_tokens; 0 while nothing was observed."""
+        return self.estimate(0, self._ordered[-1]) if self._ordered else 0
+
     def estimate(self, num_generated: int, max_tokens: int) -> int:
         """Output tokens still to come, at least 1, of a request that has `num_generated`."""
         first = bisect.bisect_right(self._ordered, num_generated)

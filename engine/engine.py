@@ -394,6 +394,7 @@ class Engine:
             credit_blocks=max(0, self.limits.held_blocks_limit - held_blocks),
             held_blocks=held_blocks,
             room_blocks=scheduler.room_blocks(pending),
+            output_tokens=self._estimator.expected,
             waiting_by_caller=waiting,
         )
 

@@ -97,7 +97,8 @@ class Load:
     `waiting_tokens` of prompts are still to be computed, as far as is known: `waiting_by_caller`
     adds up to them. `held_blocks` are held for pullers, or will be when they are computed, and
     `credit_blocks` may still be. `room_blocks` are left beside the estimated peak of all that is
-    here or pending; what the prefix cache holds of waiting prompts is not taken off.
+    here or pending; what the prefix cache holds of waiting prompts is not taken off. A new request
+    is expected to bring `output_tokens`; 0: that is not known.
     """
 
     num_running: int
@@ -107,6 +108,7 @@ class Load:
     credit_blocks: int
     held_blocks: int
     room_blocks: int
+    output_tokens: int
     waiting_by_caller: Mapping[int, int]
 
 

@@ -3,8 +3,9 @@
     last heartbeat: requests of all gateways ─┬─ ours then ─ what others have there
                                               └─ + ours now: dispatched and not ended
 Several gateways may take the same place between two heartbeats; the engine queues what is too much.
-Blocks of what was sent since the heartbeat are taken off the room that it named. Knows no request's
-tokens: only keys, how long they stay, and the blocks they will need.
+Blocks of what was sent since the heartbeat are taken off the room that it named: all that it is
+expected to grow to, as the engine will judge it. Knows no request's tokens: only keys, how long
+they stay, and the blocks they will need.
 """
 
 from __future__ import annotations

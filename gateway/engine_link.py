@@ -114,13 +114,15 @@ class MustWait(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What is to be routed. `num_tokens`: known ones, of each of the `num_sequences` samples.
+    """What is to be routed. `num_tokens`: known ones, of each of the `num_sequences` samples, which
+    may get `max_output_tokens` more each.
 
     `is_retry`: an engine failed it: it does not wait for its caller's other prompts.
     """
 
     num_tokens: int
     num_sequences: int = 1
+    max_output_tokens: int = 1
     is_retry: bool = False
 
 

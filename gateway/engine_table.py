@@ -62,6 +62,7 @@ class Load:
     num_steps: int = 0  # so far
     num_requests: int = 0  # accepted from all gateways and not ended
     room_blocks: int = 0
+    output_tokens: int = 0
     prefill_cost: PrefillCost | None = None
     waiting_by_caller: Mapping[int, int] = field(default_factory=dict)
 
@@ -147,7 +148,8 @@ class LinkedEngine:
             if cached_tokens:
                 self._promised[keys[0]] = cached_tokens
         else:
-            num_blocks = self.blocks_for(num_tokens - cached_tokens, len(keys))
+            num_left = request.sampling.max_tokens - len(request.output_token_ids)
+            num_blocks = self.blocks_for(num_tokens - cached_tokens, num_left, len(keys))
             self.places.sent(keys, num_blocks, self.clock.monotonic_s())
         self._callers.update(dict.fromkeys(keys, caller_id))
         self.outbox.dispatch(request, work, ticket, deadline_remaining_s)
@@ -189,13 +191,18 @@ class LinkedEngine:
         self.backlog.ended(key, is_computed=is_computed)
         self.places.ended(key, self.clock.monotonic_s())
 
-    def blocks_for(self, num_tokens: int, num_sequences: int) -> int:
-        """Of the KV of samples of one prompt, with a block for each to grow into."""
-        return -(-num_tokens // self.member.block_size) + num_sequences
+    def blocks_for(self, num_tokens: int, max_output_tokens: int, num_sequences: int) -> int:
+        """Of the KV of samples of one prompt, with what each is expected to grow by."""
+        expected = self.load.output_tokens if self.load is not None else 0
+        num_growth = min(max_output_tokens, expected or max_output_tokens)
+        size = self.member.block_size
+        return -(-num_tokens // size) + num_sequences * -(-(num_growth + 1) // size)
 
     def state(self, load: Load, demand: Demand, caller_id: int, cached_tokens: int) -> EngineState:
         """For routing one request of this caller, of which so much should be cached here."""
-        num_blocks = self.blocks_for(demand.num_tokens - cached_tokens, demand.num_sequences)
+        num_blocks = self.blocks_for(
+            demand.num_tokens - cached_tokens, demand.max_output_tokens, demand.num_sequences
+        )
         is_open = (
             self.places.has_place(demand.num_sequences, num_blocks)
             if self.member.role is Role.DECODE

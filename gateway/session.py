@@ -206,6 +206,7 @@ class Session:
         return Demand(
             num_tokens=len(self.request.prompt_token_ids) + len(self._output_ids),
             num_sequences=1 if self.is_retry else 1 + len(self._siblings),
+            max_output_tokens=self.request.sampling.max_tokens - len(self._output_ids),
             is_retry=self.is_retry,
         )
 

@@ -38,6 +38,7 @@ def load_from_wire(wire: node_pb2.Heartbeat) -> Load:
         num_steps=wire.num_steps,
         num_requests=wire.num_requests,
         room_blocks=wire.room_blocks,
+        output_tokens=wire.output_tokens,
         prefill_cost=_cost_from_wire(wire),
         waiting_by_caller={one.caller_id: one.num_tokens for one in wire.waiting_by_caller},
     )

@@ -329,6 +329,7 @@ class EngineLoop:
             counters=counters,
             num_requests=len(self._desk.book) + num_in_gate,
             room_blocks=load.room_blocks,
+            output_tokens=load.output_tokens,
             prefill_cost=(
                 None
                 if cost is None

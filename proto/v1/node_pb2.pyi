@@ -199,7 +199,7 @@ class TransferInfo(_message.Message):
     def __init__(self, bytes: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("num_steps", "num_running", "num_waiting", "free_blocks", "num_blocks", "credit_blocks", "waiting_tokens", "is_draining", "links", "held_blocks", "counters", "num_requests", "room_blocks", "prefill_cost", "waiting_by_caller")
+    __slots__ = ("num_steps", "num_running", "num_waiting", "free_blocks", "num_blocks", "credit_blocks", "waiting_tokens", "is_draining", "links", "held_blocks", "counters", "num_requests", "room_blocks", "prefill_cost", "waiting_by_caller", "output_tokens")
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -215,6 +215,7 @@ class Heartbeat(_message.Message):
     ROOM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_COST_FIELD_NUMBER: _ClassVar[int]
     WAITING_BY_CALLER_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_steps: int
     num_running: int
     num_waiting: int
@@ -230,7 +231,8 @@ class Heartbeat(_message.Message):
     room_blocks: int
     prefill_cost: PrefillCost
     waiting_by_caller: _containers.RepeatedCompositeFieldContainer[CallerTokens]
-    def __init__(self, num_steps: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., credit_blocks: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., is_draining: bool = ..., links: _Optional[_Iterable[_Union[PeerLink, _Mapping]]] = ..., held_blocks: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., num_requests: _Optional[int] = ..., room_blocks: _Optional[int] = ..., prefill_cost: _Optional[_Union[PrefillCost, _Mapping]] = ..., waiting_by_caller: _Optional[_Iterable[_Union[CallerTokens, _Mapping]]] = ...) -> None: ...
+    output_tokens: int
+    def __init__(self, num_steps: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., credit_blocks: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., is_draining: bool = ..., links: _Optional[_Iterable[_Union[PeerLink, _Mapping]]] = ..., held_blocks: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., num_requests: _Optional[int] = ..., room_blocks: _Optional[int] = ..., prefill_cost: _Optional[_Union[PrefillCost, _Mapping]] = ..., waiting_by_caller: _Optional[_Iterable[_Union[CallerTokens, _Mapping]]] = ..., output_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillCost(_message.Message):
     __slots__ = ("step_s", "token_s")
