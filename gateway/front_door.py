@@ -127,7 +127,8 @@ class _Call:
 class FrontDoor:
     """The service behind all fronts. `is_draining`: set it, and new generations are refused.
 
-    `arrivals`: where a front has a new call wait before it looks at it.
+    `arrivals`: where a front has a new call wait before it looks at it; `large_bodies`: held while
+    one is parsed.
     """
 
     def __init__(
@@ -148,6 +149,7 @@ class FrontDoor:
     ) -> None:
         self.is_draining = False
         self.arrivals = Turns()
+        self.large_bodies = asyncio.Lock()
         self._ends = Turns()  # of their own: no end waits for calls that arrive
         self.model = model
         self._sessions = sessions

@@ -9,6 +9,7 @@ import asyncio
 import gc
 import logging
 import math
+import sys
 from collections.abc import Sequence
 
 import grpc
@@ -59,6 +60,7 @@ SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 # Objects between two collections of the youngest: five a token live as long as their call, and to
 # look for cycles among them every 700 objects takes a tenth of the gateway's time.
 _NUM_YOUNG = 20_000
+_SWITCH_S = 0.0005  # a thread with a large body or text keeps the loop's for no longer
 _STOP_GRACE_S = 5.0
 _LAST_WORD_S, _LAST_STATUS_S = 1.0, 0.2
 
@@ -372,6 +374,7 @@ async def run(
     gc.collect()
     gc.freeze()  # what was loaded stays: a collection that walks it would be a pause in all streams
     gc.set_threshold(_NUM_YOUNG, 20, 20)
+    sys.setswitchinterval(_SWITCH_S)
     http = f"http{'s' if config.tls_cert else ''}://{gateway.host}:{gateway.http_port}"
     print(f"ready: gateway gateway {http} {gateway.host}:{gateway.port}", flush=True)
     greeting = asyncio.create_task(_greet(gateway))

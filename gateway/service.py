@@ -6,6 +6,7 @@ Owns the translation between its messages and the front door; calls as such are 
 from __future__ import annotations
 
 from ..core.membership import Member
+from ..core.token_ids import column
 from ..proto.v1 import inference_pb2, inference_pb2_grpc
 from .caller import METRICS, Caller
 from .cluster_view import ClusterView
@@ -81,7 +82,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, wire: inference_pb2.DetokenizeRequest, context: Context
     ) -> inference_pb2.DetokenizeResponse:
         async with answering(context):
-            text = await self._door.detokenize(wire.model, wire.ids, self._caller(context))
+            ids = column(wire.ids[:])  # a slice is read at once, the field itself id by id
+            text = await self._door.detokenize(wire.model, ids, self._caller(context))
         return inference_pb2.DetokenizeResponse(text=text)
 
     def _caller(self, context: Context) -> Caller:

@@ -161,7 +161,9 @@ class Tokenizer:
             raise _too_long(f"{len(token_ids)} tokens", max_tokens, param)
 
         def work() -> str:
-            ids = [i for i in token_ids if i not in self.hidden_ids]
+            ids = list(token_ids)
+            if not self.hidden_ids.isdisjoint(ids):
+                ids = [i for i in ids if i not in self.hidden_ids]
             with refusing("the model's tokenizer cannot decode these ids", param):
                 text: str = self._library.decode_batch([ids])[0]
                 return text

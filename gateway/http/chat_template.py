@@ -39,6 +39,7 @@ _MAX_TEMPLATE_CHARS = 1 << 20
 _MAX_PROMPT_CHARS = 8 << 20
 _MAX_RENDER_S = 2.0
 _NUM_INLINE_MESSAGES = 32  # a longer chat is rendered on a thread
+_NUM_INLINE_CHARS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,8 @@ class ChatTemplate:
 
         Raises InvalidRequest.
         """
-        if len(messages) <= _NUM_INLINE_MESSAGES:
+        num_chars = sum(len(message["content"]) for message in messages)
+        if len(messages) <= _NUM_INLINE_MESSAGES and num_chars <= _NUM_INLINE_CHARS:
             return self._render(messages, tools, opening)
         return await asyncio.to_thread(self._render, messages, tools, opening)
 

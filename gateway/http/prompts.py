@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...core.errors import InvalidRequest
+from ...core.token_ids import column
 from .kinds import UINT32_MAX, Kind, invalid, is_integer
 
 MAX_PROMPTS = 64
@@ -15,12 +16,20 @@ Prompt = str | list[int]
 def _token_ids(value: Any, name: str) -> list[int]:
     if not isinstance(value, list):
         raise invalid(name, "a list of token ids")
-    if value and not (set(map(type, value)) == {int} and 0 <= min(value) <= max(value) < 2**32):
+    if value and not (set(map(type, value)) == {int} and _fit_the_wire(value)):
         i = next(i for i, item in enumerate(value) if not _is_token_id(item))
         raise InvalidRequest(
             f"{name}[{i}] is not a token id", param=f"{name}[{i}]", code="invalid_token_id"
         )
     return value
+
+
+def _fit_the_wire(integers: list[int]) -> bool:
+    try:
+        column(integers)
+    except (OverflowError, ValueError):
+        return False
+    return True
 
 
 def _is_token_id(item: Any) -> bool:

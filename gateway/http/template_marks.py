@@ -73,7 +73,17 @@ class TemplateMarks:
     def read(self, rendered: str) -> tuple[str, Spans]:
         """The text as people read it, and where its special tokens are."""
         spans = [match.span() for match in self._own.finditer(rendered)]
-        return self.plain(rendered), spans
+        pieces: list[str] = []
+        last = 0
+        for start, end in spans:
+            pieces += (rendered[last:start], self.plain(rendered[start:end]))
+            last = end
+        text = "".join((*pieces, rendered[last:]))
+        try:
+            text.encode()  # far sooner done than a search for marks
+        except UnicodeEncodeError:  # a template took a token apart, or its pieces met no role
+            text = self.plain(text)
+        return text, spans
 
     def plain(self, rendered: str) -> str:
         """With its own letters again."""
