@@ -229,7 +229,7 @@ class Session:
         cancel = node_pb2.Cancel(request_id=request.request_id, attempt=request.attempt)
         await self._call.write(node_pb2.GatewayMessage(cancel=cancel))
 
-    async def until(self, holds: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    async def until(self, holds: Callable[[], bool], timeout_s: float = 40.0) -> None:
         """Wait until something heard makes `holds` true."""
         async with asyncio.timeout(timeout_s):
             while not holds():

@@ -105,7 +105,7 @@ async def world(redis_server: RedisServer, model_dir: Path) -> AsyncIterator[Wor
         await node.kill()
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 3.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)

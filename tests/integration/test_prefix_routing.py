@@ -99,7 +99,7 @@ async def told(world: World, num_blocks: int) -> AsyncIterator[None]:
     listening = asyncio.create_task(listen())
     await asyncio.sleep(0.05)
     yield
-    await asyncio.wait_for(listening, 5)
+    await asyncio.wait_for(listening, 20)
     await link.close()
     await asyncio.sleep(0.1)  # the gateway hears it when we do
 
@@ -143,7 +143,7 @@ async def test_a_late_gateway_reads_a_snapshot_among_junk() -> None:
         listener.close()
         mirror.add(journal.incarnation, 9000)
         following = asyncio.create_task(Follower(theirs, mirror).run())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while (
                 mirror.exact_seq(journal.incarnation) != journal.seq or not mirror.num_bad_messages
             ):
@@ -230,7 +230,7 @@ async def test_messages_that_are_not_signed_with_our_secret_are_junk() -> None:
             await link.write_chunks(incarnation, [message])
             chunk = await gateway.read_chunk(incarnation, 0)
             assert chunk == (true if link is ours else b"")
-        await asyncio.wait_for(listening, 5)
+        await asyncio.wait_for(listening, 20)
         assert heard == [b"", b"", true]
         for link in (ours, gateway, theirs, plain):
             await link.close()

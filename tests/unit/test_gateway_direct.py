@@ -42,7 +42,7 @@ async def running() -> AsyncIterator[EngineEnd]:
 
 
 async def until(holds: Callable[[], object]) -> None:
-    async with asyncio.timeout(2.0):
+    async with asyncio.timeout(20):
         while not holds():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 

@@ -36,7 +36,7 @@ def h(number: int) -> BlockHash:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(20):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
