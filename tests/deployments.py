@@ -12,7 +12,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,9 +32,13 @@ MARK = "BATON_TEST_MARK"
 
 @dataclass
 class Running:
-    """A deployment that serves; `lines` is all that its processes said."""
+    """A deployment that serves; `lines` is all that its processes said.
+
+    `call` runs a coroutine in the deployment's event loop, on a thread of its own.
+    """
 
     deployment: Deployment
+    call: Callable[[Any], Any]
     lines: list[str] = field(default_factory=list)
 
     @property
@@ -53,7 +57,8 @@ class Running:
 
     def ledgers(self) -> dict[str, list[dict[str, Any]]]:
         """Every engine's ledger, by node."""
-        return asyncio.run(self._ledgers())
+        found: dict[str, list[dict[str, Any]]] = self.call(self._ledgers())
+        return found
 
     async def _ledgers(self) -> dict[str, list[dict[str, Any]]]:
         secret = ClusterSecret.of(self.deployment.cluster)
@@ -122,7 +127,7 @@ def running(
     )
     try:
         call(deployment.__aenter__())
-        state = Running(deployment, lines)
+        state = Running(deployment, call, lines)
         try:
             yield state
             state.wait_idle()

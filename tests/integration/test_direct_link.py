@@ -24,6 +24,7 @@ from baton.core.request import Request, SamplingParams, Ticket
 from baton.gateway import direct_way, node_link
 from baton.gateway.engine_link import EngineOutput, PlainToken, Work
 from baton.gateway.engine_table import Load
+from baton.gateway.node_clock import NodeClock
 from baton.gateway.node_link import NodeLink
 from baton.proto.v1 import node_pb2
 
@@ -163,9 +164,9 @@ async def test_messages_pass_directly_and_tokens_are_those_of_the_stream(
     on_streams: list[node_pb2.StepOutputs] = []
     hear = NodeLink._hear_directly
 
-    def count(step: node_pb2.StepOutputs) -> Any:
+    def count(step: node_pb2.StepOutputs, clock: NodeClock) -> Any:
         on_streams.append(step)
-        return from_wire(step)
+        return from_wire(step, clock)
 
     def uncount(link: NodeLink, message: node_pb2.NodeMessage) -> None:
         hear(link, message)
