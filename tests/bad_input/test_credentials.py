@@ -135,7 +135,7 @@ def test_every_route_asks_for_a_key_but_these(keyed: Keyed) -> None:
 
 INTERNAL_CALLS = [
     ("/baton.v1.Node/Session", node_pb2.GatewayMessage().SerializeToString()),
-    ("/baton.v1.Node/GetLedger", node_pb2.GetLedgerRequest().SerializeToString()),
+    ("/baton.v1.Node/GetLedgers", node_pb2.GetLedgersRequest().SerializeToString()),
     ("/baton.v1.Handoff/Link", handoff_pb2.PeerMessage().SerializeToString()),
 ]
 
@@ -145,8 +145,8 @@ def test_internal_calls_are_not_on_the_public_port(
     target: Target, keyed: Keyed, method: str, data: bytes
 ) -> None:
     """B78: with or without a key, and the reflection does not know them either."""
-    secret = [("baton-secret", "test secret"), ("baton-engine", "1" * 32)]
-    for place, metadata in ((target, secret), (keyed.target, secret)):
+    bearer = [("authorization", f"Bearer {keyed.keys['plain']}")]
+    for place, metadata in ((target, []), (keyed.target, bearer)):
         assert place.call(method, data, metadata).status == "UNIMPLEMENTED"
 
 
@@ -154,11 +154,10 @@ def test_a_clients_key_opens_no_node(keyed: Keyed) -> None:
     """B78: nodes ask for the cluster's secret, and a client's key is none."""
     key = keyed.keys["plain"]
     with closing(keyed.target.open_channel(keyed.target.node_port)) as channel:
-        for metadata in ([], [("authorization", f"Bearer {key}")], [("baton-secret", key)]):
-            answer = keyed.target.call(
-                "/baton.v1.Node/Session", b"", [*metadata, ("baton-engine", "1" * 32)],
-                channel=channel,
-            )  # fmt: skip
+        proof = node_pb2.GatewayMessage(handshake=key.encode()).SerializeToString()
+        for said in (b"", proof):
+            bearer = [("authorization", f"Bearer {key}")]
+            answer = keyed.target.call("/baton.v1.Node/Session", said, bearer, channel=channel)
             assert answer.status == "UNAUTHENTICATED", answer
 
 
