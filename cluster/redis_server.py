@@ -22,7 +22,7 @@ from ..core.children import bound_to_us
 from ..core.errors import StartupFailed
 from ..core.runtime_folder import RuntimeFolder
 
-_PREFIX = "baton-redis-"
+_PREFIX = "baton-private-redis-"
 _START_TIMEOUT_S = 5.0
 _STOP_TIMEOUT_S = 2.0
 

@@ -53,6 +53,8 @@ from .validation import ValidatedRequest
 
 GATEWAY = "gateway"
 
+_LATE_S = 1.0  # by which the news of an engine's death may come behind what followed from it
+
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
@@ -120,6 +122,7 @@ class Session:
         self._attempt: Attempt | None = None
         self._num_attempts = 0
         self._num_engine_failures = 0
+        self._unexplained: tuple[tuple[str, str], int, float] | None = None  # a pair's fault
         self._suspects = Suspects() if suspects is None else suspects
         self._suspicion: Suspicion | None = None
         self._fingerprint: str | None = None
@@ -188,6 +191,8 @@ class Session:
         """
         attempt = self._attempt
         if attempt is None or incarnation not in attempt.pair:
+            if has_died and not self.is_over:
+                self._blame_late(incarnation)
             return
         name = attempt.name_of(incarnation)
         error: BatonError = NodeLost(f"node {name} was lost")
@@ -363,11 +368,11 @@ class Session:
         self._avoid_until_s = now_s + self._limits.avoid_s
         self._settle_until_s = now_s + self._limits.settle_s
         self._suspects.end(self.request_id)
+        self._unexplained = None
         if isinstance(error, EngineFailed) and blamed is not None:
-            self._num_engine_failures += 1
-            self._suspicion = Suspicion.of(attempt.pair, blamed, len(self._output_ids))
-            if self._num_engine_failures == self._limits.max_engine_failures:
-                self._suspects.convict(self.call_id, error)
+            self._suspect(attempt.pair, blamed, len(self._output_ids), error)
+        elif blamed is None:
+            self._unexplained = (attempt.pair, len(self._output_ids), now_s)
         if len(self._output_ids) == self.request.sampling.max_tokens:
             # All tokens are out: only the word "done" was lost.
             self._finish(attempt, FinishReason.LENGTH, self._text.flush(), [])
@@ -375,6 +380,32 @@ class Session:
             self._try_dispatch()
         else:
             self._end_badly(error)
+
+    def _suspect(
+        self, pair: tuple[str, str], died: str, num_tokens: int, error: EngineFailed
+    ) -> None:
+        """An engine died that had the request, which had so many tokens then."""
+        self._num_engine_failures += 1
+        self._suspicion = Suspicion.of(pair, died, num_tokens)
+        if self._num_engine_failures == self._limits.max_engine_failures:
+            self._suspects.convict(self.call_id, error)
+
+    def _blame_late(self, died: str) -> None:
+        """Its partner may have noticed an engine's death first, and failed the attempt for that."""
+        if self._unexplained is None:
+            return
+        pair, num_tokens, failed_s = self._unexplained
+        is_recent = self._clock.monotonic_s() - failed_s < _LATE_S
+        if died not in pair or not is_recent or len(self._output_ids) > num_tokens:
+            return
+        self._unexplained = None
+        error = EngineFailed("an engine died under the request")
+        self._suspect(pair, died, num_tokens, error)
+        if not self._may_try_again:
+            self._end_badly(error)
+        elif self._attempt is not None and self._suspicion is not None:
+            engine = self._attempt.pair[self._suspicion.side]
+            self._suspects.try_on(self.request_id, self.call_id, engine)
 
     @property
     def _may_try_again(self) -> bool:

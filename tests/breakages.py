@@ -34,6 +34,7 @@ from baton.proto.v1 import handoff_pb2, handoff_pb2_grpc, node_pb2
 NUM_CHUNKS = 8
 NUM_NEIGHBOURS = 31
 LONG = NUM_CHUNKS * CHUNK_TOKENS  # a prompt of about 100 ms
+DEADLY = 1200  # tokens: one that takes twice as long
 PREFILLS, DECODES = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
 
 
@@ -53,12 +54,12 @@ def has_computed(num_chunks: int) -> Callable[[Ledger], bool]:
 
 
 def is_computing_long(killed: Collection[str]) -> Callable[[Ledger], bool]:
-    """Some of a long prompt, and not all, on a node that was not killed; others have less than two
-    chunks."""
+    """Less than half of the deadly prompt, on a node that was not killed: the kill comes before its
+    end. Others have less than two chunks."""
 
     def holds(ledger: Ledger) -> bool:
         counts = [r["num_computed_tokens"] for r in ledger.get("requests", {}).values()]
-        is_computing = any(2 * CHUNK_TOKENS <= count < LONG for count in counts)
+        is_computing = any(2 * CHUNK_TOKENS <= count < DEADLY // 2 for count in counts)
         return is_computing and ledger["node"] not in killed
 
     return holds
@@ -156,7 +157,7 @@ async def kill_decode_of_a_constrained(scene: Scene) -> None:
 
 async def kill_engines_under_one_request(scene: Scene) -> None:
     """F37: it kills whoever computes it, and is not tried on a third; its neighbours live on."""
-    stream = scene.ask(LONG, expected_error=EngineFailed)
+    stream = scene.ask(DEADLY, expected_error=EngineFailed)
     neighbours = [scene.ask() for _ in range(NUM_NEIGHBOURS)]
     killed: list[str] = []
     for _ in range(2):
