@@ -9,7 +9,6 @@ import collections
 import contextlib
 import queue
 import random
-import secrets
 import signal
 import time
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ import gpu_source
 import numpy as np
 import pytest
 import torch
-from fakes.access import access
+from fakes.access import ENGINE_KEY, access
 from gpu_source import LAYOUT, NUM_BLOCKS, PULLER_GPU, Source, holds, pull
 
 from baton.core.config import NodeConfig
@@ -30,7 +29,6 @@ from baton.engine.canary import canary_bytes
 from baton.engine.cuda_kv_memory import CudaKvMemory
 from baton.kv_transfer.block_pairs import BlockPair, BlockPairs
 from baton.kv_transfer.head_ranges import BlockCut, HeadPiece
-from baton.kv_transfer.remote import KEY_BYTES
 from baton.kv_transfer.transport import PullOutcome
 
 pytestmark = [
@@ -42,8 +40,7 @@ NETWORKS = [pytest.param("nccl", marks=needs_two), "tcp"]
 
 NUM_PULLS = 60  # more than are over within 10 ms
 
-KEY = secrets.token_bytes(KEY_BYTES)
-source_process = partial(gpu_source.source_process, "network_peer.py", KEY.hex())
+source_process = partial(gpu_source.source_process, "network_peer.py", ENGINE_KEY.hex())
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +65,7 @@ def window_onto(
     transport_name, _, method = name.partition(" ")
     config = NodeConfig(kv_transport=transport_name, kv_copy=method or "auto")
     (transport,) = transports(kv, config, None)
-    remote = access(int(source.said), engine_key=KEY)
+    remote = access(int(source.said))
     window = transport.connect(source.incarnation, piece, remote)
     try:
         yield window

@@ -278,7 +278,9 @@ def test_a_closed_window_does_not_connect_again(world: World) -> None:
 # --- silence ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lost", [{BACK}, {ON}, {ON, BACK}], ids="+".join)
+@pytest.mark.parametrize(
+    "lost", [{BACK}, {ON}, {ON, BACK}], ids=lambda ways: "+".join(sorted(ways))
+)
 @pytest.mark.parametrize("offset", [None, 500, 3 * REQUEST[BACK] - 4], ids=str)
 def test_silence_ends_every_pull_that_waits(
     world: World, lost: set[str], offset: int | None
