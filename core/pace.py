@@ -16,12 +16,13 @@ class Pace:
         self._now_s = now_s
         self._num_left, self._at_s = float(burst), now_s()
 
-    def take(self) -> float:
-        """0: one may begin, and counts. Otherwise seconds until one may."""
+    def wait_s(self) -> float:
+        """How long until one may begin; 0: now."""
         now_s = self._now_s()
         self._num_left = min(self._burst, self._num_left + (now_s - self._at_s) * self._per_s)
         self._at_s = now_s
-        if self._num_left < 1:
-            return (1 - self._num_left) / self._per_s
+        return max(0.0, (1 - self._num_left) / self._per_s)
+
+    def take(self) -> None:
+        """One begins."""
         self._num_left -= 1
-        return 0.0

@@ -41,7 +41,7 @@ class AcceptThread:
     def _run(self) -> None:
         pace = Pace(MAX_PER_S, BURST)
         while not self._is_closing.is_set():
-            if (wait_s := pace.take()) and not self._is_closing.wait(wait_s):
+            if (wait_s := pace.wait_s()) and not self._is_closing.wait(wait_s):
                 continue
             try:
                 connection, _ = self._listener.accept()
@@ -49,4 +49,5 @@ class AcceptThread:
                 if not self._is_closing.wait(_RETRY_S):
                     _log.warning("%s cannot accept: %s", self._thread.name, error)
                 continue
+            pace.take()
             self._admit(connection)

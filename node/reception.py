@@ -66,7 +66,7 @@ class Reception:
     def _take_in(self) -> tuple[()]:
         """Take in whoever connects, as a stranger."""
         while self._listener is not None:
-            if wait_s := self._pace.take():
+            if wait_s := self._pace.wait_s():
                 self._pause(self._listener, wait_s)
                 break
             try:
@@ -77,6 +77,7 @@ class Reception:
                 log.warning("takes in no more direct channels: %s", error)
                 self._stop_listening()
                 break
+            self._pace.take()
             try:
                 require_same_user(connection)
             except HandoffFailed as error:

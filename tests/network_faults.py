@@ -27,6 +27,7 @@ from tangle import Tangle
 
 from baton.client import AsyncClient
 from baton.cluster.redis_directory import RedisDirectory
+from baton.cluster.secret import ClusterSecret
 from baton.core.membership import Member
 
 CLUSTERS = ("near", "far", "beside", "front")
@@ -182,7 +183,9 @@ async def network(scene: Scene) -> AsyncIterator[Network]:
             )
             directories = {}
             for name in (near, far, beside, front):
-                directories[name] = RedisDirectory(scene.cluster.redis.url, name, SECRET)
+                directories[name] = RedisDirectory(
+                    scene.cluster.redis.url, name, ClusterSecret(SECRET)
+                )
                 stack.push_async_callback(directories[name].close)
             source = await _newcomer(directories[near])
             pullers = [await _newcomer(directories[name]) for name in (far, beside)]

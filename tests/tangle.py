@@ -120,7 +120,7 @@ class Tangle(grpc.GenericRpcHandler):
             said = handoff_pb2.PeerMessage.FromString(message)
             if said.HasField("hello"):
                 said.hello.ClearField("direct_token")
-                self._on_data_port(said.hello.data.port)
+                self._on_data_port(said.hello.access.port)
             return said.SerializeToString()
         if name != "Session":
             return message

@@ -70,6 +70,7 @@ MEAN_STAGE = (
     f"{rate('request_stage_seconds_sum', ' by (stage)')}"
     f" / {rate('request_stage_seconds_count', ' by (stage)')}"
 )
+CERTIFICATES = "min by (file) (baton_certificate_expires_timestamp_seconds) * 1000"
 UP = f"sum by (role) (max by (role, node) (baton_node_up{OF_NODES}))"
 
 # (row, [(title, kind of panel, unit, [(query, legend), ...]), ...])
@@ -93,6 +94,7 @@ ROWS: list[tuple[str, list[tuple[str, str, str, list[tuple[str, str]]]]]] = [
                 ],
             ),
             ("Engines up", "stat", "short", [(UP, "{{role}}")]),
+            ("Certificates end", "stat", "dateTimeAsIso", [(CERTIFICATES, "{{file}}")]),
         ],
     ),
     (

@@ -652,8 +652,8 @@ async def test_more_than_can_be_decoded_at_once_waits_here(world: World) -> None
     running = [
         asyncio.create_task(world.client.generate(PROMPT, max_tokens=30).finish()) for _ in range(6)
     ]
-    await until(lambda: len(world.nodes["p1"].dispatched) == 2)
-    assert len(world.gateway._sessions.queue) > 0
+    queue = world.gateway._sessions.queue
+    await until(lambda: len(world.nodes["p1"].dispatched) == 2 and len(queue) > 0)
     results = await asyncio.gather(*running)
     assert all(result.text == expected_text(PROMPT, 30) for result in results)
     (caller_id,) = {d.caller_id for d in world.nodes["p1"].dispatched}

@@ -25,8 +25,8 @@ from fakes.access import ENGINE_KEY, access
 from fakes.host_pool import HostPool
 from patience import AT_ONCE_S
 
-from baton.core.errors import HandoffFailed, StartupFailed, Unauthenticated
-from baton.core.handshake import OPENING_BYTES, Listener
+from baton.core.errors import HandoffFailed, StartupFailed
+from baton.core.handshake import CHALLENGE_BYTES, OPENING_BYTES, Listener
 from baton.core.same_host import socket_address
 from baton.engine.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS, BlockRef
 from baton.kv_transfer.block_pairs import BlockPair, BlockPairs
@@ -275,8 +275,8 @@ def test_an_exporter_that_does_not_hold_the_key_is_not_believed(
     source: HostPool, destination: HostPool
 ) -> None:
     def answer(connection: socket.socket) -> None:
-        with contextlib.suppress(Unauthenticated):
-            shake_hands(connection, engine_key=bytes(32))
+        connection.recv(1024)
+        connection.send(os.urandom(CHALLENGE_BYTES))
 
     with exporter_that(answer), pytest.raises(HandoffFailed, match="does not hold the key"):
         ShmTransport(destination).connect(SOURCE, None, access())
@@ -358,9 +358,9 @@ def _lie(kind: str, pool: HostPool) -> tuple[bytes, list[int], list[int]]:
             return _describe(pool), [fd, pool.generations.fd], [fd]
 
 
-def shake_hands(connection: socket.socket, engine_key: bytes = ENGINE_KEY) -> None:
+def shake_hands(connection: socket.socket) -> None:
     """As an exporter does."""
-    theirs = Listener(lambda o: pair_key(engine_key, o.dialer), PURPOSE, (ADDRESS,))
+    theirs = Listener(lambda o: pair_key(ENGINE_KEY, o.dialer), PURPOSE, (ADDRESS,))
     connection.send(theirs.challenge(connection.recv(1024)))
     theirs.check(connection.recv(1024))
 

@@ -313,7 +313,7 @@ class TestWhoIsLetIn:
 
     def test_a_source_that_does_not_know_the_key_is_refused(self, served: Served) -> None:
         """Somebody else took the port."""
-        with pytest.raises(HandoffFailed, match="does not hold the key"):
+        with pytest.raises(HandoffFailed):
             connect(SOURCE, replace(served.remote, key=bytes(32)), None)
 
     @pytest.mark.parametrize(

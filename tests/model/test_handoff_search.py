@@ -20,7 +20,7 @@ CRASH = frozenset({"crash"})
 
 QUICK = [
     (Bounds(faults=1, advances=1, attempts=1), 27_800),
-    (Bounds(faults=1, advances=0, attempts=1, launches=True, sees_steps=True), 7_000),
+    (Bounds(faults=1, advances=0, attempts=1, launches=True, sees_steps=True), 6_980),
     (Bounds(1, 0, attempts=2, is_impatient=PATIENT, kinds=CRASH), 6_000),
 ]
 FULL = [

@@ -176,7 +176,7 @@ def test_queues_tell_callers_apart_by_key_or_else_by_connection(path: Path) -> N
     ids = [gate.caller([first], "grpc", peer).caller_id for gate in gates for peer in ("a", "b")]
     assert len(set(ids)) == 1
     assert gates[0].caller([second], "grpc", "a").caller_id not in ids
-    gates = Gate(None, None), Gate(None, None)
+    gates = Gate(None, ClusterSecret()), Gate(None, ClusterSecret())
     found = [gate.caller([], "grpc", peer).caller_id for gate in gates for peer in ("a", "b", "a")]
     assert (found[0], found[3]) == (found[2], found[5]) and len(set(found)) == 4
     assert all(0 <= caller_id < 1 << 64 for caller_id in (*ids, *found))
