@@ -84,8 +84,10 @@ class RankedTransport:
         remote = self._routes.get(incarnation)
         if remote is None:
             raise HandoffFailed("the source has not said how its pools are reached")
-        if remote.is_elsewhere:
+        if remote.port:
             described = describe_remote(incarnation, remote, self._wrap)
+        elif remote.is_elsewhere:
+            raise HandoffFailed("the source is on another host, and has no port")
         else:
             described = describe(incarnation, remote)
         theirs = described.parts or (PoolPart(incarnation, 0, num_heads),)
