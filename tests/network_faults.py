@@ -93,7 +93,7 @@ async def _part(scene: Scene, net: Network, ways: frozenset[str]) -> None:
     took_s = await _idle_s(net)
     print(f"{sorted(ways)} lost: {len(hit)} streams went on within {found_s:.2f} s")
     print(f"     all ledgers clean {took_s:.2f} s after their ends")
-    assert found_s < LIVENESS_S + 0.3  # and the attempt's new dispatch
+    assert found_s < LIVENESS_S + 0.6  # and the new dispatch, beside whatever else runs here
     assert took_s < LEASE_S
     net.lose(frozenset())
     await until(partial(_is_linked, net, 2))
