@@ -12,7 +12,7 @@ from ..core.pace import Pace
 _log = logging.getLogger(__name__)
 
 _RETRY_S = 0.1  # after accept failed, e.g. for want of file descriptors
-MAX_PER_S, BURST = 200, 256  # connections: a crowd takes a hundredth of a core, or so
+MAX_PER_S, BURST = 10, 256  # connections: a crowd takes less than a hundredth of a core
 
 
 class AcceptThread:

@@ -23,7 +23,7 @@ from .watched_channel import DirectReady, WatchedChannel
 
 log = logging.getLogger(__name__)
 
-_MAX_PER_S = 100  # connections that are taken in, once there was a crowd
+_MAX_PER_S = 10  # connections that are taken in, once there was a crowd
 MAX_STRANGERS = 64  # connections that have not said who they are; the eldest goes first
 _BACKLOG = 64
 
