@@ -174,7 +174,7 @@ def main() -> int:
     where = machine()
     found = texts()
     print(table(found))
-    write(ROOT / "bench" / "results" / "texts.json", {"texts": found}, where, "baton.bench.texts")
+    write(ROOT / "bench" / "results" / "texts.json", {"texts": found}, where, "texts")
     return 0
 
 

@@ -26,12 +26,12 @@ QUICK = [
 FULL = [
     (Bounds(faults=1, advances=1, attempts=1, launches=True, sees_steps=True), 78_800),
     (Bounds(faults=1, advances=0, attempts=2, is_impatient=PATIENT), 38_300),
-    (Bounds(faults=2, advances=1, attempts=1), 528_000),
-    (Bounds(faults=2, advances=0, attempts=1, launches=True, sees_steps=True), 159_000),
-    (Bounds(1, 0, attempts=2, is_impatient=PATIENT, launches=True, sees_steps=True), 200_000),
-    (Bounds(faults=1, advances=0, attempts=2, is_impatient=IMPATIENT), 120_000),
+    (Bounds(faults=2, advances=1, attempts=1), 470_000),
+    (Bounds(faults=2, advances=0, attempts=1, launches=True, sees_steps=True), 135_000),
+    (Bounds(1, 0, attempts=2, is_impatient=PATIENT, launches=True, sees_steps=True), 180_000),
+    (Bounds(faults=1, advances=0, attempts=2, is_impatient=IMPATIENT), 107_000),
     (Bounds(faults=0, advances=2, attempts=2, is_impatient=PATIENT), 229_000),
-    (Bounds(1, 1, attempts=2, is_impatient=PATIENT, kinds=CRASH), 234_000),
+    (Bounds(1, 1, attempts=2, is_impatient=PATIENT, kinds=CRASH), 216_000),
 ]
 
 
