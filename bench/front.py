@@ -339,7 +339,7 @@ def main(wanted: Sequence[str]) -> int:
         measured[part] = PARTS[part]()
         print(f"{part}\n{table(measured[part])}\n", flush=True)
     if not wanted:
-        write(ROOT / "bench" / "results" / "front.json", measured, where, "baton.bench.front")
+        write(ROOT / "bench" / "results" / "front.json", measured, where, "front")
     return 0
 
 
