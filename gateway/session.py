@@ -47,13 +47,11 @@ from .engine_link import (
     Work,
 )
 from .prompt_scores import PromptScores
-from .suspects import Suspects, Suspicion
+from .suspects import EngineDeaths, Suspects
 from .text_stream import TextStream
 from .validation import ValidatedRequest
 
 GATEWAY = "gateway"
-
-_LATE_S = 1.0  # by which the news of an engine's death may come behind what followed from it
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +119,8 @@ class Session:
         self._prompt_scores = PromptScores(len(request.prompt_token_ids))
         self._attempt: Attempt | None = None
         self._num_attempts = 0
-        self._num_engine_failures = 0
-        self._unexplained: tuple[tuple[str, str], int, float] | None = None  # a pair's fault
         self._suspects = Suspects() if suspects is None else suspects
-        self._suspicion: Suspicion | None = None
+        self._deaths = EngineDeaths(request_id, self._suspects, limits.max_engine_failures)
         self._fingerprint: str | None = None
         self._avoid = Avoid()
         self._avoid_until_s = 0.0
@@ -173,7 +169,7 @@ class Session:
         if (
             attempt is None
             or self._fingerprint is None
-            or self._suspicion is not None
+            or self._deaths.is_suspect
             or self._text.is_searched
             or not attempt.takes_next(incarnation, attempt_number, index)
         ):
@@ -275,7 +271,7 @@ class Session:
         if self._avoid and now_s >= self._avoid_until_s:
             self._avoid = Avoid()
         avoid = self._avoid
-        if self._suspicion is not None:
+        if self._deaths.is_suspect:
             if error := self._suspects.convicted.get(self.call_id):
                 self._end_badly(error)
                 return
@@ -314,9 +310,7 @@ class Session:
         )
         self._num_attempts += 1
         self._attempt = attempt
-        if self._suspicion is not None:
-            engine = attempt.pair[self._suspicion.side]
-            self._suspects.try_on(self.request_id, self.call_id, engine)
+        self._deaths.attempt_began(self.call_id, attempt.pair)
         self._is_led = False
         self._stamp(Event.ROUTED)
         return attempt
@@ -367,13 +361,11 @@ class Session:
         now_s = self._clock.monotonic_s()
         self._avoid_until_s = now_s + self._limits.avoid_s
         self._settle_until_s = now_s + self._limits.settle_s
-        self._suspects.end(self.request_id)
-        self._unexplained = None
-        if isinstance(error, EngineFailed) and blamed is not None:
-            self._suspect(attempt.pair, blamed, len(self._output_ids), error)
-        elif blamed is None:
-            self._unexplained = (attempt.pair, len(self._output_ids), now_s)
-        if len(self._output_ids) == self.request.sampling.max_tokens:
+        num_tokens = len(self._output_ids)
+        self._deaths.attempt_failed(
+            self.call_id, attempt.pair, blamed, error, num_tokens=num_tokens, now_s=now_s
+        )
+        if num_tokens == self.request.sampling.max_tokens:
             # All tokens are out: only the word "done" was lost.
             self._finish(attempt, FinishReason.LENGTH, self._text.flush(), [])
         elif error.is_retryable and self._may_try_again:
@@ -381,38 +373,20 @@ class Session:
         else:
             self._end_badly(error)
 
-    def _suspect(
-        self, pair: tuple[str, str], died: str, num_tokens: int, error: EngineFailed
-    ) -> None:
-        """An engine died that had the request, which had so many tokens then."""
-        self._num_engine_failures += 1
-        self._suspicion = Suspicion.of(pair, died, num_tokens)
-        if self._num_engine_failures == self._limits.max_engine_failures:
-            self._suspects.convict(self.call_id, error)
-
     def _blame_late(self, died: str) -> None:
-        """Its partner may have noticed an engine's death first, and failed the attempt for that."""
-        if self._unexplained is None:
+        """An engine died that the attempt before may have failed for."""
+        num_tokens, now_s = len(self._output_ids), self._clock.monotonic_s()
+        error = self._deaths.died_late(self.call_id, died, num_tokens=num_tokens, now_s=now_s)
+        if error is None:
             return
-        pair, num_tokens, failed_s = self._unexplained
-        is_recent = self._clock.monotonic_s() - failed_s < _LATE_S
-        if died not in pair or not is_recent or len(self._output_ids) > num_tokens:
-            return
-        self._unexplained = None
-        error = EngineFailed("an engine died under the request")
-        self._suspect(pair, died, num_tokens, error)
         if not self._may_try_again:
             self._end_badly(error)
-        elif self._attempt is not None and self._suspicion is not None:
-            engine = self._attempt.pair[self._suspicion.side]
-            self._suspects.try_on(self.request_id, self.call_id, engine)
+        elif self._attempt is not None:
+            self._deaths.attempt_began(self.call_id, self._attempt.pair)
 
     @property
     def _may_try_again(self) -> bool:
-        return (
-            self._num_attempts < self._limits.max_attempts
-            and self._num_engine_failures < self._limits.max_engine_failures
-        )
+        return self._num_attempts < self._limits.max_attempts and not self._deaths.is_convicted
 
     # --- tokens -----------------------------------------------------------------------------------
 
@@ -434,20 +408,13 @@ class Session:
         self._output_ids += [token_id for token_id, _ in shown]
         if shown and self._fingerprint is None:
             self._fingerprint = attempt.route.prefill.fingerprint
-        if self._suspicion is not None and len(self._output_ids) >= self._suspicion.cleared_at:
-            self._clear()
+        self._deaths.got_to(len(self._output_ids))
         if piece.matched_stop is not None:
             self._finish(attempt, FinishReason.STOP, piece.text, shown, piece.matched_stop)
         elif attempt.is_complete and attempt.finish_reason is not None:
             self._finish(attempt, attempt.finish_reason, piece.text + self._text.flush(), shown)
         elif shown and not self._sink.emit(self._chunk(piece.text, shown)):
             self._end_too_slow()
-
-    def _clear(self) -> None:
-        """It is further than where its engine died: what killed that was another request."""
-        self._suspicion = None
-        self._num_engine_failures = 0
-        self._suspects.end(self.request_id)
 
     def _chunk(self, text: str, shown: list[OutputToken], result: Result | None = None) -> Chunk:
         """The newest tokens for the client."""
@@ -505,7 +472,7 @@ class Session:
         assert not self.is_over, "a request ends once"
         self.is_over = True
         self._attempt = None
-        self._suspects.end(self.request_id)
+        self._deaths.ended()
         self._stamp(event)
 
     def _stamp(self, event: Event) -> None:

@@ -5,6 +5,8 @@
                                                         └─ the engine dies: it has killed two
 So what kills engines takes no other suspect with it, which would count as having killed two as
 well. Others are sent to engines without a trial, if any. Knows of this gateway's requests alone.
+An engine's partner may notice its death first, and fail the attempt for that: the news that
+explains it comes behind.
 """
 
 from __future__ import annotations
@@ -12,10 +14,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from ..core.errors import BatonError
+from ..core.errors import BatonError, EngineFailed
 from .engine_link import Avoid
 
 _MAX_CONVICTED = 256
+_LATE_S = 1.0  # by which that news may come
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,3 +71,94 @@ class Suspects:
         self.convicted[call_id] = error
         if len(self.convicted) > _MAX_CONVICTED:
             self.convicted.popitem(last=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unexplained:
+    """An attempt that failed with neither engine to blame."""
+
+    pair: tuple[str, str]
+    num_tokens: int
+    failed_s: float
+
+
+class EngineDeaths:
+    """One request's: how many engines died under it, and whether it is a suspect for that."""
+
+    def __init__(self, request_id: str, suspects: Suspects, max_deaths: int) -> None:
+        self._request_id = request_id
+        self._suspects = suspects
+        self._max_deaths = max_deaths
+        self._num_deaths = 0
+        self._suspicion: Suspicion | None = None
+        self._unexplained: _Unexplained | None = None
+
+    @property
+    def is_suspect(self) -> bool:
+        return self._suspicion is not None
+
+    @property
+    def is_convicted(self) -> bool:
+        return self._num_deaths >= self._max_deaths
+
+    def attempt_began(self, call_id: str, pair: tuple[str, str]) -> None:
+        """On these engines; a suspect's trial begins."""
+        if self._suspicion is not None:
+            self._suspects.try_on(self._request_id, call_id, pair[self._suspicion.side])
+
+    def attempt_failed(
+        self,
+        call_id: str,
+        pair: tuple[str, str],
+        blamed: str | None,
+        error: BatonError,
+        *,
+        num_tokens: int,
+        now_s: float,
+    ) -> None:
+        """With so many output tokens; `blamed` None: the pair."""
+        self._suspects.end(self._request_id)
+        self._unexplained = None
+        if blamed is None:
+            self._unexplained = _Unexplained(pair, num_tokens, now_s)
+        elif isinstance(error, EngineFailed):
+            self._suspect(call_id, pair, blamed, num_tokens, error)
+
+    def died_late(
+        self, call_id: str, died: str, *, num_tokens: int, now_s: float
+    ) -> EngineFailed | None:
+        """An engine died that the running attempt is not on: what made the one before fail, if it
+        was that one's, lately, and the request has got no further since."""
+        before = self._unexplained
+        if before is None or died not in before.pair:
+            return None
+        if now_s - before.failed_s >= _LATE_S or num_tokens > before.num_tokens:
+            return None
+        self._unexplained = None
+        error = EngineFailed("an engine died under the request")
+        self._suspect(call_id, before.pair, died, before.num_tokens, error)
+        return error
+
+    def got_to(self, num_tokens: int) -> None:
+        """Further than where its engine died: what killed that was another request."""
+        if self._suspicion is not None and num_tokens >= self._suspicion.cleared_at:
+            self._suspicion = None
+            self._num_deaths = 0
+            self._suspects.end(self._request_id)
+
+    def ended(self) -> None:
+        """The request has, however."""
+        self._suspects.end(self._request_id)
+
+    def _suspect(
+        self,
+        call_id: str,
+        pair: tuple[str, str],
+        died: str,
+        num_tokens: int,
+        error: EngineFailed,
+    ) -> None:
+        self._num_deaths += 1
+        self._suspicion = Suspicion.of(pair, died, num_tokens)
+        if self._num_deaths == self._max_deaths:
+            self._suspects.convict(call_id, error)
