@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Awaitable, Callable
-from types import TracebackType
 
 HUNG_S = 2.0  # of a gateway: its callers wait meanwhile
 
@@ -47,12 +46,7 @@ class LoopWatch:
     def __enter__(self) -> LoopWatch:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
 
