@@ -10,7 +10,7 @@ source's memory as it is at that moment. Each asserts what must hold at every st
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -210,15 +210,10 @@ class SourceSide(_Side):
         self.pool.release(blocks)
 
     def hear_stranger(self, transfer_id: str) -> None:
-        """Another puller of the cluster says all that it can of a transfer that is not its own:
-        each message without a Hello, behind a good one and behind one that does not fit."""
+        """Another puller of the cluster says all that it can of a transfer that is not its own."""
         over_s = dict(self.over_s)
-        for hellos in ((), (Hello(_STRANGER, {"model": "toy"}),), (Hello(_STRANGER, {}),)):
-            for message in _every_message(transfer_id):
-                self.feed(PeerLinked(_STRANGER))
-                for each in (*hellos, message):
-                    self.feed(PeerMessage(_STRANGER, each))
-                self.feed(PeerLost(_STRANGER))
+        for event in _stranger_says(transfer_id):
+            self.feed(event)
         sent = [each for each in self.outbox if isinstance(each, Send)]
         told = [each.message for each in sent if each.incarnation == _STRANGER]
         assert not any(isinstance(message, Manifest) for message in told), "a stranger got blocks"
@@ -305,12 +300,8 @@ class PullerSide(_Side):
     def hear_stranger(self, transfer_id: str) -> None:
         """Another source of the cluster says all that it can of a transfer that is not its own."""
         before = self._state_of_transfers()
-        for hellos in ((), (Hello(_STRANGER, {"model": "toy"}),), (Hello(_STRANGER, {}),)):
-            for message in _every_message(transfer_id):
-                self.feed(PeerLinked(_STRANGER))
-                for each in (*hellos, message):
-                    self.feed(PeerMessage(_STRANGER, each))
-                self.feed(PeerLost(_STRANGER))
+        for event in _stranger_says(transfer_id):
+            self.feed(event)
         self.outbox = [each for each in self.outbox if each.incarnation != _STRANGER]
         assert self._state_of_transfers() == before, "a stranger changed a transfer"
 
@@ -451,6 +442,16 @@ class PullerSide(_Side):
         assert ledger["transfers"] == {} and ledger["num_tombstones"] == 0, ledger
         assert not self.reservations and not self.pulls and not self.reports and not self.early
         assert all(self.ends.values()), "an intent has no end"
+
+
+def _stranger_says(transfer_id: str) -> Iterator[PeerLinked | PeerMessage | PeerLost]:
+    """Each message without a Hello, behind a good one and behind one that does not fit."""
+    for hellos in ((), (Hello(_STRANGER, {"model": "toy"}),), (Hello(_STRANGER, {}),)):
+        for message in _every_message(transfer_id):
+            yield PeerLinked(_STRANGER)
+            for each in (*hellos, message):
+                yield PeerMessage(_STRANGER, each)
+            yield PeerLost(_STRANGER)
 
 
 def _every_message(transfer_id: str) -> list[Message]:
