@@ -51,6 +51,8 @@ from .step_slices import constrained_masks, launch_slice, launched_chunks
 
 Meanwhile: TypeAlias = Callable[[], bool]
 
+_EARLY = 0.05  # of an estimated step: what comes behind it is launched so much before its end
+
 
 @dataclass(frozen=True, slots=True)
 class _StepInFlight:
@@ -61,6 +63,7 @@ class _StepInFlight:
     launched: LaunchedStep
     num_prompt_tokens: int  # 0 unless it computes nothing else
     launched_s: float
+    launching_s: float  # how long the launch took
 
     def index_of(self) -> dict[Sequence, int]:
         return {one.sequence: index for index, one in enumerate(self.scheduled)}
@@ -209,17 +212,24 @@ class Engine:
         `meanwhile` is called again and again while the batch to be collected is on the device. It
         waits a moment for something to do and returns whether there was; it may do all to this
         engine that may be done between two steps. What comes then while no batch is behind that
-        one is launched behind it.
+        one is launched behind it. A batch behind long prompts is not launched before they are
+        nearly done: what comes meanwhile, of a caller who is due first, need not wait for it.
 
         Empty if there is nothing to do. What the runner raises (EngineFailed) goes through, and the
         engine is of no use after it.
         """
         output = StepOutputBuilder()
         previous, self._in_flight = self._in_flight, None
-        step = self._launch(previous, output)
+        due_s = -math.inf if meanwhile is None else self._launch_due_s(previous)
+        step, has_tried = None, self._clock.monotonic_s() >= due_s
+        if has_tried:
+            step = self._launch(previous, output)
         if previous is not None:
             while meanwhile is not None and not previous.launched.has_completed():
-                if meanwhile() and step is None:
+                has_news = meanwhile()
+                is_due = step is None and self._clock.monotonic_s() >= due_s
+                if is_due and (has_news or not has_tried):
+                    has_tried = True
                     step = self._launch(previous, output)
             self._collect(previous, output)
         elif step is None:
@@ -229,6 +239,16 @@ class Engine:
         else:
             self._in_flight = step
         return output.build()
+
+    def _launch_due_s(self, previous: _StepInFlight | None) -> float:
+        """When to launch what comes behind `previous`: it takes time, and the estimate may err."""
+        if previous is None or not previous.num_prompt_tokens:
+            return -math.inf
+        lasts_s = self._prefill_cost.expected_s(previous.num_prompt_tokens)
+        if lasts_s is None:
+            return -math.inf
+        began_s = max(previous.launched_s, self._collected_s)
+        return began_s + (1 - _EARLY) * lasts_s - previous.launching_s
 
     def _launch(
         self, previous: _StepInFlight | None, output: StepOutputBuilder
@@ -255,9 +275,9 @@ class Engine:
         batch = [launch_slice(one, indices, masks.get(one.sequence), eos) for one in planned]
         fence = self._tables.open_step(scheduled.sequence for scheduled in planned)
         launched_s = self._clock.monotonic_s()
-        step = _StepInFlight(
-            planned, fence, self._runner.launch(batch), num_tokens * is_prefill, launched_s
-        )
+        launched = self._runner.launch(batch)
+        took_s = self._clock.monotonic_s() - launched_s
+        step = _StepInFlight(planned, fence, launched, num_tokens * is_prefill, launched_s, took_s)
         for scheduled in planned:
             if scheduled.num_scheduled_tokens > 1:
                 self._tables.prepare_store(scheduled.sequence)

@@ -48,6 +48,15 @@ class PrefillCostEstimator:
             self._estimate = self._fit() or self._estimate
         return self._estimate
 
+    def expected_s(self, num_tokens: int) -> float | None:
+        """How long a step of so many tokens takes; None where nothing like it was seen."""
+        if (cost := self.estimate()) is not None:
+            return cost.step_s + cost.token_s * num_tokens
+        alike = self._samples.get(num_tokens.bit_length(), ())
+        if len(alike) < _MIN_SAMPLES:
+            return None
+        return num_tokens * statistics.median(seconds / tokens for tokens, seconds in alike)
+
     def _fit(self) -> PrefillCost | None:
         points = [
             (statistics.median(tokens), statistics.median(seconds))

@@ -20,6 +20,14 @@ class FakeClock:
         self._now_s += seconds
 
 
+class TickingClock(FakeClock):
+    """Goes on by a millisecond each time it is read."""
+
+    def monotonic_s(self) -> float:
+        self.advance(0.001)
+        return super().monotonic_s()
+
+
 class FakeEntropy:
     """Counts where the real one draws. `node` keeps the identifiers of several fakes apart."""
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from effort import examples
+from fakes.clock import TickingClock
 from fakes.runner import FakeRunner, expected_tokens
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -62,6 +63,7 @@ def new_engine(capacity: int = 60, *, optimistic: bool = False, **options: objec
         eos_token_ids={EOS},
         enable_prefix_caching=is_caching,
         estimator=Optimist() if optimistic else None,
+        clock=TickingClock(),
     )
 
 
@@ -336,6 +338,7 @@ test_engine_machine = EngineMachine.TestCase
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_engine_machine_for_long() -> None:
     from hypothesis.stateful import run_state_machine_as_test
 
