@@ -15,7 +15,8 @@ from ..core.errors import Unauthenticated
 from ..core.handshake import Dialer, Listener, Opening
 from .secret import ClusterSecret
 
-SESSION, HANDOFF, LEDGERS = b"session", b"handoff", b"ledgers"  # purposes: one a method
+# Purposes: one a method.
+SESSION, HANDOFF, LEDGERS, MEMBERS = b"session", b"handoff", b"ledgers", b"members"
 ANY_ENGINE = "0" * 32  # whom a call dials that is for all engines of a node
 
 ACCEPTED = b"accepted"

@@ -180,14 +180,14 @@ def open_channel(
     return grpc.aio.secure_channel(address, tls.channel_credentials(), (*options, *expected))
 
 
-def check_peer_role(context: Any, role: str) -> None:
-    """Raise PermissionDenied unless the caller's certificate is of this role.
+def check_peer_role(context: Any, *roles: str) -> None:
+    """Raise PermissionDenied unless the caller's certificate is of one of these roles.
 
     `context` is the ServicerContext of a call over mutual TLS.
     """
     names = context.auth_context().get(_SAN, ())
-    if role_name(role).encode() not in names:
-        raise PermissionDenied(f"this call needs a certificate of the role {role}")
+    if not any(role_name(role).encode() in names for role in roles):
+        raise PermissionDenied(f"this call needs a certificate of the role {' or '.join(roles)}")
 
 
 def _load(chain: Path, key: Path, ca: Path | None = None, *, now_s: float) -> Certificate:

@@ -17,6 +17,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from ..cluster.exposure import check_secret
+from ..cluster.known_nodes import KnownNodes
+from ..cluster.member_calls import MemberCalls
 from ..cluster.redis_directory import RedisDirectory
 from ..cluster.secret import ClusterSecret
 from ..cluster.tls import CertificateFiles, watch_ends
@@ -25,6 +27,7 @@ from ..core.config import ClusterConfig, GatewayConfig
 from ..core.errors import StartupFailed, Unavailable
 from ..core.logs import set_up_logging
 from ..core.loop_watch import show_turns
+from ..core.membership import Role
 from ..core.ports import Clock, Directory, Entropy, SystemClock, SystemEntropy
 from ..core.stop_signals import StopSignals
 from ..prefix_index.follower import Follower
@@ -100,16 +103,18 @@ class Gateway:
         self._gate = security.gate
         self._service_names: tuple[str, ...] = (SERVICE_NAME,)
         self._model = ServedModel.load(config)
-        self._directory = directory
+        secret = ClusterSecret.of(cluster)
+        calls = MemberCalls(secret, security.cluster_tls)
+        self._directory = KnownNodes(directory, tuple(Role), calls, secret, clock)
         self._index = index
         self._table = EngineTable(PrefixMirror(clock))
         self._follower = Follower(index, self._table.mirror)
         queue = DispatchQueue(self._table.released)
         self._sessions = SessionTable(clock, share(config.max_num_requests, config.workers), queue)
         self._view = ClusterView(
-            directory,
+            self._directory,
             self._model.limits.model,
-            ClusterSecret.of(cluster),
+            secret,
             clock,
             self._table,
             self,

@@ -34,14 +34,14 @@ class Callers:
     num_pending: int = 0
 
     async def admit(
-        self, context: Context, purpose: bytes, role: str, read: Read, write: Write
+        self, context: Context, purpose: bytes, roles: tuple[str, ...], read: Read, write: Write
     ) -> Opening:
-        """Whom this stream serves. `role`: what the certificate must say where there are any.
+        """Whom this stream serves. `roles`: one of them is the certificate's where there are any.
 
         Raises BatonError, which is to end the call.
         """
         if self.has_tls:
-            check_peer_role(context, role)
+            check_peer_role(context, *roles)
         if self.num_pending >= MAX_PENDING:
             raise Overloaded("too many callers have not proven yet who they are")
         self.num_pending += 1

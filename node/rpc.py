@@ -17,10 +17,11 @@ from typing import Protocol, TypeAlias, TypeVar
 
 import grpc
 
-from ..cluster.link_handshake import ACCEPTED, HANDOFF, LEDGERS, SESSION, listener_ends
+from ..cluster.link_handshake import ACCEPTED, HANDOFF, LEDGERS, MEMBERS, SESSION, listener_ends
+from ..cluster.member_calls import answer_with
 from ..cluster.tls import GATEWAY
 from ..core.errors import BatonError, NodeLost, Overloaded, PermissionDenied
-from ..core.membership import Role
+from ..core.membership import Member, Role
 from ..proto.v1 import handoff_pb2, handoff_pb2_grpc, node_pb2, node_pb2_grpc
 from .callers import Callers, Context
 from .engine_handle import EngineHandle
@@ -37,15 +38,18 @@ _Outgoing: TypeAlias = Mailbox[node_pb2.NodeMessage] | Mailbox[handoff_pb2.PeerM
 
 
 class Engines(Protocol):
-    """The engines of this node that are alive now, and the cluster's as the directory has them."""
+    """The engines of this node that are alive now, as the directory is to have them, and the
+    cluster's as it has them."""
 
     def engines(self) -> Sequence[EngineHandle]: ...
+
+    def members(self) -> Sequence[Member]: ...
 
     async def is_member(self, incarnation: str) -> bool: ...
 
 
 class NodeServicer(node_pb2_grpc.NodeServicer):
-    """Gateways' streams."""
+    """Gateways' streams, and what is asked of a node as a whole."""
 
     def __init__(self, node: Engines, callers: Callers) -> None:
         self._node = node
@@ -56,7 +60,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
     ) -> None:
         async with _errors_as_status(context):
             read, write = listener_ends(requests, context, node_pb2.NodeMessage)
-            opening = await self._callers.admit(context, SESSION, GATEWAY, read, write)
+            opening = await self._callers.admit(context, SESSION, (GATEWAY,), read, write)
             engine = _find_engine(self._node, opening.listener)
             await write(ACCEPTED)
             gateway, outgoing = engine.open_gateway()
@@ -73,10 +77,19 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
     ) -> None:
         async with _errors_as_status(context):
             read, write = listener_ends(requests, context, node_pb2.GetLedgersResponse)
-            await self._callers.admit(context, LEDGERS, GATEWAY, read, write)
+            await self._callers.admit(context, LEDGERS, (GATEWAY,), read, write)
             await write(ACCEPTED)
             ledgers = await asyncio.gather(*(_ledger(engine) for engine in self._node.engines()))
             await context.write(node_pb2.GetLedgersResponse(ledgers=ledgers))
+
+    async def GetMembers(
+        self, requests: AsyncIterator[node_pb2.GetMembersRequest], context: Context
+    ) -> None:
+        async with _errors_as_status(context):
+            read, write = listener_ends(requests, context, node_pb2.GetMembersResponse)
+            await self._callers.admit(context, MEMBERS, (GATEWAY, _PULLER), read, write)
+            await write(ACCEPTED)
+            await context.write(answer_with(self._node.members(), self._callers.secret))
 
 
 class HandoffServicer(handoff_pb2_grpc.HandoffServicer):
@@ -91,7 +104,7 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServicer):
     ) -> None:
         async with _errors_as_status(context):
             read, write = listener_ends(requests, context, handoff_pb2.PeerMessage)
-            opening = await self._callers.admit(context, HANDOFF, _PULLER, read, write)
+            opening = await self._callers.admit(context, HANDOFF, (_PULLER,), read, write)
             engine, puller = _find_engine(self._node, opening.listener), opening.dialer
             if not await self._node.is_member(puller):
                 raise PermissionDenied(f"engine {puller} is not in the directory")

@@ -19,7 +19,9 @@ import grpc
 from grpc_health.v1 import health_pb2_grpc
 
 from ..cluster.exposure import check_exposure, check_secret
+from ..cluster.known_nodes import KnownNodes
 from ..cluster.live_members import LiveMembers
+from ..cluster.member_calls import MemberCalls
 from ..cluster.redis_directory import RedisDirectory
 from ..cluster.secret import ClusterSecret
 from ..cluster.tls import ClusterTls, role_name, watch_ends
@@ -70,7 +72,14 @@ async def run(role: Role, engine: EngineConfig, node: NodeConfig, cluster: Clust
     server, port = _listen(node, tls)
     node = dataclasses.replace(node, port=port, name=node.name or f"{role.value}-{port}")
     secret = ClusterSecret.of(cluster)
-    directory = RedisDirectory(cluster.redis_url, cluster.cluster, secret)
+    sought = (Role.PREFILL,) if role is Role.DECODE else ()  # pullers dial, sources are dialled
+    directory = KnownNodes(
+        RedisDirectory(cluster.redis_url, cluster.cluster, secret),
+        sought,
+        MemberCalls(secret, tls),
+        secret,
+        SystemClock(),
+    )
     index = RedisIndexLink(cluster.redis_url, cluster.cluster, secret)
     supervisor = Supervisor(role, engine, node, secret, directory, index, tls)
     try:
@@ -128,6 +137,10 @@ class Supervisor:
         """Those that are alive now."""
         engines = [slot.engine for slot in self._slots]
         return [engine for engine in engines if engine is not None and not engine.is_over]
+
+    def members(self) -> Sequence[Member]:
+        """What the directory is to have of this node: none any more while it drains."""
+        return [] if self._is_draining else [self._member(each) for each in self.engines()]
 
     async def is_member(self, incarnation: str) -> bool:
         """Whether the directory has this engine."""

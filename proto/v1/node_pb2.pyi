@@ -300,3 +300,17 @@ class GetLedgersResponse(_message.Message):
     handshake: bytes
     ledgers: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, handshake: _Optional[bytes] = ..., ledgers: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class GetMembersRequest(_message.Message):
+    __slots__ = ("handshake",)
+    HANDSHAKE_FIELD_NUMBER: _ClassVar[int]
+    handshake: bytes
+    def __init__(self, handshake: _Optional[bytes] = ...) -> None: ...
+
+class GetMembersResponse(_message.Message):
+    __slots__ = ("handshake", "entries")
+    HANDSHAKE_FIELD_NUMBER: _ClassVar[int]
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    handshake: bytes
+    entries: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, handshake: _Optional[bytes] = ..., entries: _Optional[_Iterable[bytes]] = ...) -> None: ...

@@ -44,6 +44,11 @@ class NodeStub(object):
                 request_serializer=baton_dot_proto_dot_v1_dot_node__pb2.GetLedgersRequest.SerializeToString,
                 response_deserializer=baton_dot_proto_dot_v1_dot_node__pb2.GetLedgersResponse.FromString,
                 _registered_method=True)
+        self.GetMembers = channel.stream_stream(
+                '/baton.v1.Node/GetMembers',
+                request_serializer=baton_dot_proto_dot_v1_dot_node__pb2.GetMembersRequest.SerializeToString,
+                response_deserializer=baton_dot_proto_dot_v1_dot_node__pb2.GetMembersResponse.FromString,
+                _registered_method=True)
 
 
 class NodeServicer(object):
@@ -65,6 +70,13 @@ class NodeServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetMembers(self, request_iterator, context):
+        """What gateways and pullers ask while Redis is away: which engines live here. A handshake first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -77,6 +89,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.GetLedgers,
                     request_deserializer=baton_dot_proto_dot_v1_dot_node__pb2.GetLedgersRequest.FromString,
                     response_serializer=baton_dot_proto_dot_v1_dot_node__pb2.GetLedgersResponse.SerializeToString,
+            ),
+            'GetMembers': grpc.stream_stream_rpc_method_handler(
+                    servicer.GetMembers,
+                    request_deserializer=baton_dot_proto_dot_v1_dot_node__pb2.GetMembersRequest.FromString,
+                    response_serializer=baton_dot_proto_dot_v1_dot_node__pb2.GetMembersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -133,6 +150,33 @@ class Node(object):
             '/baton.v1.Node/GetLedgers',
             baton_dot_proto_dot_v1_dot_node__pb2.GetLedgersRequest.SerializeToString,
             baton_dot_proto_dot_v1_dot_node__pb2.GetLedgersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetMembers(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/baton.v1.Node/GetMembers',
+            baton_dot_proto_dot_v1_dot_node__pb2.GetMembersRequest.SerializeToString,
+            baton_dot_proto_dot_v1_dot_node__pb2.GetMembersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -25,7 +25,7 @@ from node_driver import CLUSTER, OUR_MARK, SECRET, session
 from baton.cli.survey import ask_ledgers
 from baton.client import AsyncClient
 from baton.client.messages import NodeInfo
-from baton.cluster.link_handshake import ANY_ENGINE, HANDOFF, LEDGERS, SESSION
+from baton.cluster.link_handshake import ANY_ENGINE, HANDOFF, LEDGERS, MEMBERS, SESSION
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.secret import ClusterSecret, operator_key
 from baton.core.handshake import OPENING_BYTES, Dialer, Opening
@@ -40,10 +40,12 @@ NODES = ("prefill-0", "prefill-2", "decode-0")
 SESSIONS = "/baton.v1.Node/Session"
 LINKS = "/baton.v1.Handoff/Link"
 LEDGER = "/baton.v1.Node/GetLedgers"
+ENGINES = "/baton.v1.Node/GetMembers"
 MESSAGES: dict[str, Any] = {
     SESSIONS: node_pb2.GatewayMessage,
     LINKS: handoff_pb2.PeerMessage,
     LEDGER: node_pb2.GetLedgersRequest,
+    ENGINES: node_pb2.GetMembersRequest,
 }
 REFUSALS = {"UNAUTHENTICATED", "RESOURCE_EXHAUSTED"}
 PROMPTS = [f"What is said under prompt {number} stays between us. " * 4 for number in range(6)]
@@ -126,12 +128,12 @@ def said_by(message: Any, *parts: bytes) -> list[str]:
 
 def opening(world: World, method: str, node: str, secret: str | None) -> str:
     """The live puller's incarnation claims to dial a live source, with a key of one's own."""
-    purpose = {SESSIONS: SESSION, LINKS: HANDOFF, LEDGER: LEDGERS}[method]
+    purposes = {SESSIONS: SESSION, LINKS: HANDOFF, LEDGER: LEDGERS, ENGINES: MEMBERS}
     engines = asyncio.run(world.engines())
-    listener = ANY_ENGINE if method == LEDGER else engines[node].incarnation
+    listener = ANY_ENGINE if method in (LEDGER, ENGINES) else engines[node].incarnation
     dialer = Dialer(
         ClusterSecret(secret).dialing_key,
-        purpose,
+        purposes[method],
         dialer=engines["decode-0"].incarnation,
         listener=listener,
         address=world.address(node),
@@ -188,7 +190,7 @@ def check_silent(world: World, answer: dict[str, Any]) -> None:
 # --- calls without the secret ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", [SESSIONS, LINKS, LEDGER])
+@pytest.mark.parametrize("method", [SESSIONS, LINKS, LEDGER, ENGINES])
 def test_calls_without_a_handshake_get_an_error_and_nothing_else(
     world: World, method: str, recorded: list[str]
 ) -> None:

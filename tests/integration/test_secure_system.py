@@ -21,17 +21,21 @@ from deployments import Running, running
 from baton.cli.certs import make_certificates, with_role_certificate
 from baton.cli.survey import ask_ledgers, survey
 from baton.client import Client
+from baton.cluster.known_nodes import Node
+from baton.cluster.member_calls import MemberCalls
 from baton.cluster.secret import ClusterSecret
-from baton.cluster.tls import role_name
+from baton.cluster.tls import ClusterTls, role_name
 from baton.core.config import EngineConfig, GatewayConfig, UpConfig
 from baton.core.errors import (
     Cancelled,
     ModelNotFound,
+    NodeLost,
     PermissionDenied,
     RateLimited,
     Unauthenticated,
     Unavailable,
 )
+from baton.core.membership import Role
 from baton.gateway.security.key_file import add_key
 from baton.proto.v1 import handoff_pb2_grpc, node_pb2_grpc
 
@@ -251,6 +255,18 @@ def status_of_ledger(
     return grpc.StatusCode.OK
 
 
+def is_told_members(secured: Secured, shown: str) -> bool:
+    """By prefill-0, with the certificate of `shown`."""
+    tls = ClusterTls(*(secured.certs / name for name in ("ca.crt", f"{shown}.crt", f"{shown}.key")))
+    ask = MemberCalls(ClusterSecret.of(secured.system.deployment.cluster), tls)
+    address = secured.system.node_addresses()["prefill-0"]
+    try:
+        return len(asyncio.run(ask(Node(address, Role.PREFILL)))) == 1
+    except NodeLost as error:
+        assert "needs a certificate of the role gateway or decode" in error.message
+        return False
+
+
 async def status_of_link(secured: Secured) -> grpc.StatusCode:
     """Of a puller's call, by a gateway's certificate."""
     async with channel(secured, "prefill-0", "gateway", "prefill") as opened:
@@ -272,6 +288,8 @@ def test_a_node_serves_the_right_role_alone(secured: Secured) -> None:
         found = status_of_ledger(secured, "prefill-0", shown, "prefill")
         assert found is status.PERMISSION_DENIED
     assert asyncio.run(status_of_link(secured)) is status.PERMISSION_DENIED
+    told = {shown for shown in ("gateway", "prefill", "decode") if is_told_members(secured, shown)}
+    assert told == {"gateway", "decode"}
     # Not even a handshake: for servers alone, none, and who finds another role than it looks for.
     assert status_of_ledger(secured, "prefill-0", "server", "prefill") is status.UNAVAILABLE
     assert status_of_ledger(secured, "prefill-0", "gateway", "decode") is status.UNAVAILABLE

@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "constraints": {"core"},
     "engine": {"core", "kernels", "constraints"},
     "kv_transfer": {"core", "engine", "kernels", "proto"},
-    "cluster": {"core"},
+    "cluster": {"core", "proto"},
     "prefix_index": {"core", "cluster"},
     "node": {
         "core",

@@ -1,0 +1,195 @@
+"""A directory that goes on without Redis: nodes that are known are asked for their engines.
+
+    Redis answers   inner directory ─────────────────────────────────► membership
+    Redis is away   its last membership ─► addresses ─► ask each one ─► membership, with an answer
+                                                                        in place of what was known
+
+Owns whom to ask and what to believe of an answer: an address that was listed speaks for itself and
+for no other. Who does not answer, and what is no answer, change nothing. It does not know how a
+node is asked and how it proves itself: that is the asker's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..core.errors import BatonError
+from ..core.membership import Member, Role
+from ..core.ports import Clock, Directory
+from .entries import BadEntry, decode_entry
+from .secret import ClusterSecret
+
+log = logging.getLogger(__name__)
+
+_ASK_EVERY_S = 1.0
+_MAX_ASKED = 64  # in one round: a node of a large cluster is asked in turn, and not by all at once
+_MAX_AT_ONCE = 16
+_MAX_ENGINES = 64  # of one node
+_REMEMBERED_S = 60.0  # whom a restarted Redis does not list yet; it may go away again
+_SETTLE_S = 3.0  # after which a Redis that is back has been read, and did not differ
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """Whom to ask: the address that was listed, and the role of the engines there."""
+
+    address: str
+    role: Role
+
+
+class Asker(Protocol):
+    """Asks a node for its engines (member_calls.MemberCalls)."""
+
+    async def __call__(self, node: Node) -> Sequence[bytes]:
+        """Directory entries, of who has proven the cluster's key.
+
+        Raises BatonError if nobody does so in time.
+        """
+        ...
+
+
+class KnownNodes:
+    """`core.ports.Directory` around another. All watchers share one look, from the first one's on
+    until `close`. `roles`: whose nodes are asked."""
+
+    def __init__(
+        self,
+        inner: Directory,
+        roles: Collection[Role],
+        ask: Asker,
+        secret: ClusterSecret,
+        clock: Clock,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._inner = inner
+        self._roles = roles
+        self._ask = ask
+        self._secret = secret
+        self._clock = clock
+        self._sleep = sleep
+        self._listed: tuple[Member, ...] = ()  # the inner directory's last word
+        self._answers: dict[Node, tuple[Member, ...]] = {}  # since then
+        self._left_s: dict[Node, float] = {}  # who is known no more, and since when
+        self._num_asked = 0
+        self._members: tuple[Member, ...] | None = None
+        self._changed = asyncio.Event()
+        self._following: asyncio.Task[None] | None = None
+
+    @property
+    def is_away(self) -> bool:
+        return self._inner.is_away
+
+    async def announce(self, member: Member, ttl_s: float) -> None:
+        await self._inner.announce(member, ttl_s)
+
+    async def withdraw(self, incarnation: str) -> None:
+        await self._inner.withdraw(incarnation)
+
+    async def watch(self) -> AsyncIterator[tuple[Member, ...]]:
+        """Yield the membership, ordered by incarnation, at once and again after every change.
+
+        Who begins to watch while Redis is away gets what the others know.
+        """
+        following = self._following = self._following or asyncio.create_task(self._follow())
+        seen: tuple[Member, ...] | None = None
+        while True:
+            changed = self._changed
+            if self._members is not None and self._members != seen:
+                seen = self._members
+                yield seen
+            elif following.done():
+                following.result()  # raises what broke it
+                return
+            else:
+                await changed.wait()
+
+    async def close(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.wait({self._following})
+        await self._inner.close()
+
+    async def _follow(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as both:
+                both.create_task(self._follow_inner())
+                both.create_task(self._ask_while_away())
+        finally:
+            self._changed.set()
+
+    async def _follow_inner(self) -> None:
+        async for members in self._inner.watch():
+            self._take(members)
+
+    def _take(self, members: tuple[Member, ...]) -> None:
+        """The inner directory's word counts."""
+        now_s = self._clock.monotonic_s()
+        known = self._nodes(self._listed) | self._answers.keys()
+        self._left_s = self._just_left(now_s) | dict.fromkeys(known, now_s)
+        self._listed, self._answers = members, {}
+        self._tell()
+
+    async def _ask_while_away(self) -> None:
+        """The inner directory speaks up on a change alone: its last word counts again when it has
+        been back for a while and has said nothing else."""
+        away_s = self._clock.monotonic_s()
+        while True:
+            await self._sleep(_ASK_EVERY_S)
+            now_s = self._clock.monotonic_s()
+            if self._inner.is_away:
+                away_s = now_s
+                await self._ask_known(now_s)
+            elif self._answers and now_s - away_s >= _SETTLE_S:
+                self._take(self._listed)
+
+    async def _ask_known(self, now_s: float) -> None:
+        """One round: all that are known, or the next of them."""
+        nodes = self._nodes(self._listed) | self._answers.keys() | self._just_left(now_s).keys()
+        known = sorted(nodes, key=lambda node: node.address)
+        first = self._num_asked % max(1, len(known))
+        in_turn = (known[first:] + known[:first])[:_MAX_ASKED]
+        self._num_asked = first + len(in_turn)
+        gate = asyncio.Semaphore(_MAX_AT_ONCE)
+        async with asyncio.TaskGroup() as asking:
+            for node in in_turn:
+                asking.create_task(self._ask_one(node, gate))
+
+    async def _ask_one(self, node: Node, gate: asyncio.Semaphore) -> None:
+        try:
+            async with gate:
+                entries = await self._ask(node)
+            members = tuple(self._believed(entry, node) for entry in entries[:_MAX_ENGINES])
+        except (BatonError, BadEntry) as error:
+            log.debug("no answer of %s: %s", node.address, error)
+            return
+        if self._inner.is_away:
+            self._answers[node] = members
+            self._tell()
+
+    def _believed(self, entry: bytes, node: Node) -> Member:
+        """Raises BadEntry. An entry's times are Redis' and say nothing here."""
+        member = decode_entry(entry, self._secret).member
+        if (member.address, member.role) != (node.address, node.role):
+            raise BadEntry("of another node")
+        return member
+
+    def _nodes(self, members: Iterable[Member]) -> set[Node]:
+        return {Node(m.address, m.role) for m in members if m.role in self._roles}
+
+    def _just_left(self, now_s: float) -> dict[Node, float]:
+        return {n: at_s for n, at_s in self._left_s.items() if now_s - at_s < _REMEMBERED_S}
+
+    def _tell(self) -> None:
+        """Take over what is known now, and wake the watchers if it differs."""
+        told = [m for answer in self._answers.values() for m in answer]
+        answered = {node.address for node in self._answers}
+        rest = [m for m in self._listed if m.address not in answered]
+        members = tuple(sorted(told + rest, key=lambda member: member.incarnation))
+        if members != self._members:
+            self._members = members
+            self._changed.set()
+            self._changed = asyncio.Event()
