@@ -58,6 +58,12 @@ def make_certificates(folder: Path, hosts: Sequence[str] = (), days: int = 90) -
         raise StartupFailed(f"{folder} is not empty", hint="an empty or new folder")
     ca = folder / "ca"
     _make(ca, "Baton CA", "keyCertSign, cRLSign", "", days, ca=None)
+    sign_certificates(folder, ca, hosts, days)
+
+
+def sign_certificates(folder: Path, ca: Path, hosts: Sequence[str] = (), days: int = 90) -> None:
+    """Fill `folder` with a new key and certificate for each role and for the server, signed by the
+    CA whose files begin with `ca`; raises StartupFailed."""
     for role in ROLES:
         more = f"extendedKeyUsage = clientAuth, serverAuth\nsubjectAltName = DNS:{role_name(role)}"
         _make(folder / role, role, "digitalSignature", more, days, ca)

@@ -93,6 +93,8 @@ class CertificateFiles:
                     log.info("%s: read anew", self._what)
                 except (OSError, ValueError) as error:
                     log.error("%s: %s; the one before stays", self._what, _reason(error))
+                    if not isinstance(error, ssl.SSLError | ValueError):
+                        self._files.forget()  # they may be right as they are
             return self._certificate
 
     def _load(self) -> Certificate:
@@ -192,18 +194,19 @@ def check_peer_role(context: Any, *roles: str) -> None:
 
 def _load(chain: Path, key: Path, ca: Path | None = None, *, now_s: float) -> Certificate:
     """Raises OSError, ValueError (ssl.SSLError is an OSError)."""
-    certificate = Certificate(
-        chain.read_bytes(),
-        key.read_bytes(),
-        None if ca is None else ca.read_bytes(),
-        _new_context(),
-        ends_s={},
-    )
+    read = _read(chain, key, ca)
+    certificate = Certificate(*read, _new_context(), ends_s={})
     # Checks that the two belong together. An encrypted key must not ask on the terminal.
     certificate.context.load_cert_chain(chain, key, password=_no_password)
     if ca is not None:
         ssl.create_default_context(cafile=ca)
+    if _read(chain, key, ca) != read:  # or the context may have another pair than the bytes
+        raise ValueError(f"{chain} and what belongs to it are just being written")
     return replace(certificate, ends_s=_ends(certificate, chain, ca, now_s))
+
+
+def _read(chain: Path, key: Path, ca: Path | None) -> tuple[bytes, bytes, bytes | None]:
+    return chain.read_bytes(), key.read_bytes(), None if ca is None else ca.read_bytes()
 
 
 def _ends(

@@ -53,7 +53,7 @@ def transports(
 
 def wrapping(tls: DataTls | None) -> WrapSocket:
     """What a puller does to a new data connection."""
-    return tls.wrap_puller if tls is not None else lambda connection: connection
+    return tls.puller_wrap() if tls is not None else lambda connection: connection
 
 
 def outlets(kv: CpuKvMemory | CudaKvMemory) -> dict[Mode, MakeOutlet]:

@@ -119,7 +119,7 @@ class Offer:
         self._is_serving = False
         if key is not None and _needs_port(runner, node):
             names = [host_of(address) for address in addresses_of(node)]
-            wrap = {} if tls is None else {"wrap": tls.wrap_source}
+            wrap = {} if tls is None else {"wrap": tls.source_wrap()}
             self._server = DataServer(node.host, names, outlets(runner.kv), **wrap)
 
     @property

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from fault_cluster import Cluster, cluster, write_model
 from node_driver import SECRET
+from steady_load import SteadyLoad
 
 from baton.client import AsyncClient
 
@@ -23,18 +23,15 @@ STEPS = (  # BATON_CLUSTER_SECRET, BATON_CLUSTER_SECRET_ALSO
 )
 GATEWAYS = ("gateway-0", "gateway-2")
 NODES = (("prefill-0", "decode-0"), ("prefill-2", "decode-2"))
-PROMPTS = [f"Prompt {number} of those that never stop. " * 3 for number in range(4)]
 
 
 @dataclass
-class Load:
-    """Clients of one gateway at a time, as behind a load balancer."""
+class Clients:
+    """Of one gateway at a time, as behind a load balancer."""
 
     system: Cluster
     gateway: str = GATEWAYS[0]
-    expected: dict[str, tuple[int, ...]] = field(default_factory=dict)
     num_running: dict[str, int] = field(default_factory=lambda: dict.fromkeys(GATEWAYS, 0))
-    num_right: int = 0
 
     async def ask(self, prompt: str) -> tuple[int, ...]:
         gateway = self.gateway
@@ -45,26 +42,6 @@ class Load:
                 return (await call.finish()).token_ids
         finally:
             self.num_running[gateway] -= 1
-
-    async def repeat(self, prompt: str) -> None:
-        while True:
-            assert await self.ask(prompt) == self.expected[prompt]
-            self.num_right += 1
-            await asyncio.sleep(0.05)
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Until the end; then raises what any of them met."""
-        self.expected = {prompt: await self.ask(prompt) for prompt in PROMPTS}
-        calls = [asyncio.create_task(self.repeat(prompt)) for prompt in PROMPTS]
-        try:
-            yield
-        finally:
-            for call in calls:
-                call.cancel()
-            for outcome in await asyncio.gather(*calls, return_exceptions=True):
-                if not isinstance(outcome, asyncio.CancelledError):
-                    raise outcome
 
     async def leave(self, gateway: str) -> None:
         """All go to the other one; wait for the last answers."""
@@ -111,7 +88,8 @@ async def test_the_secret_is_changed_under_load_without_an_error(
     nodes = [name for pair in NODES for name in pair]
     with cluster(write_model(tmp_path), *GATEWAYS, *nodes) as system:
         await until_linked(system)
-        load = Load(system)
+        clients = Clients(system)
+        load = SteadyLoad(clients.ask)
         async with load.running():
             for secret, also in STEPS:
                 system.environment = {
@@ -122,7 +100,7 @@ async def test_the_secret_is_changed_under_load_without_an_error(
                 for pair in NODES:
                     await restart(system, *pair)
                 for gateway in GATEWAYS:
-                    await load.leave(gateway)
+                    await clients.leave(gateway)
                     await restart(system, gateway)
                 assert load.num_right > before
         for process in system.processes.values():

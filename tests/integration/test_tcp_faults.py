@@ -81,7 +81,7 @@ class World:
             lambda cut: Noted(self.ours, cut),
             lambda piece: BlockCut.of(piece, 4, BLOCK_BYTES),
             anywhere=False,
-            **({} if self.tls is None else {"wrap": self.tls[1].wrap_puller}),
+            **({} if self.tls is None else {"wrap": self.tls[1].puller_wrap()}),
         )
         window = transport.connect(SOURCE, None, self.remote())
         window._carrier.max_request_blocks = CHUNK_BLOCKS
@@ -119,7 +119,7 @@ def running(tls: tuple[DataTls, DataTls] | None = None) -> Iterator[World]:
     for block_id in range(NUM_RESERVED_BLOCKS, NUM_BLOCKS):
         source.block(block_id)[:] = rng.bytes(BLOCK_BYTES)
     outlet = tcp_outlet(lambda cut: HostBlockBytes(source, cut))
-    wrapped = {} if tls is None else {"wrap": tls[0].wrap_source}
+    wrapped = {} if tls is None else {"wrap": tls[0].source_wrap()}
     server = DataServer("127.0.0.1", ["127.0.0.1"], {wire.Mode.BYTES: outlet}, **wrapped)
     reader = GenerationsReader(source.generations.fd, NUM_BLOCKS, SOURCE)
     server.start(ServedPool(PoolDescription(SOURCE, BLOCK_BYTES, NUM_BLOCKS), reader, ENGINE_KEY))

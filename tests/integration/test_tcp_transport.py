@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import pickle
 import queue
+import shutil
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -19,7 +21,7 @@ from fakes.access import ENGINE_KEY, access
 from fakes.host_pool import HostPool
 from patience import AT_ONCE_S, SOON_S
 
-from baton.cli.certs import make_certificates
+from baton.cli.certs import make_certificates, sign_certificates
 from baton.cluster.tls import role_name
 from baton.core.errors import HandoffFailed
 from baton.core.handshake import CHALLENGE_BYTES, Dialer
@@ -30,7 +32,7 @@ from baton.kv_transfer import data_wire as wire
 from baton.kv_transfer.accept_thread import BURST
 from baton.kv_transfer.block_bytes import HostBlockBytes
 from baton.kv_transfer.block_pairs import BlockPair, BlockPairs, Ids
-from baton.kv_transfer.data_client import connect, describe_remote
+from baton.kv_transfer.data_client import WrapSocket, connect, describe_remote
 from baton.kv_transfer.data_server import DataServer, ServedPool
 from baton.kv_transfer.data_tls import DataTls
 from baton.kv_transfer.head_ranges import BlockCut, HeadPiece
@@ -407,7 +409,7 @@ def tls_of(certificates: Path, role: str) -> DataTls:
 def test_with_certificates_only_a_puller_s_gets_through(
     served: Served, destination: HostPool, certificates: Path
 ) -> None:
-    wrap = tls_of(certificates, "prefill").wrap_source
+    wrap = tls_of(certificates, "prefill").source_wrap()
     outlet = tcp_outlet(lambda cut: HostBlockBytes(served.pool, cut))
     server = DataServer("127.0.0.1", ["127.0.0.1"], {wire.Mode.BYTES: outlet}, wrap)
     assert served.server._pool is not None
@@ -417,7 +419,7 @@ def test_with_certificates_only_a_puller_s_gets_through(
         lambda cut: HostBlockBytes(destination, cut),
         lambda piece: BlockCut.of(piece, NUM_ROWS, BLOCK_BYTES),
         anywhere=False,
-        wrap=tls_of(certificates, "decode").wrap_puller,
+        wrap=tls_of(certificates, "decode").puller_wrap(),
     )
     window = transport.connect(SOURCE, None, remote)
     assert pull(window, pair(served.pool, 5, 3)) is PullOutcome.OK
@@ -425,11 +427,58 @@ def test_with_certificates_only_a_puller_s_gets_through(
     window.join()
     assert destination.block(3) == served.pool.block(5)
     with pytest.raises(HandoffFailed):  # knows the key, and is a gateway
-        describe_remote(SOURCE, remote, tls_of(certificates, "gateway").wrap_puller)
+        describe_remote(SOURCE, remote, tls_of(certificates, "gateway").puller_wrap())
     with pytest.raises(HandoffFailed):  # knows the key, and speaks plainly
         describe_remote(SOURCE, remote)
     with pytest.raises(HandoffFailed, match="no TLS"):  # a source that is none
-        describe_remote(SOURCE, served.remote, tls_of(certificates, "decode").wrap_puller)
+        describe_remote(SOURCE, served.remote, tls_of(certificates, "decode").puller_wrap())
+    server.close()
+
+
+@pytest.mark.parametrize("block_bytes", [BLOCK_BYTES], indirect=True)
+def test_certificates_are_renewed_one_file_after_the_other(
+    served: Served, certificates: Path, tmp_path: Path
+) -> None:
+    """What was good before is shown until the whole pair is there."""
+    live, fresh = tmp_path / "live", tmp_path / "fresh"
+    shutil.copytree(certificates, live)
+    fresh.mkdir()
+    sign_certificates(fresh, certificates / "ca")
+    wrap = tls_of(live, "prefill").source_wrap()
+    outlet = tcp_outlet(lambda cut: HostBlockBytes(served.pool, cut))
+    server = DataServer("127.0.0.1", ["127.0.0.1"], {wire.Mode.BYTES: outlet}, wrap)
+    assert served.server._pool is not None
+    server.start(served.server._pool)
+    remote = replace(served.remote, port=server.port)
+    seen: list[bytes] = []
+
+    def reach(wrap: WrapSocket) -> None:
+        def noted(connection: socket.socket) -> socket.socket:
+            wrapped = wrap(connection)
+            seen.append(wrapped.getpeercert(binary_form=True))
+            return wrapped
+
+        describe_remote(SOURCE, remote, noted)
+
+    puller = tls_of(live, "decode").puller_wrap()
+    for name in ("prefill.crt", "decode.crt"):
+        shutil.copyfile(fresh / name, live / name)
+        reach(puller)
+    late = tls_of(live, "decode").puller_wrap()  # has never seen a pair that fits
+    with pytest.raises(HandoffFailed, match="KEY_VALUES_MISMATCH"):
+        reach(late)
+    for name in ("prefill.key", "decode.key"):
+        shutil.copyfile(fresh / name, live / name)
+        reach(puller)
+    reach(late)
+    (live / "ca.crt").write_text("")
+    (live / "decode.key").unlink()
+    reach(puller)
+    old, new = (
+        ssl.PEM_cert_to_DER_cert((folder / "prefill.crt").read_text())
+        for folder in (certificates, fresh)
+    )
+    assert seen == [old, old, new, new, new, new]
     server.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import shutil
 import ssl
 import subprocess
@@ -93,6 +94,48 @@ def test_a_new_certificate_counts_from_the_next_handshake_on(
     assert handshake(context, tmp_path / "new/ca.crt") != first
     with pytest.raises(ssl.SSLError):
         handshake(context, certs / "ca.crt")
+
+
+def test_a_pair_is_read_whole_or_not_at_all(
+    certs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """gRPC gets bytes and HTTP a context that OpenSSL reads: both are of one moment."""
+    pair = (tmp_path / "tls.crt", tmp_path / "tls.key")
+
+    def write(name: str) -> None:
+        for path in pair:
+            shutil.copy(certs / f"{name}{path.suffix}", path)
+
+    write("prefill")
+    files = CertificateFiles(*pair, None, "--tls-cert")
+    before = files.current()
+    write("decode")
+    with monkeypatch.context() as patch:
+        make = tls._new_context
+        patch.setattr(tls, "_new_context", lambda: (write("server"), make())[1])
+        assert files.current() is before
+    assert "just being written" in caplog.text
+    newest = files.current()
+    assert newest.chain == (certs / "server.crt").read_bytes()
+    shown = handshake(newest.context, certs / "ca.crt")
+    assert shown == ssl.PEM_cert_to_DER_cert(newest.chain.decode())
+
+
+def test_what_could_not_be_read_is_tried_again(
+    certs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = (tmp_path / "tls.crt", tmp_path / "tls.key")
+    for path in pair:
+        shutil.copy(certs / f"prefill{path.suffix}", path)
+    files = CertificateFiles(*pair, None, "--tls-cert")
+    before = files.current()
+    for path in pair:
+        shutil.copy(certs / f"server{path.suffix}", path)
+    with monkeypatch.context() as patch:
+        failure = OSError(errno.EMFILE, "Too many open files", str(pair[0]))
+        patch.setattr(Path, "read_bytes", Mock(side_effect=failure))
+        assert files.current() is before
+    assert files.current().chain == (certs / "server.crt").read_bytes()
 
 
 def test_files_that_are_no_pair_stop_the_start(certs: Path, tmp_path: Path) -> None:
