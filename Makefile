@@ -40,7 +40,7 @@ test-optimized: $(READY)
 	PYTHONOPTIMIZE=1 $(PYTEST) -m "not slow and not gpu" $(PYTEST_ARGS)
 
 fault-sweep: $(READY)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -s -m slow tests/integration/test_fault_sweep.py \
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -s -m slow tests/integration/faults/test_fault_sweep.py \
 	  --fault-streams $(or $(STREAMS),10000) --fault-out bench/results/fault_sweep.json
 
 check: $(READY)

@@ -24,20 +24,20 @@ import torch
 from torch import Tensor
 
 from baton.core.config import EngineConfig
-from baton.engine.communicator import Sent
-from baton.engine.peer_reduce import PeerReduce
-from baton.engine.torch_communicator import (
+from baton.engine.model.communicator import Sent
+from baton.engine.parallel.peer_reduce import PeerReduce
+from baton.engine.parallel.torch_communicator import (
     NcclCommunicator,
     connect_store,
     make_communicator,
     make_store,
 )
-from baton.kernels.ops_triton import TritonOps, send_product
+from baton.kernels.layers.ops_triton import TritonOps, send_product
 from baton.kernels.peer_reduce_triton import MAX_BYTES, peer_add_rms_norm
 from baton.kernels.row_room import empty_rows
 
-from .figures import ROOT, Figure, command_line, commit, machine, table
-from .gpu_shapes import BYTES_PER_S
+from .floors.figures import ROOT, Figure, command_line, commit, machine, table
+from .floors.gpu_shapes import BYTES_PER_S
 
 _LINK_BYTES_PER_S = 390e9  # into one GPU, as measured for large copies
 _SIZES = [4 << 10, 32 << 10, 128 << 10, 512 << 10, 1 << 20, 2 << 20, 8 << 20]

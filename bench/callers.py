@@ -21,12 +21,12 @@ from pathlib import Path
 import torch
 
 from baton.core.config import EngineConfig
-from baton.core.request import Request, SamplingParams
+from baton.core.request.request import Request, SamplingParams
 from baton.engine import engine as engine_module
 from baton.engine.local import LocalEngine
 
-from .figures import ROOT, Figure, command_line, commit, machine, table
-from .gpu_shapes import SHAPES
+from .floors.figures import ROOT, Figure, command_line, commit, machine, table
+from .floors.gpu_shapes import SHAPES
 
 _NUM_BULK, _WAITING_EACH, _BULK_TOKENS = 10, 40, (3000, 8192)
 _LIGHT, _LIGHT_TOKENS, _LIGHT_PER_S = 10, (4, 64), 5.0

@@ -9,8 +9,9 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from . import front, scheduling, shm_pull, small_model, structured, telemetry, whole_system
-from .figures import ROOT, Figure, machine, table, write
+from . import front
+from .cpu_families import scheduling, shm_pull, small_model, structured, telemetry, whole_system
+from .floors.figures import ROOT, Figure, machine, table, write
 
 FAMILIES: dict[str, Callable[[], list[Figure]]] = {
     "scheduling": scheduling.measure,

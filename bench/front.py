@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from baton.cluster.redis_server import RedisServer
-from baton.core.children import bound_to_us
+from baton.core.process.children import bound_to_us
 
-from . import fake_nodes
-from .figures import ROOT, Figure, machine, table, write
-from .front_load import Plan
+from .floors.figures import ROOT, Figure, machine, table, write
+from .played import fake_nodes
+from .played.front_load import Plan
 
 FRONTS = {"grpc": "gRPC, against bare grpc.aio", "sse": "SSE, against bare aiohttp"}
 NUM_STREAMS = 64
@@ -236,7 +236,7 @@ def load(plan: Plan, address: str) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "seen.json"
         subprocess.run(
-            [sys.executable, "-m", "baton.bench.front_load", str(out)],
+            [sys.executable, "-m", "baton.bench.played.front_load", str(out)],
             input=json.dumps(fields) + "\n",
             text=True,
             check=True,
@@ -248,13 +248,13 @@ def load(plan: Plan, address: str) -> list[Any]:
 @contextmanager
 def bare(front: str, *options: str) -> Iterator[str]:
     """A server of the library alone; yields its address."""
-    with child("-m", "baton.bench.front_floor", front, *options) as line:
+    with child("-m", "baton.bench.played.front_floor", front, *options) as line:
         yield line.split()[-1]
 
 
 @contextmanager
 def _played_nodes(redis_url: str, *pace: str) -> Iterator[None]:
-    with child("-m", "baton.bench.fake_nodes", redis_url, *pace):
+    with child("-m", "baton.bench.played.fake_nodes", redis_url, *pace):
         yield
 
 

@@ -22,13 +22,13 @@ from pathlib import Path
 import torch
 
 from baton.core.config import EngineConfig
-from baton.core.request import Request, SamplingParams
-from baton.engine.cuda_graphs import StepGraph
+from baton.core.request.request import Request, SamplingParams
+from baton.engine.execution.cuda_graphs import StepGraph
 from baton.engine.local import LocalEngine
 
-from .figures import ROOT, Figure, command_line, commit, machine, table
-from .gpu_shapes import BYTES_PER_S, FLOPS, LINK_BYTES_PER_S, SHAPES, Shape
-from .gpu_start import start_up, write_checkpoint
+from .floors.figures import ROOT, Figure, command_line, commit, machine, table
+from .floors.gpu_shapes import BYTES_PER_S, FLOPS, LINK_BYTES_PER_S, SHAPES, Shape
+from .floors.gpu_start import start_up, write_checkpoint
 
 _WARMUP_STEPS, _STEPS, _REPEATS = 6, 12, 5
 _NUM_KERNELS, _NAME_CHARS = 20, 80

@@ -25,29 +25,29 @@ from pathlib import Path
 import torch
 
 from baton.core.config import NodeConfig
-from baton.core.timer_slack import end_waits_on_time
-from baton.engine.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS, BlockRef
-from baton.engine.canary import canary_bytes
-from baton.engine.cuda_kv_memory import CudaKvMemory
-from baton.engine.generations import GenerationsReader, SharedGenerations
-from baton.engine.kv_memory import KvLayout
-from baton.kv_transfer.block_pairs import BlockPairs
-from baton.kv_transfer.cuda_ipc import CudaIpcTransport, CudaStagedTransport
-from baton.kv_transfer.cuda_ipc_copy import EngineCopy, KernelCopy
-from baton.kv_transfer.cuda_ipc_memory import export_cuda_pool
-from baton.kv_transfer.cuda_staging import StagedCopy
-from baton.kv_transfer.cuda_window import CudaWindow
-from baton.kv_transfer.data_server import DataServer, ServedPool
-from baton.kv_transfer.head_ranges import HeadPiece
-from baton.kv_transfer.nccl import NcclTransport
-from baton.kv_transfer.pool_address import PoolDescription
-from baton.kv_transfer.remote import KEY_BYTES, RemotePool, pair_key
-from baton.kv_transfer.remote_window import RemoteWindow
-from baton.kv_transfer.tcp import TcpTransport
-from baton.kv_transfer.transport import PullOutcome
-from baton.kv_transfer.transports import outlets, transports
+from baton.core.process.timer_slack import end_waits_on_time
+from baton.engine.kv.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS, BlockRef
+from baton.engine.kv.canary import canary_bytes
+from baton.engine.kv.cuda_kv_memory import CudaKvMemory
+from baton.engine.kv.generations import GenerationsReader, SharedGenerations
+from baton.engine.kv.kv_memory import KvLayout
+from baton.kv_transfer.cuda_ipc.cuda_ipc import CudaIpcTransport, CudaStagedTransport
+from baton.kv_transfer.cuda_ipc.cuda_ipc_copy import EngineCopy, KernelCopy
+from baton.kv_transfer.cuda_ipc.cuda_ipc_memory import export_cuda_pool
+from baton.kv_transfer.cuda_ipc.cuda_staging import StagedCopy
+from baton.kv_transfer.cuda_ipc.cuda_window import CudaWindow
+from baton.kv_transfer.device_transports import outlets, transports
+from baton.kv_transfer.export.pool_address import PoolDescription
+from baton.kv_transfer.nccl.nccl import NcclTransport
+from baton.kv_transfer.network.data_server import DataServer, ServedPool
+from baton.kv_transfer.network.remote_window import RemoteWindow
+from baton.kv_transfer.network.tcp import TcpTransport
+from baton.kv_transfer.window.block_pairs import BlockPairs
+from baton.kv_transfer.window.head_ranges import HeadPiece
+from baton.kv_transfer.window.network_address import KEY_BYTES, RemotePool, pair_key
+from baton.kv_transfer.window.transport import PullOutcome
 
-from .figures import ROOT, Figure, command_line, commit, machine, repeat_s, table, time_s
+from .floors.figures import ROOT, Figure, command_line, commit, machine, repeat_s, table, time_s
 
 LINK_BYTES_PER_S = 391e9  # what a plain copy of 1 GiB reaches over 18 NVLinks of an H200
 _TOKENS_PER_BLOCK = 16

@@ -22,15 +22,20 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from baton.kernels.activation_triton import silu_and_mul
-from baton.kernels.gemv_triton import MAX_FEW_ROWS, Tiling, few_rows_product, few_rows_tiling
-from baton.kernels.norm_triton import rms_norm
+from baton.kernels.layers.activation_triton import silu_and_mul
+from baton.kernels.layers.norm_triton import rms_norm
+from baton.kernels.products.gemv_triton import (
+    MAX_FEW_ROWS,
+    Tiling,
+    few_rows_product,
+    few_rows_tiling,
+)
+from baton.kernels.products.streamed_product import Stages, choose_stages
+from baton.kernels.products.streamed_product_gluon import streamed_product
 from baton.kernels.row_room import LEAST_ROWS, ROWS_AT_ONCE, empty_rows
-from baton.kernels.streamed_product import Stages, choose_stages
-from baton.kernels.streamed_product_gluon import streamed_product
 
-from .figures import ROOT, Figure, machine, table, write
-from .gpu_shapes import BYTES_PER_S, SHAPES, Shape
+from .floors.figures import ROOT, Figure, machine, table, write
+from .floors.gpu_shapes import BYTES_PER_S, SHAPES, Shape
 
 _WEIGHT_BYTES = 400 << 20  # of all weights of a graph: more than the L2 cache has
 _MOST_WEIGHTS = 40

@@ -21,18 +21,21 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from baton.cli.deployment import Deployment
+from baton.cli.deployment.deployment import Deployment
 from baton.client import AsyncClient
 from baton.core.config import EngineConfig, GatewayConfig, NodeConfig, UpConfig
 from baton.core.errors import BatonError
 
-from .figures import ROOT, command_line, commit, machine
+from .floors.figures import ROOT, command_line, commit, machine
 
 _IN_FLIGHT = 6
 _LONGEST_PROMPT, _MOST_TOKENS = 300, 24
 _LEFT, _REFUSED = 0.1, 0.05  # shares of the requests
 _POOL_BYTES = 24 << 20  # few blocks, so that all have been touched soon
-_WINDOW_S, _SETTLE_S = 300.0, 30.0  # telemetry/window.py; prompts of every length have been seen
+_WINDOW_S, _SETTLE_S = (
+    300.0,
+    30.0,
+)  # telemetry/window/window.py; prompts of every length have been seen
 _TARGET_MB_PER_MIN = 0.1
 
 

@@ -18,11 +18,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from baton.cli.background import running_in_background
-from baton.cli.deployment import Deployment
+from baton.cli.deployment.background import running_in_background
+from baton.cli.deployment.deployment import Deployment
 from baton.core.config import EngineConfig, GatewayConfig, NodeConfig, UpConfig
 
-from .figures import commit, machine
+from .floors.figures import commit, machine
 
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _PER_S = 1000

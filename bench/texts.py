@@ -28,9 +28,9 @@ import grpc
 from baton.core.model_dir import resolve_model_dir
 from baton.proto.v1 import inference_pb2
 
-from .figures import ROOT, Figure, machine, table, write
+from .floors.figures import ROOT, Figure, machine, table, write
 from .front import gateway, load
-from .front_load import Plan
+from .played.front_load import Plan
 
 TARGET_MS = 100.0
 _CONTEXT = 131_072

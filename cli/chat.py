@@ -20,11 +20,11 @@ from ..client.messages import GenerateParams
 from ..core.config import EngineConfig, GatewayConfig, NodeConfig, UpConfig
 from ..core.errors import BatonError, Cancelled, ContextLengthExceeded, StartupFailed
 from ..core.metrics import percentile
-from .background import running_in_background
-from .certs import ca_of
 from .conversation import Completion, Conversation, conversation_with
-from .deployment import Deployment
-from .gpu_choice import choose_here
+from .deployment.background import running_in_background
+from .deployment.deployment import Deployment
+from .host.certs import ca_of
+from .host.gpu_choice import choose_here
 from .launch import report_failure
 
 HELP = """\

@@ -12,8 +12,8 @@ from typing import Protocol
 from ..client.messages import GenerateParams
 from ..core.errors import StartupFailed
 from ..core.model_dir import resolve_model_dir
-from ..gateway.http.chat_template import ChatTemplate
-from ..gateway.http.messages import Message
+from ..gateway.http.chat.chat_template import ChatTemplate
+from ..gateway.http.chat.messages import Message
 
 
 class Conversation(Protocol):

@@ -8,8 +8,8 @@ import time
 from ..core.config import EngineConfig
 from ..core.model_dir import eos_token_ids
 from ..core.ports import SystemEntropy
-from ..core.request import Request, SamplingParams
-from ..gateway.tokenizer import Tokenizer
+from ..core.request.request import Request, SamplingParams
+from ..gateway.text.tokenizer import Tokenizer
 
 
 async def run(

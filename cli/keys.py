@@ -7,7 +7,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from ..gateway.caller import Limits
+from ..gateway.request.caller import Limits
 from ..gateway.security.key_file import add_key
 
 

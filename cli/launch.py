@@ -9,10 +9,11 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from ..core import event_loop, flags
+from ..core import flags
 from ..core.config import ClusterConfig, EngineConfig, GatewayConfig, NodeConfig
 from ..core.errors import BatonError, StartupFailed
 from ..core.membership import Role
+from ..core.process import event_loop
 
 
 def run_reporting(start: Callable[[], Coroutine[Any, Any, int]]) -> int:
@@ -69,7 +70,7 @@ def _node(role: Role) -> int:
     arguments = node_parser(role).parse_args()
 
     def start() -> Coroutine[Any, Any, int]:
-        from ..node import supervisor
+        from ..node.supervisor import supervisor
 
         return supervisor.run(
             role,
@@ -99,10 +100,10 @@ def gateway() -> int:
         config = flags.parse(GatewayConfig, arguments)
         cluster = flags.parse(ClusterConfig, arguments)
         if config.workers > 1:
-            from ..gateway import workers
+            from ..gateway.process import workers
 
             return workers.run(config, cluster)
-        from ..gateway import server
+        from ..gateway.process import server
 
         return server.run(config, cluster)
 

@@ -51,7 +51,7 @@ def _add_up(commands: _Commands) -> None:
 
 
 def _up(arguments: argparse.Namespace) -> int:
-    from . import up
+    from .deployment import up
 
     return run_reporting(
         lambda: up.start(
@@ -72,7 +72,7 @@ def _add_demo(commands: _Commands) -> None:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from . import demo
+    from .deployment import demo
 
     return run_reporting(lambda: demo.run(arguments.max_tokens, verbose=arguments.verbose))
 
@@ -155,7 +155,7 @@ def _ports(text: str) -> tuple[int, ...]:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from . import doctor
+    from .host import doctor
 
     return doctor.run(doctor.Subject(arguments.model, arguments.redis_url, arguments.ports))
 
@@ -168,7 +168,7 @@ def _add_fsck(commands: _Commands) -> None:
 
 
 def _fsck(arguments: argparse.Namespace) -> int:
-    from . import fsck
+    from .cluster import fsck
 
     cluster = flags.parse(ClusterConfig, arguments)
     return run_reporting(lambda: fsck.run(cluster, as_json=arguments.json))
@@ -213,7 +213,7 @@ def _add_certs(commands: _Commands) -> None:
 
 
 def _certs(arguments: argparse.Namespace) -> int:
-    from . import certs
+    from .host import certs
 
     folder = Path(arguments.folder)
     return reporting(lambda: certs.run(folder, arguments.hosts, arguments.days))

@@ -17,7 +17,7 @@ from pathlib import Path
 from ..core import errors
 from ..core.errors import BatonError
 from ..core.membership import Role
-from ..gateway.telemetry.metrics_page import metrics_page
+from ..gateway.telemetry.metrics.metrics_page import metrics_page
 from .launch import gateway_parser, node_parser
 from .main import build_parser
 

@@ -9,8 +9,8 @@
 Errors are those of `baton.core.errors`, raised while reading the stream.
 """
 
-from ..core.logprobs import TokenLogprobs
-from ..core.request import FinishReason
+from ..core.request.logprobs import TokenLogprobs
+from ..core.request.request import FinishReason
 from .aio import AsyncClient, AsyncGeneration
 from .messages import Chunk, ModelInfo, NodeInfo, Result
 from .sync import Client, Generation

@@ -28,11 +28,11 @@ from ..core.errors import (
     Unavailable,
     from_code,
 )
-from ..core.logprobs import TokenLogprobs
 from ..core.metrics import TokenTimes
-from ..core.request import FinishReason
-from ..core.timeline import Stamp
-from ..core.token_ids import pack
+from ..core.request.logprobs import TokenLogprobs
+from ..core.request.request import FinishReason
+from ..core.request.timeline import Stamp
+from ..core.request.token_ids import pack
 from ..proto import codec
 from ..proto.v1 import inference_pb2
 

@@ -1,4 +1,4 @@
-"""The handshake of core/handshake.py as the first messages of a stream between two processes.
+"""core/channels/handshake.py as the first messages of a stream between two processes.
 
 dialer: opening ─► ◄─ challenge, answer ─► ◄─ accepted; then whatever the stream is for
 """
@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 
 from google.protobuf.message import DecodeError
 
+from ..core.channels.handshake import Dialer, Listener, Opening
 from ..core.errors import Unauthenticated
-from ..core.handshake import Dialer, Listener, Opening
 from .secret import ClusterSecret
 
 # Purposes: one a method.

@@ -17,9 +17,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..core.children import bound_to_us
 from ..core.errors import StartupFailed
-from ..core.runtime_folder import RuntimeFolder
+from ..core.process.children import bound_to_us
+from ..core.process.runtime_folder import RuntimeFolder
 
 _PREFIX = "baton-private-redis-"
 _START_TIMEOUT_S = 5.0

@@ -11,8 +11,8 @@ import hashlib
 import hmac
 from dataclasses import dataclass, field
 
+from ..core.channels.handshake import key_id
 from ..core.config import ClusterConfig
-from ..core.handshake import key_id
 
 TAG_BYTES = 16
 _ENTRY, _INDEX = b"baton-entry", b"baton-index"
@@ -26,7 +26,7 @@ def _derive(secret: str, purpose: bytes, message: bytes = b"") -> str:
 
 
 def handshake_key(secret: str | None) -> bytes:
-    """What processes of one deployment prove to each other that they hold (core/handshake.py)."""
+    """The key that processes of one deployment prove to each other: core/channels/handshake.py."""
     return bytes.fromhex(_derive(secret or "", b"baton-handshake"))
 
 

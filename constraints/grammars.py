@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..core.constraint import Constraint, ConstraintKind
 from ..core.errors import InvalidRequest
+from ..core.request.constraint import Constraint, ConstraintKind
 from .grammar_text import grammar_text
 from .limits import MAX_SOURCE_BYTES
 from .schema_references import BadReference, check_references

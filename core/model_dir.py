@@ -1,6 +1,7 @@
 """Where a model lies on disk, and the small facts that its JSON files tell: stdlib only.
 
-Knows no tensor: weights are engine/checkpoint.py, the architecture is engine/model_config.py.
+Knows no tensor: weights are engine/model/checkpoint.py, the architecture is
+engine/model/model_config.py.
 """
 
 from __future__ import annotations

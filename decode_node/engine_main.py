@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 
+from ..core.channels.same_host import host_id
 from ..core.membership import Role
-from ..core.same_host import host_id
-from ..engine import fingerprint
-from ..kv_transfer.puller import Puller
-from ..kv_transfer.ranked import RankedTransport
-from ..kv_transfer.remote import Routes
-from ..kv_transfer.transports import transports, wrapping
-from ..node.engine_process import Parts, RolePlan, main
+from ..engine.model import fingerprint
+from ..kv_transfer.device_transports import transports, wrapping
+from ..kv_transfer.protocol.puller import Puller
+from ..kv_transfer.ranks.ranked import RankedTransport
+from ..kv_transfer.window.network_address import Routes
+from ..node.engine_process.engine_process import Parts, RolePlan, main
 from . import policy
 from .role import DecodeRole
 from .windows import Windows

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from ..core.config import EngineConfig
-from ..engine.limits import seqs_for_pool
+from ..engine.kv.limits import seqs_for_pool
 
 MAX_NUM_BATCHED_TOKENS = 512
 MIN_PROMPT_TOKENS = 128  # of a step, however many decode

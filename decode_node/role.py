@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
-from ..core.block_hash import BlockHash, block_hashes, root_hash
 from ..core.errors import BatonError, Cancelled, HandoffFailed
 from ..core.ports import Clock
-from ..core.request import Request, Ticket
-from ..core.timeline import Event
+from ..core.request.block_hash import BlockHash, block_hashes, root_hash
+from ..core.request.request import Request, Ticket
+from ..core.request.timeline import Event
 from ..engine.engine import Engine
-from ..engine.outputs import Reservation, StepOutput, TokenOutput
-from ..kv_transfer import wire
-from ..kv_transfer.events import (
+from ..engine.scheduling.outputs import Reservation, StepOutput, TokenOutput
+from ..kv_transfer.protocol import wire
+from ..kv_transfer.protocol.events import (
     CancelPull,
     ClosePeer,
     CloseWindow,
@@ -47,15 +47,15 @@ from ..kv_transfer.events import (
     WindowFailed,
     WindowOpened,
 )
-from ..kv_transfer.messages import Hello
-from ..kv_transfer.puller import Puller
-from ..kv_transfer.remote import Routes
-from ..kv_transfer.transport import PullOutcome
-from ..node.desk import RequestDesk
-from ..node.outbox import Outbox
-from ..node.request_book import Entry, TransferSummary
-from ..node.request_role import RequestRole
-from ..node.role import Vitals
+from ..kv_transfer.protocol.messages import Hello
+from ..kv_transfer.protocol.puller import Puller
+from ..kv_transfer.window.network_address import Routes
+from ..kv_transfer.window.transport import PullOutcome
+from ..node.channels.outbox import Outbox
+from ..node.requests.request_io import RequestDesk
+from ..node.requests.request_role import RequestRole
+from ..node.requests.request_table import Entry, TransferSummary
+from ..node.requests.role import Vitals
 from ..proto.v1 import handoff_pb2, node_pb2
 from .transfer_counts import TransferCounts
 from .windows import Windows

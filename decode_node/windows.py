@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from ..core.errors import BatonError, HandoffFailed
-from ..kv_transfer.events import StartPull
-from ..kv_transfer.transport import (
+from ..kv_transfer.protocol.events import StartPull
+from ..kv_transfer.window.transport import (
     PoolWindow,
     PullHandle,
     PullOutcome,

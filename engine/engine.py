@@ -21,19 +21,20 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ..constraints.grammars import Grammars
-from ..core.block_hash import BlockHash, root_hash
 from ..core.errors import EngineFailed, HandoffFailed, InvalidRequest
 from ..core.ports import Clock, SystemClock
-from ..core.request import FinishReason, Request
-from .admission import OutputLengthEstimator
-from .batch import LaunchedStep, Runner, SampledToken
-from .block_pool import BlockPool, BlockRef
-from .block_tables import BlockTables, StepFence
-from .constraints import Constraints, Mask
+from ..core.request.block_hash import BlockHash, root_hash
+from ..core.request.request import FinishReason, Request
 from .engine_ledger import check_owners, engine_ledger
-from .generations import Generations
-from .limits import EngineLimits
-from .outputs import (
+from .execution.batch import LaunchedStep, Runner, SampledToken
+from .execution.constraints import Constraints, Mask
+from .kv.block_pool import BlockPool, BlockRef
+from .kv.generations import Generations
+from .kv.limits import EngineLimits
+from .kv.prefix_cache import CacheObserver, PrefixCache
+from .scheduling.admission import OutputLengthEstimator
+from .scheduling.block_tables import BlockTables, StepFence
+from .scheduling.outputs import (
     ChunkDone,
     Load,
     Reservation,
@@ -42,12 +43,11 @@ from .outputs import (
     TokenOutput,
     Totals,
 )
-from .prefill_cost import PrefillCost, PrefillCostEstimator
-from .prefix_cache import CacheObserver, PrefixCache
-from .schedule import ScheduledSequence
-from .scheduler import Scheduler
-from .sequence import Sequence, SequenceState, finish_reason
-from .step_slices import constrained_masks, launch_slice, launched_chunks
+from .scheduling.prefill_cost import PrefillCost, PrefillCostEstimator
+from .scheduling.schedule import ScheduledSequence
+from .scheduling.scheduler import Scheduler
+from .scheduling.sequence import Sequence, SequenceState, finish_reason
+from .scheduling.step_slices import constrained_masks, launch_slice, launched_chunks
 
 Meanwhile: TypeAlias = Callable[[], bool]
 

@@ -6,9 +6,9 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterable
 
-from .block_pool import BlockPool
-from .scheduler import Scheduler
-from .sequence import Sequence
+from .kv.block_pool import BlockPool
+from .scheduling.scheduler import Scheduler
+from .scheduling.sequence import Sequence
 
 
 def engine_ledger(

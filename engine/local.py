@@ -8,17 +8,17 @@ from pathlib import Path
 from ..constraints.grammars import Grammars
 from ..core.config import EngineConfig
 from ..core.errors import BatonError
-from ..core.request import Request
-from . import fingerprint
-from .batch import Runner
+from ..core.request.request import Request
 from .engine import Engine
-from .generations import LocalGenerations
-from .limits import EngineLimits
-from .parallel_runner import ParallelRunner
-from .rank_processes import Ranks, start_ranks
-from .runner import ModelRunner
+from .execution.batch import Runner
+from .execution.runner import ModelRunner
+from .kv.generations import LocalGenerations
+from .kv.limits import EngineLimits
+from .model import fingerprint
+from .parallel.parallel_runner import ParallelRunner
+from .parallel.rank_processes import Ranks, start_ranks
 
-_FOLLOWER_MODULE = "baton.engine.follower"
+_FOLLOWER_MODULE = "baton.engine.parallel.rank_worker"
 
 
 class LocalEngine:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 from ..core.membership import Role
-from ..kv_transfer.source import Source
-from ..node.engine_process import Parts, RolePlan, main
+from ..kv_transfer.protocol.source import Source
+from ..node.engine_process.engine_process import Parts, RolePlan, main
 from . import policy
 from .role import PrefillRole
 

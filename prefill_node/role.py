@@ -16,13 +16,13 @@ from typing import assert_never
 
 from ..core.errors import BatonError, Cancelled, LeaseExpired
 from ..core.ports import Clock
-from ..core.request import Request, Ticket
-from ..core.timeline import Event
-from ..engine.block_pool import BlockRef
+from ..core.request.request import Request, Ticket
+from ..core.request.timeline import Event
 from ..engine.engine import Engine
-from ..engine.outputs import ChunkDone, ChunkLaunched, StepOutput, TokenOutput
-from ..kv_transfer import wire
-from ..kv_transfer.events import (
+from ..engine.kv.block_pool import BlockRef
+from ..engine.scheduling.outputs import ChunkDone, ChunkLaunched, StepOutput, TokenOutput
+from ..kv_transfer.protocol import wire
+from ..kv_transfer.protocol.events import (
     ChunkAnnounced,
     ChunkReady,
     ClosePeer,
@@ -36,14 +36,14 @@ from ..kv_transfer.events import (
     Tick,
     Withdrawn,
 )
-from ..kv_transfer.messages import HandoffState, Hello
-from ..kv_transfer.remote import PoolAccess
-from ..kv_transfer.source import Source
-from ..node.desk import RequestDesk
-from ..node.outbox import Outbox
-from ..node.request_book import Entry
-from ..node.request_role import RequestRole
-from ..node.role import Vitals
+from ..kv_transfer.protocol.messages import HandoffState, Hello
+from ..kv_transfer.protocol.source import Source
+from ..kv_transfer.window.network_address import PoolAccess
+from ..node.channels.outbox import Outbox
+from ..node.requests.request_io import RequestDesk
+from ..node.requests.request_role import RequestRole
+from ..node.requests.request_table import Entry
+from ..node.requests.role import Vitals
 from ..proto.v1 import handoff_pb2, node_pb2
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-from ..core.block_hash import BlockHash
+from ..core.request.block_hash import BlockHash
 from .messages import MAX_HASHES, Chunk, Delta, Head, Snapshot, pieces
 from .net_changes import NetChanges
 

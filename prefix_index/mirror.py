@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..core.block_hash import BlockHash
 from ..core.ports import Clock
+from ..core.request.block_hash import BlockHash
 from .messages import MAX_HASHES, BadMessage, Chunk, Delta, Head, Snapshot, decode
 
 STALE_S = 60.0  # an engine that the index does not hear of for so long counts as empty

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..core.block_hash import BlockHash
+from ..core.request.block_hash import BlockHash
 
 
 class NetChanges:

@@ -10,12 +10,12 @@ from array import array
 from collections.abc import Sequence
 
 from ..core import errors
-from ..core.constraint import Constraint, ConstraintKind
 from ..core.errors import BatonError, InvalidRequest
-from ..core.logprobs import TokenLogprobs
-from ..core.request import FinishReason, Request, SamplingParams, Ticket
-from ..core.timeline import Event, NodeStamp, Stamp
-from ..core.token_ids import pack, unpack
+from ..core.request.constraint import Constraint, ConstraintKind
+from ..core.request.logprobs import TokenLogprobs
+from ..core.request.request import FinishReason, Request, SamplingParams, Ticket
+from ..core.request.timeline import Event, NodeStamp, Stamp
+from ..core.request.token_ids import pack, unpack
 from .v1 import common_pb2, node_pb2
 
 _FINISH_TO_WIRE = {
@@ -191,7 +191,7 @@ def stamps_to_wire(stamps: Sequence[Stamp]) -> list[common_pb2.TimelineEvent]:
 
 
 def stamps_from_wire(wire: Sequence[common_pb2.TimelineEvent]) -> list[Stamp]:
-    """Decode events; raises InvalidRequest on a name that is not in core/timeline.py."""
+    """Decode events; raises InvalidRequest on a name that is not in core/request/timeline.py."""
     try:
         return [Stamp(Event(e.event), e.unix_ns, e.node) for e in wire]
     except ValueError as error:

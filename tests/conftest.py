@@ -36,6 +36,7 @@ sys.path.insert(0, str(HERE))
 pytest.register_assert_rewrite(
     "bad_input",
     "fakes",
+    "fault_scenes",
     *{path.stem for path in HERE.rglob("*.py") if not path.stem.startswith(("test_", "conftest"))},
 )
 

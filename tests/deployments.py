@@ -20,8 +20,8 @@ from typing import Any
 
 import grpc
 
-from baton.cli.deployment import Deployment
-from baton.cli.survey import ask_ledgers
+from baton.cli.cluster.survey import ask_ledgers
+from baton.cli.deployment.deployment import Deployment
 from baton.cluster.secret import ClusterSecret
 from baton.cluster.tls import role_name
 from baton.core.config import EngineConfig, GatewayConfig, NodeConfig, UpConfig

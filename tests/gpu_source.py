@@ -21,10 +21,10 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from baton.engine.block_pool import BlockRef
-from baton.engine.cuda_kv_memory import CudaKvMemory
-from baton.kv_transfer.block_pairs import BlockPair, BlockPairs
-from baton.kv_transfer.transport import PoolWindow, PullOutcome
+from baton.engine.kv.block_pool import BlockRef
+from baton.engine.kv.cuda_kv_memory import CudaKvMemory
+from baton.kv_transfer.window.block_pairs import BlockPair, BlockPairs
+from baton.kv_transfer.window.transport import PoolWindow, PullOutcome
 
 SOURCE_GPU, PULLER_GPU = "cuda:0", f"cuda:{max(0, torch.cuda.device_count() - 1)}"
 FOLDER = Path(__file__).parent / "gpu"

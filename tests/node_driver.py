@@ -21,16 +21,16 @@ from typing import Any
 
 import grpc
 from deployments import MARK
-from fakes.step_outputs import outputs_of
+from fakes.gateway.step_outputs import outputs_of
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.cli.survey import ask_ledgers
+from baton.cli.cluster.survey import ask_ledgers
 from baton.cluster.link_handshake import SESSION, dial
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.secret import ClusterSecret
 from baton.core.errors import Unauthenticated
 from baton.core.membership import Member, Role
-from baton.core.request import Request, Ticket
+from baton.core.request.request import Request, Ticket
 from baton.proto import codec
 from baton.proto.v1 import node_pb2, node_pb2_grpc
 

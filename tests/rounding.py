@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from baton.engine.batch import SampledToken
+from baton.engine.execution.batch import SampledToken
 
 ROUNDING = 1e-5  # of a float32 log-probability; a wrong block moves one by far more than 1e-3
 

@@ -19,10 +19,11 @@ from baton.core import flags
 from baton.core.config import EngineConfig, NodeConfig, UpConfig
 from baton.core.model_dir import read_json, resolve_model_dir
 
-from ..figures import ROOT, command_line, commit, machine
-from ..gpu_shapes import SHAPES
-from . import idle, load, plots, records, report, systems
-from .workloads import DEFAULT_SHAPE, MIXES, Shape, Workload, make_workload
+from ..floors.figures import ROOT, command_line, commit, machine
+from ..floors.gpu_shapes import SHAPES
+from . import idle, load, plots, report, systems
+from .clients import records
+from .clients.workloads import DEFAULT_SHAPE, MIXES, Shape, Workload, make_workload
 
 
 def _parser() -> argparse.ArgumentParser:

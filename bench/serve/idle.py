@@ -17,13 +17,13 @@ from typing import Any
 from baton.client import AsyncClient, Result
 from baton.core.config import EngineConfig
 from baton.core.metrics import percentile
-from baton.core.request import Request, SamplingParams
-from baton.core.timeline import Event
+from baton.core.request.request import Request, SamplingParams
+from baton.core.request.timeline import Event
 from baton.engine.engine import Engine
+from baton.engine.execution.runner import ModelRunner
 from baton.engine.local import LocalEngine
-from baton.engine.runner import ModelRunner
 
-from .arrivals import Prompt
+from .clients.arrivals import Prompt
 
 _NUM_TOKENS = 8
 _STAGES: tuple[tuple[str, Event | None, Event | None], ...] = (  # None: the client's clock

@@ -11,12 +11,12 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from baton.core.children import bound_to_us
+from baton.core.process.children import bound_to_us
 
-from .arrivals import deal
-from .records import Record, load, merge
-from .worker import Plan
-from .workloads import Workload
+from .clients.arrivals import deal
+from .clients.records import Record, load, merge
+from .clients.worker import Plan
+from .clients.workloads import Workload
 
 _START_IN_S = 1.0  # time to draw prompts
 _DRAWN_TOKENS_PER_S = 2e6
@@ -74,7 +74,7 @@ class _Worker:
 
     def __enter__(self) -> _Worker:
         self._process = subprocess.Popen(
-            bound_to_us([sys.executable, "-m", "baton.bench.serve.worker"], signal.SIGKILL),
+            bound_to_us([sys.executable, "-m", "baton.bench.serve.clients.worker"], signal.SIGKILL),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from baton.core.metrics import percentile
 
-from .records import Record
+from .clients.records import Record
 from .report import Window, tbt_samples
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 620, 260, 60, 40, 30

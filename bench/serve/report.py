@@ -12,9 +12,9 @@ from typing import Any
 
 from baton.core.metrics import goodput_rps, percentile
 
+from .clients.records import Record
+from .clients.workloads import BACKGROUND
 from .fifo import queued_spacing, replay
-from .records import Record
-from .workloads import BACKGROUND
 
 _PERCENTILES = (50.0, 90.0, 99.0, 99.9, 100.0)
 

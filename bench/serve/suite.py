@@ -32,10 +32,11 @@ from baton.core import flags
 from baton.core.config import EngineConfig, NodeConfig, UpConfig
 from baton.prefill_node import policy
 
-from ..figures import command_line, commit, machine
-from ..gpu_shapes import SHAPES
-from . import clocks, idle, load, plots, records, report, systems
-from .workloads import BACKGROUND, DEFAULT_SHAPE, PROBE, Shape, make_workload
+from ..floors.figures import command_line, commit, machine
+from ..floors.gpu_shapes import SHAPES
+from . import idle, load, plots, report, systems
+from .clients import clocks, records
+from .clients.workloads import BACKGROUND, DEFAULT_SHAPE, PROBE, Shape, make_workload
 
 _SLO = report.Slo(ttft_s=0.5, tbt_s=0.05)
 _GENERATORS = 4

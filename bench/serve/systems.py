@@ -16,14 +16,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from baton.cli.background import running_in_background
-from baton.cli.deployment import Deployment
+from baton.cli.deployment.background import running_in_background
+from baton.cli.deployment.deployment import Deployment
 from baton.cluster.redis_server import RedisServer
 from baton.core import flags
-from baton.core.children import bound_to_us
 from baton.core.config import ClusterConfig, EngineConfig, GatewayConfig, NodeConfig, UpConfig
+from baton.core.process.children import bound_to_us
 
-from .node_driver import CLUSTER
+from .clients.node_driver import CLUSTER
 
 _MIXED_CHUNK_TOKENS = 1024  # what peers take when decodes must not wait long for a prefill
 

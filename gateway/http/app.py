@@ -9,14 +9,16 @@ from aiohttp import web
 from ...cluster.tls import CertificateFiles
 from ...core.errors import StartupFailed
 from ...core.ports import SystemClock
-from ..dashboard.routes import Viewers, add_dashboard, feed_of
-from . import chat, completions, health, login, metrics, models, openapi, tokenization
-from .access import ACCESS, Access, check_access
-from .answering import answering, echo_request_id
-from .chat import CHAT_MODEL, ChatModel
-from .connections import MAX_HEADER_BYTES, MAX_URL_BYTES, Connections
-from .event_stream import BURST, Burst
-from .parts import PARTS, Parts
+from . import health, login, metrics, models, openapi, tokenization
+from .chat import chat
+from .chat.chat import CHAT_MODEL, ChatModel
+from .dashboard.routes import Viewers, add_dashboard, feed_of
+from .generate import completions
+from .protocol.access import ACCESS, Access, check_access
+from .protocol.app_state import PARTS, Parts
+from .protocol.connections import MAX_HEADER_BYTES, MAX_URL_BYTES, Connections
+from .protocol.error_middleware import answering, echo_request_id
+from .protocol.event_stream import BURST, Burst
 
 _LAST_WRITE_S = 0.2
 _BACKLOG = 1024

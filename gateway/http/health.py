@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from ..version import version
-from .parts import PARTS, Parts
+from ...core.version import version
+from .protocol.app_state import PARTS, Parts
 
 ROUTES = web.RouteTableDef()
 

@@ -9,9 +9,9 @@ from aiohttp import web
 
 from ...core.errors import PermissionDenied, Unauthenticated
 from ..security.browser_session import COOKIE, SESSION_S
-from .access import ACCESS, LOGIN_PATH
-from .body import in_time
-from .errors import Refusal
+from .protocol.access import ACCESS, LOGIN_PATH
+from .protocol.body import in_time
+from .protocol.errors import Refusal
 
 ROUTES = web.RouteTableDef()
 

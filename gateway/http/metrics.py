@@ -1,10 +1,10 @@
-"""GET /metrics: what Prometheus reads. Who may is judged before (http/access.py)."""
+"""GET /metrics: what Prometheus reads. Who may is judged before (http/protocol/access.py)."""
 
 from __future__ import annotations
 
 from aiohttp import web
 
-from .parts import PARTS
+from .protocol.app_state import PARTS
 
 ROUTES = web.RouteTableDef()
 

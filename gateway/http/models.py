@@ -8,8 +8,8 @@ from aiohttp import web
 
 from ...core.errors import ModelNotFound
 from ...core.membership import Member
-from ..version import version
-from .parts import PARTS, Parts, caller_of
+from ...core.version import version
+from .protocol.app_state import PARTS, Parts, caller_of
 
 ROUTES = web.RouteTableDef()
 

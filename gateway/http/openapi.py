@@ -14,10 +14,12 @@ from typing import Any
 
 from aiohttp import web
 
-from ..version import version
-from . import chat, completions, tokenization
-from .kinds import Kind, Schema, nullable
-from .parts import PARTS
+from ...core.version import version
+from . import tokenization
+from .chat import chat
+from .generate import completions
+from .generate.json_fields import Kind, Schema, nullable
+from .protocol.app_state import PARTS
 from .schemas import COMPONENTS, STRING, json_content, ref
 
 ROUTES = web.RouteTableDef()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .kinds import Schema
+from .generate.json_fields import Schema
 
 STRING: Schema = {"type": "string"}
 INTEGER: Schema = {"type": "integer"}

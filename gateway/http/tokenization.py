@@ -10,14 +10,14 @@ from typing import Any
 from aiohttp import web
 
 from ...core.errors import InvalidRequest
-from .body import read_object
-from .chat import CHAT_MODEL, prepare
-from .fields import read_fields, require
-from .kinds import BOOLEAN, STRING, Kind
-from .messages import MESSAGES
-from .parts import PARTS, caller_of
-from .prompts import TOKEN_IDS
-from .tools import TOOLS
+from .chat.chat import CHAT_MODEL, prepare
+from .chat.messages import MESSAGES
+from .chat.tools import TOOLS
+from .generate.json_fields import BOOLEAN, STRING, Kind
+from .generate.prompts import TOKEN_IDS
+from .generate.request_fields import read_fields, require
+from .protocol.app_state import PARTS, caller_of
+from .protocol.body import read_object
 
 ROUTES = web.RouteTableDef()
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from ...core.errors import Unauthenticated
 from ...core.ports import Clock
-from ..caller import METRICS, Caller
+from ..request.caller import METRICS, Caller
 from .gate import Gate, as_caller
 from .key_file import ApiKey
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from ...cluster.secret import ClusterSecret, operator_key
 from ...cluster.watched_files import WatchedFiles
 from ...core.errors import StartupFailed, Unauthenticated
-from ..caller import ADMIN, METRICS, Caller, Limits, anyone
+from ..request.caller import ADMIN, METRICS, Caller, Limits, anyone
 from .key_file import ApiKey, BadKeyFile, Tenant, digest_of, load_keys
 
 log = logging.getLogger(__name__)

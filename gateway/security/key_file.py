@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import StartupFailed
-from ..caller import SCOPES, Limits
+from ..request.caller import SCOPES, Limits
 
 KEY_PREFIX = "bk-"
 MAX_FILE_BYTES = 4 << 20

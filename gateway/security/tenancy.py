@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 from ...core.errors import RateLimited
 from ...core.ports import Clock
-from ..caller import Caller
-from ..worker_place import share
+from ..request.caller import Caller
 from .token_bucket import TokenBucket
+from .worker_place import share
 
 _SALT_DIGITS = 32
 _TOO_MANY_AT_ONCE_S = 1.0  # what is running ends when it ends: a guess

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 from ...core.config import GatewayConfig
 from ...core.ports import Clock
-from ..cluster_view import ClusterView
-from ..engine_table import EngineTable
-from .call_log import CallLog
-from .observers import Observers
-from .prometheus import Exporter, SloTargets
-from .records import CallObserver
-from .token_gaps import TokenGaps
-from .traces import CallTraces, open_traces
-from .window import Window
+from ..engines.cluster_view import ClusterView
+from ..engines.engine_table import EngineTable
+from .calls.call_log import CallLog
+from .calls.call_records import CallObserver
+from .calls.observers import Observers
+from .calls.token_gaps import TokenGaps
+from .calls.traces import CallTraces, open_traces
+from .metrics.prometheus import Exporter, SloTargets
+from .window.window import Window
 
 
 @dataclass(frozen=True, slots=True)

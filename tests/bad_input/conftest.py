@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bad_input.fronts import Target, running
-from fakes.byte_model import write_byte_model
+from bad_input.cases.fronts import Target, running
+from fakes.gateway.byte_model import write_byte_model
 
-from baton.gateway.caller import INFER, METRICS
+from baton.gateway.request.caller import INFER, METRICS
 from baton.gateway.security.key_file import add_key
 
 TEMPLATE = (

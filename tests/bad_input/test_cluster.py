@@ -1,8 +1,7 @@
 """What a node's engine makes of messages that no gateway and no peer of ours sends: B81 to B86.
 
-Who sends them has the cluster's secret (tests/unit/test_node_streams.py has those who do not), so
-they are a bug or a foreign version. They may cost their sender, and nobody else: no exception, no
-block that stays, no wrong token of a request beside them.
+Who sends them has the cluster's secret, so they are a bug or a foreign version. They may cost their
+sender, and nobody else: no exception, no block that stays, no wrong token of a request beside them.
 """
 
 from __future__ import annotations
@@ -10,12 +9,12 @@ from __future__ import annotations
 import random
 
 import pytest
-from bad_input.mutants import mutated_bytes
-from fakes.node_world import GATEWAY, LEASE_S, PULLER, SOURCE, Node, NodeWorld, request
+from bad_input.cases.mutants import mutated_bytes
+from fakes.node.node_world import GATEWAY, LEASE_S, PULLER, SOURCE, Node, NodeWorld, request
 from fakes.runner import expected_tokens
 from google.protobuf.message import DecodeError
 
-from baton.core.request import Ticket
+from baton.core.request.request import Ticket
 from baton.proto import codec
 from baton.proto.v1 import engine_pb2, handoff_pb2, node_pb2
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from contextlib import closing
 
 import pytest
+from bad_input.cases.fronts import GOOD, LEAKS, PROMPT, Answer, Target, read_answer
 from bad_input.conftest import Keyed
-from bad_input.fronts import GOOD, LEAKS, PROMPT, Answer, Target, read_answer
 
 from baton.proto.v1 import handoff_pb2, inference_pb2, node_pb2
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from bad_input.fronts import GOOD, Answer, Target, read_answer, running
+from bad_input.cases.fronts import GOOD, Answer, Target, read_answer, running
 
 _MAX_FILES = 192
 _GET = b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n"

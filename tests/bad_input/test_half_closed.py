@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from baton.gateway.http.connections import Connections
-from baton.gateway.http.parts import STREAM
+from baton.gateway.http.protocol.app_state import STREAM
+from baton.gateway.http.protocol.connections import Connections
 
 _NOTICED_S = 0.25
 _HEAD = b"POST /%s HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n"

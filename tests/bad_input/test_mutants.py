@@ -15,16 +15,16 @@ from contextlib import closing
 
 import grpc
 import pytest
-from bad_input.fronts import Target
-from bad_input.mutants import http_head, mutated_body, mutated_head, mutated_message
+from bad_input.cases.fronts import Target
+from bad_input.cases.mutants import http_head, mutated_body, mutated_head, mutated_message
 from google.protobuf.message import DecodeError
 
 from baton.core.errors import InvalidRequest, ModelNotFound
-from baton.gateway.http.body import parse_object
-from baton.gateway.http.chat import FIELDS as CHAT
-from baton.gateway.http.completions import FIELDS as COMPLETIONS
-from baton.gateway.http.fields import read_fields
-from baton.gateway.validation import ModelLimits, check_request, complete_request
+from baton.gateway.http.chat.chat import FIELDS as CHAT
+from baton.gateway.http.generate.completions import FIELDS as COMPLETIONS
+from baton.gateway.http.generate.request_fields import read_fields
+from baton.gateway.http.protocol.body import parse_object
+from baton.gateway.validation.validation import ModelLimits, check_request, complete_request
 from baton.proto.v1 import inference_pb2
 
 # Of so many requests, so many by each way.

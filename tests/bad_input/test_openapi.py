@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 import pytest
-from bad_input.fronts import LEAKS, Target
+from bad_input.cases.fronts import LEAKS, Target
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 schemathesis = pytest.importorskip("schemathesis")

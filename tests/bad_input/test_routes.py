@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from bad_input.fronts import LEAKS, Target, read_answer
+from bad_input.cases.fronts import LEAKS, Target, read_answer
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest, ServerReflectionResponse
 
 ROUTES = {

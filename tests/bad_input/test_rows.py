@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from bad_input.table import NOT_HERE, TABLE
+from bad_input.cases.table import NOT_HERE, TABLE
 
 SHOWN_BY: dict[str, tuple[str, ...]] = {
     "B3": ("test_every_depth_has_a_verdict", "test_bodies_that_are_no_object"),

@@ -15,14 +15,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from bad_input.fronts import (
-    GENERATE,
-    LEAKS,
-    Target,
-    read_answer,
-    read_to_end,
-    running,
-)
+from bad_input.cases.fronts import GENERATE, LEAKS, Target, read_answer, read_to_end, running
 
 from baton.proto.v1 import inference_pb2
 

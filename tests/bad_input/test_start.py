@@ -17,11 +17,11 @@ from safetensors.torch import save_file
 from baton.core import flags
 from baton.core.config import ClusterConfig, EngineConfig, GatewayConfig, NodeConfig, UpConfig
 from baton.core.errors import StartupFailed
-from baton.engine.checkpoint import load_weights
-from baton.engine.layers import Target
-from baton.engine.model_config import read_model_config
-from baton.engine.weight_files import weight_files
-from baton.gateway.served_model import ServedModel
+from baton.engine.model.checkpoint import load_weights
+from baton.engine.model.layers import Target
+from baton.engine.model.model_config import read_model_config
+from baton.engine.model.weight_files import weight_files
+from baton.gateway.validation.served_model import ServedModel
 
 _PARSER_OF = {
     "gateway": (GatewayConfig, ClusterConfig),

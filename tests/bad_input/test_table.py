@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from bad_input.fronts import LEAKS, Answer, Target
-from bad_input.table import NOT_HERE, SAME, TABLE, TYPED, Row, deep_arguments
+from bad_input.cases.fronts import LEAKS, Answer, Target
+from bad_input.cases.table import NOT_HERE, SAME, TABLE, TYPED, Row, deep_arguments
 
 _SHOWN = 400  # characters of an error that a caller may get back
 

@@ -16,8 +16,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from page_server import PageServer
-from synthetic import SyntheticGateway
+from browser.page_server import PageServer
+from browser.synthetic import SyntheticGateway
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
-from synthetic import SyntheticGateway
+from browser.synthetic import SyntheticGateway
 
 
 class PageServer:

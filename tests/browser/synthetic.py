@@ -20,18 +20,18 @@ from aiohttp import web
 
 from baton.core.errors import BatonError, EngineFailed, RateLimited
 from baton.core.membership import Member, Role
-from baton.core.request import FinishReason
-from baton.core.timeline import Event, Stamp
-from baton.gateway.caller import Caller
-from baton.gateway.chunk import Chunk, Result
-from baton.gateway.dashboard.roster import EngineRoster
-from baton.gateway.dashboard.routes import Viewers, add_dashboard
-from baton.gateway.dashboard.snapshot import SnapshotFeed, Targets
-from baton.gateway.engine_link import Transfer
-from baton.gateway.engine_table import EngineTable, LinkedEngine, Load
-from baton.gateway.telemetry.records import CallRecord
-from baton.gateway.telemetry.token_gaps import TokenGaps
-from baton.gateway.telemetry.window import Window
+from baton.core.request.request import FinishReason
+from baton.core.request.timeline import Event, Stamp
+from baton.gateway.engines.engine_table import EngineTable, LinkedEngine, Load
+from baton.gateway.http.dashboard.roster import EngineRoster
+from baton.gateway.http.dashboard.routes import Viewers, add_dashboard
+from baton.gateway.http.dashboard.snapshot import SnapshotFeed, Targets
+from baton.gateway.request.caller import Caller
+from baton.gateway.request.engine_link import Transfer
+from baton.gateway.request.output_chunk import Chunk, Result
+from baton.gateway.telemetry.calls.call_records import CallRecord
+from baton.gateway.telemetry.calls.token_gaps import TokenGaps
+from baton.gateway.telemetry.window.window import Window
 from baton.prefix_index.mirror import PrefixMirror
 
 BLOCK_BYTES = 2 << 20

@@ -12,11 +12,11 @@ from fakes.clock import FakeClock
 
 from baton.cluster.secret import ClusterSecret
 from baton.core.config import GatewayConfig
-from baton.gateway.caller import METRICS
 from baton.gateway.http import login
-from baton.gateway.http.access import ACCESS, LOGIN_PATH, Access, check_access
-from baton.gateway.http.answering import answering
-from baton.gateway.http.parts import PARTS
+from baton.gateway.http.protocol.access import ACCESS, LOGIN_PATH, Access, check_access
+from baton.gateway.http.protocol.app_state import PARTS
+from baton.gateway.http.protocol.error_middleware import answering
+from baton.gateway.request.caller import METRICS
 from baton.gateway.security.browser_session import BrowserSessions
 from baton.gateway.security.gate import Gate, KeyRing
 from baton.gateway.security.key_file import add_key

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from page_server import PageServer
-from synthetic import SyntheticGateway
+from browser.page_server import PageServer
+from browser.synthetic import SyntheticGateway
 
 from baton.core.membership import Role
 

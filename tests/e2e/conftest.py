@@ -12,13 +12,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from checkpoints import write_byte_tokenizer, write_checkpoint
 from deployments import Running, running
-from oracle import GreedyOracle
-from subject import Subject
+from e2e.oracle import GreedyOracle
+from e2e.subject import Subject
 
-from baton.cli.deployment import UpConfig
+from baton.cli.deployment.deployment import UpConfig
 from baton.core.config import EngineConfig
+from baton.engine.execution.runner import ModelRunner
 from baton.engine.local import LocalEngine
-from baton.engine.runner import ModelRunner
 
 BUNDLED = Path(__file__).resolve().parents[2] / "models" / "demo"
 

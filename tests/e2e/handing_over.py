@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from baton.core.request import Request
+from baton.core.request.request import Request
 from baton.engine.local import LocalEngine
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deployments import Running
-from oracle import GreedyOracle
+from e2e.oracle import GreedyOracle
 
 from baton.engine.local import LocalEngine
 

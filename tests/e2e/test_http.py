@@ -15,10 +15,10 @@ from typing import Any
 import openai
 import pytest
 from deployments import Running
-from oracle import GreedyOracle
+from e2e.oracle import GreedyOracle
 from tokenizers import Tokenizer
 
-from baton.core.request import Request, SamplingParams
+from baton.core.request.request import Request, SamplingParams
 from baton.engine.local import LocalEngine
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from checkpoints import VARIANTS, write_byte_tokenizer, write_checkpoint
 from deployments import running
-from handing_over import hand_over
-from oracle import GreedyOracle
+from e2e.handing_over import hand_over
+from e2e.oracle import GreedyOracle
 
-from baton.cli.deployment import UpConfig
+from baton.cli.deployment.deployment import UpConfig
 from baton.client import Client
 from baton.core.config import EngineConfig
-from baton.core.request import Request, SamplingParams
+from baton.core.request.request import Request, SamplingParams
+from baton.engine.execution.runner import ModelRunner
 from baton.engine.local import LocalEngine
-from baton.engine.runner import ModelRunner
 
 NUM_TOKENS = 12
 # Decodes beyond the trained length; no prompt is longer than that.

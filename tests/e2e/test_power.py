@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import write_checkpoint
-from handing_over import hand_over
+from e2e.handing_over import hand_over
 
 from baton.core.config import EngineConfig
-from baton.core.request import Request, SamplingParams
+from baton.core.request.request import Request, SamplingParams
+from baton.engine.execution.runner import ModelRunner
 from baton.engine.local import LocalEngine
-from baton.engine.runner import ModelRunner
 
 NUM_TOKENS = 24
 PROMPT, OTHER_PROMPT = (

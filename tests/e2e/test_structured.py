@@ -16,9 +16,9 @@ from deployments import Running
 from tokenizers import Tokenizer
 
 from baton.client import Client
-from baton.core.constraint import Constraint, ConstraintKind
 from baton.core.errors import InvalidRequest
-from baton.core.request import Request, SamplingParams
+from baton.core.request.constraint import Constraint, ConstraintKind
+from baton.core.request.request import Request, SamplingParams
 from baton.engine.local import LocalEngine
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"

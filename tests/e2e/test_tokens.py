@@ -7,10 +7,10 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from subject import Subject
+from e2e.subject import Subject
 
 from baton.client import Client, Result
-from baton.core.request import Request, SamplingParams
+from baton.core.request.request import Request, SamplingParams
 
 LENGTHS = (1, 15, 16, 17, 255, 256, 257, 600)
 NUM_TOKENS = 20

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.kv_transfer.remote import RemotePool, pair_key
+from baton.kv_transfer.window.network_address import RemotePool, pair_key
 
 ENGINE_KEY = bytes(range(32))
 PULLER = "cd" * 16

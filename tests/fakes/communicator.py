@@ -7,8 +7,8 @@ import threading
 import torch
 from torch import Tensor
 
-from baton.engine.communicator import Summand
-from baton.kernels.ops import Ops
+from baton.engine.model.communicator import Summand
+from baton.kernels.layers.ops import Ops
 
 
 class ThreadGroup:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
-from baton.engine import memfd
-from baton.engine.block_pool import CANARY_BLOCK
-from baton.engine.canary import canary_bytes
-from baton.engine.generations import SharedGenerations
+from baton.engine.kv import memfd
+from baton.engine.kv.block_pool import CANARY_BLOCK
+from baton.engine.kv.canary import canary_bytes
+from baton.engine.kv.generations import SharedGenerations
 
 
 class HostPool:

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from baton.core.logprobs import TokenLogprobs
-from baton.core.request import SamplingParams
-from baton.core.sampling import mix64, token_key
-from baton.engine.batch import SampledToken, SampleSpec, SequenceSlice
+from baton.core.request.logprobs import TokenLogprobs
+from baton.core.request.request import SamplingParams
+from baton.core.request.sampling import mix64, token_key
+from baton.engine.execution.batch import SampledToken, SampleSpec, SequenceSlice
 
 _SLOT = struct.Struct("<QQ")  # token id, chain
 GREEDY = SamplingParams(temperature=0.0)

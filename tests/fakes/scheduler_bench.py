@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from baton.core.block_hash import root_hash
-from baton.core.request import Request, SamplingParams
-from baton.engine.admission import OutputLengthEstimator
-from baton.engine.block_pool import NUM_RESERVED_BLOCKS, BlockPool
-from baton.engine.block_tables import BlockTables
-from baton.engine.generations import LocalGenerations
-from baton.engine.limits import EngineLimits
-from baton.engine.prefix_cache import PrefixCache
-from baton.engine.scheduler import Scheduler
-from baton.engine.sequence import Sequence
+from baton.core.request.block_hash import root_hash
+from baton.core.request.request import Request, SamplingParams
+from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, BlockPool
+from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.limits import EngineLimits
+from baton.engine.kv.prefix_cache import PrefixCache
+from baton.engine.scheduling.admission import OutputLengthEstimator
+from baton.engine.scheduling.block_tables import BlockTables
+from baton.engine.scheduling.scheduler import Scheduler
+from baton.engine.scheduling.sequence import Sequence
 
 BLOCK_SIZE = 4
 

@@ -16,12 +16,12 @@ import time
 import numpy as np
 import torch
 
-from baton.engine.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS
-from baton.engine.canary import canary_bytes
-from baton.engine.cuda_kv_memory import CudaKvMemory
-from baton.engine.generations import SharedGenerations
-from baton.engine.kv_memory import KvLayout
-from baton.kv_transfer.cuda_ipc_memory import export_cuda_pool
+from baton.engine.kv.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS
+from baton.engine.kv.canary import canary_bytes
+from baton.engine.kv.cuda_kv_memory import CudaKvMemory
+from baton.engine.kv.generations import SharedGenerations
+from baton.engine.kv.kv_memory import KvLayout
+from baton.kv_transfer.cuda_ipc.cuda_ipc_memory import export_cuda_pool
 
 NUM_BLOCKS = 130
 ENGINE_KEY = bytes(range(32))  # fakes/access.py

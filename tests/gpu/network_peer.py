@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from baton.engine.generations import GenerationsReader
-from baton.kv_transfer.data_server import DataServer, ServedPool
-from baton.kv_transfer.pool_address import PoolDescription
-from baton.kv_transfer.transports import outlets
+from baton.engine.kv.generations import GenerationsReader
+from baton.kv_transfer.device_transports import outlets
+from baton.kv_transfer.export.pool_address import PoolDescription
+from baton.kv_transfer.network.data_server import DataServer, ServedPool
 
 spec = importlib.util.spec_from_file_location("peer", Path(__file__).parent / "cuda_ipc_peer.py")
 assert spec is not None and spec.loader is not None

@@ -22,14 +22,14 @@ from fakes.host_pool import HostPool
 from gpu_source import LAYOUT, NUM_BLOCKS, PULLER_GPU, SOURCE_GPU, Source, holds, pull
 
 from baton.core.errors import HandoffFailed
-from baton.engine.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS, BlockRef
-from baton.engine.cuda_kv_memory import CudaKvMemory
-from baton.engine.generations import SharedGenerations
-from baton.kv_transfer.block_pairs import BlockPair, BlockPairs
-from baton.kv_transfer.pool_address import CudaMemory, PoolDescription
-from baton.kv_transfer.pool_exporter import PoolExporter
-from baton.kv_transfer.shm import export_host_pool
-from baton.kv_transfer.transport import PullOutcome
+from baton.engine.kv.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS, BlockRef
+from baton.engine.kv.cuda_kv_memory import CudaKvMemory
+from baton.engine.kv.generations import SharedGenerations
+from baton.kv_transfer.export.pool_address import CudaMemory, PoolDescription
+from baton.kv_transfer.export.pool_exporter import PoolExporter
+from baton.kv_transfer.shm.shm import export_host_pool
+from baton.kv_transfer.window.block_pairs import BlockPair, BlockPairs
+from baton.kv_transfer.window.transport import PullOutcome
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,7 +55,7 @@ def kv() -> Iterator[CudaKvMemory]:
 
 @contextlib.contextmanager
 def window_onto(incarnation: str, kv: CudaKvMemory, method: str | None = None) -> Iterator:
-    from baton.kv_transfer.cuda_ipc import CudaIpcTransport, CudaStagedTransport
+    from baton.kv_transfer.cuda_ipc.cuda_ipc import CudaIpcTransport, CudaStagedTransport
 
     staged = method == "staged"
     transport = CudaStagedTransport(kv) if staged else CudaIpcTransport(kv, method)
@@ -259,7 +259,7 @@ def test_a_wrong_canary_is_refused(kv: CudaKvMemory) -> None:
 
 
 def test_memory_that_cannot_be_read_is_named(kv: CudaKvMemory) -> None:
-    from baton.kv_transfer.cuda_ipc_memory import gpu_uuid
+    from baton.kv_transfer.cuda_ipc.cuda_ipc_memory import gpu_uuid
 
     incarnation = secrets.token_hex(16)
     generations = SharedGenerations(NUM_BLOCKS, incarnation)
@@ -289,8 +289,8 @@ def test_without_peer_access_blocks_are_staged_and_it_is_told(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    from baton.kv_transfer.cuda_ipc import CudaIpcTransport, CudaStagedTransport
-    from baton.kv_transfer.transport import open_window
+    from baton.kv_transfer.cuda_ipc.cuda_ipc import CudaIpcTransport, CudaStagedTransport
+    from baton.kv_transfer.window.transport import open_window
 
     if SOURCE_GPU == PULLER_GPU:
         pytest.skip("needs two GPUs")

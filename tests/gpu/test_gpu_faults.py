@@ -17,12 +17,12 @@ from pathlib import Path
 import mixed_run
 import pytest
 import torch
-from fault_cluster import Cluster, cluster, write_model
-from faults import Scene, Stream
-from mixed_run import Outcome
+from fault_scenes.fault_cluster import Cluster, cluster, write_model
+from fault_scenes.faults import Scene, Stream
+from fault_scenes.mixed_run import Outcome
 
 from baton.core.config import EngineConfig
-from baton.core.request import SamplingParams
+from baton.core.request.request import SamplingParams
 
 pytestmark = [
     pytest.mark.gpu,

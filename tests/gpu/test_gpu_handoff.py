@@ -17,9 +17,9 @@ from baton.client import Client
 from baton.client.messages import Result
 from baton.core.config import EngineConfig, UpConfig
 from baton.core.model_dir import resolve_model_dir
-from baton.core.request import Request, SamplingParams
+from baton.core.request.request import Request, SamplingParams
+from baton.engine.execution.runner import ModelRunner
 from baton.engine.local import LocalEngine
-from baton.engine.runner import ModelRunner
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 
 from baton.core.config import EngineConfig
 from baton.core.errors import StartupFailed
-from baton.core.request import Request, SamplingParams
-from baton.engine.batch import SampleSpec, SequenceSlice
+from baton.core.request.request import Request, SamplingParams
+from baton.engine.execution.batch import SampleSpec, SequenceSlice
+from baton.engine.execution.runner import ModelRunner
 from baton.engine.local import LocalEngine
-from baton.engine.runner import ModelRunner
 
 pytestmark = [
     pytest.mark.gpu,

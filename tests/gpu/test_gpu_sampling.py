@@ -15,11 +15,11 @@ import torch
 from checkpoints import write_checkpoint
 
 from baton.core.config import EngineConfig
-from baton.core.request import Request, SamplingParams
-from baton.engine.batch import SampleSpec, SequenceSlice
+from baton.core.request.request import Request, SamplingParams
+from baton.engine.execution.batch import SampleSpec, SequenceSlice
+from baton.engine.execution.runner import ModelRunner
 from baton.engine.local import LocalEngine
-from baton.engine.outputs import TokenOutput
-from baton.engine.runner import ModelRunner
+from baton.engine.scheduling.outputs import TokenOutput
 
 pytestmark = [
     pytest.mark.gpu,
@@ -190,9 +190,9 @@ _FAULT = """
 import sys
 from baton.core.config import EngineConfig
 from baton.core.errors import EngineFailed
-from baton.core.request import SamplingParams
-from baton.engine.batch import SampleSpec, SequenceSlice
-from baton.engine.runner import ModelRunner
+from baton.core.request.request import SamplingParams
+from baton.engine.execution.batch import SampleSpec, SequenceSlice
+from baton.engine.execution.runner import ModelRunner
 
 runner = ModelRunner(EngineConfig(model=sys.argv[1], device="cuda", num_kv_blocks=40))
 spec = SampleSpec(SamplingParams(temperature=0.0), key=0)

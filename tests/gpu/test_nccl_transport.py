@@ -24,12 +24,12 @@ from gpu_source import LAYOUT, NUM_BLOCKS, PULLER_GPU, Source, holds, pull
 
 from baton.core.config import NodeConfig
 from baton.core.errors import HandoffFailed
-from baton.engine.block_pool import CANARY_BLOCK, BlockRef
-from baton.engine.canary import canary_bytes
-from baton.engine.cuda_kv_memory import CudaKvMemory
-from baton.kv_transfer.block_pairs import BlockPair, BlockPairs
-from baton.kv_transfer.head_ranges import BlockCut, HeadPiece
-from baton.kv_transfer.transport import PullOutcome
+from baton.engine.kv.block_pool import CANARY_BLOCK, BlockRef
+from baton.engine.kv.canary import canary_bytes
+from baton.engine.kv.cuda_kv_memory import CudaKvMemory
+from baton.kv_transfer.window.block_pairs import BlockPair, BlockPairs
+from baton.kv_transfer.window.head_ranges import BlockCut, HeadPiece
+from baton.kv_transfer.window.transport import PullOutcome
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,7 +60,7 @@ def kv() -> Iterator[CudaKvMemory]:
 def window_onto(
     source: Source, kv: CudaKvMemory, name: str, piece: HeadPiece | None = None
 ) -> Iterator:
-    from baton.kv_transfer.transports import transports
+    from baton.kv_transfer.device_transports import transports
 
     transport_name, _, method = name.partition(" ")
     config = NodeConfig(kv_transport=transport_name, kv_copy=method or "auto")

@@ -20,11 +20,11 @@ from node_driver import Heard, NodeProcess, launch, members, session
 from baton.cluster.redis_server import RedisServer
 from baton.core.config import EngineConfig
 from baton.core.membership import Role
-from baton.core.request import Request, SamplingParams
-from baton.engine import peer_reduce
+from baton.core.request.request import Request, SamplingParams
 from baton.engine.local import LocalEngine
-from baton.engine.outputs import StepOutput
-from baton.kernels.ops_triton import send_product
+from baton.engine.parallel import peer_reduce
+from baton.engine.scheduling.outputs import StepOutput
+from baton.kernels.layers.ops_triton import send_product
 from baton.proto.v1 import node_pb2
 
 NUM_GPUS = torch.cuda.device_count()

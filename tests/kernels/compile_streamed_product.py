@@ -9,9 +9,9 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from baton.kernels.products.streamed_product import Stages
+from baton.kernels.products.streamed_product_gluon import _REGISTERS, _WARPS, _streamed_product
 from baton.kernels.row_room import ROWS_AT_ONCE
-from baton.kernels.streamed_product import Stages
-from baton.kernels.streamed_product_gluon import _REGISTERS, _WARPS, _streamed_product
 
 # Stages, whether it is gated, ranks that it is sent to, and from one's part to the next one's.
 CASES = [

@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from baton.kernels.kv_blocks import (
+from baton.kernels.kv.kv_blocks import (
     block_rows,
     copy_blocks,
     gather_blocks,

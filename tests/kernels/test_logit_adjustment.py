@@ -22,11 +22,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from baton.core.sampling import token_key
-from baton.engine.token_counts import TokenCounts
-from baton.kernels.logit_adjustment import LogitAdjustment, Penalties, adjust_logits
-from baton.kernels.logprobs import token_logprobs, top_logprobs
-from baton.kernels.sampling import RowSampling, sample
+from baton.core.request.sampling import token_key
+from baton.engine.execution.token_counts import TokenCounts
+from baton.kernels.sampling.logit_adjustment import LogitAdjustment, Penalties, adjust_logits
+from baton.kernels.sampling.logprobs import token_logprobs, top_logprobs
+from baton.kernels.sampling.sampling import RowSampling, sample
 
 VOCAB_SIZE = 60
 allowed_ids = st.sets(st.integers(0, VOCAB_SIZE - 1), min_size=1)
@@ -204,7 +204,7 @@ def test_counts_grow_with_the_sequence(prompt: list[int], parts: list[list[int]]
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # by numpy, in the interpreter
 def test_the_gpu_sampler_says_nan_too_and_stays_in_the_vocabulary() -> None:
-    sampling_triton = pytest.importorskip("baton.kernels.sampling_triton")
+    sampling_triton = pytest.importorskip("baton.kernels.sampling.sampling_triton")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     logits = random_logits(1, rows=3).to(device)
     logits[0, 7], logits[1] = torch.nan, torch.nan

@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 
 from triton.runtime.interpreter import InterpreterBuilder
 
-from baton.kernels.norm import rms_norm
+from baton.kernels.layers.norm import rms_norm
 from baton.kernels.peer_reduce_triton import (
     EXCHANGE_BYTES,
     MAX_PROGRAMS,
@@ -35,8 +35,8 @@ from baton.kernels.peer_reduce_triton import (
     peer_sum,
     prepare_exchange,
 )
-from baton.kernels.sampling import RowSampling, sample
-from baton.kernels.sampling_triton import VocabularyPart, sample_unfiltered
+from baton.kernels.sampling.sampling import RowSampling, sample
+from baton.kernels.sampling.sampling_triton import VocabularyPart, sample_unfiltered
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the real thing")
 

@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from baton.kernels.kv_blocks import copy_heads, gather_blocks, scatter_blocks
-from baton.kernels.kv_blocks_triton import pull_blocks, pull_heads
+from baton.kernels.kv.kv_blocks import copy_heads, gather_blocks, scatter_blocks
+from baton.kernels.kv.kv_blocks_triton import pull_blocks, pull_heads
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

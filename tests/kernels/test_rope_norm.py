@@ -12,9 +12,9 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from baton.kernels.activation import silu_and_mul
-from baton.kernels.norm import rms_norm
-from baton.kernels.rope import apply_rope, rope_angles
+from baton.kernels.kv.rope import apply_rope, rope_angles
+from baton.kernels.layers.activation import silu_and_mul
+from baton.kernels.layers.norm import rms_norm
 
 
 def test_rope_equals_transformers() -> None:

@@ -8,9 +8,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from baton.core.sampling import mix64, token_key
-from baton.kernels import sampling
-from baton.kernels.sampling import RowSampling, sample
+from baton.core.request.sampling import mix64, token_key
+from baton.kernels.sampling import sampling
+from baton.kernels.sampling.sampling import RowSampling, sample
 
 WORDS = st.integers(0, 2**64 - 1)
 

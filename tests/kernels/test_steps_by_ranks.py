@@ -24,10 +24,10 @@ pytest.importorskip("triton")
 from triton.runtime import interpreter
 
 from baton.core.config import EngineConfig
-from baton.core.request import SamplingParams
-from baton.engine.batch import LaunchedStep, SampleSpec, SequenceSlice
-from baton.engine.gpu_steps import GpuSteps
-from baton.engine.runner import ModelRunner
+from baton.core.request.request import SamplingParams
+from baton.engine.execution.batch import LaunchedStep, SampleSpec, SequenceSlice
+from baton.engine.execution.gpu_steps import GpuSteps
+from baton.engine.execution.runner import ModelRunner
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the real thing"),

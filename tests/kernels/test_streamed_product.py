@@ -12,8 +12,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from baton.kernels import activation, ops_triton
-from baton.kernels.norm_triton import rms_norm
+from baton.kernels.layers import activation, ops_triton
+from baton.kernels.layers.norm_triton import rms_norm
 from baton.kernels.peer_reduce_triton import (
     EXCHANGE_BYTES,
     MAX_PROGRAMS,
@@ -23,8 +23,8 @@ from baton.kernels.peer_reduce_triton import (
     Exchange,
     prepare_exchange,
 )
+from baton.kernels.products.streamed_product import Stages, choose_stages
 from baton.kernels.row_room import ROWS_AT_ONCE, empty_rows, has_room
-from baton.kernels.streamed_product import Stages, choose_stages
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
@@ -45,7 +45,7 @@ def streamed(
     stages: Stages,
     is_gated: bool = False,
 ) -> torch.Tensor:
-    from baton.kernels.streamed_product_gluon import streamed_product
+    from baton.kernels.products.streamed_product_gluon import streamed_product
 
     return streamed_product(x, weight, bias, stages, is_gated=is_gated)
 
@@ -173,7 +173,7 @@ def test_what_is_sent_lies_where_it_is_added_up(
     num_ranks: int, in_parts: bool, num_outputs: int, num_rows: int, dtype: torch.dtype
 ) -> None:
     """All words of all ranks' slots, which one GPU plays: nothing lies anywhere else."""
-    from baton.kernels.streamed_product_gluon import send_streamed_product
+    from baton.kernels.products.streamed_product_gluon import send_streamed_product
 
     memories = [
         torch.zeros(EXCHANGE_BYTES, dtype=torch.uint8, device="cuda") for _ in range(num_ranks)

@@ -13,23 +13,25 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from baton.kernels import activation, kv_blocks, norm, rope, sampling
-from baton.kernels.activation_triton import silu_and_mul
-from baton.kernels.attention import AttentionBackend, AttentionMetadata
-from baton.kernels.attention_gpu import GpuAttention, make_gpu_attention
-from baton.kernels.attention_torch import TorchAttention
-from baton.kernels.decode_attention_triton import divide, max_shares
-from baton.kernels.gemv_triton import (
+from baton.kernels.attention.attention import AttentionBackend, AttentionMetadata
+from baton.kernels.attention.attention_gpu import GpuAttention, make_gpu_attention
+from baton.kernels.attention.attention_torch import TorchAttention
+from baton.kernels.attention.decode_attention_triton import divide, max_shares
+from baton.kernels.kv import kv_blocks, rope
+from baton.kernels.kv.kv_blocks_triton import gather_blocks, scatter_blocks
+from baton.kernels.kv.rope_triton import rotate_and_store
+from baton.kernels.layers import activation, norm
+from baton.kernels.layers.activation_triton import silu_and_mul
+from baton.kernels.layers.norm_triton import add_rms_norm, norm_heads, rms_norm
+from baton.kernels.products.gemv_triton import (
     MAX_FEW_ROWS,
     Tiling,
     few_rows_product,
     few_rows_tiling,
     gemv,
 )
-from baton.kernels.kv_blocks_triton import gather_blocks, scatter_blocks
-from baton.kernels.norm_triton import add_rms_norm, norm_heads, rms_norm
-from baton.kernels.rope_triton import rotate_and_store
-from baton.kernels.sampling_triton import VocabularyPart, sample_unfiltered
+from baton.kernels.sampling import sampling
+from baton.kernels.sampling.sampling_triton import VocabularyPart, sample_unfiltered
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
@@ -426,7 +428,7 @@ def test_flashinfer(heads: tuple[int, int], lens: str) -> None:
 
 @pytest.mark.gpu
 def test_flashinfer_keeps_one_slices_nan_from_the_others() -> None:
-    flashinfer = pytest.importorskip("baton.kernels.attention_flashinfer")
+    flashinfer = pytest.importorskip("baton.kernels.attention.attention_flashinfer")
     for first, is_own in ((128, True), (129, False)):
         batch = Batch((32, 8), 128, [(0, first), (0, 200)], torch.bfloat16)
         lens = batch.metadata.query_lens

@@ -1,18 +1,18 @@
 """Every story that one hand-off can have within bounds: none may end badly. See docs/proof.md.
 
-fakes/handoff_sides.py asserts what must hold at each step, fakes/handoff_moves.py says what can
-happen, fakes/handoff_search.py that everything comes to its end. The number of states beside each
+In fakes/handoff, handoff_sides.py asserts what must hold at each step, handoff_moves.py says what
+can happen, handoff_search.py that everything comes to its end. The number of states beside each
 search is the least that it must see: one that became smaller by accident proves less than it says.
 """
 
 from __future__ import annotations
 
 import pytest
-from fakes.handoff_moves import FAULTS
-from fakes.handoff_search import Bounds, Search
+from fakes.handoff.handoff_moves import FAULTS
+from fakes.handoff.handoff_search import Bounds, Search
 
-from baton.kv_transfer.puller_transfer import PullerState
-from baton.kv_transfer.source import SourceState
+from baton.kv_transfer.protocol.puller_transfer import PullerState
+from baton.kv_transfer.protocol.source import SourceState
 
 PATIENT = False  # the next attempt only after the one before has ended at one side
 IMPATIENT = True  # ... at any moment

@@ -16,24 +16,24 @@ from types import FunctionType
 from typing import Any
 
 import pytest
-from fakes import handoff_checks as checks
-from fakes.handoff_checks import search
+from fakes.handoff import handoff_checks as checks
+from fakes.handoff.handoff_checks import search
 
-from baton.core import block_hash
+from baton.core.request import block_hash
 from baton.decode_node.windows import Windows
-from baton.engine import sequence
-from baton.engine.block_pool import BlockPool
-from baton.engine.block_tables import BlockTables
-from baton.engine.prefix_cache import PrefixCache
-from baton.engine.scheduler import Scheduler
-from baton.kv_transfer.manifest_sequence import ManifestSequence
-from baton.kv_transfer.memory import MemoryPull
-from baton.kv_transfer.puller import Puller
-from baton.kv_transfer.renewals import Renewals
-from baton.kv_transfer.reserve_queue import ReserveQueue
-from baton.kv_transfer.shm import _SourceMapping
-from baton.kv_transfer.source import Source, _Transfer
-from baton.kv_transfer.tombstones import Tombstones
+from baton.engine.kv.block_pool import BlockPool
+from baton.engine.kv.prefix_cache import PrefixCache
+from baton.engine.scheduling import sequence
+from baton.engine.scheduling.block_tables import BlockTables
+from baton.engine.scheduling.scheduler import Scheduler
+from baton.kv_transfer.protocol.manifest_sequence import ManifestSequence
+from baton.kv_transfer.protocol.puller import Puller
+from baton.kv_transfer.protocol.renewals import Renewals
+from baton.kv_transfer.protocol.reserve_queue import ReserveQueue
+from baton.kv_transfer.protocol.source import Source, _Transfer
+from baton.kv_transfer.protocol.tombstones import Tombstones
+from baton.kv_transfer.shm.shm import _SourceMapping
+from baton.tests.fakes.handoff.memory_transport import MemoryPull
 
 Check = Callable[[], None]
 Edit = tuple[str, str]

@@ -17,11 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core import block_hash
-from baton.core.block_hash import BlockHash, block_hashes, root_hash
-from baton.engine.block_pool import BlockPool
-from baton.engine.generations import LocalGenerations
-from baton.engine.prefix_cache import PrefixCache
+from baton.core.request import block_hash
+from baton.core.request.block_hash import BlockHash, block_hashes, root_hash
+from baton.engine.kv.block_pool import BlockPool
+from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.prefix_cache import PrefixCache
 
 BLOCK_SIZE = 2
 NUM_BLOCKS = 10

@@ -14,7 +14,7 @@ import yaml
 
 from baton.cli.launch import gateway_parser, node_parser
 from baton.core.membership import Role
-from baton.gateway.telemetry.metric_table import ALL
+from baton.gateway.telemetry.metrics.metric_table import ALL
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 BOARD = DEPLOY / "grafana" / "baton.json"

@@ -48,7 +48,7 @@ def test_reference_shows_the_code_s_defaults(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_tests_that_security_md_names_are_there() -> None:
     named = set(re.findall(r"`(test_\w+)`", (DOCS / "security.md").read_text()))
-    tests = "\n".join(path.read_text() for path in (ROOT / "tests").glob("*/test_*.py"))
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     assert len(named) > 20
     assert named <= set(re.findall(r"def (test_\w+)", tests))
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,26 @@ MAY_IMPORT: dict[str, set[str]] = {
     "client": {"core", "proto"},
     "cli": {"core", "proto", "cluster", "prefix_index", "node", "gateway", "client", "engine"},
 }
+
+# folder -> its rooms from the top, "" for its own files: a file may import from below
+FLOORS: dict[str, tuple[str, ...]] = {
+    "core": ("channels", "", "process", "request"),
+    "kernels": ("sampling", "layers", "attention", "kv", "products", ""),
+    "engine": ("", "parallel", "scheduling", "execution", "model", "kv"),
+    "kv_transfer": (
+        *("ranks", "protocol", "", "nccl", "network"),
+        *("cuda_ipc", "shm", "export", "window"),
+    ),
+    "node": ("engine_process", "requests", "supervisor", "channels", ""),
+    "gateway": (
+        *("process", "grpc", "http", "admission", "telemetry", "security", "engines", "request"),
+        *("validation", "text", ""),
+    ),
+    "gateway/http": ("", "chat", "generate", "dashboard", "protocol"),
+    "gateway/telemetry": ("", "window", "metrics", "calls"),
+    "cli": ("", "deployment", "cluster", "host"),
+}
+MAX_FILES = 14  # of a folder, without those in folders of its own
 
 
 def product_files() -> list[Path]:
@@ -82,10 +103,42 @@ def test_no_import_runs_up() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def room(parts: tuple[str, ...], folder: tuple[str, ...]) -> str:
+    """In which room of the folder a module lies: `parts` leads to it from the root."""
+    is_deep = (ROOT / Path(*parts[: len(folder) + 1])).is_dir()
+    return parts[len(folder)] if is_deep else ""
+
+
+@pytest.mark.parametrize("name", FLOORS)
+def test_no_import_runs_up_within_a_folder(name: str) -> None:
+    folder, floors = tuple(name.split("/")), FLOORS[name]
+    own = {path.parent.name for path in (ROOT / name).glob("*/__init__.py")}
+    assert own == set(floors) - {""}
+    wrong = []
+    for path in product_files():
+        parts = path.relative_to(ROOT).parts
+        if parts[: len(folder)] != folder:
+            continue
+        floor = floors.index(room(parts, folder))
+        for target in imports_of(path):
+            is_inside = target[: len(folder)] == folder and len(target) > len(folder)
+            if is_inside and floors.index(room(target, folder)) < floor:
+                wrong.append(f"{path.relative_to(ROOT)} imports {'.'.join(target)}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_folder_is_full() -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    folders = Counter(
+        path.parent for path in map(Path, listed.stdout.split("\n")) if path.suffix == ".py"
+    )
+    assert not {folder: n for folder, n in folders.items() if n > MAX_FILES}
+
+
 def test_only_wire_modules_of_kv_transfer_import_proto() -> None:
     users = {
         path.name
-        for path in (ROOT / "kv_transfer").glob("*.py")
+        for path in (ROOT / "kv_transfer").rglob("*.py")
         if any(target[0] == "proto" for target in imports_of(path))
     }
     assert users <= {"wire.py"}
@@ -107,7 +160,9 @@ def run_python(program: str) -> str:
     return result.stdout.strip()
 
 
-@pytest.mark.parametrize("face", ["baton.gateway.server", "baton.client", "baton.node.supervisor"])
+@pytest.mark.parametrize(
+    "face", ["baton.gateway.process.server", "baton.client", "baton.node.supervisor.supervisor"]
+)
 def test_control_plane_never_imports_torch(face: str) -> None:
     heavy = ("torch", "transformers")
     program = f"import sys, {face}; print([m for m in {heavy} if m in sys.modules])"

@@ -22,11 +22,12 @@ KEYWORDS = {"shell": True, "trust_remote_code": True, "check_hostname": False}
 
 # Where input of others comes in: an assert there is a check that `python -O` leaves out.
 EDGES = (
-    "gateway/http", "gateway/security", "gateway/service.py", "gateway/vllm_wire.py",
-    "gateway/validation.py", "gateway/sampling_validation.py", "gateway/wire.py",
-    "gateway/grpc_calls.py", "gateway/vllm_engine.py", "cluster", "node/rpc.py",
-    "kv_transfer/wire.py", "kv_transfer/pool_address.py", "core/model_dir.py",
-    "engine/checkpoint.py", "engine/model_config.py",
+    "gateway/http", "gateway/security", "gateway/grpc/service.py", "gateway/grpc/vllm_wire.py",
+    "gateway/validation/validation.py", "gateway/validation/sampling_validation.py",
+    "gateway/engines/wire.py", "gateway/grpc/grpc_calls.py", "gateway/grpc/vllm_engine.py",
+    "cluster", "node/supervisor/rpc.py",
+    "kv_transfer/protocol/wire.py", "kv_transfer/export/pool_address.py", "core/model_dir.py",
+    "engine/model/checkpoint.py", "engine/model/model_config.py",
 )  # fmt: skip
 # Of an own attribute that is there by now: it says so to the type checker, and judges no input.
 OWN_STATE = re.compile(r"self\._[\w.]+ is not None\Z")

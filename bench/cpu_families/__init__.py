@@ -1,0 +1,1 @@
+"""What `bench.cpu` measures, a family of figures a file."""

@@ -1,0 +1,132 @@
+"""What observing calls costs the gateway's event loop: per delivered chunk, per call, per reading.
+
+The observers are fed as the front door feeds them: one chunk a step for each of many streams. CPU
+time, since that is what the event loop loses, whoever else uses the machine.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+
+from baton.core.ports import SystemClock
+from baton.core.request.request import FinishReason
+from baton.core.request.timeline import Event, Stamp
+from baton.gateway.request.caller import anyone
+from baton.gateway.request.engine_link import Transfer
+from baton.gateway.request.output_chunk import Chunk, Result
+from baton.gateway.telemetry.calls.call_records import CallObserver, CallRecord
+from baton.gateway.telemetry.calls.observers import Observers
+from baton.gateway.telemetry.calls.token_gaps import TokenGaps
+from baton.gateway.telemetry.metrics import metric_table
+from baton.gateway.telemetry.metrics.metric_store import MetricStore
+from baton.gateway.telemetry.metrics.prometheus import CallMetrics, SloTargets
+from baton.gateway.telemetry.window.snapshot import window_snapshot
+from baton.gateway.telemetry.window.window import Window
+
+from ..floors.figures import Figure, repeat_s
+
+NUM_STREAMS = 64
+NUM_STEPS = 400
+_REPEATS = 5
+_GAP_S = 0.14
+
+
+class _Clock(SystemClock):
+    """Moves by a token's gap a step, so that minutes of traffic take no minutes.
+
+    The gaps are long: all repeats together fill the window.
+    """
+
+    now_s = 1000.0
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+
+def measure() -> list[Figure]:
+    """Microseconds of the event loop for a chunk and a call's end, milliseconds for a page."""
+    clock = _Clock()
+    gaps = TokenGaps()
+    window = Window(clock, gaps)
+    metrics = CallMetrics(
+        MetricStore(metric_table.ALL, "baton_", "demo"), SloTargets(ttft_s=0.5, tbt_s=0.05), gaps
+    )
+    bare = [_play(clock, []) for _ in range(_REPEATS)]
+    rounds = [_play(clock, [Observers([window, metrics], gaps)]) for _ in range(_REPEATS)]
+    chunk_us = tuple(chunk_s * 1e6 for chunk_s, _ in rounds)
+    floor_us = min(chunk_s for chunk_s, _ in bare) * 1e6
+    call_us = tuple(call_s * 1e6 for _, call_s in rounds)
+    floor_is = "noting when it was delivered"
+    shape = f"{NUM_STEPS} tokens of {NUM_STREAMS} streams"
+
+    def ask(since_unix_s: float | None) -> None:
+        window_snapshot(window, ttft_slo_s=0.5, tbt_slo_s=0.05, since_unix_s=since_unix_s)
+
+    now_unix_s = window.clocks()[1]
+    first_ms = tuple(s * 1e3 for s in repeat_s(lambda: ask(None), _REPEATS))
+    next_ms = tuple(s * 1e3 for s in repeat_s(lambda: ask(now_unix_s - 1), _REPEATS))
+    return [
+        Figure(f"a delivered chunk, {shape}", "us", chunk_us, floor_us, floor_is, target=5.0),
+        Figure(f"the end of a call, {shape}", "us", call_us),
+        Figure("a page's first snapshot, all of the window", "ms", first_ms),
+        Figure("a page's next snapshot, one second", "ms", next_ms),
+    ]
+
+
+def _play(clock: _Clock, observers: Sequence[CallObserver]) -> tuple[float, float]:
+    """Seconds for a chunk, and for the end of a call."""
+    rng = random.Random(0)
+    records = [_begin(clock, observers) for _ in range(NUM_STREAMS)]
+    chunk = Chunk("x", (5,), 0)
+    spent_s = 0.0
+    for _ in range(NUM_STEPS):
+        clock.now_s += _GAP_S * rng.lognormvariate(0, 0.3)
+        began_s = time.thread_time()
+        for record in records:
+            record.token_times[0].append((clock.now_s, 1))
+            for observer in observers:
+                observer.chunk_delivered(record, chunk, clock.now_s)
+        spent_s += time.thread_time() - began_s
+    began_s = time.thread_time()
+    for record in records:
+        record.results[0] = _result(record)
+        record.ended_s = clock.now_s
+        for observer in observers:
+            observer.call_ended(record)
+    ended_s = time.thread_time() - began_s
+    return spent_s / NUM_STEPS / NUM_STREAMS, ended_s / NUM_STREAMS
+
+
+def _begin(clock: _Clock, observers: Sequence[CallObserver]) -> CallRecord:
+    record = CallRecord(
+        call_id="0" * 32,
+        label="",
+        caller=anyone("grpc"),
+        model="demo",
+        num_samples=1,
+        prompt_tokens=1000,
+        arrived_s=clock.now_s,
+        arrived_unix_ns=clock.unix_ns(),
+        token_times=[[]],
+    )
+    for observer in observers:
+        observer.call_began(record)
+    return record
+
+
+def _result(record: CallRecord) -> Result:
+    return Result(
+        finish_reason=FinishReason.LENGTH,
+        matched_stop=None,
+        prompt_tokens=record.prompt_tokens,
+        completion_tokens=NUM_STEPS,
+        cached_tokens=0,
+        prefill_node="prefill-0",
+        decode_node="decode-0",
+        transfer=Transfer(1 << 20, 0, "shm"),
+        attempts=1,
+        seed=0,
+        timeline=tuple(Stamp(event, record.arrived_unix_ns, "node") for event in Event),
+    )

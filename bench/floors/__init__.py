@@ -1,0 +1,1 @@
+"""What a figure is measured against: floors of hardware, shapes of models, tables."""

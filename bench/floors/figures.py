@@ -1,0 +1,152 @@
+"""What a benchmark reports: a measured figure beside the bound that physics or the library sets.
+
+Medians of repeats, with the smallest and the largest for the noise. Knows nothing of what is
+measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One row. `samples` has one value a repeat; `bound` is a floor for times, a ceiling for rates.
+
+    `target` is what the project wants to reach: at most for times, at least for rates.
+    """
+
+    name: str
+    unit: str
+    samples: tuple[float, ...]
+    bound: float | None = None
+    bound_is: str = ""
+    target: float | None = None
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.samples)
+
+    @property
+    def is_rate(self) -> bool:
+        return self.unit.endswith("/s")
+
+    @property
+    def is_met(self) -> bool | None:
+        """Whether the target is reached; None without one."""
+        if self.target is None:
+            return None
+        return self.median >= self.target if self.is_rate else self.median <= self.target
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "unit": self.unit,
+            "median": self.median,
+            "min": min(self.samples),
+            "max": max(self.samples),
+            "repeats": len(self.samples),
+            "ceiling" if self.is_rate else "floor": self.bound,
+            "bound_is": self.bound_is,
+            "target": self.target,
+        }
+
+
+def time_s(action: Callable[[], object]) -> float:
+    """How long one call takes."""
+    began_s = time.perf_counter()
+    action()
+    return time.perf_counter() - began_s
+
+
+def repeat_s(action: Callable[[], object], repeats: int, warmups: int = 1) -> tuple[float, ...]:
+    """How long each of some calls takes, after some that do not count."""
+    for _ in range(warmups):
+        action()
+    return tuple(time_s(action) for _ in range(repeats))
+
+
+def table(figures: Sequence[Figure]) -> str:
+    """For people: one row a figure."""
+    rows = [("", "median", "min - max", "bound", "target", "")]
+    for f in figures:
+        noise = f"{_number(min(f.samples))} - {_number(max(f.samples))}"
+        target = "" if f.target is None else _number(f.target) + ("" if f.is_met else " MISSED")
+        bound = "" if f.bound is None else _number(f.bound)
+        rows.append((f.name, f"{_number(f.median)} {f.unit}", noise, bound, target, f.bound_is))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(map(_pad, row, widths, range(len(row)))).rstrip() for row in rows)
+
+
+def _pad(cell: str, width: int, column: int) -> str:
+    """Words to the left, numbers to the right."""
+    return cell.ljust(width) if column in (0, 5) else cell.rjust(width)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def machine() -> dict[str, Any]:
+    """Where the figures come from."""
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "cpu": _cpu_model(),
+        "load_before": os.getloadavg()[0],
+        "python": platform.python_version(),
+    }
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def commit() -> str:
+    """The commit that was measured; `+` where files differ from it."""
+    said = subprocess.run(
+        ["git", "describe", "--always", "--dirty=+", "--abbrev=12"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return said.stdout.strip() or "unknown"
+
+
+def command_line(module: str, argv: Sequence[str]) -> str:
+    """What to type for the same run of `bench/module`."""
+    return shlex.join(["python", "-m", f"baton.bench.{module}", *argv])
+
+
+def write(
+    path: Path,
+    families: dict[str, Sequence[Figure]],
+    where: dict[str, Any],
+    module: str = "cpu",
+) -> None:
+    """All figures as JSON, with commit, command and machine."""
+    result = {
+        "commit": commit(),
+        "command": command_line(module, sys.argv[1:]),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "machine": where,
+        "figures": {name: [f.as_dict() for f in figures] for name, figures in families.items()},
+    }
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")

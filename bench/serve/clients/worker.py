@@ -1,0 +1,88 @@
+"""A load generator's process: one Python process cannot read ten thousand tokens a second.
+
+parent ── plan: JSON, one line ──► worker ── "connected" ──► parent
+parent ── start_s ───────────────► worker ── "done" ───────► parent reads the records' file
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from . import generator, records
+from .arrivals import Arrival, Prompt
+from .driver_choice import connect
+from .workloads import Background
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one generator does, JSON-able."""
+
+    target: str
+    model: str
+    vocab_size: int
+    index: int
+    num_generators: int
+    duration_s: float
+    drain_s: float
+    arrivals: tuple[Arrival, ...]
+    background: Background | None
+    out: str
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        fields: dict[str, Any] = json.loads(text)
+        background = fields.pop("background")
+        arrivals = tuple(map(_arrival, fields.pop("arrivals")))
+        return cls(
+            **fields,
+            arrivals=arrivals,
+            background=None if background is None else Background(**background),
+        )
+
+    @property
+    def streams(self) -> range:
+        """The background's streams that are this generator's."""
+        num_streams = 0 if self.background is None else self.background.num_streams
+        return range(self.index, num_streams, self.num_generators)
+
+
+def _arrival(fields: dict[str, Any]) -> Arrival:
+    prompt = fields.pop("prompt")
+    prompt["seeds"] = tuple(prompt["seeds"])
+    return Arrival(prompt=Prompt(**prompt), **fields)
+
+
+async def _run(plan: Plan) -> list[records.Record]:
+    async with connect(plan.target, plan.model, plan.index) as driver:
+        print("connected", flush=True)
+        start_s = float(await asyncio.to_thread(sys.stdin.readline))
+        return await generator.run(
+            driver,
+            plan.arrivals,
+            plan.streams,
+            plan.background,
+            start_s=start_s,
+            duration_s=plan.duration_s,
+            drain_s=plan.drain_s,
+            vocab_size=plan.vocab_size,
+        )
+
+
+def main() -> None:
+    """Read the plan, work, write the records."""
+    plan = Plan.from_json(sys.stdin.readline())
+    records.save(Path(plan.out), asyncio.run(_run(plan)))
+    print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""The named mixes: what a run asks of a system.
+
+idle          one request after the other, of several lengths: latency without load
+streams       long running streams alone: what one token costs when nothing else happens
+streams+8k    the same, while prompts of 8192 tokens arrive: what prefill does to decode
+poisson       one kind of request at a rate
+trace         what users sent, from a trace's time stamps, lengths and shared prefixes
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ...floors.figures import ROOT
+from .arrivals import Arrival, Prompt, from_trace, poisson
+
+TRACE = ROOT / "bench" / "data" / "mooncake_conversation_120s.jsonl"
+BACKGROUND, PROBE = "background", "probe"
+
+
+@dataclass(frozen=True, slots=True)
+class Background:
+    """Streams that run all the time: one that ends begins anew with its own prompt.
+
+    The first outputs are shortened by different parts, or all would end in one moment.
+    """
+
+    num_streams: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+    def prompt(self, stream: int) -> Prompt:
+        """Each stream's own, the same in every run: begun anew, it costs no prefill to speak of."""
+        return Prompt.drawn(self.num_prompt_tokens, 1_000_000 + stream)
+
+    def first_output_tokens(self, stream: int) -> int:
+        share = (stream + 1) / self.num_streams
+        return max(1, int(self.num_output_tokens * share))
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A mix, ready to be sent. What happens before `warmup_s` is not reported."""
+
+    name: str
+    duration_s: float
+    warmup_s: float
+    arrivals: tuple[Arrival, ...]
+    background: Background | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The numbers that a mix is made of."""
+
+    rate_per_s: float = 3.7
+    duration_s: float = 60.0
+    warmup_s: float = 5.0
+    num_prompt_tokens: int = 8192
+    num_output_tokens: int = 32
+    num_streams: int = 64
+    stream_prompt_tokens: int = 1024
+    stream_output_tokens: int = 2048
+    idle_lengths: tuple[int, ...] = (1024, 8192, 32_768)
+    num_idle_requests: int = 10
+    trace_speed: float = 1.0
+    max_tokens: int = 131_072
+    seed: int = 0
+
+
+DEFAULT_SHAPE = Shape()
+MIXES = ("idle", "streams", "streams+8k", "poisson", "trace")
+
+
+def make_workload(mix: str, shape: Shape, trace: Path = TRACE) -> Workload:
+    """The mix `mix` in this shape; `idle` is no open loop: see idle.py."""
+    background = Background(
+        shape.num_streams, shape.stream_prompt_tokens, shape.stream_output_tokens
+    )
+    timing = Workload(mix, shape.duration_s, shape.warmup_s, ())
+    if mix == "streams":
+        return replace(timing, background=background)
+    if mix == "streams+8k":
+        # Probes come once the streams run; the arrival times count from the start.
+        return replace(timing, background=background, arrivals=_poisson(shape))
+    if mix == "poisson":
+        return replace(timing, arrivals=_poisson(shape))
+    if mix == "trace":
+        arrivals = from_trace(
+            trace, shape.duration_s, speed=shape.trace_speed, max_tokens=shape.max_tokens
+        )
+        return replace(timing, arrivals=tuple(arrivals))
+    raise ValueError(f"no open-loop mix {mix!r}; there are {', '.join(MIXES[1:])}")
+
+
+def _poisson(shape: Shape) -> tuple[Arrival, ...]:
+    return tuple(
+        poisson(
+            shape.rate_per_s,
+            shape.duration_s,
+            num_prompt_tokens=shape.num_prompt_tokens,
+            num_output_tokens=shape.num_output_tokens,
+            seed=shape.seed,
+            group=PROBE,
+        )
+    )

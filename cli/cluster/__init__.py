@@ -1,0 +1,1 @@
+"""Looking at a running cluster: survey, ledgers, what must hold."""

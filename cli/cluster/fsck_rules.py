@@ -1,0 +1,165 @@
+"""What must hold in a cluster, judged over one survey of it. Pure: no network, no clock.
+
+    every engine     Redis knows it, it answers, its block counts add up
+    every request    that keeps blocks for a transfer has one
+    every transfer   is known on both sides: source HELD ── puller ATTACHED, QUEUED or PULLING
+    every link       is known on both sides
+    prefix index     tells of all cached blocks, and of none but cached and held ones
+
+Ledgers are taken at slightly different moments, so what is under way may look torn:
+`is_momentary` names the findings that count only if a second look finds them again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ..host.finding import Finding, ok, problem, warning
+from .ledger import Ledger
+from .survey import EngineView, Survey
+
+_UNASKED = "waiting"  # a puller's transfer whose source has not heard of it
+_ENDING = "ending"  # given up; only copies in flight keep its memory
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A finding, and whether it may only be a moment's."""
+
+    finding: Finding
+    is_momentary: bool = False
+
+
+def judge(survey: Survey) -> list[Judged]:
+    """All that is wrong, and one line for each engine with which all is well."""
+    judged = [*_entries(survey)]
+    by_incarnation = {
+        engine.member.incarnation: engine
+        for engine in survey.engines
+        if engine.member is not None and engine.ledger is not None
+    }
+    for engine in survey.engines:
+        wrong = [*_engine(engine, by_incarnation)]
+        if all(one.is_momentary for one in wrong):
+            judged.append(Judged(ok(engine.name, _summary(engine))))
+        judged += wrong
+    return [*judged, *_doubles(survey)]
+
+
+def _summary(engine: EngineView) -> str:
+    assert engine.ledger is not None
+    b = engine.ledger.blocks
+    return (
+        f"{b.free} free + {b.cached} cached + {b.held} held + {b.reserved} reserved = {b.total} "
+        f"blocks, {len(engine.ledger.requests)} requests, {len(engine.ledger.transfers)} transfers"
+    )
+
+
+def _entries(survey: Survey) -> Iterator[Judged]:
+    if survey.num_bad_entries:
+        text = f"{survey.num_bad_entries} entries are junk or not signed with this secret"
+        yield Judged(warning("redis", text, "another BATON_CLUSTER_SECRET? they are ignored"))
+    if not survey.engines:
+        yield Judged(problem("redis", "no engine is listed", "is this the right --cluster?"))
+
+
+def _engine(engine: EngineView, living: Mapping[str, EngineView]) -> Iterator[Judged]:
+    if engine.ledger is None:
+        text = f"in Redis, but does not answer at {engine.address}: {engine.silence}"
+        yield Judged(problem(engine.name, text, "its entry runs out within seconds if it is dead"))
+        return
+    if engine.member is None:
+        text = f"answers at {engine.address}, but is not in Redis: no gateway finds it"
+        yield Judged(problem(engine.name, text, "draining, or cut off from Redis"), True)
+        return
+    yield from _counts(engine.name, engine.ledger)
+    yield from _requests(engine.name, engine.ledger)
+    yield from _transfers(engine, engine.ledger, living)
+    yield from _links(engine, engine.ledger, living)
+    yield from _index(engine, engine.ledger)
+
+
+def _counts(name: str, ledger: Ledger) -> Iterator[Judged]:
+    b = ledger.blocks
+    total = b.free + b.cached + b.held + b.reserved
+    if total != b.total:
+        yield Judged(problem(name, f"block counts add up to {total}, not to {b.total}"))
+    owned = sum(request.num_blocks for request in ledger.requests.values())
+    if b.held > owned and not ledger.num_fences:
+        text = f"{b.held - owned} held blocks are no request's: leaked"
+        yield Judged(problem(name, text, "restart the node, and report it"))
+    largest = max((request.num_blocks for request in ledger.requests.values()), default=0)
+    if largest > b.held:
+        yield Judged(problem(name, f"a request names {largest} blocks, {b.held} are held"))
+
+
+def _requests(name: str, ledger: Ledger) -> Iterator[Judged]:
+    """Those that only wait for a transfer must have one."""
+    awaited = {transfer.key for transfer in ledger.transfers.values()}
+    for key, request in sorted(ledger.requests.items()):
+        if request.state in ("held", "reserved") and key not in awaited:
+            text = f"request {key} is {request.state} for no transfer"
+            yield Judged(problem(name, text, "nobody will ever release it: restart the node"), True)
+
+
+def _transfers(
+    engine: EngineView, ledger: Ledger, living: Mapping[str, EngineView]
+) -> Iterator[Judged]:
+    assert engine.member is not None
+    for transfer_id, transfer in sorted(ledger.transfers.items()):
+        side, other = ("lease", "puller") if transfer.is_source else ("pull", "source")
+        what = f"{side} {transfer_id} ({transfer.state})"
+        if transfer.is_source and transfer.key and transfer.key not in ledger.requests:
+            text = f"{what} is for request {transfer.key}, which is not here"
+            yield Judged(problem(engine.name, text), True)
+        peer = living.get(transfer.peer)
+        if peer is None:
+            text = f"{what}: its {other} {transfer.peer} is not running"
+            yield Judged(problem(engine.name, text, "it ends with its lease"), True)
+            continue
+        assert peer.ledger is not None
+        theirs = peer.ledger.transfers.get(transfer_id)
+        is_expected = transfer.state not in (_UNASKED, _ENDING)
+        if is_expected and (theirs is None or theirs.peer != engine.member.incarnation):
+            text = f"{what}: its {other} {peer.name} knows nothing of it"
+            yield Judged(problem(engine.name, text, "it ends with its lease"), True)
+
+
+def _links(
+    engine: EngineView, ledger: Ledger, living: Mapping[str, EngineView]
+) -> Iterator[Judged]:
+    assert engine.member is not None
+    for incarnation in sorted(ledger.peers):
+        peer = living.get(incarnation)
+        if peer is None:
+            text = f"linked to {incarnation}, which is not in Redis or does not answer"
+            yield Judged(warning(engine.name, text), True)
+        elif peer.ledger is not None and engine.member.incarnation not in peer.ledger.peers:
+            yield Judged(warning(engine.name, f"linked to {peer.name}, not the other way"), True)
+
+
+def _index(engine: EngineView, ledger: Ledger) -> Iterator[Judged]:
+    """A held block is in the index once it is full and computed."""
+    b, count = ledger.blocks, engine.num_published
+    if count is None:
+        text = "does not answer on the prefix index"
+        yield Judged(warning(engine.name, text, "gateways do not see what it has cached"), True)
+    elif not b.cached <= count <= b.cached + b.held:
+        text = f"the index has {count} blocks of it: {b.cached} are cached, {b.held} held"
+        yield Judged(warning(engine.name, text, "gateways route by stale hints"), True)
+
+
+def _doubles(survey: Survey) -> Iterator[Judged]:
+    """A request decodes in one place. While it is handed over, two know it: held, and reserved."""
+    running = Counter(
+        key
+        for engine in survey.engines
+        if engine.ledger is not None
+        for key, request in engine.ledger.requests.items()
+        if request.state == "running"
+    )
+    for key, count in sorted(running.items()):
+        if count > 1:
+            yield Judged(problem("cluster", f"request {key} runs on {count} engines"), True)

@@ -1,0 +1,62 @@
+"""How many blocks each engine says, through the prefix index, that it has cached."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from contextlib import aclosing
+
+from ...prefix_index.link import FollowerLink, IndexAway
+from ...prefix_index.messages import BadMessage, Chunk, Snapshot, decode
+
+_ASK_S = 0.3  # the first question may come before we listen to answers
+_ANSWER_S = 2.0  # an engine answers within 1.5 s, however many ask
+
+
+async def count_published(
+    link: FollowerLink, incarnations: Collection[str], timeout_s: float = _ANSWER_S
+) -> dict[str, int]:
+    """Ask for snapshots and count what is in them. Who does not answer is absent."""
+    counts: dict[str, int] = {}
+    asking = asyncio.create_task(_ask(link, incarnations, counts))
+    try:
+        async with asyncio.timeout(timeout_s), aclosing(link.messages()) as messages:
+            async for raw in messages:
+                await _take(link, raw, incarnations, counts)
+                if counts.keys() >= set(incarnations):
+                    break
+    except TimeoutError:
+        pass
+    finally:
+        asking.cancel()
+        await asyncio.wait({asking})
+    return counts
+
+
+async def _ask(link: FollowerLink, incarnations: Collection[str], counts: dict[str, int]) -> None:
+    while True:
+        for incarnation in set(incarnations) - counts.keys():
+            try:
+                await link.ask(incarnation)
+            except IndexAway:
+                return
+        await asyncio.sleep(_ASK_S)
+
+
+async def _take(
+    link: FollowerLink, raw: bytes, incarnations: Collection[str], counts: dict[str, int]
+) -> None:
+    """Of all that is published only snapshots of these engines count."""
+    try:
+        message = decode(raw)
+        if not isinstance(message, Snapshot) or message.incarnation not in incarnations:
+            return
+        num_hashes = 0
+        for index in range(message.num_chunks):
+            chunk = decode(await link.read_chunk(message.incarnation, index))
+            if not isinstance(chunk, Chunk) or chunk.seq != message.seq:
+                return  # a newer snapshot is being written
+            num_hashes += len(chunk.hashes)
+    except (BadMessage, IndexAway):
+        return
+    counts[message.incarnation] = num_hashes

@@ -1,0 +1,177 @@
+"""Asks a whole cluster: who is in Redis, who answers, and with which ledger.
+
+An engine lives if its node's Session stream for that incarnation says Welcome, as a gateway would
+find out; nothing is dispatched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+import grpc
+
+from ...cluster.link_handshake import ANY_ENGINE, LEDGERS, SESSION, dial
+from ...cluster.redis_client import require_redis
+from ...cluster.redis_directory import RedisDirectory
+from ...cluster.secret import ClusterSecret
+from ...cluster.tls import ClusterTls, open_channel
+from ...core.config import ClusterConfig
+from ...core.errors import Unauthenticated
+from ...core.membership import Member
+from ...prefix_index.redis_link import RedisIndexLink
+from ...proto.v1 import node_pb2, node_pb2_grpc
+from .ledger import BadLedger, Ledger, parse_ledger
+from .published import count_published
+
+_CHANNEL_OPTIONS = (("grpc.use_local_subchannel_pool", 1),)
+_ANSWER_S = 3.0
+_LEDGER_S = 12.0  # a node waits up to 10 s for an engine that hangs
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """One engine. `member` is None if no entry in Redis is its; `silence` says why no ledger.
+
+    `num_published`: blocks that it has by the prefix index; None if it does not answer there.
+    """
+
+    name: str
+    address: str
+    member: Member | None
+    ledger: Ledger | None
+    silence: str = ""
+    num_published: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """One look at a cluster."""
+
+    engines: tuple[EngineView, ...]
+    num_bad_entries: int = 0
+
+
+async def survey(cluster: ClusterConfig) -> Survey:
+    """Ask everybody at once. Raises StartupFailed if Redis does not answer."""
+    members, num_bad_entries = await _members(cluster)
+    addresses = sorted({member.address for member in members})
+    tls = ClusterTls.of(cluster)
+    nodes_members = ([m for m in members if m.address == address] for address in addresses)
+    secret = ClusterSecret.of(cluster)
+    looks = (_look_at(at_one, secret, tls) for at_one in nodes_members)
+    counts, nodes = await asyncio.gather(_count_published(cluster, members), asyncio.gather(*looks))
+    engines = (engine for node in nodes for engine in node)
+    return Survey(tuple(_with_count(engine, counts) for engine in engines), num_bad_entries)
+
+
+async def _count_published(cluster: ClusterConfig, members: Sequence[Member]) -> dict[str, int]:
+    if not members:
+        return {}
+    link = RedisIndexLink(cluster.redis_url, cluster.cluster, ClusterSecret.of(cluster))
+    try:
+        return await count_published(link, {member.incarnation for member in members})
+    finally:
+        await link.close()
+
+
+def _with_count(engine: EngineView, counts: Mapping[str, int]) -> EngineView:
+    if engine.member is None:
+        return engine
+    return replace(engine, num_published=counts.get(engine.member.incarnation))
+
+
+async def _members(cluster: ClusterConfig) -> tuple[tuple[Member, ...], int]:
+    """The directory, and how many of its entries are junk or not signed with our secret."""
+    await require_redis(cluster.redis_url)
+    directory = RedisDirectory(cluster.redis_url, cluster.cluster, ClusterSecret.of(cluster))
+    try:
+        async with aclosing(directory.watch()) as watch:  # type: ignore[type-var]
+            async for members in watch:
+                return members, directory.num_bad_entries
+        raise AssertionError("a watch does not end")
+    finally:
+        await directory.close()
+
+
+async def _look_at(
+    members: Sequence[Member], secret: ClusterSecret, tls: ClusterTls | None
+) -> list[EngineView]:
+    """All engines of one node: those that Redis names, `members`, and those that it does not."""
+    address, role = members[0].address, members[0].role.value
+    async with open_channel(address, tls, role, _CHANNEL_OPTIONS) as channel:
+        stub = node_pb2_grpc.NodeStub(channel)  # type: ignore[no-untyped-call]
+        ledgers, silence = await _ledgers(stub, secret, address)
+        reasons = await asyncio.gather(*(_silence(stub, member, secret) for member in members))
+    engines = []
+    for member, reason in zip(members, reasons, strict=True):
+        ledger = None if reason else ledgers.pop(member.name, None)
+        why = reason or ("" if ledger else silence or "its node has no ledger of it")
+        engines.append(EngineView(member.name, address, member, ledger, why))
+    strangers = [EngineView(name, address, None, ledger) for name, ledger in ledgers.items()]
+    return [*engines, *strangers]
+
+
+async def _ledgers(stub: Any, secret: ClusterSecret, address: str) -> tuple[dict[str, Ledger], str]:
+    """The node's ledgers by engine name, and what went wrong with the rest."""
+    found, silence = dict[str, Ledger](), ""
+    try:
+        texts = await ask_ledgers(stub, secret, address)
+    except grpc.aio.AioRpcError as error:
+        return {}, _reason(error)
+    except Unauthenticated as error:
+        return {}, error.message
+    for text in texts:
+        try:
+            ledger = parse_ledger(text)
+        except BadLedger as error:
+            silence = str(error)
+        else:
+            found[ledger.node] = ledger
+    return found, silence
+
+
+async def ask_ledgers(stub: Any, secret: ClusterSecret, address: str) -> Sequence[str]:
+    """Every engine's ledger at the node of this address, as JSON.
+
+    `stub` is a NodeStub. Raises Unauthenticated, grpc.aio.AioRpcError.
+    """
+    stream = stub.GetLedgers(timeout=_LEDGER_S)
+    try:
+        await dial(
+            *(stream, node_pb2.GetLedgersRequest, secret, LEDGERS),
+            listener=ANY_ENGINE,
+            address=address,
+        )
+        answer = await stream.read()
+        return () if answer is grpc.aio.EOF else tuple(answer.ledgers)
+    finally:
+        stream.cancel()
+
+
+async def _silence(stub: Any, member: Member, secret: ClusterSecret) -> str:
+    """Why this incarnation cannot be spoken to; empty if it can."""
+    stream = stub.Session(timeout=_ANSWER_S)
+    try:
+        await dial(
+            *(stream, node_pb2.GatewayMessage, secret, SESSION),
+            listener=member.incarnation,
+            address=member.address,
+        )
+        message = await stream.read()
+    except grpc.aio.AioRpcError as error:
+        return _reason(error)
+    except Unauthenticated as error:
+        return error.message
+    finally:
+        stream.cancel()
+    if message is grpc.aio.EOF or not message.HasField("welcome"):
+        return "no welcome"
+    return ""
+
+
+def _reason(error: grpc.aio.AioRpcError) -> str:
+    return f"{error.code().name}: {error.details()}"

@@ -1,0 +1,1 @@
+"""A whole deployment on one host as child processes."""

@@ -1,0 +1,176 @@
+"""One part of a deployment as a child process: its start, the lines that it prints, its end.
+
+A child prints one line `ready: <role> <name> <addresses>` when it can serve. Its other lines go to
+`report`, but the gateway's greeting, which is kept for the end of the start. Which children there
+are, and when one is started again, is deployment.py's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field, replace
+
+from ...core import flags
+from ...core.config import ClusterConfig, GatewayConfig
+from ...core.errors import StartupFailed
+from ...core.process.children import bound_to_us
+from ...core.process.loop_watch import HUNG_S, LoopWatch
+from ...gateway.process.startup_message import READY, TRY
+
+GATEWAY = "gateway"
+
+_NODE_HUNG_S = 30.0  # gateways go around a node long before; as long as its engines have
+_CAUSE, _HINT = "error: ", "  try: "  # how launch.py reports a failure
+_MAX_LINE_BYTES = 1 << 20
+
+# A part that is stopped while it imports ends by the signal, not with a trace of its imports.
+_PART = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+from baton.cli.launch import {role}
+sys.exit({role}())
+"""
+
+Report = Callable[[str, str], None]  # (name of the child, one line)
+
+
+@dataclass(slots=True)
+class Child:
+    """`ready` has its gRPC address; `addresses` are all that it named then, and empty before."""
+
+    name: str
+    configs: tuple[object, ...]
+    process: asyncio.subprocess.Process
+    watch: LoopWatch
+    ready: asyncio.Future[str]
+    began_s: float = field(default_factory=time.monotonic)
+    reader: asyncio.Task[None] | None = None
+    addresses: list[str] = field(default_factory=list)
+    last_lines: list[str] = field(default_factory=list)
+    greeting: list[str] = field(default_factory=list)
+    is_greeting_over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @classmethod
+    async def start(
+        cls, name: str, configs: tuple[object, ...], cluster: ClusterConfig, report: Report
+    ) -> Child:
+        """What launch_<role> starts, the role being the name's first word."""
+        role = name.partition("-")[0]
+        argv = [
+            flag
+            for config in (*configs, cluster)
+            for flag in flags.to_argv(config, leave_out=flags.SECRET_FIELDS)
+        ]
+        watch = LoopWatch(HUNG_S if name == GATEWAY else _NODE_HUNG_S)
+        command = [sys.executable, "-c", _PART.format(role=role), *argv]
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *bound_to_us(command, signal.SIGTERM),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env=os.environ
+                | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+                | flags.to_environment(cluster)
+                | watch.environment,
+                pass_fds=[watch.fd],
+                start_new_session=True,  # Ctrl-C reaches us alone: we stop the parts in order
+                limit=_MAX_LINE_BYTES,
+            )
+        except BaseException:  # a cancel too
+            watch.close()
+            raise
+        ready = asyncio.get_running_loop().create_future()
+        child = cls(name, configs, process, watch, ready)
+        child.reader = asyncio.create_task(child._read(report))
+        return child
+
+    async def _read(self, report: Report) -> None:
+        """Pass its lines on until it ends; note its ready line."""
+        assert self.process.stdout is not None
+        async for line in lines_of(self.process.stdout):
+            self.last_lines = [*self.last_lines[-9:], line]
+            if line.startswith("ready: ") and not self.ready.done():
+                self.addresses = line.split()[3:]
+                self.ready.set_result(self.addresses[-1])
+            if line.startswith((READY, TRY)):
+                self.greeting.append(line)
+            else:
+                report(self.name, line)
+            if line.startswith(TRY):
+                self.is_greeting_over.set()
+        self.is_greeting_over.set()
+        await self.process.wait()
+        if not self.ready.done():
+            self.ready.set_exception(self.failure())
+
+    def ask_to_stop(self) -> None:
+        """By Ctrl-C's signal, of which an interpreter that just starts would make a trace."""
+        if self.process.returncode is None:
+            self.process.send_signal(signal.SIGINT if self.addresses else signal.SIGTERM)
+
+    async def until_over(self, report: Report) -> None:
+        """Wait until its process has ended; one that is hung is killed."""
+        ended = asyncio.create_task(self.process.wait())
+        hung = asyncio.create_task(self.watch.until_hung())
+        try:
+            await asyncio.wait({ended, hung}, return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done():
+                stood_s = self.watch.hung_s
+                report(self.name, f"its event loop stood still for {stood_s:g} s: killed")
+                self.process.kill()
+                await self.process.wait()
+        finally:
+            ended.cancel()
+            hung.cancel()
+
+    async def close(self) -> None:
+        """Once its process has ended: read what it said last."""
+        self.watch.close()
+        if self.reader is not None:
+            await self.reader
+        if self.ready.done():
+            with contextlib.suppress(StartupFailed, asyncio.CancelledError):
+                self.ready.result()  # looked at, so asyncio does not complain
+
+    def failure(self) -> StartupFailed:
+        """What it said of its end, in its own two lines if it did so."""
+        lines = self.last_lines
+        causes = [number for number, line in enumerate(lines) if line.startswith(_CAUSE)]
+        if causes:
+            cause, after = lines[causes[-1]], "".join(lines[causes[-1] + 1 : causes[-1] + 2])
+            hint = after.removeprefix(_HINT) if after.startswith(_HINT) else ""
+            return StartupFailed(f"{self.name}: {cause.removeprefix(_CAUSE)}", hint=hint)
+        said = "\n  ".join(lines) or "nothing"
+        code = self.process.returncode
+        return StartupFailed(f"{self.name} ended with code {code}; it said:\n  {said}")
+
+    def configs_again(self) -> tuple[object, ...]:
+        """Its configurations; a gateway's with the ports that it found, which its callers know."""
+        ports = [int(address.rpartition(":")[2]) for address in self.addresses]
+        if self.name != GATEWAY or len(ports) < 2:
+            return self.configs
+        http_port, grpc_port = ports
+        return tuple(
+            replace(config, http_port=http_port, grpc_port=grpc_port)
+            for config in self.configs
+            if isinstance(config, GatewayConfig)
+        )
+
+
+async def lines_of(stream: asyncio.StreamReader) -> AsyncIterator[str]:
+    """Lines until the end. One that is too long is left out: unread, it would stop the child."""
+    while True:
+        try:
+            raw = await stream.readline()
+        except ValueError:
+            raw = b"(a line that is too long to be shown)\n"
+        if not raw:
+            return
+        yield raw.decode(errors="replace").rstrip()

@@ -1,0 +1,233 @@
+"""A whole deployment on one host: Redis, nodes, gateway, as child processes.
+
+Owns their start, their readiness, who is started again, and their end in order; knows nothing of
+requests. One of them alone is child.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ...client import AsyncClient
+from ...cluster.redis_client import require_redis
+from ...cluster.redis_server import RedisServer
+from ...cluster.secret import operator_key
+from ...core.config import ClusterConfig, EngineConfig, GatewayConfig, NodeConfig, UpConfig
+from ...core.errors import BatonError, StartupFailed
+from ...node.supervisor.placement import engine_configs
+from ..host.certs import ca_of, with_role_certificate, with_server_certificate
+from .child import GATEWAY, Child, Report
+
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # how to dial who listens everywhere
+SPAWN_URL = "redis+spawn://"
+_STOP_GRACE_S = 8.0
+_LOOK_AGAIN_S = 0.05
+_MOST_ENDS = 5  # of one part, one soon after the other
+_RESTART_S = 0.2  # longer each time: what holds a port may take a moment to let it go
+_REDIS_RESTART_MAX_S = 5.0  # what runs goes on without it
+_WELL_S = 30.0  # after so long an end is the first again
+
+
+@dataclass(slots=True)
+class Deployment:
+    """`async with Deployment(...) as d`: everything runs; `d.address` is the gateway's."""
+
+    up: UpConfig
+    engine: EngineConfig
+    node: NodeConfig
+    gateway: GatewayConfig
+    report: Report
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    children: list[Child] = field(default_factory=list)
+    address: str = ""
+    greeting: tuple[str, ...] = ()  # gateway/process/startup_message.py
+    _redis: RedisServer | None = None
+
+    async def __aenter__(self) -> Deployment:
+        try:
+            async with asyncio.timeout(self.up.start_timeout_s):
+                await self._start()
+        except TimeoutError as error:
+            starting = [child.name for child in self.children if not child.addresses]
+            what = ", ".join(starting) or "the links between its parts"
+            await self.stop()
+            raise StartupFailed(
+                f"not ready after {self.up.start_timeout_s:.0f} s: {what}", hint="--start-timeout-s"
+            ) from error
+        except BaseException:  # a cancel too: what was started must end
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.stop()
+
+    async def _start(self) -> None:
+        self.num_engines()  # what the nodes would refuse is refused before any is started
+        if self.up.certs is not None:
+            self.gateway = with_server_certificate(self.gateway, Path(self.up.certs))
+        self.cluster = replace(
+            self.cluster,
+            redis_url=await self._redis_url(),
+            cluster_secret=self.cluster.cluster_secret or secrets.token_hex(16),
+        )
+        gateway = await self._launch(GATEWAY, self.gateway)
+        for name, node in self._nodes():
+            await self._launch(name, self.engine, node)
+        await asyncio.gather(*(child.ready for child in self.children))
+        self.address = gateway.ready.result()
+        await self._until_linked()
+        await gateway.is_greeting_over.wait()
+        self.greeting = tuple(gateway.greeting)
+
+    async def _redis_url(self) -> str:
+        if self.up.redis_url != SPAWN_URL:
+            await require_redis(self.up.redis_url)
+            return self.up.redis_url
+        self._redis = RedisServer.start()
+        return self._redis.url
+
+    def _nodes(self) -> list[tuple[str, NodeConfig]]:
+        """One node per role over its GPUs; without GPUs, as many nodes as were asked for."""
+        up, nodes = self.up, []
+        for role, gpus, count in (
+            ("prefill", up.prefill_gpus, up.num_prefill_nodes),
+            ("decode", up.decode_gpus, up.num_decode_nodes),
+        ):
+            for i in range(1 if gpus else count):
+                name = f"{role}-{i}"
+                nodes.append((name, replace(self.node, gpus=gpus, name=name, port=0)))
+        return nodes
+
+    async def _launch(self, name: str, *configs: object) -> Child:
+        cluster = self.cluster
+        if self.up.certs is not None:
+            role = name.partition("-")[0]
+            cluster = with_role_certificate(cluster, Path(self.up.certs), role)
+        child = await Child.start(name, configs, cluster, self.report)
+        self.children.append(child)
+        return child
+
+    async def _until_linked(self) -> None:
+        """Raises StartupFailed if a part ends meanwhile: nobody starts it again yet."""
+        linking = asyncio.create_task(self.wait_linked())
+        ends = {asyncio.create_task(child.process.wait()): child for child in self.children}
+        try:
+            await asyncio.wait({linking, *ends}, return_when=asyncio.FIRST_COMPLETED)
+            for end, child in ends.items():
+                if end.done():
+                    assert child.reader is not None
+                    await child.reader
+                    raise child.failure()
+            linking.result()
+        finally:
+            for task in (linking, *ends):
+                task.cancel()
+
+    async def wait_linked(self) -> None:
+        """Wait until the gateway sees every engine, each decode engine linked to all sources."""
+        num_engines = self.num_engines()
+        async with self.client() as client:
+            while True:
+                try:
+                    nodes = (await client.model_info()).nodes
+                except BatonError as error:
+                    raise StartupFailed(
+                        f"the gateway does not answer at {self.address}: {error.message}",
+                        hint="with TLS: does --tls-cert name this address? (baton certs --hosts)",
+                    ) from error
+                sources = {node.incarnation for node in nodes if node.role == "prefill"}
+                pullers = [node for node in nodes if node.role == "decode"]
+                num_ready = sum(node.is_ready for node in nodes)  # has said how it is
+                if num_ready == num_engines and all(sources <= set(node.links) for node in pullers):
+                    return
+                await asyncio.sleep(_LOOK_AGAIN_S)
+
+    def num_engines(self) -> int:
+        """As many as the nodes will start. Raises StartupFailed where they would."""
+        return sum(len(engine_configs(self.engine, node)) for _, node in self._nodes())
+
+    def client(self) -> AsyncClient:
+        """A client of the gateway that may look at its nodes, keys or not."""
+        key = operator_key(self.cluster.cluster_secret or "")
+        host, _, port = self.address.rpartition(":")
+        address = f"{_LOOPBACK.get(host, host)}:{port}"
+        return AsyncClient(address, api_key=key, ca_file=ca_of(self.up.certs))
+
+    async def keep(self) -> str:
+        """Start parts again that end by themselves, or whose event loop stands still. Returns the
+        name of one that keeps ending."""
+        keepers = {asyncio.create_task(self._keep(c)): c.name for c in self.children}
+        if self._redis is not None:
+            keepers[asyncio.create_task(self._keep_redis(self._redis))] = "redis"
+        try:
+            done, _ = await asyncio.wait(keepers, return_when=asyncio.FIRST_COMPLETED)
+            ended = done.pop()
+            ended.result()
+            return keepers[ended]
+        finally:
+            for keeper in keepers:
+                keeper.cancel()
+            await asyncio.gather(*keepers, return_exceptions=True)
+
+    async def _keep(self, child: Child) -> None:
+        """Until it has ended too often, one soon after the other."""
+        num_ends = 0
+        while True:
+            await child.until_over(self.report)
+            num_ends = 1 if time.monotonic() - child.began_s > _WELL_S else num_ends + 1
+            if num_ends > _MOST_ENDS:
+                return
+            self.report(child.name, f"ended with code {child.process.returncode}: starts again")
+            await asyncio.sleep(_RESTART_S * (num_ends - 1))
+            self.children.remove(child)
+            await child.close()
+            child = await self._launch(child.name, *child.configs_again())
+
+    async def _keep_redis(self, redis: RedisServer) -> None:
+        """An empty one at the same address: nodes announce themselves and their caches again."""
+        began_s, delay_s = time.monotonic(), _RESTART_S
+        while True:
+            while (code := redis.process.poll()) is None:  # noqa: ASYNC110 (of a Popen)
+                await asyncio.sleep(_LOOK_AGAIN_S)
+            if time.monotonic() - began_s > _WELL_S:
+                delay_s = _RESTART_S
+            self.report("redis", f"ended with code {code}: starts again, empty")
+            await asyncio.sleep(delay_s)
+            redis.start_again()
+            began_s, delay_s = time.monotonic(), min(2 * delay_s, _REDIS_RESTART_MAX_S)
+
+    def hurry(self) -> None:
+        """While it stops: whatever is still there need not end in order."""
+        for child in self.children:
+            if child.process.returncode is None:
+                child.process.send_signal(signal.SIGINT)
+
+    async def stop(self) -> None:
+        """End every child, the gateway first, and Redis last; what will not end is killed."""
+        gateway = [child for child in self.children if child.name == GATEWAY]
+        nodes = [child for child in self.children if child.name != GATEWAY]
+        await self._stop_group(gateway, self.gateway.shutdown_timeout_s + _STOP_GRACE_S)
+        await self._stop_group(nodes, _STOP_GRACE_S)
+        self.children.clear()
+        if self._redis is not None:
+            self._redis.stop()
+            self._redis = None
+
+    async def _stop_group(self, group: Sequence[Child], grace_s: float) -> None:
+        for child in group:
+            child.ask_to_stop()
+        for child in group:
+            try:
+                async with asyncio.timeout(grace_s):
+                    await child.process.wait()
+            except TimeoutError:
+                child.process.kill()
+                await child.process.wait()
+            await child.close()

@@ -1,0 +1,1 @@
+"""Looking at this host before anything starts: GPUs, packages, certificates."""

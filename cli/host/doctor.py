@@ -1,0 +1,249 @@
+"""`baton doctor`: looks over this host before anything is started, one line for each thing.
+
+Every check is a function from the subject to findings and can be called alone; the table at the end
+is the order in which they are shown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ...cluster.redis_client import REDIS_ERRORS, connect
+from ...cluster.redis_server import find_redis_server
+from ...core.config import EngineConfig, NodeConfig, UpConfig
+from ...core.errors import HandoffFailed, StartupFailed
+from ...core.model_dir import resolve_model_dir
+from . import gpus, packages
+from .finding import Finding, exit_code, ok, problem, render, warning
+from .gpu_choice import choose_here
+
+_MIN_REDIS = (6,)
+_MIN_SHM_BYTES = 64 << 20
+_KV_BYTES = 256 << 20  # what a CPU node takes by default
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What to look at, besides the host itself."""
+
+    model: str = "demo"
+    redis_url: str | None = None
+    ports: tuple[int, ...] = ()
+
+
+def run(subject: Subject) -> int:
+    """Print all findings; exit code 1 if something stops serving."""
+    findings = []
+    for name, check in CHECKS:
+        try:
+            found = check(subject)
+        except Exception as error:  # a broken package may raise anything: the others still count
+            found = [problem(name, f"the check broke: {type(error).__name__}: {error}")]
+        if found:
+            print(render(found), flush=True)
+        findings += found
+    return exit_code(findings)
+
+
+def check_python(subject: Subject) -> list[Finding]:
+    system, machine = platform.system(), platform.machine()
+    text = f"{platform.python_version()} on {system} {machine}"
+    if not (3, 11) <= sys.version_info[:2] < (3, 13):
+        return [problem("python", text, "Baton runs on Python 3.11 and 3.12")]
+    if system != "Linux":
+        return [problem("python", text, "nodes need Linux: memfd, abstract sockets")]
+    if machine != "x86_64":
+        return [warning("python", text, "only x86-64 is tested")]
+    return [ok("python", text)]
+
+
+def check_packages(subject: Subject) -> list[Finding]:
+    return packages.check_requirements(packages.required())
+
+
+def check_torch(subject: Subject) -> list[Finding]:
+    import torch
+
+    text = f"{torch.__version__}, " + (
+        f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
+    )
+    if shutil.which("nvidia-smi") and not torch.cuda.is_available():
+        advice = (
+            "the driver may be too old for this build, or CUDA_VISIBLE_DEVICES hides the GPUs"
+            if torch.version.cuda
+            else "pip install a CUDA build of torch"
+        )
+        return [
+            warning("torch build", f"{text}: sees no GPU, though this host has a driver", advice)
+        ]
+    return [ok("torch build", text)]
+
+
+def check_gpus(subject: Subject) -> list[Finding]:
+    found = gpus.find_gpus()
+    has = gpus.is_importable
+    kernels = gpus.check_kernels(bool(found), has("triton"), has("flashinfer"))
+    return [*gpus.check_gpus(found), *kernels]
+
+
+def check_redis_server(subject: Subject) -> list[Finding]:
+    """What `baton up` starts unless it is given a Redis."""
+    try:
+        program = find_redis_server()
+    except StartupFailed as error:
+        kind = warning if subject.redis_url else problem
+        return [kind("redis-server", error.message, error.hint)]
+    said = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
+    match = re.search(r"v=([0-9.]+)", said.stdout)
+    if match is None:
+        return [warning("redis-server", f"{program} does not tell its version")]
+    return [judge_redis("redis-server", match[1], f"at {program}")]
+
+
+def check_redis_url(subject: Subject) -> list[Finding]:
+    if subject.redis_url is None:
+        return []
+    url = subject.redis_url
+
+    async def ask() -> str:
+        client = connect(url)
+        try:
+            info = await client.info("server")
+        finally:
+            await client.aclose()
+        return str(info["redis_version"])
+
+    try:
+        return [judge_redis("redis", asyncio.run(ask()), "answers")]
+    except StartupFailed as error:
+        return [problem("redis", error.message, error.hint)]
+    except REDIS_ERRORS as error:
+        reason = str(error) or type(error).__name__
+        return [problem("redis", f"does not answer: {reason}", "start it, or mend --redis-url")]
+
+
+def judge_redis(subject: str, version: str, text: str) -> Finding:
+    """Whether a Redis of this version will do."""
+    numbers = tuple(int(part) for part in version.split(".") if part.isdigit())
+    if numbers < _MIN_REDIS:
+        return problem(subject, f"{version} {text}", f"Redis {_MIN_REDIS[0]} or newer is needed")
+    return ok(subject, f"{version} {text}")
+
+
+def check_ports(subject: Subject) -> list[Finding]:
+    return [check_port(port) for port in subject.ports]
+
+
+def check_port(port: int) -> Finding:
+    """Whether a server could listen there now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except (OSError, OverflowError) as error:
+            advice = "another --grpc-port (0 takes a free one), or stop what listens there"
+            return problem(f"port {port}", f"cannot be had: {error}", advice)
+    return ok(f"port {port}", "free")
+
+
+def check_memory(subject: Subject) -> list[Finding]:
+    return [check_available_memory(_available_bytes()), check_shm("/dev/shm"), check_memfd()]
+
+
+def _available_bytes() -> int:
+    with open("/proc/meminfo") as table:
+        for line in table:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    return 0
+
+
+def check_available_memory(num_bytes: int) -> Finding:
+    text = f"{num_bytes / 2**30:.1f} GiB available"
+    if num_bytes < 2 * _KV_BYTES:
+        return warning("memory", text, "a smaller --cpu-kv-bytes, or fewer nodes")
+    return ok("memory", text)
+
+
+def check_shm(path: str) -> Finding:
+    """Libraries put their own shared memory there (NCCL, torch); Baton's KV is in memfds."""
+    try:
+        stat = os.statvfs(path)
+    except OSError as error:
+        return warning(path, f"cannot be looked at: {error.strerror}", "mount a tmpfs there")
+    free_bytes = stat.f_bavail * stat.f_frsize
+    text = f"{free_bytes / 2**20:.0f} MiB free"
+    if free_bytes < _MIN_SHM_BYTES:
+        return warning(path, text, "in a container: --shm-size=1g")
+    return ok(path, text)
+
+
+def check_memfd() -> Finding:
+    """Make, seal and map a piece of shared memory as a CPU node does with its KV pool."""
+    from ...engine.kv import memfd
+
+    try:
+        fd, memory = memfd.create("baton-doctor", 4096)
+    except StartupFailed as error:
+        return problem("memfd", error.message, "Linux 5.1 or newer; a sandbox may forbid it")
+    try:
+        memfd.map_read_only(fd, 4096).close()
+    except HandoffFailed as error:
+        return problem("memfd", error.message, "Linux 5.1 or newer; a sandbox may forbid it")
+    finally:
+        memory.close()
+        os.close(fd)
+    return ok("memfd", "can be shared and sealed")
+
+
+def check_model(subject: Subject) -> list[Finding]:
+    """Is it all there, and of a kind that the engine knows?"""
+    from ...engine.model.model_config import read_model_config
+
+    try:
+        folder = resolve_model_dir(subject.model)
+        config = read_model_config(folder)
+    except StartupFailed as error:
+        return [problem("model", error.message, error.hint)]
+    if not any(folder.glob("*.safetensors")):
+        return [problem("model", f"{folder} has no *.safetensors", "or --load-format dummy")]
+    if not (folder / "tokenizer.json").is_file():
+        return [problem("model", f"{folder} has no tokenizer.json", "save it beside the weights")]
+    layers, context = config.num_layers, config.max_position_embeddings
+    return [ok("model", f"{subject.model}: {layers} layers, context {context}, complete")]
+
+
+def check_placement(subject: Subject) -> list[Finding]:
+    """What `baton up` would do with the GPUs; nothing of a model that `check_model` refuses."""
+    if exit_code(check_model(subject)):
+        return []
+    try:
+        choice = choose_here(UpConfig(), EngineConfig(model=subject.model), NodeConfig())
+    except StartupFailed as error:
+        return [problem("baton up", error.message, error.hint)]
+    return [ok("baton up", choice.line)]
+
+
+Check = Callable[[Subject], list[Finding]]
+
+CHECKS: tuple[tuple[str, Check], ...] = (
+    ("python", check_python),
+    ("packages", check_packages),
+    ("torch", check_torch),
+    ("GPUs", check_gpus),
+    ("redis-server", check_redis_server),
+    ("redis", check_redis_url),
+    ("ports", check_ports),
+    ("memory", check_memory),
+    ("model", check_model),
+    ("baton up", check_placement),
+)

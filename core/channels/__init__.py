@@ -1,0 +1,1 @@
+"""Connections between two processes: addresses, frames, the handshake."""

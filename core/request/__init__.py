@@ -1,0 +1,1 @@
+"""One request as every part sees it: tokens, sampling, constraint, timeline."""

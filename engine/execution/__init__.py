@@ -1,0 +1,1 @@
+"""A scheduled step on its device: runner, batches, CUDA graphs."""

@@ -1,0 +1,147 @@
+"""What the scheduler hands to the runner for one step, and what comes back. Plain values, as tuples
+where a step makes hundreds: a frozen dataclass takes three times as long to make.
+
+A step is a flat batch: the slices' tokens lie behind each other, no padding. Slice i computes
+positions [start, start + len(token_ids)) of its sequence; their KV goes where the block table says,
+and attention sees positions 0..start+len-1 through the same table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...core.request.logprobs import TokenLogprobs
+from ...core.request.request import SamplingParams
+
+
+class Counts(Protocol):
+    """What penalties look at, as parallel arrays: see token_counts.py."""
+
+    @property
+    def token_ids(self) -> NDArray[np.int64]: ...
+
+    @property
+    def counts(self) -> NDArray[np.int64]: ...
+
+
+class SampleSpec(NamedTuple):
+    """How to sample the token behind a slice's last position.
+
+    `forbidden_ids` must not be chosen (min_tokens). `counts` is what penalties look at: there if
+    the parameters have any, and valid until `launch` returns. Each of `fork_keys` asks for one more
+    sample from the same logits. `allowed` [words]: bit i % 32 of word i // 32 says whether token i
+    may be chosen; None: each may.
+    """
+
+    params: SamplingParams
+    key: int  # core.sampling.token_key of the position that is sampled; 0 where none is drawn
+    forbidden_ids: Sequence[int] = ()
+    counts: Counts | None = None
+    fork_keys: tuple[int, ...] = ()
+    allowed: NDArray[np.int32] | None = None
+
+
+class SequenceSlice(NamedTuple):
+    """One sequence's part of a step. `sample` is None for a chunk that is not the last.
+
+    `follows`: the slice's one token is what that slice of the step launched before samples, which
+    the host does not know yet; `token_ids` holds a stand-in for it. `prompt_targets` are the tokens
+    that follow the slice's positions from number `first_prompt_target` on, if their
+    log-probabilities are wanted, and `num_prompt_top` alternatives with each.
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    block_table: Sequence[int]
+    sample: SampleSpec | None
+    follows: int | None = None
+    prompt_targets: Sequence[int] = ()
+    first_prompt_target: int = 0
+    num_prompt_top: int = 0
+
+    @property
+    def num_scheduled_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+class SampledToken(NamedTuple):
+    """One sampled token and its log-probability under the model's own distribution.
+
+    A `logprob` of NaN: the logits were no distribution, and the token means nothing. `top` are the
+    likeliest (token id, logprob), as many as were asked for; `forks` the further samples.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    forks: tuple[SampledToken, ...] = ()
+
+
+class LaunchedStep(Protocol):
+    """A step on the device."""
+
+    @property
+    def number(self) -> int:
+        """What those who read this device's count of steps see once its KV is written (or more).
+
+        0: it is not counted.
+        """
+        ...
+
+    def has_completed(self) -> bool:
+        """Whether `collect` would not have to wait. Raises EngineFailed as it does."""
+        ...
+
+    def collect(self) -> list[SampledToken | None]:
+        """Wait until it has completed; call once. Parallel to the batch, None: nothing sampled.
+
+        Raises EngineFailed when the device is lost or out of memory: the engine must end.
+        """
+        ...
+
+    def prompt_logprobs(self) -> Mapping[int, tuple[TokenLogprobs, ...]]:
+        """By slice, of the `prompt_targets` of those that have any. Behind `collect`."""
+        ...
+
+
+class Runner(Protocol):
+    """Executes steps: owns model, KV tensors and sampler; knows no request."""
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether `launch` returns before the step has completed.
+
+        One more step may then be launched before it is collected. Steps complete in order.
+        """
+        ...
+
+    def launch(self, batch: Sequence[SequenceSlice]) -> LaunchedStep:
+        """Begin one step; `batch` is not empty. Raises EngineFailed as `collect` does."""
+        ...
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks (source, target), behind all launched steps; returns when it is done."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CompletedStep:
+    """What a runner that does not run ahead returns."""
+
+    results: list[SampledToken | None]
+    prompt: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    number = 0
+
+    def has_completed(self) -> bool:
+        return True
+
+    def collect(self) -> list[SampledToken | None]:
+        return self.results
+
+    def prompt_logprobs(self) -> Mapping[int, tuple[TokenLogprobs, ...]]:
+        return self.prompt

@@ -1,0 +1,103 @@
+"""Which tokens the constrained sequences of a step may be given, as bit masks for the sampler.
+
+A sequence's matcher follows its output tokens, however they came to it: sampled here, handed over,
+streamed by an earlier attempt or known from before a preemption. It is fed when a mask is needed,
+so the tokens are all its state.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...constraints.grammars import Grammar, Grammars, accept, cannot_go_on
+from ...core.errors import InvalidRequest
+from ...core.request.constraint import Constraint
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher
+
+_WORD_BITS = 32
+_MAX_THREADS = 8
+
+Mask = NDArray[np.int32]  # [words]: bit i % 32 of word i // 32 says whether token i may come
+
+
+@dataclass(slots=True, eq=False)
+class Constrained:
+    """One sequence's place in its grammar."""
+
+    grammar: Grammar
+    num_followed: int = 0  # output tokens
+    _matcher: LLMatcher | None = field(default=None, repr=False)
+
+    def another(self) -> Constrained:
+        """The same grammar from its beginning, for another sample."""
+        return Constrained(self.grammar)
+
+    def catch_up(self, output_token_ids: Sequence[int]) -> LLMatcher:
+        """The matcher behind all these tokens. Raises InvalidRequest where they do not fit."""
+        if self._matcher is None:
+            self._matcher = self.grammar.follow()
+        accept(self._matcher, output_token_ids[self.num_followed :])
+        self.num_followed = len(output_token_ids)
+        return self._matcher
+
+
+Sample = tuple[Constrained, Sequence[int]]  # and its output tokens
+
+
+class Constraints:
+    """Belongs to one engine."""
+
+    def __init__(self, grammars: Grammars) -> None:
+        self._grammars = grammars
+        self._num_words = -(-grammars.vocab_size // _WORD_BITS)
+        self._executor: LLExecutor | None = None
+
+    def begin(self, constraint: Constraint) -> Constrained:
+        """For a new sequence; compiles unless that was done before. Raises InvalidRequest."""
+        return Constrained(self._grammars.compile(constraint))
+
+    def masks(self, samples: Sequence[Sample]) -> list[Mask | InvalidRequest]:
+        """What each sample can be followed by, or why it fails; several are computed at once."""
+        results: list[Mask | InvalidRequest] = []
+        masks = np.zeros((len(samples), self._num_words), np.int32)
+        rows: list[tuple[LLMatcher, int]] = []
+        for row, (constrained, output_token_ids) in enumerate(samples):
+            results.append(masks[row])
+            try:
+                rows.append((constrained.catch_up(output_token_ids), row))
+            except InvalidRequest as error:
+                results[row] = error
+        self._compute(rows, masks)
+        for matcher, row in rows:
+            if matcher.is_error() or not masks[row].any():
+                results[row] = cannot_go_on(matcher)
+        return results
+
+    def _compute(self, rows: list[tuple[LLMatcher, int]], masks: NDArray[np.int32]) -> None:
+        if len(rows) == 1:
+            ((matcher, row),) = rows
+            matcher.unsafe_compute_mask_ptr(masks[row].ctypes.data, masks[row].nbytes)
+        elif rows:
+            if self._executor is None:
+                from llguidance import LLExecutor
+
+                self._executor = LLExecutor(min(_MAX_THREADS, os.cpu_count() or 1))
+            self._executor.unsafe_compute_mask_ptr(
+                rows, masks.ctypes.data, masks.strides[0], len(masks)
+            )
+
+
+def without(mask: Mask, forbidden_ids: Sequence[int]) -> Mask:
+    """The mask less these tokens, unless nothing would be left: a grammar that is over is over."""
+    left = mask.copy()
+    for token_id in forbidden_ids:
+        left.view(np.uint32)[token_id // _WORD_BITS] &= ~np.uint32(1 << token_id % _WORD_BITS)
+    return left if left.any() else mask

@@ -1,0 +1,75 @@
+"""Executes steps on a CPU, one after the other, so that no token depends on its batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...kernels.attention.attention import AttentionBackend, AttentionMetadata
+from ...kernels.sampling.sampling import sample
+from ..kv.block_pool import PADDING_BLOCK
+from ..model.decoder import Decoder
+from .batch import CompletedStep, SampledToken, SequenceSlice
+from .step_arrays import flatten, row_sampling
+from .step_extras import compute_extras
+
+# BLAS multiplies a single row by another routine, whose sums round differently: with this second
+# row a decode alone gives bit for bit what it gives in a batch.
+_PADDING_SLICE = SequenceSlice(token_ids=(0,), start=0, block_table=(PADDING_BLOCK,), sample=None)
+
+
+class CpuSteps:
+    """Steps of `model` over the pool of `attention`."""
+
+    runs_ahead = False
+
+    def __init__(self, model: Decoder, attention: AttentionBackend, block_size: int) -> None:
+        self.model = model
+        self._attention = attention
+        self._block_size = block_size
+
+    def launch(self, batch: Sequence[SequenceSlice]) -> CompletedStep:
+        hidden = self._forward(batch)
+        results: list[SampledToken | None] = [None] * len(batch)
+        rows, specs, last_tokens, last = [], [], [], -1
+        for index, piece in enumerate(batch):
+            last += piece.num_scheduled_tokens
+            if piece.sample is not None:
+                rows.append(index)
+                last_tokens.append(last)
+                specs.append(piece.sample)
+        logits = None
+        if rows:
+            logits = self._logits(hidden.index_select(0, torch.tensor(last_tokens)))
+            token_ids, logprobs = sample(logits, [row_sampling(spec) for spec in specs])
+            tokens = zip(token_ids.tolist(), logprobs.tolist(), strict=True)
+            for index, (token_id, logprob) in zip(rows, tokens, strict=True):
+                results[index] = SampledToken(token_id, logprob)
+        extras = compute_extras(batch, rows, logits, hidden, self._logits, lambda whole: whole)
+        if extras is None:
+            return CompletedStep(results)
+        extras.add_to(results)
+        return CompletedStep(results, extras.prompt_logprobs())
+
+    def _forward(self, batch: Sequence[SequenceSlice]) -> Tensor:
+        """Hidden states [tokens, hidden], perhaps with a padding row at the end."""
+        if len(batch) == 1 and batch[0].num_scheduled_tokens == 1:
+            batch = (*batch, _PADDING_SLICE)
+        token_ids, positions, slots = map(torch.from_numpy, flatten(batch, self._block_size))
+        self._attention.plan(
+            AttentionMetadata(
+                query_lens=[piece.num_scheduled_tokens for piece in batch],
+                seq_lens=[piece.start + piece.num_scheduled_tokens for piece in batch],
+                block_tables=[piece.block_table for piece in batch],
+                slot_mapping=slots,
+            )
+        )
+        return self.model.forward(token_ids, positions, self._attention)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, vocab]; one row is computed twice, as in `_PADDING_SLICE`."""
+        if len(hidden) > 1:
+            return self.model.logits(hidden)
+        return self.model.logits(hidden.expand(2, -1).contiguous())[:1]

@@ -1,0 +1,164 @@
+"""Which device an engine computes on, in which type, and with which kernels."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...core.config import EngineConfig
+from ...core.errors import StartupFailed
+from ...kernels.attention.attention import AttentionBackend
+from ...kernels.attention.attention_torch import TorchAttention
+from ..model.layers import Placement
+from ..model.model_config import ModelConfig
+
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+_FLASHINFER_HEAD_DIMS = (64, 128, 256)
+
+
+def devices_of_ranks(config: EngineConfig) -> list[str]:
+    """The device of each rank; `cuda:2,3` are the GPUs of two.
+
+    Raises StartupFailed if there are not as many as ranks.
+    """
+    size, device = config.tensor_parallel_size, config.device
+    if device == "cpu" or not torch.cuda.is_available():
+        return [device] * size
+    _, _, numbers = device.partition(":")
+    gpus = numbers.split(",") if numbers else [str(number) for number in range(size)]
+    if len(gpus) != size:
+        raise StartupFailed(f"--tensor-parallel-size {size} with {len(gpus)} GPUs ({device})")
+    return [f"cuda:{gpu}" for gpu in gpus]
+
+
+def choose_placement(config: EngineConfig, model: ModelConfig) -> Placement:
+    """The device, type and kernels that `--device` and `--dtype` mean here.
+
+    Raises StartupFailed for a device or type that there is not.
+    """
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if config.device.startswith("cuda"):
+        _check_gpu(config.device, num_gpus)
+    if config.device == "cpu" or not num_gpus:
+        dtype = "float32" if config.dtype == "auto" else config.dtype
+        return Placement(torch.device("cpu"), _DTYPES[dtype])
+    if not _has("triton"):
+        raise StartupFailed("a GPU engine needs Triton", hint="pip install 'baton-serve[gpu]'")
+    from ...kernels.layers.ops_triton import TritonOps
+
+    dtype = model.dtype if config.dtype == "auto" else config.dtype
+    if dtype not in _DTYPES:
+        raise StartupFailed(f"the checkpoint is in {dtype}", hint="--dtype bfloat16")
+    device = torch.device("cuda:0" if config.device in ("auto", "cuda") else config.device)
+    torch.cuda.set_device(device)
+    return Placement(device, _DTYPES[dtype], TritonOps())
+
+
+def _check_gpu(device: str, num_gpus: int) -> None:
+    """`device` is cuda, or cuda:N as --gpus N gives it."""
+    if not num_gpus:
+        raise StartupFailed(
+            "torch sees no GPU here: --gpus and --device cuda need one", hint="--device cpu"
+        )
+    index = torch.device(device).index
+    if index is not None and index >= num_gpus:
+        raise StartupFailed(
+            f"--gpus {index}: this host has GPUs 0 to {num_gpus - 1}", hint="nvidia-smi -L"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionChoice:
+    """Which kernels attend: torch on a CPU, else one kind for decodes and one for prefill."""
+
+    decode: str
+    prefill: str
+
+    def __str__(self) -> str:
+        if self.decode == self.prefill:
+            return f"{self.decode} attention"
+        return f"{self.prefill} attention for prefill, {self.decode} for decode"
+
+
+def choose_attention(
+    config: EngineConfig, model: ModelConfig, placement: Placement, max_model_len: int
+) -> AttentionChoice:
+    """What `--attention-backend` means here.
+
+    By itself: FlashInfer's FA3 for prefill where it can, and our decode kernel, which reads KV as
+    fast and needs no plan. Raises StartupFailed if the wanted one cannot compute this model.
+    """
+    wanted = config.attention_backend
+    if placement.device.type == "cpu":
+        if wanted not in ("auto", "torch"):
+            raise StartupFailed(
+                f"--attention-backend {wanted} needs a GPU", hint="--attention-backend torch"
+            )
+        return AttentionChoice("torch", "torch")
+    if wanted == "torch":
+        raise StartupFailed("--attention-backend torch is for CPUs", hint="leave the flag out")
+    refuse_on_gpu(model)
+    why_not = _why_not_flashinfer(model, placement, max_model_len)
+    if wanted == "flashinfer" and why_not:
+        raise StartupFailed(
+            f"--attention-backend flashinfer: {why_not}", hint="--attention-backend triton"
+        )
+    if wanted == "auto":
+        return AttentionChoice("triton", "triton" if why_not else "flashinfer")
+    return AttentionChoice(wanted, wanted)
+
+
+def make_attention(
+    choice: AttentionChoice,
+    pool: Tensor,
+    max_num_seqs: int,
+    model: ModelConfig,
+    max_model_len: int,
+) -> AttentionBackend:
+    """The backend over `pool`."""
+    if choice.decode == "torch":
+        return TorchAttention(pool, model.windows)
+    from ...kernels.attention.attention_gpu import make_gpu_attention
+
+    return make_gpu_attention(
+        pool,
+        model.num_heads,
+        max_num_seqs,
+        max_model_len,
+        decode=choice.decode,
+        prefill=choice.prefill,
+        windows=model.windows if model.smallest_window(max_model_len) else None,
+    )
+
+
+def refuse_on_gpu(model: ModelConfig) -> None:
+    """Raise StartupFailed for a model that only CPU engines compute."""
+    if model.experts is not None:
+        raise StartupFailed(
+            f"{model.architecture}: a mixture of experts is computed on CPUs only",
+            hint="--device cpu",
+        )
+
+
+def _why_not_flashinfer(model: ModelConfig, placement: Placement, max_model_len: int) -> str:
+    """Empty if FlashInfer can compute this."""
+    if not _has("flashinfer"):
+        return "it is not installed"
+    if placement.dtype == torch.float32:
+        return "it has no float32"
+    if window := model.smallest_window(max_model_len):
+        return f"it is used without sliding windows, and this model has one of {window} tokens"
+    if model.head_dim not in _FLASHINFER_HEAD_DIMS:
+        return f"it has no heads of {model.head_dim} dimensions"
+    return ""
+
+
+def _has(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None

@@ -1,0 +1,330 @@
+"""Executes steps on a GPU and runs ahead of it: nothing here waits for the device but `collect`.
+
+    host     schedule, arrays, plan | launch ...............................  collect
+    device                          | copies in | follow | model | sample | copies out
+                                                   ▲                  │
+                                    last sampled tokens, by slice ◄───┘  never leave the device
+
+A step of decodes alone is replayed from a CUDA graph of the next larger size, and so is the model
+of a short prefill; anything else is launched kernel by kernel, which its length hides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...core.errors import EngineFailed
+from ...core.request.logprobs import TokenLogprobs
+from ...kernels.attention.attention import AttentionBackend, AttentionMetadata
+from ...kernels.attention.attention_triton import MAX_GRAPH_SLICES, MAX_GRAPH_TOKENS
+from ...kernels.sampling.sampling import as_signed, sample
+from ...kernels.sampling.sampling_triton import VocabularyPart, sample_unfiltered
+from ...kernels.upload import upload, upload_into
+from ..kv.block_pool import PADDING_BLOCK
+from ..kv.cuda_step_count import CudaStepCount
+from ..model.decoder import Decoder
+from .batch import SampledToken, SequenceSlice
+from .cuda_graphs import StepGraph, StepGraphs, decode_sizes
+from .step_arrays import Int64s, flatten, row_sampling
+from .step_extras import Extras, compute_extras
+
+# Longer contexts are better off with FA3, and long enough to hide what launching costs.
+_MAX_GRAPH_CONTEXT = 4096
+_PADDING_SLICE = SequenceSlice(token_ids=(0,), start=0, block_table=(PADDING_BLOCK,), sample=None)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuStep:
+    """A launched step: `rows` are the slices that sample, in the order of the results."""
+
+    number: int
+    num_slices: int
+    rows: list[int]
+    token_ids: Tensor  # [rows] in pinned memory, written once `is_done`
+    logprobs: Tensor
+    extras: Extras | None
+    is_done: torch.cuda.Event
+
+    def has_completed(self) -> bool:
+        """See `batch.LaunchedStep`."""
+        with device_errors():
+            return bool(self.is_done.query())  # type: ignore[no-untyped-call]
+
+    def collect(self) -> list[SampledToken | None]:
+        """See `batch.LaunchedStep`."""
+        with device_errors():
+            self.is_done.synchronize()
+        results: list[SampledToken | None] = [None] * self.num_slices
+        tokens = zip(self.token_ids.tolist(), self.logprobs.tolist(), strict=True)
+        for row, (token_id, logprob) in zip(self.rows, tokens, strict=True):
+            results[row] = SampledToken(token_id, logprob)
+        if self.extras is not None:
+            self.extras.add_to(results)
+        return results
+
+    def prompt_logprobs(self) -> Mapping[int, tuple[TokenLogprobs, ...]]:
+        """See `batch.LaunchedStep`."""
+        return {} if self.extras is None else self.extras.prompt_logprobs()
+
+
+class device_errors:
+    """Turns what torch raises about the device into EngineFailed."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise EngineFailed(
+                "the GPU is out of memory: lower --gpu-memory-utilization or "
+                f"--max-num-batched-tokens ({error})"
+            ) from error
+        if isinstance(error, RuntimeError):
+            raise EngineFailed(f"the step failed: {error}") from error
+
+
+class GpuSteps:
+    """Steps of `model` over the pool of `attention`, with at most `max_num_seqs` slices."""
+
+    runs_ahead = True
+
+    def __init__(
+        self, model: Decoder, attention: AttentionBackend, block_size: int, max_num_seqs: int
+    ) -> None:
+        self.model = model
+        self._attention = attention
+        self._block_size = block_size
+        self._device = model.device
+        self._part = _part_of_rank(model)
+        self._sampled = torch.zeros(max_num_seqs, dtype=torch.int64, device=self._device)
+        self._logprobs = torch.zeros(max_num_seqs, dtype=torch.float32, device=self._device)
+        self._count: CudaStepCount | None = None
+        self.graphs = StepGraphs(decode_sizes(max_num_seqs), 5, self._device)
+        self.prefill_graphs = StepGraphs(range(64, MAX_GRAPH_TOKENS + 1, 64), 3, self._device)
+
+    def capture_graphs(self) -> None:
+        """Capture all graphs, largest first: the smaller ones then fit into its memory."""
+        for size in reversed(self.graphs.sizes):
+            batch = [_PADDING_SLICE] * size
+            inputs = self.graphs.inputs(size)
+            upload_into(inputs.flatten(), self._decode_arrays(batch).ravel())
+            self._plan(batch, inputs[2], is_graph=True)
+            self.graphs.capture(size, partial(self._decode, inputs))
+        for size in reversed(self.prefill_graphs.sizes):
+            token_ids, positions, slots = self.prefill_graphs.inputs(size)
+            self._plan([_PADDING_SLICE], slots, is_prefill_graph=True)
+            self.prefill_graphs.capture(
+                size, partial(self.model.forward, token_ids, positions, self._attention)
+            )
+
+    def count_in(self, count: CudaStepCount) -> None:
+        """From now on `count` says which steps have written their KV."""
+        self._count = count
+
+    def launch(self, batch: Sequence[SequenceSlice]) -> GpuStep:
+        """See `batch.Runner`."""
+        with device_errors(), torch.inference_mode():
+            graph = self.graphs.find(len(batch)) if _is_decode(batch) else None
+            if graph is not None:
+                return self._launch_graph(graph, batch)
+            return self._launch_eagerly(batch)
+
+    # -- decodes alone ----------------------------------------------------------------------------
+
+    def _launch_graph(self, graph: StepGraph, batch: Sequence[SequenceSlice]) -> GpuStep:
+        padded = [*batch, *[_PADDING_SLICE] * (graph.size - len(batch))]
+        inputs = self.graphs.inputs(graph.size)
+        upload_into(inputs.flatten(), self._decode_arrays(padded).ravel())
+        self._follow(batch, inputs[0])
+        self._plan(padded, inputs[2], is_graph=True)
+        graph.replay()
+        number = self._mark()
+        rows = list(range(len(batch)))
+        self._resample(batch, rows, graph.output)
+        extras = self._extras(batch, rows, graph.output, None)
+        return self._bring_back(number, len(batch), rows, self._sampled, self._logprobs, extras)
+
+    def _decode_arrays(self, batch: Sequence[SequenceSlice]) -> Int64s:
+        """[5, decodes]: token ids, positions, slots, keys, bits of the temperatures in float64."""
+        arrays = np.zeros((5, len(batch)), np.int64)
+        arrays[:3] = flatten(batch, self._block_size)
+        arrays[3:] = _sampling_arrays(batch)
+        return arrays
+
+    def _decode(self, inputs: Tensor) -> Tensor:
+        """What a graph holds: model and sampler over the fixed inputs [5, decodes] -> this rank's
+        logits."""
+        n = inputs.shape[1]
+        token_ids, positions, _slots, keys, temperatures = inputs
+        hidden = self.model.forward(token_ids, positions, self._attention)
+        logits = self.model.logits_part(hidden)
+        sample_unfiltered(
+            logits,
+            temperatures.view(torch.float64),
+            keys,
+            self._sampled[:n],
+            self._logprobs[:n],
+            self._part,
+        )
+        return logits
+
+    # -- anything else ----------------------------------------------------------------------------
+
+    def _hidden(self, batch: Sequence[SequenceSlice]) -> Tensor:
+        """The hidden states of the batch's tokens, and perhaps more behind them."""
+        arrays = flatten(batch, self._block_size)
+        num_tokens = arrays.shape[1]
+        graph = self.prefill_graphs.find(num_tokens) if _fits_graph(batch) else None
+        if graph is None:
+            token_ids, positions, slots = upload(arrays, self._device)
+            self._follow(batch, token_ids)
+            self._plan(batch, slots)
+            return self.model.forward(token_ids, positions, self._attention)
+        inputs = self.prefill_graphs.inputs(graph.size)
+        padded = np.zeros(inputs.shape, np.int64)
+        padded[:, :num_tokens] = arrays
+        upload_into(inputs.flatten(), padded.ravel())
+        self._follow(batch, inputs[0])
+        self._plan(batch, inputs[2], is_prefill_graph=True)
+        graph.replay()
+        return graph.output
+
+    def _launch_eagerly(self, batch: Sequence[SequenceSlice]) -> GpuStep:
+        hidden = self._hidden(batch)
+        number = self._mark()  # its KV is written: pullers need not wait for the sampler
+        rows = [index for index, piece in enumerate(batch) if piece.sample is not None]
+        if not rows:
+            extras = self._extras(batch, rows, None, hidden)
+            return self._bring_back(number, len(batch), rows, self._sampled, self._logprobs, extras)
+        last_tokens = np.cumsum([piece.num_scheduled_tokens for piece in batch])[rows] - 1
+        sampling = [batch[row] for row in rows]
+        arrays = np.vstack([np.array(rows), last_tokens, _sampling_arrays(sampling)])
+        slices, tokens, keys, temperatures = upload(arrays, self._device)
+        logits = self.model.logits_part(hidden.index_select(0, tokens))
+        sampled, logprobs = self._sampled.new_empty(len(rows)), self._logprobs[: len(rows)]
+        sample_unfiltered(
+            logits, temperatures.view(torch.float64), keys, sampled, logprobs, self._part
+        )
+        self._sampled.index_copy_(0, slices, sampled)
+        self._resample(batch, rows, logits)
+        extras = self._extras(batch, rows, logits, hidden)
+        return self._bring_back(
+            number, len(batch), rows, self._sampled.index_select(0, slices), self._logprobs, extras
+        )
+
+    # -- both -------------------------------------------------------------------------------------
+
+    def _mark(self) -> int:
+        """The number of the step whose KV all that was launched so far will have written."""
+        return 0 if self._count is None else self._count.mark()
+
+    def _follow(self, batch: Sequence[SequenceSlice], token_ids: Tensor) -> None:
+        """Put the tokens that the step before samples, or has sampled, where they are awaited."""
+        places, sources, first = [], [], 0
+        for piece in batch:
+            if piece.follows is not None:
+                places.append(first)
+                sources.append(piece.follows)
+            first += piece.num_scheduled_tokens
+        if places:
+            place, source = upload(np.array([places, sources], np.int64), self._device)
+            token_ids.index_copy_(0, place, self._sampled.index_select(0, source))
+
+    def _plan(
+        self,
+        batch: Sequence[SequenceSlice],
+        slots: Tensor,
+        *,
+        is_graph: bool = False,
+        is_prefill_graph: bool = False,
+    ) -> None:
+        self._attention.plan(
+            AttentionMetadata(
+                query_lens=[piece.num_scheduled_tokens for piece in batch],
+                seq_lens=[piece.start + piece.num_scheduled_tokens for piece in batch],
+                block_tables=[piece.block_table for piece in batch],
+                slot_mapping=slots,
+                is_graph=is_graph,
+                is_prefill_graph=is_prefill_graph,
+            )
+        )
+
+    def _resample(self, batch: Sequence[SequenceSlice], rows: list[int], logits: Tensor) -> None:
+        """Sample again what asks for filters or changed logits. This rank's logits are parallel to
+        `rows`; of those that ask, all ranks' are gathered."""
+        special = []
+        for index, row in enumerate(rows):
+            spec = batch[row].sample
+            if spec is not None and not (wanted := row_sampling(spec)).is_plain:
+                special.append((index, row, wanted))
+        if special:
+            places = np.array([(index, row) for index, row, _ in special], np.int64).T
+            index, row = upload(np.ascontiguousarray(places), self._device)
+            whole = self.model.gather_logits(logits.index_select(0, index))
+            token_ids, logprobs = sample(whole, [wanted for _, _, wanted in special])
+            # Unlike the plain sampler's, sums over a sorted row may differ in the last bit from run
+            # to run, and all ranks must go on with the same token.
+            self.model.communicator.broadcast(token_ids)
+            self._sampled.index_copy_(0, row, token_ids)
+            self._logprobs.index_copy_(0, index, logprobs)
+
+    def _extras(
+        self,
+        batch: Sequence[SequenceSlice],
+        rows: list[int],
+        logits: Tensor | None,
+        hidden: Tensor | None,
+    ) -> Extras | None:
+        model = self.model
+        return compute_extras(batch, rows, logits, hidden, model.logits, model.gather_logits)
+
+    def _bring_back(
+        self,
+        number: int,
+        num_slices: int,
+        rows: list[int],
+        token_ids: Tensor,
+        logprobs: Tensor,
+        extras: Extras | None,
+    ) -> GpuStep:
+        """Copy the first len(rows) results to the host, behind all that was launched."""
+        n = len(rows)
+        host_ids = torch.empty(n, dtype=torch.int64, pin_memory=True)
+        host_logprobs = torch.empty(n, dtype=torch.float32, pin_memory=True)
+        host_ids.copy_(token_ids[:n], non_blocking=True)
+        host_logprobs.copy_(logprobs[:n], non_blocking=True)
+        is_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        is_done.record()
+        return GpuStep(number, num_slices, rows, host_ids, host_logprobs, extras, is_done)
+
+
+def _part_of_rank(model: Decoder) -> VocabularyPart | None:
+    """None if it has the whole vocabulary."""
+    ranks = model.communicator
+    if ranks.size == 1:
+        return None
+    return VocabularyPart(ranks.rank, ranks.size, model.vocab_size, ranks.all_reduce)
+
+
+def _is_decode(batch: Sequence[SequenceSlice]) -> bool:
+    return all(piece.num_scheduled_tokens == 1 and piece.sample is not None for piece in batch)
+
+
+def _fits_graph(batch: Sequence[SequenceSlice]) -> bool:
+    longest = max(piece.start + piece.num_scheduled_tokens for piece in batch)
+    return len(batch) <= MAX_GRAPH_SLICES and longest <= _MAX_GRAPH_CONTEXT
+
+
+def _sampling_arrays(batch: Sequence[SequenceSlice]) -> Int64s:
+    """[2, slices]: keys, and the bits of the temperatures in float64. Padding is greedy."""
+    arrays = np.zeros((2, len(batch)), np.int64)
+    for index, piece in enumerate(batch):
+        if piece.sample is not None:
+            arrays[0, index] = as_signed(piece.sample.key)
+            arrays[1].view(np.float64)[index] = piece.sample.params.temperature
+    return arrays

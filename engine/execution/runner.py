@@ -1,0 +1,302 @@
+"""An engine's model on its device: weights, KV pool, and the steps over them.
+
+    config ─► placement ─► weights ─► largest step measured ─► KV pool ─► (GPU: graphs captured)
+
+Knows no request and no schedule: what is computed together is the scheduler's choice, and a
+slice's token must not depend on it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ...core.config import EngineConfig
+from ...core.errors import EngineFailed, StartupFailed
+from ...core.model_dir import eos_token_ids, resolve_model_dir
+from ...core.request.request import SamplingParams
+from ...kernels.attention.attention import AttentionBackend
+from ...kernels.kv.kv_blocks import copy_blocks
+from ..kv import cuda_kv_memory, kv_memory
+from ..kv.block_pool import CANARY_BLOCK, PADDING_BLOCK
+from ..kv.canary import canary_bytes
+from ..kv.cuda_kv_memory import CudaKvMemory
+from ..kv.cuda_step_count import CudaStepCount, count_steps
+from ..kv.generations import SharedGenerations
+from ..kv.kv_memory import CpuKvMemory, KvLayout
+from ..kv.limits import seqs_for_pool, spare_tokens
+from ..model.checkpoint import OnProgress, fill_dummy_weights, load_weights, weights_identity
+from ..model.communicator import Alone, Communicator
+from ..model.decoder import Decoder
+from ..model.fingerprint import fingerprint_fields
+from ..model.model_config import ModelConfig, read_model_config
+from ..model.sharding import check_divisible, heads_of_rank
+from .batch import LaunchedStep, SampledToken, SampleSpec, SequenceSlice
+from .cpu_steps import CpuSteps
+from .device import choose_attention, choose_placement, make_attention
+
+if TYPE_CHECKING:
+    from .gpu_steps import GpuSteps  # needs Triton
+
+# What a step may need most memory for: every row sampled with all there is.
+_DEAREST_PARAMS = SamplingParams(
+    temperature=1.0, top_k=50, top_p=0.9, min_p=0.1, logit_bias=((0, 1.0),), logprobs=20
+)
+
+
+class ModelRunner:
+    """A `batch.Runner` of one rank. `startup_notes` are lines for people.
+
+    All ranks of an engine are made, and launch the same steps, at the same time.
+    """
+
+    kv: CpuKvMemory | CudaKvMemory
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_progress: OnProgress | None = None,
+        communicator: Communicator | None = None,
+    ) -> None:
+        """Load the model and take the KV memory; raises StartupFailed.
+
+        `config.device` is this rank's own; without a communicator it is the only rank.
+        """
+        communicator = communicator or Alone()
+        assert communicator.size == config.tensor_parallel_size
+        torch.set_num_threads(config.num_threads or 1)
+        self.model_dir = resolve_model_dir(config.model)
+        self.model_config = read_model_config(self.model_dir)
+        self.eos_token_ids = eos_token_ids(self.model_dir)
+        self.max_model_len = _choose_max_model_len(config, self.model_config)
+        self._config = config
+        self._count: CudaStepCount | None = None
+        self._communicator = communicator
+        check_divisible(self.model_config, communicator.size)
+        self.heads = heads_of_rank(self.model_config, communicator.rank, communicator.size)
+        placement = choose_placement(config, self.model_config)
+        self._placement = dataclasses.replace(placement, communicator=communicator)
+        self._attention_choice = choose_attention(
+            config, self.model_config, self._placement, self.max_model_len
+        )
+        self.startup_notes = [f"{self._placement.device}, {self._attention_choice}"]
+        if config.device == "auto" and self._placement.device.type == "cpu":
+            self.startup_notes.append("no GPU found: running on the CPU, as with --device cpu")
+        layout = KvLayout(
+            num_layers=self.model_config.num_layers,
+            num_kv_heads=self.heads.num_kv_heads,
+            block_size=config.block_size,
+            head_dim=self.model_config.head_dim,
+            dtype=self._placement.dtype,
+        )
+        if self._placement.device.type == "cpu":
+            # Before the weights: whoever asks for too much memory should not wait for them.
+            num_blocks = kv_memory.choose_num_blocks(config, layout, self.max_model_len)
+            self.max_num_seqs = self._choose_max_num_seqs(num_blocks)
+        model, weights = self._load(on_progress)
+        communicator.connect()
+        self.fingerprint = fingerprint_fields(self.model_config, weights, layout)
+        if self._placement.device.type == "cpu":
+            self.kv = CpuKvMemory(layout, num_blocks)
+            attention = self._make_attention(self.kv.tensor)
+            self._steps: CpuSteps | GpuSteps = CpuSteps(model, attention, config.block_size)
+        else:
+            self._start_gpu(model, layout)
+
+    def _load(self, on_progress: OnProgress | None) -> tuple[Decoder, str]:
+        """The model, its weights filled, and what identifies them."""
+        config, begin_s = self._config, time.perf_counter()
+        try:
+            model = Decoder(self.model_config, self._placement)
+            targets = dict(model.targets())
+            if config.load_format == "dummy":
+                std = self.model_config.initializer_range
+                fill_dummy_weights(targets, std=std, seed=config.seed, on_progress=on_progress)
+                identity = f"dummy:{config.seed}"
+            else:
+                is_tied = self.model_config.has_tied_embeddings
+                ignored = frozenset({"lm_head.weight"}) if is_tied else frozenset()
+                load_weights(self.model_dir, targets, ignored=ignored, on_progress=on_progress)
+                identity = weights_identity(self.model_dir)
+        except torch.OutOfMemoryError as error:
+            raise StartupFailed(
+                f"the weights do not fit into GPU memory: {error}",
+                hint="use another GPU, or --dtype bfloat16",
+            ) from error
+        if self._placement.device.type == "cuda":
+            torch.cuda.synchronize()
+        num_bytes = sum(target.tensor.nbytes for target in targets.values())
+        seconds = time.perf_counter() - begin_s
+        self.startup_notes.append(
+            f"weights: {num_bytes / 1e9:.1f} GB in {seconds:.1f} s, "
+            f"{num_bytes / seconds / 1e9:.1f} GB/s"
+        )
+        return model, identity
+
+    def _start_gpu(self, model: Decoder, layout: KvLayout) -> None:
+        """Measure the largest step, take the rest as KV pool, capture the decode graphs."""
+        from .gpu_steps import GpuSteps
+
+        config, device = self._config, self._placement.device
+        # The pool's size is what a step leaves, and so is measured by as many as it may let run.
+        self.max_num_seqs = self._choose_max_num_seqs(config.num_kv_blocks)
+
+        def new_steps(pool: torch.Tensor) -> GpuSteps:
+            attention = self._make_attention(pool)
+            return GpuSteps(model, attention, config.block_size, self.max_num_seqs)
+
+        def run_largest_step() -> None:
+            pool = torch.zeros(1, *layout.block_shape, dtype=layout.dtype, device=device)
+            vocab_size = self.model_config.vocab_size
+            batch = _largest_batch(config, self.max_num_seqs, self.max_model_len, vocab_size)
+            new_steps(pool).launch(batch).collect()
+
+        begin_s = time.perf_counter()
+        num_blocks = cuda_kv_memory.choose_num_blocks(
+            config, layout, self.max_num_seqs, self.max_model_len, device, run_largest_step
+        )
+        num_blocks = self._communicator.least(num_blocks)
+        self.max_num_seqs = self._choose_max_num_seqs(num_blocks)
+        self.kv = CudaKvMemory(layout, num_blocks, device)
+        self.startup_notes.append(
+            f"KV pool: {num_blocks * layout.block_bytes / 1e9:.1f} GB, {num_blocks} blocks; "
+            f"largest step measured in {time.perf_counter() - begin_s:.1f} s"
+        )
+        steps = new_steps(self.kv.tensor)
+        free_before, _ = torch.cuda.mem_get_info(device)
+        steps.capture_graphs()
+        free_after, _ = torch.cuda.mem_get_info(device)
+        self.startup_notes.append(
+            f"{len(steps.graphs.sizes)} graphs of up to {steps.graphs.sizes[-1]} decodes, "
+            f"{len(steps.prefill_graphs.sizes)} of up to {steps.prefill_graphs.sizes[-1]} prefill "
+            f"tokens in {steps.graphs.capture_s + steps.prefill_graphs.capture_s:.1f} s, "
+            f"{(free_before - free_after) / 1e6:.0f} MB"
+        )
+        self._steps = steps
+
+    def _make_attention(self, pool: torch.Tensor) -> AttentionBackend:
+        heads = self.heads
+        of_rank = dataclasses.replace(
+            self.model_config, num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads
+        )
+        return make_attention(
+            self._attention_choice, pool, self.max_num_seqs, of_rank, self.max_model_len
+        )
+
+    def _choose_max_num_seqs(self, num_blocks: int | None) -> int:
+        """See `EngineLimits`. All ranks choose alike: their pools have equally many blocks."""
+        config = self._config
+        return config.max_num_seqs or seqs_for_pool(num_blocks, config.block_size)
+
+    @property
+    def model(self) -> Decoder:
+        """The model, for whoever wants its weights."""
+        return self._steps.model
+
+    @property
+    def prefill_chunk_tokens(self) -> int:
+        """See `EngineLimits`. A CPU gains nothing by larger steps."""
+        is_gpu = self._placement.device.type == "cuda"
+        return (self._config.prefill_chunk_tokens or 0) if is_gpu else 0
+
+    @property
+    def runs_ahead(self) -> bool:
+        """See `batch.Runner`."""
+        return self._steps.runs_ahead
+
+    def launch(self, batch: Sequence[SequenceSlice]) -> LaunchedStep:
+        """See `batch.Runner`."""
+        try:
+            with torch.inference_mode():
+                return self._steps.launch(batch)
+        except RuntimeError as error:  # torch's: out of memory, device lost
+            raise EngineFailed(f"the step failed: {error}") from error
+
+    def count_steps(self, page: SharedGenerations) -> None:
+        """Let those who read `page` see which steps have completed, if this device can."""
+        if isinstance(self._steps, CpuSteps):
+            return  # its steps have completed when anybody hears of them
+        self._count = count_steps(page, self._placement.device)
+        if self._count is not None:
+            self._steps.count_in(self._count)
+
+    def execute(self, batch: Sequence[SequenceSlice]) -> list[SampledToken | None]:
+        """Run one step and wait for it."""
+        return self.launch(batch).collect() if batch else []
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See `batch.Runner`; no target may repeat.
+
+        Waits for the device: no fence keeps the sources from being handed out while they are read.
+        """
+        device = self._placement.device
+        sources, targets = zip(*pairs, strict=True) if pairs else ((), ())
+        copy_blocks(
+            self.kv.tensor,
+            torch.tensor(sources, dtype=torch.int64, device=device),
+            torch.tensor(targets, dtype=torch.int64, device=device),
+        )
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+    def write_canary(self, incarnation: str) -> None:
+        """Fill the canary block, so that a puller can tell whether it reads this pool rightly."""
+        pattern = bytearray(canary_bytes(incarnation, self.kv.block_bytes))
+        block = self.kv.tensor[CANARY_BLOCK].view(torch.uint8)
+        block.copy_(torch.frombuffer(pattern, dtype=torch.uint8).view(block.shape))
+
+    def close(self) -> None:
+        """Give the KV memory back; no step may be in flight."""
+        if self._count is not None:
+            self._count.close()
+        del self._steps
+        self.kv.close()
+        self._communicator.close()
+
+
+def _largest_batch(
+    config: EngineConfig, max_num_seqs: int, max_model_len: int, vocab_size: int
+) -> list[SequenceSlice]:
+    """A step of as many tokens and sampled rows as any, all in the padding block."""
+    budget = config.max_num_batched_tokens
+    chunk = min(config.prefill_chunk_tokens or 0, max_model_len + max_num_seqs - 2)
+    budget = max(budget + spare_tokens(budget), chunk)
+    num_tokens = min(budget, max_num_seqs * (max_model_len - 1))
+    num_slices = min(max_num_seqs, num_tokens)
+    first = min(num_tokens - num_slices + 1, max_model_len - 1)
+    lens = [first, *[1] * (num_slices - 1)]
+    num_left = num_tokens - sum(lens)
+    for index in range(1, num_slices):
+        more = min(num_left, max_model_len - 2)
+        lens[index] += more
+        num_left -= more
+    table = [PADDING_BLOCK] * -(-max_model_len // config.block_size)
+    all_allowed = np.full(-(-vocab_size // 32), -1, np.int32)
+    dearest = SampleSpec(_DEAREST_PARAMS, key=1, fork_keys=(2, 3), allowed=all_allowed)
+    return [
+        SequenceSlice(
+            [0] * length,
+            0,
+            table,
+            dearest,
+            prompt_targets=[0] * (length - 1),
+            num_prompt_top=20,
+        )
+        for length in sorted(lens)
+    ]
+
+
+def _choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    if config.max_model_len is None:
+        return model.max_position_embeddings
+    if not 0 < config.max_model_len <= model.max_context_tokens:
+        raise StartupFailed(
+            f"--max-model-len {config.max_model_len}: "
+            f"the model's context has {model.max_context_tokens} tokens"
+        )
+    return config.max_model_len

@@ -1,0 +1,1 @@
+"""The KV pool: blocks, who holds them, the memory behind them."""

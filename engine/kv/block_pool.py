@@ -1,0 +1,206 @@
+"""Who refers to which KV block: counts references, hands out ids, remembers unreferenced content.
+
+    reserved     blocks 0 (padding) and 1 (canary): never handed out
+    free         no reference, content worthless
+    held         referenced by a request, a lease or a fence
+    cached       no reference, content worth keeping; the least recently used goes first
+
+            allocate               release, content kept
+      free ───────────► held ─────────────────────────► cached
+        ▲                │ ▲            acquire            │
+        └────────────────┘ └───────────────────────────────┤
+            release                                        │
+        ▲                       eviction                   │
+        └──────────────────────────────────────────────────┘
+
+Knows no request, no hash, no memory. Belongs to the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ...core.request.block_hash import BlockHash
+from .generations import Generations
+
+PADDING_BLOCK = 0
+CANARY_BLOCK = 1
+NUM_RESERVED_BLOCKS = 2
+
+
+class BlockRef(NamedTuple):
+    """One logical block of a sequence and where it lies; `hash` is None for a partial block.
+
+    A tuple, since a long prompt has thousands: it takes a fifth of a dataclass's time to make.
+    """
+
+    index: int  # type: ignore[assignment]  # not the tuple's method
+    block_id: int
+    generation: int
+    hash: BlockHash | None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCounts:
+    """Every block of a pool is in exactly one of these states."""
+
+    free: int
+    cached: int
+    held: int
+    reserved: int
+
+
+class Fence:
+    """References held by work on the device (a step, a copy) until it has completed."""
+
+    def __init__(self, pool: BlockPool, block_ids: Sequence[int]) -> None:
+        self._pool = pool
+        self.block_ids = tuple(block_ids)
+
+    def close(self) -> None:
+        """The work is over. A second call does nothing."""
+        self._pool._close(self)
+
+
+class BlockPool:
+    """`num_blocks` blocks, the reserved ones included. Every operation is O(1) a block."""
+
+    def __init__(self, num_blocks: int, generations: Generations) -> None:
+        assert num_blocks > NUM_RESERVED_BLOCKS
+        self.num_blocks = num_blocks
+        self.num_releases = 0  # while it stands still, what did not fit does not fit
+        self._generations = generations
+        self._num_refs = [0] * num_blocks
+        self._is_kept = bytearray(num_blocks)
+        self._free = list(range(num_blocks - 1, NUM_RESERVED_BLOCKS - 1, -1))  # a stack
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._fences: set[Fence] = set()
+        self._on_evict: Callable[[Sequence[int]], None] | None = None
+
+    @property
+    def capacity(self) -> int:
+        """Blocks that can be handed out at most."""
+        return self.num_blocks - NUM_RESERVED_BLOCKS
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` could hand out now: free and cached."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def counts(self) -> BlockCounts:
+        held = self.capacity - self.num_available
+        return BlockCounts(len(self._free), len(self._cached), held, NUM_RESERVED_BLOCKS)
+
+    @property
+    def open_fences(self) -> tuple[Fence, ...]:
+        return tuple(self._fences)
+
+    def num_refs(self, block_id: int) -> int:
+        return self._num_refs[block_id]
+
+    def allocate(self, n: int) -> list[int] | None:
+        """`n` blocks with one reference each, or None if there are not as many.
+
+        Cached blocks are evicted when `free` runs out. Generations move before the ids are known
+        to anybody, so whoever reads an unmoved generation has read the old content.
+        """
+        missing = n - len(self._free)
+        if missing > 0:
+            if missing > len(self._cached):
+                return None
+            self._evict(missing)
+        free, num_refs = self._free, self._num_refs
+        ids = free[: -n - 1 : -1]
+        del free[len(free) - n :]
+        self._generations.bump(ids)
+        for block_id in ids:
+            num_refs[block_id] = 1
+        return ids
+
+    def acquire(self, ids: Iterable[int]) -> None:
+        """One more reference to each; a block that is free cannot be acquired (KeyError)."""
+        num_refs = self._num_refs
+        for block_id in ids:
+            if num_refs[block_id] == 0:
+                del self._cached[block_id]
+            num_refs[block_id] += 1
+
+    def release(self, ids: Sequence[int]) -> None:
+        """One reference less to each, from the last to the first.
+
+        Of a sequence's blocks the deepest so becomes the oldest cached one: a chain is evicted from
+        its end, and what remains of it can still be matched.
+        """
+        self.num_releases += 1
+        num_refs, is_kept = self._num_refs, self._is_kept
+        for block_id in reversed(ids):
+            count = num_refs[block_id] - 1
+            assert count >= 0, f"block {block_id} released more often than acquired"
+            num_refs[block_id] = count
+            if count == 0:
+                if is_kept[block_id]:
+                    self._cached[block_id] = None
+                else:
+                    self._free.append(block_id)
+
+    def keep(self, block_ids: Iterable[int]) -> None:
+        """The held blocks' content is final and worth keeping once nobody refers to it."""
+        num_refs, is_kept = self._num_refs, self._is_kept
+        for block_id in block_ids:
+            assert num_refs[block_id] > 0, f"block {block_id} is nobody's"
+            is_kept[block_id] = True
+
+    def on_evict(self, listener: Callable[[Sequence[int]], None]) -> None:
+        """Call `listener(block_ids)` for kept blocks before their content is given up."""
+        assert self._on_evict is None, "the pool has a listener already"
+        self._on_evict = listener
+
+    def open_fence(self, ids: Sequence[int]) -> Fence:
+        """Keep `ids` from being handed out anew until the fence is closed."""
+        fence = Fence(self, ids)
+        self.acquire(fence.block_ids)
+        self._fences.add(fence)
+        return fence
+
+    def check_integrity(self, owners: Mapping[int, int]) -> None:
+        """Compare with `owners`: references by block id, as counted by those who hold them.
+
+        O(num_blocks). Raises AssertionError naming the first discrepancy.
+        """
+        free = set(self._free)
+        _expect(len(free) == len(self._free), "a block is free twice")
+        for block_id, num_refs in enumerate(self._num_refs):
+            name = f"block {block_id}"
+            owned = owners.get(block_id, 0)
+            _expect(num_refs == owned, f"{name}: {num_refs} references, {owned} by its owners")
+            is_free, is_cached = block_id in free, block_id in self._cached
+            is_kept = bool(self._is_kept[block_id])
+            is_reserved = block_id < NUM_RESERVED_BLOCKS
+            num_states = (num_refs > 0) + is_free + is_cached + is_reserved
+            _expect(num_states == 1, f"{name}: in {num_states} states")
+            _expect(is_kept or not is_cached, f"{name}: cached, but not worth keeping")
+            _expect(not (is_kept and is_free), f"{name}: worth keeping, but free")
+        strangers = sorted(b for b in owners if not 0 <= b < self.num_blocks)
+        _expect(not strangers, f"owners of blocks that do not exist: {strangers}")
+
+    def _evict(self, n: int) -> None:
+        ids = [self._cached.popitem(last=False)[0] for _ in range(n)]
+        for block_id in ids:
+            self._is_kept[block_id] = False
+        if self._on_evict is not None:
+            self._on_evict(ids)
+        self._free += ids
+
+    def _close(self, fence: Fence) -> None:
+        if fence in self._fences:
+            self._fences.remove(fence)
+            self.release(fence.block_ids)
+
+
+def _expect(is_so: bool, message: str) -> None:
+    if not is_so:  # not `assert`: integrity is also checked under python -O
+        raise AssertionError(message)

@@ -1,0 +1,110 @@
+"""The KV pool: one piece of memory, block-major, and how many blocks it has.
+
+    [num_blocks, num_layers, 2, kv_heads, block_size, head_dim]
+                             K,V
+A block of all layers is one contiguous piece, which is what the hand-off copies. On a CPU the pool
+is a sealed memfd, so that a puller on the same host reads it directly. Knows no request and no
+block's owner.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ...core.config import EngineConfig
+from ...core.errors import StartupFailed
+from . import memfd
+from .block_pool import NUM_RESERVED_BLOCKS
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """What one block holds: `num_layers` and `num_kv_heads` are those of this rank."""
+
+    num_layers: int
+    num_kv_heads: int
+    block_size: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
+
+    @property
+    def block_bytes(self) -> int:
+        return math.prod(self.block_shape) * self.dtype.itemsize
+
+
+class KvMemory(Protocol):
+    """A pool on some device."""
+
+    layout: KvLayout
+    num_blocks: int
+    tensor: torch.Tensor  # [num_blocks, *layout.block_shape]
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    def close(self) -> None: ...
+
+
+class CpuKvMemory:
+    """A pool in shared host memory. `fd` is what a puller must be passed."""
+
+    def __init__(self, layout: KvLayout, num_blocks: int) -> None:
+        """Raises StartupFailed if the system has not got the memory."""
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.fd, memory = memfd.create("baton-kv", num_blocks * layout.block_bytes)
+        self.view = memoryview(memory)
+        flat = torch.frombuffer(memory, dtype=layout.dtype)
+        self.tensor = flat.view(num_blocks, *layout.block_shape)
+
+    @property
+    def block_bytes(self) -> int:
+        return self.layout.block_bytes
+
+    def close(self) -> None:
+        """Close `fd` and let go of the memory.
+
+        It is unmapped when the last tensor over it is gone, not here: a tensor over unmapped
+        memory would be a crash.
+        """
+        os.close(self.fd)
+        self.view.release()
+        del self.tensor
+
+
+def choose_num_blocks(config: EngineConfig, layout: KvLayout, max_model_len: int) -> int:
+    """Blocks of a pool on a CPU, the reserved ones included.
+
+    Raises StartupFailed if one sequence of `max_model_len` tokens would not fit.
+    """
+    num_blocks = config.num_kv_blocks
+    if num_blocks is None:
+        num_blocks = config.cpu_kv_bytes // layout.block_bytes
+    check_num_blocks(num_blocks, layout, max_model_len, "--cpu-kv-bytes or --num-kv-blocks")
+    return num_blocks
+
+
+def check_num_blocks(num_blocks: int, layout: KvLayout, max_model_len: int, more: str) -> None:
+    """Raise StartupFailed if the longest sequence would not fit; `more`: memory, where from."""
+    needed = math.ceil(max_model_len / layout.block_size) + NUM_RESERVED_BLOCKS
+    if num_blocks < needed:
+        fitting_len = max(0, num_blocks - NUM_RESERVED_BLOCKS) * layout.block_size
+        raise StartupFailed(
+            f"the KV of {max_model_len} tokens needs {needed * layout.block_bytes} bytes "
+            f"({needed} blocks), but there are {num_blocks * layout.block_bytes} "
+            f"({num_blocks} blocks)",
+            hint=(
+                f"give it --max-model-len {fitting_len}, or more memory: {more}"
+                if fitting_len
+                else f"give it more memory: {more}"
+            ),
+        )

@@ -1,0 +1,103 @@
+"""What one engine can hold and run, and which requests it must refuse because of that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...core.errors import ContextLengthExceeded, InvalidRequest, PromptTooLarge
+from ...core.request.request import Request
+from .block_pool import NUM_RESERVED_BLOCKS
+
+MAX_NUM_SEQS = 512  # unless the operator says otherwise
+_SHORT_SEQ_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """Found out at start: `num_blocks` counts the reserved ones.
+
+    `max_held_blocks` bounds the KV that waits to be pulled, the running prefills for it included;
+    None: the whole pool. A single request may exceed it if nothing else is held.
+    """
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int = MAX_NUM_SEQS
+    max_num_batched_tokens: int = 2048
+    max_held_blocks: int | None = None
+    prefill_chunk_tokens: int = 0  # of a step with one prompt alone, if that is more
+
+    @property
+    def capacity(self) -> int:
+        """Blocks for sequences."""
+        return self.num_blocks - NUM_RESERVED_BLOCKS
+
+    @property
+    def num_spare_tokens(self) -> int:
+        """By how many tokens a step may exceed `max_num_batched_tokens`, to end a prompt."""
+        return spare_tokens(self.max_num_batched_tokens)
+
+    @property
+    def last_chunk_tokens(self) -> int:
+        """Of a prompt that does not fit into one step. They are left to pull behind the first
+        token; with fewer a GPU loses more time than a pull takes."""
+        return self.max_num_batched_tokens // 2
+
+    @property
+    def small_step_tokens(self) -> int:
+        """Of prompts whose step no long prompt of another caller shall make several times longer.
+        A GPU takes about as long for so many tokens as for one."""
+        return self.max_num_batched_tokens // 8
+
+    @property
+    def held_blocks_limit(self) -> int:
+        return self.capacity if self.max_held_blocks is None else self.max_held_blocks
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that `num_tokens` tokens fill, the last one perhaps in part."""
+        return -(-num_tokens // self.block_size)
+
+    def max_outputs(self, request: Request) -> int:
+        """Output tokens that the request can have at most, over all attempts."""
+        room = self.max_model_len - len(request.prompt_token_ids)
+        return min(request.sampling.max_tokens, room)
+
+    def check(self, request: Request) -> None:
+        """Raise the InvalidRequest that says why this engine can never serve the request."""
+        if not request.prompt_token_ids:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        num_tokens = request.num_known_tokens
+        if num_tokens >= self.max_model_len:
+            raise ContextLengthExceeded(
+                f"{num_tokens} tokens leave no room in a context of {self.max_model_len}"
+            )
+        if len(request.output_token_ids) >= request.sampling.max_tokens:
+            raise InvalidRequest("max_tokens leaves nothing to generate", param="max_tokens")
+        self.check_fits(num_tokens + 1)
+
+    def check_fits(self, num_tokens: int) -> None:
+        """Raise PromptTooLarge if `num_tokens` tokens exceed the whole pool."""
+        needed = self.blocks_for(num_tokens)
+        if needed > self.capacity:
+            raise PromptTooLarge(
+                f"{num_tokens} tokens need {needed} KV blocks; the pool has {self.capacity}"
+            )
+
+
+def seqs_for_pool(num_blocks: int | None, block_size: int) -> int:
+    """How many sequences shall run at once, at most, over a pool of so many blocks; None: of any.
+
+    The pool decides who runs: a limit shall not bind before it, but for short sequences. It only
+    bounds what is prepared for each number of sequences (graphs, buffers), so a sequence counts as
+    a short question with its answer. 16 cost nothing; over 512 a step takes long for everybody.
+    """
+    if num_blocks is None:
+        return MAX_NUM_SEQS
+    capacity_tokens = (num_blocks - NUM_RESERVED_BLOCKS) * block_size
+    return min(max(capacity_tokens // _SHORT_SEQ_TOKENS, 16), MAX_NUM_SEQS)
+
+
+def spare_tokens(max_num_batched_tokens: int) -> int:
+    """What `EngineLimits.num_spare_tokens` is."""
+    return max_num_batched_tokens // 16

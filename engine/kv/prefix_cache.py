@@ -1,0 +1,78 @@
+"""Which block holds the KV of which prefix: chained block hash -> block id.
+
+A block is entered once it is full and computed, and never rewritten while it is in here. The pool
+decides when an unreferenced one is evicted. Knows no request and holds no reference: whoever
+matches acquires.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from ...core.request.block_hash import BlockHash
+from .block_pool import BlockPool
+
+
+class CacheObserver(Protocol):
+    """Hears what this engine could serve from its cache: what a cluster-wide index is made of."""
+
+    def stored(self, block_hashes: Iterable[BlockHash]) -> None: ...
+
+    def removed(self, block_hashes: Iterable[BlockHash]) -> None: ...
+
+
+class PrefixCache:
+    """The only listener of `pool`'s evictions. Switched off, it matches and stores nothing."""
+
+    def __init__(
+        self, pool: BlockPool, *, is_enabled: bool = True, observer: CacheObserver | None = None
+    ) -> None:
+        self.is_enabled = is_enabled
+        self._pool = pool
+        self._observer = observer
+        self._block_of: dict[BlockHash, int] = {}
+        self._hash_of: dict[int, BlockHash] = {}
+        pool.on_evict(self._remove)
+
+    def __len__(self) -> int:
+        return len(self._block_of)
+
+    def match(self, hashes: Iterable[BlockHash]) -> list[int]:
+        """The blocks of the longest cached beginning of `hashes`.
+
+        They may be unreferenced: acquire them before anything is allocated.
+        """
+        matched: list[int] = []
+        for block_hash in hashes:
+            block_id = self._block_of.get(block_hash)
+            if block_id is None:
+                break
+            matched.append(block_id)
+        return matched
+
+    def store(self, block_hashes: Iterable[BlockHash], block_ids: Iterable[int]) -> None:
+        """Enter full, computed blocks that somebody holds, by their hashes, no two of them alike.
+
+        Of two blocks with one hash the first stays; the second remains an ordinary block.
+        """
+        if not self.is_enabled:
+            return
+        pairs = zip(block_hashes, block_ids, strict=True)
+        entered = {each: block_id for each, block_id in pairs if each not in self._block_of}
+        if not entered:
+            return
+        hash_of = {block_id: each for each, block_id in entered.items()}
+        assert self._hash_of.keys().isdisjoint(hash_of), "a block was rewritten while cached"
+        self._pool.keep(hash_of)
+        self._block_of |= entered
+        self._hash_of |= hash_of
+        if self._observer is not None:
+            self._observer.stored(entered)
+
+    def _remove(self, block_ids: Iterable[int]) -> None:
+        removed = [self._hash_of.pop(block_id) for block_id in block_ids]
+        for block_hash in removed:
+            del self._block_of[block_hash]
+        if self._observer is not None:
+            self._observer.removed(removed)

@@ -1,0 +1,179 @@
+"""The decoder of Llama and its kin: RMSNorm, rotary GQA attention, SwiGLU, over flat batches.
+
+Owns the weights' names and the order of operations. Attention and the KV pool are behind an
+AttentionBackend; of several ranks each has its heads, and the norms add up what attention and MLP
+gave on each. Knows no request, no block and no file.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...kernels.attention.attention import AttentionBackend
+from .communicator import Summand
+from .layers import Embedding, Linear, Outputs, Placement, RMSNorm, RowLinear, Targets
+from .mlp import MLP, Experts
+from .model_config import ModelConfig
+from .rope_angles import RotaryEmbedding
+from .sharding import Heads, heads_of_rank
+
+
+class Attention:
+    """Grouped-query attention with its four projections, and norms of q and k if it has them."""
+
+    def __init__(self, index: int, prefix: str, config: ModelConfig, placement: Placement) -> None:
+        self._layer = index
+        self._head_dim = dim = config.head_dim
+        communicator = placement.communicator
+        heads = heads_of_rank(config, communicator.rank, communicator.size)
+        self.qkv = Linear(
+            _qkv_of_rank(prefix, config, heads),
+            config.hidden_size,
+            placement,
+            has_bias=config.has_qkv_bias,
+        )
+        self.out = RowLinear(
+            f"{prefix}.o_proj",
+            config.hidden_size,
+            config.num_heads * dim,
+            placement,
+            has_bias=config.has_output_bias,
+        )
+        self.head_norms = None
+        if config.has_qk_norm:
+            self.head_norms = HeadNorms(prefix, config, heads.num_kv_heads, placement)
+
+    def __call__(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], attention: AttentionBackend
+    ) -> Summand:
+        qkv = self.qkv(x).view(len(x), -1, self._head_dim)  # [tokens, heads + 2 kv_heads, dim]
+        if self.head_norms is not None:
+            qkv = self.head_norms(qkv)
+        return self.out(attention.run(self._layer, qkv, rope).view(len(x), -1))
+
+    def targets(self) -> Targets:
+        yield from self.qkv.targets()
+        yield from self.out.targets()
+        if self.head_norms is not None:
+            yield from self.head_norms.targets()
+
+
+def _qkv_of_rank(prefix: str, config: ModelConfig, heads: Heads) -> list[Outputs]:
+    dim = config.head_dim
+    q = (heads.num_heads * dim, heads.first_head * dim, config.num_heads * dim)
+    kv = (heads.num_kv_heads * dim, heads.first_kv_head * dim, config.num_kv_heads * dim)
+    parts = {"q_proj": q, "k_proj": kv, "v_proj": kv}
+    return [Outputs(f"{prefix}.{name}", *part) for name, part in parts.items()]
+
+
+class HeadNorms:
+    """One norm for each head of q, another for each head of k."""
+
+    def __init__(
+        self, prefix: str, config: ModelConfig, num_kv_heads: int, placement: Placement
+    ) -> None:
+        self._ops, self._kv_heads = placement.ops, num_kv_heads
+        dim, self._eps = config.head_dim, config.rms_norm_eps
+        self.q_norm = RMSNorm(f"{prefix}.q_norm", dim, self._eps, placement)
+        self.k_norm = RMSNorm(f"{prefix}.k_norm", dim, self._eps, placement)
+
+    def __call__(self, qkv: Tensor) -> Tensor:
+        """[tokens, heads + 2 kv_heads, dim] -> the same, contiguous; qkv may be overwritten."""
+        weights = (self.q_norm.weight, self.k_norm.weight)
+        return self._ops.norm_heads(qkv, weights, self._kv_heads, self._eps)
+
+    def targets(self) -> Targets:
+        yield from self.q_norm.targets()
+        yield from self.k_norm.targets()
+
+
+class DecoderLayer:
+    """Attention and MLP, each behind a norm.
+
+    What a part computes is added to the residual stream by the norm of the next one, which is one
+    kernel on a GPU.
+    """
+
+    def __init__(self, index: int, config: ModelConfig, placement: Placement) -> None:
+        prefix, eps = f"model.layers.{index}", config.rms_norm_eps
+        self.input_norm = RMSNorm(f"{prefix}.input_layernorm", config.hidden_size, eps, placement)
+        self.attention = Attention(index, f"{prefix}.self_attn", config, placement)
+        self.post_attention_norm = RMSNorm(
+            f"{prefix}.post_attention_layernorm", config.hidden_size, eps, placement
+        )
+        self.mlp = _make_mlp(index, f"{prefix}.mlp", config, placement)
+
+    def __call__(
+        self,
+        x: Summand | None,
+        residual: Tensor,
+        rope: tuple[Tensor, Tensor],
+        attention: AttentionBackend,
+    ) -> Summand:
+        """x: what is to be added to `residual` yet, if anything; returns the same for the next."""
+        normed = self.input_norm(residual) if x is None else self.input_norm.add(x, residual)
+        attended = self.attention(normed, rope, attention)
+        return self.mlp(self.post_attention_norm.add(attended, residual))
+
+    def targets(self) -> Targets:
+        for part in (self.input_norm, self.attention, self.post_attention_norm, self.mlp):
+            yield from part.targets()
+
+
+def _make_mlp(index: int, prefix: str, config: ModelConfig, placement: Placement) -> MLP | Experts:
+    experts, hidden = config.experts, config.hidden_size
+    if experts is not None and index in experts.layers:
+        return Experts(prefix, hidden, experts, placement)
+    inner = config.intermediate_size
+    return MLP(prefix, hidden, inner, placement, has_bias=config.has_mlp_bias)
+
+
+class Decoder:
+    """The whole decoder. Its weights are uninitialised until a loader filled `targets()`."""
+
+    def __init__(self, config: ModelConfig, placement: Placement) -> None:
+        self.device = placement.device
+        self.communicator = placement.communicator
+        self.vocab_size = config.vocab_size
+        self.embed = Embedding(
+            "model.embed_tokens", config.vocab_size, config.hidden_size, placement
+        )
+        self.layers = [DecoderLayer(i, config, placement) for i in range(config.num_layers)]
+        self.norm = RMSNorm("model.norm", config.hidden_size, config.rms_norm_eps, placement)
+        self.lm_head = self.embed
+        if not config.has_tied_embeddings:
+            self.lm_head = Embedding("lm_head", config.vocab_size, config.hidden_size, placement)
+        self.rotary = RotaryEmbedding(config.rope, config.head_dim, placement.device)
+
+    def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+        """token_ids, positions [tokens] int64 -> hidden states [tokens, hidden], normed.
+
+        `attention` has been planned for this step.
+        """
+        x: Summand | None = None
+        residual = self.embed(token_ids)
+        rope = self.rotary(positions)
+        for layer in self.layers:
+            x = layer(x, residual, rope, attention)
+        return self.norm(residual) if x is None else self.norm.add(x, residual)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, vocab], the same on all ranks."""
+        return self.lm_head.project(hidden)
+
+    def logits_part(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, ceil(vocab / ranks)]: this rank's, perhaps with padding."""
+        return self.lm_head.project_part(hidden)
+
+    def gather_logits(self, parts: Tensor) -> Tensor:
+        """What `logits` gives, of rows of all ranks' `logits_part`."""
+        return self.lm_head.gather(parts)
+
+    def targets(self) -> Targets:
+        """Every tensor a checkpoint must have, and where it goes."""
+        yield from self.embed.targets()
+        for layer in self.layers:
+            yield from layer.targets()
+        yield from self.norm.targets()
+        if self.lm_head is not self.embed:
+            yield from self.lm_head.targets()

@@ -1,0 +1,53 @@
+"""What must be equal on two engines before one may use the other's KV: named fields.
+
+Compared field by field at pair set-up, so that a refusal names what differs; `short` is the one
+string that membership entries and block hashes carry.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+
+from ..kv.kv_memory import KvLayout
+from .model_config import ModelConfig
+
+LAYOUT_VERSION = "1"  # of [num_blocks, num_layers, 2, kv_heads, block_size, head_dim]
+
+
+def fingerprint_fields(model: ModelConfig, weights: str, layout: KvLayout) -> dict[str, str]:
+    """The fields of one engine, however many ranks hold its layers and heads.
+
+    `weights` tells the weights apart: checkpoint.weights_identity, or the seed of dummy ones.
+    """
+    return {
+        "model": _model_hash(model, weights),
+        "dtype": str(layout.dtype).removeprefix("torch."),
+        "block_size": str(layout.block_size),
+        "num_layers": str(model.num_layers),
+        "num_kv_heads": str(model.num_kv_heads),
+        "head_dim": str(model.head_dim),
+        "layer_range": f"0:{model.num_layers}",
+        "head_range": f"0:{model.num_kv_heads}",
+        "layout_version": LAYOUT_VERSION,
+    }
+
+
+def short(fields: Mapping[str, str]) -> str:
+    """32 hex digits over all fields, in whatever order they come."""
+    return _digest(dict(fields))
+
+
+def _model_hash(model: ModelConfig, weights: str) -> str:
+    essentials = dataclasses.asdict(model)
+    # Neither changes a number that is computed: the limit, and the type weights were stored in.
+    del essentials["max_position_embeddings"], essentials["dtype"]
+    essentials["rope"] = repr(model.rope)  # with the scaling's type, which asdict leaves out
+    return _digest({"config": essentials, "weights": weights})
+
+
+def _digest(value: object) -> str:
+    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,231 @@
+"""The building blocks of the models: weights and the products with them.
+
+Each block names its weights as checkpoints do, by `targets()`: pairs of a checkpoint tensor's name
+and the view of ours it goes to. Merged projections hand out views into one matrix, so the loader
+knows nothing of merging. Where several ranks share a model:
+
+    Linear      each rank has some of the outputs        x whole -> y in parts
+    RowLinear   each rank has some of the inputs         x in parts -> a summand of y on each rank
+    RMSNorm     adds up the ranks' summands, and both to the residual stream
+    Embedding   each rank has some of the vocabulary
+
+Knows no file and no attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...kernels.layers.ops import Ops, TorchOps
+from .communicator import Alone, Communicator, Summand
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A part of a checkpoint's tensor: from `start` on along `dim`, where that has `full`."""
+
+    dim: int
+    start: int
+    full: int
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a checkpoint's tensor goes, or with `cut` as much of it as `tensor` has room for."""
+
+    tensor: Tensor
+    cut: Cut | None = None
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """That of the checkpoint's tensor."""
+        shape = list(self.tensor.shape)
+        if self.cut is not None:
+            shape[self.cut.dim] = self.cut.full
+        return tuple(shape)
+
+
+Targets = Iterator[tuple[str, Target]]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where weights lie, of what type they are, what computes with them, and with which ranks."""
+
+    device: torch.device
+    dtype: torch.dtype
+    ops: Ops = field(default_factory=TorchOps)
+    communicator: Communicator = field(default_factory=Alone)
+
+    def vector(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=self.dtype, device=self.device)
+
+    def matrix(self, num_outputs: int, num_inputs: int) -> Tensor:
+        """An uninitialised weight [num_outputs, num_inputs].
+
+        On a CPU it lies column by column: BLAS is then faster for few rows of input, and from two
+        rows on sums each row in an order that does not depend on how many there are.
+        """
+        if self.device.type == "cpu":
+            return torch.empty(num_inputs, num_outputs, dtype=self.dtype).t()
+        return torch.empty(num_outputs, num_inputs, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Outputs [first, first + count) of the checkpoint's projection `name`, which has `full`."""
+
+    name: str
+    count: int
+    first: int
+    full: int
+
+    @classmethod
+    def whole(cls, name: str, full: int) -> Outputs:
+        return cls(name, full, 0, full)
+
+    @classmethod
+    def of_rank(cls, name: str, full: int, communicator: Communicator) -> Outputs:
+        """The rank's even part."""
+        count = full // communicator.size
+        return cls(name, count, communicator.rank * count, full)
+
+
+class Linear:
+    """One or several projections of the same input, as one product.
+
+    `outputs` are the checkpoint's projections in the order of their rows.
+    """
+
+    def __init__(
+        self,
+        outputs: Sequence[Outputs],
+        num_inputs: int,
+        placement: Placement,
+        *,
+        has_bias: bool = False,
+    ) -> None:
+        self._outputs = outputs
+        self._ops = placement.ops
+        num_outputs = sum(part.count for part in outputs)
+        self.weight = placement.matrix(num_outputs, num_inputs)
+        self.bias = placement.vector(num_outputs) if has_bias else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._ops.linear(x, self.weight, self.bias)
+
+    def gated(self, x: Tensor) -> Tensor:
+        """The first half of the outputs, by SiLU, times the second."""
+        return self._ops.gated_linear(x, self.weight, self.bias)
+
+    def targets(self) -> Targets:
+        first = 0
+        for part in self._outputs:
+            rows, cut = slice(first, first + part.count), Cut(0, part.first, part.full)
+            yield f"{part.name}.weight", Target(self.weight[rows], cut)
+            if self.bias is not None:
+                yield f"{part.name}.bias", Target(self.bias[rows], cut)
+            first += part.count
+
+
+class RowLinear:
+    """A projection of which each rank has an even part of the inputs: its outputs are summands."""
+
+    def __init__(
+        self,
+        name: str,
+        num_outputs: int,
+        num_inputs: int,
+        placement: Placement,
+        *,
+        has_bias: bool = False,
+    ) -> None:
+        self._name = name
+        self._ops = placement.ops
+        self._communicator = communicator = placement.communicator
+        self._num_inputs = num_inputs
+        self.weight = placement.matrix(num_outputs, num_inputs // communicator.size)
+        self.bias = placement.vector(num_outputs) if has_bias else None
+
+    def __call__(self, x: Tensor) -> Summand:
+        """For the next RMSNorm.add."""
+        return self._communicator.linear(self._ops, x, self.weight, self._bias_of_rank)
+
+    def product(self, x: Tensor) -> Tensor:
+        """The same, for whatever is to be made of it here."""
+        return self._ops.linear(x, self.weight, self._bias_of_rank)
+
+    @property
+    def _bias_of_rank(self) -> Tensor | None:
+        return self.bias if self._communicator.rank == 0 else None  # added once
+
+    def targets(self) -> Targets:
+        first = self._communicator.rank * self.weight.shape[1]
+        yield f"{self._name}.weight", Target(self.weight, Cut(1, first, self._num_inputs))
+        if self.bias is not None:
+            yield f"{self._name}.bias", Target(self.bias)
+
+
+class RMSNorm:
+    """Root mean square norm with a weight."""
+
+    def __init__(self, name: str, size: int, eps: float, placement: Placement) -> None:
+        self._name = name
+        self._eps = eps
+        self._ops = placement.ops
+        self._communicator = placement.communicator
+        self.weight = placement.vector(size)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._ops.rms_norm(x, self.weight, self._eps)
+
+    def add(self, x: Summand, residual: Tensor) -> Tensor:
+        """Add all ranks' x to `residual` in place; the norm of the sum."""
+        return self._communicator.add_rms_norm(self._ops, x, residual, self.weight, self._eps)
+
+    def targets(self) -> Targets:
+        yield f"{self._name}.weight", Target(self.weight)
+
+
+class Embedding:
+    """Token ids to vectors, and back to logits. Each rank has the same number of rows."""
+
+    def __init__(self, name: str, vocab_size: int, size: int, placement: Placement) -> None:
+        self._name = name
+        self._ops = placement.ops
+        self._communicator = communicator = placement.communicator
+        self._vocab_size = vocab_size
+        num_rows = -(-vocab_size // communicator.size)
+        self._first = min(communicator.rank * num_rows, vocab_size)
+        self._num_ids = min(num_rows, vocab_size - self._first)
+        self.weight = placement.matrix(num_rows, size)
+        self.weight[self._num_ids :] = 0  # what is no token's must be a number all the same
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        if self._communicator.size == 1:
+            return F.embedding(token_ids, self.weight)
+        rows = token_ids - self._first
+        is_elsewhere = (rows < 0) | (rows >= self._num_ids)
+        vectors = F.embedding(rows.masked_fill_(is_elsewhere, 0), self.weight)
+        return self._communicator.all_reduce(vectors.masked_fill_(is_elsewhere[:, None], 0))
+
+    def project(self, x: Tensor) -> Tensor:
+        """The products with every vector, [rows, vocab]: what an LM head computes."""
+        return self.gather(self.project_part(x))
+
+    def project_part(self, x: Tensor) -> Tensor:
+        """Those with the vectors of this rank, and with padding: [rows, ceil(vocab / ranks)]."""
+        return self._ops.linear(x, self.weight, None)
+
+    def gather(self, parts: Tensor) -> Tensor:
+        """What `project` gives, of rows of all ranks' `project_part`."""
+        return self._communicator.all_gather(parts)[:, : self._vocab_size]
+
+    def targets(self) -> Targets:
+        cut = Cut(0, self._first, self._vocab_size)
+        yield f"{self._name}.weight", Target(self.weight[: self._num_ids], cut)

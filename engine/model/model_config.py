@@ -1,0 +1,166 @@
+"""What config.json says about a model, checked once: sizes, RoPE, windows, which weights there are.
+
+Reads what transformers 5 writes (`dtype`, `layer_types`) and what came before it (`torch_dtype`,
+`max_window_layers`). Knows no tensor; refuses by name what this engine cannot compute.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...core.model_dir import read_json
+from .architectures import ARCHITECTURES, Architecture, Bias, Window
+from .config_fields import Fields
+from .rope_config import FULL_ATTENTION, SLIDING_ATTENTION, DynamicScaling, RopeConfig, read_rope
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """A mixture of experts in place of the MLP of some layers."""
+
+    num_experts: int
+    num_experts_per_token: int
+    intermediate_size: int  # of one expert
+    has_normed_weights: bool  # the chosen experts' weights sum to one
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A Llama-like decoder."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    windows: tuple[int | None, ...]  # of each layer: a position sees so many, itself included
+    experts: ExpertsConfig | None
+    has_tied_embeddings: bool
+    has_qkv_bias: bool
+    has_output_bias: bool
+    has_mlp_bias: bool
+    has_qk_norm: bool
+    initializer_range: float
+    dtype: str  # the checkpoint's, e.g. "bfloat16"
+
+    @property
+    def max_context_tokens(self) -> int:
+        """The longest context that may be asked for, RoPE stretched as far as it was made for."""
+        return self.rope.max_tokens(self.max_position_embeddings)
+
+    def smallest_window(self, max_model_len: int) -> int | None:
+        """None if contexts of `max_model_len` tokens fit into every layer's window."""
+        windows = [size for size in self.windows if size is not None and size < max_model_len]
+        return min(windows, default=None)
+
+
+def read_model_config(model_dir: Path) -> ModelConfig:
+    """Read config.json. Raises StartupFailed, naming the field, if it cannot be served."""
+    fields = Fields(model_dir / "config.json", read_json(model_dir / "config.json"))
+    name = _architecture_name(fields)
+    architecture = ARCHITECTURES[name]
+    _refuse_unsupported(fields)
+    hidden_size, num_heads = fields.positive("hidden_size"), fields.positive("num_attention_heads")
+    num_layers = fields.positive("num_hidden_layers")
+    has_bias = architecture.bias is Bias.BY_CONFIG and fields.flag("attention_bias")
+    config = ModelConfig(
+        architecture=name,
+        vocab_size=fields.positive("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=fields.positive("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=fields.positive("num_key_value_heads", num_heads),
+        head_dim=fields.positive(
+            "head_dim", architecture.default_head_dim or hidden_size // num_heads
+        ),
+        max_position_embeddings=fields.positive("max_position_embeddings", 2048),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rope=read_rope(fields),
+        windows=_windows(fields, architecture, num_layers),
+        experts=_experts(fields, num_layers) if architecture.has_experts else None,
+        has_tied_embeddings=fields.flag("tie_word_embeddings"),
+        has_qkv_bias=has_bias or architecture.bias is Bias.QKV,
+        has_output_bias=has_bias,
+        has_mlp_bias=architecture.has_mlp_bias_field and fields.flag("mlp_bias"),
+        has_qk_norm=architecture.has_qk_norm,
+        initializer_range=fields.number("initializer_range", 0.02),
+        dtype=str(fields.get("dtype", fields.get("torch_dtype", "float32"))),
+    )
+    _check_heads(config, fields)
+    return config
+
+
+def _check_heads(config: ModelConfig, fields: Fields) -> None:
+    if config.num_heads % config.num_kv_heads:
+        raise fields.error("num_attention_heads is no multiple of num_key_value_heads")
+    if config.head_dim % 2:
+        raise fields.error("head_dim is odd, which rotary embedding cannot have")
+    if isinstance(config.rope.scaling, DynamicScaling) and config.head_dim == 2:
+        raise fields.error("head_dim is 2, for which dynamic RoPE is not defined")
+
+
+def _architecture_name(fields: Fields) -> str:
+    names = fields.get("architectures", [])
+    for name in names if isinstance(names, list) else []:
+        if name in ARCHITECTURES:
+            return str(name)
+    raise fields.error(
+        f"architecture {names!r} is not supported",
+        hint=f"supported are: {', '.join(ARCHITECTURES)}",
+    )
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    if fields.get("auto_map") is not None:
+        raise fields.error("auto_map asks to run code from the checkpoint, which Baton never does")
+    if fields.get("quantization_config") is not None:
+        raise fields.error("quantised checkpoints are not supported")
+    if fields.get("hidden_act", "silu") != "silu":
+        raise fields.error(f"hidden_act {fields.get('hidden_act')!r} is not supported, only silu")
+
+
+def _windows(fields: Fields, architecture: Architecture, num_layers: int) -> tuple[int | None, ...]:
+    """The window of each layer; `layer_types` must be what the architecture computes."""
+    rule, size = architecture.window, None
+    is_asked = rule is Window.ALL or fields.flag("use_sliding_window")
+    if rule is not Window.NONE and is_asked and fields.get("sliding_window") is not None:
+        size = fields.positive("sliding_window")
+    first = fields.count("max_window_layers", 28) if rule is Window.BY_LAYER else 0
+    usual = [
+        FULL_ATTENTION if size is None or layer < first else SLIDING_ATTENTION
+        for layer in range(num_layers)
+    ]
+    kinds = fields.get("layer_types", usual)
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise fields.error("layer_types is not a list with one entry for each layer")
+    for kind in kinds:
+        if kind not in (FULL_ATTENTION, SLIDING_ATTENTION):
+            raise fields.error(f"layer_types names {kind!r}, which is not supported")
+    if kinds != usual and (rule is not Window.BY_LAYER or size is None):
+        raise fields.error("layer_types asks for windows that the other fields do not give")
+    return tuple(size if kind == SLIDING_ATTENTION else None for kind in kinds)
+
+
+def _experts(fields: Fields, num_layers: int) -> ExpertsConfig:
+    step, dense = fields.positive("decoder_sparse_step", 1), fields.counts("mlp_only_layers")
+    layers = (n for n in range(num_layers) if n not in dense and (n + 1) % step == 0)
+    old_name = fields.get("num_experts")  # transformers 5 writes num_local_experts
+    config = ExpertsConfig(
+        num_experts=fields.positive("num_local_experts" if old_name is None else "num_experts"),
+        num_experts_per_token=fields.positive("num_experts_per_tok"),
+        intermediate_size=fields.positive("moe_intermediate_size"),
+        has_normed_weights=fields.flag("norm_topk_prob"),
+        layers=tuple(layers),
+    )
+    if config.num_experts_per_token > config.num_experts:
+        raise fields.error("num_experts_per_tok is larger than num_experts")
+    return config

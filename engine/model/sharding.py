@@ -1,0 +1,54 @@
+"""What one of several ranks holds of a model: tensor parallelism as arithmetic.
+
+    heads         0 1 | 2 3 | 4 5 | 6 7      4 ranks, 8 heads, 2 KV heads: a KV head lies on all
+    KV heads       0  |  0  |  1  |  1       ranks whose heads look at it
+    vocabulary    ceil(vocab / 4) rows each, those of the last ranks perhaps in part padding
+
+Knows no tensor and no process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...core.errors import StartupFailed
+from .model_config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """One rank's attention heads, and the KV heads that these look at."""
+
+    first_head: int
+    num_heads: int
+    first_kv_head: int
+    num_kv_heads: int
+
+
+def heads_of_rank(config: ModelConfig, rank: int, size: int) -> Heads:
+    """The heads of one of `size` ranks; `check_divisible` holds of the model."""
+    num_heads = config.num_heads // size
+    first_kv_head = rank * config.num_kv_heads // size
+    num_kv_heads = max(1, config.num_kv_heads // size)
+    return Heads(rank * num_heads, num_heads, first_kv_head, num_kv_heads)
+
+
+def check_divisible(config: ModelConfig, size: int) -> None:
+    """Raise StartupFailed, naming both numbers, if `size` ranks cannot share the model."""
+    if why := _why_not(config, size):
+        others = " or ".join(str(n) for n in range(1, size) if not _why_not(config, n))
+        raise StartupFailed(f"--tensor-parallel-size {size} {why}", hint=f"--tp {others}")
+
+
+def _why_not(config: ModelConfig, size: int) -> str:
+    """Empty if `size` ranks can share the model."""
+    inners = {"intermediate_size": config.intermediate_size}
+    if config.experts is not None:
+        inners["moe_intermediate_size"] = config.experts.intermediate_size
+    for name, count in {"num_attention_heads": config.num_heads, **inners}.items():
+        if count % size:
+            return f"does not divide the model's {name} of {count}"
+    kv_heads = config.num_kv_heads
+    if kv_heads % size and size % kv_heads:
+        return f"neither divides the model's {kv_heads} KV heads nor is divided"
+    return ""

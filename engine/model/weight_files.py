@@ -1,0 +1,103 @@
+"""Which safetensors files a checkpoint has, and how many bytes its weights will take in memory.
+
+Standard library only: `baton up` decides by it before any engine is started. What the tensors hold
+is checkpoint.py's to read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from pathlib import Path
+
+from ...core.config import EngineConfig
+from ...core.errors import StartupFailed
+from ...core.model_dir import read_json, resolve_model_dir
+from .model_config import ModelConfig, read_model_config
+
+_SINGLE_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+_MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
+_UNREADABLE = (
+    OSError,
+    struct.error,
+    ValueError,
+    TypeError,
+    AttributeError,
+    KeyError,
+    RecursionError,
+)
+_BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def weight_files(model_dir: Path) -> tuple[Path, ...]:
+    """The safetensors files of a checkpoint, sorted; raises StartupFailed if there are none."""
+    index = model_dir / _INDEX_FILE
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        names = list(weight_map.values()) if isinstance(weight_map, dict) else []
+        if not names or not all(_is_plain_file_name(name) for name in names):
+            raise StartupFailed(f"{index} has no weight_map to files beside it")
+        paths = tuple(model_dir / name for name in sorted(set(names)))
+    else:
+        paths = (model_dir / _SINGLE_FILE,)
+    for path in paths:
+        if not path.is_file():
+            raise StartupFailed(f"there is no {path}", hint=_hint_for_no_weights(model_dir))
+    return paths
+
+
+def weights_bytes(config: EngineConfig) -> int:
+    """What the weights of `config.model` take on GPUs, over all ranks, in the type that `--dtype`
+    means there. Raises StartupFailed where there are none, or none that can be read."""
+    folder = resolve_model_dir(config.model)
+    model = read_model_config(folder)
+    if config.load_format == "dummy":
+        count = _num_dummy_weights(model)
+    else:
+        count = sum(map(_num_weights, weight_files(folder)))
+    return count * _BYTES_OF.get(model.dtype if config.dtype == "auto" else config.dtype, 2)
+
+
+def _num_weights(path: Path) -> int:
+    """By the file's header."""
+    try:
+        with path.open("rb") as file:
+            (num_bytes,) = struct.unpack("<Q", file.read(8))
+            if num_bytes > _MAX_HEADER_BYTES:
+                raise ValueError(f"a header of {num_bytes} bytes")
+            header = json.loads(file.read(num_bytes))
+        return sum(math.prod(header[name]["shape"]) for name in header.keys() - {"__metadata__"})
+    except _UNREADABLE as error:
+        hint = "is it whole? download it again"
+        raise StartupFailed(f"cannot read {path}: {error}", hint=hint) from error
+
+
+def _num_dummy_weights(model: ModelConfig) -> int:
+    """Of the matrices alone: what else there is takes less than a thousandth."""
+    width = model.hidden_size
+    attention = 2 * width * model.head_dim * (model.num_heads + model.num_kv_heads)
+    num_dense, experts = model.num_layers, 0
+    if model.experts is not None:
+        num_dense -= len(model.experts.layers)
+        one = 3 * width * model.experts.intermediate_size + width  # and its row of the router
+        experts = len(model.experts.layers) * model.experts.num_experts * one
+    mlps = num_dense * 3 * width * model.intermediate_size
+    embeddings = (1 if model.has_tied_embeddings else 2) * model.vocab_size * width
+    return embeddings + model.num_layers * attention + mlps + experts
+
+
+def _is_plain_file_name(name: object) -> bool:
+    return isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors")
+
+
+def _hint_for_no_weights(model_dir: Path) -> str:
+    pickles = [p.name for p in sorted(model_dir.iterdir()) if p.suffix in _PICKLE_SUFFIXES]
+    if pickles:
+        return (
+            f"{pickles[0]} is a pickle, which can run code and is never opened: convert the "
+            "checkpoint to safetensors (transformers: model.save_pretrained(DIR))"
+        )
+    return "download the *.safetensors files, or try --load-format dummy"

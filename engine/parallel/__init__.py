@@ -1,0 +1,1 @@
+"""Several ranks as one engine: processes, messages, sums."""

@@ -1,0 +1,104 @@
+"""What rank 0 and the other ranks of an engine say to each other, over one socket pair each.
+
+    | kind, order: uint32 | length: uint64 | payload |      perhaps with file descriptors
+
+An order has a number that its answer carries; 0 stands for what nobody answers. Both ends are of
+one engine and one user. Owns the framing; what the payloads mean is for whoever sends them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_HEADER = struct.Struct("<IIQ")
+_MAX_FDS = 4
+
+
+class Kind(enum.IntEnum):
+    """What a message is about."""
+
+    # rank 0 to the others
+    CONFIGURE = 1  # JSON; answered once the weights are loaded, with the rank's word
+    CONNECT = 2  # all ranks are loaded: their words
+    STEP = 3  # step_message.py
+    COPY_BLOCKS = 4  # int64 [2, pairs]
+    EXPORT_POOL = 5  # JSON, with the generation page
+    OPEN_WINDOW = 6  # JSON: the pool that this rank will pull from
+    PULL = 7  # kv_transfer/ranks/rank_messages.py
+    CANCEL_PULL = 8
+    CLOSE_WINDOW = 9
+    # the others to rank 0
+    ANSWER = 20
+    LINE = 21  # text for people
+    FAILED = 22  # JSON: the error that ends this rank
+    LOADING = 23  # it has come further
+
+
+@dataclass(frozen=True, slots=True)
+class RankMessage:
+    """One message; the receiver closes `fds`."""
+
+    kind: Kind
+    order: int
+    payload: memoryview
+    fds: tuple[int, ...] = ()
+
+
+class RankChannel:
+    """One end: one thread receives, any thread sends."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._sending = threading.Lock()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """How long a send may find the other end not reading, before it raises TimeoutError."""
+        self._socket.settimeout(timeout_s)
+
+    def send(
+        self, kind: Kind, payload: bytes = b"", *, order: int = 0, fds: Sequence[int] = ()
+    ) -> None:
+        """Raises OSError when the other end is gone, or does not read."""
+        header = _HEADER.pack(kind, order, len(payload))
+        with self._sending:
+            if fds:
+                # The header is far smaller than the buffer: it goes out whole or not at all.
+                socket.send_fds(self._socket, [header], list(fds))
+                self._socket.sendall(payload)
+            else:
+                self._socket.sendall(header + payload)
+
+    def receive(self) -> RankMessage | None:
+        """The next message; None when the other end is gone."""
+        try:
+            header, fds, _, _ = socket.recv_fds(
+                self._socket, _HEADER.size, _MAX_FDS, socket.MSG_WAITALL | socket.MSG_CMSG_CLOEXEC
+            )
+            if len(header) < _HEADER.size:
+                return None
+            kind, order, length = _HEADER.unpack(header)
+            payload = bytearray(length)
+            rest = memoryview(payload)
+            while rest:
+                count = self._socket.recv_into(rest)
+                if count == 0:
+                    return None
+                rest = rest[count:]
+        except ConnectionError:
+            return None
+        return RankMessage(Kind(kind), order, memoryview(payload), tuple(fds))
+
+    def close(self) -> None:
+        """The other end finds it over, and so does whoever receives here."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()

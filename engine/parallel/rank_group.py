@@ -1,0 +1,281 @@
+"""Rank 0's end of the other ranks: tells them what to do, hears their answers, notices their loss.
+
+    engine thread ── tell, order ──► all ranks, in one order      (what a step does, all do)
+    watch thread  ◄─ words, answers, lines, failures; end of a channel; no progress for too long
+
+A rank that fails, dies or hangs takes the engine down: `on_lost` is called once, on the watch
+thread, because the engine's own may be waiting on a device that will never be done. Knows no
+process: a channel is all there is of a rank.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import selectors
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ...core import errors
+from ...core.errors import BatonError, EngineFailed, StartupFailed
+from .rank_channel import Kind, RankChannel, RankMessage
+from .rank_progress import RankProgress
+
+log = logging.getLogger(__name__)
+
+_LOOKS_PER_TIMEOUT = 4
+_LOOK_S = 0.1  # how often who waits for an answer looks whether there can be one
+_LAST_WORDS_S = 2.0  # how long a loss may take to be noticed once a step has failed over it
+
+OnLost = Callable[[BatonError], None]
+
+
+@dataclass(slots=True)
+class _Order:
+    """What all ranks have yet to answer."""
+
+    on_done: Callable[[list[bytes]], None]
+    answers: dict[int, bytes] = field(default_factory=dict)
+
+
+class Followers:
+    """Ranks 1 and up, by their channels. `on_line` gets lines for people."""
+
+    def __init__(
+        self,
+        channels: Sequence[RankChannel],
+        timeout_s: float,
+        start_timeout_s: float,
+        on_lost: OnLost,
+        on_line: Callable[[str], None],
+    ) -> None:
+        self._channels = dict(enumerate(channels, start=1))
+        self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
+        self._on_lost, self._on_line = on_lost, on_line
+        self._telling = threading.Lock()
+        self._num_told = self._num_orders = 0
+        self._orders: dict[int, _Order] = {}
+        self._error: BatonError | None = None
+        self._is_over = threading.Event()  # lost, or closed
+        self._loaded = threading.Event()
+        self._words: list[bytes] = []  # once loaded
+        self._starting: dict[int, float] = {}  # who owes a sign of life, and when it last gave one
+        self._progress = RankProgress.create(len(channels))
+        self._looked = dict.fromkeys(self._channels, (0, time.monotonic()))
+        self._wake, self._woken = os.pipe2(os.O_CLOEXEC)
+        for channel in channels:
+            channel.set_timeout(timeout_s)
+        self._thread = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_ranks(self) -> int:
+        """How many there are beside rank 0."""
+        return len(self._channels)
+
+    # -- telling ----------------------------------------------------------------------------------
+
+    def tell(self, kind: Kind, payload: bytes = b"") -> None:
+        """All ranks do this, behind all that they were told before. Raises EngineFailed."""
+        self._send(dict.fromkeys(self._channels, payload), kind, 0, ())
+
+    def order(
+        self,
+        kind: Kind,
+        payloads: Sequence[bytes],
+        on_done: Callable[[list[bytes]], None],
+        fds: Sequence[int] = (),
+    ) -> int:
+        """As `tell`, each rank its own payload; `on_done` gets the answers on the watch thread.
+
+        Returns the order's number. There is no answer once a rank is lost.
+        """
+        with self._telling:
+            self._num_orders += 1
+            number = self._num_orders
+            self._orders[number] = _Order(on_done)
+        self._send(dict(zip(self._channels, payloads, strict=True)), kind, number, fds)
+        return number
+
+    def ask(
+        self, kind: Kind, payloads: Sequence[bytes], fds: Sequence[int] = ()
+    ) -> tuple[int, list[bytes]]:
+        """As `order`, but wait for the answers; from any thread but the watch's.
+
+        Raises what a rank was lost by.
+        """
+        found: list[bytes] = []
+        is_done = threading.Event()
+
+        def done(answers: list[bytes]) -> None:
+            found.extend(answers)
+            is_done.set()
+
+        number = self.order(kind, payloads, done, fds)
+        while not is_done.wait(_LOOK_S):
+            self.check()
+        return number, found
+
+    def configure(self, payloads: Sequence[bytes]) -> None:
+        """Start all ranks loading; `meet` waits for them."""
+
+        def loaded(words: list[bytes]) -> None:
+            self._words = words
+            self._loaded.set()
+
+        self._starting = dict.fromkeys(self._channels, time.monotonic())
+        self.order(Kind.CONFIGURE, payloads, loaded, [self._progress.fd])
+
+    def meet(self, word: bytes) -> list[bytes]:
+        """Wait until all ranks are loaded, and let them connect.
+
+        Returns the words of all ranks, which all get; `word` is rank 0's. Raises what a rank was
+        lost by.
+        """
+        while not self._loaded.wait(_LOOK_S):
+            self.check()
+        words = [word, *self._words]
+        self._starting = dict.fromkeys(self._channels, time.monotonic())
+        self.tell(Kind.CONNECT, pack_words(words))
+        return words
+
+    @property
+    def is_lost(self) -> bool:
+        return self._error is not None
+
+    def check(self) -> None:
+        """Raise what a rank was lost by, if one was."""
+        if self._error is not None:
+            raise self._error
+
+    def explain(self, error: BatonError) -> BatonError:
+        """Why a step failed: what a rank was lost by, if that was it, else `error`."""
+        self._is_over.wait(_LAST_WORDS_S)
+        return self._error or error
+
+    def _send(self, payloads: dict[int, bytes], kind: Kind, order: int, fds: Sequence[int]) -> None:
+        self.check()
+        try:
+            with self._telling:
+                self._num_told += 1
+                for rank, payload in payloads.items():
+                    self._channels[rank].send(kind, payload, order=order, fds=fds)
+        except OSError as error:
+            raise self.explain(EngineFailed(f"rank {rank} cannot be reached: {error}")) from error
+
+    # -- watching ---------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        try:
+            self._listen()
+        except Exception as error:  # nobody would notice a loss any more
+            log.exception("the watch over the ranks ends")
+            self._lose(EngineFailed(f"{type(error).__name__}: {error}"))
+
+    def _listen(self) -> None:
+        look_s = min(self._timeout_s, self._start_timeout_s) / _LOOKS_PER_TIMEOUT
+        with selectors.DefaultSelector() as selector:
+            for rank, channel in self._channels.items():
+                selector.register(channel, selectors.EVENT_READ, rank)
+            selector.register(self._wake, selectors.EVENT_READ)
+            while not self._is_over.is_set():
+                for key, _ in selector.select(look_s):
+                    if key.data is not None:
+                        self._hear(key.data)
+                self._look()
+
+    def _hear(self, rank: int) -> None:
+        try:
+            message = self._channels[rank].receive()
+        except (OSError, ValueError) as error:
+            self._lose(EngineFailed(f"rank {rank} is not understood: {error}"))
+            return
+        if message is None:
+            self._lose(EngineFailed(f"rank {rank} ended"))
+            return
+        if rank in self._starting:
+            self._starting[rank] = time.monotonic()
+        if message.kind is Kind.ANSWER:
+            self._starting.pop(rank, None)  # loaded: it waits for the others
+            self._answer(rank, message)
+        elif message.kind is Kind.LINE:
+            self._on_line(f"rank {rank}: {bytes(message.payload).decode()}")
+        elif message.kind is Kind.FAILED:
+            self._lose(_read_failure(rank, message))
+
+    def _answer(self, rank: int, message: RankMessage) -> None:
+        order = self._orders[message.order]
+        order.answers[rank] = bytes(message.payload)
+        if len(order.answers) == len(self._channels):
+            del self._orders[message.order]
+            order.on_done([order.answers[each] for each in self._channels])
+
+    def _look(self) -> None:
+        """Find a rank that has taken nothing for too long, though there is something to take.
+
+        Until it serves it takes nothing, but shows signs of life where it does not wait for others.
+        """
+        now_s, num_told, starting = time.monotonic(), self._num_told, self._starting
+        for rank, (num_taken, since_s) in self._looked.items():
+            found = self._progress.read(rank)
+            is_idle = found == num_told or found == 0
+            if found == 0 and now_s - starting.get(rank, now_s) > self._start_timeout_s:
+                self._lose(_start_failure(rank, self._start_timeout_s))
+            elif is_idle or found != num_taken:
+                self._looked[rank] = (found, now_s)
+            elif now_s - since_s > self._timeout_s:
+                self._lose(
+                    EngineFailed(f"rank {rank} has not answered for {now_s - since_s:.1f} s")
+                )
+
+    def _lose(self, error: BatonError) -> None:
+        if not self._is_over.is_set():
+            log.error("%s", error.message)
+            self._error = error
+            self._is_over.set()
+            self._on_lost(error)
+
+    def close(self) -> None:
+        """Let all ranks end."""
+        self._is_over.set()
+        os.write(self._woken, b"\0")
+        self._thread.join()
+        for channel in self._channels.values():
+            channel.close()
+        self._progress.close()
+        os.close(self._wake)
+        os.close(self._woken)
+
+
+def pack_words(words: Sequence[bytes]) -> bytes:
+    """The payload of `Kind.CONNECT`."""
+    return json.dumps([word.hex() for word in words]).encode()
+
+
+def read_words(payload: memoryview) -> list[bytes]:
+    """What `pack_words` made the payload of."""
+    return [bytes.fromhex(word) for word in json.loads(bytes(payload))]
+
+
+def pack_failure(error: BatonError) -> bytes:
+    """The payload of `Kind.FAILED`."""
+    hint = error.hint if isinstance(error, StartupFailed) else ""
+    return json.dumps({"code": error.code, "message": error.message, "hint": hint}).encode()
+
+
+def _start_failure(rank: int, timeout_s: float) -> StartupFailed:
+    return StartupFailed(
+        f"rank {rank} has come no further in its start for {timeout_s:g} s",
+        hint="if it is only slow, a larger --rank-start-timeout-s",
+    )
+
+
+def _read_failure(rank: int, message: RankMessage) -> BatonError:
+    fields = json.loads(bytes(message.payload))
+    text = f"rank {rank}: {fields['message']}"
+    if fields["code"] == StartupFailed.code:
+        return StartupFailed(text, hint=fields["hint"])
+    return errors.from_code(fields["code"], text)

@@ -1,0 +1,139 @@
+"""A rank other than 0: a process that launches the steps that rank 0 tells it, and decides nothing.
+
+    configure ─► weights ─► connect ─► pool, graphs ─► steps, copies, orders ... ─► rank 0 is gone
+
+`python -m baton.engine.parallel.rank_worker FD` is such a rank of an engine that passes its
+KV to nobody; nodes have their own, with more orders. What goes wrong is told to rank 0, which then
+ends the engine.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from ...core import flags
+from ...core.config import EngineConfig
+from ...core.errors import BatonError, EngineFailed
+from ..execution.batch import LaunchedStep
+from ..execution.runner import ModelRunner
+from ..model.checkpoint import LoadProgress
+from .rank_channel import Kind, RankChannel, RankMessage
+from .rank_group import pack_failure, read_words
+from .rank_progress import RankProgress
+from .step_message import decode
+from .torch_communicator import connect_store, make_communicator
+
+log = logging.getLogger(__name__)
+
+Handlers = Mapping[Kind, Callable[[RankMessage], None]]
+BuildHandlers = Callable[[ModelRunner, RankChannel], Handlers]
+
+_NUM_START_MESSAGES = 2  # configure, connect
+_SIGN_S = 0.5  # between two signs of life while loading
+
+
+def main(build_handlers: BuildHandlers = lambda runner, channel: {}) -> int:
+    """Run until rank 0 is gone; returns the exit code. `build_handlers` are for further orders."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's, which ends rank 0
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    channel = RankChannel(socket.socket(fileno=int(sys.argv[1])))
+    try:
+        follow(channel, build_handlers)
+    except OSError as error:
+        log.warning("rank 0 is gone: %s", error)
+    return 0
+
+
+def follow(channel: RankChannel, build_handlers: BuildHandlers) -> None:
+    """Be the rank at the other end of `channel` until that is gone; tell it what goes wrong."""
+    try:
+        _follow(channel, build_handlers)
+    except ConnectionError:
+        raise
+    except Exception as error:
+        if not isinstance(error, BatonError):
+            log.exception("the rank ends")
+            error = EngineFailed(f"{type(error).__name__}: {error}")
+        channel.send(Kind.FAILED, pack_failure(error))
+    finally:
+        channel.close()
+
+
+def _follow(channel: RankChannel, build_handlers: BuildHandlers) -> None:
+    first = channel.receive()
+    if first is None:
+        return
+    assert first.kind is Kind.CONFIGURE
+    settings = json.loads(bytes(first.payload))
+    config, rank = flags.from_json(EngineConfig, settings["engine"]), settings["rank"]
+    size = config.tensor_parallel_size
+    progress = RankProgress(first.fds[0], size - 1)
+
+    def meet(word: bytes) -> list[bytes]:
+        channel.send(Kind.ANSWER, word, order=first.order)
+        message = channel.receive()
+        if message is None:
+            raise ConnectionError("rank 0 did not start")
+        assert message.kind is Kind.CONNECT
+        return read_words(message.payload)
+
+    communicator = make_communicator(config, rank, connect_store(settings["store_port"]), meet)
+    runner = ModelRunner(config, _SignsOfLife(channel).on_progress, communicator)
+    for note in runner.startup_notes:
+        channel.send(Kind.LINE, note.encode())
+    handlers = build_handlers(runner, channel)
+    try:
+        _serve(channel, runner, handlers, lambda: progress.add(rank))
+    finally:
+        progress.close()
+
+
+class _SignsOfLife:
+    """Tells rank 0 that loading goes on, though not of every tensor."""
+
+    def __init__(self, channel: RankChannel) -> None:
+        self._channel = channel
+        self._last_s = time.monotonic()
+
+    def on_progress(self, progress: LoadProgress) -> None:
+        now_s = time.monotonic()
+        if now_s - self._last_s > _SIGN_S:
+            self._last_s = now_s
+            self._channel.send(Kind.LOADING)
+
+
+def _serve(
+    channel: RankChannel, runner: ModelRunner, handlers: Handlers, taken: Callable[[], None]
+) -> None:
+    """Take one message after the other, until the channel ends."""
+    for _ in range(_NUM_START_MESSAGES):
+        taken()
+    previous: LaunchedStep | None = None
+    while (message := channel.receive()) is not None:
+        match message.kind:
+            case Kind.STEP:
+                launched = runner.launch(decode(message.payload))
+                if previous is not None:
+                    previous.collect()  # it has completed: rank 0 would not go on before
+                previous = launched
+            case Kind.COPY_BLOCKS:
+                pairs = np.frombuffer(message.payload, np.int64).reshape(2, -1)
+                runner.copy_blocks(list(zip(*pairs.tolist(), strict=True)))
+            case kind:
+                handlers[kind](message)
+        for fd in message.fds:
+            os.close(fd)
+        taken()
+
+
+if __name__ == "__main__":
+    os._exit(main())  # at once: nothing here is worth taking apart

@@ -1,0 +1,226 @@
+"""Communicators between processes: gloo between CPUs, NCCL and peer memory between GPUs.
+
+    store     a TCPStore of rank 0 on the loopback: where ranks find each other once
+    gloo      gathers alone; sums are made here, in the order of the ranks
+    NCCL      large sums, gathers, broadcasts; small sums go through peers' memory (peer_reduce.py)
+
+Process groups are used as objects, without torch's global ones. Knows no model.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+
+from ...core.config import EngineConfig
+from ...core.errors import StartupFailed
+from ...kernels.layers.ops import Ops
+from ..kv.cuda_sharing import export_handle
+from ..model.communicator import Communicator, Sent, Summand
+
+if TYPE_CHECKING:
+    from .peer_reduce import PeerReduce  # needs Triton
+
+_LOOPBACK = "127.0.0.1"
+_STORE_TIMEOUT = timedelta(seconds=60)
+
+# Gives this rank's word for the others; once all ranks have called it, the words of all in their
+# order. It goes by channels that no other process can read, unlike the store.
+Meet = Callable[[bytes], list[bytes]]
+
+
+def make_store() -> c10d.TCPStore:
+    """Rank 0's: listens on a free port of the loopback, and nowhere else."""
+    with socket.create_server((_LOOPBACK, 0)) as listener:
+        port = listener.getsockname()[1]
+        return c10d.TCPStore(
+            _LOOPBACK,
+            port,
+            is_master=True,
+            timeout=_STORE_TIMEOUT,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+
+def connect_store(port: int) -> c10d.TCPStore:
+    """Another rank's view of it."""
+    return c10d.TCPStore(
+        _LOOPBACK, port, is_master=False, timeout=_STORE_TIMEOUT, wait_for_workers=False
+    )
+
+
+def make_communicator(
+    config: EngineConfig, rank: int, store: c10d.TCPStore, meet: Meet
+) -> Communicator:
+    """What suits the device of this rank. Raises StartupFailed."""
+    size = config.tensor_parallel_size
+    if config.device == "cpu" or not torch.cuda.is_available():
+        # Who hangs is found by rank 0; that a sum ends at all is for the ranks it leaves behind.
+        to_connect_s = config.rank_start_timeout_s + config.rank_timeout_s
+        timeouts_s = (to_connect_s, 2 * config.rank_timeout_s)
+        return GlooCommunicator(store, rank, size, timeouts_s, meet)
+    device = torch.device("cuda", torch.device(config.device).index or 0)
+    return NcclCommunicator(store, rank, size, device, meet)
+
+
+class GlooCommunicator:
+    """Ranks on CPUs. Every sum is over the ranks in their order, whatever the shape: a row's sum
+    does not depend on the rows around it."""
+
+    def __init__(
+        self,
+        store: c10d.TCPStore,
+        rank: int,
+        size: int,
+        timeouts_s: tuple[float, float],
+        meet: Meet,
+    ) -> None:
+        """`timeouts_s`: of connecting, and of an operation."""
+        self.rank, self.size = rank, size
+        self._store = store
+        self._timeouts = [timedelta(seconds=timeout_s) for timeout_s in timeouts_s]
+        self._meet = meet
+        self._group: Any = None
+
+    def connect(self) -> None:
+        self._meet(b"")
+        gloo: Any = c10d.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=_LOOPBACK)]
+        to_connect, to_operate = self._timeouts
+        options._timeout = to_connect
+        try:
+            self._group = gloo(self._store, self.rank, self.size, options)
+        except RuntimeError as error:
+            raise StartupFailed(f"gloo does not connect the ranks: {error}") from error
+        self._group.set_timeout(to_operate)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        first, *others = self._gather(x).unbind()
+        for other in others:
+            first += other
+        return first
+
+    def linear(self, ops: Ops, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return ops.linear(x, weight, bias)
+
+    def add_rms_norm(
+        self, ops: Ops, x: Summand, residual: Tensor, weight: Tensor, eps: float
+    ) -> Tensor:
+        assert isinstance(x, Tensor)
+        return ops.add_rms_norm(self.all_reduce(x), residual, weight, eps)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.cat(self._gather(x).unbind(), dim=1)
+
+    def broadcast(self, x: Tensor) -> None:
+        x.copy_(self._gather(x)[0])
+
+    def least(self, value: int) -> int:
+        return int(self._gather(torch.tensor([value])).min())
+
+    def _gather(self, x: Tensor) -> Tensor:
+        """[size, *x.shape]"""
+        parts = x.new_empty(self.size * len(x), *x.shape[1:])
+        self._group._allgather_base(parts, x.contiguous()).wait()
+        gathered: Tensor = parts.view(self.size, *x.shape)
+        return gathered
+
+    def close(self) -> None:
+        self._group = None
+
+
+class NcclCommunicator:
+    """Ranks on GPUs of one host. Operations are launched on the current stream, none is waited for,
+    and they can be captured in CUDA graphs. Sums of small tensors do not depend on their shape."""
+
+    def __init__(
+        self, store: c10d.TCPStore, rank: int, size: int, device: torch.device, meet: Meet
+    ) -> None:
+        self.rank, self.size = rank, size
+        self._store = store
+        self._device = device
+        self._meet = meet
+        self._group: Any = None
+        self._peers: PeerReduce | None = None
+
+    def connect(self) -> None:
+        from .peer_reduce import allocate_exchange, connect_peers
+
+        own = allocate_exchange(self.size, self._device)
+        handle = b"" if own is None else export_handle(own.address, self._device)
+        handles = self._meet(handle)
+        # On hosts whose GPUs are shared, a program that multicasts can take them all down.
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        # Rank 0 finds out who hangs and ends the engine: torch's watchdog would end it unexplained.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+        torch.cuda.set_device(self._device)
+        options = c10d.ProcessGroupNCCL.Options()
+        try:
+            self._group = c10d.ProcessGroupNCCL(self._store, self.rank, self.size, options)
+            self.least(0)  # connects now, where nothing is captured yet
+        except RuntimeError as error:
+            raise StartupFailed(f"NCCL does not connect the GPUs: {error}") from error
+        self._peers = connect_peers(own, handles, self.rank, self._device)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if self._peers is not None and self._peers.can_reduce(x):
+            return self._peers.all_reduce(x)
+        return self.sum_by_nccl(x)
+
+    def linear(self, ops: Ops, x: Tensor, weight: Tensor, bias: Tensor | None) -> Summand:
+        if self._peers is not None and self._peers.send_product(x, weight, bias):
+            return Sent()
+        return ops.linear(x, weight, bias)
+
+    def add_rms_norm(
+        self, ops: Ops, x: Summand, residual: Tensor, weight: Tensor, eps: float
+    ) -> Tensor:
+        if isinstance(x, Sent):
+            assert self._peers is not None
+            return self._peers.add_rms_norm(None, residual, weight, eps)
+        if self._peers is not None and self._peers.can_reduce_rows(x):
+            return self._peers.add_rms_norm(x, residual, weight, eps)
+        return ops.add_rms_norm(self.all_reduce(x), residual, weight, eps)
+
+    def sum_by_nccl(self, x: Tensor) -> Tensor:
+        """`all_reduce` of any size: x itself, overwritten."""
+        options = c10d.AllreduceOptions()
+        options.asyncOp = False
+        self._group.allreduce([x], options)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        num_rows, num_columns = x.shape
+        parts = x.new_empty(self.size * num_rows, num_columns)
+        options = c10d.AllgatherOptions()
+        options.asyncOp = False
+        self._group._allgather_base(parts, x.contiguous(), options)
+        by_row = parts.view(self.size, num_rows, num_columns).transpose(0, 1)
+        return by_row.reshape(num_rows, self.size * num_columns)
+
+    def broadcast(self, x: Tensor) -> None:
+        options = c10d.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.asyncOp = 0, 0, False
+        self._group.broadcast([x], options)
+
+    def least(self, value: int) -> int:
+        values = self.all_gather(torch.tensor([[value]], device=self._device))
+        return int(values.min())
+
+    def close(self) -> None:
+        if self._peers is not None:
+            self._peers.close()
+        if self._group is not None:
+            self._group.abort()
+        self._group = self._peers = None

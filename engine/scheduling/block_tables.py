@@ -1,0 +1,179 @@
+"""Gives blocks to sequences and takes them back: the one writer of `Sequence.block_ids`.
+
+Joins pool and prefix cache: an admission takes cached blocks first, a computed full block becomes a
+cached one, and a block that a step on the device still touches stays fenced. Decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain, count, repeat
+
+from ..kv.block_pool import BlockPool, BlockRef, Fence
+from ..kv.generations import Generations
+from ..kv.prefix_cache import PrefixCache
+from .sequence import Sequence
+
+_SLICE_BLOCKS = 64  # hashed at once when a prompt is looked up
+
+
+class StepFence:
+    """Keeps what the step's sequences give back while the step is on the device.
+
+    As long as a sequence holds its blocks itself no fence is needed: a fence over every block of
+    every step would cost more host time than a decode step takes. What the step computes for a
+    sequence that is no longer among `sequences` is of no use.
+    """
+
+    def __init__(self, tables: BlockTables, sequences: Iterable[Sequence]) -> None:
+        self._tables = tables
+        self._fences: list[Fence] = []
+        self.sequences = set(sequences)
+
+    def fence_off(self, sequence: Sequence, fence: Fence) -> None:
+        """The sequence gives its blocks back: from here on the fence holds them."""
+        self.sequences.remove(sequence)
+        self._fences.append(fence)
+
+    def close(self) -> None:
+        """The step has completed."""
+        self._tables._steps.remove(self)
+        for fence in self._fences:
+            fence.close()
+
+
+class BlockTables:
+    """Block tables of all sequences of one engine."""
+
+    def __init__(
+        self, pool: BlockPool, cache: PrefixCache, generations: Generations, block_size: int
+    ) -> None:
+        self._pool = pool
+        self._cache = cache
+        self._generations = generations
+        self._block_size = block_size
+        self._steps: list[StepFence] = []
+        self.num_queried_tokens = 0  # of all that was given blocks
+        self.num_hit_tokens = 0  # of them, those in matched blocks
+
+    def match(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        """Cached blocks that hold the beginning of the sequence's first `num_tokens` tokens.
+
+        None of them if it must compute all of its prompt to tell the log-probabilities.
+        """
+        if not self._cache.is_enabled or sequence.owes_prompt_logprobs:
+            return []
+        num_blocks, matched = num_tokens // self._block_size, list[int]()
+        for start in range(0, num_blocks, _SLICE_BLOCKS):
+            end = min(start + _SLICE_BLOCKS, num_blocks)
+            hashes = sequence.block_hashes(end, self._block_size)
+            matched += self._cache.match(hashes[start:])
+            if len(matched) < end:
+                break  # the hashes behind can wait until a step is on the device
+        return matched
+
+    def num_to_compute(self, sequence: Sequence) -> int:
+        """Tokens that an empty-handed sequence would have to compute, by what is cached now."""
+        matched = self.match(sequence, sequence.num_tokens - 1)
+        return sequence.num_tokens - len(matched) * self._block_size
+
+    def take(self, sequence: Sequence, matched: list[int]) -> bool:
+        """Give an empty-handed sequence blocks for all its slots, or none.
+
+        `matched` come first and count as computed.
+        """
+        assert not sequence.block_ids
+        self._pool.acquire(matched)  # first: the allocation could evict them
+        sequence.block_ids = [*matched]
+        if not self.grow(sequence):
+            sequence.block_ids = []
+            self._pool.release(matched)
+            return False
+        sequence.num_stored_blocks = len(matched)
+        sequence.num_cached_tokens = len(matched) * self._block_size
+        self.num_queried_tokens += sequence.num_tokens
+        self.num_hit_tokens += sequence.num_cached_tokens
+        sequence.num_computed_tokens = sequence.num_cached_tokens
+        sequence.num_launched_tokens = sequence.num_cached_tokens
+        return True
+
+    def fork(self, parent: Sequence, child: Sequence) -> list[tuple[int, int]] | None:
+        """Give an empty-handed child its computed tokens' blocks, and room for the token behind.
+
+            parent   [ b0 | b1 | b2 # ]     full blocks: one more reference
+            child    [ b0 | b1 | b7 # ]     the partial one: a copy, since each writes on in its own
+
+        Returns (source, target) of what is to be copied at once; None if the pool has too few left.
+        """
+        assert not child.block_ids
+        num_shared, num_partial = divmod(child.num_computed_tokens, self._block_size)
+        shared = parent.block_ids[:num_shared]
+        self._pool.acquire(shared)
+        child.block_ids = [*shared]
+        if not self.grow(child):
+            child.block_ids = []
+            self._pool.release(shared)
+            return None
+        self.store(child)
+        if not num_partial:
+            return []
+        return [(parent.block_ids[num_shared], child.block_ids[num_shared])]
+
+    def has_room(self, sequence: Sequence) -> bool:
+        """Whether its blocks cover all its slots already."""
+        return sequence.num_slots <= len(sequence.block_ids) * self._block_size
+
+    def grow(self, sequence: Sequence) -> bool:
+        """Make its blocks cover all its slots; False if the pool has too few left."""
+        num_missing = -(-sequence.num_slots // self._block_size) - len(sequence.block_ids)
+        if num_missing <= 0:
+            return True
+        fresh = self._pool.allocate(num_missing)
+        if fresh is None:
+            return False
+        sequence.block_ids += fresh
+        return True
+
+    def store(self, sequence: Sequence) -> None:
+        """Enter the full blocks that are computed by now into the prefix cache."""
+        if not self._cache.is_enabled:
+            return
+        num_full = sequence.num_computed_tokens // self._block_size
+        if num_full == sequence.num_stored_blocks:
+            return
+        fresh = slice(sequence.num_stored_blocks, num_full)
+        hashes = sequence.block_hashes(num_full, self._block_size)
+        self._cache.store(hashes[fresh], sequence.block_ids[fresh])
+        sequence.num_stored_blocks = num_full
+
+    def prepare_store(self, sequence: Sequence) -> None:
+        """Hash what the launched step completes, before its results are waited for."""
+        if self._cache.is_enabled:
+            num_tokens = min(sequence.num_launched_tokens, sequence.num_tokens)
+            sequence.block_hashes(num_tokens // self._block_size, self._block_size)
+
+    def give_back(self, sequence: Sequence) -> None:
+        """Take all blocks from the sequence; its tokens are to be computed anew, if ever."""
+        for step in self._steps:
+            if sequence in step.sequences:
+                step.fence_off(sequence, self._pool.open_fence(sequence.block_ids))
+        self._pool.release(sequence.block_ids)
+        sequence.block_ids = []
+        sequence.num_computed_tokens = 0
+        sequence.num_launched_tokens = sequence.num_awaited_tokens = 0
+
+    def open_step(self, sequences: Iterable[Sequence]) -> StepFence:
+        """A step that touches the sequences' blocks is about to be launched."""
+        step = StepFence(self, sequences)
+        self._steps.append(step)
+        return step
+
+    def refs(self, sequence: Sequence, first: int, last: int) -> list[BlockRef]:
+        """Logical blocks [first, last); those that a launched step fills, or has, have a hash."""
+        num_tokens = min(sequence.num_launched_tokens, sequence.num_tokens)
+        num_full = min(last, num_tokens // self._block_size)
+        hashes = sequence.block_hashes(num_full, self._block_size)[first:]
+        block_ids = sequence.block_ids[first:last]
+        generations = map(self._generations.read, block_ids)
+        columns = (count(first), block_ids, generations, chain(hashes, repeat(None)))
+        return list(map(BlockRef._make, zip(*columns)))  # noqa: B905  # as long as the blocks

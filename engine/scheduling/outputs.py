@@ -1,0 +1,159 @@
+"""What an engine tells those above it: tokens, finished chunks, reservations, load. All values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ...core.errors import BatonError
+from ...core.request.logprobs import TokenLogprobs
+from ...core.request.request import FinishReason
+from .sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Blocks for KV that comes from elsewhere: [num_cached_blocks, num_known_blocks) to be filled.
+
+    Those before are cached here already, those behind are room to grow.
+    """
+
+    key: str
+    block_ids: tuple[int, ...]
+    num_cached_blocks: int
+    num_known_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """Output token number `index` (from 0, over all attempts); EOS and stop ids included.
+
+    `top`: the likeliest (token id, logprob), as many as the request asks for.
+    """
+
+    key: str
+    index: int
+    token_id: int
+    logprob: float
+    finish_reason: FinishReason | None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Of the prompt's tokens from position `first_index` on; the first token (0) has none."""
+
+    key: str
+    first_index: int
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkDone:
+    """The KV of a held request's first `num_computed_tokens` tokens is complete.
+
+    `cached_tokens` of them came from the prefix cache. `is_last` comes with the first token.
+    """
+
+    key: str
+    num_computed_tokens: int
+    cached_tokens: int
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLaunched:
+    """A step will complete the KV of a held request's first `num_tokens` tokens.
+
+    `step` is its `batch.LaunchedStep.number`, which is not 0. Its ChunkDone follows, unless the
+    request ends before.
+    """
+
+    key: str
+    num_tokens: int
+    is_last: bool
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one step brought. `started`: requests that took part in a step here for the first time.
+
+    That is their prefill's first chunk, or after `start` their first decode.
+    """
+
+    tokens: tuple[TokenOutput, ...] = ()
+    chunks: tuple[ChunkDone, ...] = ()
+    started: tuple[str, ...] = ()
+    failed: tuple[tuple[str, BatonError], ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    launched: tuple[ChunkLaunched, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy the engine is. `free_blocks` counts cached ones, which are there for the taking.
+
+    `waiting_tokens` of prompts are still to be computed, as far as is known: `waiting_by_caller`
+    adds up to them. `held_blocks` are held for pullers, or will be when they are computed, and
+    `credit_blocks` may still be. `room_blocks` are left beside the estimated peak of all that is
+    here or pending; what the prefix cache holds of waiting prompts is not taken off. A new request
+    is expected to bring `output_tokens`; 0: that is not known.
+    """
+
+    num_running: int
+    num_waiting: int
+    waiting_tokens: int
+    free_blocks: int
+    credit_blocks: int
+    held_blocks: int
+    room_blocks: int
+    output_tokens: int
+    waiting_by_caller: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Counted since the engine was made; none of them ever falls.
+
+    `prefix_query_tokens` are the known tokens of all that was given blocks, `prefix_hit_tokens`
+    those of them that the prefix cache held. What was preempted counts again.
+    """
+
+    num_preemptions: int
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+
+
+@dataclass(slots=True)
+class StepOutputBuilder:
+    """A StepOutput in the making."""
+
+    tokens: list[TokenOutput] = field(default_factory=list)
+    chunks: list[ChunkDone] = field(default_factory=list)
+    started: list[str] = field(default_factory=list)
+    failed: list[tuple[str, BatonError]] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    launched: list[ChunkLaunched] = field(default_factory=list)
+
+    def tell_prompt(self, sequence: Sequence, logprobs: tuple[TokenLogprobs, ...]) -> None:
+        """The next of its prompt's tokens, if there are any."""
+        if logprobs:
+            first = sequence.next_prompt_logprob
+            self.prompt_logprobs.append(PromptLogprobs(sequence.key, first, logprobs))
+            sequence.next_prompt_logprob += len(logprobs)
+
+    def fail(self, sequence: Sequence, error: BatonError) -> None:
+        """With it end the samples that have not become sequences of their own yet."""
+        for request in (sequence.request, *sequence.forks):
+            self.failed.append((request.key, error))
+
+    def build(self) -> StepOutput:
+        return StepOutput(
+            tuple(self.tokens),
+            tuple(self.chunks),
+            tuple(self.started),
+            tuple(self.failed),
+            tuple(self.prompt_logprobs),
+            tuple(self.launched),
+        )

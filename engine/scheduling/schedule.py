@@ -1,0 +1,99 @@
+"""One step in the planning: how many tokens of which sequence, and what has room beside them.
+
+A prompt's first token should not wait for the chunk of another prompt, which takes a GPU as long in
+a step of its own:
+
+    budget   |--------------------------------|
+             |  prompt 1, its last chunk        |     a little over: not another step for the rest
+             |  prompt 2, its last |                  prompt 3 begins in the next step, not here
+             |  prompt 3, alone, not its last ............. |    in few steps, but for the last one:
+             |  prompt 3, its last |                what is left to pull behind the first token
+             |  prompt 4, whole, in a queue ............... |    two steps take longer than one
+
+A step of small prompts is not filled with a long one of another caller: it would take them several
+times as long. Who is asked first, and that long prompts get on all the same, is the scheduler's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ...core.errors import BatonError
+from .sequence import Sequence
+
+
+class ScheduledSequence(NamedTuple):
+    """`num_scheduled_tokens` tokens of the sequence, from `num_launched_tokens` on."""
+
+    sequence: Sequence
+    num_scheduled_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether they are its last ones, so that the token behind them is sampled."""
+        return self.num_scheduled_tokens == self.sequence.num_unlaunched_tokens
+
+
+@dataclass(slots=True)
+class Schedule:
+    """One step. `failed` sequences can never go on: they are out of the scheduler already.
+
+    The tokens that end a prompt may exceed the budget by `num_spare_tokens`. A prompt with no other
+    in its step may have up to `num_chunk_tokens`, the decodes included, and leaves
+    `num_last_tokens` for its last step, unless in a queue it can end in this one. Prompts of up
+    to `num_small_tokens` share their step with no much longer one of another caller.
+    """
+
+    num_budget_tokens: int  # left
+    num_spare_tokens: int = 0
+    num_chunk_tokens: int = 0
+    num_last_tokens: int = 0
+    num_small_tokens: int = 0
+    num_prompt_tokens: int = 0
+    prompt_callers: set[int] = field(default_factory=set)
+    scheduled: list[ScheduledSequence] = field(default_factory=list)
+    failed: list[tuple[Sequence, BatonError]] = field(default_factory=list)
+
+    def plan(self, sequence: Sequence, *, is_in_queue: bool = False) -> None:
+        """Take as many of the sequence's unlaunched tokens as there is room for."""
+        num_tokens = sequence.num_unlaunched_tokens
+        if not self.can_end(num_tokens):
+            num_tokens = self._chunk_of(num_tokens, is_in_queue)
+        self.scheduled.append(ScheduledSequence(sequence, num_tokens))
+        self.num_budget_tokens = max(0, self.num_budget_tokens - num_tokens)
+        self.num_chunk_tokens = max(0, self.num_chunk_tokens - num_tokens)
+        if sequence.is_prefilling:
+            self.num_prompt_tokens += num_tokens
+            self.prompt_callers.add(sequence.request.caller_id)
+
+    def can_end(self, num_tokens: int) -> bool:
+        """Whether so many tokens, the last ones of a prompt, have room in the step."""
+        return num_tokens <= self.num_budget_tokens + self.num_spare_tokens
+
+    def should_begin(self, num_tokens: int) -> bool:
+        """Whether a prompt with so many tokens to compute is better begun in this step.
+
+        Not if it only makes the prompts wait that are in the step already: they end with it, and
+        are enough to fill a GPU, or alone it would get on in a larger step.
+        """
+        if self.can_end(num_tokens) or not self.num_prompt_tokens:
+            return True
+        budget = self.num_budget_tokens
+        return self.num_prompt_tokens < budget and self.num_chunk_tokens <= budget
+
+    def would_stretch(self, caller_id: int, num_tokens: int) -> bool:
+        """Whether a prompt with so many tokens to compute would make small ones of others wait."""
+        num_planned, num_small = self.num_prompt_tokens, self.num_small_tokens
+        is_long = 0 < num_planned <= num_small and num_tokens > max(num_small, 4 * num_planned)
+        return is_long and caller_id not in self.prompt_callers
+
+    def _chunk_of(self, num_tokens: int, is_in_queue: bool) -> int:
+        """How many of a prompt's tokens to take that does not end within the budget."""
+        budget = self.num_budget_tokens
+        if self.num_prompt_tokens or self.num_chunk_tokens <= budget:
+            return budget
+        if is_in_queue and num_tokens <= self.num_chunk_tokens:
+            return num_tokens
+        num_first = min(num_tokens - self.num_last_tokens, self.num_chunk_tokens)
+        return max(num_first, min(budget, self.num_last_tokens))  # with many decodes few are left

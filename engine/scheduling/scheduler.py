@@ -1,0 +1,332 @@
+"""Which sequences run in the next step, and how many tokens of each: the engine's one scheduler.
+
+One token budget for all: first the decodes, then the next chunks of running prefills, then
+admissions, which are fair between callers (core/fair_queue.py) and first come, first served within
+each. Roles are policies over it elsewhere; it does prefill and decode in any mixture. What shares a
+step is drawn in schedule.py.
+
+A prompt goes before the next chunk of a long one of a caller that has had more, if it ends in the
+step; the long one takes what is left, or nothing beside small prompts. In the next step nobody goes
+before it.
+
+Memory:
+
+- an admission takes all blocks of the known tokens at once, if the peak estimate says that it fits;
+  if not, it stays the head of the queue, and nobody passes it;
+- a decode takes a block when it crosses into one; if there is none, the latest arrival is preempted
+  (tokens kept, KV recomputed later), never the oldest, so that something always gets on;
+- a held sequence takes all it will ever need at admission, and is never preempted.
+
+Knows no runner and no time.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter
+from collections.abc import Iterable, Iterator, MutableSequence
+from itertools import chain
+
+from ...core.errors import PromptTooLarge
+from ...core.fair_queue import FairQueue
+from ...core.request.request import Request
+from ..kv.block_pool import BlockPool
+from ..kv.limits import EngineLimits
+from .admission import Admission, OutputLengthEstimator, distinct_blocks
+from .block_tables import BlockTables
+from .schedule import Schedule
+from .sequence import Sequence, SequenceState
+
+
+class Scheduler:
+    """Owns the queues. Sequences come in by `add` or `reserve` and leave by `remove`."""
+
+    def __init__(
+        self,
+        limits: EngineLimits,
+        pool: BlockPool,
+        tables: BlockTables,
+        estimator: OutputLengthEstimator,
+    ) -> None:
+        self._limits = limits
+        self._pool = pool
+        self._tables = tables
+        self._admission = Admission(limits, estimator)
+        self.waiting: FairQueue[Sequence] = FairQueue()
+        self.running: list[Sequence] = []  # by arrival
+        self.reserved: list[Sequence] = []
+        self.held: list[Sequence] = []  # computed, waiting to be released
+        self.num_preemptions = 0
+        self._num_holds = 0
+        self._refused_at: int | None = None  # `opportunities` when the head did not fit
+        self._is_long_due = False  # a long prompt had nothing of the last step because of others
+
+    @property
+    def opportunities(self) -> int:
+        """Moves whenever blocks or a place among the running may have become free."""
+        return self._pool.num_releases + self._num_holds
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Blocks that wait to be pulled, or will: shared ones count once."""
+        return len(distinct_blocks(self._holders()))
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue it up behind all others of its caller."""
+        caller_id = sequence.request.caller_id
+        self.waiting.add(sequence, caller_id, self._tables.num_to_compute(sequence))
+
+    def reserve(self, sequence: Sequence) -> bool:
+        """Take blocks for all slots of a new RESERVED sequence, or nothing: whether it fits.
+
+        The head of the waiting queue goes first: only what fits beside it is given away.
+        """
+        assert sequence.state is SequenceState.RESERVED
+        matched = self._tables.match(sequence, sequence.num_tokens)
+        head = self.waiting.head
+        others = self._owners() if head is None else chain(self._owners(), [head])
+        if not self._has_slot() or not self._admission.fits(sequence, matched, others):
+            return False
+        if not self._tables.take(sequence, matched):
+            return False
+        self.reserved.append(sequence)
+        return True
+
+    def start(self, sequence: Sequence) -> None:
+        """The KV of all known tokens but the last is in place: decode from here."""
+        self.reserved.remove(sequence)
+        sequence.num_computed_tokens = sequence.num_prefill_tokens = sequence.num_tokens - 1
+        sequence.num_launched_tokens = sequence.num_computed_tokens
+        self._run(sequence)
+
+    def fork(self, parent: Sequence, child: Sequence) -> list[tuple[int, int]]:
+        """Let a new sequence decode from where all of the parent's known tokens are computed.
+
+        Its own first token is already in `token_ids`. Returns blocks (source, target) to copy
+        before anything else is done. Where there is no room it waits like a preempted one, and
+        finds the full blocks in the prefix cache.
+        """
+        child.num_computed_tokens = child.num_prefill_tokens = child.num_tokens - 1
+        child.num_launched_tokens = child.num_computed_tokens
+        child.state = SequenceState.RUNNING
+        copies = self._tables.fork(parent, child) if self._has_slot() else None
+        if copies is None:
+            child.num_computed_tokens = child.num_launched_tokens = 0
+            child.state = SequenceState.WAITING
+            self._come_back(child)
+            return []
+        self._run(child)
+        return copies
+
+    def hold(self, sequence: Sequence) -> None:
+        """The held sequence is computed: it no longer runs, and keeps its blocks."""
+        self.running.remove(sequence)
+        sequence.state = SequenceState.HELD
+        self.held.append(sequence)
+        self._num_holds += 1
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget the sequence, whatever its state, and give its blocks back."""
+        queues: dict[SequenceState, MutableSequence[Sequence] | FairQueue[Sequence]] = {
+            SequenceState.WAITING: self.waiting,
+            SequenceState.RUNNING: self.running,
+            SequenceState.RESERVED: self.reserved,
+            SequenceState.HELD: self.held,
+        }
+        queues[sequence.state].remove(sequence)
+        sequence.state = SequenceState.ENDED
+        self._tables.give_back(sequence)
+
+    def schedule(self) -> Schedule:
+        """Plan a step; sequences that are not in it wait for budget or memory."""
+        limits = self._limits
+        schedule = Schedule(
+            limits.max_num_batched_tokens,
+            limits.num_spare_tokens,
+            limits.prefill_chunk_tokens,
+            limits.last_chunk_tokens,
+            0 if self._is_long_due else limits.small_step_tokens,
+        )
+        may_pass, self._is_long_due = not self._is_long_due, False
+        for sequence in [*self.running]:
+            if schedule.num_budget_tokens == 0:
+                break
+            if sequence.state is not SequenceState.RUNNING or sequence.is_prefilling:
+                continue  # preempted by one before it, or not yet its turn
+            if sequence.needs_last_token or self._awaits_its_end(sequence):
+                continue
+            if self._make_room(sequence, schedule):
+                schedule.plan(sequence)
+        self._plan_prefills(schedule, may_pass=may_pass)
+        if not self._is_long_due:
+            self._admit_waiting(schedule)
+        return schedule
+
+    @property
+    def has_prefills(self) -> bool:
+        """Whether a prompt that runs is not computed whole."""
+        return any(one.num_computed_tokens < one.num_prefill_tokens for one in self.running)
+
+    def waiting_tokens(self) -> Counter[int]:
+        """Prompt tokens that are not computed yet, those of steps in flight too, by caller id.
+
+        Of waiting prompts those that the prefix cache held when they came are left out.
+        """
+        waiting = Counter(self.waiting.waiting_tokens())
+        for sequence in self.running:
+            num_tokens = sequence.num_prefill_tokens - sequence.num_computed_tokens
+            if num_tokens > 0:
+                waiting[sequence.request.caller_id] += num_tokens
+        return waiting
+
+    def room_blocks(self, pending: Iterable[Request]) -> int:
+        """Blocks beside the estimated peak of all that is here, and of requests that are not."""
+        num_held_blocks = self._pool.counts.held
+        return self._admission.room(chain(self._owners(), self.waiting), pending, num_held_blocks)
+
+    def _plan_prefills(self, schedule: Schedule, *, may_pass: bool) -> None:
+        """The next chunks of running prefills, and before each the waiting prompts that pass it."""
+        is_passed = False
+        for sequence in [one for one in self.running if one.is_prefilling]:
+            num_before = len(schedule.scheduled)
+            if may_pass:
+                self._admit_waiting(schedule, before=sequence)
+            is_passed |= len(schedule.scheduled) > num_before
+            num_tokens, caller_id = sequence.num_unlaunched_tokens, sequence.request.caller_id
+            is_stretching = is_passed and schedule.would_stretch(caller_id, num_tokens)
+            if schedule.num_budget_tokens and not is_stretching:
+                schedule.plan(sequence, is_in_queue=self._is_in_queue(sequence))
+            else:
+                self._is_long_due |= is_passed
+
+    def _is_in_queue(self, sequence: Sequence) -> bool:
+        """Whether other prompts wait, or another one is still being computed."""
+        if not self._limits.prefill_chunk_tokens:
+            return False  # it makes no difference
+        others = (other for other in self.running if other is not sequence)
+        return bool(self.waiting) or any(other.has_prefill_in_flight for other in others)
+
+    def _awaits_its_end(self, sequence: Sequence) -> bool:
+        """Whether a step in flight computes the last token that it can have here."""
+        if sequence.num_unlaunched_tokens == 0:
+            return True  # held behind its first token
+        num_outputs = sequence.num_outputs + sequence.num_awaited_tokens
+        return num_outputs >= self._limits.max_outputs(sequence.request)
+
+    def _make_room(self, sequence: Sequence, schedule: Schedule) -> bool:
+        """Slots for all its tokens, preempting others if need be; False: not in this step."""
+        if self._tables.has_room(sequence):
+            return True  # as of most decodes in most steps
+        if self._has_outgrown_pool(sequence, schedule):
+            return False
+        while not self._tables.grow(sequence):
+            victim = self._latest_preemptible()
+            if victim is None:
+                return False  # the rest is held, reserved or fenced, and will be released
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _admit_waiting(self, schedule: Schedule, *, before: Sequence | None = None) -> None:
+        """Admit from the head of the queue on; only what may go `before` a running prefill."""
+        while schedule.num_budget_tokens and self._has_slot():
+            sequence = self.waiting.head
+            if sequence is None or self._refused_at == self.opportunities:
+                return
+            if self._has_outgrown_pool(sequence, schedule):
+                continue
+            if before is not None and not self._may_pass(sequence, before, num_tokens=1):
+                return  # as far as can be told without a look into the prefix cache
+            # At least one token must be computed, or there would be no logits to sample from.
+            matched = self._tables.match(sequence, sequence.num_tokens - 1)
+            num_tokens = sequence.num_tokens - len(matched) * self._limits.block_size
+            if schedule.would_stretch(sequence.request.caller_id, num_tokens):
+                if before is None:
+                    self._is_long_due = True
+                    self.waiting.pin_head()  # it begins the next step, whoever comes
+                return
+            if before is None:
+                may_begin = schedule.should_begin(num_tokens)
+            else:
+                is_passing = self._may_pass(sequence, before, num_tokens)
+                may_begin = is_passing and schedule.can_end(num_tokens)
+            if not may_begin:
+                return
+            if not self._try_admit(sequence, matched):
+                self.waiting.pin_head()
+                self._refused_at = self.opportunities
+                return
+            self.waiting.pop(num_tokens)
+            sequence.num_prefill_tokens = sequence.num_tokens
+            self._run(sequence)
+            schedule.plan(sequence, is_in_queue=self._is_in_queue(sequence))
+
+    def _may_pass(self, sequence: Sequence, prefill: Sequence, num_tokens: int) -> bool:
+        """Whether a waiting prompt with so many tokens to compute goes before a running prefill.
+
+        Its caller will have had no more than the other, who was charged for all of his prompt.
+        """
+        caller_id, other_id = sequence.request.caller_id, prefill.request.caller_id
+        if caller_id == other_id or num_tokens >= prefill.num_unlaunched_tokens:
+            return False
+        served = self.waiting.served
+        return served(caller_id) + num_tokens <= served(other_id)
+
+    def _try_admit(self, sequence: Sequence, matched: list[int]) -> bool:
+        admission = self._admission
+        if sequence.is_held and not admission.has_credit(sequence, matched, self._holders()):
+            return False
+        if not admission.fits(sequence, matched, self._owners()):
+            return False
+        return self._tables.take(sequence, matched)
+
+    def _owners(self) -> Iterator[Sequence]:
+        """All that have blocks."""
+        yield from self.running
+        yield from self.reserved
+        yield from self.held
+
+    def _holders(self) -> Iterator[Sequence]:
+        yield from self.held
+        yield from (s for s in self.running if s.is_held)
+
+    def _has_slot(self) -> bool:
+        return len(self.running) + len(self.reserved) < self._limits.max_num_seqs
+
+    def _run(self, sequence: Sequence) -> None:
+        sequence.state = SequenceState.RUNNING
+        bisect.insort(self.running, sequence, key=lambda s: s.arrival)
+
+    def _has_outgrown_pool(self, sequence: Sequence, schedule: Schedule) -> bool:
+        """Take it out if the whole pool could not hold its tokens any more.
+
+        An awaited token may end it: it is judged once that is known.
+        """
+        try:
+            self._limits.check_fits(sequence.num_slots)
+        except PromptTooLarge as error:
+            if not sequence.num_awaited_tokens:
+                self.remove(sequence)
+                schedule.failed.append((sequence, error))
+            return True
+        return False
+
+    def _latest_preemptible(self) -> Sequence | None:
+        """The latest arrival that is not held, unless it is also the oldest."""
+        preemptible = [s for s in self.running if not s.is_held]
+        return preemptible[-1] if len(preemptible) > 1 else None
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._tables.store(sequence)  # what was pulled for it may not be there yet
+        self._tables.give_back(sequence)
+        sequence.state = SequenceState.WAITING
+        self._come_back(sequence)
+        self.num_preemptions += 1
+
+    def _come_back(self, sequence: Sequence) -> None:
+        """Queue it up before all others: it has been served, and its caller charged."""
+        caller_id = sequence.request.caller_id
+        self.waiting.add_first(sequence, caller_id, self._tables.num_to_compute(sequence))
+        self._refused_at = None  # it is the head now

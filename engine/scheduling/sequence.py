@@ -1,0 +1,175 @@
+"""One request while it lives in an engine: its tokens, its blocks, how far its KV is computed.
+
+      add                                  reserve
+       │          admit          start        │
+       ▼      ──────────►      ◄────────      ▼
+    WAITING               RUNNING         RESERVED
+              ◄──────────    │
+                preempt      │ first token of a held request
+                             ▼
+                           HELD       any state ──► ENDED: finish, release, drop, abort, failure
+
+Plain bookkeeping: decides nothing, allocates nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from ...core.request.block_hash import BlockHash, block_hashes
+from ...core.request.request import FinishReason, Request
+from ..execution.constraints import Constrained
+from ..execution.token_counts import TokenCounts
+
+
+class SequenceState(enum.Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = "waiting"  # holds no block
+    RUNNING = "running"  # scheduled step by step
+    HELD = "held"  # computed; keeps its blocks for a puller until released
+    RESERVED = "reserved"  # holds blocks that a pull fills
+    ENDED = "ended"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request in an engine.
+
+        token_ids   [ prompt | outputs of earlier attempts | outputs ] num_awaited_tokens
+        KV          [ num_cached_tokens | computed here      | in flight )
+                                        num_computed_tokens ─┘           └─ num_launched_tokens
+        block_ids   [ b0 | b1 | b2 | ... ]   slot of position p: block_ids[p // block_size]
+
+    `arrival` orders first come first served; `is_held` asks to stop behind the first token and keep
+    the KV. `num_stored_blocks` leading blocks have been offered to the prefix cache. Awaited tokens
+    are sampled by steps that have been launched, but not collected; a held sequence awaits none.
+    `forks` are requests that become sequences of their own with the first token sampled. Prompt
+    tokens before `next_prompt_logprob` have had their log-probabilities told, if these are asked
+    for; the first token has none. `constrained` is its place in its grammar, if it has one.
+    """
+
+    request: Request
+    arrival: int
+    is_held: bool
+    root_hash: BlockHash
+    token_ids: array[int] = field(init=False)
+    state: SequenceState = SequenceState.WAITING
+    block_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_launched_tokens: int = 0
+    num_awaited_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_prefill_tokens: int = 0
+    num_stored_blocks: int = 0
+    has_started: bool = False
+    forks: tuple[Request, ...] = ()
+    next_prompt_logprob: int = 1
+    constrained: Constrained | None = None
+    _hashes: list[BlockHash] = field(default_factory=list)
+    _counts: TokenCounts | None = None
+
+    def __post_init__(self) -> None:
+        self.token_ids = self.request.known_token_ids
+        self.forks = self.request.forks
+
+    @property
+    def key(self) -> str:
+        return self.request.key
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known to the host; the KV of the last one may be still to compute."""
+        return len(self.token_ids)
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that need a place in its blocks now; a reservation has one for the first token."""
+        if self.state is SequenceState.HELD:
+            return self.num_computed_tokens
+        reserved = self.state is SequenceState.RESERVED
+        return len(self.token_ids) + self.num_awaited_tokens + reserved
+
+    @property
+    def num_outputs(self) -> int:
+        """Output tokens over all attempts."""
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> array[int]:
+        """Those over all attempts that the host knows."""
+        return self.token_ids[len(self.request.prompt_token_ids) :]
+
+    @property
+    def owes_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be told."""
+        is_asked = self.request.sampling.prompt_logprobs is not None
+        return is_asked and self.next_prompt_logprob < len(self.request.prompt_token_ids)
+
+    @property
+    def needs_last_token(self) -> bool:
+        """Whether the next token cannot be sampled before the host knows the one before it."""
+        return self.num_awaited_tokens > 0 and self.request.sampling.needs_history
+
+    @property
+    def num_unlaunched_tokens(self) -> int:
+        """Tokens, known or awaited, that no step has been launched for yet."""
+        return len(self.token_ids) + self.num_awaited_tokens - self.num_launched_tokens
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether tokens that were known at its admission are still to launch."""
+        return self.num_launched_tokens < self.num_prefill_tokens
+
+    @property
+    def has_prefill_in_flight(self) -> bool:
+        """Whether tokens that were known at its admission are launched, but not computed."""
+        num_launched_tokens = min(self.num_launched_tokens, self.num_prefill_tokens)
+        return self.num_computed_tokens < num_launched_tokens
+
+    def counts(self) -> TokenCounts | None:
+        """What its penalties look at, if it has any. All tokens are known."""
+        if not self.request.sampling.has_penalties:
+            return None
+        if self._counts is None:
+            self._counts = TokenCounts(self.request.prompt_token_ids)
+        self._counts.catch_up(self.token_ids)
+        return self._counts
+
+    def block_hashes(self, num_blocks: int, block_size: int) -> list[BlockHash]:
+        """The hashes of the first `num_blocks` blocks, all of them full; computed once each."""
+        assert num_blocks * block_size <= len(self.token_ids)
+        hashes = self._hashes
+        if len(hashes) < num_blocks:
+            parent = hashes[-1] if hashes else self.root_hash
+            tokens = self.token_ids[len(hashes) * block_size : num_blocks * block_size]
+            hashes += block_hashes(parent, tokens, block_size)
+        return hashes[:num_blocks]
+
+    def know_hashes(self, hashes: Iterable[BlockHash]) -> None:
+        """Those of its first blocks, where somebody has computed them before."""
+        self._hashes = [*hashes]
+
+
+def finish_reason(
+    request: Request,
+    token_id: int,
+    num_outputs: int,
+    *,
+    eos_token_ids: Collection[int],
+    max_model_len: int,
+) -> FinishReason | None:
+    """Whether `token_id`, output number `num_outputs` (from 1), ends the request, and why.
+
+    Stop strings are not judged here: the gateway knows text.
+    """
+    sampling = request.sampling
+    if token_id in sampling.stop_token_ids:
+        return FinishReason.STOP
+    if token_id in eos_token_ids and not sampling.ignore_eos:
+        return FinishReason.STOP
+    is_full = len(request.prompt_token_ids) + num_outputs >= max_model_len
+    return FinishReason.LENGTH if is_full or num_outputs >= sampling.max_tokens else None

@@ -1,0 +1,93 @@
+"""From what the scheduler planned to what the runner launches: one SequenceSlice a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from ...core.errors import InvalidRequest
+from ...core.request.sampling import token_key
+from ..execution.batch import SampleSpec, SequenceSlice
+from ..execution.constraints import Constraints, Mask, without
+from .outputs import ChunkLaunched
+from .schedule import ScheduledSequence
+from .sequence import Sequence
+
+
+def launch_slice(
+    scheduled: ScheduledSequence,
+    previous: Mapping[Sequence, int],
+    mask: Mask | None,
+    eos_token_ids: Collection[int],
+) -> SequenceSlice:
+    """What to launch of one sequence, which takes note that it is launched.
+
+    `previous` has the slices of the step in flight: a token that is not known yet comes from there.
+    `mask` has the tokens that may be sampled, if not all may.
+    """
+    sequence = scheduled.sequence
+    start = sequence.num_launched_tokens
+    end = start + scheduled.num_scheduled_tokens
+    is_awaited = start == sequence.num_tokens
+    token_ids = [0] if is_awaited else sequence.token_ids[start:end]
+    follows = previous[sequence] if is_awaited else None
+    sample = None
+    if scheduled.samples:
+        sample = _sample_spec(sequence, end, mask, eos_token_ids)
+        sequence.num_awaited_tokens += not sequence.is_held
+    sequence.num_launched_tokens = end
+    if not sequence.owes_prompt_logprobs:
+        return SequenceSlice(token_ids, start, sequence.block_ids, sample, follows)
+    first = max(start + 1, sequence.next_prompt_logprob)
+    return SequenceSlice(
+        token_ids,
+        start,
+        sequence.block_ids,
+        sample,
+        follows,
+        prompt_targets=sequence.request.prompt_token_ids[first : end + 1],
+        first_prompt_target=first - start - 1,
+        num_prompt_top=sequence.request.sampling.prompt_logprobs or 0,
+    )
+
+
+def launched_chunks(planned: Iterable[ScheduledSequence], step: int) -> list[ChunkLaunched]:
+    """What step number `step` will complete of held requests, behind `launch_slice` of all."""
+    held = [one.sequence for one in planned if one.sequence.is_held]
+    return [
+        ChunkLaunched(one.key, one.num_launched_tokens, not one.is_prefilling, step) for one in held
+    ]
+
+
+def constrained_masks(
+    constraints: Constraints, planned: Iterable[ScheduledSequence]
+) -> dict[Sequence, Mask | InvalidRequest]:
+    """Which tokens those may be given that are constrained, or why one of them cannot go on."""
+    samples = [
+        (one.sequence, one.sequence.constrained)
+        for one in planned
+        if one.sequence.constrained is not None and one.samples
+    ]
+    if not samples:
+        return {}
+    masks = constraints.masks([(c, s.output_token_ids) for s, c in samples])
+    return {sequence: mask for (sequence, _), mask in zip(samples, masks, strict=True)}
+
+
+def _sample_spec(
+    sequence: Sequence, position: int, allowed: Mask | None, eos_token_ids: Collection[int]
+) -> SampleSpec:
+    """How to sample the token at `position`, for its forks too if it is their first."""
+    request = sequence.request
+    params = request.sampling
+    num_outputs = position - len(request.prompt_token_ids)
+    is_too_early = num_outputs < params.min_tokens
+    forbidden = (*eos_token_ids, *params.stop_token_ids) if is_too_early else ()
+    if allowed is not None:
+        allowed, forbidden = without(allowed, forbidden), ()
+    key, fork_keys = 0, tuple[int, ...]()
+    if not params.is_greedy:
+        key = token_key(params.seed, request.sample_index, position)
+    if sequence.forks and position == request.num_known_tokens:
+        indices = [fork.sample_index for fork in sequence.forks]
+        fork_keys = tuple(token_key(params.seed, index, position) for index in indices)
+    return SampleSpec(params, key, forbidden, sequence.counts(), fork_keys, allowed)

@@ -1,0 +1,1 @@
+"""What every front does with a call, and whether it may wait."""

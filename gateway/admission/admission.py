@@ -1,0 +1,78 @@
+"""May a request wait? Refuses at once what would only fail later, or wait longer than it may.
+
+    prompt tokens ahead, and its own, by the engine's own cost ─┐ the longer of the two
+    requests ahead that wait for a decode place, by how many    ├─► longer than what is left of its
+    places become free                                         ─┘   deadline, or --max-queue-s:
+                                                                    Overloaded, and when to retry
+What is ahead is reckoned in an order fair between callers: of each other caller, no more than this
+one has waiting itself. So a light caller is not refused for what bulk callers have queued. Nothing
+is refused on a guess: a time that no engine has measured yet counts as none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from ...core.errors import DeadlineExceeded, Overloaded
+from ..engines.engine_table import EngineTable
+from ..request.dispatch_queue import SEQUENCE_TOKENS, CallerShare, DispatchQueue
+
+_SOON_S = 0.1  # no retry sooner
+
+
+class QueueLimit:
+    """The rule of one gateway. `max_queue_s` None: a request's deadline alone bounds its wait."""
+
+    def __init__(self, table: EngineTable, queue: DispatchQueue, max_queue_s: float | None) -> None:
+        self._table = table
+        self._queue = queue
+        self._max_queue_s = math.inf if max_queue_s is None else max_queue_s
+
+    def check(
+        self,
+        caller_id: int,
+        num_tokens: int,
+        cached_tokens: Mapping[str, int],
+        remaining_s: float,
+    ) -> None:
+        """Raise Overloaded unless a prompt of so many tokens can be computed in time.
+
+        DeadlineExceeded where no time is left at all. `cached_tokens`: by incarnation, what engines
+        are likely to have of it.
+        """
+        if remaining_s <= 0:
+            raise DeadlineExceeded("the request's deadline passed")
+        wait_s = max(
+            self._prefill_s(caller_id, num_tokens, cached_tokens),
+            self._place_s(caller_id, num_tokens),
+        )
+        allowed_s = min(self._max_queue_s, remaining_s)
+        if wait_s <= allowed_s:
+            return
+        bound = "its deadline" if remaining_s < self._max_queue_s else "the longest wait here"
+        raise Overloaded(
+            f"the prompt would be computed in about {wait_s:.1f} s, {bound} is {allowed_s:.1f} s",
+            retry_after_s=max(_SOON_S, wait_s - allowed_s),
+        )
+
+    def _prefill_s(
+        self, caller_id: int, num_tokens: int, cached_tokens: Mapping[str, int]
+    ) -> float:
+        held = {caller: share.num_tokens for caller, share in self._queue.shares.items()}
+        return self._table.predicted_prefill_s(caller_id, num_tokens, cached_tokens, held)
+
+    def _place_s(self, caller_id: int, num_tokens: int) -> float:
+        """Until as many decode places are free as requests are served before this one, and one."""
+        places_per_s = self._table.places_per_s
+        if not self._queue.has_no_place or not places_per_s:
+            return 0.0
+        shares = self._queue.shares
+        own = shares.get(caller_id, CallerShare())
+        cost = own.cost + num_tokens + SEQUENCE_TOKENS
+        num_ahead = own.num_requests + sum(
+            share.num_requests * min(1.0, cost / share.cost)
+            for other, share in shares.items()
+            if other != caller_id
+        )
+        return (num_ahead + 1) / places_per_s

@@ -1,0 +1,429 @@
+"""What every front (gRPC, HTTP) does with a call: admit, validate, route, run, observe.
+
+    front ── GenerateRequest, Caller ──► FrontDoor.generate ──► Generation ── chunks ──► front
+Owns the order of the checks, the life of a call's sessions and its record. A front only translates:
+its wire format to a GenerateRequest, chunks to its stream, typed errors to its statuses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+
+from ...core.errors import BatonError, Cancelled, Unavailable
+from ...core.ports import Clock, Entropy
+from ...core.request.timeline import Event, Stamp
+from ...proto.v1 import inference_pb2
+from ..engines.engine_table import EngineTable
+from ..engines.prompt_router import PromptRouter, route_prompt
+from ..request.caller import ADMIN, INFER, Caller
+from ..request.chunk_queue import ChunkQueue
+from ..request.output_chunk import Chunk
+from ..request.public_error import public_error
+from ..request.session import GATEWAY, Session, SessionLimits
+from ..request.session_table import SessionTable
+from ..security.tenancy import Admission, Tenancy
+from ..telemetry.calls.call_records import CallObserver, CallRecord
+from ..text.special_tokens import Spans
+from ..text.text_stream import TextStream
+from ..validation.constraint_check import unsupported
+from ..validation.sampling_validation import check_token_ids
+from ..validation.served_model import ServedModel
+from ..validation.validation import (
+    ModelLimits,
+    ValidatedRequest,
+    check_model,
+    check_request,
+    complete_request,
+)
+from .admission import QueueLimit
+from .loop_pacing import Turns
+
+log = logging.getLogger(__name__)
+
+_LAST_WRITE_S = 0.25  # how long a failed stream may take to deliver what waits
+
+
+class Generation:
+    """A running call. `chunks` may be iterated once."""
+
+    def __init__(
+        self,
+        record: CallRecord,
+        request: ValidatedRequest,
+        queue: ChunkQueue,
+        clock: Clock,
+        observers: CallObserver,
+        ends: Turns,
+    ) -> None:
+        self.record = record
+        self.request = request
+        self._queue = queue
+        self._clock = clock
+        self._observers = observers
+        self._ends = ends
+
+    @property
+    def call_id(self) -> str:
+        """The gateway's name of the call, 32 hex digits."""
+        return self.record.call_id
+
+    def push_to(self, write: Callable[[Chunk], bool]) -> None:
+        """Offer chunks to `write` as they come: True if it has written this one to the client.
+
+        It is asked only while all before is delivered. What it declines, and every sample's last
+        chunk, comes out of `chunks`.
+        """
+
+        def push(chunk: Chunk) -> bool:
+            if not write(chunk):
+                return False
+            self._delivered(chunk)
+            return True
+
+        self._queue.push = push
+
+    async def chunks(self) -> AsyncIterator[Chunk]:
+        """What the samples bring, until each one's last; raises the first error, in public words.
+
+        A chunk counts as delivered when the next is asked for.
+        """
+        num_open = self.request.num_samples
+        while num_open:
+            try:
+                chunk = await self._queue.next()
+            except BatonError as error:
+                raise public_error(error) from error
+            if chunk.result is not None:
+                await self._ends.take()
+            yield chunk
+            self._delivered(chunk)
+            num_open -= chunk.result is not None
+
+    def _delivered(self, chunk: Chunk) -> None:
+        now_s = self._clock.monotonic_s()
+        if chunk.token_ids:
+            times = self.record.token_times[chunk.sample_index]
+            times.append((now_s, len(chunk.token_ids)))
+        if chunk.result is not None:
+            self.record.results[chunk.sample_index] = chunk.result
+        self._observers.chunk_delivered(self.record, chunk, now_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What the sessions of one call share."""
+
+    request: ValidatedRequest
+    router: PromptRouter
+    queue: ChunkQueue
+    arrived: Stamp
+    deadline_s: float
+
+
+class FrontDoor:
+    """The service behind all fronts. `is_draining`: set it, and new generations are refused.
+
+    `arrivals`: where a front has a new call wait before it looks at it; `large_bodies`: held while
+    one is parsed.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        sessions: SessionTable,
+        table: EngineTable,
+        tenancy: Tenancy,
+        clock: Clock,
+        entropy: Entropy,
+        session_limits: SessionLimits,
+        max_request_s: float,
+        observers: CallObserver,
+        *,
+        abort_calls: Callable[[Sequence[str], str | None], Awaitable[int]],
+        max_queue_s: float | None = None,
+        keeps_prompts: bool = False,
+    ) -> None:
+        self.is_draining = False
+        self.arrivals = Turns()
+        self.large_bodies = asyncio.Lock()
+        self._ends = Turns()  # of their own: no end waits for calls that arrive
+        self.model = model
+        self._sessions = sessions
+        self._table = table
+        self._tenancy = tenancy
+        self._clock = clock
+        self._entropy = entropy
+        self._session_limits = session_limits
+        self._max_request_s = max_request_s
+        self._observers = observers
+        self._abort_calls = abort_calls
+        self._queue_limit = QueueLimit(table, sessions.queue, max_queue_s)
+        self._keeps_prompts = keeps_prompts
+
+    @property
+    def limits(self) -> ModelLimits:
+        """The model's limits, narrowed to what the linked engines can do."""
+        return self._table.limits(self.model.limits)
+
+    @property
+    def constraint_refusal(self) -> str | None:
+        """Why no output can be constrained here and now, or None."""
+        role = self._table.lacks_constraints()
+        if role is not None:
+            return f"no {role.value} node takes constraints: is the extra `structured` installed?"
+        return self.model.constraints.refusal
+
+    @asynccontextmanager
+    async def generate(
+        self,
+        wire: inference_pb2.GenerateRequest,
+        caller: Caller,
+        *,
+        timeout_s: float | None = None,
+        traceparent: str = "",
+        tracestate: str = "",
+        special_at: Spans | None = None,
+    ) -> AsyncIterator[Generation]:
+        """Run a call for as long as the block lasts; leaving it ends what still runs.
+
+        `special_at`: where alone its text has special tokens; None: wherever their texts stand.
+
+        Raises InvalidRequest kin, ModelNotFound, Overloaded, Unavailable before the block, and
+        inside it whatever ended the call, even where a write to a stuck client hangs.
+        """
+        arrived = Stamp(Event.ARRIVED, self._clock.unix_ns(), GATEWAY)
+        arrived_s = self._clock.monotonic_s()
+        allowed_s = self._max_request_s
+        deadline_s = arrived_s + (allowed_s if timeout_s is None else min(timeout_s, allowed_s))
+        async with AsyncExitStack() as stack:
+            try:
+                admission = self._admit(caller, stack)
+                self._check_queue(caller, deadline_s)  # what comes too late is not even tokenised
+                request = await self._prepare(wire, caller, admission, special_at)
+                began_s = self._clock.monotonic_s()
+                router = await route_prompt(
+                    self._table,
+                    request.prompt_token_ids,
+                    request.cache_salt,
+                    caller_id=caller.caller_id,
+                    is_constrained=request.sampling.constraint is not None,
+                    computes_all=request.sampling.prompt_logprobs is not None,
+                )
+                lookup_s = self._clock.monotonic_s() - began_s
+                self._check_queue(caller, deadline_s, request, router)
+            except BatonError as error:
+                self._observers.call_refused(caller, error)
+                raise
+            record = CallRecord(
+                call_id="",
+                label=request.label,
+                caller=caller,
+                model=self.model.limits.model,
+                num_samples=request.num_samples,
+                prompt_tokens=len(request.prompt_token_ids),
+                arrived_s=arrived_s,
+                arrived_unix_ns=arrived.unix_ns,
+                lookup_s=lookup_s,
+                traceparent=traceparent,
+                tracestate=tracestate,
+                sampling=request.sampling,
+                prompt=_prompt_of(wire, request) if self._keeps_prompts else None,
+                token_times=[[] for _ in range(request.num_samples)],
+            )
+            async with self._running(request, record, router, arrived, deadline_s) as generation:
+                try:
+                    yield generation
+                finally:
+                    admission.used_tokens = record.prompt_tokens + record.num_delivered_tokens
+
+    async def abort(self, names: Sequence[str], caller: Caller) -> int:
+        """Cancel calls of the caller's tenant by gateway id or label; returns how many ran.
+
+        With the scope `admin`, calls of any tenant. Raises PermissionDenied.
+        """
+        if ADMIN in caller.scopes:
+            return await self._abort_calls(names, None)
+        caller.check_scope(INFER)
+        return await self._abort_calls(names, caller.tenant)
+
+    async def tokenize(
+        self,
+        model: str,
+        text: str,
+        caller: Caller,
+        *,
+        adds_special_tokens: bool = True,
+        special_at: Spans | None = None,
+        param: str = "text",
+    ) -> tuple[int, ...]:
+        """Raises ModelNotFound, InvalidRequest kin, PermissionDenied, RateLimited."""
+        with self._text_admitted(caller):
+            self._check_model(caller, model)
+            return await self.model.tokenizer.encode(
+                text,
+                adds_special_tokens=adds_special_tokens,
+                special_at=special_at,
+                max_tokens=self.limits.max_model_len,
+                param=param,
+            )
+
+    async def detokenize(
+        self, model: str, token_ids: Sequence[int], caller: Caller, *, param: str = "ids"
+    ) -> str:
+        """Raises ModelNotFound, InvalidRequest kin, PermissionDenied, RateLimited."""
+        with self._text_admitted(caller):
+            self._check_model(caller, model)
+            check_token_ids(token_ids, self.model.limits.vocab_size, param)
+            return await self.model.tokenizer.decode(
+                token_ids, max_tokens=self.limits.max_model_len, param=param
+            )
+
+    @contextmanager
+    def _text_admitted(self, caller: Caller) -> Iterator[None]:
+        """A call that needs no engine counts as any other, or long texts would wait unbounded."""
+        caller.check_scope(INFER)
+        with self._tenancy.admitted(caller):
+            self._sessions.admit(caller.caller_id)
+            try:
+                yield
+            finally:
+                self._sessions.leave(caller.caller_id)
+
+    def turned_away(self, front: str, error: BatonError) -> None:
+        """Tell the observers of a call that no known caller made."""
+        self._observers.call_refused(Caller("", frozenset(), front), error)
+
+    # --- one call ---------------------------------------------------------------------------------
+
+    def _admit(self, caller: Caller, stack: AsyncExitStack) -> Admission:
+        """Take the call in until the stack ends; raises before anything of it was looked at."""
+        caller.check_scope(INFER)
+        if self.is_draining:
+            raise Unavailable("this gateway is shutting down")
+        admission = stack.enter_context(self._tenancy.admitted(caller))
+        self._sessions.admit(caller.caller_id)
+        stack.callback(self._sessions.leave, caller.caller_id)
+        return admission
+
+    def _check_model(self, caller: Caller, model: str) -> None:
+        check_model(model, self.model.limits)
+        caller.check_model(model, self.model.limits.model)
+
+    async def _prepare(
+        self,
+        wire: inference_pb2.GenerateRequest,
+        caller: Caller,
+        admission: Admission,
+        special_at: Spans | None,
+    ) -> ValidatedRequest:
+        """The request, charged to the caller's tenant and in its part of the prefix cache.
+
+        What is refused on the way there has used no token.
+        """
+        limits = self.limits
+        admission.used_tokens = 0
+        self._check_model(caller, wire.model)
+        draft = check_request(wire, limits)
+        if draft.sampling.constraint is not None:
+            if (refusal := self.constraint_refusal) is not None:
+                raise unsupported(refusal)
+            await self.model.constraints.check(draft.sampling.constraint)
+        prompt = await self.model.prompt_token_ids(draft, limits.max_model_len, special_at)
+        request = complete_request(draft, prompt, limits, drawn_seed=self._entropy.new_seed())
+        max_output_tokens = request.num_samples * request.sampling.max_tokens
+        admission.charge(len(request.prompt_token_ids) + max_output_tokens)
+        salt = self._tenancy.cache_salt(caller, request.cache_salt)
+        return replace(request, tenant=caller.tenant, caller_id=caller.caller_id, cache_salt=salt)
+
+    def _check_queue(
+        self,
+        caller: Caller,
+        deadline_s: float,
+        request: ValidatedRequest | None = None,
+        router: PromptRouter | None = None,
+    ) -> None:
+        """Raises Overloaded. Without a request: for what its caller has ahead of it alone."""
+        num_tokens = len(request.prompt_token_ids) if request is not None else 0
+        cached = router.cached_tokens(num_tokens) if router is not None else {}
+        remaining_s = deadline_s - self._clock.monotonic_s()
+        self._queue_limit.check(caller.caller_id, num_tokens, cached, remaining_s)
+
+    @asynccontextmanager
+    async def _running(
+        self,
+        request: ValidatedRequest,
+        record: CallRecord,
+        router: PromptRouter,
+        arrived: Stamp,
+        deadline_s: float,
+    ) -> AsyncIterator[Generation]:
+        """The sessions of a valid call, and its record from beginning to end."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(None) as patience:
+                # The write of a stuck reader never ends: after a failure it is left behind.
+                queue = ChunkQueue(lambda: patience.reschedule(loop.time() + _LAST_WRITE_S))
+                sessions = self._make_sessions(_Call(request, router, queue, arrived, deadline_s))
+                record.call_id = sessions[0].call_id
+                self._observers.call_began(record)
+                try:
+                    for session in reversed(sessions):  # the first dispatches for all
+                        self._sessions.start(session)
+                    yield Generation(
+                        record, request, queue, self._clock, self._observers, self._ends
+                    )
+                finally:
+                    for session in sessions:
+                        self._sessions.cancel(session, Cancelled("the client went away"))
+                    self._over(record, queue.error)
+        except TimeoutError:
+            raise public_error(queue.error or Cancelled("the stream was ended")) from None
+
+    def _over(self, record: CallRecord, error: BatonError | None) -> None:
+        if len(record.results) < record.num_samples:
+            record.error = error or Cancelled("the client went away")
+            if public_error(record.error) is not record.error:  # the caller is not told the words
+                log.warning("call %s: %s: %s", record.call_id, record.error.code, record.error)
+        record.ended_s = self._clock.monotonic_s()
+        self._observers.call_ended(record)
+
+    def _make_sessions(self, call: _Call) -> list[Session]:
+        """One for each sample; the first leads the others."""
+        siblings = [self._session(call, index) for index in range(1, call.request.num_samples)]
+        return [self._session(call, 0, siblings), *siblings]
+
+    def _session(self, call: _Call, sample_index: int, siblings: Sequence[Session] = ()) -> Session:
+        request = call.request
+        detokenizer = self.model.tokenizer.detokenizer(
+            request.prompt_token_ids, skips_special_tokens=request.text.skips_special_tokens
+        )
+        sampling = request.sampling
+        return Session(
+            self._entropy.new_id(),
+            request,
+            deadline_s=call.deadline_s,
+            arrived=call.arrived,
+            text=TextStream(
+                detokenizer,
+                sampling.stop,
+                min_tokens=sampling.min_tokens,
+                includes_stop=request.text.includes_stop,
+            ),
+            sink=call.queue,
+            router=call.router,
+            clock=self._clock,
+            entropy=self._entropy,
+            limits=self._session_limits,
+            suspects=self._table.suspects,
+            sample_index=sample_index,
+            siblings=siblings,
+        )
+
+
+def _prompt_of(wire: inference_pb2.GenerateRequest, request: ValidatedRequest) -> str:
+    """What the client sent, as text: ids as such."""
+    return wire.text or str(request.prompt_token_ids.tolist())

@@ -1,0 +1,1 @@
+"""The engines as a gateway sees them: links, load, routing."""

@@ -1,0 +1,158 @@
+"""The cluster as this gateway sees it: follows the directory and keeps a link to every engine.
+
+The directory says whom to try; a link's own stream says who lives. So an engine that vanished from
+the directory is used as long as its stream lives, and one that the directory still lists but that
+does not answer is tried again, with back-off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from typing import Protocol
+
+from ...cluster.secret import ClusterSecret
+from ...cluster.tls import ClusterTls
+from ...core.membership import Member
+from ...core.ports import Clock, Directory
+from ..request.engine_link import EngineOutput, PlainToken
+from .engine_table import EngineTable, LinkedEngine, Load
+from .node_link import NodeLink
+
+log = logging.getLogger(__name__)
+
+_TELL_S = 0.1  # of loads alone
+_RETRY_MIN_S = 0.05
+_RETRY_MAX_S = 2.0
+
+
+class EngineEvents(Protocol):
+    """Whom the view tells (sessions.SessionTable)."""
+
+    def engine_outputs(self, incarnation: str, outputs: Sequence[EngineOutput]) -> None: ...
+
+    def engine_tokens(self, incarnation: str, tokens: Sequence[PlainToken]) -> None: ...
+
+    def engine_lost(self, incarnation: str, *, has_died: bool) -> None: ...
+
+    def cluster_changed(self, *, is_load_only: bool) -> None:
+        """`is_load_only`: the same engines, links and roles as before."""
+        ...
+
+
+class ClusterView:
+    """`run` follows the directory until cancelled; `close` ends all links."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        model: str,
+        secret: ClusterSecret,
+        clock: Clock,
+        table: EngineTable,
+        events: EngineEvents,
+        silence_s: float,
+        tls: ClusterTls | None = None,
+    ) -> None:
+        self._tls = tls
+        self._directory = directory
+        self._model = model
+        self._secret = secret
+        self._clock = clock
+        self._table = table
+        self._events = events
+        self._silence_s = silence_s
+        self._listed: dict[str, Member] = {}
+        self._foreign: set[str] = set()
+        self._told_s = -_TELL_S
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+
+    def members(self) -> list[Member]:
+        """Every engine of this model that is listed or linked."""
+        linked = {i: engine.member for i, engine in self._table.engines.items()}
+        return list((self._listed | linked).values())
+
+    async def run(self) -> None:
+        """Follow the directory."""
+        watch = self._directory.watch()
+        try:
+            async for members in watch:
+                self._list(members)
+                for incarnation in self._listed.keys() - self._keepers.keys():
+                    self._keepers[incarnation] = asyncio.create_task(self._keep(incarnation))
+        finally:
+            if isinstance(watch, AsyncGenerator):
+                await watch.aclose()
+
+    def _list(self, members: Sequence[Member]) -> None:
+        """Take over the directory's word, as far as it is about our model."""
+        self._listed = {m.incarnation: m for m in members if m.model == self._model}
+        for member in members:
+            if member.model != self._model and member.incarnation not in self._foreign:
+                log.warning(
+                    "engine %s serves %r, this gateway %r: left alone",
+                    *(member.name, member.model, self._model),
+                )
+        self._foreign = {m.incarnation for m in members if m.model != self._model}
+
+    async def close(self) -> None:
+        """End all links, as if their engines had gone."""
+        keepers = list(self._keepers.values())
+        for keeper in keepers:
+            keeper.cancel()
+        if keepers:
+            await asyncio.wait(keepers)
+
+    async def _keep(self, incarnation: str) -> None:
+        """Keep a link to this engine for as long as the directory lists it or the link lives."""
+        delay_s, last_reason = _RETRY_MIN_S, ""
+        try:
+            while member := self._listed.get(incarnation):
+                link = NodeLink(member, self._secret, self, self._clock, self._silence_s, self._tls)
+                began_s = self._clock.monotonic_s()
+                reason = await link.run()
+                if reason != last_reason:
+                    log.warning("engine %s at %s: %s", member.name, member.address, reason)
+                last_reason = reason
+                if self._clock.monotonic_s() - began_s > _RETRY_MAX_S:
+                    delay_s = _RETRY_MIN_S  # it was up for a while: a new story
+                await asyncio.sleep(delay_s)
+                delay_s = min(2 * delay_s, _RETRY_MAX_S)
+        finally:
+            del self._keepers[incarnation]
+
+    # --- node_link.LinkEvents ---------------------------------------------------------------------
+
+    def linked(self, link: NodeLink) -> None:
+        member = link.member
+        log.info("linked to %s engine %s at %s", member.role.value, member.name, member.address)
+        self._table.add(
+            LinkedEngine(member, link, clock=self._clock, max_num_seqs=link.max_num_seqs)
+        )
+
+    def heartbeat(self, link: NodeLink, load: Load) -> None:
+        engine = self._table.engines[link.member.incarnation]
+        before, now_s = engine.load, self._clock.monotonic_s()
+        engine.heard(load)
+        is_same = before is not None and (before.links, before.is_draining) == (
+            load.links,
+            load.is_draining,
+        )
+        if is_same and now_s < self._told_s + _TELL_S:
+            return  # a busy engine's heartbeats are many
+        self._told_s = now_s
+        self._events.cluster_changed(is_load_only=is_same)
+
+    def outputs(
+        self, link: NodeLink, outputs: Sequence[EngineOutput], tokens: Sequence[PlainToken]
+    ) -> None:
+        incarnation = link.member.incarnation
+        self._table.engines[incarnation].settle(outputs, tokens)
+        self._events.engine_tokens(incarnation, tokens)
+        self._events.engine_outputs(incarnation, outputs)
+
+    def lost(self, link: NodeLink, reason: str, *, has_died: bool) -> None:
+        self._table.remove(link.member.incarnation)
+        self._events.engine_lost(link.member.incarnation, has_died=has_died)
+        self._events.cluster_changed(is_load_only=False)

@@ -1,0 +1,381 @@
+"""What the gateway knows of every linked engine: its welcome, last heartbeat and own dispatches.
+
+Owns what was dispatched to each (prefill_backlog.py, decode_places.py have the accounts of it), and
+how often the prefix index was right. Knows no grpc and no directory: cluster_view.py tells it what
+happens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
+from typing import Protocol
+
+from ...core.errors import Unavailable
+from ...core.membership import Member, Role
+from ...core.ports import Clock, SystemClock
+from ...core.request.request import Request, Ticket
+from ...prefix_index.mirror import PrefixMirror
+from ..request.engine_link import Avoid, Demand, EngineOutput, MustWait, PlainToken, Route, Work
+from ..request.suspects import Suspects
+from ..validation.validation import ModelLimits
+from .decode_places import DecodePlaces, Key
+from .prefill_backlog import Backlog, PrefillBacklog, PrefillCost
+from .routing import EngineState, choose_pair
+
+_RESERVED_BLOCKS = 2  # padding and canary
+_NOTHING_CACHED: Mapping[str, int] = MappingProxyType({})
+_NOTHING_HELD: Mapping[int, int] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCounters:
+    """What an engine counts since its incarnation began (node.proto, Counters)."""
+
+    num_preemptions: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    num_transfers: int = 0
+    transfer_bytes: int = 0
+    transfer_s: float = 0.0
+    num_expired_leases: int = 0
+    failed_transfers: Mapping[str, int] = field(default_factory=dict)  # by error code
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """An engine's heartbeat."""
+
+    num_running: int
+    num_waiting: int
+    waiting_tokens: int
+    free_blocks: int
+    credit_blocks: int
+    is_draining: bool
+    links: frozenset[str]
+    held_blocks: int = 0
+    counters: EngineCounters = EngineCounters()
+    link_gbytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    num_steps: int = 0  # so far
+    num_requests: int = 0  # accepted from all gateways and not ended
+    room_blocks: int = 0
+    output_tokens: int = 0
+    prefill_cost: PrefillCost | None = None
+    waiting_by_caller: Mapping[int, int] = field(default_factory=dict)
+
+
+class Outbox(Protocol):
+    """Where an engine's messages go; never blocks."""
+
+    def dispatch(
+        self, request: Request, work: Work, ticket: Ticket, deadline_remaining_s: float
+    ) -> None: ...
+
+    def cancel(self, request_id: str, attempt: int) -> None: ...
+
+
+@dataclass(slots=True)
+class LinkedEngine:
+    """One engine behind a live link.
+
+    `max_num_seqs`: sequences that it runs at once; 0: it does not say. `released`: callers of which
+    something ended here, or was answered, so that what waits may find a place; whoever dispatches
+    what waits clears it. `num_index_hits`: dispatches for which the index promised cached tokens;
+    `num_stale_hits`: those of them that found fewer.
+    """
+
+    member: Member
+    outbox: Outbox
+    load: Load | None = None
+    num_dispatched: int = 0
+    num_index_hits: int = 0
+    num_stale_hits: int = 0
+    clock: Clock = field(default_factory=SystemClock)
+    max_num_seqs: int = 0
+    released: set[int] = field(default_factory=set)
+    backlog: PrefillBacklog = field(init=False)
+    places: DecodePlaces = field(init=False)
+    _promised: dict[Key, int] = field(default_factory=dict)  # cached tokens, by the index
+    _callers: dict[Key, int] = field(default_factory=dict)  # of what is open
+
+    def __post_init__(self) -> None:
+        self.backlog = PrefillBacklog(self.clock)
+        self.places = DecodePlaces(self.max_num_seqs)
+
+    @property
+    def incarnation(self) -> str:
+        return self.member.incarnation
+
+    @property
+    def name(self) -> str:
+        return self.member.name
+
+    @property
+    def fingerprint(self) -> str:
+        return self.member.fingerprint
+
+    @property
+    def is_ready(self) -> bool:
+        return self.load is not None and not self.load.is_draining
+
+    def heard(self, load: Load) -> None:
+        """A heartbeat."""
+        self.load = load
+        self.backlog.heartbeat(
+            Backlog(load.waiting_tokens, load.waiting_by_caller, load.num_steps, load.prefill_cost)
+        )
+        self.places.heartbeat(load.num_requests, load.room_blocks)
+
+    def dispatch(
+        self,
+        request: Request,
+        work: Work,
+        ticket: Ticket,
+        deadline_remaining_s: float,
+        cached_tokens: int = 0,
+    ) -> None:
+        """`cached_tokens`: what the index promises of the request here."""
+        self.num_dispatched += 1
+        num_tokens, caller_id = request.num_known_tokens, request.caller_id
+        keys = [
+            (request_id, request.attempt) for request_id in (request.request_id, *request.fork_ids)
+        ]
+        if work is Work.PREFILL:
+            self.backlog.sent(keys[0], caller_id, num_tokens, cached_tokens)
+            if cached_tokens:
+                self._promised[keys[0]] = cached_tokens
+        else:
+            num_left = request.sampling.max_tokens - len(request.output_token_ids)
+            num_blocks = self.blocks_for(num_tokens - cached_tokens, num_left, len(keys))
+            self.places.sent(keys, num_blocks, self.clock.monotonic_s())
+        self._callers.update(dict.fromkeys(keys, caller_id))
+        self.outbox.dispatch(request, work, ticket, deadline_remaining_s)
+
+    def cancel(self, request_id: str, attempt: int) -> None:
+        self._ended((request_id, attempt))
+        self.outbox.cancel(request_id, attempt)
+
+    def settle(self, outputs: Iterable[EngineOutput], tokens: Iterable[PlainToken] = ()) -> None:
+        """Take note of what these outputs answer or end."""
+        if self.member.role is Role.PREFILL:
+            self._settle_prompts(outputs, tokens)
+            return
+        for output in outputs:
+            if output.finish_reason is not None or output.error is not None:
+                self._ended((output.request_id, output.attempt))
+
+    def _settle_prompts(
+        self, outputs: Iterable[EngineOutput], tokens: Iterable[PlainToken]
+    ) -> None:
+        """A prefill engine has nothing more to do for what it answers."""
+        for request_id, attempt, *_ in tokens:
+            self._ended((request_id, attempt), is_computed=True)
+        for output in outputs:
+            key = (output.request_id, output.attempt)
+            if output.cached_tokens is not None and (promised := self._promised.pop(key, 0)):
+                self.num_index_hits += 1
+                self.num_stale_hits += output.cached_tokens < promised
+            if output.token_ids or output.finish_reason is not None or output.error is not None:
+                self._ended(key, is_computed=bool(output.token_ids))
+
+    def _ended(self, key: Key, *, is_computed: bool = False) -> None:
+        """What the request had or waited for here, others may have."""
+        caller_id = self._callers.pop(key, None)
+        if caller_id is None:
+            return
+        self.released.add(caller_id)
+        self._promised.pop(key, None)
+        self.backlog.ended(key, is_computed=is_computed)
+        self.places.ended(key, self.clock.monotonic_s())
+
+    def blocks_for(self, num_tokens: int, max_output_tokens: int, num_sequences: int) -> int:
+        """Of the KV of samples of one prompt, with what each is expected to grow by."""
+        expected = self.load.output_tokens if self.load is not None else 0
+        num_growth = min(max_output_tokens, expected or max_output_tokens)
+        size = self.member.block_size
+        return -(-num_tokens // size) + num_sequences * -(-(num_growth + 1) // size)
+
+    def state(self, load: Load, demand: Demand, caller_id: int, cached_tokens: int) -> EngineState:
+        """For routing one request of this caller, of which so much should be cached here."""
+        num_blocks = self.blocks_for(
+            demand.num_tokens - cached_tokens, demand.max_output_tokens, demand.num_sequences
+        )
+        is_open = (
+            self.places.has_place(demand.num_sequences, num_blocks)
+            if self.member.role is Role.DECODE
+            else demand.is_retry or self.backlog.takes_more_of(caller_id)
+        )
+        return EngineState(
+            incarnation=self.member.incarnation,
+            role=self.member.role,
+            fingerprint=self.member.fingerprint,
+            block_size=self.member.block_size,
+            num_requests=self.places.num_requests,
+            waiting_tokens=self.backlog.tokens_ahead,
+            free_blocks=load.free_blocks,
+            credit_blocks=load.credit_blocks,
+            is_draining=load.is_draining,
+            links=load.links,
+            link_gbytes_per_s=load.link_gbytes_per_s,
+            num_dispatched=self.num_dispatched,
+            cached_tokens=cached_tokens,
+            is_open=is_open,
+        )
+
+    @property
+    def pool_blocks(self) -> int:
+        """Blocks that requests can have."""
+        return self.member.num_blocks - _RESERVED_BLOCKS
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens whose KV fits the pool when it is empty."""
+        return self.pool_blocks * self.member.block_size
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenEngine:
+    """An engine as the request sees it that it was chosen for (engine_link.EngineLink)."""
+
+    engine: LinkedEngine
+    cached_tokens: int
+
+    @property
+    def incarnation(self) -> str:
+        return self.engine.incarnation
+
+    @property
+    def name(self) -> str:
+        return self.engine.name
+
+    @property
+    def fingerprint(self) -> str:
+        return self.engine.fingerprint
+
+    def dispatch(
+        self, request: Request, work: Work, ticket: Ticket, deadline_remaining_s: float
+    ) -> None:
+        self.engine.dispatch(request, work, ticket, deadline_remaining_s, self.cached_tokens)
+
+    def cancel(self, request_id: str, attempt: int) -> None:
+        self.engine.cancel(request_id, attempt)
+
+
+class EngineTable:
+    """All linked engines by incarnation; what is mirrored of the prefix index is theirs."""
+
+    def __init__(self, mirror: PrefixMirror) -> None:
+        self.engines: dict[str, LinkedEngine] = {}
+        self.mirror = mirror
+        self.suspects = Suspects()
+        self.decisions: Counter[str] = Counter()  # why requests went where they went
+        self.released: set[int] = set()  # of all engines: LinkedEngine has what it means
+
+    def add(self, engine: LinkedEngine) -> None:
+        """The engine's link is up."""
+        engine.released = self.released
+        self.engines[engine.incarnation] = engine
+        self.mirror.add(engine.incarnation, engine.member.num_blocks)
+
+    def remove(self, incarnation: str) -> None:
+        """The engine's link is down."""
+        del self.engines[incarnation]
+        self.mirror.remove(incarnation)
+
+    def choose(
+        self,
+        demand: Demand,
+        *,
+        avoid: Avoid,
+        fingerprint: str | None,
+        caller_id: int = 0,
+        cached_tokens: Mapping[str, int] = _NOTHING_CACHED,
+        is_constrained: bool = False,
+    ) -> Route:
+        """See engine_link.Router. An engine counts from its first heartbeat on; one where a suspect
+        is on trial comes after all others.
+
+        `cached_tokens`: by incarnation, what engines are likely to have of the request.
+        `is_constrained`: it is for engines alone that take constraints.
+        """
+        states = [
+            engine.state(engine.load, demand, caller_id, cached_tokens.get(engine.incarnation, 0))
+            for engine in self.engines.values()
+            if engine.load is not None and (engine.member.can_constrain or not is_constrained)
+        ]
+        choose = partial(choose_pair, states, demand.num_tokens, fingerprint=fingerprint)
+        clear = self.suspects.keep_clear(avoid)
+        try:
+            prefill, decode = choose(avoid=clear)
+        except Unavailable:  # not where it must wait: then it waits for a place beside no suspect
+            if clear == avoid:
+                raise
+            prefill, decode = choose(avoid=avoid)
+        return Route(
+            ChosenEngine(self.engines[prefill], cached_tokens.get(prefill, 0)),
+            ChosenEngine(self.engines[decode], cached_tokens.get(decode, 0)),
+        )
+
+    def why_not_ready(self) -> str:
+        """What is missing before any request can be served; empty if nothing is."""
+        try:
+            self.choose(Demand(1), avoid=Avoid(), fingerprint=None)
+        except Unavailable as error:
+            return error.message
+        except MustWait:
+            pass  # busy is ready
+        return ""
+
+    def lacks_constraints(self) -> Role | None:
+        """A role of which engines are linked, and none takes constraints."""
+        for role in Role:
+            members = [e.member for e in self.engines.values() if e.member.role is role]
+            if members and not any(member.can_constrain for member in members):
+                return role
+        return None
+
+    def predicted_prefill_s(
+        self,
+        caller_id: int,
+        num_tokens: int,
+        cached_tokens: Mapping[str, int] = _NOTHING_CACHED,
+        held: Mapping[int, int] = _NOTHING_HELD,
+    ) -> float:
+        """How long until a prompt's first token, at the engine that would have it soonest, if all
+        queues are fair between callers. `held`: tokens that wait for a place, by caller.
+
+        0 where nothing is ahead of it, or an engine's cost is not known.
+        """
+        prefill = [e for e in self.engines.values() if e.member.role is Role.PREFILL and e.is_ready]
+        parts = {other: tokens / len(prefill) for other, tokens in held.items()} if prefill else {}
+        waits_s = []
+        for engine in prefill:
+            own = num_tokens - cached_tokens.get(engine.incarnation, 0)
+            ahead = engine.backlog.fair_tokens_ahead(caller_id, own, parts)
+            cost = engine.backlog.cost
+            waits_s.append(cost.seconds_of(ahead + own) if ahead and cost is not None else 0.0)
+        return min(waits_s, default=0.0)
+
+    @property
+    def places_per_s(self) -> float | None:
+        """How many places on decode engines become free; None: not known yet."""
+        rates = [engine.places.places_per_s for engine in self.engines.values()]
+        known = [rate for rate in rates if rate is not None]
+        return sum(known) if known else None
+
+    def limits(self, base: ModelLimits) -> ModelLimits:
+        """`base` narrowed to what the linked engines can do."""
+        engines = list(self.engines.values())
+        by_role = {role: [e for e in engines if e.member.role is role] for role in Role}
+        prefill, decode = by_role[Role.PREFILL], by_role[Role.DECODE]
+        lens = (e.member.max_model_len for e in engines)
+        return ModelLimits(
+            model=base.model,
+            vocab_size=base.vocab_size,
+            max_model_len=min(lens, default=base.max_model_len),
+            max_prompt_tokens=max((e.pool_tokens for e in prefill), default=None),
+            max_total_tokens=max((e.pool_tokens for e in decode), default=None),
+        )

@@ -1,0 +1,194 @@
+"""The prompt tokens that wait at one prefill engine, and how long it takes to compute them.
+
+    heartbeat: tokens that wait, by caller ─┬─ ours, sent and not answered ► others'
+    since then: ours that were sent         │
+                ours that were answered  ───┘  less what is computed by now, by the engine's own
+                                               measured cost of a step
+Only others' tokens rest on a heartbeat, which may be older than an answer: whatever of ours was
+there since the heartbeat before counts as ours, so that nothing of ours is ever taken for others'.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ...core.ports import Clock
+from .decode_places import Key
+
+_UNKNOWN_AHEAD_TOKENS = 8192  # of one caller, at an engine whose cost is not known yet
+_AHEAD_S = 0.5  # of one caller's prompts, and a step, are at an engine; what is more waits here
+_LEAST_TOKEN_S = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCost:
+    """A step that computes n tokens takes step_s + n * token_s, as its engine measured."""
+
+    step_s: float
+    token_s: float
+
+    def tokens_in(self, seconds: float) -> int:
+        """What a step as long as this computes."""
+        return int(max(0.0, seconds - self.step_s) / self.token_s)
+
+    def seconds_of(self, num_tokens: float) -> float:
+        return self.step_s + num_tokens * self.token_s
+
+
+def measured_cost(step_s: float, token_s: float) -> PrefillCost | None:
+    """None where an engine says what cannot be."""
+    is_sane = 0 <= step_s < math.inf and _LEAST_TOKEN_S <= token_s < math.inf
+    return PrefillCost(step_s, token_s) if is_sane else None
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """An engine's heartbeat as far as it is about prompts. `by_caller`: of the largest alone."""
+
+    waiting_tokens: int = 0
+    by_caller: Mapping[int, int] | None = None
+    num_steps: int = 0
+    cost: PrefillCost | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """One dispatch. `num_tokens`: its whole prompt, as the engine counts it."""
+
+    caller_id: int
+    num_tokens: int
+    uncached_tokens: int
+    at_s: float
+
+
+class PrefillBacklog:
+    """One engine's. Times are monotonic seconds."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.cost: PrefillCost | None = None
+        self._clock = clock
+        self._sent: dict[Key, _Sent] = {}
+        self._own_tokens: Counter[int] = Counter()  # of them, to compute, by caller
+        self._answered: Counter[int] = Counter()  # whole prompts since the last heartbeat
+        self._answered_s = 0.0  # when one of ours was last answered
+        self._reported = Backlog()
+        self._step_began_s = 0.0  # by heartbeat
+        self._others: dict[int, int] = {}
+        self._others_unlisted = 0
+        self._least_listed = 0
+
+    # --- what happens -----------------------------------------------------------------------------
+
+    def heartbeat(self, backlog: Backlog) -> None:
+        before = self._reported
+        is_on_same_step = (
+            before.num_steps == backlog.num_steps
+            and 0 < before.waiting_tokens <= backlog.waiting_tokens
+        )
+        if not is_on_same_step:
+            self._step_began_s = self._clock.monotonic_s()
+        self._reported = backlog
+        self.cost = backlog.cost
+        self._find_others(backlog)
+        self._answered.clear()
+
+    def _find_others(self, backlog: Backlog) -> None:
+        """What waits, less what is or may be ours."""
+        ours = self._answered.copy()
+        for sent in self._sent.values():
+            ours[sent.caller_id] += sent.num_tokens
+        listed = backlog.by_caller or {}
+        self._least_listed = min(listed.values(), default=0)
+        self._others = {
+            caller_id: num_tokens - ours[caller_id]
+            for caller_id, num_tokens in listed.items()
+            if num_tokens > ours[caller_id]
+        }
+        unlisted = backlog.waiting_tokens - sum(listed.values())
+        our_unlisted = sum(count for caller, count in ours.items() if caller not in listed)
+        self._others_unlisted = max(0, unlisted - our_unlisted)
+
+    def sent(self, key: Key, caller_id: int, num_tokens: int, cached_tokens: int) -> None:
+        """A prompt was dispatched, of which so much should be cached there."""
+        uncached = num_tokens - cached_tokens
+        self._sent[key] = _Sent(caller_id, num_tokens, uncached, self._clock.monotonic_s())
+        self._own_tokens[caller_id] += uncached
+
+    def ended(self, key: Key, *, is_computed: bool) -> bool:
+        """Its first token is here, or it will not come. False: it had ended already."""
+        sent = self._sent.pop(key, None)
+        if sent is None:
+            return False
+        self._answered[sent.caller_id] += sent.num_tokens
+        self._own_tokens[sent.caller_id] -= sent.uncached_tokens
+        if not self._own_tokens[sent.caller_id]:
+            del self._own_tokens[sent.caller_id]
+        if is_computed:
+            self._answered_s = self._clock.monotonic_s()
+        return True
+
+    # --- what follows -----------------------------------------------------------------------------
+
+    def takes_more_of(self, caller_id: int) -> bool:
+        """Whether another prompt of this caller would be computed soon.
+
+        The engine's queue is fair, so others' prompts do not matter: one that has nothing there
+        may always send.
+        """
+        limit, cost = _UNKNOWN_AHEAD_TOKENS, self.cost
+        if cost is not None:
+            limit = cost.tokens_in(_AHEAD_S + 2 * cost.step_s)
+        own_tokens = self._own_tokens.get(caller_id, 0)
+        return not own_tokens or own_tokens < limit
+
+    @property
+    def tokens_ahead(self) -> int:
+        """Prompt tokens that a new request would wait for: all gateways' by the last heartbeat, or
+        ours, whichever is more, less what has been computed since the step on the device began. Two
+        engines that compute a prompt each are not equals: one of them is done sooner."""
+        reported = self._reported.waiting_tokens
+        if reported:
+            reported -= self._computed_since(self._step_began_s)
+        if not self._sent:
+            return max(0, reported)
+        return max(reported, sum(self._own_tokens.values()) - self._own_computed)
+
+    def fair_tokens_ahead(
+        self, caller_id: int, num_tokens: int, held: Mapping[int, float]
+    ) -> float:
+        """What is computed before a new prompt of this caller, in an order fair between callers.
+
+        Of each other caller at most as much as of this one: what it has waiting and the prompt's
+        own `num_tokens`. `held`: tokens by caller that are to come here before the prompt is sent.
+        0 only where nothing at all is ahead.
+        """
+        waiting = dict(held)
+        for part in (self._own_tokens, self._others):
+            for other, tokens in part.items():
+                waiting[other] = waiting.get(other, 0.0) + tokens
+        mine = waiting.pop(caller_id, 0.0)
+        share = mine + num_tokens
+        ahead = mine + sum(min(tokens, share) for tokens in waiting.values())
+        others = sum(self._others.values()) + self._others_unlisted
+        if self._others_unlisted:  # of callers with less each than the least that is listed
+            least = self._least_listed
+            ahead += self._others_unlisted * (min(1.0, share / least) if least else 1.0)
+        computed = min(others, self._computed_since(self._step_began_s))
+        return max(0.0, ahead - max(computed, self._own_computed))
+
+    @property
+    def _own_computed(self) -> int:
+        """Tokens of our first prompt there that should be computed by now."""
+        if not self._sent:
+            return 0
+        first = next(iter(self._sent.values()))
+        computed = self._computed_since(max(first.at_s, self._answered_s))
+        return min(first.uncached_tokens, computed)
+
+    def _computed_since(self, begin_s: float) -> int:
+        if self.cost is None:
+            return 0
+        return self.cost.tokens_in(self._clock.monotonic_s() - begin_s)

@@ -1,0 +1,120 @@
+"""The router of one request: the engine table, asked with what each engine has cached of a prompt.
+
+Hashing costs some microseconds a block, so it stops where no engine has the chain, gives the event
+loop its turns, and is done once a request. No network: the mirror is in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ...core.errors import Unavailable
+from ...core.membership import Role
+from ...core.request.block_hash import BlockHash, block_hashes, root_hash
+from ..request.engine_link import Avoid, Demand, Route
+from .engine_table import EngineTable
+
+_SLICE_BLOCKS = 64  # about 0.03 ms of hashing
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRouter:
+    """`engine_link.Router`. `hashes`: of the prompt's first full blocks, by fingerprint.
+
+    `computes_all`: a prefill engine is to score the prompt's own tokens, cached or not.
+    """
+
+    table: EngineTable
+    hashes: Mapping[str, Sequence[BlockHash]]
+    caller_id: int = 0
+    is_constrained: bool = False
+    computes_all: bool = False
+
+    def choose(self, demand: Demand, *, avoid: Avoid, fingerprint: str | None) -> Route:
+        cached_tokens = self.cached_tokens(demand.num_tokens)
+        decisions = self.table.decisions
+        try:
+            route = self.table.choose(
+                demand,
+                avoid=avoid,
+                fingerprint=fingerprint,
+                caller_id=self.caller_id,
+                cached_tokens=cached_tokens,
+                is_constrained=self.is_constrained,
+            )
+        except Unavailable:
+            decisions["unavailable"] += 1
+            raise
+        if avoid:
+            decisions["retry"] += 1
+        elif cached_tokens.get(route.prefill.incarnation):
+            decisions["cached_prefix"] += 1
+        else:
+            decisions["least_loaded"] += 1
+        return route
+
+    def cached_tokens(self, num_tokens: int) -> dict[str, int]:
+        """By incarnation, how many tokens each engine is likely to have."""
+        cached: dict[str, int] = {}
+        for fingerprint, chain in self.hashes.items():
+            engines = _engines_of(self.table, fingerprint)
+            for incarnation, num_blocks in self.table.mirror.cached_blocks(engines, chain).items():
+                member = self.table.engines[incarnation].member
+                if member.role is Role.PREFILL:  # it computes one token at least
+                    if self.computes_all:
+                        continue
+                    num_blocks = min(num_blocks, (num_tokens - 1) // member.block_size)
+                cached[incarnation] = num_blocks * member.block_size
+        return cached
+
+
+async def route_prompt(
+    table: EngineTable,
+    token_ids: Sequence[int],
+    cache_salt: str = "",
+    *,
+    caller_id: int = 0,
+    is_constrained: bool = False,
+    computes_all: bool = False,
+) -> PromptRouter:
+    """The router for a prompt: hashes as much of it as some engine may have cached.
+
+    `cache_salt` is the one that the engines get with the request.
+    """
+    block_sizes = {e.fingerprint: e.member.block_size for e in table.engines.values()}
+    hashes = {
+        fingerprint: await _hash_while_cached(
+            table, token_ids, root_hash(fingerprint, cache_salt), fingerprint, block_size
+        )
+        for fingerprint, block_size in block_sizes.items()
+    }
+    return PromptRouter(table, hashes, caller_id, is_constrained, computes_all)
+
+
+async def _hash_while_cached(
+    table: EngineTable,
+    token_ids: Sequence[int],
+    root: BlockHash,
+    fingerprint: str,
+    block_size: int,
+) -> list[BlockHash]:
+    """The chain, to the end of the slice in which the last engine's cache of it ends."""
+    mirror = table.mirror
+    hashes: list[BlockHash] = []
+    parent = root
+    num_slice_tokens = _SLICE_BLOCKS * block_size
+    for start in range(0, len(token_ids), num_slice_tokens):
+        if not mirror.holds_any(_engines_of(table, fingerprint), hashes[-1:]):
+            break
+        hashes += block_hashes(parent, token_ids[start : start + num_slice_tokens], block_size)
+        if not hashes:
+            break  # shorter than a block
+        parent = hashes[-1]
+        await asyncio.sleep(0)
+    return hashes
+
+
+def _engines_of(table: EngineTable, fingerprint: str) -> list[str]:
+    return [e.incarnation for e in table.engines.values() if e.fingerprint == fingerprint]

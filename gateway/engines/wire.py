@@ -1,0 +1,156 @@
+"""Between the gateway's values and the messages of both its sides. Knows both, decides nothing."""
+
+from __future__ import annotations
+
+from ...core.errors import EngineFailed, InvalidRequest
+from ...core.request.request import Request, Ticket
+from ...proto import codec
+from ...proto.v1 import inference_pb2, node_pb2
+from ..request.engine_link import EngineOutput, PlainToken, Transfer, Work
+from ..request.output_chunk import Chunk, Result
+from .engine_table import EngineCounters, Load
+from .node_clock import NodeClock
+from .prefill_backlog import PrefillCost, measured_cost
+
+_WORK = {Work.PREFILL: node_pb2.WORK_PREFILL, Work.DECODE: node_pb2.WORK_DECODE}
+
+
+def dispatch_message(
+    request: Request, work: Work, ticket: Ticket, deadline_remaining_s: float
+) -> node_pb2.GatewayMessage:
+    """A dispatch for an engine."""
+    dispatch = codec.dispatch_to_wire(request, _WORK[work], ticket, deadline_remaining_s)
+    return node_pb2.GatewayMessage(dispatch=dispatch)
+
+
+def load_from_wire(wire: node_pb2.Heartbeat) -> Load:
+    return Load(
+        num_running=wire.num_running,
+        num_waiting=wire.num_waiting,
+        waiting_tokens=wire.waiting_tokens,
+        free_blocks=wire.free_blocks,
+        credit_blocks=wire.credit_blocks,
+        is_draining=wire.is_draining,
+        links=frozenset(link.incarnation for link in wire.links),
+        held_blocks=wire.held_blocks,
+        counters=_counters_from_wire(wire.counters),
+        link_gbytes_per_s={link.incarnation: link.gbytes_per_s for link in wire.links},
+        num_steps=wire.num_steps,
+        num_requests=wire.num_requests,
+        room_blocks=wire.room_blocks,
+        output_tokens=wire.output_tokens,
+        prefill_cost=_cost_from_wire(wire),
+        waiting_by_caller={one.caller_id: one.num_tokens for one in wire.waiting_by_caller},
+    )
+
+
+def _cost_from_wire(wire: node_pb2.Heartbeat) -> PrefillCost | None:
+    if not wire.HasField("prefill_cost"):
+        return None
+    return measured_cost(wire.prefill_cost.step_s, wire.prefill_cost.token_s)
+
+
+def _counters_from_wire(wire: node_pb2.Counters) -> EngineCounters:
+    return EngineCounters(
+        num_preemptions=wire.num_preemptions,
+        prefix_query_tokens=wire.prefix_query_tokens,
+        prefix_hit_tokens=wire.prefix_hit_tokens,
+        num_transfers=wire.num_transfers,
+        transfer_bytes=wire.transfer_bytes,
+        transfer_s=wire.transfer_s,
+        num_expired_leases=wire.num_expired_leases,
+        failed_transfers=dict(wire.failed_transfers),
+    )
+
+
+def output_from_wire(wire: node_pb2.RequestOutput, clock: NodeClock) -> EngineOutput:
+    """An engine's output, which comes now; one that cannot be read fails its attempt."""
+    if (
+        wire.events
+        or wire.logprobs
+        or wire.prompt_logprobs
+        or wire.HasField("error")
+        or wire.HasField("transfer")
+    ):
+        return _full_output(wire, clock)
+    return EngineOutput(
+        wire.request_id,
+        wire.attempt,
+        wire.first_index,
+        tuple(wire.token_ids),
+        codec.finish_from_wire(wire.finish_reason) if wire.finish_reason else None,
+        cached_tokens=wire.cached_tokens if wire.HasField("cached_tokens") else None,
+    )
+
+
+def tokens_from_wire(wire: node_pb2.PlainTokens) -> list[PlainToken]:
+    """A step's plain tokens. Raises EngineFailed if the columns do not match."""
+    try:
+        return [*zip(wire.request_ids, wire.attempts, wire.indices, wire.token_ids, strict=True)]
+    except ValueError as error:
+        raise EngineFailed("its columns of tokens do not match") from error
+
+
+def _full_output(wire: node_pb2.RequestOutput, clock: NodeClock) -> EngineOutput:
+    """One with more than tokens in it."""
+    try:
+        stamps = clock.stamps(codec.node_stamps_from_wire(wire.events))
+        logprobs = tuple(map(codec.logprobs_from_wire, wire.logprobs))
+        prompt_logprobs = tuple(map(codec.logprobs_from_wire, wire.prompt_logprobs))
+    except InvalidRequest as error:
+        broken = EngineFailed(f"unreadable output: {error.message}")
+        return EngineOutput(wire.request_id, wire.attempt, error=broken)
+    transfer = wire.transfer
+    return EngineOutput(
+        request_id=wire.request_id,
+        attempt=wire.attempt,
+        first_index=wire.first_index,
+        token_ids=tuple(wire.token_ids),
+        finish_reason=codec.finish_from_wire(wire.finish_reason),
+        error=codec.error_from_wire(wire.error) if wire.HasField("error") else None,
+        stamps=stamps,
+        cached_tokens=wire.cached_tokens if wire.HasField("cached_tokens") else None,
+        transfer=Transfer(transfer.bytes, transfer.cached_tokens, transfer.transport)
+        if wire.HasField("transfer")
+        else None,
+        logprobs=logprobs,
+        first_prompt_index=wire.first_prompt_index,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def chunk_to_wire(request_id: str, chunk: Chunk) -> inference_pb2.GenerateChunk:
+    """A chunk for the client; the last one carries why it ended and the result."""
+    wire = inference_pb2.GenerateChunk(
+        id=request_id,
+        text=chunk.text,
+        token_ids=chunk.token_ids,
+        index=chunk.index,
+        sample_index=chunk.sample_index,
+    )
+    if chunk.logprobs:
+        wire.logprobs.extend(map(codec.logprobs_to_wire, chunk.logprobs))
+    if chunk.prompt_logprobs:
+        wire.prompt_logprobs.extend(map(codec.logprobs_to_wire, chunk.prompt_logprobs))
+    if chunk.result is not None:
+        wire.finish_reason = codec.finish_to_wire(chunk.result.finish_reason)
+        wire.matched_stop = chunk.result.matched_stop or ""
+        wire.result.CopyFrom(_result_to_wire(chunk.result))
+    return wire
+
+
+def _result_to_wire(result: Result) -> inference_pb2.Result:
+    transfer = result.transfer
+    return inference_pb2.Result(
+        prompt_tokens=result.prompt_tokens,
+        completion_tokens=result.completion_tokens,
+        cached_tokens=result.cached_tokens,
+        prefill_node=result.prefill_node,
+        decode_node=result.decode_node or "",
+        transfer_bytes=transfer.num_bytes if transfer else 0,
+        transfer_cached_tokens=transfer.cached_tokens if transfer else 0,
+        transport=transfer.transport if transfer else "",
+        attempts=result.attempts,
+        seed=result.seed,
+        timeline=codec.stamps_to_wire(result.timeline),
+    )

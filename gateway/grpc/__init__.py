@@ -1,0 +1,1 @@
+"""The gRPC fronts: ours, and the one of vLLM."""

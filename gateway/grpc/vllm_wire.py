@@ -1,0 +1,173 @@
+"""Between vLLM's gRPC messages and the gateway's own. Knows both formats, judges only theirs.
+
+In vLLM's SamplingParams a plain field that is 0 is one that was not set. Chunks of a stream count
+their own tokens; their reader sums up. Needs the stubs of smg-grpc-proto (the extra `smg`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from smg_grpc_proto import vllm_engine_pb2
+
+from ...core.errors import InvalidRequest
+from ...core.request.logprobs import TokenLogprobs
+from ...core.request.token_ids import pack
+from ...proto.v1 import common_pb2, inference_pb2
+from ..request.output_chunk import Chunk, Result
+
+# Of one name and meaning on both sides; 0 is "not set" on theirs.
+_SAME = (
+    *("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("min_tokens", "ignore_eos"),
+)
+# Of one name and meaning, and told from "not set".
+_SAME_OPTIONAL = ("temperature", "max_tokens", "seed", "logprobs", "prompt_logprobs")
+_ANY_OBJECT = '{"type": "object"}'
+# What we would have to do otherwise than asked, or must not be told by a client.
+_UNSUPPORTED = (
+    *("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "extra_mm_inputs"),
+    "media_refs",
+)
+
+
+def request_from_vllm(theirs: Any) -> inference_pb2.GenerateRequest:
+    """vLLM's GenerateRequest as ours. Raises InvalidRequest for what ours cannot say."""
+    given = {descriptor.name for descriptor, _ in theirs.ListFields()}
+    if unsupported := sorted(given.intersection(_UNSUPPORTED)):
+        raise _unsupported(unsupported[0])
+    if theirs.data_parallel_rank:
+        raise _unsupported("data_parallel_rank")  # there is one rank, 0
+    ours = inference_pb2.GenerateRequest(request_id=theirs.request_id)
+    match theirs.WhichOneof("input"):
+        case "text":
+            ours.text = theirs.text
+        case "tokenized":
+            ours.token_ids.packed = pack(theirs.tokenized.input_ids[:])
+    params = theirs.sampling_params
+    ours.sampling.CopyFrom(_sampling_from_vllm(params))
+    if params.n:
+        ours.n = params.n
+    ours.skip_special_tokens = params.skip_special_tokens
+    ours.include_stop_str_in_output = params.include_stop_str_in_output
+    return ours
+
+
+def _sampling_from_vllm(theirs: Any) -> common_pb2.SamplingParams:
+    if theirs.HasField("truncate_prompt_tokens"):
+        raise _unsupported("truncate_prompt_tokens")
+    fields: dict[str, Any] = {name: getattr(theirs, name) for name in _SAME}
+    fields = {name: value for name, value in fields.items() if value}
+    for name in _SAME_OPTIONAL:
+        if theirs.HasField(name):
+            fields[name] = getattr(theirs, name)
+    for name, value in fields.items():
+        if name in ("seed", "logprobs", "prompt_logprobs") and value < 0:
+            raise _not_negative(name)
+    if any(token_id < 0 for token_id in theirs.logit_bias):
+        raise _not_negative("logit_bias")
+    return common_pb2.SamplingParams(
+        stop=theirs.stop,
+        stop_token_ids=theirs.stop_token_ids,
+        logit_bias=dict(theirs.logit_bias),
+        **fields,
+        **_constraint(theirs),
+    )
+
+
+def _constraint(theirs: Any) -> Mapping[str, Any]:
+    match theirs.WhichOneof("constraint"):
+        case "json_object":
+            return {"json_schema": _ANY_OBJECT} if theirs.json_object else {}
+        case "choice":
+            return {"choice": common_pb2.Choices(values=theirs.choice.choices)}
+        case "structural_tag":
+            raise _unsupported("structural_tag")
+        case str(name):
+            return {name: getattr(theirs, name)}
+    return {}
+
+
+def _unsupported(name: str) -> InvalidRequest:
+    return InvalidRequest(f"{name} is not supported here", param=name, code="unsupported_parameter")
+
+
+def _not_negative(name: str) -> InvalidRequest:
+    return InvalidRequest(f"{name} must not be negative", param=name, code="invalid_value")
+
+
+@dataclass(slots=True)
+class Answer:
+    """One sample of a call, as messages. `is_stream`: chunks as they come, else all at the end."""
+
+    prompt_token_ids: Sequence[int]
+    is_stream: bool
+    _kept: list[Chunk] = field(default_factory=list)
+
+    def messages(self, chunk: Chunk) -> Iterable[Any]:
+        """What is to be sent when `chunk` has come: GenerateResponses."""
+        if not self.is_stream:
+            self._kept.append(chunk)
+        elif chunk.token_ids or chunk.prompt_logprobs:
+            yield vllm_engine_pb2.GenerateResponse(chunk=self._chunk(chunk))
+        if chunk.result is not None:
+            last = self._kept or [chunk]
+            yield vllm_engine_pb2.GenerateResponse(complete=self._complete(last, chunk.result))
+
+    def _chunk(self, chunk: Chunk) -> Any:
+        return vllm_engine_pb2.GenerateStreamChunk(
+            token_ids=chunk.token_ids,
+            completion_tokens=len(chunk.token_ids),
+            index=chunk.sample_index,
+            prompt_tokens=len(self.prompt_token_ids),
+            cached_tokens=chunk.result.cached_tokens if chunk.result else 0,
+            output_logprobs=_output_logprobs([chunk]),
+            input_logprobs=self._input_logprobs([chunk]),
+        )
+
+    def _complete(self, chunks: Sequence[Chunk], result: Result) -> Any:
+        """Of a stream: the last chunk's tokens, which its reader has counted already."""
+        token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
+        matched = {} if result.matched_stop is None else {"matched_stop_str": result.matched_stop}
+        return vllm_engine_pb2.GenerateComplete(
+            output_ids=token_ids,
+            finish_reason=result.finish_reason.value,
+            completion_tokens=len(token_ids),
+            index=chunks[-1].sample_index,
+            prompt_tokens=result.prompt_tokens,
+            cached_tokens=result.cached_tokens,
+            output_logprobs=_output_logprobs(chunks),
+            input_logprobs=self._input_logprobs(chunks),
+            **matched,
+        )
+
+    def _input_logprobs(self, chunks: Sequence[Chunk]) -> Any:
+        """Of all prompt tokens; the first has none."""
+        found = [logprobs for chunk in chunks for logprobs in chunk.prompt_logprobs]
+        if not found:
+            return None
+        values = [vllm_engine_pb2.InputTokenLogProb(value=of.logprob) for of in found]
+        return vllm_engine_pb2.InputLogProbs(
+            token_ids=self.prompt_token_ids,
+            token_logprobs=[vllm_engine_pb2.InputTokenLogProb(), *values],
+            top_logprobs=[vllm_engine_pb2.TopLogProbs(), *map(_top_logprobs, found)],
+        )
+
+
+def _output_logprobs(chunks: Sequence[Chunk]) -> Any:
+    found = [logprobs for chunk in chunks for logprobs in chunk.logprobs]
+    if not found:
+        return None
+    return vllm_engine_pb2.OutputLogProbs(
+        token_ids=[token_id for chunk in chunks for token_id in chunk.token_ids],
+        token_logprobs=[of.logprob for of in found],
+        top_logprobs=list(map(_top_logprobs, found)),
+    )
+
+
+def _top_logprobs(of: TokenLogprobs) -> Any:
+    return vllm_engine_pb2.TopLogProbs(
+        token_ids=[token_id for token_id, _ in of.top], values=[value for _, value in of.top]
+    )

@@ -1,0 +1,139 @@
+"""The messages of a chat: checked, and as a chat template takes them.
+
+Contents are texts; a list of text parts is one text, its parts on lines of their own. There is no
+picture, no sound, no file, and nothing is ever fetched.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ....core.errors import InvalidRequest
+from ..generate.json_fields import Kind, invalid, nullable
+
+MAX_MESSAGES = 4096
+_MAX_CALLS = 128
+_ROLES = {"system": "system", "developer": "system"} | {r: r for r in ("user", "assistant", "tool")}
+
+Message = dict[str, Any]
+
+
+def _messages(value: Any, name: str) -> list[Message]:
+    if not isinstance(value, list):
+        raise invalid(name, "a list of messages")
+    if not value:
+        raise InvalidRequest(f"{name} is empty", param=name, code="empty_array")
+    if len(value) > MAX_MESSAGES:
+        raise InvalidRequest(
+            f"{name} has more than {MAX_MESSAGES} messages", param=name, code="array_too_long"
+        )
+    return [_message(item, f"{name}[{i}]") for i, item in enumerate(value)]
+
+
+def _message(value: Any, name: str) -> Message:
+    if not isinstance(value, dict):
+        raise invalid(name, "an object")
+    role = value.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise invalid(f"{name}.role", f"one of {', '.join(_ROLES)}")
+    message: Message = {"role": _ROLES[role]}
+    calls = value.get("tool_calls")
+    if role == "assistant" and calls:
+        message["tool_calls"] = _calls(calls, f"{name}.tool_calls")
+    if value.get("content") is not None or "tool_calls" not in message:
+        message["content"] = _content(value.get("content"), f"{name}.content")
+    else:
+        message["content"] = ""
+    if role == "tool" and "tool_call_id" in value:
+        message["tool_call_id"] = _text(value["tool_call_id"], f"{name}.tool_call_id")
+    if value.get("name") is not None:
+        message["name"] = _text(value["name"], f"{name}.name")
+    return message
+
+
+def _content(value: Any, name: str) -> str:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value:
+        raise invalid(name, "a text or a list of text parts")
+    return "\n".join(_part(part, f"{name}[{i}]") for i, part in enumerate(value))
+
+
+def _part(value: Any, name: str) -> str:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(kind, str):
+        raise invalid(name, 'a part like {"type": "text", "text": "..."}')
+    if kind != "text":
+        raise InvalidRequest(
+            f"{name}: only text is supported, not {kind[:32]!r}",
+            param=name,
+            code="unsupported_content",
+        )
+    return _text(value.get("text"), f"{name}.text")
+
+
+def _calls(value: Any, name: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or len(value) > _MAX_CALLS:
+        raise invalid(name, f"a list of at most {_MAX_CALLS} calls")
+    return [_call(call, f"{name}[{i}]") for i, call in enumerate(value)]
+
+
+def _call(value: Any, name: str) -> dict[str, Any]:
+    function = value.get("function") if isinstance(value, dict) else None
+    if not isinstance(function, Mapping):
+        raise invalid(name, "a call of a function")
+    arguments = _arguments(function.get("arguments"), f"{name}.function.arguments")
+    called = {"name": _text(function.get("name"), f"{name}.function.name"), "arguments": arguments}
+    call_id = _text(value.get("id", ""), f"{name}.id")
+    return {"id": call_id, "type": "function", "function": called}
+
+
+def _arguments(value: Any, name: str) -> dict[str, Any]:
+    """Templates take them as an object; clients send its JSON."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value or "{}")
+            json.dumps(value, ensure_ascii=False).encode()  # no half of a surrogate pair in it
+        except (ValueError, RecursionError):
+            raise invalid(name, "JSON in a string") from None
+    if not isinstance(value, dict):
+        raise invalid(name, "a JSON object in a string")
+    return value
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise invalid(name, "a string")
+    return value
+
+
+_PARTS = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "type": "object",
+        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+        "required": ["type", "text"],
+    },
+}
+MESSAGES = Kind(
+    {
+        "type": "array",
+        "minItems": 1,
+        "maxItems": MAX_MESSAGES,
+        "items": {
+            "type": "object",
+            "properties": {
+                "role": {"enum": list(_ROLES)},
+                "content": nullable({"anyOf": [{"type": "string"}, _PARTS]}),
+                "name": nullable({"type": "string"}),
+                "tool_call_id": {"type": "string"},
+                "tool_calls": nullable({"type": "array", "maxItems": _MAX_CALLS}),
+            },
+            "required": ["role"],
+        },
+    },
+    _messages,
+)

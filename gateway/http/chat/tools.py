@@ -1,0 +1,146 @@
+"""The tools that a chat request offers, and which of them it wants called.
+
+A tool is {"type", "function": {...}}, and beside it `strict`: that its schema is to be kept to.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ....core.errors import InvalidRequest
+from ..generate.json_fields import Kind, invalid, nullable
+from .tool_schemas import MAX_SCHEMA_VALUES, check_schema
+
+MAX_TOOLS = 128
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
+_SHOWN = ("name", "description", "parameters")
+
+Tool = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """`is_forced`: the answer is a call, of `function` if that is named."""
+
+    is_offered: bool
+    is_forced: bool = False
+    function: str | None = None
+
+
+def _tools(value: Any, name: str) -> list[Tool]:
+    if not isinstance(value, list):
+        raise invalid(name, "a list of tools")
+    if len(value) > MAX_TOOLS:
+        raise InvalidRequest(
+            f"{name} has more than {MAX_TOOLS} tools", param=name, code="array_too_long"
+        )
+    tools, num_values = [], 0
+    for i, item in enumerate(value):
+        tools.append(_tool(item, f"{name}[{i}]"))
+        schema = tools[-1]["function"].get("parameters", {})
+        num_values += check_schema(schema, f"{name}[{i}].function.parameters")
+        if num_values > MAX_SCHEMA_VALUES:
+            raise InvalidRequest(f"{name} are too large", param=name, code="invalid_schema")
+    return tools
+
+
+def _tool(value: Any, name: str) -> Tool:
+    function = value.get("function") if isinstance(value, dict) else None
+    if not isinstance(function, dict) or value.get("type") != "function":
+        raise invalid(name, 'like {"type": "function", "function": {...}}')
+    called = function.get("name")
+    if not isinstance(called, str) or not _NAME.match(called):
+        raise invalid(f"{name}.function.name", "1 to 64 of A-Z a-z 0-9 _ . -")
+    if not isinstance(function.get("description") or "", str):
+        raise invalid(f"{name}.function.description", "a string")
+    parameters = function.get("parameters")
+    if parameters is not None and not isinstance(parameters, dict):
+        raise invalid(f"{name}.function.parameters", "a JSON schema")
+    shown = {key: function[key] for key in _SHOWN if function.get(key) is not None}
+    tool = {"type": "function", "function": shown}
+    return tool | {"strict": True} if function.get("strict") is True else tool
+
+
+def shown_tools(tools: Sequence[Tool]) -> list[Tool]:
+    """As chat templates know them."""
+    return [{"type": tool["type"], "function": tool["function"]} for tool in tools]
+
+
+def _tool_choice(value: Any, name: str) -> ToolChoice:
+    if value in ("none", "auto", "required"):
+        return ToolChoice(value != "none", value == "required")
+    function = value.get("function") if isinstance(value, dict) else None
+    called = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(called, str):
+        raise invalid(name, 'none, auto, required or {"type": "function", "function": {"name"}}')
+    return ToolChoice(True, True, called)
+
+
+def chosen(tools: Sequence[Tool], choice: ToolChoice | None) -> ToolChoice:
+    """What is wanted of these tools; raises InvalidRequest for a choice that they do not have."""
+    if not tools:
+        if choice is not None and choice.is_forced:
+            raise InvalidRequest(
+                "tool_choice wants a call, but there are no tools",
+                param="tool_choice",
+                code="invalid_value",
+            )
+        return ToolChoice(is_offered=False)
+    choice = choice or ToolChoice(is_offered=True)
+    names = {tool["function"]["name"] for tool in tools}
+    if choice.function is not None and choice.function not in names:
+        raise InvalidRequest(
+            f"tool_choice names {choice.function[:64]!r}, which is not among the tools",
+            param="tool_choice",
+            code="invalid_value",
+        )
+    return choice
+
+
+TOOLS = Kind(
+    {
+        "type": "array",
+        "maxItems": MAX_TOOLS,
+        "items": {
+            "type": "object",
+            "properties": {
+                "type": {"const": "function"},
+                "function": {
+                    "type": "object",
+                    "properties": {
+                        "name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"},
+                        "description": nullable({"type": "string"}),
+                        "parameters": nullable({"type": "object"}),
+                        "strict": nullable({"type": "boolean"}),
+                    },
+                    "required": ["name"],
+                },
+            },
+            "required": ["type", "function"],
+        },
+    },
+    _tools,
+)
+TOOL_CHOICE = Kind(
+    {
+        "anyOf": [
+            {"enum": ["none", "auto", "required"]},
+            {
+                "type": "object",
+                "properties": {
+                    "type": {"const": "function"},
+                    "function": {
+                        "type": "object",
+                        "properties": {"name": {"type": "string"}},
+                        "required": ["name"],
+                    },
+                },
+                "required": ["type", "function"],
+            },
+        ]
+    },
+    _tool_choice,
+)

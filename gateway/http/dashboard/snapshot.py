@@ -1,0 +1,174 @@
+"""What the page is told: the telemetry window, the engines, the gateway itself, once a second.
+
+    tick ──► whole snapshot   to who is new, or has missed a tick
+         └─► update           to all others: series, heat maps and recent calls since the last tick
+All viewers with the same SLO targets are sent the same bytes. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ....core import metrics
+from ....core.errors import InvalidRequest
+from ....core.ports import Clock
+from ...telemetry.calls.stages import STAGES
+from ...telemetry.window.snapshot import window_snapshot
+from ...telemetry.window.window import Window
+from .roster import EngineRoster
+
+MAX_RECENT = 25  # of a whole snapshot; a page that stays gathers more
+SERIES = frozenset(
+    ["t_unix_s", "began", "output_tokens", "finished_prompt_tokens", "cached_tokens"]
+    + ["failed", "prompt_tokens", "transfer_bytes"]
+    + [f"{name}_p{q}_s" for name in ("ttft", "tbt", "handoff_gap") for q in (50, 90, 99)]
+    + [f"{stage}_mean_s" for stage in STAGES]
+)
+_TICK_AT_S = 0.25  # behind each whole second: that second's row is complete by then
+_LONGEST_TARGET_MS = 3_600_000.0
+_TIMES_BEGIN_S = 1e6  # no duration is as long, every unix time is longer
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What a viewer calls good: a call's TTFT, and each of its gaps."""
+
+    ttft_slo_s: float
+    tbt_slo_s: float
+
+    def changed(self, ttft_ms: str | None, tbt_ms: str | None) -> Targets:
+        """By texts in milliseconds, None for what stays; raises InvalidRequest."""
+        return Targets(
+            self.ttft_slo_s if ttft_ms is None else _seconds(ttft_ms, "ttft_ms"),
+            self.tbt_slo_s if tbt_ms is None else _seconds(tbt_ms, "tbt_ms"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One event for a viewer: `kind` is "snapshot" or "update", `data` JSON."""
+
+    number: int
+    kind: str
+    data: bytes
+
+
+class SnapshotFeed:
+    """`run` ticks until cancelled; `about` tells of the gateway itself.
+
+    `targets`: the gateway's own, for viewers who name none.
+    """
+
+    def __init__(
+        self,
+        window: Window,
+        roster: EngineRoster,
+        about: Callable[[], dict[str, Any]],
+        targets: Targets,
+        clock: Clock,
+    ) -> None:
+        self.targets = targets
+        self._window = window
+        self._roster = roster
+        self._about = about
+        self._clock = clock
+        self._number = 0
+        self._previous_unix_s, self._now_unix_s = 0.0, clock.unix_ns() / 1e9
+        self._made: dict[tuple[Targets, bool], bytes] = {}
+        self._ticked = asyncio.Event()
+
+    async def run(self) -> None:
+        """One tick a second, whether or not somebody looks: an engine must not vanish unseen."""
+        while True:
+            self.tick()
+            now_s = self._clock.monotonic_s()
+            await asyncio.sleep(math.floor(now_s + 1 - _TICK_AT_S) + _TICK_AT_S - now_s)
+
+    def tick(self) -> None:
+        """What was made is old now; viewers are woken."""
+        self._roster.look()
+        self._number += 1
+        self._previous_unix_s, self._now_unix_s = self._now_unix_s, self._clock.unix_ns() / 1e9
+        self._made.clear()
+        self._ticked.set()
+        self._ticked = asyncio.Event()
+
+    def whole(self, targets: Targets) -> bytes:
+        """Everything of the window, at most a second old."""
+        return self._make(targets, is_whole=True)
+
+    async def follow(self, targets: Targets) -> AsyncIterator[Update]:
+        """A whole snapshot, then an update a tick; whole again for a viewer who was too slow."""
+        sent: int | None = None
+        while True:
+            is_whole = sent != self._number - 1
+            kind = "snapshot" if is_whole else "update"
+            sent, ticked = self._number, self._ticked
+            yield Update(sent, kind, self._make(targets, is_whole=is_whole))
+            if sent == self._number:
+                await ticked.wait()
+
+    def _make(self, targets: Targets, *, is_whole: bool) -> bytes:
+        made = self._made.get((targets, is_whole))
+        if made is None:
+            made = json.dumps(self._snapshot(targets, is_whole), separators=(",", ":")).encode()
+            self._made[targets, is_whole] = made
+        return made
+
+    def _snapshot(self, targets: Targets, is_whole: bool) -> dict[str, Any]:
+        snapshot = window_snapshot(
+            self._window,
+            ttft_slo_s=targets.ttft_slo_s,
+            tbt_slo_s=targets.tbt_slo_s,
+            since_unix_s=None if is_whole else self._previous_unix_s,
+        )
+        series, recent = snapshot["series"], snapshot["recent"]
+        snapshot["series"] = {name: _drawn(series[name]) for name in series.keys() & SERIES}
+        snapshot["recent"] = recent[:MAX_RECENT]
+        snapshot |= {"gateway": self._about(), "engines": self._roster.rows()}
+        if is_whole:
+            snapshot["definitions"] = definitions()
+        compact: dict[str, Any] = _compact(snapshot)
+        return compact
+
+
+def definitions() -> list[tuple[str, str]]:
+    """(term, meaning) as core/metrics.py has them: the two columns of its docstring."""
+    table = (metrics.__doc__ or "").strip().split("\n\n")[-1]
+    rows = (re.fullmatch(r"(.{12}) (.+)", line) for line in table.splitlines())
+    return [(row[1].strip(), row[2]) for row in rows if row is not None]
+
+
+def _drawn(column: list[Any]) -> list[Any]:
+    """Three digits of a duration are finer than a pixel."""
+    return [
+        float(f"{value:.3g}") if isinstance(value, float) and value < _TIMES_BEGIN_S else value
+        for value in column
+    ]
+
+
+def _compact(value: Any) -> Any:
+    """Microseconds are enough for durations, and milliseconds for times of day."""
+    if isinstance(value, float):
+        return round(value, 6 if value < _TIMES_BEGIN_S else 3)
+    if isinstance(value, dict):
+        return {key: _compact(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_compact(item) for item in value]
+    return value
+
+
+def _seconds(text: str, name: str) -> float:
+    try:
+        target_ms = float(text[:32])
+    except ValueError:
+        target_ms = math.nan
+    if not 0 < target_ms <= _LONGEST_TARGET_MS:
+        raise InvalidRequest(f"{name} is a number of milliseconds above 0", param=name)
+    return target_ms / 1000

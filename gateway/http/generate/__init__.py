@@ -1,0 +1,1 @@
+"""What both endpoints that generate share, and /v1/completions."""

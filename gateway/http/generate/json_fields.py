@@ -1,0 +1,140 @@
+"""What a field of a JSON body can be: how it is read, strictly, and how OpenAPI says so.
+
+Strict: "10" and true are no integers, 1.0 is none either. `read` gives the value for the wire or
+raises InvalidRequest naming the field; ranges that gRPC shares are the validator's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ....core.errors import InvalidRequest
+
+Schema = Mapping[str, Any]
+
+UINT32_MAX = 2**32 - 1  # the wire's
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """`read(value, name)`; the value is never None: an absent field and null are the same."""
+
+    schema: Schema
+    read: Callable[[Any, str], Any]
+
+    def within(self, **limits: Any) -> Kind:
+        """The same, with what the validator will say of it in the schema."""
+        return Kind({**self.schema, **limits}, self.read)
+
+
+def invalid(name: str, what: str) -> InvalidRequest:
+    return InvalidRequest(f"{name} must be {what}", param=name, code="invalid_value")
+
+
+def _boolean(value: Any, name: str) -> bool:
+    if not isinstance(value, bool):
+        raise invalid(name, "true or false")
+    return value
+
+
+def _number(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise invalid(name, "a number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise invalid(name, "a smaller number") from None
+
+
+def _string(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise invalid(name, "a string")
+    return value
+
+
+def is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def integer(least: int, most: int) -> Kind:
+    """An integer in [least, most]; a bound that is the wire's alone is not spoken of."""
+    wanted = f"in [{least}, {most}]" if most < UINT32_MAX else f"from {least} on"
+
+    def read(value: Any, name: str) -> int:
+        if not is_integer(value) or not least <= value <= most:
+            raise invalid(name, f"an integer {wanted}")
+        return int(value)
+
+    return Kind({"type": "integer", "minimum": least, "maximum": most}, read)
+
+
+def string(max_chars: int) -> Kind:
+    """A string of at most so many characters."""
+
+    def read(value: Any, name: str) -> str:
+        if len(_string(value, name)) > max_chars:
+            raise invalid(name, f"at most {max_chars} characters long")
+        return str(value)
+
+    return Kind({"type": "string", "maxLength": max_chars}, read)
+
+
+def list_of(kind: Kind, max_items: int) -> Kind:
+    """A list of at most so many."""
+
+    def read(value: Any, name: str) -> list[Any]:
+        if not isinstance(value, list):
+            raise invalid(name, "a list")
+        if len(value) > max_items:
+            raise InvalidRequest(
+                f"{name} has more than {max_items} items", param=name, code="array_too_long"
+            )
+        return [kind.read(item, f"{name}[{i}]") for i, item in enumerate(value)]
+
+    return Kind({"type": "array", "items": kind.schema, "maxItems": max_items}, read)
+
+
+def one_or_list_of(kind: Kind, max_items: int) -> Kind:
+    """One, or a list; read as a list."""
+    many = list_of(kind, max_items)
+
+    def read(value: Any, name: str) -> list[Any]:
+        return list(many.read(value, name)) if isinstance(value, list) else [kind.read(value, name)]
+
+    return Kind({"anyOf": [kind.schema, many.schema]}, read)
+
+
+def options(**fields: Kind) -> Kind:
+    """An object of these fields alone."""
+
+    def read(value: Any, name: str) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise invalid(name, "an object")
+        found = {}
+        for key, item in value.items():
+            if key not in fields:
+                raise InvalidRequest(
+                    f"{name} has no field {key[:64]!r}", param=name, code="unknown_parameter"
+                )
+            if item is not None:
+                found[key] = fields[key].read(item, f"{name}.{key}")
+        return found
+
+    schema = {
+        "type": "object",
+        "properties": {key: nullable(kind.schema) for key, kind in fields.items()},
+        "additionalProperties": False,
+    }
+    return Kind(schema, read)
+
+
+def nullable(schema: Schema) -> Schema:
+    """Null is as good as absent."""
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+BOOLEAN = Kind({"type": "boolean"}, _boolean)
+NUMBER = Kind({"type": "number"}, _number)
+STRING = Kind({"type": "string"}, _string)

@@ -1,0 +1,94 @@
+"""The prompt of /v1/completions in its four forms: a text, token ids, a list of either."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ....core.errors import InvalidRequest
+from ....core.request.token_ids import column
+from .json_fields import UINT32_MAX, Kind, invalid, is_integer
+
+MAX_PROMPTS = 64
+
+Prompt = str | list[int]
+
+
+def _token_ids(value: Any, name: str) -> list[int]:
+    if not isinstance(value, list):
+        raise invalid(name, "a list of token ids")
+    if value and not (set(map(type, value)) == {int} and _fit_the_wire(value)):
+        i = next(i for i, item in enumerate(value) if not _is_token_id(item))
+        raise InvalidRequest(
+            f"{name}[{i}] is not a token id", param=f"{name}[{i}]", code="invalid_token_id"
+        )
+    return value
+
+
+def _fit_the_wire(integers: list[int]) -> bool:
+    try:
+        column(integers)
+    except (OverflowError, ValueError):
+        return False
+    return True
+
+
+def _is_token_id(item: Any) -> bool:
+    return is_integer(item) and 0 <= item <= UINT32_MAX
+
+
+TOKEN_IDS = Kind(
+    {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": UINT32_MAX}},
+    _token_ids,
+)
+
+
+def _prompts(value: Any, name: str) -> list[Prompt]:
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise invalid(name, "a text, token ids, or a list of either")
+    if not value:
+        raise InvalidRequest(f"{name} is empty", param=name, code="empty_prompt")
+    if not isinstance(value[0], str | list):
+        return [_token_ids(value, name)]
+    if len(value) > MAX_PROMPTS:
+        raise InvalidRequest(
+            f"{name} has more than {MAX_PROMPTS} prompts", param=name, code="array_too_long"
+        )
+    if isinstance(value[0], str):
+        return [_text(item, f"{name}[{i}]") for i, item in enumerate(value)]
+    return [_token_ids(item, f"{name}[{i}]") for i, item in enumerate(value)]
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise invalid(name, "a text, like the first of the list")
+    return value
+
+
+PROMPTS = Kind(
+    {
+        "anyOf": [
+            {"type": "string", "minLength": 1},
+            {**TOKEN_IDS.schema, "minItems": 1},
+            {
+                "type": "array",
+                "items": {"type": "string", "minLength": 1},
+                "minItems": 1,
+                "maxItems": MAX_PROMPTS,
+            },
+            {
+                "type": "array",
+                "items": {**TOKEN_IDS.schema, "minItems": 1},
+                "minItems": 1,
+                "maxItems": MAX_PROMPTS,
+            },
+        ]
+    },
+    _prompts,
+)
+
+
+def prompt_name(index: int, num_prompts: int) -> str:
+    """What the client calls the prompt at this place."""
+    return "prompt" if num_prompts == 1 else f"prompt[{index}]"

@@ -1,0 +1,146 @@
+"""The ways in which clients ask for structured output, and the constraint that each stands for.
+
+    response_format       OpenAI's: text, json_object, json_schema
+    structured_outputs    vLLM's: one of json, json_object, regex, choice, grammar
+    guided_*              vLLM's older names of these
+One of them at most. A forced tool call is constrained too: tool_constraints.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ....constraints.limits import MAX_CHOICES, MAX_SOURCE_BYTES
+from ....core.errors import InvalidRequest
+from ....proto.v1 import common_pb2, inference_pb2
+from .json_fields import BOOLEAN, STRING, Kind, invalid, list_of, options
+
+_ANY_OBJECT = '{"type": "object"}'
+
+
+def _json_schema(value: Any, name: str) -> str:
+    """A schema as text. `json` is vLLM's: an object, or the text of one."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, dict | bool):
+        raise invalid(name, "a JSON schema")
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        raise InvalidRequest(
+            f"{name} is nested too deeply", param=name, code="invalid_schema"
+        ) from None
+    if len(text) > MAX_SOURCE_BYTES:
+        raise InvalidRequest(f"{name} is too large", param=name, code="invalid_schema")
+    return text
+
+
+def _response_format(value: Any, name: str) -> common_pb2.SamplingParams:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "text":
+        return common_pb2.SamplingParams()
+    if kind == "json_object":
+        return common_pb2.SamplingParams(json_schema=_ANY_OBJECT)
+    if kind != "json_schema":
+        raise InvalidRequest(
+            f"{name}.type can be text, json_object or json_schema",
+            param=name,
+            code="unsupported_parameter",
+        )
+    described = value.get("json_schema")
+    if not isinstance(described, dict) or not isinstance(described.get("schema"), dict):
+        raise InvalidRequest(
+            f"{name}.json_schema.schema is required",
+            param=f"{name}.json_schema",
+            code="missing_required",
+        )
+    schema = _json_schema(described["schema"], f"{name}.json_schema.schema")
+    return common_pb2.SamplingParams(json_schema=schema)
+
+
+def _structured_outputs(value: Any, name: str) -> common_pb2.SamplingParams:
+    found = _OPTIONS.read(value, name)
+    if found.get("json_object") is False:
+        del found["json_object"]
+    if len(found) != 1:
+        raise invalid(name, f"an object of one of {', '.join(_WAYS)}")
+    ((way, source),) = found.items()
+    return _of(way, source)
+
+
+def _of(way: str, source: Any) -> common_pb2.SamplingParams:
+    match way:
+        case "json":
+            return common_pb2.SamplingParams(json_schema=source)
+        case "json_object":
+            return common_pb2.SamplingParams(json_schema=_ANY_OBJECT)
+        case "choice":
+            return common_pb2.SamplingParams(choice=common_pb2.Choices(values=source))
+        case _:
+            return common_pb2.SamplingParams(**{way: source})
+
+
+def _guided(way: str) -> Kind:
+    kind = _WAYS[way]
+    return Kind(kind.schema, lambda value, name: _of(way, kind.read(value, name)))
+
+
+_SCHEMA = Kind({"anyOf": [{"type": "object"}, {"type": "string"}]}, _json_schema)
+_WAYS: Mapping[str, Kind] = {
+    "json": _SCHEMA,
+    "json_object": BOOLEAN,
+    "regex": STRING,
+    "choice": list_of(STRING, MAX_CHOICES),
+    "grammar": STRING,
+}
+_OPTIONS = options(**_WAYS)
+
+STRUCTURED: Mapping[str, Kind] = {
+    "response_format": Kind(
+        {
+            "type": "object",
+            "properties": {
+                "type": {"enum": ["text", "json_object", "json_schema"]},
+                "json_schema": {
+                    "type": "object",
+                    "properties": {"name": {"type": "string"}, "schema": {"type": "object"}},
+                    "required": ["schema"],
+                },
+            },
+            "required": ["type"],
+        },
+        _response_format,
+    ),
+    "structured_outputs": Kind(_OPTIONS.schema, _structured_outputs),
+    "guided_json": _guided("json"),
+    "guided_regex": _guided("regex"),
+    "guided_choice": _guided("choice"),
+    "guided_grammar": _guided("grammar"),
+}
+
+
+def fill_constraint(
+    wire: inference_pb2.GenerateRequest, found: Mapping[str, Any]
+) -> Mapping[str, str]:
+    """Put what was asked for in its place; returns its name, for errors, as `calls.Call` has it.
+
+    Raises InvalidRequest where the output is to have two shapes at once.
+    """
+    asked = [
+        name
+        for name in STRUCTURED
+        if name in found and found[name].WhichOneof("constraint") is not None
+    ]
+    if wire.sampling.WhichOneof("constraint") is not None:
+        asked.insert(0, "tool_choice")
+    if len(asked) > 1:
+        raise InvalidRequest(
+            f"give one of {' and '.join(asked)}", param=asked[1], code="invalid_value"
+        )
+    for name in asked:
+        if name in found and name != "tool_choice":
+            wire.sampling.MergeFrom(found[name])
+        return {"constraint": name}
+    return {}

@@ -1,0 +1,40 @@
+"""The token counts of one HTTP request, over all of its prompts and samples."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...request.output_chunk import Chunk
+
+
+@dataclass(slots=True)
+class Usage:
+    """`cached_tokens`: by prompt, known at its first sample's end."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: dict[int, int] = field(default_factory=dict)
+
+    def add(self, prompt_index: int, chunk: Chunk) -> None:
+        self.completion_tokens += len(chunk.token_ids)
+        if chunk.result is not None:
+            known = self.cached_tokens.get(prompt_index, 0)
+            self.cached_tokens[prompt_index] = max(known, chunk.result.cached_tokens)
+
+    @property
+    def num_cached(self) -> int:
+        return sum(self.cached_tokens.values())
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's object."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached},
+        }
+
+    def text(self) -> str:
+        return json.dumps(self.body())

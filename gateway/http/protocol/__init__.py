@@ -1,0 +1,1 @@
+"""HTTP beneath the routes: connections, bodies, errors, event streams."""

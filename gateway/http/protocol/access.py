@@ -1,0 +1,149 @@
+"""Before every route: is this our host, our page, and may this caller go in there?
+
+    Host not ours ► 421     Origin not ours ► 403     no good credential ► 401     no scope ► 403
+
+A page of a foreign site can make a browser send requests here: by a name of its own that resolves
+to this address (so foreign names in Host are refused, while an address cannot be rebound), or by a
+form (so a foreign Origin is refused). Sets the caller; knows which scope which path needs.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from ....core.config import GatewayConfig
+from ....core.errors import PermissionDenied, Unauthenticated
+from ...request.caller import ADMIN, INFER, METRICS, Caller, anyone
+from ...security.browser_session import COOKIE, BrowserSessions
+from ...security.gate import Gate
+from .app_state import CALLER, PARTS
+from .errors import Refusal
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+LOGIN_PATH = "/dashboard/login"
+_OPEN = frozenset({"/live", "/ready", "/health", "/version", LOGIN_PATH})
+_SCOPE_OF = {  # by the path's first part; a route that is not listed here is an administrator's
+    "v1": INFER,
+    "tokenize": INFER,
+    "detokenize": INFER,
+    "openapi.json": INFER,
+    "metrics": METRICS,
+    "server_info": METRICS,
+    "dashboard": METRICS,
+    "api": METRICS,
+    "admin": ADMIN,
+    "reset_prefix_cache": ADMIN,
+    "flush_cache": ADMIN,
+    "start_profile": ADMIN,
+    "stop_profile": ADMIN,
+}
+
+
+class Access:
+    """The rules of one server."""
+
+    def __init__(self, gate: Gate, sessions: BrowserSessions, config: GatewayConfig) -> None:
+        self.sessions = sessions
+        self._gate = gate
+        further = [name.strip() for name in config.allowed_hosts.split(",")]
+        self._allows_all = "*" in further
+        names = {"localhost", config.host, socket.gethostname(), *further} - {""}
+        self._names = {name.lower().rstrip(".") for name in names}
+
+    def check_host(self, hosts: Sequence[str]) -> None:
+        """Raise Refusal unless the Host header is one that we go by."""
+        name = _hostname(hosts[0]) if len(hosts) == 1 else None
+        if name is None or not (self._allows_all or name in self._names or _is_address(name)):
+            raise Refusal(
+                421,
+                "misdirected_request",
+                "this server does not go by the name in Host; its operator can allow it with "
+                "--allowed-hosts",
+                is_fatal=True,
+            )
+
+    def check_origin(self, origins: Sequence[str], host: str) -> None:
+        """Raise Refusal where a page of another site sent the request."""
+        if not origins:
+            return
+        try:
+            parts = urlsplit(origins[0] if len(origins) == 1 else "")
+        except ValueError:
+            parts = urlsplit("")
+        if parts.scheme not in ("http", "https") or parts.netloc.lower() != host.lower():
+            raise Refusal(403, "foreign_origin", "requests of another site's pages are refused")
+
+    def caller(self, request: web.Request) -> Caller:
+        """Raises Unauthenticated, PermissionDenied. A browser's session reads, and nothing else."""
+        scope = scope_of(request.path, exists=request.match_info.http_exception is None)
+        if scope is None:
+            return anyone("http")
+        if not self._gate.asks_for_keys:
+            return self._gate.caller((), "http", _peer(request))
+        shown = request.headers.getall("Authorization", [])
+        cookie = request.cookies.get(COOKIE)
+        if not shown and cookie and scope == METRICS and request.method in ("GET", "HEAD"):
+            caller = self.sessions.caller(cookie)
+        else:
+            caller = self._gate.caller(shown, "http")
+        caller.check_scope(scope)
+        return caller
+
+
+ACCESS = web.AppKey("access", Access)
+
+
+@web.middleware
+async def check_access(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """The middleware: sets CALLER. Browsers without a session are shown the way to the login."""
+    access = request.app[ACCESS]
+    hosts = request.headers.getall("Host", [])
+    access.check_host(hosts)
+    access.check_origin(request.headers.getall("Origin", []), hosts[0])
+    try:
+        request[CALLER] = access.caller(request)
+    except (Unauthenticated, PermissionDenied) as error:
+        if isinstance(error, Unauthenticated) and request.path.rstrip("/") == "/dashboard":
+            return web.Response(status=303, headers={"Location": LOGIN_PATH})
+        request.app[PARTS].door.turned_away("http", error)
+        raise
+    return await handler(request)
+
+
+def scope_of(path: str, *, exists: bool) -> str | None:
+    """The scope that a path needs; None: open to all, as is hearing that it does not exist."""
+    if path in _OPEN:
+        return None
+    return _SCOPE_OF.get(path.lstrip("/").partition("/")[0], ADMIN if exists else None)
+
+
+def _hostname(host: str) -> str | None:
+    """The name or address in a Host header, lower case, without its port."""
+    try:
+        parts = urlsplit(f"//{host}")
+        _ = parts.port  # raises where it is none
+    except ValueError:
+        return None
+    if parts.netloc != host or parts.username is not None or not parts.hostname:
+        return None
+    return parts.hostname.rstrip(".")
+
+
+def _peer(request: web.Request) -> str:
+    """Names the connection as long as it is open."""
+    transport = request.transport
+    return "" if transport is None else str(transport.get_extra_info("peername"))
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

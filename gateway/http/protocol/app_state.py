@@ -1,0 +1,40 @@
+"""What the HTTP front stands on, in one value: given to every group of routes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from ....core.config import GatewayConfig
+from ...admission.front_door import FrontDoor
+from ...engines.cluster_view import ClusterView
+from ...engines.engine_table import EngineTable
+from ...request.caller import Caller
+from ...telemetry.metrics.worker_peers import WorkerPeers
+from ...telemetry.setup import Telemetry
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """`is_ready`: a linked pair of engines can serve, and the gateway is not draining."""
+
+    door: FrontDoor
+    table: EngineTable
+    view: ClusterView
+    is_ready: Callable[[], bool]
+    config: GatewayConfig
+    started_unix_s: int
+    telemetry: Telemetry
+    peers: WorkerPeers
+
+
+PARTS = web.AppKey("parts", Parts)
+STREAM = web.RequestKey("stream", web.StreamResponse)  # what has been sent of an answer already
+CALLER = web.RequestKey("caller", Caller)  # set by the middleware that judges credentials
+
+
+def caller_of(request: web.Request) -> Caller:
+    """Who makes this call."""
+    return request[CALLER]

@@ -1,0 +1,178 @@
+"""A request's body as a JSON object, or a refusal that says what is wrong with it.
+
+Stricter than json.loads: no name twice in an object, no NaN, infinity or -0, no lone surrogate, no
+BOM, nothing behind the object. Reading stops at the cap, whatever the headers promise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Awaitable, Sequence
+from typing import Any, NoReturn, TypeVar
+
+from aiohttp import web
+
+from ....core.errors import InvalidRequest
+from .app_state import PARTS
+from .errors import Refusal
+
+MAX_BODY_BYTES = 4 << 20  # gRPC's cap
+MAX_BODY_S = 30.0
+_LARGE_BYTES = 256 << 10  # parsed on a thread, one at a time: two would halve the loop's turns
+
+_T = TypeVar("_T")
+
+_BOM = b"\xef\xbb\xbf"
+_MAX_SHOWN = 64  # characters of a name
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+async def read_object(request: web.Request) -> dict[str, Any]:
+    """Once the body is here, and it is the call's turn.
+
+    Raises Refusal (size, type, encoding of the body) or InvalidRequest (what it says).
+    """
+    _check_headers(request)
+    body = await in_time(_read(request))
+    door = request.app[PARTS].door
+    await door.arrivals.take()
+    if len(body) > _LARGE_BYTES:
+        async with door.large_bodies:
+            return await asyncio.to_thread(parse_object, body)
+    return parse_object(body)
+
+
+async def in_time(reading: Awaitable[_T]) -> _T:
+    """What is read of a body; raises Refusal where it does not come."""
+    try:
+        async with asyncio.timeout(MAX_BODY_S):
+            return await reading
+    except TimeoutError:
+        message = f"the body did not come within {MAX_BODY_S:g} s"
+        raise Refusal(408, "request_timeout", message, is_fatal=True) from None
+
+
+def _check_headers(request: web.Request) -> None:
+    coding = request.headers.get("Content-Encoding", "identity").strip().lower()
+    if coding != "identity":
+        raise Refusal(415, "unsupported_encoding", "compressed bodies are not taken", is_fatal=True)
+    if request.content_type != "application/json" or "Content-Type" not in request.headers:
+        raise Refusal(
+            415,
+            "unsupported_media_type",
+            "the body must be JSON, and say so: Content-Type: application/json",
+            is_fatal=True,
+        )
+    if (request.charset or "utf-8").lower() not in ("utf-8", "utf8"):
+        raise Refusal(415, "unsupported_encoding", "the body must be UTF-8", is_fatal=True)
+    if (request.content_length or 0) > MAX_BODY_BYTES:
+        raise _too_large()
+
+
+async def _read(request: web.Request) -> bytes:
+    parts, num_bytes = [], 0
+    async for part in request.content.iter_any():
+        num_bytes += len(part)
+        if num_bytes > MAX_BODY_BYTES:
+            raise _too_large()
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _too_large() -> Refusal:
+    message = f"the body is larger than {MAX_BODY_BYTES} bytes"
+    return Refusal(413, "request_too_large", message, is_fatal=True)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Raises InvalidRequest."""
+    if body.startswith(_BOM):
+        raise InvalidRequest("the body begins with a byte order mark", code="invalid_encoding")
+    try:
+        text = body.decode()
+    except UnicodeDecodeError:
+        raise InvalidRequest("the body is not UTF-8", code="invalid_encoding") from None
+    value = _parse(text)
+    if not isinstance(value, dict):
+        raise InvalidRequest("the body must be a JSON object", code="invalid_value")
+    return value
+
+
+def _parse(text: str) -> Any:
+    try:
+        value = json.loads(
+            text,
+            object_pairs_hook=_without_duplicates,
+            parse_constant=_no_constant,
+            parse_float=_float,
+            # A call for each integer: slow, and where others get their turns.
+            parse_int=_not_minus_zero if "-0" in text or len(text) > _LARGE_BYTES else None,
+        )
+    except json.JSONDecodeError as error:
+        message = f"the body is not JSON: {error.msg} at character {error.pos}"
+        raise InvalidRequest(message, code="invalid_json") from None
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError:  # an integer of more digits than Python converts
+        raise InvalidRequest("the body has an endless number", code="invalid_number") from None
+    if _SURROGATE.search(text):
+        _check_surrogates(value)
+    return value
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise InvalidRequest(f"{name} is not a JSON number", code="invalid_number")
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of two values with one name readers would take different ones."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise _duplicate([name for name, _ in pairs])
+    return found
+
+
+def _duplicate(names: Sequence[str]) -> InvalidRequest:
+    twice = next(name for name, count in Counter(names).items() if count > 1)[:_MAX_SHOWN]
+    return InvalidRequest(
+        f"an object has {twice!r} twice",
+        param=twice if twice.isprintable() else None,
+        code="duplicate_field",
+    )
+
+
+def _float(literal: str) -> float:
+    value = float(literal)
+    if math.isinf(value):
+        raise InvalidRequest(f"{literal:.20} is out of range", code="invalid_number")
+    if value == 0 and literal[0] == "-":
+        raise _minus_zero()
+    return value
+
+
+def _not_minus_zero(literal: str) -> int:
+    if literal == "-0":
+        raise _minus_zero()
+    return int(literal)
+
+
+def _minus_zero() -> InvalidRequest:
+    return InvalidRequest("-0 is not a number here: write 0", code="invalid_number")
+
+
+def _too_deep() -> InvalidRequest:
+    return InvalidRequest("the body is nested too deeply", code="json_too_deep")
+
+
+def _check_surrogates(value: Any) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        message = "the body has half of a surrogate pair"
+        raise InvalidRequest(message, code="invalid_encoding") from None
+    except RecursionError:  # it could just be read
+        raise _too_deep() from None

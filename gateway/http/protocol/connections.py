@@ -1,0 +1,222 @@
+"""What connections of the HTTP front may cost, and how bytes that are no HTTP are answered.
+
+    accepted ── HEAD_S to say what it wants, else closed ── requests, IDLE_S apart at most
+    one of more than there may be: 503 and closed, whatever it wanted
+    FIN while it waits for an answer: half_closed.py      FIN otherwise: closed
+Knows no route: what stands in a request is judged behind this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from typing import Any, cast
+
+from aiohttp import HttpVersion10, HttpVersion11, web
+from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
+
+from ....core.errors import Unavailable
+from ....core.process import descriptors
+from .app_state import STREAM
+from .errors import Refusal, error_body, error_response
+from .half_closed import HalfClosed, WaitsFor
+
+log = logging.getLogger(__name__)
+
+HEAD_S = 10.0  # from the connection to the end of its first request's head
+IDLE_S = 75.0  # from an answer to the end of the next head: longer than proxies keep connections
+MAX_CONNECTIONS = 8192
+MAX_HEAD_BYTES = 64 << 10  # of all headers
+MAX_HEADER_BYTES = 8190  # of one
+MAX_URL_BYTES = 8189  # another number: the parser names the limit that was passed, and not of what
+_LOG_EVERY_S = 10.0
+_LEAVING_S, _MAX_LEAVING = 0.25, 16
+_TOO_MANY = "Too many headers received"  # aiohttp has no class of its own for it
+
+
+def _refused() -> bytes:
+    body = json.dumps(error_body(Unavailable("too many connections are open here"))).encode()
+    head = (
+        "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
+        f"Content-Length: {len(body)}\r\nServer: baton\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+_REFUSED = _refused()  # whatever was asked for, which is not read
+
+
+class Connections:
+    """The protocol factory of one listening socket; `options` are aiohttp's, of each connection.
+
+    `on_refused` is called for each that is one too many.
+    """
+
+    def __init__(
+        self,
+        server: web.Server,
+        options: dict[str, Any],
+        on_refused: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._server = server
+        self._options = options
+        self._on_refused = on_refused
+        self._max = min(MAX_CONNECTIONS, descriptors.for_http())
+        self._num_refused = 0
+        self._logs_again_s = 0.0
+        self.num_open = 0
+        self.num_leaving = 0  # refused, and not closed yet
+
+    def __call__(self) -> asyncio.Protocol:
+        return _Connection(self, self._server, self._options)
+
+    def take(self, descriptor: int) -> bool:
+        """Whether one more may be open. If so, give it back."""
+        if self.num_open >= self._max or descriptors.is_among_last(descriptor):
+            self._on_refused()
+            self._num_refused += 1
+            self._log_refused()
+            return False
+        self.num_open += 1
+        return True
+
+    def give_back(self) -> None:
+        self.num_open -= 1
+
+    def _log_refused(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if now_s < self._logs_again_s:
+            return
+        self._logs_again_s = now_s + _LOG_EVERY_S
+        log.warning(
+            "HTTP connections are refused, %d so far: %d are open, of %d that there may be, and "
+            "this process may open %d files and sockets in all (ulimit -n)",
+            *(self._num_refused, self.num_open, self._max, descriptors.limit()),
+        )
+
+
+class _Connection(web.RequestHandler):
+    """One client's."""
+
+    __slots__ = ("_connections", "_half_closed", "_head_timer", "_is_leaving", "_is_taken")
+
+    def __init__(
+        self, connections: Connections, server: web.Server, options: dict[str, Any]
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        super().__init__(server, loop=loop, keepalive_timeout=IDLE_S, **options)
+        self._connections = connections
+        self._is_taken = False
+        self._is_leaving = False
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._half_closed: HalfClosed | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        descriptor = transport.get_extra_info("socket").fileno()
+        self._is_taken = self._connections.take(descriptor)
+        loop = asyncio.get_running_loop()
+        if self._is_taken:
+            self._head_timer = loop.call_later(HEAD_S, self._close_silent)
+            return
+        stream = cast(asyncio.Transport, transport)
+        stream.write(_REFUSED)
+        if stream.can_write_eof():
+            stream.write_eof()
+        if self._connections.num_leaving >= _MAX_LEAVING:
+            self.force_close()
+            return
+        # What it sent and nobody read would reset the connection, and the answer with it.
+        self._connections.num_leaving += 1
+        self._is_leaving = True
+        self.close()
+        self._head_timer = loop.call_later(_LEAVING_S, self.force_close)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+        if self._half_closed is not None:
+            self._half_closed.stop()
+        if self._is_taken:
+            self._is_taken = False
+            self._connections.give_back()
+        if self._is_leaving:
+            self._is_leaving = False
+            self._connections.num_leaving -= 1
+        super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Whether to leave our direction open: asyncio closes it otherwise, and with TLS always."""
+        if self._is_leaving or self._waiter is not None or self.ssl_context is not None:
+            return False
+        if self.transport is None:
+            return False
+        if self._half_closed is None:  # uvloop says it twice
+            self._half_closed = HalfClosed(self.transport, self._waits_for)
+        return True
+
+    def _waits_for(self) -> WaitsFor:
+        request = self._current_request
+        if request is None:
+            return WaitsFor.REST if self._waiter is None else WaitsFor.NOTHING
+        if not request.content.is_eof() or request.version < HttpVersion11:
+            return WaitsFor.NOTHING  # its request never ends, or it could not be asked who it is
+        if not request.writer.output_size:
+            return WaitsFor.HEAD
+        return WaitsFor.REST if request.get(STREAM) is None else WaitsFor.EVENT
+
+    def _close_silent(self) -> None:
+        if not self._request_count:
+            self.force_close()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Like all our errors, and without the sender's bytes or a trace. Closes."""
+        if isinstance(exc, BadHttpMessage):
+            log.info("a client's bytes are no HTTP request: %s", type(exc).__name__)
+            refusal = _refusal(exc)
+        else:
+            log.error("an HTTP answer failed by a bug", exc_info=exc)
+            refusal = Refusal(status, "internal", "internal error", is_fatal=True)
+        if request.writer.output_size > 0:  # an answer has begun: all that is left is to close
+            raise ConnectionError("the answer was cut off")
+        response = error_response(refusal)
+        response.headers["Server"] = "baton"
+        return response
+
+
+def _refusal(error: BadHttpMessage) -> Refusal:
+    if isinstance(error, LineTooLong) and str(error.args[1]) == str(MAX_URL_BYTES):
+        message = f"the URL is longer than {MAX_URL_BYTES} bytes"
+        return Refusal(414, "url_too_long", message, is_fatal=True)
+    if isinstance(error, LineTooLong) or error.message == _TOO_MANY:
+        return too_large_head()
+    return Refusal(400, "bad_http", "these bytes are no HTTP request", is_fatal=True)
+
+
+def too_large_head() -> Refusal:
+    return Refusal(431, "headers_too_large", "the request's head is too large", is_fatal=True)
+
+
+def check_head(request: web.BaseRequest) -> None:
+    """What aiohttp lets pass. Raises Refusal, behind which the connection is closed.
+
+    A transfer coding beside chunked would be read as if it were none, and HTTP/1.0 knows none: a
+    proxy before us may see the request's end elsewhere than we do.
+    """
+    if not HttpVersion10 <= request.version <= HttpVersion11:
+        raise Refusal(400, "bad_http", "HTTP/1.1 or HTTP/1.0 is spoken here", is_fatal=True)
+    codings = request.headers.getall("Transfer-Encoding", [])
+    is_chunked = [coding.strip().lower() for coding in codings] == ["chunked"]
+    if codings and not (is_chunked and request.version == HttpVersion11):
+        message = "the only transfer coding is chunked, of HTTP/1.1"
+        raise Refusal(400, "bad_http", message, is_fatal=True)
+    if sum(len(name) + len(value) for name, value in request.raw_headers) > MAX_HEAD_BYTES:
+        raise too_large_head()

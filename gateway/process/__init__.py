@@ -1,0 +1,1 @@
+"""The gateway process: start, parts, orderly end."""

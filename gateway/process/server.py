@@ -1,0 +1,400 @@
+"""The gateway process: builds all parts, listens, tells its health, and stops in order.
+
+`serve` gives a running Gateway (tests, embedding); `run` is the process around it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import math
+import sys
+from collections.abc import Sequence
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from ...cluster.exposure import check_secret
+from ...cluster.known_nodes import KnownNodes
+from ...cluster.member_calls import MemberCalls
+from ...cluster.redis_directory import RedisDirectory
+from ...cluster.secret import ClusterSecret
+from ...cluster.tls import CertificateFiles, watch_ends
+from ...core.config import ClusterConfig, GatewayConfig
+from ...core.errors import StartupFailed, Unavailable
+from ...core.membership import Role
+from ...core.ports import Clock, Directory, Entropy, SystemClock, SystemEntropy
+from ...core.process import descriptors
+from ...core.process.logs import set_up_logging
+from ...core.process.loop_watch import show_turns
+from ...core.process.stop_signals import StopSignals
+from ...prefix_index.follower import Follower
+from ...prefix_index.mirror import PrefixMirror
+from ...prefix_index.redis_link import RedisIndexLink
+from ...proto.v1 import inference_pb2, inference_pb2_grpc
+from ..admission.front_door import FrontDoor
+from ..engines.cluster_view import ClusterView
+from ..engines.engine_table import EngineTable
+from ..grpc.extra_services import add_extra_services
+from ..grpc.grpc_calls import abort
+from ..grpc.parsing import Parsing
+from ..grpc.service import InferenceService
+from ..http.app import HttpServer, build_app
+from ..http.chat.chat import CHAT_MODEL
+from ..http.protocol.access import Access
+from ..http.protocol.app_state import Parts
+from ..request.dispatch_queue import DispatchQueue
+from ..request.engine_link import Avoid, Demand, EngineOutput, PlainToken
+from ..request.session import SessionLimits
+from ..request.session_table import SessionTable
+from ..security.setup import Security
+from ..security.worker_place import WorkerPlace, share
+from ..telemetry.metrics.worker_peers import WorkerPeers
+from ..telemetry.setup import Telemetry
+from ..validation.served_model import ServedModel
+from .startup_message import Greeting
+
+log = logging.getLogger(__name__)
+
+SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+
+# Objects between two collections of the youngest: five a token live as long as their call, and to
+# look for cycles among them every 700 objects takes a tenth of the gateway's time.
+_NUM_YOUNG = 20_000
+_SWITCH_S = 0.0005  # a thread with a large body or text keeps the loop's for no longer
+_STOP_GRACE_S = 5.0
+_LAST_WORD_S, _LAST_STATUS_S = 1.0, 0.2
+
+_MAX_METADATA_BYTES = 16 << 10
+_SPARE_STREAMS = 128  # of a connection: for calls that are refused, and such as Abort
+_SERVER_OPTIONS = (
+    ("grpc.max_receive_message_length", 4 << 20),
+    ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
+    (
+        "grpc.absolute_max_metadata_size",
+        _MAX_METADATA_BYTES,
+    ),  # else refused at random above the other
+    ("grpc.server_handshake_timeout_ms", 10000),  # who connects says something, or goes
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_ping_strikes", 2),  # pings more frequent than below, while we send nothing
+    ("grpc.http2.min_ping_interval_without_data_ms", 10000),
+)
+
+
+class Gateway:
+    """A running gateway. `port` is where gRPC listens, `http_port`, once started, HTTP."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        cluster: ClusterConfig,
+        directory: Directory,
+        index: RedisIndexLink,
+        clock: Clock,
+        entropy: Entropy,
+        session_limits: SessionLimits,
+        place: WorkerPlace | None = None,
+    ) -> None:
+        shared_key = None if place is None else bytes.fromhex(place.shared_key)
+        security = Security.of(config, cluster, clock, shared_key)
+        self._config = config
+        self._gate = security.gate
+        self._service_names: tuple[str, ...] = (SERVICE_NAME,)
+        self._model = ServedModel.load(config)
+        secret = ClusterSecret.of(cluster)
+        calls = MemberCalls(secret, security.cluster_tls)
+        self._directory = KnownNodes(directory, tuple(Role), calls, secret, clock)
+        self._index = index
+        self._table = EngineTable(PrefixMirror(clock))
+        self._follower = Follower(index, self._table.mirror)
+        queue = DispatchQueue(self._table.released)
+        self._sessions = SessionTable(clock, share(config.max_num_requests, config.workers), queue)
+        self._view = ClusterView(
+            self._directory,
+            self._model.limits.model,
+            secret,
+            clock,
+            self._table,
+            self,
+            config.heartbeat_timeout_s,
+            security.cluster_tls,
+        )
+        self._telemetry = Telemetry.of(
+            config,
+            self._model.limits.model,
+            self._table,
+            self._view,
+            clock,
+            lambda: index.is_up,
+            lambda: len(queue),
+            security.certificate_ends_s,
+        )
+        self._certificates = security.certificates
+        self._peers = WorkerPeers(place, self._telemetry.exporter, self._sessions.abort)
+        self._door = FrontDoor(
+            self._model,
+            self._sessions,
+            self._table,
+            security.tenancy,
+            clock,
+            entropy,
+            session_limits,
+            config.max_request_s,
+            self._telemetry.observers,
+            abort_calls=self._peers.abort,
+            max_queue_s=config.max_queue_s,
+            keeps_prompts=config.log_prompts,
+        )
+        self._service = InferenceService(self._door, security.gate, self._table, self._view)
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._is_ready = asyncio.Event()
+        self._readiness_changed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        options = _server_options(config.max_num_requests, shares_port=place is not None)
+        self._server = grpc.aio.server(options=options)
+        self.host = config.host
+        self.port = _bind(self._server, config.host, config.grpc_port, security.certificate)
+        started_unix_s = clock.unix_ns() // 1_000_000_000
+        parts = Parts(
+            self._door,
+            self._table,
+            self._view,
+            self._can_serve,
+            config,
+            started_unix_s,
+            self._telemetry,
+            self._peers,
+        )
+        app = build_app(parts, Access(security.gate, security.sessions, config))
+        self._knows_chats = app[CHAT_MODEL].template is not None
+        self._http = HttpServer(
+            app,
+            config.host,
+            config.http_port,
+            security.certificate,
+            shares_port=place is not None,
+        )
+
+    @property
+    def http_port(self) -> int:
+        return self._http.port
+
+    def _can_serve(self) -> bool:
+        return self._is_ready.is_set() and not self._door.is_draining
+
+    async def start(self) -> None:
+        """Begin to listen and to look for engines."""
+        parsing = Parsing(self._server, abort)
+        inference_pb2_grpc.add_InferenceServicer_to_server(self._service, parsing)  # type: ignore[no-untyped-call]
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, parsing)  # type: ignore[no-untyped-call]
+        door, gate, table = self._door, self._gate, self._table
+        self._service_names = (SERVICE_NAME, *add_extra_services(parsing, door, gate, table))
+        names = (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)  # type: ignore[no-untyped-call]
+        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        await self._tell_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._peers.start()
+        await self._http.start()
+        await self._server.start()
+        self._tasks = [
+            asyncio.create_task(self._view.run()),
+            asyncio.create_task(self._follower.run()),
+            asyncio.create_task(self._publish_readiness()),
+            asyncio.create_task(watch_ends(self._certificates)),
+        ]
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        """Wait until a linked pair of engines can serve; raises Unavailable after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._is_ready.wait()
+        except TimeoutError:
+            # Raises, naming what is missing, unless it came this very moment.
+            self._table.choose(Demand(1), avoid=Avoid(), fingerprint=None)
+
+    async def greeting(self) -> Greeting:
+        """Wait until a linked pair of engines can serve, however long; then what to tell people."""
+        await self._is_ready.wait()
+        config = self._config
+        return Greeting(
+            self.host,
+            self.http_port,
+            self.port,
+            self._model.limits.model,
+            knows_chats=self._knows_chats,
+            knows_text=not config.skip_tokenizer_init,
+            has_tls=config.tls_cert is not None,
+            asks_for_keys=config.api_keys is not None,
+        )
+
+    async def stop(
+        self, grace_s: float = _STOP_GRACE_S, hurry: asyncio.Event | None = None
+    ) -> None:
+        """Refuse new requests, let those in flight end within `grace_s` or until `hurry`, and end
+        the rest, telling their callers."""
+        self._door.is_draining = True
+        await self._health.enter_graceful_shutdown()
+        if not await self._becomes_idle(grace_s, hurry):
+            log.warning("cut off: requests that have not ended (%d)", len(self._sessions))
+            self._sessions.end_all(Unavailable("this gateway is shutting down"))
+            await self._becomes_idle(_LAST_WORD_S)
+        await asyncio.gather(self._server.stop(_LAST_STATUS_S), self._http.stop())
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        await self._peers.stop()
+        await self._view.close()
+        await self._telemetry.close()
+        await self._directory.close()
+        await self._index.close()
+        self._model.close()
+
+    async def _becomes_idle(self, timeout_s: float, hurry: asyncio.Event | None = None) -> bool:
+        """Whether no request is in flight any more, before the time is over or `hurry` is set."""
+        idle = asyncio.create_task(self._sessions.wait_idle())
+        hurried = asyncio.create_task((hurry or asyncio.Event()).wait())
+        done, pending = await asyncio.wait(
+            {idle, hurried}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        for task in pending:
+            task.cancel()
+        return idle in done
+
+    async def run_until(self, stop: asyncio.Event) -> None:
+        """Wait for `stop`; raises at once if a part of ours broke, since then we serve nobody."""
+        stopping = asyncio.create_task(stop.wait())
+        done, _ = await asyncio.wait({stopping, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        for task in done:
+            task.result()
+
+    async def _publish_readiness(self) -> None:
+        """Tell every change of readiness to who watches our health."""
+        while True:
+            await self._readiness_changed.wait()
+            self._readiness_changed.clear()
+            is_ready = self._is_ready.is_set()
+            log.info("ready" if is_ready else "not ready")
+            status = health_pb2.HealthCheckResponse
+            await self._tell_health(status.SERVING if is_ready else status.NOT_SERVING)
+
+    async def _tell_health(self, status: int) -> None:
+        for name in self._service_names:
+            await self._health.set(name, status)
+
+    # --- cluster_view.EngineEvents ----------------------------------------------------------------
+
+    def engine_outputs(self, incarnation: str, outputs: Sequence[EngineOutput]) -> None:
+        self._sessions.engine_outputs(incarnation, outputs)
+
+    def engine_tokens(self, incarnation: str, tokens: Sequence[PlainToken]) -> None:
+        self._sessions.engine_tokens(incarnation, tokens)
+
+    def engine_lost(self, incarnation: str, *, has_died: bool) -> None:
+        self._sessions.engine_lost(incarnation, has_died=has_died)
+
+    def cluster_changed(self, *, is_load_only: bool) -> None:
+        is_ready = not self._table.why_not_ready()
+        if is_ready != self._is_ready.is_set():
+            self._is_ready.set() if is_ready else self._is_ready.clear()
+            self._readiness_changed.set()
+        self._sessions.cluster_changed(is_load_only=is_load_only)
+
+
+def _server_options(max_num_requests: int, *, shares_port: bool) -> tuple[tuple[str, int], ...]:
+    """Of a connection's streams as many as there may be requests: a client's channel multiplexes
+    all of its own, and a client's streams beyond wait unseen where a refusal would be an answer.
+    What opens and resets more at once is refused by gRPC, before it costs a handler.
+    """
+    return (
+        *_SERVER_OPTIONS,
+        ("grpc.max_concurrent_streams", max_num_requests + _SPARE_STREAMS),
+        ("grpc.max_allowed_incoming_connections", descriptors.for_grpc()),
+        # By default a second server binds a taken port without an error: for workers alone.
+        ("grpc.so_reuseport", int(shares_port)),
+    )
+
+
+def _bind(
+    server: grpc.aio.Server, host: str, port: int, certificate: CertificateFiles | None
+) -> int:
+    """The port that was bound; raises StartupFailed if it is taken or the host is not ours."""
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        if certificate is None:
+            return int(server.add_insecure_port(address))
+        return int(server.add_secure_port(address, certificate.server_credentials()))
+    except RuntimeError as error:
+        raise StartupFailed(
+            f"the gateway cannot listen on {host}:{port}",
+            hint="the port is taken or the address is not this host's: another --grpc-port "
+            "(0 takes a free one) or --host",
+        ) from error
+
+
+async def serve(
+    config: GatewayConfig,
+    cluster: ClusterConfig,
+    *,
+    session_limits: SessionLimits | None = None,
+    place: WorkerPlace | None = None,
+) -> Gateway:
+    """Build and start a gateway; raises StartupFailed."""
+    secret = ClusterSecret.of(cluster)
+    directory = RedisDirectory(cluster.redis_url, cluster.cluster, secret)
+    index = RedisIndexLink(cluster.redis_url, cluster.cluster, secret)
+    limits = session_limits or SessionLimits(
+        max_attempts=config.max_attempts,
+        recovery_wait_s=config.recovery_wait_s,
+        max_queue_s=math.inf if config.max_queue_s is None else config.max_queue_s,
+    )
+    clock, entropy = SystemClock(), SystemEntropy()
+    try:
+        gateway = Gateway(config, cluster, directory, index, clock, entropy, limits, place)
+    except StartupFailed:
+        await directory.close()
+        await index.close()
+        raise
+    try:
+        await gateway.start()
+    except StartupFailed:
+        await gateway.stop(grace_s=0)
+        raise
+    return gateway
+
+
+async def run(
+    config: GatewayConfig, cluster: ClusterConfig, place: WorkerPlace | None = None
+) -> int:
+    """The process: serve until SIGINT or SIGTERM, then stop cleanly. Returns the exit code."""
+    set_up_logging("gateway", as_json=config.log_json)
+    if place is None:  # workers have a parent that says so
+        check_secret("gateway", cluster)
+    descriptors.raise_limit()
+    signals = StopSignals()
+    gateway = await serve(config, cluster, place=place)
+    gc.collect()
+    gc.freeze()  # what was loaded stays: a collection that walks it would be a pause in all streams
+    gc.set_threshold(_NUM_YOUNG, 20, 20)
+    sys.setswitchinterval(_SWITCH_S)
+    http = f"http{'s' if config.tls_cert else ''}://{gateway.host}:{gateway.http_port}"
+    print(f"ready: gateway gateway {http} {gateway.host}:{gateway.port}", flush=True)
+    greeting = asyncio.create_task(_greet(gateway))
+    turning = asyncio.create_task(show_turns())
+    try:
+        await gateway.run_until(signals.stop)
+    finally:
+        greeting.cancel()
+        turning.cancel()
+        await gateway.stop(config.shutdown_timeout_s, signals.hurry)
+    return 0
+
+
+async def _greet(gateway: Gateway) -> None:
+    """Once it can serve, which may be long after it listens."""
+    print("waiting for a prefill and a decode node", flush=True)
+    for line in (await gateway.greeting()).lines():
+        print(line, flush=True)

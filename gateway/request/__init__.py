@@ -1,0 +1,1 @@
+"""One request in the gateway, from its arrival to its end."""

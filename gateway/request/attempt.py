@@ -1,0 +1,131 @@
+"""One dispatch of a request to a pair of engines: whose word is still out, and what doubt there is.
+
+A *doubt* is a state that one of the engines must clear up soon: who is right becomes known by the
+next message of the other, or, after a fixed time, the attempt counts as failed.
+
+    the prefill engine is gone, its token is here   the decode engine may have all KV already
+    the decode engine says "cancelled"              the prefill engine ended the request itself?
+    the last token is here, an earlier one is not   it is under way on the other stream
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TypeAlias
+
+from ...core.errors import BatonError, Cancelled, EngineFailed, HandoffFailed
+from ...core.request.logprobs import TokenLogprobs
+from ...core.request.request import FinishReason
+from ...core.request.timeline import Event
+from .engine_link import EngineOutput, Route
+from .token_order import TokenSplice
+
+OutputToken: TypeAlias = tuple[int, TokenLogprobs | None]  # the second if it was asked for
+
+_DOUBT_S = 0.25
+_AFTER_HANDOFF = frozenset({Event.TRANSFER_ENDED, Event.DECODE_STARTED})
+
+
+class Attempt:
+    """Owned by its session. `base_index`: how many tokens were streamed before it."""
+
+    def __init__(self, number: int, route: Route, base_index: int, max_tokens: int) -> None:
+        self.number = number
+        self.route = route
+        self.pair = (route.prefill.incarnation, route.decode.incarnation)
+        self.is_handed_over = False
+        self.finish_reason: FinishReason | None = None
+        self.doubt: BatonError | None = None
+        self.doubt_until_s = math.inf
+        self._base_index = base_index
+        self._splice: TokenSplice[OutputToken] = TokenSplice(base_index, max_tokens)
+        self._total: int | None = None
+        self._holders = {link.incarnation: link for link in (route.prefill, route.decode)}
+
+    def expects(self, incarnation: str, attempt: int) -> bool:
+        """Whether a message belongs to this attempt."""
+        return attempt == self.number and incarnation in self.pair
+
+    def name_of(self, incarnation: str) -> str:
+        prefill, decode = self.route.prefill, self.route.decode
+        return prefill.name if incarnation == prefill.incarnation else decode.name
+
+    @property
+    def is_complete(self) -> bool:
+        """The last position is known and all tokens up to it are in order."""
+        return self._total is not None and self._splice.next_index >= self._total
+
+    @property
+    def _has_first_token(self) -> bool:
+        return self._splice.next_index > self._base_index
+
+    def add(self, output: EngineOutput, *, now_s: float) -> list[OutputToken]:
+        """Take an output's tokens; return those now in order. Raises EngineFailed on nonsense."""
+        logprobs = output.logprobs or (None,) * len(output.token_ids)
+        if len(logprobs) != len(output.token_ids):
+            raise EngineFailed("an engine sent tokens and log-probabilities that do not match")
+        pairs = [*zip(output.token_ids, logprobs)]  # noqa: B905 (just checked)
+        tokens = self._splice.add(output.first_index, pairs)
+        if output.finish_reason is not None and self._total is None:
+            self.finish_reason = output.finish_reason
+            self._total = output.first_index + len(output.token_ids)
+            if not self.is_complete:
+                missing = EngineFailed(f"token {self._splice.next_index} never came")
+                self._begin_doubt(missing, now_s)
+        return tokens
+
+    def takes_next(self, incarnation: str, number: int, index: int) -> bool:
+        """Whether this is the usual token: in order, of the engine that decodes, not the last.
+
+        Then it counts as taken.
+        """
+        return (
+            number == self.number
+            and self.is_handed_over
+            and incarnation == self.pair[1]
+            and self._total is None
+            and self._splice.take_next(index)
+        )
+
+    def note_decode_progress(self, output: EngineOutput) -> None:
+        """The decode engine's first sign of having all KV ends the prefill engine's part."""
+        if self.is_handed_over:
+            return
+        has_kv = bool(output.token_ids) or output.finish_reason is not None
+        if has_kv or any(stamp.event in _AFTER_HANDOFF for stamp in output.stamps):
+            self.is_handed_over = True
+            self._holders.pop(self.route.prefill.incarnation, None)
+            self.doubt, self.doubt_until_s = None, math.inf
+
+    def survives(self, incarnation: str, error: BatonError, *, now_s: float) -> bool:
+        """Whether the attempt can go on without this engine, perhaps in doubt."""
+        if incarnation == self.pair[0]:
+            if self._has_first_token and self.is_handed_over:
+                return True
+            if self._has_first_token and error.is_retryable and self._is_held_by_decode:
+                self._begin_doubt(error, now_s)
+                return True
+            return False
+        if self._total is not None:
+            return True
+        if isinstance(error, Cancelled) and not self.is_handed_over:
+            self._begin_doubt(HandoffFailed("the decode node was told to stop waiting"), now_s)
+            return True
+        return False
+
+    @property
+    def _is_held_by_decode(self) -> bool:
+        return self.route.decode.incarnation in self._holders
+
+    def _begin_doubt(self, error: BatonError, now_s: float) -> None:
+        self.doubt, self.doubt_until_s = error, now_s + _DOUBT_S
+
+    def close(self, incarnation: str) -> None:
+        """This engine holds nothing of the attempt any more."""
+        self._holders.pop(incarnation, None)
+
+    def cancel(self, request_id: str) -> None:
+        """Tell every engine that may still hold something to drop it."""
+        for link in self._holders.values():
+            link.cancel(request_id, self.number)
+        self._holders.clear()

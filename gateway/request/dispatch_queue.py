@@ -1,0 +1,196 @@
+"""Sessions that wait to be dispatched, in an order that is fair between callers.
+
+    a session comes ─► eligible: a fair queue; its head alone is tried
+                          │ ▲  └─ no decode engine has a place ► it stays the head; nobody passes
+                          ▼ │
+                       held, by caller: enough of that caller's own prompts wait at the engines;
+                          │ ▲           one of them is answered ► its next one is eligible again
+                          ▼ │
+                       stranded: no pair of engines may serve it; tried when engines come or go
+So prompts wait here, and engines get what they compute soon: a light caller finds places, and few
+prompts ahead of its own. A session that was dispatched before tries by itself, and goes first.
+Knows no engine: sessions try, and say why they could not.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ...core.fair_queue import FairQueue
+from .engine_link import Blocked
+from .session import Session
+
+SEQUENCE_TOKENS = 256  # what a place weighs against prompt tokens: about what is generated in it
+
+
+@dataclass(slots=True)
+class CallerShare:
+    """What one caller has waiting. `cost`: prompt tokens and places, in tokens."""
+
+    num_requests: int = 0
+    num_tokens: int = 0
+    cost: int = 0
+
+
+class DispatchQueue:
+    """`released`: callers of which an engine has answered or ended something; cleared here."""
+
+    def __init__(self, released: set[int] | None = None) -> None:
+        self._released: set[int] = set() if released is None else released
+        self._eligible: FairQueue[Session] = FairQueue()
+        self._held: dict[int, OrderedDict[Session, None]] = {}
+        self._stranded: dict[Session, None] = {}
+        self._shares: dict[int, CallerShare] = {}
+        self._counted: dict[Session, tuple[int, int]] = {}  # of all that wait: tokens, cost
+        self._tried: Session | None = None
+        self._has_changed = False  # since `advance`
+        self.has_no_place = False  # for its head, when that was last tried
+
+    def __len__(self) -> int:
+        return len(self._counted)
+
+    def __contains__(self, session: Session) -> bool:
+        return session in self._counted
+
+    @property
+    def shares(self) -> Mapping[int, CallerShare]:
+        """By caller, of callers that wait."""
+        return self._shares
+
+    @property
+    def has_news(self) -> bool:
+        """Whether what waits may find a place since `advance`."""
+        return bool(self._counted) and (self._has_changed or bool(self._released))
+
+    # --- sessions come and go ---------------------------------------------------------------------
+
+    def add(self, session: Session) -> None:
+        """A new session, behind its caller's others."""
+        if not self._counted:
+            self._released.clear()
+        self._count(session)
+        held = self._held.get(session.request.caller_id)
+        if held is not None:
+            held[session] = None
+        else:
+            self._make_eligible(session)
+
+    def follow(self, session: Session) -> None:
+        """Take note of what a session did by itself: it waits again, or does not any more."""
+        if session is self._tried:
+            return
+        if not session.is_waiting:
+            self.remove(session)
+        elif session in self._stranded:
+            if session.blocked is not Blocked.ENGINE:
+                del self._stranded[session]
+                self._make_eligible(session)
+        elif session not in self._counted and session.blocked is not None:
+            self._count(session)
+            if session.blocked is Blocked.ENGINE:
+                self._stranded[session] = None
+            else:
+                self._make_eligible(session)
+
+    def remove(self, session: Session) -> None:
+        """It is over, or was dispatched. Nothing, if it does not wait here."""
+        if session not in self._counted:
+            return
+        self._uncount(session)
+        caller_id = session.request.caller_id
+        if session in self._eligible:
+            self._eligible.remove(session)
+            self._release(caller_id)
+            self._has_changed = True  # it may have been the head that nobody passes
+        elif session in self._stranded:
+            del self._stranded[session]
+        else:
+            held = self._held[caller_id]
+            del held[session]
+            if not held:
+                del self._held[caller_id]
+
+    # --- dispatching ------------------------------------------------------------------------------
+
+    def advance(self, try_dispatch: Callable[[Session], None]) -> None:
+        """Let sessions try, in their order, until one finds no place."""
+        for caller_id in self._released & self._held.keys():
+            self._release(caller_id)
+        self._released.clear()
+        self._has_changed = self.has_no_place = False
+        while (head := self._eligible.head) is not None and not self.has_no_place:
+            self._tried = head
+            try:
+                try_dispatch(head)
+            finally:
+                self._tried = None
+            self._place(head)
+
+    def retry_stranded(self) -> None:
+        """Engines came or went: `advance` tries all that waited for any."""
+        for session in self._stranded:
+            self._make_eligible(session)
+        self._stranded.clear()
+        for caller_id in list(self._held):
+            self._release(caller_id)
+
+    def _place(self, head: Session) -> None:
+        """Where the head that has just tried belongs now."""
+        caller_id = head.request.caller_id
+        if head not in self._counted:
+            return  # it ended, and was removed
+        if not head.is_waiting:
+            self._uncount(head)
+            self._eligible.pop()
+            self._release(caller_id)
+        elif head.blocked is Blocked.PLACE:
+            self._eligible.pin_head()
+            self.has_no_place = True
+        else:
+            self._eligible.remove(head)
+            if head.blocked is Blocked.TURN:
+                held = self._held.setdefault(caller_id, OrderedDict())
+                held[head] = None
+                held.move_to_end(head, last=False)
+            elif head.blocked is Blocked.ENGINE:
+                self._stranded[head] = None
+                self._release(caller_id)
+            else:
+                self._uncount(head)  # it will try by itself
+                self._release(caller_id)
+
+    def _make_eligible(self, session: Session) -> None:
+        self._has_changed = True
+        add = self._eligible.add_first if session.is_retry else self._eligible.add
+        add(session, session.request.caller_id, self._counted[session][1])
+
+    def _release(self, caller_id: int) -> None:
+        """Let the caller's next held session try."""
+        held = self._held.get(caller_id)
+        if held:
+            session, _ = held.popitem(last=False)
+            self._make_eligible(session)
+        if not held:
+            self._held.pop(caller_id, None)
+
+    # --- counting ---------------------------------------------------------------------------------
+
+    def _count(self, session: Session) -> None:
+        demand = session.demand
+        cost = demand.num_tokens + SEQUENCE_TOKENS * demand.num_sequences
+        self._counted[session] = demand.num_tokens, cost
+        share = self._shares.setdefault(session.request.caller_id, CallerShare())
+        share.num_requests += 1
+        share.num_tokens += demand.num_tokens
+        share.cost += cost
+
+    def _uncount(self, session: Session) -> None:
+        num_tokens, cost = self._counted.pop(session)
+        share = self._shares[session.request.caller_id]
+        share.num_requests -= 1
+        share.num_tokens -= num_tokens
+        share.cost -= cost
+        if not share.num_requests:
+            del self._shares[session.request.caller_id]

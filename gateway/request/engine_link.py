@@ -1,0 +1,137 @@
+"""What a session sees of an engine: a link to send work over, and the outputs that come back.
+
+Plain values and Protocols; node_link.py is the real link, tests have fake ones.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeAlias
+
+from ...core.errors import BatonError
+from ...core.request.logprobs import TokenLogprobs
+from ...core.request.request import FinishReason, Request, Ticket
+from ...core.request.timeline import Stamp
+
+
+class Work(enum.Enum):
+    """What an engine is to do with a dispatch."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What the hand-off moved. `cached_tokens`: prompt tokens that the puller had already."""
+
+    num_bytes: int
+    cached_tokens: int
+    transport: str
+
+
+class EngineOutput(NamedTuple):
+    """What one step of an engine brought for one attempt of a request.
+
+    One is made for each token: a named tuple takes a fifth of a frozen dataclass's time.
+    `logprobs` are parallel to `token_ids`, or empty; `prompt_logprobs` are of the prompt's tokens
+    from `first_prompt_index` on.
+    """
+
+    request_id: str
+    attempt: int
+    first_index: int = 0
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: BatonError | None = None
+    stamps: tuple[Stamp, ...] = ()
+    cached_tokens: int | None = None
+    transfer: Transfer | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    first_prompt_index: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+# One token of one attempt and nothing else: request id, attempt, index, token id. Nearly all that
+# steps bring is that.
+PlainToken: TypeAlias = tuple[str, int, int, int]
+
+
+class EngineLink(Protocol):
+    """One engine, as long as its stream lives. Sending never blocks and never raises."""
+
+    @property
+    def incarnation(self) -> str: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def dispatch(
+        self, request: Request, work: Work, ticket: Ticket, deadline_remaining_s: float
+    ) -> None: ...
+
+    def cancel(self, request_id: str, attempt: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Who computes the prompt and who goes on."""
+
+    prefill: EngineLink
+    decode: EngineLink
+
+
+@dataclass(frozen=True, slots=True)
+class Avoid:
+    """Engines and (prefill, decode) pairs that failed this request a moment ago."""
+
+    incarnations: frozenset[str] = frozenset()
+    pairs: frozenset[tuple[str, str]] = frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(self.incarnations or self.pairs)
+
+
+class Blocked(enum.Enum):
+    """Why a request cannot be dispatched now."""
+
+    ENGINE = "engine"  # no pair that may serve it is there
+    PLACE = "place"  # no decode engine has a place for it: nor for others
+    TURN = "turn"  # its caller's own prompts are ahead of it: others may pass
+
+
+class MustWait(Exception):
+    """Engines are there, and the request is not to go to any of them now."""
+
+    def __init__(self, reason: Blocked) -> None:
+        super().__init__(reason.value)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What is to be routed. `num_tokens`: known ones, of each of the `num_sequences` samples, which
+    may get `max_output_tokens` more each.
+
+    `is_retry`: an engine failed it: it does not wait for its caller's other prompts.
+    """
+
+    num_tokens: int
+    num_sequences: int = 1
+    max_output_tokens: int = 1
+    is_retry: bool = False
+
+
+class Router(Protocol):
+    """Picks the engines for a request."""
+
+    def choose(self, demand: Demand, *, avoid: Avoid, fingerprint: str | None) -> Route:
+        """A pair that has a place, none of `avoid`, both of this fingerprint.
+
+        Raises Unavailable, naming what is missing, or MustWait.
+        """
+        ...

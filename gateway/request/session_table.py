@@ -1,0 +1,188 @@
+"""All sessions of a gateway: finds them by id and label, gives them outputs, losses and time.
+
+Owns the only timers of a session, the queue of those that wait for engines, and the bound on their
+number. A session that breaks (our own bug) fails alone.
+
+The last eighth of that bound is for callers that have less than their share of it, so that no
+caller can shut the others out; whoever is alone may have all but that eighth.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from ...core.errors import BatonError, Cancelled, Overloaded
+from ...core.ports import Clock
+from .dispatch_queue import DispatchQueue
+from .engine_link import EngineOutput, PlainToken
+from .session import Session
+
+log = logging.getLogger(__name__)
+
+_RESERVED_SHARE = 8  # one part in so many
+
+
+class SessionTable:
+    """Use from one event loop. A session is in the table from `add` to its end."""
+
+    def __init__(
+        self, clock: Clock, max_num_requests: int, queue: DispatchQueue | None = None
+    ) -> None:
+        self.queue = DispatchQueue() if queue is None else queue
+        self._clock = clock
+        self._max_num_requests = max_num_requests
+        self._sessions: dict[str, Session] = {}
+        self._timers: dict[str, tuple[float, asyncio.TimerHandle]] = {}
+        self._num_admitted = 0
+        self._admitted: Counter[int] = Counter()  # by caller
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def admit(self, caller_id: int = 0) -> None:
+        """Count one more request in flight; raises Overloaded at the limit. Pair with `leave`."""
+        total, most = self._num_admitted, self._max_num_requests
+        if total >= most - most // _RESERVED_SHARE:
+            share = max(1, most // (1 + len(self._admitted)))
+            if total >= most or self._admitted[caller_id] >= share:
+                raise Overloaded(
+                    f"{total} requests are in flight, {self._admitted[caller_id]} of this caller; "
+                    "try again later"
+                )
+        self._num_admitted += 1
+        self._admitted[caller_id] += 1
+        self._is_idle.clear()
+
+    def leave(self, caller_id: int = 0) -> None:
+        """The request's call is over."""
+        self._num_admitted -= 1
+        self._admitted[caller_id] -= 1
+        if not self._admitted[caller_id]:
+            del self._admitted[caller_id]
+        if self._num_admitted == 0:
+            self._is_idle.set()
+
+    async def wait_idle(self) -> None:
+        """Wait until no request is in flight."""
+        await self._is_idle.wait()
+
+    def start(self, session: Session) -> None:
+        """Take a session: it is dispatched at once if there is a place, and nobody before it."""
+        self._sessions[session.request_id] = session
+        if session.is_waiting:
+            self.queue.add(session)
+        self._arm(session)
+        self._dispatch_waiting()
+
+    def engine_outputs(self, incarnation: str, outputs: Iterable[EngineOutput]) -> None:
+        """One step's outputs of one engine; those of requests that are over are dropped."""
+        for output in outputs:
+            if session := self._sessions.get(output.request_id):
+                self._do(session, session.engine_output, incarnation, output)
+        if self.queue.has_news:
+            self._dispatch_waiting()
+
+    def engine_tokens(self, incarnation: str, tokens: Iterable[PlainToken]) -> None:
+        """One step's plain tokens. Most are what their sessions wait for, and take a short way."""
+        sessions = self._sessions
+        for request_id, attempt, index, token_id in tokens:
+            if (session := sessions.get(request_id)) is None:
+                continue
+            try:
+                was_taken = session.next_token(incarnation, attempt, index, token_id)
+            except Exception:  # as in `_do`, which ends the session
+                log.exception("request %s failed by a bug", request_id)
+                self.cancel(session, BatonError("internal error"))
+                continue
+            if not was_taken:
+                output = EngineOutput(request_id, attempt, index, (token_id,))
+                self._do(session, session.engine_output, incarnation, output)
+            elif session.is_over:
+                self._forget(session)
+
+    def engine_lost(self, incarnation: str, *, has_died: bool) -> None:
+        for session in list(self._sessions.values()):
+            self._do(session, partial(session.engine_lost, incarnation, has_died=has_died))
+
+    def cluster_changed(self, *, is_load_only: bool = False) -> None:
+        """What waits may find its place now."""
+        if not is_load_only:
+            self.queue.retry_stranded()
+        self._dispatch_waiting()
+
+    def cancel(self, session: Session, error: BatonError) -> None:
+        """End a session early; one that is over stays as it ended."""
+        self._do(session, session.cancel, error)
+        if self.queue.has_news:
+            self._dispatch_waiting()
+
+    def end_all(self, error: BatonError) -> None:
+        """End every session: each caller hears the error. Nothing that waits is dispatched."""
+        for session in list(self._sessions.values()):
+            self._do(session, session.cancel, error)
+
+    def abort(self, names: Iterable[str], tenant: str | None = None) -> int:
+        """Cancel calls by gateway id or caller's label; returns how many were in flight.
+
+        Those of one tenant alone, if one is named.
+        """
+        wanted = set(names) - {""}
+        found = [
+            session
+            for session in self._sessions.values()
+            if (session.call_id in wanted or session.request.label in wanted)
+            and tenant in (None, session.request.tenant)
+        ]
+        for session in found:
+            self.cancel(session, Cancelled("aborted"))
+        return len({session.call_id for session in found})
+
+    def _dispatch_waiting(self) -> None:
+        if self.queue:
+            self.queue.advance(self._try_dispatch)
+
+    def _try_dispatch(self, session: Session) -> None:
+        self._do(session, session.try_dispatch)
+
+    def _do(self, session: Session, call: Callable[..., None], *arguments: object) -> None:
+        """Let a session act, then note its end or its next wake-up."""
+        try:
+            call(*arguments)
+        except Exception:  # one session's bug must not end the stream that feeds all of them
+            log.exception("request %s failed by a bug", session.request_id)
+            session.cancel(BatonError("internal error"))
+        if session.is_over:
+            self._forget(session)
+        else:
+            self._arm(session)
+            self.queue.follow(session)
+
+    def _forget(self, session: Session) -> None:
+        self._sessions.pop(session.request_id, None)
+        self.queue.remove(session)
+        if timer := self._timers.pop(session.request_id, None):
+            timer[1].cancel()
+
+    def _arm(self, session: Session) -> None:
+        """Keep one timer per session, at its next wake-up."""
+        due_s = session.next_wakeup_s
+        timer = self._timers.get(session.request_id)
+        if timer is not None:
+            if timer[0] == due_s:
+                return
+            timer[1].cancel()
+        delay_s = max(0.0, due_s - self._clock.monotonic_s())
+        handle = asyncio.get_running_loop().call_later(delay_s, self._wake, session)
+        self._timers[session.request_id] = (due_s, handle)
+
+    def _wake(self, session: Session) -> None:
+        self._timers.pop(session.request_id, None)
+        self._do(session, session.tick)
+        if self.queue.has_news:
+            self._dispatch_waiting()

@@ -1,0 +1,1 @@
+"""One call in figures: observers, stages, logs, traces."""

@@ -1,0 +1,125 @@
+"""The series of engines and of routing, brought up to date when somebody reads them.
+
+An engine counts from zero in every incarnation, and its series goes by its name: what is exported
+adds up what each incarnation brought since it was last read, so that it never falls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ....core.ports import Clock
+from ...engines.cluster_view import ClusterView
+from ...engines.engine_table import EngineCounters, EngineTable, LinkedEngine, Load
+from . import metric_table as table
+from .metric_store import MetricStore
+from .metric_table import Metric
+
+FORGET_S = 600.0  # how long an engine that is gone is told as down
+
+_COUNTERS: tuple[tuple[Metric, Callable[[EngineCounters], float]], ...] = (
+    (table.PREEMPTIONS, lambda c: c.num_preemptions),
+    (table.CACHE_QUERIES, lambda c: c.prefix_query_tokens),
+    (table.CACHE_HITS, lambda c: c.prefix_hit_tokens),
+    (table.EXPIRED_LEASES, lambda c: c.num_expired_leases),
+    (table.PULLS, lambda c: c.num_transfers),
+    (table.PULL_BYTES, lambda c: c.transfer_bytes),
+    (table.PULL_SECONDS, lambda c: c.transfer_s),
+)
+_GAUGES: tuple[tuple[Metric, Callable[[LinkedEngine, Load], float]], ...] = (
+    (table.NODE_DRAINING, lambda engine, load: load.is_draining),
+    (table.RUNNING, lambda engine, load: load.num_running),
+    (table.WAITING, lambda engine, load: load.num_waiting),
+    (table.WAITING_TOKENS, lambda engine, load: load.waiting_tokens),
+    (table.KV_USAGE, lambda engine, load: 1 - load.free_blocks / max(1, engine.pool_blocks)),
+    (table.KV_FREE, lambda engine, load: load.free_blocks),
+    (table.KV_LEASED, lambda engine, load: load.held_blocks),
+    (table.KV_CREDIT, lambda engine, load: load.credit_blocks),
+)
+_NodeName = tuple[str, str]  # role, name
+
+
+@dataclass(slots=True)
+class _Read:
+    """What was added up of one incarnation already; `link` is whose counts of the index these are.
+
+    The engine counts on while its link is down, the gateway begins anew with each link.
+    """
+
+    known_s: float = 0.0
+    counters: EngineCounters = field(default_factory=EngineCounters)
+    link: LinkedEngine | None = None
+    num_index_hits: int = 0
+    num_stale_hits: int = 0
+
+
+class EngineSeries:
+    """`refresh` before the store is read."""
+
+    def __init__(
+        self,
+        store: MetricStore,
+        engines: EngineTable,
+        view: ClusterView,
+        clock: Clock,
+        is_index_up: Callable[[], bool],
+        num_queued: Callable[[], int],
+    ) -> None:
+        self._store = store
+        self._engines = engines
+        self._view = view
+        self._clock = clock
+        self._is_index_up = is_index_up
+        self._num_queued = num_queued
+        self._last_known_s: dict[_NodeName, float] = {}
+        self._read: dict[str, _Read] = {}  # by incarnation
+
+    def refresh(self) -> None:
+        """Take over the engines' heartbeats as they are now."""
+        now_s = self._clock.monotonic_s()
+        for metric in (table.NODE_UP, *(metric for metric, _ in _GAUGES)):
+            self._store.forget(metric)
+        for member in self._view.members():
+            self._last_known_s[member.role.value, member.name] = now_s
+            self._read.setdefault(member.incarnation, _Read()).known_s = now_s
+        for name in [n for n, known_s in self._last_known_s.items() if now_s - known_s > FORGET_S]:
+            self._forget(name)
+        for name in self._last_known_s:
+            self._store.number(table.NODE_UP, *name).value = 0
+        for incarnation, engine in self._engines.engines.items():
+            read = self._read[incarnation]
+            self._count_index(engine, read)
+            if engine.load is not None:
+                self._tell(engine, engine.load, read)
+        self._read = {i: read for i, read in self._read.items() if now_s - read.known_s <= FORGET_S}
+        for reason, count in self._engines.decisions.items():
+            self._store.number(table.DECISIONS, reason).value = count
+        self._store.number(table.QUEUED).value = self._num_queued()
+        self._store.number(table.INDEX_UP).value = self._is_index_up()
+
+    def _tell(self, engine: LinkedEngine, load: Load, read: _Read) -> None:
+        name = (engine.member.role.value, engine.name)
+        self._store.number(table.NODE_UP, *name).value = 1
+        for metric, gauge in _GAUGES:
+            self._store.number(metric, *name).value = gauge(engine, load)
+        before, read.counters = read.counters, load.counters
+        for metric, count in _COUNTERS:
+            self._store.number(metric, *name).value += count(load.counters) - count(before)
+        failed, failed_before = load.counters.failed_transfers, before.failed_transfers
+        for reason in failed:
+            more = failed[reason] - failed_before.get(reason, 0)
+            self._store.number(table.PULL_FAILURES, *name, reason).value += more
+
+    def _count_index(self, engine: LinkedEngine, read: _Read) -> None:
+        if read.link is not engine:
+            read.link, read.num_index_hits, read.num_stale_hits = engine, 0, 0
+        hits, stale = engine.num_index_hits, engine.num_stale_hits
+        self._store.number(table.INDEX_HITS).value += hits - read.num_index_hits
+        self._store.number(table.INDEX_STALE).value += stale - read.num_stale_hits
+        read.num_index_hits, read.num_stale_hits = hits, stale
+
+    def _forget(self, name: _NodeName) -> None:
+        del self._last_known_s[name]
+        for metric in (table.PULL_FAILURES, *(metric for metric, _ in _COUNTERS)):
+            self._store.forget(metric, *name)

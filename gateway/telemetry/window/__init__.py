@@ -1,0 +1,1 @@
+"""The last minutes of a gateway."""

@@ -1,0 +1,256 @@
+"""Text to tokens and back with the `tokenizers` library, from a model directory's tokenizer.json.
+
+Owns the two directions, what is refused before they begin, and that no failure of the library's
+is more than one caller's error. Where they run is text_lanes.py's. Knows no request; the ids that
+end a text are the model's, given by the caller.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tokenizers
+
+from ...core.errors import ContextLengthExceeded, InvalidRequest, StartupFailed
+from .detokenizer import Detokenizer, WholeTexts
+from .foreign_code import is_failure, refusing
+from .minimum_tokens import LeastTokens, least_tokens
+from .special_tokens import MarkedEncoder, Spans, specials_of
+from .text_lanes import TextLanes
+from .token_text import TokenText, token_text
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenizer:
+    """A loaded tokenizer; `hidden_ids` (the model's EOS ids) never show up as text.
+
+    `refuses_special`: texts whose special tokens are not marked must not have any.
+    """
+
+    _library: tokenizers.Tokenizer
+    _whole_texts: WholeTexts
+    _lanes: TextLanes
+    _least: LeastTokens | None
+    _marked: MarkedEncoder | None
+    _special_ids: frozenset[int]
+    hidden_ids: frozenset[int]
+    refuses_special: bool = False
+    _tokens: dict[int, TokenText] = field(default_factory=dict)  # at most the vocabulary
+
+    @classmethod
+    def load(
+        cls, model_dir: Path, hidden_ids: Iterable[int] = (), *, refuses_special: bool = False
+    ) -> Tokenizer:
+        """Read `model_dir`/tokenizer.json; raises StartupFailed where it is absent or broken."""
+        path = model_dir / "tokenizer.json"
+        if not path.is_file():
+            raise StartupFailed(
+                f"{model_dir} has no tokenizer.json",
+                hint="save it beside the weights: AutoTokenizer.from_pretrained(DIR)"
+                ".save_pretrained(DIR) writes one",
+            )
+        # A call has one text and its thread: the library's own threads would take all cores for it,
+        # and processes that fork would lose them.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        try:
+            text = path.read_text(encoding="utf-8")
+            library = tokenizers.Tokenizer.from_str(text)
+            spec = json.loads(text)
+        except BaseException as error:  # the library raises plain Exception, or panics
+            if not is_failure(error):
+                raise
+            raise StartupFailed(f"cannot read {path}: {error}") from error
+        library.no_truncation()
+        library.no_padding()
+        specials = specials_of(spec, model_dir)
+        marked = None
+        try:
+            marked = MarkedEncoder(spec, specials)
+        except Exception as error:  # plain ones again
+            log.error("no chats: special tokens of %s cannot be told from text: %s", path, error)
+        hidden = frozenset(hidden_ids)
+        unknown = spec["model"].get("unk_token")  # any text may have it
+        special_ids = {library.token_to_id(text) for text in specials if text != unknown}
+        return cls(
+            library,
+            WholeTexts(library, hidden),
+            TextLanes(),
+            least_tokens(spec),
+            marked,
+            frozenset(i for i in special_ids if i is not None),
+            hidden,
+            refuses_special,
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that the tokenizer knows, added tokens included; a model may have more."""
+        return self._library.get_vocab_size(with_added_tokens=True)
+
+    async def encode(
+        self,
+        text: str,
+        *,
+        adds_special_tokens: bool = True,
+        special_at: Spans | None = None,
+        max_tokens: int | None = None,
+        param: str = "prompt",
+    ) -> tuple[int, ...]:
+        """The ids of a text, with the special tokens that the model's tokenizer adds or without.
+
+        `special_at`: where alone the text has special tokens; None: wherever it has their texts.
+        Raises ContextLengthExceeded for more than `max_tokens`, if that is possible before work
+        that grows with the text, and InvalidRequest; both name `param`.
+        """
+
+        def work() -> tuple[int, ...]:
+            if max_tokens is not None and self._least and self._least.exceed(text, max_tokens):
+                raise _too_long(f"{len(text)} characters", max_tokens, param)
+            with refusing("the model's tokenizer cannot take this text", param):
+                library, named = self._library, text
+                if special_at is not None:
+                    library, named = self._with_names(text, special_at)
+                # The batch's call leaves the interpreter to others while it works.
+                encoding = library.encode_batch_fast(
+                    [named], add_special_tokens=adds_special_tokens
+                )[0]
+                if max_tokens is not None and len(encoding) > max_tokens:
+                    raise _too_long(f"{len(encoding)} tokens", max_tokens, param)
+                if self.refuses_special and special_at is None:
+                    self._check_not_special(encoding, param)
+                return tuple(encoding.ids)
+
+        return await self._lanes.run(len(text), work)
+
+    def _with_names(self, text: str, special_at: Spans) -> tuple[tokenizers.Tokenizer, str]:
+        if self._marked is None:
+            raise InvalidRequest(
+                "this model's special tokens cannot be told from text: use /v1/completions",
+                param="messages",
+                code="unsupported_parameter",
+            )
+        return self._marked.library, self._marked.named(text, special_at)
+
+    def _check_not_special(self, encoding: tokenizers.Encoding, param: str) -> None:
+        """What the tokenizer itself put around the text is masked."""
+        if self._special_ids.isdisjoint(encoding.ids):
+            return
+        pairs = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
+        if any(i in self._special_ids and not is_around for i, is_around in pairs):
+            raise InvalidRequest(
+                f"{param} has a special token's text, which is refused here: send token ids",
+                param=param,
+                code="invalid_value",
+            )
+
+    async def decode(
+        self, token_ids: Sequence[int], *, max_tokens: int | None = None, param: str = "ids"
+    ) -> str:
+        """The text of these ids, special tokens left out.
+
+        Raises ContextLengthExceeded for more than `max_tokens`, InvalidRequest.
+        """
+        if max_tokens is not None and len(token_ids) > max_tokens:
+            raise _too_long(f"{len(token_ids)} tokens", max_tokens, param)
+
+        def work() -> str:
+            ids = list(token_ids)
+            if not self.hidden_ids.isdisjoint(ids):
+                ids = [i for i in ids if i not in self.hidden_ids]
+            with refusing("the model's tokenizer cannot decode these ids", param):
+                text: str = self._library.decode_batch([ids])[0]
+                return text
+
+        return await self._lanes.run(len(token_ids), work)
+
+    def token(self, token_id: int) -> TokenText:
+        """One token alone, special or not."""
+        if (found := self._tokens.get(token_id)) is None:
+            found = self._tokens[token_id] = token_text(self._library, token_id)
+        return found
+
+    def detokenizer(
+        self, prompt_token_ids: Sequence[int], *, skips_special_tokens: bool = True
+    ) -> Detokenizer:
+        """An incremental detokenizer for the continuation of this prompt."""
+        return Detokenizer(
+            self._library,
+            self._whole_texts,
+            self.hidden_ids,
+            prompt_token_ids,
+            skips_special_tokens,
+        )
+
+    def close(self) -> None:
+        self._lanes.close()
+
+
+class NoTokenizer:
+    """In a `Tokenizer`'s place where there is none: token ids are served, text is refused."""
+
+    vocab_size = 0
+
+    async def encode(
+        self,
+        text: str,
+        *,
+        adds_special_tokens: bool = True,
+        special_at: Spans | None = None,
+        max_tokens: int | None = None,
+        param: str = "prompt",
+    ) -> tuple[int, ...]:
+        """Raises InvalidRequest."""
+        raise _no_text(param)
+
+    async def decode(
+        self, token_ids: Sequence[int], *, max_tokens: int | None = None, param: str = "ids"
+    ) -> str:
+        """Raises InvalidRequest."""
+        raise _no_text(param)
+
+    def token(self, token_id: int) -> TokenText:
+        """Its id stands for it."""
+        name = f"token_id:{token_id}"
+        return TokenText(name, name.encode())
+
+    def detokenizer(
+        self, prompt_token_ids: Sequence[int], *, skips_special_tokens: bool = True
+    ) -> SilentDetokenizer:
+        """One that has no text for any token."""
+        return SilentDetokenizer()
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class SilentDetokenizer:
+    """Every token's text is empty."""
+
+    def step(self, token_id: int) -> str:
+        return ""
+
+
+def _too_long(what: str, max_tokens: int, param: str) -> ContextLengthExceeded:
+    return ContextLengthExceeded(
+        f"{param} ({what}) does not fit the context of {max_tokens} tokens", param=param
+    )
+
+
+def _no_text(param: str) -> InvalidRequest:
+    return InvalidRequest(
+        "this gateway has no tokenizer: give the prompt as token ids, without stop strings",
+        param=param,
+    )
+
+
+def check_needs_no_text(stop: Sequence[str]) -> None:
+    """Raise InvalidRequest for what a gateway without a tokenizer cannot judge."""
+    if stop:
+        raise _no_text("stop")

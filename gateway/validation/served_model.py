@@ -1,0 +1,81 @@
+"""The model as the gateway knows it: its name, its limits, its tokenizer. Never its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...constraints.grammars import Grammars
+from ...core.config import GatewayConfig
+from ...core.errors import StartupFailed
+from ...core.model_dir import eos_token_ids, read_json, resolve_model_dir
+from ..text.special_tokens import Spans
+from ..text.tokenizer import NoTokenizer, Tokenizer, check_needs_no_text
+from .constraint_check import ConstraintCheck
+from .validation import Draft, ModelLimits
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """`limits` are the model's own, before any node is known."""
+
+    limits: ModelLimits
+    eos_token_ids: tuple[int, ...]
+    tokenizer: Tokenizer | NoTokenizer
+    model_dir: Path
+    constraints: ConstraintCheck
+
+    @classmethod
+    def load(cls, config: GatewayConfig) -> ServedModel:
+        """Read the model directory's JSON files; raises StartupFailed saying what is wrong."""
+        model_dir = resolve_model_dir(config.model)
+        name = config.served_model_name or model_dir.resolve().name
+        eos_ids = eos_token_ids(model_dir)
+        tokenizer = (
+            NoTokenizer()
+            if config.skip_tokenizer_init
+            else Tokenizer.load(
+                model_dir,
+                eos_ids,
+                refuses_special=config.special_tokens_in_prompts == "refuse",
+            )
+        )
+        limits = _read_limits(model_dir, name)
+        constraints = ConstraintCheck(Grammars(model_dir, limits.vocab_size, eos_ids))
+        return cls(limits, eos_ids, tokenizer, model_dir, constraints)
+
+    async def prompt_token_ids(
+        self, draft: Draft, max_model_len: int, special_at: Spans | None = None
+    ) -> Sequence[int]:
+        """The draft's prompt as token ids; `special_at`: see Tokenizer.encode.
+
+        Raises InvalidRequest where it needs a tokenizer that is not there, ContextLengthExceeded.
+        """
+        if isinstance(self.tokenizer, NoTokenizer):
+            check_needs_no_text(draft.sampling.stop)
+        if isinstance(draft.prompt, str):
+            return await self.tokenizer.encode(
+                draft.prompt,
+                adds_special_tokens=draft.adds_special_tokens,
+                special_at=special_at,
+                max_tokens=max_model_len,
+            )
+        return draft.prompt
+
+    def close(self) -> None:
+        """End its threads."""
+        self.tokenizer.close()
+        self.constraints.close()
+
+
+def _read_limits(model_dir: Path, name: str) -> ModelLimits:
+    path = model_dir / "config.json"
+    config = read_json(path)
+    found = {}
+    for key in ("vocab_size", "max_position_embeddings"):
+        value = config.get(key)
+        if type(value) is not int or value < 1:
+            raise StartupFailed(f"{path} has no {key}", hint="--model takes a decoder-only model")
+        found[key] = value
+    return ModelLimits(name, found["vocab_size"], found["max_position_embeddings"])

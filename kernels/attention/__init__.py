@@ -1,0 +1,1 @@
+"""Paged attention: torch, FlashInfer, Triton."""

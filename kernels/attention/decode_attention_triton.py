@@ -1,0 +1,288 @@
+"""Paged decode attention in Triton: any head size, any group, float32 too.
+
+    keys of a step:   | seq 0 .......................... | seq 1 .... | seq 2 ........... |
+    shares:           |  share 0  |  share 1  |  share 2 |  share 3   | share 4 | share 5 |
+
+A program takes all query heads of one kv head against one share of a sequence's keys; where a
+sequence has several, a second kernel joins them (flash decoding, Dao et al. 2023). Shares are about
+equal over the whole step, not per sequence: else one long sequence among short ones would keep a
+few programs busy while all others are done. How many there can be depends on the number of
+sequences alone, so a CUDA graph of so many can replay any step; the shares themselves it reads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..dependent_launch import launch_options, let_next_in, wait_for_previous
+from ..upload import upload_into
+from .attention import BlockTables, flatten_tables
+from .attention_triton import LOG2_E, dot_precision
+
+# A decode's programs are small, so that many of them keep loads in flight on each multiprocessor.
+_TILE_KEYS = 64
+_WARPS = 2
+_STAGES = 3
+_PROGRAMS_WANTED = 1320  # twice what an H200 holds at once: uneven shares even out
+_JOINS_AT_MOST = 2048  # programs
+_JOINED_AT_ONCE = tl.constexpr(32)
+
+Int32s = NDArray[Any]
+
+
+def max_shares(num_seqs: int, kv_heads: int) -> int:
+    """Of any step with so many sequences."""
+    return num_seqs + -(-_PROGRAMS_WANTED // kv_heads)
+
+
+def divide(seq_lens: Sequence[int], kv_heads: int) -> tuple[Int32s, Int32s]:
+    """Divide the keys of a step: (shares [shares, 3]: sequence, first key, end; indptr [seqs + 1]).
+
+    Sequence i's shares are those from indptr[i] to indptr[i + 1]. They are whole tiles but for a
+    sequence's last, equal within a tile, and at most `max_shares` in number.
+    """
+    lens = np.asarray(seq_lens, np.int64)
+    wanted = max_shares(len(lens), kv_heads) - len(lens)
+    most = max(_TILE_KEYS, -(-int(lens.sum()) // wanted))
+    counts = -(-lens // most)
+    sizes = -(-lens // counts // _TILE_KEYS) * _TILE_KEYS  # rounding up may leave a share over
+    counts = -(-lens // sizes)
+    indptr = np.zeros(len(lens) + 1, np.int32)
+    np.cumsum(counts, out=indptr[1:])
+    shares = np.empty((int(indptr[-1]), 3), np.int32)
+    sequence = shares[:, 0] = np.repeat(np.arange(len(lens)), counts)
+    first = shares[:, 1] = (np.arange(len(shares)) - indptr[sequence]) * sizes[sequence]
+    shares[:, 2] = np.minimum(first + sizes[sequence], lens[sequence])
+    return shares, indptr
+
+
+class TritonDecode:
+    """A DecodePart for at most `max_num_seqs` decodes."""
+
+    def __init__(self, pool: Tensor, max_num_seqs: int, max_model_len: int) -> None:
+        self._kv_heads, self._block_size, self._head_dim = pool.shape[3:]
+        max_blocks = max_num_seqs * -(-max_model_len // self._block_size)
+        most = max_shares(max_num_seqs, self._kv_heads)
+        # Fixed places: a CUDA graph reads them again at every replay.
+        self._tables = pool.new_zeros(max_num_seqs + 1, dtype=torch.int32)
+        self._indices = pool.new_zeros(max_blocks, dtype=torch.int32)
+        self._seq_lens = pool.new_zeros(max_num_seqs, dtype=torch.int32)
+        self._shares = pool.new_zeros((most, 3), dtype=torch.int32)
+        self._indptr = pool.new_zeros(max_num_seqs + 1, dtype=torch.int32)
+
+    def plan(self, seq_lens: Sequence[int], block_tables: BlockTables, *, is_graph: bool) -> None:
+        tables, indices = flatten_tables(seq_lens, block_tables, self._block_size)
+        found, indptr = divide(seq_lens, self._kv_heads)
+        shares = np.zeros((max_shares(len(seq_lens), self._kv_heads), 3), np.int32)
+        shares[: len(found)] = found  # a share of no keys is none
+        upload_into(self._tables, tables)
+        upload_into(self._indices, indices)
+        upload_into(self._seq_lens, np.array(seq_lens, np.int32))
+        upload_into(self._shares, shares)
+        upload_into(self._indptr, indptr)
+
+    def run(self, q: Tensor, layer_pool: Tensor, out: Tensor, window: int | None) -> None:
+        n, heads, dim = q.shape
+        shares, device = max_shares(n, self._kv_heads), q.device
+        partial = torch.empty((shares, heads, dim), dtype=torch.float32, device=device)
+        log_sums = torch.empty((shares, heads), dtype=torch.float32, device=device)
+        dim_padded = triton.next_power_of_2(dim)
+        group = heads // self._kv_heads
+        # Heads of a share run side by side: they read the same blocks, and a block of a layer lies
+        # in a page of memory of its own (heads in the outer place cost 20 % at 64 x 4k).
+        _attend_share[(self._kv_heads, shares)](
+            q,
+            layer_pool,
+            self._tables,
+            self._indices,
+            self._seq_lens,
+            self._shares,
+            self._indptr,
+            out,
+            partial,
+            log_sums,
+            LOG2_E / math.sqrt(dim),
+            q.stride(0),
+            layer_pool.stride(0),
+            window or 0,
+            HAS_WINDOW=window is not None,
+            KV_HEADS=self._kv_heads,
+            GROUP=group,
+            GROUP_PADDED=max(16, triton.next_power_of_2(group)),
+            BLOCK_SIZE=self._block_size,
+            DIM=dim,
+            DIM_PADDED=dim_padded,
+            TILE_KEYS=_TILE_KEYS,
+            PRECISION=dot_precision(q),
+            num_warps=_WARPS,
+            num_stages=_STAGES,
+            **launch_options(device),
+        )
+        # Where there are many sequences most have one share, and nothing to join.
+        heads_each = group if n * heads > _JOINS_AT_MOST else 1
+        _join_shares[(n, heads // heads_each)](
+            partial,
+            log_sums,
+            self._indptr,
+            out,
+            HEADS=heads,
+            HEADS_EACH=heads_each,
+            DIM=dim,
+            DIM_PADDED=dim_padded,
+            num_warps=1,
+            **launch_options(device),
+        )
+
+
+@triton.jit
+def _attend_share(
+    q,
+    layer_pool,
+    tables,
+    indices,
+    seq_lens,
+    shares,
+    indptr,
+    out,
+    partial,
+    log_sums,
+    scale,
+    q_stride,
+    block_stride,
+    window,
+    HAS_WINDOW: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_in(PDL)
+    wait_for_previous(PDL)
+    kv_head, share = tl.program_id(0), tl.program_id(1)
+    sequence = tl.load(shares + share * 3)
+    begin, end = tl.load(shares + share * 3 + 1), tl.load(shares + share * 3 + 2)
+    if begin >= end:
+        return
+    if HAS_WINDOW:
+        begin = tl.maximum(begin, tl.load(seq_lens + sequence) - window)
+    rows, dims = tl.arange(0, GROUP_PADDED), tl.arange(0, DIM_PADDED)
+    is_row, is_dim = rows < GROUP, dims < DIM
+    head = kv_head * GROUP + rows
+    query = q + sequence.to(tl.int64) * q_stride
+    queries = tl.load(
+        query + head[:, None] * DIM + dims[None, :],
+        mask=is_row[:, None] & is_dim[None, :],
+        other=0.0,
+    )
+    table = indices + tl.load(tables + sequence)
+    best = tl.full((GROUP_PADDED,), float("-inf"), tl.float32)
+    total = tl.zeros((GROUP_PADDED,), tl.float32)
+    acc = tl.zeros((GROUP_PADDED, DIM_PADDED), tl.float32)
+    for first in range(begin, end, TILE_KEYS):
+        positions = first + tl.arange(0, TILE_KEYS)
+        is_key = positions < end
+        block = tl.load(table + positions // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
+        keys = layer_pool + block * block_stride + positions % BLOCK_SIZE * DIM
+        keys += kv_head * BLOCK_SIZE * DIM
+        at = keys[:, None] + dims[None, :]
+        mask = is_key[:, None] & is_dim[None, :]
+        k = tl.load(at, mask=mask, other=0.0)
+        scores = tl.dot(queries, k.T, input_precision=PRECISION) * scale
+        scores = tl.where(is_key[None, :], scores, float("-inf"))
+        larger = tl.maximum(best, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - larger[:, None])
+        fade = tl.exp2(best - larger)
+        total = total * fade + tl.sum(weights, axis=1)
+        v = tl.load(at + KV_HEADS * BLOCK_SIZE * DIM, mask=mask, other=0.0)
+        acc = acc * fade[:, None]
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+        best = larger
+    share_sum = tl.where(total > 0, total, 1.0)  # outside the window a share is nothing
+    result = acc / share_sum[:, None]
+    mask = is_row[:, None] & is_dim[None, :]
+    num_shares = tl.load(indptr + sequence + 1) - tl.load(indptr + sequence)
+    if num_shares == 1:  # the share that is the whole is the result
+        at = sequence.to(tl.int64) * KV_HEADS * GROUP + head
+        tl.store(out + at[:, None] * DIM + dims[None, :], result.to(out.dtype.element_ty), mask)
+    else:
+        at = share.to(tl.int64) * KV_HEADS * GROUP + head
+        tl.store(partial + at[:, None] * DIM + dims[None, :], result, mask)
+        log_sum = tl.where(total > 0, best + tl.log2(share_sum), float("-inf"))
+        tl.store(log_sums + at, log_sum, mask=is_row)
+
+
+@triton.jit
+def _join_shares(
+    partial,
+    log_sums,
+    indptr,
+    out,
+    HEADS: tl.constexpr,
+    HEADS_EACH: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_in(PDL)
+    wait_for_previous(PDL)
+    sequence = tl.program_id(0)
+    begin, end = tl.load(indptr + sequence), tl.load(indptr + sequence + 1)
+    if end - begin <= 1:
+        return
+    dims = tl.arange(0, DIM_PADDED)
+    for index in tl.static_range(HEADS_EACH):
+        head = tl.program_id(1) * HEADS_EACH + index
+        joined = _joined(partial, log_sums, begin, end, head, HEADS, DIM, DIM_PADDED)
+        at = sequence.to(tl.int64) * HEADS + head
+        tl.store(out + at * DIM + dims, joined.to(out.dtype.element_ty), mask=dims < DIM)
+
+
+@triton.jit
+def _joined(
+    partial,
+    log_sums,
+    begin,
+    end,
+    head,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+):
+    """One head of a sequence, float32 [DIM_PADDED], out of the shares from `begin` to `end`."""
+    dims = tl.arange(0, DIM_PADDED)
+    best = tl.full((), float("-inf"), tl.float32)
+    total = tl.zeros((), tl.float32)
+    joined = tl.zeros((DIM_PADDED,), tl.float32)
+    for first in range(begin, end, _JOINED_AT_ONCE):
+        shares = first + tl.arange(0, _JOINED_AT_ONCE)
+        is_share = shares < end
+        at = shares.to(tl.int64) * HEADS + head
+        log_sum = tl.load(log_sums + at, mask=is_share, other=float("-inf"))
+        larger = tl.maximum(best, tl.max(log_sum, axis=0))
+        # As long as all shares lie outside the window there is nothing to weigh them by.
+        finite = tl.where(larger > float("-inf"), larger, 0.0)
+        weights = tl.exp2(log_sum - finite)
+        fade = tl.exp2(best - finite)
+        values = tl.load(
+            partial + at[:, None] * DIM + dims[None, :],
+            mask=is_share[:, None] & (dims < DIM)[None, :],
+            other=0.0,
+        )
+        joined = joined * fade + tl.sum(values * weights[:, None], axis=0)
+        total = total * fade + tl.sum(weights, axis=0)
+        best = larger
+    return joined / total

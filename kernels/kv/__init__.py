@@ -1,0 +1,1 @@
+"""KV blocks: rotate, store, move."""

@@ -1,0 +1,1 @@
+"""Norms, activations, and the set of operations that a device fills."""

@@ -1,0 +1,273 @@
+"""A matrix times 33 to 64 vectors on Hopper: the weight is on its way before the vectors are.
+
+    a warp     weight ─TMA─► early stages │ the kernel in front has ended │ vectors ─TMA─► them too
+               weight, vectors ─TMA─► each further stage, once it is empty
+    four more  a stage is full ─► wgmma ─► it is empty
+
+A weight depends on nothing that a step computes. What is in front of a product, a norm, a sum over
+GPUs, the last programs of another product, leaves the memory idle for microseconds, which are some
+stages' worth. To fill more of them early slows down what is in front, which waits for memory too.
+
+A product that ranks add up goes from here to the ranks that add it up: 64 rows of 8192 outputs
+are there 1.4 to 3 us earlier than if the sum's kernel had to read and send them.
+
+Gluon is the lower level of Triton, where a kernel says itself what is in flight.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..dependent_launch import launch_options, let_next_in, wait_for_previous
+from ..peer_reduce_triton import Exchange, slot_at, state_of
+from ..row_room import ROWS_AT_ONCE, empty_rows
+from .streamed_product import Stages
+
+_ROWS = gl.constexpr(ROWS_AT_ONCE)  # which a warp group multiplies
+_WARPS = 4
+_REGISTERS = 96  # so few that what is behind comes in early; the producer's go to the others
+_PRODUCER_REGISTERS = gl.constexpr(24)
+_ask = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # as of old
+
+
+def streamed_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, stages: Stages, *, is_gated: bool = False
+) -> Tensor:
+    """x [rows, inputs] @ weight [outputs, inputs]^T + bias -> [rows, outputs], of two bytes each.
+
+    At most 64 rows, with room for 64. `is_gated`: `activation.silu_and_mul` of the same, half as
+    many outputs. Sums in float32; a row's do not depend on the others.
+    """
+    num_outputs = len(weight) // (2 if is_gated else 1)
+    out = empty_rows((len(x), num_outputs), x)
+    _launch(x, weight, bias, stages, out, num_outputs, is_gated=is_gated)
+    return out
+
+
+def send_streamed_product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stages: Stages,
+    exchange: Exchange,
+    *,
+    in_parts: bool,
+) -> None:
+    """The same, as this rank's summand, to where the next `peer_add_rms_norm` adds it up."""
+    ranks = {"rank": exchange.rank, "num_ranks": exchange.num_ranks}
+    pitch = exchange.pitch(len(weight), in_parts=in_parts)
+    _launch(x, weight, bias, stages, exchange.bases, len(weight), **ranks, pitch=pitch)
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stages: Stages,
+    out: Tensor,
+    num_outputs: int,
+    *,
+    is_gated: bool = False,
+    rank: int = 0,
+    num_ranks: int = 1,
+    pitch: int = 0,
+) -> None:
+    """`out`: the product, or of several ranks `Exchange.bases`."""
+    whole_x = torch.as_strided(x, (ROWS_AT_ONCE, x.shape[1]), x.stride())
+    _streamed_product[(triton.cdiv(num_outputs, stages.outputs),)](
+        _boxes(whole_x, [ROWS_AT_ONCE, stages.inputs]),
+        _boxes(weight, [stages.outputs, stages.inputs]),
+        weight if bias is None else bias,
+        out,
+        len(x),
+        num_outputs,
+        x.shape[1],
+        rank,
+        HAS_BIAS=bias is not None,
+        IS_GATED=is_gated,
+        RANKS=num_ranks,
+        PITCH=pitch,
+        OUTPUTS=stages.outputs,
+        INPUTS=stages.inputs,
+        STAGES=stages.count,
+        EARLY=stages.early,
+        num_warps=_WARPS,
+        maxnreg=_REGISTERS,
+        **launch_options(x.device),
+    )
+
+
+def _boxes(matrix: Tensor, box: list[int]) -> TensorDescriptor:
+    """What the copy engine of a multiprocessor (TMA) needs to know to load such boxes."""
+    return TensorDescriptor.from_tensor(matrix, box, _layout(tuple(box), matrix.dtype))
+
+
+@functools.cache
+def _layout(box: tuple[int, int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    kind = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    return gl.NVMMASharedLayout.get_default_for(list(box), kind)
+
+
+@gluon.jit
+def _ask_weight(matrix, num_outputs, column, full, ws, stage, HALVES: gl.constexpr):
+    """Begin to fill a stage with its part of the weight; `full` waits for the vectors too."""
+    OUTPUTS: gl.constexpr = matrix.block_shape[0]
+    num_bytes: gl.constexpr = (_ROWS + HALVES * OUTPUTS) * matrix.block_shape[1] * 2
+    mbarrier.expect(full.index(stage), num_bytes)
+    for half in gl.static_range(HALVES):
+        corner = [gl.program_id(0) * OUTPUTS + half * num_outputs, column]
+        _ask(matrix, corner, full.index(stage), ws.index(stage * HALVES + half))
+
+
+@gluon.jit
+def _fill(
+    vectors,
+    matrix,
+    xs,
+    ws,
+    full,
+    empty,
+    num_outputs,
+    num_inputs,
+    HALVES: gl.constexpr,
+    EARLY: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """One warp: have stage after stage filled, as they become empty."""
+    STAGES: gl.constexpr = xs.shape[0]
+    INPUTS: gl.constexpr = vectors.block_shape[1]
+    num_steps = gl.cdiv(num_inputs, INPUTS)
+    for step in range(gl.minimum(EARLY, num_steps)):
+        _ask_weight(matrix, num_outputs, step * INPUTS, full, ws, step, HALVES)
+    wait_for_previous(PDL)
+    for step in range(gl.minimum(EARLY, num_steps)):
+        _ask(vectors, [0, step * INPUTS], full.index(step), xs.index(step))
+    for step in range(EARLY, num_steps):
+        stage = step % STAGES
+        mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+        _ask_weight(matrix, num_outputs, step * INPUTS, full, ws, stage, HALVES)
+        _ask(vectors, [0, step * INPUTS], full.index(stage), xs.index(stage))
+
+
+@gluon.jit
+def _multiply(xs, ws, full, empty, num_steps, sums, up_sums, HALVES: gl.constexpr):
+    """Four warps: add up stage after stage, as they become full."""
+    STAGES: gl.constexpr = xs.shape[0]
+    for step in range(num_steps):
+        stage = step % STAGES
+        mbarrier.wait(full.index(stage), step // STAGES & 1)
+        x, tile = xs.index(stage), ws.index(stage * HALVES).permute((1, 0))
+        sums = warpgroup_mma(x, tile, sums, is_async=True)
+        if HALVES == 2:
+            tile = ws.index(stage * HALVES + 1).permute((1, 0))
+            up_sums = warpgroup_mma(x, tile, up_sums, is_async=True)
+        sums, up_sums = warpgroup_mma_wait(HALVES, deps=(sums, up_sums))
+        # What the step before has read is empty.
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=step > 0)
+    return warpgroup_mma_wait(0, deps=(sums, up_sums))
+
+
+@gluon.jit
+def _send(
+    summand, first, bases, rank, num_rows, num_outputs, RANKS: gl.constexpr, PITCH: gl.constexpr
+):
+    """Outputs of all rows, from `first` on, to the ranks' slots: see peer_reduce_triton.py."""
+    OUTPUTS: gl.constexpr = summand.shape[1]
+    across: gl.constexpr = OUTPUTS // 8  # threads, of 16 bytes each
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
+    words = gl.convert_layout(summand, layout).to(gl.int16, bitcast=True)
+    words = gl.where(words == -32768, 0, words).to(gl.int16)
+    rows = gl.arange(0, _ROWS, gl.SliceLayout(1, layout))
+    outputs = first + gl.arange(0, OUTPUTS, gl.SliceLayout(0, layout))
+    turns = gl.load(state_of(gl.load(bases + rank), rows), mask=rows < num_rows, other=0)
+    owner = 0  # in parts: of all these outputs
+    if PITCH > 0:
+        gl.static_assert(PITCH % OUTPUTS == 0)
+        owner = first // PITCH
+    at = slot_at(turns, rows, rank)[:, None] // 2 + (outputs - owner * PITCH)[None, :]
+    mask = (rows < num_rows)[:, None] & (outputs < num_outputs)[None, :]
+    for index in gl.static_range(1 if PITCH > 0 else RANKS):
+        receiver = owner if PITCH > 0 else (rank + index) % RANKS
+        base = gl.load(bases + receiver).to(gl.pointer_type(gl.int16))
+        gl.store(gl.multiple_of(base, 16) + at, words, mask=mask)
+
+
+@gluon.jit(do_not_specialize=["num_rows"])
+def _streamed_product(
+    vectors,
+    matrix,
+    bias,
+    out,
+    num_rows,
+    num_outputs,
+    num_inputs,
+    rank,
+    HAS_BIAS: gl.constexpr,
+    IS_GATED: gl.constexpr,
+    RANKS: gl.constexpr,
+    PITCH: gl.constexpr,
+    OUTPUTS: gl.constexpr,
+    INPUTS: gl.constexpr,
+    STAGES: gl.constexpr,
+    EARLY: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    HALVES: gl.constexpr = 2 if IS_GATED else 1
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OUTPUTS, 16])
+    type: gl.constexpr = vectors.dtype
+    xs = gl.allocate_shared_memory(type, [STAGES, _ROWS, INPUTS], vectors.layout)
+    ws = gl.allocate_shared_memory(type, [STAGES * HALVES, OUTPUTS, INPUTS], matrix.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(STAGES):
+        mbarrier.init(full.index(index), count=1)
+        mbarrier.init(empty.index(index), count=1)
+    fence_async_shared()
+    let_next_in(PDL)
+    sums = gl.zeros((_ROWS, OUTPUTS), gl.float32, layout)
+    up_sums = gl.zeros((_ROWS, OUTPUTS), gl.float32, layout)
+    num_steps = gl.cdiv(num_inputs, INPUTS)
+    sums, up_sums = gl.warp_specialize(
+        [
+            (_multiply, (xs, ws, full, empty, num_steps, sums, up_sums, HALVES)),
+            (
+                _fill,
+                (vectors, matrix, xs, ws, full, empty, num_outputs, num_inputs, HALVES, EARLY, PDL),
+            ),
+        ],
+        [1],
+        [_PRODUCER_REGISTERS],
+    )
+    first = gl.program_id(0) * OUTPUTS
+    outputs = first + gl.arange(0, OUTPUTS, gl.SliceLayout(0, layout))
+    is_output = outputs < num_outputs
+    if HAS_BIAS:
+        sums += gl.load(bias + outputs, mask=is_output, other=0.0).to(gl.float32)[None, :]
+        if IS_GATED:
+            up_bias = gl.load(bias + num_outputs + outputs, mask=is_output, other=0.0)
+            up_sums += up_bias.to(gl.float32)[None, :]
+    if IS_GATED:  # as in activation_triton.py, the products rounded as if they had been stored
+        gate = sums.to(type).to(gl.float32)
+        gated = (gate / (1.0 + gl.exp(-gate))).to(type).to(gl.float32)
+        sums = gated * up_sums.to(type).to(gl.float32)
+    if RANKS > 1:
+        wait_for_previous(PDL)  # these warps read what other kernels wrote, too
+        _send(sums.to(type), first, out, rank, num_rows, num_outputs, RANKS, PITCH)
+    else:
+        rows = gl.arange(0, _ROWS, gl.SliceLayout(1, layout))[:, None]
+        at = out + rows * num_outputs + outputs[None, :]
+        gl.store(at, sums.to(type), mask=(rows < num_rows) & is_output[None, :])

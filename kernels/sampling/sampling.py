@@ -1,0 +1,150 @@
+"""From logits to tokens: adjustment, temperature, min-p, top-k, top-p, noise from a key.
+
+    noise[id] = gumbel(mix64(key + (id + 1) * GOLDEN))        splitmix64's stream seeded by key
+    token     = argmax(filtered(adjusted(logits) / temperature) + noise)
+
+which draws from the softmax of the filtered logits (Gumbel-max). No generator, no state: a token
+depends on its own logits and key, never on the batch. The integers are exact on every device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..upload import upload
+from .logit_adjustment import LogitAdjustment, adjust_logits
+from .logprobs import token_logprobs
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIN_TEMPERATURE = 1e-5  # below it is greedy in float32, and division would overflow
+_LARGEST_BELOW_ONE = 1 - 2.0**-24
+
+
+@dataclass(frozen=True, slots=True)
+class RowSampling:
+    """How to sample one row. `temperature` 0 is greedy and ignores filters and key."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float
+    key: int  # unsigned 64-bit
+    min_p: float = 0.0
+    adjustment: LogitAdjustment | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether temperature and noise are all there is to it."""
+        has_filter = self.top_k is not None or self.top_p < 1 or self.min_p > 0
+        return self.adjustment is None and not (has_filter and self.temperature > 0)
+
+
+def sample(logits: Tensor, rows: Sequence[RowSampling]) -> tuple[Tensor, Tensor]:
+    """logits [rows, vocab] -> token ids [rows] int64 and their log-probabilities [rows] float32.
+
+    Greedy takes the lowest id of equals. The log-probability is under the unadjusted, unfiltered
+    distribution at temperature 1, whatever the row asks for; it is NaN if the logits are no
+    distribution (NaN or +inf among them), and the token then means nothing.
+    """
+    logits = logits.float()
+    scores = logits
+    adjusted = [i for i, row in enumerate(rows) if row.adjustment is not None]
+    if adjusted:
+        index = _on_device(adjusted, logits.device)
+        adjustments = [rows[i].adjustment or LogitAdjustment() for i in adjusted]
+        changed = adjust_logits(logits.index_select(0, index), adjustments)
+        scores = logits.index_copy(0, index, changed)
+    drawn = [i for i, row in enumerate(rows) if row.temperature > 0]
+    if drawn:
+        index = _on_device(drawn, logits.device)
+        noisy = _noisy(scores.index_select(0, index), [rows[i] for i in drawn])
+        scores = scores.index_copy(0, index, noisy)
+    token_ids = scores.argmax(-1)
+    return token_ids, token_logprobs(logits, token_ids)
+
+
+def _noisy(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:
+    """The rows' scaled, filtered logits plus their noise."""
+    device, vocab_size = logits.device, logits.shape[-1]
+    temperatures = _on_device([max(row.temperature, _MIN_TEMPERATURE) for row in rows], device)
+    scaled = logits / temperatures[:, None]
+    limited = [i for i, row in enumerate(rows) if row.min_p > 0]
+    if limited:
+        index = _on_device(limited, device)
+        min_p = _on_device([rows[i].min_p for i in limited], device)
+        scaled.index_copy_(0, index, drop_unlikely(scaled.index_select(0, index), min_p))
+    top_ks = [vocab_size if row.top_k is None else min(row.top_k, vocab_size) for row in rows]
+    filtered = [i for i, row in enumerate(rows) if top_ks[i] < vocab_size or row.top_p < 1]
+    if filtered:
+        index = _on_device(filtered, device)
+        top_k = _on_device([top_ks[i] for i in filtered], device)
+        top_p = _on_device([rows[i].top_p for i in filtered], device)
+        kept = filter_logits(scaled.index_select(0, index), top_k, top_p)
+        scaled.index_copy_(0, index, kept)
+    keys = _on_device([as_signed(row.key) for row in rows], device)
+    return scaled.add_(gumbel_noise(keys, vocab_size))
+
+
+def drop_unlikely(logits: Tensor, min_p: Tensor) -> Tensor:
+    """Set to -inf what is less likely than min_p [rows] times the likeliest. logits [rows, vocab].
+
+    Min-p of Nguyen et al. 2024, "Turning Up the Heat", section 3.
+    """
+    least = logits.amax(-1) + min_p.log()
+    return logits.masked_fill(logits < least[:, None], -math.inf)
+
+
+def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Set what the filters drop to -inf. logits [rows, vocab], top_k and top_p [rows].
+
+    Top-k keeps the k largest and what equals the k-th; top-p then keeps, in falling order, each
+    token before which less than p of the remaining probability lies. One token is always kept.
+    """
+    ordered, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
+    kth = ordered.gather(-1, top_k[:, None] - 1)
+    ordered = ordered.masked_fill(ordered < kth, -math.inf)
+    probs = ordered.softmax(-1)
+    is_dropped = probs.cumsum(-1) - probs >= top_p[:, None]
+    # A p of 1 must drop nothing, but a rounded sum may reach 1 before the last token.
+    is_dropped &= top_p[:, None] < 1
+    is_dropped[:, 0] = False
+    ordered = ordered.masked_fill_(is_dropped, -math.inf)
+    return torch.empty_like(logits).scatter_(-1, ids, ordered)
+
+
+def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
+    """Standard Gumbel noise [rows, vocab] float32 for keys [rows], int64 bit patterns.
+
+    From a uniform v in (0, 1): -log(-log(1 - v)). Small v make the large noise that decides, and
+    float32 is finest near 0, so the tail is exact down to v = 2**-64.
+    """
+    ids = torch.arange(1, vocab_size + 1, device=keys.device)
+    bits = mix64(keys[:, None] + ids * as_signed(_GOLDEN))
+    v = _shift_right(bits, 1).float().mul_(2.0**-63).add_(2.0**-64)
+    return v.clamp_(max=_LARGEST_BELOW_ONE).neg_().log1p_().neg_().log_().neg_()
+
+
+def mix64(value: Tensor) -> Tensor:
+    """core.sampling.mix64 on int64 bit patterns; products wrap around."""
+    value = (value ^ _shift_right(value, 30)) * as_signed(0xBF58476D1CE4E5B9)
+    value = (value ^ _shift_right(value, 27)) * as_signed(0x94D049BB133111EB)
+    return value ^ _shift_right(value, 31)
+
+
+def as_signed(value: int) -> int:
+    """The int64 with the bits of an unsigned 64-bit integer."""
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _on_device(values: Sequence[int] | Sequence[float], device: torch.device) -> Tensor:
+    """int64, or float32, without waiting for the device."""
+    return upload(torch.tensor(values).numpy(), device)
+
+
+def _shift_right(value: Tensor, count: int) -> Tensor:
+    """Logical shift: `>>` alone would drag the sign bit along."""
+    return (value >> count) & ((1 << (64 - count)) - 1)

@@ -1,0 +1,1 @@
+"""Blocks between GPUs of one host, by mapped memory."""

@@ -1,0 +1,110 @@
+"""The transports between GPUs of one host, best first. Both map the source's pool by its handle.
+
+    cuda_ipc       on our GPU, which reads it over NVLink or PCIe
+    cuda_staged    on the source's GPU, which our process copies to pinned host memory and from
+                   there to our GPU: slower by an order, for pairs without peer access
+
+What is copied, judged and reported is cuda_window.py's.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+
+from ...core.errors import HandoffFailed
+from ...engine.kv.cuda_kv_memory import CudaKvMemory
+from ..export.pool_address import CudaMemory, receive
+from ..window.head_ranges import HeadPiece
+from ..window.network_address import RemotePool
+from .cuda_ipc_copy import CopyMethod, EngineCopy, KernelCopy
+from .cuda_ipc_memory import find_gpu, map_memory, require_peer_access
+from .cuda_staging import StagedCopy
+from .cuda_window import CudaWindow, Reach, cut_of
+
+_LEAST_ENGINE_BYTES = 256 << 10  # pieces smaller than this: not worth measuring, 78 GB/s at 64 KiB
+
+
+class CudaIpcTransport:
+    """Opens windows onto the pools of engines on GPUs of this host that ours can read."""
+
+    name = "cuda_ipc"
+
+    def __init__(self, kv: CudaKvMemory, method: str | None = None) -> None:
+        """`kv` is where blocks are copied to. `method`: "kernel" or "copy-engine"; None measures
+        and chooses, for each window."""
+        self._kv = kv
+        self._method = method
+
+    def connect(
+        self, incarnation: str, piece: HeadPiece | None = None, remote: RemotePool | None = None
+    ) -> CudaWindow:
+        """Raises HandoffFailed: nobody exports it, it lies elsewhere, or this GPU cannot read it.
+
+        Takes up to a second, or as long as the first copy has to be compiled.
+        """
+        return _connect(self.name, incarnation, piece, remote, self._kv, self._reach)
+
+    def _reach(
+        self, opened: ExitStack, memory: CudaMemory, num_bytes: int, piece: HeadPiece | None
+    ) -> list[CopyMethod]:
+        device = self._kv.tensor.device
+        require_peer_access(memory.gpu_uuid, device)
+        methods: list[type[KernelCopy | EngineCopy]] = [KernelCopy]
+        cut = cut_of(piece, self._kv)
+        is_worth_it = cut.width >= _LEAST_ENGINE_BYTES or self._method == EngineCopy.name
+        if is_worth_it and EngineCopy.is_available():
+            methods.append(EngineCopy)
+        wanted = [method for method in methods if self._method in (None, method.name)]
+        if not wanted:
+            raise HandoffFailed(f"this CUDA runtime has no {self._method} for block copies")
+        mapping = map_memory(memory, num_bytes, device)
+        opened.callback(mapping.close)
+        return [method(mapping.address, device, piece) for method in wanted]
+
+
+class CudaStagedTransport:
+    """Opens windows onto the pools of engines on any GPU of this host."""
+
+    name = "cuda_staged"
+
+    def __init__(self, kv: CudaKvMemory) -> None:
+        """`kv` is where blocks are copied to."""
+        self._kv = kv
+
+    def connect(
+        self, incarnation: str, piece: HeadPiece | None = None, remote: RemotePool | None = None
+    ) -> CudaWindow:
+        """Raises HandoffFailed: nobody exports it, or it lies elsewhere.
+
+        Takes some hundred MB of the source's GPU, for this process's context there.
+        """
+        return _connect(self.name, incarnation, piece, remote, self._kv, self._reach)
+
+    def _reach(
+        self, opened: ExitStack, memory: CudaMemory, num_bytes: int, piece: HeadPiece | None
+    ) -> list[CopyMethod]:
+        source = find_gpu(memory.gpu_uuid)
+        mapping = map_memory(memory, num_bytes, source)
+        opened.callback(mapping.close)
+        try:
+            return [StagedCopy(mapping.address, source, self._kv, cut_of(piece, self._kv))]
+        except RuntimeError as error:  # no pinned memory left
+            raise HandoffFailed(f"no staging memory: {error}") from error
+
+
+def _connect(
+    transport: str,
+    incarnation: str,
+    piece: HeadPiece | None,
+    remote: RemotePool | None,
+    kv: CudaKvMemory,
+    reach: Reach,
+) -> CudaWindow:
+    description, fds = receive(incarnation, remote)
+    try:
+        description.require(incarnation, cut_of(piece, kv).source_block_bytes)
+        return CudaWindow(transport, description, fds, kv, piece, reach)
+    finally:
+        for fd in fds:
+            os.close(fd)

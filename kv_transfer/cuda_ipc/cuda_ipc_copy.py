@@ -1,0 +1,218 @@
+"""Two ways to copy blocks out of mapped peer memory, and the choice between them by measurement.
+
+    kernel    one Triton kernel reads all blocks over the link: fastest, but takes multiprocessors
+    engine    one cudaMemcpyBatchAsync for all pieces: the copy engines work, the processors do not
+
+Knows addresses and block ids; generations and threads are cuda_window.py's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...core.errors import HandoffFailed
+from ...engine.kv.cuda_memory import describe_error, forget_error, runtime
+from ...kernels.kv.kv_blocks_triton import pull_blocks, pull_heads
+from ...kernels.upload import upload
+from ..window.block_pairs import Ids
+from ..window.contiguous_runs import Runs, find_runs
+from ..window.head_ranges import BlockCut, HeadPiece
+
+MAX_BLOCKS = 1024  # of one launch
+_ANY_DIRECTION = 4  # cudaMemcpyDefault
+_STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
+_BATCH_SINCE = 13  # the major version of the runtime whose cudaMemcpyBatchAsync we call
+_KERNEL_MUST_BE_FASTER_BY = 1.1  # or decode steps keep all their multiprocessors
+
+
+class CopyMethod(Protocol):
+    """Copies blocks of one mapped pool, or a piece of each, [n, block_bytes] at some address."""
+
+    name: str
+    launches_at_once: bool  # False: to launch takes about as long as to copy
+
+    def prepare(self, ids: Ids, pool: Tensor, stream: torch.cuda.Stream) -> Callable[[], None]:
+        """What starts the copy of ids[0] there to ids[1] of `pool` [blocks, ...] on `stream`.
+
+        At most MAX_BLOCKS of them. To be called once, or never; either raises HandoffFailed.
+        """
+        ...
+
+
+class KernelCopy:
+    """One kernel on the pool's GPU reads all blocks."""
+
+    name = "kernel"
+    launches_at_once = True
+
+    def __init__(self, address: int, device: torch.device, piece: HeadPiece | None = None) -> None:
+        self._address = address
+        self._device = device
+        self._piece = None if piece is None or piece.is_whole else piece
+
+    def prepare(self, ids: Ids, pool: Tensor, stream: torch.cuda.Stream) -> Callable[[], None]:
+        with torch.cuda.stream(stream):
+            there, here = upload(ids, self._device)
+
+        def start() -> None:
+            with torch.cuda.stream(stream):
+                self.copy(there, here, pool)
+
+        return start
+
+    def copy(self, there: Tensor, here: Tensor, pool: Tensor) -> None:
+        """Blocks `there` to those `here`, [n] int64 on the device, on the current stream."""
+        piece = self._piece
+        if piece is None:
+            pull_blocks(self._address, pool, there, here)
+        else:
+            heads = (piece.source_head, pool, piece.my_head, piece.num_heads)
+            pull_heads(self._address, piece.source_heads, *heads, there, here)
+
+
+class EngineCopy:
+    """The copy engines move runs of blocks, all submitted in one call."""
+
+    name = "copy-engine"
+    launches_at_once = True
+
+    def __init__(self, address: int, device: torch.device, piece: HeadPiece | None = None) -> None:
+        self._address = address
+        self._piece = piece
+
+    @staticmethod
+    def is_available() -> bool:
+        """Whether this CUDA runtime has the batched call in the form that we know."""
+        version = ctypes.c_int()
+        runtime().cudaRuntimeGetVersion(ctypes.byref(version))
+        return version.value // 1000 >= _BATCH_SINCE
+
+    def prepare(self, ids: Ids, pool: Tensor, stream: torch.cuda.Stream) -> Callable[[], None]:
+        cut = BlockCut.of(self._piece, 2 * pool.shape[1], pool[0].nbytes)
+        source, target = self._address, pool.data_ptr()
+        if cut.is_whole:
+            return batch_copy(source, target, find_runs(ids), pool[0].nbytes, stream)
+        return rows_batch_copy(source, target, ids, cut, stream)
+
+
+def copy_pieces(
+    source: int, target: int, runs: Runs, block_bytes: int, stream: torch.cuda.Stream
+) -> None:
+    """One call for each run, as `copy_piece`."""
+    for there, here, length in zip(runs.sources, runs.destinations, runs.lengths, strict=True):
+        start, end = source + int(there) * block_bytes, target + int(here) * block_bytes
+        copy_piece(start, end, int(length) * block_bytes, stream)
+
+
+def copy_piece(source: int, target: int, num_bytes: int, stream: torch.cuda.Stream) -> None:
+    """Between addresses of any kind that the driver can tell apart; torch does not know of it.
+
+    Raises HandoffFailed.
+    """
+    status = runtime().cudaMemcpyAsync(
+        ctypes.c_void_p(target),
+        ctypes.c_void_p(source),
+        ctypes.c_size_t(num_bytes),
+        _ANY_DIRECTION,
+        ctypes.c_void_p(stream.cuda_stream),
+    )
+    _check(status)
+
+
+def batch_copy(
+    source: int, target: int, runs: Runs, block_bytes: int, stream: torch.cuda.Stream
+) -> Callable[[], None]:
+    """What copies all runs in one call, which raises HandoffFailed."""
+    return _batch_copy(
+        source + runs.sources * block_bytes,
+        target + runs.destinations * block_bytes,
+        runs.lengths * block_bytes,
+        stream,
+    )
+
+
+def rows_batch_copy(
+    source: int, target: int, ids: Ids, cut: BlockCut, stream: torch.cuda.Stream
+) -> Callable[[], None]:
+    """The same of each row's piece of each block."""
+    rows = np.arange(cut.num_rows)
+    there = ids[0][:, None] * cut.source_block_bytes + rows * cut.source_pitch + cut.source_offset
+    here = ids[1][:, None] * (cut.num_rows * cut.pitch) + rows * cut.pitch + cut.offset
+    sizes = np.full(there.size, cut.width)
+    return _batch_copy(source + there.ravel(), target + here.ravel(), sizes, stream)
+
+
+def copy_2d(
+    source: int,
+    source_pitch: int,
+    target: int,
+    pitch: int,
+    width: int,
+    num_rows: int,
+    stream: torch.cuda.Stream,
+) -> None:
+    """`num_rows` pieces of `width` bytes, `pitch` bytes apart. Raises HandoffFailed."""
+    status = runtime().cudaMemcpy2DAsync(
+        ctypes.c_void_p(target),
+        ctypes.c_size_t(pitch),
+        ctypes.c_void_p(source),
+        ctypes.c_size_t(source_pitch),
+        ctypes.c_size_t(width),
+        ctypes.c_size_t(num_rows),
+        _ANY_DIRECTION,
+        ctypes.c_void_p(stream.cuda_stream),
+    )
+    _check(status)
+
+
+def _batch_copy(from_: Ids, to: Ids, lengths: Ids, stream: torch.cuda.Stream) -> Callable[[], None]:
+    arrays = [each.astype(np.uint64) for each in (to, from_, lengths)]
+    attributes = _CopyAttributes(srcAccessOrder=_STREAM_ORDER)
+    first = ctypes.c_size_t(0)  # the attributes hold from the first piece on
+    arguments = (
+        *(array.ctypes.data_as(ctypes.c_void_p) for array in arrays),  # which keeps it alive
+        ctypes.c_size_t(len(lengths)),
+        ctypes.byref(attributes),
+        ctypes.byref(first),
+        ctypes.c_size_t(1),
+        ctypes.c_void_p(stream.cuda_stream),
+    )
+    return lambda: _check(runtime().cudaMemcpyBatchAsync(*arguments))
+
+
+def _check(status: int) -> None:
+    if status != 0:
+        forget_error()
+        raise HandoffFailed(f"a copy was refused: {describe_error(status)}")
+
+
+def choose(names: Sequence[str], gbytes_per_s: Sequence[float]) -> int:
+    """Which of the measured ways to take: the copy engines unless another clearly wins."""
+    best = max(gbytes_per_s)
+    for index, (name, rate) in enumerate(zip(names, gbytes_per_s, strict=True)):
+        if name == EngineCopy.name and best < rate * _KERNEL_MUST_BE_FASTER_BY:
+            return index
+    return gbytes_per_s.index(best)
+
+
+class _Location(ctypes.Structure):
+    """cudaMemLocation."""
+
+    _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
+
+
+class _CopyAttributes(ctypes.Structure):
+    """cudaMemcpyAttributes; the hints are for managed memory alone."""
+
+    _fields_ = [
+        ("srcAccessOrder", ctypes.c_int),
+        ("srcLocHint", _Location),
+        ("dstLocHint", _Location),
+        ("flags", ctypes.c_uint),
+    ]

@@ -1,0 +1,86 @@
+"""A pool's GPU memory in other processes: exported by the source, found and mapped by pullers.
+
+    source    cudaMalloc ─► handle ──(pool_exporter.py)──► puller    readable from its GPU? map it
+
+Handles and mappings themselves are engine/kv/cuda_sharing.py's. Knows no block and no window.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import uuid
+from collections.abc import Sequence
+
+import torch
+
+from ...core.errors import HandoffFailed
+from ...engine.kv.cuda_kv_memory import CudaKvMemory
+from ...engine.kv.cuda_sharing import MappedMemory, MappingFailed, export_handle, map_handle
+from ..export.pool_address import CudaMemory, PoolDescription, PoolPart
+from ..export.pool_exporter import PoolExporter
+
+
+def export_cuda_pool(
+    incarnation: str,
+    kv: CudaKvMemory,
+    generations_fd: int,
+    key: bytes,
+    parts: Sequence[PoolPart] = (),
+) -> PoolExporter:
+    """Offer `kv` to this host's pullers that hold a key made from `key`.
+
+    Raises StartupFailed if the GPU cannot, or it is offered already.
+    """
+    device = kv.tensor.device
+    memory = CudaMemory(gpu_uuid(device), export_handle(kv.address, device))
+    shape = (kv.block_bytes, kv.num_blocks)
+    description = PoolDescription(incarnation, *shape, memory, tuple(parts))
+    return PoolExporter(description, [generations_fd], key)
+
+
+def gpu_uuid(device: torch.device) -> bytes:
+    """What names a GPU in every process."""
+    return uuid.UUID(str(torch.cuda.get_device_properties(device).uuid)).bytes
+
+
+def map_memory(memory: CudaMemory, num_bytes: int, device: torch.device) -> MappedMemory:
+    """Map a peer's memory with `device` current, which is who can then read it.
+
+    Raises HandoffFailed: the handle is void, or what it opens is smaller than `num_bytes`.
+    """
+    try:
+        mapped = map_handle(memory.ipc_handle, device)
+    except MappingFailed as error:
+        raise HandoffFailed(f"cannot open the peer's GPU memory: {error}") from error
+    with torch.cuda.device(device):
+        size = _allocation_bytes(mapped.address)
+    if size < num_bytes:
+        mapped.close()
+        raise HandoffFailed(f"the peer's memory has {size} bytes, not the {num_bytes} announced")
+    return mapped
+
+
+def _allocation_bytes(address: int) -> int:
+    """The size of the allocation that begins at `address`; 0 if the driver knows none."""
+    base, size = ctypes.c_uint64(), ctypes.c_size_t()
+    query = ctypes.CDLL("libcuda.so.1").cuMemGetAddressRange_v2
+    status = query(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+    return size.value if status == 0 and base.value == address else 0
+
+
+def find_gpu(wanted: bytes) -> torch.device:
+    """The GPU of this uuid; raises HandoffFailed if this process does not see it."""
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        if gpu_uuid(device) == wanted:
+            return device
+    raise HandoffFailed("the source's GPU is not visible to this process")
+
+
+def require_peer_access(wanted: bytes, device: torch.device) -> None:
+    """Raises HandoffFailed unless kernels of `device` can read the memory of the GPU `wanted`."""
+    source = find_gpu(wanted)
+    if source != device and not torch.cuda.can_device_access_peer(device, source):
+        raise HandoffFailed(
+            f"no peer access from {device} to {source} (cudaDeviceCanAccessPeer is 0)"
+        )

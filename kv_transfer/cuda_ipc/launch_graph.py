@@ -1,0 +1,85 @@
+"""A few launches on one stream that can be repeated in one call: a CUDA graph, by the C interface.
+
+torch's own graphs take its generator of random numbers while they are recorded, in every thread;
+these are recorded while an engine serves. What spoils a recording all the same: another thread that
+waits for the whole device, or that launches on the same stream, which must not be one of torch's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections import defaultdict
+from collections.abc import Callable
+
+import torch
+
+from ...engine.kv.cuda_memory import describe_error, forget_error, runtime
+
+_THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal: other threads may allocate
+_NON_BLOCKING = 1  # cudaStreamNonBlocking: beside the default stream
+_PRIORITY = -1  # before the steps of an engine
+
+_idle_streams: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
+
+
+def take_stream(device: torch.device) -> torch.cuda.Stream:
+    """Nobody else's until it is given back: torch hands out the same 32 again and again.
+
+    Raises RuntimeError.
+    """
+    with contextlib.suppress(IndexError):
+        return _idle_streams[device].pop()
+    handle = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        create = runtime().cudaStreamCreateWithPriority
+        _check(create(ctypes.byref(handle), _NON_BLOCKING, _PRIORITY))
+    return torch.cuda.ExternalStream(handle.value, device=device)  # type: ignore[no-untyped-call]
+
+
+def give_back_stream(stream: torch.cuda.Stream) -> None:
+    """Once nothing of it runs. It is kept: torch crashes when it frees pinned memory that a stream
+    has copied which is no more."""
+    _idle_streams[stream.device].append(stream)
+
+
+class LaunchGraph:
+    """What `record` launches on `stream`, with the same addresses each time.
+
+    What it calls must have run before: it may neither compile nor allocate.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, record: Callable[[], None]) -> None:
+        """Nothing of it runs yet. Raises RuntimeError, or what `record` raises."""
+        self._stream = ctypes.c_void_p(stream.cuda_stream)
+        self._executable = ctypes.c_void_p()
+        graph = ctypes.c_void_p()
+        with torch.cuda.stream(stream):
+            _check(runtime().cudaStreamBeginCapture(self._stream, _THREAD_LOCAL))
+            try:
+                record()
+            except BaseException:
+                runtime().cudaStreamEndCapture(self._stream, ctypes.byref(graph))
+                runtime().cudaGraphDestroy(graph)
+                forget_error()
+                raise
+            _check(runtime().cudaStreamEndCapture(self._stream, ctypes.byref(graph)))
+        instantiate, flags = runtime().cudaGraphInstantiate, ctypes.c_ulonglong(0)
+        status = instantiate(ctypes.byref(self._executable), graph, flags)
+        runtime().cudaGraphDestroy(graph)
+        _check(status)
+
+    def launch(self) -> None:
+        """All of it, on its stream. Raises RuntimeError."""
+        _check(runtime().cudaGraphLaunch(self._executable, self._stream))
+
+    def close(self) -> None:
+        """Once nothing of it runs."""
+        runtime().cudaGraphExecDestroy(self._executable)
+        self._executable = ctypes.c_void_p()
+
+
+def _check(status: int) -> None:
+    if status != 0:
+        forget_error()
+        raise RuntimeError(describe_error(status))

@@ -1,0 +1,85 @@
+"""Which transports one rank's device has got, best first, and what it serves to other hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from ..core.config import NodeConfig
+from ..core.errors import StartupFailed
+from ..engine.kv.cuda_kv_memory import CudaKvMemory
+from ..engine.kv.kv_memory import CpuKvMemory
+from .network.data_client import WrapSocket
+from .network.data_server import MakeOutlet
+from .network.data_tls import DataTls
+from .network.data_wire import Mode
+from .network.tcp import MakeBytes, TcpTransport, tcp_outlet
+from .shm.block_bytes import HostBlockBytes
+from .shm.shm import ShmTransport
+from .window.head_ranges import BlockCut, HeadPiece
+from .window.transport import Transport
+
+
+def transports(
+    kv: CpuKvMemory | CudaKvMemory, config: NodeConfig, tls: DataTls | None
+) -> list[Transport]:
+    """The ways in which blocks can reach the pool `kv`, best first.
+
+    Raises StartupFailed if `--kv-transport` names one that this device has not got.
+    """
+    wanted = config.kv_transport
+    rows = 2 * kv.layout.num_layers  # each holds all KV heads: K and V of every layer
+
+    def cut_of(piece: HeadPiece | None) -> BlockCut:
+        return BlockCut.of(piece, rows, kv.block_bytes)
+
+    tcp = TcpTransport(
+        _make_bytes(kv), cut_of, anywhere=wanted == TcpTransport.name, wrap=wrapping(tls)
+    )
+    if isinstance(kv, CpuKvMemory):
+        found: list[Transport] = [ShmTransport(kv, rows), tcp]
+    else:
+        from .cuda_ipc.cuda_ipc import CudaIpcTransport, CudaStagedTransport  # needs Triton
+
+        method = None if config.kv_copy == "auto" else config.kv_copy
+        nccl = _nccl(kv, cut_of, wrapping(tls))
+        found = [CudaIpcTransport(kv, method), nccl, CudaStagedTransport(kv), tcp]
+    chosen = [transport for transport in found if wanted in ("auto", transport.name)]
+    if not chosen:
+        names = ", ".join(transport.name for transport in found)
+        raise StartupFailed(f"--kv-transport {wanted} is not for this device", hint=names)
+    return chosen
+
+
+def wrapping(tls: DataTls | None) -> WrapSocket:
+    """What a puller does to a new data connection."""
+    return tls.puller_wrap() if tls is not None else lambda connection: connection
+
+
+def outlets(kv: CpuKvMemory | CudaKvMemory) -> dict[Mode, MakeOutlet]:
+    """The ways in which blocks of `kv` can leave this host."""
+    ways = {Mode.BYTES: tcp_outlet(_make_bytes(kv))}
+    if not isinstance(kv, CpuKvMemory):
+        from .nccl.nccl import nccl_outlet
+        from .nccl.nccl_lane import open_source_lane
+
+        ways[Mode.NCCL] = nccl_outlet(partial(open_source_lane, kv))
+    return ways
+
+
+def _nccl(
+    kv: CudaKvMemory, cut_of: Callable[[HeadPiece | None], BlockCut], wrap: WrapSocket
+) -> Transport:
+    from .nccl.nccl import NcclTransport
+    from .nccl.nccl_lane import open_puller_lane
+    from .nccl.nccl_pair import new_unique_id
+
+    return NcclTransport(partial(open_puller_lane, kv), cut_of, new_unique_id, wrap)
+
+
+def _make_bytes(kv: CpuKvMemory | CudaKvMemory) -> MakeBytes:
+    if isinstance(kv, CpuKvMemory):
+        return lambda cut: HostBlockBytes(kv, cut)
+    from .network.cuda_block_bytes import CudaBlockBytes
+
+    return lambda cut: CudaBlockBytes(kv, cut)

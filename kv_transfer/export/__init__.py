@@ -1,0 +1,1 @@
+"""How a pool's memory reaches pullers of its host."""

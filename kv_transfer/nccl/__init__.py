@@ -1,0 +1,1 @@
+"""Blocks between GPUs without peer access."""

@@ -1,0 +1,140 @@
+"""`nccl`: blocks between GPUs without peer access, over whatever link NCCL finds.
+
+    puller   draws the pair's id ─► data connection, mode NCCL ─► both ends connect, aside
+    a pull   request ─► send ~ receive, part by part ─► generations still the same? verdict
+
+Each pair of ranks has a communicator of its own; when it stalls, or the connection ends, it is
+aborted alone, the pull fails, and the next pull makes a new one, which takes too long to do within
+a pull. Across two hosts it has never been tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ...core.errors import HandoffFailed
+from ..network import data_wire as wire
+from ..network.data_client import DataClient, WrapSocket, connect
+from ..network.data_server import MakeOutlet, Outlet
+from ..network.remote_window import RemoteWindow
+from ..network.stream import SILENCE_S, Deadline, Stream
+from ..window.block_pairs import Ids
+from ..window.head_ranges import BlockCut, HeadPiece
+from ..window.network_address import RemotePool
+from .nccl_lane import Lane
+
+_SET_UP_S = 20.0  # to connect, and for first transfers, which connect further
+_SLOWEST_BYTES_PER_S = 1e9
+_MAX_REQUEST_BLOCKS = wire.MAX_REQUEST_BLOCKS
+
+# A source's end of a pair, for pieces of that cut and the pair's id. Raises HandoffFailed.
+OpenOutlet = Callable[[BlockCut, bytes, Deadline], Lane]
+# A puller's end, for its piece of blocks. Raises HandoffFailed.
+OpenCarrier = Callable[[HeadPiece | None, bytes, Deadline], Lane]
+
+
+def nccl_outlet(open_lane: OpenOutlet) -> MakeOutlet:
+    """Sends pieces over a communicator with the puller."""
+
+    def make(stream: Stream, cut: BlockCut, unique_id: bytes) -> Outlet:
+        lane = open_lane(cut, unique_id, stream.watched(_SET_UP_S))
+        return _NcclOutlet(stream, lane, cut.piece_bytes)
+
+    return make
+
+
+class _NcclOutlet:
+    def __init__(self, stream: Stream, lane: Lane, piece_bytes: int) -> None:
+        self._stream = stream
+        self._lane = lane
+        self._piece_bytes = piece_bytes
+
+    def send(self, block_ids: Ids) -> None:
+        """See `Outlet`."""
+        self._lane.send(block_ids, _deadline(self._stream, len(block_ids) * self._piece_bytes))
+
+    def close(self) -> None:
+        self._lane.close()
+
+
+class NcclTransport:
+    """Opens windows onto pools of GPUs, wherever NCCL connects them."""
+
+    name = "nccl"
+
+    def __init__(
+        self,
+        open_lane: OpenCarrier,
+        cut_of: Callable[[HeadPiece | None], BlockCut],
+        new_id: Callable[[], bytes],
+        wrap: WrapSocket = lambda connection: connection,
+    ) -> None:
+        """`open_lane` writes to the pool where blocks are copied to."""
+        self._open_lane = open_lane
+        self._cut_of = cut_of
+        self._new_id = new_id
+        self._wrap = wrap
+
+    def connect(
+        self, incarnation: str, piece: HeadPiece | None = None, remote: RemotePool | None = None
+    ) -> RemoteWindow:
+        """Raises HandoffFailed: the source has no port or no GPU, or NCCL does not connect them.
+
+        Takes seconds: NCCL looks for a way.
+        """
+        if remote is None or not remote.port:
+            raise HandoffFailed("the source said of no port")
+        cut, wrap, address = self._cut_of(piece), self._wrap, remote
+
+        def open_pair() -> tuple[DataClient, Lane]:
+            unique_id = self._new_id()
+            client = connect(incarnation, address, cut, wire.Mode.NCCL, wrap, unique_id)
+            try:
+                return client, self._open_lane(piece, unique_id, client.stream.watched(_SET_UP_S))
+            except BaseException:
+                client.close()
+                raise
+
+        return RemoteWindow(incarnation, _NcclCarrier(open_pair, cut), cut)
+
+
+class _NcclCarrier:
+    """See `Carrier`: a new pair with each connection."""
+
+    transport = "nccl"
+    connects_quickly = False
+
+    def __init__(self, open_pair: Callable[[], tuple[DataClient, Lane]], cut: BlockCut) -> None:
+        self._open_pair = open_pair
+        self._cut = cut
+        self._lane: Lane | None = None
+        self.max_request_blocks = _MAX_REQUEST_BLOCKS
+
+    def connect(self, deadline: Deadline | None = None) -> DataClient:
+        client, self._lane = self._open_pair()
+        return client
+
+    def receive(
+        self, client: DataClient, num_blocks: int, block_ids: Ids | None, deadline: Deadline
+    ) -> bool:
+        assert self._lane is not None
+        by = _deadline(client.stream, num_blocks * self._cut.piece_bytes)
+        self._lane.receive(num_blocks, block_ids, by)
+        return True
+
+    def commit(self, block_ids: Ids) -> None:
+        """They lie there already; nobody has read them."""
+
+    def first_piece(self) -> bytes:
+        assert self._lane is not None
+        return self._lane.first_piece()
+
+    def hang_up(self) -> None:
+        if self._lane is not None:
+            self._lane.close()
+            self._lane = None
+
+
+def _deadline(stream: Stream, num_bytes: int) -> Deadline:
+    """When a transfer beside `stream` is taken for stalled."""
+    return stream.watched(SILENCE_S + num_bytes / _SLOWEST_BYTES_PER_S)

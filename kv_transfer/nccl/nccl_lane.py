@@ -1,0 +1,277 @@
+"""Blocks between two GPUs through staging buffers and a communicator of the pair, in parts.
+
+    source   pool ─gather─► slot 0  slot 1 ... ─send─►  ~  ─receive─► slot 0  slot 1 ... ─scatter─►
+             copy stream                     wire stream                        copy stream    pool
+
+While one part is on the wire the next is gathered and the last is scattered: the streams wait for
+each other, the host only launches, some parts ahead, and all of it out of graphs. Nobody waits for
+a peer longer than to a deadline: then the pair is aborted, and what was launched has ended before
+that is told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...core.errors import HandoffFailed
+from ...engine.kv.cuda_kv_memory import CudaKvMemory
+from ..cuda_ipc.cuda_ipc_copy import KernelCopy, copy_piece
+from ..cuda_ipc.launch_graph import LaunchGraph, give_back_stream, take_stream
+from ..network.data_wire import MAX_REQUEST_BLOCKS
+from ..network.stream import Deadline
+from ..window.block_pairs import Ids
+from ..window.head_ranges import BlockCut, HeadPiece
+from .nccl_pair import PULLER_RANK, SOURCE_RANK, NcclPair
+from .request_parts import Parts
+
+_NUM_SLOTS = 2
+_ID_BYTES = 8
+_NUM_AHEAD = 6  # parts launched and not over: without a peer that goes on, little more is launched
+
+# Compiling, taking memory and recording disturb each other.
+_one_at_a_time = threading.Lock()
+
+
+class Lane(Protocol):
+    """One end of a pair, ready to carry blocks."""
+
+    def send(self, block_ids: Ids, deadline: Deadline) -> None:
+        """Returns when the peer has them and the pool is read no more. Raises HandoffFailed."""
+        ...
+
+    def receive(self, num_blocks: int, block_ids: Ids | None, deadline: Deadline) -> None:
+        """Into these blocks, or nowhere; returns when they lie there. Raises HandoffFailed, after
+        which nothing writes to them."""
+        ...
+
+    def first_piece(self) -> bytes:
+        """Of the blocks that were last received, if they were few enough for one part."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class _Slot:
+    """Staging for one part, and the work on it at this end: gather and send, or receive, scatter.
+
+    Of each block of `kv`, `count` heads travel, from head `first` on. `blocks` [most, layers, 2,
+    count, block_size, dim].
+    """
+
+    def __init__(
+        self,
+        kv: CudaKvMemory,
+        first: int,
+        count: int,
+        most: int,
+        pair: NcclPair,
+        copying: torch.cuda.Stream,
+    ) -> None:
+        """Raises RuntimeError: no memory for staging."""
+        layers, two, heads, block_size, dim = kv.layout.block_shape
+        pool, device = kv.tensor, kv.tensor.device
+        self._pair, self._copying = pair, copying
+        self.blocks = pool.new_empty((most, layers, two, count, block_size, dim))
+        self._ids = torch.zeros(most, dtype=torch.int64, device=device)  # of the pool
+        self._ids_address = self._ids.data_ptr()
+        self._places = torch.arange(most, device=device)  # of this slot
+        self._is_full, self._is_empty = _events(2)
+        self._copies: dict[int, LaunchGraph] = {}  # by number of blocks, as these:
+        self._transfers: dict[int, LaunchGraph] = {}
+        if pair.sends:
+            piece, address = HeadPiece(0, first, 0, count, heads, count), kv.address
+            self._target = unused = self.blocks
+        else:
+            piece, address = HeadPiece(0, 0, first, count, count, heads), self.blocks.data_ptr()
+            self._target, unused = pool, torch.empty_like(pool[:1])
+        self._kernel = KernelCopy(address, device, piece)
+        self._copy(1, unused)  # which compiles it
+
+    def _copy(self, num_blocks: int, target: Tensor) -> None:
+        there, here = self._places[:num_blocks], self._ids[:num_blocks]
+        if self._pair.sends:
+            there, here = here, there
+        self._kernel.copy(there, here, target)
+
+    def record(self, sizes: Iterable[int]) -> None:
+        """All work on parts of these sizes, once the pair has transferred something.
+
+        Raises HandoffFailed or RuntimeError.
+        """
+        for size in sizes:
+            self._copies[size] = LaunchGraph(self._copying, partial(self._copy, size, self._target))
+            self._transfers[size] = self._pair.record_transfer(self.blocks[:size])
+
+    def launch(self, size: int, ids: int | None, is_over: torch.cuda.Event) -> None:
+        """A part: `size` blocks of the pool, whose ids lie pinned at address `ids` until it is
+        over; or the wire alone."""
+        if self._pair.sends:
+            self._launch_copy(size, ids, self._is_empty, self._is_full)
+            self._launch_transfer(size, self._is_full, self._is_empty)
+            is_over.record(self._pair.stream)
+        else:
+            self._launch_transfer(size, self._is_empty, self._is_full)
+            self._launch_copy(size, ids, self._is_full, self._is_empty)
+            is_over.record(self._copying)
+
+    def _launch_copy(
+        self, size: int, ids: int | None, after: torch.cuda.Event, when_done: torch.cuda.Event
+    ) -> None:
+        stream = self._copying
+        if ids is not None:
+            copy_piece(ids, self._ids_address, size * _ID_BYTES, stream)
+        stream.wait_event(after)
+        if ids is not None:
+            self._copies[size].launch()
+        when_done.record(stream)
+
+    def _launch_transfer(
+        self, size: int, after: torch.cuda.Event, when_done: torch.cuda.Event
+    ) -> None:
+        stream = self._pair.stream
+        stream.wait_event(after)
+        self._transfers[size].launch()
+        when_done.record(stream)
+
+    def close(self) -> None:
+        """Once nothing of it runs; the transfers are the pair's."""
+        for graph in self._copies.values():
+            graph.close()
+        self._copies.clear()
+
+
+class NcclLane:
+    """See `Lane`. Heads as for a slot."""
+
+    def __init__(self, kv: CudaKvMemory, first: int, count: int, pair: NcclPair) -> None:
+        """To be connected. Raises RuntimeError: no memory for staging."""
+        self._pair = pair
+        self._is_open = True
+        self._device = kv.tensor.device
+        self._parts = Parts(kv.block_bytes // kv.layout.num_kv_heads * count)
+        self._most = self._parts.sizes[-1]
+        with torch.cuda.device(self._device), _one_at_a_time:
+            self._copying = take_stream(self._device)
+            make_slot = partial(_Slot, kv, first, count, self._most, pair, self._copying)
+            self._slots = [make_slot() for _ in range(_NUM_SLOTS)]
+            self._over = _events(_NUM_AHEAD)  # of the last parts, taken in turn
+            # A last part may have some blocks too many.
+            most_ids = MAX_REQUEST_BLOCKS + self._most
+            self._pinned = torch.empty(most_ids, dtype=torch.int64, pin_memory=True)
+            self._ids, self._ids_address = self._pinned.numpy(), self._pinned.data_ptr()
+            # The memory is ours before other streams use it.
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def connect(self, deadline: Deadline) -> None:
+        """Transfer something, which connects further; record all work; meet the peer, who has done
+        the same. Raises HandoffFailed."""
+        with self._aborting():
+            self._pair.transfer(self._slots[0].blocks[:1], deadline)
+            self._over[0].record(self._pair.stream)
+            self._pair.wait(self._over[0], deadline)
+            with _one_at_a_time:
+                for slot in self._slots:
+                    slot.record(self._parts.sizes)
+            self._slots[0].launch(self._parts.sizes[0], None, self._over[0])
+            self._pair.wait(self._over[0], deadline)
+
+    def send(self, block_ids: Ids, deadline: Deadline) -> None:
+        """See `Lane`."""
+        self._carry(len(block_ids), block_ids, deadline)
+
+    def receive(self, num_blocks: int, block_ids: Ids | None, deadline: Deadline) -> None:
+        """See `Lane`."""
+        self._carry(num_blocks, block_ids, deadline)
+
+    def first_piece(self) -> bytes:
+        piece: bytes = self._slots[0].blocks[0].view(torch.uint8).cpu().numpy().tobytes()
+        return piece
+
+    def close(self) -> None:
+        """Quicker than an orderly end, for which both ends would have to be here."""
+        self._pair.abort()
+        if self._is_open:
+            self._is_open = False
+            with contextlib.suppress(RuntimeError):  # a dead device: nothing runs there
+                self._copying.synchronize()
+            for slot in self._slots:
+                slot.close()
+            give_back_stream(self._copying)
+
+    def _carry(self, num_blocks: int, block_ids: Ids | None, deadline: Deadline) -> None:
+        """All parts, one after the other; without ids what is on the wire alone."""
+        with self._aborting():
+            if block_ids is not None:
+                self._ids[:num_blocks] = block_ids
+                self._ids[num_blocks:][: self._most] = block_ids[-1]  # once more does no harm
+            slots, events = itertools.cycle(self._slots), itertools.cycle(self._over)
+            for begin, size in self._parts.cut(num_blocks):
+                is_over = next(events)
+                self._pair.wait(is_over, deadline)
+                of_part = None if block_ids is None else self._ids_address + begin * _ID_BYTES
+                next(slots).launch(size, of_part, is_over)
+            for is_over in self._over:
+                self._pair.wait(is_over, deadline)
+
+    @contextlib.contextmanager
+    def _aborting(self) -> Iterator[None]:
+        """Whatever goes wrong ends the pair; what was launched has ended when that is told."""
+        try:
+            with torch.cuda.device(self._device):
+                yield
+        except (HandoffFailed, RuntimeError) as error:
+            self.close()
+            if isinstance(error, HandoffFailed):
+                raise
+            raise HandoffFailed(f"the GPU refused a transfer: {error}") from error
+
+
+def _events(count: int) -> list[torch.cuda.Event]:
+    return [torch.cuda.Event() for _ in range(count)]  # type: ignore[no-untyped-call]
+
+
+def open_source_lane(kv: CudaKvMemory, cut: BlockCut, unique_id: bytes, deadline: Deadline) -> Lane:
+    """The source's end, for the heads that `cut` takes of its blocks. Raises HandoffFailed."""
+    layout = kv.layout
+    first, count = 0, layout.num_kv_heads
+    if not cut.is_whole:
+        head_bytes = layout.block_size * layout.head_dim * layout.dtype.itemsize
+        first, count = cut.source_offset // head_bytes, cut.width // head_bytes
+        if cut.num_rows != 2 * layout.num_layers or (cut.source_offset | cut.width) % head_bytes:
+            raise HandoffFailed("the piece does not consist of KV heads")
+    return _open_lane(kv, first, count, unique_id, SOURCE_RANK, deadline)
+
+
+def open_puller_lane(
+    kv: CudaKvMemory, piece: HeadPiece | None, unique_id: bytes, deadline: Deadline
+) -> Lane:
+    """The puller's end, for the heads that `piece` fills of ours. Raises HandoffFailed."""
+    first, count = 0, kv.layout.num_kv_heads
+    if piece is not None:
+        first, count = piece.my_head, piece.num_heads
+    return _open_lane(kv, first, count, unique_id, PULLER_RANK, deadline)
+
+
+def _open_lane(
+    kv: CudaKvMemory, first: int, count: int, unique_id: bytes, rank: int, deadline: Deadline
+) -> Lane:
+    try:
+        with contextlib.ExitStack() as opened:  # whatever happens, the peer must not wait for us
+            pair = NcclPair(unique_id, rank, kv.tensor.device)
+            opened.callback(pair.abort)
+            pair.wait_ready(deadline)
+            lane = NcclLane(kv, first, count, pair)
+            opened.callback(lane.close)
+            lane.connect(deadline)
+            opened.pop_all()
+            return lane
+    except RuntimeError as error:
+        raise HandoffFailed(f"the GPU refuses a lane: {error}") from error

@@ -1,0 +1,1 @@
+"""Data connections between hosts."""

@@ -1,0 +1,155 @@
+"""The puller's end of a data connection: proves itself, then asks for blocks and hears verdicts.
+
+Owns one connection at a time; what it carries, and where to, is for its user, as is what follows
+when it breaks (ConnectionBroken).
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ...core.channels.handshake import CHALLENGE_BYTES, Dialer
+from ...core.errors import HandoffFailed, Unauthenticated
+from ..export.pool_address import PoolDescription
+from ..window.block_pairs import Generations, Ids
+from ..window.head_ranges import BlockCut
+from ..window.network_address import RemotePool
+from ..window.transport import PullOutcome
+from . import data_wire as wire
+from .stream import SILENCE_S, ConnectionBroken, Deadline, Recovery, Stream
+
+_SPARE_S = 5.0  # for blocks that come without a silence, over what they take at the slowest rate:
+_SLOWEST_BYTES_PER_S = 1e6
+
+WrapSocket = Callable[[socket.socket], socket.socket]
+
+
+@dataclass(frozen=True, slots=True)
+class DataClient:
+    """A connection that the source has accepted."""
+
+    stream: Stream
+    mode: wire.Mode
+    description: PoolDescription
+
+    def ask(
+        self,
+        ids: Ids,
+        generations: Generations,
+        num_bytes: int,
+        receive: Callable[[Deadline], None],
+    ) -> PullOutcome:
+        """Request blocks, `num_bytes` in all; `receive` takes what comes in between.
+
+        Raises HandoffFailed, after which the connection is of no use.
+        """
+        deadline = Deadline(SILENCE_S)
+        self.stream.write(wire.pack_request(ids, generations), deadline)
+        answer = self._frame(deadline) if self.mode.says_begin else None
+        if answer is None:
+            receive(Deadline(_SPARE_S + num_bytes / _SLOWEST_BYTES_PER_S))
+            answer = self._frame(Deadline(SILENCE_S))
+        if not isinstance(answer, PullOutcome):
+            raise HandoffFailed("the source sent something else than its verdict")
+        return answer
+
+    def receive_data(self, target: memoryview, deadline: Deadline) -> bool:
+        """Fill `target` from data frames; False if any of them was damaged on the way."""
+        is_intact, num_bytes = True, 0
+        while num_bytes < len(target):
+            frame = self._frame(deadline)
+            if not isinstance(frame, wire.DataFrame):
+                raise HandoffFailed("the source sent less than it was asked for")
+            part = target[num_bytes : num_bytes + frame.num_bytes]
+            if len(part) < frame.num_bytes:
+                raise HandoffFailed("the source sent more than it was asked for")
+            self.stream.read_into(part, deadline)
+            is_intact &= wire.checksum(part) == frame.crc
+            num_bytes += frame.num_bytes
+        return is_intact
+
+    def _frame(self, deadline: Deadline) -> wire.DataFrame | PullOutcome | None:
+        return wire.unpack_frame(self.stream.read(wire.FRAME_BYTES, deadline))
+
+    def close(self) -> None:
+        self.stream.close()
+
+
+def connect(
+    pool: str,
+    remote: RemotePool,
+    cut: BlockCut | None,
+    mode: wire.Mode = wire.Mode.BYTES,
+    wrap: WrapSocket = lambda connection: connection,
+    pair_id: bytes = b"",
+    deadline: Deadline | None = None,
+) -> DataClient:
+    """Reach the pool of exactly this name; without `cut` for its description alone.
+
+    `pair_id` is what `mode` wants.
+
+    Raises ConnectionBroken, or HandoffFailed: nobody is there, or it does not know the key. Takes
+    as long as a silence at most.
+    """
+    deadline = deadline or Deadline(SILENCE_S)
+    try:
+        raw = socket.create_connection((remote.host, remote.port), deadline.remaining_s())
+    except (ConnectionResetError, ConnectionAbortedError) as error:
+        raise ConnectionBroken(f"{remote.host}:{remote.port} broke it: {error}") from error
+    except OSError as error:
+        raise HandoffFailed(f"nobody at {remote.host}:{remote.port}: {error}") from error
+    stream = Stream(raw)
+    try:
+        stream.wrap(wrap, deadline)
+        description = _introduce(stream, pool, remote, cut, mode, pair_id, deadline)
+        return DataClient(stream, mode, description)
+    except HandoffFailed:
+        stream.close()
+        raise
+
+
+def describe_remote(
+    pool: str, remote: RemotePool, wrap: WrapSocket = lambda connection: connection
+) -> PoolDescription:
+    """As `pool_address.describe`, from afar."""
+    recovery = Recovery()
+    while True:
+        try:
+            client = connect(pool, remote, None, wrap=wrap, deadline=recovery.deadline)
+        except ConnectionBroken as error:
+            recovery.pause(error)
+        else:
+            client.close()
+            return client.description
+
+
+def _introduce(
+    stream: Stream,
+    pool: str,
+    remote: RemotePool,
+    cut: BlockCut | None,
+    mode: wire.Mode,
+    pair_id: bytes,
+    deadline: Deadline,
+) -> PoolDescription:
+    ours = Dialer(
+        remote.key, wire.PURPOSE, dialer=remote.puller, listener=pool, address=remote.address
+    )
+    stream.write(ours.opening, deadline)
+    said = wire.pack_said(mode, cut, pair_id)
+    try:
+        answer = ours.answer(bytes(stream.read(CHALLENGE_BYTES, deadline)), said)
+    except Unauthenticated as error:
+        raise HandoffFailed(f"the source at {remote.address}: {error.message}") from error
+    stream.write(answer + said, deadline)
+    length = wire.unpack_length(stream.read(wire.LENGTH_BYTES, deadline))
+    description = PoolDescription.unpack(bytes(stream.read(length, deadline)))
+    if description.incarnation != pool:
+        raise HandoffFailed(f"the source is {description.incarnation}")
+    if cut is not None and description.block_bytes != cut.source_block_bytes:
+        raise HandoffFailed(
+            f"a block has {description.block_bytes} bytes there, not {cut.source_block_bytes}"
+        )
+    return description

@@ -1,0 +1,212 @@
+"""The source's end of data connections: a port on which linked pullers read one rank's pool.
+
+    accept ─► opening, proof: within 2 s ─► requests: (judge ─► begin) ─► send ─► judge ─► verdict
+
+Whoever has not proven itself in time is closed, the eldest first when there are many, so that a
+crowd that proves nothing cannot keep a puller out. How blocks travel is for the outlets.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from ...core.channels.handshake import ANSWER_BYTES, OPENING_BYTES, Listener, Opening
+from ...core.errors import HandoffFailed, StartupFailed, Unauthenticated
+from ...engine.kv.block_pool import PADDING_BLOCK
+from ...engine.kv.generations import GenerationsReader
+from ..export.accept_thread import AcceptThread
+from ..export.pool_address import PoolDescription
+from ..window.block_pairs import Generations, Ids
+from ..window.head_ranges import BlockCut
+from ..window.network_address import pair_key
+from ..window.transport import PullOutcome
+from . import data_wire as wire
+from .stream import Deadline, Stream
+
+_log = logging.getLogger(__name__)
+
+OPENING_S = 2.0
+_MAX_OPENING = 64  # connections that have proven nothing yet
+_MAX_PULLERS = 256
+_CLOSE_S = 3.0
+_REQUEST_S = 2.0  # for the rest of a request that has begun
+_BACKLOG = 1024
+
+
+class Outlet(Protocol):
+    """One puller's way to get blocks."""
+
+    def send(self, block_ids: Ids) -> None:
+        """Send the pieces of these blocks, which may repeat.
+
+        Returns when the pool is read no more for them. Raises HandoffFailed, and ends the puller.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+# For one puller that has proven itself: its connection, its piece of the blocks, the id that its
+# mode has. Raises HandoffFailed.
+MakeOutlet = Callable[[Stream, BlockCut, bytes], Outlet]
+WrapSocket = Callable[[socket.socket], socket.socket]  # e.g. into TLS; raises OSError
+
+
+@dataclass(frozen=True, slots=True)
+class ServedPool:
+    """What a rank serves: its pool, the generations, what pullers' keys are made from."""
+
+    description: PoolDescription
+    generations: GenerationsReader
+    key: bytes
+
+
+class DataServer:
+    """Serves until `close`. `port` is where."""
+
+    def __init__(
+        self,
+        host: str,
+        names: Sequence[str],
+        outlets: Mapping[wire.Mode, MakeOutlet],
+        wrap: WrapSocket = lambda connection: connection,
+    ) -> None:
+        """Listen at `host`, on a port of its own; `names` are the hosts that pullers dial for it.
+
+        Raises StartupFailed if there is no such host.
+        """
+        self._outlets = outlets
+        self._wrap = wrap
+        self._pool: ServedPool | None = None
+        self._lock = threading.Lock()
+        self._opening: dict[Stream, None] = {}  # the eldest first
+        self._pullers: set[Stream] = set()
+        self._attending: set[threading.Thread] = set()
+        self._is_closed = False
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+        except OSError as error:
+            raise StartupFailed(f"cannot listen for pullers at {host}: {error}") from error
+        self.port: int = self._listener.getsockname()[1]
+        self._addresses = [f"{name}:{self.port}" for name in names]
+
+    def start(self, pool: ServedPool) -> None:
+        """Answer from now on: the ports of all ranks are in the description."""
+        self._pool = pool
+        self._accepting = AcceptThread(self._listener, "kv-data", self._admit)
+
+    def close(self) -> None:
+        """Hang up on everybody; what was being sent is over then, or takes too long to wait."""
+        self._accepting.close()
+        with self._lock:
+            self._is_closed = True
+            for stream in (*self._opening, *self._pullers):
+                stream.hang_up()
+            attending = list(self._attending)
+        by_s = time.monotonic() + _CLOSE_S
+        for thread in attending:
+            thread.join(max(0.0, by_s - time.monotonic()))
+
+    def _admit(self, connection: socket.socket) -> None:
+        stream = Stream(connection)
+        with self._lock:
+            while len(self._opening) >= _MAX_OPENING:
+                eldest = next(iter(self._opening))
+                del self._opening[eldest]
+                eldest.hang_up()
+            self._opening[stream] = None
+            thread = threading.Thread(
+                target=self._attend, args=(stream,), name="kv-puller", daemon=True
+            )
+            thread.start()
+            self._attending.add(thread)
+
+    def _attend(self, stream: Stream) -> None:
+        """One connection's thread."""
+        try:
+            mode, outlet = self._open(stream)
+            try:
+                while True:
+                    self._answer(stream, mode, outlet)
+            finally:
+                outlet.close()
+        except (HandoffFailed, Unauthenticated) as error:
+            _log.info("a puller's connection ended: %s", error.message)
+        except Exception:
+            # One puller's connection: the others' go on.
+            _log.exception("a puller's connection broke")
+        finally:
+            with self._lock:
+                self._opening.pop(stream, None)
+                self._pullers.discard(stream)
+                self._attending.discard(threading.current_thread())
+            stream.close()
+
+    def _open(self, stream: Stream) -> tuple[wire.Mode, Outlet]:
+        """Who is it, and what does it want? Raises HandoffFailed, Unauthenticated."""
+        assert self._pool is not None
+        deadline, pool = Deadline(OPENING_S), self._pool
+        stream.wrap(self._wrap, deadline)
+        theirs = Listener(self._key_of, wire.PURPOSE, self._addresses)
+        opening = bytes(stream.read(OPENING_BYTES, deadline))
+        stream.write(theirs.challenge(opening), deadline)
+        answer = bytes(stream.read(ANSWER_BYTES, deadline))
+        said = bytes(stream.read(wire.SAID_BYTES, deadline))
+        mode, cut = wire.unpack_said(said, pool.description.block_bytes)
+        pair_id = bytes(stream.read(mode.id_bytes, deadline))
+        theirs.check(answer, said + pair_id)
+        if mode not in self._outlets:
+            raise HandoffFailed(f"there is no {mode.name} here")
+        with self._lock:
+            self._opening.pop(stream, None)
+            if self._is_closed:
+                raise HandoffFailed("the port is closed")
+            if len(self._pullers) >= _MAX_PULLERS:
+                raise HandoffFailed("there are too many pullers")
+            self._pullers.add(stream)
+        packed = pool.description.pack()
+        stream.write(wire.pack_length(len(packed)) + packed, deadline)
+        if cut is None:
+            raise HandoffFailed("it wanted the description alone")
+        return mode, self._outlets[mode](stream, cut, pair_id)
+
+    def _key_of(self, opening: Opening) -> bytes | None:
+        assert self._pool is not None
+        is_ours = opening.listener == self._pool.description.incarnation
+        return pair_key(self._pool.key, opening.dialer) if is_ours else None
+
+    def _answer(self, stream: Stream, mode: wire.Mode, outlet: Outlet) -> None:
+        """Wait for one request and serve it. Raises HandoffFailed when the puller is gone."""
+        head = stream.read(1, Deadline(None))
+        deadline = Deadline(_REQUEST_S)
+        head += stream.read(wire.REQUEST_BYTES - 1, deadline)
+        num_blocks, crc = wire.unpack_request(head)
+        body = stream.read(num_blocks * wire.BYTES_PER_BLOCK, deadline)
+        ids, announced = wire.unpack_body(body, num_blocks, crc)
+        assert self._pool is not None
+        if ids.view(np.uint64).max() >= self._pool.description.num_blocks:  # or below zero
+            raise HandoffFailed("it asks for a block outside the pool")
+        outcome = self._judge(ids, announced)
+        if outcome is PullOutcome.OK:
+            if mode.says_begin:
+                stream.write(wire.pack_begin(), Deadline(_REQUEST_S))
+            outlet.send(ids)
+            outcome = self._judge(ids, announced)
+        elif not mode.says_begin:
+            outlet.send(np.full_like(ids, PADDING_BLOCK))  # it waits for so many blocks
+        stream.write(wire.pack_end(outcome), Deadline(_REQUEST_S))
+
+    def _judge(self, ids: Ids, announced: Generations) -> PullOutcome:
+        """Whether the blocks are still what was announced."""
+        assert self._pool is not None
+        is_current = np.array_equal(self._pool.generations.read_many(ids), announced)
+        return PullOutcome.OK if is_current else PullOutcome.STALE

@@ -1,0 +1,178 @@
+"""What puller and source say on a data connection: fixed headers, raw bytes, lengths with caps.
+
+    puller                                   source
+      │ core/channels/handshake.py             │  with the key that the source gave this puller over
+      │ ◄────────────────────────────────────► │  their link; the answer covers what follows:
+      │ mode, the piece of each block          │
+      │ ─────────────────────────────────────► │
+      │   description of the pool              │
+      │ ◄───────────────────────────────────── │
+      │ request   ids, generations, CRC-32     │
+      │ ─────────────────────────────────────► │  generations as announced?
+      │   begin │ data, CRC-32 ... │ verdict   │  still, behind the last byte?
+      │ ◄───────────────────────────────────── │
+
+Generations are drawn at random: who was not told of a block cannot ask for it.
+Between GPUs both ends launch at once: nothing is said before the verdict, and in place of blocks
+that are not what was announced the padding block is sent. All numbers are little-endian. Trusts
+nothing that it decodes; opens no socket.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ...core.errors import HandoffFailed
+from ..window.head_ranges import BlockCut
+from ..window.transport import PullOutcome
+
+MAX_FRAME_BYTES = 1 << 20
+MAX_REQUEST_BLOCKS = 16_384
+MAX_DESCRIPTION_BYTES = 4096
+PAIR_ID_BYTES = 128  # sizeof(ncclUniqueId)
+
+PURPOSE = b"kv data 4"  # of the handshake; the number is the version of what is said here
+_MODE = struct.Struct("<H")
+_CUT = struct.Struct("<4I")  # rows, width, pitch and offset in the source's blocks
+_LENGTH = struct.Struct("<I")
+_REQUEST = struct.Struct("<4sII")  # tag, number of blocks, CRC-32
+_FRAME = struct.Struct("<4sII")  # tag, length or outcome, CRC-32 of the data
+_TAG_REQUEST, _TAG_BEGIN, _TAG_DATA, _TAG_END = b"PULL", b"BEGN", b"DATA", b"DONE"
+
+SAID_BYTES = _MODE.size + _CUT.size
+LENGTH_BYTES = _LENGTH.size
+_NO_CUT = bytes(_CUT.size)  # in place of a piece: the description is all that is wanted
+REQUEST_BYTES = _REQUEST.size
+FRAME_BYTES = _FRAME.size
+BYTES_PER_BLOCK = 16  # of a request's body
+
+_OUTCOMES = tuple(PullOutcome)
+
+
+class Mode(enum.IntEnum):
+    """How the blocks themselves travel."""
+
+    BYTES = 0  # on this connection
+    NCCL = 1  # between the GPUs; the pair's id follows the piece
+
+    @property
+    def id_bytes(self) -> int:
+        """How long that id is."""
+        return PAIR_ID_BYTES if self is Mode.NCCL else 0
+
+    @property
+    def says_begin(self) -> bool:
+        """Whether the source first says if it has the blocks."""
+        return self is Mode.BYTES
+
+
+def pack_said(mode: Mode, cut: BlockCut | None, pair_id: bytes) -> bytes:
+    """What goes with a puller's answer. `cut` None: it wants the description alone."""
+    return _MODE.pack(mode) + (_NO_CUT if cut is None else _pack_cut(cut)) + pair_id
+
+
+def unpack_said(packed: bytes | bytearray, block_bytes: int) -> tuple[Mode, BlockCut | None]:
+    """The first SAID_BYTES of it; the mode's id follows. Raises HandoffFailed."""
+    (mode,) = _MODE.unpack_from(packed)
+    if mode not in set(Mode):
+        raise HandoffFailed("it wants blocks in a way that there is not")
+    cut = packed[_MODE.size : SAID_BYTES]
+    return Mode(mode), _unpack_cut(cut, block_bytes) if any(cut) else None
+
+
+def pack_length(num_bytes: int) -> bytes:
+    """In front of the description."""
+    return _LENGTH.pack(num_bytes)
+
+
+def unpack_length(packed: bytes | bytearray) -> int:
+    """Raises HandoffFailed if no description is so long."""
+    (num_bytes,) = _LENGTH.unpack(packed)
+    if num_bytes > MAX_DESCRIPTION_BYTES:
+        raise HandoffFailed(f"the source announces a description of {num_bytes} bytes")
+    return int(num_bytes)
+
+
+def _pack_cut(cut: BlockCut) -> bytes:
+    return _CUT.pack(cut.num_rows, cut.width, cut.source_pitch, cut.source_offset)
+
+
+def _unpack_cut(packed: bytes | bytearray, block_bytes: int) -> BlockCut:
+    """The piece, packed tightly here; raises HandoffFailed if blocks have not got it."""
+    num_rows, width, pitch, offset = _CUT.unpack(packed)
+    if num_rows * pitch != block_bytes or width == 0 or offset + width > pitch:
+        raise HandoffFailed(f"a block has {block_bytes} bytes here: that is no piece of it")
+    return BlockCut(num_rows, width, pitch, offset, width, 0)
+
+
+def pack_request(ids: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64]) -> bytes:
+    body = ids.tobytes() + generations.tobytes()
+    return _REQUEST.pack(_TAG_REQUEST, len(ids), zlib.crc32(body)) + body
+
+
+def unpack_request(packed: bytes | bytearray) -> tuple[int, int]:
+    """How many blocks, and the CRC of the body; raises HandoffFailed."""
+    tag, num_blocks, crc = _REQUEST.unpack(packed)
+    if tag != _TAG_REQUEST or not 1 <= num_blocks <= MAX_REQUEST_BLOCKS:
+        raise HandoffFailed(f"no request, or one for {num_blocks} blocks")
+    return num_blocks, crc
+
+
+def unpack_body(
+    body: bytes | bytearray, num_blocks: int, crc: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
+    """Ids and generations; raises HandoffFailed if they were damaged on the way."""
+    if zlib.crc32(body) != crc:
+        raise HandoffFailed("a request was damaged on the way")
+    return (
+        np.frombuffer(body, "<i8", num_blocks),
+        np.frombuffer(body, "<u8", num_blocks, 8 * num_blocks),
+    )
+
+
+def pack_begin() -> bytes:
+    """The generations were right: the blocks are on their way."""
+    return _FRAME.pack(_TAG_BEGIN, 0, 0)
+
+
+def pack_data(data: memoryview) -> bytes:
+    """The header of a frame with `data`, which goes behind it."""
+    assert 0 < len(data) <= MAX_FRAME_BYTES
+    return _FRAME.pack(_TAG_DATA, len(data), checksum(data))
+
+
+def checksum(data: memoryview) -> int:
+    """CRC-32: eight times as fast as BLAKE2b here, and finds what TCP's own sum lets pass."""
+    return zlib.crc32(data)
+
+
+def pack_end(outcome: PullOutcome) -> bytes:
+    """The verdict on all that was sent; the last word on a request."""
+    return _FRAME.pack(_TAG_END, _OUTCOMES.index(outcome), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class DataFrame:
+    """So many bytes follow, with this CRC-32."""
+
+    num_bytes: int
+    crc: int
+
+
+def unpack_frame(packed: bytes | bytearray) -> DataFrame | PullOutcome | None:
+    """Data, the verdict, or None: it begins. Raises HandoffFailed."""
+    tag, number, crc = _FRAME.unpack(packed)
+    if tag == _TAG_BEGIN:
+        return None
+    if tag == _TAG_DATA and 0 < number <= MAX_FRAME_BYTES:
+        return DataFrame(number, crc)
+    if tag == _TAG_END and number < len(_OUTCOMES):
+        outcome: PullOutcome = _OUTCOMES[number]
+        return outcome
+    raise HandoffFailed("the source sent a frame that makes no sense")

@@ -1,0 +1,182 @@
+"""One source's pool behind a network: asks for blocks, and trusts them after the source's verdict.
+
+    start_pull ─► the window's thread: request ─► carrier receives ─► verdict OK? ─► commit
+                                          ▲             │ damaged: once more
+                                          └── connect ◄─┤ the connection broke
+                                                        └ silence: the pull fails
+The source looks at the generations behind its last byte, since they cannot be seen from here. What
+was asked for on a connection that broke is asked for anew, all of it; what has been committed is
+not. A carrier that takes long to connect fails the pull instead, and the next one connects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+
+from ...core.errors import HandoffFailed
+from ...engine.kv.block_pool import CANARY_BLOCK
+from ...engine.kv.canary import canary_bytes
+from ..window.block_pairs import Generations, Ids
+from ..window.head_ranges import BlockCut
+from ..window.threaded_window import Pull, PullThread
+from ..window.transport import PullOutcome
+from .data_client import DataClient
+from .stream import ConnectionBroken, Deadline, Recovery
+
+_log = logging.getLogger(__name__)
+
+_MEASURED_BYTES = 8 << 20
+_TRIES = 2  # a block that is damaged on the way is asked for once more
+
+
+class Carrier(Protocol):
+    """How blocks travel, at this end. Belongs to the window's thread."""
+
+    transport: str
+    max_request_blocks: int
+    connects_quickly: bool
+
+    def connect(self, deadline: Deadline | None = None) -> DataClient:
+        """Reach the source anew, quickly by `deadline`. Raises HandoffFailed."""
+        ...
+
+    def receive(
+        self, client: DataClient, num_blocks: int, block_ids: Ids | None, deadline: Deadline
+    ) -> bool:
+        """Take in the blocks of a request, for these of ours; None: to be looked at alone.
+
+        False if they were damaged on the way. Raises HandoffFailed.
+        """
+        ...
+
+    def commit(self, block_ids: Ids) -> None:
+        """The verdict was good: see that they lie in the pool."""
+        ...
+
+    def first_piece(self) -> bytes:
+        """The first block's, of those that were received to be looked at."""
+        ...
+
+    def hang_up(self) -> None:
+        """The connection is over: nothing may come of it any more."""
+        ...
+
+
+class RemoteWindow(PullThread):
+    """A source's pool, and the thread that asks for its blocks."""
+
+    def __init__(self, incarnation: str, carrier: Carrier, cut: BlockCut) -> None:
+        """Connect, check the canary, measure. Raises HandoffFailed."""
+        self.transport = carrier.transport
+        self._incarnation = incarnation
+        self._carrier = carrier
+        self._cut = cut
+        self._client: DataClient | None = None
+        self._failed_s = -math.inf  # when a pull last ended without a verdict
+        recovery, is_open = Recovery(), False
+        while not is_open:
+            with self._hanging_up(recovery):
+                self.gbytes_per_s = self._check_and_measure(recovery)
+                is_open = True
+        super().__init__(incarnation)
+
+    def _check_and_measure(self, recovery: Recovery) -> float:
+        """GB/s of the canary block, many times over, once it is found to be right."""
+        canary, ask = np.array([CANARY_BLOCK]), partial(self._request, recovery)
+        if ask(canary, np.zeros(1, np.uint64), None) is not PullOutcome.OK:
+            raise HandoffFailed("the canary block cannot be read")
+        expected = canary_bytes(self._incarnation, self._cut.source_block_bytes)
+        if self._carrier.first_piece() != self._cut.of_source(expected):
+            raise HandoffFailed("the canary block is wrong: another layout or another memory")
+        piece_bytes = self._cut.piece_bytes
+        most = self._carrier.max_request_blocks
+        num_blocks = min(max(1, _MEASURED_BYTES // piece_bytes), most)
+        begin_s = time.perf_counter()
+        ask(canary.repeat(num_blocks), np.zeros(num_blocks, np.uint64), None)
+        return num_blocks * piece_bytes / (time.perf_counter() - begin_s) / 1e9
+
+    def copy_blocks(self, pull: Pull) -> PullOutcome:
+        if pull.asked_s < self._failed_s:
+            raise HandoffFailed("the source was lost while the pull waited")
+        most = num_at_once = self._carrier.max_request_blocks
+        begin, recovery = 0, Recovery()
+        while begin < len(pull.pairs):
+            if pull.is_cancelled:
+                return PullOutcome.CANCELLED
+            pairs = pull.pairs[begin : begin + num_at_once]
+            num_at_once = max(1, len(pairs) // 2)  # the next, if this one breaks
+            with self._hanging_up(recovery):
+                outcome = self._request(recovery, pairs.ids[0], pairs.generations, pairs.ids[1])
+                if outcome is not PullOutcome.OK:
+                    return outcome
+                begin += len(pairs)
+                num_at_once, recovery = min(most, 4 * num_at_once), Recovery()
+        return PullOutcome.OK
+
+    @contextlib.contextmanager
+    def _hanging_up(self, recovery: Recovery) -> Iterator[None]:
+        """Nothing comes of a connection on which something went wrong; returns where another one
+        may do better, and else raises HandoffFailed."""
+        try:
+            yield
+        except ConnectionBroken as error:
+            self._hang_up()
+            if self._is_closed or not self._carrier.connects_quickly:
+                raise
+            try:
+                recovery.pause(error)
+            except ConnectionBroken:
+                self._failed_s = time.monotonic()
+                raise
+        except Exception:
+            self._hang_up()
+            self._failed_s = time.monotonic()
+            raise
+
+    def let_go(self) -> None:
+        self._hang_up()
+
+    def _request(
+        self,
+        recovery: Recovery,
+        source_ids: Ids,
+        generations: Generations,
+        block_ids: Ids | None,
+    ) -> PullOutcome:
+        """Ask for blocks until they are not damaged, or twice. Raises HandoffFailed."""
+        for _ in range(_TRIES):
+            if self._client is None:
+                if self._is_closed:
+                    raise HandoffFailed("the link to the source is lost")
+                self._client = self._carrier.connect(recovery.deadline)
+            client, is_intact = self._client, True
+
+            def receive(deadline: Deadline, client: DataClient = client) -> None:
+                nonlocal is_intact
+                num_blocks = len(source_ids)
+                is_intact = self._carrier.receive(client, num_blocks, block_ids, deadline)
+
+            num_bytes = len(source_ids) * self._cut.piece_bytes
+            outcome = client.ask(source_ids, generations, num_bytes, receive)
+            if outcome is not PullOutcome.OK:
+                return outcome
+            if is_intact:
+                if block_ids is not None:
+                    self._carrier.commit(block_ids)
+                return PullOutcome.OK
+            _log.warning("blocks of %s were damaged on the way", self._incarnation)
+        return PullOutcome.FAILED
+
+    def _hang_up(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+            self._carrier.hang_up()

@@ -1,0 +1,158 @@
+"""A byte stream on which every wait has an end: exact reads and writes by a deadline.
+
+A wait ends early when nothing passes for `SILENCE_S`. Knows sockets, plain or with TLS, and nothing
+of what is said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterator
+
+from ...core.errors import HandoffFailed
+
+SILENCE_S = 1.2  # a peer of whom nothing comes for so long is lost, as engines are to gateways
+_FIRST_PAUSE_S = 0.005
+_FOREVER_S = 365 * 86400.0
+_KEEPALIVE = (  # where nothing is said for long, both ends notice within 5 s that the other is gone
+    (socket.TCP_KEEPIDLE, 2),
+    (socket.TCP_KEEPINTVL, 1),
+    (socket.TCP_KEEPCNT, 3),
+)
+_BUFFER_BYTES = 4 << 20  # both ends work while bytes wait here; the kernel may grant less
+
+
+class ConnectionBroken(HandoffFailed):
+    """It was reset or closed: to connect again may help."""
+
+
+class Deadline:
+    """A moment on the monotonic clock; None is none."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._at_s = time.monotonic() + (_FOREVER_S if seconds is None else seconds)
+        self._silence_s = _FOREVER_S if seconds is None else SILENCE_S
+
+    def remaining_s(self) -> float:
+        """Raises HandoffFailed once it has passed."""
+        remaining_s = self._at_s - time.monotonic()
+        if remaining_s <= 0:
+            raise HandoffFailed("the peer takes too long")
+        return remaining_s
+
+    def outlasts(self, seconds: float) -> bool:
+        """Whether it has not passed so much later."""
+        return time.monotonic() + seconds < self._at_s
+
+    def patience_s(self) -> float:
+        """How long to wait for the next byte to pass. Raises HandoffFailed once it has passed."""
+        return min(self.remaining_s(), self._silence_s)
+
+
+class Recovery:
+    """From a connection's first break to the next progress: how long it is made anew, and when.
+
+    The first time at once, then after pauses that double. `deadline`: of what is made anew.
+    """
+
+    def __init__(self) -> None:
+        self.deadline: Deadline | None = None
+        self._pause_s = 0.0
+
+    def pause(self, error: ConnectionBroken) -> None:
+        """It broke (again): returns when to try. Raises `error` once that has lasted for long."""
+        if self.deadline is None:
+            self.deadline = Deadline(SILENCE_S)
+        elif not self.deadline.outlasts(self._pause_s):
+            raise error
+        time.sleep(self._pause_s)
+        self._pause_s = max(_FIRST_PAUSE_S, 2 * self._pause_s)
+
+
+class _WatchedDeadline(Deadline):
+    """It has passed, too, when the peer has hung up."""
+
+    def __init__(self, seconds: float, fd: int) -> None:
+        super().__init__(seconds)
+        self._poll = select.poll()
+        self._poll.register(fd, select.POLLRDHUP)  # and what is always told: errors
+
+    def remaining_s(self) -> float:
+        if self._poll.poll(0):
+            raise ConnectionBroken("the peer hung up")
+        return super().remaining_s()
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, TimeoutError) and error.errno is None:  # ours, not the kernel's
+            raise HandoffFailed("nothing passes: the peer is silent") from None
+        raise ConnectionBroken(f"the connection broke: {error}") from error
+
+
+class Stream:
+    """One connection. One thread uses it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE:
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            connection.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
+
+    def read(self, num_bytes: int, deadline: Deadline) -> bytearray:
+        """Exactly so many bytes. Raises ConnectionBroken if the end comes first, HandoffFailed if
+        the deadline does."""
+        data = bytearray(num_bytes)
+        self.read_into(memoryview(data), deadline)
+        return data
+
+    def read_into(self, target: memoryview, deadline: Deadline) -> None:
+        """Fill `target`; raises as `read`."""
+        with _translated():
+            while target:
+                self._socket.settimeout(deadline.patience_s())
+                count = self._socket.recv_into(target)
+                if count == 0:
+                    raise ConnectionBroken("the peer hung up")
+                target = target[count:]
+
+    def write(self, data: bytes | memoryview, deadline: Deadline) -> None:
+        """All of it. Raises HandoffFailed: the peer hung up, or does not read."""
+        left = memoryview(data)
+        with _translated():
+            while left:
+                self._socket.settimeout(deadline.patience_s())
+                left = left[self._socket.send(left) :]
+
+    def wrap(self, wrapping: Callable[[socket.socket], socket.socket], deadline: Deadline) -> None:
+        """Go on inside of what `wrapping` makes of the socket. Raises HandoffFailed."""
+        self._socket.settimeout(deadline.patience_s())
+        try:
+            self._socket = wrapping(self._socket)
+        except (ConnectionResetError, BrokenPipeError, ssl.SSLEOFError) as error:
+            raise ConnectionBroken(f"no TLS with the peer: {error}") from error
+        except OSError as error:
+            raise HandoffFailed(f"no TLS with the peer: {error}") from error
+
+    def watched(self, seconds: float) -> Deadline:
+        """A deadline for what the peer does beside the connection, while both keep that open."""
+        return _WatchedDeadline(seconds, self._socket.fileno())
+
+    def hang_up(self) -> None:
+        """End every wait on it, from any thread; who uses it closes it then."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.hang_up()
+        self._socket.close()

@@ -1,0 +1,133 @@
+"""`tcp`: blocks on the data connection itself, for pools of two hosts without a better link.
+
+    source    pool ─► copy ─► frames with CRC-32          puller    frames ─► staging ─► pool
+                                                                          once the verdict is good
+A GPU's blocks pass through host memory at both ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from ...core.errors import HandoffFailed
+from ..shm.block_bytes import BlockBytes, Bytes
+from ..window.block_pairs import Ids
+from ..window.head_ranges import BlockCut, HeadPiece
+from ..window.network_address import RemotePool
+from . import data_wire as wire
+from .data_client import DataClient, WrapSocket, connect
+from .data_server import MakeOutlet, Outlet
+from .remote_window import RemoteWindow
+from .stream import Deadline, Stream
+
+_REQUEST_BYTES = 16 << 20  # what a puller stages
+_SENT_AT_ONCE_BYTES = 2 << 20
+_SEND_S = 10.0  # for a frame that passes slowly, without a silence
+
+# The blocks of this rank's pool, in pieces of that cut.
+MakeBytes = Callable[[BlockCut], BlockBytes]
+
+
+def tcp_outlet(make_bytes: MakeBytes) -> MakeOutlet:
+    """Sends the pieces as they are."""
+
+    def make(stream: Stream, cut: BlockCut, _: bytes) -> Outlet:
+        return _TcpOutlet(stream, make_bytes(cut), cut.piece_bytes)
+
+    return make
+
+
+class _TcpOutlet:
+    def __init__(self, stream: Stream, blocks: BlockBytes, piece_bytes: int) -> None:
+        self._stream = stream
+        self._blocks = blocks
+        self._at_once = max(1, _SENT_AT_ONCE_BYTES // piece_bytes)
+
+    def send(self, block_ids: Ids) -> None:
+        """See `Outlet`."""
+        for begin in range(0, len(block_ids), self._at_once):
+            data = self._blocks.read(block_ids[begin : begin + self._at_once]).data
+            for start in range(0, len(data), wire.MAX_FRAME_BYTES):
+                part = data[start : start + wire.MAX_FRAME_BYTES]
+                deadline = Deadline(_SEND_S)
+                self._stream.write(wire.pack_data(part), deadline)
+                self._stream.write(part, deadline)
+
+    def close(self) -> None: ...
+
+
+class TcpTransport:
+    """Opens windows onto pools of other hosts; with `anywhere`, onto those of this one too."""
+
+    name = "tcp"
+
+    def __init__(
+        self,
+        make_bytes: MakeBytes,
+        cut_of: Callable[[HeadPiece | None], BlockCut],
+        *,
+        anywhere: bool,
+        wrap: WrapSocket = lambda connection: connection,
+    ) -> None:
+        """`make_bytes` is of the pool where blocks are copied to; it must outlive the windows."""
+        self._make_bytes = make_bytes
+        self._cut_of = cut_of
+        self._anywhere = anywhere
+        self._wrap = wrap
+
+    def connect(
+        self, incarnation: str, piece: HeadPiece | None = None, remote: RemotePool | None = None
+    ) -> RemoteWindow:
+        """Raises HandoffFailed: the source has no port, hides it, or there are better ways."""
+        if remote is None or not remote.port:
+            raise HandoffFailed("the source said of no port")
+        if not (remote.is_elsewhere or self._anywhere):
+            raise HandoffFailed("the source is on this host: only --kv-transport tcp takes it")
+        cut = self._cut_of(piece)
+        carrier = _TcpCarrier(incarnation, remote, cut, self._make_bytes(cut), self._wrap)
+        return RemoteWindow(incarnation, carrier, cut)
+
+
+class _TcpCarrier:
+    """See `Carrier`: into staging first, into the pool at `commit`."""
+
+    transport = "tcp"
+    connects_quickly = True
+
+    def __init__(
+        self,
+        incarnation: str,
+        remote: RemotePool,
+        cut: BlockCut,
+        blocks: BlockBytes,
+        wrap: WrapSocket,
+    ) -> None:
+        self._incarnation, self._remote = incarnation, remote
+        self._cut = cut
+        self._blocks = blocks
+        self._wrap = wrap
+        self.max_request_blocks = min(
+            max(1, _REQUEST_BYTES // cut.piece_bytes), wire.MAX_REQUEST_BLOCKS
+        )
+        self._staging: Bytes = np.empty(self.max_request_blocks * cut.piece_bytes, np.uint8)
+
+    def connect(self, deadline: Deadline | None = None) -> DataClient:
+        return connect(
+            self._incarnation, self._remote, self._cut, wrap=self._wrap, deadline=deadline
+        )
+
+    def receive(
+        self, client: DataClient, num_blocks: int, block_ids: Ids | None, deadline: Deadline
+    ) -> bool:
+        staged = self._staging.data[: num_blocks * self._cut.piece_bytes]
+        return client.receive_data(staged, deadline)
+
+    def commit(self, block_ids: Ids) -> None:
+        self._blocks.write(block_ids, self._staging[: len(block_ids) * self._cut.piece_bytes])
+
+    def first_piece(self) -> bytes:
+        return self._staging[: self._cut.piece_bytes].tobytes()
+
+    def hang_up(self) -> None: ...

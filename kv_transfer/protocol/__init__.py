@@ -1,0 +1,1 @@
+"""The hand-off as two state machines and their messages. Knows no transport."""

@@ -1,0 +1,301 @@
+"""What goes into the two state machines of the hand-off, and what comes out of them. Plain values.
+
+        inbox                                      engine calls, frames, copies
+    ── event ──►  source.handle / puller.handle  ── effects ──►  glue of the role
+
+The glue carries out effects in their order and feeds the answers back as events. Times are seconds
+of the injected clock's monotonic reading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from ...core.errors import BatonError
+from ...core.request.block_hash import BlockHash
+from ...core.request.request import Ticket
+from ...engine.kv.block_pool import BlockRef
+from ..window.block_pairs import BlockPairs
+from ..window.transport import PullOutcome
+from .messages import HandoffState, Message
+
+# ---- events of both sides
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLinked:
+    """The stream to this peer is open. On a peer that is linked already: the old stream is gone."""
+
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """The stream to this peer ended, for whatever reason: so does every transfer with it."""
+
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerMessage:
+    """`message` came over the stream to `incarnation`."""
+
+    incarnation: str
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Expire what is due. Send it when the inbox is drained, so that renewals in it count."""
+
+
+# ---- events of the source
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """A prompt was admitted whose KV the ticket's puller will fetch.
+
+    `key` names the request in the engine; nothing waits for the puller past `deadline_s`.
+    """
+
+    ticket: Ticket
+    key: str
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkAnnounced:
+    """Step number `step` writes the KV of these blocks; they continue where the last chunk ended.
+
+    A ChunkReady of as many tokens follows when it has completed, unless the request ends before.
+    """
+
+    transfer_id: str
+    blocks: tuple[BlockRef, ...]
+    num_tokens: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkReady:
+    """The KV of `num_tokens` is complete on the device: nobody writes to its blocks any more.
+
+    `blocks` are those that no ChunkAnnounced has named. They continue where the last chunk ended; a
+    block that the chunk left partial comes with the chunk that completes it, or with the last one.
+    `state` makes it the last one.
+    """
+
+    transfer_id: str
+    blocks: tuple[BlockRef, ...]
+    num_tokens: int
+    state: HandoffState | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """The request ended here: at its first token, by a cancel or by a failure."""
+
+    transfer_id: str
+    error: BatonError = field(compare=False)
+
+
+# ---- events of the puller
+
+
+@dataclass(frozen=True, slots=True)
+class Intended:
+    """A dispatch announced that this request's KV will come. Takes no memory.
+
+    `block_hashes` are those of the known tokens' full blocks; `num_blocks` counts the partial last
+    one too. Waiting for memory is fair between callers.
+    """
+
+    ticket: Ticket
+    key: str
+    block_hashes: Sequence[BlockHash]
+    num_blocks: int
+    deadline_s: float
+    caller_id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class IntentCancelled:
+    """The gateway gave the request up. Not answered."""
+
+    transfer_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Answer to `Reserve`: `block_ids[i]` takes logical block i; the first ones are cached here."""
+
+    transfer_id: str
+    num_cached_blocks: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveRefused:
+    """Answer to `Reserve`: not now."""
+
+    transfer_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFreed:
+    """Blocks became free: what was refused may fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class WindowOpened:
+    """Answer to `OpenWindow`: the source's pool can be read, and perhaps its count of steps."""
+
+    incarnation: str
+    link: int
+    sees_steps: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WindowFailed:
+    """Answer to `OpenWindow`: no transport reaches this source's pool."""
+
+    incarnation: str
+    link: int
+    error: BatonError = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class PullEnded:
+    """One pull's only report: from now on nothing writes to its destination blocks."""
+
+    transfer_id: str
+    seq: int
+    outcome: PullOutcome
+
+
+# ---- effects of both sides
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    incarnation: str
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class ClosePeer:
+    """Refuse this pair: end its stream and say why."""
+
+    incarnation: str
+    error: BatonError = field(compare=False)
+
+
+# ---- effects of the source
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseBlocks:
+    """The hand-off is done with this request: exactly one for every `Offered`.
+
+    `error` is None if the puller has taken everything; otherwise it is why nobody will, and the
+    request may still be computing: abort it.
+    """
+
+    transfer_id: str
+    key: str
+    error: BatonError | None = field(compare=False)
+
+
+# ---- effects of the puller
+
+
+@dataclass(frozen=True, slots=True)
+class OpenWindow:
+    """Connect a transport to this source; answered with the same `link`, off this thread if it
+    takes time. After `CloseWindow` an answer is void."""
+
+    incarnation: str
+    link: int
+
+
+@dataclass(frozen=True, slots=True)
+class CloseWindow:
+    """Start no more pulls; those in flight end by themselves and still report. A window that is
+    still being opened is abandoned; one that never opened is no error."""
+
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Ask the engine for the memory of this request, all or nothing. Answered exactly once."""
+
+    transfer_id: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class StartPull:
+    """Copy `pairs` from the source's pool into ours; reported by one `PullEnded` with this seq.
+
+    Not before the source counts `step` steps.
+    """
+
+    transfer_id: str
+    seq: int
+    incarnation: str
+    pairs: BlockPairs
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CancelPull:
+    """Hurry this transfer's pulls in flight to their end. Each still reports."""
+
+    transfer_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """Terminal: all KV of the known tokens is in the reservation; the engine may start on it."""
+
+    transfer_id: str
+    key: str
+    state: HandoffState
+    num_pulled_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Terminal: this transfer will not come. The reservation, if any, is dropped separately."""
+
+    transfer_id: str
+    key: str
+    error: BatonError = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class DropReservation:
+    """Give the reserved memory back; nothing in flight writes to it any more."""
+
+    transfer_id: str
+
+
+SourceEvent: TypeAlias = (
+    PeerLinked | PeerLost | PeerMessage | Tick | Offered | ChunkAnnounced | ChunkReady | Withdrawn
+)
+SourceEffect: TypeAlias = Send | ClosePeer | ReleaseBlocks
+
+PullerEvent: TypeAlias = (
+    PeerLinked | PeerLost | PeerMessage | Tick
+    | Intended | IntentCancelled | Reserved | ReserveRefused | MemoryFreed
+    | WindowOpened | WindowFailed | PullEnded
+)  # fmt: skip
+PullerEffect: TypeAlias = (
+    Send | ClosePeer
+    | OpenWindow | CloseWindow | Reserve | StartPull | CancelPull
+    | Complete | Failed | DropReservation
+)  # fmt: skip

@@ -1,0 +1,365 @@
+"""The puller's side of the hand-off: which KV is on its way here, and when it may be used.
+
+Owns intents, reservations in the making, pulls in flight and lease renewal; decides when a request
+may start. Knows no memory, stream or thread: `handle` maps events to effects, and the role's glue
+carries them out.
+"""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from ...core.errors import (
+    BatonError,
+    Cancelled,
+    HandoffFailed,
+    NodeLost,
+    StaleBlocks,
+    UnknownTransfer,
+)
+from ...core.ports import Clock
+from ..window.block_pairs import BlockPairs
+from ..window.transport import PullOutcome
+from .events import (
+    CancelPull,
+    ClosePeer,
+    CloseWindow,
+    Complete,
+    DropReservation,
+    Failed,
+    Intended,
+    IntentCancelled,
+    MemoryFreed,
+    OpenWindow,
+    PeerLinked,
+    PeerLost,
+    PeerMessage,
+    PullEnded,
+    PullerEffect,
+    PullerEvent,
+    Reserve,
+    Reserved,
+    ReserveRefused,
+    Send,
+    StartPull,
+    Tick,
+    WindowFailed,
+    WindowOpened,
+)
+from .manifest_sequence import ManifestSequence
+from .messages import Attach, CancelTransfer, Hello, Manifest, Message, Release, Renew, Revoked
+from .pairing import Pairs, PairState
+from .puller_transfer import PullerState, PullerTransfer
+from .renewals import Renewals
+from .reserve_queue import ReserveQueue
+from .tombstones import Tombstones
+
+
+class Puller:
+    """All transfers into one engine. One thread calls it; see the events for what to feed it.
+
+    `link_wait_s` bounds how long an intent waits for a pair that is not ready.
+    """
+
+    def __init__(self, hello: Hello, clock: Clock, link_wait_s: float) -> None:
+        self._pairs = Pairs(hello)
+        self._clock = clock
+        self._link_wait_s = link_wait_s
+        self._transfers: dict[str, PullerTransfer] = {}
+        self._queue = ReserveQueue()
+        self._renewals = Renewals()
+        self._tombstones = Tombstones()
+        self._effects: list[PullerEffect] = []
+
+    def handle(self, event: PullerEvent) -> list[PullerEffect]:
+        """Take in one event; returns what is to be done now, in this order. Never raises on what
+        a peer or a gateway sent."""
+        self._dispatch(event)
+        head = self._queue.question()
+        if head is not None:
+            self._effects.append(Reserve(head, self._transfers[head].intent.key))
+        effects, self._effects = self._effects, []
+        return effects
+
+    def _dispatch(self, event: PullerEvent) -> None:
+        match event:
+            case PeerMessage(incarnation, message):
+                self._on_message(incarnation, message)
+            case PullEnded(transfer_id, seq, outcome):
+                self._on_pull_ended(transfer_id, seq, outcome)
+            case Tick():
+                self._on_tick()
+            case MemoryFreed():
+                self._queue.retry()
+            case Intended():
+                self._on_intended(event)
+            case IntentCancelled(transfer_id):
+                if transfer_id in self._transfers:
+                    self._give_up(transfer_id, None)
+            case Reserved():
+                self._on_reserved(event)
+            case ReserveRefused(transfer_id):
+                self._queue.answered(transfer_id, was_granted=False)
+            case PeerLinked(incarnation):
+                if self._pairs.get(incarnation) is not None:
+                    self._drop_peer(incarnation, NodeLost("the stream to the source was replaced"))
+                self._pairs.add(incarnation)
+                self._send(incarnation, self._pairs.hello)
+            case PeerLost(incarnation):
+                self._drop_peer(incarnation, NodeLost("the stream to the source ended"))
+            case WindowOpened(incarnation, link, sees_steps):
+                if self._pairs.is_opening(incarnation, link):
+                    self._on_ready(incarnation, sees_steps=sees_steps)
+            case WindowFailed(incarnation, link, error):
+                if self._pairs.is_opening(incarnation, link):
+                    self._refuse(incarnation, error)
+            case _:
+                assert_never(event)
+
+    def next_deadline(self) -> float | None:
+        """When the next `Tick` is due, on the monotonic clock."""
+        waits = [t.expires_s for t in self._transfers.values() if t.expires_s is not None]
+        renewal_s = self._renewals.next_deadline()
+        if renewal_s is not None:
+            waits.append(renewal_s)
+        return min(waits, default=None)
+
+    def ledger(self) -> dict[str, object]:
+        """What is on its way, as JSON-able values."""
+        now_s = self._clock.monotonic_s()
+        return {
+            "transfers": {
+                transfer_id: transfer.ledger(now_s)
+                for transfer_id, transfer in self._transfers.items()
+            },
+            "peers": self._pairs.ledger(),
+            "num_tombstones": len(self._tombstones),
+        }
+
+    # ---- the gateway's and the engine's side
+
+    def _on_intended(self, intent: Intended) -> None:
+        transfer_id = intent.ticket.transfer_id
+        refusal = self._refusal(intent)
+        if refusal is not None:
+            self._effects.append(Failed(transfer_id, intent.key, refusal))
+            return
+        link_by_s = self._clock.monotonic_s() + self._link_wait_s
+        transfer = PullerTransfer(
+            intent,
+            ManifestSequence(intent.block_hashes, intent.num_blocks),
+            PullerState.WAITING,
+            expires_s=min(link_by_s, intent.deadline_s),
+        )
+        self._transfers[transfer_id] = transfer
+        if self._pairs.get(transfer.source) is PairState.READY:
+            self._attach(transfer)
+
+    def _refusal(self, intent: Intended) -> BatonError | None:
+        if intent.ticket.puller_incarnation != self._pairs.hello.incarnation:
+            return UnknownTransfer("the ticket names another incarnation of this puller")
+        if intent.ticket.transfer_id in self._transfers:
+            return HandoffFailed("the ticket is in use by another request")
+        return self._tombstones.get(intent.ticket.transfer_id)
+
+    def _attach(self, transfer: PullerTransfer) -> None:
+        transfer.state = PullerState.ATTACHED
+        transfer.expires_s = transfer.intent.deadline_s
+        sees_steps = self._pairs.sees_steps(transfer.source)
+        self._send(transfer.source, Attach(transfer.intent.ticket.transfer_id, sees_steps))
+
+    def _on_reserved(self, reserved: Reserved) -> None:
+        self._queue.answered(reserved.transfer_id, was_granted=True)
+        transfer = self._transfers.get(reserved.transfer_id)
+        if transfer is None:  # it ended while the engine was asked
+            self._effects.append(DropReservation(reserved.transfer_id))
+            return
+        assert transfer.state is PullerState.QUEUED
+        assert len(reserved.block_ids) >= transfer.intent.num_blocks
+        transfer.state = PullerState.PULLING
+        transfer.reservation = reserved
+        manifests, transfer.unpulled = transfer.unpulled, []
+        for manifest in manifests:
+            self._start_pull(transfer, reserved, manifest)
+        self._complete_if_done(transfer)
+
+    def _start_pull(self, transfer: PullerTransfer, reserved: Reserved, manifest: Manifest) -> None:
+        """Pull one chunk, but for what the prefix cache here holds already."""
+        if not manifest.blocks:
+            return
+        first = manifest.blocks[0].index  # those that follow it have no gap: it was accepted
+        num_cached = max(0, reserved.num_cached_blocks - first)
+        missing = manifest.blocks[num_cached:]
+        if not missing:
+            return
+        pairs = BlockPairs.join(missing, reserved.block_ids[first + num_cached :])  # growth behind
+        transfer.in_flight.add(manifest.seq)
+        transfer.num_pulled_blocks += len(pairs)
+        pull = StartPull(manifest.transfer_id, manifest.seq, transfer.source, pairs, manifest.step)
+        self._effects.append(pull)
+
+    def _on_pull_ended(self, transfer_id: str, seq: int, outcome: PullOutcome) -> None:
+        transfer = self._transfers.get(transfer_id)
+        if transfer is None or seq not in transfer.in_flight:
+            return
+        transfer.in_flight.remove(seq)
+        if transfer.state is PullerState.ENDING:
+            self._bury_if_still(transfer)
+        elif outcome is PullOutcome.OK:
+            self._complete_if_done(transfer)
+        elif transfer.is_orphaned:
+            self._give_up(transfer_id, NodeLost("the source went away during the last pull"))
+        elif outcome is PullOutcome.STALE:
+            self._give_up(transfer_id, StaleBlocks("a block was reallocated during the pull"))
+        else:
+            self._give_up(transfer_id, HandoffFailed(f"the pull ended {outcome.value}"))
+
+    # ---- the source's side
+
+    def _on_message(self, source: str, message: Message) -> None:
+        if not self._pairs.is_audible(source, message):
+            return
+        match message:
+            case Hello():
+                self._on_hello(source, message)
+            case Manifest():
+                self._on_manifest(source, message)
+            case Revoked(transfer_id, error):
+                if self._is_listening(source, transfer_id):
+                    self._give_up(transfer_id, error, must_tell=False)
+            case Attach() | Renew() | Release() | CancelTransfer():
+                self._refuse(source, HandoffFailed("a source spoke like a puller"))
+            case _:
+                assert_never(message)
+
+    def _on_hello(self, source: str, hello: Hello) -> None:
+        try:
+            is_first = self._pairs.greet(source, hello)
+        except HandoffFailed as error:
+            self._refuse(source, error)
+            return
+        if is_first:
+            self._effects.append(OpenWindow(source, self._pairs.link(source)))
+
+    def _on_ready(self, source: str, *, sees_steps: bool) -> None:
+        self._pairs.set_ready(source, sees_steps=sees_steps)
+        for transfer in self._transfers.values():
+            if transfer.source == source and transfer.state is PullerState.WAITING:
+                self._attach(transfer)
+
+    def _is_listening(self, source: str, transfer_id: str) -> bool:
+        """Whether this source may still speak of this transfer."""
+        transfer = self._transfers.get(transfer_id)
+        return (
+            transfer is not None
+            and transfer.source == source
+            and transfer.state not in (PullerState.WAITING, PullerState.ENDING)
+        )
+
+    def _on_manifest(self, source: str, manifest: Manifest) -> None:
+        transfer_id = manifest.transfer_id
+        if not self._is_listening(source, transfer_id):
+            return
+        transfer = self._transfers[transfer_id]
+        try:
+            if manifest.step and not self._pairs.sees_steps(source):
+                raise HandoffFailed("a chunk was announced before its end, which is not seen here")
+            if not transfer.manifests.accept(manifest):
+                return
+        except HandoffFailed as error:
+            self._give_up(transfer_id, error)
+            return
+        now_s = self._clock.monotonic_s()
+        self._renewals.start(source, transfer_id, manifest.lease_remaining_s, now_s)
+        if transfer.reservation is not None:
+            self._start_pull(transfer, transfer.reservation, manifest)
+            self._complete_if_done(transfer)
+            return
+        transfer.unpulled.append(manifest)
+        if transfer.state is PullerState.ATTACHED:
+            transfer.state = PullerState.QUEUED
+            intent = transfer.intent
+            self._queue.join(transfer_id, intent.caller_id, intent.num_blocks)
+
+    def _refuse(self, source: str, error: BatonError) -> None:
+        self._drop_peer(source, error)
+        self._effects.append(ClosePeer(source, error))
+
+    def _drop_peer(self, source: str, error: BatonError) -> None:
+        """End what can no longer succeed with a source whose stream is gone.
+
+        A transfer whose last chunk is being copied may still end well: the generations decide.
+        """
+        for transfer_id, transfer in list(self._transfers.items()):
+            if transfer.source != source:
+                continue
+            if transfer.state is PullerState.PULLING and transfer.manifests.is_complete:
+                transfer.is_orphaned = True
+                self._renewals.stop(source, transfer_id)
+            else:
+                self._give_up(transfer_id, error, must_tell=False)
+        if self._pairs.remove(source) in (PairState.GREETED, PairState.READY):
+            self._effects.append(CloseWindow(source))
+
+    # ---- time
+
+    def _on_tick(self) -> None:
+        now_s = self._clock.monotonic_s()
+        self._tombstones.purge(now_s)
+        self._queue.retry()
+        for transfer_id, transfer in list(self._transfers.items()):
+            if transfer.expires_s is not None and transfer.expires_s <= now_s:
+                self._give_up(transfer_id, transfer.expiry(now_s))
+        for source, transfer_ids in self._renewals.take_due(now_s):
+            self._send(source, Renew(transfer_ids))
+
+    # ---- the ends
+
+    def _complete_if_done(self, transfer: PullerTransfer) -> None:
+        state = transfer.manifests.state
+        if state is None or transfer.in_flight or transfer.state is not PullerState.PULLING:
+            return
+        transfer_id, key = transfer.intent.ticket.transfer_id, transfer.intent.key
+        self._effects.append(Complete(transfer_id, key, state, transfer.num_pulled_blocks))
+        if not transfer.is_orphaned:
+            self._send(transfer.source, Release(transfer_id))
+        self._forget(transfer_id, UnknownTransfer("the transfer is over: it completed"))
+        del self._transfers[transfer_id]
+
+    def _give_up(
+        self, transfer_id: str, error: BatonError | None, *, must_tell: bool = True
+    ) -> None:
+        """End a transfer badly: `Failed` with `error`, or silence if the gateway cancelled it.
+
+        The reservation outlives it until the last copy in flight has ended.
+        """
+        transfer = self._transfers[transfer_id]
+        if transfer.state is PullerState.ENDING:
+            return
+        if error is not None:
+            self._effects.append(Failed(transfer_id, transfer.intent.key, error))
+        if must_tell and not transfer.is_orphaned and transfer.state is not PullerState.WAITING:
+            self._send(transfer.source, CancelTransfer(transfer_id))
+        if transfer.in_flight:
+            self._effects.append(CancelPull(transfer_id))
+        self._forget(transfer_id, error or Cancelled("the request was cancelled"))
+        transfer.state = PullerState.ENDING
+        transfer.expires_s = None
+        self._bury_if_still(transfer)
+
+    def _bury_if_still(self, transfer: PullerTransfer) -> None:
+        """The fence of a failed transfer: its memory is free once no copy writes to it."""
+        if transfer.in_flight:
+            return
+        transfer_id = transfer.intent.ticket.transfer_id
+        if transfer.reservation is not None:
+            self._effects.append(DropReservation(transfer_id))
+        del self._transfers[transfer_id]
+
+    def _forget(self, transfer_id: str, epitaph: BatonError) -> None:
+        self._queue.leave(transfer_id)
+        self._renewals.stop(self._transfers[transfer_id].source, transfer_id)
+        self._tombstones.add(transfer_id, epitaph, self._clock.monotonic_s())
+
+    def _send(self, source: str, message: Message) -> None:
+        self._effects.append(Send(source, message))

@@ -1,0 +1,379 @@
+"""The source's side of the hand-off: which blocks are kept for whom, and until when.
+
+Owns leases, tombstones and what was announced; decides when the engine gets blocks back. Knows no
+memory, stream or thread: `handle` maps events to effects, and the role's glue carries them out.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from ...core.errors import (
+    BatonError,
+    Cancelled,
+    DeadlineExceeded,
+    HandoffFailed,
+    LeaseExpired,
+    NodeLost,
+    UnknownTransfer,
+)
+from ...core.ports import Clock
+from .events import (
+    ChunkAnnounced,
+    ChunkReady,
+    ClosePeer,
+    Offered,
+    PeerLinked,
+    PeerLost,
+    PeerMessage,
+    ReleaseBlocks,
+    Send,
+    SourceEffect,
+    SourceEvent,
+    Tick,
+    Withdrawn,
+)
+from .messages import Attach, CancelTransfer, Hello, Manifest, Message, Release, Renew, Revoked
+from .pairing import Pairs
+from .tombstones import Tombstones
+
+
+class SourceState(enum.Enum):
+    """Of one transfer. Manifests go out once it is both attached and offered: of a chunk when it is
+    computed, or to a puller that sees our steps already when it is launched.
+
+      Attach              Offered
+    ─────────► AWAITED ──────┐
+                  │          ▼      last ChunkReady
+    ─────────── Offered ─► COMPUTING ─────────────► HELD
+                  │          │                       │
+                  └──────────┴───────────────────────┴──► over: `_end` leaves a tombstone
+
+    Withdrawn, CancelTransfer and PeerLost end every state; Release and a lease that ran out end
+    HELD; one lease without an offer ends AWAITED.
+    """
+
+    AWAITED = "awaited"  # its puller asks for it, its prompt has not come
+    COMPUTING = "computing"  # the blocks are the running request's: no lease can expire under it
+    HELD = "held"  # computed; the lease runs, and only the puller renews it
+
+
+@dataclass(slots=True)
+class _Transfer:
+    puller: str
+    state: SourceState
+    offer: Offered | None = None
+    is_attached: bool = False
+    sees_steps: bool = False
+    expires_s: float | None = None  # None while computing
+    unsent: deque[ChunkAnnounced | ChunkReady] = field(default_factory=deque)
+    num_sent: int = 0
+    num_blocks: int = 0  # announced by the engine so far
+    num_tokens: int = 0  # computed so far
+
+    def take_next(self) -> tuple[ChunkAnnounced | ChunkReady, int] | None:
+        """The next chunk that its puller may hear of now, and the step that it must wait for."""
+        if not self.is_attached or not self.unsent:
+            return None
+        chunk = self.unsent[0]
+        is_computed = chunk.num_tokens <= self.num_tokens
+        if not is_computed and not self.sees_steps:
+            return None
+        self.unsent.popleft()
+        return chunk, 0 if is_computed or isinstance(chunk, ChunkReady) else chunk.step
+
+
+class Source:
+    """All transfers out of one engine. One thread calls it; see the events for what to feed it."""
+
+    def __init__(self, hello: Hello, clock: Clock, lease_s: float) -> None:
+        self._pairs = Pairs(hello)
+        self._clock = clock
+        self._lease_s = lease_s
+        self._transfers: dict[str, _Transfer] = {}
+        self._tombstones = Tombstones()
+        self._effects: list[SourceEffect] = []
+
+    def handle(self, event: SourceEvent) -> list[SourceEffect]:
+        """Take in one event; returns what is to be done now, in this order. Never raises on what
+        a peer or a gateway sent."""
+        match event:
+            case PeerMessage(incarnation, message):
+                self._on_message(incarnation, message)
+            case Tick():
+                self._on_tick()
+            case Offered():
+                self._on_offered(event)
+            case ChunkAnnounced():
+                self._on_launched(event)
+            case ChunkReady():
+                self._on_chunk(event)
+            case Withdrawn(transfer_id, error):
+                self._on_withdrawn(transfer_id, error)
+            case PeerLinked(incarnation):
+                if self._pairs.get(incarnation) is not None:
+                    self._drop_peer(incarnation, NodeLost("the stream to the puller was replaced"))
+                self._pairs.add(incarnation)
+            case PeerLost(incarnation):
+                self._drop_peer(incarnation, NodeLost("the stream to the puller ended"))
+            case _:
+                assert_never(event)
+        effects, self._effects = self._effects, []
+        return effects
+
+    def next_deadline(self) -> float | None:
+        """When the next `Tick` is due, on the monotonic clock."""
+        waits = [t.expires_s for t in self._transfers.values() if t.expires_s is not None]
+        return min(waits, default=None)
+
+    def ledger(self) -> dict[str, object]:
+        """What is held for whom, as JSON-able values."""
+        now_s = self._clock.monotonic_s()
+        return {
+            "transfers": {
+                transfer_id: {
+                    "state": t.state.value,
+                    "key": None if t.offer is None else t.offer.key,
+                    "puller": t.puller,
+                    "is_attached": t.is_attached,
+                    "num_blocks": t.num_blocks,
+                    "expires_in_s": None if t.expires_s is None else t.expires_s - now_s,
+                }
+                for transfer_id, t in self._transfers.items()
+            },
+            "peers": self._pairs.ledger(),
+            "num_tombstones": len(self._tombstones),
+        }
+
+    # ---- the engine's side
+
+    def _on_offered(self, offer: Offered) -> None:
+        transfer_id, puller = offer.ticket.transfer_id, offer.ticket.puller_incarnation
+        refusal = self._refusal(offer)
+        if refusal is not None:
+            self._effects.append(ReleaseBlocks(transfer_id, offer.key, refusal))
+            return
+        transfer = self._transfers.get(transfer_id)
+        if transfer is not None and transfer.puller != puller:
+            self._revoke(transfer.puller, transfer_id, _not_yours())
+            transfer = None
+        if transfer is None:
+            transfer = _Transfer(puller, SourceState.COMPUTING)
+            self._transfers[transfer_id] = transfer
+        transfer.offer = offer
+        transfer.state = SourceState.COMPUTING
+        transfer.expires_s = None
+
+    def _refusal(self, offer: Offered) -> BatonError | None:
+        if offer.ticket.source_incarnation != self._pairs.hello.incarnation:
+            return UnknownTransfer("the ticket names another incarnation of this source")
+        transfer = self._transfers.get(offer.ticket.transfer_id)
+        if transfer is not None and transfer.offer is not None:
+            return HandoffFailed("the ticket is in use by another request")
+        return self._tombstones.get(offer.ticket.transfer_id)
+
+    def _on_launched(self, chunk: ChunkAnnounced) -> None:
+        transfer = self._transfers.get(chunk.transfer_id)
+        if transfer is not None and transfer.offer is not None:
+            self._announce(transfer, chunk)
+            self._flush(transfer)
+
+    def _on_chunk(self, chunk: ChunkReady) -> None:
+        transfer = self._transfers.get(chunk.transfer_id)
+        if transfer is None or transfer.offer is None:
+            return  # it ended while the chunk was computed
+        if chunk.blocks or chunk.state is not None:
+            self._announce(transfer, chunk)
+        transfer.num_tokens = chunk.num_tokens
+        if chunk.state is not None:
+            transfer.state = SourceState.HELD
+            self._renew(transfer)
+        self._flush(transfer)
+
+    @staticmethod
+    def _announce(transfer: _Transfer, chunk: ChunkAnnounced | ChunkReady) -> None:
+        assert transfer.state is SourceState.COMPUTING, "a chunk after the last one"
+        for index, ref in enumerate(chunk.blocks, start=transfer.num_blocks):
+            assert ref.index == index, "chunks must continue each other"
+        transfer.num_blocks += len(chunk.blocks)
+        transfer.unsent.append(chunk)
+
+    def _on_withdrawn(self, transfer_id: str, error: BatonError) -> None:
+        if transfer_id in self._transfers:
+            self._end(transfer_id, error, must_tell=True)
+        else:
+            self._tombstones.add(transfer_id, error, self._clock.monotonic_s())
+
+    # ---- the puller's side
+
+    def _on_message(self, puller: str, message: Message) -> None:
+        if not self._pairs.is_audible(puller, message):
+            return
+        match message:
+            case Hello():
+                self._on_hello(puller, message)
+            case Attach(transfer_id, sees_steps):
+                self._on_attach(puller, transfer_id, sees_steps=sees_steps)
+            case Renew(transfer_ids):
+                for transfer_id in transfer_ids:
+                    self._on_renew(puller, transfer_id)
+            case Release(transfer_id):
+                self._on_release(puller, transfer_id)
+            case CancelTransfer(transfer_id):
+                self._on_cancel(puller, transfer_id)
+            case Manifest() | Revoked():
+                self._refuse(puller, HandoffFailed("a puller spoke like a source"))
+            case _:
+                assert_never(message)
+
+    def _on_hello(self, puller: str, hello: Hello) -> None:
+        """Ours says where our pools are: it is for a puller that has said what it is, and fits."""
+        try:
+            is_first = self._pairs.greet(puller, hello)
+        except HandoffFailed as error:
+            self._refuse(puller, error)
+            return
+        if is_first:
+            self._send(puller, self._pairs.hello)
+
+    def _on_attach(self, puller: str, transfer_id: str, *, sees_steps: bool) -> None:
+        transfer = self._transfers.get(transfer_id)
+        if transfer is None:
+            self._await_offer(puller, transfer_id, sees_steps=sees_steps)
+        elif transfer.puller != puller:
+            self._revoke(puller, transfer_id, _not_yours())
+        else:
+            transfer.is_attached = True
+            transfer.sees_steps = sees_steps
+            self._renew(transfer)
+            self._flush(transfer)
+
+    def _await_offer(self, puller: str, transfer_id: str, *, sees_steps: bool) -> None:
+        epitaph = self._tombstones.get(transfer_id)
+        if epitaph is not None:
+            self._revoke(puller, transfer_id, epitaph)
+            return
+        self._transfers[transfer_id] = _Transfer(
+            puller,
+            SourceState.AWAITED,
+            is_attached=True,
+            sees_steps=sees_steps,
+            expires_s=self._clock.monotonic_s() + self._lease_s,
+        )
+
+    def _on_renew(self, puller: str, transfer_id: str) -> None:
+        transfer = self._owned(puller, transfer_id)
+        if transfer is None:
+            self._revoke(puller, transfer_id, self._tombstones.get(transfer_id) or _not_yours())
+        else:
+            self._renew(transfer)
+
+    def _on_release(self, puller: str, transfer_id: str) -> None:
+        transfer = self._owned(puller, transfer_id)
+        if transfer is None:
+            return  # a double, or it ended here first
+        if transfer.state is SourceState.HELD and not transfer.unsent:
+            self._end(transfer_id, None, must_tell=False)
+        else:
+            error = HandoffFailed("the puller released what was not computed yet")
+            self._end(transfer_id, error, must_tell=True)
+
+    def _on_cancel(self, puller: str, transfer_id: str) -> None:
+        error = Cancelled("the puller cancelled the transfer")
+        if self._owned(puller, transfer_id) is not None:
+            self._end(transfer_id, error, must_tell=False)
+        elif transfer_id not in self._transfers:
+            self._tombstones.add(transfer_id, error, self._clock.monotonic_s())
+
+    def _owned(self, puller: str, transfer_id: str) -> _Transfer | None:
+        """The transfer, if it is this puller's to speak of."""
+        transfer = self._transfers.get(transfer_id)
+        return transfer if transfer is not None and transfer.puller == puller else None
+
+    def _refuse(self, puller: str, error: BatonError) -> None:
+        self._drop_peer(puller, error)
+        self._effects.append(ClosePeer(puller, error))
+
+    def _drop_peer(self, puller: str, error: BatonError) -> None:
+        """End everything with a puller whose stream is gone: there is nobody to tell."""
+        self._pairs.remove(puller)
+        self._end_all(lambda t: error if t.puller == puller else None, must_tell=False)
+
+    # ---- leases
+
+    def _renew(self, transfer: _Transfer) -> None:
+        """A full lease from now, but never past the request's deadline."""
+        if transfer.state is SourceState.HELD and transfer.offer is not None:
+            until_s = self._clock.monotonic_s() + self._lease_s
+            transfer.expires_s = min(until_s, transfer.offer.deadline_s)
+
+    def _on_tick(self) -> None:
+        now_s = self._clock.monotonic_s()
+        self._tombstones.purge(now_s)
+        self._end_all(lambda t: self._expiry(t, now_s), must_tell=True)
+
+    def _expiry(self, transfer: _Transfer, now_s: float) -> BatonError | None:
+        """Why the transfer must end now, if it must."""
+        if transfer.expires_s is None or now_s < transfer.expires_s:
+            return None
+        if transfer.offer is None:
+            return UnknownTransfer("no prompt came for the ticket within one lease")
+        if now_s >= transfer.offer.deadline_s:
+            return DeadlineExceeded("the deadline passed before the KV was pulled")
+        if not transfer.is_attached:
+            return LeaseExpired("no puller came for the KV within one lease")
+        return LeaseExpired("the puller did not renew its lease")
+
+    # ---- effects
+
+    def _flush(self, transfer: _Transfer) -> None:
+        """Announce the chunks that the puller has not heard of, if it listens."""
+        now_s = self._clock.monotonic_s()
+        expires_s = now_s + self._lease_s if transfer.expires_s is None else transfer.expires_s
+        while (taken := transfer.take_next()) is not None:
+            chunk, step = taken
+            manifest = Manifest(
+                chunk.transfer_id,
+                transfer.num_sent,
+                chunk.blocks,
+                chunk.num_tokens,
+                max(0.0, expires_s - now_s),
+                chunk.state if isinstance(chunk, ChunkReady) else None,
+                step,
+            )
+            transfer.num_sent += 1
+            self._send(transfer.puller, manifest)
+
+    def _end_all(
+        self, reason: Callable[[_Transfer], BatonError | None], *, must_tell: bool
+    ) -> None:
+        """End every transfer for which `reason` gives one."""
+        for transfer_id, transfer in list(self._transfers.items()):
+            error = reason(transfer)
+            if error is not None:
+                self._end(transfer_id, error, must_tell=must_tell)
+
+    def _end(self, transfer_id: str, error: BatonError | None, *, must_tell: bool) -> None:
+        """The only way out: blocks back if there are any, a word to the puller, a tombstone."""
+        transfer = self._transfers.pop(transfer_id)
+        epitaph = error or UnknownTransfer("the transfer is over: its blocks were released")
+        self._tombstones.add(transfer_id, epitaph, self._clock.monotonic_s())
+        if transfer.offer is not None:
+            self._effects.append(ReleaseBlocks(transfer_id, transfer.offer.key, error))
+        if must_tell and transfer.is_attached:
+            self._revoke(transfer.puller, transfer_id, epitaph)
+
+    def _revoke(self, puller: str, transfer_id: str, error: BatonError) -> None:
+        self._send(puller, Revoked(transfer_id, error))
+
+    def _send(self, puller: str, message: Message) -> None:
+        self._effects.append(Send(puller, message))
+
+
+def _not_yours() -> BatonError:
+    # The same words whether or not somebody else has it: a puller learns nothing of others.
+    return UnknownTransfer("no such transfer here")

@@ -1,0 +1,1 @@
+"""A pull by all ranks of an engine."""

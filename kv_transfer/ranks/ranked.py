@@ -1,0 +1,168 @@
+"""A pull by all ranks of an engine: each reads its heads, on whichever of the source's ranks.
+
+    connect     which heads lie where? ─► each rank opens its windows ─► one window of all
+    start_pull  rank 0 tells the others, copies its own part ─► done when all have reported
+
+Each rank judges its own copies by the source's one page of generations, and the worst outcome
+counts. Knows no transport by name.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from ...core.errors import EngineFailed, HandoffFailed
+from ...engine.parallel.rank_channel import Kind
+from ...engine.parallel.rank_group import Followers
+from ..export.pool_address import PoolPart, describe
+from ..network.data_client import WrapSocket, describe_remote
+from ..window.block_pairs import BlockPairs
+from ..window.head_ranges import HeadPiece, pieces_of
+from ..window.network_address import RemotePool, Routes
+from ..window.transport import PoolWindow, PullHandle, PullOutcome, Starter, Transport, worst
+from .joined import SourcePiece, open_pieces
+from .rank_messages import Opened, pack_number, pack_open, pack_pull
+
+
+class RankedTransport:
+    """Opens windows for all ranks of this engine; `parts` are their pools."""
+
+    name = "ranks"
+
+    def __init__(
+        self,
+        mine: Sequence[Transport],
+        parts: Sequence[PoolPart],
+        followers: Followers | None,
+        routes: Routes,
+        wrap: WrapSocket = lambda connection: connection,
+    ) -> None:
+        """`mine` are rank 0's ways, best first; without followers it is the only rank.
+
+        `routes` know how sources are reached over a network.
+        """
+        self._routes = routes
+        self._wrap = wrap
+        self._mine = mine
+        self._parts = parts
+        self._followers = followers
+
+    def connect(
+        self, incarnation: str, piece: HeadPiece | None = None, remote: RemotePool | None = None
+    ) -> PoolWindow:
+        assert piece is None, "an engine pulls all of its heads"
+        by_rank = self._plan(incarnation)
+        mine = open_pieces(self._mine, by_rank[0])
+        if self._followers is None:
+            return mine
+        try:
+            number, answers = self._open_on_followers(self._followers, by_rank[1:])
+        except (HandoffFailed, EngineFailed):
+            mine.close()
+            raise
+        window = RankedWindow(mine, self._followers, number, answers)
+        try:
+            for rank, opened in enumerate(answers, start=1):
+                opened.require(rank)
+        except HandoffFailed:
+            window.close()
+            raise
+        return window
+
+    def _plan(self, incarnation: str) -> list[list[SourcePiece]]:
+        """For each of our ranks, the pools of the source that it reads, and what of them."""
+        num_heads = max(part.first_kv_head + part.num_kv_heads for part in self._parts)
+        remote = self._routes.get(incarnation)
+        if remote is None:
+            raise HandoffFailed("the source has not said how its pools are reached")
+        if remote.port:
+            described = describe_remote(incarnation, remote, self._wrap)
+        elif remote.is_elsewhere:
+            raise HandoffFailed("the source is on another host, and has no port")
+        else:
+            described = describe(incarnation, remote)
+        theirs = described.parts or (PoolPart(incarnation, 0, num_heads),)
+
+        def locate(piece: HeadPiece) -> SourcePiece:
+            there = theirs[piece.source_rank]
+            return SourcePiece(there.pool, piece, remote.at_port(there.port))
+
+        return [
+            [locate(piece) for piece in pieces_of(theirs, mine, rank)]
+            for rank, mine in enumerate(self._parts)
+        ]
+
+    @staticmethod
+    def _open_on_followers(
+        followers: Followers, by_rank: Sequence[Sequence[SourcePiece]]
+    ) -> tuple[int, list[Opened]]:
+        payloads = [pack_open(pieces) for pieces in by_rank]
+        number, answers = followers.ask(Kind.OPEN_WINDOW, payloads)
+        return number, [Opened.unpack(answer) for answer in answers]
+
+
+class RankedWindow:
+    """The windows of all ranks as one. `number` is what the other ranks know theirs by."""
+
+    def __init__(
+        self, mine: PoolWindow, followers: Followers, number: int, others: Sequence[Opened]
+    ) -> None:
+        self.transport = mine.transport
+        self.gbytes_per_s = mine.gbytes_per_s + sum(each.gbytes_per_s for each in others)
+        self._mine = mine
+        self._followers = followers
+        self._number = number
+
+    @property
+    def num_steps(self) -> int | None:
+        """A source has one count for all its ranks."""
+        return self._mine.num_steps
+
+    def start_pull(self, pairs: BlockPairs, on_done: Callable[[PullOutcome], None]) -> PullHandle:
+        pull = _RankedPull(self._followers, on_done)
+        message = pack_pull(self._number, pairs)
+        pull.order = self._followers.order(
+            Kind.PULL, [message] * self._followers.num_ranks, pull.others_ended
+        )
+        pull.mine = self._mine.start_pull(pairs, pull.mine_ended)
+        return pull
+
+    def prepare(self, pairs: BlockPairs) -> Starter:
+        """Each prepares its own part when it starts."""
+        return partial(self.start_pull, pairs)
+
+    def close(self) -> None:
+        self._mine.close()
+        self._followers.tell(Kind.CLOSE_WINDOW, pack_number(self._number))
+
+
+class _RankedPull:
+    """One pull in flight on all ranks; the handle that its caller gets."""
+
+    order = 0
+    mine: PullHandle | None = None
+
+    def __init__(self, followers: Followers, on_done: Callable[[PullOutcome], None]) -> None:
+        self._followers = followers
+        self._on_done = on_done
+        self._lock = threading.Lock()
+        self._first: PullOutcome | None = None
+
+    def mine_ended(self, outcome: PullOutcome) -> None:
+        self._ended(outcome)
+
+    def others_ended(self, answers: list[bytes]) -> None:
+        self._ended(worst([PullOutcome(answer.decode()) for answer in answers]))
+
+    def _ended(self, outcome: PullOutcome) -> None:
+        with self._lock:
+            first, self._first = self._first, outcome
+        if first is not None:
+            self._on_done(worst([first, outcome]))
+
+    def cancel(self) -> None:
+        if self.mine is not None:
+            self.mine.cancel()
+        self._followers.tell(Kind.CANCEL_PULL, pack_number(self.order))

@@ -1,0 +1,1 @@
+"""Blocks between CPU engines of one host."""

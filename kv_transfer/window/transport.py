@@ -1,0 +1,132 @@
+"""How blocks travel: small Protocols over shared memory, GPUs or a network, and the choice of one.
+
+A transport opens a window onto one source's pool; a window copies blocks into the local pool on the
+side. Knows no transfer, no lease and no message.
+
+    connect(incarnation) ──► PoolWindow ── start_pull(pairs) ──► PullHandle
+                                               └── on_done(outcome), exactly once
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeAlias
+
+from ...core.errors import HandoffFailed
+from .block_pairs import BlockPairs
+from .head_ranges import HeadPiece
+from .network_address import RemotePool
+
+_log = logging.getLogger(__name__)
+
+
+class PullOutcome(enum.Enum):
+    """How a pull ended. Only OK makes its destination blocks readable."""
+
+    OK = "ok"
+    STALE = "stale"  # a generation differed before or after the copy
+    CANCELLED = "cancelled"
+    FAILED = "failed"  # the copy differs from its source, or the transport broke
+
+
+_WORST_FIRST = (
+    PullOutcome.FAILED,
+    PullOutcome.STALE,
+    PullOutcome.CANCELLED,
+    PullOutcome.OK,
+)
+
+
+def worst(outcomes: Iterable[PullOutcome]) -> PullOutcome:
+    """How a pull in several parts ended, by how they did."""
+    return min(outcomes, key=_WORST_FIRST.index)
+
+
+class PullHandle(Protocol):
+    """One pull in flight."""
+
+    def cancel(self) -> None:
+        """Ask it to end early. It still reports, and may still report OK."""
+        ...
+
+
+Starter: TypeAlias = Callable[[Callable[[PullOutcome], None]], PullHandle]
+
+
+class PoolWindow(Protocol):
+    """One source's pool as this process sees it, canary checked, until `close`."""
+
+    @property
+    def transport(self) -> str: ...
+
+    @property
+    def gbytes_per_s(self) -> float:
+        """Measured when the window was opened."""
+        ...
+
+    @property
+    def num_steps(self) -> int | None:
+        """How many of the source's steps have written their KV; None: not to be seen from here."""
+        ...
+
+    def start_pull(self, pairs: BlockPairs, on_done: Callable[[PullOutcome], None]) -> PullHandle:
+        """Copy all pairs, one at least; each generation is checked before and after its copy.
+
+        Returns at once. `on_done` is called exactly once, from a thread of the window; until then
+        the destination blocks may be written and must stay fenced.
+        """
+        ...
+
+    def prepare(self, pairs: BlockPairs) -> Starter:
+        """All of `start_pull` that can be done before the blocks are there; call the result with
+        `on_done` once they are, or never. For windows that show `num_steps`. Raises HandoffFailed.
+        """
+        ...
+
+    def close(self) -> None:
+        """Accept no more pulls. Those accepted end and report, then the memory is unmapped."""
+        ...
+
+
+class Transport(Protocol):
+    """One way to reach a source's pool."""
+
+    @property
+    def name(self) -> str: ...
+
+    def connect(
+        self, incarnation: str, piece: HeadPiece | None = None, remote: RemotePool | None = None
+    ) -> PoolWindow:
+        """Open the pool of exactly this incarnation, to copy that piece of its blocks, or all.
+
+        `remote`: how it is reached over a network, if it can be. Raises HandoffFailed and says why
+        not.
+        """
+        ...
+
+
+def open_window(
+    transports: Sequence[Transport],
+    incarnation: str,
+    piece: HeadPiece | None = None,
+    remote: RemotePool | None = None,
+) -> PoolWindow:
+    """The window of the first transport that connects, best first; each that does not is logged.
+
+    Raises HandoffFailed that names every transport tried with its reason.
+    """
+    reasons = []
+    for transport in transports:
+        try:
+            return transport.connect(incarnation, piece, remote)
+        except HandoffFailed as error:
+            _log.warning("source %s: no %s: %s", incarnation, transport.name, error.message)
+            reasons.append(f"{transport.name}: {error.message}")
+        except Exception as error:
+            # Who asked would wait for ever for an answer that does not come.
+            _log.exception("source %s: no %s", incarnation, transport.name)
+            reasons.append(f"{transport.name}: {type(error).__name__}: {error}")
+    tried = "; ".join(reasons) or "none is configured"
+    raise HandoffFailed(f"no transport reaches source {incarnation}: {tried}")

@@ -1,0 +1,1 @@
+"""How an engine is reached: sockets, frames, inbox and outbox."""

@@ -1,0 +1,113 @@
+"""What one turn of the engine loop has to say, collected and sent at its end.
+
+All outputs of a step for one gateway travel in one message, and gateways hear before peers do: the
+first token is on its way before the manifest that follows from it. The supervisor's prefix index
+hears last what the step changed in the cache. Knows no request's state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from ...core.errors import BatonError
+from ...core.request.block_hash import BlockHash
+from ...prefix_index.messages import join_hashes
+from ...prefix_index.net_changes import NetChanges
+from ...proto import codec
+from ...proto.v1 import engine_pb2, handoff_pb2, node_pb2
+from .direct_channels import DirectChannels
+
+Send = Callable[[engine_pb2.EngineOutput], None]
+
+
+@dataclass(slots=True)
+class _Step:
+    """What a step has for one gateway. Tokens: request id, attempt, index, token id."""
+
+    outputs: list[node_pb2.RequestOutput] = field(default_factory=list)
+    tokens: list[tuple[str, int, int, int]] = field(default_factory=list)
+
+    def message(self) -> node_pb2.StepOutputs:
+        if not self.tokens:
+            return node_pb2.StepOutputs(outputs=self.outputs)
+        request_ids, attempts, indices, token_ids = zip(*self.tokens, strict=True)
+        tokens = node_pb2.PlainTokens(
+            request_ids=request_ids, attempts=attempts, indices=indices, token_ids=token_ids
+        )
+        return node_pb2.StepOutputs(outputs=self.outputs, tokens=tokens)
+
+
+class Outbox:
+    """Belongs to the engine loop's thread. An `engine.prefix_cache.CacheObserver` beside."""
+
+    def __init__(self, send: Send, direct: DirectChannels | None = None) -> None:
+        """Without `direct` everything goes through the supervisor."""
+        self._send = send
+        self._direct = direct
+        self._steps: dict[str, _Step] = {}  # by gateway
+        self._to_peers: list[tuple[str, handoff_pb2.PeerMessage | BatonError]] = []
+        self._cache_changes = NetChanges()
+
+    def to_gateway(self, gateway: str, output: node_pb2.RequestOutput) -> None:
+        """Queue one request's output for the stream `gateway`."""
+        self._step(gateway).outputs.append(output)
+
+    def token_to_gateway(
+        self, gateway: str, request_id: str, attempt: int, index: int, token_id: int
+    ) -> None:
+        """The same for an output that is one token and nothing else."""
+        self._step(gateway).tokens.append((request_id, attempt, index, token_id))
+
+    def _step(self, gateway: str) -> _Step:
+        if (step := self._steps.get(gateway)) is None:
+            step = self._steps[gateway] = _Step()
+        return step
+
+    def to_peer(self, incarnation: str, message: handoff_pb2.PeerMessage) -> None:
+        """Queue a message of the hand-off."""
+        self._to_peers.append((incarnation, message))
+
+    def close_peer(self, incarnation: str, error: BatonError) -> None:
+        """Queue the end of the pair's control stream, behind what was queued before."""
+        self._to_peers.append((incarnation, error))
+
+    def forget_gateway(self, gateway: str) -> None:
+        """Nobody listens there any more."""
+        self._steps.pop(gateway, None)
+
+    def stored(self, block_hashes: Iterable[BlockHash]) -> None:
+        """The engine's cache has these blocks now."""
+        self._cache_changes.stored(block_hashes)
+
+    def removed(self, block_hashes: Iterable[BlockHash]) -> None:
+        """The engine's cache has these blocks no longer."""
+        self._cache_changes.removed(block_hashes)
+
+    def flush_gateways(self) -> None:
+        """Send what is queued for gateways, if there is still work to do for the rest."""
+        steps, self._steps = self._steps, {}
+        for gateway, step in steps.items():
+            message = node_pb2.NodeMessage(outputs=step.message())
+            if self._direct is None or not self._direct.gateways.send(gateway, message):
+                to_gateway = engine_pb2.ToGateway(gateway=gateway, message=message)
+                self._send(engine_pb2.EngineOutput(to_gateway=to_gateway))
+
+    def flush(self) -> None:
+        """Send everything queued."""
+        self.flush_gateways()
+        to_peers, self._to_peers = self._to_peers, []
+        for incarnation, said in to_peers:
+            self._tell_peer(incarnation, said)
+        if self._cache_changes:
+            removed, stored = map(join_hashes, self._cache_changes.take())
+            changes = engine_pb2.CacheChanges(removed=removed, stored=stored)
+            self._send(engine_pb2.EngineOutput(cache_changes=changes))
+
+    def _tell_peer(self, incarnation: str, said: handoff_pb2.PeerMessage | BatonError) -> None:
+        if isinstance(said, BatonError):
+            close = engine_pb2.ClosePeer(incarnation=incarnation, error=codec.error_to_wire(said))
+            self._send(engine_pb2.EngineOutput(close_peer=close))
+        elif self._direct is None or not self._direct.peers.send(incarnation, said):
+            to_peer = engine_pb2.ToPeer(incarnation=incarnation, message=said)
+            self._send(engine_pb2.EngineOutput(to_peer=to_peer))

@@ -1,0 +1,359 @@
+"""The engine process's one thread of decisions: inbox -> role -> engine step -> outbox.
+
+    supervisor ─────────┐                        ┌─ flush: one message a gateway and step
+    others of this host ┼─► inbox ─► turn ───────┤
+    pulls ─ completions ┘         tick, step     └─ pulse: numbers for the heartbeat
+Idle it waits for the inbox or the role's next deadline, busy it empties the inbox between steps.
+Blocks, leases and tokens are touched here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import logging
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from ...core.errors import BatonError, EngineFailed
+from ...core.ports import Clock
+from ...engine.engine import Engine
+from ...proto import codec
+from ...proto.v1 import engine_pb2, handoff_pb2, node_pb2
+from ..channels.direct_channels import DirectChannels
+from ..channels.outbox import Outbox, Send
+from ..channels.watched_channel import DirectReady, FromGateway, FromPeer
+from ..requests.request_io import RequestDesk
+from ..requests.role import Role
+from .grammar_gate import CompiledDispatch, GrammarGate
+from .heartbeat import Pulse
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.0002  # how long a step may have completed before it is seen
+WATCH_S = 0.00005  # how long what a role watches may have changed before it is seen
+RECOUNT_S = 0.02  # age of a heartbeat's numbers; to count them takes longer than a small step may
+MAX_CALLERS = 64  # of those with most waiting tokens, in a heartbeat
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """Something that another thread has finished: `run` tells the role."""
+
+    run: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class InputEnded:
+    """The supervisor is gone."""
+
+
+Item: TypeAlias = engine_pb2.EngineInput | Completion | CompiledDispatch | DirectReady | InputEnded
+
+
+class Items(Protocol):
+    """Where the loop's items come from: inbox.py."""
+
+    def receive(self, timeout_s: float | None) -> Sequence[Item]: ...
+
+
+class EngineLoop:
+    """Runs until it is told to shut down, has drained, or the engine fails (it raises then)."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        role: Role,
+        desk: RequestDesk,
+        outbox: Outbox,
+        inbox: Items,
+        send: Send,
+        pulse: Pulse,
+        clock: Clock,
+        gate: GrammarGate | None = None,
+        direct: DirectChannels | None = None,
+    ) -> None:
+        """Without a gate, grammars are compiled here, while all others wait; without `direct`
+        all are heard through the supervisor."""
+        self._gate = gate
+        self._direct = direct
+        self._engine = engine
+        self._role = role
+        self._desk = desk
+        self._outbox = outbox
+        self._inbox = inbox
+        self._send = send
+        self._pulse = pulse
+        self._clock = clock
+        self._num_steps = 0
+        self._recount_s = 0.0  # when the heartbeat's numbers are too old
+        self._is_uncounted = False  # something came while a step was on the device
+        self._has_reported_prompts = False  # the last heartbeat's numbers have waiting tokens
+        self._is_over = False
+        self._is_watching = False  # the role wants to look again soon
+
+    def run(self) -> None:
+        """Raises EngineFailed when a step breaks, ConnectionError when the supervisor is gone."""
+        timeout_s: float | None = 0.0
+        while not self._is_over:
+            timeout_s = self.turn(timeout_s)
+
+    def turn(self, timeout_s: float | None) -> float | None:
+        """Wait for input at most `timeout_s`, handle all there is, run at most one step.
+
+        Returns how long the next turn may wait; None: until something comes.
+        """
+        items = self._inbox.receive(timeout_s)
+        self._pulse.turn_started()
+        self._handle_all(items)
+        deadline_s = self._role.tick()  # after the inbox: a renewal that waited there still counts
+        self._is_watching = self._role.poll()
+        has_work = self._engine.has_work and not self._is_over
+        if has_work:
+            self._desk.begin_step()
+            output = self._engine.step(self._meanwhile)
+            self._num_steps += 1
+            self._role.after_step(output)
+        self._flush()
+        self._is_watching = self._role.poll()
+        is_idle = self._role.is_idle() and (self._gate is None or self._gate.is_empty)
+        self._is_over |= self._desk.is_draining and is_idle and not self._has_unsent()
+        wait_s = self._wait_s(deadline_s, self._rest())
+        if has_work:
+            return 0.0
+        if self._is_watching:
+            return WATCH_S if wait_s is None else min(wait_s, WATCH_S)
+        return wait_s
+
+    def _meanwhile(self) -> bool:
+        """Handle what comes while a step is on the device: a hand-off need not wait for its end."""
+        self._flush()  # what was said before the step was launched need not wait for its end
+        items = self._inbox.receive(WATCH_S if self._is_watching else LOOK_S)
+        self._handle_all(items)
+        self._is_watching = self._role.poll()
+        if items:
+            self._flush()
+            self._is_uncounted = True
+        if self._is_uncounted:
+            self._recount()
+        return bool(items)
+
+    def _flush(self) -> None:
+        """Say what there is to say; who cannot be told is lost, and then there may be more."""
+        self._outbox.flush()
+        if self._end_broken_links():
+            self._outbox.flush()
+
+    def _rest(self) -> float | None:
+        """End a turn for the pulse; returns when to come back to count, if it is too early now."""
+        due_s = self._recount()
+        self._pulse.turn_ended()
+        return due_s
+
+    def _recount(self) -> float | None:
+        """Give the pulse new numbers; returns when to do that, if it is too early now.
+
+        It is never too early to report that no prompt waits any more: gateways would go on to
+        reckon with a queue that is gone.
+        """
+        now_s = self._clock.monotonic_s()
+        is_over = self._has_reported_prompts and not self._engine.has_prompts
+        if now_s < self._recount_s and not is_over:
+            return self._recount_s
+        self._recount_s = now_s + RECOUNT_S
+        self._is_uncounted = False
+        numbers = self._numbers()
+        self._has_reported_prompts = numbers.waiting_tokens > 0
+        self._pulse.count(numbers)
+        return None
+
+    def _wait_s(self, *deadlines_s: float | None) -> float | None:
+        """How long to wait for the first of some deadlines; None if there is none."""
+        due_s = min((due_s for due_s in deadlines_s if due_s is not None), default=None)
+        return None if due_s is None else max(0.0, due_s - self._clock.monotonic_s())
+
+    def _handle_all(self, items: Sequence[Item]) -> None:
+        """What was said directly comes before the end of its link, and before that of a channel:
+        one that ends with its link does not end the link that came after."""
+        for ready in [item for item in items if isinstance(item, DirectReady)]:
+            for said in ready.handle():
+                self._handle(said)
+        for item in items:
+            if not isinstance(item, DirectReady):
+                self._handle(item)
+        self._end_broken_links()
+
+    def _end_broken_links(self) -> bool:
+        """End the link of each whose direct channel broke: what was said may be lost."""
+        if self._direct is None:
+            return False
+        peers, gateways = self._direct.peers.take_broken(), self._direct.gateways.take_broken()
+        for incarnation, error in peers:
+            self._drop_peer(incarnation, error)
+        for gateway, error in gateways:
+            self._drop_gateway(gateway, error)
+        return bool(peers or gateways)
+
+    def _has_unsent(self) -> bool:
+        """Whether a gateway would lose what it was told, if the process ended now."""
+        return self._direct is not None and self._direct.gateways.has_unsent
+
+    def _from_peer(self, incarnation: str, message: handoff_pb2.PeerMessage) -> None:
+        """A message that cannot be taken ends its pair, and nothing else."""
+        try:
+            self._role.peer_message(incarnation, message)
+        except EngineFailed:
+            raise
+        except Exception as error:
+            log.error("message from peer %s failed", incarnation, exc_info=error)
+            public = error if isinstance(error, BatonError) else BatonError("internal error")
+            self._drop_peer(incarnation, public)
+
+    def _drop_peer(self, incarnation: str, error: BatonError) -> None:
+        self._outbox.close_peer(incarnation, error)
+        self._role.peer_lost(incarnation)
+
+    def _drop_gateway(self, gateway: str, error: BatonError) -> None:
+        close = engine_pb2.CloseGateway(gateway=gateway, error=codec.error_to_wire(error))
+        self._send(engine_pb2.EngineOutput(close_gateway=close))
+        self._gateway_lost(gateway)
+
+    def _gateway_lost(self, gateway: str) -> None:
+        if self._gate is not None:
+            self._gate.gateway_lost(gateway)
+        self._role.gateway_lost(gateway)
+
+    def _handle(self, item: Item | FromPeer | FromGateway) -> None:
+        """Whatever one request does to us, the others go on."""
+        try:
+            if isinstance(item, engine_pb2.EngineInput):
+                self._route(item)
+            elif isinstance(item, FromPeer):
+                self._from_peer(item.incarnation, item.message)
+            elif isinstance(item, FromGateway):
+                self._from_gateway(item.gateway, item.message)
+            elif isinstance(item, Completion):
+                item.run()
+            elif isinstance(item, CompiledDispatch):
+                if self._gate is not None and self._gate.is_wanted(item):
+                    self._role.dispatch(item.gateway, item.dispatch)
+            elif isinstance(item, InputEnded):
+                self._is_over = True
+        except EngineFailed:
+            raise
+        except Exception as error:
+            self._blame(item, error)
+
+    def _route(self, message: engine_pb2.EngineInput) -> None:
+        role = self._role
+        match message.WhichOneof("body"):
+            case "from_gateway":
+                self._from_gateway(message.from_gateway.gateway, message.from_gateway.message)
+            case "gateway_linked":
+                if self._direct is not None:
+                    linked = message.gateway_linked
+                    self._direct.gateways.linked(linked.gateway, linked.token)
+            case "gateway_lost":
+                if self._direct is not None:
+                    self._direct.gateways.lost(message.gateway_lost)
+                self._gateway_lost(message.gateway_lost)
+            case "from_peer":
+                incarnation, said = message.from_peer.incarnation, message.from_peer.message
+                if self._direct is None or self._direct.peers.heard(incarnation, said):
+                    self._from_peer(incarnation, said)
+            case "peer_linked":
+                peer = message.peer_linked
+                if self._direct is not None:
+                    self._direct.peers.linked(peer.incarnation, is_source=peer.peer_is_source)
+                role.peer_linked(peer.incarnation, peer.peer_is_source, peer.host)
+            case "peer_lost":
+                if self._direct is not None:
+                    self._direct.peers.lost(message.peer_lost)
+                role.peer_lost(message.peer_lost)
+            case "get_ledger":
+                text = json.dumps(role.ledger() | (self._direct.ledger() if self._direct else {}))
+                ledger = engine_pb2.Ledger(query=message.get_ledger, json=text)
+                self._send(engine_pb2.EngineOutput(ledger=ledger))
+            case "drain":
+                self._desk.is_draining = True
+            case "shutdown":
+                self._is_over = True
+            case body:
+                log.warning("a frame that does not belong here: %s", body)
+
+    def _from_gateway(self, gateway: str, message: node_pb2.GatewayMessage) -> None:
+        match message.WhichOneof("body"):
+            case "dispatch":
+                dispatch = message.dispatch
+                if self._gate is None or self._gate.admits(gateway, dispatch):
+                    self._role.dispatch(gateway, dispatch)
+            case "cancel":
+                self._role.cancel(_key(message.cancel))
+            case body:
+                log.warning("a gateway sent %s", body)
+
+    def _blame(self, item: Item | FromPeer | FromGateway, error: Exception) -> None:
+        """Fail the request on whose account `error` was raised."""
+        key = _key_of(item)
+        if key is None:
+            raise EngineFailed(f"{type(error).__name__}: {error}") from error
+        log.error("request %s failed", key, exc_info=error)
+        public = error if isinstance(error, BatonError) else BatonError("internal error")
+        self._role.fail(key, public)
+
+    def _numbers(self) -> node_pb2.Heartbeat:
+        vitals = self._role.vitals()
+        load, totals = self._engine.load(vitals.pending), self._engine.totals()
+        counters = node_pb2.Counters(
+            num_preemptions=totals.num_preemptions,
+            prefix_query_tokens=totals.prefix_query_tokens,
+            prefix_hit_tokens=totals.prefix_hit_tokens,
+        )
+        counters.MergeFrom(vitals.counters)
+        num_in_gate = 0 if self._gate is None else self._gate.num_waiting
+        cost, callers = self._engine.prefill_cost(), load.waiting_by_caller.items()
+        largest = heapq.nlargest(MAX_CALLERS, callers, key=operator.itemgetter(1))
+        return node_pb2.Heartbeat(
+            num_steps=self._num_steps,
+            num_running=load.num_running,
+            num_waiting=load.num_waiting + vitals.num_pending,
+            free_blocks=load.free_blocks,
+            num_blocks=self._engine.limits.num_blocks,
+            credit_blocks=load.credit_blocks,
+            waiting_tokens=load.waiting_tokens,
+            is_draining=self._desk.is_draining,
+            links=vitals.links,
+            held_blocks=load.held_blocks,
+            counters=counters,
+            num_requests=len(self._desk.book) + num_in_gate,
+            room_blocks=load.room_blocks,
+            output_tokens=load.output_tokens,
+            prefill_cost=(
+                None
+                if cost is None
+                else node_pb2.PrefillCost(step_s=cost.step_s, token_s=cost.token_s)
+            ),
+            waiting_by_caller=[
+                node_pb2.CallerTokens(caller_id=caller_id, num_tokens=num_tokens)
+                for caller_id, num_tokens in largest
+                if num_tokens
+            ],
+        )
+
+
+def _key(message: node_pb2.Dispatch | node_pb2.Cancel) -> str:
+    """`core.request.Request.key` of the request that a gateway speaks of."""
+    return f"{message.request_id}/{message.attempt}"
+
+
+def _key_of(item: Item | FromPeer | FromGateway) -> str | None:
+    if isinstance(item, CompiledDispatch):
+        return _key(item.dispatch)
+    if isinstance(item, engine_pb2.EngineInput) and item.HasField("from_gateway"):
+        item = FromGateway(item.from_gateway.gateway, item.from_gateway.message)
+    if isinstance(item, FromGateway):
+        message = item.message
+        return _key(message.dispatch if message.HasField("dispatch") else message.cancel)
+    return None

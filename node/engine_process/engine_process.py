@@ -1,0 +1,339 @@
+"""The engine process: loads the model, says so, runs the loop, and never outlives its supervisor.
+
+    configure ─► model, KV pool, generations ─► exporter ─► role ─► ready ─► loop ─► end
+
+`main` is what `python -m baton.prefill_node.engine_main FD` and its decode twin call, each with its
+own role. What goes wrong is told in a `failed` frame, in words for people.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from ...constraints.grammars import Grammars
+from ...core import flags
+from ...core.channels.framing import BrokenStream
+from ...core.channels.same_host import host_id
+from ...core.config import EngineConfig, NodeConfig
+from ...core.errors import BatonError, EngineFailed, StartupFailed
+from ...core.membership import Role as RoleName
+from ...core.ports import Clock, SystemClock, SystemEntropy
+from ...core.process.children import end_with_parent
+from ...core.process.logs import set_up_logging
+from ...core.process.timer_slack import end_waits_on_time
+from ...engine.engine import Engine
+from ...engine.execution.runner import ModelRunner
+from ...engine.kv.generations import SharedGenerations
+from ...engine.kv.limits import EngineLimits
+from ...engine.model import fingerprint
+from ...engine.model.checkpoint import LoadProgress
+from ...engine.parallel.parallel_runner import ParallelRunner
+from ...engine.parallel.rank_group import Followers
+from ...engine.parallel.rank_processes import Ranks, start_ranks
+from ...kv_transfer.export.pool_address import PoolPart
+from ...kv_transfer.network.data_tls import DataTls
+from ...kv_transfer.protocol.messages import Hello
+from ...kv_transfer.window.network_address import PoolAccess
+from ...proto import codec
+from ...proto.v1 import engine_pb2, node_pb2
+from ..channels.direct_channels import DirectChannels
+from ..channels.frames import FrameSocket
+from ..channels.inbox import Inbox
+from ..channels.outbox import Outbox
+from ..requests.request_io import RequestDesk
+from ..requests.role import Role
+from .engine_loop import Completion, EngineLoop, InputEnded, Item
+from .grammar_gate import GrammarGate
+from .heartbeat import Pulse
+from .pools import exported, pool_parts
+
+log = logging.getLogger(__name__)
+
+_SWITCH_S = 0.0005
+_NUM_YOUNG = 20_000  # objects that a collection waits for: one takes a ms, and steps wait for it
+_FOLLOWER_MODULE = "baton.node.engine_process.rank_process"
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a role is built from: everything that its engine process has made.
+
+    `runner` is this rank's; `pool_parts` are the pools of all ranks, and `followers` the others.
+    """
+
+    engine: Engine
+    runner: ModelRunner
+    pool_parts: tuple[PoolPart, ...]
+    followers: Followers | None
+    desk: RequestDesk
+    outbox: Outbox
+    clock: Clock
+    hello: Hello
+    access: PoolAccess | None  # of a source: how its pools are reached; holds the engine's key
+    config: NodeConfig
+    tls: DataTls | None  # around data connections
+    post: Callable[[Callable[[], None]], None]  # run it on the loop's thread
+
+
+@dataclass(frozen=True, slots=True)
+class RolePlan:
+    """How one kind of node differs: its name, its limits, its role."""
+
+    name: RoleName
+    adjust: Callable[[EngineConfig], EngineConfig]
+    max_held_blocks: Callable[[NodeConfig, int], int | None]
+    build: Callable[[Parts], Role]
+    is_source: bool  # others pull from it
+
+
+def main(plan: RolePlan) -> int:
+    """Run until the supervisor says so or is gone; returns the exit code."""
+    end_with_parent(signal.SIGKILL)
+    end_waits_on_time()
+    # A pull's thread asks for the interpreter for some microseconds, many times a copy; the loop's
+    # thread would keep it for 5 ms each time.
+    sys.setswitchinterval(_SWITCH_S)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's: it ends us in order
+    set_up_logging(plan.name.value, as_json=False)  # until the configuration has come
+    frames = FrameSocket(socket.socket(fileno=int(sys.argv[1])))
+    try:
+        _run(plan, frames)
+    except ConnectionError as error:
+        log.warning("the supervisor is gone: %s", error)
+    except Exception as error:  # the process's last word, whatever ends it
+        if not isinstance(error, StartupFailed):
+            log.exception("the engine process ends")
+        _report_failure(frames, error)
+        return 1
+    finally:
+        frames.end()  # at once, not when the interpreter has taken itself apart
+    return 0
+
+
+def _run(plan: RolePlan, frames: FrameSocket) -> None:
+    """Start the other ranks, if there are any, and serve. Raises what ends the process."""
+    engine_config, node_config, tls = _read_configuration(frames)
+    set_up_logging(node_config.name or plan.name.value, as_json=node_config.log_json)
+    engine_config = plan.adjust(engine_config)
+    report = LoadReport(frames)
+
+    def lost(error: BatonError) -> None:
+        _report_failure(frames, error)
+        frames.end()
+        os._exit(1)  # the loop's thread may wait for a device that will never be done
+
+    ranks = start_ranks(engine_config, _FOLLOWER_MODULE, lost, report.line)
+    try:
+        _serve(plan, frames, ranks, node_config, tls, report)
+    except BaseException:  # a Ctrl-C too: ranks in a step would not hear a close
+        ranks.kill()
+        raise
+    ranks.close()
+
+
+def _serve(
+    plan: RolePlan,
+    frames: FrameSocket,
+    ranks: Ranks,
+    node_config: NodeConfig,
+    tls: DataTls | None,
+    report: LoadReport,
+) -> None:
+    """Load, announce, loop. Raises what ends the process."""
+    inbox: Inbox[Item] = Inbox()
+    engine_config = ranks.config
+    runner = ModelRunner(engine_config, report.on_progress, ranks.communicator)
+    for note in runner.startup_notes:
+        report.line(note)
+    clock, incarnation = SystemClock(), SystemEntropy().new_id()
+    generations = SharedGenerations(runner.kv.num_blocks, incarnation)
+    if plan.is_source:
+        runner.count_steps(generations)
+    parts = pool_parts(runner, engine_config.tensor_parallel_size, incarnation, SystemEntropy())
+    offered = contextlib.ExitStack()
+    access = offered.enter_context(
+        exported(
+            runner,
+            ranks.followers,
+            generations.fd,
+            parts,
+            node_config,
+            tls,
+            is_source=plan.is_source,
+        )
+    )
+    limits = _limits(plan, engine_config, node_config, runner)
+    here = host_id()
+    direct = DirectChannels(incarnation, here, inbox)
+    outbox = Outbox(frames.send, direct)
+    grammars = Grammars(runner.model_dir, runner.model_config.vocab_size, runner.eos_token_ids)
+    engine = Engine(
+        runner if ranks.followers is None else ParallelRunner(runner, ranks.followers),
+        limits,
+        generations,
+        fingerprint=fingerprint.short(runner.fingerprint),
+        eos_token_ids=runner.eos_token_ids,
+        enable_prefix_caching=engine_config.enable_prefix_caching,
+        cache_observer=outbox,
+        grammars=grammars,
+    )
+    report.line(describe_pool(limits))
+    name = node_config.name or plan.name.value
+    desk = RequestDesk(outbox, clock, name, runner.model_config.vocab_size)
+    role = plan.build(
+        Parts(
+            engine=engine,
+            runner=runner,
+            pool_parts=parts,
+            followers=ranks.followers,
+            desk=desk,
+            outbox=outbox,
+            clock=clock,
+            hello=Hello(incarnation, runner.fingerprint),
+            access=access,
+            config=node_config,
+            tls=tls,
+            post=lambda run: inbox.put(Completion(run)),
+        )
+    )
+    welcome = _welcome(plan, engine_config, node_config, runner, limits, incarnation)
+    welcome.can_constrain = grammars.refusal is None
+    direct.listen()
+    welcome.direct.host_id = here
+    inbox.watch(frames, lambda: _read(frames))
+    for item in _read(frames):  # what came with the last frame of the start: nothing tells of it
+        inbox.put(item)
+    frames.send(engine_pb2.EngineOutput(ready=welcome))
+    pulse = Pulse(
+        lambda numbers: frames.send(engine_pb2.EngineOutput(heartbeat=numbers)),
+        node_config.heartbeat_s,
+        clock,
+    )
+    pulse.start()
+    gate = GrammarGate(grammars, inbox.put)
+    gc.collect()
+    gc.freeze()  # what was loaded stays: no collection need look at it again
+    gc.set_threshold(_NUM_YOUNG, 20, 20)
+    try:
+        EngineLoop(engine, role, desk, outbox, inbox, frames.send, pulse, clock, gate, direct).run()
+    finally:
+        gate.close()
+        pulse.stop()
+        direct.close()
+        offered.close()
+
+
+def _read_configuration(
+    frames: FrameSocket,
+) -> tuple[EngineConfig, NodeConfig, DataTls | None]:
+    payload = frames.receive()
+    if payload is None:
+        raise ConnectionError("no configuration came")
+    configuration = json.loads(engine_pb2.EngineInput.FromString(payload).configure)
+    return (
+        flags.from_json(EngineConfig, configuration["engine"]),
+        flags.from_json(NodeConfig, configuration["node"]),
+        None if configuration["data_tls"] is None else DataTls(**configuration["data_tls"]),
+    )
+
+
+def _limits(
+    plan: RolePlan, engine: EngineConfig, node: NodeConfig, runner: ModelRunner
+) -> EngineLimits:
+    limits = EngineLimits(
+        num_blocks=runner.kv.num_blocks,
+        block_size=engine.block_size,
+        max_model_len=runner.max_model_len,
+        max_num_seqs=runner.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        prefill_chunk_tokens=runner.prefill_chunk_tokens,
+    )
+    return dataclasses.replace(limits, max_held_blocks=plan.max_held_blocks(node, limits.capacity))
+
+
+def _welcome(
+    plan: RolePlan,
+    engine: EngineConfig,
+    node: NodeConfig,
+    runner: ModelRunner,
+    limits: EngineLimits,
+    incarnation: str,
+) -> node_pb2.Welcome:
+    return node_pb2.Welcome(
+        incarnation=incarnation,
+        role=plan.name.value,
+        name=node.name or plan.name.value,
+        model=engine.served_model_name or runner.model_dir.name,
+        fingerprint=fingerprint.short(runner.fingerprint),
+        max_model_len=runner.max_model_len,
+        block_size=limits.block_size,
+        num_blocks=limits.num_blocks,
+        vocab_size=runner.model_config.vocab_size,
+        eos_token_ids=runner.eos_token_ids,
+        max_num_seqs=limits.max_num_seqs,
+    )
+
+
+def describe_pool(limits: EngineLimits) -> str:
+    """The KV pool in the units that people plan in."""
+    num_tokens = limits.capacity * limits.block_size
+    return (
+        f"{limits.capacity:,} KV blocks of {limits.block_size} = {num_tokens:,} tokens; "
+        f"{num_tokens // limits.max_model_len:,} requests of {limits.max_model_len:,}"
+    )
+
+
+class LoadReport:
+    """Progress lines, not more than one a second."""
+
+    def __init__(self, frames: FrameSocket) -> None:
+        self._frames = frames
+        self._last_s = time.monotonic()
+
+    def on_progress(self, progress: LoadProgress) -> None:
+        now_s = time.monotonic()
+        is_done = progress.num_tensors == progress.total_tensors
+        if is_done or now_s - self._last_s > 1.0:
+            self._last_s = now_s
+            share = 100 * progress.num_bytes // max(1, progress.total_bytes)
+            self.line(f"weights {share} % of {progress.total_bytes / 1e6:,.1f} MB")
+
+    def line(self, text: str) -> None:
+        self._frames.send(engine_pb2.EngineOutput(progress=text))
+
+
+def _read(frames: FrameSocket) -> Iterable[Item]:
+    """Whatever the supervisor has said, in order; at last, that it is gone."""
+    items: list[Item] = []
+    try:
+        payloads, is_over = frames.receive_ready()
+        items += map(engine_pb2.EngineInput.FromString, payloads)
+    except (BrokenStream, DecodeError) as error:
+        log.error("the supervisor is not understood: %s", error)
+        is_over = True
+    return [*items, InputEnded()] if is_over else items
+
+
+def _report_failure(frames: FrameSocket, error: Exception) -> None:
+    """Tell the supervisor; a hint travels as the message's second line."""
+    if isinstance(error, StartupFailed):
+        public: BatonError = StartupFailed(f"{error.message}\n{error.hint}")
+    elif isinstance(error, BatonError):
+        public = error
+    else:
+        public = EngineFailed(f"{type(error).__name__}: {error}")
+    with contextlib.suppress(OSError):
+        frames.send(engine_pb2.EngineOutput(failed=codec.error_to_wire(public)))

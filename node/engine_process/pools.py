@@ -1,0 +1,160 @@
+"""The KV pools of an engine's ranks as others find them: named, described, exported.
+
+Rank 0 draws the names and the key, and owns the generations; each rank of a source exports its own
+pool to this host, and serves it to other hosts on a port of its own, if that can be needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ...cluster.exposure import is_loopback
+from ...core.channels.addresses import addresses_of, host_of
+from ...core.channels.same_host import host_id
+from ...core.config import NodeConfig
+from ...core.ports import Entropy
+from ...engine.execution.runner import ModelRunner
+from ...engine.kv.generations import GenerationsReader
+from ...engine.kv.kv_memory import CpuKvMemory
+from ...engine.model.sharding import heads_of_rank
+from ...engine.parallel.rank_channel import Kind
+from ...engine.parallel.rank_group import Followers
+from ...kv_transfer.cuda_ipc.cuda_ipc_memory import export_cuda_pool
+from ...kv_transfer.device_transports import outlets
+from ...kv_transfer.export.pool_address import PoolDescription, PoolPart
+from ...kv_transfer.export.pool_exporter import PoolExporter
+from ...kv_transfer.network.data_server import DataServer, ServedPool
+from ...kv_transfer.network.data_tls import DataTls
+from ...kv_transfer.shm.shm import export_host_pool
+from ...kv_transfer.window.network_address import KEY_BYTES, PoolAccess
+
+_BY_MEMORY = frozenset({"auto", "shm", "cuda_ipc", "cuda_staged"})
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOrder:
+    """What rank 0 sends another rank; `key`: of the engine, None: nobody pulls from it."""
+
+    pool: str
+    parts: tuple[PoolPart, ...]
+    node: NodeConfig
+    tls: DataTls | None
+    key: bytes | None
+
+    def pack(self) -> bytes:
+        key = None if self.key is None else self.key.hex()
+        return json.dumps(dataclasses.asdict(self) | {"key": key}).encode()
+
+    @classmethod
+    def unpack(cls, packed: memoryview) -> ExportOrder:
+        told = json.loads(bytes(packed))
+        parts = tuple(PoolPart(**part) for part in told["parts"])
+        key = None if told["key"] is None else bytes.fromhex(told["key"])
+        tls = None if told["tls"] is None else DataTls(**told["tls"])
+        return cls(told["pool"], parts, NodeConfig(**told["node"]), tls, key)
+
+
+def pool_parts(
+    runner: ModelRunner, size: int, incarnation: str, entropy: Entropy
+) -> tuple[PoolPart, ...]:
+    """The pools of all `size` ranks; rank 0's is named by the engine's incarnation."""
+    names = [incarnation, *(entropy.new_id() for _ in range(1, size))]
+    heads = [heads_of_rank(runner.model_config, rank, size) for rank in range(size)]
+    return tuple(
+        PoolPart(name, each.first_kv_head, each.num_kv_heads)
+        for name, each in zip(names, heads, strict=True)
+    )
+
+
+@contextlib.contextmanager
+def exported(
+    runner: ModelRunner,
+    followers: Followers | None,
+    generations_fd: int,
+    parts: Sequence[PoolPart],
+    node: NodeConfig,
+    tls: DataTls | None,
+    *,
+    is_source: bool,
+) -> Iterator[PoolAccess | None]:
+    """Rank 0: offer a source's pools, of all ranks, in the ways that `--kv-transport` can take.
+
+    Raises StartupFailed.
+    """
+    key = secrets.token_bytes(KEY_BYTES) if is_source else None
+    with contextlib.ExitStack() as offered:
+        mine = Offer(runner, node, tls, key)
+        offered.callback(mine.close)
+        ports = [mine.port]
+        if followers is not None:
+            orders = [
+                ExportOrder(part.pool, tuple(parts), node, tls, key).pack() for part in parts[1:]
+            ]
+            _, answers = followers.ask(Kind.EXPORT_POOL, orders, [generations_fd])
+            ports += [int(answer) for answer in answers]
+        known = [
+            dataclasses.replace(part, port=port) for part, port in zip(parts, ports, strict=True)
+        ]
+        mine.begin(parts[0].pool, generations_fd, known)
+        yield None if key is None else PoolAccess(host_id(), mine.port, key)
+
+
+class Offer:
+    """One rank's pool as others reach it: by its memory, over a network, both, or not at all."""
+
+    def __init__(
+        self, runner: ModelRunner, node: NodeConfig, tls: DataTls | None, key: bytes | None
+    ) -> None:
+        """Listen for other hosts, if that can be needed; nobody answers yet. `key` None: never."""
+        self._runner = runner
+        self._key = key
+        self._by_memory = key is not None and node.kv_transport in _BY_MEMORY
+        self._exporter: PoolExporter | None = None
+        self._server: DataServer | None = None
+        self._is_serving = False
+        if key is not None and _needs_port(runner, node):
+            names = [host_of(address) for address in addresses_of(node)]
+            wrap = {} if tls is None else {"wrap": tls.source_wrap()}
+            self._server = DataServer(node.host, names, outlets(runner.kv), **wrap)
+
+    @property
+    def port(self) -> int:
+        """Where it listens for other hosts, or 0."""
+        return 0 if self._server is None else self._server.port
+
+    def begin(self, name: str, generations_fd: int, parts: Sequence[PoolPart]) -> None:
+        """Answer, from now on: the ports of all ranks are known."""
+        runner, key = self._runner, self._key
+        runner.write_canary(name)
+        if key is not None and self._by_memory:
+            if isinstance(runner.kv, CpuKvMemory):
+                self._exporter = export_host_pool(name, runner.kv, generations_fd, key, parts)
+            else:
+                self._exporter = export_cuda_pool(name, runner.kv, generations_fd, key, parts)
+        if key is not None and self._server is not None:
+            kv = runner.kv
+            described = PoolDescription(name, kv.block_bytes, kv.num_blocks, parts=tuple(parts))
+            generations = GenerationsReader(generations_fd, kv.num_blocks, parts[0].pool)
+            self._server.start(ServedPool(described, generations, key))
+            self._is_serving = True
+
+    def close(self) -> None:
+        if self._exporter is not None:
+            self._exporter.close()
+        if self._server is not None and self._is_serving:
+            self._server.close()
+
+
+def _needs_port(runner: ModelRunner, node: NodeConfig) -> bool:
+    """Whether a puller can have no better way than over the network.
+
+    From a CPU node that nobody but this host reaches, memory can always be mapped.
+    """
+    if node.kv_transport != "auto":
+        return node.kv_transport not in _BY_MEMORY
+    return not (isinstance(runner.kv, CpuKvMemory) and is_loopback(node.host))

@@ -1,0 +1,1 @@
+"""Requests in an engine process, for both roles."""

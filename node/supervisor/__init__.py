@@ -1,0 +1,1 @@
+"""The process beside the engines: gRPC, membership, restarts."""

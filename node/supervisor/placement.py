@@ -1,0 +1,44 @@
+"""Which engine runs on which devices: one configuration per engine.
+
+    --gpus 0,1,2,3 --tp 2     engine 0 on GPUs 0 and 1, engine 1 on GPUs 2 and 3
+
+Every process sees all GPUs and is told which one is its own: an engine that pulls must be able to
+name the GPU that it pulls from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ...core.config import EngineConfig, NodeConfig
+from ...core.errors import StartupFailed
+
+
+def engine_configs(engine: EngineConfig, node: NodeConfig) -> list[EngineConfig]:
+    """One engine for each `--tp` of the `--gpus`, or `--num-engines` on a CPU.
+
+    Raises StartupFailed.
+    """
+    if node.gpus is None:
+        num_engines = 1 if node.num_engines is None else node.num_engines
+        if num_engines < 1:
+            raise StartupFailed("--num-engines must be at least 1")
+        return [engine] * num_engines
+    gpus = [gpu.strip() for gpu in node.gpus.split(",")]
+    if not all(gpu.isdecimal() for gpu in gpus) or len(set(gpus)) < len(gpus):
+        raise StartupFailed(f"--gpus {node.gpus}: not a list of different GPUs", hint="--gpus 0,1")
+    if engine.device == "cpu":
+        raise StartupFailed("--gpus and --device cpu exclude each other")
+    size = engine.tensor_parallel_size
+    if len(gpus) % size:
+        raise StartupFailed(
+            f"--gpus {node.gpus} are {len(gpus)}, which --tensor-parallel-size {size} "
+            "does not divide"
+        )
+    groups = [gpus[first : first + size] for first in range(0, len(gpus), size)]
+    return [dataclasses.replace(engine, device=f"cuda:{','.join(group)}") for group in groups]
+
+
+def engine_environment(engine: EngineConfig) -> dict[str, str]:
+    """What an engine process needs around it."""
+    return {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": str(engine.num_threads or 1)}

@@ -1,0 +1,304 @@
+"""A node: its gRPC server, its engines, their entries in the directory, its orderly end.
+
+    listen ─► start engines ─► announce ─► "ready: ..." ─► serve until a signal ─► drain ─► stop
+
+`run` is what launch_prefill and launch_decode call. Never imports torch: the model lives in the
+engine processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc
+
+from ...cluster.exposure import check_exposure, check_secret
+from ...cluster.known_nodes import KnownNodes
+from ...cluster.live_members import LiveMembers
+from ...cluster.member_calls import MemberCalls
+from ...cluster.redis_directory import RedisDirectory
+from ...cluster.secret import ClusterSecret
+from ...cluster.tls import ClusterTls, role_name, watch_ends
+from ...core.channels.addresses import addresses_of
+from ...core.config import ClusterConfig, EngineConfig, NodeConfig
+from ...core.errors import StartupFailed
+from ...core.membership import Member, Role
+from ...core.model_dir import resolve_model_dir
+from ...core.ports import Directory, SystemClock, SystemEntropy
+from ...core.process import descriptors
+from ...core.process.logs import set_up_logging
+from ...core.process.loop_watch import show_turns
+from ...core.process.stop_signals import StopSignals
+from ...kv_transfer.network.data_tls import DataTls
+from ...prefix_index.link import PublisherLink
+from ...prefix_index.publisher import Publisher
+from ...prefix_index.redis_link import RedisIndexLink
+from ...proto.v1 import handoff_pb2_grpc, node_pb2_grpc
+from .callers import Callers
+from .engine_handle import EngineCommand, EngineHandle
+from .engine_slot import EngineSlot
+from .grpc_channels import make_server
+from .health import NodeHealth
+from .links import Links
+from .placement import engine_configs, engine_environment
+from .rpc import HandoffServicer, NodeServicer
+
+ENTRY_TTL_S = 6.0
+DRAIN_S = 20.0  # what runs may take so long after SIGTERM
+GRACE_S = 2.0  # an engine that was told to end may take so long
+
+
+async def run(role: Role, engine: EngineConfig, node: NodeConfig, cluster: ClusterConfig) -> int:
+    """Serve until SIGTERM (drains first) or SIGINT (does not); returns the exit code.
+
+    Raises StartupFailed if the node cannot start, after everything of it has ended.
+    """
+    signals = StopSignals(
+        sigint_hurries=True
+    )  # first: asyncio's own Ctrl-C would cancel a server that is starting
+    set_up_logging(f"{node.name or role.value} supervisor", as_json=node.log_json)
+    descriptors.raise_limit()
+    resolve_model_dir(engine.model)  # a wrong path is told before an engine process is started
+    tls = ClusterTls.of(cluster)
+    missing = () if tls else ("--cluster-ca", "--cluster-cert", "--cluster-key")
+    check_exposure(f"{role.value} node", node.host, missing, is_accepted=node.insecure_bind)
+    check_secret(f"{role.value} node", cluster)
+    server, port = _listen(node, tls)
+    node = dataclasses.replace(node, port=port, name=node.name or f"{role.value}-{port}")
+    secret = ClusterSecret.of(cluster)
+    sought = (Role.PREFILL,) if role is Role.DECODE else ()  # pullers dial, sources are dialled
+    directory = KnownNodes(
+        RedisDirectory(cluster.redis_url, cluster.cluster, secret),
+        sought,
+        MemberCalls(secret, tls),
+        secret,
+        SystemClock(),
+    )
+    index = RedisIndexLink(cluster.redis_url, cluster.cluster, secret)
+    supervisor = Supervisor(role, engine, node, secret, directory, index, tls)
+    try:
+        await supervisor.serve(server, signals)
+    finally:
+        await directory.close()
+        await index.close()
+    return 0
+
+
+def _listen(node: NodeConfig, tls: ClusterTls | None) -> tuple[grpc.aio.Server, int]:
+    """A server at --port, or at a free one where that is taken: the directory says which it is."""
+    try:
+        return make_server(node.host, node.port, tls)
+    except StartupFailed as error:
+        if node.port == 0 or node.advertise is not None:
+            raise
+        server, port = make_server(node.host, 0, tls)
+        report(f"{error.message}; listening on port {port} instead")
+        return server, port
+
+
+class Supervisor:
+    """One node. It holds no request: it relays, watches and restarts."""
+
+    def __init__(
+        self,
+        role: Role,
+        engine: EngineConfig,
+        node: NodeConfig,
+        secret: ClusterSecret,
+        directory: Directory,
+        index: PublisherLink,
+        tls: ClusterTls | None = None,
+    ) -> None:
+        self._tls = tls
+        self._role = role
+        self._node = node
+        self._secret = secret
+        self._directory = directory
+        self._index = index
+        self._addresses = addresses_of(node)
+        self._address = self._addresses[0]
+        self._members = LiveMembers(directory)
+        self._is_draining = False
+        self._health = NodeHealth(self._is_ready, node.heartbeat_s)
+        configs = engine_configs(engine, node)
+        self._devices: dict[str, str] = {}  # by the engine's name
+        self._slots = [
+            self._make_slot(config, None if len(configs) == 1 else index)
+            for index, config in enumerate(configs)
+        ]
+
+    def engines(self) -> Sequence[EngineHandle]:
+        """Those that are alive now."""
+        engines = [slot.engine for slot in self._slots]
+        return [engine for engine in engines if engine is not None and not engine.is_over]
+
+    def members(self) -> Sequence[Member]:
+        """What the directory is to have of this node: none any more while it drains."""
+        return [] if self._is_draining else [self._member(each) for each in self.engines()]
+
+    async def is_member(self, incarnation: str) -> bool:
+        """Whether the directory has this engine."""
+        return await self._members.has(incarnation)
+
+    def _is_ready(self) -> bool:
+        return not self._is_draining and all(slot.is_ready for slot in self._slots)
+
+    def _make_slot(self, engine: EngineConfig, index: int | None) -> EngineSlot:
+        """`index` tells several engines of a node apart."""
+        name = f"{self._node.name}" if index is None else f"{self._node.name}.{index}"
+        node = dataclasses.replace(self._node, name=name)
+        self._devices[name] = "" if engine.device == "auto" else engine.device
+        settings = {
+            "engine": dataclasses.asdict(engine),
+            "node": dataclasses.asdict(node),
+            "data_tls": None if self._tls is None else dataclasses.asdict(data_tls(self._tls)),
+        }
+        command = EngineCommand(
+            module=f"baton.{self._role.value}_node.engine_main",
+            configuration=json.dumps(settings),
+            environment=engine_environment(engine),
+            heartbeat_s=node.heartbeat_s,
+        )
+        return EngineSlot(
+            command,
+            report=lambda line: report(line if index is None else f"[{index}] {line}"),
+            on_change=self._health.changed.set,
+            presence=self._presence,
+            clock=SystemClock(),
+            entropy=SystemEntropy(),
+        )
+
+    async def serve(self, server: grpc.aio.Server, signals: StopSignals) -> None:
+        """Run the node until it is told to stop. Raises StartupFailed."""
+        callers = Callers(self._secret, self._addresses, has_tls=self._tls is not None)
+        _add_services(server, self, callers, self._health)
+        await server.start()
+        files = () if self._tls is None else (self._tls.files,)
+        beside = [self._health.run(), self._members.run(), show_turns(), watch_ends(files)]
+        looking = asyncio.gather(*beside)
+        stopping = asyncio.create_task(signals.stop.wait())
+        running: list[asyncio.Task[None]] = []
+        try:
+            if await self._start_engines(stopping):
+                running = [asyncio.create_task(slot.run()) for slot in self._slots]
+                report(f"ready: {self._role.value} {self._node.name} {self._address}")
+                await _first_done(stopping, *running)
+                await self._drain(signals.hurry, running)
+        finally:
+            await self._stop_engines(running)
+            looking.cancel()
+            stopping.cancel()
+            await asyncio.gather(looking, return_exceptions=True)
+            await server.stop(None)
+
+    async def _start_engines(self, stopping: asyncio.Task[bool]) -> bool:
+        """All at once; False if the node was told to stop meanwhile. Raises StartupFailed."""
+        starting = [asyncio.create_task(slot.start()) for slot in self._slots]
+        all_started = asyncio.gather(*starting)
+        try:
+            await _first_done(all_started, stopping)
+            if all_started.done():
+                all_started.result()
+            return all_started.done()
+        finally:
+            for task in starting:
+                task.cancel()
+            await asyncio.gather(*starting, all_started, return_exceptions=True)
+
+    async def _drain(self, hurry: asyncio.Event, running: list[asyncio.Task[None]]) -> None:
+        """Take nothing new and let what runs finish, until time or somebody's patience is over."""
+        self._is_draining = True
+        self._health.changed.set()
+        if hurry.is_set():
+            return
+        report("draining")
+        for engine in self.engines():
+            await self._directory.withdraw(engine.incarnation)
+        for slot in self._slots:
+            slot.drain()
+        hurrying = asyncio.create_task(hurry.wait())
+        drained = asyncio.gather(*running, return_exceptions=True)
+        await _first_done(drained, hurrying, timeout_s=DRAIN_S)
+        hurrying.cancel()
+
+    async def _stop_engines(self, running: list[asyncio.Task[None]]) -> None:
+        """End what is left; raises what a slot's task raised."""
+        if not running:  # the node did not start, but some of its engines may have
+            for engine in self.engines():
+                engine.kill()
+                await engine.run()
+            return
+        stops = (s.stop(task, GRACE_S) for s, task in zip(self._slots, running, strict=True))
+        await asyncio.gather(*stops)
+
+    @asynccontextmanager
+    async def _presence(self, engine: EngineHandle) -> AsyncIterator[None]:
+        """While it lives, an engine is in the directory, its cache in the prefix index.
+
+        A puller's is linked to sources.
+        """
+        publisher = Publisher(engine.cache_journal, self._index, SystemClock())
+        tasks = [asyncio.create_task(publisher.run())]
+        if self._role is Role.DECODE:
+            links = Links(engine, self._secret, report, self._tls)
+            tasks.append(asyncio.create_task(links.run(self._directory)))
+        await self._directory.announce(self._member(engine), ENTRY_TTL_S)
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._directory.withdraw(engine.incarnation)
+
+    def _member(self, engine: EngineHandle) -> Member:
+        welcome = engine.welcome
+        return Member(
+            incarnation=welcome.incarnation,
+            role=self._role,
+            name=welcome.name,
+            address=self._address,
+            model=welcome.model,
+            fingerprint=welcome.fingerprint,
+            max_model_len=welcome.max_model_len,
+            block_size=welcome.block_size,
+            num_blocks=welcome.num_blocks,
+            device=self._devices.get(welcome.name, ""),
+            can_constrain=welcome.can_constrain,
+        )
+
+
+def _add_services(
+    server: grpc.aio.Server, node: Supervisor, callers: Callers, health: NodeHealth
+) -> None:
+    node_pb2_grpc.add_NodeServicer_to_server(  # type: ignore[no-untyped-call]
+        NodeServicer(node, callers), server
+    )
+    handoff_pb2_grpc.add_HandoffServicer_to_server(  # type: ignore[no-untyped-call]
+        HandoffServicer(node, callers), server
+    )
+    health_pb2_grpc.add_HealthServicer_to_server(  # type: ignore[no-untyped-call]
+        health.servicer, server
+    )
+
+
+async def _first_done(*waits: asyncio.Future[Any], timeout_s: float | None = None) -> None:
+    await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+
+
+def data_tls(tls: ClusterTls) -> DataTls:
+    """Who may pull from whom, by certificate, and this process's own."""
+    source, puller = role_name(Role.PREFILL.value), role_name(Role.DECODE.value)
+    return DataTls(str(tls.ca), str(tls.chain), str(tls.key), source, puller)
+
+
+def report(line: str) -> None:
+    """A line for people, on stdout, at once: `baton up` reads it through a pipe."""
+    with suppress(OSError):  # nobody reads any more, or the disk is full: serving goes on
+        print(line, flush=True)

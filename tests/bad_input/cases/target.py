@@ -1,0 +1,95 @@
+"""The victim: a gateway, its Redis and two nodes without engines, in a process of its own.
+
+    python tests/bad_input/cases/target.py CONFIG
+
+CONFIG: JSON of GatewayConfig's fields, and of limits of HTTP that are shorter than in life.
+
+Prints one line of JSON with its ports once it can serve, and serves until its stdin ends. A process
+of its own, so that its memory, its log and its death are its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from fakes.node.node import FakeNode
+
+from baton.cluster.redis_directory import RedisDirectory
+from baton.cluster.redis_server import RedisServer
+from baton.cluster.secret import ClusterSecret
+from baton.core.config import ClusterConfig, GatewayConfig
+from baton.core.membership import Role
+from baton.core.process.logs import set_up_logging
+from baton.gateway.http.protocol import body, connections
+from baton.gateway.process.server import serve
+from baton.gateway.request.session import SessionLimits
+
+SECRET = "test secret"
+NUM_BLOCKS = 26  # 24 of them usable: 384 tokens, less than the context of 512
+_ENTRY_TTL_S = 3600.0
+
+
+def _shorten(config: dict[str, Any]) -> None:
+    """Take what is no field of GatewayConfig out, and into effect."""
+    connections.HEAD_S = config.pop("head_s", connections.HEAD_S)
+    connections.IDLE_S = config.pop("idle_s", connections.IDLE_S)
+    body.MAX_BODY_S = config.pop("body_s", body.MAX_BODY_S)
+    if max_files := config.pop("max_files", None):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
+    connections.MAX_CONNECTIONS = config.pop("max_connections", connections.MAX_CONNECTIONS)
+
+
+async def _run(config: dict[str, Any], redis_url: str) -> None:
+    _shorten(config)
+    set_up_logging("gateway", as_json=False)
+    cluster = ClusterConfig(redis_url, f"c{time.monotonic_ns()}", SECRET)
+    gateway = await serve(
+        GatewayConfig(grpc_port=0, http_port=0, heartbeat_timeout_s=30.0, **config),
+        cluster,
+        session_limits=SessionLimits(recovery_wait_s=5.0, avoid_s=0.1),
+    )
+    prefill = FakeNode(Role.PREFILL, "p1", "1" * 32, secret=SECRET, num_blocks=NUM_BLOCKS)
+    decode = FakeNode(
+        Role.DECODE, "d1", "2" * 32, [prefill.incarnation], secret=SECRET, num_blocks=NUM_BLOCKS
+    )
+    directory = RedisDirectory(cluster.redis_url, cluster.cluster, ClusterSecret(SECRET))
+    for node in (prefill, decode):
+        node.dispatched = _Forgetful()
+        node.cancelled = _Forgetful()
+        await node.start()
+        await directory.announce(node.member, _ENTRY_TTL_S)
+    await gateway.wait_ready(30)
+    routes = sorted(
+        {
+            (route.method, route.resource.canonical)
+            for route in gateway._http._runner.app.router.routes()
+            if route.resource is not None
+        }
+    )
+    ports = {"http": gateway.http_port, "grpc": gateway.port, "node": prefill._port}
+    print(json.dumps({**ports, "routes": routes}), flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    await gateway.stop(grace_s=0.0)
+    await directory.close()
+    for node in (prefill, decode):
+        await node.kill()
+
+
+class _Forgetful(list[Any]):
+    """What the fake nodes keep for tests to see; here memory is measured."""
+
+    def append(self, item: Any) -> None:
+        pass
+
+
+if __name__ == "__main__":
+    with RedisServer.start() as server:
+        asyncio.run(_run(json.loads(sys.argv[1]), server.url))

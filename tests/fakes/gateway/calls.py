@@ -1,0 +1,101 @@
+"""Calls that observers are told of, without a front door: played on a fake clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fakes.clock import FakeClock
+
+from baton.core.errors import BatonError
+from baton.core.request.request import FinishReason, SamplingParams
+from baton.core.request.timeline import Event, Stamp
+from baton.gateway.request.caller import SCOPES, Caller
+from baton.gateway.request.engine_link import Transfer
+from baton.gateway.request.output_chunk import Chunk, Result
+from baton.gateway.telemetry.calls.call_records import CallObserver, CallRecord
+
+# When a stage's end is stamped, after arrival.
+STAMPS_S = (
+    (Event.ARRIVED, 0.0, "gateway"),
+    (Event.ROUTED, 0.001, "gateway"),
+    (Event.PREFILL_STARTED, 0.011, "p"),
+    (Event.TRANSFER_STARTED, 0.02, "d"),
+    (Event.FIRST_TOKEN, 0.111, "p"),
+    (Event.TRANSFER_ENDED, 0.115, "d"),
+    (Event.DECODE_STARTED, 0.116, "d"),
+    (Event.FINISHED, 0.5, "gateway"),
+)
+
+
+def timeline(arrived_ns: int) -> tuple[Stamp, ...]:
+    """A call of one attempt, by STAMPS_S."""
+    return tuple(Stamp(e, arrived_ns + round(s * 1e9), node) for e, s, node in STAMPS_S)
+
+
+class PlayedCall:
+    """One call; each method is something that happens now, by the clock."""
+
+    def __init__(
+        self,
+        clock: FakeClock,
+        observers: Sequence[CallObserver],
+        *,
+        num_samples: int = 1,
+        prompt_tokens: int = 7,
+        tenant: str = "",
+    ) -> None:
+        self._clock = clock
+        self._observers = observers
+        self._next_index = [0] * num_samples
+        self.record = CallRecord(
+            call_id=f"{id(self):032x}",
+            label="",
+            caller=Caller(tenant, SCOPES, "grpc"),
+            model="demo",
+            num_samples=num_samples,
+            prompt_tokens=prompt_tokens,
+            arrived_s=clock.monotonic_s(),
+            arrived_unix_ns=clock.unix_ns(),
+            sampling=SamplingParams(max_tokens=9, temperature=0.5),
+            token_times=[[] for _ in range(num_samples)],
+        )
+        for observer in observers:
+            observer.call_began(self.record)
+
+    def deliver(self, num_tokens: int, sample: int = 0, result: Result | None = None) -> None:
+        now_s = self._clock.monotonic_s()
+        chunk = Chunk("x", (5,) * num_tokens, self._next_index[sample], result, sample)
+        self._next_index[sample] += num_tokens
+        if num_tokens:
+            self.record.token_times[sample].append((now_s, num_tokens))
+        if result is not None:
+            self.record.results[sample] = result
+        for observer in self._observers:
+            observer.chunk_delivered(self.record, chunk, now_s)
+
+    def finish(self, *, cached_tokens: int = 0, attempts: int = 1) -> None:
+        """The last chunks, without tokens, and the end."""
+        for sample in range(self.record.num_samples):
+            self.deliver(0, sample, self.result(sample, cached_tokens, attempts))
+        self.end(None)
+
+    def result(self, sample: int, cached_tokens: int, attempts: int) -> Result:
+        return Result(
+            finish_reason=FinishReason.LENGTH,
+            matched_stop=None,
+            prompt_tokens=self.record.prompt_tokens,
+            completion_tokens=self._next_index[sample],
+            cached_tokens=cached_tokens,
+            prefill_node="p",
+            decode_node="d",
+            transfer=Transfer(1000, 16, "shm"),
+            attempts=attempts,
+            seed=0,
+            timeline=timeline(self.record.arrived_unix_ns),
+        )
+
+    def end(self, error: BatonError | None) -> None:
+        self.record.error = error
+        self.record.ended_s = self._clock.monotonic_s()
+        for observer in self._observers:
+            observer.call_ended(self.record)

@@ -1,0 +1,99 @@
+"""Engines as sessions see them: links that note what is sent, a router over them, a sink."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from baton.core.errors import BatonError, Unavailable
+from baton.core.request.request import FinishReason, Request, Ticket
+from baton.gateway.request.engine_link import Avoid, Blocked, Demand, MustWait, Route, Work
+from baton.gateway.request.output_chunk import Chunk
+
+
+@dataclass
+class FakeLink:
+    """Keeps every dispatch and cancel."""
+
+    incarnation: str
+    fingerprint: str = "fp"
+    dispatched: list[tuple[Request, Work, Ticket, float]] = field(default_factory=list)
+    cancelled: list[int] = field(default_factory=list)  # attempts
+
+    @property
+    def name(self) -> str:
+        return f"node-{self.incarnation}"
+
+    def dispatch(
+        self, request: Request, work: Work, ticket: Ticket, deadline_remaining_s: float
+    ) -> None:
+        self.dispatched.append((request, work, ticket, deadline_remaining_s))
+
+    def cancel(self, request_id: str, attempt: int) -> None:
+        self.cancelled.append(attempt)
+
+
+@dataclass
+class FakeRouter:
+    """Takes the first engines that are not to be avoided; tests edit the lists.
+
+    `blocked`: why none is taken, though they are there. `demands`: what was asked for.
+    """
+
+    prefill: list[FakeLink]
+    decode: list[FakeLink]
+    blocked: Blocked | None = None
+    demands: list[Demand] = field(default_factory=list)
+
+    def choose(self, demand: Demand, *, avoid: Avoid, fingerprint: str | None) -> Route:
+        self.demands.append(demand)
+        for prefill in self.prefill:
+            for decode in self.decode:
+                pair = (prefill.incarnation, decode.incarnation)
+                is_bad = pair in avoid.pairs or bool(avoid.incarnations & set(pair))
+                if not is_bad and fingerprint in (None, prefill.fingerprint):
+                    if self.blocked is not None:
+                        raise MustWait(self.blocked)
+                    return Route(prefill, decode)
+        raise Unavailable("no such engines")
+
+
+@dataclass
+class FakeSink:
+    """Collects the stream and checks that it is one: no gap, no double, one end."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    last: Chunk | None = None
+    error: BatonError | None = None
+    is_full: bool = False
+
+    def emit(self, chunk: Chunk) -> bool:
+        assert not self.is_over, "nothing comes after the end"
+        if self.is_full and chunk.result is None:
+            return False
+        assert chunk.index == len(self.token_ids), "no gap and no double"
+        assert chunk.token_ids or chunk.result is not None, "an empty chunk says nothing"
+        self.text += chunk.text
+        self.token_ids += chunk.token_ids
+        if chunk.result is not None:
+            self.last = chunk
+        return True
+
+    def fail(self, error: BatonError) -> None:
+        assert not self.is_over, "a request ends once"
+        self.error = error
+
+    @property
+    def is_over(self) -> bool:
+        return self.last is not None or self.error is not None
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.last.result.finish_reason if self.last and self.last.result else None
+
+
+class Letters:
+    """A detokenizer whose tokens are letters."""
+
+    def step(self, token_id: int) -> str:
+        return chr(token_id)

@@ -1,0 +1,253 @@
+"""A node without an engine: serves Node.Session over real gRPC with tokens from a formula.
+
+Prefill answers with the first token, decode with the others, each from its own script of delays, so
+the two streams race as they do in life. The decode side does not wait for a hand-off. What the
+gateway sent is kept for the test to look at; `silence` and `kill` play a sick node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from baton.cluster.link_handshake import ACCEPTED, SESSION, admit, listener_ends
+from baton.cluster.secret import handshake_key
+from baton.core.channels.handshake import Listener
+from baton.core.errors import BatonError, Unauthenticated
+from baton.core.membership import Member, Role
+from baton.core.request.request import FinishReason, Request
+from baton.core.request.timeline import Event, NodeStamp
+from baton.proto import codec
+from baton.proto.v1 import common_pb2, node_pb2, node_pb2_grpc
+
+from ..gateway.step_outputs import step_of
+
+HEARTBEAT_S = 0.05
+
+
+def token_at(prompt: Sequence[int], index: int) -> int:
+    """The formula: letters that depend on the prompt and the position, as a model's tokens do."""
+    return ord("a") + (sum(prompt) + 7 * index) % 26
+
+
+def _scores(num_best: int) -> common_pb2.TokenLogprobs:
+    """All tokens are as likely as the first ones."""
+    return common_pb2.TokenLogprobs(
+        logprob=-1.0, top_ids=range(num_best), top_logprobs=[-1.0] * num_best
+    )
+
+
+def expected_text(prompt: str, max_tokens: int) -> str:
+    """What a request for this text and the byte tokenizer must bring."""
+    ids = list(prompt.encode())
+    return "".join(chr(token_at(ids, i)) for i in range(max_tokens))
+
+
+@dataclass
+class FakeNode:
+    """`await start()`, then `member` can be announced. `token_s`: the time that a token takes."""
+
+    role: Role
+    name: str
+    incarnation: str
+    sources: Sequence[str] = ()  # a decode node's links
+    model: str = "demo"
+    secret: str | None = None
+    first_token_s: float = 0.0
+    token_s: float = 0.0
+    max_model_len: int = 512
+    num_blocks: int = 66
+    error: BatonError | None = None  # every dispatch is answered with it
+    is_silent: bool = False
+    can_constrain: bool = True
+    dispatched: list[node_pb2.Dispatch] = field(default_factory=list)
+    cancelled: list[tuple[str, int, float]] = field(default_factory=list)  # id, attempt, time
+    num_sessions: int = 0
+    num_requests: int = 0  # that run here
+    most_requests: int = 0  # that ever did at once
+    max_num_seqs: int = 0
+    prefill_cost: node_pb2.PrefillCost | None = None
+    _server: Any = None
+    _port: int = 0
+
+    @property
+    def member(self) -> Member:
+        return Member(
+            self.incarnation,
+            self.role,
+            self.name,
+            f"127.0.0.1:{self._port}",
+            self.model,
+            "fp",
+            self.max_model_len,
+            16,
+            self.num_blocks,
+            can_constrain=self.can_constrain,
+        )
+
+    async def start(self) -> FakeNode:
+        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        servicer = _Servicer(self)
+        node_pb2_grpc.add_NodeServicer_to_server(servicer, self._server)
+        self._port = self._server.add_insecure_port(f"127.0.0.1:{self._port}")
+        await self._server.start()
+        return self
+
+    async def kill(self) -> None:
+        """All streams break at once."""
+        if self._server is not None:
+            await self._server.stop(None)
+            self._server = None
+
+    async def tokens(self, request: Request, send: Any) -> None:
+        """Play one dispatch: `send(RequestOutput fields)`."""
+        base = len(request.output_token_ids)
+        last = request.sampling.max_tokens - 1
+        if self.error is not None:
+            await send(request, error=codec.error_to_wire(self.error))
+            return
+        if self.role is Role.PREFILL:
+            await asyncio.sleep(self.first_token_s)
+            await self._send_token(request, base, last, send, Event.FIRST_TOKEN)
+            return
+        for index in range(base + 1, last + 1):
+            await asyncio.sleep(self.token_s)
+            event = Event.DECODE_STARTED if index == base + 1 else None
+            await self._send_token(request, index, last, send, event)
+
+    async def _send_token(
+        self, request: Request, index: int, last: int, send: Any, event: Event | None
+    ) -> None:
+        stamps = [NodeStamp(event, time.monotonic_ns())] if event else []
+        fields: dict[str, Any] = {
+            "first_index": index,
+            "token_ids": [token_at(request.prompt_token_ids, index)],
+            "finish_reason": codec.finish_to_wire(FinishReason.LENGTH if index == last else None),
+            "events": codec.node_stamps_to_wire(stamps),
+        }
+        if (num_best := request.sampling.logprobs) is not None:
+            fields["logprobs"] = [_scores(num_best)]
+        if event is Event.FIRST_TOKEN:
+            fields["cached_tokens"] = 0
+            if (num_best := request.sampling.prompt_logprobs) is not None:
+                fields["first_prompt_index"] = 1
+                fields["prompt_logprobs"] = [_scores(num_best)] * (
+                    len(request.prompt_token_ids) - 1
+                )
+        if event is Event.DECODE_STARTED:
+            fields["transfer"] = node_pb2.TransferInfo(bytes=4096, transport="fake")
+        await send(request, **fields)
+
+    def welcome(self) -> node_pb2.NodeMessage:
+        member = self.member
+        return node_pb2.NodeMessage(
+            welcome=node_pb2.Welcome(
+                incarnation=member.incarnation,
+                role=member.role.value,
+                name=member.name,
+                model=member.model,
+                fingerprint=member.fingerprint,
+                max_model_len=member.max_model_len,
+                block_size=member.block_size,
+                num_blocks=member.num_blocks,
+                max_num_seqs=self.max_num_seqs,
+            )
+        )
+
+    def heartbeat(self) -> node_pb2.NodeMessage:
+        return node_pb2.NodeMessage(
+            heartbeat=node_pb2.Heartbeat(
+                free_blocks=self.num_blocks - 2,
+                num_blocks=self.num_blocks,
+                credit_blocks=self.num_blocks // 2,
+                num_requests=self.num_requests,
+                room_blocks=self.num_blocks - 2,
+                prefill_cost=self.prefill_cost,
+                links=[node_pb2.PeerLink(incarnation=i, transport="fake") for i in self.sources],
+            )
+        )
+
+
+class _Servicer(node_pb2_grpc.NodeServicer):
+    """One `Session` call is one gateway's stream."""
+
+    def __init__(self, node: FakeNode) -> None:
+        self._node = node
+
+    async def Session(self, incoming: Any, context: Any) -> None:
+        node = self._node
+        key = handshake_key(node.secret)
+        listener = Listener(lambda _: key, SESSION, (node.member.address,))
+        read, write = listener_ends(incoming, context, node_pb2.NodeMessage)
+        try:
+            opening = await admit(listener, read, write)
+        except Unauthenticated as error:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, error.message)
+        if opening.listener != node.incarnation:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such engine")
+        await write(ACCEPTED)
+        node.num_sessions += 1
+        work: dict[tuple[str, int], asyncio.Task[None]] = {}
+        outgoing: asyncio.Queue[node_pb2.NodeMessage] = asyncio.Queue()
+        outgoing.put_nowait(node.welcome())
+        writer = asyncio.create_task(_write(context, outgoing))
+        heart = asyncio.create_task(self._beat(outgoing))
+        try:
+            async for message in incoming:
+                if message.HasField("dispatch"):
+                    self._dispatch(message.dispatch, outgoing, work)
+                else:
+                    cancel = message.cancel
+                    node.cancelled.append((cancel.request_id, cancel.attempt, time.monotonic()))
+                    if task := work.get((cancel.request_id, cancel.attempt)):
+                        task.cancel()
+        finally:
+            node.num_sessions -= 1
+            for task in (writer, heart, *work.values()):
+                task.cancel()
+
+    def _dispatch(
+        self,
+        wire: node_pb2.Dispatch,
+        outgoing: asyncio.Queue[node_pb2.NodeMessage],
+        work: dict[tuple[str, int], Any],
+    ) -> None:
+        async def send(request: Request, **fields: Any) -> None:
+            if not self._node.is_silent:
+                output = node_pb2.RequestOutput(
+                    request_id=request.request_id, attempt=request.attempt, **fields
+                )
+                outgoing.put_nowait(node_pb2.NodeMessage(outputs=step_of(output)))
+                await asyncio.sleep(0)
+
+        self._node.dispatched.append(wire)
+        first = codec.request_from_wire(wire)
+        for request_id in (wire.request_id, *wire.fork_request_ids):
+            request = dataclasses.replace(first, request_id=request_id)
+            task = asyncio.create_task(self._node.tokens(request, send))
+            work[request_id, wire.attempt] = task
+            self._node.num_requests += 1
+            self._node.most_requests = max(self._node.most_requests, self._node.num_requests)
+            task.add_done_callback(lambda _, key=(request_id, wire.attempt): self._over(work, key))
+
+    def _over(self, work: dict[tuple[str, int], Any], key: tuple[str, int]) -> None:
+        work.pop(key, None)
+        self._node.num_requests -= 1
+
+    async def _beat(self, outgoing: asyncio.Queue[node_pb2.NodeMessage]) -> None:
+        while True:
+            if not self._node.is_silent:
+                outgoing.put_nowait(self._node.heartbeat())
+            await asyncio.sleep(HEARTBEAT_S)
+
+
+async def _write(context: Any, outgoing: asyncio.Queue[node_pb2.NodeMessage]) -> None:
+    """The stream's only writer: grpc.aio allows one write at a time."""
+    while True:
+        await context.write(await outgoing.get())

@@ -1,0 +1,341 @@
+"""A prefill and a decode engine, each with its role and loop, in one thread; the test is the rest.
+
+The test plays gateways, network and copy engine: it decides who takes a turn, when a pull advances,
+when the pair's stream breaks. The model is `fakes.runner`'s, so that wrong KV shows in the tokens.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import pytest
+
+from baton.core.channels.same_host import HOST_ID_BYTES
+from baton.core.request.request import FinishReason, Request, SamplingParams, Ticket
+from baton.decode_node.role import DecodeRole
+from baton.decode_node.windows import Windows
+from baton.engine.engine import Engine
+from baton.engine.kv.limits import EngineLimits
+from baton.kv_transfer.protocol.messages import Hello
+from baton.kv_transfer.protocol.puller import Puller
+from baton.kv_transfer.protocol.source import Source
+from baton.kv_transfer.window.head_ranges import HeadPiece
+from baton.kv_transfer.window.network_address import KEY_BYTES, PoolAccess, RemotePool, Routes
+from baton.node.channels.direct_channels import DirectChannels
+from baton.node.channels.outbox import Outbox
+from baton.node.engine_process.engine_loop import Completion, EngineLoop
+from baton.node.engine_process.heartbeat import Pulse
+from baton.node.requests.request_io import RequestDesk
+from baton.prefill_node.role import PrefillRole
+from baton.proto import codec
+from baton.proto.v1 import engine_pb2, handoff_pb2, node_pb2
+from baton.tests.fakes.handoff.memory_transport import MemoryPool, MemoryTransport, MemoryWindow
+
+from ..clock import FakeClock
+from ..gateway.step_outputs import outputs_of
+from ..runner import FakeRunner
+from .inbox import FakeInbox, SocketInbox
+
+SOURCE, PULLER = "a" * 32, "b" * 32
+HERE = b"h" * HOST_ID_BYTES
+ACCESS = PoolAccess(HERE, 0, bytes(KEY_BYTES))
+BLOCK_SIZE = 4
+VOCAB_SIZE = 1000
+LEASE_S, LINK_WAIT_S = 10.0, 5.0
+GATEWAY = "gateway"
+Directs: TypeAlias = "dict[str, tuple[DirectChannels, SocketInbox]]"
+
+
+@dataclass
+class Received:
+    """What the gateway heard of one request from one engine."""
+
+    tokens: dict[int, int] = field(default_factory=dict)  # index -> token id
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    events: list[str] = field(default_factory=list)
+    cached_tokens: int | None = None
+    transfer: node_pb2.TransferInfo | None = None
+    logprobs: dict[int, float] = field(default_factory=dict)  # index -> the token's
+    prompt_logprobs: dict[int, float] = field(default_factory=dict)  # position -> the token's
+
+    @property
+    def num_ends(self) -> int:
+        return (self.finish_reason is not None) + (self.error is not None)
+
+    def take(self, output: node_pb2.RequestOutput) -> None:
+        assert self.num_ends == 0, "an output after the end"
+        for index, token_id in enumerate(output.token_ids, start=output.first_index):
+            assert index not in self.tokens, "a double token"
+            self.tokens[index] = token_id
+        for index, logprobs in enumerate(output.logprobs, start=output.first_index):
+            self.logprobs[index] = logprobs.logprob
+        for index, logprobs in enumerate(output.prompt_logprobs, start=output.first_prompt_index):
+            assert index not in self.prompt_logprobs, "told twice"
+            self.prompt_logprobs[index] = logprobs.logprob
+        self.finish_reason = codec.finish_from_wire(output.finish_reason)
+        self.error = output.error.code if output.HasField("error") else None
+        self.events += [stamp.event for stamp in output.events]
+        if output.HasField("cached_tokens"):
+            self.cached_tokens = output.cached_tokens
+        if output.HasField("transfer"):
+            self.transfer = output.transfer
+
+
+class Node:
+    """One engine with its role and loop. `received[key]` is what it told the gateway."""
+
+    def __init__(
+        self,
+        clock: FakeClock,
+        incarnation: str,
+        num_blocks: int,
+        budget: int,
+        counts_steps: bool,
+        direct: DirectChannels | None = None,
+        inbox: FakeInbox | SocketInbox | None = None,
+    ) -> None:
+        self.incarnation = incarnation
+        self.pool = MemoryPool(num_blocks, FakeRunner(num_blocks, BLOCK_SIZE).block_bytes)
+        memory = memoryview(self.pool.block(0).obj)
+        self.runner = FakeRunner(
+            num_blocks,
+            BLOCK_SIZE,
+            vocab_size=VOCAB_SIZE,
+            memory=memory,
+            runs_ahead=counts_steps,
+            num_looks=2 * counts_steps,
+            on_completed=self._count if counts_steps else None,
+        )
+        self.pool.num_steps = 0 if counts_steps else None
+        limits = EngineLimits(
+            num_blocks, BLOCK_SIZE, max_model_len=256, max_num_batched_tokens=budget
+        )
+        self.engine = Engine(
+            self.runner, limits, self.pool.generations, fingerprint="toy", eos_token_ids=()
+        )
+        self.hello = Hello(incarnation, {"model": "toy"})
+        self.direct = direct
+        self.inbox = inbox or FakeInbox()
+        self.frames: list[engine_pb2.EngineOutput] = []
+        self.outbox = Outbox(self.frames.append, direct)
+        self.desk = RequestDesk(self.outbox, clock, incarnation[:1], VOCAB_SIZE)
+        self.clock = clock
+        self.received: dict[str, Received] = {}
+        self.timeout_s: float | None = None  # what the last turn said about the next one
+
+    def _count(self, step: int) -> None:
+        self.pool.num_steps = step
+
+    def start(self, role: PrefillRole | DecodeRole) -> None:
+        pulse = Pulse(lambda numbers: None, 1.0, self.clock)
+        self.role = role
+        self.loop = EngineLoop(
+            self.engine, role, self.desk, self.outbox, self.inbox, self.frames.append, pulse,
+            self.clock, direct=self.direct,
+        )  # fmt: skip
+
+    def post(self, run: Callable[[], None]) -> None:
+        self.inbox.put(Completion(run))
+
+    def tell(self, **body: object) -> None:
+        """Put a frame from the supervisor into the inbox."""
+        self.inbox.put(engine_pb2.EngineInput(**body))
+
+    def is_quiet(self) -> bool:
+        return self.inbox.empty() and self.timeout_s != 0.0
+
+    def is_clean(self) -> bool:
+        """Nothing held for anybody, and all references accounted for."""
+        self.engine.check_integrity()
+        ledger = self.role.ledger()
+        return not (ledger["requests"] or ledger["transfers"]) and (
+            self.engine.pool.counts.held == 0 and self.role.is_idle()
+        )
+
+
+class _Transport(MemoryTransport):
+    """Remembers its windows: the test turns their cranks."""
+
+    def __init__(self, pool: MemoryPool, sources: dict[str, MemoryPool]) -> None:
+        super().__init__(pool, sources)
+        self.windows: list[MemoryWindow] = []
+
+    def connect(
+        self, incarnation: str, piece: HeadPiece | None = None, remote: RemotePool | None = None
+    ) -> MemoryWindow:
+        self.windows.append(super().connect(incarnation))
+        return self.windows[-1]
+
+
+class NodeWorld:
+    """`prefill` and `decode`, linked on demand."""
+
+    def __init__(
+        self,
+        *,
+        prefill_blocks: int = 66,
+        decode_blocks: int = 66,
+        chunk_tokens: int = 8,
+        counts_steps: bool = False,
+        direct: Mapping[str, tuple[DirectChannels, SocketInbox]] | None = None,
+    ) -> None:
+        """`direct`: by incarnation, where engines are to speak directly; they are the caller's.
+
+        `counts_steps`: the prefill engine runs ahead, and tells of chunks when it launches them.
+        """
+        of = direct or {SOURCE: (), PULLER: ()}
+        self.clock = FakeClock()
+        self.prefill = Node(
+            self.clock, SOURCE, prefill_blocks, chunk_tokens, counts_steps, *of[SOURCE]
+        )
+        self.decode = Node(self.clock, PULLER, decode_blocks, 64, False, *of[PULLER])
+        self.transport = _Transport(self.decode.pool, {SOURCE: self.prefill.pool})
+        self.is_linked = False
+        self.greeted: set[str] = set()  # who has said Hello on the stream that is open
+        p, d = self.prefill, self.decode
+        source = Source(p.hello, self.clock, LEASE_S)
+        p.start(PrefillRole(p.engine, p.desk, p.outbox, source, self.clock, ACCESS))
+        d.start(
+            DecodeRole(
+                d.engine, d.desk, d.outbox,
+                Puller(d.hello, self.clock, LINK_WAIT_S),
+                Windows([self.transport], d.post, run_aside=lambda run: run()),
+                Routes(HERE, PULLER),
+                self.clock, fingerprint="toy", block_bytes=d.pool.block_bytes,
+            )
+        )  # fmt: skip
+
+    # -- the network ---------------------------------------------------------------------------
+
+    def link(self) -> None:
+        """Open the pair's stream; it takes some turns until the source's pool can be read."""
+        self.is_linked = True
+        self.greeted.clear()
+        for node, peer in ((self.prefill, PULLER), (self.decode, SOURCE)):
+            linked = engine_pb2.PeerLinked(incarnation=peer, peer_is_source=node is self.decode)
+            node.tell(peer_linked=linked)
+
+    def unlink(self) -> None:
+        """Break the stream: both sides hear of it, in order with what came before."""
+        self.is_linked = False
+        self.prefill.tell(peer_lost=PULLER)
+        self.decode.tell(peer_lost=SOURCE)
+
+    def deliver(self, node: Node) -> None:
+        """Carry what `node` said to where it belongs."""
+        peer = self.decode if node is self.prefill else self.prefill
+        frames, node.frames[:] = list(node.frames), []
+        for frame in frames:
+            match frame.WhichOneof("body"):
+                case "to_gateway":
+                    for output in outputs_of(frame.to_gateway.message.outputs):
+                        key = f"{output.request_id}/{output.attempt}"
+                        node.received.setdefault(key, Received()).take(output)
+                case "to_peer" if self.is_linked:
+                    self._carry(node, peer, frame.to_peer.message)
+                case "close_peer":
+                    self.unlink()
+
+    def _carry(self, node: Node, peer: Node, message: handoff_pb2.PeerMessage) -> None:
+        """As the supervisor does: what precedes the stream's Hello was meant for an older one."""
+        if message.HasField("hello"):
+            self.greeted.add(node.incarnation)
+        if node.incarnation in self.greeted:
+            peer.tell(from_peer=engine_pb2.FromPeer(incarnation=node.incarnation, message=message))
+
+    # -- the gateway ---------------------------------------------------------------------------
+
+    def dispatch(
+        self, request: Request, work: int, node: Node, ticket: Ticket | None, deadline_s: float
+    ) -> None:
+        message = node_pb2.GatewayMessage(
+            dispatch=codec.dispatch_to_wire(request, work, ticket, deadline_s)
+        )
+        node.tell(from_gateway=engine_pb2.FromGateway(gateway=GATEWAY, message=message))
+
+    def hand_off(self, request: Request, *, deadline_s: float = 60.0) -> None:
+        """Dispatch to both nodes, as a gateway does."""
+        ticket = Ticket(request.request_id, SOURCE, PULLER)
+        self.dispatch(request, node_pb2.WORK_PREFILL, self.prefill, ticket, deadline_s)
+        self.dispatch(request, node_pb2.WORK_DECODE, self.decode, ticket, deadline_s)
+
+    def cancel(self, request: Request) -> None:
+        cancel = node_pb2.Cancel(request_id=request.request_id, attempt=request.attempt)
+        message = node_pb2.GatewayMessage(cancel=cancel)
+        for node in (self.prefill, self.decode):
+            node.tell(from_gateway=engine_pb2.FromGateway(gateway=GATEWAY, message=message))
+
+    def tokens(self, request: Request) -> list[int]:
+        """The request's tokens from both nodes, which must be without gap or double."""
+        merged: dict[int, int] = {}
+        for node in (self.prefill, self.decode):
+            tokens = node.received.get(request.key, Received()).tokens
+            assert not merged.keys() & tokens.keys(), "a token from both nodes"
+            merged |= tokens
+        first = len(request.output_token_ids)
+        assert sorted(merged) == list(range(first, first + len(merged)))
+        return [merged[index] for index in sorted(merged)]
+
+    # -- time ----------------------------------------------------------------------------------
+
+    def turn(self, node: Node) -> None:
+        """One turn of the node's loop, which does not wait."""
+        node.timeout_s = node.loop.turn(0.0)
+        self.deliver(node)
+
+    def pull(self) -> None:
+        """Advance the oldest pull in flight by a block."""
+        for window in self.transport.windows:
+            if window.pulls:
+                window.pulls[0].advance(window.source.block_bytes)
+                return
+
+    def num_pulls(self) -> int:
+        return sum(len(window.pulls) for window in self.transport.windows)
+
+    def settle(self) -> None:
+        """Let everything happen that happens without time passing."""
+        for _ in range(1000):
+            self.turn(self.prefill)
+            self.turn(self.decode)
+            self.pull()
+            if self.prefill.is_quiet() and self.decode.is_quiet() and not self.num_pulls():
+                return
+        raise AssertionError("the world does not settle")
+
+    def expire(self) -> None:
+        """Let leases and waits run out, then settle."""
+        self.clock.advance(LEASE_S + 1)
+        self.settle()
+
+
+@contextmanager
+def direct_world(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[NodeWorld, Directs]]:
+    """Engines that may speak directly, and by incarnation what they do it with.
+
+    Incarnations are drawn, since sockets are named by them.
+    """
+    direct: Directs = {}
+    for name in ("SOURCE", "PULLER"):
+        incarnation, inbox = secrets.token_hex(16), SocketInbox()
+        monkeypatch.setattr(sys.modules[__name__], name, incarnation)
+        direct[incarnation] = (DirectChannels(incarnation, HERE, inbox), inbox)
+    yield NodeWorld(direct=direct), direct
+    for channels, inbox in direct.values():
+        channels.close()
+        inbox.close()
+
+
+def request(
+    number: int, num_prompt_tokens: int, *, max_tokens: int = 6, attempt: int = 0
+) -> Request:
+    """A greedy request; different numbers share no block."""
+    prompt = tuple((7 * number + 13 * i) % VOCAB_SIZE for i in range(num_prompt_tokens))
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    return Request(f"{number:032x}", attempt, prompt, sampling)

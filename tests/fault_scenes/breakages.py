@@ -1,0 +1,417 @@
+"""The faults of processes: each a small function that starts requests and breaks something.
+
+A fault asserts only what is its own: how fast it was told, or freed. What becomes of the streams is
+the scene's to check.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+from fault_scenes.fault_cluster import CHUNK_TOKENS
+from fault_scenes.faults import BLOCK_SIZE, Ledger, Scene, until
+from node_driver import CLUSTER, SECRET, NodeProcess, health, session
+from patience import AT_ONCE_S, SOON_S
+
+from baton.cluster.link_handshake import HANDOFF, dial
+from baton.cluster.redis_directory import RedisDirectory
+from baton.cluster.secret import ClusterSecret
+from baton.core.errors import Cancelled, EngineFailed, Unavailable
+from baton.core.membership import Member, Role
+from baton.core.request.constraint import Constraint, ConstraintKind
+from baton.core.request.request import Request, SamplingParams, Ticket
+from baton.kv_transfer.protocol.messages import PROTOCOL
+from baton.proto.v1 import handoff_pb2, handoff_pb2_grpc, node_pb2
+
+NUM_CHUNKS = 8
+NUM_NEIGHBOURS = 31
+LONG = NUM_CHUNKS * CHUNK_TOKENS  # a prompt of about 100 ms
+DEADLY = 1200  # tokens: one that takes twice as long
+PREFILLS, DECODES = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
+
+
+# --- what is seen of a request ------------------------------------------------------------------
+
+
+def is_busy(ledger: Ledger) -> bool:
+    return bool(ledger["requests"] or ledger["transfers"])
+
+
+def has_computed(num_chunks: int) -> Callable[[Ledger], bool]:
+    def holds(ledger: Ledger) -> bool:
+        requests = ledger["requests"].values()
+        return any(r["num_computed_tokens"] >= num_chunks * CHUNK_TOKENS for r in requests)
+
+    return holds
+
+
+def is_computing_long(killed: Collection[str]) -> Callable[[Ledger], bool]:
+    """Less than half of the deadly prompt, on a node that was not killed: the kill comes before its
+    end. Others have less than two chunks."""
+
+    def holds(ledger: Ledger) -> bool:
+        counts = [r["num_computed_tokens"] for r in ledger.get("requests", {}).values()]
+        is_computing = any(2 * CHUNK_TOKENS <= count < DEADLY // 2 for count in counts)
+        return is_computing and ledger["node"] not in killed
+
+    return holds
+
+
+def waits_for(source: str) -> Callable[[Ledger], bool]:
+    def holds(ledger: Ledger) -> bool:
+        return source in [transfer.get("source") for transfer in ledger["transfers"].values()]
+
+    return holds
+
+
+# --- F1 to F6: kill -9 --------------------------------------------------------------------------
+
+
+async def kill_prefill_before_its_first_chunk(part: str, scene: Scene) -> None:
+    """Of two requests, one goes to the node that stands still, unless it is taken for lost."""
+    waits, is_met = waits_for(scene.incarnation("prefill-0")), False
+    while not is_met:
+        with scene.stopped("prefill-0", "engine"):
+            for stream in (scene.ask(LONG), scene.ask(LONG)):
+                is_met = is_met or await scene.holder_during(stream, "decode", waits) is not None
+            if is_met:
+                scene.kill("prefill-0", part)
+
+
+async def kill_prefill_at_chunk(chunk: int, part: str, scene: Scene) -> None:
+    name = None
+    while name is None:
+        name = await scene.holder_during(scene.ask(LONG), "prefill", has_computed(chunk))
+    scene.kill(name, part)
+
+
+async def kill_prefill_before_the_pull(part: str, scene: Scene) -> None:
+    """All KV is computed and the first token is out, but both decode nodes stand still."""
+    with scene.stopped("decode-0", "engine"), scene.stopped("decode-1", "engine"):
+        await scene.ask(LONG).reached(1)
+        scene.kill(await scene.holder("prefill", is_busy), part)
+
+
+async def kill_prefill_after_the_pull(scene: Scene) -> None:
+    """Nobody misses it. F8: the node says at once that it is not ready, and restarts its engine."""
+    stream = scene.ask(LONG, 60)
+    name = await scene.holder("prefill", is_busy)
+    async with health(scene.cluster.processes[name].address) as become:
+        await become(True)
+        await stream.reached(3)
+        scene.kill(name, "engine")
+        await become(False)
+        told_s = time.time() - scene.broken_s
+        await become(True)
+    print(f"F8: not ready after {told_s * 1e3:.0f} ms")
+    assert told_s < AT_ONCE_S
+
+
+async def kill_decode_before_its_first_token(part: str, scene: Scene) -> None:
+    """Token 0 is the source's; the node that waits for the rest dies. The other one runs: a prefill
+    may take longer than a heartbeat is waited for, on a machine that is busy."""
+    stream = scene.ask(LONG)
+    source = await scene.holder("prefill", has_computed(2))
+    puller = await scene.puller_of(source)
+    with scene.stopped(puller, "engine"):
+        await stream.reached(1)
+        scene.kill(puller, part)
+
+
+async def kill_decode_during_the_prefill(part: str, scene: Scene) -> None:
+    scene.ask(LONG)
+    source = await scene.holder("prefill", has_computed(2))
+    scene.kill(await scene.puller_of(source), part)
+
+
+async def kill_decode_at_token(token: int, part: str, scene: Scene, num_left: int = 40) -> None:
+    """Beside it run streams one slot before, on and behind the same block edge."""
+    lengths = [6 * BLOCK_SIZE + shift - token for shift in (0, -1, 1)]
+    name = None
+    while name is None:
+        stream, *_ = [scene.ask(length, token + num_left) for length in lengths]
+        await stream.reached(1)
+        name = await scene.holder_of("decode", stream)
+    await stream.reached(token)
+    scene.kill(name, part)
+
+
+async def kill_decode_of_a_constrained(scene: Scene) -> None:
+    """Nothing of its grammar's state was anywhere else: it is followed anew from the tokens."""
+    schema = json.dumps({"type": "array", "items": {"enum": [True, "x"]}, "minItems": 60})
+    constraint = Constraint(ConstraintKind.JSON_SCHEMA, schema)
+    name = None
+    while name is None:
+        stream = scene.ask(60, 48, constraint=constraint, ignore_eos=False, temperature=1.0, seed=5)
+        scene.ask(60, 48)
+        await stream.reached(1)
+        name = await scene.holder_of("decode", stream)
+    await stream.reached(9)
+    scene.kill(name, "node")
+
+
+async def kill_engines_under_one_request(scene: Scene) -> None:
+    """F37: it kills whoever computes it, and is not tried on a third; its neighbours live on."""
+    stream = scene.ask(DEADLY, expected_error=EngineFailed)
+    neighbours = [scene.ask() for _ in range(NUM_NEIGHBOURS)]
+    killed: list[str] = []
+    for _ in range(2):
+        name = await scene.holder_during(stream, "prefill", is_computing_long(killed))
+        assert name is not None
+        scene.kill(name, "engine")
+        killed.append(name)
+    await stream.end()
+    for neighbour in neighbours:
+        await neighbour.end()
+    attempts = sorted(neighbour.result.attempts for neighbour in neighbours)
+    took_s = time.time() - scene.broken_s
+    print(f"F37: attempts of neighbours {attempts}, over {took_s:.2f} s after the second death")
+
+
+async def kill_both_decodes(scene: Scene) -> None:
+    """Nobody is left: who may wait goes on when a node is back, who may not is told."""
+    waits = scene.ask(num_tokens=60)
+    fails = scene.ask(num_tokens=60, gateway="gateway-1", expected_error=Unavailable)
+    await asyncio.gather(waits.reached(2), fails.reached(2))
+    for name in DECODES:
+        scene.kill(name)
+    began_s = time.monotonic()
+    await fails.end()
+    assert time.monotonic() - began_s < SOON_S
+    scene.cluster.restart_dead()
+    await waits.end()
+    print(f"F6: {max(waits.result.times.gaps_s):.2f} s until a decode node was back")
+
+
+async def kill_gateway(scene: Scene) -> None:
+    """Its nodes free what they held for it; its client hears of it."""
+    stream = scene.ask(num_tokens=1000, gateway="gateway-1", expected_error=Unavailable)
+    await stream.reached(5)
+    scene.kill("gateway-1")
+    took_s = await scene.wait_idle()
+    print(f"gateway killed: its requests freed in {took_s * 1e3:.0f} ms")
+    assert took_s < SOON_S
+
+
+# --- F9: stopped and continued ------------------------------------------------------------------
+
+
+async def pause_prefill(seconds: float, part: str, scene: Scene) -> None:
+    scene.ask(LONG)
+    await scene.pause(await scene.holder("prefill", has_computed(2)), seconds, part)
+
+
+async def pause_decode(seconds: float, part: str, scene: Scene) -> None:
+    stream = scene.ask(num_tokens=100)
+    await stream.reached(5)
+    name = await scene.holder_of("decode", stream)
+    assert name is not None
+    await scene.pause(name, seconds, part)
+
+
+async def hang_decode_engine(scene: Scene) -> None:
+    """Its supervisor is fine and takes streams, but no gateway counts on the engine again."""
+    stream = scene.ask(num_tokens=60)
+    await stream.reached(5)
+    name = await scene.holder_of("decode", stream)
+    assert name is not None
+    with scene.stopped(name, "engine"):
+        await stream.end()
+        others = [scene.ask() for _ in range(4)]
+        for other in others:
+            await other.end()
+    assert [other.result.attempts for other in others] == [1, 1, 1, 1]
+
+
+async def pause_gateway(seconds: float, scene: Scene) -> None:
+    await scene.ask(num_tokens=60).reached(5)
+    await scene.pause("gateway-0", seconds)
+
+
+# --- F26, F30, F34, F42 -------------------------------------------------------------------------
+
+
+async def send_crafted_tickets(scene: Scene) -> None:
+    """F26: used up, of another pair, for the wrong engine: refused, and nothing is computed."""
+    source, puller = scene.incarnation("prefill-0"), scene.incarnation("decode-0")
+    processes = scene.cluster.processes
+    params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    good = Ticket("a" * 32, source, puller)
+
+    def request(number: int) -> Request:
+        return Request(f"{number:032x}", 0, tuple(range(5, 45)), params)
+
+    async with (
+        session(processes["prefill-0"].address, source) as to_source,
+        session(processes["decode-0"].address, puller) as to_puller,
+    ):
+        await to_source.dispatch(request(1), node_pb2.WORK_PREFILL, good)
+        await to_puller.dispatch(request(1), node_pb2.WORK_DECODE, good)
+        await to_puller.until(lambda: _is_over(to_puller.heard, request(1)))
+        crafted = (
+            (to_source, node_pb2.WORK_PREFILL, good),
+            (to_puller, node_pb2.WORK_DECODE, good),
+            (to_source, node_pb2.WORK_PREFILL, Ticket("b" * 32, puller, source)),
+            (
+                to_puller,
+                node_pb2.WORK_DECODE,
+                Ticket("c" * 32, source, scene.incarnation("decode-1")),
+            ),
+            (to_source, node_pb2.WORK_PREFILL, None),
+            (to_puller, node_pb2.WORK_DECODE, None),
+        )
+        for number, (to, work, ticket) in enumerate(crafted, 2):
+            await to.dispatch(request(number), work, ticket)
+            await to.until(lambda to=to, n=number: _is_over(to.heard, request(n)))
+            heard = to.heard[request(number).key]
+            # "handoff_failed": the used ticket's Release may not have reached its source yet.
+            assert heard.error in ("unknown_transfer", "invalid_request", "handoff_failed")
+            assert not heard.tokens
+
+
+def _is_over(heard: dict[str, Any], request: Request) -> bool:
+    return request.key in heard and heard[request.key].is_over
+
+
+async def leave_before_the_prefill(scene: Scene) -> None:
+    with scene.stopped("prefill-0", "engine"), scene.stopped("prefill-1", "engine"):
+        stream = scene.ask(LONG, expected_error=Cancelled)
+        await scene.holder("decode", is_busy)
+        stream.generation.cancel()
+    assert await scene.wait_idle() < SOON_S
+
+
+async def leave_in_the_prefill(scene: Scene) -> None:
+    stream = scene.ask(LONG, expected_error=Cancelled)
+    await scene.holder("prefill", has_computed(2))
+    stream.generation.cancel()
+    assert await scene.wait_idle() < SOON_S
+
+
+async def leave_before_the_pull(scene: Scene) -> None:
+    with scene.stopped("decode-0", "engine"), scene.stopped("decode-1", "engine"):
+        stream = scene.ask(LONG, expected_error=Cancelled)
+        await stream.reached(1)
+        stream.generation.cancel()
+        assert await scene.wait_idle(*PREFILLS) < SOON_S
+    assert await scene.wait_idle() < SOON_S
+
+
+async def leave_in_the_decode(scene: Scene) -> None:
+    stream = scene.ask(num_tokens=1000, expected_error=Cancelled)
+    await stream.reached(5)
+    stream.generation.cancel()
+    assert await scene.wait_idle() < SOON_S
+
+
+async def take_ports(scene: Scene) -> None:
+    """F34: whoever finds its port taken says so, and ends; a node that tells the directory where it
+    is goes elsewhere."""
+    launch = scene.cluster.launch
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        began_s = time.monotonic()
+        ending = [
+            launch("gateway-9", "--grpc-port", port, "--http-port", "0"),
+            launch("decode-9", "--port", port, "--advertise", f"127.0.0.1:{port}"),
+        ]
+        moving = launch("decode-8", "--port", port)
+        try:
+            for process in ending:
+                assert await asyncio.to_thread(process.wait) == 1
+            print(f"F34: both ended in {time.monotonic() - began_s:.1f} s")
+            assert not (await asyncio.to_thread(lambda: moving.address)).endswith(f":{port}")
+        finally:
+            for process in (*ending, moving):
+                process.process.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(moving.wait) == 0
+        for process in (*ending, moving):
+            assert any(port in line for line in process.said)
+
+
+MISFITS = (  # name, flags, the field and both sides' values, whichever side says it
+    ("prefill-8", ("--dtype", "bfloat16"), ("dtype: ", "'float32' ", "'bfloat16' ")),
+    ("decode-9", ("--seed", "7"), ("model: ", " here", " there")),
+)
+
+
+async def join_with_other_makes(scene: Scene) -> None:
+    """F42: KV of another type, of other weights, in other blocks; the other pairs serve."""
+    processes = scene.cluster.processes
+    misfits = {name: scene.cluster.launch(name, *flags) for name, flags, _ in MISFITS}
+    try:
+        await asyncio.to_thread(lambda: [process.address for process in misfits.values()])
+
+        async def are_refused() -> bool:
+            return all(
+                _has_said(puller, f"not linked to {source} ", *words)
+                for name, _, words in MISFITS
+                for puller, source in (
+                    [(misfits[name], source) for source in PREFILLS]
+                    if name.startswith("decode")
+                    else [(processes[puller], name) for puller in DECODES]
+                )
+            )
+
+        await until(are_refused, timeout_s=1.0)
+        await _greet_as_another_make(scene)
+        streams = [scene.ask() for _ in range(6)]
+        for stream in streams:
+            await stream.end()
+            result = stream.result
+            assert (result.prefill_node in PREFILLS, result.decode_node in DECODES) == (True, True)
+        for name in DECODES:
+            assert set((await scene.ledger(name))["peers"].values()) == {"ready"}
+            assert len((await scene.ledger(name))["peers"]) == len(PREFILLS)
+    finally:
+        for process in misfits.values():
+            process.process.send_signal(signal.SIGINT)
+        for process in misfits.values():
+            process.wait()
+
+
+def _has_said(process: NodeProcess, *words: str) -> bool:
+    return any(all(word in line for word in words) for line in process.said)
+
+
+async def _greet_as_another_make(scene: Scene) -> None:
+    """A puller that is refused is told so in gRPC's terms."""
+    source, puller = scene.incarnation("prefill-0"), "e" * 32
+    hello = handoff_pb2.Hello(
+        incarnation=puller, protocol=PROTOCOL, fingerprint={"block_size": "8"}
+    )
+    address = scene.cluster.processes["prefill-0"].address
+    async with grpc.aio.insecure_channel(address) as channel, _announced(scene, puller):
+        call = handoff_pb2_grpc.HandoffStub(channel).Link()
+        ends = (call, handoff_pb2.PeerMessage, ClusterSecret(SECRET), HANDOFF)
+        await dial(*ends, dialer=puller, listener=source, address=address)
+        await call.write(handoff_pb2.PeerMessage(hello=hello))
+        try:
+            await call.read()
+        except grpc.aio.AioRpcError as error:
+            assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+            assert error.details() == "block_size: '16' here, '8' there"
+            assert [*error.trailing_metadata()] == [("baton-error-code", "fingerprint_mismatch")]
+        else:
+            raise AssertionError("a puller of another make is listened to")
+
+
+@asynccontextmanager
+async def _announced(scene: Scene, incarnation: str) -> AsyncIterator[None]:
+    """While it lasts, the directory has an engine of this incarnation: links to it are refused."""
+    directory = RedisDirectory(scene.cluster.redis.url, CLUSTER, ClusterSecret(SECRET))
+    member = Member(incarnation, Role.DECODE, "nobody", "127.0.0.1:1", "demo", "f", 512, 16, 64)
+    await directory.announce(member, 5.0)
+    try:
+        yield
+    finally:
+        await directory.withdraw(incarnation)
+        await directory.close()

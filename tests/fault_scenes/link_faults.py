@@ -1,0 +1,117 @@
+"""The faults of messages: what is said on the real streams comes twice, out of order, or never.
+
+gateway-9 ═╦══════════ Tangle ═► decode-9        each node makes the address of its tangle known
+           ╠══════════ Tangle ═► prefill-9
+decode-9 ══╝
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from fault_scenes.faults import Scene, Stream, until
+from fault_scenes.tangle import DOUBLE, LOSE, SWAP, Tangle
+from node_driver import wait_idle
+
+from baton.client import AsyncClient
+
+SEED = 27
+LEASE_S = 1.0
+PATIENCE_S = 2.0  # of a request's client: what waits for a lost message ends then
+WAYS = [(name, way) for name in ("Session", "Link") for way in ("on", "back")]
+
+
+@dataclass
+class Tangled:
+    """A gateway and two nodes that reach each other through tangles only."""
+
+    client: AsyncClient
+    nodes: tuple[str, ...]  # addresses
+    tangles: tuple[Tangle, ...]
+
+    def befall(self, *ways: tuple[str, str], **mishaps: float) -> None:
+        """From now on these happen to messages of these directions, and nothing to others."""
+        for tangle in self.tangles:
+            tangle.mishaps = dict.fromkeys(ways, mishaps)
+
+    @property
+    def counts(self) -> Counter[tuple[str, str, str]]:
+        return sum((tangle.counts for tangle in self.tangles), Counter())
+
+
+async def shuffle_messages(scene: Scene) -> None:
+    """F27: doubled answers change nothing; whatever else comes, tokens are right or an error is."""
+    async with _tangled(scene) as world:
+        await until(lambda: _is_linked(world))
+        world.befall(*WAYS[1:], double=1.0)
+        for stream in await _ask(scene, world, 6):
+            assert stream.result.attempts == 1
+        world.befall(*WAYS, double=0.06, swap=0.06, lose=0.03)
+        shuffled = await _ask(scene, world, 20, may_fail=True)
+        world.befall()
+        await wait_idle(*world.nodes, timeout_s=PATIENCE_S + LEASE_S)
+        for stream in await _ask(scene, world, 3):
+            assert stream.result.attempts == 1
+        await wait_idle(*world.nodes)
+    errors = Counter(stream.error.code for stream in shuffled if stream.error is not None)
+    retried = sum(s.result.attempts > 1 for s in shuffled if s.error is None)
+    print(f"F27: of {len(shuffled)} streams {retried} tried again, errors {dict(errors)}")
+    print("     " + ", ".join(f"{' '.join(what)} {n}" for what, n in sorted(world.counts.items())))
+    assert {kind for *_, kind in world.counts} == {DOUBLE, SWAP, LOSE}
+    assert {tuple(way) for *way, _ in world.counts} == set(WAYS)
+    assert sum(errors.values()) < 0.8 * len(shuffled)
+
+
+async def _is_linked(world: Tangled) -> bool:
+    """Whether the gateway knows that its decode node can pull from its prefill node."""
+    return any(node.links for node in (await world.client.model_info()).nodes)
+
+
+async def _ask(scene: Scene, world: Tangled, count: int, *, may_fail: bool = False) -> list[Stream]:
+    """Requests of some chunks each, at once; returns when they are over."""
+    streams = [
+        scene.ask(70 + 5 * i, 12, client=world.client, timeout_s=PATIENCE_S, may_fail=may_fail)
+        for i in range(count)
+    ]
+    for stream in streams:
+        await stream.end()
+    return streams
+
+
+@asynccontextmanager
+async def _tangled(scene: Scene) -> AsyncIterator[Tangled]:
+    """Start the three in a cluster of their own, the nodes each behind a tangle."""
+    launch, cluster = scene.cluster.launch, ("--cluster", "tangled")
+    async with AsyncExitStack() as stack:
+        tangles = [await stack.enter_async_context(Tangle(SEED)) for _ in range(2)]
+        flags = []
+        for tangle in tangles:
+            tangle.target = f"127.0.0.1:{(port := free_port())}"
+            flags.append((*cluster, "--port", f"{port}", "--advertise", tangle.address))
+        processes = (
+            launch("prefill-9", *flags[0], "--lease-s", f"{LEASE_S}"),
+            launch("decode-9", *flags[1]),
+            launch("gateway-9", *cluster),
+        )
+        try:
+            address = await asyncio.to_thread(lambda: processes[-1].address)
+            client = await stack.enter_async_context(AsyncClient(address))
+            nodes = tuple(tangle.address for tangle in tangles)
+            yield Tangled(client, nodes, tuple(tangles))
+        finally:
+            for process in processes:
+                process.process.send_signal(signal.SIGINT)
+            for process in processes:
+                await asyncio.to_thread(process.wait)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port

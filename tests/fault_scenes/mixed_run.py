@@ -1,0 +1,197 @@
+"""Many requests of all kinds on a real cluster, some cancelled, while its nodes are killed.
+
+Every stream that ends well is compared with one process of the same model; a token that differs
+must be a near-tie of the reference's two best, and is counted. Afterwards all ledgers balance and
+`baton fsck` finds nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from fault_scenes.fault_cluster import Cluster
+from fault_scenes.faults import Scene, Stream
+from node_driver import CLUSTER, SECRET
+
+from baton.cli.cluster.fsck import examine
+from baton.cli.cluster.survey import survey
+from baton.cli.host.finding import Level
+from baton.core.config import ClusterConfig, EngineConfig
+from baton.core.errors import Cancelled
+from baton.core.metrics import percentile
+from baton.core.request.request import Request, SamplingParams
+from baton.engine.execution.runner import ModelRunner
+from baton.engine.local import LocalEngine
+
+NEAR_TIE = 1e-3  # of the two best logits: float32 in another batch differs by about 1e-5
+IN_FLIGHT = 40
+_REFERENCE_BATCH = 200
+_ENTRIES_RUN_OUT_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request of the mix; `cancel_at`: leave it after so many tokens."""
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    cancel_at: int | None
+
+
+@dataclass
+class Outcome:
+    """What a run came to."""
+
+    ended: Counter[str] = field(default_factory=Counter)
+    num_tokens: int = 0
+    near_ties: list[str] = field(default_factory=list)
+    longest_gap_s: float = 0.0
+    ttft_p99_s: float = 0.0
+
+
+def draw(num_requests: int, seed: int, *, max_prompt_tokens: int) -> list[Asked]:
+    """Long and short prompts, some with a common beginning; greedy and sampled; some to be left."""
+    rng = random.Random(seed)
+    beginnings = [tuple(rng.choices(range(3, 320), k=k)) for k in (40, 100)]
+    asked = []
+    for _ in range(num_requests):
+        own = tuple(rng.choices(range(3, 320), k=rng.randint(1, max_prompt_tokens)))
+        prompt = (rng.choice(beginnings) if rng.random() < 0.3 else ()) + own
+        sampling = SamplingParams(
+            max_tokens=rng.choice((1, 2, 17, 30)),
+            temperature=rng.choice((0.0, 0.0, 0.8)),
+            seed=rng.getrandbits(32),
+            ignore_eos=True,
+        )
+        cancel_at = rng.randint(0, 8) if rng.random() < 0.1 else None
+        asked.append(Asked(prompt, sampling, cancel_at))
+    return asked
+
+
+async def run(cluster: Cluster, scene: Scene, asked: list[Asked], kills: dict[int, str]) -> Outcome:
+    """Send everything, a bounded number at a time; `kills`: by request, the node to kill then.
+
+    A killed node is started again at once, as an operator's service manager does it.
+    """
+    places = asyncio.Semaphore(IN_FLIGHT)
+    outcome = Outcome()
+    followers = []
+    for number, one in enumerate(asked):
+        await places.acquire()
+        if name := kills.get(number):
+            cluster.kill(name)
+            await asyncio.to_thread(cluster.processes[name].process.wait)
+            cluster.restart_dead()
+        params = one.sampling
+        stream = scene.ask(
+            prompt=one.prompt,
+            max_tokens=params.max_tokens,
+            temperature=params.temperature,
+            seed=params.seed,
+        )
+        followers.append(asyncio.create_task(_follow(stream, one, places, outcome)))
+    await asyncio.gather(*followers)
+    finished = [stream for stream in scene.streams if stream.error is None]
+    gaps = [gap for stream in finished for gap in stream.result.times.gaps_s]
+    ttfts = [stream.result.times.ttft_s or 0.0 for stream in finished]
+    outcome.longest_gap_s = max(gaps, default=0.0)
+    outcome.ttft_p99_s = percentile(ttfts, 99) or 0.0
+    return outcome
+
+
+async def _follow(stream: Stream, one: Asked, places: asyncio.Semaphore, outcome: Outcome) -> None:
+    """Read a stream to its end, or leave it where its asker does."""
+    assert stream.reading is not None
+    try:
+        if one.cancel_at is not None and one.cancel_at < one.sampling.max_tokens:
+            while len(stream.tokens) < one.cancel_at and not stream.is_over:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            stream.generation.cancel()
+        await stream.reading
+    finally:
+        places.release()
+    if stream.error is None:
+        outcome.ended["finished"] += 1
+        outcome.num_tokens += len(stream.tokens)
+    elif isinstance(stream.error, Cancelled):
+        outcome.ended["cancelled"] += 1
+    else:
+        outcome.ended[f"failed: {stream.error.code}"] += 1
+
+
+class Reference:
+    """One process of the same model, on the same kind of device."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._local = LocalEngine(config, ModelRunner(config))
+
+    def generate(self, prompt: tuple[int, ...], sampling: SamplingParams) -> list[int]:
+        """One request's tokens."""
+        request = Request(f"{random.getrandbits(128):032x}", 0, prompt, sampling)
+        return self._local.generate([request])[request.key]
+
+    def compare(self, streams: list[Stream], outcome: Outcome) -> None:
+        """Assert that what each stream brought is what this process gives, but for near-ties."""
+        compared = [stream for stream in streams if stream.tokens]
+        for start in range(0, len(compared), _REFERENCE_BATCH):
+            batch = compared[start : start + _REFERENCE_BATCH]
+            requests = [_request(stream) for stream in batch]
+            outputs = self._local.generate(requests)
+            for stream, request in zip(batch, requests, strict=True):
+                self._compare(stream, outputs[request.key], outcome)
+
+    def _compare(self, stream: Stream, expected: list[int], outcome: Outcome) -> None:
+        if stream.error is None:
+            assert len(stream.tokens) == stream.sampling.max_tokens
+        for index, (token, wanted) in enumerate(zip(stream.tokens, expected, strict=False)):
+            if token != wanted:
+                gap = self._gap(stream, index, token, wanted)
+                assert gap < NEAR_TIE, f"token {index} of {len(stream.prompt)}: {gap} below"
+                outcome.near_ties.append(f"{gap:.1e} at token {index}")
+                return  # behind it the two go different ways
+
+    def _gap(self, stream: Stream, index: int, token: int, wanted: int) -> float:
+        """How far the two tokens' log-probabilities are apart there, by this process.
+
+        A sampled token adds noise of its own, which is the same on both sides.
+        """
+        prompt = (*stream.prompt, *stream.tokens[:index])
+        how = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=20)
+        request = Request(f"{random.getrandbits(128):032x}", 0, prompt, how)
+        engine = self._local.engine
+        engine.add(request)
+        tops: dict[int, float] = {}
+        while engine.has_work:
+            for output in engine.step().tokens:
+                tops = dict(output.top)
+        if stream.sampling.temperature:
+            return 0.0 if {token, wanted} <= tops.keys() else 1.0
+        return abs(tops.get(token, -99.0) - tops.get(wanted, 99.0))
+
+
+def _request(stream: Stream) -> Request:
+    return Request(f"{random.getrandbits(128):032x}", 0, stream.prompt, stream.sampling)
+
+
+async def assert_fsck_is_clean(cluster: Cluster) -> None:
+    """`baton fsck` finds no problem, once the entries of killed nodes have run out."""
+    config = ClusterConfig(redis_url=cluster.redis.url, cluster=CLUSTER, cluster_secret=SECRET)
+    deadline_s = time.monotonic() + _ENTRIES_RUN_OUT_S
+    while True:
+        findings = await examine(lambda: survey(config), 1.0)
+        problems = [finding for finding in findings if finding.level is Level.PROBLEM]
+        if not problems or time.monotonic() > deadline_s:
+            break
+    assert findings and not problems, problems
+
+
+def describe(outcome: Outcome, **more: Any) -> str:
+    """One line for people."""
+    facts = {**outcome.ended, "tokens": outcome.num_tokens, "near-ties": outcome.near_ties, **more}
+    times = f"TTFT p99 {outcome.ttft_p99_s:.2f} s, longest gap {outcome.longest_gap_s:.2f} s"
+    return f"{facts}, {times}"

@@ -1,0 +1,662 @@
+"""A real gateway and client over gRPC and a private Redis; the nodes have no engine behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import pytest
+from fakes.directory import FakeDirectory
+from fakes.gateway.byte_model import write_byte_model
+from fakes.node.node import FakeNode, expected_text
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from patience import AT_ONCE_S, SOON_S
+
+from baton.client import AsyncClient, Client, FinishReason
+from baton.cluster.redis_directory import RedisDirectory
+from baton.cluster.redis_server import RedisServer
+from baton.cluster.secret import ClusterSecret
+from baton.core.config import ClusterConfig, GatewayConfig
+from baton.core.errors import (
+    BatonError,
+    Cancelled,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    HandoffFailed,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    PromptTooLarge,
+    StartupFailed,
+    Unavailable,
+)
+from baton.core.membership import Role
+from baton.core.ports import SystemClock
+from baton.core.request.timeline import TERMINAL, Event
+from baton.gateway.engines.cluster_view import ClusterView
+from baton.gateway.engines.engine_table import EngineTable
+from baton.gateway.process.server import Gateway, serve
+from baton.gateway.request.session import SessionLimits
+from baton.gateway.telemetry.metrics.prometheus import CallMetrics
+from baton.gateway.telemetry.window.window import Window
+from baton.prefix_index.mirror import PrefixMirror
+from baton.proto.v1 import inference_pb2, inference_pb2_grpc
+
+SECRET = "test secret"
+PROMPT = "hello"
+
+
+@dataclass
+class World:
+    """One gateway, its Redis, one prefill and two decode nodes, a client."""
+
+    redis: RedisServer
+    cluster: ClusterConfig
+    config: GatewayConfig
+    gateway: Gateway
+    directory: RedisDirectory
+    client: AsyncClient
+    nodes: dict[str, FakeNode] = field(default_factory=dict)
+
+    async def add(self, name: str, role: Role, **options: object) -> FakeNode:
+        number = len(self.nodes) + 1
+        sources = [n.incarnation for n in self.nodes.values() if n.role is Role.PREFILL]
+        node = FakeNode(role, name, f"{number:032x}", sources, secret=SECRET, **options)  # type: ignore[arg-type]
+        self.nodes[name] = await node.start()
+        await self.directory.announce(node.member, 5.0)
+        return node
+
+
+@pytest.fixture(scope="module")
+def redis_server() -> Iterator[RedisServer]:
+    with RedisServer.start() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_byte_model(tmp_path_factory.mktemp("models") / "demo")
+
+
+@pytest.fixture
+async def empty(redis_server: RedisServer, model_dir: Path) -> AsyncIterator[World]:
+    """A gateway without nodes."""
+    cluster = ClusterConfig(redis_server.url, f"c{time.monotonic_ns()}", SECRET)
+    config = GatewayConfig(grpc_port=0, http_port=0, model=str(model_dir), max_num_requests=8)
+    limits = SessionLimits(recovery_wait_s=0.3, avoid_s=0.1)
+    gateway = await serve(config, cluster, session_limits=limits)
+    directory = RedisDirectory(cluster.redis_url, cluster.cluster, ClusterSecret(SECRET))
+    client = AsyncClient(f"127.0.0.1:{gateway.port}")
+    world = World(redis_server, cluster, config, gateway, directory, client)
+    yield world
+    await client.close()
+    await gateway.stop(grace_s=0.0)
+    await directory.close()
+    await until(lambda: not any(node.num_sessions for node in world.nodes.values()))
+    for node in world.nodes.values():
+        await node.kill()
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    """Wait for something that is about to happen elsewhere."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+async def world(empty: World) -> World:
+    await empty.add("p1", Role.PREFILL)
+    await empty.add("d1", Role.DECODE)
+    await empty.add("d2", Role.DECODE)
+    await until(lambda: all(node.num_sessions for node in empty.nodes.values()))
+    await empty.gateway.wait_ready(20)
+    return empty
+
+
+async def until_cancelled(node: FakeNode, began_s: float) -> float:
+    """Wait until a Cancel reached the node; returns the seconds since `began_s`."""
+    await until(lambda: bool(node.cancelled))
+    return node.cancelled[-1][2] - began_s
+
+
+def decode_node_of(world: World) -> FakeNode:
+    return next(n for n in world.nodes.values() if n.role is Role.DECODE and n.dispatched)
+
+
+async def test_stream(world: World) -> None:
+    generation = world.client.generate(PROMPT, max_tokens=20, temperature=0.0, seed=5)
+    chunks = [chunk async for chunk in generation]
+    result = generation.result
+    assert "".join(chunk.text for chunk in chunks) == result.text == expected_text(PROMPT, 20)
+    assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert result.finish_reason is FinishReason.LENGTH
+    assert (result.prompt_tokens, result.completion_tokens) == (len(PROMPT), 20)
+    assert (result.prefill_node, result.seed, result.attempts) == ("p1", 5, 1)
+    assert result.decode_node in ("d1", "d2")
+    assert result.transfer_bytes == 4096
+    assert len(result.times.token_s) == 20
+    events = [stamp.event for stamp in result.timeline]
+    assert events[:2] == [Event.ARRIVED, Event.ROUTED] and events[-1] is Event.FINISHED
+    assert sum(event in TERMINAL for event in events) == 1
+
+
+async def test_prompts_as_ids_and_requests_that_end_on_the_prefill_node(world: World) -> None:
+    generation = world.client.generate(prompt_token_ids=list(PROMPT.encode()), max_tokens=1)
+    result = await generation.finish()
+    assert result.text == expected_text(PROMPT, 1)
+    assert (result.decode_node, result.transport) == (None, None)
+    await until_cancelled(decode_node_of(world), time.monotonic())
+
+
+async def test_stop_strings_end_at_the_gateway(world: World) -> None:
+    decode_s = 0.005
+    for name in ("d1", "d2"):
+        world.nodes[name].token_s = decode_s
+    whole = expected_text(PROMPT, 100)
+    result = await world.client.generate(PROMPT, max_tokens=100, stop=[whole[10:14]]).finish()
+    assert (result.text, result.matched_stop) == (whole[:10], whole[10:14])
+    assert (result.finish_reason, result.completion_tokens) == (FinishReason.STOP, 14)
+    await until_cancelled(decode_node_of(world), time.monotonic())
+
+
+async def test_many_at_once_spread_over_the_nodes(world: World) -> None:
+    for name in ("d1", "d2"):
+        world.nodes[name].token_s = 0.01
+    prompts = [f"prompt {i}" for i in range(7)]
+    results = await asyncio.gather(
+        *(world.client.generate(prompt, max_tokens=15).finish() for prompt in prompts)
+    )
+    assert [r.text for r in results] == [expected_text(prompt, 15) for prompt in prompts]
+    assert {r.decode_node for r in results} == {"d1", "d2"}
+
+
+async def test_the_blocking_client(world: World) -> None:
+    address = f"127.0.0.1:{world.gateway.port}"
+
+    def use() -> None:
+        with Client(address) as client:
+            assert client.generate(PROMPT, max_tokens=9).result.text == expected_text(PROMPT, 9)
+            ids = client.tokenize("é <|end|>")
+            assert ids == (0xC3, 0xA9, 0x20, 256)
+            assert client.detokenize(ids) == "é "
+            info = client.model_info()
+            assert (info.model, info.max_model_len, info.eos_token_ids) == ("demo", 512, (256,))
+            assert [(n.name, n.role) for n in info.nodes] == [
+                ("d1", "decode"),
+                ("d2", "decode"),
+                ("p1", "prefill"),
+            ]
+            with pytest.raises(InvalidRequest) as caught:
+                client.generate(PROMPT, top_k=-1)
+            assert caught.value.param == "top_k"
+            prompts = [f"thread {i}" for i in range(6)]
+            with ThreadPoolExecutor(3) as threads:
+                texts = threads.map(lambda p: client.generate(p, max_tokens=9).result.text, prompts)
+            assert list(texts) == [expected_text(prompt, 9) for prompt in prompts]
+
+    await asyncio.to_thread(use)
+
+
+@pytest.mark.parametrize("way", ["with", "del"])
+async def test_leaving_a_blocking_stream(world: World, way: str) -> None:
+    for name in ("d1", "d2"):
+        world.nodes[name].token_s = 0.02
+
+    def use() -> float:
+        with Client(f"127.0.0.1:{world.gateway.port}") as client:
+            generation = client.generate(PROMPT, max_tokens=200)
+            next(generation)
+            left_s = time.monotonic()
+            if way == "with":
+                with generation:
+                    pass
+                with pytest.raises(Cancelled):
+                    next(generation)
+            else:
+                del generation
+            asyncio.run_coroutine_threadsafe(until(node_is_told), loop).result()
+            return left_s
+
+    def node_is_told() -> bool:
+        return any(node.cancelled for node in world.nodes.values())
+
+    loop = asyncio.get_running_loop()
+    left_s = await asyncio.to_thread(use)
+    assert await until_cancelled(decode_node_of(world), left_s) < AT_ONCE_S
+
+
+@pytest.mark.parametrize("way", ["disconnect", "cancel", "break", "abort", "deadline"])
+async def test_leaving_early_reaches_the_nodes(world: World, way: str) -> None:
+    for name in ("d1", "d2"):
+        world.nodes[name].token_s = 0.02
+    generation = world.client.generate(
+        PROMPT, max_tokens=200, request_id="mine", timeout_s=0.3 if way == "deadline" else None
+    )
+    async for _chunk in generation:
+        break
+    began_s = time.monotonic()
+    if way == "disconnect":
+        await world.client.close()
+    elif way == "cancel":
+        generation.cancel()
+        with pytest.raises(Cancelled):
+            await generation.finish()
+    elif way == "break":
+        del generation
+    elif way == "abort":
+        assert await world.client.abort("mine", "unknown") == 1
+        with pytest.raises(Cancelled):
+            await generation.finish()
+        assert await world.client.abort("mine") == 0
+    else:
+        with pytest.raises(DeadlineExceeded):
+            await generation.finish()
+        began_s = time.monotonic()
+    assert await until_cancelled(decode_node_of(world), began_s) < AT_ONCE_S
+
+
+@pytest.mark.parametrize(
+    ("params", "error", "param"),
+    [
+        ({"max_tokens": 0}, InvalidRequest, "max_tokens"),
+        ({"max_tokens": 508}, ContextLengthExceeded, "max_tokens"),
+        ({"temperature": float("nan")}, InvalidRequest, "temperature"),
+        ({"top_p": 0.0}, InvalidRequest, "top_p"),
+        ({"stop": ["a", ""]}, InvalidRequest, "stop[1]"),
+        ({"seed": 2**63}, InvalidRequest, "seed"),
+        ({"prompt": None, "prompt_token_ids": [1, 264]}, InvalidRequest, "prompt[1]"),
+        ({"prompt": None, "prompt_token_ids": []}, InvalidRequest, "prompt"),
+        ({"prompt": ""}, InvalidRequest, "prompt"),
+        ({"prompt": None}, InvalidRequest, "prompt"),
+        ({"model": "other"}, ModelNotFound, "model"),
+    ],
+)
+async def test_bad_requests_are_answered(
+    world: World, params: dict[str, object], error: type[BatonError], param: str
+) -> None:
+    with pytest.raises(error) as caught:
+        await world.client.generate(**({"prompt": PROMPT} | params)).finish()  # type: ignore[arg-type]
+    assert (type(caught.value), caught.value.param) == (error, param)
+    assert not world.nodes["p1"].dispatched
+
+
+async def test_garbage_bytes_are_answered(world: World) -> None:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{world.gateway.port}") as channel:
+        call = channel.unary_stream("/baton.v1.Inference/Generate")
+        with pytest.raises(grpc.aio.AioRpcError):
+            async for _ in call(b"\xff" * 20):
+                pass
+    result = await world.client.generate(PROMPT, max_tokens=2).finish()
+    assert result.completion_tokens == 2
+
+
+async def test_a_prompt_for_no_pool(empty: World) -> None:
+    await empty.add("p1", Role.PREFILL, num_blocks=4)
+    await empty.add("d1", Role.DECODE)
+    await empty.gateway.wait_ready(20)
+    with pytest.raises(PromptTooLarge):
+        await empty.client.generate("x" * 33, max_tokens=1).finish()
+
+
+async def test_no_nodes(empty: World) -> None:
+    with pytest.raises(Unavailable, match="no prefill and no decode node is ready"):
+        await empty.gateway.wait_ready(0.05)
+    with pytest.raises(Unavailable, match="no prefill and no decode node is ready"):
+        await empty.client.generate(PROMPT, max_tokens=2).finish()
+    await empty.add("p1", Role.PREFILL)
+    with pytest.raises(Unavailable, match="no decode node is ready"):
+        await empty.client.generate(PROMPT, max_tokens=2).finish()
+
+
+async def test_a_request_waits_for_the_first_nodes(empty: World) -> None:
+    finishing = asyncio.create_task(empty.client.generate(PROMPT, max_tokens=3).finish())
+    await asyncio.sleep(0.05)
+    await empty.add("p1", Role.PREFILL)
+    await empty.add("d1", Role.DECODE)
+    assert (await finishing).text == expected_text(PROMPT, 3)
+
+
+async def test_health_tells_when_it_can_serve(empty: World) -> None:
+    serving, not_serving = health_pb2.HealthCheckResponse.SERVING, 2
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{empty.gateway.port}") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        assert (await stub.Check(health_pb2.HealthCheckRequest())).status == serving
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service="baton.v1.Inference"))
+        assert (await watch.read()).status == not_serving
+        await empty.add("p1", Role.PREFILL)
+        decode = await empty.add("d1", Role.DECODE)
+        assert (await asyncio.wait_for(watch.read(), 2)).status == serving
+        await decode.kill()
+        assert (await asyncio.wait_for(watch.read(), 2)).status == not_serving
+        watch.cancel()
+
+
+@pytest.mark.parametrize("lost", ["decode", "prefill"])
+async def test_a_lost_node_is_replaced_under_the_stream(world: World, lost: str) -> None:
+    for name in ("d1", "d2"):
+        world.nodes[name].token_s = 0.01
+    generation = world.client.generate(PROMPT, max_tokens=40)
+    text = ""
+    async for chunk in generation:
+        text += chunk.text
+        if len(text) == 10:
+            victim = decode_node_of(world) if lost == "decode" else world.nodes["p1"]
+            await victim.kill()
+    result = generation.result
+    assert text == result.text == expected_text(PROMPT, 40)
+    assert result.attempts == (2 if lost == "decode" else 1), "KV that is over needs no source"
+    if lost == "decode":
+        assert result.decode_node != victim.name
+
+
+async def test_engines_that_do_not_answer_are_tried_until_they_are_not_listed() -> None:
+    class NobodyListens:
+        def engine_outputs(self, incarnation: str, outputs: object) -> None: ...
+        def engine_tokens(self, incarnation: str, tokens: object) -> None: ...
+        def engine_lost(self, incarnation: str, *, has_died: bool) -> None: ...
+        def cluster_changed(self, *, is_load_only: bool) -> None: ...
+
+    directory, table = FakeDirectory(), EngineTable(PrefixMirror(SystemClock()))
+    view = ClusterView(
+        directory, "demo", ClusterSecret(SECRET), SystemClock(), table, NobodyListens(), 1.2
+    )
+    following = asyncio.create_task(view.run())
+    node = await FakeNode(Role.DECODE, "d", "1" * 32, secret=SECRET).start()
+    await node.kill()
+    await directory.announce(node.member, 5.0)
+    await asyncio.sleep(0.1)
+    await node.start()
+    await until(lambda: bool(table.engines))
+    await directory.withdraw(node.incarnation)
+    await node.kill()
+    await until(lambda: not table.engines)
+    await asyncio.sleep(0.3)
+    await node.start()
+    await asyncio.sleep(0.3)
+    assert (table.engines, view.members()) == ({}, [])
+    following.cancel()
+    await view.close()
+    await node.kill()
+
+
+async def test_a_node_that_comes_back_is_linked_again(world: World) -> None:
+    for name in ("p1", "d1", "d2"):
+        await world.nodes[name].kill()
+        await world.nodes[name].start()
+    result = None
+    async with asyncio.timeout(20):
+        while result is None:  # this gateway waits 0.3 s for a node, which may take longer
+            with suppress(Unavailable):
+                result = await world.client.generate(PROMPT, max_tokens=4).finish()
+    assert result.text == expected_text(PROMPT, 4)
+
+
+async def test_a_silent_node_is_taken_for_lost(world: World) -> None:
+    for name in ("d1", "d2"):
+        world.nodes[name].token_s = 0.01
+    generation = world.client.generate(PROMPT, max_tokens=60)
+    began_s = 0.0
+    async for chunk in generation:
+        if chunk.index == 5:
+            decode_node_of(world).is_silent = True
+            began_s = time.monotonic()
+    assert generation.result.text == expected_text(PROMPT, 60)
+    assert generation.result.attempts == 2
+    pause_s = max(generation.result.times.gaps_s)
+    assert time.monotonic() - began_s > pause_s
+    assert 1.0 < pause_s < SOON_S
+
+
+async def test_a_pause_of_the_gateway_is_no_fault_of_the_nodes(world: World) -> None:
+    """While this process stood still, the heartbeats lay unread in its sockets."""
+    for name in ("d1", "d2"):
+        world.nodes[name].token_s = 0.01
+    generation = world.client.generate(PROMPT, max_tokens=30)
+    async for chunk in generation:
+        if chunk.index == 5:
+            time.sleep(1.4)  # noqa: ASYNC251
+    assert generation.result.text == expected_text(PROMPT, 30)
+    assert generation.result.attempts == 1
+
+
+async def test_failed_handoffs_are_tried_elsewhere_then_told(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.nodes["d1"].error = HandoffFailed("the wire is cut")
+    results = [await world.client.generate(PROMPT, max_tokens=4).finish() for _ in range(4)]
+    assert {r.text for r in results} == {expected_text(PROMPT, 4)}
+    assert 2 in {r.attempts for r in results}
+    world.nodes["d2"].error = HandoffFailed("the wire is cut")
+    with pytest.raises(HandoffFailed, match="could not be handed over"):
+        await world.client.generate(PROMPT, max_tokens=4).finish()
+    assert "the wire is cut" in caplog.text, "the operator reads what the caller is not told"
+
+
+async def test_the_only_decode_node_lost(world: World) -> None:
+    await world.nodes["d2"].kill()
+    world.nodes["d1"].token_s = 0.01
+    generation = world.client.generate(PROMPT, max_tokens=100)
+    with pytest.raises(Unavailable, match="no decode node is ready"):
+        async for chunk in generation:
+            if chunk.index == 3:
+                await world.nodes["d1"].kill()
+
+
+async def test_serving_goes_on_without_redis(model_dir: Path, empty: World) -> None:
+    with RedisServer.start() as doomed:
+        cluster = ClusterConfig(doomed.url, "c", SECRET)
+        directory = RedisDirectory(doomed.url, "c", ClusterSecret(SECRET))
+        gateway = await serve(empty.config, cluster)
+        world = World(doomed, cluster, empty.config, gateway, directory, empty.client)
+        await world.add("p1", Role.PREFILL)
+        await world.add("d1", Role.DECODE)
+        await gateway.wait_ready(5)
+        doomed.process.kill()
+        doomed.process.wait()
+        async with AsyncClient(f"127.0.0.1:{gateway.port}") as client:
+            for _ in range(10):
+                result = await client.generate(PROMPT, max_tokens=5).finish()
+                assert result.text == expected_text(PROMPT, 5)
+        await gateway.stop(0.0)
+        await directory.close()
+        for node in world.nodes.values():
+            await node.kill()
+
+
+async def test_members_of_another_secret_or_model_are_left_alone(empty: World) -> None:
+    stranger = FakeNode(Role.PREFILL, "p", "f" * 32, model="other", secret=SECRET)
+    await stranger.start()
+    await empty.directory.announce(stranger.member, 5.0)
+    forger = RedisDirectory(empty.cluster.redis_url, empty.cluster.cluster, ClusterSecret("wrong"))
+    forged = await FakeNode(Role.PREFILL, "q", "e" * 32).start()
+    await forger.announce(forged.member, 5.0)
+    liar = FakeNode(Role.PREFILL, "r", "d" * 32, secret=SECRET)
+    await liar.start()
+    await empty.directory.announce(liar.member, 5.0)
+    liar.max_model_len, liar.incarnation = 64, "c" * 32
+    await empty.add("d1", Role.DECODE)
+    await asyncio.sleep(0.2)
+    ready = [node.name for node in (await empty.client.model_info()).nodes if node.is_ready]
+    assert ready == ["d1"]
+    await forger.close()
+    for node in (stranger, forged, liar):
+        await node.kill()
+
+
+async def test_a_vanished_entry_does_not_cut_a_living_link(world: World) -> None:
+    for node in world.nodes.values():
+        await world.directory.withdraw(node.incarnation)
+    await asyncio.sleep(0.1)
+    result = await world.client.generate(PROMPT, max_tokens=4).finish()
+    assert result.text == expected_text(PROMPT, 4)
+    assert len((await world.client.model_info()).nodes) == 3
+
+
+async def test_too_many_requests(world: World) -> None:
+    for name in ("d1", "d2"):
+        world.nodes[name].token_s = 0.05
+    running = [world.client.generate(PROMPT, max_tokens=400) for _ in range(7)]
+    for generation in running:
+        await anext(generation)
+    with pytest.raises(Overloaded):
+        await world.client.generate(PROMPT, max_tokens=4).finish()
+    for generation in running:
+        generation.cancel()
+    async with asyncio.timeout(SOON_S):
+        while True:
+            with contextlib.suppress(Overloaded):
+                await world.client.generate(PROMPT, max_tokens=4).finish()
+                break
+
+
+async def test_an_observer_that_raises_costs_no_call(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def raises(*_: object) -> None:
+        raise ZeroDivisionError("an observer's own")
+
+    told: list[str] = []
+    for name in ("call_refused", "call_began", "chunk_delivered", "call_ended"):
+        monkeypatch.setattr(Window, name, raises)
+        monkeypatch.setattr(CallMetrics, name, lambda *_, name=name: told.append(name))
+    for _ in range(2 * world.config.max_num_requests):  # none keeps its place
+        result = await world.client.generate(PROMPT, max_tokens=3).finish()
+        assert result.text == expected_text(PROMPT, 3)
+    with pytest.raises(ModelNotFound):
+        await world.client.generate(PROMPT, model="other").finish()
+    assert {*told} == {"call_refused", "call_began", "chunk_delivered", "call_ended"}
+    (line,) = (r for r in caplog.records if "Window" in r.getMessage())
+    assert line.exc_info is not None and "an observer's own" in str(line.exc_info[1])
+
+
+async def test_a_reader_that_does_not_read(empty: World) -> None:
+    await empty.add("p1", Role.PREFILL, num_blocks=20_000, max_model_len=200_000)
+    decode = await empty.add("d1", Role.DECODE, num_blocks=20_000, max_model_len=200_000)
+    await empty.gateway.wait_ready(20)
+    options = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+    address = f"127.0.0.1:{empty.gateway.port}"
+    async with grpc.aio.insecure_channel(address, options) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        request = inference_pb2.GenerateRequest(text=PROMPT)
+        request.sampling.max_tokens = 100_000
+        call = stub.Generate(request)
+        await call.read()
+        await until_cancelled(decode, time.monotonic())
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            while await call.read() is not grpc.aio.EOF:
+                pass
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert await empty.client.abort("") == 0
+
+
+async def test_stop_lets_requests_end_and_refuses_new_ones(world: World) -> None:
+    for name in ("d1", "d2"):
+        world.nodes[name].token_s = 0.01
+    generation = world.client.generate(PROMPT, max_tokens=30)
+    await anext(generation)
+    stopping = asyncio.create_task(world.gateway.stop(grace_s=2.0))
+    await asyncio.sleep(0.05)
+    with pytest.raises(Unavailable):
+        await world.client.generate(PROMPT, max_tokens=2).finish()
+    assert (await generation.finish()).text == expected_text(PROMPT, 30)
+    await stopping
+
+
+async def test_who_stops_in_a_hurry_tells_whom_it_cuts_off(world: World) -> None:
+    for name in ("d1", "d2"):
+        world.nodes[name].token_s = 0.02
+    generation = world.client.generate(PROMPT, max_tokens=200)
+    await anext(generation)
+    hurry = asyncio.Event()
+    stopping = asyncio.create_task(world.gateway.stop(60.0, hurry))
+    await anext(generation)
+    hurry.set()
+    with pytest.raises(Unavailable, match="shutting down"):
+        await generation.finish()
+    async with asyncio.timeout(20):
+        await stopping
+
+
+async def test_port_taken(world: World) -> None:
+    config = GatewayConfig(grpc_port=world.gateway.port, http_port=0, model=world.config.model)
+    with pytest.raises(StartupFailed, match=str(world.gateway.port)) as caught:
+        await serve(config, world.cluster)
+    assert "--grpc-port" in caught.value.hint
+
+
+async def test_the_process_around_it(world: World) -> None:
+    """It says where it listens, and ends cleanly when told to."""
+    config = f"GatewayConfig(grpc_port=0, http_port=0, model={world.config.model!r})"
+    cluster = f"ClusterConfig({world.cluster.redis_url!r}, {world.cluster.cluster!r}, {SECRET!r})"
+    program = (
+        "import asyncio, sys; from baton.gateway.process.server import run; "
+        "from baton.core.config import ClusterConfig, GatewayConfig; "
+        f"sys.exit(asyncio.run(run({config}, {cluster})))"
+    )
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", program),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    line = (await process.stdout.readline()).decode().split()
+    assert line[:3] == ["ready:", "gateway", "gateway"]
+    async with AsyncClient(line[-1]) as client:
+        result = await client.generate(PROMPT, max_tokens=4).finish()
+    assert result.text == expected_text(PROMPT, 4)
+    process.terminate()
+    _, said = await process.communicate()
+    assert process.returncode == 0
+    assert b"Traceback" not in said
+
+
+async def test_reflection_names_the_service(empty: World) -> None:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{empty.gateway.port}") as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        answer = await stub.ServerReflectionInfo(iter([request])).read()
+    names = {service.name for service in answer.list_services_response.service}
+    assert {"baton.v1.Inference", "grpc.health.v1.Health"} <= names
+
+
+async def test_no_gateway_at_all() -> None:
+    with socket.socket() as deaf:  # bound and not listening: refuses
+        deaf.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{deaf.getsockname()[1]}"
+        async with AsyncClient(address) as client:
+            with pytest.raises(Unavailable):
+                await client.generate(PROMPT).finish()
+        with Client(address) as blocking, pytest.raises(Unavailable):
+            await asyncio.to_thread(blocking.model_info)
+
+
+async def test_more_than_can_be_decoded_at_once_waits_here(world: World) -> None:
+    """Two decode engines of one place each: prompts wait for it before they are computed."""
+    for name in ("d1", "d2"):
+        world.nodes[name].token_s = 0.01
+        world.nodes[name].max_num_seqs = 1
+        await world.nodes[name].kill()
+        await world.nodes[name].start()
+    await until(lambda: len(world.gateway._table.engines) == 3)
+    running = [
+        asyncio.create_task(world.client.generate(PROMPT, max_tokens=30).finish()) for _ in range(6)
+    ]
+    queue = world.gateway._sessions.queue
+    await until(lambda: len(world.nodes["p1"].dispatched) == 2 and len(queue) > 0)
+    results = await asyncio.gather(*running)
+    assert all(result.text == expected_text(PROMPT, 30) for result in results)
+    (caller_id,) = {d.caller_id for d in world.nodes["p1"].dispatched}
+    assert caller_id and not len(world.gateway._sessions.queue)
+    for name in ("d1", "d2"):
+        assert world.nodes[name].most_requests == 1

@@ -1,0 +1,236 @@
+"""Requests go where their prefix is: real nodes, gateway and Redis, which is wiped and killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+
+import pytest
+import redis
+from checkpoints import write_byte_tokenizer
+from deployments import Running, running
+
+from baton.client import AsyncClient
+from baton.client.messages import Result
+from baton.cluster.redis_server import RedisServer, find_redis_server
+from baton.cluster.secret import ClusterSecret
+from baton.core.config import EngineConfig, UpConfig
+from baton.core.ports import SystemClock
+from baton.core.request.block_hash import BlockHash
+from baton.prefix_index.follower import Follower
+from baton.prefix_index.journal import CacheJournal
+from baton.prefix_index.messages import MAX_MESSAGE_BYTES, Delta, decode, encode
+from baton.prefix_index.mirror import PrefixMirror
+from baton.prefix_index.publisher import Publisher
+from baton.prefix_index.redis_link import RedisIndexLink
+
+VOCAB_SIZE = 320
+BLOCK_SIZE = 16
+PREFIX_TOKENS = 12 * BLOCK_SIZE
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "initializer_range": 0.3,
+}
+
+
+@dataclass
+class World:
+    """Two prefill nodes, a decode node, a gateway, and a Redis that the tests maltreat."""
+
+    system: Running
+    redis: RedisServer
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    write_byte_tokenizer(folder)
+    engine = EngineConfig(model=str(folder), device="cpu", load_format="dummy", num_kv_blocks=512)
+    with RedisServer.start() as server:
+        up = UpConfig(num_prefill_nodes=2, redis_url=server.url)
+        with running(engine, up=up) as system:
+            yield World(system, server)
+
+
+def prompt_of(group: int, member: int) -> list[int]:
+    """Prompts of one group share their first blocks, and those of two groups nothing."""
+    prefix, tail = random.Random(group), random.Random(f"{group} {member}")
+    ids = [prefix.randrange(3, VOCAB_SIZE) for _ in range(PREFIX_TOKENS)]
+    return ids + [tail.randrange(3, VOCAB_SIZE) for _ in range(7)]
+
+
+async def generate(client: AsyncClient, group: int, member: int) -> Result:
+    generation = client.generate(
+        prompt_token_ids=prompt_of(group, member), max_tokens=4, temperature=0.0, ignore_eos=True
+    )
+    return await generation.finish()
+
+
+@asynccontextmanager
+async def told(world: World, num_blocks: int) -> AsyncIterator[None]:
+    """At the end, wait until engines have published as many new blocks as `num_blocks`."""
+    secret = ClusterSecret.of(world.system.deployment.cluster)
+    link = RedisIndexLink(world.redis.url, "default", secret)
+
+    async def listen() -> None:
+        num_stored = 0
+        async for raw in link.messages():
+            message = decode(raw)
+            num_stored += len(message.stored) if isinstance(message, Delta) else 0
+            if num_stored >= num_blocks:
+                return
+
+    listening = asyncio.create_task(listen())
+    await asyncio.sleep(0.05)
+    yield
+    await asyncio.wait_for(listening, 20)
+    await link.close()
+    await asyncio.sleep(0.1)  # the gateway hears it when we do
+
+
+async def test_requests_go_where_their_prefix_is(world: World) -> None:
+    async with AsyncClient(world.system.address) as client:
+        for attempt in range(5):  # a node that others keep from running takes none for a while
+            groups = range(100 + 6 * attempt, 106 + 6 * attempt)
+            async with told(world, len(groups) * PREFIX_TOKENS // BLOCK_SIZE):
+                firsts = await asyncio.gather(*(generate(client, g, 0) for g in groups))
+            homes = {g: first.prefill_node for g, first in zip(groups, firsts, strict=True)}
+            if len(set(homes.values())) == 2:
+                break
+        assert len(set(homes.values())) == 2, "without hits, load decides"
+        others = [(group, member) for group in groups for member in range(1, 6)]
+        random.Random(0).shuffle(others)
+        results = {key: await generate(client, *key) for key in others}
+    num_home = sum(r.prefill_node == homes[group] for (group, _), r in results.items())
+    num_hits = sum(r.cached_tokens == PREFIX_TOKENS for r in results.values())
+    # By chance half of them would come home: 27 or more of 30 in one try of a quarter million.
+    assert num_home >= 27
+    assert num_hits >= 27
+
+
+async def test_a_late_gateway_reads_a_snapshot_among_junk() -> None:
+    """The real adapter, both sides: a whole cache in several keys, and what else may lie there."""
+    journal, mirror = CacheJournal("aa" * 16), PrefixMirror(SystemClock())
+    journal.record([], [BlockHash(i.to_bytes(16, "little")) for i in range(9000)])
+    with RedisServer.start() as server, redis.Redis.from_url(server.url) as admin:
+        admin.rpush("baton:default:prefix:" + "bb" * 16 + ":0", "of another type")
+        admin.set("baton:default:prefix:" + "cc" * 16 + ":0", b"x" * (1 << 20))
+        ours, theirs = (RedisIndexLink(server.url, "default") for _ in range(2))
+        assert await theirs.read_chunk("bb" * 16, 0) == b""
+        assert len(await theirs.read_chunk("cc" * 16, 0)) == MAX_MESSAGE_BYTES + 1
+        listener = admin.pubsub(ignore_subscribe_messages=True)
+        listener.subscribe("baton:default:prefix")
+        publishing = asyncio.create_task(Publisher(journal, ours, SystemClock()).run())
+        num_said = 0
+        while not num_said or num_said < journal.seq:  # what it says now, no gateway hears
+            num_said += await asyncio.to_thread(listener.get_message, timeout=0.1) is not None
+        listener.close()
+        mirror.add(journal.incarnation, 9000)
+        following = asyncio.create_task(Follower(theirs, mirror).run())
+        async with asyncio.timeout(20):
+            while (
+                mirror.exact_seq(journal.incarnation) != journal.seq or not mirror.num_bad_messages
+            ):
+                admin.publish("baton:default:prefix", b"junk")
+                await asyncio.sleep(0.02)
+        assert 0 < admin.ttl(f"baton:default:prefix:{journal.incarnation}:2") <= 10
+        for task in (publishing, following):
+            task.cancel()
+        await asyncio.wait({publishing, following})
+        await ours.close()
+        await theirs.close()
+
+
+async def test_redis_wiped_stopped_and_killed_changes_no_token(world: World) -> None:
+    keys = [(group, member) for group in (10, 11, 12) for member in range(4)]
+    async with AsyncClient(world.system.address) as client:
+        expected = {key: (await generate(client, *key)).token_ids for key in keys}
+
+        async def check() -> None:
+            results = await asyncio.gather(*(generate(client, *key) for key in keys))
+            assert {k: r.token_ids for k, r in zip(keys, results, strict=True)} == expected
+            assert {r.attempts for r in results} == {1}
+
+        with redis.Redis.from_url(world.redis.url) as admin:
+            checking = asyncio.create_task(check())
+            await asyncio.sleep(0.01)
+            admin.flushall()
+            await checking
+        world.redis.process.send_signal(signal.SIGSTOP)
+        await check()
+        world.redis.process.send_signal(signal.SIGCONT)
+        world.redis.process.kill()
+        world.redis.process.wait()
+        await check()
+        again = await generate(client, 10, 9)
+        assert again.cached_tokens == PREFIX_TOKENS, "the mirror outlives Redis"
+        with redis_again(world.redis):
+            await asyncio.sleep(1.5)  # publishers come back within a second
+            async with told(world, PREFIX_TOKENS // BLOCK_SIZE):
+                first = await generate(client, 20, 0)
+            second = await generate(client, 20, 1)
+            assert second.prefill_node == first.prefill_node
+            assert second.cached_tokens == PREFIX_TOKENS
+            await check()
+
+
+@contextmanager
+def redis_again(server: RedisServer) -> Iterator[None]:
+    """An empty Redis at the address of the one that was killed."""
+    socket_path = server.folder / "redis.sock"
+    socket_path.unlink(missing_ok=True)
+    command = [find_redis_server(), "--port", "0", "--unixsocket", socket_path, "--save", ""]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=server.folder)
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+
+
+async def test_messages_that_are_not_signed_with_our_secret_are_junk() -> None:
+    """Who can write to Redis, but does not know the secret, cannot tell gateways what is cached."""
+    incarnation = "aa" * 16
+    forged = encode(Delta(incarnation, 1, (), (BlockHash(b"f" * 16),)))
+    true = encode(Delta(incarnation, 1, (), (BlockHash(b"t" * 16),)))
+    with RedisServer.start() as server:
+        secrets: tuple[str | None, ...] = ("ours", "ours", "theirs", None)
+        ours, gateway, theirs, plain = (
+            RedisIndexLink(server.url, "default", ClusterSecret(s)) for s in secrets
+        )
+        heard: list[bytes] = []
+
+        async def listen() -> None:
+            async with aclosing(gateway.messages()) as messages:
+                async for message in messages:
+                    heard.append(message)
+                    if message == true:
+                        return
+
+        listening = asyncio.create_task(listen())
+        await asyncio.sleep(0.1)
+        for link, message in ((theirs, forged), (plain, forged), (ours, true)):
+            await link.publish([message])
+            await link.write_chunks(incarnation, [message])
+            chunk = await gateway.read_chunk(incarnation, 0)
+            assert chunk == (true if link is ours else b"")
+        await asyncio.wait_for(listening, 20)
+        assert heard == [b"", b"", true]
+        for link in (ours, gateway, theirs, plain):
+            await link.close()

@@ -1,0 +1,349 @@
+"""`tcp` when the network breaks: connections that are reset go on, silence ends in time."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import random
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fakes.access import ENGINE_KEY, access
+from fakes.host_pool import HostPool
+from fakes.node.wire_proxy import BACK, ON, WireProxy
+
+from baton.cli.host.certs import make_certificates
+from baton.cluster.tls import role_name
+from baton.core.channels.handshake import ANSWER_BYTES, CHALLENGE_BYTES, OPENING_BYTES
+from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, BlockRef
+from baton.engine.kv.generations import GenerationsReader
+from baton.kv_transfer.export.pool_address import PoolDescription
+from baton.kv_transfer.network import data_wire as wire
+from baton.kv_transfer.network.data_client import describe_remote
+from baton.kv_transfer.network.data_server import DataServer, ServedPool
+from baton.kv_transfer.network.data_tls import DataTls
+from baton.kv_transfer.network.remote_window import RemoteWindow
+from baton.kv_transfer.network.tcp import TcpTransport, tcp_outlet
+from baton.kv_transfer.shm.block_bytes import HostBlockBytes
+from baton.kv_transfer.window.block_pairs import BlockPair, BlockPairs, Ids
+from baton.kv_transfer.window.head_ranges import BlockCut
+from baton.kv_transfer.window.network_address import RemotePool
+from baton.kv_transfer.window.transport import PullOutcome
+
+SOURCE, PULLER = "5" * 32, "9" * 32
+BLOCK_BYTES, NUM_BLOCKS = 1536, 40
+CHUNK_BLOCKS = 2  # of a request
+SOURCE_IDS = (5, 2, 9, 14, 30, 7)
+LIVENESS_S = 1.5  # a peer of whom nothing is heard is found by then
+RESUME_S = 0.5
+
+# What passes on a connection, by direction: the header bytes of the opening, then of one request.
+OPENING = {
+    ON: OPENING_BYTES + ANSWER_BYTES + wire.SAID_BYTES,
+    BACK: CHALLENGE_BYTES + wire.LENGTH_BYTES,
+}
+REQUEST = {
+    ON: wire.REQUEST_BYTES + CHUNK_BLOCKS * wire.BYTES_PER_BLOCK,
+    BACK: 3 * wire.FRAME_BYTES + CHUNK_BLOCKS * BLOCK_BYTES,
+}
+
+
+@dataclass
+class World:
+    """A source behind a proxy, and the pool that is pulled into."""
+
+    source: HostPool
+    ours: HostPool
+    server: DataServer
+    proxy: WireProxy
+    tls: tuple[DataTls, DataTls] | None = None  # the source's, the puller's
+    num_reads: int = 0
+    committed: list[int] = field(default_factory=list)  # blocks of ours, as they were written
+
+    def remote(self) -> RemotePool:
+        return access(self.proxy.port, is_elsewhere=True)
+
+    @contextlib.contextmanager
+    def window(self) -> Iterator[RemoteWindow]:
+        committed = self.committed
+
+        class Noted(HostBlockBytes):
+            def write(self, block_ids: Ids, data: np.ndarray) -> None:
+                committed.extend(block_ids.tolist())
+                super().write(block_ids, data)
+
+        transport = TcpTransport(
+            lambda cut: Noted(self.ours, cut),
+            lambda piece: BlockCut.of(piece, 4, BLOCK_BYTES),
+            anywhere=False,
+            **({} if self.tls is None else {"wrap": self.tls[1].puller_wrap()}),
+        )
+        window = transport.connect(SOURCE, None, self.remote())
+        window._carrier.max_request_blocks = CHUNK_BLOCKS
+        try:
+            yield window
+        finally:
+            window.close()
+            window.join()
+
+    def pairs(self) -> BlockPairs:
+        """Three requests."""
+        return BlockPairs.of(
+            *(
+                BlockPair(BlockRef(0, each, self.source.generations.read(each), None), 2 + i)
+                for i, each in enumerate(SOURCE_IDS)
+            )
+        )
+
+    def check_pulled(self) -> None:
+        """Every block is there, each was written once, in order."""
+        for i, each in enumerate(SOURCE_IDS):
+            assert self.ours.block(2 + i) == self.source.block(each)
+        assert self.committed == [2 + i for i in range(len(SOURCE_IDS))]
+
+    def forget(self) -> None:
+        self.committed.clear()
+        for i in range(len(SOURCE_IDS)):
+            self.ours.block(2 + i)[:] = bytes(BLOCK_BYTES)
+
+
+@contextlib.contextmanager
+def running(tls: tuple[DataTls, DataTls] | None = None) -> Iterator[World]:
+    source, ours = HostPool(SOURCE, NUM_BLOCKS, BLOCK_BYTES), HostPool(PULLER, 12, BLOCK_BYTES)
+    rng = np.random.default_rng(3)
+    for block_id in range(NUM_RESERVED_BLOCKS, NUM_BLOCKS):
+        source.block(block_id)[:] = rng.bytes(BLOCK_BYTES)
+    outlet = tcp_outlet(lambda cut: HostBlockBytes(source, cut))
+    wrapped = {} if tls is None else {"wrap": tls[0].source_wrap()}
+    server = DataServer("127.0.0.1", ["127.0.0.1"], {wire.Mode.BYTES: outlet}, **wrapped)
+    reader = GenerationsReader(source.generations.fd, NUM_BLOCKS, SOURCE)
+    server.start(ServedPool(PoolDescription(SOURCE, BLOCK_BYTES, NUM_BLOCKS), reader, ENGINE_KEY))
+    proxy = WireProxy(server.port)
+    server._addresses.append(f"127.0.0.1:{proxy.port}")
+    yield World(source, ours, server, proxy, tls)
+    proxy.close()
+    server.close()
+    until_s = time.monotonic() + 3
+    while any(thread.name == "kv-puller" for thread in threading.enumerate()):
+        assert time.monotonic() < until_s, "a thread is left"
+        time.sleep(0.005)
+    reader.close()
+    source.close()
+    ours.close()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with running() as found:
+        yield found
+
+
+def begin(window: RemoteWindow, pairs: BlockPairs) -> queue.SimpleQueue[PullOutcome]:
+    done: queue.SimpleQueue[PullOutcome] = queue.SimpleQueue()
+    window.start_pull(pairs, done.put)
+    return done
+
+
+def pull(window: RemoteWindow, pairs: BlockPairs) -> tuple[PullOutcome, float]:
+    """How it ended, and after how long."""
+    began_s = time.monotonic()
+    outcome = begin(window, pairs).get(timeout=10)
+    return outcome, time.monotonic() - began_s
+
+
+# --- resets -------------------------------------------------------------------------------------
+
+
+def cuts() -> list[tuple[str, int]]:
+    """Behind each byte of every header of a request and its answer, and 50 offsets in the blocks;
+    of the first chunk or the second."""
+    chance = random.Random(16)
+    first_body = 2 * wire.FRAME_BYTES
+    end = REQUEST[BACK] - wire.FRAME_BYTES
+    body = chance.sample(range(first_body, end), 50)
+    back = [*range(first_body + 1), *range(end, REQUEST[BACK] + 1), *body]
+    on = range(1, REQUEST[ON] + 1)
+    found = [(BACK, offset) for offset in back] + [(ON, offset) for offset in on]
+    return [(way, i % 2 * REQUEST[way] + offset) for i, (way, offset) in enumerate(found)]
+
+
+def test_a_reset_at_any_byte_goes_on_at_the_chunk_that_was_not_taken(world: World) -> None:
+    with world.window() as window:
+        for way, offset in cuts():
+            world.forget()
+            num_before = world.proxy.num_connections
+            world.proxy.cut_after(offset, way)
+            outcome, took_s = pull(window, world.pairs())
+            assert outcome is PullOutcome.OK, (way, offset)
+            assert took_s < RESUME_S, (way, offset)
+            assert world.proxy.has_cut
+            assert world.proxy.num_connections <= num_before + 1
+            world.check_pulled()
+
+
+def test_a_reset_at_any_byte_of_the_opening_goes_on(world: World) -> None:
+    """The connection that is made again breaks too."""
+    with world.window() as window:
+        for way in (ON, BACK):
+            for offset in range(1, OPENING[way] + 1):
+                world.forget()
+                world.proxy.reset_all()
+                world.proxy.cut_after(offset, way)
+                outcome, took_s = pull(window, world.pairs())
+                assert (outcome, took_s < RESUME_S) == (PullOutcome.OK, True), (way, offset)
+                world.check_pulled()
+
+
+def test_a_window_opens_over_a_connection_that_is_reset(world: World) -> None:
+    for offset in (3, 60, 70, 140, 300):
+        world.proxy.cut_after(offset, BACK)
+        with world.window() as window:
+            assert pull(window, world.pairs())[0] is PullOutcome.OK
+    world.proxy.cut_after(10, BACK)
+    assert describe_remote(SOURCE, world.remote()).num_blocks == NUM_BLOCKS
+
+
+def test_a_rewrite_between_two_connections_is_stale(world: World) -> None:
+    """What was asked for before the reset is judged again behind it."""
+    with world.window() as window:
+        pairs = world.pairs()
+        world.proxy.cut_after(REQUEST[BACK] + 200, BACK)
+        rewritten = threading.Event()
+        introduce = window._carrier.connect
+
+        def connect(*arguments: object) -> object:
+            world.source.generations.bump([SOURCE_IDS[2]])
+            rewritten.set()
+            return introduce(*arguments)
+
+        window._carrier.connect = connect
+        assert pull(window, pairs)[0] is PullOutcome.STALE
+        assert rewritten.is_set()
+        assert world.committed == [2, 3]
+        assert not any(world.ours.block(4))
+
+
+def test_a_connection_that_always_breaks_is_given_up_in_time(world: World) -> None:
+    with world.window() as window:
+        world.proxy.resets_all = True
+        world.proxy.reset_all()
+        outcome, took_s = pull(window, world.pairs())
+        assert outcome is PullOutcome.FAILED
+        assert took_s < LIVENESS_S
+        assert 3 < world.proxy.num_connections < 40
+        world.proxy.resets_all = False
+        assert pull(window, world.pairs())[0] is PullOutcome.OK
+
+
+def test_progress_counts_resets_anew(world: World) -> None:
+    """More resets than one chunk would bear, each behind another one."""
+    with world.window() as window:
+        window._carrier.max_request_blocks = 1
+        ids = [2 + i % 8 for i in range(60)]
+        generation = world.source.generations.read
+        pairs = BlockPairs.of(*(BlockPair(BlockRef(0, i, generation(i), None), 3) for i in ids))
+        world.proxy.cut_every(2 * BLOCK_BYTES, BACK)
+        assert pull(window, pairs)[0] is PullOutcome.OK
+        assert world.committed == [3] * 60
+        assert world.proxy.num_resets > 20
+
+
+def test_a_source_that_is_gone_is_given_up_at_once(world: World) -> None:
+    with world.window() as window:
+        world.proxy.close()
+        outcome, took_s = pull(window, world.pairs())
+        assert outcome is PullOutcome.FAILED
+        assert took_s < 0.2
+
+
+def test_a_closed_window_does_not_connect_again(world: World) -> None:
+    """Its link is lost: what is on its way may end well, and no more."""
+    with world.window() as window:
+        world.proxy.lost = frozenset({BACK})
+        waiting = [begin(window, world.pairs()) for _ in range(2)]
+        window.close()
+        num_before = world.proxy.num_connections
+        world.proxy.lost = frozenset()
+        world.proxy.reset_all()
+        outcomes = [done.get(timeout=LIVENESS_S) for done in waiting]
+        assert outcomes == [PullOutcome.FAILED] * 2
+        assert world.proxy.num_connections == num_before
+
+
+# --- silence ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "lost", [{BACK}, {ON}, {ON, BACK}], ids=lambda ways: "+".join(sorted(ways))
+)
+@pytest.mark.parametrize("offset", [None, 500, 3 * REQUEST[BACK] - 4], ids=str)
+def test_silence_ends_every_pull_that_waits(
+    world: World, lost: set[str], offset: int | None
+) -> None:
+    """Before the request, behind it, in a body and in the last verdict; the next pull goes on."""
+    with world.window() as window:
+        if offset is None:
+            world.proxy.lost = frozenset(lost)
+        else:
+            world.proxy.lose_after(offset, BACK, frozenset(lost))
+        began_s = time.monotonic()
+        waiting = [begin(window, world.pairs()) for _ in range(3)]
+        outcomes = [done.get(timeout=10) for done in waiting]
+        assert outcomes[1:] == [PullOutcome.FAILED] * 2
+        has_come_whole = offset is not None and offset > 2 * REQUEST[BACK] and lost == {ON}
+        assert outcomes[0] is (PullOutcome.OK if has_come_whole else PullOutcome.FAILED)
+        assert time.monotonic() - began_s < LIVENESS_S
+        world.proxy.lost = frozenset()
+        world.committed.clear()
+        assert pull(window, world.pairs())[0] is PullOutcome.OK
+        world.check_pulled()
+
+
+def test_a_slow_source_is_waited_for_as_long_as_something_comes(world: World) -> None:
+    with world.window() as window:
+        world.proxy.delay_s = 0.06
+        world.proxy.at_once_bytes = BLOCK_BYTES // 4
+        outcome, took_s = pull(window, world.pairs())
+        assert outcome is PullOutcome.OK
+        assert took_s > 1.2
+
+
+# --- TLS ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> tuple[DataTls, DataTls]:
+    folder: Path = tmp_path_factory.mktemp("certs")
+    make_certificates(folder)
+
+    def of(role: str) -> DataTls:
+        ca, chain, key = (str(folder / name) for name in ("ca.crt", f"{role}.crt", f"{role}.key"))
+        return DataTls(ca, chain, key, role_name("prefill"), role_name("decode"))
+
+    return of("prefill"), of("decode")
+
+
+def test_with_tls_resets_go_on_and_silence_ends(certificates: tuple[DataTls, DataTls]) -> None:
+    chance = random.Random(16)
+    with running(certificates) as world, world.window() as window:
+        for offset in [*range(1, 30, 3), *chance.sample(range(30, 3 * REQUEST[BACK]), 10)]:
+            world.forget()
+            world.proxy.cut_after(offset, BACK)
+            outcome, took_s = pull(window, world.pairs())
+            assert (outcome, took_s < RESUME_S) == (PullOutcome.OK, True), offset
+            world.check_pulled()
+        world.proxy.reset_all()
+        for offset in range(1, 3000, 211):  # of the handshake
+            world.forget()
+            world.proxy.cut_after(offset, BACK)
+            world.proxy.reset_all()
+            outcome, took_s = pull(window, world.pairs())
+            assert (outcome, took_s < RESUME_S) == (PullOutcome.OK, True), offset
+        world.proxy.lost = frozenset({BACK})
+        outcome, took_s = pull(window, world.pairs())
+        assert (outcome, took_s < LIVENESS_S) == (PullOutcome.FAILED, True)

@@ -1,0 +1,141 @@
+"""The doctor's checks, each with what it must find."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from baton.cli.host import doctor, gpus, packages
+from baton.cli.host.finding import Finding, Level, exit_code, ok, problem, render, warning
+from baton.cli.host.gpus import Gpu
+
+GIB = 1 << 30
+
+
+def levels(findings: list[Finding]) -> list[str]:
+    return [finding.level.value for finding in findings]
+
+
+def test_this_host_can_serve() -> None:
+    for name, check in doctor.CHECKS:
+        found = check(doctor.Subject())
+        assert exit_code(found) == 0, f"{name}: {found}"
+
+
+def test_a_check_that_breaks_is_a_problem_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(subject: doctor.Subject) -> list[Finding]:
+        raise ImportError("libcudart.so is missing")
+
+    monkeypatch.setattr(doctor, "CHECKS", (("torch", broken), ("b", lambda s: [ok("b", "fine")])))
+    assert doctor.run(doctor.Subject()) == 1
+    shown = capsys.readouterr().out
+    assert "ImportError: libcudart.so is missing" in shown
+    assert "fine" in shown
+
+
+def test_only_problems_fail() -> None:
+    assert exit_code([ok("a", "b"), warning("c", "d")]) == 0
+    assert exit_code([ok("a", "b"), problem("c", "d", "do it")]) == 1
+    assert "do it" in render([problem("c", "d", "do it")])
+
+
+@pytest.mark.parametrize(
+    ("version", "specifier"),
+    [
+        ("2.13.0+cpu", ">=2.11"),
+        ("2.9.1", ">=2.11"),
+        ("5.0.0", "<6,>=5"),
+        ("6.0", "<6,>=5"),
+        ("5", ">=5.0.0"),
+        ("1.71.2", "==1.71.2"),
+        ("1.71.3", "==1.71.2"),
+        ("0.20", ""),
+    ],
+)
+def test_versions_compare_as_packaging_does(version: str, specifier: str) -> None:
+    assert packages.satisfies(version, specifier) == SpecifierSet(specifier).contains(version)
+
+
+def test_packages_missing_old_and_good() -> None:
+    have = {"grpcio": "1.60.0", "redis": "5.2"}
+    wanted = ["grpcio>=1.71.2", "redis>=5", 'tokenizers>=0.21; python_version > "3"']
+    found = packages.check_requirements(wanted, have.get)
+    assert levels(found) == ["problem", "ok", "problem"]
+    assert ">=1.71.2" in found[0].text
+    assert found[2].advice == "pip install 'tokenizers>=0.21'"
+
+
+def test_requirements_are_the_distribution_s() -> None:
+    names = {packages._NAME.match(line)[0] for line in packages.required()}  # type: ignore[index]
+    assert {"torch", "grpcio", "protobuf", "redis", "transformers"} <= names
+    assert "pytest" not in names
+
+
+def test_gpus_and_the_paths_between_them() -> None:
+    free = Gpu(0, "H200", 139 * GIB, 141 * GIB, frozenset({1}))
+    busy = Gpu(1, "H200", 3 * GIB, 141 * GIB, frozenset({0}))
+    alone = Gpu(2, "H200", 139 * GIB, 141 * GIB, frozenset())
+    assert levels(gpus.check_gpus([])) == ["ok"]
+    assert levels(gpus.check_gpus([free, busy])) == ["ok", "warning", "ok"]
+    found = gpus.check_gpus([free, busy, alone])
+    assert found[-1].level is Level.WARNING
+    assert "0-2, 1-2" in found[-1].text
+
+
+def test_kernel_packages_matter_on_gpus_only() -> None:
+    assert levels(gpus.check_kernels(False, False, False)) == ["ok"]
+    assert levels(gpus.check_kernels(True, False, False)) == ["problem", "warning"]
+    assert levels(gpus.check_kernels(True, True, True)) == ["ok", "ok"]
+
+
+@pytest.mark.parametrize(
+    ("version", "level"), [("5.0.14", "problem"), ("6.2.14", "ok"), ("7.0.15", "ok"), ("6", "ok")]
+)
+def test_redis_versions(version: str, level: str) -> None:
+    assert doctor.judge_redis("redis", version, "answers").level.value == level
+
+
+def test_a_redis_that_does_not_answer_or_cannot_be_named() -> None:
+    for url in ("redis://127.0.0.1:1/0", "unix:///nowhere/redis.sock", "http://x"):
+        found = doctor.check_redis_url(doctor.Subject(redis_url=url))
+        assert levels(found) == ["problem"], url
+        assert found[0].advice
+
+
+def test_a_taken_port() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert doctor.check_port(port).level is Level.PROBLEM
+    assert doctor.check_port(0).level is Level.OK
+    assert doctor.check_port(1 << 20).level is Level.PROBLEM
+
+
+def test_memory_and_shm(tmp_path: Path) -> None:
+    assert doctor.check_available_memory(64 << 20).level is Level.WARNING
+    assert doctor.check_available_memory(8 * GIB).level is Level.OK
+    assert doctor.check_shm(str(tmp_path / "absent")).level is Level.WARNING
+
+
+def test_models_that_cannot_be_served(tmp_path: Path) -> None:
+    def check(folder: Path) -> Finding:
+        (found,) = doctor.check_model(doctor.Subject(str(folder)))
+        return found
+
+    assert "no model directory" in check(tmp_path / "absent").text
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
+    assert check(tmp_path).level is Level.PROBLEM
+    bundled = Path(__file__).resolve().parents[3] / "models" / "demo"
+    (tmp_path / "config.json").write_text((bundled / "config.json").read_text())
+    assert "safetensors" in check(tmp_path).text
+    (tmp_path / "model.safetensors").touch()
+    assert "tokenizer.json" in check(tmp_path).text
+    (tmp_path / "tokenizer.json").touch()
+    assert check(tmp_path).level is Level.OK

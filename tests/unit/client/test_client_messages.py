@@ -1,0 +1,226 @@
+"""The client without a network: requests built, streams collected, failures translated."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import grpc
+import pytest
+
+from baton.client import AsyncClient, Client, FinishReason
+from baton.client.messages import Collector, GenerateParams, build_request, translate
+from baton.client.sync import Generation
+from baton.core.errors import (
+    BatonError,
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidRequest,
+    PromptTooLarge,
+    Unavailable,
+)
+from baton.core.request.timeline import Event, Stamp
+from baton.proto.v1 import common_pb2, inference_pb2
+
+
+def test_absent_parameters_stay_absent() -> None:
+    request, timeout_s = build_request("hi", {})
+    assert request == inference_pb2.GenerateRequest(text="hi")
+    assert timeout_s is None
+    assert not request.HasField("sampling")
+
+
+@pytest.mark.parametrize(
+    ("params", "sampling"),
+    [
+        ({"json_schema": {"type": "object"}}, {"json_schema": '{"type": "object"}'}),
+        ({"json_schema": "{}"}, {"json_schema": "{}"}),
+        ({"regex": "a+"}, {"regex": "a+"}),
+        ({"choice": ["a", "b"]}, {"choice": common_pb2.Choices(values=["a", "b"])}),
+        ({"grammar": 'start: "a"'}, {"grammar": 'start: "a"'}),
+    ],
+)
+def test_a_constraint_arrives(params: GenerateParams, sampling: dict[str, Any]) -> None:
+    request, _ = build_request("hi", params)
+    assert request.sampling == common_pb2.SamplingParams(**sampling)
+
+
+def test_a_constraint_that_cannot_be_said_is_refused() -> None:
+    with pytest.raises(InvalidRequest):
+        build_request("hi", {"choice": [1]})  # type: ignore[list-item]
+
+
+def test_every_parameter_arrives() -> None:
+    params = GenerateParams(
+        model="m",
+        max_tokens=5,
+        temperature=0.0,
+        top_p=0.5,
+        top_k=0,
+        seed=7,
+        stop="END",
+        stop_token_ids=[1, 2],
+        ignore_eos=True,
+        min_p=0.5,
+        repetition_penalty=1.5,
+        presence_penalty=-1.0,
+        frequency_penalty=0.25,
+        logit_bias={4: -2.0},
+        min_tokens=2,
+        logprobs=0,
+        prompt_logprobs=3,
+        n=2,
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
+        add_special_tokens=False,
+        cache_salt="ours",
+        timeout_s=1.5,
+        request_id="mine",
+        prompt_token_ids=(3, 4),
+    )
+    of_its_own = {"json_schema", "regex", "choice", "grammar"}  # one of them at a time, see below
+    every = set(GenerateParams.__annotations__)
+    assert set(params) | of_its_own == every, "none is left out here"
+    request, timeout_s = build_request(None, params)
+    sampling = common_pb2.SamplingParams(
+        max_tokens=5, temperature=0.0, top_p=0.5, top_k=0, seed=7, stop=["END"],
+        stop_token_ids=[1, 2], ignore_eos=True, min_p=0.5, repetition_penalty=1.5,
+        presence_penalty=-1.0, frequency_penalty=0.25, logit_bias={4: -2.0}, min_tokens=2,
+        logprobs=0, prompt_logprobs=3,
+    )  # fmt: skip
+    expected = inference_pb2.GenerateRequest(
+        model="m", request_id="mine", sampling=sampling, n=2, cache_salt="ours",
+        include_stop_str_in_output=True, skip_special_tokens=False, add_special_tokens=False,
+    )  # fmt: skip
+    expected.token_ids.packed = b"\3\0\0\0\4\0\0\0"
+    assert (request, timeout_s) == (expected, 1.5)
+    assert request.sampling.HasField("top_k"), "an explicit 0 is not nothing"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "param"),
+    [
+        ("x", {"prompt_token_ids": [1]}, "prompt"),
+        (None, {"prompt_token_ids": [-1]}, "prompt"),
+        (None, {"prompt_token_ids": [2**32]}, "prompt"),
+        (None, {"prompt_token_ids": ["a"]}, "prompt"),
+        (None, {"prompt_token_ids": [1.0]}, "prompt"),
+        (None, {"prompt_token_ids": 5}, "prompt"),
+        ("\ud800", {}, "prompt"),
+        (5, {}, "prompt"),
+        ("x", {"max_tokens": -1}, "max_tokens"),
+        ([1, 2], {}, "prompt"),
+        ("x", {"max_tokens": 2**32}, "max_tokens"),
+        ("x", {"max_tokens": "10"}, "max_tokens"),
+        ("x", {"max_tokens": 1.5}, "max_tokens"),
+        ("x", {"temperature": "hot"}, "temperature"),
+        ("x", {"seed": -1}, "seed"),
+        ("x", {"seed": 2**64}, "seed"),
+        ("x", {"stop": [1]}, "stop"),
+        ("x", {"stop": 5}, "stop"),
+        ("x", {"stop_token_ids": 5}, "stop_token_ids"),
+        ("x", {"logit_bias": {"abc": 1.0}}, "logit_bias"),
+        ("x", {"logit_bias": {-1: 1.0}}, "logit_bias"),
+        ("x", {"logit_bias": [1]}, "logit_bias"),
+        ("x", {"logprobs": -1}, "logprobs"),
+        ("x", {"min_tokens": -1}, "min_tokens"),
+        ("x", {"n": -1}, "n"),
+    ],
+)
+def test_what_the_wire_cannot_say(prompt: Any, params: Any, param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        build_request(prompt, params)
+    assert caught.value.param == param
+
+
+def test_unknown_parameters_are_the_callers_bug() -> None:
+    with pytest.raises(TypeError, match="max_token"):
+        build_request("x", {"max_token": 5})  # type: ignore[typeddict-unknown-key]
+
+
+def test_a_collected_stream() -> None:
+    collector = Collector()
+    first = inference_pb2.GenerateChunk(id="g", text="a", token_ids=[1], index=0)
+    chunk = collector.add(first)
+    assert (chunk.text, chunk.token_ids, chunk.index, chunk.finish_reason) == ("a", (1,), 0, None)
+    assert collector.result is None
+    last = inference_pb2.GenerateChunk(id="g", text="bc", token_ids=[2, 3], index=1)
+    last.finish_reason, last.matched_stop = common_pb2.FINISH_REASON_STOP, "END"
+    last.result.prefill_node, last.result.seed = "p", 4
+    last.result.timeline.add(event="finished", unix_ns=5, node="gateway")
+    assert collector.add(last).finish_reason is FinishReason.STOP
+    result = collector.result
+    assert result is not None
+    assert (result.id, result.text, result.token_ids) == ("g", "abc", (1, 2, 3))
+    assert (result.matched_stop, result.decode_node, result.transport) == ("END", None, None)
+    assert result.timeline == (Stamp(Event.FINISHED, 5, "gateway"),)
+    assert len(result.times.token_s) == 3 and result.times.sent_s <= result.times.token_s[0]
+
+
+def test_a_torn_stream_is_noticed() -> None:
+    collector = Collector()
+    with pytest.raises(BatonError, match="missing"):
+        collector.add(inference_pb2.GenerateChunk(token_ids=[1], index=1))
+
+
+class Failure:
+    """What both kinds of gRPC errors have."""
+
+    def __init__(self, status: grpc.StatusCode, details: str = "", **metadata: str) -> None:
+        self._status, self._details = status, details
+        self._metadata = [(key.replace("_", "-"), value) for key, value in metadata.items()]
+
+    def code(self) -> grpc.StatusCode:
+        return self._status
+
+    def details(self) -> str:
+        return self._details
+
+    def trailing_metadata(self) -> list[tuple[str, str]] | None:
+        return self._metadata or None
+
+
+@pytest.mark.parametrize(
+    ("failure", "error", "message", "param"),
+    [
+        (Failure(grpc.StatusCode.UNAVAILABLE, "refused"), Unavailable, "refused", None),
+        (Failure(grpc.StatusCode.DEADLINE_EXCEEDED), DeadlineExceeded, "DEADLINE_EXCEEDED", None),
+        (Failure(grpc.StatusCode.UNKNOWN, "?"), BatonError, "?", None),
+        (
+            Failure(grpc.StatusCode.INTERNAL, "m", baton_error_code="engine_failed"),
+            EngineFailed,
+            "m",
+            None,
+        ),
+        (
+            Failure(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "m",
+                baton_error_code="prompt_too_large_for_deployment",
+                baton_error_param="prompt",
+            ),
+            PromptTooLarge,
+            "m",
+            "prompt",
+        ),
+        (Failure(grpc.StatusCode.ABORTED, "m", baton_error_code="new"), BatonError, "m", None),
+    ],
+)
+def test_failures_become_typed_errors(
+    failure: Failure, error: type[BatonError], message: str, param: str | None
+) -> None:
+    translated = translate(failure)
+    assert (type(translated), translated.message, translated.param) == (error, message, param)
+
+
+def test_a_stream_that_ends_without_a_result_is_an_error() -> None:
+    with pytest.raises(BatonError, match="without a result"):
+        _ = Generation(iter(()), Collector()).result
+
+
+def test_both_clients_can_do_the_same() -> None:
+    def calls(client: type) -> set[str]:
+        members = inspect.getmembers(client, inspect.isfunction)
+        return {name for name, _ in members if not name.startswith("_")}
+
+    assert calls(Client) == calls(AsyncClient)

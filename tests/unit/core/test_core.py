@@ -1,0 +1,197 @@
+"""core/: formulas against independent ones, flags against argparse, errors over the wire."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.cli.launch import gateway_parser, node_parser
+from baton.cli.main import build_parser
+from baton.core import errors, flags
+from baton.core.config import ClusterConfig, EngineConfig, NodeConfig
+from baton.core.membership import Role
+from baton.core.metrics import TokenTimes, goodput_rps, percentile
+from baton.core.request.block_hash import block_hashes, root_hash
+from baton.core.request.constraint import Constraint, ConstraintKind
+from baton.core.request.request import Request, SamplingParams, Ticket
+from baton.core.request.sampling import mix64, token_key
+from baton.core.request.token_ids import column, pack, unpack
+from baton.proto import codec
+from baton.proto.v1 import node_pb2
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=70))
+def test_token_ids_come_back_from_their_packed_form(ids: list[int]) -> None:
+    assert pack(ids) == b"".join(token_id.to_bytes(4, "little") for token_id in ids)
+    assert unpack(pack(ids)) == unpack(pack(column(ids))) == column(ids)
+    assert column(ids).tolist() == ids
+
+
+def test_a_column_takes_numbers_and_nothing_else() -> None:
+    assert column(b"ab").tolist() == [97, 98], "not two bytes of one id"
+    for bad in ([-1], [2**32], [1.5], ["a"], "a", [None]):
+        with pytest.raises((TypeError, OverflowError)):
+            column(bad)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="not a multiple"):
+        unpack(b"12345")
+
+
+def test_block_hash_is_the_documented_formula() -> None:
+    root = root_hash("f" * 8, "tenant")
+    assert root == hashlib.blake2b(b"8:ffffffff" + b"tenant", digest_size=16).digest()
+    tokens = list(range(20))
+    packed = b"".join(t.to_bytes(4, "little") for t in tokens[:16])
+    assert block_hashes(root, tokens, 16) == [
+        hashlib.blake2b(root + packed, digest_size=16).digest()
+    ]
+
+
+@given(st.lists(st.integers(0, 2**31 - 1), max_size=70), st.sampled_from([1, 4, 16]))
+def test_block_hashes_cover_full_blocks_and_share_prefixes(tokens: list[int], size: int) -> None:
+    root = root_hash("m")
+    hashes = block_hashes(root, tokens, size)
+    assert len(hashes) == len(tokens) // size
+    assert block_hashes(root, tokens[: len(hashes) * size], size) == hashes
+    assert len(set(hashes)) == len(hashes)
+
+
+def test_salts_and_fingerprints_do_not_collide_by_concatenation() -> None:
+    assert root_hash("a", "bc") != root_hash("ab", "c")
+
+
+def test_mix64_matches_the_published_sequence() -> None:
+    """splitmix64 seeded with 1234567: the reference implementation's first outputs."""
+    state, outputs = 1234567, []
+    for _ in range(3):
+        state = (state + 0x9E3779B97F4A7C15) % 2**64
+        outputs.append(mix64(state))
+    assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+
+
+def test_token_keys_differ_in_every_argument() -> None:
+    keys = {token_key(s, i, p) for s in range(8) for i in range(4) for p in range(64)}
+    assert len(keys) == 8 * 4 * 64
+
+
+def test_token_times() -> None:
+    times = TokenTimes(10.0, (10.5, 10.75, 10.85))
+    assert times.ttft_s == 0.5
+    assert times.handoff_gap_s == 0.25
+    assert times.gaps_s == pytest.approx((0.25, 0.1))
+    assert times.tpot_s == pytest.approx(0.175)
+    assert goodput_rps([times, TokenTimes(0, ())], 2, ttft_slo_s=1, tbt_slo_s=0.3) == 0.5
+    assert goodput_rps([times], 2, ttft_slo_s=1, tbt_slo_s=0.2) == 0
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1), st.floats(0.1, 100))
+def test_percentile_is_nearest_rank(samples: list[float], q: float) -> None:
+    value = percentile(samples, q)
+    assert value in samples
+    assert sum(s <= value for s in samples) >= q / 100 * len(samples) - 1e-9
+
+
+def test_flags_round_trip() -> None:
+    parser = argparse.ArgumentParser()
+    flags.add_flags(parser, EngineConfig, NodeConfig)
+    config = EngineConfig(model="m", tensor_parallel_size=2, enable_prefix_caching=False)
+    parsed = parser.parse_args(flags.to_argv(config))
+    assert flags.parse(EngineConfig, parsed) == config
+    assert flags.parse(EngineConfig, parser.parse_args(["--tp", "4"])).tensor_parallel_size == 4
+
+
+def test_secrets_go_by_the_environment_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ClusterConfig(redis_url="redis://:password@h:1/0", cluster_secret="s", cluster="c")
+    argv = flags.to_argv(config, leave_out=flags.SECRET_FIELDS)
+    assert argv == ["--cluster", "c"]
+    for name, value in flags.to_environment(config).items():
+        monkeypatch.setenv(name, value)
+    parser = argparse.ArgumentParser()
+    flags.add_flags(parser, ClusterConfig)
+    assert flags.parse(ClusterConfig, parser.parse_args(argv)) == config
+    assert flags.to_environment(EngineConfig()) == {}
+
+
+@pytest.mark.parametrize(
+    ("url", "is_refused"),
+    [
+        ("redis://:pa55@h:1/0", True),
+        ("rediss://baton:pa55@h:1/0", True),
+        ("unix://:pa55@/run/redis.sock", True),
+        ("redis://h:1/0?password=pa55", True),
+        ("redis://[h:1@:pa55", True),
+        ("redis://baton@h:1/0", False),
+        ("unix:///run/redis.sock?db=1", False),
+        ("redis+spawn://", False),
+    ],
+)
+def test_a_password_is_for_no_command_line(
+    url: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def commands() -> list[tuple[argparse.ArgumentParser, list[str]]]:
+        baton = [[name] for name in ("up", "fsck", "doctor")]
+        launch = (gateway_parser(), node_parser(Role.PREFILL), node_parser(Role.DECODE))
+        return [(build_parser(), argv) for argv in baton] + [(each, []) for each in launch]
+
+    for parser, argv in commands():
+        flag = [*argv, "--redis-url", url]
+        if is_refused:
+            with pytest.raises(SystemExit):
+                parser.parse_args(flag)
+            said = capsys.readouterr().err
+            assert "give it as BATON_REDIS_URL" in said
+            assert "pa55" not in said
+        else:
+            assert parser.parse_args(flag).redis_url == url
+    monkeypatch.setenv("BATON_REDIS_URL", url)
+    for parser, argv in commands():
+        assert parser.parse_args(argv).redis_url == url
+
+
+def test_environment_gives_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_BLOCK_SIZE", "32")
+    parser = argparse.ArgumentParser()
+    flags.add_flags(parser, EngineConfig)
+    assert flags.parse(EngineConfig, parser.parse_args([])).block_size == 32
+
+
+@pytest.mark.parametrize("wrong", [{"block_size": 12}, {"max_num_seqs": 0}])
+def test_bad_settings_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(errors.StartupFailed):
+        EngineConfig(**wrong)  # type: ignore[arg-type]
+
+
+def test_every_error_survives_the_wire() -> None:
+    for code, cls in errors._tree(errors.BatonError).items():
+        rebuilt = errors.from_code(code, "why", None)
+        assert type(rebuilt) is cls
+        assert rebuilt.message == "why"
+    assert type(errors.from_code("from the future", "why")) is errors.BatonError
+
+
+def test_a_dispatch_carries_the_whole_request() -> None:
+    sampling = SamplingParams(
+        max_tokens=9, temperature=0.5, top_p=0.25, top_k=4, seed=2**63 - 1, stop=("a", "b"),
+        stop_token_ids=(5, 6), ignore_eos=True, min_p=0.125, repetition_penalty=1.5,
+        presence_penalty=-0.5, frequency_penalty=0.75, logit_bias=((2, -1.5), (7, 3.0)),
+        min_tokens=3, logprobs=0, prompt_logprobs=2,
+        constraint=Constraint(ConstraintKind.REGEX, "a+"),
+    )  # fmt: skip
+    plain = SamplingParams()
+    assert not [n for n in SamplingParams.__slots__ if getattr(sampling, n) == getattr(plain, n)]
+    for params in (sampling, plain):
+        prompt, output = column((1, 2)), column((3, 4))
+        request = Request("a" * 32, 3, prompt, params, output, "salt", 2, ("b" * 32, "c" * 32))
+        request = replace(request, caller_id=2**64 - 1)
+        wire = codec.dispatch_to_wire(request, node_pb2.WORK_DECODE, Ticket("t", "s", "p"), 1.0)
+        assert codec.request_from_wire(wire) == request
+    for kind in ConstraintKind:
+        constraint = Constraint(kind, '["a", "b"]')
+        params = replace(plain, constraint=constraint)
+        assert codec.sampling_from_wire(codec.sampling_to_wire(params)).constraint == constraint
+    forks = [(fork.key, fork.sample_index, fork.caller_id, fork.forks) for fork in request.forks]
+    assert forks == [("b" * 32 + "/3", 3, 2**64 - 1, ()), ("c" * 32 + "/3", 4, 2**64 - 1, ())]

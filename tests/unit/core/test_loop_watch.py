@@ -1,0 +1,86 @@
+"""When a child's event loop is taken for hung, on looks that the test plays."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+
+import pytest
+
+from baton.core.process import loop_watch
+from baton.core.process.loop_watch import LoopWatch
+
+
+class Child:
+    """Its counter, and what it does before each of its parent's looks: count, or stand still."""
+
+    def __init__(self, watch: LoopWatch) -> None:
+        self._fd = watch.fd
+        self._count = 0
+
+    def turn(self) -> None:
+        self._count += 1
+        os.pwrite(self._fd, self._count.to_bytes(8, "little"), 0)
+
+
+async def looks_until_hung(watch: LoopWatch, before: Callable[[int], None]) -> int:
+    """How many looks it took; 1000 are no end."""
+    num_looks = 0
+
+    async def sleep(seconds: float) -> None:
+        nonlocal num_looks
+        before(num_looks)
+        num_looks += 1
+        if num_looks == 1000:
+            raise TimeoutError
+
+    await watch.until_hung(sleep)
+    return num_looks
+
+
+async def test_one_that_stands_still_is_hung_within_two_seconds() -> None:
+    with LoopWatch() as watch:
+        child = Child(watch)
+        found = await looks_until_hung(watch, lambda look: child.turn() if look < 50 else None)
+        assert 50 + 15 <= found <= 50 + 19
+
+
+async def test_one_that_starts_counts_slowly_or_fails_to_count_once_is_not_hung() -> None:
+    with LoopWatch() as watch:
+        child = Child(watch)
+        with pytest.raises(TimeoutError):
+            await looks_until_hung(watch, lambda look: None)
+        with pytest.raises(TimeoutError):
+            await looks_until_hung(watch, lambda look: child.turn() if look % 18 == 0 else None)
+
+
+async def test_a_node_has_more_time() -> None:
+    with LoopWatch(30.0) as watch:
+        child = Child(watch)
+        found = await looks_until_hung(watch, lambda look: child.turn() if look < 1 else None)
+        assert 290 <= found <= 300
+
+
+async def test_the_child_counts_in_the_file_that_was_passed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loop_watch, "_TURN_S", 0.001)
+    with LoopWatch() as watch:
+        monkeypatch.setattr(os, "environ", dict(watch.environment))
+        turning = asyncio.create_task(loop_watch.show_turns())
+        seen = set()
+        while len(seen) < 3:
+            await asyncio.sleep(0.001)
+            seen.add(os.pread(watch.fd, 8, 0))
+        turning.cancel()
+        assert not os.environ, "or its own children would take it for theirs"
+
+
+@pytest.mark.parametrize("number", ["", "0", "99999", "-1", "x"])
+async def test_nothing_is_written_where_no_parent_watches(
+    number: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATON_LOOP_WATCH_FD", number)
+    async with asyncio.timeout(1):
+        await loop_watch.show_turns()

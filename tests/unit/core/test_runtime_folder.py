@@ -1,0 +1,91 @@
+"""Folders for sockets: what killed processes leave is removed, what of others is there is not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from baton.core.process.runtime_folder import RuntimeFolder
+
+KILLED = """
+import os, signal
+from baton.core.process.runtime_folder import RuntimeFolder
+folder = RuntimeFolder.make("baton-x-")
+(folder.path / "redis.sock").touch()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture(autouse=True)
+def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Not pytest's: its names are too long for sockets."""
+    with tempfile.TemporaryDirectory(prefix="b-") as folder:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        yield Path(folder)
+
+
+def names(root: Path) -> set[str]:
+    return {path.name for path in root.iterdir()}
+
+
+def test_a_killed_process_s_folder_goes_with_the_next_that_is_made(root: Path) -> None:
+    assert subprocess.run([sys.executable, "-c", KILLED]).returncode < 0
+    (left,) = names(root)
+    with RuntimeFolder.make("baton-y-"):
+        assert left in names(root)
+    with RuntimeFolder.make("baton-x-") as one, RuntimeFolder.make("baton-x-") as other:
+        assert names(root) == {one.path.name, other.path.name}
+        assert one.path.stat().st_mode & 0o777 == 0o700
+    assert names(root) == set()
+
+
+def test_what_is_no_folder_of_ours_stays(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    precious = root / "precious"
+    precious.mkdir()
+    (precious / "file").touch()
+    (root / "baton-x-link").symlink_to(precious)
+    (root / "baton-x-file").touch()
+    foreign = root / "baton-x-foreign"
+    foreign.mkdir()
+    monkeypatch.setattr(os, "getuid", lambda: os.stat(root).st_uid + 1)
+    RuntimeFolder.make("baton-x-").remove()
+    monkeypatch.undo()
+    assert names(root) == {"precious", "baton-x-link", "baton-x-file", "baton-x-foreign"}
+    assert names(precious) == {"file"}
+
+
+def test_a_folder_that_was_swept_before_it_was_locked_is_made_anew(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really_open, paths = os.open, []
+
+    def swept(path: Path, flags: int) -> int:
+        paths.append(path)
+        lock = -1 if len(paths) == 1 else really_open(path, flags)
+        if len(paths) < 3:
+            path.rmdir()
+        if lock < 0:
+            raise FileNotFoundError(path)
+        return lock
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", swept)
+        folder = RuntimeFolder.make("baton-x-")
+    assert folder.path == paths[2] and names(root) == {folder.path.name}
+    folder.remove()
+
+
+def test_a_root_that_is_too_long_for_sockets_is_not_taken(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = root / ("x" * 80)
+    long.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
+    with RuntimeFolder.make("baton-x-") as folder:
+        assert folder.path.parent != long

@@ -1,0 +1,242 @@
+"""Rank 0's end of the other ranks, which are played by the test at the other ends."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from baton.core.config import EngineConfig
+from baton.core.errors import BatonError, EngineFailed, StartupFailed
+from baton.engine.model.communicator import Alone
+from baton.engine.parallel.rank_channel import Kind, RankChannel, RankMessage
+from baton.engine.parallel.rank_group import Followers, pack_failure, read_words
+from baton.engine.parallel.rank_processes import Ranks
+from baton.engine.parallel.rank_progress import RankProgress
+
+TIMEOUT_S = 0.2
+START_TIMEOUT_S = 0.6
+WORDS = [b"", bytes(range(256))]
+
+
+class World:
+    """Followers over two channels; `lost` and `lines` get what is told of them."""
+
+    def __init__(self) -> None:
+        pairs = [socket.socketpair() for _ in range(2)]
+        self.ranks = [RankChannel(theirs) for _, theirs in pairs]
+        self.lost: queue.SimpleQueue[BatonError] = queue.SimpleQueue()
+        self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        ours = [RankChannel(ours) for ours, _ in pairs]
+        self.followers = Followers(ours, TIMEOUT_S, START_TIMEOUT_S, self.lost.put, self.lines.put)
+
+    def configured(self) -> list[RankMessage]:
+        """Start both ranks; what they get."""
+        self.followers.configure([b"one", b"two"])
+        messages = [message for rank in self.ranks if (message := rank.receive()) is not None]
+        assert [bytes(message.payload) for message in messages] == [b"one", b"two"]
+        return messages
+
+    def connecting(self) -> RankProgress:
+        """Let both ranks be loaded and meet; their progress."""
+        messages = self.configured()
+        for rank, message, word in zip(self.ranks, messages, WORDS, strict=True):
+            rank.send(Kind.ANSWER, word, order=message.order)
+        assert self.followers.meet(b"rank 0's") == [b"rank 0's", *WORDS]
+        for rank in self.ranks:
+            message = rank.receive()
+            assert message is not None and message.kind is Kind.CONNECT
+            assert read_words(message.payload) == [b"rank 0's", *WORDS]
+        os.close(messages[1].fds[0])
+        return RankProgress(messages[0].fds[0], 2)
+
+    def serving(self) -> RankProgress:
+        """Let both ranks serve; their progress."""
+        progress = self.connecting()
+        for number in (1, 2):
+            progress.add(number)
+            progress.add(number)
+        return progress
+
+    def close(self) -> None:
+        self.followers.close()
+        for rank in self.ranks:
+            rank.close()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    world.close()
+
+
+def test_an_order_is_done_when_all_have_answered_in_the_order_of_the_ranks(world: World) -> None:
+    found: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
+    first = world.followers.order(Kind.PULL, [b"a", b"b"], found.put)
+    second = world.followers.order(Kind.PULL, [b"c", b"d"], found.put)
+    assert first != second
+    received = [[rank.receive() for _ in range(2)] for rank in world.ranks]
+    one, two = world.ranks
+    two.send(Kind.ANSWER, b"2b", order=first)
+    two.send(Kind.ANSWER, b"2d", order=second)
+    one.send(Kind.ANSWER, b"1c", order=second)
+    assert found.get(timeout=5) == [b"1c", b"2d"]
+    assert found.empty()
+    one.send(Kind.ANSWER, b"1a", order=first)
+    assert found.get(timeout=5) == [b"1a", b"2b"]
+    payloads = [[bytes(m.payload) for m in each if m is not None] for each in received]
+    assert payloads == [[b"a", b"c"], [b"b", b"d"]]
+
+
+def test_descriptors_and_large_payloads_arrive(world: World) -> None:
+    read_end, write_end = os.pipe()
+    payload = os.urandom(3000)
+    world.followers.order(Kind.EXPORT_POOL, [payload, b""], lambda _: None, [read_end])
+    messages = [rank.receive() for rank in world.ranks]
+    os.write(write_end, b"through")
+    assert messages[0] is not None and bytes(messages[0].payload) == payload
+    assert os.read(messages[0].fds[0], 20) == b"through"
+    for message in messages:
+        assert message is not None
+        os.close(message.fds[0])
+    os.close(read_end)
+    os.close(write_end)
+
+
+def test_lines_are_told_with_their_rank(world: World) -> None:
+    world.ranks[1].send(Kind.LINE, b"graphs captured")
+    assert world.lines.get(timeout=5) == "rank 2: graphs captured"
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (EngineFailed("the GPU is out of memory"), "rank 2: the GPU is out of memory"),
+        (StartupFailed("no such GPU", hint="--gpus 0"), "rank 2: no such GPU"),
+    ],
+)
+def test_a_failure_is_told_in_the_ranks_words(
+    world: World, error: BatonError, message: str
+) -> None:
+    world.ranks[1].send(Kind.FAILED, pack_failure(error))
+    found = world.lost.get(timeout=5)
+    assert (type(found), found.message) == (type(error), message)
+    assert not isinstance(found, StartupFailed) or found.hint == "--gpus 0"
+    for act in (world.followers.check, lambda: world.followers.tell(Kind.STEP, b"")):
+        with pytest.raises(type(error), match="rank 2"):
+            act()
+    unexplained = EngineFailed("a sum was cut off")
+    assert world.followers.explain(unexplained) is found
+
+
+def test_a_rank_that_ends_is_lost(world: World) -> None:
+    world.ranks[0].close()
+    assert world.lost.get(timeout=5).message == "rank 1 ended"
+    with pytest.raises(EngineFailed, match="rank 1 ended"):
+        world.followers.ask(Kind.EXPORT_POOL, [b"", b""])
+
+
+def test_ranks_that_are_killed_on_purpose_are_not_lost() -> None:
+    """What ended the engine is told already; a second word for it would be another one."""
+    world = World()
+
+    class Process:
+        def __init__(self, rank: RankChannel) -> None:
+            self.rank = rank
+
+        def kill(self) -> None:
+            self.rank.close()
+            time.sleep(0.05)
+
+        def wait(self, timeout_s: float) -> None: ...
+
+    processes = tuple(Process(rank) for rank in world.ranks)
+    Ranks(EngineConfig(), Alone(), world.followers, processes).kill()  # type: ignore[arg-type]
+    assert world.lost.empty()
+
+
+def test_a_rank_that_takes_nothing_is_lost_and_one_with_nothing_to_take_is_not(
+    world: World,
+) -> None:
+    progress = world.serving()
+    time.sleep(2 * TIMEOUT_S)
+    for _ in range(4):
+        world.followers.tell(Kind.STEP, b"step")
+        time.sleep(TIMEOUT_S / 2)
+        progress.add(1)
+        progress.add(2)
+    assert world.lost.empty()
+    world.followers.tell(Kind.STEP, b"step")
+    progress.add(1)
+    found = world.lost.get(timeout=5)
+    assert isinstance(found, EngineFailed)
+    assert found.message.startswith("rank 2 has not answered")
+    progress.close()
+
+
+def test_a_rank_may_load_for_as_long_as_it_comes_further(world: World) -> None:
+    """And one that is loaded may wait for it without a word."""
+    one, two = world.ranks
+    messages = world.configured()
+    one.send(Kind.ANSWER, order=messages[0].order)
+    for _ in range(6):
+        time.sleep(START_TIMEOUT_S / 3)
+        two.send(Kind.LOADING)
+    assert world.lost.empty()
+    check_hung(world, rank=2)
+    for message in messages:
+        os.close(message.fds[0])
+
+
+def test_a_rank_that_does_not_come_to_serve_is_lost(world: World) -> None:
+    progress = world.connecting()
+    progress.add(2)
+    progress.add(2)
+    check_hung(world, rank=1)
+    progress.close()
+
+
+def check_hung(world: World, *, rank: int) -> None:
+    """The rank is lost after START_TIMEOUT_S, and rank 0 no longer waits."""
+    found = world.lost.get(timeout=2 * START_TIMEOUT_S)
+    assert isinstance(found, StartupFailed)
+    assert found.message == f"rank {rank} has come no further in its start for 0.6 s"
+    assert "--rank-start-timeout-s" in found.hint
+    with pytest.raises(StartupFailed, match=f"rank {rank} has come no further"):
+        world.followers.meet(b"")
+
+
+def test_a_step_that_fails_by_itself_keeps_its_own_words(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.engine.parallel.rank_group._LAST_WORDS_S", 0.01)
+    error = EngineFailed("the step failed")
+    assert world.followers.explain(error) is error
+
+
+def test_who_learns_why_a_rank_cannot_be_reached_keeps_nobody_waiting(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise OSError("no room")
+
+    both_ask = threading.Barrier(2, timeout=2)
+
+    def explain(error: BatonError) -> BatonError:
+        both_ask.wait()
+        return error
+
+    monkeypatch.setattr(RankChannel, "send", broken)
+    monkeypatch.setattr(world.followers, "explain", explain)
+    with ThreadPoolExecutor(2) as threads:
+        told = [threads.submit(world.followers.tell, Kind.STEP) for _ in range(2)]
+        for each in told:
+            with pytest.raises(EngineFailed, match="rank 1 cannot be reached: no room"):
+                each.result()

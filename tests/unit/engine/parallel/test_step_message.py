@@ -1,0 +1,140 @@
+"""A step survives the way from rank to rank, whatever is in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from baton.core.request.request import SamplingParams
+from baton.engine.execution.batch import SampleSpec, SequenceSlice
+from baton.engine.execution.token_counts import TokenCounts
+from baton.engine.parallel.step_message import decode, encode
+
+
+def words(values: list[int]) -> NDArray[np.int32]:
+    return np.array(values, np.int32)
+
+
+int32s = st.integers(0, 2**31 - 1)
+keys = st.integers(0, 2**64 - 1)
+floats = st.floats(-10, 10)
+params = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.7, 1.0]),
+    top_p=st.sampled_from([1.0, 0.9]),
+    top_k=st.none() | st.integers(1, 1000),
+    min_p=st.sampled_from([0.0, 0.1]),
+    repetition_penalty=st.sampled_from([1.0, 1.1]),
+    presence_penalty=st.sampled_from([0.0, -0.5]),
+    frequency_penalty=st.sampled_from([0.0, 0.5]),
+    logit_bias=st.lists(st.tuples(int32s, floats), max_size=3).map(tuple),
+    logprobs=st.none() | st.integers(0, 20),
+)
+counts = st.lists(st.integers(0, 500), max_size=20).map(TokenCounts)
+specs = st.builds(
+    SampleSpec,
+    st.just(SamplingParams(temperature=0.0)) | params,
+    keys,
+    st.lists(int32s, max_size=3).map(tuple),
+    st.none() | counts,
+    st.lists(keys, max_size=3).map(tuple),
+    st.none() | st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=5).map(words),
+)
+slices = st.builds(
+    SequenceSlice,
+    st.lists(int32s, min_size=1, max_size=5),
+    st.integers(0, 2**40),
+    st.lists(int32s, min_size=1, max_size=5),
+    st.none() | specs,
+    follows=st.none() | st.integers(0, 500),
+    prompt_targets=st.lists(int32s, max_size=4),
+    first_prompt_target=st.integers(0, 5),
+    num_prompt_top=st.integers(0, 20),
+)
+
+
+def plain(piece: SequenceSlice) -> dict[str, object]:
+    """What the receiving rank looks at, comparable."""
+    fields: dict[str, object] = {
+        name: getattr(piece, name) for name in ("start", "follows", "first_prompt_target")
+    }
+    fields["num_prompt_top"] = piece.num_prompt_top
+    for name in ("token_ids", "block_table", "prompt_targets"):
+        fields[name] = list(getattr(piece, name))
+    if piece.sample is not None:
+        spec = piece.sample
+        fields["sample"] = (spec.params, spec.key, spec.forbidden_ids, spec.fork_keys)
+        fields["allowed"] = None if spec.allowed is None else spec.allowed.tolist()
+        if spec.counts is not None:
+            fields["counts"] = (spec.counts.token_ids.tolist(), spec.counts.counts.tolist())
+    return fields
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(slices, min_size=1, max_size=4))
+def test_what_arrives_is_what_was_sent(batch: list[SequenceSlice]) -> None:
+    assert [plain(piece) for piece in decode(memoryview(encode(batch)))] == list(map(plain, batch))
+
+
+def test_the_counts_may_change_once_they_are_encoded() -> None:
+    seen = TokenCounts([1, 2, 2])
+    params = SamplingParams(frequency_penalty=0.5)
+    spec = SampleSpec(params, 1, counts=seen)
+    message = encode([SequenceSlice([3], 7, [2], spec)])
+    seen.catch_up([1, 2, 2, 9, 9])
+    (piece,) = decode(memoryview(message))
+    assert piece.sample is not None and piece.sample.counts is not None
+    assert piece.sample.counts.token_ids.tolist() == [1, 2]
+    assert piece.sample.counts.counts.dtype == np.int64
+
+
+def test_a_decode_step_is_small() -> None:
+    """64 sequences of 4096 tokens: their block tables and little else."""
+    spec = SampleSpec(dataclasses.replace(SamplingParams(), temperature=0.0), 5)
+    batch = [SequenceSlice([1], 4095, list(range(256)), spec)] * 64
+    tables_bytes = 64 * 256 * 4
+    assert len(encode(batch)) < tables_bytes + 64 * 100
+    assert math.isclose(len(encode(batch)) / tables_bytes, 1, abs_tol=0.1)
+
+
+def test_no_field_of_a_step_is_forgotten() -> None:
+    """Who adds one sends it too, or says here why the other ranks need not know it."""
+    assert set(SequenceSlice._fields) == {
+        "token_ids",
+        "start",
+        "block_table",
+        "sample",
+        "follows",
+        "prompt_targets",
+        "first_prompt_target",
+        "num_prompt_top",
+    }
+    sent = {"params", "key", "forbidden_ids", "counts", "fork_keys", "allowed"}
+    assert set(SampleSpec._fields) == sent
+    judged_by_rank_0 = {
+        "constraint",
+        "max_tokens",
+        "seed",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+        "min_tokens",
+        "prompt_logprobs",
+    }
+    sent = {
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "logit_bias",
+        "logprobs",
+    }
+    assert {field.name for field in dataclasses.fields(SamplingParams)} == judged_by_rank_0 | sent

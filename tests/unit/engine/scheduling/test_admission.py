@@ -1,0 +1,148 @@
+"""The peak estimate against a token-by-token simulation, and the estimate of output lengths."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core.request.block_hash import root_hash
+from baton.core.request.request import Request, SamplingParams
+from baton.engine.kv.limits import EngineLimits
+from baton.engine.scheduling.admission import (
+    Admission,
+    Footprint,
+    OutputLengthEstimator,
+    peak_blocks,
+)
+from baton.engine.scheduling.sequence import Sequence
+
+
+def simulated_peak(footprints: list[Footprint], block_size: int) -> int:
+    """Live through every step, with a name for every block, and count distinct names."""
+    names: list[list[object]] = [list(f.block_ids) for f in footprints]
+    peak = 0
+    for step in range(max((f.num_growth_tokens for f in footprints), default=0) + 1):
+        alive: set[object] = set()
+        for i, footprint in enumerate(footprints):
+            if step > footprint.num_growth_tokens and not footprint.is_held:
+                continue
+            growth = 0 if footprint.is_held else step
+            num_blocks = math.ceil((footprint.num_tokens + growth) / block_size)
+            while len(names[i]) < num_blocks:
+                names[i].append((i, len(names[i])))
+            alive.update(names[i][:num_blocks])
+        peak = max(peak, len(alive))
+    return peak
+
+
+@st.composite
+def footprint_sets(draw: st.DrawFn) -> tuple[list[Footprint], int]:
+    """Sequences of a few families; members of one share some of its leading blocks."""
+    block_size = draw(st.sampled_from([1, 2, 4, 8]))
+    footprints = []
+    for i in range(draw(st.integers(0, 8))):
+        num_tokens = draw(st.integers(1, 40))
+        num_blocks = math.ceil(num_tokens / block_size)
+        family = draw(st.integers(0, 2))
+        num_shared = draw(st.integers(0, num_blocks))
+        num_own = draw(st.integers(0, num_blocks - num_shared))
+        shared = [1000 * family + j for j in range(num_shared)]
+        own = [10_000 + 1000 * i + j for j in range(num_own)]
+        is_held = draw(st.booleans())
+        growth = 0 if is_held else draw(st.integers(0, 40))
+        footprints.append(Footprint(num_tokens, growth, shared + own, is_held))
+    return footprints, block_size
+
+
+@given(footprint_sets())
+def test_peak_equals_simulation(case: tuple[list[Footprint], int]) -> None:
+    footprints, block_size = case
+    peak = peak_blocks(footprints, block_size)
+    assert peak == simulated_peak(footprints, block_size)
+    assert peak_blocks(footprints, block_size, is_bound=True) >= peak
+
+
+def test_peak_of_the_picture() -> None:
+    """3 tokens growing by 9, 5 growing by 3, one token a block: 8 + 6 at step 3, 12 at step 9."""
+    assert peak_blocks([Footprint(3, 9, []), Footprint(5, 3, [])], 1) == 14
+
+
+@given(st.lists(st.integers(1, 50), max_size=60), st.integers(0, 60), st.integers(1, 80))
+def test_estimate_is_the_quantile_of_longer_outputs(
+    past: list[int], num_generated: int, max_tokens: int
+) -> None:
+    estimator = OutputLengthEstimator(window=20, quantile=0.9)
+    for num_outputs in past:
+        estimator.observe(num_outputs)
+    longer = sorted(n for n in past[-20:] if n > num_generated)
+    expected = max_tokens
+    if longer:
+        at_least_90_percent = [
+            n for n in longer if sum(m <= n for m in longer) >= 0.9 * len(longer)
+        ]
+        expected = min(max_tokens, at_least_90_percent[0])
+    assert estimator.estimate(num_generated, max_tokens) == max(1, expected - num_generated)
+
+
+def new_sequence(num_tokens: int, max_tokens: int, *, is_held: bool = False) -> Sequence:
+    request = Request("r", 0, (7,) * num_tokens, SamplingParams(max_tokens=max_tokens))
+    return Sequence(request, arrival=0, is_held=is_held, root_hash=root_hash("m"))
+
+
+@pytest.fixture
+def admission() -> Admission:
+    """10 blocks of 4 tokens; 4 blocks may be held."""
+    limits = EngineLimits(12, block_size=4, max_model_len=100, max_held_blocks=4)
+    return Admission(limits, OutputLengthEstimator())
+
+
+def test_a_candidate_with_nobody_to_wait_for_fits(admission: Admission) -> None:
+    assert admission.fits(new_sequence(4, 99), [], [])
+    assert not admission.fits(new_sequence(4, 99), [], [new_sequence(1, 1)])
+    assert admission.fits(new_sequence(4, 99), [], [new_sequence(1, 1, is_held=True)])
+
+
+def test_a_candidate_fits_to_the_last_block(admission: Admission) -> None:
+    other = new_sequence(4, 17)  # will write 4 + 17 - 1 = 20 slots: 5 blocks
+    assert admission.fits(new_sequence(4, 17), [], [other])
+    assert not admission.fits(new_sequence(5, 17), [], [other])
+
+
+def test_credit_counts_shared_blocks_once(admission: Admission) -> None:
+    holder = new_sequence(12, 5, is_held=True)
+    holder.block_ids = [2, 3, 4]
+    assert admission.has_credit(new_sequence(4, 5, is_held=True), [], [holder])
+    assert not admission.has_credit(new_sequence(12, 5, is_held=True), [], [holder])
+    assert admission.has_credit(new_sequence(12, 5, is_held=True), [2, 3], [holder])
+    assert admission.has_credit(new_sequence(40, 5, is_held=True), [], [])
+
+
+def test_room_is_what_the_peak_of_all_leaves() -> None:
+    limits = EngineLimits(num_blocks=102, block_size=4, max_model_len=1000)
+    admission = Admission(limits, OutputLengthEstimator())
+    one = new_sequence(8, 9)  # 16 slots at its end
+    one.block_ids = [2, 3]
+    other = new_sequence(8, 1)
+    other.block_ids = [2, 3]
+    assert admission.room([], [], 0) == 100
+    assert admission.room([one], [], 2) == 96
+    assert admission.room([one], [one.request], 2) == 92
+    assert admission.room([one, new_sequence(300, 1)], [], 2) == 100 - 2 - 75
+    full = new_sequence(290, 1)
+    assert admission.room([one, other, full], [], 2) == 100 - 2 - 73, "what is shared counts once"
+    assert admission.room([one, *[full] * 1000], [], 2) == 0
+    assert admission.room([], iter([full.request] * 2), 0) == 0
+
+
+def test_room_for_forks_is_what_they_do_not_share() -> None:
+    limits = EngineLimits(num_blocks=102, block_size=4, max_model_len=1000)
+    admission = Admission(limits, OutputLengthEstimator())
+    request = Request("a", 0, (1,) * 10, SamplingParams(max_tokens=9), fork_ids=("b", "c"))
+    alone, all_three = Request("a", 0, (1,) * 10, SamplingParams(max_tokens=9)), request
+    assert admission.room([], [alone], 0) == 100 - 5  # 10 + 8 tokens
+    assert admission.room([], [all_three], 0) == 100 - 5 - 2 * 3  # without 2 full blocks each
+    waiting = Sequence(request, 0, False, root_hash("m"))
+    assert admission.room([waiting], [], 0) == 100 - 5 - 2 * 3

@@ -1,0 +1,174 @@
+"""A light caller beside bulk callers, on an engine whose clock is played: what its TTFT is.
+
+A step takes 8 ms and 45 us a prompt token, as of an 8B model on one GPU.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
+
+import pytest
+
+from baton.core.request.logprobs import TokenLogprobs
+from baton.core.request.request import Request, SamplingParams
+from baton.engine.engine import Engine
+from baton.engine.execution.batch import SampledToken, SequenceSlice
+from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.limits import EngineLimits
+
+STEP_S, TOKEN_S = 0.008, 45e-6
+LOOK_S = 0.001  # how often the engine looks while a step is on the device
+BULK, LIGHT = range(10), 10
+
+
+def cost_s(num_tokens: int) -> float:
+    return STEP_S + num_tokens * TOKEN_S
+
+
+@dataclass
+class PlayedStep:
+    device: PlayedDevice
+    batch: Sequence[SequenceSlice]
+    end_s: float
+    number: int = 0
+
+    def has_completed(self) -> bool:
+        return self.device.now_s >= self.end_s
+
+    def collect(self) -> list[SampledToken | None]:
+        self.device.now_s = max(self.device.now_s, self.end_s)
+        return [None if one.sample is None else SampledToken(5, -1.0) for one in self.batch]
+
+    def prompt_logprobs(self) -> Mapping[int, tuple[TokenLogprobs, ...]]:
+        return {}
+
+
+@dataclass
+class PlayedDevice:
+    """A `batch.Runner` that computes nothing and takes its time."""
+
+    runs_ahead: bool
+    now_s: float = 0.0
+    free_s: float = 0.0
+    batches: list[int] = field(default_factory=list)
+    ends_s: deque[float] = field(default_factory=lambda: deque(maxlen=2))
+
+    def launch(self, batch: Sequence[SequenceSlice]) -> PlayedStep:
+        num_tokens = sum(one.num_scheduled_tokens for one in batch)
+        self.batches.append(num_tokens)
+        self.free_s = max(self.free_s, self.now_s) + cost_s(num_tokens)
+        self.ends_s.append(self.free_s)
+        return PlayedStep(self, batch, self.free_s)
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+    def unix_ns(self) -> int:
+        return 0
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        raise AssertionError("nothing is forked")
+
+
+class Played:
+    """Bulk prompts are there at once, light ones come on their own; held KV is fetched at once."""
+
+    def __init__(self, *, runs_ahead: bool, chunk: int) -> None:
+        self.device = PlayedDevice(runs_ahead)
+        limits = EngineLimits(40_000, 16, 32_000, prefill_chunk_tokens=chunk)
+        self.engine = Engine(
+            self.device, limits, LocalGenerations(40_000), fingerprint="m", eos_token_ids=(),
+            enable_prefix_caching=False, clock=self.device,
+        )  # fmt: skip
+        self.random = random.Random(7)
+        self.came_s: dict[str, float] = {}
+        self.ttft_s: dict[str, float] = {}
+
+    def add(self, name: str, caller_id: int, num_tokens: int) -> None:
+        request = Request(name, 0, (1,) * num_tokens, SamplingParams(max_tokens=9))
+        self.engine.add(replace(request, caller_id=caller_id), hold=True)
+
+    def run(self, coming: list[tuple[float, int]], num_bulk_left: int) -> None:
+        """Until so few bulk prompts are left; `coming`: when, and of how many tokens."""
+        num_bulk = self.engine.load().num_waiting
+        coming.reverse()
+
+        def meanwhile() -> bool:
+            device = self.device
+            ends_s = [end_s for end_s in device.ends_s if end_s > device.now_s]
+            due_s = min([*ends_s, device.now_s + LOOK_S] if ends_s else [device.now_s])
+            if coming and coming[-1][0] <= due_s:
+                came_s, num_tokens = coming.pop()
+                device.now_s = max(device.now_s, came_s)
+                name = f"light{len(self.came_s)}"
+                self.came_s[f"{name}/0"] = came_s
+                self.add(name, LIGHT, num_tokens)
+                return True
+            device.now_s = max(device.now_s, due_s)
+            return False
+
+        while num_bulk > num_bulk_left:
+            while not self.device.runs_ahead and meanwhile():
+                pass
+            output = self.engine.step(meanwhile)
+            for token in output.tokens:
+                if token.key in self.came_s:
+                    self.ttft_s[token.key] = self.device.now_s - self.came_s[token.key]
+                else:
+                    num_bulk -= 1
+                self.engine.release(token.key)
+
+
+def light_prompts(played: Played, rate: float, seconds: float) -> list[tuple[float, int]]:
+    coming, now_s = [], 0.0
+    while now_s < seconds:
+        now_s += played.random.expovariate(rate)
+        coming.append((now_s, played.random.randint(4, 64)))
+    return coming
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize(("chunk", "longest"), [(0, 2000), (0, 9000), (8192, 9000), (8192, 20_000)])
+def test_a_light_caller_waits_for_little_more_than_the_step_in_flight(
+    chunk: int, longest: int, *, runs_ahead: bool
+) -> None:
+    played = Played(runs_ahead=runs_ahead, chunk=chunk)
+    for index in range(64):
+        for caller_id in BULK:
+            num_tokens = played.random.randint(longest // 2, longest)
+            played.add(f"bulk{caller_id}-{index}", caller_id, num_tokens)
+    played.run(light_prompts(played, 5.0, 600.0), num_bulk_left=400)
+    ttfts, idle_s = sorted(played.ttft_s.values()), cost_s(64)
+    chunk_s = cost_s(max(played.device.batches))
+    cost = played.engine.prefill_cost()
+    assert cost is not None and astuple(cost) == pytest.approx((STEP_S, TOKEN_S))
+    assert len(ttfts) > 60
+    assert ttfts[int(0.99 * len(ttfts))] <= 3 * idle_s + chunk_s
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_the_light_caller_costs_the_others_little(*, runs_ahead: bool) -> None:
+    """Beside bulk callers alone, with the tokens of the light one on top."""
+    took_s: list[float] = []
+    for is_alone in (True, False):
+        played = Played(runs_ahead=runs_ahead, chunk=8192)
+        for index in range(20):
+            for caller_id in BULK:
+                played.add(f"bulk{caller_id}-{index}", caller_id, 6000)
+        coming = [] if is_alone else light_prompts(played, 5.0, 600.0)
+        played.run(coming, num_bulk_left=0)
+        took_s.append(played.device.now_s)
+    assert took_s[1] <= took_s[0] * 1.10
+
+
+def test_a_step_is_launched_before_the_one_in_front_of_it_ends() -> None:
+    """Though it waits for who may come: the device goes from one to the next without a pause."""
+    played = Played(runs_ahead=True, chunk=8192)
+    for index in range(20):
+        for caller_id in BULK:
+            played.add(f"bulk{caller_id}-{index}", caller_id, played.random.randint(3000, 9000))
+    played.run([], num_bulk_left=0)
+    assert played.device.now_s == pytest.approx(sum(map(cost_s, played.device.batches)))

@@ -1,0 +1,46 @@
+"""Calls that arrive together, one by one: what else the loop has to do comes between."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+
+import pytest
+
+from baton.gateway.admission.loop_pacing import Turns
+
+
+async def test_who_comes_alone_does_not_wait() -> None:
+    turns = Turns()
+    for _ in range(3):
+        taking = turns.take()
+        with pytest.raises(StopIteration):
+            taking.send(None)
+        await asyncio.sleep(0.01)
+
+
+async def test_in_order_and_apart() -> None:
+    turns, now = Turns(), 0
+    began: list[tuple[int, int]] = []
+
+    async def call(number: int) -> None:
+        await turns.take()
+        began.append((number, now))
+
+    calls = [asyncio.create_task(call(number)) for number in range(5)]
+    while not all(task.done() for task in calls):
+        now += 1
+        await asyncio.sleep(0)
+    assert [number for number, _ in began] == list(range(5))
+    moments = [moment for _, moment in began]
+    assert all(later - former >= 3 for former, later in pairwise(moments))
+
+
+async def test_who_gave_up_has_no_turn() -> None:
+    turns = Turns()
+    await turns.take()
+    gone, stays = (asyncio.create_task(turns.take()) for _ in range(2))
+    await asyncio.sleep(0)
+    gone.cancel()
+    await asyncio.wait_for(stays, 1.0)
+    assert gone.cancelled()

@@ -1,0 +1,85 @@
+"""Stages of calls whose nodes' clocks are wrong: from the engine's desk to the metric."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from fakes.clock import FakeClock
+
+from baton.core.request.request import Request, SamplingParams
+from baton.core.request.timeline import Event, NodeStamp, Stamp
+from baton.engine.scheduling.outputs import TokenOutput
+from baton.gateway.engines.node_clock import NodeClock
+from baton.gateway.engines.wire import output_from_wire
+from baton.gateway.telemetry.calls.stages import stage_seconds, times_of
+from baton.node.requests.request_io import RequestDesk
+from baton.proto import codec
+from baton.proto.v1 import node_pb2
+
+
+class OffClock(FakeClock):
+    """A node's: `ahead_s` of the gateway's by the time of day, and `older_s` since its start."""
+
+    def __init__(self, gateway: FakeClock, ahead_s: float, older_s: float) -> None:
+        super().__init__()
+        self._gateway, self._ahead_s, self._older_s = gateway, ahead_s, older_s
+
+    def monotonic_s(self) -> float:
+        return self._gateway.monotonic_s() + self._older_s
+
+    def unix_ns(self) -> int:
+        return self._gateway.unix_ns() + round(self._ahead_s * 1e9)
+
+
+@dataclass
+class Outbox:
+    outputs: list[node_pb2.RequestOutput] = field(default_factory=list)
+
+    def to_gateway(self, gateway: str, output: node_pb2.RequestOutput) -> None:
+        self.outputs.append(output)
+
+
+@pytest.mark.parametrize("ahead_s", [82.0, -82.0])
+@pytest.mark.parametrize(
+    ("older_s", "is_ours", "delivery_s"),
+    [(0.0, True, 0.25), (5000.0, False, 0.0), (-0.5, False, 0.0), (5000.0, True, 0.0)],
+)
+def test_stages_do_not_depend_on_a_nodes_time_of_day(
+    ahead_s: float, older_s: float, is_ours: bool, delivery_s: float
+) -> None:
+    """`older_s`: another host's monotonic clock began at another time; the last one only seems to
+    be this host."""
+    clock, outbox = FakeClock(), Outbox()
+    node = OffClock(clock, ahead_s, older_s)
+    desk = RequestDesk(outbox, node, "p", 100)  # type: ignore[arg-type]
+    timeline = [Stamp(Event.ARRIVED, clock.unix_ns(), "gateway")]
+    clock.advance(1.0)
+    timeline.append(Stamp(Event.ROUTED, clock.unix_ns(), "gateway"))
+    request = Request("r", 0, (1, 2), SamplingParams(max_tokens=5))
+    dispatch = codec.dispatch_to_wire(request, node_pb2.WORK_PREFILL, None, 60.0)
+    entry = desk.accept("g", dispatch)
+    assert entry is not None
+    clock.advance(2.0)
+    desk.begin_step()
+    clock.advance(0.5)
+    desk.stamp_started(entry, Event.PREFILL_STARTED)
+    desk.stamp(entry, Event.FIRST_TOKEN)
+    desk.emit(entry, TokenOutput("r/0", 0, 7, 0.0, None))
+    clock.advance(delivery_s)
+    (wire,) = outbox.outputs
+    output = output_from_wire(wire, NodeClock("p", clock, is_ours=is_ours))
+    timeline += output.stamps
+    assert {stamp.node for stamp in output.stamps} == {"p"}
+    stages = stage_seconds(times_of(timeline), None)
+    assert stages == pytest.approx({"gateway_queue": 1.0, "prefill_queue": 2.0, "prefill": 0.5})
+
+
+def test_what_says_no_time_is_no_event() -> None:
+    clock = NodeClock("p", FakeClock())
+    assert clock.stamps([]) == ()
+    wire = node_pb2.RequestOutput(events=[node_pb2.NodeEvent(event="lunch", monotonic_ns=1)])
+    error = output_from_wire(wire, clock).error
+    assert error is not None and "unreadable" in error.message
+    (stamp,) = clock.stamps([NodeStamp(Event.DECODE_STARTED, 1 << 63)])
+    assert stamp.unix_ns == FakeClock().unix_ns()

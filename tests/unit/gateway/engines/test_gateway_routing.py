@@ -1,0 +1,228 @@
+"""Routing and what it reads: load, room, links, and requests that are still on their way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from fakes.clock import FakeClock
+from fakes.gateway.engine_link import FakeLink
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core.errors import Unavailable
+from baton.core.membership import Member, Role
+from baton.core.request.request import FinishReason, Request, SamplingParams, Ticket
+from baton.gateway.engines.engine_table import EngineTable, LinkedEngine, Load
+from baton.gateway.engines.routing import EngineState, choose_pair
+from baton.gateway.request.engine_link import Avoid, Blocked, Demand, EngineOutput, MustWait, Work
+from baton.gateway.validation.validation import ModelLimits
+from baton.prefix_index.mirror import PrefixMirror
+
+
+def prefill(name: str, **fields: object) -> EngineState:
+    state = EngineState(name, Role.PREFILL, "fp", 16, free_blocks=100, credit_blocks=50)
+    return replace(state, **fields)  # type: ignore[arg-type]
+
+
+def decode(name: str, links: str = "p q", **fields: object) -> EngineState:
+    state = EngineState(
+        name, Role.DECODE, "fp", 16, free_blocks=100, links=frozenset(links.split())
+    )
+    return replace(state, **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("engines", "expected"),
+    [
+        ([prefill("p"), decode("d")], ("p", "d")),
+        ([prefill("p", waiting_tokens=9), prefill("q"), decode("d")], ("q", "d")),
+        ([prefill("p", waiting_tokens=9), prefill("q"), decode("d", "p")], ("p", "d")),
+        ([prefill("p", credit_blocks=1), prefill("q", waiting_tokens=9), decode("d")], ("q", "d")),
+        ([prefill("p", credit_blocks=0), decode("d")], ("p", "d")),
+        ([prefill("p", is_draining=True), prefill("q"), decode("d")], ("q", "d")),
+        ([prefill("p"), decode("d", num_requests=2), decode("e", num_requests=1)], ("p", "e")),
+        (
+            [prefill("p"), decode("d", num_requests=1, is_open=False), decode("e", num_requests=9)],
+            ("p", "e"),
+        ),
+        ([prefill("p"), decode("d", free_blocks=50), decode("e")], ("p", "e")),
+        ([prefill("p"), decode("d", free_blocks=1), decode("e", num_requests=9)], ("p", "e")),
+        ([prefill("p"), decode("d", num_dispatched=1), decode("e")], ("p", "e")),
+        ([prefill("p", is_open=False), prefill("q", waiting_tokens=9), decode("d")], ("q", "d")),
+        ([prefill("p"), decode("d", fingerprint="x"), decode("e", num_requests=9)], ("p", "e")),
+    ],
+)
+def test_choice(engines: list[EngineState], expected: tuple[str, str]) -> None:
+    assert choose_pair(engines, 33, fingerprint="fp") == expected
+
+
+@pytest.mark.parametrize(
+    ("engines", "message"),
+    [
+        ([], "no prefill and no decode node is ready"),
+        ([prefill("p")], "no decode node is ready"),
+        ([decode("d")], "no prefill node is ready"),
+        ([prefill("p"), decode("d", is_draining=True)], "no decode node is ready"),
+        ([prefill("p"), decode("d", "other")], "no decode node is linked to a prefill node"),
+    ],
+)
+def test_what_is_missing_is_named(engines: list[EngineState], message: str) -> None:
+    with pytest.raises(Unavailable, match=message):
+        choose_pair(engines, 33)
+
+
+@pytest.mark.parametrize(
+    ("rates", "loads", "expected"),
+    [
+        ((370.0, 12.0), (0, 0), "d"),
+        ((12.0, 370.0), (0, 0), "e"),
+        ((12.0, 370.0), (0, 1), "d"),  # load counts for more
+        ((370.0, 351.0), (0, 0), "e"),  # the same kind of link: it was asked less
+        ((0.0, 0.0), (0, 0), "e"),  # nobody has measured
+    ],
+)
+def test_at_equal_load_the_faster_link_is_taken(
+    rates: tuple[float, float], loads: tuple[int, int], expected: str
+) -> None:
+    engines = [
+        decode(
+            name,
+            "p",
+            link_gbytes_per_s={"p": rate},
+            num_requests=load,
+            num_dispatched=5 * (name == "d"),
+        )
+        for name, rate, load in zip("de", rates, loads, strict=True)
+    ]
+    assert choose_pair([prefill("p"), *engines], 33) == ("p", expected)
+
+
+@pytest.mark.parametrize(
+    ("engines", "reason"),
+    [
+        ([prefill("p"), decode("d", is_open=False)], Blocked.PLACE),
+        ([prefill("p", is_open=False), decode("d", is_open=False)], Blocked.PLACE),
+        ([prefill("p", is_open=False), decode("d")], Blocked.TURN),
+        ([prefill("p", is_open=False), prefill("q"), decode("d", "p")], Blocked.TURN),
+    ],
+)
+def test_a_request_waits_here_for_a_place_or_its_turn(
+    engines: list[EngineState], reason: Blocked
+) -> None:
+    with pytest.raises(MustWait) as wait:
+        choose_pair(engines, 33)
+    assert wait.value.reason is reason
+
+
+def test_failed_engines_and_pairs_are_avoided() -> None:
+    engines = [prefill("p"), prefill("q", waiting_tokens=9), decode("d"), decode("e")]
+    assert choose_pair(engines, 33, avoid=Avoid(frozenset("p"))) == ("q", "d")
+    assert choose_pair(engines, 33, avoid=Avoid(frozenset("pd"))) == ("q", "e")
+    assert choose_pair(engines, 33, avoid=Avoid(pairs=frozenset({("p", "d")}))) == ("p", "e")
+    with pytest.raises(Unavailable):
+        choose_pair(engines, 33, avoid=Avoid(frozenset("pq")))
+
+
+loads = st.integers(0, 3)
+states = st.lists(
+    st.builds(
+        EngineState,
+        incarnation=st.uuids().map(str),
+        role=st.sampled_from(Role),
+        fingerprint=st.sampled_from("fg"),
+        block_size=st.just(16),
+        num_requests=loads,
+        waiting_tokens=loads,
+        free_blocks=loads,
+        credit_blocks=loads,
+        is_draining=st.booleans(),
+    ),
+    max_size=6,
+    unique_by=lambda state: state.incarnation,
+)
+
+
+@given(states, st.data())
+def test_any_answer_is_allowed_and_none_is_refused_for_nothing(
+    engines: list[EngineState], data: st.DataObject
+) -> None:
+    sources = [e.incarnation for e in engines if e.role is Role.PREFILL]
+    engines = [replace(e, links=data.draw(st.frozensets(st.sampled_from(sources)))) if sources and
+               e.role is Role.DECODE else e for e in engines]  # fmt: skip
+    allowed = {
+        (p.incarnation, d.incarnation)
+        for p in engines
+        for d in engines
+        if p.role is Role.PREFILL and d.role is Role.DECODE and p.incarnation in d.links
+        and not p.is_draining and not d.is_draining and p.fingerprint == d.fingerprint == "f"
+    }  # fmt: skip
+    try:
+        assert choose_pair(engines, 20, fingerprint="f") in allowed
+    except Unavailable:
+        assert not allowed
+
+
+LOAD = Load(0, 0, 0, 100, 50, False, frozenset("p"))
+
+
+def linked(name: str, role: Role, num_blocks: int = 10, max_model_len: int = 400) -> LinkedEngine:
+    member = Member(name, role, name, "h:1", "demo", "fp", max_model_len, 16, num_blocks)
+    return LinkedEngine(member, FakeLink(name), LOAD)
+
+
+def table_of(*engines: LinkedEngine) -> EngineTable:
+    table = EngineTable(PrefixMirror(FakeClock()))
+    table.engines = {engine.incarnation: engine for engine in engines}
+    return table
+
+
+def test_what_is_on_its_way_counts_until_it_is_answered() -> None:
+    p, d, e = (
+        linked("p", Role.PREFILL),
+        linked("d", Role.DECODE),
+        linked("e", Role.DECODE),
+    )
+    table = table_of(p, d, e)
+    ticket = Ticket("t", "p", "d")
+
+    def send(attempt: int, engine: LinkedEngine) -> None:
+        request = Request("r", attempt, (1, 2, 3), SamplingParams(), (4,))
+        engine.dispatch(request, Work.DECODE, ticket, 1.0)
+
+    def chosen() -> str:
+        return table.choose(Demand(3), avoid=Avoid(), fingerprint=None).decode.incarnation
+
+    send(0, d)
+    assert chosen() == "e"
+    send(1, e)
+    send(2, e)
+    assert chosen() == "d"
+    d.settle([EngineOutput("r", 0, 1, (5,))])
+    e.settle([EngineOutput("r", 1, stamps=())])
+    assert (d.places.num_requests, e.places.num_requests) == (1, 2)
+    d.settle([EngineOutput("r", 0, 2, (5,), FinishReason.STOP)])
+    e.cancel("r", 1)
+    e.cancel("r", 2)
+    e.cancel("r", 99)
+    assert (d.places.num_requests, e.places.num_requests) == (0, 0)
+
+
+def test_an_engine_counts_from_its_first_heartbeat_on() -> None:
+    p, d = linked("p", Role.PREFILL), linked("d", Role.DECODE)
+    table, d.load = table_of(p, d), None
+    with pytest.raises(Unavailable, match="no decode node is ready"):
+        table.choose(Demand(1), avoid=Avoid(), fingerprint=None)
+
+
+def test_limits_are_those_of_the_engines() -> None:
+    base = ModelLimits("demo", 100, 2048)
+    assert table_of().limits(base) == base
+    table = table_of(
+        linked("p", Role.PREFILL, num_blocks=10),
+        linked("q", Role.PREFILL, num_blocks=12),
+        linked("d", Role.DECODE, num_blocks=20, max_model_len=300),
+    )
+    assert table.limits(base) == ModelLimits(
+        "demo", 100, 300, max_prompt_tokens=160, max_total_tokens=288
+    )

@@ -1,0 +1,95 @@
+"""Tenants never hit each other's cached prefixes, on engines and in routing; each hits its own."""
+
+from __future__ import annotations
+
+from fakes.clock import FakeClock
+from fakes.gateway.engine_link import FakeLink
+from fakes.runner import FakeRunner
+
+from baton.core.membership import Member, Role
+from baton.core.request.request import Request, SamplingParams
+from baton.engine.engine import Engine
+from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
+from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.limits import EngineLimits
+from baton.gateway.engines.engine_table import EngineTable, LinkedEngine, Load
+from baton.gateway.engines.prompt_router import route_prompt
+from baton.gateway.request.caller import INFER, Caller
+from baton.gateway.request.engine_link import Avoid, Demand
+from baton.gateway.security.tenancy import Tenancy
+from baton.prefix_index.messages import Delta, encode
+from baton.prefix_index.mirror import PrefixMirror
+from baton.proto import codec
+from baton.proto.v1 import node_pb2
+
+BLOCK_SIZE, NUM_BLOCKS = 4, 60 + NUM_RESERVED_BLOCKS
+PROMPT = tuple(range(1, 30))
+TENANCY = Tenancy(FakeClock(), b"key of the deployment")
+
+
+def salt(tenant: str, asked: str = "", tenancy: Tenancy = TENANCY) -> str:
+    return tenancy.cache_salt(Caller(tenant, frozenset({INFER}), "http"), asked)
+
+
+def new_engine() -> Engine:
+    return Engine(
+        FakeRunner(NUM_BLOCKS, BLOCK_SIZE, vocab_size=50),
+        EngineLimits(NUM_BLOCKS, BLOCK_SIZE, max_model_len=200, max_num_batched_tokens=64),
+        LocalGenerations(NUM_BLOCKS),
+        fingerprint="fp",
+        eos_token_ids={0},
+    )
+
+
+def cached_tokens(engine: Engine, name: str, cache_salt: str) -> int:
+    """How much of the prompt a request finds, when it comes with this salt over the wire."""
+    sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    request = Request(name, 0, PROMPT, sampling, cache_salt=cache_salt)
+    wire = codec.dispatch_to_wire(request, node_pb2.WORK_PREFILL, None, 1.0)
+    engine.add(codec.request_from_wire(wire), hold=True)
+    found = 0
+    while engine.has_work:
+        for chunk in engine.step().chunks:
+            found = chunk.cached_tokens
+    engine.release(request.key)
+    return found
+
+
+def test_an_engine_s_cache_is_each_tenant_s_own() -> None:
+    engine, whole = new_engine(), len(PROMPT) // BLOCK_SIZE * BLOCK_SIZE
+    assert cached_tokens(engine, "a", salt("acme")) == 0
+    assert cached_tokens(engine, "b", salt("acme")) == whole
+    assert cached_tokens(engine, "c", salt("globex")) == 0
+    assert cached_tokens(engine, "d", salt("acme", "s")) == 0
+    assert cached_tokens(engine, "e", salt("acme", "s")) == whole
+    assert cached_tokens(engine, "f", salt("globex", "s")) == 0
+    assert cached_tokens(engine, "g", "") == 0, "nor with those of a gateway without keys"
+    sharing = Tenancy(FakeClock(), b"key of the deployment", shares_prefixes=True)
+    assert salt("acme", tenancy=sharing) == salt("globex", tenancy=sharing) == ""
+
+
+async def test_routing_looks_where_the_engine_would() -> None:
+    """The hashes that a gateway asks the index for are those that the engine published."""
+    engine = new_engine()
+    request = Request("a", 0, PROMPT, SamplingParams(max_tokens=2), cache_salt=salt("acme"))
+    engine.add(request, hold=True)
+    while engine.has_work:
+        engine.step()
+    refs = engine.block_refs(request.key, 0, len(PROMPT) // BLOCK_SIZE)
+    published = tuple(ref.hash for ref in refs if ref.hash is not None)
+    table = EngineTable(PrefixMirror(FakeClock()))
+    ids = {Role.PREFILL: "aa" * 16, Role.DECODE: "dd" * 16}
+    load = Load(0, 0, 0, 100, 50, False, frozenset({ids[Role.PREFILL]}))
+    for role, incarnation in ids.items():
+        member = Member(incarnation, role, "n", "h:1", "demo", "fp", 200, BLOCK_SIZE, NUM_BLOCKS)
+        table.add(LinkedEngine(member, FakeLink(incarnation), load))
+        stored = published if role is Role.PREFILL else ()
+        table.mirror.take(encode(Delta(incarnation, 1, (), stored)))
+
+    async def expected(tenant: str) -> int:
+        router = await route_prompt(table, PROMPT, salt(tenant))
+        route = router.choose(Demand(len(PROMPT)), avoid=Avoid(), fingerprint=None)
+        return route.prefill.cached_tokens  # type: ignore[attr-defined, no-any-return]
+
+    assert await expected("acme") == len(PROMPT) // BLOCK_SIZE * BLOCK_SIZE
+    assert await expected("globex") == 0

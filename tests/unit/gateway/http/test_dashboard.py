@@ -1,0 +1,246 @@
+"""The page's server side: what became of engines, who is sent what, headers, files, limits."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+from fakes.clock import FakeClock
+
+from baton.core.errors import InvalidRequest
+from baton.core.membership import Member, Role
+from baton.gateway.engines.engine_table import EngineTable, LinkedEngine, Load
+from baton.gateway.http.dashboard import routes
+from baton.gateway.http.dashboard.roster import EngineRoster
+from baton.gateway.http.dashboard.routes import Viewers, add_dashboard
+from baton.gateway.http.dashboard.snapshot import SnapshotFeed, Targets, definitions
+from baton.gateway.http.dashboard.static_files import static_files
+from baton.gateway.http.protocol.errors import Refusal
+from baton.gateway.telemetry.calls.token_gaps import TokenGaps
+from baton.gateway.telemetry.window.window import Window
+from baton.prefix_index.mirror import PrefixMirror
+
+TARGETS = Targets(0.5, 0.05)
+IDLE = Load(0, 0, 0, 90, 40, False, frozenset())
+
+
+class Cluster:
+    """A table and a directory to change by hand, and the feed over them."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.table = EngineTable(PrefixMirror(self.clock))
+        self.members: list[Member] = []
+        self.roster = EngineRoster(self.table, lambda: self.members, self.clock)
+        self.feed = SnapshotFeed(
+            Window(self.clock, TokenGaps()),
+            self.roster,
+            lambda: {"model": "m"},
+            TARGETS,
+            self.clock,
+        )
+
+    def join(self, name: str, incarnation: str, *, load: Load | None = IDLE) -> None:
+        member = Member(incarnation * 32, Role.DECODE, name, "h:1", "m", "f", 64, 16, 100)
+        self.members.append(member)
+        self.table.add(LinkedEngine(member, None, load=load))  # type: ignore[arg-type]
+
+    def leave(self, incarnation: str) -> None:
+        self.unlink(incarnation)
+        self.members = [m for m in self.members if m.incarnation != incarnation * 32]
+
+    def unlink(self, incarnation: str) -> None:
+        self.table.remove(incarnation * 32)
+
+    def states(self) -> dict[str, tuple[str, int]]:
+        self.roster.look()
+        return {row["name"]: (row["state"], row["restarts"]) for row in self.roster.rows()}
+
+    def tick(self) -> None:
+        self.clock.advance(1.0)
+        self.feed.tick()
+
+
+@pytest.fixture
+def cluster() -> Cluster:
+    return Cluster()
+
+
+def test_an_engine_never_vanishes_silently(cluster: Cluster) -> None:
+    cluster.join("a", "1", load=None)
+    assert cluster.states() == {"a": ("starting", 0)}
+    cluster.table.engines["1" * 32].load = IDLE
+    assert cluster.states() == {"a": ("ready", 0)}
+    cluster.unlink("1")
+    assert cluster.states() == {"a": ("unlinked", 0)}
+    cluster.members.clear()
+    assert cluster.states() == {"a": ("gone", 0)}
+    cluster.clock.advance(1800)
+    assert cluster.states() == {"a": ("gone", 0)}
+    cluster.join("a", "2")
+    assert cluster.states() == {"a": ("ready", 1)}
+    cluster.leave("2")
+    cluster.join("a", "3", load=Load(1, 0, 0, 9, 9, True, frozenset()))  # between two looks
+    assert cluster.states() == {"a": ("draining", 2)}
+    cluster.leave("3")
+    cluster.states()
+    cluster.clock.advance(3601)
+    assert cluster.states() == {}
+
+
+def test_two_engines_of_one_name_are_two(cluster: Cluster) -> None:
+    cluster.join("same", "1")
+    cluster.join("same", "2")
+    cluster.roster.look()
+    assert [row["incarnation"][0] for row in cluster.roster.rows()] == ["1", "2"]
+
+
+async def test_first_all_then_what_is_new_then_all_for_the_slow(cluster: Cluster) -> None:
+    updates = cluster.feed.follow(TARGETS)
+    first = await anext(updates)
+    assert first.kind == "snapshot"
+    assert "definitions" in json.loads(first.data)
+    following = asyncio.ensure_future(anext(updates))
+    await asyncio.sleep(0)
+    assert not following.done()
+    cluster.tick()
+    second = await following
+    assert (second.kind, second.number) == ("update", first.number + 1)
+    assert "definitions" not in json.loads(second.data)
+    cluster.tick()
+    cluster.tick()
+    assert (await anext(updates)).kind == "snapshot"
+    await updates.aclose()  # type: ignore[attr-defined]
+
+
+def test_viewers_of_the_same_targets_share(cluster: Cluster) -> None:
+    assert cluster.feed.whole(TARGETS) is cluster.feed.whole(Targets(0.5, 0.05))
+    other = cluster.feed.whole(Targets(0.1, 0.05))
+    assert json.loads(other)["slo"]["ttft_slo_s"] == 0.1
+    before = cluster.feed.whole(TARGETS)
+    cluster.tick()
+    assert cluster.feed.whole(TARGETS) is not before
+
+
+@pytest.mark.parametrize("text", ["", "x", "0", "-1", "nan", "inf", "1e9", "9" * 5000])
+def test_targets_are_judged(text: str) -> None:
+    with pytest.raises(InvalidRequest):
+        TARGETS.changed(text, None)
+    assert TARGETS.changed("250", None) == Targets(0.25, 0.05)
+
+
+def test_definitions_are_the_ones_of_the_code() -> None:
+    found = dict(definitions())
+    assert set(found) == {"TTFT", "TBT (= ITL)", "TPOT", "hand-off gap", "goodput"}
+    assert found["goodput"] == "requests/s that meet both SLOs"
+
+
+def test_vendored_files_are_as_released() -> None:
+    """uPlot 1.6.32 of the npm registry; `npm pack uplot@1.6.32 && tar xf ... && sha256sum`."""
+    released = {
+        "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+        "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+    }
+    for name, sha256 in released.items():
+        body = static_files()[f"vendor/uplot/{name}"].body
+        assert hashlib.sha256(body).hexdigest() == sha256
+
+
+def test_the_page_has_nothing_inline_and_nothing_from_outside() -> None:
+    for name, file in static_files().items():
+        text = file.body.decode()
+        if name.startswith("vendor/"):
+            continue
+        assert "innerHTML" not in text and "eval(" not in text, name
+        assert "http" not in text.replace("http://www.w3.org/2000/svg", "").replace(
+            "/v1/chat", ""
+        ), name
+        if name.endswith(".html"):
+            assert " style=" not in text and "<style" not in text
+            assert " on" + "click" not in text and "<script>" not in text
+        assert len(text.splitlines()) < 250, name
+
+
+# --- routes ---------------------------------------------------------------------------------------
+
+
+async def client_of(cluster: Cluster, max_viewers: int = 2) -> TestClient[Any, Any]:
+    @web.middleware
+    async def refusing(request: web.Request, handler: Any) -> web.StreamResponse:
+        try:
+            return await handler(request)  # type: ignore[no-any-return]
+        except (Refusal, InvalidRequest) as error:
+            status = error.status if isinstance(error, Refusal) else error.http_status
+            return web.Response(status=status)
+
+    app = web.Application(middlewares=[refusing])
+    add_dashboard(app, Viewers(cluster.feed, max_viewers))
+    client = TestClient(TestServer(app, handler_cancellation=True))
+    await client.start_server()
+    return client
+
+
+async def test_pages_and_files(cluster: Cluster) -> None:
+    client = await client_of(cluster)
+    page = await client.get("/dashboard")
+    policy = page.headers["Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self';")
+    assert "frame-ancestors 'none'" in policy and "unsafe" not in policy
+    assert page.headers["X-Content-Type-Options"] == "nosniff"
+    slash = await client.get("/dashboard/", allow_redirects=False)
+    assert (slash.status, slash.headers["Location"]) == (308, "../dashboard")
+    script = await client.get("/dashboard/js/main.js", headers={"Range": "bytes=0-1,2-3"})
+    assert (script.status, script.content_type) == (200, "text/javascript")
+    again = {"If-None-Match": script.headers["ETag"]}
+    assert (await client.get("/dashboard/js/main.js", headers=again)).status == 304
+    for path in ("../routes.py", "%2e%2e/routes.py", "js/..%2f..%2froutes.py", "nothing", "js/"):
+        assert (await client.get(f"/dashboard/{path}")).status == 404
+    assert (await client.post("/dashboard")).status == 405
+    await client.close()
+
+
+async def test_a_stream_and_its_limits(cluster: Cluster, monkeypatch: Any) -> None:
+    monkeypatch.setattr(routes, "PING_S", 0.0)
+    client = await client_of(cluster, max_viewers=1)
+    stream = await client.get("/api/stream?ttft_ms=200")
+    assert stream.headers["Content-Type"] == "text/event-stream"
+    assert stream.headers["Cache-Control"] == "no-store"
+    assert stream.headers["X-Accel-Buffering"] == "no"
+    lines = [await stream.content.readline() for _ in range(7)]
+    assert lines[0] == b"retry: 1000\n"
+    assert lines[2].startswith(b"id: ") and lines[3] == b"event: snapshot\n"
+    assert json.loads(lines[4].removeprefix(b"data: "))["slo"]["ttft_slo_s"] == 0.2
+    assert lines[6] == b": ping\n"
+    assert (await client.get("/api/stream")).status == 503
+    assert (await client.get("/api/stream?ttft_ms=no")).status == 400
+    whole = await client.get("/api/snapshot")
+    assert (await whole.json())["gateway"] == {"model": "m"}
+    viewers = client.server.app[routes.VIEWERS]  # type: ignore[union-attr]
+    assert viewers.num_viewers == 1
+    stream.close()
+    await client.close()
+    assert viewers.num_viewers == 0
+
+
+async def test_a_viewer_that_does_not_read_is_cut_off(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its place is free again, and nothing of it stays behind."""
+    monkeypatch.setattr(routes, "_SLOWEST_WRITE_S", 0.05)
+    client = await client_of(cluster, max_viewers=1)
+    viewers = client.server.app[routes.VIEWERS]  # type: ignore[union-attr]
+    monkeypatch.setattr(cluster.feed, "_make", lambda *_, **__: bytes(16 << 20))
+    _, writer = await asyncio.open_connection("127.0.0.1", client.server.port, limit=1)
+    writer.write(b"GET /api/stream HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    async with asyncio.timeout(5):
+        for is_connected in (True, False):
+            while bool(client.server.handler.connections) != is_connected:  # type: ignore[union-attr]  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    assert viewers.num_viewers == 0
+    writer.close()
+    await client.close()

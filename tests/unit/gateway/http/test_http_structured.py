@@ -1,0 +1,267 @@
+"""How clients ask for structured output over HTTP and gRPC: one constraint each, or one refusal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.gateway.byte_model import EOS_ID, VOCAB_SIZE, write_byte_model
+
+from baton.constraints.grammars import Grammars, accept
+from baton.core.errors import BatonError, InvalidRequest, Overloaded
+from baton.core.membership import Member, Role
+from baton.core.request.constraint import Constraint, ConstraintKind
+from baton.gateway.engines.engine_table import EngineTable, LinkedEngine
+from baton.gateway.http.chat.chat import FIELDS
+from baton.gateway.http.chat.tool_constraints import call_grammar
+from baton.gateway.http.chat.tool_formats import FORMATS
+from baton.gateway.http.chat.tools import TOOLS, ToolChoice
+from baton.gateway.http.generate.request_fields import read_fields
+from baton.gateway.http.generate.structured import fill_constraint
+from baton.gateway.validation.constraint_check import ConstraintCheck
+from baton.gateway.validation.sampling_validation import check_sampling
+from baton.proto.v1 import common_pb2, inference_pb2
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+SCHEMA_FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+KIND = ConstraintKind
+OF_SCHEMA = Constraint(KIND.JSON_SCHEMA, json.dumps(SCHEMA))
+ANY_OBJECT = Constraint(KIND.JSON_SCHEMA, '{"type": "object"}')
+
+
+def read(body: dict[str, Any]) -> tuple[Constraint | None, str | None]:
+    """What it becomes behind the validator, and the name that errors speak of."""
+    wire = inference_pb2.GenerateRequest()
+    names = fill_constraint(wire, read_fields(body, FIELDS))
+    return check_sampling(wire.sampling, 100).constraint, names.get("constraint")
+
+
+WAYS: list[tuple[dict[str, Any], Constraint | None]] = [
+    ({"response_format": {"type": "text"}}, None),
+    ({"response_format": None}, None),
+    ({"response_format": {"type": "json_object"}}, ANY_OBJECT),
+    ({"response_format": SCHEMA_FORMAT}, OF_SCHEMA),
+    ({"structured_outputs": {"json": SCHEMA}}, OF_SCHEMA),
+    ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, OF_SCHEMA),
+    ({"structured_outputs": {"json_object": True}}, ANY_OBJECT),
+    ({"structured_outputs": {"regex": "a+", "json": None}}, Constraint(KIND.REGEX, "a+")),
+    ({"structured_outputs": {"choice": ["a", "b"]}}, Constraint.choice(["a", "b"])),
+    ({"structured_outputs": {"grammar": 'start: "a"'}}, Constraint(KIND.GRAMMAR, 'start: "a"')),
+    ({"guided_json": SCHEMA, "response_format": {"type": "text"}}, OF_SCHEMA),
+    ({"guided_regex": "a+"}, Constraint(KIND.REGEX, "a+")),
+    ({"guided_choice": ["a"]}, Constraint.choice(["a"])),
+    ({"guided_grammar": 'start: "a"'}, Constraint(KIND.GRAMMAR, 'start: "a"')),
+]
+
+
+@pytest.mark.parametrize(("body", "constraint"), WAYS)
+def test_each_way_becomes_its_constraint(
+    body: dict[str, Any], constraint: Constraint | None
+) -> None:
+    found, name = read(body)
+    assert found == constraint
+    assert name == (None if constraint is None else next(iter(body)))
+
+
+BAD: list[tuple[dict[str, Any], str, str]] = [
+    ({"response_format": {"type": "wat"}}, "unsupported_parameter", "response_format"),
+    ({"response_format": {"type": "structural_tag"}}, "unsupported_parameter", "response_format"),
+    ({"response_format": "json"}, "unsupported_parameter", "response_format"),
+    (
+        {"response_format": {"type": "json_schema"}},
+        "missing_required",
+        "response_format.json_schema",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}},
+        "missing_required",
+        "response_format.json_schema",
+    ),
+    ({"structured_outputs": {}}, "invalid_value", "structured_outputs"),
+    ({"structured_outputs": {"regex": "a", "json": {}}}, "invalid_value", "structured_outputs"),
+    ({"structured_outputs": {"json_object": False}}, "invalid_value", "structured_outputs"),
+    ({"structured_outputs": {"wat": 1}}, "unknown_parameter", "structured_outputs"),
+    ({"structured_outputs": {"json": 3}}, "invalid_value", "structured_outputs.json"),
+    ({"guided_json": 3}, "invalid_value", "guided_json"),
+    ({"guided_regex": ["a"]}, "invalid_value", "guided_regex"),
+    ({"guided_choice": "a"}, "invalid_value", "guided_choice"),
+    ({"guided_choice": ["a"] * 1025}, "array_too_long", "guided_choice"),
+    ({"guided_json": {"enum": ["x" * (1 << 20)]}}, "invalid_schema", "guided_json"),
+    ({"guided_regex": "a", "guided_choice": ["a"]}, "invalid_value", "guided_choice"),
+    ({"response_format": SCHEMA_FORMAT, "guided_regex": "a"}, "invalid_value", "guided_regex"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "code", "param"), BAD)
+def test_what_makes_no_sense_is_refused(body: dict[str, Any], code: str, param: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        read(body)
+    assert (refused.value.code, refused.value.param) == (code, param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "param"),
+    [
+        ({"regex": ""}, "invalid_schema", "constraint"),
+        ({"json_schema": ""}, "invalid_schema", "constraint"),
+        ({"choice": common_pb2.Choices()}, "invalid_schema", "constraint"),
+        ({"choice": common_pb2.Choices(values=["a", ""])}, "invalid_schema", "constraint"),
+        ({"choice": common_pb2.Choices(values=["a"] * 1025)}, "array_too_long", "constraint"),
+        ({"regex": "a", "ignore_eos": True}, "invalid_value", "ignore_eos"),
+    ],
+)
+def test_the_validator_of_both_fronts(fields: dict[str, Any], code: str, param: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        check_sampling(common_pb2.SamplingParams(**fields), 100)
+    assert (refused.value.code, refused.value.param) == (code, param)
+
+
+# --- tools ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def grammars(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
+    return Grammars(write_byte_model(tmp_path_factory.mktemp("m")), VOCAB_SIZE, [EOS_ID])
+
+
+def tool(name: str, **function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **function}}
+
+
+OFFERED = [
+    tool("now", parameters={"properties": {"zone": {"enum": ["UTC"]}}, "required": ["zone"]}),
+    tool("stop.all"),
+    tool("loose", parameters={"properties": {"a": {"type": "string", "format": "wat"}}}),
+]
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+@pytest.mark.parametrize(
+    ("function", "rest", "is_good"),
+    [
+        ("now", ' {"zone": "UTC"}}', True),
+        ("now", '{"zone": "UTC"}}', True),
+        ("now", ' {"zone": "CET"}}', False),
+        ("now", " {}}", False),
+        ("stop.all", " {}}", True),
+        ("stop.all", ' {"a": 1}}', False),
+        ("loose", ' {"a": "b"}}', True),
+        (None, 'now", "ARGUMENTS": {"zone": "UTC"}}', True),
+        (None, 'stop.all", "ARGUMENTS": {}}', True),
+        (None, 'stop.all", "ARGUMENTS": {"zone": "UTC"}}', False),
+        (None, 'other", "ARGUMENTS": {}}', False),
+    ],
+)
+def test_a_forced_call_is_one_of_the_tools_with_arguments_of_its_schema(
+    grammars: Grammars, name: str, function: str | None, rest: str, is_good: bool
+) -> None:
+    tool_format = FORMATS[name]()
+    rest = rest.replace("ARGUMENTS", tool_format.arguments_name)
+    choice = ToolChoice(True, True, function)
+    source = call_grammar(TOOLS.read(OFFERED, "tools"), choice, tool_format.arguments_name)
+    matcher = grammars.compile(Constraint(KIND.GRAMMAR, source)).follow()
+    try:
+        accept(matcher, [*rest.encode(), EOS_ID])
+    except InvalidRequest:
+        assert not is_good
+        return
+    assert is_good
+    parser = tool_format.parser()
+    deltas = parser.feed(tool_format.constrained_opening(function) + rest) + parser.finish()
+    called = [delta.name for delta in deltas if getattr(delta, "name", None)]
+    assert called == [function or rest.partition('"')[0]]
+    arguments = "".join(getattr(delta, "arguments", "") for delta in deltas)
+    assert isinstance(json.loads(arguments), dict)
+
+
+def test_a_strict_tools_schema_must_be_understood(grammars: Grammars) -> None:
+    strict = TOOLS.read(
+        [tool("f", strict=True, parameters=OFFERED[2]["function"]["parameters"])], "tools"
+    )
+    choice = ToolChoice(True, True, "f")
+    source = call_grammar(strict, choice, "arguments")
+    with pytest.raises(InvalidRequest, match="format"):
+        grammars.compile(Constraint(KIND.GRAMMAR, source))
+
+
+# --- what the gateway knows before it asks a node ------------------------------------------------
+
+
+def linked(incarnation: str, role: Role, can_constrain: bool) -> LinkedEngine:
+    member = Member(
+        incarnation, role, "n", "h:1", "demo", "fp", 200, 16, 100, can_constrain=can_constrain
+    )
+    return LinkedEngine(member, None)  # type: ignore[arg-type]
+
+
+class NoMirror:
+    """Nothing is cached."""
+
+    def add(self, incarnation: str, num_blocks: int) -> None: ...
+
+
+def test_a_role_of_which_no_engine_takes_constraints_is_named() -> None:
+    table = EngineTable(NoMirror())  # type: ignore[arg-type]
+    assert table.lacks_constraints() is None, "nobody is known: that is another error"
+    table.add(linked("a", Role.PREFILL, True))
+    table.add(linked("b", Role.DECODE, False))
+    assert table.lacks_constraints() is Role.DECODE
+    table.add(linked("c", Role.DECODE, True))
+    assert table.lacks_constraints() is None
+
+
+async def test_the_check_says_what_is_wrong_and_remembers_what_is_not(grammars: Grammars) -> None:
+    check = ConstraintCheck(grammars)
+    good = Constraint(KIND.REGEX, "check[ed]+")
+    await check.check(good)
+    assert grammars.is_kept(good)
+    with pytest.raises(InvalidRequest, match="unclosed"):
+        await check.check(Constraint(KIND.REGEX, "a("))
+    check.close()
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {"type": "object", "anyOf": [{"$ref": "#"}]},
+        {"$ref": "#/$defs/x", "$defs": {"x": {"$ref": "#/$defs/y"}, "y": {"$ref": "#/$defs/x"}}},
+    ],
+)
+def test_a_schema_with_a_loop_is_told_so(grammars: Grammars, schema: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=r"\$ref loop"):
+        grammars.compile(Constraint(KIND.JSON_SCHEMA, json.dumps(schema)))
+
+
+TREE = {"type": "object", "properties": {"child": {"$ref": "#"}}, "additionalProperties": False}
+
+
+def test_a_recursive_schema_works_as_a_format_and_in_a_forced_call(grammars: Grammars) -> None:
+    text = '{"child": {"child": {}}}'
+    matcher = grammars.compile(Constraint(KIND.JSON_SCHEMA, json.dumps(TREE))).follow()
+    accept(matcher, [*text.encode(), EOS_ID])
+    source = call_grammar(
+        TOOLS.read([tool("f", parameters=TREE)], "tools"), ToolChoice(True, True, "f"), "arguments"
+    )
+    call = grammars.compile(Constraint(KIND.GRAMMAR, source))
+    accept(call.follow(), [*f"{text}}}".encode(), EOS_ID])
+    with pytest.raises(InvalidRequest):
+        accept(call.follow(), [*b'{"child": 1}}', EOS_ID])
+
+
+async def test_the_check_is_bounded(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.gateway.validation.constraint_check._MAX_WAITING", 0)
+    check = ConstraintCheck(grammars)
+    with pytest.raises(Overloaded):
+        await check.check(Constraint(KIND.REGEX, "new"))
+    check.close()
+
+
+async def test_without_grammars_the_check_refuses(tmp_path: Path) -> None:
+    check = ConstraintCheck(Grammars(tmp_path, VOCAB_SIZE, [EOS_ID]))
+    with pytest.raises(BatonError, match="not there") as refused:
+        await check.check(Constraint(KIND.REGEX, "a"))
+    assert refused.value.code == "unsupported_parameter"
+    check.close()

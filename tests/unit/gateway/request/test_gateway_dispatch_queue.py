@@ -1,0 +1,308 @@
+"""What waits at the gateway: who goes first, what is held back, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+from fakes.clock import FakeClock, FakeEntropy
+from fakes.gateway.engine_link import FakeLink, FakeRouter, FakeSink, Letters
+from fakes.gateway.played_cluster import PlayedCluster
+
+from baton.core.errors import Cancelled, DeadlineExceeded, NodeLost, Overloaded, Unavailable
+from baton.core.request.request import FinishReason, SamplingParams
+from baton.core.request.timeline import Event, Stamp
+from baton.gateway.engines.prefill_backlog import PrefillCost
+from baton.gateway.request.dispatch_queue import DispatchQueue
+from baton.gateway.request.engine_link import Blocked, Demand, EngineOutput, MustWait, Route
+from baton.gateway.request.session import Session, SessionLimits
+from baton.gateway.request.session_table import SessionTable
+from baton.gateway.text.text_stream import TextStream
+from baton.gateway.validation.validation import ValidatedRequest
+
+H200 = PrefillCost(0.005, 25e-6)  # of an 8B model: 8k tokens in 0.21 s
+
+
+def percentile(values: list[float], percent: float) -> float:
+    values = sorted(values)
+    return values[min(len(values) - 1, int(len(values) * percent / 100))]
+
+
+async def test_a_light_caller_beside_ten_bulk_callers() -> None:
+    chunk_tokens, light, bulk = 8192, 99, range(10)
+    idle = PlayedCluster(cost=H200)
+    idle.call(light, 4)
+    idle.run(1.0)
+    cluster = PlayedCluster(cost=H200, chunk_tokens=chunk_tokens, max_num_seqs=256, stay_s=2.0)
+    for caller_id in bulk:
+        for _ in range(64):
+            cluster.call(caller_id, 8000)
+    for number in range(300):
+        cluster.at(0.1 + 0.4 * number, lambda: cluster.call(light, 4))
+    cluster.run()
+    assert all(len(call.token_s) == 3 for call in cluster.calls) and not cluster.num_refused
+    waits_s = [call.ttft_s for call in cluster.calls if call.caller_id == light]
+    assert len(waits_s) == 300
+    (first,) = idle.calls
+    assert percentile(waits_s, 99) <= 3 * first.ttft_s + H200.seconds_of(chunk_tokens)
+    ends_s = [max(c.token_s[-1] for c in cluster.calls if c.caller_id == one) for one in bulk]
+    assert max(ends_s) - min(ends_s) < 10 * H200.seconds_of(8000)
+    assert cluster.prefill.most_waiting < 40, "the others wait at the gateway"
+
+
+@pytest.mark.parametrize("max_queue_s", [None, 1.0])
+async def test_a_full_decode_engine_lets_prompts_wait_before_their_prefill(
+    max_queue_s: float | None,
+) -> None:
+    """33 requests/s where 30 can be decoded: who waits, waits for the first token."""
+    rng, seconds = random.Random(0), 120.0
+    cluster = PlayedCluster(cost=H200, max_num_seqs=256, stay_s=256 / 30, max_queue_s=max_queue_s)
+    due_s, num_calls = 0.0, 0
+    while (due_s := due_s + rng.expovariate(33)) < seconds:
+        cluster.at(due_s, lambda: cluster.call(rng.randrange(20), 1024))
+        num_calls += 1
+    cluster.run()
+    served = [call for call in cluster.calls if call.error is None]
+    assert all(len(call.token_s) == 3 for call in served)
+    gaps_s = [call.token_s[1] - call.token_s[0] for call in served]
+    assert percentile(gaps_s, 99.9) <= 0.15
+    waits_s = [call.ttft_s for call in served]
+    if max_queue_s is None:
+        assert percentile(waits_s, 99) > 5 and len(served) == num_calls
+    else:
+        assert percentile(waits_s, 99) < max_queue_s + 0.1 and len(served) < num_calls - 100
+    busy_s = cluster.clock.monotonic_s()
+    assert len(served) / busy_s > 0.9 * 30, "places do not stay empty"
+    assert not len(cluster.sessions) and not len(cluster.queue)
+
+
+class Places(FakeRouter):
+    """So many requests may be dispatched yet; `turns`: so many of each caller."""
+
+    num_places = 0
+    turns: dict[int, int]
+
+    def choose(self, demand: Demand, **how: object) -> Route:
+        route = super().choose(demand, **how)  # type: ignore[arg-type]
+        if self.num_places < demand.num_sequences:
+            raise MustWait(Blocked.PLACE)
+        self.num_places -= demand.num_sequences
+        return route
+
+
+class Rig:
+    """Sessions of several callers before one pair of engines."""
+
+    def __init__(self, num_places: int = 0, **limits: float) -> None:
+        self.clock = FakeClock()
+        self.released: set[int] = set()
+        self.queue = DispatchQueue(self.released)
+        self.table = SessionTable(self.clock, 100, self.queue)
+        self.links = FakeLink("p"), FakeLink("d")
+        self.router = Places([self.links[0]], [self.links[1]])
+        self.router.num_places = num_places
+        self.limits = SessionLimits(settle_s=0.0, avoid_s=0.0, **limits)  # type: ignore[arg-type]
+        self.sinks: dict[str, FakeSink] = {}
+        self.sessions: dict[str, Session] = {}
+
+    def start(self, name: str, caller_id: int = 1, num_tokens: int = 10, n: int = 1) -> Session:
+        siblings = [self._session(f"{name}{i}", caller_id, num_tokens) for i in range(1, n)]
+        leader = self._session(name, caller_id, num_tokens, siblings)
+        for session in (*siblings, leader):
+            self.table.start(session)
+        return leader
+
+    def _session(
+        self, name: str, caller_id: int, num_tokens: int, siblings: list[Session] | None = None
+    ) -> Session:
+        self.sinks[name] = FakeSink()
+        request = ValidatedRequest(
+            bytes(num_tokens), SamplingParams(max_tokens=3), name, caller_id=caller_id
+        )
+        self.sessions[name] = Session(
+            name, request, deadline_s=60.0, arrived=Stamp(Event.ARRIVED, 0, "gateway"),
+            text=TextStream(Letters(), ()), sink=self.sinks[name], router=self.router,
+            clock=self.clock, entropy=FakeEntropy(), limits=self.limits, siblings=siblings or (),
+        )  # fmt: skip
+        return self.sessions[name]
+
+    def free(self, num_places: int = 1) -> None:
+        self.router.num_places += num_places
+        self.released.add(0)
+        self.table.engine_outputs("d", ())
+
+    def tick(self, name: str) -> None:
+        self.table._wake(self.sessions[name])
+
+    @property
+    def dispatched(self) -> list[str]:
+        return [request.request_id for request, *_ in self.links[0].dispatched]
+
+    def is_clean(self) -> bool:
+        queue = self.queue
+        return not (
+            queue.shares or queue._counted or queue._held or queue._stranded or len(queue._eligible)
+        )
+
+
+async def test_with_a_place_free_a_session_is_dispatched_as_it_comes() -> None:
+    rig = Rig(num_places=1)
+    rig.start("a")
+    assert rig.dispatched == ["a"] and rig.is_clean()
+    assert len(rig.router.demands) == 1
+
+
+async def test_places_go_to_callers_in_turn_and_nobody_passes_the_head() -> None:
+    rig = Rig()
+    for number in range(3):
+        rig.start(f"a{number}", 1, 1000)
+    rig.start("b0", 2, 1000)
+    rig.start("b1", 2, 10)
+    rig.free(2)
+    assert rig.dispatched == ["a0", "b0"]
+    rig.start("n", 3, 10, n=4)  # needs four places at once, and is the lightest
+    num_asked = len(rig.router.demands)
+    for _ in range(3):
+        rig.free()
+        assert rig.dispatched[2:] in ([], ["b1"], ["b1", "a1"], ["b1", "a1", "a2"], ["n"])
+    assert len(rig.router.demands) - num_asked <= 6, "heads alone are tried"
+    rig.free(10)
+    assert sorted(rig.dispatched) == ["a0", "a1", "a2", "b0", "b1", "n"] and rig.is_clean()
+    assert len(rig.links[0].dispatched[rig.dispatched.index("n")][0].fork_ids) == 3
+
+
+async def test_many_that_wait_cost_a_heartbeat_one_try() -> None:
+    rig = Rig()
+    for number in range(50):
+        rig.start(f"r{number}", number)
+    num_asked = len(rig.router.demands)
+    for _ in range(10):
+        rig.table.cluster_changed(is_load_only=True)
+    assert len(rig.router.demands) == num_asked + 10
+
+
+async def test_who_is_held_back_by_own_prompts_is_passed_and_comes_again() -> None:
+    rig = Rig(num_places=99)
+    rig.router.blocked = Blocked.TURN
+    for name in ("a", "b", "c"):
+        rig.start(name, 1)
+    assert rig.dispatched == [] and len(rig.queue) == 3
+    num_asked = len(rig.router.demands)
+    rig.table.cluster_changed(is_load_only=True)
+    assert len(rig.router.demands) == num_asked, "nothing of its own was answered"
+    rig.router.blocked = None
+    rig.start("other", 2)
+    assert rig.dispatched == ["other"]
+    rig.released.add(1)
+    rig.table.engine_outputs("p", ())
+    assert rig.dispatched == ["other", "a", "b", "c"] and rig.is_clean()
+
+
+async def test_a_held_caller_goes_on_when_its_next_one_ends_early() -> None:
+    rig = Rig(num_places=99)
+    rig.router.blocked = Blocked.TURN
+    for name in ("a", "b", "c", "d"):
+        rig.start(name, 1)
+    rig.table.cancel(rig.sessions["b"], Cancelled("gone"))  # held
+    rig.router.blocked, rig.router.num_places = None, 0
+    rig.released.add(1)
+    rig.table.engine_outputs("p", ())  # the next one finds no place
+    rig.table.cancel(rig.sessions["a"], Cancelled("gone"))
+    rig.free(2)
+    assert rig.dispatched == ["c", "d"] and rig.is_clean()
+
+
+async def test_retries_go_first() -> None:
+    rig = Rig(num_places=1)
+    rig.start("old")
+    rig.table.engine_outputs("p", [EngineOutput("old", 0, 0, (97,))])
+    for name in ("x", "y"):
+        rig.start(name, 2)
+    rig.table.engine_outputs("d", [EngineOutput("old", 0, error=NodeLost("gone"))])
+    rig.tick("old")
+    assert len(rig.queue) == 3
+    rig.free()
+    (again,) = [r for r, *_ in rig.links[0].dispatched if r.attempt == 1]
+    assert (again.request_id, again.output_token_ids) == ("old", (97,))
+    rig.free(2)
+    assert rig.dispatched == ["old", "old", "x", "y"]
+
+
+@pytest.mark.parametrize("how", ["cancel", "deadline", "max_queue", "abort", "drain"])
+@pytest.mark.parametrize("where", [Blocked.PLACE, Blocked.TURN, Blocked.ENGINE])
+async def test_what_ends_while_it_waits_leaves_nothing_behind(how: str, where: Blocked) -> None:
+    rig = Rig(num_places=99, max_queue_s=5.0, recovery_wait_s=9.0)
+    rig.router.blocked = where
+    if where is Blocked.ENGINE:
+        rig.router.blocked = None
+        decode, rig.router.decode = rig.router.decode, []
+    for name in ("a", "b"):
+        rig.start(name, n=2)
+    if how == "cancel":
+        rig.table.cancel(rig.sessions["a"], Cancelled("the client went away"))
+    elif how == "abort":
+        assert rig.table.abort(["a"]) == 1
+    elif how == "drain":
+        rig.table.end_all(Unavailable("shutting down"))
+        assert not len(rig.table) and rig.is_clean()
+        return
+    else:
+        rig.clock.advance(60.0 if how == "deadline" else 5.0)
+        rig.tick("a")
+    error = rig.sinks["a"].error
+    if how == "max_queue" and where is not Blocked.ENGINE:
+        assert isinstance(error, Overloaded) and "5 s" in error.message
+    elif how == "max_queue":
+        assert error is None, "engines may come back"
+        rig.clock.advance(4.5)
+        rig.tick("a")
+        assert isinstance(rig.sinks["a"].error, Unavailable)
+    else:
+        assert type(error) is (DeadlineExceeded if how == "deadline" else Cancelled)
+    rig.router.blocked = None
+    if where is Blocked.ENGINE:
+        rig.router.decode = decode
+    rig.table.cluster_changed()
+    assert rig.dispatched == ["b"] and rig.is_clean()
+    for name in ("b", "b1"):
+        rig.table.engine_outputs("p", [EngineOutput(name, 0, 0, (97,), FinishReason.STOP)])
+    rig.table.cancel(rig.sessions["a1"], Cancelled("the client went away"))
+    assert not len(rig.table) and not rig.table._timers
+
+
+async def test_engines_that_go_strand_what_waits_and_take_it_when_they_are_back() -> None:
+    rig = Rig(recovery_wait_s=9.0)
+    for number in range(3):
+        rig.start(f"r{number}", number)
+    prefill, rig.router.prefill = rig.router.prefill, []
+    rig.table.engine_lost("p", has_died=False)
+    rig.table.cluster_changed()
+    assert [session.blocked for session in rig.sessions.values()] == [Blocked.ENGINE] * 3
+    rig.router.prefill, rig.router.num_places = prefill, 2
+    rig.table.cluster_changed()
+    assert rig.dispatched == ["r0", "r1"]
+    assert rig.sessions["r2"].next_wakeup_s == 60.0, "engines are there, and it waits for a place"
+
+
+def test_a_caller_cannot_take_all_that_may_be_in_flight() -> None:
+    table = SessionTable(FakeClock(), 64)
+    admitted = 0
+    with pytest.raises(Overloaded, match="56 of this caller"):
+        for _ in range(64):
+            table.admit(1)
+            admitted += 1
+    assert admitted == 56
+    for caller_id in (2, 3, 4, 5):
+        table.admit(caller_id)
+        table.admit(caller_id)
+    for caller_id in range(1, 9):
+        with pytest.raises(Overloaded):
+            table.admit(caller_id)
+    table.leave(1)
+    with pytest.raises(Overloaded):
+        table.admit(1)
+    table.admit(9)
+    for a, b in pairwise((9, 2, 2, 3)):
+        table.leave(a)
+        table.admit(b)

@@ -1,0 +1,194 @@
+"""Between session and client: the bounded queue, and the table that keeps sessions apart."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+from fakes.clock import FakeEntropy
+from fakes.gateway.engine_link import FakeLink, FakeRouter, FakeSink, Letters
+
+from baton.core.errors import BatonError, Cancelled, Overloaded
+from baton.core.ports import SystemClock
+from baton.core.request.request import FinishReason, SamplingParams
+from baton.core.request.timeline import Event, Stamp
+from baton.gateway.request.chunk_queue import ChunkQueue
+from baton.gateway.request.engine_link import EngineOutput
+from baton.gateway.request.output_chunk import Chunk, Result
+from baton.gateway.request.session import Session, SessionLimits
+from baton.gateway.request.session_table import SessionTable
+from baton.gateway.text.text_stream import TextStream
+from baton.gateway.validation.validation import ValidatedRequest
+
+RESULT = Result(FinishReason.STOP, None, 1, 2, 0, "p", None, None, 1, 0, ())
+
+
+def queue(max_tokens: int = 4) -> tuple[ChunkQueue, list[str]]:
+    failures: list[str] = []
+    return ChunkQueue(lambda: failures.append("failed"), max_tokens), failures
+
+
+async def test_a_reader_that_keeps_up_gets_every_chunk() -> None:
+    chunks, _ = queue()
+    reading = asyncio.create_task(chunks.next())
+    await asyncio.sleep(0)
+    assert chunks.emit(Chunk("a", (1,), 0))
+    assert await reading == Chunk("a", (1,), 0)
+
+
+async def test_what_waits_comes_as_one() -> None:
+    chunks, _ = queue()
+    for index in range(3):
+        chunks.emit(Chunk("abc"[index], (index,), index))
+    chunks.emit(Chunk("d", (), 3, RESULT))
+    assert await chunks.next() == Chunk("abcd", (0, 1, 2), 0, RESULT)
+
+
+async def test_a_chunk_is_pushed_only_while_all_before_is_delivered() -> None:
+    chunks, _ = queue()
+    pushed: list[str] = []
+    takes = True
+
+    def push(chunk: Chunk) -> bool:
+        if takes:
+            pushed.append(chunk.text)
+        return takes
+
+    chunks.push = push
+    chunks.emit(Chunk("a", (1,), 0))  # nobody has asked for it yet: it waits
+    assert (await chunks.next()).text == "a"
+    chunks.emit(Chunk("b", (2,), 1))  # "a" is being written
+    reading = asyncio.create_task(chunks.next())
+    await asyncio.sleep(0)
+    assert (await reading).text == "b" and not pushed
+    reading = asyncio.create_task(chunks.next())
+    await asyncio.sleep(0)
+    chunks.emit(Chunk("c", (3,), 2))
+    chunks.emit(Chunk("d", (4,), 3))
+    assert pushed == ["c", "d"] and not reading.done()
+    takes = False
+    chunks.emit(Chunk("e", (5,), 4))
+    takes = True
+    chunks.emit(Chunk("f", (6,), 5))  # behind one that waits
+    assert (await reading).text == "ef"
+    reading = asyncio.create_task(chunks.next())
+    await asyncio.sleep(0)
+    chunks.emit(Chunk("g", (7,), 6, RESULT))  # the last is never pushed
+    assert (await reading).text == "g" and pushed == ["c", "d"]
+
+
+async def test_what_waits_long_is_kept_together() -> None:
+    chunks, _ = queue(max_tokens=1000)
+    for index in range(500):
+        for sample in (1, 0):
+            assert chunks.emit(Chunk(str(index % 10), (index,), index, sample_index=sample))
+    assert len(chunks._waiting) < 40
+    for sample in (1, 0):
+        found = await chunks.next()
+        assert found.sample_index == sample and found.index == 0
+        assert found.token_ids == tuple(range(500))
+
+
+async def test_a_reader_too_far_behind_gets_no_more() -> None:
+    chunks, _ = queue(max_tokens=4)
+    assert chunks.emit(Chunk("", tuple(range(100)), 0)), "one chunk may be of any size"
+    assert chunks.emit(Chunk("", (1,), 100)), "nobody was asked to read yet"
+    await chunks.next()
+    assert chunks.emit(Chunk("", tuple(range(5)), 101))
+    assert not chunks.emit(Chunk("", (1,), 106))
+    assert chunks.emit(Chunk("", (), 106, RESULT)), "the end is never refused"
+
+
+async def test_the_error_comes_after_what_waits() -> None:
+    chunks, failures = queue()
+    chunks.emit(Chunk("a", (1,), 0))
+    chunks.fail(Overloaded("x"))
+    assert failures == ["failed"]
+    assert (await chunks.next()).text == "a"
+    with pytest.raises(Overloaded):
+        await chunks.next()
+
+
+class BrokenDetokenizer:
+    def step(self, token_id: int) -> str:
+        raise ZeroDivisionError
+
+
+def session(
+    name: str, text: TextStream, sink: FakeSink, deadline_s: float = 60.0, max_tokens: int = 2
+) -> Session:
+    clock = SystemClock()
+    return Session(
+        name,
+        ValidatedRequest((1,), SamplingParams(max_tokens=max_tokens), "label"),
+        deadline_s=clock.monotonic_s() + deadline_s,
+        arrived=Stamp(Event.ARRIVED, 0, "gateway"),
+        text=text,
+        sink=sink,
+        router=FakeRouter([FakeLink("p")], [FakeLink("d")]),
+        clock=clock,
+        entropy=FakeEntropy(),
+        limits=SessionLimits(),
+    )
+
+
+async def test_a_bug_in_one_session_fails_that_one(caplog: pytest.LogCaptureFixture) -> None:
+    table = SessionTable(SystemClock(), 10)
+    sinks = FakeSink(), FakeSink()
+    table.start(session("bad", TextStream(BrokenDetokenizer(), ()), sinks[0]))
+    table.start(session("good", TextStream(Letters(), ()), sinks[1]))
+    with caplog.at_level(logging.CRITICAL, "baton.gateway.request.session_table"):
+        table.engine_outputs("p", [EngineOutput(name, 0, 0, (97,)) for name in ("bad", "good")])
+    assert type(sinks[0].error) is BatonError and "Zero" not in sinks[0].error.message
+    assert (sinks[1].text, len(table)) == ("a", 1)
+
+
+async def test_the_short_way_is_as_careful(caplog: pytest.LogCaptureFixture) -> None:
+    table = SessionTable(SystemClock(), 10)
+    sinks = {name: FakeSink() for name in ("bad", "slow", "good")}
+    letters = {name: Letters() for name in sinks}
+    for name, sink in sinks.items():
+        table.start(session(name, TextStream(letters[name], ()), sink, max_tokens=9))
+    for engine, index in (("p", 0), ("d", 1)):
+        table.engine_outputs(engine, [EngineOutput(name, 0, index, (97,)) for name in sinks])
+    letters["bad"].step = BrokenDetokenizer().step  # type: ignore[method-assign]
+    sinks["slow"].is_full = True
+    with caplog.at_level(logging.CRITICAL, "baton.gateway.request.session_table"):
+        table.engine_tokens("d", [(name, 0, 2, 98) for name in (*sinks, "nobody's")])
+    assert type(sinks["bad"].error) is BatonError
+    assert isinstance(sinks["slow"].error, Overloaded)
+    assert (sinks["good"].text, len(table)) == ("aab", 1)
+
+
+async def test_deadlines_come_by_themselves() -> None:
+    table, sink = SessionTable(SystemClock(), 10), FakeSink()
+    table.start(session("r", TextStream(Letters(), ()), sink, deadline_s=0.02))
+    await asyncio.sleep(0.04)
+    assert sink.error is not None and sink.error.code == "deadline_exceeded"
+    assert len(table) == 0
+
+
+async def test_abort_by_id_and_label() -> None:
+    table = SessionTable(SystemClock(), 10)
+    sinks = [FakeSink() for _ in range(3)]
+    for number, sink in enumerate(sinks):
+        table.start(session(f"r{number}", TextStream(Letters(), ()), sink))
+    assert table.abort(["r0", "", "nobody"]) == 1
+    assert table.abort(["label"]) == 2
+    assert table.abort(["label", "r0"]) == 0
+    assert all(isinstance(sink.error, Cancelled) for sink in sinks)
+
+
+async def test_admission_is_bounded() -> None:
+    table = SessionTable(SystemClock(), 1)
+    await table.wait_idle()
+    table.admit()
+    with pytest.raises(Overloaded):
+        table.admit()
+    waiting = asyncio.create_task(table.wait_idle())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    table.leave()
+    await waiting
+    table.admit()

@@ -1,0 +1,210 @@
+"""What kills engines takes nobody with it: sessions on engines that die, and are started again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from fakes.clock import FakeClock, FakeEntropy
+from fakes.gateway.engine_link import FakeLink, FakeSink, Letters
+from fakes.gateway.step_outputs import give
+
+from baton.core.errors import EngineFailed, Unavailable
+from baton.core.request.request import FinishReason, SamplingParams
+from baton.core.request.timeline import Event, Stamp
+from baton.gateway.request.engine_link import Avoid, Demand, EngineOutput, Route, Work
+from baton.gateway.request.session import Session, SessionLimits
+from baton.gateway.request.suspects import Suspects
+from baton.gateway.text.text_stream import TextStream
+from baton.gateway.validation.validation import ValidatedRequest
+
+NUM_STREAMS, MAX_TOKENS = 32, 6
+STEP_S = 0.01
+RESTART_STEPS = 200
+
+
+@dataclass
+class Cluster:
+    """Sessions, and engines that take one step at a time. A poison request kills the engine of
+    `deadly` work that computes its token `at`; that one is back after `RESTART_STEPS`."""
+
+    num_engines: int
+    deadly: Work
+    at: int = 0
+    poison: frozenset[str] = frozenset({"r7"})
+    restarts: bool = True
+    clock: FakeClock = field(default_factory=FakeClock)
+    suspects: Suspects = field(default_factory=Suspects)
+    engines: dict[Work, list[FakeLink]] = field(default_factory=dict)
+    sessions: dict[str, Session] = field(default_factory=dict)
+    sinks: dict[str, FakeSink] = field(default_factory=dict)
+    due: list[tuple[int, Work]] = field(default_factory=list)  # restarts, by step
+    num_started: int = 0
+    num_lost: int = 0
+    num_steps: int = 0
+
+    def __post_init__(self) -> None:
+        for work in Work:
+            self.engines[work] = []
+            for _ in range(self.num_engines):
+                self.start(work)
+
+    def start(self, work: Work) -> None:
+        self.num_started += 1
+        self.engines[work].append(FakeLink(f"{work.value}-{self.num_started}"))
+
+    def choose(self, demand: Demand, *, avoid: Avoid, fingerprint: str | None) -> Route:
+        """The engines that were asked least; no trial's, if there are others."""
+        for avoided in (self.suspects.keep_clear(avoid), avoid):
+            fit = [
+                [e for e in self.engines[work] if e.incarnation not in avoided.incarnations]
+                for work in (Work.PREFILL, Work.DECODE)
+            ]
+            if all(fit):
+                return Route(*(min(engines, key=lambda e: len(e.dispatched)) for engines in fit))
+        raise Unavailable("no engine")
+
+    def ask(self, request_id: str, call_id: str = "") -> None:
+        self.sinks[request_id] = FakeSink()
+        session = self.sessions[request_id] = Session(
+            request_id,
+            ValidatedRequest((1, 2, 3), SamplingParams(max_tokens=MAX_TOKENS), ""),
+            deadline_s=60.0,
+            arrived=Stamp(Event.ARRIVED, 0, "gateway"),
+            text=TextStream(Letters(), ()),
+            sink=self.sinks[request_id],
+            router=self,
+            clock=self.clock,
+            entropy=FakeEntropy(),
+            limits=SessionLimits(recovery_wait_s=10.0),
+            suspects=self.suspects,
+        )
+        session.call_id = call_id or request_id
+        session.try_dispatch()
+
+    def step(self) -> None:
+        self.num_steps += 1
+        for due in [due for due in self.due if due[0] <= self.num_steps]:
+            self.due.remove(due)
+            self.start(due[1])
+            for session in self.sessions.values():
+                session.try_dispatch()
+        for engine in [*self.engines[Work.PREFILL], *self.engines[Work.DECODE]]:
+            self._step(engine)
+        self.clock.advance(STEP_S)
+        for session in self.sessions.values():
+            if session.next_wakeup_s <= self.clock.monotonic_s():
+                session.tick()
+
+    def _step(self, engine: FakeLink) -> None:
+        work = Work.PREFILL if engine in self.engines[Work.PREFILL] else Work.DECODE
+        batch = []
+        for request, _, _, _ in engine.dispatched:
+            session = self.sessions[request.request_id]
+            attempt = session._attempt
+            if attempt is None or attempt.number != request.attempt:
+                continue
+            num_known = len(session._output_ids)
+            is_prefill_due = num_known == len(request.output_token_ids)
+            if is_prefill_due is (work is Work.PREFILL):
+                batch.append((session, request, num_known))
+        if work is self.deadly and any(
+            request.request_id in self.poison and known >= self.at for _, request, known in batch
+        ):
+            self._kill(engine, work)
+            return
+        for session, request, known in batch:
+            reason = FinishReason.LENGTH if known + 1 == MAX_TOKENS else None
+            output = EngineOutput(request.request_id, request.attempt, known, (97,), reason)
+            give(session, engine.incarnation, output)
+
+    def _kill(self, engine: FakeLink, work: Work) -> None:
+        self.num_lost += 1
+        self.engines[work].remove(engine)
+        if self.restarts:
+            self.due.append((self.num_steps + RESTART_STEPS, work))
+        for session in self.sessions.values():
+            session.engine_lost(engine.incarnation, has_died=True)
+
+    def run(self) -> float:
+        """Until all are over; returns how long it took."""
+        while not all(sink.is_over for sink in self.sinks.values()):
+            self.step()
+            assert self.num_steps < 6000
+        assert not self.suspects.engines
+        return self.num_steps * STEP_S
+
+    def lost(self) -> set[str]:
+        return {name for name, sink in self.sinks.items() if sink.error is not None}
+
+
+@pytest.mark.parametrize("num_engines", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("deadly", "at"), [(Work.PREFILL, 0), (Work.DECODE, 1), (Work.DECODE, 4)], ids=str
+)
+def test_a_poison_request_is_lost_alone(num_engines: int, deadly: Work, at: int) -> None:
+    cluster = Cluster(num_engines, deadly, at)
+    for i in range(NUM_STREAMS):
+        cluster.ask(f"r{i}")
+    took_s = cluster.run()
+    assert cluster.lost() == {"r7"}
+    assert isinstance(cluster.sinks["r7"].error, EngineFailed)
+    assert cluster.num_lost == 2
+    down_s = (3 - num_engines) * RESTART_STEPS * STEP_S
+    # Each trial takes a prefill, two steps and up to a pause; those at an engine follow each other.
+    assert took_s < down_s + 0.5 + NUM_STREAMS * (3 * STEP_S + 0.02)
+
+
+def test_three_engines_need_no_restart() -> None:
+    cluster = Cluster(3, Work.PREFILL, restarts=False)
+    for i in range(NUM_STREAMS):
+        cluster.ask(f"r{i}")
+    cluster.run()
+    assert (cluster.lost(), cluster.num_lost) == ({"r7"}, 2)
+
+
+def test_who_comes_meanwhile_keeps_clear_of_trials() -> None:
+    """And is served without waiting for them."""
+    cluster = Cluster(3, Work.DECODE, 1)
+    for i in range(NUM_STREAMS):
+        cluster.ask(f"r{i}")
+    while not cluster.num_lost:
+        cluster.step()
+    for i in range(100, 140):
+        cluster.ask(f"r{i}")
+        cluster.step()
+    cluster.run()
+    assert (cluster.lost(), cluster.num_lost) == ({"r7"}, 2)
+
+
+def test_two_poison_requests_are_lost_alone() -> None:
+    cluster = Cluster(3, Work.DECODE, 1, poison=frozenset({"r7", "r20"}))
+    for i in range(NUM_STREAMS):
+        cluster.ask(f"r{i}")
+    cluster.run()
+    assert cluster.lost() == {"r7", "r20"}
+    assert cluster.num_lost <= 4
+
+
+def test_samples_of_one_poison_prompt_cost_no_more_engines() -> None:
+    samples = frozenset({"r1", "r2", "r3", "r4"})
+    cluster = Cluster(1, Work.DECODE, 1, poison=samples)
+    for i in range(NUM_STREAMS):
+        cluster.ask(f"r{i}", "call" if f"r{i}" in samples else "")
+    for _ in range(3):
+        cluster.start(Work.DECODE)
+    cluster.run()
+    assert (cluster.lost(), cluster.num_lost) == (samples, 2)
+
+
+def test_one_that_kills_at_another_place_each_time_ends_all_the_same() -> None:
+    """It is cleared in between, like those whom it took with it: attempts are counted anyway."""
+    cluster = Cluster(3, Work.DECODE, 1)
+    for i in range(8):
+        cluster.ask(f"r{i}")
+    while not cluster.num_lost:
+        cluster.step()
+    cluster.at = 3
+    cluster.run()
+    assert cluster.lost() == {"r7"}
+    assert cluster.num_lost == 3

@@ -1,0 +1,64 @@
+"""Nothing from inside reaches a caller: no trace, no path, no address, whatever broke."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+
+from baton.core import errors
+from baton.core.errors import BatonError, InvalidRequest
+from baton.gateway.grpc.grpc_calls import answering
+from baton.gateway.request.public_error import public_error
+
+INSIDE = "File /srv/baton/secret.py at 10.0.0.7:4711: cudaErrorIllegalAddress"
+# Raised by our own words alone, or about the request.
+OURS = {
+    errors.InvalidRequest, errors.ContextLengthExceeded, errors.PromptTooLarge,
+    errors.ModelNotFound, errors.Unauthenticated, errors.PermissionDenied, errors.Overloaded,
+    errors.RateLimited, errors.Unavailable, errors.DeadlineExceeded, errors.Cancelled,
+    errors.StartupFailed,
+}  # fmt: skip
+
+
+def all_errors() -> list[type[BatonError]]:
+    return list(errors._tree(BatonError).values())
+
+
+@pytest.mark.parametrize("kind", all_errors())
+def test_failures_are_told_by_their_kind_alone(kind: type[BatonError]) -> None:
+    told = public_error(kind(INSIDE))
+    assert (told.code, told.grpc_status, told.http_status) == (
+        kind.code, kind.grpc_status, kind.http_status
+    )  # fmt: skip
+    assert (INSIDE in told.message) == (kind in OURS)
+
+
+class _Aborted(Exception):
+    pass
+
+
+class _Context:
+    """As much of a ServicerContext as ending a call needs."""
+
+    def __init__(self) -> None:
+        self.status: Any = None
+        self.details = ""
+
+    async def abort(self, status: grpc.StatusCode, details: str, metadata: Any) -> None:
+        self.status, self.details = status, details
+        raise _Aborted
+
+
+@pytest.mark.parametrize(
+    ("error", "details"),
+    [(RuntimeError(INSIDE), "internal error"), (KeyError(INSIDE), "internal error"),
+     (InvalidRequest("n is wrong"), "n is wrong")],
+)  # fmt: skip
+async def test_a_bug_in_a_call_is_an_internal_error(error: Exception, details: str) -> None:
+    context = _Context()
+    with pytest.raises(_Aborted):
+        async with answering(context):  # type: ignore[arg-type]
+            raise error
+    assert context.details == details

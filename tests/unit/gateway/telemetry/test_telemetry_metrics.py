@@ -1,0 +1,286 @@
+"""What /metrics says of calls and engines that are known, read by Prometheus' own parser."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fakes.clock import FakeClock
+from fakes.gateway.calls import PlayedCall
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_open
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from baton.core.errors import Cancelled, EngineFailed, Overloaded
+from baton.core.membership import Member, Role
+from baton.gateway.engines.engine_table import EngineCounters, EngineTable, LinkedEngine, Load
+from baton.gateway.request.caller import anyone
+from baton.gateway.telemetry.calls.observers import Observers
+from baton.gateway.telemetry.calls.token_gaps import TokenGaps
+from baton.gateway.telemetry.metrics import metric_store, metric_table
+from baton.gateway.telemetry.metrics.metric_store import Buckets, MetricStore
+from baton.gateway.telemetry.metrics.metrics_page import metrics_page
+from baton.gateway.telemetry.metrics.prometheus import Exporter, SloTargets, full_prefix
+from baton.prefix_index.mirror import PrefixMirror
+
+DOCS = Path(__file__).resolve().parents[4] / "docs"
+Key = tuple[str, tuple[tuple[str, str], ...]]
+
+
+class FakeView:
+    """cluster_view.ClusterView, as far as the metrics ask it."""
+
+    def __init__(self) -> None:
+        self.listed: list[Member] = []
+
+    def members(self) -> list[Member]:
+        return self.listed
+
+
+class World:
+    """An exporter and what it reads."""
+
+    def __init__(self, prefix: str = "baton") -> None:
+        self.clock = FakeClock()
+        self.table = EngineTable(PrefixMirror(self.clock))
+        self.view = FakeView()
+        self.index_up = True
+        self.num_queued = 0
+        self.certificate_ends_s: dict[str, float] = {}
+        gaps = TokenGaps()
+        self.exporter = Exporter(
+            prefix,
+            "demo",
+            SloTargets(0.5, 0.05),
+            self.table,
+            self.view,  # type: ignore[arg-type]
+            self.clock,
+            lambda: self.index_up,
+            lambda: self.num_queued,
+            gaps,
+            lambda: self.certificate_ends_s,
+        )
+        self.observers = Observers([self.exporter.calls], gaps)
+
+    def link(self, incarnation: str, name: str, load: Load) -> LinkedEngine:
+        member = Member(incarnation, Role.DECODE, name, "a:1", "demo", "f", 100, 16, 102)
+        engine = LinkedEngine(member, outbox=None, load=load)  # type: ignore[arg-type]
+        self.table.add(engine)
+        self.view.listed = [e.member for e in self.table.engines.values()]
+        return engine
+
+    def unlink(self, incarnation: str) -> None:
+        self.table.remove(incarnation)
+        self.view.listed = [m for m in self.view.listed if m.incarnation != incarnation]
+
+    def scrape(self) -> dict[Key, float]:
+        text = self.exporter.render("")[0].decode()
+        return {
+            (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+            for family in parse_text(text)
+            for sample in family.samples
+        }
+
+    def value(self, name: str, **labels: str) -> float | None:
+        labels["model_name"] = "demo"
+        return self.scrape().get((name, tuple(sorted(labels.items()))))
+
+
+LOAD = Load(3, 2, 40, 75, 50, False, frozenset(), 11)
+
+
+@given(st.lists(st.floats(0, 20), max_size=50))
+def test_buckets_count_as_prometheus_defines_them(samples: list[float]) -> None:
+    buckets = Buckets(metric_table.GAP_S)
+    for sample in samples:
+        buckets.observe(sample)
+    for bound, (_, count) in zip(metric_table.GAP_S, buckets.cumulative(), strict=False):
+        assert count == bisect_right(sorted(samples), bound)
+    assert buckets.cumulative()[-1] == ("+Inf", len(samples))
+    assert buckets.total == pytest.approx(sum(samples))
+
+
+def test_when_certificates_end() -> None:
+    world = World()
+    name = "baton_certificate_expires_timestamp_seconds"
+    assert world.value(name, file="/etc/tls.crt") is None
+    for ends_s in (1.8e9, 1.9e9):  # the second time, of a renewed file
+        world.certificate_ends_s = {"/etc/tls.crt": ends_s, "/etc/ca.crt": 2e9}
+        assert world.value(name, file="/etc/tls.crt") == ends_s
+        assert world.value(name, file="/etc/ca.crt") == 2e9
+
+
+def test_calls() -> None:
+    world = World()
+    observer = world.observers
+    call = PlayedCall(world.clock, [observer], prompt_tokens=40, tenant="acme")
+    assert world.value("baton_num_requests_in_flight") == 1
+    world.clock.advance(0.112)
+    call.deliver(1)
+    world.clock.advance(0.012)
+    call.deliver(1)
+    world.clock.advance(0.004)
+    call.deliver(3)
+    call.finish(cached_tokens=32, attempts=2)
+    for error in (Cancelled("gone"), EngineFailed("broke")):
+        PlayedCall(world.clock, [observer]).end(error)
+    observer.call_refused(anyone("grpc"), Overloaded("full"))
+    value = world.value
+    assert value("baton_num_requests_in_flight") == 0
+    assert value("baton_prompt_tokens_total") == 40 + 7 + 7
+    assert value("baton_generation_tokens_total") == 5
+    assert value("baton_coalesced_tokens_total") == 2
+    assert value("baton_prompt_tokens_cached_total") == 32
+    assert value("baton_inter_token_latency_seconds_count") == 2
+    assert value("baton_inter_token_latency_seconds_bucket", le="0.005") == 1
+    assert value("baton_inter_token_latency_seconds_sum") == pytest.approx(0.016)
+    assert value("baton_handoff_gap_seconds_sum") == pytest.approx(0.012)
+    assert value("baton_time_to_first_token_seconds_sum") == pytest.approx(0.112)
+    assert value("baton_request_time_per_output_token_seconds_sum") == pytest.approx(0.016 / 4)
+    assert value("baton_e2e_request_latency_seconds_sum") == pytest.approx(0.128)
+    assert value("baton_request_queue_time_seconds_sum") == pytest.approx(0.011)
+    assert value("baton_request_prefill_time_seconds_sum") == pytest.approx(0.1)
+    assert value("baton_request_decode_time_seconds_sum") == pytest.approx(0.5 - 0.111)
+    assert value("baton_request_inference_time_seconds_sum") == pytest.approx(0.5 - 0.011)
+    assert value("baton_request_stage_seconds_sum", stage="kv_transfer") == pytest.approx(0.004)
+    assert value("baton_request_success_total", finished_reason="length") == 1
+    assert value("baton_request_failure_total", reason="cancelled") == 1
+    assert value("baton_request_failure_total", reason="engine_failed") == 1
+    assert value("baton_request_rejections_total", reason="overloaded") == 1
+    assert value("baton_request_retries_total") == 1
+    assert value("baton_slo_judged_requests_total") == 2
+    assert value("baton_slo_good_requests_total") == 1
+    assert value("baton_tenant_requests_total", tenant="acme") == 1
+    assert value("baton_tenant_tokens_total", tenant="acme", kind="generation") == 5
+    assert value("baton_tenant_requests_total", tenant="anonymous") == 2
+    edge = {"transport": "shm", "src": "p", "dst": "d"}
+    assert value("baton_kv_transfer_seconds_sum", **edge) == pytest.approx(0.095)
+    assert value("baton_kv_transfer_bytes_total", **edge) == 1000
+
+
+def test_engines_are_read_from_their_heartbeats() -> None:
+    world = World()
+    counters = EngineCounters(2, 100, 60, 4, 4000, 0.5, 1, {"stale_blocks": 3})
+    engine = world.link("1", "d0", replace(LOAD, counters=counters))
+    engine.num_index_hits, engine.num_stale_hits = 5, 2
+    world.table.decisions["cached_prefix"] += 5
+    node = {"role": "decode", "node": "d0"}
+    assert world.value("baton_node_up", **node) == 1
+    assert world.value("baton_num_requests_running", **node) == 3
+    assert world.value("baton_num_requests_waiting", **node) == 2
+    assert world.value("baton_kv_cache_usage_perc", **node) == 0.25
+    assert world.value("baton_kv_leased_blocks", **node) == 11
+    assert world.value("baton_num_preemptions_total", **node) == 2
+    assert world.value("baton_prefix_cache_queries_total", **node) == 100
+    assert world.value("baton_prefix_cache_hits_total", **node) == 60
+    assert world.value("baton_kv_pull_bytes_total", **node) == 4000
+    assert world.value("baton_kv_pull_seconds_total", **node) == 0.5
+    assert world.value("baton_kv_expired_leases_total", **node) == 1
+    assert world.value("baton_kv_transfer_failed_total", **node, reason="stale_blocks") == 3
+    assert world.value("baton_router_decisions_total", reason="cached_prefix") == 5
+    assert world.value("baton_index_hits_total") == 5
+    assert world.value("baton_index_stale_hits_total") == 2
+    world.num_queued = 3
+    assert world.value("baton_num_requests_queued") == 3
+    assert world.value("baton_index_up") == 1
+    world.index_up = False
+    assert world.value("baton_index_up") == 0
+
+
+def test_an_engine_s_counters_go_on_over_its_restart() -> None:
+    world = World()
+    node = {"role": "decode", "node": "d0"}
+    world.link("1", "d0", replace(LOAD, counters=EngineCounters(num_preemptions=7)))
+    assert world.value("baton_num_preemptions_total", **node) == 7
+    world.unlink("1")
+    assert world.value("baton_num_preemptions_total", **node) == 7
+    world.link("2", "d0", replace(LOAD, counters=EngineCounters(num_preemptions=2)))
+    assert world.value("baton_num_preemptions_total", **node) == 9
+    assert world.value("baton_num_preemptions_total", **node) == 9
+
+
+@pytest.mark.parametrize("is_read_between", [False, True])
+def test_an_engine_s_counters_go_on_over_a_link_that_breaks(is_read_between: bool) -> None:
+    """The engine counts on; what the gateway counts of it begins anew with the link."""
+    world = World()
+    node = {"role": "decode", "node": "d0"}
+    load = replace(LOAD, counters=EngineCounters(num_preemptions=7))
+    world.link("1", "d0", load).num_index_hits = 5
+    assert world.value("baton_num_preemptions_total", **node) == 7
+    assert world.value("baton_index_hits_total") == 5
+    world.unlink("1")
+    if is_read_between:
+        world.scrape()
+    world.link("1", "d0", load).num_index_hits = 2
+    assert world.value("baton_num_preemptions_total", **node) == 7
+    assert world.value("baton_index_hits_total") == 7
+
+
+def test_a_lost_engine_is_down_for_ten_minutes_and_then_forgotten() -> None:
+    world = World()
+    failed = EngineCounters(failed_transfers={"node_lost": 1})
+    world.link("1", "d0", replace(LOAD, counters=failed))
+    node = {"role": "decode", "node": "d0"}
+    assert world.value("baton_node_up", **node) == 1
+    world.unlink("1")
+    world.clock.advance(590)
+    assert world.value("baton_node_up", **node) == 0
+    assert world.value("baton_num_requests_running", **node) is None
+    assert world.value("baton_num_preemptions_total", **node) == 0
+    world.clock.advance(11)
+    assert not [key for key in world.scrape() if ("node", "d0") in key[1]]
+
+
+def test_tokens_of_a_running_call() -> None:
+    world = World()
+    call = PlayedCall(world.clock, [world.observers])
+    for _ in range(50):
+        world.clock.advance(0.06)
+        call.deliver(1)
+    assert world.value("baton_generation_tokens_total") == 50
+    assert world.value("baton_coalesced_tokens_total") == 0
+    assert world.value("baton_inter_token_latency_seconds_count") == 49
+    assert world.value("baton_inter_token_latency_seconds_sum") == pytest.approx(49 * 0.06)
+
+
+def test_labels_are_bounded() -> None:
+    world = World()
+    for number in range(metric_store.MAX_CHILDREN + 50):
+        PlayedCall(world.clock, [world.observers], tenant=f"t{number}").end(Cancelled("x"))
+    series = [key for key in world.scrape() if key[0] == "baton_tenant_requests_total"]
+    assert len(series) <= 101
+    assert world.value("baton_tenant_requests_total", tenant="other") == 250
+    store = MetricStore(metric_table.ALL, "x_", "m")
+    for number in range(metric_store.MAX_CHILDREN + 50):
+        store.number(metric_table.FAILURES, f"r{number}").value += 1
+    [family] = [f for f in store.collect() if f.name == "x_request_failure"]
+    assert len(family.samples) == metric_store.MAX_CHILDREN + 1
+    assert sum(sample.value for sample in family.samples) == metric_store.MAX_CHILDREN + 50
+
+
+@pytest.mark.parametrize(
+    ("prefix", "name"),
+    [("vllm", "vllm:e2e_request_latency_seconds"), ("my_", "my_e2e_request_latency_seconds")],
+)
+def test_prefix(prefix: str, name: str) -> None:
+    world = World(prefix)
+    PlayedCall(world.clock, [world.observers]).end(EngineFailed("x"))
+    assert world.value(f"{name}_count") == 0
+    assert full_prefix("baton") == "baton_"
+
+
+def test_open_metrics_is_well_formed_and_has_every_metric() -> None:
+    world = World()
+    world.link("1", "d0", LOAD)
+    text, content_type = world.exporter.render("application/openmetrics-text; version=1.0.0")
+    assert content_type.startswith("application/openmetrics-text")
+    found = {family.name: family.type for family in parse_open(text.decode())}
+    for metric in metric_table.ALL:
+        assert found[f"baton_{metric.name.removesuffix('_total')}"] == metric.kind
+
+
+def test_page_is_fresh() -> None:
+    assert (DOCS / "metrics.md").read_text() == metrics_page(), "make docs"

@@ -1,0 +1,124 @@
+"""Spans of a call, as an exporter gets them; skipped where OpenTelemetry is not installed."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from fakes.clock import FakeClock
+from fakes.gateway.calls import STAMPS_S, PlayedCall
+
+from baton.core.errors import EngineFailed, StartupFailed
+from baton.gateway.telemetry.calls.traces import CallTraces, open_traces, traces_to
+
+pytest.importorskip("opentelemetry.sdk")
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
+
+TRACE_ID, PARENT_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+
+class Traced:
+    """Traces into memory."""
+
+    def __init__(self, ratio: float = 1.0) -> None:
+        self.exporter = InMemorySpanExporter()
+        self.traces: CallTraces = traces_to(self.exporter, ratio)
+        self.clock = FakeClock()
+
+    def spans(self) -> dict[str, ReadableSpan]:
+        self.traces.close()
+        return {span.name: span for span in self.exporter.get_finished_spans()}
+
+    def call(self, traceparent: str = "", tracestate: str = "") -> PlayedCall:
+        call = PlayedCall(self.clock, [self.traces])
+        call.record.traceparent, call.record.tracestate = traceparent, tracestate
+        return call
+
+
+def finish(traced: Traced, call: PlayedCall) -> None:
+    traced.clock.advance(0.112)
+    call.deliver(1)
+    traced.clock.advance(0.388)
+    call.deliver(4)
+    call.finish(cached_tokens=3)
+
+
+def test_stages_become_spans() -> None:
+    traced = Traced()
+    call = traced.call()
+    finish(traced, call)
+    spans = traced.spans()
+    whole = spans["text_completion demo"]
+    began_ns = call.record.arrived_unix_ns
+    assert whole.kind is SpanKind.SERVER
+    assert (whole.start_time, whole.end_time) == (began_ns, began_ns + 500_000_000)
+    at_ns = {event.value: began_ns + round(s * 1e9) for event, s, _ in STAMPS_S}
+    for name, first, last, node in (
+        ("gateway", "arrived", "routed", "gateway"),
+        ("prefill_queue", "routed", "prefill_started", "p"),
+        ("prefill", "prefill_started", "first_token", "p"),
+        ("kv_transfer", "transfer_started", "transfer_ended", "d"),
+        ("decode", "decode_started", "finished", "d"),
+    ):
+        span = spans[name]
+        assert (span.start_time, span.end_time) == (at_ns[first], at_ns[last]), name
+        assert span.attributes is not None and span.attributes["baton.node"] == node
+        assert span.parent is not None and span.parent.span_id == whole.context.span_id
+    assert whole.attributes is not None
+    expected = {
+        "gen_ai.request.model": "demo",
+        "gen_ai.request.max_tokens": 9,
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.response.id": call.record.call_id,
+        "gen_ai.response.finish_reasons": ("length",),
+        "gen_ai.usage.input_tokens": 7,
+        "gen_ai.usage.output_tokens": 5,
+        "gen_ai.usage.cache_read.input_tokens": 3,
+    }
+    assert {key: whole.attributes[key] for key in expected} == expected
+
+
+def test_a_caller_s_trace_goes_on() -> None:
+    traced = Traced(ratio=0.0)
+    finish(traced, traced.call(f"00-{TRACE_ID}-{PARENT_ID}-01", "vendor=value"))
+    whole = traced.spans()["text_completion demo"]
+    assert whole.context.trace_id == int(TRACE_ID, 16)
+    assert whole.parent is not None and whole.parent.span_id == int(PARENT_ID, 16)
+    assert whole.context.trace_state.get("vendor") == "value"
+
+
+def test_a_caller_s_word_on_sampling_counts() -> None:
+    traced = Traced(ratio=1.0)
+    finish(traced, traced.call(f"00-{TRACE_ID}-{PARENT_ID}-00"))
+    assert not traced.spans()
+
+
+@pytest.mark.parametrize("traceparent", ["", "junk", f"00-{'0' * 32}-{PARENT_ID}-01"])
+def test_without_a_trace_the_rate_decides(traceparent: str) -> None:
+    for ratio in (0.0, 1.0):
+        traced = Traced(ratio)
+        finish(traced, traced.call(traceparent))
+        assert bool(traced.spans()) == bool(ratio)
+
+
+def test_a_failure_is_marked() -> None:
+    traced = Traced()
+    traced.call().end(EngineFailed("words"))
+    span = traced.spans()["text_completion demo"]
+    assert span.status.status_code is StatusCode.ERROR
+    assert span.attributes is not None and span.attributes["error.type"] == "engine_failed"
+    assert "words" not in span.to_json()
+
+
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    with pytest.raises(StartupFailed) as raised:
+        open_traces("http://127.0.0.1:4318", 1.0)
+    assert "baton-serve[otel]" in raised.value.hint
+
+
+def test_an_endpoint_that_is_no_url_is_refused() -> None:
+    with pytest.raises(StartupFailed):
+        open_traces("localhost:4317", 1.0)

@@ -1,0 +1,289 @@
+"""The sliding window against brute force over everything that happened."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from fakes.clock import FakeClock
+from fakes.gateway.calls import PlayedCall
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.core.errors import Cancelled, EngineFailed, InvalidRequest
+from baton.core.metrics import TokenTimes, percentile
+from baton.gateway.request.caller import anyone
+from baton.gateway.telemetry.calls.observers import Observers
+from baton.gateway.telemetry.calls.token_gaps import TokenGaps
+from baton.gateway.telemetry.window.histogram import MAX_ERROR, Histogram, bucket_of
+from baton.gateway.telemetry.window.snapshot import window_snapshot
+from baton.gateway.telemetry.window.window import Window
+
+SPAN_S = 4
+
+
+@given(st.lists(st.floats(1e-6, 80_000), min_size=1, max_size=60), st.floats(0.1, 100))
+def test_percentiles_are_nearest_ranks_within_one_percent(samples: list[float], q: float) -> None:
+    histogram = Histogram()
+    for sample in samples:
+        histogram.add(sample, bucket_of(sample))
+    [found] = histogram.percentiles_s(q)
+    assert found == pytest.approx(percentile(samples, q), rel=MAX_ERROR + 1e-9)
+    assert MAX_ERROR < 0.01
+
+
+@given(st.lists(st.lists(st.floats(0, 100), max_size=8), min_size=1, max_size=8))
+def test_what_is_subtracted_was_never_there(seconds: list[list[float]]) -> None:
+    total, rest = Histogram(), Histogram()
+    parts = []
+    for samples in seconds:
+        part = Histogram()
+        for sample in samples:
+            for histogram in (part, total):
+                histogram.add(sample, bucket_of(sample))
+        parts.append(part)
+    for sample in seconds[-1]:
+        rest.add(sample, bucket_of(sample))
+    for part in parts[:-1]:
+        total.subtract(part)
+    assert (total.counts, total.num_samples) == (rest.counts, rest.num_samples)
+    assert total.sum_s == pytest.approx(rest.sum_s, abs=1e-9)
+
+
+# What happens next: time passes, a call begins, a stream gets tokens, a call ends, one is refused.
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("wait"), st.sampled_from([0.003, 0.05, 0.4, 1.3, 9.0])),
+        st.tuples(st.just("begin"), st.integers(1, 2)),
+        st.tuples(st.just("deliver"), st.tuples(st.integers(0, 9), st.integers(0, 3))),
+        st.tuples(st.just("end"), st.tuples(st.integers(0, 9), st.sampled_from("fxc"))),
+        st.tuples(st.just("refuse"), st.just(None)),
+    ),
+    max_size=60,
+)
+
+
+class Oracle:
+    """Remembers everything with its time, and looks at what is in the window only when asked."""
+
+    def __init__(self) -> None:
+        self.counts: list[tuple[float, str, int]] = []
+        self.samples: list[tuple[float, str, float]] = []
+        self.calls: list[tuple[float, bool, list[TokenTimes]]] = []
+
+    def begins(self, now_s: float) -> float:
+        return math.floor(now_s) - SPAN_S
+
+    def count(self, now_s: float) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for at_s, name, number in self.counts:
+            if at_s >= self.begins(now_s):
+                found[name] += number
+        return +found
+
+    def latency(self, now_s: float, name: str) -> list[float]:
+        return [v for at_s, of, v in self.samples if of == name and at_s >= self.begins(now_s)]
+
+    def slo(self, now_s: float, ttft_s: float, tbt_s: float) -> tuple[int, int]:
+        judged = [call for call in self.calls if call[0] >= self.begins(now_s)]
+        good = [
+            finished
+            and bool(streams)
+            and all(t.meets(ttft_slo_s=ttft_s, tbt_slo_s=tbt_s) for t in streams)
+            for _, finished, streams in judged
+        ]
+        return len(judged), sum(good)
+
+
+def watched(clock: FakeClock, **limits: int) -> tuple[Window, Observers]:
+    """A window, and who tells it of calls."""
+    gaps = TokenGaps()
+    window = Window(clock, gaps, **limits)
+    return window, Observers([window], gaps)
+
+
+def play(observers: Observers, clock: FakeClock, oracle: Oracle, happenings: list[object]) -> None:
+    calls: list[PlayedCall] = []
+    for what, how in happenings:  # type: ignore[misc]
+        now_s = clock.monotonic_s()
+        match what:
+            case "wait":
+                clock.advance(how)
+            case "begin":
+                calls.append(PlayedCall(clock, [observers], num_samples=how))
+                oracle.counts += [(now_s, "began", 1), (now_s, "prompt_tokens", 7)]
+            case "refuse":
+                observers.call_refused(anyone("grpc"), InvalidRequest("no"))
+                oracle.counts.append((now_s, "refused", 1))
+            case "deliver" if calls:
+                call = calls[how[0] % len(calls)]
+                sample = how[0] % call.record.num_samples
+                call.deliver(how[1], sample)
+                note_delivery(oracle, call, sample, now_s, how[1])
+            case "end" if calls:
+                end(oracle, calls.pop(how[0] % len(calls)), now_s, how[1])
+
+
+def note_delivery(oracle: Oracle, call: PlayedCall, sample: int, now_s: float, num: int) -> None:
+    if not num:
+        return
+    record = call.record
+    oracle.counts += [(now_s, "output_tokens", num), (now_s, "coalesced_tokens", num - 1)]
+    times = record.token_times[sample]
+    if len(times) > 1:
+        gap_s = now_s - times[-2][0]
+        oracle.samples.append((now_s, "tbt", gap_s))
+        if len(times) == 2 and times[0][1] == 1:
+            oracle.samples.append((now_s, "handoff_gap", gap_s))
+    elif sum(len(t) for t in record.token_times) == sum(map(bool, record.token_times)) == 1:
+        oracle.samples.append((now_s, "ttft", now_s - record.arrived_s))
+
+
+def end(oracle: Oracle, call: PlayedCall, now_s: float, how: str) -> None:
+    record = call.record
+    streams = [
+        TokenTimes(record.arrived_s, tuple(t for t, num in times for _ in range(num)))
+        for times in record.token_times
+    ]
+    if how == "f" and all(record.token_times):
+        call.finish(cached_tokens=3)
+        oracle.counts += [
+            (now_s, "finished", 1),
+            (now_s, "finished_prompt_tokens", 7),
+            (now_s, "cached_tokens", 3),
+        ]
+        oracle.samples.append((now_s, "e2e", now_s - record.arrived_s))
+    else:
+        call.end(Cancelled("gone") if how == "c" else EngineFailed("broke"))
+        oracle.counts.append((now_s, "cancelled" if how == "c" else "failed", 1))
+    oracle.samples += [(now_s, "tpot", t.tpot_s) for t in streams if t.tpot_s is not None]
+    if not (how == "c" and record.error is not None):
+        oracle.calls.append((now_s, record.error is None, streams))
+
+
+@settings(max_examples=150, deadline=None)
+@given(steps, st.sampled_from([0.01, 0.1, 0.5, 2.0]), st.sampled_from([0.01, 0.1, 0.5]))
+def test_window_equals_brute_force(
+    happenings: list[object], ttft_slo_s: float, tbt_slo_s: float
+) -> None:
+    clock, oracle = FakeClock(), Oracle()
+    window, observers = watched(clock, span_s=SPAN_S)
+    play(observers, clock, oracle, happenings)
+    now_s = clock.monotonic_s()
+    assert +Counter(window.total().counts) == oracle.count(now_s)
+    for name in ("ttft", "tbt", "handoff_gap", "tpot", "e2e"):
+        samples, found = oracle.latency(now_s, name), window.latency(name)
+        assert found.num_samples == len(samples), name
+        for q, value in ((50, found.p50_s), (90, found.p90_s), (99, found.p99_s)):
+            if samples:
+                expected = max(1e-6, percentile(samples, q) or 0)
+                assert value == pytest.approx(expected, rel=0.01), name
+    slo = window.slo(ttft_slo_s, tbt_slo_s)
+    assert (slo.num_judged, slo.num_good) == oracle.slo(now_s, ttft_slo_s, tbt_slo_s)
+    snapshot = window_snapshot(window, ttft_slo_s=ttft_slo_s, tbt_slo_s=tbt_slo_s)
+    json.dumps(snapshot, allow_nan=False)
+    assert len({len(column) for column in snapshot["series"].values()}) == 1
+
+
+def test_gaps_and_coalesced_tokens_add_up_to_all_tokens() -> None:
+    clock = FakeClock()
+    window, observers = watched(clock)
+    rng = random.Random(0)
+    calls = [PlayedCall(clock, [observers]) for _ in range(5)]
+    for _ in range(300):
+        clock.advance(rng.random() / 100)
+        rng.choice(calls).deliver(rng.randint(1, 3))
+    counts = window.total().counts
+    num_streams = sum(1 for call in calls if call.record.token_times[0])
+    gaps = window.latency("tbt").num_samples
+    assert gaps + counts["coalesced_tokens"] + num_streams == counts["output_tokens"]
+
+
+def test_a_page_that_asks_again_gets_every_second_once() -> None:
+    clock = FakeClock()
+    window, observers = watched(clock, span_s=20)
+    seconds: list[float] = []
+    tokens = 0
+    since_unix_s = None
+    recent: list[str] = []
+    for _ in range(60):
+        call = PlayedCall(clock, [observers])
+        clock.advance(0.1)
+        call.deliver(1)
+        clock.advance(0.13)
+        call.deliver(2)
+        call.finish()
+        new = window_snapshot(window, ttft_slo_s=1, tbt_slo_s=1, since_unix_s=since_unix_s)
+        since_unix_s = new["now_unix_s"]
+        seconds += new["series"]["t_unix_s"]
+        tokens += sum(new["series"]["output_tokens"])
+        recent += [call["call_id"] for call in new["recent"]]
+    assert [b - a for a, b in pairwise(seconds)] == pytest.approx([1.0] * (len(seconds) - 1))
+    assert len(seconds) == int(clock.monotonic_s())
+    assert len(recent) == 60
+    whole = window_snapshot(window, ttft_slo_s=1, tbt_slo_s=1)
+    assert tokens == sum(whole["series"]["output_tokens"])
+    heat = sum(sum(column[2::2]) for column in whole["heatmaps"]["tbt"])
+    assert heat == sum(whole["series"]["output_tokens"]) - sum(whole["series"]["began"]) - sum(
+        whole["series"]["coalesced_tokens"]
+    )
+
+
+def test_stages_and_transfers_of_a_call() -> None:
+    clock = FakeClock()
+    window, observers = watched(clock)
+    call = PlayedCall(clock, [observers])
+    clock.advance(0.112)
+    call.deliver(1)
+    clock.advance(0.012)
+    call.deliver(1)
+    call.finish(cached_tokens=4)
+    snapshot = window_snapshot(window, ttft_slo_s=0.5, tbt_slo_s=0.05)
+    [recent] = snapshot["recent"]
+    assert recent["stages"] == pytest.approx(
+        {
+            "gateway_queue": 0.001,
+            "prefill_queue": 0.010,
+            "prefill": 0.1,
+            "kv_transfer": 0.004,
+            "decode_queue": 0.001,
+            "first_decode": 0.124 - 0.116,
+        }
+    )
+    assert sum(recent["stages"].values()) == pytest.approx(0.124)
+    assert snapshot["transfers"] == [
+        {
+            "source": "p",
+            "puller": "d",
+            "transport": "shm",
+            "num_transfers": 1,
+            "bytes": 1000,
+            "seconds": pytest.approx(0.095),
+            "gbytes_per_s": pytest.approx(1000 / 0.095 / 1e9),
+        }
+    ]
+    assert snapshot["prefix"]["hit_rate"] == pytest.approx(4 / 7)
+    assert snapshot["prefix"]["puller_cached_tokens"] == 16
+    assert snapshot["slo"]["attainment"] == 1.0
+    assert recent["timeline"][0] == ["arrived", 0.0, "gateway"]
+
+
+def test_memory_does_not_grow_with_load() -> None:
+    clock = FakeClock()
+    window, observers = watched(clock, span_s=2, max_recent=5)
+    for _ in range(2000):
+        PlayedCall(clock, [observers]).end(EngineFailed("x"))
+    for _ in range(10):
+        clock.advance(1)
+        PlayedCall(clock, [observers]).end(EngineFailed("x"))
+    assert len(window.seconds) <= 3
+    assert len(window.recent) == 5
+    assert window.num_running == 0
+    clock.advance(100)
+    empty = window.total()
+    assert not empty.counts and not empty.errors
+    assert all(not histogram.num_samples for histogram in empty.latencies.values())

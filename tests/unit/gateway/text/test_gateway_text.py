@@ -1,0 +1,207 @@
+"""Stop strings, splicing and detokenising: against brute force and the tokenizer itself."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import tokenizers
+from fakes.gateway.byte_model import EOS_ID, write_byte_model
+from fakes.gateway.engine_link import Letters
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import decoders
+from tokenizers.decoders import DecodeStream
+
+from baton.core.errors import EngineFailed, StartupFailed
+from baton.gateway.request.token_order import TokenSplice
+from baton.gateway.text.stop_strings import StopMatcher
+from baton.gateway.text.text_stream import TextStream
+from baton.gateway.text.tokenizer import Tokenizer
+
+DEMO = Path(__file__).parents[4] / "models" / "demo"
+
+letters = st.text("abc", max_size=30)
+stops = st.lists(st.text("abc", min_size=1, max_size=5), max_size=4)
+
+
+def cut_at_first_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
+    """Brute force: try every end from the left, the longest stop string first."""
+    for end in range(len(text) + 1):
+        for stop in sorted(stops, key=len, reverse=True):
+            if text[:end].endswith(stop):
+                return text[: end - len(stop)], stop
+    return text, None
+
+
+@given(st.lists(letters, max_size=8), stops)
+def test_stop_strings_however_the_text_is_cut(pieces: list[str], stops: list[str]) -> None:
+    matcher = StopMatcher(stops)
+    text, stop = cut_at_first_stop("".join(pieces), stops)
+    shown = ""
+    for piece in pieces:
+        more, matched = matcher.feed(piece)
+        shown += more
+        assert text.startswith(shown), "never a piece of a stop string"
+        if matched is not None:
+            assert (shown, matched) == (text, stop)
+            return
+    assert (shown + matcher.flush(), None) == (text, stop)
+
+
+@given(letters, st.text("abc", min_size=1, max_size=5))
+def test_no_more_is_held_back_than_could_begin_a_stop_string(text: str, stop: str) -> None:
+    matcher = StopMatcher([stop])
+    shown, matched = matcher.feed(text)
+    if matched is None:
+        assert stop.startswith(text[len(shown) :])
+
+
+@given(letters, stops, st.integers(1, 9))
+def test_tokens_behind_a_stop_string_do_not_count(text: str, stops: list[str], step: int) -> None:
+    stream = TextStream(Letters(), stops)
+    ids = list(map(ord, text))
+    shown, num_tokens = "", 0
+    for start in range(0, len(ids), step):
+        piece = stream.feed(ids[start : start + step])
+        shown += piece.text
+        num_tokens += piece.num_tokens
+        if piece.matched_stop is not None:
+            assert (shown, piece.matched_stop) == cut_at_first_stop(text, stops)
+            assert num_tokens == len(shown) + len(piece.matched_stop)
+            return
+    assert (shown + stream.flush(), None) == cut_at_first_stop(text, stops)
+
+
+@given(st.permutations(range(12)), st.integers(0, 3), st.integers(1, 4))
+def test_splice_puts_any_order_in_order(order: list[int], base: int, width: int) -> None:
+    splice = TokenSplice(base, max_tokens=20)
+    out: list[int] = []
+    for index in order:
+        out += splice.add(index, range(index * 10, (index + width) * 10, 10))
+    assert out == [index * 10 for index in range(base, 11 + width)]
+    assert splice.next_index == 11 + width
+
+
+def test_splice_refuses_what_was_not_asked_for() -> None:
+    splice = TokenSplice(0, max_tokens=2)
+    assert splice.add(2, ()) == []
+    with pytest.raises(EngineFailed):
+        splice.add(1, (5, 6))
+    assert splice.add(0, (5, 6)) == [5, 6]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.load(write_byte_model(tmp_path_factory.mktemp("m") / "demo"), [EOS_ID])
+
+
+@given(st.text(max_size=20), st.text(max_size=20))
+def test_detokenised_text_is_the_text(tokenizer: Tokenizer, prompt: str, text: str) -> None:
+    detokenizer = tokenizer.detokenizer(list(prompt.encode()))
+    pieces = [detokenizer.step(byte) for byte in text.encode()]
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces) or "\ufffd" in text
+
+
+@given(st.binary(max_size=12), st.lists(st.integers(0, EOS_ID), max_size=30))
+def test_any_tokens_after_any_prompt(tokenizer: Tokenizer, prompt: bytes, ids: list[int]) -> None:
+    """Broken UTF-8 is shown as decode() shows it, but for a character that never ended."""
+    detokenizer = tokenizer.detokenizer(list(prompt))
+    text = "".join(map(detokenizer.step, ids))
+    whole = bytes(i for i in ids if i != EOS_ID)
+    try:
+        prompt.decode()
+    except UnicodeDecodeError:
+        return  # a prompt that ends inside a character has no text to go on from
+    expected = whole.decode(errors="replace")
+    assert expected.startswith(text)
+    assert not expected[len(text) :].strip("\ufffd")
+
+
+def byte_fallback_library() -> tokenizers.Tokenizer:
+    """SentencePiece's kind: words that begin with their space, and a token for each byte."""
+    words = ["▁", "▁the", "the", "▁é", "�", "a"]
+    pieces = [*(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    model = tokenizers.models.BPE({p: i for i, p in enumerate(pieces)}, [], byte_fallback=True)
+    library = tokenizers.Tokenizer(model)
+    library.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    library.add_special_tokens(["<s>"])
+    return library
+
+
+HIDDEN_ID = 300
+
+
+@pytest.fixture(scope="module", params=["byte-level", "byte-fallback"])
+def both(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[tokenizers.Tokenizer, Tokenizer]:
+    """The library's own tokenizer and ours, of one vocabulary."""
+    folder = DEMO
+    if request.param == "byte-fallback":
+        folder = tmp_path_factory.mktemp("fallback")
+        byte_fallback_library().save(str(folder / "tokenizer.json"))
+    library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return library, Tokenizer.load(folder, [HIDDEN_ID])
+
+
+@given(st.data(), st.booleans())
+def test_each_step_is_what_the_library_says(
+    both: tuple[tokenizers.Tokenizer, Tokenizer], data: st.DataObject, skips: bool
+) -> None:
+    """Its own incremental decoding, whatever tokens come: parts of characters, special ones."""
+    library, tokenizer = both
+    last_id = library.get_vocab_size() + 3  # a model has more ids than its tokenizer
+    broken = [i for i in range(last_id) if "\ufffd" in library.decode([i])]
+    any_ids = st.integers(0, last_id) | st.sampled_from([*broken, 0, HIDDEN_ID])
+    prompt = data.draw(st.lists(any_ids, max_size=8))
+    if library.decode(prompt).endswith("\ufffd"):
+        prompt = []
+    own = DecodeStream(ids=prompt, skip_special_tokens=skips)
+    ours = tokenizer.detokenizer(prompt, skips_special_tokens=skips)
+    for token_id in data.draw(st.lists(any_ids, max_size=30)):
+        text = ours.step(token_id)
+        try:
+            expected = None if token_id == HIDDEN_ID else own.step(library, token_id)
+        except Exception as error:  # it gives up where bytes are no UTF-8, and we begin anew
+            assert "Invalid prefix" in str(error)
+            own = DecodeStream(ids=[], skip_special_tokens=skips)
+            expected = own.step(library, token_id)
+        assert text == (expected or "")
+
+
+def test_both_directions(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    assert tokenizer.vocab_size == 257
+    short, long = "naïve", "naïve " * 1000
+    for text in (short, long):
+        assert asyncio.run(tokenizer.encode(text)) == tuple(text.encode())
+    assert asyncio.run(tokenizer.decode([*b"ok", EOS_ID])) == "ok"
+
+
+def test_a_leading_space_depends_on_what_comes_before(tmp_path: Path) -> None:
+    """Sentencepiece-like tokenizers drop a text's first space: a continuation must keep it."""
+    library = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"▁hello": 0, "▁world": 1, "?": 2}, unk_token="?")
+    )
+    library.decoder = tokenizers.decoders.Metaspace()
+    library.save(str(tmp_path / "tokenizer.json"))
+    detokenizer = Tokenizer.load(tmp_path).detokenizer([0])
+    assert detokenizer.step(1) == " world"
+
+
+def test_what_is_wrong_with_a_tokenizer_is_said(tmp_path: Path) -> None:
+    with pytest.raises(StartupFailed, match=r"no tokenizer\.json") as caught:
+        Tokenizer.load(tmp_path)
+    assert caught.value.hint
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(StartupFailed, match="cannot read"):
+        Tokenizer.load(tmp_path)

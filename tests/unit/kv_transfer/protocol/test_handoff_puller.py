@@ -1,0 +1,528 @@
+"""The puller's state machine, path by path: which KV is on its way, and when it may be used."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from fakes.clock import FakeClock
+from fakes.handoff.handoff import (
+    FINGERPRINT,
+    PULLER,
+    SOURCE,
+    hello,
+    only,
+    prompt_hashes,
+    refs,
+    ticket,
+)
+
+from baton.core.errors import (
+    BatonError,
+    Cancelled,
+    DeadlineExceeded,
+    FingerprintMismatch,
+    HandoffFailed,
+    LeaseExpired,
+    NodeLost,
+    StaleBlocks,
+    UnknownTransfer,
+)
+from baton.kv_transfer.protocol.events import (
+    CancelPull,
+    ClosePeer,
+    CloseWindow,
+    Complete,
+    DropReservation,
+    Failed,
+    Intended,
+    IntentCancelled,
+    MemoryFreed,
+    OpenWindow,
+    PeerLinked,
+    PeerLost,
+    PeerMessage,
+    PullEnded,
+    PullerEffect,
+    PullerEvent,
+    Reserve,
+    Reserved,
+    ReserveRefused,
+    Send,
+    StartPull,
+    Tick,
+    WindowFailed,
+    WindowOpened,
+)
+from baton.kv_transfer.protocol.messages import (
+    Attach,
+    CancelTransfer,
+    HandoffState,
+    Hello,
+    Manifest,
+    Message,
+    Release,
+    Renew,
+    Revoked,
+)
+from baton.kv_transfer.protocol.puller import Puller
+from baton.kv_transfer.protocol.reserve_queue import ReserveQueue
+from baton.kv_transfer.window.block_pairs import BlockPairs
+from baton.kv_transfer.window.transport import PullOutcome
+
+LEASE_S = 9.0
+LINK_WAIT_S = 10.0
+DEADLINE_S = 600.0
+T, T2 = ticket(1).transfer_id, ticket(2).transfer_id
+STATE = HandoffState(num_blocks=3, first_token_id=42)
+HASHES = prompt_hashes(10)  # two full blocks and a partial one
+OK, STALE, CANCELLED = PullOutcome.OK, PullOutcome.STALE, PullOutcome.CANCELLED
+
+
+class World:
+    """A puller with one source; linked, greeted and readable unless told otherwise."""
+
+    def __init__(self, *, is_ready: bool = True) -> None:
+        self.clock = FakeClock()
+        self.puller = Puller(hello(PULLER), self.clock, LINK_WAIT_S)
+        if is_ready:
+            self.link()
+
+    def link(self) -> list[PullerEffect]:
+        self.feed(PeerLinked(SOURCE))
+        (opening,) = self.hear(hello(SOURCE))
+        assert isinstance(opening, OpenWindow)
+        return self.feed(WindowOpened(SOURCE, opening.link))
+
+    def feed(self, event: PullerEvent) -> list[PullerEffect]:
+        return self.puller.handle(event)
+
+    def hear(self, message: Message, source: str = SOURCE) -> list[PullerEffect]:
+        return self.feed(PeerMessage(source, message))
+
+    def wait(self, seconds: float) -> list[PullerEffect]:
+        self.clock.advance(seconds)
+        return self.feed(Tick())
+
+    def intend(self, number: int = 1, deadline_s: float = DEADLINE_S) -> list[PullerEffect]:
+        return self.feed(Intended(ticket(number), f"key{number}", HASHES, 3, deadline_s))
+
+    def manifest(self, seq: int, first: int, last: int, number: int = 1) -> list[PullerEffect]:
+        return self.hear(manifest(seq, first, last, number))
+
+    def reserve(self, num_cached_blocks: int = 0, number: int = 1) -> list[PullerEffect]:
+        transfer_id = ticket(number).transfer_id
+        return self.feed(Reserved(transfer_id, num_cached_blocks, (10, 11, 12, 13)))
+
+    def end_pull(self, seq: int, outcome: PullOutcome) -> list[PullerEffect]:
+        return self.feed(PullEnded(T, seq, outcome))
+
+    def pull_one_chunk(self) -> None:
+        """The first of two chunks is being copied."""
+        self.intend()
+        self.manifest(0, 0, 2)
+        self.reserve()
+
+    def assert_over(self) -> None:
+        assert self.puller.ledger()["transfers"] == {}
+        assert self.puller.next_deadline() is None
+
+
+def manifest(seq: int, first: int, last: int, number: int = 1) -> Manifest:
+    state = STATE if last == STATE.num_blocks else None
+    blocks = refs(HASHES, first, last)
+    return Manifest(ticket(number).transfer_id, seq, blocks, 4 * last, LEASE_S, state)
+
+
+def pull(seq: int, first: int, last: int) -> StartPull:
+    blocks = refs(HASHES, first, last)
+    return StartPull(T, seq, SOURCE, BlockPairs.join(blocks, [10 + ref.index for ref in blocks]))
+
+
+def sent(effects: list[PullerEffect]) -> list[Message]:
+    return [effect.message for effect in effects if isinstance(effect, Send)]
+
+
+def failure(effects: list[PullerEffect]) -> type[BatonError]:
+    return type(only(effects, Failed).error)
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_pulls_chunk_by_chunk(world: World) -> None:
+    assert world.intend() == [Send(SOURCE, Attach(T))]
+    assert world.manifest(0, 0, 1) == [Reserve(T, "key1")]
+    assert world.reserve() == [pull(0, 0, 1)]
+    assert world.manifest(1, 1, 3) == [pull(1, 1, 3)]  # beside the first
+    assert world.end_pull(1, OK) == []
+    assert world.end_pull(0, OK) == [Complete(T, "key1", STATE, 3), Send(SOURCE, Release(T))]
+    world.assert_over()
+
+
+def test_takes_no_memory_before_there_is_something_to_pull(world: World) -> None:
+    effects = world.intend() + world.wait(1)
+    assert not any(isinstance(effect, Reserve) for effect in effects)
+
+
+def test_manifests_that_came_before_the_memory_are_pulled_with_it(world: World) -> None:
+    world.intend()
+    assert world.manifest(0, 0, 1) == [Reserve(T, "key1")]
+    assert world.manifest(1, 1, 3) == []
+    assert world.reserve() == [pull(0, 0, 1), pull(1, 1, 3)]
+
+
+def test_what_is_cached_here_is_not_pulled(world: World) -> None:
+    world.intend()
+    world.manifest(0, 0, 1)
+    assert world.reserve(num_cached_blocks=2) == []
+    assert world.manifest(1, 1, 3) == [pull(1, 2, 3)]
+    assert only(world.end_pull(1, OK), Complete).num_pulled_blocks == 1
+
+
+def test_completes_without_a_copy_if_all_is_cached(world: World) -> None:
+    world.intend()
+    world.manifest(0, 0, 3)
+    assert only(world.reserve(num_cached_blocks=3), Complete).num_pulled_blocks == 0
+    world.assert_over()
+
+
+def test_nobody_overtakes_in_the_queue_for_memory(world: World) -> None:
+    world.intend(1)
+    world.intend(2)
+    assert world.manifest(0, 0, 3, number=2) == [Reserve(T2, "key2")]
+    assert world.manifest(0, 0, 3, number=1) == []
+    assert world.feed(ReserveRefused(T2)) == []
+    assert world.feed(MemoryFreed()) == [Reserve(T2, "key2")]
+    assert world.feed(MemoryFreed()) == []  # one question at a time
+    effects = world.reserve(number=2)
+    assert isinstance(effects[0], StartPull)
+    assert effects[1:] == [Reserve(T, "key1")]
+
+
+def test_the_queue_for_memory_is_fair_between_callers_but_for_its_head() -> None:
+    queue = ReserveQueue()
+    for transfer_id in ("a", "b", "c"):
+        queue.join(transfer_id, caller_id=1, num_blocks=9)
+    assert queue.question() == "a"
+    queue.join("light", caller_id=2, num_blocks=1)
+    queue.answered("a", was_granted=False)
+    queue.retry()
+    assert queue.question() == "a", "whoever has asked is passed by nobody"
+    queue.leave("a")
+    queue.answered("a", was_granted=True)
+    assert queue.question() == "light"
+    queue.answered("light", was_granted=True)
+    assert queue.question() == "b" and len(queue) == 2
+
+
+def test_the_next_in_the_queue_asks_when_the_head_gives_up(world: World) -> None:
+    world.intend(1)
+    world.intend(2)
+    world.manifest(0, 0, 3, number=1)
+    world.manifest(0, 0, 3, number=2)
+    world.feed(ReserveRefused(T))
+    assert Reserve(T2, "key2") in world.feed(IntentCancelled(T))
+
+
+def test_memory_granted_to_who_gave_up_is_dropped(world: World) -> None:
+    world.intend(1)
+    world.intend(2)
+    world.manifest(0, 0, 3, number=1)
+    world.manifest(0, 0, 3, number=2)
+    assert world.feed(IntentCancelled(T)) == [Send(SOURCE, CancelTransfer(T))]
+    assert world.reserve(number=1) == [DropReservation(T), Reserve(T2, "key2")]
+
+
+@pytest.mark.parametrize("outcome", [STALE, PullOutcome.FAILED, CANCELLED])
+def test_a_bad_copy_fails_the_transfer_and_fences_its_memory(
+    world: World, outcome: PullOutcome
+) -> None:
+    world.pull_one_chunk()
+    world.manifest(1, 2, 3)
+    effects = world.end_pull(0, outcome)
+    assert failure(effects) is (StaleBlocks if outcome is STALE else HandoffFailed)
+    assert sent(effects) == [CancelTransfer(T)]
+    assert CancelPull(T) in effects
+    assert world.end_pull(1, OK) == [DropReservation(T)]
+    world.assert_over()
+
+
+def test_cancel_is_silent_and_waits_for_the_copies(world: World) -> None:
+    world.pull_one_chunk()
+    assert world.feed(IntentCancelled(T)) == [Send(SOURCE, CancelTransfer(T)), CancelPull(T)]
+    assert world.feed(IntentCancelled(T)) == []
+    assert world.manifest(1, 2, 3) == []
+    assert world.wait(DEADLINE_S) == []
+    assert world.end_pull(0, CANCELLED) == [DropReservation(T)]
+    world.assert_over()
+
+
+def test_a_doubled_pull_report_is_ignored(world: World) -> None:
+    world.pull_one_chunk()
+    world.manifest(1, 2, 3)
+    assert world.end_pull(0, OK) == []
+    assert world.end_pull(0, OK) == []  # pull 1 is still in flight
+    only(world.end_pull(1, OK), Complete)
+
+
+def test_the_deadline_ends_it(world: World) -> None:
+    world.pull_one_chunk()
+    world.clock.advance(DEADLINE_S)
+    effects = world.feed(Tick())
+    assert failure(effects) is DeadlineExceeded
+    assert world.end_pull(0, OK) == [DropReservation(T)]
+    world.assert_over()
+
+
+def test_renews_all_leases_of_a_source_in_one_message(world: World) -> None:
+    world.intend(1)
+    world.intend(2)
+    assert world.puller.next_deadline() == DEADLINE_S  # no manifest, no lease
+    world.manifest(0, 0, 2, number=1)
+    world.manifest(0, 0, 2, number=2)
+    assert world.puller.next_deadline() == LEASE_S / 3
+    for _ in range(4):
+        assert Renew((T, T2)) in sent(world.wait(LEASE_S / 3))
+    world.feed(IntentCancelled(T))
+    assert Renew((T2,)) in sent(world.wait(LEASE_S / 3))
+
+
+def test_a_new_lease_does_not_postpone_the_others(world: World) -> None:
+    world.intend(1)
+    world.intend(2)
+    world.manifest(0, 0, 2, number=1)
+    world.wait(LEASE_S / 3 - 1)
+    world.manifest(0, 0, 2, number=2)
+    assert Renew((T, T2)) in sent(world.wait(1))
+
+
+def test_waits_for_the_pair_to_become_ready() -> None:
+    world = World(is_ready=False)
+    assert world.intend() == []
+    assert world.link() == [Send(SOURCE, Attach(T))]
+
+
+def test_a_pair_that_never_becomes_ready_fails_the_intent() -> None:
+    world = World(is_ready=False)
+    world.intend()
+    assert world.puller.next_deadline() == LINK_WAIT_S
+    assert failure(world.wait(LINK_WAIT_S)) is NodeLost
+    world.assert_over()
+
+
+def test_a_source_out_of_reach_is_refused() -> None:
+    world = World(is_ready=False)
+    world.intend()
+    world.feed(PeerLinked(SOURCE))
+    opening = only(world.hear(hello(SOURCE)), OpenWindow)
+    effects = world.feed(WindowFailed(SOURCE, opening.link, HandoffFailed("no transport")))
+    assert failure(effects) is HandoffFailed
+    only(effects, ClosePeer)
+    world.assert_over()
+
+
+def test_an_answer_about_an_earlier_stream_is_void() -> None:
+    world = World(is_ready=False)
+    world.intend()
+    world.feed(PeerLinked(SOURCE))
+    first = only(world.hear(hello(SOURCE)), OpenWindow)
+    assert CloseWindow(SOURCE) in world.feed(PeerLinked(SOURCE))
+    world.intend(2)
+    second = only(world.hear(hello(SOURCE)), OpenWindow)
+    assert world.feed(WindowOpened(SOURCE, first.link)) == []
+    assert world.feed(WindowFailed(SOURCE, first.link, HandoffFailed(""))) == []
+    assert world.feed(WindowOpened(SOURCE, second.link)) == [Send(SOURCE, Attach(T2))]
+
+
+@pytest.mark.parametrize("progress", ["attached", "queued", "pulling"])
+def test_loss_of_the_source_fails_what_is_not_all_here(world: World, progress: str) -> None:
+    world.intend()
+    if progress != "attached":
+        world.manifest(0, 0, 2)
+    if progress == "pulling":
+        world.reserve()
+    effects = world.feed(PeerLost(SOURCE))
+    assert failure(effects) is NodeLost
+    assert sent(effects) == []
+    assert effects[-1] == CloseWindow(SOURCE)
+    if progress == "queued":
+        assert world.reserve() == [DropReservation(T)]
+    if progress == "pulling":
+        assert world.end_pull(0, OK) == [DropReservation(T)]
+    world.assert_over()
+
+
+@pytest.mark.parametrize(("outcome", "is_good"), [(OK, True), (STALE, False), (CANCELLED, False)])
+def test_the_last_copies_may_outlive_the_source(
+    world: World, outcome: PullOutcome, is_good: bool
+) -> None:
+    world.pull_one_chunk()
+    world.manifest(1, 2, 3)
+    assert world.feed(PeerLost(SOURCE)) == [CloseWindow(SOURCE)]
+    assert world.end_pull(0, OK) == []
+    effects = world.end_pull(1, outcome)
+    assert sent(effects) == []  # there is nobody to release to
+    if is_good:
+        only(effects, Complete)
+    else:
+        assert failure(effects) is NodeLost
+        only(effects, DropReservation)
+    world.assert_over()
+
+
+def test_revoked_fails_with_the_sources_reason(world: World) -> None:
+    world.pull_one_chunk()
+    effects = world.hear(Revoked(T, LeaseExpired("")))
+    assert failure(effects) is LeaseExpired
+    assert sent(effects) == []
+    assert world.end_pull(0, OK) == [DropReservation(T)]
+
+
+def test_a_doubled_manifest_is_ignored(world: World) -> None:
+    world.pull_one_chunk()
+    assert world.manifest(0, 0, 2) == []
+    assert world.manifest(1, 2, 3) == [pull(1, 2, 3)]
+    assert world.manifest(1, 2, 3) == []
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        manifest(2, 2, 3),  # a gap
+        manifest(1, 1, 2),  # a block twice
+        Manifest(T, 1, refs(HASHES, 2, 4), 16, LEASE_S, STATE),  # more than the prompt
+        Manifest(T, 1, refs(prompt_hashes(12), 2, 3), 12, LEASE_S, STATE),  # a hash too many
+        Manifest(T, 1, (), 8, LEASE_S, STATE),  # the end before the end
+        Manifest(T, 1, refs(HASHES, 2, 3), 12, LEASE_S, HandoffState(4, 42)),
+    ],
+)
+def test_a_manifest_that_breaks_the_protocol_fails_the_transfer(
+    world: World, bad: Manifest
+) -> None:
+    world.pull_one_chunk()
+    effects = world.hear(bad)
+    assert failure(effects) is HandoffFailed
+    assert sent(effects) == [CancelTransfer(T)]
+
+
+def test_another_prompts_blocks_are_never_pulled(world: World) -> None:
+    world.intend()
+    foreign = refs(prompt_hashes(10, seed=1), 0, 2)
+    effects = world.hear(Manifest(T, 0, foreign, 8, LEASE_S))
+    assert failure(effects) is HandoffFailed
+    assert not any(isinstance(effect, Reserve | StartPull) for effect in effects)
+
+
+def test_a_manifest_after_the_last_fails_the_transfer(world: World) -> None:
+    world.intend()
+    world.manifest(0, 0, 3)
+    assert failure(world.hear(Manifest(T, 1, (), 12, LEASE_S))) is HandoffFailed
+
+
+@pytest.mark.parametrize(
+    "late",
+    [manifest(0, 0, 2), manifest(1, 2, 3), Revoked(T, Cancelled(""))],
+    ids=["manifest", "last manifest", "revoked"],
+)
+def test_nothing_late_revives_a_transfer(world: World, late: Message) -> None:
+    world.intend()
+    world.feed(IntentCancelled(T))
+    assert world.hear(late) == []
+    assert failure(world.intend()) is Cancelled
+    world.assert_over()
+
+
+def test_only_the_tickets_source_is_heard(world: World) -> None:
+    other = "6" * 32
+    world.feed(PeerLinked(other))
+    world.hear(hello(other), other)
+    world.intend()
+    assert world.hear(manifest(0, 0, 2), other) == []
+    assert world.hear(Revoked(T, Cancelled("")), other) == []
+    assert world.feed(PeerLost(other)) == [CloseWindow(other)]
+    assert world.manifest(0, 0, 2) == [Reserve(T, "key1")]
+
+
+def test_a_ticket_is_good_for_one_request(world: World) -> None:
+    world.intend()
+    again = Intended(ticket(1), "other key", HASHES, 3, DEADLINE_S)
+    failed = only(world.feed(again), Failed)
+    assert failed.key == "other key"
+    assert type(failed.error) is HandoffFailed
+    assert world.manifest(0, 0, 2) == [Reserve(T, "key1")]
+
+
+def test_a_ticket_of_another_incarnation_is_refused(world: World) -> None:
+    foreign = Intended(ticket(1, puller="4" * 32), "key", HASHES, 3, DEADLINE_S)
+    assert failure(world.feed(foreign)) is UnknownTransfer
+
+
+@pytest.mark.parametrize(
+    ("theirs", "error", "named"),
+    [
+        (Hello(SOURCE, {**FINGERPRINT, "dtype": "bfloat16"}), FingerprintMismatch, "dtype"),
+        (Hello("6" * 32, FINGERPRINT), HandoffFailed, "6" * 32),
+    ],
+)
+def test_refuses_a_pair_and_says_why(theirs: Message, error: type[BatonError], named: str) -> None:
+    world = World(is_ready=False)
+    world.intend()
+    world.feed(PeerLinked(SOURCE))
+    effects = world.hear(theirs)
+    assert failure(effects) is error
+    assert named in only(effects, ClosePeer).error.message
+    world.assert_over()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [Attach(T), Renew((T,)), Release(T), CancelTransfer(T), Hello(SOURCE, {})],
+    ids=lambda m: type(m).__name__,
+)
+def test_closes_a_source_that_speaks_out_of_turn(world: World, message: Message) -> None:
+    world.intend()
+    effects = world.hear(message)
+    only(effects, ClosePeer)
+    only(effects, Failed)
+
+
+def test_what_comes_before_hello_belongs_to_an_older_stream() -> None:
+    world = World(is_ready=False)
+    world.intend()
+    world.feed(PeerLinked(SOURCE))
+    assert world.hear(manifest(0, 0, 2)) == []
+    assert world.hear(Revoked(T, Cancelled(""))) == []
+    opening = only(world.hear(hello(SOURCE)), OpenWindow)
+    assert world.feed(WindowOpened(SOURCE, opening.link)) == [Send(SOURCE, Attach(T))]
+
+
+def test_messages_of_strangers_are_dropped(world: World) -> None:
+    assert world.hear(Attach(T), "7" * 32) == []
+    assert world.hear(Revoked("f" * 32, Cancelled(""))) == []
+    assert world.hear(hello(SOURCE)) == []  # a doubled Hello is no harm
+
+
+def test_a_chunk_whose_step_is_seen_is_pulled_behind_it() -> None:
+    world = World(is_ready=False)
+    world.feed(PeerLinked(SOURCE))
+    (opening,) = world.hear(hello(SOURCE))
+    assert isinstance(opening, OpenWindow)
+    world.feed(WindowOpened(SOURCE, opening.link, sees_steps=True))
+    assert world.intend() == [Send(SOURCE, Attach(T, sees_steps=True))]
+    world.hear(replace(manifest(0, 0, 2), step=7))
+    assert only(world.reserve(), StartPull).step == 7
+    world.end_pull(0, OK)
+    world.hear(replace(manifest(1, 2, 3), step=8, state=None))
+    assert not any(isinstance(e, Complete) for e in world.end_pull(1, OK)), "no first token yet"
+    done = world.hear(Manifest(T, 2, (), 10, LEASE_S, STATE))
+    assert only(done, Complete).state == STATE
+
+
+def test_a_chunk_whose_step_cannot_be_seen_fails_its_transfer() -> None:
+    world = World()
+    world.intend()
+    effects = world.hear(replace(manifest(0, 0, 2), step=7))
+    assert isinstance(only(effects, Failed).error, HandoffFailed)

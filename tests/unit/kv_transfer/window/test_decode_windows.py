@@ -1,0 +1,112 @@
+"""What waits for a source's step: begun when it is over, and always reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from baton.core.errors import HandoffFailed
+from baton.decode_node.windows import Windows
+from baton.engine.kv.block_pool import BlockRef
+from baton.kv_transfer.protocol.events import StartPull
+from baton.kv_transfer.window.block_pairs import BlockPair, BlockPairs
+from baton.kv_transfer.window.head_ranges import HeadPiece
+from baton.kv_transfer.window.network_address import RemotePool
+from baton.kv_transfer.window.transport import PullOutcome, Starter
+from baton.tests.fakes.handoff.memory_transport import MemoryPool, MemoryTransport, MemoryWindow
+
+SOURCE = "a" * 32
+
+
+class World:
+    """One open window; `outcomes` by the pull's number."""
+
+    def __init__(self) -> None:
+        self.source, pool = MemoryPool(4, 8), MemoryPool(4, 8)
+        self.source.num_steps = 1
+        self.posted: list[Callable[[], None]] = []
+        self.transport = Transport(pool, {SOURCE: self.source})
+        self.windows = Windows([self.transport], self.posted.append, lambda run: run())
+        self.windows.open(SOURCE, lambda error: None)
+        self.outcomes: dict[int, PullOutcome] = {}
+        self.run()
+
+    def run(self) -> None:
+        for pull in [*self.transport.window.pulls]:
+            pull.finish()
+        while self.posted:
+            self.posted.pop(0)()
+
+    def pull(self, number: int, step: int) -> None:
+        pair = BlockPair(BlockRef(0, 2, 0, None), 3)
+        pull = StartPull(f"transfer {number}", number, SOURCE, BlockPairs.of(pair), step)
+
+        def ended(outcome: PullOutcome) -> None:
+            assert number not in self.outcomes, "reported twice"
+            self.outcomes[number] = outcome
+
+        self.windows.start_pull(pull, ended)
+
+
+class Transport(MemoryTransport):
+    """Remembers its window."""
+
+    def connect(
+        self, incarnation: str, piece: HeadPiece | None = None, remote: RemotePool | None = None
+    ) -> MemoryWindow:
+        self.window = super().connect(incarnation)
+        return self.window
+
+
+def test_a_pull_begins_when_its_step_is_over() -> None:
+    world = World()
+    world.pull(0, step=1)
+    world.pull(1, step=3)
+    world.pull(2, step=2)
+    assert world.windows.poll() and world.windows.num_pulls == 3
+    world.run()
+    assert world.outcomes == {0: PullOutcome.OK}
+    world.source.num_steps = 2
+    assert world.windows.poll(), "one waits still"
+    world.run()
+    assert world.outcomes == {0: PullOutcome.OK, 2: PullOutcome.OK}
+    world.source.num_steps = 9
+    assert not world.windows.poll()
+    world.run()
+    assert set(world.outcomes.values()) == {PullOutcome.OK} and world.windows.num_pulls == 0
+
+
+def test_cancelled_before_its_step_it_never_begins() -> None:
+    world = World()
+    world.pull(0, step=2)
+    world.pull(1, step=2)
+    world.windows.cancel_pulls("transfer 0")
+    world.source.num_steps = 2
+    world.windows.poll()
+    world.run()
+    assert world.outcomes == {0: PullOutcome.CANCELLED, 1: PullOutcome.OK}
+
+
+def test_a_window_that_closes_begins_what_is_finished_and_fails_the_rest() -> None:
+    world = World()
+    world.pull(0, step=2)
+    world.pull(1, step=3)
+    world.source.num_steps = 2
+    world.windows.close(SOURCE)
+    world.run()
+    assert world.outcomes == {0: PullOutcome.OK, 1: PullOutcome.FAILED}
+    assert not world.windows.poll() and world.windows.num_pulls == 0
+
+
+@pytest.mark.parametrize("error", [HandoffFailed("no such block"), RuntimeError("out of memory")])
+def test_a_pull_that_cannot_be_prepared_fails(error: Exception) -> None:
+    world = World()
+
+    def prepare(pairs: BlockPairs) -> Starter:
+        raise error
+
+    world.transport.window.prepare = prepare  # type: ignore[method-assign]
+    world.pull(0, step=2)
+    world.run()
+    assert world.outcomes == {0: PullOutcome.FAILED}

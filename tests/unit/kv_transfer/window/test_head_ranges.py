@@ -1,0 +1,92 @@
+"""Which heads are pulled from where, for all pairs of TP sizes, against KV that is cut by hand."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from baton.core.errors import FingerprintMismatch
+from baton.kv_transfer.export.pool_address import PoolPart
+from baton.kv_transfer.window.head_ranges import BlockCut, HeadPiece, pieces_of
+
+SIZES = (1, 2, 4, 8)
+NUM_LAYERS, BLOCK_SIZE, HEAD_DIM = 2, 2, 3
+CASES = list(itertools.product(SIZES, SIZES, (1, 2, 4, 8, 16)))
+
+
+def parts_of(size: int, kv_heads: int) -> list[PoolPart]:
+    """Heads in order over the ranks; where they are fewer, each on neighbouring ranks."""
+    if size <= kv_heads:
+        each = kv_heads // size
+        return [PoolPart(f"{rank:032x}", rank * each, each) for rank in range(size)]
+    copies = size // kv_heads
+    return [PoolPart(f"{rank:032x}", rank // copies, 1) for rank in range(size)]
+
+
+def shard(dense: np.ndarray, part: PoolPart) -> np.ndarray:
+    """One rank's block of a dense block [layers, 2, kv_heads, block_size, dim]."""
+    end = part.first_kv_head + part.num_kv_heads
+    return np.ascontiguousarray(dense[:, :, part.first_kv_head : end])
+
+
+def copy_rows(cut: BlockCut, source: bytes, target: bytearray) -> None:
+    piece = cut.of_source(source)
+    for row in range(cut.num_rows):
+        begin = row * cut.pitch + cut.offset
+        target[begin : begin + cut.width] = piece[row * cut.width : (row + 1) * cut.width]
+
+
+@pytest.mark.parametrize(("there", "here", "kv_heads"), CASES)
+def test_every_rank_ends_up_with_its_shard(there: int, here: int, kv_heads: int) -> None:
+    shape = (NUM_LAYERS, 2, kv_heads, BLOCK_SIZE, HEAD_DIM)
+    dense = np.arange(np.prod(shape), dtype=np.uint16).reshape(shape)
+    sources = parts_of(there, kv_heads)
+    blocks = [shard(dense, part).tobytes() for part in sources]
+    for rank, mine in enumerate(parts_of(here, kv_heads)):
+        expected = shard(dense, mine).tobytes()
+        found = bytearray(b"\xff" * len(expected))
+        pieces = pieces_of(sources, mine, rank)
+        for piece in pieces:
+            cut = BlockCut.of(piece, NUM_LAYERS * 2, len(found))
+            assert cut.source_block_bytes == len(blocks[piece.source_rank])
+            copy_rows(cut, blocks[piece.source_rank], found)
+        assert bytes(found) == expected
+        assert sum(piece.num_heads for piece in pieces) == mine.num_kv_heads  # each once
+
+
+@pytest.mark.parametrize(("there", "here", "kv_heads"), CASES)
+def test_replicas_share_the_work(there: int, here: int, kv_heads: int) -> None:
+    sources = parts_of(there, kv_heads)
+    reads: Counter[int] = Counter()
+    for rank, mine in enumerate(parts_of(here, kv_heads)):
+        for piece in pieces_of(sources, mine, rank):
+            reads[piece.source_rank] += piece.num_heads
+    for heads in {part.first_kv_head for part in sources}:
+        replicas = [r for r, part in enumerate(sources) if part.first_kv_head == heads]
+        loads = [reads[rank] for rank in replicas]
+        assert max(loads) - min(loads) <= 1
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8, 16])
+def test_equal_sides_read_rank_to_rank(size: int, kv_heads: int) -> None:
+    parts = parts_of(size, kv_heads)
+    for rank, mine in enumerate(parts):
+        (piece,) = pieces_of(parts, mine, rank)
+        assert piece.source_rank == rank
+        assert piece.is_whole
+
+
+def test_a_head_that_nobody_has_is_named() -> None:
+    with pytest.raises(FingerprintMismatch, match="KV head 2"):
+        pieces_of(parts_of(1, 2), PoolPart("0" * 32, 0, 4), 0)
+
+
+def test_all_of_a_block_is_one_row() -> None:
+    whole = BlockCut.of(None, 4, 96)
+    assert whole.is_whole
+    assert whole == BlockCut.of(HeadPiece(0, 0, 0, 2, 2, 2), 4, 96)
+    assert not BlockCut.of(HeadPiece(0, 1, 0, 1, 2, 2), 4, 96).is_whole

@@ -1,0 +1,106 @@
+"""Choosing a transport, and the one that lives inside a process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from fakes.handoff.handoff import SOURCE
+
+from baton.core.errors import HandoffFailed
+from baton.engine.kv.block_pool import BlockRef
+from baton.kv_transfer.window.block_pairs import BlockPair, BlockPairs
+from baton.kv_transfer.window.head_ranges import HeadPiece
+from baton.kv_transfer.window.network_address import RemotePool
+from baton.kv_transfer.window.transport import PullOutcome, open_window
+from baton.tests.fakes.handoff.memory_transport import MemoryPool, MemoryTransport, MemoryWindow
+
+BLOCK_BYTES = 8
+PAIRS = (BlockPair(BlockRef(0, 2, 0, None), 3), BlockPair(BlockRef(1, 4, 0, None), 5))
+
+
+class Broken:
+    """A transport that never connects."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def connect(
+        self, incarnation: str, piece: HeadPiece | None = None, remote: RemotePool | None = None
+    ) -> MemoryWindow:
+        raise HandoffFailed(f"{self.name} is out of order")
+
+
+class Crashing(Broken):
+    """A transport that meets what it has no words for: this process is out of descriptors, say."""
+
+    def connect(
+        self, incarnation: str, piece: HeadPiece | None = None, remote: RemotePool | None = None
+    ) -> MemoryWindow:
+        raise OSError("too many open files")
+
+
+@pytest.fixture
+def transport() -> MemoryTransport:
+    source = MemoryPool(6, BLOCK_BYTES)
+    for block_id in range(6):
+        source.block(block_id)[:] = bytes([block_id]) * BLOCK_BYTES
+    return MemoryTransport(MemoryPool(6, BLOCK_BYTES), {SOURCE: source})
+
+
+def test_the_first_transport_that_connects_is_taken(transport: MemoryTransport) -> None:
+    assert open_window([Broken("nvlink"), transport, Broken("tcp")], SOURCE).transport == "memory"
+
+
+def test_a_transport_that_crashes_is_one_that_does_not_connect(transport: MemoryTransport) -> None:
+    """Who waits for a window is answered in any case."""
+    assert open_window([Crashing("nvlink"), transport], SOURCE).transport == "memory"
+    with pytest.raises(HandoffFailed, match="nvlink: OSError"):
+        open_window([Crashing("nvlink")], SOURCE)
+
+
+@pytest.mark.parametrize(
+    ("transports", "words"),
+    [
+        ([Broken("a"), Broken("b")], ["a: a is out of order", "b: b is out of order", SOURCE]),
+        ([], ["none is configured"]),
+    ],
+)
+def test_no_transport_names_all_that_were_tried(
+    transports: Sequence[Broken], words: list[str]
+) -> None:
+    with pytest.raises(HandoffFailed) as raised:
+        open_window(transports, SOURCE)
+    assert all(word in raised.value.message for word in words)
+
+
+def test_memory_knows_only_its_own_sources(transport: MemoryTransport) -> None:
+    with pytest.raises(HandoffFailed, match="no pool"):
+        transport.connect("6" * 32)
+
+
+def test_memory_copies_as_far_as_it_is_told(transport: MemoryTransport) -> None:
+    window = transport.connect(SOURCE)
+    outcomes: list[PullOutcome] = []
+    pull = window.start_pull(BlockPairs.of(*PAIRS), outcomes.append)
+    pull.advance(3)
+    assert bytes(window.destination.block(3)) == b"\2\2\2" + bytes(5)
+    assert outcomes == []
+    pull.finish()
+    assert bytes(window.destination.block(3)) == b"\2" * BLOCK_BYTES
+    assert bytes(window.destination.block(5)) == b"\4" * BLOCK_BYTES
+    assert outcomes == [PullOutcome.OK]
+
+
+@pytest.mark.parametrize("num_bytes", range(1, 2 * BLOCK_BYTES))
+def test_memory_finds_a_rewrite_wherever_the_copy_stands(
+    transport: MemoryTransport, num_bytes: int
+) -> None:
+    window = transport.connect(SOURCE)
+    outcomes: list[PullOutcome] = []
+    pull = window.start_pull(BlockPairs.of(*PAIRS), outcomes.append)
+    for _ in range(num_bytes):
+        pull.advance(1)
+    window.source.generations.bump([PAIRS[1].source.block_id])
+    pull.finish()
+    assert outcomes == [PullOutcome.STALE]

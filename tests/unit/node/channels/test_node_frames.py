@@ -1,0 +1,79 @@
+"""Frames over a socket pair: both sides, ends, and what is no frame."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import Iterator
+
+import pytest
+
+from baton.core.channels.framing import MAX_FRAME_BYTES, BrokenStream
+from baton.node.channels.frames import FrameSocket, encode, read_frame
+from baton.proto.v1 import engine_pb2
+
+MESSAGE = engine_pb2.EngineInput(configure="{}" * 1000)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield ours, theirs
+
+
+def test_messages_arrive_in_order(pair: tuple[socket.socket, socket.socket]) -> None:
+    sender, receiver = FrameSocket(pair[0]), FrameSocket(pair[1])
+    sender.send(MESSAGE)
+    sender.send(engine_pb2.EngineInput())  # an empty payload is a message too
+    assert receiver.receive() == MESSAGE.SerializeToString()
+    assert receiver.receive() == b""
+    sender.close()
+    assert receiver.receive() is None
+    receiver.close()
+
+
+@pytest.mark.parametrize("num_bytes", [0, 3, 4, 100])
+def test_frame_that_is_cut_off_is_an_end(
+    pair: tuple[socket.socket, socket.socket], num_bytes: int
+) -> None:
+    pair[0].sendall(encode(MESSAGE)[:num_bytes])
+    pair[0].close()
+    receiver = FrameSocket(pair[1])
+    assert receiver.receive() is None
+    receiver.close()
+
+
+def test_absurd_length_breaks_the_stream(pair: tuple[socket.socket, socket.socket]) -> None:
+    pair[0].sendall(struct.pack("<I", MAX_FRAME_BYTES + 1))
+    receiver = FrameSocket(pair[1])
+    with pytest.raises(BrokenStream):
+        receiver.receive()
+    receiver.close()
+
+
+async def test_asyncio_side_reads_the_same(pair: tuple[socket.socket, socket.socket]) -> None:
+    sender = FrameSocket(pair[0])
+    sender.send(MESSAGE)
+    pair[0].sendall(encode(MESSAGE)[:7])
+    sender.close()
+    reader, writer = await asyncio.open_connection(sock=pair[1])
+    assert await read_frame(reader) == MESSAGE.SerializeToString()
+    assert await read_frame(reader) is None
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_a_write_that_fails_ends_the_stream(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    """An engine that dies while it is spoken to: no error of the supervisor's."""
+    reader, writer = await asyncio.open_connection(sock=pair[1])
+    pair[0].close()
+    for _ in range(100):
+        writer.write(encode(MESSAGE))
+    assert await read_frame(reader) is None
+    reader.set_exception(BrokenPipeError())
+    assert await read_frame(reader) is None
+    writer.close()

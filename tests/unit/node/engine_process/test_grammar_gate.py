@@ -1,0 +1,164 @@
+"""A dispatch with a new grammar waits for it beside the engine loop, and holds nobody up."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fakes.clock import FakeClock
+from fakes.node.inbox import FakeInbox
+
+from baton.constraints.grammars import Grammar
+from baton.core.errors import InvalidRequest
+from baton.core.request.constraint import Constraint, ConstraintKind
+from baton.node.engine_process.engine_loop import EngineLoop
+from baton.node.engine_process.grammar_gate import GrammarGate
+from baton.proto.v1 import common_pb2, engine_pb2, node_pb2
+
+NEW, KNOWN, BAD = (common_pb2.SamplingParams(regex=name) for name in ("new", "known", "bad"))
+PLAIN = common_pb2.SamplingParams()
+
+
+class SlowGrammars:
+    """`constraints.grammars.Grammars`, whose compiler waits to be let."""
+
+    def __init__(self) -> None:
+        self.may_compile = threading.Event()
+        self.compiled = [Constraint(ConstraintKind.REGEX, "known")]
+
+    def is_kept(self, constraint: Constraint) -> bool:
+        return constraint in self.compiled
+
+    def compile(self, constraint: Constraint) -> Grammar:
+        assert self.may_compile.wait(10)
+        if constraint.source == "bad":
+            raise InvalidRequest("no grammar")
+        self.compiled.append(constraint)
+        return None  # type: ignore[return-value]
+
+
+class Role:
+    """Hears what the loop tells."""
+
+    def __init__(self) -> None:
+        self.dispatched: list[str] = []
+        self.deadlines_us: list[int] = []
+        self.fails = False
+
+    def dispatch(self, gateway: str, dispatch: node_pb2.Dispatch) -> None:
+        self.dispatched.append(f"{gateway}:{dispatch.request_id}")
+        self.deadlines_us.append(dispatch.deadline_remaining_us)
+        if self.fails:
+            raise InvalidRequest("the engine says no")
+
+    def fail(self, key: str, error: Exception) -> None:
+        self.dispatched.append(f"failed {key}")
+
+    def gateway_lost(self, gateway: str) -> None: ...
+
+    def tick(self) -> None: ...
+
+    def poll(self) -> bool:
+        return False
+
+    def is_idle(self) -> bool:
+        return True
+
+    def vitals(self) -> Any:
+        return SimpleNamespace(num_pending=0, links=[], counters=node_pb2.Counters())
+
+
+class World:
+    """An engine loop with its gate, and nothing real around it."""
+
+    def __init__(self) -> None:
+        self.grammars, self.role = SlowGrammars(), Role()
+        self.inbox = FakeInbox()
+        self.gate = GrammarGate(self.grammars, self.inbox.put)  # type: ignore[arg-type]
+        self.desk = SimpleNamespace(is_draining=False)
+        pulse = SimpleNamespace(
+            turn_started=lambda: None, turn_ended=lambda: None, count=lambda numbers: None
+        )
+        engine: Any = SimpleNamespace(has_work=False)
+        outbox: Any = SimpleNamespace(flush=lambda: None)
+        self.loop = EngineLoop(
+            engine, self.role, self.desk, outbox, self.inbox,  # type: ignore[arg-type]
+            lambda frame: None, pulse, FakeClock(), self.gate,  # type: ignore[arg-type]
+        )  # fmt: skip
+        self.loop._numbers = node_pb2.Heartbeat  # type: ignore[method-assign]
+
+    def dispatch(
+        self, request_id: str, sampling: common_pb2.SamplingParams, gateway: str = "g"
+    ) -> None:
+        dispatch = node_pb2.Dispatch(
+            request_id=request_id, sampling=sampling, deadline_remaining_us=10**9
+        )
+        message = node_pb2.GatewayMessage(dispatch=dispatch)
+        self.tell(from_gateway=engine_pb2.FromGateway(gateway=gateway, message=message))
+
+    def tell(self, **body: Any) -> None:
+        self.inbox.put(engine_pb2.EngineInput(**body))
+
+    def turn(self) -> list[str]:
+        """All that is there now."""
+        self.loop.turn(0.0)
+        return self.role.dispatched
+
+    def wait(self) -> list[str]:
+        """What the thread brings."""
+        self.loop.turn(10.0)
+        return self.role.dispatched
+
+
+@pytest.fixture
+def world() -> Any:
+    world = World()
+    yield world
+    world.grammars.may_compile.set()
+    world.gate.close()
+
+
+def test_others_pass_while_a_grammar_is_compiled(world: World) -> None:
+    for name, sampling in (("a", NEW), ("b", PLAIN), ("c", KNOWN), ("d", BAD)):
+        world.dispatch(name, sampling)
+    assert world.turn() == ["g:b", "g:c"]
+    world.grammars.may_compile.set()
+    while len(world.role.dispatched) < 4:
+        world.wait()
+    assert world.role.dispatched[2:] == ["g:a", "g:d"], "the engine will say what is wrong with d"
+    assert world.gate.is_empty
+    assert world.role.deadlines_us[:2] == [10**9] * 2 and world.role.deadlines_us[2] < 10**9
+    world.dispatch("e", NEW)
+    assert world.turn()[4:] == ["g:e"]
+
+
+def test_what_lost_its_gateway_never_arrives(world: World) -> None:
+    world.dispatch("a", NEW, "lost")
+    world.dispatch("b", NEW)
+    world.tell(gateway_lost="lost")
+    assert world.turn() == []
+    world.grammars.may_compile.set()
+    while not world.gate.is_empty:
+        world.wait()
+    assert world.role.dispatched == ["g:b"]
+
+
+def test_a_node_that_drains_waits_for_it(world: World) -> None:
+    world.dispatch("a", NEW)
+    world.turn()
+    world.desk.is_draining = True
+    world.turn()
+    assert not world.loop._is_over
+    world.grammars.may_compile.set()
+    world.wait()
+    assert world.role.dispatched == ["g:a"] and world.loop._is_over
+
+
+def test_what_the_engine_then_refuses_fails_alone(world: World) -> None:
+    world.role.fails = True
+    world.dispatch("a", NEW)
+    world.turn()
+    world.grammars.may_compile.set()
+    assert world.wait() == ["g:a", "failed a/0"]

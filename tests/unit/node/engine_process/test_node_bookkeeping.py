@@ -1,0 +1,231 @@
+"""The small parts of a node: request book, outbox, mailbox, back-off, pulse, placement, policy."""
+
+from __future__ import annotations
+
+import queue
+
+import pytest
+from fakes.clock import FakeClock
+
+from baton.core.config import EngineConfig, NodeConfig
+from baton.core.errors import (
+    BatonError,
+    Cancelled,
+    EngineFailed,
+    HandoffFailed,
+    InvalidRequest,
+    Overloaded,
+    StartupFailed,
+)
+from baton.core.request.request import Request, SamplingParams
+from baton.decode_node import policy as decode_policy
+from baton.engine.kv.limits import EngineLimits
+from baton.gateway.engines.wire import tokens_from_wire
+from baton.node.channels.outbox import Outbox
+from baton.node.engine_process.engine_process import describe_pool
+from baton.node.engine_process.heartbeat import STALL_S, Pulse
+from baton.node.requests.request_table import TOMBSTONE_S, Entry, RequestBook
+from baton.node.supervisor.engine_slot import Backoff
+from baton.node.supervisor.mailbox import Mailbox
+from baton.node.supervisor.placement import engine_configs
+from baton.prefill_node import policy as prefill_policy
+from baton.proto.v1 import engine_pb2, handoff_pb2, node_pb2
+
+
+def entry(number: int, *, gateway: str = "g", deadline_s: float = 100.0) -> Entry:
+    request = Request(f"{number:032x}", 0, (1, 2, 3), SamplingParams())
+    return Entry(request, gateway, deadline_s, ticket=None)
+
+
+class TestRequestBook:
+    def test_key_is_refused_until_its_tombstone_is_forgotten(self) -> None:
+        clock = FakeClock()
+        book, one = RequestBook(clock), entry(1)
+        book.open(one)
+        with pytest.raises(InvalidRequest):
+            book.open(one)
+        assert book.close(one.key) is one
+        clock.advance(TOMBSTONE_S - 1)
+        book.overdue()
+        with pytest.raises(Cancelled):
+            book.open(one)
+        clock.advance(1)
+        book.overdue()
+        book.open(one)
+
+    def test_close_of_a_key_that_never_came_refuses_it(self) -> None:
+        book, one = RequestBook(FakeClock()), entry(1)
+        assert book.close(one.key) is None
+        with pytest.raises(Cancelled):
+            book.open(one)
+
+    def test_deadlines_come_in_order_and_skip_the_closed(self) -> None:
+        clock = FakeClock()
+        book = RequestBook(clock)
+        late, soon, ended = entry(1, deadline_s=9), entry(2, deadline_s=5), entry(3, deadline_s=1)
+        for each in (late, soon, ended):
+            book.open(each)
+        book.close(ended.key)
+        assert book.next_deadline_s() == 5
+        clock.advance(5)
+        assert book.overdue() == [soon.key]
+        assert book.next_deadline_s() == 9
+
+    def test_keys_of_one_gateway(self) -> None:
+        book = RequestBook(FakeClock())
+        for number, gateway in enumerate("xyx"):
+            book.open(entry(number, gateway=gateway))
+        assert book.keys_of_gateway("x") == [entry(0).key, entry(2).key]
+
+
+def test_outbox_batches_by_gateway_and_speaks_to_peers_last() -> None:
+    sent: list[engine_pb2.EngineOutput] = []
+    outbox = Outbox(sent.append)
+    outbox.to_peer("peer", handoff_pb2.PeerMessage())
+    outbox.close_peer("peer", HandoffFailed("of another make"))
+    for request_id, gateway in (("a", "x"), ("b", "y"), ("c", "x"), ("d", "gone")):
+        outbox.to_gateway(gateway, node_pb2.RequestOutput(request_id=request_id))
+    outbox.forget_gateway("gone")
+    outbox.flush()
+    assert [frame.WhichOneof("body") for frame in sent] == [
+        "to_gateway", "to_gateway", "to_peer", "close_peer"
+    ]  # fmt: skip
+    batches = [
+        (f.to_gateway.gateway, [o.request_id for o in f.to_gateway.message.outputs.outputs])
+        for f in sent[:2]
+    ]
+    assert batches == [("x", ["a", "c"]), ("y", ["b"])]
+    outbox.flush()
+    assert len(sent) == 4
+
+
+def test_outbox_puts_plain_tokens_into_columns() -> None:
+    sent: list[engine_pb2.EngineOutput] = []
+    outbox = Outbox(sent.append)
+    outbox.token_to_gateway("x", "a", 0, 7, 300)
+    outbox.token_to_gateway("y", "b", 1, 8, 301)
+    outbox.to_gateway("x", node_pb2.RequestOutput(request_id="c"))
+    outbox.token_to_gateway("x", "d", 2, 9, 302)
+    outbox.token_to_gateway("gone", "e", 0, 0, 0)
+    outbox.forget_gateway("gone")
+    outbox.flush()
+    steps = {f.to_gateway.gateway: f.to_gateway.message.outputs for f in sent}
+    assert tokens_from_wire(steps["x"].tokens) == [("a", 0, 7, 300), ("d", 2, 9, 302)]
+    assert [output.request_id for output in steps["x"].outputs] == ["c"]
+    assert tokens_from_wire(steps["y"].tokens) == [("b", 1, 8, 301)]
+    assert len(steps) == 2
+
+
+def test_columns_that_do_not_match_are_refused() -> None:
+    with pytest.raises(EngineFailed):
+        tokens_from_wire(node_pb2.PlainTokens(request_ids=["a", "b"], attempts=[0, 0]))
+
+
+class TestMailbox:
+    async def test_what_was_queued_comes_before_the_end(self) -> None:
+        mailbox = Mailbox[int]()
+        mailbox.put(1)
+        mailbox.end(BatonError("over"))
+        mailbox.put(2)
+        assert await mailbox.get() == 1
+        with pytest.raises(BatonError, match="over"):
+            await mailbox.get()
+
+    async def test_quiet_end(self) -> None:
+        mailbox = Mailbox[int]()
+        mailbox.end()
+        assert await mailbox.get() is None
+
+    async def test_reader_that_does_not_read_loses_its_stream(self) -> None:
+        mailbox = Mailbox[int](max_messages=2)
+        for number in range(3):
+            mailbox.put(number)
+        with pytest.raises(Overloaded):
+            await mailbox.get()
+
+
+def test_backoff_doubles_to_a_minute_and_forgets_after_one() -> None:
+    backoff = Backoff()
+    delays = [backoff.after(lived_s=1.0) for _ in range(9)]
+    assert delays == [0.5, 1, 2, 4, 8, 16, 32, 60, 60]
+    assert backoff.after(lived_s=61.0) == 0.5
+
+
+def test_pulse_stops_only_for_a_turn_that_does_not_end() -> None:
+    clock = FakeClock()
+    pulse = Pulse(lambda numbers: None, 1.0, clock)
+    clock.advance(10 * STALL_S)
+    assert not pulse.is_stalled()  # idle is no stall
+    pulse.turn_started()
+    clock.advance(STALL_S)
+    assert not pulse.is_stalled()
+    clock.advance(1)
+    assert pulse.is_stalled()
+    pulse.turn_ended()
+    assert not pulse.is_stalled()
+
+
+def test_pulse_beats_at_once_when_what_waits_moves() -> None:
+    heard: queue.SimpleQueue[node_pb2.Heartbeat] = queue.SimpleQueue()
+    pulse = Pulse(heard.put, 1000.0, FakeClock())
+    pulse.start()
+    pulse.count(node_pb2.Heartbeat(num_running=1))
+    for tokens, num_steps in ((16, 1), (16, 2), (0, 3)):
+        pulse.count(node_pb2.Heartbeat(waiting_tokens=tokens, num_steps=num_steps))
+        assert heard.get(timeout=10).waiting_tokens == tokens
+    pulse.count(node_pb2.Heartbeat(num_steps=9))
+    pulse.stop()
+    assert heard.empty()
+
+
+class TestPlacement:
+    def test_one_engine_for_each_gpu(self) -> None:
+        configs = engine_configs(EngineConfig(), NodeConfig(gpus="0, 3"))
+        assert [config.device for config in configs] == ["cuda:0", "cuda:3"]
+
+    def test_ranks_of_an_engine_are_neighbours_in_the_list(self) -> None:
+        engine = EngineConfig(tensor_parallel_size=2)
+        configs = engine_configs(engine, NodeConfig(gpus="4,1,2,3"))
+        assert [config.device for config in configs] == ["cuda:4,1", "cuda:2,3"]
+        with pytest.raises(StartupFailed, match=r"0,1,2 are 3, which --tensor-parallel-size 2"):
+            engine_configs(engine, NodeConfig(gpus="0,1,2"))
+
+    def test_cpu_engines_are_counted(self) -> None:
+        assert len(engine_configs(EngineConfig(), NodeConfig())) == 1
+        assert len(engine_configs(EngineConfig(), NodeConfig(num_engines=3))) == 3
+
+    @pytest.mark.parametrize("gpus", ["", "0,0", "a", "0,-1"])
+    def test_nonsense_is_refused(self, gpus: str) -> None:
+        with pytest.raises(StartupFailed):
+            engine_configs(EngineConfig(), NodeConfig(gpus=gpus))
+
+
+def test_decode_steps_are_short_unless_the_operator_says_otherwise() -> None:
+    for max_num_seqs, num_kv_blocks, num_tokens in (
+        (256, None, 512), (1000, None, 1128), (None, None, 640), (None, 202, 512),
+    ):  # fmt: skip
+        config = EngineConfig(max_num_seqs=max_num_seqs, num_kv_blocks=num_kv_blocks)
+        assert decode_policy.adjust(config).max_num_batched_tokens == num_tokens
+    chosen = EngineConfig(max_num_batched_tokens=4096)
+    assert decode_policy.adjust(chosen) == chosen
+    chunked = EngineConfig(prefill_chunk_tokens=8192)
+    assert decode_policy.adjust(chunked) == decode_policy.adjust(EngineConfig())
+
+
+def test_credit_is_a_share_of_the_pool_and_never_nothing() -> None:
+    node = NodeConfig(credit_fraction=0.25)
+    assert prefill_policy.max_held_blocks(node, 100) == 25
+    assert prefill_policy.max_held_blocks(node, 3) == 1
+
+
+def test_a_prefill_node_takes_long_prompts_in_large_chunks() -> None:
+    assert prefill_policy.adjust(EngineConfig()).prefill_chunk_tokens == 8192
+    for chosen in (EngineConfig(max_num_batched_tokens=64), EngineConfig(prefill_chunk_tokens=1)):
+        assert prefill_policy.adjust(chosen) == chosen
+
+
+def test_pool_is_described_in_tokens_and_requests() -> None:
+    limits = EngineLimits(num_blocks=12_347, block_size=16, max_model_len=4096)
+    assert describe_pool(limits) == (
+        "12,345 KV blocks of 16 = 197,520 tokens; 48 requests of 4,096"
+    )

@@ -1,0 +1,127 @@
+"""What an engine loop says of its queue in heartbeats, and when."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from fakes.node.node_world import BLOCK_SIZE, Node, NodeWorld, request
+
+from baton.core.request.request import Ticket
+from baton.node.engine_process.engine_loop import MAX_CALLERS, RECOUNT_S
+from baton.proto.v1 import node_pb2
+
+
+@pytest.fixture
+def world() -> NodeWorld:
+    return NodeWorld(prefill_blocks=200)
+
+
+def listen(node: Node, monkeypatch: pytest.MonkeyPatch) -> list[node_pb2.Heartbeat]:
+    """The numbers that the loop gives its pulse from now on."""
+    heard: list[node_pb2.Heartbeat] = []
+    monkeypatch.setattr(node.loop._pulse, "count", heard.append)
+    return heard
+
+
+def local(world: NodeWorld, node: Node, number: int, num_tokens: int, caller_id: int) -> None:
+    one = replace(request(number, num_tokens, max_tokens=2), caller_id=caller_id)
+    world.dispatch(one, node_pb2.WORK_LOCAL, node, None, 60.0)
+
+
+def test_the_end_of_the_queue_is_told_in_the_turn_that_it_comes(
+    world: NodeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = listen(world.prefill, monkeypatch)
+    local(world, world.prefill, 1, 20, caller_id=7)
+    world.turn(world.prefill)
+    assert [beat.waiting_tokens for beat in heard] == [12]
+    assert heard[0].waiting_by_caller == [node_pb2.CallerTokens(caller_id=7, num_tokens=12)]
+    world.turn(world.prefill)
+    assert len(heard) == 1, "no time has passed, and the prompt is not done"
+    world.turn(world.prefill)
+    assert [beat.waiting_tokens for beat in heard] == [12, 0], "without waiting for the next count"
+    world.settle()
+    assert len(heard) == 2, "nothing more to say before its time"
+
+
+def test_a_queue_that_is_cancelled_away_is_told_at_once(
+    world: NodeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = listen(world.prefill, monkeypatch)
+    one = request(1, 60)
+    world.dispatch(one, node_pb2.WORK_LOCAL, world.prefill, None, 60.0)
+    world.turn(world.prefill)
+    world.cancel(one)
+    world.turn(world.prefill)
+    assert [beat.waiting_tokens > 0 for beat in heard] == [True, False]
+    assert heard[-1].num_requests == 0
+
+
+def test_what_the_prefix_cache_holds_does_not_count_but_for_prompt_logprobs(
+    world: NodeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = listen(world.prefill, monkeypatch)
+    for number in (1, 2):
+        local(world, world.prefill, number, 40, caller_id=number)
+        world.settle()
+    again = replace(request(1, 40, attempt=1), caller_id=1)
+    scored = replace(again, attempt=2, sampling=replace(again.sampling, prompt_logprobs=0))
+    for one, expected in ((again, 4), (scored, 40)):
+        world.clock.advance(RECOUNT_S)
+        for number in (8, 9):  # two in the step, the last of which begins it
+            local(world, world.prefill, number + 10 * one.attempt, 30, caller_id=1)
+        world.dispatch(one, node_pb2.WORK_LOCAL, world.prefill, None, 60.0)
+        heard.clear()
+        world.turn(world.prefill)
+        assert heard[-1].waiting_tokens == 2 * 30 - 8 + expected
+        world.settle()
+
+
+def test_the_largest_callers_are_told_of(world: NodeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = listen(world.prefill, monkeypatch)
+    for caller_id in range(1, MAX_CALLERS + 11):
+        local(world, world.prefill, caller_id, 20 + caller_id, caller_id)
+    world.turn(world.prefill)
+    (beat,) = heard
+    assert [one.caller_id for one in beat.waiting_by_caller] == [*range(74, 10, -1)]
+    assert beat.waiting_tokens == sum(20 + one for one in range(1, 75)) - 8
+    assert beat.num_requests == 74 and beat.num_waiting == 73
+
+
+def test_room_is_what_pending_and_reserved_requests_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = NodeWorld(decode_blocks=12)
+    heard = listen(world.decode, monkeypatch)
+    capacity = world.decode.engine.limits.capacity
+    one = replace(request(1, 4 * BLOCK_SIZE, max_tokens=BLOCK_SIZE), fork_ids=("f" * 32,))
+    ticket = Ticket(one.request_id, world.prefill.incarnation, world.decode.incarnation)
+    world.dispatch(one, node_pb2.WORK_DECODE, world.decode, ticket, 60.0)
+    world.turn(world.decode)
+    # All of the prompt and one block of outputs; the fork shares the prompt.
+    assert heard[-1].room_blocks == capacity - 5 - 1
+    assert heard[-1].num_requests == 2 and heard[-1].num_waiting == 2
+    world.dispatch(one, node_pb2.WORK_PREFILL, world.prefill, ticket, 60.0)
+    world.link()
+    rooms = set()
+    while len(world.decode.received) < 2:
+        world.clock.advance(RECOUNT_S)
+        world.turn(world.prefill)
+        world.turn(world.decode)
+        world.pull()
+        rooms.add(heard[-1].room_blocks)
+    assert rooms == {capacity - 6}, "the same, whether pending, reserved or running"
+    world.settle()
+    world.clock.advance(RECOUNT_S)
+    world.turn(world.decode)
+    assert heard[-1].room_blocks == capacity and heard[-1].num_requests == 0
+
+
+def test_a_draining_engine_ends_what_waits_of_all_callers(world: NodeWorld) -> None:
+    for number in range(1, 9):
+        local(world, world.prefill, number, 30, caller_id=number % 3)
+    world.turn(world.prefill)
+    world.prefill.tell(drain=True)
+    world.settle()
+    ended = [one for one in world.prefill.received.values() if one.finish_reason is not None]
+    assert len(ended) == 8 and world.prefill.is_clean()
+    assert world.prefill.loop._is_over
