@@ -35,7 +35,7 @@ _LOOK_S = 0.0002
 _NEVER_WAITS = 1.0  # of a step: what comes behind it is launched at once
 
 
-class Callers:
+class CallerLoad:
     """One engine, and all who call it."""
 
     def __init__(self, local: LocalEngine, vocab: int) -> None:
@@ -130,7 +130,7 @@ def main(argv: list[str]) -> int:
         max_num_batched_tokens=_CHUNK_TOKENS,
         enable_prefix_caching=False,
     )
-    callers = Callers(LocalEngine.load(config, print), shape.vocab)
+    callers = CallerLoad(LocalEngine.load(config, print), shape.vocab)
     callers.run(5.0)  # the engine learns what steps take
     bound_s = 3 * callers.idle_s((64, 64)) + callers.idle_s((_CHUNK_TOKENS, _CHUNK_TOKENS))
     early = engine_module._EARLY

@@ -30,7 +30,7 @@ from baton.core.process.children import bound_to_us
 
 from .floors.figures import ROOT, Figure, machine, table, write
 from .played import fake_nodes
-from .played.front_load import Plan
+from .played.front_load import LoadPlan
 
 FRONTS = {"grpc": "gRPC, against bare grpc.aio", "sse": "SSE, against bare aiohttp"}
 NUM_STREAMS = 64
@@ -53,7 +53,7 @@ def throughput() -> list[Figure]:
     """Messages and tokens a second, the gateways' and the bare server's in turn."""
     figures = []
     for front, words in FRONTS.items():
-        plan = Plan(front, "", NUM_STREAMS, rounds=2)  # the first warms up
+        plan = LoadPlan(front, "", NUM_STREAMS, rounds=2)  # the first warms up
         with (
             bare(front) as floor,
             gateway() as alone,
@@ -91,10 +91,10 @@ def latency() -> list[Figure]:
     for front, words in FRONTS.items():
         with gateway() as through:
             most = max(
-                _per_s(load(Plan(front, "", NUM_STREAMS, rounds=3), through[front]), "tokens")
+                _per_s(load(LoadPlan(front, "", NUM_STREAMS, rounds=3), through[front]), "tokens")
             )
         step_s = NUM_STREAMS / (most / 2)
-        plan = Plan(front, "", NUM_STREAMS, num_tokens=500, keeps_times=True)
+        plan = LoadPlan(front, "", NUM_STREAMS, num_tokens=500, keeps_times=True)
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder) / "sent.json"
             pace = ("--step-s", str(step_s), "--log", str(log))
@@ -123,7 +123,7 @@ def stalled() -> list[Figure]:
         gaps_ms, grown_mb = {}, {}
         for num_stalled in (0, NUM_STALLED):
             before_mb = _rss_mb(pid)
-            plan = Plan(
+            plan = LoadPlan(
                 "sse",
                 "",
                 2 * NUM_STALLED,
@@ -157,7 +157,7 @@ def overload() -> list[Figure]:
 def overload_cluster() -> list[Figure]:
     """The same of real engines on these cores, whose speed is found out first."""
     with gateway(options=_MAX_WAIT, nodes=_real_nodes) as through:
-        plan = Plan("sse", "", 8, num_tokens=20, rounds=4, prompt_tokens=_PROMPT_TOKENS)
+        plan = LoadPlan("sse", "", 8, num_tokens=20, rounds=4, prompt_tokens=_PROMPT_TOKENS)
         seconds = [found["seconds"] for found in load(plan, through["sse"])[1:]]
         capacity_rps = 8 / statistics.median(seconds)
         return _offered("CPU engines, sse", "sse", through["sse"], capacity_rps)
@@ -167,7 +167,7 @@ def _offered(what: str, front: str, address: str, capacity_rps: float) -> list[F
     """Goodput and refusals at so many times the capacity."""
     good_rps, refused_ms = {}, {}
     for times in (0.8, 1.0, 2.0, 10.0):
-        plan = Plan(
+        plan = LoadPlan(
             front,
             "",
             num_tokens=20,
@@ -230,7 +230,7 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 # --- the processes --------------------------------------------------------------------------------
 
 
-def load(plan: Plan, address: str) -> list[Any]:
+def load(plan: LoadPlan, address: str) -> list[Any]:
     """What a generator with this plan saw, round by round."""
     fields = asdict(plan) | {"address": address}
     with tempfile.TemporaryDirectory() as folder:

@@ -30,7 +30,7 @@ from baton.proto.v1 import inference_pb2
 
 from .floors.figures import ROOT, Figure, machine, table, write
 from .front import gateway, load
-from .played.front_load import Plan
+from .played.front_load import LoadPlan
 
 TARGET_MS = 100.0
 _CONTEXT = 131_072
@@ -133,7 +133,7 @@ def _callers(sends: list[Send], outcomes: Counter[str]) -> Iterator[None]:
 
 def _silence_ms(address: str) -> float:
     """The longest of all streams, beyond the engine's step."""
-    plan = Plan("sse", "", _NUM_STREAMS, num_tokens=_NUM_TOKENS, keeps_times=True)
+    plan = LoadPlan("sse", "", _NUM_STREAMS, num_tokens=_NUM_TOKENS, keeps_times=True)
     (found,) = load(plan, address)
     if found["errors"]:
         raise RuntimeError(f"streams failed: {found['errors']}")

@@ -20,7 +20,7 @@ from ..client.messages import GenerateParams
 from ..core.config import EngineConfig, GatewayConfig, NodeConfig, UpConfig
 from ..core.errors import BatonError, Cancelled, ContextLengthExceeded, StartupFailed
 from ..core.metrics import percentile
-from .conversation import Completion, Conversation, conversation_with
+from .conversation import Conversation, TextConversation, conversation_with
 from .deployment.background import running_in_background
 from .deployment.deployment import Deployment
 from .host.certs import ca_of
@@ -203,7 +203,7 @@ def run(
 
     def conversation(served: str) -> Conversation:
         if is_completion:
-            return Completion()
+            return TextConversation()
         return conversation_with(served, engine.model, engine.served_model_name)
 
     try:

@@ -29,7 +29,7 @@ class Conversation(Protocol):
     def reset(self) -> None: ...
 
 
-class Completion:
+class TextConversation:
     """A text that the model continues; later entries are appended to it."""
 
     def __init__(self) -> None:
@@ -76,8 +76,8 @@ def conversation_with(served: str, model: str, served_model_name: str | None) ->
     try:
         model_dir = resolve_model_dir(model)
     except StartupFailed:
-        return Completion()
+        return TextConversation()
     if (served_model_name or model_dir.resolve().name) != served:
-        return Completion()
+        return TextConversation()
     template = ChatTemplate.load(model_dir)
-    return Completion() if template is None else Chat(template)
+    return TextConversation() if template is None else Chat(template)

@@ -41,7 +41,7 @@ class Node:
     role: Role
 
 
-class Asker(Protocol):
+class AskNode(Protocol):
     """Asks a node for its engines (member_calls.MemberCalls)."""
 
     async def __call__(self, node: Node) -> Sequence[bytes]:
@@ -60,7 +60,7 @@ class KnownNodes:
         self,
         inner: Directory,
         roles: Collection[Role],
-        ask: Asker,
+        ask: AskNode,
         secret: ClusterSecret,
         clock: Clock,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,

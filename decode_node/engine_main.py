@@ -11,7 +11,7 @@ from ..kv_transfer.device_transports import transports, wrapping
 from ..kv_transfer.protocol.puller import Puller
 from ..kv_transfer.ranks.ranked import RankedTransport
 from ..kv_transfer.window.network_address import Routes
-from ..node.engine_process.engine_process import Parts, RolePlan, main
+from ..node.engine_process.engine_process import EngineParts, RolePlan, main
 from . import policy
 from .role import DecodeRole
 from .windows import Windows
@@ -19,7 +19,7 @@ from .windows import Windows
 LINK_WAIT_S = 5.0  # how long an intent waits for a pair that is being set up
 
 
-def build(parts: Parts) -> DecodeRole:
+def build(parts: EngineParts) -> DecodeRole:
     mine = transports(parts.runner.kv, parts.config, parts.tls)
     routes = Routes(host_id(), parts.hello.incarnation)
     ranked = RankedTransport(mine, parts.pool_parts, parts.followers, routes, wrapping(parts.tls))

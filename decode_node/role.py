@@ -52,7 +52,7 @@ from ..kv_transfer.protocol.puller import Puller
 from ..kv_transfer.window.network_address import Routes
 from ..kv_transfer.window.transport import PullOutcome
 from ..node.channels.outbox import Outbox
-from ..node.requests.request_io import RequestDesk
+from ..node.requests.request_io import RequestIO
 from ..node.requests.request_role import RequestRole
 from ..node.requests.request_table import Entry, TransferSummary
 from ..node.requests.role import Vitals
@@ -80,7 +80,7 @@ class DecodeRole(RequestRole):
     def __init__(
         self,
         engine: Engine,
-        desk: RequestDesk,
+        desk: RequestIO,
         outbox: Outbox,
         puller: Puller,
         windows: Windows,

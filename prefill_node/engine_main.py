@@ -6,12 +6,12 @@ import sys
 
 from ..core.membership import Role
 from ..kv_transfer.protocol.source import Source
-from ..node.engine_process.engine_process import Parts, RolePlan, main
+from ..node.engine_process.engine_process import EngineParts, RolePlan, main
 from . import policy
 from .role import PrefillRole
 
 
-def build(parts: Parts) -> PrefillRole:
+def build(parts: EngineParts) -> PrefillRole:
     source = Source(parts.hello, parts.clock, parts.config.lease_s)
     assert parts.access is not None
     return PrefillRole(parts.engine, parts.desk, parts.outbox, source, parts.clock, parts.access)

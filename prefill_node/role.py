@@ -40,7 +40,7 @@ from ..kv_transfer.protocol.messages import HandoffState, Hello
 from ..kv_transfer.protocol.source import Source
 from ..kv_transfer.window.network_address import PoolAccess
 from ..node.channels.outbox import Outbox
-from ..node.requests.request_io import RequestDesk
+from ..node.requests.request_io import RequestIO
 from ..node.requests.request_role import RequestRole
 from ..node.requests.request_table import Entry
 from ..node.requests.role import Vitals
@@ -70,7 +70,7 @@ class PrefillRole(RequestRole):
     def __init__(
         self,
         engine: Engine,
-        desk: RequestDesk,
+        desk: RequestIO,
         outbox: Outbox,
         source: Source,
         clock: Clock,

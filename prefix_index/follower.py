@@ -10,7 +10,7 @@ from contextlib import aclosing
 
 from ..core.request.block_hash import BlockHash
 from .link import FollowerLink, IndexAway
-from .messages import BadMessage, Chunk, Snapshot, decode
+from .messages import BadMessage, Snapshot, SnapshotChunk, decode
 from .mirror import AskSnapshot, PrefixMirror, ReadSnapshot
 
 
@@ -48,7 +48,7 @@ class Follower:
                 chunk = decode(raw)
             except BadMessage:
                 return None
-            if not isinstance(chunk, Chunk) or (
+            if not isinstance(chunk, SnapshotChunk) or (
                 (chunk.incarnation, chunk.seq, chunk.index)
                 != (snapshot.incarnation, snapshot.seq, index)
             ):

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Iterable
 
 from ..core.request.block_hash import BlockHash
-from .messages import MAX_HASHES, Chunk, Delta, Head, Snapshot, pieces
+from .messages import MAX_HASHES, Delta, Head, Snapshot, SnapshotChunk, pieces
 from .net_changes import NetChanges
 
 
@@ -54,11 +54,11 @@ class CacheJournal:
     def head(self) -> Head:
         return Head(self.incarnation, self.seq)
 
-    def snapshot(self) -> tuple[list[Chunk], Snapshot]:
+    def snapshot(self) -> tuple[list[SnapshotChunk], Snapshot]:
         """The cache behind the deltas taken so far; take first, so that nothing is untold."""
         assert not self._untold, "the cache is ahead of its deltas"
         chunks = [
-            Chunk(self.incarnation, self.seq, index, tuple(piece))
+            SnapshotChunk(self.incarnation, self.seq, index, tuple(piece))
             for index, piece in enumerate(pieces(list(self._hashes)))
         ]
         return chunks, Snapshot(self.incarnation, self.seq, len(chunks))

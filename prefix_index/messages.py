@@ -60,7 +60,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class SnapshotChunk:
     """One piece of a snapshot."""
 
     incarnation: str
@@ -69,7 +69,7 @@ class Chunk:
     hashes: tuple[BlockHash, ...]
 
 
-Message = Head | Delta | Snapshot | Chunk
+Message = Head | Delta | Snapshot | SnapshotChunk
 
 
 def encode(message: Message) -> bytes:
@@ -83,7 +83,7 @@ def encode(message: Message) -> bytes:
             body = _TWO_COUNTS.pack(len(removed), len(stored)) + join_hashes((*removed, *stored))
         case Snapshot(_, _, num_chunks):
             kind, body = _SNAPSHOT, _COUNT.pack(num_chunks)
-        case Chunk(_, _, index, hashes):
+        case SnapshotChunk(_, _, index, hashes):
             assert len(hashes) <= MAX_HASHES
             kind, body = _CHUNK, _COUNT.pack(index) + join_hashes(hashes)
     incarnation = bytes.fromhex(message.incarnation)
@@ -119,7 +119,7 @@ def _decode_body(kind: int, incarnation: str, seq: int, body: bytes) -> Message:
         return Snapshot(incarnation, seq, *_COUNT.unpack(body))
     if kind == _CHUNK:
         index = _COUNT.unpack_from(body)[0]
-        return Chunk(incarnation, seq, index, split_hashes(body[_COUNT.size :]))
+        return SnapshotChunk(incarnation, seq, index, split_hashes(body[_COUNT.size :]))
     raise BadMessage(f"kind {kind}")
 
 

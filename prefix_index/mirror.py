@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from ..core.ports import Clock
 from ..core.request.block_hash import BlockHash
-from .messages import MAX_HASHES, BadMessage, Chunk, Delta, Head, Snapshot, decode
+from .messages import MAX_HASHES, BadMessage, Delta, Head, Snapshot, SnapshotChunk, decode
 
 STALE_S = 60.0  # an engine that the index does not hear of for so long counts as empty
 ASK_S = 0.5  # one request for a snapshot in so long
@@ -91,7 +91,7 @@ class PrefixMirror:
                 self._apply(copy, message)
             case Snapshot():
                 return self._consider(copy, message)
-            case Chunk():
+            case SnapshotChunk():
                 self.num_bad_messages += 1  # belongs in a key
         return self._ask(message.incarnation, copy)
 

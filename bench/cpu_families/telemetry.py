@@ -14,8 +14,8 @@ from baton.core.ports import SystemClock
 from baton.core.request.request import FinishReason
 from baton.core.request.timeline import Event, Stamp
 from baton.gateway.request.caller import anyone
-from baton.gateway.request.engine_link import Transfer
-from baton.gateway.request.output_chunk import Chunk, Result
+from baton.gateway.request.engine_link import TransferSummary
+from baton.gateway.request.output_chunk import OutputChunk, RequestResult
 from baton.gateway.telemetry.calls.call_records import CallObserver, CallRecord
 from baton.gateway.telemetry.calls.observers import Observers
 from baton.gateway.telemetry.calls.token_gaps import TokenGaps
@@ -23,7 +23,7 @@ from baton.gateway.telemetry.metrics import metric_table
 from baton.gateway.telemetry.metrics.metric_store import MetricStore
 from baton.gateway.telemetry.metrics.prometheus import CallMetrics, SloTargets
 from baton.gateway.telemetry.window.snapshot import window_snapshot
-from baton.gateway.telemetry.window.window import Window
+from baton.gateway.telemetry.window.window import TelemetryWindow
 
 from ..floors.figures import Figure, repeat_s
 
@@ -49,7 +49,7 @@ def measure() -> list[Figure]:
     """Microseconds of the event loop for a chunk and a call's end, milliseconds for a page."""
     clock = _Clock()
     gaps = TokenGaps()
-    window = Window(clock, gaps)
+    window = TelemetryWindow(clock, gaps)
     metrics = CallMetrics(
         MetricStore(metric_table.ALL, "baton_", "demo"), SloTargets(ttft_s=0.5, tbt_s=0.05), gaps
     )
@@ -79,7 +79,7 @@ def _play(clock: _Clock, observers: Sequence[CallObserver]) -> tuple[float, floa
     """Seconds for a chunk, and for the end of a call."""
     rng = random.Random(0)
     records = [_begin(clock, observers) for _ in range(NUM_STREAMS)]
-    chunk = Chunk("x", (5,), 0)
+    chunk = OutputChunk("x", (5,), 0)
     spent_s = 0.0
     for _ in range(NUM_STEPS):
         clock.now_s += _GAP_S * rng.lognormvariate(0, 0.3)
@@ -116,8 +116,8 @@ def _begin(clock: _Clock, observers: Sequence[CallObserver]) -> CallRecord:
     return record
 
 
-def _result(record: CallRecord) -> Result:
-    return Result(
+def _result(record: CallRecord) -> RequestResult:
+    return RequestResult(
         finish_reason=FinishReason.LENGTH,
         matched_stop=None,
         prompt_tokens=record.prompt_tokens,
@@ -125,7 +125,7 @@ def _result(record: CallRecord) -> Result:
         cached_tokens=0,
         prefill_node="prefill-0",
         decode_node="decode-0",
-        transfer=Transfer(1 << 20, 0, "shm"),
+        transfer=TransferSummary(1 << 20, 0, "shm"),
         attempts=1,
         seed=0,
         timeline=tuple(Stamp(event, record.arrived_unix_ns, "node") for event in Event),

@@ -46,7 +46,7 @@ _MAX_RUNNING = 1 << 30  # as many as there are
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class StepPace:
     """How long engines take; zeros: no time at all."""
 
     step_s: float = 0.0
@@ -129,7 +129,7 @@ class _Step:
 class _Engine:
     """What both have: who runs, and who was cancelled."""
 
-    def __init__(self, role: Role, pace: Pace) -> None:
+    def __init__(self, role: Role, pace: StepPace) -> None:
         self.role = role
         self.pace = pace
         self.waiting: dict[str, _Run] = {}
@@ -217,7 +217,7 @@ _VARINTS = tuple(map(_varint, range(1 << 14)))
 class _Nodes:
     """Both engines, and the one hand-off between them: a request decodes once it is prefilled."""
 
-    def __init__(self, pace: Pace) -> None:
+    def __init__(self, pace: StepPace) -> None:
         self.address = ""
         self.pace = pace
         self.prefill = _Engine(Role.PREFILL, pace)
@@ -330,13 +330,13 @@ async def _beat(gateway: _Gateway, engine: _Engine) -> None:
         await asyncio.sleep(_BEAT_S)
 
 
-def _member(role: Role, address: str, pace: Pace) -> Member:
+def _member(role: Role, address: str, pace: StepPace) -> Member:
     incarnation = PREFILL if role is Role.PREFILL else DECODE
     length = pace.max_model_len
     return Member(incarnation, role, role.value, address, "demo", "fp", length, 16, _NUM_BLOCKS)
 
 
-def _welcome(member: Member, gateway: _Gateway, pace: Pace, is_direct: bool) -> bytes:
+def _welcome(member: Member, gateway: _Gateway, pace: StepPace, is_direct: bool) -> bytes:
     welcome = node_pb2.Welcome(
         incarnation=member.incarnation,
         role=member.role.value,
@@ -354,7 +354,7 @@ def _welcome(member: Member, gateway: _Gateway, pace: Pace, is_direct: bool) -> 
     return bytes(node_pb2.NodeMessage(welcome=welcome).SerializeToString())
 
 
-async def _serve(redis_url: str, pace: Pace) -> dict[str, list[float]]:
+async def _serve(redis_url: str, pace: StepPace) -> dict[str, list[float]]:
     """Until SIGTERM; when each request's tokens went out, by its id."""
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
@@ -389,7 +389,7 @@ if __name__ == "__main__":
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--log", type=Path)
     wanted = parser.parse_args()
-    pace = Pace(
+    pace = StepPace(
         wanted.step_s, wanted.prefill_tokens_per_s, wanted.max_running, wanted.max_model_len
     )
     sent_s = event_loop.run(lambda: _serve(wanted.redis_url, pace))

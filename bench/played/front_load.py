@@ -34,7 +34,7 @@ _SSE_ID = re.compile(rb'"id":"cmpl-([0-9a-f]{32})"')
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LoadPlan:
     """`rate_per_s` 0: `num_streams` at once, `rounds` times; else arrivals at this rate for
     `duration_s`. `num_stalled` of each round's streams stop reading after their first message."""
 
@@ -52,7 +52,7 @@ class Plan:
 
 
 @dataclass(slots=True)
-class Stream:
+class LoadStream:
     """What was seen of one; `times_s`: when each token came."""
 
     sent_s: float
@@ -64,10 +64,10 @@ class Stream:
     is_stalled: bool = False
 
 
-OneStream = Callable[[Plan, Stream], Awaitable[None]]
+OneStream = Callable[[LoadPlan, LoadStream], Awaitable[None]]
 
 
-def _prompt(plan: Plan) -> list[int]:
+def _prompt(plan: LoadPlan) -> list[int]:
     """Random ids, so that nobody has them cached; every tokenizer has these."""
     return random.choices(range(256, 1024), k=plan.prompt_tokens)
 
@@ -75,7 +75,7 @@ def _prompt(plan: Plan) -> list[int]:
 class _Sse(asyncio.Protocol):
     """One request, one connection."""
 
-    def __init__(self, plan: Plan, stream: Stream) -> None:
+    def __init__(self, plan: LoadPlan, stream: LoadStream) -> None:
         self._plan = plan
         self._stream = stream
         self._tail = b""
@@ -134,7 +134,7 @@ class _Sse(asyncio.Protocol):
             self._end()
 
 
-async def _sse_stream(plan: Plan, stream: Stream) -> None:
+async def _sse_stream(plan: LoadPlan, stream: LoadStream) -> None:
     host, _, port = plan.address.rpartition(":")
     loop = asyncio.get_running_loop()
     with socket.socket() as plain:
@@ -147,7 +147,7 @@ async def _sse_stream(plan: Plan, stream: Stream) -> None:
 
 
 def _grpc_stream(generate: Any) -> OneStream:
-    async def one(plan: Plan, stream: Stream) -> None:
+    async def one(plan: LoadPlan, stream: LoadStream) -> None:
         request = inference_pb2.GenerateRequest()
         request.token_ids.ids.extend(_prompt(plan))
         request.sampling.max_tokens = plan.num_tokens
@@ -173,29 +173,30 @@ def _grpc_stream(generate: Any) -> OneStream:
 _STALLED: list[Any] = []  # calls that nobody reads, kept open until the process ends
 
 
-async def _round(plan: Plan, one: OneStream) -> list[Stream]:
+async def _round(plan: LoadPlan, one: OneStream) -> list[LoadStream]:
     streams = [
-        Stream(time.monotonic(), is_stalled=i < plan.num_stalled) for i in range(plan.num_streams)
+        LoadStream(time.monotonic(), is_stalled=i < plan.num_stalled)
+        for i in range(plan.num_streams)
     ]
     await asyncio.gather(*(one(plan, stream) for stream in streams))
     return streams
 
 
-async def _arrivals(plan: Plan, one: OneStream) -> list[Stream]:
+async def _arrivals(plan: LoadPlan, one: OneStream) -> list[LoadStream]:
     """Open loop: exponential gaps, whatever the answers do."""
     draw, began_s, due_s = random.Random(0), time.monotonic(), 0.0
-    streams: list[Stream] = []
+    streams: list[LoadStream] = []
     tasks = []
     while due_s < plan.duration_s:
         due_s += draw.expovariate(plan.rate_per_s)
         await asyncio.sleep(max(0.0, began_s + due_s - time.monotonic()))
-        streams.append(Stream(time.monotonic()))
+        streams.append(LoadStream(time.monotonic()))
         tasks.append(asyncio.create_task(one(plan, streams[-1])))
     await asyncio.wait(tasks)
     return streams
 
 
-async def _measure(plan: Plan) -> list[dict[str, Any]]:
+async def _measure(plan: LoadPlan) -> list[dict[str, Any]]:
     async with grpc.aio.insecure_channel(plan.address) as channel:
         generate = channel.unary_stream(
             _METHOD, request_serializer=inference_pb2.GenerateRequest.SerializeToString
@@ -219,5 +220,5 @@ async def _measure(plan: Plan) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    plan = Plan(**json.loads(sys.stdin.readline()))
+    plan = LoadPlan(**json.loads(sys.stdin.readline()))
     Path(sys.argv[1]).write_text(json.dumps(event_loop.run(lambda: _measure(plan))))

@@ -23,7 +23,7 @@ from ..floors.figures import ROOT, command_line, commit, machine
 from ..floors.gpu_shapes import SHAPES
 from . import idle, load, plots, report, systems
 from .clients import records
-from .clients.workloads import DEFAULT_SHAPE, MIXES, Shape, Workload, make_workload
+from .clients.workloads import DEFAULT_SHAPE, MIXES, LoadShape, Workload, make_workload
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -64,8 +64,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _shape(arguments: argparse.Namespace) -> Shape:
-    return Shape(
+def _shape(arguments: argparse.Namespace) -> LoadShape:
+    return LoadShape(
         rate_per_s=arguments.rate,
         duration_s=arguments.duration_s,
         warmup_s=arguments.warmup_s,
@@ -97,7 +97,7 @@ def _system(arguments: argparse.Namespace) -> Iterator[str]:
             yield target
 
 
-def _run_idle(target: str, arguments: argparse.Namespace, shape: Shape, vocab: int) -> dict:
+def _run_idle(target: str, arguments: argparse.Namespace, shape: LoadShape, vocab: int) -> dict:
     address = target.removeprefix("grpc://")
     through = idle.measure_system(address, shape.idle_lengths, shape.num_idle_requests, vocab)
     return {"idle": idle.compare({}, through)}

@@ -38,7 +38,7 @@ _STAGES: tuple[tuple[str, Event | None, Event | None], ...] = (  # None: the cli
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
+class IdleRequests:
     """One request on an idle engine: seconds to its first token, and from there to its second."""
 
     ttft_s: float
@@ -47,7 +47,7 @@ class Alone:
 
 def measure_engine(
     config: EngineConfig, lengths: Sequence[int], repeats: int, queued_length: int, num_queued: int
-) -> tuple[dict[int, list[Alone]], list[float]]:
+) -> tuple[dict[int, list[IdleRequests]], list[float]]:
     """An engine in this process: each length `repeats` times, behind one that does not count, and
     the seconds a prompt of a queue of them. The queue comes first: it warms the card up."""
     runner = ModelRunner(config)
@@ -56,13 +56,13 @@ def measure_engine(
     for number in range(num_queued):
         engine.add(_request(queued_length, 9000 + number, vocab_size, 1))
     queued_s = [after - before for before, after in pairwise(_token_times(engine))]
-    found: dict[int, list[Alone]] = {}
+    found: dict[int, list[IdleRequests]] = {}
     for length in lengths:
         samples = []
         for repeat in range(repeats + 1):
             engine.add(_request(length, repeat, vocab_size, _NUM_TOKENS))
             sent_s, token_s = time.perf_counter(), _token_times(engine)
-            samples.append(Alone(token_s[0] - sent_s, token_s[1] - token_s[0]))
+            samples.append(IdleRequests(token_s[0] - sent_s, token_s[1] - token_s[0]))
         found[length] = samples[1:]
     runner.close()
     return found, queued_s
@@ -123,7 +123,7 @@ def _prompt(length: int, number: int) -> Prompt:
 
 
 def compare(
-    alone: dict[int, list[Alone]], through: dict[int, list[Result]]
+    alone: dict[int, list[IdleRequests]], through: dict[int, list[Result]]
 ) -> dict[str, dict[str, Any]]:
     """By length: both, their difference, and the stages, as medians in ms."""
     return {
@@ -131,7 +131,7 @@ def compare(
     }
 
 
-def _compare(alone: Sequence[Alone], through: Sequence[Result]) -> dict[str, Any]:
+def _compare(alone: Sequence[IdleRequests], through: Sequence[Result]) -> dict[str, Any]:
     ttft = _median_ms([r.times.ttft_s for r in through])
     gap = _median_ms([r.times.handoff_gap_s for r in through])
     steps = [gap_s for r in through for gap_s in r.times.gaps_s[2:]]

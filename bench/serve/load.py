@@ -15,7 +15,7 @@ from baton.core.process.children import bound_to_us
 
 from .clients.arrivals import deal
 from .clients.records import Record, load, merge
-from .clients.worker import Plan
+from .clients.worker import WorkerPlan
 from .clients.workloads import Workload
 
 _START_IN_S = 1.0  # time to draw prompts
@@ -40,7 +40,7 @@ def apply(
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-load-")))
         plans = [
-            Plan(
+            WorkerPlan(
                 target,
                 model,
                 vocab_size,
@@ -69,7 +69,7 @@ def apply(
 class _Worker:
     """A child that ends with us."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: WorkerPlan) -> None:
         self._plan = plan
 
     def __enter__(self) -> _Worker:

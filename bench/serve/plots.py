@@ -13,7 +13,7 @@ from pathlib import Path
 from baton.core.metrics import percentile
 
 from .clients.records import Record
-from .report import Window, tbt_samples
+from .report import ReportWindow, tbt_samples
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 620, 260, 60, 40, 30
 _COLOURS = ("#1f6feb", "#d1580a", "#2a9134", "#8250df", "#b62324", "#57606a")
@@ -22,7 +22,7 @@ Points = Sequence[tuple[float, float]]
 
 
 def write(
-    path: Path, title: str, runs: Mapping[str, tuple[Sequence[Record], Window]], table: str
+    path: Path, title: str, runs: Mapping[str, tuple[Sequence[Record], ReportWindow]], table: str
 ) -> None:
     """The page: TTFT and TBT, each as a distribution and over time."""
     parts = [
@@ -44,12 +44,12 @@ def write(
     )
 
 
-def _ttfts(records: Sequence[Record], window: Window) -> list[float]:
+def _ttfts(records: Sequence[Record], window: ReportWindow) -> list[float]:
     ttfts = [r.times.ttft_s for r in records if window.holds(r.sent_s)]
     return [ttft * 1e3 for ttft in ttfts if ttft is not None]
 
 
-def _tbts(records: Sequence[Record], window: Window) -> list[float]:
+def _tbts(records: Sequence[Record], window: ReportWindow) -> list[float]:
     return [gap * 1e3 for gap in tbt_samples(records, window)]
 
 
@@ -68,12 +68,12 @@ def _log(curves: Mapping[str, Points]) -> dict[str, Points]:
     }
 
 
-def _ttft_course(records: Sequence[Record], window: Window) -> list[tuple[float, float]]:
+def _ttft_course(records: Sequence[Record], window: ReportWindow) -> list[tuple[float, float]]:
     sent = [r for r in records if window.holds(r.sent_s) and r.token_s]
     return [(r.sent_s, (r.token_s[0] - r.sent_s) * 1e3) for r in sent]
 
 
-def _tbt_course(records: Sequence[Record], window: Window) -> list[tuple[float, float]]:
+def _tbt_course(records: Sequence[Record], window: ReportWindow) -> list[tuple[float, float]]:
     seconds: dict[int, list[float]] = {}
     for record in records:
         for before_s, after_s in zip(record.token_s, record.token_s[1:], strict=False):

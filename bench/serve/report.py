@@ -28,7 +28,7 @@ class Slo:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class ReportWindow:
     """The part of a run that is reported, in seconds from its start."""
 
     begin_s: float
@@ -44,7 +44,7 @@ class Window:
 
 def summarise(
     records: Sequence[Record],
-    window: Window,
+    window: ReportWindow,
     slo: Slo,
     prefill_s: Mapping[str, float] | None = None,
     num_prefills: int = 1,
@@ -68,7 +68,7 @@ def summarise(
     return summary
 
 
-def _group(records: Sequence[Record], window: Window, slo: Slo) -> dict[str, Any]:
+def _group(records: Sequence[Record], window: ReportWindow, slo: Slo) -> dict[str, Any]:
     sent = [record for record in records if window.holds(record.sent_s)]
     served = [record for record in sent if record.token_s]
     times = [record.times for record in sent]
@@ -92,7 +92,7 @@ def _group(records: Sequence[Record], window: Window, slo: Slo) -> dict[str, Any
     }
 
 
-def tbt_samples(records: Sequence[Record], window: Window) -> list[float]:
+def tbt_samples(records: Sequence[Record], window: ReportWindow) -> list[float]:
     """The gaps that end inside the window, in seconds."""
     return [
         after_s - before_s
@@ -103,7 +103,10 @@ def tbt_samples(records: Sequence[Record], window: Window) -> list[float]:
 
 
 def _floors(
-    records: Sequence[Record], window: Window, prefill_s: Mapping[str, float], num_prefills: int
+    records: Sequence[Record],
+    window: ReportWindow,
+    prefill_s: Mapping[str, float],
+    num_prefills: int,
 ) -> dict[str, dict[str, float | None]]:
     """By group, the FIFO replay of everything that had to be prefilled."""
     ordered = sorted(records, key=lambda record: record.sent_s)
@@ -120,7 +123,7 @@ def _floors(
 
 
 def _spacings(
-    records: Sequence[Record], window: Window, group: str
+    records: Sequence[Record], window: ReportWindow, group: str
 ) -> dict[str, dict[str, float | None]]:
     """What one more of the group took where they queued, with none or one of another between."""
     served = [r for r in records if r.token_s and window.holds(r.token_s[0])]

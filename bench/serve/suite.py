@@ -36,7 +36,7 @@ from ..floors.figures import command_line, commit, machine
 from ..floors.gpu_shapes import SHAPES
 from . import idle, load, plots, report, systems
 from .clients import clocks, records
-from .clients.workloads import BACKGROUND, DEFAULT_SHAPE, PROBE, Shape, make_workload
+from .clients.workloads import BACKGROUND, DEFAULT_SHAPE, PROBE, LoadShape, make_workload
 
 _SLO = report.Slo(ttft_s=0.5, tbt_s=0.05)
 _GENERATORS = 4
@@ -166,7 +166,7 @@ class Suite:
         ):
             if not duration_s:
                 continue
-            shape = Shape(
+            shape = LoadShape(
                 rate_per_s=arguments.rate,
                 duration_s=duration_s,
                 warmup_s=arguments.warmup_s,

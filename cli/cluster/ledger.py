@@ -35,7 +35,7 @@ class HeldRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class LedgerTransfer:
     """One side's view of a hand-off. `key`: the request, unless its prompt has not come."""
 
     is_source: bool  # told by the source; `peer` is the puller then
@@ -51,7 +51,7 @@ class Ledger:
     node: str
     blocks: Blocks
     requests: Mapping[str, HeldRequest]
-    transfers: Mapping[str, Transfer]
+    transfers: Mapping[str, LedgerTransfer]
     peers: Mapping[str, str]
     num_fences: int
 
@@ -77,8 +77,8 @@ def parse_ledger(text: str) -> Ledger:
         raise BadLedger(f"a ledger that is not understood: {error!r}") from error
 
 
-def _transfer(raw: Mapping[str, Any]) -> Transfer:
+def _transfer(raw: Mapping[str, Any]) -> LedgerTransfer:
     is_source = "puller" in raw
-    return Transfer(
+    return LedgerTransfer(
         is_source, str(raw["puller" if is_source else "source"]), str(raw["state"]), raw["key"]
     )

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from contextlib import aclosing
 
 from ...prefix_index.link import FollowerLink, IndexAway
-from ...prefix_index.messages import BadMessage, Chunk, Snapshot, decode
+from ...prefix_index.messages import BadMessage, Snapshot, SnapshotChunk, decode
 
 _ASK_S = 0.3  # the first question may come before we listen to answers
 _ANSWER_S = 2.0  # an engine answers within 1.5 s, however many ask
@@ -54,7 +54,7 @@ async def _take(
         num_hashes = 0
         for index in range(message.num_chunks):
             chunk = decode(await link.read_chunk(message.incarnation, index))
-            if not isinstance(chunk, Chunk) or chunk.seq != message.seq:
+            if not isinstance(chunk, SnapshotChunk) or chunk.seq != message.seq:
                 return  # a newer snapshot is being written
             num_hashes += len(chunk.hashes)
     except (BadMessage, IndexAway):

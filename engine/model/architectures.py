@@ -18,7 +18,7 @@ class Bias(enum.Enum):
     BY_CONFIG = "all four, if attention_bias says so"
 
 
-class Window(enum.Enum):
+class SlidingWindow(enum.Enum):
     """Which layers see the last `sliding_window` positions only."""
 
     NONE = "none"
@@ -34,19 +34,19 @@ class Architecture:
     bias: Bias = Bias.NONE
     has_mlp_bias_field: bool = False
     has_qk_norm: bool = False  # RMSNorm of each head of q and k, before RoPE
-    window: Window = Window.NONE
+    window: SlidingWindow = SlidingWindow.NONE
     has_experts: bool = False
     default_head_dim: int | None = None  # None: hidden_size / num_attention_heads
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "LlamaForCausalLM": Architecture(bias=Bias.BY_CONFIG, has_mlp_bias_field=True),
-    "MistralForCausalLM": Architecture(window=Window.ALL),
-    "Qwen2ForCausalLM": Architecture(bias=Bias.QKV, window=Window.BY_LAYER),
+    "MistralForCausalLM": Architecture(window=SlidingWindow.ALL),
+    "Qwen2ForCausalLM": Architecture(bias=Bias.QKV, window=SlidingWindow.BY_LAYER),
     "Qwen3ForCausalLM": Architecture(
-        bias=Bias.BY_CONFIG, has_qk_norm=True, window=Window.BY_LAYER, default_head_dim=128
+        bias=Bias.BY_CONFIG, has_qk_norm=True, window=SlidingWindow.BY_LAYER, default_head_dim=128
     ),
     "Qwen3MoeForCausalLM": Architecture(
-        bias=Bias.BY_CONFIG, has_qk_norm=True, window=Window.ALL_IF_ASKED, has_experts=True
+        bias=Bias.BY_CONFIG, has_qk_norm=True, window=SlidingWindow.ALL_IF_ASKED, has_experts=True
     ),
 }

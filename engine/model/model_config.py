@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...core.model_dir import read_json
-from .architectures import ARCHITECTURES, Architecture, Bias, Window
+from .architectures import ARCHITECTURES, Architecture, Bias, SlidingWindow
 from .config_fields import Fields
 from .rope_config import FULL_ATTENTION, SLIDING_ATTENTION, DynamicScaling, RopeConfig, read_rope
 
@@ -131,10 +131,10 @@ def _refuse_unsupported(fields: Fields) -> None:
 def _windows(fields: Fields, architecture: Architecture, num_layers: int) -> tuple[int | None, ...]:
     """The window of each layer; `layer_types` must be what the architecture computes."""
     rule, size = architecture.window, None
-    is_asked = rule is Window.ALL or fields.flag("use_sliding_window")
-    if rule is not Window.NONE and is_asked and fields.get("sliding_window") is not None:
+    is_asked = rule is SlidingWindow.ALL or fields.flag("use_sliding_window")
+    if rule is not SlidingWindow.NONE and is_asked and fields.get("sliding_window") is not None:
         size = fields.positive("sliding_window")
-    first = fields.count("max_window_layers", 28) if rule is Window.BY_LAYER else 0
+    first = fields.count("max_window_layers", 28) if rule is SlidingWindow.BY_LAYER else 0
     usual = [
         FULL_ATTENTION if size is None or layer < first else SLIDING_ATTENTION
         for layer in range(num_layers)
@@ -145,7 +145,7 @@ def _windows(fields: Fields, architecture: Architecture, num_layers: int) -> tup
     for kind in kinds:
         if kind not in (FULL_ATTENTION, SLIDING_ATTENTION):
             raise fields.error(f"layer_types names {kind!r}, which is not supported")
-    if kinds != usual and (rule is not Window.BY_LAYER or size is None):
+    if kinds != usual and (rule is not SlidingWindow.BY_LAYER or size is None):
         raise fields.error("layer_types asks for windows that the other fields do not give")
     return tuple(size if kind == SLIDING_ATTENTION else None for kind in kinds)
 

@@ -18,8 +18,8 @@ import numpy as np
 from ...core.errors import EngineFailed
 from ...core.request.logprobs import TokenLogprobs
 from ..execution.batch import LaunchedStep, Runner, SampledToken, SequenceSlice
-from .rank_channel import Kind
-from .rank_group import Followers
+from .rank_channel import MessageKind
+from .rank_group import RankGroup
 from .step_message import encode
 
 
@@ -28,7 +28,7 @@ class _ParallelStep:
     """A step that all ranks have launched."""
 
     mine: LaunchedStep
-    followers: Followers
+    followers: RankGroup
 
     @property
     def number(self) -> int:
@@ -53,7 +53,7 @@ class _ParallelStep:
 class ParallelRunner:
     """`mine` is rank 0's. A step that fails is told with the words of the rank that caused it."""
 
-    def __init__(self, mine: Runner, followers: Followers) -> None:
+    def __init__(self, mine: Runner, followers: RankGroup) -> None:
         self._mine = mine
         self._followers = followers
 
@@ -62,7 +62,7 @@ class ParallelRunner:
         return self._mine.runs_ahead
 
     def launch(self, batch: Sequence[SequenceSlice]) -> LaunchedStep:
-        self._followers.tell(Kind.STEP, encode(batch))
+        self._followers.tell(MessageKind.STEP, encode(batch))
         try:
             return _ParallelStep(self._mine.launch(batch), self._followers)
         except EngineFailed as error:
@@ -70,5 +70,5 @@ class ParallelRunner:
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """On the others it is done before whatever they are told next."""
-        self._followers.tell(Kind.COPY_BLOCKS, np.array(pairs, np.int64).T.tobytes())
+        self._followers.tell(MessageKind.COPY_BLOCKS, np.array(pairs, np.int64).T.tobytes())
         self._mine.copy_blocks(pairs)

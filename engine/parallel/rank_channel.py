@@ -20,7 +20,7 @@ _HEADER = struct.Struct("<IIQ")
 _MAX_FDS = 4
 
 
-class Kind(enum.IntEnum):
+class MessageKind(enum.IntEnum):
     """What a message is about."""
 
     # rank 0 to the others
@@ -44,7 +44,7 @@ class Kind(enum.IntEnum):
 class RankMessage:
     """One message; the receiver closes `fds`."""
 
-    kind: Kind
+    kind: MessageKind
     order: int
     payload: memoryview
     fds: tuple[int, ...] = ()
@@ -65,7 +65,7 @@ class RankChannel:
         self._socket.settimeout(timeout_s)
 
     def send(
-        self, kind: Kind, payload: bytes = b"", *, order: int = 0, fds: Sequence[int] = ()
+        self, kind: MessageKind, payload: bytes = b"", *, order: int = 0, fds: Sequence[int] = ()
     ) -> None:
         """Raises OSError when the other end is gone, or does not read."""
         header = _HEADER.pack(kind, order, len(payload))
@@ -95,7 +95,7 @@ class RankChannel:
                 rest = rest[count:]
         except ConnectionError:
             return None
-        return RankMessage(Kind(kind), order, memoryview(payload), tuple(fds))
+        return RankMessage(MessageKind(kind), order, memoryview(payload), tuple(fds))
 
     def close(self) -> None:
         """The other end finds it over, and so does whoever receives here."""

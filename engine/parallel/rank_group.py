@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from ...core import errors
 from ...core.errors import BatonError, EngineFailed, StartupFailed
-from .rank_channel import Kind, RankChannel, RankMessage
+from .rank_channel import MessageKind, RankChannel, RankMessage
 from .rank_progress import RankProgress
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class _Order:
     answers: dict[int, bytes] = field(default_factory=dict)
 
 
-class Followers:
+class RankGroup:
     """Ranks 1 and up, by their channels. `on_line` gets lines for people."""
 
     def __init__(
@@ -78,13 +78,13 @@ class Followers:
 
     # -- telling ----------------------------------------------------------------------------------
 
-    def tell(self, kind: Kind, payload: bytes = b"") -> None:
+    def tell(self, kind: MessageKind, payload: bytes = b"") -> None:
         """All ranks do this, behind all that they were told before. Raises EngineFailed."""
         self._send(dict.fromkeys(self._channels, payload), kind, 0, ())
 
     def order(
         self,
-        kind: Kind,
+        kind: MessageKind,
         payloads: Sequence[bytes],
         on_done: Callable[[list[bytes]], None],
         fds: Sequence[int] = (),
@@ -101,7 +101,7 @@ class Followers:
         return number
 
     def ask(
-        self, kind: Kind, payloads: Sequence[bytes], fds: Sequence[int] = ()
+        self, kind: MessageKind, payloads: Sequence[bytes], fds: Sequence[int] = ()
     ) -> tuple[int, list[bytes]]:
         """As `order`, but wait for the answers; from any thread but the watch's.
 
@@ -127,7 +127,7 @@ class Followers:
             self._loaded.set()
 
         self._starting = dict.fromkeys(self._channels, time.monotonic())
-        self.order(Kind.CONFIGURE, payloads, loaded, [self._progress.fd])
+        self.order(MessageKind.CONFIGURE, payloads, loaded, [self._progress.fd])
 
     def meet(self, word: bytes) -> list[bytes]:
         """Wait until all ranks are loaded, and let them connect.
@@ -139,7 +139,7 @@ class Followers:
             self.check()
         words = [word, *self._words]
         self._starting = dict.fromkeys(self._channels, time.monotonic())
-        self.tell(Kind.CONNECT, pack_words(words))
+        self.tell(MessageKind.CONNECT, pack_words(words))
         return words
 
     @property
@@ -156,7 +156,9 @@ class Followers:
         self._is_over.wait(_LAST_WORDS_S)
         return self._error or error
 
-    def _send(self, payloads: dict[int, bytes], kind: Kind, order: int, fds: Sequence[int]) -> None:
+    def _send(
+        self, payloads: dict[int, bytes], kind: MessageKind, order: int, fds: Sequence[int]
+    ) -> None:
         self.check()
         try:
             with self._telling:
@@ -198,12 +200,12 @@ class Followers:
             return
         if rank in self._starting:
             self._starting[rank] = time.monotonic()
-        if message.kind is Kind.ANSWER:
+        if message.kind is MessageKind.ANSWER:
             self._starting.pop(rank, None)  # loaded: it waits for the others
             self._answer(rank, message)
-        elif message.kind is Kind.LINE:
+        elif message.kind is MessageKind.LINE:
             self._on_line(f"rank {rank}: {bytes(message.payload).decode()}")
-        elif message.kind is Kind.FAILED:
+        elif message.kind is MessageKind.FAILED:
             self._lose(_read_failure(rank, message))
 
     def _answer(self, rank: int, message: RankMessage) -> None:
@@ -251,7 +253,7 @@ class Followers:
 
 
 def pack_words(words: Sequence[bytes]) -> bytes:
-    """The payload of `Kind.CONNECT`."""
+    """The payload of `MessageKind.CONNECT`."""
     return json.dumps([word.hex() for word in words]).encode()
 
 
@@ -261,7 +263,7 @@ def read_words(payload: memoryview) -> list[bytes]:
 
 
 def pack_failure(error: BatonError) -> bytes:
-    """The payload of `Kind.FAILED`."""
+    """The payload of `MessageKind.FAILED`."""
     hint = error.hint if isinstance(error, StartupFailed) else ""
     return json.dumps({"code": error.code, "message": error.message, "hint": hint}).encode()
 

@@ -22,7 +22,7 @@ from ...core.process.children import bound_to_us
 from ..execution.device import devices_of_ranks
 from ..model.communicator import Alone, Communicator
 from .rank_channel import RankChannel
-from .rank_group import Followers, OnLost
+from .rank_group import OnLost, RankGroup
 from .torch_communicator import make_communicator, make_store
 
 _GRACE_S = 5.0
@@ -34,7 +34,7 @@ class Ranks:
 
     config: EngineConfig  # rank 0's own
     communicator: Communicator
-    followers: Followers | None
+    followers: RankGroup | None
     processes: tuple[subprocess.Popen[bytes], ...] = ()
 
     def kill(self) -> None:
@@ -70,7 +70,7 @@ def start_ranks(
     if len(configs) == 1:
         return Ranks(configs[0], Alone(), None)
     started = [_start(module) for _ in configs[1:]]
-    followers = Followers(
+    followers = RankGroup(
         [channel for _, channel in started],
         config.rank_timeout_s,
         config.rank_start_timeout_s,

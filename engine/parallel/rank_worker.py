@@ -26,7 +26,7 @@ from ...core.errors import BatonError, EngineFailed
 from ..execution.batch import LaunchedStep
 from ..execution.runner import ModelRunner
 from ..model.checkpoint import LoadProgress
-from .rank_channel import Kind, RankChannel, RankMessage
+from .rank_channel import MessageKind, RankChannel, RankMessage
 from .rank_group import pack_failure, read_words
 from .rank_progress import RankProgress
 from .step_message import decode
@@ -34,7 +34,7 @@ from .torch_communicator import connect_store, make_communicator
 
 log = logging.getLogger(__name__)
 
-Handlers = Mapping[Kind, Callable[[RankMessage], None]]
+Handlers = Mapping[MessageKind, Callable[[RankMessage], None]]
 BuildHandlers = Callable[[ModelRunner, RankChannel], Handlers]
 
 _NUM_START_MESSAGES = 2  # configure, connect
@@ -63,7 +63,7 @@ def follow(channel: RankChannel, build_handlers: BuildHandlers) -> None:
         if not isinstance(error, BatonError):
             log.exception("the rank ends")
             error = EngineFailed(f"{type(error).__name__}: {error}")
-        channel.send(Kind.FAILED, pack_failure(error))
+        channel.send(MessageKind.FAILED, pack_failure(error))
     finally:
         channel.close()
 
@@ -72,24 +72,24 @@ def _follow(channel: RankChannel, build_handlers: BuildHandlers) -> None:
     first = channel.receive()
     if first is None:
         return
-    assert first.kind is Kind.CONFIGURE
+    assert first.kind is MessageKind.CONFIGURE
     settings = json.loads(bytes(first.payload))
     config, rank = flags.from_json(EngineConfig, settings["engine"]), settings["rank"]
     size = config.tensor_parallel_size
     progress = RankProgress(first.fds[0], size - 1)
 
     def meet(word: bytes) -> list[bytes]:
-        channel.send(Kind.ANSWER, word, order=first.order)
+        channel.send(MessageKind.ANSWER, word, order=first.order)
         message = channel.receive()
         if message is None:
             raise ConnectionError("rank 0 did not start")
-        assert message.kind is Kind.CONNECT
+        assert message.kind is MessageKind.CONNECT
         return read_words(message.payload)
 
     communicator = make_communicator(config, rank, connect_store(settings["store_port"]), meet)
     runner = ModelRunner(config, _SignsOfLife(channel).on_progress, communicator)
     for note in runner.startup_notes:
-        channel.send(Kind.LINE, note.encode())
+        channel.send(MessageKind.LINE, note.encode())
     handlers = build_handlers(runner, channel)
     try:
         _serve(channel, runner, handlers, lambda: progress.add(rank))
@@ -108,7 +108,7 @@ class _SignsOfLife:
         now_s = time.monotonic()
         if now_s - self._last_s > _SIGN_S:
             self._last_s = now_s
-            self._channel.send(Kind.LOADING)
+            self._channel.send(MessageKind.LOADING)
 
 
 def _serve(
@@ -120,12 +120,12 @@ def _serve(
     previous: LaunchedStep | None = None
     while (message := channel.receive()) is not None:
         match message.kind:
-            case Kind.STEP:
+            case MessageKind.STEP:
                 launched = runner.launch(decode(message.payload))
                 if previous is not None:
                     previous.collect()  # it has completed: rank 0 would not go on before
                 previous = launched
-            case Kind.COPY_BLOCKS:
+            case MessageKind.COPY_BLOCKS:
                 pairs = np.frombuffer(message.payload, np.int64).reshape(2, -1)
                 runner.copy_blocks(list(zip(*pairs.tolist(), strict=True)))
             case kind:

@@ -1,6 +1,6 @@
 """What every front (gRPC, HTTP) does with a call: admit, validate, route, run, observe.
 
-    front ── GenerateRequest, Caller ──► FrontDoor.generate ──► Generation ── chunks ──► front
+    front ── GenerateRequest, Caller ──► FrontDoor.generate ──► RunningCall ── chunks ──► front
 Owns the order of the checks, the life of a call's sessions and its record. A front only translates:
 its wire format to a GenerateRequest, chunks to its stream, typed errors to its statuses.
 """
@@ -21,11 +21,11 @@ from ..engines.engine_table import EngineTable
 from ..engines.prompt_router import PromptRouter, route_prompt
 from ..request.caller import ADMIN, INFER, Caller
 from ..request.chunk_queue import ChunkQueue
-from ..request.output_chunk import Chunk
+from ..request.output_chunk import OutputChunk
 from ..request.public_error import public_error
 from ..request.session import GATEWAY, Session, SessionLimits
 from ..request.session_table import SessionTable
-from ..security.tenancy import Admission, Tenancy
+from ..security.tenancy import Tenancy, TenantAdmission
 from ..telemetry.calls.call_records import CallObserver, CallRecord
 from ..text.special_tokens import Spans
 from ..text.text_stream import TextStream
@@ -40,14 +40,14 @@ from ..validation.validation import (
     complete_request,
 )
 from .admission import QueueLimit
-from .loop_pacing import Turns
+from .loop_pacing import LoopPacing
 
 log = logging.getLogger(__name__)
 
 _LAST_WRITE_S = 0.25  # how long a failed stream may take to deliver what waits
 
 
-class Generation:
+class RunningCall:
     """A running call. `chunks` may be iterated once."""
 
     def __init__(
@@ -57,7 +57,7 @@ class Generation:
         queue: ChunkQueue,
         clock: Clock,
         observers: CallObserver,
-        ends: Turns,
+        ends: LoopPacing,
     ) -> None:
         self.record = record
         self.request = request
@@ -71,14 +71,14 @@ class Generation:
         """The gateway's name of the call, 32 hex digits."""
         return self.record.call_id
 
-    def push_to(self, write: Callable[[Chunk], bool]) -> None:
+    def push_to(self, write: Callable[[OutputChunk], bool]) -> None:
         """Offer chunks to `write` as they come: True if it has written this one to the client.
 
         It is asked only while all before is delivered. What it declines, and every sample's last
         chunk, comes out of `chunks`.
         """
 
-        def push(chunk: Chunk) -> bool:
+        def push(chunk: OutputChunk) -> bool:
             if not write(chunk):
                 return False
             self._delivered(chunk)
@@ -86,7 +86,7 @@ class Generation:
 
         self._queue.push = push
 
-    async def chunks(self) -> AsyncIterator[Chunk]:
+    async def chunks(self) -> AsyncIterator[OutputChunk]:
         """What the samples bring, until each one's last; raises the first error, in public words.
 
         A chunk counts as delivered when the next is asked for.
@@ -103,7 +103,7 @@ class Generation:
             self._delivered(chunk)
             num_open -= chunk.result is not None
 
-    def _delivered(self, chunk: Chunk) -> None:
+    def _delivered(self, chunk: OutputChunk) -> None:
         now_s = self._clock.monotonic_s()
         if chunk.token_ids:
             times = self.record.token_times[chunk.sample_index]
@@ -148,9 +148,9 @@ class FrontDoor:
         keeps_prompts: bool = False,
     ) -> None:
         self.is_draining = False
-        self.arrivals = Turns()
+        self.arrivals = LoopPacing()
         self.large_bodies = asyncio.Lock()
-        self._ends = Turns()  # of their own: no end waits for calls that arrive
+        self._ends = LoopPacing()  # of their own: no end waits for calls that arrive
         self.model = model
         self._sessions = sessions
         self._table = table
@@ -187,7 +187,7 @@ class FrontDoor:
         traceparent: str = "",
         tracestate: str = "",
         special_at: Spans | None = None,
-    ) -> AsyncIterator[Generation]:
+    ) -> AsyncIterator[RunningCall]:
         """Run a call for as long as the block lasts; leaving it ends what still runs.
 
         `special_at`: where alone its text has special tokens; None: wherever their texts stand.
@@ -299,7 +299,7 @@ class FrontDoor:
 
     # --- one call ---------------------------------------------------------------------------------
 
-    def _admit(self, caller: Caller, stack: AsyncExitStack) -> Admission:
+    def _admit(self, caller: Caller, stack: AsyncExitStack) -> TenantAdmission:
         """Take the call in until the stack ends; raises before anything of it was looked at."""
         caller.check_scope(INFER)
         if self.is_draining:
@@ -317,7 +317,7 @@ class FrontDoor:
         self,
         wire: inference_pb2.GenerateRequest,
         caller: Caller,
-        admission: Admission,
+        admission: TenantAdmission,
         special_at: Spans | None,
     ) -> ValidatedRequest:
         """The request, charged to the caller's tenant and in its part of the prefix cache.
@@ -360,7 +360,7 @@ class FrontDoor:
         router: PromptRouter,
         arrived: Stamp,
         deadline_s: float,
-    ) -> AsyncIterator[Generation]:
+    ) -> AsyncIterator[RunningCall]:
         """The sessions of a valid call, and its record from beginning to end."""
         loop = asyncio.get_running_loop()
         try:
@@ -373,7 +373,7 @@ class FrontDoor:
                 try:
                     for session in reversed(sessions):  # the first dispatches for all
                         self._sessions.start(session)
-                    yield Generation(
+                    yield RunningCall(
                         record, request, queue, self._clock, self._observers, self._ends
                     )
                 finally:

@@ -1,4 +1,4 @@
-"""Turns at the event loop for those who need it long: calls that arrive or end beside streams.
+"""LoopPacing at the event loop for those who need it long: calls that arrive or end beside streams.
 
     calls ──► [waiting] ── one ──► its work │ other turns: steps are read and written │ ── one ──►
 To take a call in, or to account for it, needs the loop for up to a millisecond. Many at once would
@@ -14,7 +14,7 @@ from collections import deque
 _APART = 3  # gRPC needs two turns to read a step, and the third passes it on
 
 
-class Turns:
+class LoopPacing:
     """First come, first served. Use from one event loop."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from ...cluster.tls import ClusterTls
 from ...core.membership import Member
 from ...core.ports import Clock, Directory
 from ..request.engine_link import EngineOutput, PlainToken
-from .engine_table import EngineTable, LinkedEngine, Load
+from .engine_table import EngineTable, LinkedEngine, ReportedLoad
 from .node_link import NodeLink
 
 log = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class ClusterView:
             LinkedEngine(member, link, clock=self._clock, max_num_seqs=link.max_num_seqs)
         )
 
-    def heartbeat(self, link: NodeLink, load: Load) -> None:
+    def heartbeat(self, link: NodeLink, load: ReportedLoad) -> None:
         engine = self._table.engines[link.member.incarnation]
         before, now_s = engine.load, self._clock.monotonic_s()
         engine.heard(load)

@@ -23,7 +23,7 @@ from ..request.engine_link import Avoid, Demand, EngineOutput, MustWait, PlainTo
 from ..request.suspects import Suspects
 from ..validation.validation import ModelLimits
 from .decode_places import DecodePlaces, Key
-from .prefill_backlog import Backlog, PrefillBacklog, PrefillCost
+from .prefill_backlog import Backlog, PrefillBacklog, PrefillEstimate
 from .routing import EngineState, choose_pair
 
 _RESERVED_BLOCKS = 2  # padding and canary
@@ -46,7 +46,7 @@ class EngineCounters:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ReportedLoad:
     """An engine's heartbeat."""
 
     num_running: int
@@ -63,11 +63,11 @@ class Load:
     num_requests: int = 0  # accepted from all gateways and not ended
     room_blocks: int = 0
     output_tokens: int = 0
-    prefill_cost: PrefillCost | None = None
+    prefill_cost: PrefillEstimate | None = None
     waiting_by_caller: Mapping[int, int] = field(default_factory=dict)
 
 
-class Outbox(Protocol):
+class EngineSender(Protocol):
     """Where an engine's messages go; never blocks."""
 
     def dispatch(
@@ -88,8 +88,8 @@ class LinkedEngine:
     """
 
     member: Member
-    outbox: Outbox
-    load: Load | None = None
+    outbox: EngineSender
+    load: ReportedLoad | None = None
     num_dispatched: int = 0
     num_index_hits: int = 0
     num_stale_hits: int = 0
@@ -121,7 +121,7 @@ class LinkedEngine:
     def is_ready(self) -> bool:
         return self.load is not None and not self.load.is_draining
 
-    def heard(self, load: Load) -> None:
+    def heard(self, load: ReportedLoad) -> None:
         """A heartbeat."""
         self.load = load
         self.backlog.heartbeat(
@@ -198,7 +198,9 @@ class LinkedEngine:
         size = self.member.block_size
         return -(-num_tokens // size) + num_sequences * -(-(num_growth + 1) // size)
 
-    def state(self, load: Load, demand: Demand, caller_id: int, cached_tokens: int) -> EngineState:
+    def state(
+        self, load: ReportedLoad, demand: Demand, caller_id: int, cached_tokens: int
+    ) -> EngineState:
         """For routing one request of this caller, of which so much should be cached here."""
         num_blocks = self.blocks_for(
             demand.num_tokens - cached_tokens, demand.max_output_tokens, demand.num_sequences

@@ -28,7 +28,7 @@ from ...core.request.request import Request, Ticket
 from ...proto.v1 import node_pb2, node_pb2_grpc
 from ..request.engine_link import EngineOutput, PlainToken, Work
 from .direct_channel import DirectWay, open_direct
-from .engine_table import Load
+from .engine_table import ReportedLoad
 from .node_clock import NodeClock
 from .wire import dispatch_message, load_from_wire, output_from_wire, tokens_from_wire
 
@@ -56,7 +56,7 @@ class LinkEvents(Protocol):
 
     def linked(self, link: NodeLink) -> None: ...
 
-    def heartbeat(self, link: NodeLink, load: Load) -> None: ...
+    def heartbeat(self, link: NodeLink, load: ReportedLoad) -> None: ...
 
     def outputs(
         self, link: NodeLink, outputs: Sequence[EngineOutput], tokens: Sequence[PlainToken]

@@ -24,7 +24,7 @@ _LEAST_TOKEN_S = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillCost:
+class PrefillEstimate:
     """A step that computes n tokens takes step_s + n * token_s, as its engine measured."""
 
     step_s: float
@@ -38,10 +38,10 @@ class PrefillCost:
         return self.step_s + num_tokens * self.token_s
 
 
-def measured_cost(step_s: float, token_s: float) -> PrefillCost | None:
+def measured_cost(step_s: float, token_s: float) -> PrefillEstimate | None:
     """None where an engine says what cannot be."""
     is_sane = 0 <= step_s < math.inf and _LEAST_TOKEN_S <= token_s < math.inf
-    return PrefillCost(step_s, token_s) if is_sane else None
+    return PrefillEstimate(step_s, token_s) if is_sane else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Backlog:
     waiting_tokens: int = 0
     by_caller: Mapping[int, int] | None = None
     num_steps: int = 0
-    cost: PrefillCost | None = None
+    cost: PrefillEstimate | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class PrefillBacklog:
     """One engine's. Times are monotonic seconds."""
 
     def __init__(self, clock: Clock) -> None:
-        self.cost: PrefillCost | None = None
+        self.cost: PrefillEstimate | None = None
         self._clock = clock
         self._sent: dict[Key, _Sent] = {}
         self._own_tokens: Counter[int] = Counter()  # of them, to compute, by caller

@@ -6,11 +6,11 @@ from ...core.errors import EngineFailed, InvalidRequest
 from ...core.request.request import Request, Ticket
 from ...proto import codec
 from ...proto.v1 import inference_pb2, node_pb2
-from ..request.engine_link import EngineOutput, PlainToken, Transfer, Work
-from ..request.output_chunk import Chunk, Result
-from .engine_table import EngineCounters, Load
+from ..request.engine_link import EngineOutput, PlainToken, TransferSummary, Work
+from ..request.output_chunk import OutputChunk, RequestResult
+from .engine_table import EngineCounters, ReportedLoad
 from .node_clock import NodeClock
-from .prefill_backlog import PrefillCost, measured_cost
+from .prefill_backlog import PrefillEstimate, measured_cost
 
 _WORK = {Work.PREFILL: node_pb2.WORK_PREFILL, Work.DECODE: node_pb2.WORK_DECODE}
 
@@ -23,8 +23,8 @@ def dispatch_message(
     return node_pb2.GatewayMessage(dispatch=dispatch)
 
 
-def load_from_wire(wire: node_pb2.Heartbeat) -> Load:
-    return Load(
+def load_from_wire(wire: node_pb2.Heartbeat) -> ReportedLoad:
+    return ReportedLoad(
         num_running=wire.num_running,
         num_waiting=wire.num_waiting,
         waiting_tokens=wire.waiting_tokens,
@@ -44,7 +44,7 @@ def load_from_wire(wire: node_pb2.Heartbeat) -> Load:
     )
 
 
-def _cost_from_wire(wire: node_pb2.Heartbeat) -> PrefillCost | None:
+def _cost_from_wire(wire: node_pb2.Heartbeat) -> PrefillEstimate | None:
     if not wire.HasField("prefill_cost"):
         return None
     return measured_cost(wire.prefill_cost.step_s, wire.prefill_cost.token_s)
@@ -110,7 +110,7 @@ def _full_output(wire: node_pb2.RequestOutput, clock: NodeClock) -> EngineOutput
         error=codec.error_from_wire(wire.error) if wire.HasField("error") else None,
         stamps=stamps,
         cached_tokens=wire.cached_tokens if wire.HasField("cached_tokens") else None,
-        transfer=Transfer(transfer.bytes, transfer.cached_tokens, transfer.transport)
+        transfer=TransferSummary(transfer.bytes, transfer.cached_tokens, transfer.transport)
         if wire.HasField("transfer")
         else None,
         logprobs=logprobs,
@@ -119,7 +119,7 @@ def _full_output(wire: node_pb2.RequestOutput, clock: NodeClock) -> EngineOutput
     )
 
 
-def chunk_to_wire(request_id: str, chunk: Chunk) -> inference_pb2.GenerateChunk:
+def chunk_to_wire(request_id: str, chunk: OutputChunk) -> inference_pb2.GenerateChunk:
     """A chunk for the client; the last one carries why it ended and the result."""
     wire = inference_pb2.GenerateChunk(
         id=request_id,
@@ -139,7 +139,7 @@ def chunk_to_wire(request_id: str, chunk: Chunk) -> inference_pb2.GenerateChunk:
     return wire
 
 
-def _result_to_wire(result: Result) -> inference_pb2.Result:
+def _result_to_wire(result: RequestResult) -> inference_pb2.Result:
     transfer = result.transfer
     return inference_pb2.Result(
         prompt_tokens=result.prompt_tokens,

@@ -13,7 +13,7 @@ import grpc
 from ...core.errors import BatonError, Unauthenticated
 from ..admission.front_door import FrontDoor
 from ..request.caller import Caller
-from ..request.output_chunk import Result
+from ..request.output_chunk import RequestResult
 from ..security.gate import Gate
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def trace(context: Context, key: str) -> str:
     return values[0]
 
 
-def tell_nodes(context: Context, result: Result) -> None:
+def tell_nodes(context: Context, result: RequestResult) -> None:
     """Who served the call, in its trailers."""
     prefill, decode = _ascii(result.prefill_node), _ascii(result.decode_node or "")
     context.set_trailing_metadata((("x-prefill-node", prefill), ("x-decode-node", decode)))

@@ -16,7 +16,7 @@ from ...core.errors import InvalidRequest
 from ...core.request.logprobs import TokenLogprobs
 from ...core.request.token_ids import pack
 from ...proto.v1 import common_pb2, inference_pb2
-from ..request.output_chunk import Chunk, Result
+from ..request.output_chunk import OutputChunk, RequestResult
 
 # Of one name and meaning on both sides; 0 is "not set" on theirs.
 _SAME = (
@@ -104,9 +104,9 @@ class Answer:
 
     prompt_token_ids: Sequence[int]
     is_stream: bool
-    _kept: list[Chunk] = field(default_factory=list)
+    _kept: list[OutputChunk] = field(default_factory=list)
 
-    def messages(self, chunk: Chunk) -> Iterable[Any]:
+    def messages(self, chunk: OutputChunk) -> Iterable[Any]:
         """What is to be sent when `chunk` has come: GenerateResponses."""
         if not self.is_stream:
             self._kept.append(chunk)
@@ -116,7 +116,7 @@ class Answer:
             last = self._kept or [chunk]
             yield vllm_engine_pb2.GenerateResponse(complete=self._complete(last, chunk.result))
 
-    def _chunk(self, chunk: Chunk) -> Any:
+    def _chunk(self, chunk: OutputChunk) -> Any:
         return vllm_engine_pb2.GenerateStreamChunk(
             token_ids=chunk.token_ids,
             completion_tokens=len(chunk.token_ids),
@@ -127,7 +127,7 @@ class Answer:
             input_logprobs=self._input_logprobs([chunk]),
         )
 
-    def _complete(self, chunks: Sequence[Chunk], result: Result) -> Any:
+    def _complete(self, chunks: Sequence[OutputChunk], result: RequestResult) -> Any:
         """Of a stream: the last chunk's tokens, which its reader has counted already."""
         token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
         matched = {} if result.matched_stop is None else {"matched_stop_str": result.matched_stop}
@@ -143,7 +143,7 @@ class Answer:
             **matched,
         )
 
-    def _input_logprobs(self, chunks: Sequence[Chunk]) -> Any:
+    def _input_logprobs(self, chunks: Sequence[OutputChunk]) -> Any:
         """Of all prompt tokens; the first has none."""
         found = [logprobs for chunk in chunks for logprobs in chunk.prompt_logprobs]
         if not found:
@@ -156,7 +156,7 @@ class Answer:
         )
 
 
-def _output_logprobs(chunks: Sequence[Chunk]) -> Any:
+def _output_logprobs(chunks: Sequence[OutputChunk]) -> Any:
     found = [logprobs for chunk in chunks for logprobs in chunk.logprobs]
     if not found:
         return None

@@ -15,7 +15,7 @@ from .chat.chat import CHAT_MODEL, ChatModel
 from .dashboard.routes import Viewers, add_dashboard, feed_of
 from .generate import completions
 from .protocol.access import ACCESS, Access, check_access
-from .protocol.app_state import PARTS, Parts
+from .protocol.app_state import APP_STATE, AppState
 from .protocol.connections import MAX_HEADER_BYTES, MAX_URL_BYTES, Connections
 from .protocol.error_middleware import answering, echo_request_id
 from .protocol.event_stream import BURST, Burst
@@ -42,10 +42,10 @@ ROUTE_GROUPS: tuple[web.RouteTableDef, ...] = (
 )  # fmt: skip
 
 
-def build_app(parts: Parts, access: Access) -> web.Application:
+def build_app(parts: AppState, access: Access) -> web.Application:
     """The application; groups of routes take `parts` from it."""
     app = web.Application(middlewares=[answering, check_access])
-    app[PARTS] = parts
+    app[APP_STATE] = parts
     app[BURST] = Burst()
     app[ACCESS] = access
     app[CHAT_MODEL] = ChatModel.load(parts.door.model.model_dir, parts.config.tool_call_parser)
@@ -73,7 +73,7 @@ class HttpServer:
             shutdown_timeout=_LAST_WRITE_S,
             handler_cancellation=True,  # a client that goes away frees its blocks
         )
-        self._on_refused = app[PARTS].telemetry.exporter.connection_refused
+        self._on_refused = app[APP_STATE].telemetry.exporter.connection_refused
         self._host = host
         self._shares_port = shares_port
         self._tls = None if certificate is None else certificate.http_context()

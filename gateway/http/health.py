@@ -5,7 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from ...core.version import version
-from .protocol.app_state import PARTS, Parts
+from .protocol.app_state import APP_STATE, AppState
 
 ROUTES = web.RouteTableDef()
 
@@ -20,13 +20,13 @@ async def live(request: web.Request) -> web.Response:
 @ROUTES.get("/health")
 async def ready(request: web.Request) -> web.Response:
     """503, and what is missing, until a linked pair of engines can serve."""
-    parts = request.app[PARTS]
+    parts = request.app[APP_STATE]
     if parts.is_ready():
         return web.json_response({"status": "ready"})
     return web.json_response({"status": "not ready", "reason": _reason(parts)}, status=503)
 
 
-def _reason(parts: Parts) -> str:
+def _reason(parts: AppState) -> str:
     if parts.door.is_draining:
         return "this gateway is shutting down"
     return parts.table.why_not_ready() or "a pair of engines has come this moment"

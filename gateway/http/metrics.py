@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from .protocol.app_state import PARTS
+from .protocol.app_state import APP_STATE
 
 ROUTES = web.RouteTableDef()
 
@@ -13,7 +13,7 @@ ROUTES = web.RouteTableDef()
 async def metrics(request: web.Request) -> web.Response:
     """All metrics, as OpenMetrics or in the older text format, whichever is asked for."""
     accept = request.headers.get("Accept", "")
-    body, content_type = await request.app[PARTS].peers.metrics(accept)
+    body, content_type = await request.app[APP_STATE].peers.metrics(accept)
     return web.Response(
         body=body, headers={"Content-Type": content_type, "Cache-Control": "no-store"}
     )

@@ -9,7 +9,7 @@ from aiohttp import web
 from ...core.errors import ModelNotFound
 from ...core.membership import Member
 from ...core.version import version
-from .protocol.app_state import PARTS, Parts, caller_of
+from .protocol.app_state import APP_STATE, AppState, caller_of
 
 ROUTES = web.RouteTableDef()
 
@@ -17,7 +17,7 @@ ROUTES = web.RouteTableDef()
 @ROUTES.get("/v1/models")
 async def models(request: web.Request) -> web.Response:
     """The one model that this gateway serves; none for a caller who may not use it."""
-    parts = request.app[PARTS]
+    parts = request.app[APP_STATE]
     is_allowed = caller_of(request).may_use(parts.door.model.limits.model)
     return web.json_response({"object": "list", "data": [_model(parts)] if is_allowed else []})
 
@@ -25,14 +25,14 @@ async def models(request: web.Request) -> web.Response:
 @ROUTES.get("/v1/models/{model:.+}")
 async def model(request: web.Request) -> web.Response:
     """The model by its name."""
-    parts = request.app[PARTS]
+    parts = request.app[APP_STATE]
     asked, served = request.match_info["model"], parts.door.model.limits.model
     if asked != served or not caller_of(request).may_use(served):
         raise ModelNotFound(f"The model `{asked[:64]}` does not exist.", param="model")
     return web.json_response(_model(parts))
 
 
-def _model(parts: Parts) -> dict[str, Any]:
+def _model(parts: AppState) -> dict[str, Any]:
     limits = parts.door.limits
     return {
         "id": limits.model,
@@ -48,7 +48,7 @@ def _model(parts: Parts) -> dict[str, Any]:
 @ROUTES.get("/server_info")
 async def server_info(request: web.Request) -> web.Response:
     """The model's limits and the nodes that serve it."""
-    parts = request.app[PARTS]
+    parts = request.app[APP_STATE]
     limits = parts.door.limits
     members = sorted(parts.view.members(), key=lambda m: (m.role.value, m.name, m.incarnation))
     return web.json_response(
@@ -63,7 +63,7 @@ async def server_info(request: web.Request) -> web.Response:
     )
 
 
-def _node(parts: Parts, member: Member) -> dict[str, Any]:
+def _node(parts: AppState, member: Member) -> dict[str, Any]:
     engine = parts.table.engines.get(member.incarnation)
     return {
         "name": member.name,

@@ -18,8 +18,8 @@ from ...core.version import version
 from . import tokenization
 from .chat import chat
 from .generate import completions
-from .generate.json_fields import Kind, Schema, nullable
-from .protocol.app_state import PARTS
+from .generate.json_fields import FieldKind, Schema, nullable
+from .protocol.app_state import APP_STATE
 from .schemas import COMPONENTS, STRING, json_content, ref
 
 ROUTES = web.RouteTableDef()
@@ -33,7 +33,7 @@ class Operation:
     """`fields`, `required`: of the request's body. `answer`, `event`: names of COMPONENTS."""
 
     answer: str
-    fields: Mapping[str, Kind] | None = None
+    fields: Mapping[str, FieldKind] | None = None
     required: Sequence[str] = ()
     event: str | None = None
     statuses: Sequence[int] = _READ_ERRORS
@@ -78,7 +78,7 @@ async def openapi(request: web.Request) -> web.Response:
 def document(app: web.Application) -> dict[str, Any]:
     """The OpenAPI document of all routes of the application."""
     paths: dict[str, dict[str, Any]] = {}
-    model = app[PARTS].door.model.limits.model
+    model = app[APP_STATE].door.model.limits.model
     for route in app.router.routes():
         if route.resource is None or route.method == "HEAD":
             continue
@@ -122,7 +122,7 @@ def _error(status: int) -> dict[str, Any]:
     return {"description": HTTPStatus(status).phrase, "content": json_content(ref("Error"))}
 
 
-def _body_schema(fields: Mapping[str, Kind], required: Sequence[str], model: str) -> Schema:
+def _body_schema(fields: Mapping[str, FieldKind], required: Sequence[str], model: str) -> Schema:
     properties = {
         name: kind.schema if name in required else nullable(kind.schema)
         for name, kind in fields.items()

@@ -13,17 +13,17 @@ from ...core.errors import InvalidRequest
 from .chat.chat import CHAT_MODEL, prepare
 from .chat.messages import MESSAGES
 from .chat.tools import TOOLS
-from .generate.json_fields import BOOLEAN, STRING, Kind
+from .generate.json_fields import BOOLEAN, STRING, FieldKind
 from .generate.prompts import TOKEN_IDS
 from .generate.request_fields import read_fields, require
-from .protocol.app_state import PARTS, caller_of
+from .protocol.app_state import APP_STATE, caller_of
 from .protocol.body import read_object
 
 ROUTES = web.RouteTableDef()
 
 _WRITTEN_AT_ONCE = 4096
 
-TOKENIZE_FIELDS: Mapping[str, Kind] = {
+TOKENIZE_FIELDS: Mapping[str, FieldKind] = {
     "model": STRING,
     "prompt": STRING,
     "messages": MESSAGES,
@@ -31,18 +31,18 @@ TOKENIZE_FIELDS: Mapping[str, Kind] = {
     "add_special_tokens": BOOLEAN,
     "return_token_strs": BOOLEAN,
 }
-DETOKENIZE_FIELDS: Mapping[str, Kind] = {"model": STRING, "tokens": TOKEN_IDS}
+DETOKENIZE_FIELDS: Mapping[str, FieldKind] = {"model": STRING, "tokens": TOKEN_IDS}
 
 
 @ROUTES.post("/tokenize")
 async def tokenize(request: web.Request) -> web.Response:
     """A prompt's text or a chat's messages as token ids."""
     found = read_fields(await read_object(request), TOKENIZE_FIELDS)
-    door = request.app[PARTS].door
+    door = request.app[APP_STATE].door
     if "messages" in found:
         if "prompt" in found:
             raise InvalidRequest("give a prompt or messages", param="prompt", code="invalid_value")
-        refusal = request.app[PARTS].door.constraint_refusal
+        refusal = request.app[APP_STATE].door.constraint_refusal
         prompt = (await prepare(request.app[CHAT_MODEL], found, refusal)).prompt
         param, text, special_at = "messages", prompt.text, prompt.special_at
     else:
@@ -92,7 +92,7 @@ async def detokenize(request: web.Request) -> web.Response:
     """Token ids as text, special tokens left out."""
     found = read_fields(await read_object(request), DETOKENIZE_FIELDS)
     ids = require(found, "tokens")
-    text = await request.app[PARTS].door.detokenize(
+    text = await request.app[APP_STATE].door.detokenize(
         found.get("model", ""), ids, caller_of(request), param="tokens"
     )
     return web.json_response({"prompt": text})

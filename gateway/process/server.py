@@ -44,7 +44,7 @@ from ..grpc.service import InferenceService
 from ..http.app import HttpServer, build_app
 from ..http.chat.chat import CHAT_MODEL
 from ..http.protocol.access import Access
-from ..http.protocol.app_state import Parts
+from ..http.protocol.app_state import AppState
 from ..request.dispatch_queue import DispatchQueue
 from ..request.engine_link import Avoid, Demand, EngineOutput, PlainToken
 from ..request.session import SessionLimits
@@ -157,7 +157,7 @@ class Gateway:
         self.host = config.host
         self.port = _bind(self._server, config.host, config.grpc_port, security.certificate)
         started_unix_s = clock.unix_ns() // 1_000_000_000
-        parts = Parts(
+        parts = AppState(
             self._door,
             self._table,
             self._view,

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable
 
 from ...core.errors import BatonError
-from .output_chunk import Chunk
+from .output_chunk import OutputChunk
 
 MAX_TOKENS_BEHIND = 256
 _MAX_CHUNKS = 32  # that wait; more are put together, since a chunk is larger than its tokens
@@ -27,15 +27,15 @@ class ChunkQueue:
     """
 
     def __init__(self, on_fail: Callable[[], None], max_tokens: int = MAX_TOKENS_BEHIND) -> None:
-        self.push: Callable[[Chunk], bool] | None = None
+        self.push: Callable[[OutputChunk], bool] | None = None
         self._on_fail = on_fail
         self._max_tokens = max_tokens
-        self._waiting: list[Chunk] = []
+        self._waiting: list[OutputChunk] = []
         self._error: BatonError | None = None
         self._reader: asyncio.Future[None] | None = None  # waits in `next`
         self._was_asked = False  # until then nobody can be too slow
 
-    def emit(self, chunk: Chunk) -> bool:
+    def emit(self, chunk: OutputChunk) -> bool:
         """See session.Sink. Never refuses a sample's only chunk, however long."""
         if self._waiting:
             num_behind = sum(
@@ -71,7 +71,7 @@ class ChunkQueue:
                 self._reader.set_result(None)
             self._reader = None
 
-    async def next(self) -> Chunk:
+    async def next(self) -> OutputChunk:
         """What waits of one sample, a chunk at least; behind all, raises the first error.
 
         The sample that has waited longest comes first.
@@ -94,17 +94,17 @@ class ChunkQueue:
         return self._error
 
 
-def _by_sample(chunks: list[Chunk]) -> list[Chunk]:
+def _by_sample(chunks: list[OutputChunk]) -> list[OutputChunk]:
     """One chunk for each sample, in the order of their first ones."""
-    found: dict[int, list[Chunk]] = {}
+    found: dict[int, list[OutputChunk]] = {}
     for chunk in chunks:
         found.setdefault(chunk.sample_index, []).append(chunk)
     return [merged(of_one) for of_one in found.values()]
 
 
-def merged(chunks: list[Chunk]) -> Chunk:
+def merged(chunks: list[OutputChunk]) -> OutputChunk:
     """Consecutive chunks of one sample as one."""
-    return Chunk(
+    return OutputChunk(
         text="".join(chunk.text for chunk in chunks),
         token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
         index=chunks[0].index,

@@ -23,7 +23,7 @@ class Work(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class TransferSummary:
     """What the hand-off moved. `cached_tokens`: prompt tokens that the puller had already."""
 
     num_bytes: int
@@ -47,7 +47,7 @@ class EngineOutput(NamedTuple):
     error: BatonError | None = None
     stamps: tuple[Stamp, ...] = ()
     cached_tokens: int | None = None
-    transfer: Transfer | None = None
+    transfer: TransferSummary | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     first_prompt_index: int = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()

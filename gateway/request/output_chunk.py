@@ -9,11 +9,11 @@ from ...core.errors import BatonError
 from ...core.request.logprobs import TokenLogprobs
 from ...core.request.request import FinishReason
 from ...core.request.timeline import Stamp
-from .engine_link import Transfer
+from .engine_link import TransferSummary
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class RequestResult:
     """What is known of a finished request. `decode_node` is None if the prefill node ended it."""
 
     finish_reason: FinishReason
@@ -23,14 +23,14 @@ class Result:
     cached_tokens: int
     prefill_node: str
     decode_node: str | None
-    transfer: Transfer | None
+    transfer: TransferSummary | None
     attempts: int
     seed: int
     timeline: tuple[Stamp, ...]
 
 
 @dataclass(slots=True)  # one a token, and a frozen one takes thrice the time: change none
-class Chunk:
+class OutputChunk:
     """Tokens for the client, from position `index` on; the last one carries the result.
 
     `logprobs` are parallel to the tokens, if they were asked for. `prompt_logprobs`, of the
@@ -40,7 +40,7 @@ class Chunk:
     text: str
     token_ids: tuple[int, ...]
     index: int
-    result: Result | None = None
+    result: RequestResult | None = None
     sample_index: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
@@ -49,7 +49,7 @@ class Chunk:
 class Sink(Protocol):
     """Where the client's stream begins. It ends by a chunk with a result, or by a failure."""
 
-    def emit(self, chunk: Chunk) -> bool:
+    def emit(self, chunk: OutputChunk) -> bool:
         """Take a chunk; False if the client is too far behind to be given any more."""
         ...
 

@@ -44,10 +44,10 @@ from .engine_link import (
     MustWait,
     Route,
     Router,
-    Transfer,
+    TransferSummary,
     Work,
 )
-from .output_chunk import Chunk, Result, Sink
+from .output_chunk import OutputChunk, RequestResult, Sink
 from .prompt_scores import PromptScores
 from .suspects import EngineDeaths, Suspects
 
@@ -128,7 +128,7 @@ class Session:
         self._settle_until_s: float | None = None
         self.blocked: Blocked | None = None  # why the last try to dispatch did not
         self._cached_tokens = 0
-        self._transfer: Transfer | None = None
+        self._transfer: TransferSummary | None = None
         self.is_over = False
 
     # --- what the owner calls ---------------------------------------------------------------------
@@ -176,7 +176,7 @@ class Session:
             return False
         self._output_ids.append(token_id)
         text = self._text.next(token_id)
-        if not self._sink.emit(Chunk(text, (token_id,), index, None, self.sample_index)):
+        if not self._sink.emit(OutputChunk(text, (token_id,), index, None, self.sample_index)):
             self._end_too_slow()
         return True
 
@@ -416,10 +416,12 @@ class Session:
         elif shown and not self._sink.emit(self._chunk(piece.text, shown)):
             self._end_too_slow()
 
-    def _chunk(self, text: str, shown: list[OutputToken], result: Result | None = None) -> Chunk:
+    def _chunk(
+        self, text: str, shown: list[OutputToken], result: RequestResult | None = None
+    ) -> OutputChunk:
         """The newest tokens for the client."""
         index = len(self._output_ids) - len(shown)
-        return Chunk(
+        return OutputChunk(
             text,
             tuple([token_id for token_id, _ in shown]),
             index,
@@ -442,7 +444,7 @@ class Session:
         """The good end. Whoever still holds the request gets a Cancel."""
         self._end(Event.FINISHED)
         attempt.cancel(self.request_id)
-        result = Result(
+        result = RequestResult(
             finish_reason=reason,
             matched_stop=matched_stop,
             prompt_tokens=len(self.request.prompt_token_ids),

@@ -36,7 +36,7 @@ class _Usage:
     tokens: TokenBucket | None = None
 
 
-class Admission:
+class TenantAdmission:
     """One request of a tenant. `used_tokens`: set it before the end; None keeps the charge."""
 
     def __init__(self, tokens: TokenBucket | None, clock: Clock) -> None:
@@ -82,7 +82,7 @@ class Tenancy:
         self._usage: dict[str, _Usage] = {}
 
     @contextmanager
-    def admitted(self, caller: Caller) -> Iterator[Admission]:
+    def admitted(self, caller: Caller) -> Iterator[TenantAdmission]:
         """A request of this caller, for as long as it runs. Raises RateLimited at once, if at all:
         nothing of the request was looked at yet."""
         usage = self._usage_of(caller)
@@ -97,7 +97,7 @@ class Tenancy:
         if usage.requests is not None:
             _check(usage.requests, 1, now_s, "requests per minute")
             usage.requests.spend(1, now_s)
-        admission = Admission(usage.tokens, self._clock)
+        admission = TenantAdmission(usage.tokens, self._clock)
         usage.num_running += 1
         try:
             yield admission

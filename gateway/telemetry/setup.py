@@ -16,14 +16,14 @@ from .calls.observers import Observers
 from .calls.token_gaps import TokenGaps
 from .calls.traces import CallTraces, open_traces
 from .metrics.prometheus import Exporter, SloTargets
-from .window.window import Window
+from .window.window import TelemetryWindow
 
 
 @dataclass(frozen=True, slots=True)
 class Telemetry:
     """`observers` are told of every call; `window` and `exporter` are read by routes."""
 
-    window: Window
+    window: TelemetryWindow
     exporter: Exporter
     traces: CallTraces | None
     observers: Observers
@@ -41,7 +41,7 @@ class Telemetry:
     ) -> Telemetry:
         """Raises StartupFailed where what was asked for is not installed."""
         gaps = TokenGaps()
-        window = Window(clock, gaps)
+        window = TelemetryWindow(clock, gaps)
         targets = SloTargets(config.slo_ttft_s, config.slo_tbt_s)
         exporter = Exporter(
             *(config.metrics_prefix, model, targets, engines, view, clock, is_index_up, num_queued),

@@ -30,7 +30,7 @@ from ..network.stream import Deadline
 from ..window.block_pairs import Ids
 from ..window.head_ranges import BlockCut, HeadPiece
 from .nccl_pair import PULLER_RANK, SOURCE_RANK, NcclPair
-from .request_parts import Parts
+from .request_parts import RequestParts
 
 _NUM_SLOTS = 2
 _ID_BYTES = 8
@@ -156,7 +156,7 @@ class NcclLane:
         self._pair = pair
         self._is_open = True
         self._device = kv.tensor.device
-        self._parts = Parts(kv.block_bytes // kv.layout.num_kv_heads * count)
+        self._parts = RequestParts(kv.block_bytes // kv.layout.num_kv_heads * count)
         self._most = self._parts.sizes[-1]
         with torch.cuda.device(self._device), _one_at_a_time:
             self._copying = take_stream(self._device)

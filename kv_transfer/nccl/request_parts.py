@@ -17,7 +17,7 @@ _MOST_SPARE = 16  # the same, as a share of the largest
 _SMALL = 4  # first and last: a share of the largest
 
 
-class Parts:
+class RequestParts:
     """For pieces of so many bytes. `sizes`: in blocks, ascending."""
 
     def __init__(self, piece_bytes: int) -> None:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 
 from ...core.errors import HandoffFailed
-from ...engine.parallel.rank_channel import Kind, RankChannel, RankMessage
+from ...engine.parallel.rank_channel import MessageKind, RankChannel, RankMessage
 from ..window.transport import PoolWindow, PullHandle, PullOutcome, Transport
 from .joined import open_pieces
 from .rank_messages import Opened, unpack_number, unpack_open, unpack_pull
@@ -69,4 +69,4 @@ class RankPulls:
             window.close()
 
     def _answer(self, order: int, payload: bytes) -> None:
-        self._channel.send(Kind.ANSWER, payload, order=order)
+        self._channel.send(MessageKind.ANSWER, payload, order=order)

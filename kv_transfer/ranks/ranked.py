@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from ...core.errors import EngineFailed, HandoffFailed
-from ...engine.parallel.rank_channel import Kind
-from ...engine.parallel.rank_group import Followers
+from ...engine.parallel.rank_channel import MessageKind
+from ...engine.parallel.rank_group import RankGroup
 from ..export.pool_address import PoolPart, describe
 from ..network.data_client import WrapSocket, describe_remote
 from ..window.block_pairs import BlockPairs
@@ -35,7 +35,7 @@ class RankedTransport:
         self,
         mine: Sequence[Transport],
         parts: Sequence[PoolPart],
-        followers: Followers | None,
+        followers: RankGroup | None,
         routes: Routes,
         wrap: WrapSocket = lambda connection: connection,
     ) -> None:
@@ -96,10 +96,10 @@ class RankedTransport:
 
     @staticmethod
     def _open_on_followers(
-        followers: Followers, by_rank: Sequence[Sequence[SourcePiece]]
+        followers: RankGroup, by_rank: Sequence[Sequence[SourcePiece]]
     ) -> tuple[int, list[Opened]]:
         payloads = [pack_open(pieces) for pieces in by_rank]
-        number, answers = followers.ask(Kind.OPEN_WINDOW, payloads)
+        number, answers = followers.ask(MessageKind.OPEN_WINDOW, payloads)
         return number, [Opened.unpack(answer) for answer in answers]
 
 
@@ -107,7 +107,7 @@ class RankedWindow:
     """The windows of all ranks as one. `number` is what the other ranks know theirs by."""
 
     def __init__(
-        self, mine: PoolWindow, followers: Followers, number: int, others: Sequence[Opened]
+        self, mine: PoolWindow, followers: RankGroup, number: int, others: Sequence[Opened]
     ) -> None:
         self.transport = mine.transport
         self.gbytes_per_s = mine.gbytes_per_s + sum(each.gbytes_per_s for each in others)
@@ -124,7 +124,7 @@ class RankedWindow:
         pull = _RankedPull(self._followers, on_done)
         message = pack_pull(self._number, pairs)
         pull.order = self._followers.order(
-            Kind.PULL, [message] * self._followers.num_ranks, pull.others_ended
+            MessageKind.PULL, [message] * self._followers.num_ranks, pull.others_ended
         )
         pull.mine = self._mine.start_pull(pairs, pull.mine_ended)
         return pull
@@ -135,7 +135,7 @@ class RankedWindow:
 
     def close(self) -> None:
         self._mine.close()
-        self._followers.tell(Kind.CLOSE_WINDOW, pack_number(self._number))
+        self._followers.tell(MessageKind.CLOSE_WINDOW, pack_number(self._number))
 
 
 class _RankedPull:
@@ -144,7 +144,7 @@ class _RankedPull:
     order = 0
     mine: PullHandle | None = None
 
-    def __init__(self, followers: Followers, on_done: Callable[[PullOutcome], None]) -> None:
+    def __init__(self, followers: RankGroup, on_done: Callable[[PullOutcome], None]) -> None:
         self._followers = followers
         self._on_done = on_done
         self._lock = threading.Lock()
@@ -165,4 +165,4 @@ class _RankedPull:
     def cancel(self) -> None:
         if self.mine is not None:
             self.mine.cancel()
-        self._followers.tell(Kind.CANCEL_PULL, pack_number(self.order))
+        self._followers.tell(MessageKind.CANCEL_PULL, pack_number(self.order))

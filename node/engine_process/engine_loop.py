@@ -25,10 +25,10 @@ from ...proto.v1 import engine_pb2, handoff_pb2, node_pb2
 from ..channels.direct_channels import DirectChannels
 from ..channels.outbox import Outbox, Send
 from ..channels.watched_channel import DirectReady, FromGateway, FromPeer
-from ..requests.request_io import RequestDesk
-from ..requests.role import Role
+from ..requests.request_io import RequestIO
+from ..requests.role import EngineRole
 from .grammar_gate import CompiledDispatch, GrammarGate
-from .heartbeat import Pulse
+from .heartbeat import HeartbeatSender
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ MAX_CALLERS = 64  # of those with most waiting tokens, in a heartbeat
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class Callback:
     """Something that another thread has finished: `run` tells the role."""
 
     run: Callable[[], None]
@@ -50,7 +50,7 @@ class InputEnded:
     """The supervisor is gone."""
 
 
-Item: TypeAlias = engine_pb2.EngineInput | Completion | CompiledDispatch | DirectReady | InputEnded
+Item: TypeAlias = engine_pb2.EngineInput | Callback | CompiledDispatch | DirectReady | InputEnded
 
 
 class Items(Protocol):
@@ -65,12 +65,12 @@ class EngineLoop:
     def __init__(
         self,
         engine: Engine,
-        role: Role,
-        desk: RequestDesk,
+        role: EngineRole,
+        desk: RequestIO,
         outbox: Outbox,
         inbox: Items,
         send: Send,
-        pulse: Pulse,
+        pulse: HeartbeatSender,
         clock: Clock,
         gate: GrammarGate | None = None,
         direct: DirectChannels | None = None,
@@ -234,7 +234,7 @@ class EngineLoop:
                 self._from_peer(item.incarnation, item.message)
             elif isinstance(item, FromGateway):
                 self._from_gateway(item.gateway, item.message)
-            elif isinstance(item, Completion):
+            elif isinstance(item, Callback):
                 item.run()
             elif isinstance(item, CompiledDispatch):
                 if self._gate is not None and self._gate.is_wanted(item):

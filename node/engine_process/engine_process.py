@@ -41,7 +41,7 @@ from ...engine.kv.limits import EngineLimits
 from ...engine.model import fingerprint
 from ...engine.model.checkpoint import LoadProgress
 from ...engine.parallel.parallel_runner import ParallelRunner
-from ...engine.parallel.rank_group import Followers
+from ...engine.parallel.rank_group import RankGroup
 from ...engine.parallel.rank_processes import Ranks, start_ranks
 from ...kv_transfer.export.pool_address import PoolPart
 from ...kv_transfer.network.data_tls import DataTls
@@ -53,11 +53,11 @@ from ..channels.direct_channels import DirectChannels
 from ..channels.frames import FrameSocket
 from ..channels.inbox import Inbox
 from ..channels.outbox import Outbox
-from ..requests.request_io import RequestDesk
-from ..requests.role import Role
-from .engine_loop import Completion, EngineLoop, InputEnded, Item
+from ..requests.request_io import RequestIO
+from ..requests.role import EngineRole
+from .engine_loop import Callback, EngineLoop, InputEnded, Item
 from .grammar_gate import GrammarGate
-from .heartbeat import Pulse
+from .heartbeat import HeartbeatSender
 from .pools import exported, pool_parts
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ _FOLLOWER_MODULE = "baton.node.engine_process.rank_process"
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class EngineParts:
     """What a role is built from: everything that its engine process has made.
 
     `runner` is this rank's; `pool_parts` are the pools of all ranks, and `followers` the others.
@@ -77,8 +77,8 @@ class Parts:
     engine: Engine
     runner: ModelRunner
     pool_parts: tuple[PoolPart, ...]
-    followers: Followers | None
-    desk: RequestDesk
+    followers: RankGroup | None
+    desk: RequestIO
     outbox: Outbox
     clock: Clock
     hello: Hello
@@ -95,7 +95,7 @@ class RolePlan:
     name: RoleName
     adjust: Callable[[EngineConfig], EngineConfig]
     max_held_blocks: Callable[[NodeConfig, int], int | None]
-    build: Callable[[Parts], Role]
+    build: Callable[[EngineParts], EngineRole]
     is_source: bool  # others pull from it
 
 
@@ -192,9 +192,9 @@ def _serve(
     )
     report.line(describe_pool(limits))
     name = node_config.name or plan.name.value
-    desk = RequestDesk(outbox, clock, name, runner.model_config.vocab_size)
+    desk = RequestIO(outbox, clock, name, runner.model_config.vocab_size)
     role = plan.build(
-        Parts(
+        EngineParts(
             engine=engine,
             runner=runner,
             pool_parts=parts,
@@ -206,7 +206,7 @@ def _serve(
             access=access,
             config=node_config,
             tls=tls,
-            post=lambda run: inbox.put(Completion(run)),
+            post=lambda run: inbox.put(Callback(run)),
         )
     )
     welcome = _welcome(plan, engine_config, node_config, runner, limits, incarnation)
@@ -217,7 +217,7 @@ def _serve(
     for item in _read(frames):  # what came with the last frame of the start: nothing tells of it
         inbox.put(item)
     frames.send(engine_pb2.EngineOutput(ready=welcome))
-    pulse = Pulse(
+    pulse = HeartbeatSender(
         lambda numbers: frames.send(engine_pb2.EngineOutput(heartbeat=numbers)),
         node_config.heartbeat_s,
         clock,

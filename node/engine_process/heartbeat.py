@@ -19,7 +19,7 @@ STALL_S = 60.0
 Beat = Callable[[node_pb2.Heartbeat], None]
 
 
-class Pulse:
+class HeartbeatSender:
     """Written by the engine loop's thread, read by its own; each field is replaced whole."""
 
     def __init__(self, beat: Beat, interval_s: float, clock: Clock) -> None:

@@ -22,8 +22,8 @@ from ...engine.execution.runner import ModelRunner
 from ...engine.kv.generations import GenerationsReader
 from ...engine.kv.kv_memory import CpuKvMemory
 from ...engine.model.sharding import heads_of_rank
-from ...engine.parallel.rank_channel import Kind
-from ...engine.parallel.rank_group import Followers
+from ...engine.parallel.rank_channel import MessageKind
+from ...engine.parallel.rank_group import RankGroup
 from ...kv_transfer.cuda_ipc.cuda_ipc_memory import export_cuda_pool
 from ...kv_transfer.device_transports import outlets
 from ...kv_transfer.export.pool_address import PoolDescription, PoolPart
@@ -74,7 +74,7 @@ def pool_parts(
 @contextlib.contextmanager
 def exported(
     runner: ModelRunner,
-    followers: Followers | None,
+    followers: RankGroup | None,
     generations_fd: int,
     parts: Sequence[PoolPart],
     node: NodeConfig,
@@ -95,7 +95,7 @@ def exported(
             orders = [
                 ExportOrder(part.pool, tuple(parts), node, tls, key).pack() for part in parts[1:]
             ]
-            _, answers = followers.ask(Kind.EXPORT_POOL, orders, [generations_fd])
+            _, answers = followers.ask(MessageKind.EXPORT_POOL, orders, [generations_fd])
             ports += [int(answer) for answer in answers]
         known = [
             dataclasses.replace(part, port=port) for part, port in zip(parts, ports, strict=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from ...core.process.timer_slack import end_waits_on_time
 from ...engine.execution.runner import ModelRunner
-from ...engine.parallel.rank_channel import Kind, RankChannel, RankMessage
+from ...engine.parallel.rank_channel import MessageKind, RankChannel, RankMessage
 from ...engine.parallel.rank_worker import Handlers, main
 from ...kv_transfer.device_transports import transports
 from ...kv_transfer.ranks.rank_pulls import RankPulls
@@ -32,7 +32,7 @@ class PoolOrders:
         self._offer.begin(order.pool, os.dup(message.fds[0]), order.parts)
         port = self._offer.port
         self._pulls = RankPulls(transports(self._runner.kv, order.node, order.tls), self._channel)
-        self._channel.send(Kind.ANSWER, str(port).encode(), order=message.order)
+        self._channel.send(MessageKind.ANSWER, str(port).encode(), order=message.order)
 
     def handlers(self) -> Handlers:
         def through(act: Callable[[RankPulls, RankMessage], None]) -> Callable[[RankMessage], None]:
@@ -43,11 +43,11 @@ class PoolOrders:
             return handle
 
         return {
-            Kind.EXPORT_POOL: self.export,
-            Kind.OPEN_WINDOW: through(RankPulls.open),
-            Kind.PULL: through(RankPulls.pull),
-            Kind.CANCEL_PULL: through(RankPulls.cancel),
-            Kind.CLOSE_WINDOW: through(RankPulls.close),
+            MessageKind.EXPORT_POOL: self.export,
+            MessageKind.OPEN_WINDOW: through(RankPulls.open),
+            MessageKind.PULL: through(RankPulls.pull),
+            MessageKind.CANCEL_PULL: through(RankPulls.cancel),
+            MessageKind.CLOSE_WINDOW: through(RankPulls.close),
         }
 
 

@@ -18,16 +18,16 @@ from ...engine.scheduling.outputs import PromptLogprobs, TokenOutput
 from ...proto import codec
 from ...proto.v1 import node_pb2
 from ..channels.outbox import Outbox
-from .request_table import Entry, RequestBook
+from .request_table import Entry, RequestTable
 
 log = logging.getLogger(__name__)
 
 
-class RequestDesk:
+class RequestIO:
     """Belongs to the engine loop's thread."""
 
     def __init__(self, outbox: Outbox, clock: Clock, node_name: str, vocab_size: int) -> None:
-        self.book = RequestBook(clock)
+        self.book = RequestTable(clock)
         self.node_name = node_name
         self.is_draining = False
         self._outbox = outbox

@@ -17,7 +17,7 @@ from ...core.request.timeline import Event
 from ...engine.engine import Engine
 from ...engine.scheduling.outputs import StepOutput, TokenOutput
 from ...proto.v1 import node_pb2
-from .request_io import RequestDesk
+from .request_io import RequestIO
 from .request_table import Entry
 
 
@@ -26,7 +26,7 @@ class RequestRole(ABC):
 
     ticket_work: node_pb2.Work
 
-    def __init__(self, engine: Engine, desk: RequestDesk) -> None:
+    def __init__(self, engine: Engine, desk: RequestIO) -> None:
         self._engine = engine
         self._desk = desk
 

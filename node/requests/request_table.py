@@ -51,7 +51,7 @@ class Entry:
         return not self.stamps and self.cached_tokens is None and self.transfer is None
 
 
-class RequestBook:
+class RequestTable:
     """Belongs to the engine loop's thread."""
 
     def __init__(self, clock: Clock) -> None:

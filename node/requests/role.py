@@ -25,7 +25,7 @@ class Vitals:
     counters: node_pb2.Counters = field(default_factory=node_pb2.Counters)
 
 
-class Role(Protocol):
+class EngineRole(Protocol):
     """A policy over one engine: what to do with dispatches, peers and the results of a step."""
 
     def dispatch(self, gateway: str, dispatch: node_pb2.Dispatch) -> None: ...

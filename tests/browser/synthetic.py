@@ -22,16 +22,16 @@ from baton.core.errors import BatonError, EngineFailed, RateLimited
 from baton.core.membership import Member, Role
 from baton.core.request.request import FinishReason
 from baton.core.request.timeline import Event, Stamp
-from baton.gateway.engines.engine_table import EngineTable, LinkedEngine, Load
+from baton.gateway.engines.engine_table import EngineTable, LinkedEngine, ReportedLoad
 from baton.gateway.http.dashboard.roster import EngineRoster
 from baton.gateway.http.dashboard.routes import Viewers, add_dashboard
 from baton.gateway.http.dashboard.snapshot import SnapshotFeed, Targets
 from baton.gateway.request.caller import Caller
-from baton.gateway.request.engine_link import Transfer
-from baton.gateway.request.output_chunk import Chunk, Result
+from baton.gateway.request.engine_link import TransferSummary
+from baton.gateway.request.output_chunk import OutputChunk, RequestResult
 from baton.gateway.telemetry.calls.call_records import CallRecord
 from baton.gateway.telemetry.calls.token_gaps import TokenGaps
-from baton.gateway.telemetry.window.window import Window
+from baton.gateway.telemetry.window.window import TelemetryWindow
 from baton.prefix_index.mirror import PrefixMirror
 
 BLOCK_BYTES = 2 << 20
@@ -59,7 +59,7 @@ class SyntheticGateway:
     ) -> None:
         self.clock = TravelClock()
         self.clock.at_s = time.monotonic() - 320
-        self.window = Window(self.clock, TokenGaps())
+        self.window = TelemetryWindow(self.clock, TokenGaps())
         self.clock.at_s = None
         self.table = EngineTable(PrefixMirror(self.clock))
         self.members: dict[str, Member] = {}
@@ -84,7 +84,7 @@ class SyntheticGateway:
         engine = LinkedEngine(member, outbox=None)  # type: ignore[arg-type]  # nothing is sent
         is_prefill = role is Role.PREFILL
         running, waiting = (2, 1) if is_prefill else (self._random.randrange(20, 60), 0)
-        engine.load = Load(running, waiting, 9_216 * waiting, free, 9_800, False, links)
+        engine.load = ReportedLoad(running, waiting, 9_216 * waiting, free, 9_800, False, links)
         self.table.add(engine)
         return member
 
@@ -153,7 +153,7 @@ class SyntheticGateway:
         stamps: list[float],
         num_tokens: int,
         cached: int,
-    ) -> Result:
+    ) -> RequestResult:
         events = list(Event)[:7]
         where = ["gateway", "gateway", *[nodes[0]] * 2, *[nodes[1]] * 3]
         timeline = [
@@ -162,16 +162,16 @@ class SyntheticGateway:
         ]
         num_bytes = math.ceil(record.prompt_tokens / 16) * BLOCK_BYTES
         reason = self._random.choice((FinishReason.STOP, FinishReason.LENGTH))
-        transfer = Transfer(num_bytes, cached // 4, "cuda_ipc")
+        transfer = TransferSummary(num_bytes, cached // 4, "cuda_ipc")
         usage = (record.prompt_tokens, num_tokens, cached, *nodes)
-        return Result(reason, None, *usage, transfer, 1, 0, tuple(timeline))
+        return RequestResult(reason, None, *usage, transfer, 1, 0, tuple(timeline))
 
     def _deliver(self, record: CallRecord, index: int) -> None:
         now_s = self.clock.monotonic_s()
         record.token_times[0].append((now_s, 1))
-        self.window.chunk_delivered(record, Chunk("", (1,), index), now_s)
+        self.window.chunk_delivered(record, OutputChunk("", (1,), index), now_s)
 
-    def _end(self, record: CallRecord, result: Result, error: BatonError | None) -> None:
+    def _end(self, record: CallRecord, result: RequestResult, error: BatonError | None) -> None:
         now_s = self.clock.monotonic_s()
         record.ended_s, record.error = now_s, error
         if error is None:
@@ -212,7 +212,9 @@ class SyntheticGateway:
         running = min(64 if not is_prefill else 4, max(1, load.num_running + self._drawn()))
         waiting = min(6, max(0, load.num_waiting + self._drawn())) if is_prefill else 0
         credit = load.credit_blocks
-        engine.load = Load(running, waiting, 4_000 * waiting, free, credit, False, load.links)
+        engine.load = ReportedLoad(
+            running, waiting, 4_000 * waiting, free, credit, False, load.links
+        )
 
     def _drawn(self) -> int:
         return self._random.choice((-1, 0, 0, 0, 1))

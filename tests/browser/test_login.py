@@ -14,7 +14,7 @@ from baton.cluster.secret import ClusterSecret
 from baton.core.config import GatewayConfig
 from baton.gateway.http import login
 from baton.gateway.http.protocol.access import ACCESS, LOGIN_PATH, Access, check_access
-from baton.gateway.http.protocol.app_state import PARTS
+from baton.gateway.http.protocol.app_state import APP_STATE
 from baton.gateway.http.protocol.error_middleware import answering
 from baton.gateway.request.caller import METRICS
 from baton.gateway.security.browser_session import BrowserSessions
@@ -35,7 +35,7 @@ class Guarded:
         app = web.Application(middlewares=[answering, check_access])
         app[ACCESS] = Access(self._gate, BrowserSessions(self._gate, FakeClock()), GatewayConfig())
         door = SimpleNamespace(turned_away=lambda *_: None, is_draining=False)
-        app[PARTS] = SimpleNamespace(door=door)
+        app[APP_STATE] = SimpleNamespace(door=door)
         app.add_routes([*login.ROUTES, web.get("/dashboard", page)])
         return app
 

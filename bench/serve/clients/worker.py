@@ -20,7 +20,7 @@ from .workloads import Background
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class WorkerPlan:
     """What one generator does, JSON-able."""
 
     target: str
@@ -38,7 +38,7 @@ class Plan:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Plan:
+    def from_json(cls, text: str) -> WorkerPlan:
         fields: dict[str, Any] = json.loads(text)
         background = fields.pop("background")
         arrivals = tuple(map(_arrival, fields.pop("arrivals")))
@@ -61,7 +61,7 @@ def _arrival(fields: dict[str, Any]) -> Arrival:
     return Arrival(prompt=Prompt(**prompt), **fields)
 
 
-async def _run(plan: Plan) -> list[records.Record]:
+async def _run(plan: WorkerPlan) -> list[records.Record]:
     async with connect(plan.target, plan.model, plan.index) as driver:
         print("connected", flush=True)
         start_s = float(await asyncio.to_thread(sys.stdin.readline))
@@ -79,7 +79,7 @@ async def _run(plan: Plan) -> list[records.Record]:
 
 def main() -> None:
     """Read the plan, work, write the records."""
-    plan = Plan.from_json(sys.stdin.readline())
+    plan = WorkerPlan.from_json(sys.stdin.readline())
     records.save(Path(plan.out), asyncio.run(_run(plan)))
     print("done", flush=True)
 

@@ -51,7 +51,7 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class LoadShape:
     """The numbers that a mix is made of."""
 
     rate_per_s: float = 3.7
@@ -69,11 +69,11 @@ class Shape:
     seed: int = 0
 
 
-DEFAULT_SHAPE = Shape()
+DEFAULT_SHAPE = LoadShape()
 MIXES = ("idle", "streams", "streams+8k", "poisson", "trace")
 
 
-def make_workload(mix: str, shape: Shape, trace: Path = TRACE) -> Workload:
+def make_workload(mix: str, shape: LoadShape, trace: Path = TRACE) -> Workload:
     """The mix `mix` in this shape; `idle` is no open loop: see idle.py."""
     background = Background(
         shape.num_streams, shape.stream_prompt_tokens, shape.stream_output_tokens
@@ -94,7 +94,7 @@ def make_workload(mix: str, shape: Shape, trace: Path = TRACE) -> Workload:
     raise ValueError(f"no open-loop mix {mix!r}; there are {', '.join(MIXES[1:])}")
 
 
-def _poisson(shape: Shape) -> tuple[Arrival, ...]:
+def _poisson(shape: LoadShape) -> tuple[Arrival, ...]:
     return tuple(
         poisson(
             shape.rate_per_s,

@@ -12,9 +12,9 @@ from aiohttp import web
 from ....core.errors import InvalidRequest
 from ....core.ports import Entropy, SystemEntropy
 from ....proto.v1 import inference_pb2
-from ...admission.front_door import Generation
-from ...request.output_chunk import Chunk
-from ..generate.json_fields import BOOLEAN, Kind
+from ...admission.front_door import RunningCall
+from ...request.output_chunk import OutputChunk
+from ..generate.json_fields import BOOLEAN, FieldKind
 from ..generate.logprobs import prompt_logprobs
 from ..generate.request_fields import (
     FRONT,
@@ -28,9 +28,9 @@ from ..generate.request_fields import (
 )
 from ..generate.request_options import label_of, model_of, stream_plan
 from ..generate.responses import Choice, answer
-from ..generate.run_prompts import Call
+from ..generate.run_prompts import PromptsCall
 from ..generate.structured import STRUCTURED, fill_constraint
-from ..protocol.app_state import PARTS
+from ..protocol.app_state import APP_STATE
 from ..protocol.body import read_object
 from .chat_shape import ChatChoice, ChatOptions
 from .chat_template import ChatPrompt, ChatTemplate
@@ -41,7 +41,7 @@ from .tools import TOOL_CHOICE, TOOLS, Tool, ToolChoice, chosen, shown_tools
 
 ROUTES = web.RouteTableDef()
 
-FIELDS: Mapping[str, Kind] = {
+FIELDS: Mapping[str, FieldKind] = {
     **FRONT,
     **SAMPLING,
     **GENERATION,
@@ -143,7 +143,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     found = read_fields(await read_object(request), FIELDS)
     model = model_of(found)
     _check(found)
-    refusal = request.app[PARTS].door.constraint_refusal
+    refusal = request.app[APP_STATE].door.constraint_refusal
     prepared = await prepare(request.app[CHAT_MODEL], found, refusal)
     wire = inference_pb2.GenerateRequest(
         model=model,
@@ -169,7 +169,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
             param=names["constraint"],
             code="unsupported_parameter",
         )
-    plan = stream_plan(found, [Call(wire, names, prepared.prompt.special_at)])
+    plan = stream_plan(found, [PromptsCall(wire, names, prepared.prompt.special_at)])
     return await answer(request, plan, _Shape(request, found, prepared, plan.num_samples))
 
 
@@ -208,7 +208,7 @@ class _Shape:
     def __init__(
         self, request: web.Request, found: Mapping[str, Any], prepared: Prepared, num_samples: int
     ) -> None:
-        self._token_of = request.app[PARTS].door.model.tokenizer.token
+        self._token_of = request.app[APP_STATE].door.model.tokenizer.token
         self._entropy = request.app[CHAT_MODEL].entropy
         self._prepared = prepared
         self._num_samples = num_samples
@@ -221,7 +221,7 @@ class _Shape:
         self._prompt_ids: Sequence[int] = ()
         self._extra: dict[str, Any] = {}
 
-    async def begin(self, generations: Sequence[Generation]) -> Sequence[Choice]:
+    async def begin(self, generations: Sequence[RunningCall]) -> Sequence[Choice]:
         self._prompt_ids = generations[0].request.prompt_token_ids
         if self._options.return_token_ids:
             self._extra["prompt_token_ids"] = list(self._prompt_ids)
@@ -238,7 +238,7 @@ class _Shape:
             for index in range(self._num_samples)
         ]
 
-    def first_chunk(self, prompt_index: int, chunk: Chunk) -> None:
+    def first_chunk(self, prompt_index: int, chunk: OutputChunk) -> None:
         if self._tells_prompt_logprobs:
             self._extra["prompt_logprobs"] = prompt_logprobs(
                 self._prompt_ids, chunk.prompt_logprobs, self._token_of

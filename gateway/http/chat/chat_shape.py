@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...request.output_chunk import Chunk, Result
+from ...request.output_chunk import OutputChunk, RequestResult
 from ..generate.logprobs import TokenOf, chat_logprobs
 from ..protocol.text_event import TextEvent
 from .tool_parsing import Content, Delta, ToolCallParser, ToolDelta
@@ -56,7 +56,7 @@ class ChatChoice:
 
     # --- in a stream ------------------------------------------------------------------------------
 
-    def events(self, chunk: Chunk) -> list[str]:
+    def events(self, chunk: OutputChunk) -> list[str]:
         """JSON of what a stream shows of this chunk; the role comes first of all."""
         events = []
         if self._is_first:
@@ -91,7 +91,7 @@ class ChatChoice:
 
     # --- whole ------------------------------------------------------------------------------------
 
-    def body(self, chunk: Chunk) -> dict[str, Any]:
+    def body(self, chunk: OutputChunk) -> dict[str, Any]:
         """The choice of a whole answer, of all its chunks as one."""
         content: list[str] = []
         calls: list[_Call] = []
@@ -120,7 +120,7 @@ class ChatChoice:
 
     # --- both -------------------------------------------------------------------------------------
 
-    def _deltas(self, chunk: Chunk) -> Sequence[Delta]:
+    def _deltas(self, chunk: OutputChunk) -> Sequence[Delta]:
         if self._parser is None:
             return [Content(chunk.text)] if chunk.text else []
         opening, self._opening = self._opening, ""
@@ -132,7 +132,7 @@ class ChatChoice:
         self._num_calls += sum(isinstance(d, ToolDelta) and d.name is not None for d in kept)
         return kept
 
-    def _more(self, chunk: Chunk) -> dict[str, Any]:
+    def _more(self, chunk: OutputChunk) -> dict[str, Any]:
         """What goes beside the text."""
         more: dict[str, Any] = {}
         if self._options.logprobs and chunk.token_ids:
@@ -141,7 +141,7 @@ class ChatChoice:
             more["token_ids"] = list(chunk.token_ids)
         return more
 
-    def _ending(self, result: Result | None) -> dict[str, Any]:
+    def _ending(self, result: RequestResult | None) -> dict[str, Any]:
         if result is None:
             return {}
         reason = result.finish_reason.value

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ....core.errors import InvalidRequest
-from ..generate.json_fields import Kind, invalid, nullable
+from ..generate.json_fields import FieldKind, invalid, nullable
 
 MAX_MESSAGES = 4096
 _MAX_CALLS = 128
@@ -118,7 +118,7 @@ _PARTS = {
         "required": ["type", "text"],
     },
 }
-MESSAGES = Kind(
+MESSAGES = FieldKind(
     {
         "type": "array",
         "minItems": 1,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....core.errors import InvalidRequest
-from ..generate.json_fields import Kind, invalid, nullable
+from ..generate.json_fields import FieldKind, invalid, nullable
 from .tool_schemas import MAX_SCHEMA_VALUES, check_schema
 
 MAX_TOOLS = 128
@@ -100,7 +100,7 @@ def chosen(tools: Sequence[Tool], choice: ToolChoice | None) -> ToolChoice:
     return choice
 
 
-TOOLS = Kind(
+TOOLS = FieldKind(
     {
         "type": "array",
         "maxItems": MAX_TOOLS,
@@ -124,7 +124,7 @@ TOOLS = Kind(
     },
     _tools,
 )
-TOOL_CHOICE = Kind(
+TOOL_CHOICE = FieldKind(
     {
         "anyOf": [
             {"enum": ["none", "auto", "required"]},

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from ....core.ports import Clock
 from ....core.version import version
-from ..protocol.app_state import Parts
+from ..protocol.app_state import AppState
 from ..protocol.errors import Refusal
 from .roster import EngineRoster
 from .snapshot import SnapshotFeed, Targets, Update
@@ -56,7 +56,7 @@ class Viewers:
 VIEWERS = web.AppKey("viewers", Viewers)
 
 
-def feed_of(parts: Parts, clock: Clock) -> SnapshotFeed:
+def feed_of(parts: AppState, clock: Clock) -> SnapshotFeed:
     """The feed of a whole gateway."""
 
     def about() -> dict[str, Any]:

@@ -20,7 +20,7 @@ from ....core.errors import InvalidRequest
 from ....core.ports import Clock
 from ...telemetry.calls.stages import STAGES
 from ...telemetry.window.snapshot import window_snapshot
-from ...telemetry.window.window import Window
+from ...telemetry.window.window import TelemetryWindow
 from .roster import EngineRoster
 
 MAX_RECENT = 25  # of a whole snapshot; a page that stays gathers more
@@ -67,7 +67,7 @@ class SnapshotFeed:
 
     def __init__(
         self,
-        window: Window,
+        window: TelemetryWindow,
         roster: EngineRoster,
         about: Callable[[], dict[str, Any]],
         targets: Targets,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....core.request.logprobs import TokenLogprobs
-from ...request.output_chunk import Chunk
+from ...request.output_chunk import OutputChunk
 from ..protocol.text_event import TextEvent
 from .logprobs import TokenOf, completion_logprobs, prompt_logprobs
 
@@ -55,13 +55,13 @@ class CompletionChoice:
                 f'{{"index":{index},"text":', ',"logprobs":null,"finish_reason":null}'
             )
 
-    def events(self, chunk: Chunk) -> list[str]:
+    def events(self, chunk: OutputChunk) -> list[str]:
         """JSON of what a stream shows of this chunk: nothing while its text is held back."""
         if self.text_event is not None and chunk.result is None:
             return [self.text_event.of(chunk.text)] if chunk.text else []
         return [json.dumps(self.body(chunk))]
 
-    def body(self, chunk: Chunk) -> dict[str, Any]:
+    def body(self, chunk: OutputChunk) -> dict[str, Any]:
         """The object for a chunk, which may be the only one."""
         options, result = self._options, chunk.result
         is_first, self._is_first = self._is_first, False
@@ -82,7 +82,7 @@ class CompletionChoice:
             body["prompt_logprobs"] = prompt_logprobs(ids, scores, self._token_of)
         return body
 
-    def _logprobs(self, chunk: Chunk, told: EchoedPrompt | None) -> dict[str, Any]:
+    def _logprobs(self, chunk: OutputChunk, told: EchoedPrompt | None) -> dict[str, Any]:
         ids: list[int] = []
         scores: list[TokenLogprobs | None] = []
         if told is not None:

@@ -10,12 +10,12 @@ from aiohttp import web
 from ....core.errors import InvalidRequest
 from ....core.request.token_ids import pack
 from ....proto.v1 import inference_pb2
-from ...admission.front_door import Generation
-from ...request.output_chunk import Chunk
-from ..protocol.app_state import PARTS
+from ...admission.front_door import RunningCall
+from ...request.output_chunk import OutputChunk
+from ..protocol.app_state import APP_STATE
 from ..protocol.body import read_object
 from .completion_shape import CompletionChoice, CompletionOptions, EchoedPrompt
-from .json_fields import BOOLEAN, Kind
+from .json_fields import BOOLEAN, FieldKind
 from .prompts import PROMPTS, Prompt, prompt_name
 from .request_fields import (
     FRONT,
@@ -28,13 +28,13 @@ from .request_fields import (
     require,
 )
 from .request_options import label_of, model_of, stream_plan
-from .responses import Choice, Plan, answer
-from .run_prompts import Call
+from .responses import Choice, ResponsePlan, answer
+from .run_prompts import PromptsCall
 from .structured import STRUCTURED, fill_constraint
 
 ROUTES = web.RouteTableDef()
 
-FIELDS: Mapping[str, Kind] = {
+FIELDS: Mapping[str, FieldKind] = {
     **FRONT,
     **SAMPLING,
     **GENERATION,
@@ -74,9 +74,9 @@ def _call(
     prompt: Prompt,
     found: Mapping[str, Any],
     names: Mapping[str, str],
-) -> Call:
+) -> PromptsCall:
     wire = _wire(request, model, prompt, found)
-    return Call(wire, {**names, **fill_constraint(wire, found)})
+    return PromptsCall(wire, {**names, **fill_constraint(wire, found)})
 
 
 def _wire(
@@ -103,7 +103,7 @@ def _names(found: Mapping[str, Any], index: int, num_prompts: int) -> Mapping[st
     return names
 
 
-def _check(plan: Plan, options: CompletionOptions) -> None:
+def _check(plan: ResponsePlan, options: CompletionOptions) -> None:
     """What the wire can say, and this endpoint cannot answer."""
     if plan.num_samples * len(plan.calls) > _MAX_CHOICES:
         raise InvalidRequest(
@@ -136,13 +136,13 @@ class _Shape:
         options: CompletionOptions,
         num_samples: int,
     ) -> None:
-        self._tokenizer = request.app[PARTS].door.model.tokenizer
+        self._tokenizer = request.app[APP_STATE].door.model.tokenizer
         self._texts = prompts
         self._options = options
         self._num_samples = num_samples
         self._prompts: list[EchoedPrompt] = []
 
-    async def begin(self, generations: Sequence[Generation]) -> Sequence[Choice]:
+    async def begin(self, generations: Sequence[RunningCall]) -> Sequence[Choice]:
         self._prompts = [
             EchoedPrompt(await self._text(prompt), generation.request.prompt_token_ids)
             for prompt, generation in zip(self._texts, generations, strict=True)
@@ -160,7 +160,7 @@ class _Shape:
             return ""
         return prompt if isinstance(prompt, str) else await self._tokenizer.decode(prompt)
 
-    def first_chunk(self, prompt_index: int, chunk: Chunk) -> None:
+    def first_chunk(self, prompt_index: int, chunk: OutputChunk) -> None:
         self._prompts[prompt_index].scores = chunk.prompt_logprobs
 
     def extra(self) -> dict[str, Any]:

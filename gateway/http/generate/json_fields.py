@@ -18,15 +18,15 @@ UINT32_MAX = 2**32 - 1  # the wire's
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class FieldKind:
     """`read(value, name)`; the value is never None: an absent field and null are the same."""
 
     schema: Schema
     read: Callable[[Any, str], Any]
 
-    def within(self, **limits: Any) -> Kind:
+    def within(self, **limits: Any) -> FieldKind:
         """The same, with what the validator will say of it in the schema."""
-        return Kind({**self.schema, **limits}, self.read)
+        return FieldKind({**self.schema, **limits}, self.read)
 
 
 def invalid(name: str, what: str) -> InvalidRequest:
@@ -58,7 +58,7 @@ def is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def integer(least: int, most: int) -> Kind:
+def integer(least: int, most: int) -> FieldKind:
     """An integer in [least, most]; a bound that is the wire's alone is not spoken of."""
     wanted = f"in [{least}, {most}]" if most < UINT32_MAX else f"from {least} on"
 
@@ -67,10 +67,10 @@ def integer(least: int, most: int) -> Kind:
             raise invalid(name, f"an integer {wanted}")
         return int(value)
 
-    return Kind({"type": "integer", "minimum": least, "maximum": most}, read)
+    return FieldKind({"type": "integer", "minimum": least, "maximum": most}, read)
 
 
-def string(max_chars: int) -> Kind:
+def string(max_chars: int) -> FieldKind:
     """A string of at most so many characters."""
 
     def read(value: Any, name: str) -> str:
@@ -78,10 +78,10 @@ def string(max_chars: int) -> Kind:
             raise invalid(name, f"at most {max_chars} characters long")
         return str(value)
 
-    return Kind({"type": "string", "maxLength": max_chars}, read)
+    return FieldKind({"type": "string", "maxLength": max_chars}, read)
 
 
-def list_of(kind: Kind, max_items: int) -> Kind:
+def list_of(kind: FieldKind, max_items: int) -> FieldKind:
     """A list of at most so many."""
 
     def read(value: Any, name: str) -> list[Any]:
@@ -93,20 +93,20 @@ def list_of(kind: Kind, max_items: int) -> Kind:
             )
         return [kind.read(item, f"{name}[{i}]") for i, item in enumerate(value)]
 
-    return Kind({"type": "array", "items": kind.schema, "maxItems": max_items}, read)
+    return FieldKind({"type": "array", "items": kind.schema, "maxItems": max_items}, read)
 
 
-def one_or_list_of(kind: Kind, max_items: int) -> Kind:
+def one_or_list_of(kind: FieldKind, max_items: int) -> FieldKind:
     """One, or a list; read as a list."""
     many = list_of(kind, max_items)
 
     def read(value: Any, name: str) -> list[Any]:
         return list(many.read(value, name)) if isinstance(value, list) else [kind.read(value, name)]
 
-    return Kind({"anyOf": [kind.schema, many.schema]}, read)
+    return FieldKind({"anyOf": [kind.schema, many.schema]}, read)
 
 
-def options(**fields: Kind) -> Kind:
+def options(**fields: FieldKind) -> FieldKind:
     """An object of these fields alone."""
 
     def read(value: Any, name: str) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def options(**fields: Kind) -> Kind:
         "properties": {key: nullable(kind.schema) for key, kind in fields.items()},
         "additionalProperties": False,
     }
-    return Kind(schema, read)
+    return FieldKind(schema, read)
 
 
 def nullable(schema: Schema) -> Schema:
@@ -135,6 +135,6 @@ def nullable(schema: Schema) -> Schema:
     return {"anyOf": [schema, {"type": "null"}]}
 
 
-BOOLEAN = Kind({"type": "boolean"}, _boolean)
-NUMBER = Kind({"type": "number"}, _number)
-STRING = Kind({"type": "string"}, _string)
+BOOLEAN = FieldKind({"type": "boolean"}, _boolean)
+NUMBER = FieldKind({"type": "number"}, _number)
+STRING = FieldKind({"type": "string"}, _string)

@@ -6,7 +6,7 @@ from typing import Any
 
 from ....core.errors import InvalidRequest
 from ....core.request.token_ids import column
-from .json_fields import UINT32_MAX, Kind, invalid, is_integer
+from .json_fields import UINT32_MAX, FieldKind, invalid, is_integer
 
 MAX_PROMPTS = 64
 
@@ -36,7 +36,7 @@ def _is_token_id(item: Any) -> bool:
     return is_integer(item) and 0 <= item <= UINT32_MAX
 
 
-TOKEN_IDS = Kind(
+TOKEN_IDS = FieldKind(
     {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": UINT32_MAX}},
     _token_ids,
 )
@@ -66,7 +66,7 @@ def _text(value: Any, name: str) -> str:
     return value
 
 
-PROMPTS = Kind(
+PROMPTS = FieldKind(
     {
         "anyOf": [
             {"type": "string", "minLength": 1},

@@ -28,7 +28,7 @@ from .json_fields import (
     NUMBER,
     STRING,
     UINT32_MAX,
-    Kind,
+    FieldKind,
     integer,
     one_or_list_of,
     options,
@@ -44,14 +44,16 @@ MAX_TOKENS = integer(1, UINT32_MAX)
 LOGPROBS = _COUNT.within(maximum=MAX_LOGPROBS)
 _PENALTY = NUMBER.within(minimum=-MAX_PENALTY, maximum=MAX_PENALTY)
 
-SAMPLING: Mapping[str, Kind] = {
+SAMPLING: Mapping[str, FieldKind] = {
     "temperature": NUMBER.within(minimum=0, maximum=MAX_TEMPERATURE),
     "top_p": NUMBER.within(exclusiveMinimum=0, maximum=1),
     "top_k": TOP_K,
     "min_p": NUMBER.within(minimum=0, maximum=1),
     "seed": integer(0, 2**63 - 1),
     "stop": one_or_list_of(STRING.within(minLength=1, maxLength=256), MAX_STOP_STRINGS),
-    "stop_token_ids": Kind({**TOKEN_IDS.schema, "maxItems": MAX_STOP_TOKEN_IDS}, TOKEN_IDS.read),
+    "stop_token_ids": FieldKind(
+        {**TOKEN_IDS.schema, "maxItems": MAX_STOP_TOKEN_IDS}, TOKEN_IDS.read
+    ),
     "ignore_eos": BOOLEAN,
     "repetition_penalty": NUMBER.within(exclusiveMinimum=0, maximum=MAX_PENALTY),
     "presence_penalty": _PENALTY,
@@ -61,7 +63,7 @@ SAMPLING: Mapping[str, Kind] = {
     "prompt_logprobs": LOGPROBS,
 }
 
-GENERATION: Mapping[str, Kind] = {
+GENERATION: Mapping[str, FieldKind] = {
     "n": integer(1, MAX_SAMPLES),
     "cache_salt": STRING.within(pattern=r"^[A-Za-z0-9_.-]{1,64}$"),
     "include_stop_str_in_output": BOOLEAN,
@@ -69,7 +71,7 @@ GENERATION: Mapping[str, Kind] = {
     "add_special_tokens": BOOLEAN,
 }
 
-FRONT: Mapping[str, Kind] = {
+FRONT: Mapping[str, FieldKind] = {
     "model": STRING,
     "stream": BOOLEAN,
     "stream_options": options(include_usage=BOOLEAN, continuous_usage_stats=BOOLEAN),
@@ -176,7 +178,7 @@ INTERNAL = frozenset(
 _MAX_LOGGED = 16
 
 
-def read_fields(body: Mapping[str, Any], known: Mapping[str, Kind]) -> dict[str, Any]:
+def read_fields(body: Mapping[str, Any], known: Mapping[str, FieldKind]) -> dict[str, Any]:
     """The fields that are there, read; raises InvalidRequest for what cannot be served."""
     found: dict[str, Any] = {}
     ignored: list[str] = []

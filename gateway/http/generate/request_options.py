@@ -10,11 +10,11 @@ from aiohttp import web
 from ....core.errors import InvalidRequest
 from ...validation.validation import check_label
 from ..protocol.error_middleware import REQUEST_ID_HEADER
-from .responses import Plan
-from .run_prompts import Call
+from .responses import ResponsePlan
+from .run_prompts import PromptsCall
 
 
-def stream_plan(found: Mapping[str, Any], calls: Sequence[Call]) -> Plan:
+def stream_plan(found: Mapping[str, Any], calls: Sequence[PromptsCall]) -> ResponsePlan:
     """Raises InvalidRequest for options of a stream that is none."""
     is_stream = found.get("stream", False)
     options = found.get("stream_options", {})
@@ -25,7 +25,7 @@ def stream_plan(found: Mapping[str, Any], calls: Sequence[Call]) -> Plan:
             code="invalid_value",
         )
     continuous = options.get("continuous_usage_stats", False)
-    return Plan(
+    return ResponsePlan(
         calls=calls,
         num_samples=found.get("n", 1),
         is_stream=is_stream,

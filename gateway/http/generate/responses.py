@@ -1,6 +1,7 @@
 """From calls to an answer, for both endpoints that generate: a stream of events, or one object.
 
-An endpoint gives a `Plan` (what to run, what to tell) and a `Shape` (how its choices are written).
+An endpoint gives a `ResponsePlan` (what to run, what to tell) and a `ResponseShape` (how choices
+are written).
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
-from ...admission.front_door import Generation
+from ...admission.front_door import RunningCall
 from ...request.chunk_queue import merged
-from ...request.output_chunk import Chunk
-from ..protocol.app_state import PARTS, caller_of
+from ...request.output_chunk import OutputChunk
+from ..protocol.app_state import APP_STATE, caller_of
 from ..protocol.error_middleware import REQUEST_ID
 from ..protocol.event_stream import EventStream
 from ..protocol.text_event import TextEvent
-from .run_prompts import Call, Sender, run_calls
+from .run_prompts import PromptsCall, Sender, run_calls
 from .usage import Usage
 
 _DONE = "data: [DONE]\n\n"
@@ -35,27 +36,27 @@ class Choice(Protocol):
 
     text_event: TextEvent | None
 
-    def events(self, chunk: Chunk) -> list[str]:
+    def events(self, chunk: OutputChunk) -> list[str]:
         """JSON objects for a stream."""
         ...
 
-    def body(self, chunk: Chunk) -> dict[str, Any]:
+    def body(self, chunk: OutputChunk) -> dict[str, Any]:
         """The object in a whole answer; `chunk` is all of the sample."""
         ...
 
 
-class Shape(Protocol):
+class ResponseShape(Protocol):
     """An endpoint's way of writing."""
 
     id_prefix: str
     whole_object: str
     chunk_object: str
 
-    async def begin(self, generations: Sequence[Generation]) -> Sequence[Choice]:
+    async def begin(self, generations: Sequence[RunningCall]) -> Sequence[Choice]:
         """The choices: for each prompt its samples. Before any chunk."""
         ...
 
-    def first_chunk(self, prompt_index: int, chunk: Chunk) -> None:
+    def first_chunk(self, prompt_index: int, chunk: OutputChunk) -> None:
         """The first chunk of a prompt's first sample, which has the prompt's scores."""
         ...
 
@@ -65,24 +66,26 @@ class Shape(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ResponsePlan:
     """What to run and what to tell of it."""
 
-    calls: Sequence[Call]
+    calls: Sequence[PromptsCall]
     num_samples: int
     is_stream: bool
     includes_usage: bool = False
     has_continuous_usage: bool = False
 
 
-async def answer(request: web.Request, plan: Plan, shape: Shape) -> web.StreamResponse:
+async def answer(
+    request: web.Request, plan: ResponsePlan, shape: ResponseShape
+) -> web.StreamResponse:
     """Run the plan's calls; raises what ended them."""
     run = _Run(request, plan, shape)
     sender = Sender(
         caller_of(request), _trace(request, "traceparent"), _trace(request, "tracestate")
     )
     on_chunk, push = (run.send, run.push) if plan.is_stream else (run.collect, None)
-    await run_calls(request.app[PARTS].door, plan.calls, sender, run.begin, on_chunk, push)
+    await run_calls(request.app[APP_STATE].door, plan.calls, sender, run.begin, on_chunk, push)
     return await run.end_stream() if plan.is_stream else run.whole()
 
 
@@ -94,21 +97,21 @@ def _trace(request: web.Request, header: str) -> str:
 class _Run:
     """One answer while it comes about."""
 
-    def __init__(self, request: web.Request, plan: Plan, shape: Shape) -> None:
+    def __init__(self, request: web.Request, plan: ResponsePlan, shape: ResponseShape) -> None:
         self._request = request
         self._plan = plan
         self._shape = shape
         self._usage = Usage()
         self._choices: Sequence[Choice] = ()
         self._text_events: Sequence[TextEvent | None] = ()  # one a choice, whole
-        self._chunks: dict[int, list[Chunk]] = {}
+        self._chunks: dict[int, list[OutputChunk]] = {}
         self._nodes: dict[str, str] = {}
         self._envelope: dict[str, Any] = {}
         self._stream = EventStream(request)
         self._head = ""
         self._tail = "]}\n\n"
 
-    async def begin(self, generations: Sequence[Generation]) -> None:
+    async def begin(self, generations: Sequence[RunningCall]) -> None:
         """All calls were accepted."""
         first = generations[0]
         self._request.setdefault(REQUEST_ID, first.call_id)
@@ -132,7 +135,7 @@ class _Run:
             return None
         return event.within(self._head, self._tail)
 
-    def _note(self, prompt_index: int, chunk: Chunk) -> int:
+    def _note(self, prompt_index: int, chunk: OutputChunk) -> int:
         """Count a chunk; returns whose it is."""
         self._usage.add(prompt_index, chunk)
         if chunk.sample_index == 0 and chunk.index == 0:
@@ -145,11 +148,11 @@ class _Run:
 
     # --- a stream ---------------------------------------------------------------------------------
 
-    async def send(self, prompt_index: int, chunk: Chunk) -> None:
+    async def send(self, prompt_index: int, chunk: OutputChunk) -> None:
         if events := self._events(prompt_index, chunk):
             await self._stream.send(events)
 
-    def push(self, chunk: Chunk) -> bool:
+    def push(self, chunk: OutputChunk) -> bool:
         """Write the only prompt's next chunk now, if the client takes what is written."""
         if not self._stream.has_room:
             return False
@@ -161,7 +164,7 @@ class _Run:
             self._stream.send_now(events)
         return True
 
-    def _events(self, prompt_index: int, chunk: Chunk) -> str:
+    def _events(self, prompt_index: int, chunk: OutputChunk) -> str:
         """What the stream shows of a chunk; empty while its text is held back."""
         choice = self._choices[self._note(prompt_index, chunk)]
         events = choice.events(chunk)
@@ -182,7 +185,7 @@ class _Run:
 
     # --- whole ------------------------------------------------------------------------------------
 
-    async def collect(self, prompt_index: int, chunk: Chunk) -> None:
+    async def collect(self, prompt_index: int, chunk: OutputChunk) -> None:
         self._chunks.setdefault(self._note(prompt_index, chunk), []).append(chunk)
 
     def whole(self) -> web.Response:

@@ -15,18 +15,18 @@ from dataclasses import dataclass, field
 
 from ....core.errors import BatonError
 from ....proto.v1 import inference_pb2
-from ...admission.front_door import FrontDoor, Generation
+from ...admission.front_door import FrontDoor, RunningCall
 from ...request.caller import Caller
-from ...request.output_chunk import Chunk
+from ...request.output_chunk import OutputChunk
 from ...text.special_tokens import Spans
 
-OnStart = Callable[[Sequence[Generation]], Awaitable[None]]
-OnChunk = Callable[[int, Chunk], Awaitable[None]]
-Push = Callable[[Chunk], bool]
+OnStart = Callable[[Sequence[RunningCall]], Awaitable[None]]
+OnChunk = Callable[[int, OutputChunk], Awaitable[None]]
+Push = Callable[[OutputChunk], bool]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class PromptsCall:
     """`names`: our names of fields as this client wrote them; `special_at`: see FrontDoor."""
 
     wire: inference_pb2.GenerateRequest
@@ -45,7 +45,7 @@ class Sender:
 
 async def run_calls(
     door: FrontDoor,
-    calls: Sequence[Call],
+    calls: Sequence[PromptsCall],
     sender: Sender,
     on_start: OnStart,
     on_chunk: OnChunk,
@@ -58,19 +58,19 @@ async def run_calls(
     if len(calls) == 1:
         await _run_one(door, calls[0], sender, on_start, on_chunk, push)
         return
-    started: dict[int, Generation] = {}
+    started: dict[int, RunningCall] = {}
     all_accepted = asyncio.Event()
     one_at_a_time = asyncio.Lock()
 
     async def run(index: int) -> None:
-        async def wait_for_all(generations: Sequence[Generation]) -> None:
+        async def wait_for_all(generations: Sequence[RunningCall]) -> None:
             started[index] = generations[0]
             if len(started) == len(calls):
                 await on_start([started[i] for i in range(len(calls))])
                 all_accepted.set()
             await all_accepted.wait()
 
-        async def pass_on(_: int, chunk: Chunk) -> None:
+        async def pass_on(_: int, chunk: OutputChunk) -> None:
             async with one_at_a_time:
                 await on_chunk(index, chunk)
 
@@ -86,7 +86,7 @@ async def run_calls(
 
 async def _run_one(
     door: FrontDoor,
-    call: Call,
+    call: PromptsCall,
     sender: Sender,
     on_start: OnStart,
     on_chunk: OnChunk,

@@ -7,7 +7,7 @@ from typing import Any
 
 from ....core.errors import InvalidRequest
 from ...validation.sampling_validation import MAX_BIAS, MAX_BIASES
-from .json_fields import NUMBER, UINT32_MAX, Kind, integer, invalid
+from .json_fields import NUMBER, UINT32_MAX, FieldKind, integer, invalid
 
 _TOKEN_ID = re.compile(r"(0|[1-9][0-9]{0,9})\Z")  # as JSON writes integers: one id has one key
 _MAX_PAIRS, _MAX_KEY_CHARS, _MAX_VALUE_CHARS = 16, 64, 512
@@ -54,8 +54,8 @@ def _metadata(value: Any, name: str) -> dict[str, str]:
     return value
 
 
-TOP_K = Kind({"type": "integer", "minimum": -1, "maximum": UINT32_MAX}, _top_k)
-LOGIT_BIAS = Kind(
+TOP_K = FieldKind({"type": "integer", "minimum": -1, "maximum": UINT32_MAX}, _top_k)
+LOGIT_BIAS = FieldKind(
     {
         "type": "object",
         "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"},
@@ -64,7 +64,7 @@ LOGIT_BIAS = Kind(
     },
     _logit_bias,
 )
-METADATA = Kind(
+METADATA = FieldKind(
     {
         "type": "object",
         "propertyNames": {"maxLength": _MAX_KEY_CHARS},

@@ -15,7 +15,7 @@ from typing import Any
 from ....constraints.limits import MAX_CHOICES, MAX_SOURCE_BYTES
 from ....core.errors import InvalidRequest
 from ....proto.v1 import common_pb2, inference_pb2
-from .json_fields import BOOLEAN, STRING, Kind, invalid, list_of, options
+from .json_fields import BOOLEAN, STRING, FieldKind, invalid, list_of, options
 
 _ANY_OBJECT = '{"type": "object"}'
 
@@ -82,13 +82,13 @@ def _of(way: str, source: Any) -> common_pb2.SamplingParams:
             return common_pb2.SamplingParams(**{way: source})
 
 
-def _guided(way: str) -> Kind:
+def _guided(way: str) -> FieldKind:
     kind = _WAYS[way]
-    return Kind(kind.schema, lambda value, name: _of(way, kind.read(value, name)))
+    return FieldKind(kind.schema, lambda value, name: _of(way, kind.read(value, name)))
 
 
-_SCHEMA = Kind({"anyOf": [{"type": "object"}, {"type": "string"}]}, _json_schema)
-_WAYS: Mapping[str, Kind] = {
+_SCHEMA = FieldKind({"anyOf": [{"type": "object"}, {"type": "string"}]}, _json_schema)
+_WAYS: Mapping[str, FieldKind] = {
     "json": _SCHEMA,
     "json_object": BOOLEAN,
     "regex": STRING,
@@ -97,8 +97,8 @@ _WAYS: Mapping[str, Kind] = {
 }
 _OPTIONS = options(**_WAYS)
 
-STRUCTURED: Mapping[str, Kind] = {
-    "response_format": Kind(
+STRUCTURED: Mapping[str, FieldKind] = {
+    "response_format": FieldKind(
         {
             "type": "object",
             "properties": {
@@ -113,7 +113,7 @@ STRUCTURED: Mapping[str, Kind] = {
         },
         _response_format,
     ),
-    "structured_outputs": Kind(_OPTIONS.schema, _structured_outputs),
+    "structured_outputs": FieldKind(_OPTIONS.schema, _structured_outputs),
     "guided_json": _guided("json"),
     "guided_regex": _guided("regex"),
     "guided_choice": _guided("choice"),

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...request.output_chunk import Chunk
+from ...request.output_chunk import OutputChunk
 
 
 @dataclass(slots=True)
@@ -17,7 +17,7 @@ class Usage:
     completion_tokens: int = 0
     cached_tokens: dict[int, int] = field(default_factory=dict)
 
-    def add(self, prompt_index: int, chunk: Chunk) -> None:
+    def add(self, prompt_index: int, chunk: OutputChunk) -> None:
         self.completion_tokens += len(chunk.token_ids)
         if chunk.result is not None:
             known = self.cached_tokens.get(prompt_index, 0)

@@ -21,7 +21,7 @@ from ....core.errors import PermissionDenied, Unauthenticated
 from ...request.caller import ADMIN, INFER, METRICS, Caller, anyone
 from ...security.browser_session import COOKIE, BrowserSessions
 from ...security.gate import Gate
-from .app_state import CALLER, PARTS
+from .app_state import APP_STATE, CALLER
 from .errors import Refusal
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -111,7 +111,7 @@ async def check_access(request: web.Request, handler: Handler) -> web.StreamResp
     except (Unauthenticated, PermissionDenied) as error:
         if isinstance(error, Unauthenticated) and request.path.rstrip("/") == "/dashboard":
             return web.Response(status=303, headers={"Location": LOGIN_PATH})
-        request.app[PARTS].door.turned_away("http", error)
+        request.app[APP_STATE].door.turned_away("http", error)
         raise
     return await handler(request)
 

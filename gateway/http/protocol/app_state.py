@@ -17,7 +17,7 @@ from ...telemetry.setup import Telemetry
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class AppState:
     """`is_ready`: a linked pair of engines can serve, and the gateway is not draining."""
 
     door: FrontDoor
@@ -30,7 +30,7 @@ class Parts:
     peers: WorkerPeers
 
 
-PARTS = web.AppKey("parts", Parts)
+APP_STATE = web.AppKey("parts", AppState)
 STREAM = web.RequestKey("stream", web.StreamResponse)  # what has been sent of an answer already
 CALLER = web.RequestKey("caller", Caller)  # set by the middleware that judges credentials
 

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 from aiohttp import web
 
 from ....core.errors import InvalidRequest
-from .app_state import PARTS
+from .app_state import APP_STATE
 from .errors import Refusal
 
 MAX_BODY_BYTES = 4 << 20  # gRPC's cap
@@ -38,7 +38,7 @@ async def read_object(request: web.Request) -> dict[str, Any]:
     """
     _check_headers(request)
     body = await in_time(_read(request))
-    door = request.app[PARTS].door
+    door = request.app[APP_STATE].door
     await door.arrivals.take()
     if len(body) > _LARGE_BYTES:
         async with door.large_bodies:

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from ....core.errors import BatonError, Cancelled
 from ...validation.validation import is_label
-from .app_state import PARTS, STREAM
+from .app_state import APP_STATE, STREAM
 from .connections import check_head
 from .errors import Refusal, error_body, error_response, routing_error_response
 
@@ -53,7 +53,7 @@ async def _refuse(request: web.Request, error: BatonError | Refusal) -> web.Stre
     stream: web.StreamResponse | None = request.get(STREAM)
     if stream is None:
         response = error_response(error)
-        if request.app[PARTS].door.is_draining:
+        if request.app[APP_STATE].door.is_draining:
             response.force_close()  # the next request finds another gateway
         return response
     stream.force_close()

@@ -11,7 +11,7 @@ import logging
 from ....core.errors import BatonError
 from ....core.process.logs import fields
 from ...request.caller import Caller
-from ...request.output_chunk import Chunk
+from ...request.output_chunk import OutputChunk
 from .call_figures import call_figures
 from .call_records import CallRecord
 
@@ -31,7 +31,7 @@ class CallLog:
     def call_began(self, record: CallRecord) -> None:
         pass
 
-    def chunk_delivered(self, record: CallRecord, chunk: Chunk, now_s: float) -> None:
+    def chunk_delivered(self, record: CallRecord, chunk: OutputChunk, now_s: float) -> None:
         pass
 
     def call_ended(self, record: CallRecord) -> None:

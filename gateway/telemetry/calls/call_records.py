@@ -11,7 +11,7 @@ from typing import Protocol
 from ....core.errors import BatonError
 from ....core.request.request import SamplingParams
 from ...request.caller import Caller
-from ...request.output_chunk import Chunk, Result
+from ...request.output_chunk import OutputChunk, RequestResult
 from .call_values import CallFigures
 
 
@@ -39,7 +39,7 @@ class CallRecord:
     sampling: SamplingParams | None = None
     prompt: str | None = None
     token_times: list[list[tuple[float, int]]] = field(default_factory=list)
-    results: dict[int, Result] = field(default_factory=dict)
+    results: dict[int, RequestResult] = field(default_factory=dict)
     error: BatonError | None = None
     ended_s: float | None = None
     figures: CallFigures | None = None
@@ -59,7 +59,7 @@ class CallObserver(Protocol):
 
     def call_began(self, record: CallRecord) -> None: ...
 
-    def chunk_delivered(self, record: CallRecord, chunk: Chunk, now_s: float) -> None:
+    def chunk_delivered(self, record: CallRecord, chunk: OutputChunk, now_s: float) -> None:
         """The record's `token_times` have it already. See Observers for who tells of most."""
         ...
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from ....core.errors import BatonError
 from ...request.caller import Caller
-from ...request.output_chunk import Chunk
+from ...request.output_chunk import OutputChunk
 from .call_records import CallObserver, CallRecord
 from .token_gaps import TokenGaps
 
@@ -32,7 +32,7 @@ class Observers:
     def call_began(self, record: CallRecord) -> None:
         self._tell(lambda observer: observer.call_began(record))
 
-    def chunk_delivered(self, record: CallRecord, chunk: Chunk, now_s: float) -> None:
+    def chunk_delivered(self, record: CallRecord, chunk: OutputChunk, now_s: float) -> None:
         times = record.token_times[chunk.sample_index]
         if len(chunk.token_ids) == 1 and len(times) > 2:
             try:
@@ -60,5 +60,7 @@ class Observers:
             log.error("%s failed; it is not logged again", kind[0].__name__, exc_info=error)
 
 
-def _tell_chunk(record: CallRecord, chunk: Chunk, now_s: float, observer: CallObserver) -> None:
+def _tell_chunk(
+    record: CallRecord, chunk: OutputChunk, now_s: float, observer: CallObserver
+) -> None:
     observer.chunk_delivered(record, chunk, now_s)

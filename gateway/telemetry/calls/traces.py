@@ -18,7 +18,7 @@ from ....core.errors import BatonError, StartupFailed
 from ....core.request.timeline import Event
 from ....core.version import version
 from ...request.caller import Caller
-from ...request.output_chunk import Chunk, Result
+from ...request.output_chunk import OutputChunk, RequestResult
 from ...request.session import GATEWAY
 from .call_figures import call_figures
 from .call_records import CallRecord
@@ -63,7 +63,7 @@ class CallTraces:
     def call_began(self, record: CallRecord) -> None:
         pass
 
-    def chunk_delivered(self, record: CallRecord, chunk: Chunk, now_s: float) -> None:
+    def chunk_delivered(self, record: CallRecord, chunk: OutputChunk, now_s: float) -> None:
         pass
 
     def call_ended(self, record: CallRecord) -> None:
@@ -85,7 +85,7 @@ class CallTraces:
             self._stages(trace.set_span_in_context(span), result)
         span.end(_ended_unix_ns(record))
 
-    def _stages(self, parent: Any, result: Result) -> None:
+    def _stages(self, parent: Any, result: RequestResult) -> None:
         times = times_of(result.timeline)
         for name, first, last in _SPANS:
             bounds_ns = _bounds_ns(times, first, last)
@@ -175,7 +175,7 @@ def _bounds_ns(times: Times, first: Event, last: Event) -> tuple[int, int] | Non
     return start_ns, max(start_ns, end_ns)
 
 
-def _node_of(stage: str, result: Result) -> str:
+def _node_of(stage: str, result: RequestResult) -> str:
     if stage == "gateway":
         return GATEWAY
     if stage in ("kv_transfer", "decode"):

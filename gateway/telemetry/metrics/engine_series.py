@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from ....core.ports import Clock
 from ...engines.cluster_view import ClusterView
-from ...engines.engine_table import EngineCounters, EngineTable, LinkedEngine, Load
+from ...engines.engine_table import EngineCounters, EngineTable, LinkedEngine, ReportedLoad
 from . import metric_table as table
 from .metric_store import MetricStore
 from .metric_table import Metric
@@ -27,7 +27,7 @@ _COUNTERS: tuple[tuple[Metric, Callable[[EngineCounters], float]], ...] = (
     (table.PULL_BYTES, lambda c: c.transfer_bytes),
     (table.PULL_SECONDS, lambda c: c.transfer_s),
 )
-_GAUGES: tuple[tuple[Metric, Callable[[LinkedEngine, Load], float]], ...] = (
+_GAUGES: tuple[tuple[Metric, Callable[[LinkedEngine, ReportedLoad], float]], ...] = (
     (table.NODE_DRAINING, lambda engine, load: load.is_draining),
     (table.RUNNING, lambda engine, load: load.num_running),
     (table.WAITING, lambda engine, load: load.num_waiting),
@@ -98,7 +98,7 @@ class EngineSeries:
         self._store.number(table.QUEUED).value = self._num_queued()
         self._store.number(table.INDEX_UP).value = self._is_index_up()
 
-    def _tell(self, engine: LinkedEngine, load: Load, read: _Read) -> None:
+    def _tell(self, engine: LinkedEngine, load: ReportedLoad, read: _Read) -> None:
         name = (engine.member.role.value, engine.name)
         self._store.number(table.NODE_UP, *name).value = 1
         for metric, gauge in _GAUGES:

@@ -19,7 +19,7 @@ from ....core.request.timeline import Event
 from ...engines.cluster_view import ClusterView
 from ...engines.engine_table import EngineTable
 from ...request.caller import Caller
-from ...request.output_chunk import Chunk, Result
+from ...request.output_chunk import OutputChunk, RequestResult
 from ..calls.call_figures import call_figures
 from ..calls.call_records import CallRecord
 from ..calls.call_values import CallFigures
@@ -71,7 +71,7 @@ class CallMetrics:
         self._store.number(table.PROMPT_TOKENS).value += record.prompt_tokens
         self._store.histogram(table.LOOKUP).observe(record.lookup_s)
 
-    def chunk_delivered(self, record: CallRecord, chunk: Chunk, now_s: float) -> None:
+    def chunk_delivered(self, record: CallRecord, chunk: OutputChunk, now_s: float) -> None:
         num_tokens = len(chunk.token_ids)
         times = record.token_times[chunk.sample_index]
         num_deliveries = len(times)
@@ -125,7 +125,7 @@ class CallMetrics:
         if result := record.results.get(0):
             self._phases(result)
 
-    def _phases(self, result: Result) -> None:
+    def _phases(self, result: RequestResult) -> None:
         """The first sample's phases, by vLLM's definitions as far as they fit two nodes."""
         times = times_of(result.timeline)
         for metric, first, last in (

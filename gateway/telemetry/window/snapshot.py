@@ -16,7 +16,7 @@ from ..calls.stages import STAGES
 from .histogram import Histogram, middle_s
 from .second import COUNTS, LATENCIES, Second, Tally
 from .summaries import RecentCall, microseconds, summarise
-from .window import Window
+from .window import TelemetryWindow
 
 VERSION = 1
 RATE_SPAN_S = 10  # what "now" means for rates
@@ -33,7 +33,11 @@ _EMPTY = Second(0)
 
 
 def window_snapshot(
-    window: Window, *, ttft_slo_s: float, tbt_slo_s: float, since_unix_s: float | None = None
+    window: TelemetryWindow,
+    *,
+    ttft_slo_s: float,
+    tbt_slo_s: float,
+    since_unix_s: float | None = None,
 ) -> dict[str, Any]:
     """All of the window, ready for JSON: docs/dashboard_data.md has the schema.
 
@@ -74,7 +78,7 @@ def window_snapshot(
     }
 
 
-def _rates(window: Window, seconds: dict[int, Second], now: int) -> dict[str, float]:
+def _rates(window: TelemetryWindow, seconds: dict[int, Second], now: int) -> dict[str, float]:
     """Per second, over the last whole seconds."""
     over_s = min(RATE_SPAN_S, int(window.covered_s))
     found: Counter[str] = Counter()

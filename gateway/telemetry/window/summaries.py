@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...request.output_chunk import Result
+from ...request.output_chunk import RequestResult
 from ..calls.call_values import CallFigures
 from .histogram import Histogram
 
@@ -50,7 +50,7 @@ class RecentCall:
     ended_s: float
     num_samples: int
     figures: CallFigures
-    result: Result | None
+    result: RequestResult | None
 
 
 def microseconds(seconds: float) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from ....core.errors import BatonError
 from ....core.ports import Clock
 from ...request.caller import Caller
-from ...request.output_chunk import Chunk
+from ...request.output_chunk import OutputChunk
 from ..calls.call_figures import call_figures
 from ..calls.call_records import CallRecord
 from ..calls.call_values import CallFigures
@@ -27,7 +27,7 @@ MAX_CALLS_PER_S = 500  # whose figures are kept for SLOs; a gateway serves fewer
 MAX_RECENT = 100
 
 
-class Window:
+class TelemetryWindow:
     """`CallObserver`. Reading and writing happen on the gateway's event loop."""
 
     def __init__(
@@ -57,7 +57,7 @@ class Window:
             tally.counts["began"] += 1
             tally.counts["prompt_tokens"] += record.prompt_tokens
 
-    def chunk_delivered(self, record: CallRecord, chunk: Chunk, now_s: float) -> None:
+    def chunk_delivered(self, record: CallRecord, chunk: OutputChunk, now_s: float) -> None:
         num_tokens = len(chunk.token_ids)
         times = record.token_times[chunk.sample_index]
         num_deliveries = len(times)

@@ -10,8 +10,8 @@ from baton.core.errors import BatonError
 from baton.core.request.request import FinishReason, SamplingParams
 from baton.core.request.timeline import Event, Stamp
 from baton.gateway.request.caller import SCOPES, Caller
-from baton.gateway.request.engine_link import Transfer
-from baton.gateway.request.output_chunk import Chunk, Result
+from baton.gateway.request.engine_link import TransferSummary
+from baton.gateway.request.output_chunk import OutputChunk, RequestResult
 from baton.gateway.telemetry.calls.call_records import CallObserver, CallRecord
 
 # When a stage's end is stamped, after arrival.
@@ -62,9 +62,11 @@ class PlayedCall:
         for observer in observers:
             observer.call_began(self.record)
 
-    def deliver(self, num_tokens: int, sample: int = 0, result: Result | None = None) -> None:
+    def deliver(
+        self, num_tokens: int, sample: int = 0, result: RequestResult | None = None
+    ) -> None:
         now_s = self._clock.monotonic_s()
-        chunk = Chunk("x", (5,) * num_tokens, self._next_index[sample], result, sample)
+        chunk = OutputChunk("x", (5,) * num_tokens, self._next_index[sample], result, sample)
         self._next_index[sample] += num_tokens
         if num_tokens:
             self.record.token_times[sample].append((now_s, num_tokens))
@@ -79,8 +81,8 @@ class PlayedCall:
             self.deliver(0, sample, self.result(sample, cached_tokens, attempts))
         self.end(None)
 
-    def result(self, sample: int, cached_tokens: int, attempts: int) -> Result:
-        return Result(
+    def result(self, sample: int, cached_tokens: int, attempts: int) -> RequestResult:
+        return RequestResult(
             finish_reason=FinishReason.LENGTH,
             matched_stop=None,
             prompt_tokens=self.record.prompt_tokens,
@@ -88,7 +90,7 @@ class PlayedCall:
             cached_tokens=cached_tokens,
             prefill_node="p",
             decode_node="d",
-            transfer=Transfer(1000, 16, "shm"),
+            transfer=TransferSummary(1000, 16, "shm"),
             attempts=attempts,
             seed=0,
             timeline=timeline(self.record.arrived_unix_ns),

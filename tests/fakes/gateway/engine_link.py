@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from baton.core.errors import BatonError, Unavailable
 from baton.core.request.request import FinishReason, Request, Ticket
 from baton.gateway.request.engine_link import Avoid, Blocked, Demand, MustWait, Route, Work
-from baton.gateway.request.output_chunk import Chunk
+from baton.gateway.request.output_chunk import OutputChunk
 
 
 @dataclass
@@ -63,11 +63,11 @@ class FakeSink:
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    last: Chunk | None = None
+    last: OutputChunk | None = None
     error: BatonError | None = None
     is_full: bool = False
 
-    def emit(self, chunk: Chunk) -> bool:
+    def emit(self, chunk: OutputChunk) -> bool:
         assert not self.is_over, "nothing comes after the end"
         if self.is_full and chunk.result is None:
             return False

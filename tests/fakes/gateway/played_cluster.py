@@ -22,12 +22,12 @@ from baton.core.membership import Member, Role
 from baton.core.request.request import FinishReason, Request, SamplingParams, Ticket
 from baton.core.request.timeline import Event, Stamp
 from baton.gateway.admission.admission import QueueLimit
-from baton.gateway.engines.engine_table import EngineTable, LinkedEngine, Load
-from baton.gateway.engines.prefill_backlog import PrefillCost
+from baton.gateway.engines.engine_table import EngineTable, LinkedEngine, ReportedLoad
+from baton.gateway.engines.prefill_backlog import PrefillEstimate
 from baton.gateway.engines.prompt_router import PromptRouter
 from baton.gateway.request.dispatch_queue import DispatchQueue
 from baton.gateway.request.engine_link import EngineOutput, Work
-from baton.gateway.request.output_chunk import Chunk
+from baton.gateway.request.output_chunk import OutputChunk
 from baton.gateway.request.session import Session, SessionLimits
 from baton.gateway.request.session_table import SessionTable
 from baton.gateway.text.text_stream import TextStream
@@ -50,7 +50,7 @@ class PlayedCall:
     token_s: list[float] = field(default_factory=list)
     error: BaseException | None = None
 
-    def emit(self, chunk: Chunk) -> bool:
+    def emit(self, chunk: OutputChunk) -> bool:
         self.token_s += [self.clock.monotonic_s()] * len(chunk.token_ids)
         return True
 
@@ -68,7 +68,7 @@ class PlayedCluster:
     def __init__(
         self,
         *,
-        cost: PrefillCost,
+        cost: PrefillEstimate,
         chunk_tokens: int = 8192,
         max_num_seqs: int = 256,
         stay_s: float = 1.0,
@@ -153,7 +153,7 @@ class PlayedPrefill:
 
     name = Role.PREFILL.value
 
-    def __init__(self, cluster: PlayedCluster, cost: PrefillCost, chunk_tokens: int) -> None:
+    def __init__(self, cluster: PlayedCluster, cost: PrefillEstimate, chunk_tokens: int) -> None:
         self._cluster = cluster
         self._cost = cost
         self._chunk_tokens = chunk_tokens
@@ -191,9 +191,9 @@ class PlayedPrefill:
         for request in done:
             self._cluster.decode.take(request.request_id)
 
-    def load(self) -> Load:
+    def load(self) -> ReportedLoad:
         by_caller = self._waiting.waiting_tokens()
-        return Load(
+        return ReportedLoad(
             *(0, len(self._waiting), sum(by_caller.values()), 1 << 20, 1 << 20, False),
             links=frozenset(),
             prefill_cost=self._cost,
@@ -242,8 +242,8 @@ class PlayedDecode:
         last = EngineOutput(request_id, 0, 2, (99,), FinishReason.LENGTH)
         self._cluster.send(self.name, last)
 
-    def load(self) -> Load:
-        return Load(
+    def load(self) -> ReportedLoad:
+        return ReportedLoad(
             *(self.num_running, len(self._waiting), 0, 1 << 20, 0, False),
             links=frozenset({Role.PREFILL.value}),
             num_requests=len(self._known),

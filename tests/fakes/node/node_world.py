@@ -28,9 +28,9 @@ from baton.kv_transfer.window.head_ranges import HeadPiece
 from baton.kv_transfer.window.network_address import KEY_BYTES, PoolAccess, RemotePool, Routes
 from baton.node.channels.direct_channels import DirectChannels
 from baton.node.channels.outbox import Outbox
-from baton.node.engine_process.engine_loop import Completion, EngineLoop
-from baton.node.engine_process.heartbeat import Pulse
-from baton.node.requests.request_io import RequestDesk
+from baton.node.engine_process.engine_loop import Callback, EngineLoop
+from baton.node.engine_process.heartbeat import HeartbeatSender
+from baton.node.requests.request_io import RequestIO
 from baton.prefill_node.role import PrefillRole
 from baton.proto import codec
 from baton.proto.v1 import engine_pb2, handoff_pb2, node_pb2
@@ -124,7 +124,7 @@ class Node:
         self.inbox = inbox or FakeInbox()
         self.frames: list[engine_pb2.EngineOutput] = []
         self.outbox = Outbox(self.frames.append, direct)
-        self.desk = RequestDesk(self.outbox, clock, incarnation[:1], VOCAB_SIZE)
+        self.desk = RequestIO(self.outbox, clock, incarnation[:1], VOCAB_SIZE)
         self.clock = clock
         self.received: dict[str, Received] = {}
         self.timeout_s: float | None = None  # what the last turn said about the next one
@@ -133,7 +133,7 @@ class Node:
         self.pool.num_steps = step
 
     def start(self, role: PrefillRole | DecodeRole) -> None:
-        pulse = Pulse(lambda numbers: None, 1.0, self.clock)
+        pulse = HeartbeatSender(lambda numbers: None, 1.0, self.clock)
         self.role = role
         self.loop = EngineLoop(
             self.engine, role, self.desk, self.outbox, self.inbox, self.frames.append, pulse,
@@ -141,7 +141,7 @@ class Node:
         )  # fmt: skip
 
     def post(self, run: Callable[[], None]) -> None:
-        self.inbox.put(Completion(run))
+        self.inbox.put(Callback(run))
 
     def tell(self, **body: object) -> None:
         """Put a frame from the supervisor into the inbox."""

@@ -48,7 +48,7 @@ from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.process.server import Gateway, serve
 from baton.gateway.request.session import SessionLimits
 from baton.gateway.telemetry.metrics.prometheus import CallMetrics
-from baton.gateway.telemetry.window.window import Window
+from baton.gateway.telemetry.window.window import TelemetryWindow
 from baton.prefix_index.mirror import PrefixMirror
 from baton.proto.v1 import inference_pb2, inference_pb2_grpc
 
@@ -528,7 +528,7 @@ async def test_an_observer_that_raises_costs_no_call(
 
     told: list[str] = []
     for name in ("call_refused", "call_began", "chunk_delivered", "call_ended"):
-        monkeypatch.setattr(Window, name, raises)
+        monkeypatch.setattr(TelemetryWindow, name, raises)
         monkeypatch.setattr(CallMetrics, name, lambda *_, name=name: told.append(name))
     for _ in range(2 * world.config.max_num_requests):  # none keeps its place
         result = await world.client.generate(PROMPT, max_tokens=3).finish()
@@ -536,7 +536,7 @@ async def test_an_observer_that_raises_costs_no_call(
     with pytest.raises(ModelNotFound):
         await world.client.generate(PROMPT, model="other").finish()
     assert {*told} == {"call_refused", "call_began", "chunk_delivered", "call_ended"}
-    (line,) = (r for r in caplog.records if "Window" in r.getMessage())
+    (line,) = (r for r in caplog.records if "TelemetryWindow" in r.getMessage())
     assert line.exc_info is not None and "an observer's own" in str(line.exc_info[1])
 
 

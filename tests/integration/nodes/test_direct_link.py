@@ -23,7 +23,7 @@ from baton.core.ports import SystemClock
 from baton.core.request.request import Request, SamplingParams, Ticket
 from baton.gateway.engines import direct_channel as direct_way
 from baton.gateway.engines import node_link
-from baton.gateway.engines.engine_table import Load
+from baton.gateway.engines.engine_table import ReportedLoad
 from baton.gateway.engines.node_clock import NodeClock
 from baton.gateway.engines.node_link import NodeLink
 from baton.gateway.request.engine_link import EngineOutput, PlainToken, Work
@@ -57,7 +57,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Iterator[
 class Events:
     """node_link.LinkEvents. `tokens` are a request's, which must come without gap or double."""
 
-    load: Load | None = None
+    load: ReportedLoad | None = None
     tokens: list[int] = field(default_factory=list)
     first_index: int = 0
     is_over: bool = False
@@ -65,7 +65,7 @@ class Events:
 
     def linked(self, link: NodeLink) -> None: ...
 
-    def heartbeat(self, link: NodeLink, load: Load) -> None:
+    def heartbeat(self, link: NodeLink, load: ReportedLoad) -> None:
         self.load = load
 
     def outputs(

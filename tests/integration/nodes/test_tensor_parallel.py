@@ -17,7 +17,7 @@ from baton.core.request.request import Request, SamplingParams
 from baton.engine.local import LocalEngine
 from baton.engine.parallel import rank_processes
 from baton.engine.parallel.rank_channel import RankChannel
-from baton.engine.parallel.rank_group import Followers
+from baton.engine.parallel.rank_group import RankGroup
 from baton.engine.scheduling.outputs import StepOutput
 
 
@@ -133,7 +133,7 @@ def test_a_rank_that_hangs_while_it_starts_ends_the_engine(
 ) -> None:
     """Stopped as soon as it runs, or once it is loaded: it is named, and none is left behind."""
     started: list[subprocess.Popen[bytes]] = []
-    start, meet = rank_processes._start, Followers.meet
+    start, meet = rank_processes._start, RankGroup.meet
 
     def start_one(module: str) -> tuple[subprocess.Popen[bytes], RankChannel]:
         process, channel = start(module)
@@ -142,14 +142,14 @@ def test_a_rank_that_hangs_while_it_starts_ends_the_engine(
             process.send_signal(signal.SIGSTOP)
         return process, channel
 
-    def meet_stopped(followers: Followers, word: bytes) -> list[bytes]:
+    def meet_stopped(followers: RankGroup, word: bytes) -> list[bytes]:
         assert followers._loaded.wait(30)
         started[0].send_signal(signal.SIGSTOP)
         return meet(followers, word)
 
     monkeypatch.setattr(rank_processes, "_start", start_one)
     if moment == "connecting":
-        monkeypatch.setattr(Followers, "meet", meet_stopped)
+        monkeypatch.setattr(RankGroup, "meet", meet_stopped)
     # Long enough for a rank that is not stopped to load, on two cores that others use too.
     timeout_s = 1.0 if moment == "loading" else 10.0
     begin_s = time.monotonic()

@@ -20,8 +20,8 @@ from baton.bench.serve.clients.arrivals import Arrival, Prompt
 from baton.bench.serve.clients.driver import DriverError
 from baton.bench.serve.clients.driver_choice import connect
 from baton.bench.serve.clients.records import Record
-from baton.bench.serve.clients.worker import Plan
-from baton.bench.serve.clients.workloads import MIXES, TRACE, Background, Shape, make_workload
+from baton.bench.serve.clients.worker import WorkerPlan
+from baton.bench.serve.clients.workloads import MIXES, TRACE, Background, LoadShape, make_workload
 
 SLO = report.Slo(ttft_s=0.11, tbt_s=0.05)
 
@@ -59,19 +59,21 @@ def test_the_trace_is_replayed_as_it_was() -> None:
 
 
 def test_every_named_mix_can_be_made() -> None:
-    made = [make_workload(mix, Shape(duration_s=20)) for mix in MIXES if mix != "idle"]
+    made = [make_workload(mix, LoadShape(duration_s=20)) for mix in MIXES if mix != "idle"]
     assert [workload.name for workload in made] == list(MIXES[1:])
     assert made[1].background and made[1].arrivals and not made[0].arrivals
     with pytest.raises(ValueError, match="idle"):
-        make_workload("idle", Shape())
+        make_workload("idle", LoadShape())
 
 
 def test_arrivals_are_dealt_whole() -> None:
     drawn = [Arrival(i, Prompt.drawn(4, i), 1, "g") for i in range(7)]
     hands = arrivals.deal(drawn, 3)
     assert sorted((a for hand in hands for a in hand), key=lambda a: a.at_s) == drawn
-    plan = Plan("grpc://x", "", 99, 1, 3, 5.0, 1.0, tuple(hands[1]), Background(5, 10, 20), "f")
-    assert Plan.from_json(plan.to_json()) == plan
+    plan = WorkerPlan(
+        "grpc://x", "", 99, 1, 3, 5.0, 1.0, tuple(hands[1]), Background(5, 10, 20), "f"
+    )
+    assert WorkerPlan.from_json(plan.to_json()) == plan
     assert list(plan.streams) == [1, 4]
 
 

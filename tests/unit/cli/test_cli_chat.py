@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from baton.cli.chat import Shell, describe
-from baton.cli.conversation import Chat, Completion, Conversation, conversation_with
+from baton.cli.conversation import Chat, Conversation, TextConversation, conversation_with
 from baton.client import Chunk, FinishReason, Result
 from baton.client.messages import GenerateParams
 from baton.core.errors import BatonError, Cancelled, ContextLengthExceeded, InvalidRequest
@@ -76,7 +76,7 @@ class World:
     answers: list[FakeGeneration] = field(default_factory=list)
     asked: list[tuple[str, GenerateParams]] = field(default_factory=list)
     written: list[str] = field(default_factory=list)
-    conversation: Conversation = field(default_factory=Completion)
+    conversation: Conversation = field(default_factory=TextConversation)
 
     def run(self, *entries: str | BaseException) -> str:
         lines = iter(entries)
@@ -139,12 +139,12 @@ def test_a_chat_follows_the_template_of_the_model() -> None:
 
 @pytest.mark.parametrize(("served", "model"), [("other", "demo"), ("demo", "no/such")])
 def test_of_a_model_that_is_not_at_hand_the_text_is_continued(served: str, model: str) -> None:
-    assert isinstance(conversation_with(served, model, None), Completion)
+    assert isinstance(conversation_with(served, model, None), TextConversation)
 
 
 def test_without_a_template_the_text_is_continued(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    assert isinstance(conversation_with(tmp_path.name, str(tmp_path), None), Completion)
+    assert isinstance(conversation_with(tmp_path.name, str(tmp_path), None), TextConversation)
 
 
 def test_a_model_is_known_by_the_name_it_is_served_under() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from baton.cli.cluster.fsck import as_dict, examine
 from baton.cli.cluster.fsck_rules import judge
-from baton.cli.cluster.ledger import BadLedger, Ledger, Transfer, parse_ledger
+from baton.cli.cluster.ledger import BadLedger, Ledger, LedgerTransfer, parse_ledger
 from baton.cli.cluster.published import count_published
 from baton.cli.cluster.survey import EngineView, Survey
 from baton.cli.host.finding import Finding, Level
@@ -233,7 +233,7 @@ async def test_wrong_counts_need_no_second_look() -> None:
 def test_ledgers_parse() -> None:
     parsed = parse_ledger(json.dumps(Cluster().prefill))
     assert isinstance(parsed, Ledger)
-    assert parsed.transfers[TRANSFER] == Transfer(True, D, "held", KEY)
+    assert parsed.transfers[TRANSFER] == LedgerTransfer(True, D, "held", KEY)
     assert parsed.requests[KEY].num_blocks == 4
 
 

@@ -13,11 +13,11 @@ from baton.prefix_index.messages import (
     MAX_HASHES,
     MAX_MESSAGE_BYTES,
     BadMessage,
-    Chunk,
     Delta,
     Head,
     Message,
     Snapshot,
+    SnapshotChunk,
     decode,
     encode,
 )
@@ -32,7 +32,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
     st.builds(Head, incarnations, seqs),
     st.builds(Delta, incarnations, seqs, hash_lists, hash_lists),
     st.builds(Snapshot, incarnations, seqs, counts),
-    st.builds(Chunk, incarnations, seqs, counts, hash_lists),
+    st.builds(SnapshotChunk, incarnations, seqs, counts, hash_lists),
 )
 
 
@@ -50,7 +50,7 @@ def test_the_layout_is_the_documented_one() -> None:
 def test_the_fullest_message_is_within_the_limit() -> None:
     full = tuple(i.to_bytes(16, "little") for i in range(MAX_HASHES))
     assert len(encode(Delta(A, 1, full))) <= MAX_MESSAGE_BYTES
-    assert len(encode(Chunk(A, 1, 0, full))) <= MAX_MESSAGE_BYTES
+    assert len(encode(SnapshotChunk(A, 1, 0, full))) <= MAX_MESSAGE_BYTES
 
 
 @given(st.one_of(st.binary(max_size=80), messages.map(encode)), st.data())

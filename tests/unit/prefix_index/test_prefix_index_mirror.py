@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 
 from baton.core.request.block_hash import BlockHash, block_hashes, root_hash
 from baton.prefix_index.journal import CacheJournal
-from baton.prefix_index.messages import MAX_HASHES, Chunk, Delta, Head, Message, Snapshot, encode
+from baton.prefix_index.messages import (
+    MAX_HASHES,
+    Delta,
+    Head,
+    Message,
+    Snapshot,
+    SnapshotChunk,
+    encode,
+)
 from baton.prefix_index.mirror import ASK_S, STALE_S, AskSnapshot, PrefixMirror, ReadSnapshot
 from baton.prefix_index.net_changes import NetChanges
 
@@ -33,7 +41,7 @@ class Channel:
     cache: set[BlockHash] = field(default_factory=set)
     sent: list[Message] = field(default_factory=list)
     cache_at: dict[int, set[BlockHash]] = field(default_factory=lambda: {0: set()})
-    snapshots: dict[int, list[Chunk]] = field(default_factory=dict)
+    snapshots: dict[int, list[SnapshotChunk]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.journal = CacheJournal(A)
@@ -156,7 +164,7 @@ def test_nobody_has_more_blocks_than_its_pool() -> None:
     assert channel.deliver(Snapshot(A, 9, 2**32 - 1)) is None
     channel.mirror.install(Snapshot(A, 9, 1), set(many))
     assert channel.mirror.exact_seq(A) is None
-    channel.deliver(Chunk(A, 1, 0, ()))
+    channel.deliver(SnapshotChunk(A, 1, 0, ()))
     assert channel.mirror.num_bad_messages == 3
 
 

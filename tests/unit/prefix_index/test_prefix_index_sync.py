@@ -16,7 +16,7 @@ from baton.prefix_index import mirror as mirror_module
 from baton.prefix_index import publisher as publisher_module
 from baton.prefix_index.follower import Follower
 from baton.prefix_index.journal import CacheJournal
-from baton.prefix_index.messages import Chunk, Delta, Head, Snapshot, decode, encode
+from baton.prefix_index.messages import Delta, Head, Snapshot, SnapshotChunk, decode, encode
 from baton.prefix_index.mirror import PrefixMirror
 from baton.prefix_index.publisher import Publisher
 
@@ -118,9 +118,9 @@ async def test_many_questions_bring_few_snapshots(monkeypatch: pytest.MonkeyPatc
         b"",
         b"junk",
         encode(Head(A, 5)),
-        encode(Chunk(A, 4, 0, (h(1),))),
-        encode(Chunk(B, 5, 0, (h(1),))),
-        encode(Chunk(A, 5, 1, (h(1),))),
+        encode(SnapshotChunk(A, 4, 0, (h(1),))),
+        encode(SnapshotChunk(B, 5, 0, (h(1),))),
+        encode(SnapshotChunk(A, 5, 1, (h(1),))),
     ],
 )
 async def test_a_snapshot_that_is_gone_or_another_is_not_installed(chunk: bytes) -> None:
@@ -132,6 +132,6 @@ async def test_a_snapshot_that_is_gone_or_another_is_not_installed(chunk: bytes)
     assert mirrors(mirror, set())
     await follower.take(encode(Head(A, 5)))
     assert link.asked == [A]
-    link.chunks[A, 0] = encode(Chunk(A, 5, 0, (h(1),)))
+    link.chunks[A, 0] = encode(SnapshotChunk(A, 5, 0, (h(1),)))
     await follower.take(encode(Snapshot(A, 5, 1)))
     assert mirrors(mirror, {1})

@@ -15,8 +15,8 @@ import pytest
 from baton.core.config import EngineConfig
 from baton.core.errors import BatonError, EngineFailed, StartupFailed
 from baton.engine.model.communicator import Alone
-from baton.engine.parallel.rank_channel import Kind, RankChannel, RankMessage
-from baton.engine.parallel.rank_group import Followers, pack_failure, read_words
+from baton.engine.parallel.rank_channel import MessageKind, RankChannel, RankMessage
+from baton.engine.parallel.rank_group import RankGroup, pack_failure, read_words
 from baton.engine.parallel.rank_processes import Ranks
 from baton.engine.parallel.rank_progress import RankProgress
 
@@ -26,7 +26,7 @@ WORDS = [b"", bytes(range(256))]
 
 
 class World:
-    """Followers over two channels; `lost` and `lines` get what is told of them."""
+    """RankGroup over two channels; `lost` and `lines` get what is told of them."""
 
     def __init__(self) -> None:
         pairs = [socket.socketpair() for _ in range(2)]
@@ -34,7 +34,7 @@ class World:
         self.lost: queue.SimpleQueue[BatonError] = queue.SimpleQueue()
         self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         ours = [RankChannel(ours) for ours, _ in pairs]
-        self.followers = Followers(ours, TIMEOUT_S, START_TIMEOUT_S, self.lost.put, self.lines.put)
+        self.followers = RankGroup(ours, TIMEOUT_S, START_TIMEOUT_S, self.lost.put, self.lines.put)
 
     def configured(self) -> list[RankMessage]:
         """Start both ranks; what they get."""
@@ -47,11 +47,11 @@ class World:
         """Let both ranks be loaded and meet; their progress."""
         messages = self.configured()
         for rank, message, word in zip(self.ranks, messages, WORDS, strict=True):
-            rank.send(Kind.ANSWER, word, order=message.order)
+            rank.send(MessageKind.ANSWER, word, order=message.order)
         assert self.followers.meet(b"rank 0's") == [b"rank 0's", *WORDS]
         for rank in self.ranks:
             message = rank.receive()
-            assert message is not None and message.kind is Kind.CONNECT
+            assert message is not None and message.kind is MessageKind.CONNECT
             assert read_words(message.payload) == [b"rank 0's", *WORDS]
         os.close(messages[1].fds[0])
         return RankProgress(messages[0].fds[0], 2)
@@ -79,17 +79,17 @@ def world() -> Iterator[World]:
 
 def test_an_order_is_done_when_all_have_answered_in_the_order_of_the_ranks(world: World) -> None:
     found: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
-    first = world.followers.order(Kind.PULL, [b"a", b"b"], found.put)
-    second = world.followers.order(Kind.PULL, [b"c", b"d"], found.put)
+    first = world.followers.order(MessageKind.PULL, [b"a", b"b"], found.put)
+    second = world.followers.order(MessageKind.PULL, [b"c", b"d"], found.put)
     assert first != second
     received = [[rank.receive() for _ in range(2)] for rank in world.ranks]
     one, two = world.ranks
-    two.send(Kind.ANSWER, b"2b", order=first)
-    two.send(Kind.ANSWER, b"2d", order=second)
-    one.send(Kind.ANSWER, b"1c", order=second)
+    two.send(MessageKind.ANSWER, b"2b", order=first)
+    two.send(MessageKind.ANSWER, b"2d", order=second)
+    one.send(MessageKind.ANSWER, b"1c", order=second)
     assert found.get(timeout=5) == [b"1c", b"2d"]
     assert found.empty()
-    one.send(Kind.ANSWER, b"1a", order=first)
+    one.send(MessageKind.ANSWER, b"1a", order=first)
     assert found.get(timeout=5) == [b"1a", b"2b"]
     payloads = [[bytes(m.payload) for m in each if m is not None] for each in received]
     assert payloads == [[b"a", b"c"], [b"b", b"d"]]
@@ -98,7 +98,7 @@ def test_an_order_is_done_when_all_have_answered_in_the_order_of_the_ranks(world
 def test_descriptors_and_large_payloads_arrive(world: World) -> None:
     read_end, write_end = os.pipe()
     payload = os.urandom(3000)
-    world.followers.order(Kind.EXPORT_POOL, [payload, b""], lambda _: None, [read_end])
+    world.followers.order(MessageKind.EXPORT_POOL, [payload, b""], lambda _: None, [read_end])
     messages = [rank.receive() for rank in world.ranks]
     os.write(write_end, b"through")
     assert messages[0] is not None and bytes(messages[0].payload) == payload
@@ -111,7 +111,7 @@ def test_descriptors_and_large_payloads_arrive(world: World) -> None:
 
 
 def test_lines_are_told_with_their_rank(world: World) -> None:
-    world.ranks[1].send(Kind.LINE, b"graphs captured")
+    world.ranks[1].send(MessageKind.LINE, b"graphs captured")
     assert world.lines.get(timeout=5) == "rank 2: graphs captured"
 
 
@@ -125,11 +125,11 @@ def test_lines_are_told_with_their_rank(world: World) -> None:
 def test_a_failure_is_told_in_the_ranks_words(
     world: World, error: BatonError, message: str
 ) -> None:
-    world.ranks[1].send(Kind.FAILED, pack_failure(error))
+    world.ranks[1].send(MessageKind.FAILED, pack_failure(error))
     found = world.lost.get(timeout=5)
     assert (type(found), found.message) == (type(error), message)
     assert not isinstance(found, StartupFailed) or found.hint == "--gpus 0"
-    for act in (world.followers.check, lambda: world.followers.tell(Kind.STEP, b"")):
+    for act in (world.followers.check, lambda: world.followers.tell(MessageKind.STEP, b"")):
         with pytest.raises(type(error), match="rank 2"):
             act()
     unexplained = EngineFailed("a sum was cut off")
@@ -140,7 +140,7 @@ def test_a_rank_that_ends_is_lost(world: World) -> None:
     world.ranks[0].close()
     assert world.lost.get(timeout=5).message == "rank 1 ended"
     with pytest.raises(EngineFailed, match="rank 1 ended"):
-        world.followers.ask(Kind.EXPORT_POOL, [b"", b""])
+        world.followers.ask(MessageKind.EXPORT_POOL, [b"", b""])
 
 
 def test_ranks_that_are_killed_on_purpose_are_not_lost() -> None:
@@ -168,12 +168,12 @@ def test_a_rank_that_takes_nothing_is_lost_and_one_with_nothing_to_take_is_not(
     progress = world.serving()
     time.sleep(2 * TIMEOUT_S)
     for _ in range(4):
-        world.followers.tell(Kind.STEP, b"step")
+        world.followers.tell(MessageKind.STEP, b"step")
         time.sleep(TIMEOUT_S / 2)
         progress.add(1)
         progress.add(2)
     assert world.lost.empty()
-    world.followers.tell(Kind.STEP, b"step")
+    world.followers.tell(MessageKind.STEP, b"step")
     progress.add(1)
     found = world.lost.get(timeout=5)
     assert isinstance(found, EngineFailed)
@@ -185,10 +185,10 @@ def test_a_rank_may_load_for_as_long_as_it_comes_further(world: World) -> None:
     """And one that is loaded may wait for it without a word."""
     one, two = world.ranks
     messages = world.configured()
-    one.send(Kind.ANSWER, order=messages[0].order)
+    one.send(MessageKind.ANSWER, order=messages[0].order)
     for _ in range(6):
         time.sleep(START_TIMEOUT_S / 3)
-        two.send(Kind.LOADING)
+        two.send(MessageKind.LOADING)
     assert world.lost.empty()
     check_hung(world, rank=2)
     for message in messages:
@@ -236,7 +236,7 @@ def test_who_learns_why_a_rank_cannot_be_reached_keeps_nobody_waiting(
     monkeypatch.setattr(RankChannel, "send", broken)
     monkeypatch.setattr(world.followers, "explain", explain)
     with ThreadPoolExecutor(2) as threads:
-        told = [threads.submit(world.followers.tell, Kind.STEP) for _ in range(2)]
+        told = [threads.submit(world.followers.tell, MessageKind.STEP) for _ in range(2)]
         for each in told:
             with pytest.raises(EngineFailed, match="rank 1 cannot be reached: no room"):
                 each.result()

@@ -7,11 +7,11 @@ from itertools import pairwise
 
 import pytest
 
-from baton.gateway.admission.loop_pacing import Turns
+from baton.gateway.admission.loop_pacing import LoopPacing
 
 
 async def test_who_comes_alone_does_not_wait() -> None:
-    turns = Turns()
+    turns = LoopPacing()
     for _ in range(3):
         taking = turns.take()
         with pytest.raises(StopIteration):
@@ -20,7 +20,7 @@ async def test_who_comes_alone_does_not_wait() -> None:
 
 
 async def test_in_order_and_apart() -> None:
-    turns, now = Turns(), 0
+    turns, now = LoopPacing(), 0
     began: list[tuple[int, int]] = []
 
     async def call(number: int) -> None:
@@ -37,7 +37,7 @@ async def test_in_order_and_apart() -> None:
 
 
 async def test_who_gave_up_has_no_turn() -> None:
-    turns = Turns()
+    turns = LoopPacing()
     await turns.take()
     gone, stays = (asyncio.create_task(turns.take()) for _ in range(2))
     await asyncio.sleep(0)

@@ -13,7 +13,7 @@ from baton.engine.scheduling.outputs import TokenOutput
 from baton.gateway.engines.node_clock import NodeClock
 from baton.gateway.engines.wire import output_from_wire
 from baton.gateway.telemetry.calls.stages import stage_seconds, times_of
-from baton.node.requests.request_io import RequestDesk
+from baton.node.requests.request_io import RequestIO
 from baton.proto import codec
 from baton.proto.v1 import node_pb2
 
@@ -52,7 +52,7 @@ def test_stages_do_not_depend_on_a_nodes_time_of_day(
     be this host."""
     clock, outbox = FakeClock(), Outbox()
     node = OffClock(clock, ahead_s, older_s)
-    desk = RequestDesk(outbox, node, "p", 100)  # type: ignore[arg-type]
+    desk = RequestIO(outbox, node, "p", 100)  # type: ignore[arg-type]
     timeline = [Stamp(Event.ARRIVED, clock.unix_ns(), "gateway")]
     clock.advance(1.0)
     timeline.append(Stamp(Event.ROUTED, clock.unix_ns(), "gateway"))

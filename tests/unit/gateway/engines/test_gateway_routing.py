@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from baton.core.errors import Unavailable
 from baton.core.membership import Member, Role
 from baton.core.request.request import FinishReason, Request, SamplingParams, Ticket
-from baton.gateway.engines.engine_table import EngineTable, LinkedEngine, Load
+from baton.gateway.engines.engine_table import EngineTable, LinkedEngine, ReportedLoad
 from baton.gateway.engines.routing import EngineState, choose_pair
 from baton.gateway.request.engine_link import Avoid, Blocked, Demand, EngineOutput, MustWait, Work
 from baton.gateway.validation.validation import ModelLimits
@@ -163,7 +163,7 @@ def test_any_answer_is_allowed_and_none_is_refused_for_nothing(
         assert not allowed
 
 
-LOAD = Load(0, 0, 0, 100, 50, False, frozenset("p"))
+LOAD = ReportedLoad(0, 0, 0, 100, 50, False, frozenset("p"))
 
 
 def linked(name: str, role: Role, num_blocks: int = 10, max_model_len: int = 400) -> LinkedEngine:

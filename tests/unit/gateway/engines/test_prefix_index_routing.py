@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from baton.core.membership import Member, Role
 from baton.core.request.block_hash import block_hashes, root_hash
 from baton.core.request.request import Request, SamplingParams, Ticket
-from baton.gateway.engines.engine_table import EngineTable, LinkedEngine, Load
+from baton.gateway.engines.engine_table import EngineTable, LinkedEngine, ReportedLoad
 from baton.gateway.engines.prompt_router import route_prompt
 from baton.gateway.engines.routing import DECODE_REQUEST_TOKENS, EngineState, choose_pair
 from baton.gateway.request.engine_link import Avoid, Demand, EngineOutput, Work
@@ -83,7 +83,7 @@ def test_more_cached_never_makes_an_engine_less_preferred(
     assert not was_chosen or mine.incarnation in choose_pair([better, *engines], 400)
 
 
-LOAD = Load(0, 0, 0, 100, 50, False, frozenset({P, Q}))
+LOAD = ReportedLoad(0, 0, 0, 100, 50, False, frozenset({P, Q}))
 PROMPT = tuple(range(4 * BLOCK_SIZE))
 
 

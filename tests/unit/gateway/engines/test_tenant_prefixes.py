@@ -12,7 +12,7 @@ from baton.engine.engine import Engine
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
-from baton.gateway.engines.engine_table import EngineTable, LinkedEngine, Load
+from baton.gateway.engines.engine_table import EngineTable, LinkedEngine, ReportedLoad
 from baton.gateway.engines.prompt_router import route_prompt
 from baton.gateway.request.caller import INFER, Caller
 from baton.gateway.request.engine_link import Avoid, Demand
@@ -79,7 +79,7 @@ async def test_routing_looks_where_the_engine_would() -> None:
     published = tuple(ref.hash for ref in refs if ref.hash is not None)
     table = EngineTable(PrefixMirror(FakeClock()))
     ids = {Role.PREFILL: "aa" * 16, Role.DECODE: "dd" * 16}
-    load = Load(0, 0, 0, 100, 50, False, frozenset({ids[Role.PREFILL]}))
+    load = ReportedLoad(0, 0, 0, 100, 50, False, frozenset({ids[Role.PREFILL]}))
     for role, incarnation in ids.items():
         member = Member(incarnation, role, "n", "h:1", "demo", "fp", 200, BLOCK_SIZE, NUM_BLOCKS)
         table.add(LinkedEngine(member, FakeLink(incarnation), load))

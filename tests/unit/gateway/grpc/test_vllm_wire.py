@@ -10,7 +10,7 @@ from google.protobuf.runtime_version import VersionError
 from baton.core.errors import InvalidRequest
 from baton.core.request.logprobs import TokenLogprobs
 from baton.core.request.request import FinishReason
-from baton.gateway.request.output_chunk import Chunk, Result
+from baton.gateway.request.output_chunk import OutputChunk, RequestResult
 
 try:
     from smg_grpc_proto import vllm_engine_pb2 as vllm
@@ -26,13 +26,13 @@ def ask(**sampling: Any) -> Any:
     )
 
 
-def result(**changes: Any) -> Result:
+def result(**changes: Any) -> RequestResult:
     fields: dict[str, Any] = {
         "finish_reason": FinishReason.LENGTH, "matched_stop": None, "prompt_tokens": 3,
         "completion_tokens": 3, "cached_tokens": 2, "prefill_node": "p", "decode_node": "d",
         "transfer": None, "attempts": 1, "seed": 0, "timeline": (),
     }  # fmt: skip
-    return Result(**fields | changes)
+    return RequestResult(**fields | changes)
 
 
 def test_what_is_not_set_is_not_asked_for() -> None:
@@ -122,9 +122,9 @@ def test_what_cannot_be_done_is_refused(changes: dict[str, Any], param: str, cod
 
 SCORE = TokenLogprobs(-0.5, ((7, -0.25), (8, -2.0)))
 CHUNKS = (
-    Chunk("a", (7,), 0, logprobs=(SCORE,), prompt_logprobs=(TokenLogprobs(-1.0), SCORE)),
-    Chunk("b", (), 1),
-    Chunk("c", (8, 9), 1, result(matched_stop="c"), logprobs=(SCORE, SCORE)),
+    OutputChunk("a", (7,), 0, logprobs=(SCORE,), prompt_logprobs=(TokenLogprobs(-1.0), SCORE)),
+    OutputChunk("b", (), 1),
+    OutputChunk("c", (8, 9), 1, result(matched_stop="c"), logprobs=(SCORE, SCORE)),
 )
 
 

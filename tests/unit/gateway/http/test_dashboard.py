@@ -14,7 +14,7 @@ from fakes.clock import FakeClock
 
 from baton.core.errors import InvalidRequest
 from baton.core.membership import Member, Role
-from baton.gateway.engines.engine_table import EngineTable, LinkedEngine, Load
+from baton.gateway.engines.engine_table import EngineTable, LinkedEngine, ReportedLoad
 from baton.gateway.http.dashboard import routes
 from baton.gateway.http.dashboard.roster import EngineRoster
 from baton.gateway.http.dashboard.routes import Viewers, add_dashboard
@@ -22,11 +22,11 @@ from baton.gateway.http.dashboard.snapshot import SnapshotFeed, Targets, definit
 from baton.gateway.http.dashboard.static_files import static_files
 from baton.gateway.http.protocol.errors import Refusal
 from baton.gateway.telemetry.calls.token_gaps import TokenGaps
-from baton.gateway.telemetry.window.window import Window
+from baton.gateway.telemetry.window.window import TelemetryWindow
 from baton.prefix_index.mirror import PrefixMirror
 
 TARGETS = Targets(0.5, 0.05)
-IDLE = Load(0, 0, 0, 90, 40, False, frozenset())
+IDLE = ReportedLoad(0, 0, 0, 90, 40, False, frozenset())
 
 
 class Cluster:
@@ -38,14 +38,14 @@ class Cluster:
         self.members: list[Member] = []
         self.roster = EngineRoster(self.table, lambda: self.members, self.clock)
         self.feed = SnapshotFeed(
-            Window(self.clock, TokenGaps()),
+            TelemetryWindow(self.clock, TokenGaps()),
             self.roster,
             lambda: {"model": "m"},
             TARGETS,
             self.clock,
         )
 
-    def join(self, name: str, incarnation: str, *, load: Load | None = IDLE) -> None:
+    def join(self, name: str, incarnation: str, *, load: ReportedLoad | None = IDLE) -> None:
         member = Member(incarnation * 32, Role.DECODE, name, "h:1", "m", "f", 64, 16, 100)
         self.members.append(member)
         self.table.add(LinkedEngine(member, None, load=load))  # type: ignore[arg-type]
@@ -85,7 +85,7 @@ def test_an_engine_never_vanishes_silently(cluster: Cluster) -> None:
     cluster.join("a", "2")
     assert cluster.states() == {"a": ("ready", 1)}
     cluster.leave("2")
-    cluster.join("a", "3", load=Load(1, 0, 0, 9, 9, True, frozenset()))  # between two looks
+    cluster.join("a", "3", load=ReportedLoad(1, 0, 0, 9, 9, True, frozenset()))  # between two looks
     assert cluster.states() == {"a": ("draining", 2)}
     cluster.leave("3")
     cluster.states()

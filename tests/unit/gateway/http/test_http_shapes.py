@@ -22,7 +22,7 @@ from baton.gateway.http.generate.completion_shape import (
     EchoedPrompt,
 )
 from baton.gateway.http.generate.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
-from baton.gateway.request.output_chunk import Chunk, Result
+from baton.gateway.request.output_chunk import OutputChunk, RequestResult
 from baton.gateway.text.token_text import TokenText
 from baton.gateway.text.tokenizer import Tokenizer
 
@@ -33,8 +33,8 @@ def token_of(token_id: int) -> TokenText:
     return TokenText(chr(token_id) * 2, (chr(token_id) * 2).encode())
 
 
-def result(reason: FinishReason = FinishReason.STOP, matched: str | None = None) -> Result:
-    return Result(reason, matched, 3, 2, 0, "p", "d", None, 1, 0, ())
+def result(reason: FinishReason = FinishReason.STOP, matched: str | None = None) -> RequestResult:
+    return RequestResult(reason, matched, 3, 2, 0, "p", "d", None, 1, 0, ())
 
 
 A, B, C = ord("a"), ord("b"), ord("c")
@@ -76,11 +76,11 @@ def test_pieces_of_a_completion_add_up_to_the_whole() -> None:
     options = CompletionOptions(echo=True, logprobs=0, return_token_ids=True)
     prompt = EchoedPrompt("aabb", (A, B), (TokenLogprobs(-9.0),))
     chunks = [
-        Chunk("cc", (C,), 0, logprobs=(TokenLogprobs(-1.0),)),
-        Chunk("", (200,), 1, logprobs=(TokenLogprobs(-2.0),)),
-        Chunk("aa", (A,), 2, result(matched="x"), logprobs=(TokenLogprobs(-3.0),)),
+        OutputChunk("cc", (C,), 0, logprobs=(TokenLogprobs(-1.0),)),
+        OutputChunk("", (200,), 1, logprobs=(TokenLogprobs(-2.0),)),
+        OutputChunk("aa", (A,), 2, result(matched="x"), logprobs=(TokenLogprobs(-3.0),)),
     ]
-    whole = Chunk(
+    whole = OutputChunk(
         "ccaa", (C, 200, A), 0, chunks[-1].result,
         logprobs=tuple(TokenLogprobs(score) for score in (-1.0, -2.0, -3.0)),
     )  # fmt: skip
@@ -100,7 +100,7 @@ def test_pieces_of_a_completion_add_up_to_the_whole() -> None:
 
 def test_a_plain_piece_is_the_same_by_the_short_way() -> None:
     prompt = EchoedPrompt("", ())
-    chunk = Chunk('say "é"\n', (A,), 0)
+    chunk = OutputChunk('say "é"\n', (A,), 0)
     short = CompletionChoice(0, CompletionOptions(), prompt, token_of).events(chunk)
     long = CompletionChoice(0, CompletionOptions(return_token_ids=True), prompt, token_of)
     wanted = json.loads(long.events(chunk)[0])
@@ -108,7 +108,8 @@ def test_a_plain_piece_is_the_same_by_the_short_way() -> None:
         del wanted[extra]
     assert [json.loads(event) for event in short] == [wanted]
     assert (
-        CompletionChoice(0, CompletionOptions(), prompt, token_of).events(Chunk("", (A,), 0)) == []
+        CompletionChoice(0, CompletionOptions(), prompt, token_of).events(OutputChunk("", (A,), 0))
+        == []
     )
 
 
@@ -119,7 +120,9 @@ def chat(options: ChatOptions = ChatOptions(), **more: Any) -> ChatChoice:  # no
 
 def test_a_chat_streams_its_role_first() -> None:
     choice = chat()
-    events = choice.events(Chunk("he", (A,), 0)) + choice.events(Chunk("y", (B,), 1, result()))
+    events = choice.events(OutputChunk("he", (A,), 0)) + choice.events(
+        OutputChunk("y", (B,), 1, result())
+    )
     assert [json.loads(event) for event in events] == [
         {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None,
          "finish_reason": None},
@@ -139,7 +142,7 @@ CALLS = (
 def test_tool_calls_streamed_and_whole(most: int | None) -> None:
     options = ChatOptions(max_tool_calls=most)
     wanted = [("f", '{"a": 1}'), ("g", "{}")][:most]
-    message = chat(options, parser=Hermes().parser()).body(Chunk(CALLS, (A,), 0, result()))
+    message = chat(options, parser=Hermes().parser()).body(OutputChunk(CALLS, (A,), 0, result()))
     assert message["finish_reason"] == "tool_calls"
     assert message["message"]["content"] == "Look: "
     told = [(c["function"]["name"], c["function"]["arguments"])
@@ -149,7 +152,7 @@ def test_tool_calls_streamed_and_whole(most: int | None) -> None:
     events: list[str] = []
     for index, letter in enumerate(CALLS):
         last = result() if index == len(CALLS) - 1 else None
-        events += choice.events(Chunk(letter, (A,), index, last))
+        events += choice.events(OutputChunk(letter, (A,), index, last))
     calls: dict[int, dict[str, Any]] = {}
     for event in map(json.loads, events):
         for delta in event["delta"].get("tool_calls", ()):
@@ -165,7 +168,7 @@ def test_tool_calls_streamed_and_whole(most: int | None) -> None:
 def test_a_call_that_is_cut_off_ends_by_length() -> None:
     opening = Hermes().opening("f")
     choice = chat(parser=Hermes().parser(), opening=opening)
-    body = choice.body(Chunk('"a": ', (A,), 0, result(FinishReason.LENGTH)))
+    body = choice.body(OutputChunk('"a": ', (A,), 0, result(FinishReason.LENGTH)))
     assert (body["finish_reason"], body["message"]["content"]) == ("length", None)
     assert body["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": '}
 

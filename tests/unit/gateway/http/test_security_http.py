@@ -17,7 +17,7 @@ from baton.core.errors import BatonError, PermissionDenied, Unauthenticated
 from baton.gateway.http.app import ROUTE_GROUPS
 from baton.gateway.http.login import log_in
 from baton.gateway.http.protocol.access import ACCESS, LOGIN_PATH, Access, check_access, scope_of
-from baton.gateway.http.protocol.app_state import PARTS, caller_of
+from baton.gateway.http.protocol.app_state import APP_STATE, caller_of
 from baton.gateway.http.protocol.error_middleware import answering
 from baton.gateway.http.protocol.errors import Refusal
 from baton.gateway.request.caller import ADMIN, INFER, METRICS, SCOPES
@@ -58,7 +58,7 @@ async def ask(
 ) -> tuple[int, web.StreamResponse]:
     """What the two middlewares make of a request to a route that answers 200 with the tenant."""
     app = web.Application()
-    app[ACCESS], app[PARTS] = access, door or Door()  # type: ignore[misc]
+    app[ACCESS], app[APP_STATE] = access, door or Door()  # type: ignore[misc]
     given = {"Host": "127.0.0.1:8000"} | {k.replace("_", "-"): v for k, v in headers.items()}
     request = make_mocked_request(method, path, headers=given, app=app)
 

@@ -13,7 +13,7 @@ from fakes.gateway.played_cluster import PlayedCluster
 from baton.core.errors import Cancelled, DeadlineExceeded, NodeLost, Overloaded, Unavailable
 from baton.core.request.request import FinishReason, SamplingParams
 from baton.core.request.timeline import Event, Stamp
-from baton.gateway.engines.prefill_backlog import PrefillCost
+from baton.gateway.engines.prefill_backlog import PrefillEstimate
 from baton.gateway.request.dispatch_queue import DispatchQueue
 from baton.gateway.request.engine_link import Blocked, Demand, EngineOutput, MustWait, Route
 from baton.gateway.request.session import Session, SessionLimits
@@ -21,7 +21,7 @@ from baton.gateway.request.session_table import SessionTable
 from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
 
-H200 = PrefillCost(0.005, 25e-6)  # of an 8B model: 8k tokens in 0.21 s
+H200 = PrefillEstimate(0.005, 25e-6)  # of an 8B model: 8k tokens in 0.21 s
 
 
 def percentile(values: list[float], percent: float) -> float:

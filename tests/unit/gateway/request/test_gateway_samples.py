@@ -16,7 +16,7 @@ from baton.core.request.request import FinishReason, SamplingParams
 from baton.core.request.timeline import Event, Stamp
 from baton.gateway.request.chunk_queue import ChunkQueue
 from baton.gateway.request.engine_link import Demand, EngineOutput, Work
-from baton.gateway.request.output_chunk import Chunk, Result
+from baton.gateway.request.output_chunk import OutputChunk, RequestResult
 from baton.gateway.request.prompt_scores import PromptScores
 from baton.gateway.request.session import Session, SessionLimits
 from baton.gateway.text.text_stream import TextStream
@@ -32,7 +32,7 @@ class Rig:
 
     def __init__(self, n: int = 3, **sampling: Any) -> None:
         self.clock = FakeClock()
-        self.chunks: list[Chunk] = []
+        self.chunks: list[OutputChunk] = []
         self.error: BatonError | None = None
         self.links = {name: FakeLink(name) for name in ("p1", "p2", "d1", "d2")}
         self.router = FakeRouter(
@@ -52,7 +52,7 @@ class Rig:
             limits=SessionLimits(settle_s=0.0), sample_index=index, siblings=siblings,
         )  # fmt: skip
 
-    def emit(self, chunk: Chunk) -> bool:
+    def emit(self, chunk: OutputChunk) -> bool:
         self.chunks.append(chunk)
         return True
 
@@ -184,15 +184,17 @@ def test_stop_strings_are_not_looked_for_before_min_tokens() -> None:
 async def test_the_queue_keeps_samples_apart() -> None:
     failures: list[str] = []
     queue = ChunkQueue(lambda: failures.append("failed"), max_tokens=2)
-    queue.emit(Chunk("", (), 0))
+    queue.emit(OutputChunk("", (), 0))
     await queue.next()
     for index in range(3):
-        queue.emit(Chunk("a", (1,), index, sample_index=0, logprobs=SCORES[index : index + 1]))
-        queue.emit(Chunk("b", (2,), index, sample_index=1))
-    assert queue.emit(Chunk("c", (3,), 0, sample_index=2)), "the others' are not its own"
-    assert not queue.emit(Chunk("a", (1,), 3, sample_index=0))
-    assert await queue.next() == Chunk("aaa", (1, 1, 1), 0, logprobs=SCORES[:3])
-    assert await queue.next() == Chunk("bbb", (2, 2, 2), 0, sample_index=1)
+        queue.emit(
+            OutputChunk("a", (1,), index, sample_index=0, logprobs=SCORES[index : index + 1])
+        )
+        queue.emit(OutputChunk("b", (2,), index, sample_index=1))
+    assert queue.emit(OutputChunk("c", (3,), 0, sample_index=2)), "the others' are not its own"
+    assert not queue.emit(OutputChunk("a", (1,), 3, sample_index=0))
+    assert await queue.next() == OutputChunk("aaa", (1, 1, 1), 0, logprobs=SCORES[:3])
+    assert await queue.next() == OutputChunk("bbb", (2, 2, 2), 0, sample_index=1)
     queue.fail(EngineFailed("first"))
     queue.fail(Cancelled("then"))
     assert (await queue.next()).text == "c"
@@ -205,7 +207,7 @@ def test_a_result_is_each_samples_own() -> None:
     rig = Rig(n=2)
     rig.send("p1", 1, 0, "b", finish_reason=STOP)
     (chunk,) = rig.chunks
-    assert isinstance(chunk.result, Result)
+    assert isinstance(chunk.result, RequestResult)
     assert (chunk.sample_index, chunk.result.finish_reason, chunk.result.completion_tokens) == (
         1, STOP, 1,
     )  # fmt: skip

@@ -22,7 +22,7 @@ from baton.core.errors import (
 )
 from baton.core.request.request import FinishReason, SamplingParams
 from baton.core.request.timeline import TERMINAL, Event, Stamp
-from baton.gateway.request.engine_link import EngineOutput, Transfer, Work
+from baton.gateway.request.engine_link import EngineOutput, TransferSummary, Work
 from baton.gateway.request.session import Session, SessionLimits
 from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
@@ -92,7 +92,7 @@ def test_the_usual_way() -> None:
     now = rig.clock.unix_ns()
     rig.send("p1", 0, "a", stamps=(Stamp(Event.FIRST_TOKEN, now, "p"),), cached_tokens=2)
     assert rig.sink.text == "a"
-    transfer = Transfer(4096, 1, "shm")
+    transfer = TransferSummary(4096, 1, "shm")
     rig.send("d1", stamps=(Stamp(Event.TRANSFER_ENDED, now, "d"),), transfer=transfer)
     rig.send("d1", 1, "bc")
     rig.send("d1", 3, "de", finish_reason=LENGTH)

@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from baton.core.errors import BatonError, Cancelled, EngineFailed, HandoffFailed, Overloaded
 from baton.core.request.request import FinishReason, Request, SamplingParams, Ticket
 from baton.core.request.timeline import TERMINAL, Event, Stamp
-from baton.gateway.request.engine_link import EngineOutput, Transfer, Work
+from baton.gateway.request.engine_link import EngineOutput, TransferSummary, Work
 from baton.gateway.request.session import Session, SessionLimits
 from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
@@ -151,7 +151,7 @@ class SessionMachine(RuleBasedStateMachine):
         elif not source.is_alive:
             engine.give_up(held, HandoffFailed("the source is gone"))
         elif has_ended is False:
-            engine.say(held, num_tokens, transfer=Transfer(1, 0, "sim"))
+            engine.say(held, num_tokens, transfer=TransferSummary(1, 0, "sim"))
 
     @rule(pick=st.integers(0, 7))
     def deliver(self, pick: int) -> None:

@@ -15,13 +15,13 @@ from baton.core.request.request import FinishReason, SamplingParams
 from baton.core.request.timeline import Event, Stamp
 from baton.gateway.request.chunk_queue import ChunkQueue
 from baton.gateway.request.engine_link import EngineOutput
-from baton.gateway.request.output_chunk import Chunk, Result
+from baton.gateway.request.output_chunk import OutputChunk, RequestResult
 from baton.gateway.request.session import Session, SessionLimits
 from baton.gateway.request.session_table import SessionTable
 from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
 
-RESULT = Result(FinishReason.STOP, None, 1, 2, 0, "p", None, None, 1, 0, ())
+RESULT = RequestResult(FinishReason.STOP, None, 1, 2, 0, "p", None, None, 1, 0, ())
 
 
 def queue(max_tokens: int = 4) -> tuple[ChunkQueue, list[str]]:
@@ -33,16 +33,16 @@ async def test_a_reader_that_keeps_up_gets_every_chunk() -> None:
     chunks, _ = queue()
     reading = asyncio.create_task(chunks.next())
     await asyncio.sleep(0)
-    assert chunks.emit(Chunk("a", (1,), 0))
-    assert await reading == Chunk("a", (1,), 0)
+    assert chunks.emit(OutputChunk("a", (1,), 0))
+    assert await reading == OutputChunk("a", (1,), 0)
 
 
 async def test_what_waits_comes_as_one() -> None:
     chunks, _ = queue()
     for index in range(3):
-        chunks.emit(Chunk("abc"[index], (index,), index))
-    chunks.emit(Chunk("d", (), 3, RESULT))
-    assert await chunks.next() == Chunk("abcd", (0, 1, 2), 0, RESULT)
+        chunks.emit(OutputChunk("abc"[index], (index,), index))
+    chunks.emit(OutputChunk("d", (), 3, RESULT))
+    assert await chunks.next() == OutputChunk("abcd", (0, 1, 2), 0, RESULT)
 
 
 async def test_a_chunk_is_pushed_only_while_all_before_is_delivered() -> None:
@@ -50,31 +50,31 @@ async def test_a_chunk_is_pushed_only_while_all_before_is_delivered() -> None:
     pushed: list[str] = []
     takes = True
 
-    def push(chunk: Chunk) -> bool:
+    def push(chunk: OutputChunk) -> bool:
         if takes:
             pushed.append(chunk.text)
         return takes
 
     chunks.push = push
-    chunks.emit(Chunk("a", (1,), 0))  # nobody has asked for it yet: it waits
+    chunks.emit(OutputChunk("a", (1,), 0))  # nobody has asked for it yet: it waits
     assert (await chunks.next()).text == "a"
-    chunks.emit(Chunk("b", (2,), 1))  # "a" is being written
+    chunks.emit(OutputChunk("b", (2,), 1))  # "a" is being written
     reading = asyncio.create_task(chunks.next())
     await asyncio.sleep(0)
     assert (await reading).text == "b" and not pushed
     reading = asyncio.create_task(chunks.next())
     await asyncio.sleep(0)
-    chunks.emit(Chunk("c", (3,), 2))
-    chunks.emit(Chunk("d", (4,), 3))
+    chunks.emit(OutputChunk("c", (3,), 2))
+    chunks.emit(OutputChunk("d", (4,), 3))
     assert pushed == ["c", "d"] and not reading.done()
     takes = False
-    chunks.emit(Chunk("e", (5,), 4))
+    chunks.emit(OutputChunk("e", (5,), 4))
     takes = True
-    chunks.emit(Chunk("f", (6,), 5))  # behind one that waits
+    chunks.emit(OutputChunk("f", (6,), 5))  # behind one that waits
     assert (await reading).text == "ef"
     reading = asyncio.create_task(chunks.next())
     await asyncio.sleep(0)
-    chunks.emit(Chunk("g", (7,), 6, RESULT))  # the last is never pushed
+    chunks.emit(OutputChunk("g", (7,), 6, RESULT))  # the last is never pushed
     assert (await reading).text == "g" and pushed == ["c", "d"]
 
 
@@ -82,7 +82,7 @@ async def test_what_waits_long_is_kept_together() -> None:
     chunks, _ = queue(max_tokens=1000)
     for index in range(500):
         for sample in (1, 0):
-            assert chunks.emit(Chunk(str(index % 10), (index,), index, sample_index=sample))
+            assert chunks.emit(OutputChunk(str(index % 10), (index,), index, sample_index=sample))
     assert len(chunks._waiting) < 40
     for sample in (1, 0):
         found = await chunks.next()
@@ -92,17 +92,17 @@ async def test_what_waits_long_is_kept_together() -> None:
 
 async def test_a_reader_too_far_behind_gets_no_more() -> None:
     chunks, _ = queue(max_tokens=4)
-    assert chunks.emit(Chunk("", tuple(range(100)), 0)), "one chunk may be of any size"
-    assert chunks.emit(Chunk("", (1,), 100)), "nobody was asked to read yet"
+    assert chunks.emit(OutputChunk("", tuple(range(100)), 0)), "one chunk may be of any size"
+    assert chunks.emit(OutputChunk("", (1,), 100)), "nobody was asked to read yet"
     await chunks.next()
-    assert chunks.emit(Chunk("", tuple(range(5)), 101))
-    assert not chunks.emit(Chunk("", (1,), 106))
-    assert chunks.emit(Chunk("", (), 106, RESULT)), "the end is never refused"
+    assert chunks.emit(OutputChunk("", tuple(range(5)), 101))
+    assert not chunks.emit(OutputChunk("", (1,), 106))
+    assert chunks.emit(OutputChunk("", (), 106, RESULT)), "the end is never refused"
 
 
 async def test_the_error_comes_after_what_waits() -> None:
     chunks, failures = queue()
-    chunks.emit(Chunk("a", (1,), 0))
+    chunks.emit(OutputChunk("a", (1,), 0))
     chunks.fail(Overloaded("x"))
     assert failures == ["failed"]
     assert (await chunks.next()).text == "a"

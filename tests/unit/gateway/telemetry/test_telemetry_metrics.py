@@ -16,7 +16,12 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from baton.core.errors import Cancelled, EngineFailed, Overloaded
 from baton.core.membership import Member, Role
-from baton.gateway.engines.engine_table import EngineCounters, EngineTable, LinkedEngine, Load
+from baton.gateway.engines.engine_table import (
+    EngineCounters,
+    EngineTable,
+    LinkedEngine,
+    ReportedLoad,
+)
 from baton.gateway.request.caller import anyone
 from baton.gateway.telemetry.calls.observers import Observers
 from baton.gateway.telemetry.calls.token_gaps import TokenGaps
@@ -65,7 +70,7 @@ class World:
         )
         self.observers = Observers([self.exporter.calls], gaps)
 
-    def link(self, incarnation: str, name: str, load: Load) -> LinkedEngine:
+    def link(self, incarnation: str, name: str, load: ReportedLoad) -> LinkedEngine:
         member = Member(incarnation, Role.DECODE, name, "a:1", "demo", "f", 100, 16, 102)
         engine = LinkedEngine(member, outbox=None, load=load)  # type: ignore[arg-type]
         self.table.add(engine)
@@ -89,7 +94,7 @@ class World:
         return self.scrape().get((name, tuple(sorted(labels.items()))))
 
 
-LOAD = Load(3, 2, 40, 75, 50, False, frozenset(), 11)
+LOAD = ReportedLoad(3, 2, 40, 75, 50, False, frozenset(), 11)
 
 
 @given(st.lists(st.floats(0, 20), max_size=50))

@@ -21,7 +21,7 @@ from baton.gateway.telemetry.calls.observers import Observers
 from baton.gateway.telemetry.calls.token_gaps import TokenGaps
 from baton.gateway.telemetry.window.histogram import MAX_ERROR, Histogram, bucket_of
 from baton.gateway.telemetry.window.snapshot import window_snapshot
-from baton.gateway.telemetry.window.window import Window
+from baton.gateway.telemetry.window.window import TelemetryWindow
 
 SPAN_S = 4
 
@@ -99,10 +99,10 @@ class Oracle:
         return len(judged), sum(good)
 
 
-def watched(clock: FakeClock, **limits: int) -> tuple[Window, Observers]:
+def watched(clock: FakeClock, **limits: int) -> tuple[TelemetryWindow, Observers]:
     """A window, and who tells it of calls."""
     gaps = TokenGaps()
-    window = Window(clock, gaps, **limits)
+    window = TelemetryWindow(clock, gaps, **limits)
     return window, Observers([window], gaps)
 
 

@@ -23,7 +23,7 @@ from baton.engine.kv.block_pool import BlockRef
 from baton.engine.kv.generations import GenerationsReader
 from baton.kv_transfer.export.pool_address import PoolDescription
 from baton.kv_transfer.nccl.nccl import NcclTransport, nccl_outlet
-from baton.kv_transfer.nccl.request_parts import Parts
+from baton.kv_transfer.nccl.request_parts import RequestParts
 from baton.kv_transfer.network import data_wire as wire
 from baton.kv_transfer.network.data_server import DataServer, ServedPool
 from baton.kv_transfer.network.remote_window import RemoteWindow
@@ -232,7 +232,7 @@ def test_a_source_without_a_port_is_refused() -> None:
 
 @given(num_blocks=st.integers(1, wire.MAX_REQUEST_BLOCKS), piece_bytes=st.integers(1, 400 << 20))
 def test_parts_cover_a_request(num_blocks: int, piece_bytes: int) -> None:
-    parts = Parts(piece_bytes)
+    parts = RequestParts(piece_bytes)
     cut = list(parts.cut(num_blocks))
     covered = [block for begin, size in cut for block in range(begin, begin + size)]
     assert covered == list(range(len(covered)))
@@ -245,7 +245,7 @@ def test_parts_cover_a_request(num_blocks: int, piece_bytes: int) -> None:
 
 @given(piece_bytes=st.integers(1, 400 << 20))
 def test_parts_have_few_sizes(piece_bytes: int) -> None:
-    sizes = Parts(piece_bytes).sizes
+    sizes = RequestParts(piece_bytes).sizes
     assert list(sizes) == sorted(set(sizes))
     assert 1 <= len(sizes) <= 16
     assert sizes[-1] == 1 or sizes[-1] * piece_bytes <= 192 << 20

@@ -23,8 +23,8 @@ from baton.engine.kv.limits import EngineLimits
 from baton.gateway.engines.wire import tokens_from_wire
 from baton.node.channels.outbox import Outbox
 from baton.node.engine_process.engine_process import describe_pool
-from baton.node.engine_process.heartbeat import STALL_S, Pulse
-from baton.node.requests.request_table import TOMBSTONE_S, Entry, RequestBook
+from baton.node.engine_process.heartbeat import STALL_S, HeartbeatSender
+from baton.node.requests.request_table import TOMBSTONE_S, Entry, RequestTable
 from baton.node.supervisor.engine_slot import Backoff
 from baton.node.supervisor.mailbox import Mailbox
 from baton.node.supervisor.placement import engine_configs
@@ -40,7 +40,7 @@ def entry(number: int, *, gateway: str = "g", deadline_s: float = 100.0) -> Entr
 class TestRequestBook:
     def test_key_is_refused_until_its_tombstone_is_forgotten(self) -> None:
         clock = FakeClock()
-        book, one = RequestBook(clock), entry(1)
+        book, one = RequestTable(clock), entry(1)
         book.open(one)
         with pytest.raises(InvalidRequest):
             book.open(one)
@@ -54,14 +54,14 @@ class TestRequestBook:
         book.open(one)
 
     def test_close_of_a_key_that_never_came_refuses_it(self) -> None:
-        book, one = RequestBook(FakeClock()), entry(1)
+        book, one = RequestTable(FakeClock()), entry(1)
         assert book.close(one.key) is None
         with pytest.raises(Cancelled):
             book.open(one)
 
     def test_deadlines_come_in_order_and_skip_the_closed(self) -> None:
         clock = FakeClock()
-        book = RequestBook(clock)
+        book = RequestTable(clock)
         late, soon, ended = entry(1, deadline_s=9), entry(2, deadline_s=5), entry(3, deadline_s=1)
         for each in (late, soon, ended):
             book.open(each)
@@ -72,7 +72,7 @@ class TestRequestBook:
         assert book.next_deadline_s() == 9
 
     def test_keys_of_one_gateway(self) -> None:
-        book = RequestBook(FakeClock())
+        book = RequestTable(FakeClock())
         for number, gateway in enumerate("xyx"):
             book.open(entry(number, gateway=gateway))
         assert book.keys_of_gateway("x") == [entry(0).key, entry(2).key]
@@ -153,7 +153,7 @@ def test_backoff_doubles_to_a_minute_and_forgets_after_one() -> None:
 
 def test_pulse_stops_only_for_a_turn_that_does_not_end() -> None:
     clock = FakeClock()
-    pulse = Pulse(lambda numbers: None, 1.0, clock)
+    pulse = HeartbeatSender(lambda numbers: None, 1.0, clock)
     clock.advance(10 * STALL_S)
     assert not pulse.is_stalled()  # idle is no stall
     pulse.turn_started()
@@ -167,7 +167,7 @@ def test_pulse_stops_only_for_a_turn_that_does_not_end() -> None:
 
 def test_pulse_beats_at_once_when_what_waits_moves() -> None:
     heard: queue.SimpleQueue[node_pb2.Heartbeat] = queue.SimpleQueue()
-    pulse = Pulse(heard.put, 1000.0, FakeClock())
+    pulse = HeartbeatSender(heard.put, 1000.0, FakeClock())
     pulse.start()
     pulse.count(node_pb2.Heartbeat(num_running=1))
     for tokens, num_steps in ((16, 1), (16, 2), (0, 3)):
