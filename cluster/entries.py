@@ -102,6 +102,8 @@ def decode_entry(raw: bytes, secret: ClusterSecret) -> Entry:
         max_model_len=_count(fields, "max_model_len"),
         block_size=_count(fields, "block_size"),
         num_blocks=_count(fields, "num_blocks"),
+        engine_address=_matching(fields, "engine_address", _ADDRESS),
+        host_id=_matching(fields, "host_id", _INCARNATION),
         device=_text(fields, "device") if fields.get("device") else "",
         can_constrain=fields.get("can_constrain") is True,
     )

@@ -16,7 +16,7 @@ from ..core.errors import Unauthenticated
 from .secret import ClusterSecret
 
 # Purposes: one a method.
-SESSION, HANDOFF, LEDGERS, MEMBERS = b"session", b"handoff", b"ledgers", b"members"
+LEDGERS, MEMBERS = b"ledgers", b"members"
 ANY_ENGINE = "0" * 32  # whom a call dials that is for all engines of a node
 
 ACCEPTED = b"accepted"

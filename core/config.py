@@ -142,6 +142,12 @@ class NodeConfig:
         "host:port that others dial, where a port mapping or a proxy stands in between; more of "
         "them behind commas: also answered to",
     )
+    engine_port: int = flag(
+        0, "where the node's first engine listens, the others behind it; 0: free ports"
+    )
+    advertise_engine: str | None = flag(
+        None, "as --advertise, for the first engine; the others' ports follow"
+    )
     gpus: str | None = flag(
         None,
         "GPU ids, e.g. 0,1; of baton up: those to choose from",

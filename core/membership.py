@@ -18,9 +18,10 @@ class Member:
     """One engine of one node.
 
     `incarnation` (32 hex digits) is drawn anew at every start of the engine process and names it
-    everywhere; `address` is the host:port of its node's gRPC server; `name` and `device` ("cpu",
-    "cuda:0,1", empty where nobody chose) are for people. `can_constrain`: takes requests with a
-    constraint.
+    everywhere; `address` is the host:port of its node's gRPC server, `engine_address` where it
+    listens itself; processes with the same `host_id` (32 hex digits) reach it by a unix socket.
+    `name` and `device` ("cpu", "cuda:0,1", empty where nobody chose) are for people.
+    `can_constrain`: takes requests with a constraint.
     """
 
     incarnation: str
@@ -32,5 +33,7 @@ class Member:
     max_model_len: int
     block_size: int
     num_blocks: int
+    engine_address: str = ""
+    host_id: str = ""
     device: str = ""
     can_constrain: bool = False

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from ..core.channels.engine_tls import EngineTls, WrapSocket
 from ..core.config import NodeConfig
 from ..core.errors import StartupFailed
 from ..engine.kv.cuda_kv_memory import CudaKvMemory
 from ..engine.kv.kv_memory import CpuKvMemory
-from .network.data_client import WrapSocket
 from .network.data_server import MakeOutlet
-from .network.data_tls import DataTls
 from .network.data_wire import Mode
 from .network.tcp import MakeBytes, TcpTransport, tcp_outlet
 from .shm.block_bytes import HostBlockBytes
@@ -21,7 +20,7 @@ from .window.transport import Transport
 
 
 def transports(
-    kv: CpuKvMemory | CudaKvMemory, config: NodeConfig, tls: DataTls | None
+    kv: CpuKvMemory | CudaKvMemory, config: NodeConfig, tls: EngineTls | None
 ) -> list[Transport]:
     """The ways in which blocks can reach the pool `kv`, best first.
 
@@ -51,7 +50,7 @@ def transports(
     return chosen
 
 
-def wrapping(tls: DataTls | None) -> WrapSocket:
+def wrapping(tls: EngineTls | None) -> WrapSocket:
     """What a puller does to a new data connection."""
     return tls.puller_wrap() if tls is not None else lambda connection: connection
 

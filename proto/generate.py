@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-WITH_SERVICES = {"inference", "node", "handoff"}
+WITH_SERVICES = {"inference", "node"}
 
 
 def generate(out: Path) -> None:

@@ -106,18 +106,21 @@ class Listener:
     """The end that was connected to, for one connection: `challenge`, then `check`."""
 
     def __init__(
-        self, key_of: Callable[[Opening], bytes | None], purpose: bytes, addresses: Collection[str]
+        self,
+        key_of: Callable[[Opening], bytes | None],
+        purposes: Collection[bytes],
+        addresses: Collection[str],
     ) -> None:
         """`key_of`: the key for this opening; None: there is none, it is refused."""
         self._key_of = key_of
-        self._purpose = purpose
+        self._purposes = purposes
         self._addresses = frozenset(map(where, addresses))
         self._opened: tuple[Opening, bytes, bytes, bytes] | None = None
 
     def challenge(self, packed: bytes) -> bytes:
         """What to send in return for an opening. Raises Unauthenticated."""
         opening = Opening.unpack(packed)
-        if opening.purpose != self._purpose:
+        if opening.purpose not in self._purposes:
             raise Unauthenticated("the handshake is for another purpose")
         if opening.where not in self._addresses:
             raise Unauthenticated("the handshake is for another address")

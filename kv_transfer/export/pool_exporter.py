@@ -11,11 +11,11 @@ import socket
 import threading
 from collections.abc import Sequence
 
+from ...core.channels.accept_thread import AcceptThread
 from ...core.channels.handshake import ANSWER_BYTES, OPENING_BYTES, Listener, Opening
 from ...core.channels.same_host import require_same_user, socket_address
 from ...core.errors import HandoffFailed, StartupFailed, Unauthenticated
 from ..window.network_address import pair_key
-from .accept_thread import AcceptThread
 from .pool_address import ADDRESS, PURPOSE, PoolDescription
 
 _log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class PoolExporter:
             connection.settimeout(_TIMEOUT_S)
             try:
                 require_same_user(connection)
-                theirs = Listener(self._key_of, PURPOSE, (ADDRESS,))
+                theirs = Listener(self._key_of, (PURPOSE,), (ADDRESS,))
                 connection.send(theirs.challenge(connection.recv(OPENING_BYTES)))
                 theirs.check(connection.recv(ANSWER_BYTES))
                 socket.send_fds(connection, [self._packed], self._fds)

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ...core.channels.engine_tls import WrapSocket
 from ...core.errors import HandoffFailed
 from ..network import data_wire as wire
-from ..network.data_client import DataClient, WrapSocket, connect
+from ..network.data_client import DataClient, connect
 from ..network.data_server import MakeOutlet, Outlet
 from ..network.remote_window import RemoteWindow
 from ..network.stream import SILENCE_S, Deadline, Stream

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ...core.channels.engine_tls import WrapSocket
 from ...core.channels.handshake import CHALLENGE_BYTES, Dialer
 from ...core.errors import HandoffFailed, Unauthenticated
 from ..export.pool_address import PoolDescription
@@ -22,8 +23,6 @@ from .stream import SILENCE_S, ConnectionBroken, Deadline, Recovery, Stream
 
 _SPARE_S = 5.0  # for blocks that come without a silence, over what they take at the slowest rate:
 _SLOWEST_BYTES_PER_S = 1e6
-
-WrapSocket = Callable[[socket.socket], socket.socket]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,12 @@ from typing import Protocol
 
 import numpy as np
 
+from ...core.channels.accept_thread import AcceptThread
+from ...core.channels.engine_tls import WrapSocket
 from ...core.channels.handshake import ANSWER_BYTES, OPENING_BYTES, Listener, Opening
 from ...core.errors import HandoffFailed, StartupFailed, Unauthenticated
 from ...engine.kv.block_pool import PADDING_BLOCK
 from ...engine.kv.generations import GenerationsReader
-from ..export.accept_thread import AcceptThread
 from ..export.pool_address import PoolDescription
 from ..window.block_pairs import Generations, Ids
 from ..window.head_ranges import BlockCut
@@ -57,7 +58,6 @@ class Outlet(Protocol):
 # For one puller that has proven itself: its connection, its piece of the blocks, the id that its
 # mode has. Raises HandoffFailed.
 MakeOutlet = Callable[[Stream, BlockCut, bytes], Outlet]
-WrapSocket = Callable[[socket.socket], socket.socket]  # e.g. into TLS; raises OSError
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class DataServer:
         assert self._pool is not None
         deadline, pool = Deadline(OPENING_S), self._pool
         stream.wrap(self._wrap, deadline)
-        theirs = Listener(self._key_of, wire.PURPOSE, self._addresses)
+        theirs = Listener(self._key_of, (wire.PURPOSE,), self._addresses)
         opening = bytes(stream.read(OPENING_BYTES, deadline))
         stream.write(theirs.challenge(opening), deadline)
         answer = bytes(stream.read(ANSWER_BYTES, deadline))

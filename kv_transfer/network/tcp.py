@@ -11,13 +11,14 @@ from collections.abc import Callable
 
 import numpy as np
 
+from ...core.channels.engine_tls import WrapSocket
 from ...core.errors import HandoffFailed
 from ..shm.block_bytes import BlockBytes, Bytes
 from ..window.block_pairs import Ids
 from ..window.head_ranges import BlockCut, HeadPiece
 from ..window.network_address import RemotePool
 from . import data_wire as wire
-from .data_client import DataClient, WrapSocket, connect
+from .data_client import DataClient, connect
 from .data_server import MakeOutlet, Outlet
 from .remote_window import RemoteWindow
 from .stream import Deadline, Stream

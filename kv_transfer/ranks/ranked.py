@@ -13,11 +13,12 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from ...core.channels.engine_tls import WrapSocket
 from ...core.errors import EngineFailed, HandoffFailed
 from ...engine.parallel.rank_channel import MessageKind
 from ...engine.parallel.rank_group import RankGroup
 from ..export.pool_address import PoolPart, describe
-from ..network.data_client import WrapSocket, describe_remote
+from ..network.data_client import describe_remote
 from ..window.block_pairs import BlockPairs
 from ..window.head_ranges import HeadPiece, pieces_of
 from ..window.network_address import RemotePool, Routes

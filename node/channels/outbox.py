@@ -1,24 +1,33 @@
-"""What one turn of the engine loop has to say, collected and sent at its end.
+"""What one turn of the engine loop sends, collected and sent at its end.
 
-All outputs of a step for one gateway travel in one message, and gateways hear before peers do: the
-first token is on its way before the manifest that follows from it. The supervisor's prefix index
-hears last what the step changed in the cache. Knows no request's state.
+All outputs of a step for one gateway travel in one message, and gateways are sent to before peers:
+the first token is on its way before the manifest that follows from it. What the step changed in the
+cache goes last, to the supervisor's prefix index. Knows no request's state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from ...core.errors import BatonError
 from ...core.request.block_hash import BlockHash
 from ...prefix_index.messages import join_hashes
 from ...prefix_index.net_changes import NetChanges
-from ...proto import codec
 from ...proto.v1 import engine_pb2, handoff_pb2, node_pb2
-from .direct_channels import DirectChannels
 
 Send = Callable[[engine_pb2.EngineOutput], None]
+
+
+class Recipients(Protocol):
+    """Who gets what (engine_channels.EngineChannels). What is for somebody who is gone is lost."""
+
+    def to_gateway(self, name: str, message: node_pb2.NodeMessage) -> None: ...
+
+    def to_peer(self, incarnation: str, message: handoff_pb2.PeerMessage) -> None: ...
+
+    def end_peer(self, incarnation: str, error: BatonError) -> None: ...
 
 
 @dataclass(slots=True)
@@ -41,16 +50,16 @@ class _Step:
 class Outbox:
     """Belongs to the engine loop's thread. An `engine.prefix_cache.CacheObserver` beside."""
 
-    def __init__(self, send: Send, direct: DirectChannels | None = None) -> None:
-        """Without `direct` everything goes through the supervisor."""
+    def __init__(self, send: Send, channels: Recipients) -> None:
+        """`send` is for the supervisor."""
         self._send = send
-        self._direct = direct
+        self._channels = channels
         self._steps: dict[str, _Step] = {}  # by gateway
         self._to_peers: list[tuple[str, handoff_pb2.PeerMessage | BatonError]] = []
         self._cache_changes = NetChanges()
 
     def to_gateway(self, gateway: str, output: node_pb2.RequestOutput) -> None:
-        """Queue one request's output for the stream `gateway`."""
+        """Queue one request's output for this gateway."""
         self._step(gateway).outputs.append(output)
 
     def token_to_gateway(
@@ -69,11 +78,11 @@ class Outbox:
         self._to_peers.append((incarnation, message))
 
     def close_peer(self, incarnation: str, error: BatonError) -> None:
-        """Queue the end of the pair's control stream, behind what was queued before."""
+        """Queue the end of the pair's channel, behind what was queued before."""
         self._to_peers.append((incarnation, error))
 
     def forget_gateway(self, gateway: str) -> None:
-        """Nobody listens there any more."""
+        """It is gone."""
         self._steps.pop(gateway, None)
 
     def stored(self, block_hashes: Iterable[BlockHash]) -> None:
@@ -89,25 +98,18 @@ class Outbox:
         steps, self._steps = self._steps, {}
         for gateway, step in steps.items():
             message = node_pb2.NodeMessage(outputs=step.message())
-            if self._direct is None or not self._direct.gateways.send(gateway, message):
-                to_gateway = engine_pb2.ToGateway(gateway=gateway, message=message)
-                self._send(engine_pb2.EngineOutput(to_gateway=to_gateway))
+            self._channels.to_gateway(gateway, message)
 
     def flush(self) -> None:
         """Send everything queued."""
         self.flush_gateways()
         to_peers, self._to_peers = self._to_peers, []
-        for incarnation, said in to_peers:
-            self._tell_peer(incarnation, said)
+        for incarnation, message in to_peers:
+            if isinstance(message, BatonError):
+                self._channels.end_peer(incarnation, message)
+            else:
+                self._channels.to_peer(incarnation, message)
         if self._cache_changes:
             removed, stored = map(join_hashes, self._cache_changes.take())
             changes = engine_pb2.CacheChanges(removed=removed, stored=stored)
             self._send(engine_pb2.EngineOutput(cache_changes=changes))
-
-    def _tell_peer(self, incarnation: str, said: handoff_pb2.PeerMessage | BatonError) -> None:
-        if isinstance(said, BatonError):
-            close = engine_pb2.ClosePeer(incarnation=incarnation, error=codec.error_to_wire(said))
-            self._send(engine_pb2.EngineOutput(close_peer=close))
-        elif self._direct is None or not self._direct.peers.send(incarnation, said):
-            to_peer = engine_pb2.ToPeer(incarnation=incarnation, message=said)
-            self._send(engine_pb2.EngineOutput(to_peer=to_peer))

@@ -1,8 +1,8 @@
 """The engine process's one thread of decisions: inbox -> role -> engine step -> outbox.
 
-    supervisor ─────────┐                        ┌─ flush: one message a gateway and step
-    others of this host ┼─► inbox ─► turn ───────┤
-    pulls ─ completions ┘         tick, step     └─ pulse: numbers for the heartbeat
+    supervisor ──────────┐                    ┌─ flush: one message a gateway and step
+    gateways, peers ─────┼─► inbox ─► turn ───┤
+    pulls ── completions ┘       tick, step   └─ numbers for the heartbeat
 Idle it waits for the inbox or the role's next deadline, busy it empties the inbox between steps.
 Blocks, leases and tokens are touched here and nowhere else.
 """
@@ -22,9 +22,18 @@ from ...core.ports import Clock
 from ...engine.engine import Engine
 from ...proto import codec
 from ...proto.v1 import engine_pb2, handoff_pb2, node_pb2
-from ..channels.direct_channels import DirectChannels
+from ..channels.engine_channels import (
+    ChannelItem,
+    Connected,
+    EngineChannels,
+    FromGateway,
+    FromPeer,
+    HasUnsent,
+    Kind,
+    Link,
+    LinkOver,
+)
 from ..channels.outbox import Outbox, Send
-from ..channels.watched_channel import DirectReady, FromGateway, FromPeer
 from ..requests.request_io import RequestIO
 from ..requests.role import EngineRole
 from .grammar_gate import CompiledDispatch, GrammarGate
@@ -50,7 +59,7 @@ class InputEnded:
     """The supervisor is gone."""
 
 
-Item: TypeAlias = engine_pb2.EngineInput | Callback | CompiledDispatch | DirectReady | InputEnded
+Item: TypeAlias = engine_pb2.EngineInput | Callback | CompiledDispatch | ChannelItem | InputEnded
 
 
 class Items(Protocol):
@@ -72,13 +81,12 @@ class EngineLoop:
         send: Send,
         pulse: HeartbeatSender,
         clock: Clock,
+        channels: EngineChannels,
         gate: GrammarGate | None = None,
-        direct: DirectChannels | None = None,
     ) -> None:
-        """Without a gate, grammars are compiled here, while all others wait; without `direct`
-        all are heard through the supervisor."""
+        """Without a gate, grammars are compiled here, while all others wait."""
         self._gate = gate
-        self._direct = direct
+        self._channels = channels
         self._engine = engine
         self._role = role
         self._desk = desk
@@ -116,10 +124,10 @@ class EngineLoop:
             output = self._engine.step(self._meanwhile)
             self._num_steps += 1
             self._role.after_step(output)
-        self._flush()
+        self._outbox.flush()
         self._is_watching = self._role.poll()
         is_idle = self._role.is_idle() and (self._gate is None or self._gate.is_empty)
-        self._is_over |= self._desk.is_draining and is_idle and not self._has_unsent()
+        self._is_over |= self._desk.is_draining and is_idle and not self._channels.has_unsent
         wait_s = self._wait_s(deadline_s, self._rest())
         if has_work:
             return 0.0
@@ -129,22 +137,16 @@ class EngineLoop:
 
     def _meanwhile(self) -> bool:
         """Handle what comes while a step is on the device: a hand-off need not wait for its end."""
-        self._flush()  # what was said before the step was launched need not wait for its end
+        self._outbox.flush()  # what is queued need not wait for the step's end
         items = self._inbox.receive(WATCH_S if self._is_watching else LOOK_S)
         self._handle_all(items)
         self._is_watching = self._role.poll()
         if items:
-            self._flush()
+            self._outbox.flush()
             self._is_uncounted = True
         if self._is_uncounted:
             self._recount()
         return bool(items)
-
-    def _flush(self) -> None:
-        """Say what there is to say; who cannot be told is lost, and then there may be more."""
-        self._outbox.flush()
-        if self._end_broken_links():
-            self._outbox.flush()
 
     def _rest(self) -> float | None:
         """End a turn for the pulse; returns when to come back to count, if it is too early now."""
@@ -175,113 +177,92 @@ class EngineLoop:
         return None if due_s is None else max(0.0, due_s - self._clock.monotonic_s())
 
     def _handle_all(self, items: Sequence[Item]) -> None:
-        """What was said directly comes before the end of its link, and before that of a channel:
-        one that ends with its link does not end the link that came after."""
-        for ready in [item for item in items if isinstance(item, DirectReady)]:
-            for said in ready.handle():
-                self._handle(said)
         for item in items:
-            if not isinstance(item, DirectReady):
-                self._handle(item)
-        self._end_broken_links()
+            self._handle(item)
 
-    def _end_broken_links(self) -> bool:
-        """End the link of each whose direct channel broke: what was said may be lost."""
-        if self._direct is None:
-            return False
-        peers, gateways = self._direct.peers.take_broken(), self._direct.gateways.take_broken()
-        for incarnation, error in peers:
-            self._drop_peer(incarnation, error)
-        for gateway, error in gateways:
-            self._drop_gateway(gateway, error)
-        return bool(peers or gateways)
-
-    def _has_unsent(self) -> bool:
-        """Whether a gateway would lose what it was told, if the process ended now."""
-        return self._direct is not None and self._direct.gateways.has_unsent
-
-    def _from_peer(self, incarnation: str, message: handoff_pb2.PeerMessage) -> None:
-        """A message that cannot be taken ends its pair, and nothing else."""
-        try:
-            self._role.peer_message(incarnation, message)
-        except EngineFailed:
-            raise
-        except Exception as error:
-            log.error("message from peer %s failed", incarnation, exc_info=error)
-            public = error if isinstance(error, BatonError) else BatonError("internal error")
-            self._drop_peer(incarnation, public)
-
-    def _drop_peer(self, incarnation: str, error: BatonError) -> None:
-        self._outbox.close_peer(incarnation, error)
-        self._role.peer_lost(incarnation)
-
-    def _drop_gateway(self, gateway: str, error: BatonError) -> None:
-        close = engine_pb2.CloseGateway(gateway=gateway, error=codec.error_to_wire(error))
-        self._send(engine_pb2.EngineOutput(close_gateway=close))
-        self._gateway_lost(gateway)
-
-    def _gateway_lost(self, gateway: str) -> None:
-        if self._gate is not None:
-            self._gate.gateway_lost(gateway)
-        self._role.gateway_lost(gateway)
-
-    def _handle(self, item: Item | FromPeer | FromGateway) -> None:
+    def _handle(self, item: Item) -> None:
         """Whatever one request does to us, the others go on."""
         try:
-            if isinstance(item, engine_pb2.EngineInput):
-                self._route(item)
-            elif isinstance(item, FromPeer):
-                self._from_peer(item.incarnation, item.message)
-            elif isinstance(item, FromGateway):
-                self._from_gateway(item.gateway, item.message)
-            elif isinstance(item, Callback):
-                item.run()
-            elif isinstance(item, CompiledDispatch):
-                if self._gate is not None and self._gate.is_wanted(item):
-                    self._role.dispatch(item.gateway, item.dispatch)
-            elif isinstance(item, InputEnded):
-                self._is_over = True
+            match item:
+                case FromGateway(link, gateway_message):
+                    if not link.channel.is_closed:
+                        self._from_gateway(link.name, gateway_message)
+                case FromPeer(link, peer_message):
+                    if not link.channel.is_closed:
+                        self._from_peer(link, peer_message)
+                case Callback():
+                    item.run()
+                case Connected(link):
+                    self._add(link)
+                case LinkOver(link, error):
+                    self._end(link, error)
+                case HasUnsent(link):
+                    self._channels.watch_writes(link)
+                case CompiledDispatch():
+                    if self._gate is not None and self._gate.is_wanted(item):
+                        self._role.dispatch(item.gateway, item.dispatch)
+                case InputEnded():
+                    self._is_over = True
+                case _:
+                    self._from_supervisor(item)
         except EngineFailed:
             raise
         except Exception as error:
             self._blame(item, error)
 
-    def _route(self, message: engine_pb2.EngineInput) -> None:
-        role = self._role
+    def _from_supervisor(self, message: engine_pb2.EngineInput) -> None:
         match message.WhichOneof("body"):
-            case "from_gateway":
-                self._from_gateway(message.from_gateway.gateway, message.from_gateway.message)
-            case "gateway_linked":
-                if self._direct is not None:
-                    linked = message.gateway_linked
-                    self._direct.gateways.linked(linked.gateway, linked.token)
-            case "gateway_lost":
-                if self._direct is not None:
-                    self._direct.gateways.lost(message.gateway_lost)
-                self._gateway_lost(message.gateway_lost)
-            case "from_peer":
-                incarnation, said = message.from_peer.incarnation, message.from_peer.message
-                if self._direct is None or self._direct.peers.heard(incarnation, said):
-                    self._from_peer(incarnation, said)
-            case "peer_linked":
-                peer = message.peer_linked
-                if self._direct is not None:
-                    self._direct.peers.linked(peer.incarnation, is_source=peer.peer_is_source)
-                role.peer_linked(peer.incarnation, peer.peer_is_source, peer.host)
-            case "peer_lost":
-                if self._direct is not None:
-                    self._direct.peers.lost(message.peer_lost)
-                role.peer_lost(message.peer_lost)
             case "get_ledger":
-                text = json.dumps(role.ledger() | (self._direct.ledger() if self._direct else {}))
+                text = json.dumps(self._role.ledger() | self._channels.ledger())
                 ledger = engine_pb2.Ledger(query=message.get_ledger, json=text)
                 self._send(engine_pb2.EngineOutput(ledger=ledger))
+            case "members":
+                self._channels.list_members(message.members)
             case "drain":
                 self._desk.is_draining = True
             case "shutdown":
                 self._is_over = True
             case body:
-                log.warning("a frame that does not belong here: %s", body)
+                log.warning("the supervisor sent %s", body)
+
+    # -- links -------------------------------------------------------------------------------------
+
+    def _add(self, link: Link) -> None:
+        """A link stands, and takes the place of an older one of its pair."""
+        older = self._channels.add(link)
+        if older is not None:
+            self._lost(older)
+        if link.kind is not Kind.GATEWAY:
+            self._role.peer_linked(link.name, link.kind is Kind.SOURCE, link.host)
+
+    def _end(self, link: Link, error: BatonError) -> None:
+        if not link.channel.is_closed:
+            log.info("the link with %s %s ended: %s", link.kind.value, link.name, error.message)
+            self._channels.remove(link)
+            self._lost(link)
+
+    def _lost(self, link: Link) -> None:
+        if link.kind is Kind.GATEWAY:
+            if self._gate is not None:
+                self._gate.gateway_lost(link.name)
+            self._role.gateway_lost(link.name)
+            return
+        self._role.peer_lost(link.name)
+
+    def _from_peer(self, link: Link, message: handoff_pb2.PeerMessage) -> None:
+        """A message that cannot be taken ends its pair, and nothing else."""
+        if message.HasField("refused"):
+            self._end(link, codec.error_from_wire(message.refused))
+            return
+        try:
+            self._role.peer_message(link.name, message)
+        except EngineFailed:
+            raise
+        except Exception as error:
+            log.error("message from peer %s failed", link.name, exc_info=error)
+            public = error if isinstance(error, BatonError) else BatonError("internal error")
+            self._channels.refuse(link, public)
+            self._end(link, public)
 
     def _from_gateway(self, gateway: str, message: node_pb2.GatewayMessage) -> None:
         match message.WhichOneof("body"):
@@ -294,7 +275,7 @@ class EngineLoop:
             case body:
                 log.warning("a gateway sent %s", body)
 
-    def _blame(self, item: Item | FromPeer | FromGateway, error: Exception) -> None:
+    def _blame(self, item: Item, error: Exception) -> None:
         """Fail the request on whose account `error` was raised."""
         key = _key_of(item)
         if key is None:
@@ -348,11 +329,9 @@ def _key(message: node_pb2.Dispatch | node_pb2.Cancel) -> str:
     return f"{message.request_id}/{message.attempt}"
 
 
-def _key_of(item: Item | FromPeer | FromGateway) -> str | None:
+def _key_of(item: Item) -> str | None:
     if isinstance(item, CompiledDispatch):
         return _key(item.dispatch)
-    if isinstance(item, engine_pb2.EngineInput) and item.HasField("from_gateway"):
-        item = FromGateway(item.from_gateway.gateway, item.from_gateway.message)
     if isinstance(item, FromGateway):
         message = item.message
         return _key(message.dispatch if message.HasField("dispatch") else message.cancel)

@@ -1,9 +1,9 @@
 """The engine process: loads the model, says so, runs the loop, and never outlives its supervisor.
 
-    configure ─► model, KV pool, generations ─► exporter ─► role ─► ready ─► loop ─► end
+    configure ─► model, KV pool, generations ─► exporter ─► role ─► listen, ready ─► loop ─► end
 
 `main` is what `python -m baton.prefill_node.engine_main FD` and its decode twin call, each with its
-own role. What goes wrong is told in a `failed` frame, in words for people.
+own role. What goes wrong is reported in a `failed` frame, in words for people, and to gateways.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from google.protobuf.message import DecodeError
 
 from ...constraints.grammars import Grammars
 from ...core import flags
+from ...core.channels.engine_tls import EngineTls
 from ...core.channels.framing import BrokenStream
-from ...core.channels.same_host import host_id
 from ...core.config import EngineConfig, NodeConfig
 from ...core.errors import BatonError, EngineFailed, StartupFailed
 from ...core.membership import Role as RoleName
@@ -44,17 +44,16 @@ from ...engine.parallel.parallel_runner import ParallelRunner
 from ...engine.parallel.rank_group import RankGroup
 from ...engine.parallel.rank_processes import Ranks, start_ranks
 from ...kv_transfer.export.pool_address import PoolPart
-from ...kv_transfer.network.data_tls import DataTls
 from ...kv_transfer.protocol.messages import Hello
 from ...kv_transfer.window.network_address import PoolAccess
 from ...proto import codec
 from ...proto.v1 import engine_pb2, node_pb2
-from ..channels.direct_channels import DirectChannels
 from ..channels.frames import FrameSocket
 from ..channels.inbox import Inbox
 from ..channels.outbox import Outbox
 from ..requests.request_io import RequestIO
 from ..requests.role import EngineRole
+from .engine_links import EngineLinks, Keys
 from .engine_loop import Callback, EngineLoop, InputEnded, Item
 from .grammar_gate import GrammarGate
 from .heartbeat import HeartbeatSender
@@ -84,7 +83,7 @@ class EngineParts:
     hello: Hello
     access: PoolAccess | None  # of a source: how its pools are reached; holds the engine's key
     config: NodeConfig
-    tls: DataTls | None  # around data connections
+    tls: EngineTls | None  # around data connections
     post: Callable[[Callable[[], None]], None]  # run it on the loop's thread
 
 
@@ -125,19 +124,22 @@ def main(plan: RolePlan) -> int:
 
 def _run(plan: RolePlan, frames: FrameSocket) -> None:
     """Start the other ranks, if there are any, and serve. Raises what ends the process."""
-    engine_config, node_config, tls = _read_configuration(frames)
-    set_up_logging(node_config.name or plan.name.value, as_json=node_config.log_json)
-    engine_config = plan.adjust(engine_config)
+    settings = _read_settings(frames)
+    set_up_logging(settings.node.name or plan.name.value, as_json=settings.node.log_json)
+    engine_config = plan.adjust(settings.engine)
     report = LoadReport(frames)
+    links: list[EngineLinks] = []  # one, once it listens
 
     def lost(error: BatonError) -> None:
         _report_failure(frames, error)
+        for each in links:
+            each.channels.end(error)
         frames.end()
         os._exit(1)  # the loop's thread may wait for a device that will never be done
 
     ranks = start_ranks(engine_config, _FOLLOWER_MODULE, lost, report.line)
     try:
-        _serve(plan, frames, ranks, node_config, tls, report)
+        _serve(plan, frames, ranks, settings, report, links)
     except BaseException:  # a Ctrl-C too: ranks in a step would not hear a close
         ranks.kill()
         raise
@@ -148,13 +150,13 @@ def _serve(
     plan: RolePlan,
     frames: FrameSocket,
     ranks: Ranks,
-    node_config: NodeConfig,
-    tls: DataTls | None,
+    settings: Settings,
     report: LoadReport,
+    all_links: list[EngineLinks],
 ) -> None:
     """Load, announce, loop. Raises what ends the process."""
     inbox: Inbox[Item] = Inbox()
-    engine_config = ranks.config
+    engine_config, node_config, tls = ranks.config, settings.node, settings.tls
     runner = ModelRunner(engine_config, report.on_progress, ranks.communicator)
     for note in runner.startup_notes:
         report.line(note)
@@ -176,10 +178,13 @@ def _serve(
         )
     )
     limits = _limits(plan, engine_config, node_config, runner)
-    here = host_id()
-    direct = DirectChannels(incarnation, here, inbox)
-    outbox = Outbox(frames.send, direct)
     grammars = Grammars(runner.model_dir, runner.model_config.vocab_size, runner.eos_token_ids)
+    welcome = _welcome(plan, engine_config, node_config, runner, limits, incarnation)
+    welcome.can_constrain = grammars.refusal is None
+    is_source = plan.is_source
+    links = EngineLinks(inbox, welcome, node_config, settings.keys, tls, is_source=is_source)
+    all_links.append(links)
+    outbox = Outbox(frames.send, links.channels)
     engine = Engine(
         runner if ranks.followers is None else ParallelRunner(runner, ranks.followers),
         limits,
@@ -209,44 +214,58 @@ def _serve(
             post=lambda run: inbox.put(Callback(run)),
         )
     )
-    welcome = _welcome(plan, engine_config, node_config, runner, limits, incarnation)
-    welcome.can_constrain = grammars.refusal is None
-    direct.listen()
-    welcome.direct.host_id = here
     inbox.watch(frames, lambda: _read(frames))
     for item in _read(frames):  # what came with the last frame of the start: nothing tells of it
         inbox.put(item)
-    frames.send(engine_pb2.EngineOutput(ready=welcome))
-    pulse = HeartbeatSender(
-        lambda numbers: frames.send(engine_pb2.EngineOutput(heartbeat=numbers)),
-        node_config.heartbeat_s,
-        clock,
-    )
+    links.start()
+    frames.send(engine_pb2.EngineOutput(ready=links.ready(welcome)))
+
+    def beat(numbers: node_pb2.Heartbeat) -> None:
+        links.channels.heartbeat(numbers)
+        frames.send(engine_pb2.EngineOutput(heartbeat=numbers))
+
+    pulse = HeartbeatSender(beat, node_config.heartbeat_s, clock)
     pulse.start()
     gate = GrammarGate(grammars, inbox.put)
     gc.collect()
     gc.freeze()  # what was loaded stays: no collection need look at it again
     gc.set_threshold(_NUM_YOUNG, 20, 20)
+    loop = EngineLoop(
+        engine, role, desk, outbox, inbox, frames.send, pulse, clock, links.channels, gate
+    )
     try:
-        EngineLoop(engine, role, desk, outbox, inbox, frames.send, pulse, clock, gate, direct).run()
+        loop.run()
+    except Exception as error:
+        links.channels.end(_public(error))
+        raise
     finally:
         gate.close()
         pulse.stop()
-        direct.close()
+        links.close()
         offered.close()
 
 
-def _read_configuration(
-    frames: FrameSocket,
-) -> tuple[EngineConfig, NodeConfig, DataTls | None]:
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the supervisor gives: the first frame."""
+
+    engine: EngineConfig
+    node: NodeConfig
+    tls: EngineTls | None
+    keys: Keys
+
+
+def _read_settings(frames: FrameSocket) -> Settings:
     payload = frames.receive()
     if payload is None:
         raise ConnectionError("no configuration came")
-    configuration = json.loads(engine_pb2.EngineInput.FromString(payload).configure)
-    return (
-        flags.from_json(EngineConfig, configuration["engine"]),
-        flags.from_json(NodeConfig, configuration["node"]),
-        None if configuration["data_tls"] is None else DataTls(**configuration["data_tls"]),
+    settings = json.loads(engine_pb2.EngineInput.FromString(payload).configure)
+    accepted = {bytes.fromhex(i): bytes.fromhex(key) for i, key in settings["keys"].items()}
+    return Settings(
+        flags.from_json(EngineConfig, settings["engine"]),
+        flags.from_json(NodeConfig, settings["node"]),
+        None if settings["tls"] is None else EngineTls(**settings["tls"]),
+        Keys(bytes.fromhex(settings["dialing_key"]), accepted),
     )
 
 
@@ -329,11 +348,14 @@ def _read(frames: FrameSocket) -> Iterable[Item]:
 
 def _report_failure(frames: FrameSocket, error: Exception) -> None:
     """Tell the supervisor; a hint travels as the message's second line."""
+    public = _public(error)
     if isinstance(error, StartupFailed):
-        public: BatonError = StartupFailed(f"{error.message}\n{error.hint}")
-    elif isinstance(error, BatonError):
-        public = error
-    else:
-        public = EngineFailed(f"{type(error).__name__}: {error}")
+        public = StartupFailed(f"{error.message}\n{error.hint}")
     with contextlib.suppress(OSError):
         frames.send(engine_pb2.EngineOutput(failed=codec.error_to_wire(public)))
+
+
+def _public(error: Exception) -> BatonError:
+    if isinstance(error, BatonError):
+        return error
+    return EngineFailed(f"{type(error).__name__}: {error}")

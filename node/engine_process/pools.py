@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from ...cluster.exposure import is_loopback
 from ...core.channels.addresses import addresses_of, host_of
+from ...core.channels.engine_tls import EngineTls
 from ...core.channels.same_host import host_id
 from ...core.config import NodeConfig
 from ...core.ports import Entropy
@@ -29,7 +30,6 @@ from ...kv_transfer.device_transports import outlets
 from ...kv_transfer.export.pool_address import PoolDescription, PoolPart
 from ...kv_transfer.export.pool_exporter import PoolExporter
 from ...kv_transfer.network.data_server import DataServer, ServedPool
-from ...kv_transfer.network.data_tls import DataTls
 from ...kv_transfer.shm.shm import export_host_pool
 from ...kv_transfer.window.network_address import KEY_BYTES, PoolAccess
 
@@ -43,7 +43,7 @@ class ExportOrder:
     pool: str
     parts: tuple[PoolPart, ...]
     node: NodeConfig
-    tls: DataTls | None
+    tls: EngineTls | None
     key: bytes | None
 
     def pack(self) -> bytes:
@@ -55,7 +55,7 @@ class ExportOrder:
         told = json.loads(bytes(packed))
         parts = tuple(PoolPart(**part) for part in told["parts"])
         key = None if told["key"] is None else bytes.fromhex(told["key"])
-        tls = None if told["tls"] is None else DataTls(**told["tls"])
+        tls = None if told["tls"] is None else EngineTls(**told["tls"])
         return cls(told["pool"], parts, NodeConfig(**told["node"]), tls, key)
 
 
@@ -78,7 +78,7 @@ def exported(
     generations_fd: int,
     parts: Sequence[PoolPart],
     node: NodeConfig,
-    tls: DataTls | None,
+    tls: EngineTls | None,
     *,
     is_source: bool,
 ) -> Iterator[PoolAccess | None]:
@@ -108,7 +108,7 @@ class Offer:
     """One rank's pool as others reach it: by its memory, over a network, both, or not at all."""
 
     def __init__(
-        self, runner: ModelRunner, node: NodeConfig, tls: DataTls | None, key: bytes | None
+        self, runner: ModelRunner, node: NodeConfig, tls: EngineTls | None, key: bytes | None
     ) -> None:
         """Listen for other hosts, if that can be needed; nobody answers yet. `key` None: never."""
         self._runner = runner

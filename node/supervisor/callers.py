@@ -48,7 +48,7 @@ class Callers:
         try:
             async with asyncio.timeout(ADMIT_S):
                 keys = self.secret.keys_by_id()
-                listener = Listener(lambda o: keys.get(o.key_id), purpose, self.addresses)
+                listener = Listener(lambda o: keys.get(o.key_id), (purpose,), self.addresses)
                 return await admit(listener, read, write)
         except TimeoutError:
             raise Unauthenticated("the handshake takes too long") from None

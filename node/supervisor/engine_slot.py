@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, suppress
 
 from ...core.errors import BatonError, StartupFailed
-from ...core.ports import Clock, Entropy
+from ...core.ports import Clock
 from .engine_handle import EngineCommand, EngineHandle, start_engine
 
 FIRST_DELAY_S = 0.5
@@ -49,7 +49,6 @@ class EngineSlot:
         on_change: Callable[[], None],
         presence: Callable[[EngineHandle], AbstractAsyncContextManager[None]],
         clock: Clock,
-        entropy: Entropy,
     ) -> None:
         self.engine: EngineHandle | None = None
         self._command = command
@@ -57,7 +56,6 @@ class EngineSlot:
         self._on_change = on_change
         self._presence = presence
         self._clock = clock
-        self._entropy = entropy
         self._is_stopping = False
 
     @property
@@ -84,7 +82,7 @@ class EngineSlot:
                 self._report(f"the engine did not start: {failure.message}")
 
     async def _start_engine(self) -> EngineHandle:
-        return await start_engine(self._command, self._report, self._clock, self._entropy)
+        return await start_engine(self._command, self._report, self._clock)
 
     def _replace(self, engine: EngineHandle | None) -> None:
         self.engine = engine

@@ -20,38 +20,37 @@ from grpc_health.v1 import health_pb2_grpc
 
 from ...cluster.exposure import check_exposure, check_secret
 from ...cluster.known_nodes import KnownNodes
-from ...cluster.live_members import LiveMembers
 from ...cluster.member_calls import MemberCalls
 from ...cluster.redis_directory import RedisDirectory
 from ...cluster.secret import ClusterSecret
-from ...cluster.tls import ClusterTls, role_name, watch_ends
-from ...core.channels.addresses import addresses_of
+from ...cluster.tls import GATEWAY, ClusterTls, role_name, watch_ends
+from ...core.channels.addresses import addresses_of, engine_addresses_of
+from ...core.channels.engine_tls import EngineTls
 from ...core.config import ClusterConfig, EngineConfig, NodeConfig
 from ...core.errors import StartupFailed
 from ...core.membership import Member, Role
 from ...core.model_dir import resolve_model_dir
-from ...core.ports import Directory, SystemClock, SystemEntropy
+from ...core.ports import Directory, SystemClock
 from ...core.process import descriptors
 from ...core.process.logs import set_up_logging
 from ...core.process.loop_watch import show_turns
 from ...core.process.stop_signals import StopSignals
-from ...kv_transfer.network.data_tls import DataTls
 from ...prefix_index.link import PublisherLink
 from ...prefix_index.publisher import Publisher
 from ...prefix_index.redis_link import RedisIndexLink
-from ...proto.v1 import handoff_pb2_grpc, node_pb2_grpc
+from ...proto.v1 import engine_pb2, node_pb2_grpc
 from .callers import Callers
 from .engine_handle import EngineCommand, EngineHandle
 from .engine_slot import EngineSlot
 from .grpc_channels import make_server
 from .health import NodeHealth
-from .links import Links
 from .placement import engine_configs, engine_environment
-from .rpc import HandoffServicer, NodeServicer
+from .rpc import NodeServicer
 
 ENTRY_TTL_S = 6.0
 DRAIN_S = 20.0  # what runs may take so long after SIGTERM
 GRACE_S = 2.0  # an engine that was told to end may take so long
+_LOOK_S = 0.25  # how often it is looked whether Redis is away
 
 
 async def run(role: Role, engine: EngineConfig, node: NodeConfig, cluster: ClusterConfig) -> int:
@@ -123,11 +122,12 @@ class Supervisor:
         self._index = index
         self._addresses = addresses_of(node)
         self._address = self._addresses[0]
-        self._members = LiveMembers(directory)
+        self._members = engine_pb2.Members()  # as all engines were told last
         self._is_draining = False
         self._health = NodeHealth(self._is_ready, node.heartbeat_s)
         configs = engine_configs(engine, node)
         self._devices: dict[str, str] = {}  # by the engine's name
+        self._configs: dict[str, NodeConfig] = {}  # by the same
         self._slots = [
             self._make_slot(config, None if len(configs) == 1 else index)
             for index, config in enumerate(configs)
@@ -142,22 +142,21 @@ class Supervisor:
         """What the directory is to have of this node: none any more while it drains."""
         return [] if self._is_draining else [self._member(each) for each in self.engines()]
 
-    async def is_member(self, incarnation: str) -> bool:
-        """Whether the directory has this engine."""
-        return await self._members.has(incarnation)
-
     def _is_ready(self) -> bool:
         return not self._is_draining and all(slot.is_ready for slot in self._slots)
 
     def _make_slot(self, engine: EngineConfig, index: int | None) -> EngineSlot:
         """`index` tells several engines of a node apart."""
         name = f"{self._node.name}" if index is None else f"{self._node.name}.{index}"
-        node = dataclasses.replace(self._node, name=name)
+        node = _node_of_engine(self._node, name, index or 0)
+        self._configs[name] = node
         self._devices[name] = "" if engine.device == "auto" else engine.device
         settings = {
             "engine": dataclasses.asdict(engine),
             "node": dataclasses.asdict(node),
-            "data_tls": None if self._tls is None else dataclasses.asdict(data_tls(self._tls)),
+            "tls": None if self._tls is None else dataclasses.asdict(engine_tls(self._tls)),
+            "dialing_key": self._secret.dialing_key.hex(),
+            "keys": {i.hex(): key.hex() for i, key in self._secret.keys_by_id().items()},
         }
         command = EngineCommand(
             module=f"baton.{self._role.value}_node.engine_main",
@@ -171,8 +170,24 @@ class Supervisor:
             on_change=self._health.changed.set,
             presence=self._presence,
             clock=SystemClock(),
-            entropy=SystemEntropy(),
         )
+
+    async def _pass_members_on(self) -> None:
+        """Engines know whom the directory lists: whom to dial, and who may dial them."""
+        watch = self._directory.watch()
+        coming = asyncio.ensure_future(anext(watch))
+        listed: tuple[Member, ...] = ()
+        while True:
+            await asyncio.wait({coming}, timeout=_LOOK_S)
+            if coming.done():
+                listed, coming = coming.result(), asyncio.ensure_future(anext(watch))
+            members = engine_pb2.Members(
+                engines=map(_listed_engine, listed), is_away=self._directory.is_away
+            )
+            if members != self._members:
+                self._members = members
+                for engine in self.engines():
+                    engine.send(engine_pb2.EngineInput(members=members))
 
     async def serve(self, server: grpc.aio.Server, signals: StopSignals) -> None:
         """Run the node until it is told to stop. Raises StartupFailed."""
@@ -180,7 +195,7 @@ class Supervisor:
         _add_services(server, self, callers, self._health)
         await server.start()
         files = () if self._tls is None else (self._tls.files,)
-        beside = [self._health.run(), self._members.run(), show_turns(), watch_ends(files)]
+        beside = [self._health.run(), self._pass_members_on(), show_turns(), watch_ends(files)]
         looking = asyncio.gather(*beside)
         stopping = asyncio.create_task(signals.stop.wait())
         running: list[asyncio.Task[None]] = []
@@ -239,22 +254,16 @@ class Supervisor:
 
     @asynccontextmanager
     async def _presence(self, engine: EngineHandle) -> AsyncIterator[None]:
-        """While it lives, an engine is in the directory, its cache in the prefix index.
-
-        A puller's is linked to sources.
-        """
+        """While it lives, an engine is in the directory, its cache in the prefix index."""
         publisher = Publisher(engine.cache_journal, self._index, SystemClock())
-        tasks = [asyncio.create_task(publisher.run())]
-        if self._role is Role.DECODE:
-            links = Links(engine, self._secret, report, self._tls)
-            tasks.append(asyncio.create_task(links.run(self._directory)))
+        publishing = asyncio.create_task(publisher.run())
+        engine.send(engine_pb2.EngineInput(members=self._members))
         await self._directory.announce(self._member(engine), ENTRY_TTL_S)
         try:
             yield
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            publishing.cancel()
+            await asyncio.gather(publishing, return_exceptions=True)
             await self._directory.withdraw(engine.incarnation)
 
     def _member(self, engine: EngineHandle) -> Member:
@@ -269,6 +278,8 @@ class Supervisor:
             max_model_len=welcome.max_model_len,
             block_size=welcome.block_size,
             num_blocks=welcome.num_blocks,
+            engine_address=engine_addresses_of(self._configs[welcome.name], engine.ready.port)[0],
+            host_id=engine.ready.host_id.hex(),
             device=self._devices.get(welcome.name, ""),
             can_constrain=welcome.can_constrain,
         )
@@ -280,9 +291,6 @@ def _add_services(
     node_pb2_grpc.add_NodeServicer_to_server(  # type: ignore[no-untyped-call]
         NodeServicer(node, callers), server
     )
-    handoff_pb2_grpc.add_HandoffServicer_to_server(  # type: ignore[no-untyped-call]
-        HandoffServicer(node, callers), server
-    )
     health_pb2_grpc.add_HealthServicer_to_server(  # type: ignore[no-untyped-call]
         health.servicer, server
     )
@@ -292,10 +300,34 @@ async def _first_done(*waits: asyncio.Future[Any], timeout_s: float | None = Non
     await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
 
 
-def data_tls(tls: ClusterTls) -> DataTls:
-    """Who may pull from whom, by certificate, and this process's own."""
-    source, puller = role_name(Role.PREFILL.value), role_name(Role.DECODE.value)
-    return DataTls(str(tls.ca), str(tls.chain), str(tls.key), source, puller)
+def _node_of_engine(node: NodeConfig, name: str, index: int) -> NodeConfig:
+    """Of several engines each has a port of its own."""
+    node = dataclasses.replace(node, name=name)
+    if index and node.engine_port:
+        node = dataclasses.replace(node, engine_port=node.engine_port + index)
+    if index and node.advertise_engine:
+        first = [address.rpartition(":") for address in node.advertise_engine.split(",")]
+        shifted = [f"{host}:{int(port) + index}" for host, _, port in first]
+        node = dataclasses.replace(node, advertise_engine=",".join(shifted))
+    return node
+
+
+def _listed_engine(member: Member) -> engine_pb2.ListedEngine:
+    return engine_pb2.ListedEngine(
+        incarnation=member.incarnation,
+        role=member.role.value,
+        name=member.name,
+        address=member.engine_address,
+        host_id=bytes.fromhex(member.host_id),
+        model=member.model,
+        fingerprint=member.fingerprint,
+    )
+
+
+def engine_tls(tls: ClusterTls) -> EngineTls:
+    """Who may do what, by certificate, and this process's own."""
+    names = map(role_name, (GATEWAY, Role.PREFILL.value, Role.DECODE.value))
+    return EngineTls(str(tls.ca), str(tls.chain), str(tls.key), *names)
 
 
 def report(line: str) -> None:

@@ -23,39 +23,28 @@ _sym_db = _symbol_database.Default()
 
 
 from baton.proto.v1 import common_pb2 as baton_dot_proto_dot_v1_dot_common__pb2
-from baton.proto.v1 import handoff_pb2 as baton_dot_proto_dot_v1_dot_handoff__pb2
 from baton.proto.v1 import node_pb2 as baton_dot_proto_dot_v1_dot_node__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x62\x61ton/proto/v1/engine.proto\x12\x08\x62\x61ton.v1\x1a\x1b\x62\x61ton/proto/v1/common.proto\x1a\x1c\x62\x61ton/proto/v1/handoff.proto\x1a\x19\x62\x61ton/proto/v1/node.proto\"\xca\x02\n\x0b\x45ngineInput\x12\x13\n\tconfigure\x18\x01 \x01(\tH\x00\x12-\n\x0c\x66rom_gateway\x18\x02 \x01(\x0b\x32\x15.baton.v1.FromGatewayH\x00\x12\x16\n\x0cgateway_lost\x18\x03 \x01(\tH\x00\x12\'\n\tfrom_peer\x18\x04 \x01(\x0b\x32\x12.baton.v1.FromPeerH\x00\x12+\n\x0bpeer_linked\x18\x05 \x01(\x0b\x32\x14.baton.v1.PeerLinkedH\x00\x12\x13\n\tpeer_lost\x18\x06 \x01(\tH\x00\x12\x14\n\nget_ledger\x18\x07 \x01(\x04H\x00\x12\x0f\n\x05\x64rain\x18\x08 \x01(\x08H\x00\x12\x12\n\x08shutdown\x18\t \x01(\x08H\x00\x12\x31\n\x0egateway_linked\x18\n \x01(\x0b\x32\x17.baton.v1.GatewayLinkedH\x00\x42\x06\n\x04\x62ody\"/\n\rGatewayLinked\x12\x0f\n\x07gateway\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\x0c\"I\n\x0b\x46romGateway\x12\x0f\n\x07gateway\x18\x01 \x01(\t\x12)\n\x07message\x18\x02 \x01(\x0b\x32\x18.baton.v1.GatewayMessage\"G\n\x08\x46romPeer\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12&\n\x07message\x18\x02 \x01(\x0b\x32\x15.baton.v1.PeerMessage\"G\n\nPeerLinked\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x16\n\x0epeer_is_source\x18\x02 \x01(\x08\x12\x0c\n\x04host\x18\x03 \x01(\t\"\x9c\x03\n\x0c\x45ngineOutput\x12\x12\n\x08progress\x18\x01 \x01(\tH\x00\x12\"\n\x05ready\x18\x02 \x01(\x0b\x32\x11.baton.v1.WelcomeH\x00\x12!\n\x06\x66\x61iled\x18\x03 \x01(\x0b\x32\x0f.baton.v1.ErrorH\x00\x12)\n\nto_gateway\x18\x04 \x01(\x0b\x32\x13.baton.v1.ToGatewayH\x00\x12#\n\x07to_peer\x18\x05 \x01(\x0b\x32\x10.baton.v1.ToPeerH\x00\x12(\n\theartbeat\x18\x06 \x01(\x0b\x32\x13.baton.v1.HeartbeatH\x00\x12\"\n\x06ledger\x18\x07 \x01(\x0b\x32\x10.baton.v1.LedgerH\x00\x12)\n\nclose_peer\x18\x08 \x01(\x0b\x32\x13.baton.v1.ClosePeerH\x00\x12/\n\rcache_changes\x18\t \x01(\x0b\x32\x16.baton.v1.CacheChangesH\x00\x12/\n\rclose_gateway\x18\n \x01(\x0b\x32\x16.baton.v1.CloseGatewayH\x00\x42\x06\n\x04\x62ody\"D\n\tToGateway\x12\x0f\n\x07gateway\x18\x01 \x01(\t\x12&\n\x07message\x18\x02 \x01(\x0b\x32\x15.baton.v1.NodeMessage\"E\n\x06ToPeer\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12&\n\x07message\x18\x02 \x01(\x0b\x32\x15.baton.v1.PeerMessage\"?\n\x0c\x43loseGateway\x12\x0f\n\x07gateway\x18\x01 \x01(\t\x12\x1e\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x0f.baton.v1.Error\"@\n\tClosePeer\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x1e\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x0f.baton.v1.Error\"/\n\x0c\x43\x61\x63heChanges\x12\x0f\n\x07removed\x18\x01 \x01(\x0c\x12\x0e\n\x06stored\x18\x02 \x01(\x0c\"%\n\x06Ledger\x12\r\n\x05query\x18\x01 \x01(\x04\x12\x0c\n\x04json\x18\x02 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x62\x61ton/proto/v1/engine.proto\x12\x08\x62\x61ton.v1\x1a\x1b\x62\x61ton/proto/v1/common.proto\x1a\x19\x62\x61ton/proto/v1/node.proto\"\x8b\x01\n\x0b\x45ngineInput\x12\x13\n\tconfigure\x18\x01 \x01(\tH\x00\x12\x14\n\nget_ledger\x18\x02 \x01(\x04H\x00\x12\x0f\n\x05\x64rain\x18\x03 \x01(\x08H\x00\x12\x12\n\x08shutdown\x18\x04 \x01(\x08H\x00\x12$\n\x07members\x18\x05 \x01(\x0b\x32\x11.baton.v1.MembersH\x00\x42\x06\n\x04\x62ody\"C\n\x07Members\x12\'\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x16.baton.v1.ListedEngine\x12\x0f\n\x07is_away\x18\x02 \x01(\x08\"\x85\x01\n\x0cListedEngine\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0f\n\x07host_id\x18\x05 \x01(\x0c\x12\r\n\x05model\x18\x06 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\"\xee\x01\n\x0c\x45ngineOutput\x12\x12\n\x08progress\x18\x01 \x01(\tH\x00\x12 \n\x05ready\x18\x02 \x01(\x0b\x32\x0f.baton.v1.ReadyH\x00\x12!\n\x06\x66\x61iled\x18\x03 \x01(\x0b\x32\x0f.baton.v1.ErrorH\x00\x12(\n\theartbeat\x18\x04 \x01(\x0b\x32\x13.baton.v1.HeartbeatH\x00\x12\"\n\x06ledger\x18\x05 \x01(\x0b\x32\x10.baton.v1.LedgerH\x00\x12/\n\rcache_changes\x18\x06 \x01(\x0b\x32\x16.baton.v1.CacheChangesH\x00\x42\x06\n\x04\x62ody\"J\n\x05Ready\x12\"\n\x07welcome\x18\x01 \x01(\x0b\x32\x11.baton.v1.Welcome\x12\x0c\n\x04port\x18\x02 \x01(\r\x12\x0f\n\x07host_id\x18\x03 \x01(\x0c\"/\n\x0c\x43\x61\x63heChanges\x12\x0f\n\x07removed\x18\x01 \x01(\x0c\x12\x0e\n\x06stored\x18\x02 \x01(\x0c\"%\n\x06Ledger\x12\r\n\x05query\x18\x01 \x01(\x04\x12\x0c\n\x04json\x18\x02 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.proto.v1.engine_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ENGINEINPUT']._serialized_start=128
-  _globals['_ENGINEINPUT']._serialized_end=458
-  _globals['_GATEWAYLINKED']._serialized_start=460
-  _globals['_GATEWAYLINKED']._serialized_end=507
-  _globals['_FROMGATEWAY']._serialized_start=509
-  _globals['_FROMGATEWAY']._serialized_end=582
-  _globals['_FROMPEER']._serialized_start=584
-  _globals['_FROMPEER']._serialized_end=655
-  _globals['_PEERLINKED']._serialized_start=657
-  _globals['_PEERLINKED']._serialized_end=728
-  _globals['_ENGINEOUTPUT']._serialized_start=731
-  _globals['_ENGINEOUTPUT']._serialized_end=1143
-  _globals['_TOGATEWAY']._serialized_start=1145
-  _globals['_TOGATEWAY']._serialized_end=1213
-  _globals['_TOPEER']._serialized_start=1215
-  _globals['_TOPEER']._serialized_end=1284
-  _globals['_CLOSEGATEWAY']._serialized_start=1286
-  _globals['_CLOSEGATEWAY']._serialized_end=1349
-  _globals['_CLOSEPEER']._serialized_start=1351
-  _globals['_CLOSEPEER']._serialized_end=1415
-  _globals['_CACHECHANGES']._serialized_start=1417
-  _globals['_CACHECHANGES']._serialized_end=1464
-  _globals['_LEDGER']._serialized_start=1466
-  _globals['_LEDGER']._serialized_end=1503
+  _globals['_ENGINEINPUT']._serialized_start=98
+  _globals['_ENGINEINPUT']._serialized_end=237
+  _globals['_MEMBERS']._serialized_start=239
+  _globals['_MEMBERS']._serialized_end=306
+  _globals['_LISTEDENGINE']._serialized_start=309
+  _globals['_LISTEDENGINE']._serialized_end=442
+  _globals['_ENGINEOUTPUT']._serialized_start=445
+  _globals['_ENGINEOUTPUT']._serialized_end=683
+  _globals['_READY']._serialized_start=685
+  _globals['_READY']._serialized_end=759
+  _globals['_CACHECHANGES']._serialized_start=761
+  _globals['_CACHECHANGES']._serialized_end=808
+  _globals['_LEDGER']._serialized_start=810
+  _globals['_LEDGER']._serialized_end=847
 # @@protoc_insertion_point(module_scope)

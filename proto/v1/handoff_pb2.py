@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.proto.v1 import common_pb2 as baton_dot_proto_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x62\x61ton/proto/v1/handoff.proto\x12\x08\x62\x61ton.v1\x1a\x1b\x62\x61ton/proto/v1/common.proto\"\xb2\x02\n\x0bPeerMessage\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x0f.baton.v1.HelloH\x00\x12\"\n\x06\x61ttach\x18\x02 \x01(\x0b\x32\x10.baton.v1.AttachH\x00\x12 \n\x05renew\x18\x03 \x01(\x0b\x32\x0f.baton.v1.RenewH\x00\x12$\n\x07release\x18\x04 \x01(\x0b\x32\x11.baton.v1.ReleaseH\x00\x12*\n\x06\x63\x61ncel\x18\x05 \x01(\x0b\x32\x18.baton.v1.CancelTransferH\x00\x12&\n\x08manifest\x18\x06 \x01(\x0b\x32\x12.baton.v1.ManifestH\x00\x12$\n\x07revoked\x18\x07 \x01(\x0b\x32\x11.baton.v1.RevokedH\x00\x12\x13\n\thandshake\x18\x08 \x01(\x0cH\x00\x42\x06\n\x04\x62ody\"\xd5\x01\n\x05Hello\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x10\n\x08protocol\x18\x02 \x01(\r\x12\x35\n\x0b\x66ingerprint\x18\x03 \x03(\x0b\x32 .baton.v1.Hello.FingerprintEntry\x12$\n\x06\x61\x63\x63\x65ss\x18\x04 \x01(\x0b\x32\x14.baton.v1.PoolAccess\x12\x14\n\x0c\x64irect_token\x18\x05 \x01(\x0c\x1a\x32\n\x10\x46ingerprintEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"8\n\nPoolAccess\x12\x0f\n\x07host_id\x18\x01 \x01(\x0c\x12\x0c\n\x04port\x18\x02 \x01(\r\x12\x0b\n\x03key\x18\x03 \x01(\x0c\"1\n\x06\x41ttach\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x12\n\nsees_steps\x18\x02 \x01(\x08\"\x1d\n\x05Renew\x12\x14\n\x0ctransfer_ids\x18\x01 \x03(\t\"\x1e\n\x07Release\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\"%\n\x0e\x43\x61ncelTransfer\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\"\xe4\x01\n\x08Manifest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0b\n\x03seq\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x1a\n\x12lease_remaining_us\x18\x05 \x01(\x04\x12%\n\x05state\x18\x06 \x01(\x0b\x32\x16.baton.v1.HandoffState\x12\x13\n\x0b\x66irst_index\x18\x07 \x01(\r\x12\x11\n\tblock_ids\x18\x08 \x01(\x0c\x12\x13\n\x0bgenerations\x18\t \x01(\x0c\x12\x0e\n\x06hashes\x18\n \x01(\x0c\x12\x0c\n\x04step\x18\x0b \x01(\x04J\x04\x08\x03\x10\x04\"R\n\x0cHandoffState\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x16\n\x0e\x66irst_token_id\x18\x02 \x01(\r\x12\x16\n\x0e\x66ork_token_ids\x18\x03 \x03(\r\">\n\x07Revoked\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x1e\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x0f.baton.v1.Error2C\n\x07Handoff\x12\x38\n\x04Link\x12\x15.baton.v1.PeerMessage\x1a\x15.baton.v1.PeerMessage(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x62\x61ton/proto/v1/handoff.proto\x12\x08\x62\x61ton.v1\x1a\x1b\x62\x61ton/proto/v1/common.proto\"\xc1\x02\n\x0bPeerMessage\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x0f.baton.v1.HelloH\x00\x12\"\n\x06\x61ttach\x18\x02 \x01(\x0b\x32\x10.baton.v1.AttachH\x00\x12 \n\x05renew\x18\x03 \x01(\x0b\x32\x0f.baton.v1.RenewH\x00\x12$\n\x07release\x18\x04 \x01(\x0b\x32\x11.baton.v1.ReleaseH\x00\x12*\n\x06\x63\x61ncel\x18\x05 \x01(\x0b\x32\x18.baton.v1.CancelTransferH\x00\x12&\n\x08manifest\x18\x06 \x01(\x0b\x32\x12.baton.v1.ManifestH\x00\x12$\n\x07revoked\x18\x07 \x01(\x0b\x32\x11.baton.v1.RevokedH\x00\x12\"\n\x07refused\x18\x08 \x01(\x0b\x32\x0f.baton.v1.ErrorH\x00\x42\x06\n\x04\x62ody\"\xbf\x01\n\x05Hello\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x10\n\x08protocol\x18\x02 \x01(\r\x12\x35\n\x0b\x66ingerprint\x18\x03 \x03(\x0b\x32 .baton.v1.Hello.FingerprintEntry\x12$\n\x06\x61\x63\x63\x65ss\x18\x04 \x01(\x0b\x32\x14.baton.v1.PoolAccess\x1a\x32\n\x10\x46ingerprintEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"8\n\nPoolAccess\x12\x0f\n\x07host_id\x18\x01 \x01(\x0c\x12\x0c\n\x04port\x18\x02 \x01(\r\x12\x0b\n\x03key\x18\x03 \x01(\x0c\"1\n\x06\x41ttach\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x12\n\nsees_steps\x18\x02 \x01(\x08\"\x1d\n\x05Renew\x12\x14\n\x0ctransfer_ids\x18\x01 \x03(\t\"\x1e\n\x07Release\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\"%\n\x0e\x43\x61ncelTransfer\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\"\xe4\x01\n\x08Manifest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0b\n\x03seq\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x1a\n\x12lease_remaining_us\x18\x05 \x01(\x04\x12%\n\x05state\x18\x06 \x01(\x0b\x32\x16.baton.v1.HandoffState\x12\x13\n\x0b\x66irst_index\x18\x07 \x01(\r\x12\x11\n\tblock_ids\x18\x08 \x01(\x0c\x12\x13\n\x0bgenerations\x18\t \x01(\x0c\x12\x0e\n\x06hashes\x18\n \x01(\x0c\x12\x0c\n\x04step\x18\x0b \x01(\x04J\x04\x08\x03\x10\x04\"R\n\x0cHandoffState\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x16\n\x0e\x66irst_token_id\x18\x02 \x01(\r\x12\x16\n\x0e\x66ork_token_ids\x18\x03 \x03(\r\">\n\x07Revoked\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x1e\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x0f.baton.v1.Errorb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,27 +35,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HELLO_FINGERPRINTENTRY']._loaded_options = None
   _globals['_HELLO_FINGERPRINTENTRY']._serialized_options = b'8\001'
   _globals['_PEERMESSAGE']._serialized_start=72
-  _globals['_PEERMESSAGE']._serialized_end=378
-  _globals['_HELLO']._serialized_start=381
-  _globals['_HELLO']._serialized_end=594
-  _globals['_HELLO_FINGERPRINTENTRY']._serialized_start=544
-  _globals['_HELLO_FINGERPRINTENTRY']._serialized_end=594
-  _globals['_POOLACCESS']._serialized_start=596
-  _globals['_POOLACCESS']._serialized_end=652
-  _globals['_ATTACH']._serialized_start=654
-  _globals['_ATTACH']._serialized_end=703
-  _globals['_RENEW']._serialized_start=705
-  _globals['_RENEW']._serialized_end=734
-  _globals['_RELEASE']._serialized_start=736
-  _globals['_RELEASE']._serialized_end=766
-  _globals['_CANCELTRANSFER']._serialized_start=768
-  _globals['_CANCELTRANSFER']._serialized_end=805
-  _globals['_MANIFEST']._serialized_start=808
-  _globals['_MANIFEST']._serialized_end=1036
-  _globals['_HANDOFFSTATE']._serialized_start=1038
-  _globals['_HANDOFFSTATE']._serialized_end=1120
-  _globals['_REVOKED']._serialized_start=1122
-  _globals['_REVOKED']._serialized_end=1184
-  _globals['_HANDOFF']._serialized_start=1186
-  _globals['_HANDOFF']._serialized_end=1253
+  _globals['_PEERMESSAGE']._serialized_end=393
+  _globals['_HELLO']._serialized_start=396
+  _globals['_HELLO']._serialized_end=587
+  _globals['_HELLO_FINGERPRINTENTRY']._serialized_start=537
+  _globals['_HELLO_FINGERPRINTENTRY']._serialized_end=587
+  _globals['_POOLACCESS']._serialized_start=589
+  _globals['_POOLACCESS']._serialized_end=645
+  _globals['_ATTACH']._serialized_start=647
+  _globals['_ATTACH']._serialized_end=696
+  _globals['_RENEW']._serialized_start=698
+  _globals['_RENEW']._serialized_end=727
+  _globals['_RELEASE']._serialized_start=729
+  _globals['_RELEASE']._serialized_end=759
+  _globals['_CANCELTRANSFER']._serialized_start=761
+  _globals['_CANCELTRANSFER']._serialized_end=798
+  _globals['_MANIFEST']._serialized_start=801
+  _globals['_MANIFEST']._serialized_end=1029
+  _globals['_HANDOFFSTATE']._serialized_start=1031
+  _globals['_HANDOFFSTATE']._serialized_end=1113
+  _globals['_REVOKED']._serialized_start=1115
+  _globals['_REVOKED']._serialized_end=1177
 # @@protoc_insertion_point(module_scope)

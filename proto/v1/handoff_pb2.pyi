@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PeerMessage(_message.Message):
-    __slots__ = ("hello", "attach", "renew", "release", "cancel", "manifest", "revoked", "handshake")
+    __slots__ = ("hello", "attach", "renew", "release", "cancel", "manifest", "revoked", "refused")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ATTACH_FIELD_NUMBER: _ClassVar[int]
     RENEW_FIELD_NUMBER: _ClassVar[int]
@@ -15,7 +15,7 @@ class PeerMessage(_message.Message):
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     REVOKED_FIELD_NUMBER: _ClassVar[int]
-    HANDSHAKE_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     attach: Attach
     renew: Renew
@@ -23,11 +23,11 @@ class PeerMessage(_message.Message):
     cancel: CancelTransfer
     manifest: Manifest
     revoked: Revoked
-    handshake: bytes
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., cancel: _Optional[_Union[CancelTransfer, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., revoked: _Optional[_Union[Revoked, _Mapping]] = ..., handshake: _Optional[bytes] = ...) -> None: ...
+    refused: _common_pb2.Error
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., cancel: _Optional[_Union[CancelTransfer, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., revoked: _Optional[_Union[Revoked, _Mapping]] = ..., refused: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("incarnation", "protocol", "fingerprint", "access", "direct_token")
+    __slots__ = ("incarnation", "protocol", "fingerprint", "access")
     class FingerprintEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -39,13 +39,11 @@ class Hello(_message.Message):
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     ACCESS_FIELD_NUMBER: _ClassVar[int]
-    DIRECT_TOKEN_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     protocol: int
     fingerprint: _containers.ScalarMap[str, str]
     access: PoolAccess
-    direct_token: bytes
-    def __init__(self, incarnation: _Optional[str] = ..., protocol: _Optional[int] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., access: _Optional[_Union[PoolAccess, _Mapping]] = ..., direct_token: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[str] = ..., protocol: _Optional[int] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., access: _Optional[_Union[PoolAccess, _Mapping]] = ...) -> None: ...
 
 class PoolAccess(_message.Message):
     __slots__ = ("host_id", "port", "key")

@@ -19,14 +19,12 @@ WORK_DECODE: Work
 WORK_LOCAL: Work
 
 class GatewayMessage(_message.Message):
-    __slots__ = ("dispatch", "cancel", "handshake")
+    __slots__ = ("dispatch", "cancel")
     DISPATCH_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
-    HANDSHAKE_FIELD_NUMBER: _ClassVar[int]
     dispatch: Dispatch
     cancel: Cancel
-    handshake: bytes
-    def __init__(self, dispatch: _Optional[_Union[Dispatch, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., handshake: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, dispatch: _Optional[_Union[Dispatch, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ...) -> None: ...
 
 class Dispatch(_message.Message):
     __slots__ = ("request_id", "attempt", "prompt_token_ids", "output_token_ids", "sampling", "cache_salt", "work", "ticket", "deadline_remaining_us", "sample_index", "fork_request_ids", "caller_id")
@@ -75,25 +73,21 @@ class Cancel(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class NodeMessage(_message.Message):
-    __slots__ = ("welcome", "outputs", "heartbeat", "engine_ended", "handshake")
+    __slots__ = ("welcome", "outputs", "heartbeat", "engine_ended", "refused")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ENDED_FIELD_NUMBER: _ClassVar[int]
-    HANDSHAKE_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     outputs: StepOutputs
     heartbeat: Heartbeat
-    engine_ended: EngineEnded
-    handshake: bytes
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., outputs: _Optional[_Union[StepOutputs, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., engine_ended: _Optional[_Union[EngineEnded, _Mapping]] = ..., handshake: _Optional[bytes] = ...) -> None: ...
-
-class EngineEnded(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    engine_ended: _common_pb2.Error
+    refused: _common_pb2.Error
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., outputs: _Optional[_Union[StepOutputs, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., engine_ended: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., refused: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("incarnation", "role", "name", "model", "fingerprint", "max_model_len", "block_size", "num_blocks", "vocab_size", "eos_token_ids", "can_constrain", "direct", "max_num_seqs")
+    __slots__ = ("incarnation", "role", "name", "model", "fingerprint", "max_model_len", "block_size", "num_blocks", "vocab_size", "eos_token_ids", "can_constrain", "max_num_seqs")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -105,7 +99,6 @@ class Welcome(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CAN_CONSTRAIN_FIELD_NUMBER: _ClassVar[int]
-    DIRECT_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     role: str
@@ -118,19 +111,8 @@ class Welcome(_message.Message):
     vocab_size: int
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     can_constrain: bool
-    direct: DirectOffer
     max_num_seqs: int
-    def __init__(self, incarnation: _Optional[str] = ..., role: _Optional[str] = ..., name: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., can_constrain: bool = ..., direct: _Optional[_Union[DirectOffer, _Mapping]] = ..., max_num_seqs: _Optional[int] = ...) -> None: ...
-
-class DirectOffer(_message.Message):
-    __slots__ = ("host_id", "gateway", "token")
-    HOST_ID_FIELD_NUMBER: _ClassVar[int]
-    GATEWAY_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_FIELD_NUMBER: _ClassVar[int]
-    host_id: bytes
-    gateway: str
-    token: bytes
-    def __init__(self, host_id: _Optional[bytes] = ..., gateway: _Optional[str] = ..., token: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[str] = ..., role: _Optional[str] = ..., name: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., can_constrain: bool = ..., max_num_seqs: _Optional[int] = ...) -> None: ...
 
 class StepOutputs(_message.Message):
     __slots__ = ("outputs", "tokens")

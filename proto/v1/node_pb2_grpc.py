@@ -34,11 +34,6 @@ class NodeStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.Session = channel.stream_stream(
-                '/baton.v1.Node/Session',
-                request_serializer=baton_dot_proto_dot_v1_dot_node__pb2.GatewayMessage.SerializeToString,
-                response_deserializer=baton_dot_proto_dot_v1_dot_node__pb2.NodeMessage.FromString,
-                _registered_method=True)
         self.GetLedgers = channel.stream_stream(
                 '/baton.v1.Node/GetLedgers',
                 request_serializer=baton_dot_proto_dot_v1_dot_node__pb2.GetLedgersRequest.SerializeToString,
@@ -54,17 +49,9 @@ class NodeStub(object):
 class NodeServicer(object):
     """Missing associated documentation comment in .proto file."""
 
-    def Session(self, request_iterator, context):
-        """A handshake first (cluster/link_handshake.py), with the incarnation of the engine that is meant.
-        The node then sends Welcome, step outputs and heartbeats. When the stream ends, the node cancels
-        every request that came over it; when the engine dies, the node ends it.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def GetLedgers(self, request_iterator, context):
-        """What `baton fsck` asks: every engine's ledger, leases and transfers, as JSON. A handshake first.
+        """What `baton fsck` asks: every engine's ledger, leases and transfers, as JSON. A handshake first
+        (cluster/link_handshake.py).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -80,11 +67,6 @@ class NodeServicer(object):
 
 def add_NodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Session': grpc.stream_stream_rpc_method_handler(
-                    servicer.Session,
-                    request_deserializer=baton_dot_proto_dot_v1_dot_node__pb2.GatewayMessage.FromString,
-                    response_serializer=baton_dot_proto_dot_v1_dot_node__pb2.NodeMessage.SerializeToString,
-            ),
             'GetLedgers': grpc.stream_stream_rpc_method_handler(
                     servicer.GetLedgers,
                     request_deserializer=baton_dot_proto_dot_v1_dot_node__pb2.GetLedgersRequest.FromString,
@@ -105,33 +87,6 @@ def add_NodeServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Node(object):
     """Missing associated documentation comment in .proto file."""
-
-    @staticmethod
-    def Session(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/baton.v1.Node/Session',
-            baton_dot_proto_dot_v1_dot_node__pb2.GatewayMessage.SerializeToString,
-            baton_dot_proto_dot_v1_dot_node__pb2.NodeMessage.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
 
     @staticmethod
     def GetLedgers(request_iterator,

@@ -26,7 +26,7 @@ from baton.kv_transfer.export.pool_address import PoolDescription
 from baton.kv_transfer.network import data_wire as wire
 from baton.kv_transfer.network.data_client import describe_remote
 from baton.kv_transfer.network.data_server import DataServer, ServedPool
-from baton.kv_transfer.network.data_tls import DataTls
+from baton.core.channels.engine_tls import EngineTls
 from baton.kv_transfer.network.remote_window import RemoteWindow
 from baton.kv_transfer.network.tcp import TcpTransport, tcp_outlet
 from baton.kv_transfer.shm.block_bytes import HostBlockBytes
@@ -61,7 +61,7 @@ class World:
     ours: HostPool
     server: DataServer
     proxy: WireProxy
-    tls: tuple[DataTls, DataTls] | None = None  # the source's, the puller's
+    tls: tuple[EngineTls, EngineTls] | None = None  # the source's, the puller's
     num_reads: int = 0
     committed: list[int] = field(default_factory=list)  # blocks of ours, as they were written
 
@@ -113,7 +113,7 @@ class World:
 
 
 @contextlib.contextmanager
-def running(tls: tuple[DataTls, DataTls] | None = None) -> Iterator[World]:
+def running(tls: tuple[EngineTls, EngineTls] | None = None) -> Iterator[World]:
     source, ours = HostPool(SOURCE, NUM_BLOCKS, BLOCK_BYTES), HostPool(PULLER, 12, BLOCK_BYTES)
     rng = np.random.default_rng(3)
     for block_id in range(NUM_RESERVED_BLOCKS, NUM_BLOCKS):
@@ -317,18 +317,18 @@ def test_a_slow_source_is_waited_for_as_long_as_something_comes(world: World) ->
 
 
 @pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> tuple[DataTls, DataTls]:
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> tuple[EngineTls, EngineTls]:
     folder: Path = tmp_path_factory.mktemp("certs")
     make_certificates(folder)
 
-    def of(role: str) -> DataTls:
+    def of(role: str) -> EngineTls:
         ca, chain, key = (str(folder / name) for name in ("ca.crt", f"{role}.crt", f"{role}.key"))
-        return DataTls(ca, chain, key, role_name("prefill"), role_name("decode"))
+        return EngineTls(ca, chain, key, role_name("prefill"), role_name("decode"))
 
     return of("prefill"), of("decode")
 
 
-def test_with_tls_resets_go_on_and_silence_ends(certificates: tuple[DataTls, DataTls]) -> None:
+def test_with_tls_resets_go_on_and_silence_ends(certificates: tuple[EngineTls, EngineTls]) -> None:
     chance = random.Random(16)
     with running(certificates) as world, world.window() as window:
         for offset in [*range(1, 30, 3), *chance.sample(range(30, 3 * REQUEST[BACK]), 10)]:

@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Callable
 
-from ...core.pace import Pace
+from ..pace import Pace
 
 _log = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
-"""Mutual TLS around data connections: paths and names that a process is told, contexts made anew.
+"""Mutual TLS of an engine process: paths and names that it is given, contexts made anew.
 
 Files are read at each connection, so that renewed ones count from then on; while they cannot be
 used, as between the writing of a chain and of its key, what was read before stays. Knows no role:
-who is told the names knows which certificates they stand for.
+whoever gives the names knows which certificates they stand for.
 """
 
 from __future__ import annotations
@@ -12,42 +12,62 @@ import logging
 import socket
 import ssl
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
-
-from .data_client import WrapSocket
 
 _log = logging.getLogger(__name__)
 
+WrapSocket = Callable[[socket.socket], socket.socket]  # e.g. into TLS; raises OSError
+
 
 @dataclass(frozen=True, slots=True)
-class DataTls:
-    """This process's certificate, and what a source's and a puller's must say (DNS names)."""
+class Secured:
+    """A TLS connection. `names`: the DNS names in the other end's certificate."""
+
+    connection: ssl.SSLSocket
+    names: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTls:
+    """This process's certificate, and what others' must say (DNS names)."""
 
     ca: str
     chain: str
     key: str
+    gateway_name: str
     source_name: str
     puller_name: str
 
-    def source_wrap(self) -> WrapSocket:
-        """For a source's ends: raises OSError unless the other end is a puller of this cluster."""
+    def accept(self) -> Callable[[socket.socket], Secured]:
+        """For ends that were connected to: raises OSError unless the other is of this cluster."""
         contexts = _Contexts(self, ssl.PROTOCOL_TLS_SERVER)
 
+        def secure(connection: socket.socket) -> Secured:
+            secured = contexts.newest().wrap_socket(connection, server_side=True)
+            names = (secured.getpeercert() or {}).get("subjectAltName", ())
+            return Secured(secured, frozenset(str(each[1]) for each in names if each[0] == "DNS"))
+
+        return secure
+
+    def source_wrap(self) -> WrapSocket:
+        """For a source's ends: raises OSError unless the other end is a puller of this cluster."""
+        accept = self.accept()
+
         def wrap(connection: socket.socket) -> socket.socket:
-            wrapped = contexts.newest().wrap_socket(connection, server_side=True)
-            names = (wrapped.getpeercert() or {}).get("subjectAltName", ())
-            if ("DNS", self.puller_name) not in names:
-                wrapped.close()
+            secured = accept(connection)
+            if self.puller_name not in secured.names:
+                secured.connection.close()
                 raise ConnectionError(f"the certificate is not that of {self.puller_name}")
-            return wrapped
+            return secured.connection
 
         return wrap
 
-    def puller_wrap(self) -> WrapSocket:
+    def puller_wrap(self) -> Callable[[socket.socket], ssl.SSLSocket]:
         """For a puller's ends: raises OSError unless the other end is a source of this cluster."""
         contexts = _Contexts(self, ssl.PROTOCOL_TLS_CLIENT)
 
-        def wrap(connection: socket.socket) -> socket.socket:
+        def wrap(connection: socket.socket) -> ssl.SSLSocket:
             return contexts.newest().wrap_socket(connection, server_hostname=self.source_name)
 
         return wrap
@@ -56,7 +76,7 @@ class DataTls:
 class _Contexts:
     """Of one kind of end. Any thread may ask."""
 
-    def __init__(self, tls: DataTls, protocol: int) -> None:
+    def __init__(self, tls: EngineTls, protocol: int) -> None:
         self._tls = tls
         self._protocol = protocol
         self._lock = threading.Lock()

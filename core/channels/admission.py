@@ -1,0 +1,117 @@
+"""How a channel begins: the handshake on a connected socket, then the listener's verdict.
+
+    dialer                                     listener
+      │ ── opening ────────────────────────►     │
+      │ ◄──────────────────────── challenge ──   │
+      │ ── answer ─────────────────────────►     │
+      │ ◄── a frame: empty, or the refusal ───   │   to a dialer that has proven itself
+
+Every wait has an end. Blocks, so it is for threads of their own.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from ..errors import NodeLost, PermissionDenied
+from .framing import LENGTH_BYTES, decode_length, encode_payload
+from .handshake import ANSWER_BYTES, CHALLENGE_BYTES, OPENING_BYTES, Dialer, Listener, Opening
+from .same_host import require_same_user, socket_address
+
+GATEWAY, PULLER = b"gateway", b"puller"  # purposes
+SOCKET, THIS_HOST = "engine", "this host"  # of unix sockets: the name's part, the address
+ADMIT_S = 2.0  # how long a handshake may take
+
+LOST_S = 1.2  # a connection on which nothing arrives at the other host for so long has broken
+_MAX_REFUSAL_BYTES = 4096
+_TCP_OPTIONS = (
+    (socket.TCP_NODELAY, 1),
+    (socket.TCP_USER_TIMEOUT, round(LOST_S * 1000)),
+    (socket.TCP_KEEPIDLE, 1),
+    (socket.TCP_KEEPINTVL, 1),
+)
+
+KeyOf = Callable[[Opening], bytes | None]
+
+
+def tune(connection: socket.socket) -> None:
+    """Let a TCP connection send at once, and notice within `LOST_S` that its other end is gone."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _TCP_OPTIONS:
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def connect(incarnation: str, address: str | None) -> socket.socket:
+    """A connection to the engine: by its unix socket, or at `address` (host:port).
+
+    Raises OSError, HandoffFailed (another user listens there).
+    """
+    if address is not None:
+        host, _, port = address.rpartition(":")
+        connection = socket.create_connection((host.strip("[]"), int(port)), ADMIT_S)
+        tune(connection)
+        return connection
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(ADMIT_S)
+        connection.connect(socket_address(incarnation, SOCKET))
+        require_same_user(connection)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def introduce(connection: socket.socket, ours: Dialer) -> None:
+    """The dialer's part. Raises NodeLost, Unauthenticated, PermissionDenied (its refusal)."""
+    until_s = time.monotonic() + ADMIT_S
+    try:
+        connection.sendall(ours.opening)
+        connection.sendall(ours.answer(_read(connection, CHALLENGE_BYTES, until_s)))
+        length = decode_length(_read(connection, LENGTH_BYTES, until_s), 0, _MAX_REFUSAL_BYTES)
+        refusal = _read(connection, length, until_s)
+    except OSError as error:
+        raise NodeLost(f"the connection broke within the handshake: {error}") from error
+    check_verdict(refusal)
+
+
+def check_verdict(refusal: bytes) -> None:
+    """Raises PermissionDenied unless the listener's frame is empty."""
+    if refusal:
+        raise PermissionDenied(refusal.decode("utf-8", "replace"))
+
+
+def admit(connection: socket.socket, listener: Listener) -> Opening:
+    """The listener's part: who dials, which is proven; then `accept` or `refuse`.
+
+    Raises OSError, Unauthenticated.
+    """
+    until_s = time.monotonic() + ADMIT_S
+    connection.sendall(listener.challenge(_read(connection, OPENING_BYTES, until_s)))
+    return listener.check(_read(connection, ANSWER_BYTES, until_s))
+
+
+def accept(connection: socket.socket) -> None:
+    """Raises OSError."""
+    connection.sendall(encode_payload(b""))
+
+
+def refuse(connection: socket.socket, reason: str) -> None:
+    """Tell a dialer that has proven itself why it is not accepted."""
+    with suppress(OSError):
+        connection.sendall(encode_payload(reason.encode()[:_MAX_REFUSAL_BYTES]))
+
+
+def _read(connection: socket.socket, num_bytes: int, until_s: float) -> bytes:
+    """Raises OSError: it broke, ended, or takes too long."""
+    data = b""
+    while len(data) < num_bytes:
+        connection.settimeout(max(0.001, until_s - time.monotonic()))
+        part = connection.recv(num_bytes - len(data))
+        if not part:
+            raise ConnectionError("the other end hung up")
+        data += part
+    return data

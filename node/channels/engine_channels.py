@@ -1,0 +1,260 @@
+"""All channels of one engine: to gateways, to pullers, to the sources that it dialled.
+
+    listener, dialer ── Connected ──► inbox ──► `add`       the loop's thread owns every channel;
+    gateways, peers  ── frames ────► inbox ──► From*        heartbeats come from one of their own
+    loop ── to_gateway, to_peer ──► frames
+
+A pair of engines has one channel: a newer one takes the place of an older. What belongs to a
+channel that was closed meanwhile is dropped by whoever handles the items. Knows no request.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+from google.protobuf.message import DecodeError
+
+from ...core.channels.channel import Channel, ChannelBroken
+from ...core.channels.framing import BrokenStream
+from ...core.errors import BatonError, HandoffFailed, InvalidRequest, NodeLost
+from ...proto import codec
+from ...proto.v1 import engine_pb2, handoff_pb2, node_pb2
+from .inbox import Inbox
+
+log = logging.getLogger(__name__)
+
+
+class Kind(enum.Enum):
+    """Who is at the other end."""
+
+    GATEWAY = "gateway"
+    PULLER = "puller"
+    SOURCE = "source"
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """One channel. `name`: a gateway's id or a peer's incarnation; `host`: where it was dialled."""
+
+    kind: Kind
+    name: str
+    channel: Channel
+    host: str = ""
+    is_watched: bool = field(default=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """A link that stands, from now on the loop's."""
+
+    link: Link
+
+
+@dataclass(frozen=True, slots=True)
+class FromGateway:
+    """What a gateway sent."""
+
+    link: Link
+    message: node_pb2.GatewayMessage
+
+
+@dataclass(frozen=True, slots=True)
+class FromPeer:
+    """What a peer sent."""
+
+    link: Link
+    message: handoff_pb2.PeerMessage
+
+
+@dataclass(frozen=True, slots=True)
+class LinkOver:
+    """Nothing more will come: `error` says why, which the other end is not told."""
+
+    link: Link
+    error: BatonError
+
+
+@dataclass(frozen=True, slots=True)
+class HasUnsent:
+    """Another thread left something unsent."""
+
+    link: Link
+
+
+ChannelItem: TypeAlias = Connected | FromGateway | FromPeer | LinkOver | HasUnsent
+
+
+class Follower(Protocol):
+    """Whoever admits or dials engines."""
+
+    def list_members(self, members: engine_pb2.Members) -> None: ...
+
+    def link_over(self, link: Link) -> None: ...
+
+
+class EngineChannels:
+    """Belongs to the loop's thread, but for `heartbeat` and `end`, which any thread may call."""
+
+    def __init__(
+        self, inbox: Inbox[Any], welcome: node_pb2.Welcome, followers: Sequence[Follower] = ()
+    ) -> None:
+        """`followers` want to know what changes."""
+        self._inbox = inbox
+        self._followers = followers
+        self._welcome = node_pb2.NodeMessage(welcome=welcome).SerializeToString()
+        self._heartbeat: bytes | None = None  # the last one
+        self._gateways: dict[str, Link] = {}
+        self._peers: dict[str, Link] = {}
+
+    def close(self) -> None:
+        for link in self._links():
+            self.remove(link)
+
+    def _links(self) -> list[Link]:
+        return [*self._gateways.values(), *self._peers.values()]
+
+    def ledger(self) -> dict[str, object]:
+        """Who is linked, by kind."""
+        by_kind: dict[str, list[str]] = {kind.value: [] for kind in Kind}
+        for link in self._links():
+            by_kind[link.kind.value].append(link.name)
+        return {"links": by_kind}
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether a gateway has not taken yet what was sent to it."""
+        return any(gateway.channel.has_unsent for gateway in self._gateways.values())
+
+    def add(self, link: Link) -> Link | None:
+        """A link stands; returns the older one of the same pair, which is over."""
+        links = self._gateways if link.kind is Kind.GATEWAY else self._peers
+        older = links.get(link.name)
+        if older is not None:
+            self.remove(older)
+        links[link.name] = link
+        self._inbox.watch(link.channel, lambda: self._read(link))
+        link.is_watched = True
+        log.info("linked with %s %s", link.kind.value, link.name)
+        if link.kind is Kind.GATEWAY:
+            for payload in filter(None, (self._welcome, self._heartbeat)):
+                self._send(link, payload)
+        return older
+
+    def remove(self, link: Link) -> None:
+        """End a link. A second time does nothing."""
+        if link.channel.is_closed:
+            return
+        links = self._gateways if link.kind is Kind.GATEWAY else self._peers
+        if links.get(link.name) is link:
+            del links[link.name]
+        if link.is_watched:
+            self._inbox.forget(link.channel)
+        link.channel.close()
+        for follower in self._followers:
+            follower.link_over(link)
+
+    def list_members(self, members: engine_pb2.Members) -> None:
+        """The directory has these engines now."""
+        for follower in self._followers:
+            follower.list_members(members)
+
+    def watch_writes(self, link: Link) -> None:
+        """Send the rest once there is room, if anything is left."""
+        if link.is_watched and not link.channel.is_closed:
+            self._inbox.watch_writes(link.channel, link.channel.has_unsent)
+
+    # -- out ---------------------------------------------------------------------------------------
+
+    def to_gateway(self, name: str, message: node_pb2.NodeMessage) -> None:
+        """Goes nowhere if the gateway is gone."""
+        if (link := self._gateways.get(name)) is not None:
+            self._send(link, message.SerializeToString())
+
+    def to_peer(self, incarnation: str, message: handoff_pb2.PeerMessage) -> None:
+        """Goes nowhere if the peer is gone."""
+        if (link := self._peers.get(incarnation)) is not None:
+            self._send(link, message.SerializeToString())
+
+    def refuse(self, link: Link, error: BatonError) -> None:
+        """The last message of a link: why it ends. Whoever runs the loop removes it."""
+        wire = codec.error_to_wire(error)
+        if link.kind is Kind.GATEWAY:
+            self._send(link, node_pb2.NodeMessage(refused=wire).SerializeToString())
+        else:
+            self._send(link, handoff_pb2.PeerMessage(refused=wire).SerializeToString())
+
+    def end_peer(self, incarnation: str, error: BatonError) -> None:
+        """Refuse a peer, and end its link once the loop comes to it."""
+        if (link := self._peers.get(incarnation)) is not None:
+            self.refuse(link, error)
+            self._inbox.put(LinkOver(link, error))
+
+    def _send(self, link: Link, payload: bytes) -> None:
+        try:
+            link.channel.send(payload)
+        except ChannelBroken as error:
+            self._inbox.put(LinkOver(link, NodeLost(str(error))))
+        self.watch_writes(link)
+
+    def heartbeat(self, numbers: node_pb2.Heartbeat) -> None:
+        """Send it to all gateways; peers get an empty frame. Any thread."""
+        payload = node_pb2.NodeMessage(heartbeat=numbers).SerializeToString()
+        self._heartbeat = payload
+        for link in self._links():
+            self._send_beside(link, payload if link.kind is Kind.GATEWAY else b"")
+
+    def end(self, error: BatonError) -> None:
+        """Tell all gateways that the process ends, and why. Any thread."""
+        message = node_pb2.NodeMessage(engine_ended=codec.error_to_wire(error))
+        payload = message.SerializeToString()
+        for link in list(self._gateways.values()):
+            self._send_beside(link, payload)
+
+    def _send_beside(self, link: Link, payload: bytes) -> None:
+        """From a thread that must not touch the inbox's sockets."""
+        if link.channel.is_closed:
+            return
+        try:
+            link.channel.send(payload)
+        except ChannelBroken as error:
+            self._inbox.put(LinkOver(link, NodeLost(str(error))))
+            return
+        if link.channel.has_unsent:
+            self._inbox.put(HasUnsent(link))
+
+    # -- in ----------------------------------------------------------------------------------------
+
+    def _read(self, link: Link) -> Sequence[ChannelItem]:
+        """What the other end has sent; at last, that the link is over."""
+        channel = link.channel
+        if channel.is_closed:
+            return ()
+        items: list[ChannelItem] = []
+        try:
+            if channel.has_unsent:
+                channel.flush()
+                self.watch_writes(link)
+            payloads, is_over = channel.receive()
+            for payload in payloads:
+                items.append(_decode(link, payload))
+            if is_over:
+                items.append(LinkOver(link, NodeLost("the other end closed it")))
+        except ChannelBroken as error:
+            items.append(LinkOver(link, NodeLost(str(error))))
+        except (BrokenStream, DecodeError) as error:
+            reason = f"what came cannot be read: {error}"
+            wrong = InvalidRequest if link.kind is Kind.GATEWAY else HandoffFailed
+            self.refuse(link, wrong(reason))
+            items.append(LinkOver(link, wrong(reason)))
+        return items
+
+
+def _decode(link: Link, payload: bytes) -> FromGateway | FromPeer:
+    """Raises DecodeError."""
+    if link.kind is Kind.GATEWAY:
+        return FromGateway(link, node_pb2.GatewayMessage.FromString(payload))
+    return FromPeer(link, handoff_pb2.PeerMessage.FromString(payload))

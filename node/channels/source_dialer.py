@@ -1,0 +1,159 @@
+"""A puller's channels to every source that the directory lists: dialled, and dialled again.
+
+    members ─► sources of the same model ─► a thread each: dial, wait for the end, back off
+
+A source that leaves the list keeps its channel, since the list is a hint, but is not dialled again.
+One whose fingerprint differs is dialled once: the engines compare field by field, and the one that
+refuses names the field. What is sent on a channel is the business of its two engines.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ...core.channels.addresses import host_of
+from ...core.channels.admission import PULLER, THIS_HOST, connect, introduce
+from ...core.channels.channel import Channel
+from ...core.channels.handshake import Dialer
+from ...core.channels.tls_pump import plain_end
+from ...core.errors import BatonError, HandoffFailed
+from ...core.membership import Role
+from ...proto.v1 import engine_pb2
+from .engine_channels import Kind, Link
+
+log = logging.getLogger(__name__)
+
+FIRST_DELAY_S = 0.1
+LONGEST_DELAY_S = 5.0
+STEADY_S = 1.0  # a link that stood so long was fine: its end begins a new series of tries
+
+
+@dataclass(frozen=True, slots=True)
+class Puller:
+    """Who dials: `key` is what it proves; `secure` begins TLS with a source, raises OSError."""
+
+    incarnation: str
+    model: str
+    fingerprint: str
+    host_id: bytes
+    key: bytes
+    secure: Callable[[socket.socket], ssl.SSLSocket] | None
+
+
+class SourceDialer:
+    """`list_members` and `link_over` are for the loop's thread; `close` ends all tries."""
+
+    def __init__(self, puller: Puller, on_link: Callable[[Link], None]) -> None:
+        """`on_link` gets every channel that a source has accepted, on other threads."""
+        self._puller = puller
+        self._on_link = on_link
+        self._changed = threading.Condition()
+        self._sources: Mapping[str, engine_pb2.ListedEngine] = {}
+        self._dialled: set[str] = set()  # by a thread of theirs
+        self._linked: dict[str, Link] = {}
+        self._refused: set[str] = set()  # of another make, and linked once
+        self._is_closed = False
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def list_members(self, members: engine_pb2.Members) -> None:
+        """The directory has these engines now."""
+        with self._changed:
+            self._sources = {e.incarnation: e for e in members.engines if self._is_source(e)}
+            self._refused &= self._sources.keys()
+            for incarnation in self._sources.keys() - self._dialled - self._refused:
+                self._dialled.add(incarnation)
+                threading.Thread(target=self._keep_linked, args=(incarnation,), daemon=True).start()
+            self._changed.notify_all()
+
+    def link_over(self, link: Link) -> None:
+        """A source's channel has ended."""
+        with self._changed:
+            if self._linked.get(link.name) is link:
+                del self._linked[link.name]
+                self._changed.notify_all()
+
+    def _is_source(self, engine: engine_pb2.ListedEngine) -> bool:
+        return engine.role == Role.PREFILL.value and engine.model == self._puller.model
+
+    def _keep_linked(self, incarnation: str) -> None:
+        """Dial one source for as long as it is listed."""
+        delay_s, last_reason = FIRST_DELAY_S, ""
+        while (source := self._listed(incarnation)) is not None:
+            try:
+                link = self._dial(source)
+            except (OSError, BatonError) as error:
+                if str(error) != last_reason:
+                    last_reason = str(error)
+                    log.warning("no link to %s (%s): %s", source.name, source.address, error)
+            else:
+                is_steady = self._wait_for_end(link)
+                if source.fingerprint != self._puller.fingerprint:
+                    with self._changed:
+                        self._refused.add(incarnation)
+                if is_steady:
+                    delay_s = FIRST_DELAY_S
+            self._pause(delay_s)
+            delay_s = min(2 * delay_s, LONGEST_DELAY_S)
+
+    def _listed(self, incarnation: str) -> engine_pb2.ListedEngine | None:
+        """None: it is to be dialled no more, and its thread ends."""
+        with self._changed:
+            source = self._sources.get(incarnation)
+            if source is None or self._is_closed or incarnation in self._refused:
+                self._dialled.discard(incarnation)
+                return None
+            return source
+
+    def _dial(self, source: engine_pb2.ListedEngine) -> Link:
+        """Raises OSError, BatonError."""
+        puller = self._puller
+        is_local = source.host_id == puller.host_id
+        connection = connect(source.incarnation, None if is_local else source.address)
+        try:
+            if puller.secure is not None and not is_local:
+                connection = puller.secure(connection)
+            ours = Dialer(
+                puller.key,
+                PULLER,
+                dialer=puller.incarnation,
+                listener=source.incarnation,
+                address=THIS_HOST if is_local else source.address,
+            )
+            introduce(connection, ours)
+        except BaseException:
+            connection.close()
+            raise
+        if isinstance(connection, ssl.SSLSocket):
+            connection = plain_end(connection)
+        host = host_of(source.address)
+        link = Link(Kind.SOURCE, source.incarnation, Channel(connection), host)
+        with self._changed:
+            if self._is_closed:
+                link.channel.close()
+                raise HandoffFailed("the engine ends")
+            self._linked[link.name] = link
+        self._on_link(link)
+        return link
+
+    def _wait_for_end(self, link: Link) -> bool:
+        """Returns whether the channel stood for a while."""
+        with self._changed:
+            is_short = self._changed.wait_for(lambda: not self._is_up(link), STEADY_S)
+            self._changed.wait_for(lambda: not self._is_up(link))
+        return not is_short
+
+    def _is_up(self, link: Link) -> bool:
+        return self._linked.get(link.name) is link and not self._is_closed
+
+    def _pause(self, seconds: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed, seconds)

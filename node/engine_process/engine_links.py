@@ -1,0 +1,136 @@
+"""Where the links of an engine come from: its listener, and a puller's dialer."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import ssl
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ...core.channels.addresses import engine_addresses_of
+from ...core.channels.admission import GATEWAY, PULLER
+from ...core.channels.channel import Channel
+from ...core.channels.channel_listener import Admission, ChannelListener
+from ...core.channels.engine_tls import EngineTls
+from ...core.channels.handshake import Opening
+from ...core.channels.same_host import host_id
+from ...core.config import NodeConfig
+from ...core.errors import PermissionDenied, StartupFailed
+from ...proto.v1 import engine_pb2, node_pb2
+from ..channels.engine_channels import Connected, EngineChannels, Follower, Kind, Link
+from ..channels.inbox import Inbox
+from ..channels.member_list import MemberList
+from ..channels.source_dialer import Puller, SourceDialer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """What the engine proves to whom it dials, and by id what is proven to it."""
+
+    dialing: bytes
+    accepted: Mapping[bytes, bytes]
+
+
+class EngineLinks:
+    """`channels` is the loop's; `start` lets others in, `close` ends everything."""
+
+    def __init__(
+        self,
+        inbox: Inbox[Any],
+        welcome: node_pb2.Welcome,
+        node: NodeConfig,
+        keys: Keys,
+        tls: EngineTls | None,
+        *,
+        is_source: bool,
+    ) -> None:
+        """Raises StartupFailed if nobody could connect."""
+        self._inbox = inbox
+        self._members = MemberList()
+        self._tls = tls
+        self._dialer: SourceDialer | None = None
+        followers: list[Follower] = [self._members]
+        if not is_source:
+            secure = None if tls is None else tls.puller_wrap()
+            self._dialer = SourceDialer(_puller(welcome, keys, secure), self._connected)
+            followers.append(self._dialer)
+        self.channels = EngineChannels(inbox, welcome, followers)
+        purposes = (GATEWAY, PULLER) if is_source else (GATEWAY,)
+        self._listener = _listen(
+            welcome.incarnation,
+            node,
+            Admission(keys.accepted, purposes, self._check),
+            tls,
+        )
+
+    def ready(self, welcome: node_pb2.Welcome) -> engine_pb2.Ready:
+        """What the supervisor makes known."""
+        return engine_pb2.Ready(welcome=welcome, port=self._listener.port, host_id=host_id())
+
+    def start(self) -> None:
+        self._listener.start(self._accepted)
+
+    def close(self) -> None:
+        self._listener.close()
+        if self._dialer is not None:
+            self._dialer.close()
+        self.channels.close()
+
+    def _check(self, opening: Opening, names: frozenset[str] | None) -> None:
+        """Raises PermissionDenied."""
+        is_gateway = opening.purpose == GATEWAY
+        if self._tls is not None and names is not None:
+            wanted = self._tls.gateway_name if is_gateway else self._tls.puller_name
+            if wanted not in names:
+                raise PermissionDenied(f"this needs the certificate of {wanted}")
+        if not is_gateway and not self._members.has(opening.dialer):
+            raise PermissionDenied(f"engine {opening.dialer} is not in the directory")
+
+    def _accepted(self, opening: Opening, channel: Channel) -> None:
+        kind = Kind.GATEWAY if opening.purpose == GATEWAY else Kind.PULLER
+        self._connected(Link(kind, opening.dialer, channel))
+
+    def _connected(self, link: Link) -> None:
+        self._inbox.put(Connected(link))
+
+
+def _puller(
+    welcome: node_pb2.Welcome,
+    keys: Keys,
+    secure: Callable[[socket.socket], ssl.SSLSocket] | None,
+) -> Puller:
+    return Puller(
+        incarnation=welcome.incarnation,
+        model=welcome.model,
+        fingerprint=welcome.fingerprint,
+        host_id=host_id(),
+        key=keys.dialing,
+        secure=secure,
+    )
+
+
+def _listen(
+    incarnation: str, node: NodeConfig, admission: Admission, tls: EngineTls | None
+) -> ChannelListener:
+    """At the engine's port, or at a free one where that is taken: the directory has which it is.
+
+    Raises StartupFailed.
+    """
+    addresses = partial(engine_addresses_of, node)
+    secure = None if tls is None else tls.accept()
+
+    def listen(port: int) -> ChannelListener:
+        return ChannelListener(incarnation, node.host, port, addresses, admission, secure)
+
+    if node.engine_port and node.advertise_engine is None:
+        with suppress(StartupFailed):
+            return listen(node.engine_port)
+        log.warning("port %d is taken: the engine listens on another", node.engine_port)
+        return listen(0)
+    return listen(node.engine_port)
