@@ -34,9 +34,7 @@ HERE = Path(__file__).parent
 SHARE_THE_DEMO = ("e2e/test_http.py", "e2e/test_structured.py")  # its fixture is the session's
 sys.path.insert(0, str(HERE))
 pytest.register_assert_rewrite(
-    "bad_input",
-    "fakes",
-    "fault_scenes",
+    *{path.name for path in HERE.iterdir() if path.is_dir()},
     *{path.stem for path in HERE.rglob("*.py") if not path.stem.startswith(("test_", "conftest"))},
 )
 

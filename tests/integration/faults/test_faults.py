@@ -19,13 +19,10 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-import breakages as do
-import faults
-import link_faults
-import memory_faults as memory
-import mixed_run
-import network_faults
 import pytest
+from fault_scenes import breakages as do
+from fault_scenes import faults, link_faults, mixed_run, network_faults
+from fault_scenes import memory_faults as memory
 from fault_scenes.fault_cluster import Cluster, cluster, write_model
 from fault_scenes.faults import BLOCK_SIZE, Reference, Scene
 from patience import AT_ONCE_S, SOON_S
