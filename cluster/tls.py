@@ -24,6 +24,7 @@ from typing import Any
 
 import grpc
 
+from ..core.channels.engine_tls import TlsContexts
 from ..core.config import ClusterConfig
 from ..core.errors import PermissionDenied, StartupFailed
 from ..core.ports import Clock, SystemClock
@@ -144,6 +145,8 @@ class ClusterTls:
         self.ca, self.chain, self.key = ca, chain, key
         what = "--cluster-ca, --cluster-cert, --cluster-key"
         self.files = CertificateFiles(chain, key, ca, what)
+        paths = (str(ca), str(chain), str(key))
+        self._contexts = TlsContexts(*paths, ssl.PROTOCOL_TLS_CLIENT)
 
     @classmethod
     def of(cls, config: ClusterConfig) -> ClusterTls | None:
@@ -155,6 +158,10 @@ class ClusterTls:
 
     def server_credentials(self) -> grpc.ServerCredentials:
         return self.files.server_credentials()
+
+    def client_context(self) -> ssl.SSLContext:
+        """To dial an engine with, under the name of its role."""
+        return self._contexts.newest()
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         mine = self.files.current()

@@ -1,27 +1,33 @@
 """Asks a whole cluster: who is in Redis, who answers, and with which ledger.
 
-An engine lives if its node's Session stream for that incarnation says Welcome, as a gateway would
-find out; nothing is dispatched.
+An engine lives if it welcomes whoever dials it as a gateway would; nothing is dispatched.
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
+import socket
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import grpc
 
-from ...cluster.link_handshake import ANY_ENGINE, LEDGERS, SESSION, dial
+from ...cluster.link_handshake import ANY_ENGINE, LEDGERS, dial
 from ...cluster.redis_client import require_redis
 from ...cluster.redis_directory import RedisDirectory
 from ...cluster.secret import ClusterSecret
-from ...cluster.tls import ClusterTls, open_channel
+from ...cluster.tls import ClusterTls, open_channel, role_name
+from ...core.channels.admission import GATEWAY
+from ...core.channels.admission import dial as dial_engine
+from ...core.channels.framing import FrameBuffer
+from ...core.channels.same_host import host_id
 from ...core.config import ClusterConfig
-from ...core.errors import Unauthenticated
-from ...core.membership import Member
+from ...core.errors import BatonError, Unauthenticated
+from ...core.membership import Member, Role
 from ...prefix_index.redis_link import RedisIndexLink
 from ...proto.v1 import node_pb2, node_pb2_grpc
 from .ledger import BadLedger, Ledger, parse_ledger
@@ -105,7 +111,8 @@ async def _look_at(
     async with open_channel(address, tls, role, _CHANNEL_OPTIONS) as channel:
         stub = node_pb2_grpc.NodeStub(channel)  # type: ignore[no-untyped-call]
         ledgers, silence = await _ledgers(stub, secret, address)
-        reasons = await asyncio.gather(*(_silence(stub, member, secret) for member in members))
+        looks = (asyncio.to_thread(_silence, member, secret, tls) for member in members)
+        reasons = await asyncio.gather(*looks)
     engines = []
     for member, reason in zip(members, reasons, strict=True):
         ledger = None if reason else ledgers.pop(member.name, None)
@@ -152,25 +159,34 @@ async def ask_ledgers(stub: Any, secret: ClusterSecret, address: str) -> Sequenc
         stream.cancel()
 
 
-async def _silence(stub: Any, member: Member, secret: ClusterSecret) -> str:
-    """Why this incarnation cannot be spoken to; empty if it can."""
-    stream = stub.Session(timeout=_ANSWER_S)
+def _silence(member: Member, secret: ClusterSecret, tls: ClusterTls | None) -> str:
+    """Why this incarnation cannot be reached; empty if it can. Blocks."""
+    is_local = member.host_id == host_id().hex()
     try:
-        await dial(
-            *(stream, node_pb2.GatewayMessage, secret, SESSION),
+        connection = dial_engine(
+            *(GATEWAY, secret.dialing_key),
+            dialer=secrets.token_hex(16),
             listener=member.incarnation,
-            address=member.address,
+            address=None if is_local else member.engine_address,
+            secure=None if tls is None else partial(_secure, tls, member.role),
         )
-        message = await stream.read()
-    except grpc.aio.AioRpcError as error:
-        return _reason(error)
-    except Unauthenticated as error:
-        return error.message
-    finally:
-        stream.cancel()
-    if message is grpc.aio.EOF or not message.HasField("welcome"):
-        return "no welcome"
-    return ""
+    except (OSError, BatonError) as error:
+        return str(error)
+    with connection:
+        frames = FrameBuffer()
+        connection.settimeout(_ANSWER_S)
+        try:
+            while not (payloads := frames.take()):
+                if not frames.wait_for_more(connection):
+                    return "it hung up"
+        except OSError as error:  # TimeoutError and BrokenStream too
+            return f"no welcome: {error}"
+    return "" if node_pb2.NodeMessage.FromString(payloads[0]).HasField("welcome") else "no welcome"
+
+
+def _secure(tls: ClusterTls, role: Role, connection: socket.socket) -> socket.socket:
+    name = role_name(role.value)
+    return tls.client_context().wrap_socket(connection, server_hostname=name)
 
 
 def _reason(error: grpc.aio.AioRpcError) -> str:

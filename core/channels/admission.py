@@ -34,7 +34,7 @@ _TCP_OPTIONS = (
     (socket.TCP_KEEPINTVL, 1),
 )
 
-KeyOf = Callable[[Opening], bytes | None]
+Secure = Callable[[socket.socket], socket.socket]  # begins TLS; raises OSError
 
 
 def tune(connection: socket.socket) -> None:
@@ -44,11 +44,35 @@ def tune(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def connect(incarnation: str, address: str | None) -> socket.socket:
-    """A connection to the engine: by its unix socket, or at `address` (host:port).
+def dial(
+    purpose: bytes,
+    key: bytes,
+    *,
+    dialer: str,
+    listener: str,
+    address: str | None,
+    secure: Secure | None = None,
+) -> socket.socket:
+    """A connection that the engine `listener` has accepted: by its unix socket, or at `address`
+    (host:port), within TLS where `secure` begins that.
 
-    Raises OSError, HandoffFailed (another user listens there).
+    Raises OSError, NodeLost, Unauthenticated, PermissionDenied (it refused), HandoffFailed (another
+    user listens there).
     """
+    connection = _connect(listener, address)
+    try:
+        if secure is not None and address is not None:
+            connection = secure(connection)
+        there = address or THIS_HOST
+        ours = Dialer(key, purpose, dialer=dialer, listener=listener, address=there)
+        _introduce(connection, ours)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _connect(incarnation: str, address: str | None) -> socket.socket:
     if address is not None:
         host, _, port = address.rpartition(":")
         connection = socket.create_connection((host.strip("[]"), int(port)), ADMIT_S)
@@ -65,8 +89,7 @@ def connect(incarnation: str, address: str | None) -> socket.socket:
     return connection
 
 
-def introduce(connection: socket.socket, ours: Dialer) -> None:
-    """The dialer's part. Raises NodeLost, Unauthenticated, PermissionDenied (its refusal)."""
+def _introduce(connection: socket.socket, ours: Dialer) -> None:
     until_s = time.monotonic() + ADMIT_S
     try:
         connection.sendall(ours.opening)

@@ -41,7 +41,7 @@ class EngineTls:
 
     def accept(self) -> Callable[[socket.socket], Secured]:
         """For ends that were connected to: raises OSError unless the other is of this cluster."""
-        contexts = _Contexts(self, ssl.PROTOCOL_TLS_SERVER)
+        contexts = TlsContexts(self.ca, self.chain, self.key, ssl.PROTOCOL_TLS_SERVER)
 
         def secure(connection: socket.socket) -> Secured:
             secured = contexts.newest().wrap_socket(connection, server_side=True)
@@ -65,7 +65,7 @@ class EngineTls:
 
     def puller_wrap(self) -> Callable[[socket.socket], ssl.SSLSocket]:
         """For a puller's ends: raises OSError unless the other end is a source of this cluster."""
-        contexts = _Contexts(self, ssl.PROTOCOL_TLS_CLIENT)
+        contexts = TlsContexts(self.ca, self.chain, self.key, ssl.PROTOCOL_TLS_CLIENT)
 
         def wrap(connection: socket.socket) -> ssl.SSLSocket:
             return contexts.newest().wrap_socket(connection, server_hostname=self.source_name)
@@ -73,11 +73,11 @@ class EngineTls:
         return wrap
 
 
-class _Contexts:
+class TlsContexts:
     """Of one kind of end. Any thread may ask."""
 
-    def __init__(self, tls: EngineTls, protocol: int) -> None:
-        self._tls = tls
+    def __init__(self, ca: str, chain: str, key: str, protocol: int) -> None:
+        self._ca, self._chain, self._key = ca, chain, key
         self._protocol = protocol
         self._lock = threading.Lock()
         self._last: ssl.SSLContext | None = None
@@ -92,15 +92,15 @@ class _Contexts:
             except OSError as error:
                 if self._last is None:
                     raise
-                _log.error("%s, %s: %s; those before stay", self._tls.chain, self._tls.key, error)
+                _log.error("%s, %s: %s; those before stay", self._chain, self._key, error)
             return self._last
 
     def _load(self) -> ssl.SSLContext:
         context = ssl.SSLContext(self._protocol)
         context.verify_mode = ssl.CERT_REQUIRED
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.load_cert_chain(self._tls.chain, self._tls.key, password=_no_password)
-        context.load_verify_locations(self._tls.ca)
+        context.load_cert_chain(self._chain, self._key, password=_no_password)
+        context.load_verify_locations(self._ca)
         return context
 
 

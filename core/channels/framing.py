@@ -70,6 +70,11 @@ class FrameBuffer:
         self._received += data
         return bool(data)
 
+    def cut(self, data: bytes) -> list[bytes]:
+        """The payloads that are whole with this, but for empty ones. Raises BrokenStream."""
+        self._received += data
+        return list(filter(None, self.take()))
+
     def take(self) -> list[bytes]:
         """The payloads of all frames that are here whole, once. Raises BrokenStream."""
         received, payloads, start = self._received, [], 0

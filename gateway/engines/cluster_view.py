@@ -17,8 +17,8 @@ from ...cluster.tls import ClusterTls
 from ...core.membership import Member
 from ...core.ports import Clock, Directory
 from ..request.engine_link import EngineOutput, PlainToken
+from .engine_connection import EngineConnection
 from .engine_table import EngineTable, LinkedEngine, ReportedLoad
-from .node_link import NodeLink
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,9 @@ class ClusterView:
         delay_s, last_reason = _RETRY_MIN_S, ""
         try:
             while member := self._listed.get(incarnation):
-                link = NodeLink(member, self._secret, self, self._clock, self._silence_s, self._tls)
+                link = EngineConnection(
+                    member, self._secret, self, self._clock, self._silence_s, self._tls
+                )
                 began_s = self._clock.monotonic_s()
                 reason = await link.run()
                 if reason != last_reason:
@@ -122,16 +124,16 @@ class ClusterView:
         finally:
             del self._keepers[incarnation]
 
-    # --- node_link.LinkEvents ---------------------------------------------------------------------
+    # -- engine_connection.ConnectionEvents --------------------------------------------------------
 
-    def linked(self, link: NodeLink) -> None:
+    def linked(self, link: EngineConnection) -> None:
         member = link.member
         log.info("linked to %s engine %s at %s", member.role.value, member.name, member.address)
         self._table.add(
             LinkedEngine(member, link, clock=self._clock, max_num_seqs=link.max_num_seqs)
         )
 
-    def heartbeat(self, link: NodeLink, load: ReportedLoad) -> None:
+    def heartbeat(self, link: EngineConnection, load: ReportedLoad) -> None:
         engine = self._table.engines[link.member.incarnation]
         before, now_s = engine.load, self._clock.monotonic_s()
         engine.heard(load)
@@ -145,14 +147,14 @@ class ClusterView:
         self._events.cluster_changed(is_load_only=is_same)
 
     def outputs(
-        self, link: NodeLink, outputs: Sequence[EngineOutput], tokens: Sequence[PlainToken]
+        self, link: EngineConnection, outputs: Sequence[EngineOutput], tokens: Sequence[PlainToken]
     ) -> None:
         incarnation = link.member.incarnation
         self._table.engines[incarnation].settle(outputs, tokens)
         self._events.engine_tokens(incarnation, tokens)
         self._events.engine_outputs(incarnation, outputs)
 
-    def lost(self, link: NodeLink, reason: str, *, has_died: bool) -> None:
+    def lost(self, link: EngineConnection, reason: str, *, has_died: bool) -> None:
         self._table.remove(link.member.incarnation)
         self._events.engine_lost(link.member.incarnation, has_died=has_died)
         self._events.cluster_changed(is_load_only=False)

@@ -30,7 +30,8 @@ class MemberList:
     def has(self, incarnation: str) -> bool:
         """Whether the engine is listed, or is within a second.
 
-        While the directory is away nobody can be: then whoever proves the cluster's key is believed.
+        While the directory is away nobody can be: then whoever proves the cluster's
+        key is believed.
         """
         with self._changed:
             return self._changed.wait_for(

@@ -17,9 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ...core.channels.addresses import host_of
-from ...core.channels.admission import PULLER, THIS_HOST, connect, introduce
+from ...core.channels.admission import PULLER, dial
 from ...core.channels.channel import Channel
-from ...core.channels.handshake import Dialer
 from ...core.channels.tls_pump import plain_end
 from ...core.errors import BatonError, HandoffFailed
 from ...core.membership import Role
@@ -116,22 +115,13 @@ class SourceDialer:
     def _dial(self, source: engine_pb2.ListedEngine) -> Link:
         """Raises OSError, BatonError."""
         puller = self._puller
-        is_local = source.host_id == puller.host_id
-        connection = connect(source.incarnation, None if is_local else source.address)
-        try:
-            if puller.secure is not None and not is_local:
-                connection = puller.secure(connection)
-            ours = Dialer(
-                puller.key,
-                PULLER,
-                dialer=puller.incarnation,
-                listener=source.incarnation,
-                address=THIS_HOST if is_local else source.address,
-            )
-            introduce(connection, ours)
-        except BaseException:
-            connection.close()
-            raise
+        connection = dial(
+            *(PULLER, puller.key),
+            dialer=puller.incarnation,
+            listener=source.incarnation,
+            address=None if source.host_id == puller.host_id else source.address,
+            secure=puller.secure,
+        )
         if isinstance(connection, ssl.SSLSocket):
             connection = plain_end(connection)
         host = host_of(source.address)
