@@ -14,10 +14,11 @@ from contextlib import suppress
 from baton.core.channels.admission import GATEWAY, SOCKET, THIS_HOST
 from baton.core.channels.framing import LENGTH_BYTES, decode_length, encode_payload
 from baton.core.channels.handshake import ANSWER_BYTES, OPENING_BYTES, Listener
-from baton.core.channels.same_host import socket_address
+from baton.core.channels.same_host import HOST_ID_BYTES, socket_address
 from baton.core.errors import Unauthenticated
 
 HOST = "127.0.0.1"
+ANOTHER_HOST = "0" * 2 * HOST_ID_BYTES  # of engines that are reached by TCP all the same
 
 
 class EngineConnection:

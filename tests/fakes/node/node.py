@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 
 from baton.cluster.secret import handshake_key
-from baton.core.channels.same_host import HOST_ID_BYTES
 from baton.core.errors import BatonError
 from baton.core.membership import Member, Role
 from baton.core.request.request import FinishReason, Request
@@ -27,10 +26,9 @@ from baton.proto import codec
 from baton.proto.v1 import common_pb2, node_pb2
 
 from ..gateway.step_outputs import step_of
-from .engine_door import HOST, EngineConnection, EngineDoor
+from .engine_door import ANOTHER_HOST, HOST, EngineConnection, EngineDoor
 
 HEARTBEAT_S = 0.05
-ANOTHER_HOST = "0" * 2 * HOST_ID_BYTES
 
 
 def token_at(prompt: Sequence[int], index: int) -> int:
