@@ -206,10 +206,7 @@ class PrefillRole(RequestRole):
         for each in self._offers[key].keys:
             offer = self._offers.pop(each)
             self._desk.end(each, None if offer.is_first_token_out else error)
-        if error is None:
-            self._engine.release(key)
-        else:
-            self._engine.abort(key)
+        self._engine.abort(key)
 
     # -- time and looking in -------------------------------------------------------------------
 

@@ -137,7 +137,7 @@ def handed_over(demo: Demo, request: Request) -> list[int]:
     known = list(reservation.block_ids[: reservation.num_known_blocks])
     refs = source.engine.block_refs(request.key, 0, len(known))
     puller.runner.kv.tensor[known] = source.runner.kv.tensor[[ref.block_id for ref in refs]]
-    source.engine.release(request.key)
+    source.engine.abort(request.key)
     puller.engine.start(reservation, tokens[0])
     while puller.engine.has_work:
         tokens += [token.token_id for token in puller.engine.step().tokens]
