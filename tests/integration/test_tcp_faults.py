@@ -114,6 +114,13 @@ class World:
 
 @contextlib.contextmanager
 def running(tls: tuple[DataTls, DataTls] | None = None) -> Iterator[World]:
+    """A source that takes in whoever comes, at once: connections break here by the hundred."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("baton.kv_transfer.accept_thread.BURST", 10_000)
+        yield from served(tls)
+
+
+def served(tls: tuple[DataTls, DataTls] | None) -> Iterator[World]:
     source, ours = HostPool(SOURCE, NUM_BLOCKS, BLOCK_BYTES), HostPool(PULLER, 12, BLOCK_BYTES)
     rng = np.random.default_rng(3)
     for block_id in range(NUM_RESERVED_BLOCKS, NUM_BLOCKS):
