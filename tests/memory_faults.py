@@ -69,8 +69,8 @@ async def ask_for_more_than_fits(scene: Scene) -> None:
 async def outgrow_the_pool(scene: Scene) -> None:
     """F28: short outputs so far, so that many are let in; then all get long.
 
-    Seven requests of 7 blocks are let into a pool of 98, and want 15 each at their end. On a machine
-    that others keep busy they may come one after the other: then more follow.
+    Seven requests of 7 blocks are let into a pool of 98, and want 15 each at their end. On a
+    machine that others keep busy they may come one after the other: then more follow.
     """
     client = scene.client()
     shorts = [

@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator
 
 import pytest
+import pytest_asyncio
 from deployments import MARK, marked_processes
 
 from baton.cli.deployment import Deployment
@@ -22,7 +23,7 @@ from baton.core.config import EngineConfig, GatewayConfig, NodeConfig, UpConfig
 from baton.core.errors import BatonError, StartupFailed
 
 
-@pytest.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def deployment() -> AsyncIterator[Deployment]:
     """For all tests here; each leaves it whole, but for the last of them."""
     engine = EngineConfig(model="demo", device="cpu", cpu_kv_bytes=32 << 20)

@@ -139,7 +139,7 @@ async def test_a_part_that_lived_long_may_end_once_more(monkeypatch: pytest.Monk
         """And wait until another is there."""
         (part,) = (each for each in deployment.children if each.name == name)
         cast(Any, part).over.set()
-        while part in deployment.children or len(deployment.children) < 2:
+        while part in deployment.children or len(deployment.children) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0)
 
     async with asyncio.timeout(5):
