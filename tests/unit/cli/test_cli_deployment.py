@@ -128,7 +128,7 @@ async def test_a_part_that_lived_long_may_end_once_more(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Deployment, "_launch", launch)
     for name, value in (("_MOST_ENDS", 2), ("_WELL_S", 0.0), ("_RESTART_S", 0.0)):
-        monkeypatch.setattr(f"baton.cli.deployment.{name}", value)
+        monkeypatch.setattr(f"baton.cli.deployment.deployment.{name}", value)
     deployment = Deployment(
         UpConfig(), EngineConfig(), NodeConfig(), GatewayConfig(), lambda name, line: None
     )
