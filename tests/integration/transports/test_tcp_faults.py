@@ -343,7 +343,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> tuple[EngineTls, E
 
     def of(role: str) -> EngineTls:
         ca, chain, key = (str(folder / name) for name in ("ca.crt", f"{role}.crt", f"{role}.key"))
-        return EngineTls(ca, chain, key, role_name("prefill"), role_name("decode"))
+        return EngineTls(ca, chain, key, *map(role_name, ("gateway", "prefill", "decode")))
 
     return of("prefill"), of("decode")
 
