@@ -126,7 +126,7 @@ class World:
 def running(tls: tuple[DataTls, DataTls] | None = None) -> Iterator[World]:
     """A source that takes in whoever comes, at once: connections break here by the hundred."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("baton.kv_transfer.accept_thread.BURST", 10_000)
+        patch.setattr("baton.kv_transfer.export.accept_thread.BURST", 10_000)
         yield from served(tls)
 
 
