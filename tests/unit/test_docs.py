@@ -18,7 +18,7 @@ STALE = "make docs"
 
 def source() -> str:
     """All of the product's Python as one text, with string literals joined as Python joins them."""
-    skip = {"tests", "bench", "docs"}
+    skip = {"tests", "bench", "docs", "build"}
     files = [
         path
         for path in ROOT.glob("*/**/*.py")
