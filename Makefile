@@ -2,6 +2,7 @@
 # make test   the CPU tests
 # make bench  what this CPU gives: printed, and written to bench/results/cpu.json
 # make test-optimized  the CPU tests under `python -O`: the product without its asserts
+# make docs            the pages and tables that are made from code and bench/results/
 # make wheel           the package, in dist/, with its list of files checked
 # make wheel-demo      that wheel in a virtual environment of its own, and its demo from an empty folder
 # make fault-sweep     STREAMS=10000 on a cluster that breaks all the time: bench/results/fault_sweep.json
@@ -63,6 +64,7 @@ bench: $(READY)
 
 docs: $(READY)
 	$(RUN) -m baton.cli.reference docs
+	$(RUN) -m baton.bench.report
 
 # setuptools copies to build/ what it packs, and would pack what an earlier run left there.
 wheel: $(READY)
