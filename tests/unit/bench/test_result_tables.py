@@ -12,8 +12,15 @@ from baton.bench.result_tables.results import RESULTS
 
 def figure(unit: str, median: float, target: float | None) -> dict[str, Any]:
     return {
-        **{"name": "step", "unit": unit, "median": median, "min": 1.0, "max": 2.0, "repeats": 3},
-        **{"floor": None, "bound_is": "nothing", "target": target},
+        "name": "step",
+        "unit": unit,
+        "median": median,
+        "min": 1.0,
+        "max": 2.0,
+        "repeats": 3,
+        "floor": None,
+        "bound_is": "nothing",
+        "target": target,
     }
 
 
