@@ -6,6 +6,7 @@ A played end is as a `Channel`: what is sent to it waits until it is read, also 
 from __future__ import annotations
 
 import socket
+from collections import deque
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -21,37 +22,51 @@ class PlayedChannel:
         PlayedChannel._num_made += 1
         self._number = -1 - PlayedChannel._num_made
         self._other: PlayedChannel = self
-        self._waiting: list[bytes] = []
-        self.sent: list[bytes] = []
+        self._waiting: deque[bytes | None] = deque()  # None: the end
+        self._on_arrival: Callable[[], None] = lambda: None
+        self.on_send: Callable[[bytes], None] = lambda payload: None
         self.has_unsent = False
         self.is_closed = self.is_cut = False
 
     def fileno(self) -> int:
         return self._number
 
-    @property
-    def is_ready(self) -> bool:
-        return bool(self._waiting) or self.is_cut
+    def watch(self, on_arrival: Callable[[], None]) -> None:
+        """It is called once for each thing that can be received."""
+        self._on_arrival = on_arrival
+        for _ in self._waiting:
+            on_arrival()
+
+    def _arrive(self, payload: bytes | None) -> None:
+        self._waiting.append(payload)
+        self._on_arrival()
 
     def send(self, payload: bytes) -> None:
         if self.is_cut or self.is_closed:
             raise ChannelBroken("the other side hung up")
-        self.sent.append(payload)
+        self.on_send(payload)
         if payload:
-            self._other._waiting.append(payload)
+            self._other._arrive(payload)
 
     def flush(self) -> None: ...
 
-    def receive(self, max_chunks: int = 0) -> tuple[list[bytes], bool]:
-        payloads, self._waiting = self._waiting, []
-        return payloads, self.is_cut
+    def receive(self, max_chunks: int = 1) -> tuple[list[bytes], bool]:
+        """One thing at a time."""
+        if not self._waiting:
+            return [], False
+        payload = self._waiting.popleft()
+        return ([], True) if payload is None else ([payload], False)
 
     def cut(self) -> None:
         """Both ends find it over."""
-        self.is_cut = self._other.is_cut = True
+        for end in (self, self._other):
+            if not end.is_cut:
+                end.is_cut = True
+                end._arrive(None)
 
     def close(self) -> None:
         self.is_closed = True
+        self._on_arrival = lambda: None
         self.cut()
 
 

@@ -6,7 +6,7 @@ when the pair's channel breaks. The model is `fakes.runner`'s, so that wrong KV 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -125,6 +125,7 @@ class Node:
         self.received: dict[str, Received] = {}
         self.timeout_s: float | None = None  # what the last turn said about the next one
         self._gateways: dict[str, AnyChannel] = {}  # their ends
+        self.sent: list[node_pb2.NodeMessage | handoff_pb2.PeerMessage] = []  # on played channels
 
     def _count(self, step: int) -> None:
         self.pool.num_steps = step
@@ -146,9 +147,16 @@ class Node:
 
     # -- who is linked -------------------------------------------------------------------------
 
+    def link(self, kind: Kind, name: str, channel: AnyChannel) -> Link:
+        """`sent` gets what a played channel is given."""
+        message = node_pb2.NodeMessage if kind is Kind.GATEWAY else handoff_pb2.PeerMessage
+        if isinstance(channel, PlayedChannel):
+            channel.on_send = lambda payload: self.sent.append(message.FromString(payload))
+        return Link(kind, name, channel)
+
     def join(self, kind: Kind, name: str, channel: AnyChannel) -> None:
         """A link stands from the next turn on."""
-        self.inbox.put(Connected(Link(kind, name, channel)))
+        self.inbox.put(Connected(self.link(kind, name, channel)))
 
     def connect(self, name: str) -> AnyChannel:
         """A gateway's end of a new channel, which is the caller's."""
@@ -157,9 +165,10 @@ class Node:
         return theirs
 
     def hear_gateway(self, message: node_pb2.GatewayMessage, name: str = GATEWAY) -> None:
-        """The world's gateway of that name says so; it is linked first, if it is not."""
+        """The world's gateway of that name says so; it is linked at once, if it is not."""
         if name not in self._gateways:
-            self._gateways[name] = self.connect(name)
+            ours, self._gateways[name] = self._make_pair()
+            self.channels.add(self.link(Kind.GATEWAY, name, ours))
         self._gateways[name].send(message.SerializeToString())
 
     def lose_gateway(self, name: str = GATEWAY) -> None:
@@ -170,9 +179,8 @@ class Node:
     def take_outputs(self) -> None:
         """What the world's gateways have heard."""
         for gateway in self._gateways.values():
-            for payload in gateway.receive()[0]:
-                step = node_pb2.NodeMessage.FromString(payload).outputs
-                for output in outputs_of(step):
+            while payloads := gateway.receive()[0]:
+                for output in _outputs(payloads):
                     key = f"{output.request_id}/{output.attempt}"
                     self.received.setdefault(key, Received()).take(output)
 
@@ -196,6 +204,11 @@ class Node:
         return not (ledger["requests"] or ledger["transfers"]) and (
             self.engine.pool.counts.held == 0 and self.role.is_idle()
         )
+
+
+def _outputs(payloads: Iterable[bytes]) -> Iterator[node_pb2.RequestOutput]:
+    for payload in payloads:
+        yield from outputs_of(node_pb2.NodeMessage.FromString(payload).outputs)
 
 
 class _Transport(MemoryTransport):
