@@ -75,7 +75,10 @@ def dial(
 def _connect(incarnation: str, address: str | None) -> socket.socket:
     if address is not None:
         host, _, port = address.rpartition(":")
-        connection = socket.create_connection((host.strip("[]"), int(port)), ADMIT_S)
+        try:
+            connection = socket.create_connection((host.strip("[]"), int(port)), ADMIT_S)
+        except (ValueError, OverflowError) as error:
+            raise OSError(f"{address} is no address: {error}") from error
         tune(connection)
         return connection
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

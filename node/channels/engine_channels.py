@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
@@ -107,6 +108,7 @@ class EngineChannels:
         self._followers = followers
         self._welcome = node_pb2.NodeMessage(welcome=welcome).SerializeToString()
         self._heartbeat: bytes | None = None  # the last one
+        self._beating = threading.Lock()  # a new gateway hears Welcome first, and no older numbers
         self._gateways: dict[str, Link] = {}
         self._peers: dict[str, Link] = {}
 
@@ -135,13 +137,14 @@ class EngineChannels:
         older = links.get(link.name)
         if older is not None:
             self.remove(older)
-        links[link.name] = link
         self._inbox.watch(link.channel, lambda: self._read(link))
         link.is_watched = True
         log.info("linked with %s %s", link.kind.value, link.name)
-        if link.kind is Kind.GATEWAY:
-            for payload in filter(None, (self._welcome, self._heartbeat)):
-                self._send(link, payload)
+        with self._beating:
+            links[link.name] = link
+            if link.kind is Kind.GATEWAY:
+                for payload in filter(None, (self._welcome, self._heartbeat)):
+                    self._send(link, payload)
         return older
 
     def remove(self, link: Link) -> None:
@@ -203,16 +206,20 @@ class EngineChannels:
     def heartbeat(self, numbers: node_pb2.Heartbeat) -> None:
         """Send it to all gateways; peers get an empty frame. Any thread."""
         payload = node_pb2.NodeMessage(heartbeat=numbers).SerializeToString()
-        self._heartbeat = payload
-        for link in self._links():
-            self._send_beside(link, payload if link.kind is Kind.GATEWAY else b"")
+        with self._beating:
+            self._heartbeat = payload
+            for link in self._links():
+                self._send_beside(link, payload if link.kind is Kind.GATEWAY else b"")
 
     def end(self, error: BatonError) -> None:
-        """Tell all gateways that the process ends, and why. Any thread."""
+        """The process ends: tell all gateways why, and say nothing more. Any thread."""
         message = node_pb2.NodeMessage(engine_ended=codec.error_to_wire(error))
         payload = message.SerializeToString()
-        for link in list(self._gateways.values()):
-            self._send_beside(link, payload)
+        with self._beating:
+            for link in self._links():
+                if link.kind is Kind.GATEWAY:
+                    self._send_beside(link, payload)
+                link.channel.end_sending()
 
     def _send_beside(self, link: Link, payload: bytes) -> None:
         """From a thread that must not touch the inbox's sockets."""

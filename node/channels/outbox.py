@@ -85,6 +85,10 @@ class Outbox:
         """It is gone."""
         self._steps.pop(gateway, None)
 
+    def forget_peer(self, incarnation: str) -> None:
+        """Its channel is gone: what is queued was meant for that one, not for the next."""
+        self._to_peers = [queued for queued in self._to_peers if queued[0] != incarnation]
+
     def stored(self, block_hashes: Iterable[BlockHash]) -> None:
         """The engine's cache has these blocks now."""
         self._cache_changes.stored(block_hashes)

@@ -248,6 +248,7 @@ class EngineLoop:
             self._role.gateway_lost(link.name)
             return
         self._role.peer_lost(link.name)
+        self._outbox.forget_peer(link.name)
 
     def _from_peer(self, link: Link, message: handoff_pb2.PeerMessage) -> None:
         """A message that cannot be taken ends its pair, and nothing else."""

@@ -133,7 +133,7 @@ def _run(plan: RolePlan, frames: FrameSocket) -> None:
     def lost(error: BatonError) -> None:
         _report_failure(frames, error)
         for each in links:
-            each.channels.end(error)
+            each.end(error)
         frames.end()
         os._exit(1)  # the loop's thread may wait for a device that will never be done
 
