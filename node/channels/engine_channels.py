@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import enum
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from google.protobuf.message import DecodeError
 
+from ...core.channels.admission import LOST_S
 from ...core.channels.channel import Channel, ChannelBroken
 from ...core.channels.framing import BrokenStream
 from ...core.errors import BatonError, HandoffFailed, InvalidRequest, NodeLost
@@ -100,9 +102,15 @@ class EngineChannels:
     """Belongs to the loop's thread, but for `heartbeat` and `end`, which any thread may call."""
 
     def __init__(
-        self, inbox: Inbox[Any], welcome: node_pb2.Welcome, followers: Sequence[Follower] = ()
+        self,
+        inbox: Inbox[Any],
+        welcome: node_pb2.Welcome,
+        followers: Sequence[Follower] = (),
+        silence_s: float = LOST_S,
     ) -> None:
-        """`followers` want to know what changes."""
+        """`followers` want to know what changes; a peer that is silent for `silence_s` is lost."""
+        self._silence_s = silence_s
+        self._last_beat_s = time.monotonic()
         self._inbox = inbox
         self._followers = followers
         self._welcome = node_pb2.NodeMessage(welcome=welcome).SerializeToString()
@@ -201,11 +209,24 @@ class EngineChannels:
         self.watch_writes(link)
 
     def heartbeat(self, numbers: node_pb2.Heartbeat) -> None:
-        """Send it to all gateways; peers get an empty frame. Any thread."""
+        """Send it to all gateways; peers get an empty frame, and are listened for. Any thread."""
         payload = node_pb2.NodeMessage(heartbeat=numbers).SerializeToString()
         self._heartbeat = payload
         for link in self._links():
             self._send_beside(link, payload if link.kind is Kind.GATEWAY else b"")
+        self._listen_for_peers()
+
+    def _listen_for_peers(self) -> None:
+        """A network whose proxies still take what is sent, or a peer that hangs, is silent."""
+        now_s = time.monotonic()
+        stood_still = now_s - self._last_beat_s > self._silence_s / 2
+        self._last_beat_s = now_s
+        for link in list(self._peers.values()):
+            if stood_still:
+                link.channel.forgive()
+            elif link.channel.is_silent(self._silence_s):
+                reason = f"nothing came for {self._silence_s:g} s"
+                self._inbox.put(LinkOver(link, NodeLost(reason)))
 
     def end(self, error: BatonError) -> None:
         """Tell all gateways that the process ends, and why. Any thread."""
