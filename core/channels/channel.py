@@ -17,6 +17,7 @@ from collections import deque
 
 from .framing import MAX_CHUNKS, MAX_FRAME_BYTES, FrameBuffer, encode_payload
 
+_DISCARDED_BYTES = 64 << 10  # at once
 MAX_UNSENT_BYTES = 4 * MAX_FRAME_BYTES  # many long prompts; whoever hangs is noticed earlier
 
 
@@ -25,8 +26,7 @@ class ChannelBroken(Exception):
 
 
 class Channel:
-    """`send`, `flush`, `is_silent` and `forgive` are for any thread, all else for the one that
-    receives."""
+    """`receive`, `fileno` and `close` are for one thread, all else is for any."""
 
     def __init__(self, sock: socket.socket, max_unsent_bytes: int = MAX_UNSENT_BYTES) -> None:
         """Owns the connected socket. `max_unsent_bytes`: kept for a side that does not read."""
@@ -84,6 +84,15 @@ class Channel:
         is_open = self._frames.take_in(self._socket, max_chunks)
         self._heard_s = time.monotonic()
         return list(filter(None, self._frames.take())), not is_open
+
+    def discard(self) -> bool:
+        """Drop what has come; returns whether more may come."""
+        try:
+            return bool(self._socket.recv(_DISCARDED_BYTES, socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
 
     def is_silent(self, seconds: float) -> bool:
         """Whether the other side, once it has begun, has sent nothing for so long.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import select
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ from ...proto.v1 import engine_pb2, handoff_pb2, node_pb2
 from .inbox import Inbox
 
 log = logging.getLogger(__name__)
+
+_LAST_WORDS_S = 0.3
 
 
 class Kind(enum.Enum):
@@ -229,11 +232,13 @@ class EngineChannels:
                 self._inbox.put(LinkOver(link, NodeLost(reason)))
 
     def end(self, error: BatonError) -> None:
-        """Tell all gateways that the process ends, and why. Any thread."""
+        """Tell all gateways that the process ends, and why; returns when they know. Any thread."""
         message = node_pb2.NodeMessage(engine_ended=codec.error_to_wire(error))
         payload = message.SerializeToString()
-        for link in list(self._gateways.values()):
+        gateways = list(self._gateways.values())
+        for link in gateways:
             self._send_beside(link, payload)
+        _wait_for_ends([link.channel for link in gateways if not link.channel.is_closed])
 
     def _send_beside(self, link: Link, payload: bytes) -> None:
         """From a thread that must not touch the inbox's sockets."""
@@ -272,6 +277,22 @@ class EngineChannels:
             self.refuse(link, wrong(reason))
             items.append(LinkOver(link, wrong(reason)))
         return items
+
+
+def _wait_for_ends(channels: Sequence[Channel]) -> None:
+    """Drop what comes until the other ends hang up, for a moment.
+
+    The end of a connection with something unread costs the other side what it has not read yet.
+    """
+    until_s = time.monotonic() + _LAST_WORDS_S
+    poll, by_fd = select.poll(), {channel.fileno(): channel for channel in channels}
+    for fd in by_fd:
+        poll.register(fd, select.POLLIN)
+    while by_fd and (left_s := until_s - time.monotonic()) > 0:
+        for fd, _ in poll.poll(1000 * left_s):
+            if not by_fd[fd].discard():
+                poll.unregister(fd)
+                del by_fd[fd]
 
 
 def _decode(link: Link, payload: bytes) -> FromGateway | FromPeer:
