@@ -250,8 +250,8 @@ async def send_crafted_tickets(scene: Scene) -> None:
         return Request(f"{number:032x}", 0, tuple(range(5, 45)), params)
 
     async with (
-        session(processes["prefill-0"].address, source) as to_source,
-        session(processes["decode-0"].address, puller) as to_puller,
+        session(source) as to_source,
+        session(puller) as to_puller,
     ):
         await to_source.dispatch(request(1), node_pb2.WORK_PREFILL, good)
         await to_puller.dispatch(request(1), node_pb2.WORK_DECODE, good)

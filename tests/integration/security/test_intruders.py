@@ -358,5 +358,5 @@ async def test_what_was_in_redis_makes_no_member_again(world: World) -> None:
 async def test_who_knows_the_secret_is_still_served(world: World) -> None:
     """The tests above would pass with a node that refuses everybody."""
     (source,) = [e for e in (await world.engines()).values() if e.name == "prefill-0"]
-    async with session(world.address("prefill-0"), source.incarnation) as opened:
+    async with session(source.incarnation) as opened:
         await opened.until(lambda: opened.num_heartbeats > 0)
