@@ -117,7 +117,8 @@ class _Pump:
     def _write_secured(self) -> None:
         try:
             while self._to_secured:
-                sent = self._secured.send(memoryview(self._to_secured)[:_CHUNK_BYTES])
+                with memoryview(self._to_secured) as held, held[:_CHUNK_BYTES] as part:
+                    sent = self._secured.send(part)
                 del self._to_secured[:sent]
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return
