@@ -44,12 +44,16 @@ class Kind(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """One channel. `name`: a gateway's id or a peer's incarnation; `host`: where it was dialled."""
+    """One channel. `name`: a gateway's id or a peer's incarnation; `host`: where it was dialled.
+
+    `ended_by`: why it is over, for people.
+    """
 
     kind: Kind
     name: str
     channel: Channel
     host: str = ""
+    ended_by: str = ""
     is_watched: bool = field(default=False, repr=False)
 
 
