@@ -17,20 +17,16 @@ import socket
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import grpc
-
-from baton.cluster.link_handshake import ACCEPTED as ACCEPTED_LINK
-from baton.cluster.link_handshake import SESSION, admit, listener_ends
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.secret import handshake_key
-from baton.core.channels.direct_question import ACCEPTED, PURPOSE, TOKEN_BYTES, Question
+from baton.core.channels.admission import GATEWAY, SOCKET, THIS_HOST
 from baton.core.channels.framing import LENGTH_BYTES, decode_length, encode_payload
-from baton.core.channels.handshake import Listener
+from baton.core.channels.handshake import ANSWER_BYTES, OPENING_BYTES, Listener
 from baton.core.channels.same_host import host_id, socket_address
 from baton.core.membership import Member, Role
 from baton.core.process import event_loop
@@ -40,7 +36,7 @@ CLUSTER = "bench"
 PREFILL, DECODE = secrets.token_hex(16), secrets.token_hex(16)  # several play at once
 TOKEN_ID, TEXT = 328, " the"  # of the demo model
 _NUM_BLOCKS = 100_000
-_OPTIONS = (("grpc.so_reuseport", 0),)
+_SEND_BUFFER_BYTES = 4096  # some steps: without a pace, the gateway's reading holds engines back
 _BEAT_S = 0.25
 _MAX_RUNNING = 1 << 30  # as many as there are
 
@@ -75,25 +71,17 @@ class _Run:
 
 
 class _Gateway:
-    """One stream's way back, and the direct channel for steps, once it has come."""
+    """One gateway's connection."""
 
-    def __init__(self, context: Any) -> None:
-        self.name, self.token = secrets.token_hex(16), secrets.token_bytes(TOKEN_BYTES)
-        self.direct: asyncio.StreamWriter | None = None
-        self._context = context
-        self._lock = asyncio.Lock()
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        writer.transport.set_write_buffer_limits(high=0)
 
     async def write(self, message: bytes) -> None:
-        """Over the stream; one write at a time."""
-        async with self._lock:
-            await self._context.write(message)
-
-    async def write_step(self, message: bytes) -> None:
-        if self.direct is None:
-            await self.write(message)
-        else:
-            self.direct.write(encode_payload(message))
-            await self.direct.drain()
+        """Wait until it is on its way; one that is gone gets nothing."""
+        self._writer.write(encode_payload(message))
+        with suppress(ConnectionError):
+            await self._writer.drain()
 
 
 class _Step:
@@ -175,7 +163,7 @@ class _Engine:
             if self.pace.step_s:
                 self.log.setdefault(run.request_id, []).append(now_s)
         for gateway, step in steps.items():
-            await gateway.write_step(_field(2, step.message()))
+            await gateway.write(_field(2, step.message()))
 
     def heartbeat(self) -> bytes:
         links = [node_pb2.PeerLink(incarnation=PREFILL, transport="none")]
@@ -218,12 +206,9 @@ class _Nodes:
     """Both engines, and the one hand-off between them: a request decodes once it is prefilled."""
 
     def __init__(self, pace: StepPace) -> None:
-        self.address = ""
         self.pace = pace
         self.prefill = _Engine(Role.PREFILL, pace)
         self.decode = _Engine(Role.DECODE, pace)
-        self._listeners: list[asyncio.Server] = []
-        self._gateways: dict[str, _Gateway] = {}
         self._prefilled: deque[str] = deque(maxlen=100_000)
         self._known: set[str] = set()
 
@@ -269,55 +254,47 @@ class _Nodes:
                     engine.running.pop(run.request_id, None)
             await asyncio.sleep(0)  # else nobody reads what comes in while writes never wait
 
-    async def session(self, incoming: Any, context: Any) -> None:
-        read, write = listener_ends(
-            incoming, context, lambda **said: node_pb2.NodeMessage(**said).SerializeToString()
-        )
-        listener = Listener(lambda _: handshake_key(None), SESSION, (self.address,))
-        opening = await admit(listener, read, write)
-        await write(ACCEPTED_LINK)
-        engine = self.prefill if opening.listener == PREFILL else self.decode
-        gateway = _Gateway(context)
-        self._gateways[gateway.name] = gateway
-        member = _member(engine.role, self.address, self.pace)
-        await gateway.write(_welcome(member, gateway, self.pace, is_direct=bool(self._listeners)))
-        beating = asyncio.create_task(_beat(gateway, engine))
+    async def listen(self, members: Sequence[Member]) -> list[asyncio.Server]:
+        """As engines of this host."""
+        servers = []
+        for member in members:
+            sock = socket.socket(socket.AF_UNIX)
+            sock.bind(socket_address(member.incarnation, SOCKET))
+            serve = partial(self._serve, member)
+            servers.append(await asyncio.start_unix_server(serve, sock=sock))
+        return servers
+
+    async def _serve(
+        self, member: Member, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        if not self.pace.step_s:
+            sock = writer.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        engine = self.prefill if member.role is Role.PREFILL else self.decode
+        gateway = _Gateway(writer)
+        beating: asyncio.Task[None] | None = None
         try:
-            async for message in incoming:
-                engine.take(gateway, message)
+            await _admit(reader, writer)
+            await gateway.write(_welcome(member, self.pace))
+            beating = asyncio.create_task(_beat(gateway, engine))
+            while True:
+                engine.take(gateway, node_pb2.GatewayMessage.FromString(await _payload(reader)))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
         finally:
-            beating.cancel()
+            if beating is not None:
+                beating.cancel()
             for run in [*engine.waiting.values(), *engine.running.values()]:
                 if run.gateway is gateway:
                     engine.drop(run.request_id)
-
-    async def listen(self) -> None:
-        """For the direct channels of gateways.
-
-        Not for engines without a pace: on a socket nothing would hold them back, and what a
-        gateway reads faster than it can write is a stream that falls behind.
-        """
-        if not self.pace.step_s:
-            return
-        for engine, name in ((self.prefill, PREFILL), (self.decode, DECODE)):
-            sock = socket.socket(socket.AF_UNIX)
-            sock.bind(socket_address(name, PURPOSE))
-            serve = partial(self._serve_directly, engine)
-            self._listeners.append(await asyncio.start_unix_server(serve, sock=sock))
-
-    async def _serve_directly(
-        self, engine: _Engine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        question = Question.unpack(await _payload(reader))
-        assert question is not None, "gateways alone come here"
-        gateway = self._gateways[question.name]
-        writer.write(encode_payload(ACCEPTED))
-        gateway.direct = writer
-        try:
-            while True:
-                engine.take(gateway, node_pb2.GatewayMessage.FromString(await _payload(reader)))
-        except asyncio.IncompleteReadError:
             writer.close()
+
+
+async def _admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    listener = Listener(lambda _: handshake_key(None), (GATEWAY,), (THIS_HOST,))
+    writer.write(listener.challenge(await reader.readexactly(OPENING_BYTES)))
+    listener.check(await reader.readexactly(ANSWER_BYTES))
+    writer.write(encode_payload(b""))
 
 
 async def _payload(reader: asyncio.StreamReader) -> bytes:
@@ -330,13 +307,26 @@ async def _beat(gateway: _Gateway, engine: _Engine) -> None:
         await asyncio.sleep(_BEAT_S)
 
 
-def _member(role: Role, address: str, pace: StepPace) -> Member:
-    incarnation = PREFILL if role is Role.PREFILL else DECODE
-    length = pace.max_model_len
-    return Member(incarnation, role, role.value, address, "demo", "fp", length, 16, _NUM_BLOCKS)
+def _members(address: str, pace: StepPace) -> list[Member]:
+    return [
+        Member(
+            incarnation,
+            role,
+            role.value,
+            address,
+            "demo",
+            "fp",
+            pace.max_model_len,
+            16,
+            _NUM_BLOCKS,
+            engine_address=address,  # nobody dials it: all are on this host
+            host_id=host_id().hex(),
+        )
+        for role, incarnation in ((Role.PREFILL, PREFILL), (Role.DECODE, DECODE))
+    ]
 
 
-def _welcome(member: Member, gateway: _Gateway, pace: StepPace, is_direct: bool) -> bytes:
+def _welcome(member: Member, pace: StepPace) -> bytes:
     welcome = node_pb2.Welcome(
         incarnation=member.incarnation,
         role=member.role.value,
@@ -348,9 +338,6 @@ def _welcome(member: Member, gateway: _Gateway, pace: StepPace, is_direct: bool)
         num_blocks=member.num_blocks,
         max_num_seqs=min(pace.max_running, _MAX_RUNNING),
     )
-    if is_direct:
-        welcome.direct.host_id = host_id()
-        welcome.direct.gateway, welcome.direct.token = gateway.name, gateway.token
     return bytes(node_pb2.NodeMessage(welcome=welcome).SerializeToString())
 
 
@@ -359,23 +346,19 @@ async def _serve(redis_url: str, pace: StepPace) -> dict[str, list[float]]:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     nodes = _Nodes(pace)
-    server = grpc.aio.server(options=_OPTIONS)
-    session = grpc.stream_stream_rpc_method_handler(
-        nodes.session, request_deserializer=node_pb2.GatewayMessage.FromString
-    )
-    server.add_generic_rpc_handlers(
-        (grpc.method_handlers_generic_handler("baton.v1.Node", {"Session": session}),)
-    )
-    nodes.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    await server.start()
-    await nodes.listen()
-    directory = RedisDirectory(redis_url, CLUSTER)
-    for role in (Role.PREFILL, Role.DECODE):
-        await directory.announce(_member(role, nodes.address, pace), 5.0)
-    engines = [asyncio.create_task(part()) for part in (nodes.run_prefill, nodes.run_decode)]
-    print(f"ready: {nodes.address}", flush=True)
-    await asyncio.wait([*engines, asyncio.create_task(stop.wait())], return_when="FIRST_COMPLETED")
-    await server.stop(None)
+    with socket.create_server(("127.0.0.1", 0)) as node:  # where nodes would listen
+        address = "{}:{}".format(*node.getsockname())
+        members = _members(address, pace)
+        servers = await nodes.listen(members)
+        directory = RedisDirectory(redis_url, CLUSTER)
+        for member in members:
+            await directory.announce(member, 5.0)
+        engines = [asyncio.create_task(part()) for part in (nodes.run_prefill, nodes.run_decode)]
+        print(f"ready: {address}", flush=True)
+        ends = [*engines, asyncio.create_task(stop.wait())]
+        await asyncio.wait(ends, return_when="FIRST_COMPLETED")
+        for server in servers:
+            server.close()
     first = nodes.prefill.log
     return {i: first.get(i, []) + later for i, later in nodes.decode.log.items()}
 

@@ -26,7 +26,7 @@ SOCKET, THIS_HOST = "engine", "this host"  # of unix sockets: the name's part, t
 ADMIT_S = 2.0  # how long a handshake may take
 
 LOST_S = 1.2  # a connection on which nothing arrives at the other host for so long has broken
-_MAX_REFUSAL_BYTES = 4096
+MAX_REFUSAL_BYTES = 4096
 _TCP_OPTIONS = (
     (socket.TCP_NODELAY, 1),
     (socket.TCP_USER_TIMEOUT, round(LOST_S * 1000)),
@@ -75,7 +75,10 @@ def dial(
 def _connect(incarnation: str, address: str | None) -> socket.socket:
     if address is not None:
         host, _, port = address.rpartition(":")
-        connection = socket.create_connection((host.strip("[]"), int(port)), ADMIT_S)
+        try:
+            connection = socket.create_connection((host.strip("[]"), int(port)), ADMIT_S)
+        except (ValueError, OverflowError) as error:
+            raise OSError(f"{address} is no address: {error}") from error
         tune(connection)
         return connection
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -94,7 +97,7 @@ def _introduce(connection: socket.socket, ours: Dialer) -> None:
     try:
         connection.sendall(ours.opening)
         connection.sendall(ours.answer(_read(connection, CHALLENGE_BYTES, until_s)))
-        length = decode_length(_read(connection, LENGTH_BYTES, until_s), 0, _MAX_REFUSAL_BYTES)
+        length = decode_length(_read(connection, LENGTH_BYTES, until_s), 0, MAX_REFUSAL_BYTES)
         refusal = _read(connection, length, until_s)
     except OSError as error:
         raise NodeLost(f"the connection broke within the handshake: {error}") from error
@@ -125,7 +128,7 @@ def accept(connection: socket.socket) -> None:
 def refuse(connection: socket.socket, reason: str) -> None:
     """Tell a dialer that has proven itself why it is not accepted."""
     with suppress(OSError):
-        connection.sendall(encode_payload(reason.encode()[:_MAX_REFUSAL_BYTES]))
+        connection.sendall(encode_payload(reason.encode()[:MAX_REFUSAL_BYTES]))
 
 
 def _read(connection: socket.socket, num_bytes: int, until_s: float) -> bytes:

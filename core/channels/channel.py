@@ -76,6 +76,11 @@ class Channel:
         except OSError as error:
             raise ChannelBroken(f"the other side cannot be reached: {error}") from error
 
+    def end_sending(self) -> None:
+        """The other side finds it over, behind what was sent. Nothing more can be sent."""
+        with self._sending, contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
     def receive(self, max_chunks: int = MAX_CHUNKS) -> tuple[list[bytes], bool]:
         """The payloads of all frames that have come, and whether that was the last of it.
 

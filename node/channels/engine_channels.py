@@ -13,6 +13,7 @@ from __future__ import annotations
 import enum
 import logging
 import select
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -122,6 +123,7 @@ class EngineChannels:
         self._followers = followers
         self._welcome = node_pb2.NodeMessage(welcome=welcome).SerializeToString()
         self._heartbeat: bytes | None = None  # the last one
+        self._beating = threading.Lock()  # a new gateway hears Welcome first, and no older numbers
         self._gateways: dict[str, Link] = {}
         self._peers: dict[str, Link] = {}
 
@@ -150,13 +152,14 @@ class EngineChannels:
         older = links.get(link.name)
         if older is not None:
             self.remove(older)
-        links[link.name] = link
         self._inbox.watch(link.channel, lambda: self._read(link))
         link.is_watched = True
         log.info("linked with %s %s", link.kind.value, link.name)
-        if link.kind is Kind.GATEWAY:
-            for payload in filter(None, (self._welcome, self._heartbeat)):
-                self._send(link, payload)
+        with self._beating:
+            links[link.name] = link
+            if link.kind is Kind.GATEWAY:
+                for payload in filter(None, (self._welcome, self._heartbeat)):
+                    self._send(link, payload)
         return older
 
     def remove(self, link: Link) -> None:
@@ -218,9 +221,10 @@ class EngineChannels:
     def heartbeat(self, numbers: node_pb2.Heartbeat) -> None:
         """Send it to all gateways; peers get an empty frame, and are listened for. Any thread."""
         payload = node_pb2.NodeMessage(heartbeat=numbers).SerializeToString()
-        self._heartbeat = payload
-        for link in self._links():
-            self._send_beside(link, payload if link.kind is Kind.GATEWAY else b"")
+        with self._beating:
+            self._heartbeat = payload
+            for link in self._links():
+                self._send_beside(link, payload if link.kind is Kind.GATEWAY else b"")
         self._listen_for_peers()
 
     def _listen_for_peers(self) -> None:
@@ -236,12 +240,18 @@ class EngineChannels:
                 self._inbox.put(LinkOver(link, NodeLost(reason)))
 
     def end(self, error: BatonError) -> None:
-        """Tell all gateways that the process ends, and why; returns when they know. Any thread."""
+        """Tell all gateways that the process ends, and why; returns when they know. Any thread.
+
+        Nothing more is sent after it.
+        """
         message = node_pb2.NodeMessage(engine_ended=codec.error_to_wire(error))
         payload = message.SerializeToString()
-        gateways = list(self._gateways.values())
-        for link in gateways:
-            self._send_beside(link, payload)
+        with self._beating:
+            gateways = list(self._gateways.values())
+            for link in self._links():
+                if link.kind is Kind.GATEWAY:
+                    self._send_beside(link, payload)
+                link.channel.end_sending()
         _wait_for_ends([link.channel for link in gateways if not link.channel.is_closed])
 
     def _send_beside(self, link: Link, payload: bytes) -> None:

@@ -18,8 +18,9 @@ from ...core.channels.channel_listener import Admission, ChannelListener
 from ...core.channels.engine_tls import EngineTls
 from ...core.channels.handshake import Opening
 from ...core.channels.same_host import host_id
+from ...core.channels.tls_pump import wait_for_pumps
 from ...core.config import NodeConfig
-from ...core.errors import PermissionDenied, StartupFailed
+from ...core.errors import BatonError, PermissionDenied, StartupFailed
 from ...proto.v1 import engine_pb2, node_pb2
 from ..channels.engine_channels import Connected, EngineChannels, Follower, Kind, Link
 from ..channels.inbox import Inbox
@@ -28,6 +29,7 @@ from ..channels.source_dialer import Puller, SourceDialer
 
 log = logging.getLogger(__name__)
 
+_LAST_WORDS_S = 1.0  # within which what was said last is encrypted and sent
 _HEARTBEATS_MISSED = 4  # of a peer, whose interval is taken for ours
 
 
@@ -79,11 +81,21 @@ class EngineLinks:
     def start(self) -> None:
         self._listener.start(self._accepted)
 
+    def end(self, error: BatonError) -> None:
+        """Tell all gateways why the process ends, which it may do now. Any thread."""
+        self.channels.end(error)
+        wait_for_pumps(_LAST_WORDS_S)
+
     def close(self) -> None:
+        """Nobody receives from the inbox any more."""
         self._listener.close()
         if self._dialer is not None:
             self._dialer.close()
+        for item in self._inbox.receive(0):
+            if isinstance(item, Connected):  # too late
+                item.link.channel.close()
         self.channels.close()
+        wait_for_pumps(_LAST_WORDS_S)
 
     def _check(self, opening: Opening, names: frozenset[str] | None) -> None:
         """Raises PermissionDenied."""

@@ -249,6 +249,7 @@ class EngineLoop:
             self._role.gateway_lost(link.name)
             return
         self._role.peer_lost(link.name)
+        self._outbox.forget_peer(link.name)
 
     def _from_peer(self, link: Link, message: handoff_pb2.PeerMessage) -> None:
         """A message that cannot be taken ends its pair, and nothing else."""
@@ -326,7 +327,7 @@ class EngineLoop:
 
 
 def _key(message: node_pb2.Dispatch | node_pb2.Cancel) -> str:
-    """`core.request.Request.key` of the request that a gateway speaks of."""
+    """`core.request.request.Request.key` of the request that a gateway speaks of."""
     return f"{message.request_id}/{message.attempt}"
 
 

@@ -10,13 +10,13 @@ import random
 
 import pytest
 from bad_input.cases.mutants import mutated_bytes
-from fakes.node.node_world import GATEWAY, LEASE_S, PULLER, SOURCE, Node, NodeWorld, request
+from fakes.node.node_world import LEASE_S, PULLER, SOURCE, Node, NodeWorld, request
 from fakes.runner import expected_tokens
 from google.protobuf.message import DecodeError
 
 from baton.core.request.request import Ticket
 from baton.proto import codec
-from baton.proto.v1 import engine_pb2, handoff_pb2, node_pb2
+from baton.proto.v1 import handoff_pb2, node_pb2
 
 _NUM_ROUNDS, _PER_ROUND = 12, 25
 _WORKS = (node_pb2.WORK_PREFILL, node_pb2.WORK_DECODE, node_pb2.WORK_LOCAL, 0, 7)
@@ -84,7 +84,7 @@ def _parsed(message: object, data: bytes) -> object | None:
 def _assert_well(world: NodeWorld, number: int) -> None:
     """Everything of the gateway that sent nonsense is gone, and a good request is served."""
     for node in (world.prefill, world.decode):
-        node.tell(gateway_lost="strange")
+        node.lose_gateway("strange")
     world.clock.advance(LEASE_S + 1)
     world.settle()
     if not world.is_linked:
@@ -95,7 +95,7 @@ def _assert_well(world: NodeWorld, number: int) -> None:
     world.settle()
     assert world.tokens(good) == expected_tokens(good.prompt_token_ids, good.sampling.max_tokens)
     for node in (world.prefill, world.decode):
-        node.tell(gateway_lost=GATEWAY)
+        node.lose_gateway()
     world.expire()
     assert world.prefill.is_clean(), world.prefill.role.ledger()
     assert world.decode.is_clean(), world.decode.role.ledger()
@@ -108,8 +108,7 @@ def test_strange_dispatches(seed: int) -> None:
         message = _gateway_message(rng, 1000 * seed + i)
         if message is not None:
             node: Node = rng.choice((world.prefill, world.decode))
-            frame = engine_pb2.FromGateway(gateway="strange", message=message)
-            node.tell(from_gateway=frame)
+            node.hear_gateway(message, "strange")
             if rng.random() < 0.5:
                 world.turn(node)
     world.settle()
@@ -131,9 +130,7 @@ def test_strange_peer_messages(seed: int) -> None:
             world.turn(rng.choice((world.prefill, world.decode)))
         message = _peer_message(rng, number)
         if message is not None:
-            node, sender = rng.choice(((world.prefill, PULLER), (world.decode, SOURCE)))
-            frame = engine_pb2.FromPeer(incarnation=sender, message=message)
-            node.tell(from_peer=frame)
+            world.hear_peer(rng.choice((world.prefill, world.decode)), message)
         world.settle()
         tokens = world.tokens(one)
         assert tokens == expected_tokens(one.prompt_token_ids, 6)[: len(tokens)]

@@ -169,6 +169,15 @@ def test_control_plane_never_imports_torch(face: str) -> None:
     assert run_python(program) == "[]"
 
 
+@pytest.mark.parametrize("node", ["prefill_node", "decode_node"])
+def test_engine_processes_never_import_grpc(node: str) -> None:
+    """Its threads would take turns at the interpreter with the engine's loop."""
+    program = (
+        f"import sys, baton.{node}.engine_main; print([m for m in sys.modules if 'grpc' in m])"
+    )
+    assert run_python(program) == "[]"
+
+
 @pytest.mark.parametrize("is_safe", [False, True])
 @pytest.mark.parametrize("folder", ["tmp_path", "ROOT"])
 def test_the_module_is_the_command(tmp_path: Path, folder: str, is_safe: bool) -> None:

@@ -17,12 +17,15 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+import pytest_asyncio
 from fakes.gateway.byte_model import write_byte_model
 from fakes.gateway.gateway_process import PROGRAM, GatewayProcess, gateway_process, until_links
 from fakes.node.node import expected_text
 
 from baton.client import AsyncClient
 from baton.cluster.redis_server import RedisServer
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 NUM_CALLS = 24
 BODY = {"model": "demo", "prompt": "hello", "max_tokens": 20, "temperature": 0}
@@ -84,27 +87,49 @@ def redis_server() -> Iterator[RedisServer]:
         yield server
 
 
-@pytest.fixture
-async def world(redis_server: RedisServer, tmp_path: Path) -> AsyncIterator[World]:
-    model_dir = write_byte_model(tmp_path / "demo")
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_byte_model(tmp_path_factory.mktemp("model") / "demo")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def world(redis_server: RedisServer, model_dir: Path) -> AsyncIterator[World]:
+    """For all tests that leave it whole."""
+    async with started(redis_server, model_dir) as world:
+        yield world
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def ending(redis_server: RedisServer, model_dir: Path) -> AsyncIterator[World]:
+    """To be ended by its test."""
+    async with started(redis_server, model_dir) as world:
+        yield world
+
+
+@asynccontextmanager
+async def started(redis_server: RedisServer, model_dir: Path) -> AsyncIterator[World]:
     flags = ("--workers", "2")
     async with gateway_process(redis_server.url, model_dir, *flags, num_links=2) as process:
         yield World(process)
 
 
 async def test_all_serve_and_one_tells_of_all(world: World) -> None:
+    before = await world.finished()
     assert await world.calls(NUM_CALLS) == [expected_text("hello", 20)] * NUM_CALLS
     async with AsyncClient(world.gateway.grpc) as client:
         found = [chunk async for chunk in client.generate("hello", max_tokens=20)]
         assert "".join(chunk.text for chunk in found) == expected_text("hello", 20)
     finished = await world.finished()
-    assert set(finished) == {"0", "1"}
-    assert sum(finished.values()) == NUM_CALLS + 1
-    assert min(finished.values()) > 0  # one chance in 2^23 that the kernel deals otherwise
+    assert set(finished) == set(before) == {"0", "1"}
+    counts = [finished[worker] - before[worker] for worker in finished]
+    assert sum(counts) == NUM_CALLS + 1
+    assert min(counts) > 0  # one chance in 2^23 that the kernel deals otherwise
 
 
-async def test_an_abort_reaches_calls_of_every_worker(world: World) -> None:
-    world.gateway.decode.token_s = 0.05
+async def test_an_abort_reaches_calls_of_every_worker(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world.gateway.decode, "token_s", 0.05)
     async with world.http() as http, AsyncClient(world.gateway.grpc) as client:
 
         async def one() -> str:
@@ -159,23 +184,23 @@ async def test_a_parent_that_hangs_for_a_while_kills_nobody(world: World) -> Non
     assert world.workers() == workers
 
 
-async def test_streams_end_before_the_workers_do(world: World) -> None:
-    world.gateway.decode.token_s = 0.02
-    async with world.http() as http:
+async def test_streams_end_before_the_workers_do(ending: World) -> None:
+    ending.gateway.decode.token_s = 0.02
+    async with ending.http() as http:
         body = BODY | {"max_tokens": 50, "stream": True}
         async with http.post("/v1/completions", json=body) as answer:
             await answer.content.readuntil(b"\n\n")
-            world.gateway.process.terminate()
+            ending.gateway.process.terminate()
             assert (await answer.text()).endswith("data: [DONE]\n\n")
     async with asyncio.timeout(10):
-        assert await world.gateway.process.wait() == 0
-    await until_links(world.gateway.decode, 0)
+        assert await ending.gateway.process.wait() == 0
+    await until_links(ending.gateway.decode, 0)
 
 
-async def test_workers_end_with_their_parent(world: World) -> None:
-    workers = world.workers()
-    world.gateway.process.kill()
-    await until_links(world.gateway.decode, 0)
+async def test_workers_end_with_their_parent(ending: World) -> None:
+    workers = ending.workers()
+    ending.gateway.process.kill()
+    await until_links(ending.gateway.decode, 0)
     async with asyncio.timeout(10):
         while any(map(is_alive, workers)):  # noqa: ASYNC110
             await asyncio.sleep(0.05)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -96,6 +97,62 @@ async def test_a_part_that_ends_before_all_are_linked_ends_the_start(
     async with asyncio.timeout(5):
         with pytest.raises(StartupFailed, match="p-0: no memory"):
             await deployment._until_linked()
+
+
+class Mortal:
+    """A part that ends when it is told to."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.began_s = time.monotonic()
+        self.process = SimpleNamespace(returncode=1)
+        self.over = asyncio.Event()
+
+    async def until_over(self, _: object) -> None:
+        await self.over.wait()
+
+    async def close(self) -> None:
+        pass
+
+    def configs_again(self) -> tuple[object, ...]:
+        return ()
+
+
+async def test_a_part_that_lived_long_may_end_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that keeps ending, one end soon after the other, ends all."""
+
+    async def launch(self: Deployment, name: str) -> Mortal:
+        part = Mortal(name)
+        self.children.append(cast(Any, part))
+        return part
+
+    monkeypatch.setattr(Deployment, "_launch", launch)
+    for name, value in (("_MOST_ENDS", 2), ("_WELL_S", 0.0), ("_RESTART_S", 0.0)):
+        monkeypatch.setattr(f"baton.cli.deployment.deployment.{name}", value)
+    deployment = Deployment(
+        UpConfig(), EngineConfig(), NodeConfig(), GatewayConfig(), lambda name, line: None
+    )
+    for name in ("gateway", "p-0"):
+        await launch(deployment, name)
+
+    async def end(name: str) -> None:
+        """And wait until another is there."""
+        (part,) = (each for each in deployment.children if each.name == name)
+        cast(Any, part).over.set()
+        while part in deployment.children or len(deployment.children) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+    async with asyncio.timeout(5):
+        keeping = asyncio.create_task(deployment.keep())
+        for _ in range(5):
+            await end("p-0")
+        monkeypatch.setattr("baton.cli.deployment.deployment._WELL_S", 1000.0)
+        await end("p-0")  # the second
+        await end("gateway")
+        assert not keeping.done()
+        (part,) = (each for each in deployment.children if each.name == "p-0")
+        cast(Any, part).over.set()
+        assert await keeping == "p-0"
 
 
 async def test_a_line_that_is_too_long_does_not_end_the_reading() -> None:

@@ -14,9 +14,12 @@ from baton.cluster.secret import ClusterSecret
 from baton.core.membership import Member, Role
 
 MEMBER = Member(
-    "ab" * 16, Role.DECODE, "decode-0", "127.0.0.1:5000", "demo", "f1", 512, 16, 64, "cuda:0,1",
+    *("ab" * 16, Role.DECODE, "decode-0", "127.0.0.1:5000", "demo", "f1", 512, 16, 64),
+    engine_address="127.0.0.1:5001",
+    host_id="cd" * 16,
+    device="cuda:0,1",
     can_constrain=True,
-)  # fmt: skip
+)
 ENTRY = Entry(MEMBER, sequence=3, at_ms=1_790_000_000_000, ttl_ms=6000)
 
 json_values = st.recursive(
@@ -38,6 +41,10 @@ def test_round_trip(secret: str | None) -> None:
         {"incarnation": "AB" * 16},
         {"incarnation": "ab" * 16 + "\n"},
         {"address": "127.0.0.1"},
+        {"engine_address": ""},
+        {"engine_address": "127.0.0.1"},
+        {"host_id": ""},
+        {"host_id": "cd" * 15},
         {"address": "http://169.254.169.254:80"},
         {"address": "unix:/tmp/x:1"},
         {"name": ""},
