@@ -57,12 +57,12 @@ def throughput() -> list[Figure]:
         with (
             bare(front) as floor,
             gateway() as alone,
-            gateway(options=("--workers", "2")) as shared,
+            gateway(options=("--num-gateways", "2")) as shared,
         ):
             servers = {
                 "bare": floor,
                 f"{words}, {NUM_STREAMS} streams": alone[front],
-                f"the same, 2 workers, {front}": shared[front],
+                f"the same, 2 gateways, {front}": shared[front],
             }
             found: dict[str, list[Any]] = {name: [] for name in servers}
             for _ in range(_REPEATS):
