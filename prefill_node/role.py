@@ -4,7 +4,7 @@
     step ─► first token to the gateway          Source ─► manifests, release or abort
          └► ChunkAnnounced, ChunkReady with the blocks
 
-Glue alone: the engine decides about blocks, `kv_transfer.source` about leases.
+Glue alone: the engine decides about blocks, `kv_transfer.protocol.source` about leases.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Offer:
 
 
 class PrefillRole(RequestRole):
-    """`node.role.Role` of a prefill node's engine."""
+    """`node.requests.role.EngineRole` of a prefill node's engine."""
 
     ticket_work = node_pb2.WORK_PREFILL
 

@@ -112,7 +112,7 @@ def _run_load(target: str, arguments: argparse.Namespace, workload: Workload, vo
         num_generators=arguments.generators,
         drain_s=arguments.drain_s,
     )
-    window = report.Window(workload.warmup_s, workload.duration_s)
+    window = report.ReportWindow(workload.warmup_s, workload.duration_s)
     slo = report.Slo(arguments.ttft_slo_ms / 1e3, arguments.tbt_slo_ms / 1e3)
     pairs = (pair.split("=") for pair in arguments.prefill_ms.split(",") if pair)
     summary = report.summarise(found, window, slo, {name: float(ms) / 1e3 for name, ms in pairs})

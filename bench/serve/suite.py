@@ -180,7 +180,7 @@ class Suite:
                     vocab_size=self._vocab_size,
                     num_generators=_GENERATORS,
                 )
-            window = report.Window(shape.warmup_s, shape.duration_s)
+            window = report.ReportWindow(shape.warmup_s, shape.duration_s)
             num_gpus = _num_gpus(arguments.prefill_gpus)
             num_prefills = max(1, num_gpus // arguments.tensor_parallel_size)
             summary = report.summarise(found, window, _SLO, self._prefill_s(), num_prefills)

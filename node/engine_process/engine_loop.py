@@ -344,7 +344,7 @@ class EngineLoop:
 
 
 def _key(message: node_pb2.Dispatch | node_pb2.Cancel) -> str:
-    """`core.request.Request.key` of the request that a gateway speaks of."""
+    """`core.request.request.Request.key` of the request that a gateway speaks of."""
     return f"{message.request_id}/{message.attempt}"
 
 

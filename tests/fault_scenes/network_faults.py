@@ -53,13 +53,6 @@ class Network:
             wire.lost = ways
 
 
-async def break_a_pair(scene: Scene) -> None:
-    """F16, F12: resets in every MB; then what the source sends vanishes."""
-    async with network(scene) as net:
-        await _reset_data_connections(scene, net)
-        await _part(scene, net, frozenset({BACK}))
-
-
 async def break_a_pair_in_every_way(scene: Scene) -> None:
     """F11, F12, F16: one direction, the other, both; and resets under load for a while."""
     async with network(scene) as net:
@@ -99,7 +92,7 @@ async def _part(scene: Scene, net: Network, ways: frozenset[str]) -> None:
     await until(partial(_is_linked, net, 2))
 
 
-async def _reset_data_connections(scene: Scene, net: Network, seconds: float = 0.0) -> None:
+async def _reset_data_connections(scene: Scene, net: Network, seconds: float) -> None:
     """Whatever is in a chunk when its connection is reset, no attempt notices.
 
     Every MB, and then for some seconds 7.5 times a second.

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-import mixed_run
 import pytest
 import torch
+from fault_scenes import mixed_run
 from fault_scenes.fault_cluster import Cluster, cluster, write_model
 from fault_scenes.faults import Scene, Stream
 from fault_scenes.mixed_run import Outcome

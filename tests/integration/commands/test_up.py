@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator
 
 import aiohttp
 import pytest
+import pytest_asyncio
 from deployments import MARK, marked_processes
 
 from baton.cli.deployment.deployment import Deployment
@@ -23,8 +24,9 @@ from baton.core.config import EngineConfig, GatewayConfig, NodeConfig, UpConfig
 from baton.core.errors import BatonError, StartupFailed
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def deployment() -> AsyncIterator[Deployment]:
+    """For all tests here; each leaves it whole, but for the last of them."""
     engine = EngineConfig(model="demo", device="cpu", cpu_kv_bytes=32 << 20)
     gateway = GatewayConfig(grpc_port=0, http_port=0, model="demo", recovery_wait_s=30)
     up = UpConfig(num_decode_nodes=2)
@@ -56,6 +58,7 @@ def pids_of(deployment: Deployment, name: str) -> list[int]:
     return [child.process.pid for child in deployment.children if child.name == name]
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_a_node_that_ends_is_started_again(deployment: Deployment) -> None:
     """And what it streamed goes on at the other."""
     keeping = asyncio.create_task(deployment.keep())
@@ -74,6 +77,7 @@ async def test_a_node_that_ends_is_started_again(deployment: Deployment) -> None
     await cancelled(keeping)
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_redis_and_the_gateway_are_started_again_too(deployment: Deployment) -> None:
     """A node that is new since Redis lost all is found, and its cache is; links stay meanwhile."""
     keeping = asyncio.create_task(deployment.keep())
@@ -103,9 +107,12 @@ async def test_redis_and_the_gateway_are_started_again_too(deployment: Deploymen
     await cancelled(keeping)
 
 
+@pytest.mark.slow
+@pytest.mark.asyncio(loop_scope="module")
 async def test_a_node_that_lived_long_may_end_once_more(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Without processes in test_cli_deployment.py. The last, as it leaves a node dead."""
     deployment.group.max_ends = 1
     monkeypatch.setattr("baton.cli.deployment.child_group._WELL_S", 0.0)
     keeping = asyncio.create_task(deployment.keep())

@@ -345,49 +345,55 @@ def test_start_failures_are_told_in_words(model_dir: Path, redis_url: str) -> No
         assert not any("Traceback" in line for line in node.said)
 
 
-def test_a_node_whose_port_is_taken_says_so_and_takes_another(
-    model_dir: Path, redis_url: str
-) -> None:
-    """Whoever holds the port could not pass for the node; it is not to keep it away either."""
+@pytest.fixture(scope="module")
+def crowded(model_dir: Path, redis_url: str) -> Iterator[tuple[NodeProcess, int]]:
+    """A node with two engines, and the port that it was to have, which is taken."""
+    flags = ("--model", str(model_dir), "--load-format", "dummy", "--num-engines", "2")
+    flags += ("--num-kv-blocks", str(NUM_BLOCKS), "--name", "n")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        dummy = ("--model", str(model_dir), "--load-format", "dummy")
-        node = launch(Role.PREFILL, redis_url, "--port", str(port), *dummy)
-        assert not node.address.endswith(f":{port}")
-        assert any(f"cannot listen on 127.0.0.1:{port}" in line for line in node.said)
-        assert node.end(signal.SIGINT) == 0
+        node = launch(Role.DECODE, redis_url, "--port", str(port), *flags)
+        try:
+            yield node, port
+        finally:
+            if node.process.poll() is None:
+                node.end(signal.SIGTERM)
+
+
+def test_a_node_whose_port_is_taken_says_so_and_takes_another(
+    crowded: tuple[NodeProcess, int],
+) -> None:
+    """Whoever holds the port could not pass for the node; it is not to keep it away either."""
+    node, port = crowded
+    assert not node.address.endswith(f":{port}")
+    assert any(f"cannot listen on 127.0.0.1:{port}" in line for line in node.said)
 
 
 async def test_sigterm_lets_what_runs_finish(
-    model_dir: Path, redis_url: str, reference: ModelRunner
+    crowded: tuple[NodeProcess, int], redis_url: str, reference: ModelRunner
 ) -> None:
-    """A node with two engines: each drains by itself, and then the node ends."""
-    flags = ("--model", str(model_dir), "--load-format", "dummy", "--num-engines", "2")
-    node = launch(Role.DECODE, redis_url, *flags, "--num-kv-blocks", str(NUM_BLOCKS), "--name", "n")
-    try:
-        found = await members(redis_url, lambda seen: sum(m.name[0] == "n" for m in seen) == 2)
-        ours = [member for member in found if member.name in ("n.0", "n.1")]
-        async with (
-            session(node.address, ours[0].incarnation) as busy,
-            session(node.address, ours[1].incarnation) as idle,
-        ):
-            await busy.until(lambda: busy.num_heartbeats > 0)
-            request, late = (
-                Request(name * 32, 0, (1, 2, 3), SamplingParams(max_tokens=600, temperature=0.0))
-                for name in "ab"
-            )
-            await busy.dispatch(request, node_pb2.WORK_LOCAL, None)
-            await busy.until(lambda: request.key in busy.heard)
-            node.process.send_signal(signal.SIGTERM)
-            await idle.until(lambda: idle.status is not None)
-            await busy.dispatch(late, node_pb2.WORK_LOCAL, None)
-            await busy.until(lambda: busy.heard[request.key].is_over)
-            await busy.until(lambda: late.key in busy.heard)
-        expected = single_process_tokens(reference, request)
-        assert busy.heard[request.key].tokens == expected
-        assert busy.heard[late.key].error == "unavailable"
-        assert node.wait() == 0
-        assert "draining" in node.said
-    finally:
-        if node.process.poll() is None:
-            node.end(signal.SIGKILL)
+    """Of two engines each drains by itself, and then the node ends."""
+    node, _ = crowded
+    found = await members(redis_url, lambda seen: sum(m.name[0] == "n" for m in seen) == 2)
+    ours = [member for member in found if member.name in ("n.0", "n.1")]
+    async with (
+        session(node.address, ours[0].incarnation) as busy,
+        session(node.address, ours[1].incarnation) as idle,
+    ):
+        await busy.until(lambda: busy.num_heartbeats > 0)
+        request, late = (
+            Request(name * 32, 0, (1, 2, 3), SamplingParams(max_tokens=600, temperature=0.0))
+            for name in "ab"
+        )
+        await busy.dispatch(request, node_pb2.WORK_LOCAL, None)
+        await busy.until(lambda: request.key in busy.heard)
+        node.process.send_signal(signal.SIGTERM)
+        await idle.until(lambda: idle.status is not None)
+        await busy.dispatch(late, node_pb2.WORK_LOCAL, None)
+        await busy.until(lambda: busy.heard[request.key].is_over)
+        await busy.until(lambda: late.key in busy.heard)
+    expected = single_process_tokens(reference, request)
+    assert busy.heard[request.key].tokens == expected
+    assert busy.heard[late.key].error == "unavailable"
+    assert node.wait() == 0
+    assert "draining" in node.said

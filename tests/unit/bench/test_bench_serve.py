@@ -119,7 +119,7 @@ def test_figures_by_hand(tmp_path: Path) -> None:
         Record("probe", 4.0, 8, 3, 4.0, [], "unavailable: nobody"),
         Record("probe", 0.1, 8, 3, 0.1, [0.2, 0.3, 0.4]),  # before the window
     ]
-    summary = report.summarise(kept, report.Window(1.0, 5.0), SLO, {"probe": 0.05})
+    summary = report.summarise(kept, report.ReportWindow(1.0, 5.0), SLO, {"probe": 0.05})
     figures = summary["groups"]["probe"]
     assert (figures["num_sent"], figures["num_failed"]) == (4, 1)
     assert figures["ttft_ms"]["p50"] == pytest.approx(100)
@@ -131,7 +131,7 @@ def test_figures_by_hand(tmp_path: Path) -> None:
     assert summary["generator_lag_ms"]["max"] == pytest.approx(10)
     text = report.table(summary)
     assert "probe tbt" in text and "1 failed" in text
-    plots.write(tmp_path / "p.html", "t", {"run": (kept, report.Window(1.0, 5.0))}, text)
+    plots.write(tmp_path / "p.html", "t", {"run": (kept, report.ReportWindow(1.0, 5.0))}, text)
     page = (tmp_path / "p.html").read_text()
     assert page.count("<svg") == 4 and "http" not in page
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from baton.cli.deployment.child import Child, Report, lines_of
+from baton.cli.deployment.child import Child, lines_of
 from baton.cli.deployment.child_group import ChildGroup
 from baton.cli.deployment.deployment import Deployment
 from baton.cli.deployment.gateways import shared_ports
@@ -87,44 +87,6 @@ def hold_exclusively(port: int) -> None:
         pass
 
 
-async def test_a_child_that_keeps_ending_is_started_later_each_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Without a bound on its ends, for ever; with one, until then."""
-    delays_s: list[float] = []
-
-    async def start(name: str, *_: object, **__: object) -> Child:
-        return cast(Child, Ended(name))
-
-    class Ended:
-        configs, cluster, process = (), None, SimpleNamespace(returncode=1)
-
-        def __init__(self, name: str) -> None:
-            self.name, self.began_s = name, time.monotonic()
-
-        async def until_over(self, report: Report) -> None: ...
-        async def close(self) -> None: ...
-        def configs_again(self) -> tuple[object, ...]:
-            return ()
-
-    async def sleep(delay_s: float) -> None:
-        delays_s.append(delay_s)
-        if len(delays_s) == 40:
-            raise StartupFailed("seen enough")
-
-    monkeypatch.setattr(Child, "start", start)
-    monkeypatch.setattr("baton.cli.deployment.child_group.asyncio.sleep", sleep)
-    bounded = ChildGroup(lambda name, line: None, max_ends=3)
-    await bounded.launch("p-0", (), ClusterConfig())
-    assert await bounded.keep() == "p-0" and len(delays_s) == 3
-    delays_s.clear()
-    endless = ChildGroup(lambda name, line: None)
-    await endless.launch("p-0", (), ClusterConfig())
-    with pytest.raises(StartupFailed, match="seen enough"):
-        await endless.keep()
-    assert delays_s == sorted(delays_s) and delays_s[0] == 0.0 and delays_s[-1] == 5.0
-
-
 @pytest.mark.parametrize(
     ("up", "words"),
     [
@@ -168,6 +130,89 @@ async def test_a_part_that_ends_before_all_are_linked_ends_the_start(
     async with asyncio.timeout(5):
         with pytest.raises(StartupFailed, match="p-0: no memory"):
             await deployment._until_linked()
+
+
+class Mortal:
+    """A part that ends when it is told to."""
+
+    cluster = ClusterConfig()
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.began_s = time.monotonic()
+        self.process = SimpleNamespace(returncode=1)
+        self.over = asyncio.Event()
+
+    async def until_over(self, _: object) -> None:
+        await self.over.wait()
+
+    async def close(self) -> None:
+        pass
+
+    def configs_again(self) -> tuple[object, ...]:
+        return ()
+
+
+async def test_a_part_that_lived_long_may_end_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that keeps ending, one end soon after the other, ends all."""
+
+    async def start(name: str, *_: object, **__: object) -> Mortal:
+        return Mortal(name)
+
+    monkeypatch.setattr(Child, "start", start)
+    for constant, value in (("_WELL_S", 0.0), ("_RESTART_S", 0.0)):
+        monkeypatch.setattr(f"baton.cli.deployment.child_group.{constant}", value)
+    deployment = Deployment(
+        UpConfig(), EngineConfig(), NodeConfig(), GatewayConfig(), lambda name, line: None
+    )
+    deployment.group.max_ends = 2
+    for name in ("gateway", "p-0"):
+        await deployment._launch(name)
+
+    async def end(name: str) -> None:
+        """And wait until another is there."""
+        (part,) = (each for each in deployment.children if each.name == name)
+        cast(Any, part).over.set()
+        while part in deployment.children or len(deployment.children) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+    async with asyncio.timeout(5):
+        keeping = asyncio.create_task(deployment.keep())
+        for _ in range(5):
+            await end("p-0")
+        monkeypatch.setattr("baton.cli.deployment.child_group._WELL_S", 1000.0)
+        await end("p-0")  # the second
+        await end("gateway")
+        assert not keeping.done()
+        (part,) = (each for each in deployment.children if each.name == "p-0")
+        cast(Any, part).over.set()
+        assert await keeping == "p-0"
+
+
+async def test_a_part_that_keeps_ending_is_started_later_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a bound on its ends, for ever."""
+    delays_s: list[float] = []
+
+    async def start(name: str, *_: object, **__: object) -> Mortal:
+        part = Mortal(name)
+        part.over.set()
+        return part
+
+    async def sleep(delay_s: float) -> None:
+        delays_s.append(delay_s)
+        if len(delays_s) == 40:
+            raise StartupFailed("seen enough")
+
+    monkeypatch.setattr(Child, "start", start)
+    monkeypatch.setattr("baton.cli.deployment.child_group.asyncio.sleep", sleep)
+    group = ChildGroup(lambda name, line: None)
+    await group.launch("gateway-0", (), ClusterConfig())
+    with pytest.raises(StartupFailed, match="seen enough"):
+        await group.keep()
+    assert delays_s == sorted(delays_s) and delays_s[0] == 0.0 and delays_s[-1] == 5.0
+    assert len({*delays_s}) > 10
 
 
 async def test_a_line_that_is_too_long_does_not_end_the_reading() -> None:
