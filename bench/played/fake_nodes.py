@@ -364,7 +364,7 @@ async def _serve(redis_url: str, pace: StepPace, taken: Path | None) -> dict[str
     """Until SIGTERM; when each request's tokens went out, by its id."""
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    nodes = _Nodes(pace, taken and TakenTokens(taken))
+    nodes = _Nodes(pace, None if taken is None else TakenTokens(taken))
     with socket.create_server(("127.0.0.1", 0)) as node:  # where nodes would listen
         address = "{}:{}".format(*node.getsockname())
         members = _members(address, pace)
