@@ -185,7 +185,7 @@ class EngineConnection(asyncio.Protocol):
             sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             await self._loop.sock_connect(sock, address)
-            require_same_user(sock) if self._is_local else tune(sock)
+            require_same_user(sock) if self._is_local else tune(sock, GATEWAY)
         except BaseException:
             sock.close()
             raise
