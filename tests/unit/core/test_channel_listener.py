@@ -390,14 +390,14 @@ def test_nothing_is_left_open(is_local: bool) -> None:
         engine.close()
         assert stranger.recv(1) == b"", "who has proven nothing is not waited for"
     settle()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_listener_that_never_started_can_be_closed() -> None:
     before = len(os.listdir("/proc/self/fd"))
     admits = Admission({}, (GATEWAY,), lambda opening, names: None)
     ChannelListener(OTHER, "127.0.0.1", 0, lambda port: (), admits).close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_nobody_is_handed_over_behind_the_end(engine: Engine, is_local: bool) -> None:
