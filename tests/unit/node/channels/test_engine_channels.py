@@ -415,6 +415,26 @@ def test_what_the_heartbeat_s_thread_left_is_sent_once_there_is_room(engine: Eng
     assert not engine.channels.has_unsent
 
 
+def test_room_that_the_heartbeat_s_thread_used_does_not_keep_the_loop_awake(
+    engine: Engine,
+) -> None:
+    """The loop waited for it, and finds nothing left to send."""
+    link, far = engine.link(max_unsent_bytes=4 << 20)
+    engine.turn()
+    while not link.channel.has_unsent:
+        engine.channels.to_gateway("g", step(0, size=100_000))
+    while link.channel.has_unsent:
+        far.hear()
+        thread = threading.Thread(target=engine.channels.heartbeat, args=(beat(1),))
+        thread.start()
+        thread.join()
+    far.hear()
+    engine.turn()
+    began_s = time.monotonic()
+    assert engine.inbox.receive(0.1) == []
+    assert time.monotonic() - began_s >= 0.1
+
+
 @pytest.mark.parametrize("who", ["loop", "heartbeats"])
 def test_who_does_not_read_is_cut_off_and_blocks_nobody(engine: Engine, who: str) -> None:
     link, _ = engine.link(name="deaf", max_unsent_bytes=1 << 20)

@@ -248,7 +248,7 @@ def test_nothing_is_left_open() -> None:
     until_s = time.monotonic() + 5
     while len(os.listdir("/proc/self/fd")) > before and time.monotonic() < until_s:
         time.sleep(0.01)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_link_belongs_to_the_loop_alone(source: Engine) -> None:
