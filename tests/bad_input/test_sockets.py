@@ -412,13 +412,14 @@ def test_what_a_compressed_message_unpacks_to_is_bounded(target: Target) -> None
         b"\x16\x03\x01\x02\0" * 20,
     ],
 )
-@pytest.mark.parametrize("port", ["grpc_port", "node_port"])
-def test_other_formats_on_grpc_ports(target: Target, port: str, data: bytes) -> None:
-    """B88: closed; gRPC's own last words at most."""
+@pytest.mark.parametrize("port", ["grpc_port", "node_port", "engine_port"])
+def test_other_formats_on_ports_without_http(target: Target, port: str, data: bytes) -> None:
+    """B88: closed; gRPC's own last words at most, and of an engine not a word."""
     with target.connect(getattr(target, port)) as plain:
         plain.sendall(data)
         answer = read_to_end(plain)
     assert not LEAKS.search(answer.decode("latin-1"))
+    assert not (answer and port == "engine_port")
 
 
 # --- those who say nothing, or too little ---------------------------------------------------------

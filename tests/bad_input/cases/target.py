@@ -1,4 +1,6 @@
-"""The victim: a gateway, its Redis and two nodes without engines, in a process of its own.
+"""The victim: a gateway, its Redis and two played engines, in a process of its own.
+
+Beside them the real doors of a node: its gRPC server, and the listener of an engine.
 
     python tests/bad_input/cases/target.py CONFIG
 
@@ -13,8 +15,10 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
+import secrets
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +29,19 @@ from fakes.node.node import FakeNode
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.redis_server import RedisServer
 from baton.cluster.secret import ClusterSecret
+from baton.core.channels.admission import GATEWAY
+from baton.core.channels.channel_listener import Admission, ChannelListener
 from baton.core.config import ClusterConfig, GatewayConfig
-from baton.core.membership import Role
+from baton.core.membership import Member, Role
 from baton.core.process.logs import set_up_logging
 from baton.gateway.http.protocol import body, connections
 from baton.gateway.process.server import serve
 from baton.gateway.request.session import SessionLimits
+from baton.node.supervisor.callers import Callers
+from baton.node.supervisor.engine_handle import EngineHandle
+from baton.node.supervisor.grpc_channels import make_server
+from baton.node.supervisor.rpc import NodeServicer
+from baton.proto.v1 import node_pb2_grpc
 
 SECRET = "test secret"
 NUM_BLOCKS = 26  # 24 of them usable: 384 tokens, less than the context of 512
@@ -50,6 +61,7 @@ def _shorten(config: dict[str, Any]) -> None:
 async def _run(config: dict[str, Any], redis_url: str) -> None:
     _shorten(config)
     set_up_logging("gateway", as_json=False)
+    secret = ClusterSecret(SECRET)
     cluster = ClusterConfig(redis_url, f"c{time.monotonic_ns()}", SECRET)
     gateway = await serve(
         GatewayConfig(grpc_port=0, http_port=0, heartbeat_timeout_s=30.0, **config),
@@ -60,7 +72,7 @@ async def _run(config: dict[str, Any], redis_url: str) -> None:
     decode = FakeNode(
         Role.DECODE, "d1", "2" * 32, [prefill.incarnation], secret=SECRET, num_blocks=NUM_BLOCKS
     )
-    directory = RedisDirectory(cluster.redis_url, cluster.cluster, ClusterSecret(SECRET))
+    directory = RedisDirectory(cluster.redis_url, cluster.cluster, secret)
     for node in (prefill, decode):
         node.dispatched = _Forgetful()
         node.cancelled = _Forgetful()
@@ -74,13 +86,40 @@ async def _run(config: dict[str, Any], redis_url: str) -> None:
             if route.resource is not None
         }
     )
-    ports = {"http": gateway.http_port, "grpc": gateway.port, "node": prefill._port}
-    print(json.dumps({**ports, "routes": routes}), flush=True)
+    server, port = make_server("127.0.0.1", 0)
+    callers = Callers(secret, (f"127.0.0.1:{port}",))
+    node_pb2_grpc.add_NodeServicer_to_server(NodeServicer(_NoEngines(), callers), server)
+    await server.start()
+    admission = Admission(secret.keys_by_id(), (GATEWAY,), lambda opening, names: None)
+    incarnation = secrets.token_hex(16)
+    listener = ChannelListener(
+        incarnation, "127.0.0.1", 0, lambda port: (f"127.0.0.1:{port}",), admission
+    )
+    listener.start(lambda opening, channel: channel.close())
+    ports = {
+        "http": gateway.http_port,
+        "grpc": gateway.port,
+        "node": port,
+        "engine": listener.port,
+    }
+    print(json.dumps({**ports, "incarnation": incarnation, "routes": routes}), flush=True)
     await asyncio.to_thread(sys.stdin.read)
+    listener.close()
+    await server.stop(None)
     await gateway.stop(grace_s=0.0)
     await directory.close()
     for node in (prefill, decode):
         await node.kill()
+
+
+class _NoEngines:
+    """Whom the node's server speaks for."""
+
+    def engines(self) -> Sequence[EngineHandle]:
+        return ()
+
+    def members(self) -> Sequence[Member]:
+        return ()
 
 
 class _Forgetful(list[Any]):
