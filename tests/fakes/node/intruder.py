@@ -60,7 +60,7 @@ class Anything(grpc.GenericRpcHandler):
         note["metadata"] = [f"{k}={v!r}" for k, v in details.invocation_metadata]
         heard.append(note)
         # Every second one of a method; the others get a challenge.
-        relays = sum(each["method"] == details.method for each in heard) % 2 == 0
+        relays = sum(each.get("method") == details.method for each in heard) % 2 == 0
 
         async def take(requests, context):
             async for message in requests:
@@ -188,12 +188,17 @@ async def sit(where, challenge, relay_to):
             pass
         writer.close()
 
-    if isinstance(where, int):
-        seats.append(await asyncio.start_server(take, "127.0.0.1", where))
-        return
-    local = socket.socket(socket.AF_UNIX)
-    local.bind("\0" + where)
-    seats.append(await asyncio.start_unix_server(take, sock=local))
+    while True:
+        try:
+            if isinstance(where, int):
+                seats.append(await asyncio.start_server(take, "127.0.0.1", where))
+            else:
+                local = socket.socket(socket.AF_UNIX)
+                local.bind("\0" + where)
+                seats.append(await asyncio.start_unix_server(take, sock=local))
+            return
+        except OSError:  # who had it dies just now
+            await asyncio.sleep(0.01)
 
 
 async def look(path):
