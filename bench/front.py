@@ -57,12 +57,12 @@ def throughput() -> list[Figure]:
         with (
             bare(front) as floor,
             gateway() as alone,
-            gateway(options=("--workers", "2")) as shared,
+            gateway(options=("--num-gateways", "2")) as shared,
         ):
             servers = {
                 "bare": {front: floor},
                 f"{words}, {NUM_STREAMS} streams": alone,
-                f"the same, 2 workers, {front}": shared,
+                f"the same, 2 gateways, {front}": shared,
             }
             found: dict[str, list[Any]] = {name: [] for name in servers}
             for _ in range(_REPEATS):

@@ -1,7 +1,8 @@
 """`python -m baton.cli.reference docs` (or `make docs`): the pages that are made from the code.
 
-reference.md is made whole from the parsers and the .proto files; of errors.md, which people write,
-only each error's line of facts. A test fails while a page is not what would be made.
+reference.md is made whole from the parsers and the .proto files; of errors.md and contracts.md,
+which people write, only each error's line of facts and the code. A test fails while a page is not
+what would be made.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ..core import errors
 from ..core.errors import BatonError
 from ..core.membership import Role
 from ..gateway.telemetry.metrics.metrics_page import metrics_page
+from .contracts import refresh_contracts_page
 from .launch import gateway_parser, node_parser
 from .main import build_parser
 
@@ -171,6 +173,8 @@ def main(folder: Path) -> int:
     (folder / "metrics.md").write_text(metrics_page())
     errors = folder / "errors.md"
     errors.write_text(refresh_errors_page(errors.read_text()))
+    contracts = folder / "contracts.md"
+    contracts.write_text(refresh_contracts_page(contracts.read_text()))
     return 0
 
 

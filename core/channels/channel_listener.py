@@ -71,13 +71,19 @@ class ChannelListener:
             self._local.bind(socket_address(incarnation, SOCKET))
             self._local.listen(_BACKLOG)
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self._remote = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+            self._remote = socket.create_server(
+                (host, port),
+                family=family,
+                backlog=_BACKLOG,
+                dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),
+            )
         except OSError as error:
             self._local.close()
             raise StartupFailed(f"an engine cannot listen at {host}:{port}: {error}") from error
         self.port: int = self._remote.getsockname()[1]
         self._addresses = addresses(self.port)
         self._accepting: list[AcceptThread] = []
+        self._is_closed = False
 
     def start(self, on_channel: OnChannel) -> None:
         """Hand every channel to `on_channel`, which is called on other threads."""
@@ -94,7 +100,11 @@ class ChannelListener:
         ]
 
     def close(self) -> None:
-        """Accept nobody else; channels stay their owners'."""
+        """Accept nobody else, not even who has come; channels stay their owners'."""
+        with self._lock:
+            self._is_closed = True
+            for pending in self._pending:
+                pending.hang_up()
         for accepting in self._accepting:
             accepting.close()
         if not self._accepting:
@@ -107,22 +117,37 @@ class ChannelListener:
             if len(self._pending) >= MAX_PENDING:
                 self._pending.pop(0).hang_up()
             self._pending.append(pending)
-        threading.Thread(target=self._admit, args=(pending, on_channel), daemon=True).start()
+        thread = threading.Thread(target=self._admit, args=(pending, on_channel), daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            log.warning("cannot admit anybody: %s", error)
+            self._over(pending)
+            connection.close()
 
     def _admit(self, pending: _Pending, on_channel: OnChannel) -> None:
         try:
             opening = self._handshake(pending)
-        except (OSError, BatonError) as error:
-            log.debug("refused a channel: %s", error)
-            pending.connection.close()
-        else:
             connection = pending.connection
             if isinstance(connection, ssl.SSLSocket):
                 connection = plain_end(connection)
-            on_channel(opening, Channel(connection))
+        except (OSError, BatonError) as error:
+            log.debug("refused a channel: %s", error)
+            pending.connection.close()
+            return
         finally:
-            with self._lock, suppress(ValueError):
-                self._pending.remove(pending)
+            self._over(pending)
+        channel = Channel(connection)
+        with self._lock:  # `close` returns, and nobody is handed over any more
+            if not self._is_closed:
+                on_channel(opening, channel)
+                return
+        channel.close()
+
+    def _over(self, pending: _Pending) -> None:
+        """It is no stranger any more, or gone."""
+        with self._lock, suppress(ValueError):
+            self._pending.remove(pending)
 
     def _handshake(self, pending: _Pending) -> Opening:
         """Raises OSError, BatonError."""
@@ -131,13 +156,15 @@ class ChannelListener:
         if pending.is_local:
             require_same_user(pending.connection)
         else:
-            tune(pending.connection)
             if self._secure is not None:
                 secured = self._secure(pending.connection)
                 pending.connection, names = secured.connection, secured.names
         addresses = (THIS_HOST,) if pending.is_local else self._addresses
         theirs = Listener(self._key_of, self._admission.purposes, addresses)
         opening = admit(pending.connection, theirs)
+        if not pending.is_local:
+            tune(pending.connection, opening.purpose)
+        self._over(pending)  # strangers, however many, do not push out who is waiting for `check`
         try:
             self._admission.check(opening, names)
         except BatonError as error:
@@ -160,5 +187,6 @@ class _Pending:
     is_local: bool
 
     def hang_up(self) -> None:
+        """Its thread finds it over. Not by `SSLSocket.shutdown`, which would end the TLS first."""
         with suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
+            socket.socket.shutdown(self.connection, socket.SHUT_RDWR)

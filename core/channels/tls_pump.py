@@ -13,20 +13,41 @@ import select
 import socket
 import ssl
 import threading
+import time
 
 _CHUNK_BYTES = 64 << 10
 _MAX_HELD_BYTES = 1 << 20  # of a direction: its reader is behind, nothing more is read for it
 
+_running: set[threading.Thread] = set()  # pumps of this process
+
 
 def plain_end(secured: ssl.SSLSocket) -> socket.socket:
-    """What to use instead of `secured`, which belongs to the pump from now on."""
+    """What to use instead of `secured`, which belongs to the pump from now on. Raises OSError."""
     ours, theirs = socket.socketpair()
-    threading.Thread(target=_Pump(secured, theirs).run, name="tls", daemon=True).start()
+    thread = threading.Thread(target=_Pump(secured, theirs).run, name="tls", daemon=True)
+    _running.add(thread)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        _running.discard(thread)
+        ours.close()
+        theirs.close()
+        raise OSError(str(error)) from error
     return ours
 
 
+def wait_for_pumps(timeout_s: float) -> None:
+    """Before the process ends: until all that owners had said when they ended is on its way."""
+    until_s = time.monotonic() + timeout_s
+    for thread in list(_running):
+        if thread.is_alive():
+            thread.join(max(0.0, until_s - time.monotonic()))
+
+
 class _Pump:
-    """Belongs to its thread."""
+    """Belongs to its thread. What one side said before its end still reaches the other, and what
+    cannot reach a side any more is dropped: that side's end is about to be read.
+    """
 
     def __init__(self, secured: ssl.SSLSocket, plain: socket.socket) -> None:
         self._secured, self._plain = secured, plain
@@ -36,14 +57,17 @@ class _Pump:
         self._is_plain_over, self._is_secured_over = False, False
 
     def run(self) -> None:
-        with contextlib.suppress(OSError):  # either side broke: both are over
+        try:
             poll = select.poll()
             while self._wait(poll):
                 self._read_secured()
                 self._read_plain()
-                self._write()
-        self._secured.close()
-        self._plain.close()
+                self._write_plain()
+                self._write_secured()
+        finally:
+            self._secured.close()
+            self._plain.close()
+            _running.discard(threading.current_thread())
 
     def _wait(self, poll: select.poll) -> bool:
         """Until there is something to do; False: never again."""
@@ -65,7 +89,7 @@ class _Pump:
                 data = self._secured.recv(_CHUNK_BYTES)
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 return
-            except ssl.SSLError:  # e.g. an end without a goodbye
+            except OSError:  # e.g. an end without a goodbye
                 data = b""
             self._is_secured_over = not data
             self._to_plain += data
@@ -76,17 +100,30 @@ class _Pump:
                 data = self._plain.recv(_CHUNK_BYTES)
             except BlockingIOError:
                 return
+            except OSError:  # its owner closed it with something unread
+                data = b""
             self._is_plain_over = not data
             self._to_secured += data
 
-    def _write(self) -> None:
-        with contextlib.suppress(BlockingIOError):
+    def _write_plain(self) -> None:
+        try:
             while self._to_plain:
                 del self._to_plain[: self._plain.send(self._to_plain)]
-        with contextlib.suppress(ssl.SSLWantReadError, ssl.SSLWantWriteError):
+        except BlockingIOError:
+            return
+        except OSError:
+            self._to_plain.clear()
+
+    def _write_secured(self) -> None:
+        try:
             while self._to_secured:
-                sent = self._secured.send(memoryview(self._to_secured)[:_CHUNK_BYTES])
+                with memoryview(self._to_secured) as held, held[:_CHUNK_BYTES] as part:
+                    sent = self._secured.send(part)
                 del self._to_secured[:sent]
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return
+        except OSError:
+            self._to_secured.clear()
 
 
 def _watch(poll: select.poll, end: socket.socket, reads: bool, writes: bool) -> None:

@@ -50,6 +50,7 @@ from .wire import dispatch_message, load_from_wire, output_from_wire, tokens_fro
 
 _CONNECT_TIMEOUT_S = 3.0
 _PROBE_S = 0.3
+_PROBE_PAUSES_S = (0.0, 0.005, 0.02, 0.08)  # a process that ends closes its sockets one by one
 
 
 class ConnectionEvents(Protocol):
@@ -211,7 +212,7 @@ class EngineConnection(asyncio.Protocol):
                 except OSError as error:
                     failure = error
                 else:
-                    tune(sock)
+                    tune(sock, GATEWAY)
                     return sock
         except (OverflowError, ValueError) as error:  # no port, no name of a host
             raise failure from error
@@ -242,14 +243,21 @@ class EngineConnection(asyncio.Protocol):
         """Whether nobody listens for this engine any more, while its node does."""
         try:
             async with asyncio.timeout(_PROBE_S):
-                try:
-                    (await self._open_socket()).close()
+                if await self._listens():
                     return False
-                except ConnectionRefusedError:
-                    pass
                 (await self._open_tcp(self.member.address)).close()
         except (OSError, BatonError):  # TimeoutError too
             return False
+        return True
+
+    async def _listens(self) -> bool:
+        """Whether the engine goes on to let others in. Raises OSError, HandoffFailed."""
+        for pause_s in _PROBE_PAUSES_S:
+            await asyncio.sleep(pause_s)
+            try:
+                (await self._open_socket()).close()
+            except ConnectionRefusedError:
+                return False
         return True
 
     async def _watch_silence(self) -> str:

@@ -12,12 +12,16 @@ from __future__ import annotations
 
 import enum
 import logging
+import select
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from google.protobuf.message import DecodeError
 
+from ...core.channels.admission import LOST_S
 from ...core.channels.channel import Channel, ChannelBroken
 from ...core.channels.framing import BrokenStream
 from ...core.errors import BatonError, HandoffFailed, InvalidRequest, NodeLost
@@ -26,6 +30,8 @@ from ...proto.v1 import engine_pb2, handoff_pb2, node_pb2
 from .inbox import Inbox
 
 log = logging.getLogger(__name__)
+
+_LAST_WORDS_S = 0.3
 
 
 class Kind(enum.Enum):
@@ -38,12 +44,16 @@ class Kind(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """One channel. `name`: a gateway's id or a peer's incarnation; `host`: where it was dialled."""
+    """One channel. `name`: a gateway's id or a peer's incarnation; `host`: where it was dialled.
+
+    `ended_by`: why it is over, for people.
+    """
 
     kind: Kind
     name: str
     channel: Channel
     host: str = ""
+    ended_by: str = ""
     is_watched: bool = field(default=False, repr=False)
 
 
@@ -100,13 +110,20 @@ class EngineChannels:
     """Belongs to the loop's thread, but for `heartbeat` and `end`, which any thread may call."""
 
     def __init__(
-        self, inbox: Inbox[Any], welcome: node_pb2.Welcome, followers: Sequence[Follower] = ()
+        self,
+        inbox: Inbox[Any],
+        welcome: node_pb2.Welcome,
+        followers: Sequence[Follower] = (),
+        silence_s: float = LOST_S,
     ) -> None:
-        """`followers` want to know what changes."""
+        """`followers` want to know what changes; a peer that is silent for `silence_s` is lost."""
+        self._silence_s = silence_s
+        self._last_beat_s = time.monotonic()
         self._inbox = inbox
         self._followers = followers
         self._welcome = node_pb2.NodeMessage(welcome=welcome).SerializeToString()
         self._heartbeat: bytes | None = None  # the last one
+        self._beating = threading.Lock()  # a new gateway hears Welcome first, and no older numbers
         self._gateways: dict[str, Link] = {}
         self._peers: dict[str, Link] = {}
 
@@ -135,13 +152,14 @@ class EngineChannels:
         older = links.get(link.name)
         if older is not None:
             self.remove(older)
-        links[link.name] = link
         self._inbox.watch(link.channel, lambda: self._read(link))
         link.is_watched = True
         log.info("linked with %s %s", link.kind.value, link.name)
-        if link.kind is Kind.GATEWAY:
-            for payload in filter(None, (self._welcome, self._heartbeat)):
-                self._send(link, payload)
+        with self._beating:
+            links[link.name] = link
+            if link.kind is Kind.GATEWAY:
+                for payload in filter(None, (self._welcome, self._heartbeat)):
+                    self._send(link, payload)
         return older
 
     def remove(self, link: Link) -> None:
@@ -201,18 +219,40 @@ class EngineChannels:
         self.watch_writes(link)
 
     def heartbeat(self, numbers: node_pb2.Heartbeat) -> None:
-        """Send it to all gateways; peers get an empty frame. Any thread."""
+        """Send it to all gateways; peers get an empty frame, and are listened for. Any thread."""
         payload = node_pb2.NodeMessage(heartbeat=numbers).SerializeToString()
-        self._heartbeat = payload
-        for link in self._links():
-            self._send_beside(link, payload if link.kind is Kind.GATEWAY else b"")
+        with self._beating:
+            self._heartbeat = payload
+            for link in self._links():
+                self._send_beside(link, payload if link.kind is Kind.GATEWAY else b"")
+        self._listen_for_peers()
+
+    def _listen_for_peers(self) -> None:
+        """A network whose proxies still take what is sent, or a peer that hangs, is silent."""
+        now_s = time.monotonic()
+        stood_still = now_s - self._last_beat_s > self._silence_s / 2
+        self._last_beat_s = now_s
+        for link in list(self._peers.values()):
+            if stood_still:
+                link.channel.forgive()
+            elif link.channel.is_silent(self._silence_s):
+                reason = f"nothing came for {self._silence_s:g} s"
+                self._inbox.put(LinkOver(link, NodeLost(reason)))
 
     def end(self, error: BatonError) -> None:
-        """Tell all gateways that the process ends, and why. Any thread."""
+        """Tell all gateways that the process ends, and why; returns when they know. Any thread.
+
+        Nothing more is sent after it.
+        """
         message = node_pb2.NodeMessage(engine_ended=codec.error_to_wire(error))
         payload = message.SerializeToString()
-        for link in list(self._gateways.values()):
-            self._send_beside(link, payload)
+        with self._beating:
+            gateways = list(self._gateways.values())
+            for link in self._links():
+                if link.kind is Kind.GATEWAY:
+                    self._send_beside(link, payload)
+                link.channel.end_sending()
+        _wait_for_ends([link.channel for link in gateways if not link.channel.is_closed])
 
     def _send_beside(self, link: Link, payload: bytes) -> None:
         """From a thread that must not touch the inbox's sockets."""
@@ -235,9 +275,8 @@ class EngineChannels:
             return ()
         items: list[ChannelItem] = []
         try:
-            if channel.has_unsent:
-                channel.flush()
-                self.watch_writes(link)
+            channel.flush()
+            self.watch_writes(link)  # another thread may have sent what there was
             payloads, is_over = channel.receive()
             for payload in payloads:
                 items.append(_decode(link, payload))
@@ -251,6 +290,22 @@ class EngineChannels:
             self.refuse(link, wrong(reason))
             items.append(LinkOver(link, wrong(reason)))
         return items
+
+
+def _wait_for_ends(channels: Sequence[Channel]) -> None:
+    """Drop what comes until the other ends hang up, for a moment.
+
+    The end of a connection with something unread costs the other side what it has not read yet.
+    """
+    until_s = time.monotonic() + _LAST_WORDS_S
+    poll, by_fd = select.poll(), {channel.fileno(): channel for channel in channels}
+    for fd in by_fd:
+        poll.register(fd, select.POLLIN)
+    while by_fd and (left_s := until_s - time.monotonic()) > 0:
+        for fd, _ in poll.poll(1000 * left_s):
+            if not by_fd[fd].discard():
+                poll.unregister(fd)
+                del by_fd[fd]
 
 
 def _decode(link: Link, payload: bytes) -> FromGateway | FromPeer:

@@ -48,7 +48,7 @@ class _Step:
 
 
 class Outbox:
-    """Belongs to the engine loop's thread. An `engine.prefix_cache.CacheObserver` beside."""
+    """Belongs to the engine loop's thread. An `engine.kv.prefix_cache.CacheObserver` beside."""
 
     def __init__(self, send: Send, channels: Recipients) -> None:
         """`send` is for the supervisor."""
@@ -84,6 +84,10 @@ class Outbox:
     def forget_gateway(self, gateway: str) -> None:
         """It is gone."""
         self._steps.pop(gateway, None)
+
+    def forget_peer(self, incarnation: str) -> None:
+        """Its channel is gone: what is queued was meant for that one, not for the next."""
+        self._to_peers = [queued for queued in self._to_peers if queued[0] != incarnation]
 
     def stored(self, block_hashes: Iterable[BlockHash]) -> None:
         """The engine's cache has these blocks now."""

@@ -48,7 +48,9 @@ class SourceDialer:
     """`list_members` and `link_over` are for the loop's thread; `close` ends all tries."""
 
     def __init__(self, puller: Puller, on_link: Callable[[Link], None]) -> None:
-        """`on_link` gets every channel that a source has accepted, on other threads."""
+        """`on_link` gets every channel that a source has accepted, on other threads, none behind
+        `close`. It must not wait.
+        """
         self._puller = puller
         self._on_link = on_link
         self._changed = threading.Condition()
@@ -96,6 +98,8 @@ class SourceDialer:
             else:
                 is_steady = self._wait_for_end(link)
                 if source.fingerprint != self._puller.fingerprint:
+                    why = link.ended_by
+                    log.warning("not linked to %s (%s): %s", source.name, source.address, why)
                     with self._changed:
                         self._refused.add(incarnation)
                 if is_steady:
@@ -131,7 +135,7 @@ class SourceDialer:
                 link.channel.close()
                 raise HandoffFailed("the engine ends")
             self._linked[link.name] = link
-        self._on_link(link)
+            self._on_link(link)
         return link
 
     def _wait_for_end(self, link: Link) -> bool:

@@ -12,14 +12,15 @@ from functools import partial
 from typing import Any
 
 from ...core.channels.addresses import engine_addresses_of
-from ...core.channels.admission import GATEWAY, PULLER
+from ...core.channels.admission import GATEWAY, LOST_S, PULLER
 from ...core.channels.channel import Channel
 from ...core.channels.channel_listener import Admission, ChannelListener
 from ...core.channels.engine_tls import EngineTls
 from ...core.channels.handshake import Opening
 from ...core.channels.same_host import host_id
+from ...core.channels.tls_pump import wait_for_pumps
 from ...core.config import NodeConfig
-from ...core.errors import PermissionDenied, StartupFailed
+from ...core.errors import BatonError, PermissionDenied, StartupFailed
 from ...proto.v1 import engine_pb2, node_pb2
 from ..channels.engine_channels import Connected, EngineChannels, Follower, Kind, Link
 from ..channels.inbox import Inbox
@@ -27,6 +28,9 @@ from ..channels.member_list import MemberList
 from ..channels.source_dialer import Puller, SourceDialer
 
 log = logging.getLogger(__name__)
+
+_LAST_WORDS_S = 1.0  # within which what was said last is encrypted and sent
+_HEARTBEATS_MISSED = 4  # of a peer, whose interval is taken for ours
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,8 @@ class EngineLinks:
             secure = None if tls is None else tls.puller_wrap()
             self._dialer = SourceDialer(_puller(welcome, keys, secure), self._connected)
             followers.append(self._dialer)
-        self.channels = EngineChannels(inbox, welcome, followers)
+        silence_s = max(LOST_S, _HEARTBEATS_MISSED * node.heartbeat_s)
+        self.channels = EngineChannels(inbox, welcome, followers, silence_s)
         purposes = (GATEWAY, PULLER) if is_source else (GATEWAY,)
         self._listener = _listen(
             welcome.incarnation,
@@ -76,11 +81,21 @@ class EngineLinks:
     def start(self) -> None:
         self._listener.start(self._accepted)
 
+    def end(self, error: BatonError) -> None:
+        """Tell all gateways why the process ends, which it may do now. Any thread."""
+        self.channels.end(error)
+        wait_for_pumps(_LAST_WORDS_S)
+
     def close(self) -> None:
+        """Nobody receives from the inbox any more."""
         self._listener.close()
         if self._dialer is not None:
             self._dialer.close()
+        for item in self._inbox.receive(0):
+            if isinstance(item, Connected):  # too late
+                item.link.channel.close()
         self.channels.close()
+        wait_for_pumps(_LAST_WORDS_S)
 
     def _check(self, opening: Opening, names: frozenset[str] | None) -> None:
         """Raises PermissionDenied."""

@@ -133,7 +133,7 @@ def _run(plan: RolePlan, frames: FrameSocket) -> None:
     def lost(error: BatonError) -> None:
         _report_failure(frames, error)
         for each in links:
-            each.channels.end(error)
+            each.end(error)
         frames.end()
         os._exit(1)  # the loop's thread may wait for a device that will never be done
 
@@ -227,6 +227,7 @@ def _serve(
     pulse = HeartbeatSender(beat, node_config.heartbeat_s, clock)
     pulse.start()
     gate = GrammarGate(grammars, inbox.put)
+    gc.enable()  # it was off for the start
     gc.collect()
     gc.freeze()  # what was loaded stays: no collection need look at it again
     gc.set_threshold(_NUM_YOUNG, 20, 20)

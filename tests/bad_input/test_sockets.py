@@ -443,16 +443,14 @@ def test_who_says_nothing_is_closed(hasty: Target) -> None:
 
 def test_a_body_that_does_not_come(hasty: Target) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\n" + _HOST
-    with hasty.connect() as plain:
+    form = b"POST /dashboard/login HTTP/1.1\r\nContent-Type: application/x-www-form-urlencoded\r\n"
+    with hasty.connect() as plain, hasty.connect() as login:
         plain.sendall(head + b"Content-Length: 100\r\n\r\n{")
+        login.sendall(form + _HOST + b"Content-Length: 100\r\n\r\nkey=")
         answer = read_answer(plain)
         assert (answer.status, answer.code) == (408, "request_timeout")
-        assert read_to_end(plain) == b""
-    form = b"POST /dashboard/login HTTP/1.1\r\nContent-Type: application/x-www-form-urlencoded\r\n"
-    with hasty.connect() as plain:
-        plain.sendall(form + _HOST + b"Content-Length: 100\r\n\r\nkey=")
-        assert read_answer(plain).status == 408
-        assert read_to_end(plain) == b""
+        assert read_answer(login).status == 408
+        assert read_to_end(plain) == read_to_end(login) == b""
     hasty.check_serves()
 
 

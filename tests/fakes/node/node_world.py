@@ -1,19 +1,14 @@
 """A prefill and a decode engine, each with its role and loop, in one thread; the test is the rest.
 
 The test plays gateways, network and copy engine: it decides who takes a turn, when a pull advances,
-when the pair's stream breaks. The model is `fakes.runner`'s, so that wrong KV shows in the tokens.
+when the pair's channel breaks. The model is `fakes.runner`'s, so that wrong KV shows in the tokens.
 """
 
 from __future__ import annotations
 
-import secrets
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeAlias
-
-import pytest
 
 from baton.core.channels.same_host import HOST_ID_BYTES
 from baton.core.request.request import FinishReason, Request, SamplingParams, Ticket
@@ -26,7 +21,7 @@ from baton.kv_transfer.protocol.puller import Puller
 from baton.kv_transfer.protocol.source import Source
 from baton.kv_transfer.window.head_ranges import HeadPiece
 from baton.kv_transfer.window.network_address import KEY_BYTES, PoolAccess, RemotePool, Routes
-from baton.node.channels.direct_channels import DirectChannels
+from baton.node.channels.engine_channels import Connected, EngineChannels, Kind, Link
 from baton.node.channels.outbox import Outbox
 from baton.node.engine_process.engine_loop import Callback, EngineLoop
 from baton.node.engine_process.heartbeat import HeartbeatSender
@@ -39,6 +34,7 @@ from baton.tests.fakes.handoff.memory_transport import MemoryPool, MemoryTranspo
 from ..clock import FakeClock
 from ..gateway.step_outputs import outputs_of
 from ..runner import FakeRunner
+from .channel_pairs import AnyChannel, MakePair, PlayedChannel, played_pair, socket_pair
 from .inbox import FakeInbox, SocketInbox
 
 SOURCE, PULLER = "a" * 32, "b" * 32
@@ -48,7 +44,6 @@ BLOCK_SIZE = 4
 VOCAB_SIZE = 1000
 LEASE_S, LINK_WAIT_S = 10.0, 5.0
 GATEWAY = "gateway"
-Directs: TypeAlias = "dict[str, tuple[DirectChannels, SocketInbox]]"
 
 
 @dataclass
@@ -88,7 +83,7 @@ class Received:
 
 
 class Node:
-    """One engine with its role and loop. `received[key]` is what it told the gateway."""
+    """One engine with its role and loop. `received[key]` is what it told the world's gateways."""
 
     def __init__(
         self,
@@ -97,10 +92,11 @@ class Node:
         num_blocks: int,
         budget: int,
         counts_steps: bool,
-        direct: DirectChannels | None = None,
-        inbox: FakeInbox | SocketInbox | None = None,
+        make_pair: MakePair,
+        inbox: FakeInbox | SocketInbox,
     ) -> None:
         self.incarnation = incarnation
+        self._make_pair = make_pair
         self.pool = MemoryPool(num_blocks, FakeRunner(num_blocks, BLOCK_SIZE).block_bytes)
         memory = memoryview(self.pool.block(0).obj)
         self.runner = FakeRunner(
@@ -120,14 +116,16 @@ class Node:
             self.runner, limits, self.pool.generations, fingerprint="toy", eos_token_ids=()
         )
         self.hello = Hello(incarnation, {"model": "toy"})
-        self.direct = direct
-        self.inbox = inbox or FakeInbox()
-        self.frames: list[engine_pb2.EngineOutput] = []
-        self.outbox = Outbox(self.frames.append, direct)
+        self.inbox = inbox
+        self.frames: list[engine_pb2.EngineOutput] = []  # what the supervisor was told
+        self.channels = EngineChannels(inbox, node_pb2.Welcome(incarnation=incarnation))
+        self.outbox = Outbox(self.frames.append, self.channels)
         self.desk = RequestIO(self.outbox, clock, incarnation[:1], VOCAB_SIZE)
         self.clock = clock
         self.received: dict[str, Received] = {}
         self.timeout_s: float | None = None  # what the last turn said about the next one
+        self._gateways: dict[str, AnyChannel] = {}  # their ends
+        self.sent: list[node_pb2.NodeMessage | handoff_pb2.PeerMessage] = []  # on played channels
 
     def _count(self, step: int) -> None:
         self.pool.num_steps = step
@@ -137,7 +135,7 @@ class Node:
         self.role = role
         self.loop = EngineLoop(
             self.engine, role, self.desk, self.outbox, self.inbox, self.frames.append, pulse,
-            self.clock, direct=self.direct,
+            self.clock, self.channels,
         )  # fmt: skip
 
     def post(self, run: Callable[[], None]) -> None:
@@ -147,8 +145,57 @@ class Node:
         """Put a frame from the supervisor into the inbox."""
         self.inbox.put(engine_pb2.EngineInput(**body))
 
+    # -- who is linked -------------------------------------------------------------------------
+
+    def link(self, kind: Kind, name: str, channel: AnyChannel) -> Link:
+        """`sent` gets what a played channel is given."""
+        message = node_pb2.NodeMessage if kind is Kind.GATEWAY else handoff_pb2.PeerMessage
+        if isinstance(channel, PlayedChannel):
+            channel.on_send = lambda payload: self.sent.append(message.FromString(payload))
+        return Link(kind, name, channel)
+
+    def join(self, kind: Kind, name: str, channel: AnyChannel) -> None:
+        """A link stands from the next turn on."""
+        self.inbox.put(Connected(self.link(kind, name, channel)))
+
+    def connect(self, name: str) -> AnyChannel:
+        """A gateway's end of a new channel, which is the caller's."""
+        ours, theirs = self._make_pair()
+        self.join(Kind.GATEWAY, name, ours)
+        return theirs
+
+    def hear_gateway(self, message: node_pb2.GatewayMessage, name: str = GATEWAY) -> None:
+        """The world's gateway of that name says so; it is linked at once, if it is not."""
+        if name not in self._gateways:
+            ours, self._gateways[name] = self._make_pair()
+            self.channels.add(self.link(Kind.GATEWAY, name, ours))
+        self._gateways[name].send(message.SerializeToString())
+
+    def lose_gateway(self, name: str = GATEWAY) -> None:
+        """It hangs up."""
+        if (gateway := self._gateways.pop(name, None)) is not None:
+            gateway.close()
+
+    def take_outputs(self) -> None:
+        """What the world's gateways have heard."""
+        for gateway in self._gateways.values():
+            while payloads := gateway.receive()[0]:
+                for output in _outputs(payloads):
+                    key = f"{output.request_id}/{output.attempt}"
+                    self.received.setdefault(key, Received()).take(output)
+
+    # -- its state -----------------------------------------------------------------------------
+
     def is_quiet(self) -> bool:
         return self.inbox.empty() and self.timeout_s != 0.0
+
+    def close(self) -> None:
+        """Of a node with real sockets."""
+        self.channels.close()
+        for name in [*self._gateways]:
+            self.lose_gateway(name)
+        if isinstance(self.inbox, SocketInbox):
+            self.inbox.close()
 
     def is_clean(self) -> bool:
         """Nothing held for anybody, and all references accounted for."""
@@ -157,6 +204,11 @@ class Node:
         return not (ledger["requests"] or ledger["transfers"]) and (
             self.engine.pool.counts.held == 0 and self.role.is_idle()
         )
+
+
+def _outputs(payloads: Iterable[bytes]) -> Iterator[node_pb2.RequestOutput]:
+    for payload in payloads:
+        yield from outputs_of(node_pb2.NodeMessage.FromString(payload).outputs)
 
 
 class _Transport(MemoryTransport):
@@ -183,21 +235,22 @@ class NodeWorld:
         decode_blocks: int = 66,
         chunk_tokens: int = 8,
         counts_steps: bool = False,
-        direct: Mapping[str, tuple[DirectChannels, SocketInbox]] | None = None,
+        is_wired: bool = False,
     ) -> None:
-        """`direct`: by incarnation, where engines are to speak directly; they are the caller's.
+        """`is_wired`: with real sockets; `wired_world` closes them.
 
         `counts_steps`: the prefill engine runs ahead, and tells of chunks when it launches them.
         """
-        of = direct or {SOURCE: (), PULLER: ()}
         self.clock = FakeClock()
+        self._make_pair: MakePair = socket_pair if is_wired else played_pair
+        inboxes = [SocketInbox() if is_wired else FakeInbox() for _ in range(2)]
+        of_prefill, of_decode = ((self._make_pair, inbox) for inbox in inboxes)
         self.prefill = Node(
-            self.clock, SOURCE, prefill_blocks, chunk_tokens, counts_steps, *of[SOURCE]
+            self.clock, SOURCE, prefill_blocks, chunk_tokens, counts_steps, *of_prefill
         )
-        self.decode = Node(self.clock, PULLER, decode_blocks, 64, False, *of[PULLER])
+        self.decode = Node(self.clock, PULLER, decode_blocks, 64, False, *of_decode)
         self.transport = _Transport(self.decode.pool, {SOURCE: self.prefill.pool})
-        self.is_linked = False
-        self.greeted: set[str] = set()  # who has said Hello on the stream that is open
+        self.ends: tuple[AnyChannel, ...] = ()  # of the pair's channel: the source's, the puller's
         p, d = self.prefill, self.decode
         source = Source(p.hello, self.clock, LEASE_S)
         p.start(PrefillRole(p.engine, p.desk, p.outbox, source, self.clock, ACCESS))
@@ -213,41 +266,24 @@ class NodeWorld:
 
     # -- the network ---------------------------------------------------------------------------
 
+    @property
+    def is_linked(self) -> bool:
+        return bool(self.ends) and not any(end.is_closed or end.is_cut for end in self.ends)
+
     def link(self) -> None:
-        """Open the pair's stream; it takes some turns until the source's pool can be read."""
-        self.is_linked = True
-        self.greeted.clear()
-        for node, peer in ((self.prefill, PULLER), (self.decode, SOURCE)):
-            linked = engine_pb2.PeerLinked(incarnation=peer, peer_is_source=node is self.decode)
-            node.tell(peer_linked=linked)
+        """Open the pair's channel; it takes some turns until the source's pool can be read."""
+        self.ends = self._make_pair()
+        self.prefill.join(Kind.PULLER, PULLER, self.ends[0])
+        self.decode.join(Kind.SOURCE, SOURCE, self.ends[1])
 
     def unlink(self) -> None:
-        """Break the stream: both sides hear of it, in order with what came before."""
-        self.is_linked = False
-        self.prefill.tell(peer_lost=PULLER)
-        self.decode.tell(peer_lost=SOURCE)
+        """Break the channel: both sides find it over, behind what came before."""
+        self.ends[0].cut()
 
-    def deliver(self, node: Node) -> None:
-        """Carry what `node` said to where it belongs."""
-        peer = self.decode if node is self.prefill else self.prefill
-        frames, node.frames[:] = list(node.frames), []
-        for frame in frames:
-            match frame.WhichOneof("body"):
-                case "to_gateway":
-                    for output in outputs_of(frame.to_gateway.message.outputs):
-                        key = f"{output.request_id}/{output.attempt}"
-                        node.received.setdefault(key, Received()).take(output)
-                case "to_peer" if self.is_linked:
-                    self._carry(node, peer, frame.to_peer.message)
-                case "close_peer":
-                    self.unlink()
-
-    def _carry(self, node: Node, peer: Node, message: handoff_pb2.PeerMessage) -> None:
-        """As the supervisor does: what precedes the stream's Hello was meant for an older one."""
-        if message.HasField("hello"):
-            self.greeted.add(node.incarnation)
-        if node.incarnation in self.greeted:
-            peer.tell(from_peer=engine_pb2.FromPeer(incarnation=node.incarnation, message=message))
+    def hear_peer(self, node: Node, message: handoff_pb2.PeerMessage) -> None:
+        """`node` gets this from its peer, if they are linked."""
+        if self.is_linked:
+            self.ends[node is self.prefill].send(message.SerializeToString())
 
     # -- the gateway ---------------------------------------------------------------------------
 
@@ -257,7 +293,7 @@ class NodeWorld:
         message = node_pb2.GatewayMessage(
             dispatch=codec.dispatch_to_wire(request, work, ticket, deadline_s)
         )
-        node.tell(from_gateway=engine_pb2.FromGateway(gateway=GATEWAY, message=message))
+        node.hear_gateway(message)
 
     def hand_off(self, request: Request, *, deadline_s: float = 60.0) -> None:
         """Dispatch to both nodes, as a gateway does."""
@@ -269,7 +305,7 @@ class NodeWorld:
         cancel = node_pb2.Cancel(request_id=request.request_id, attempt=request.attempt)
         message = node_pb2.GatewayMessage(cancel=cancel)
         for node in (self.prefill, self.decode):
-            node.tell(from_gateway=engine_pb2.FromGateway(gateway=GATEWAY, message=message))
+            node.hear_gateway(message)
 
     def tokens(self, request: Request) -> list[int]:
         """The request's tokens from both nodes, which must be without gap or double."""
@@ -287,7 +323,7 @@ class NodeWorld:
     def turn(self, node: Node) -> None:
         """One turn of the node's loop, which does not wait."""
         node.timeout_s = node.loop.turn(0.0)
-        self.deliver(node)
+        node.take_outputs()
 
     def pull(self) -> None:
         """Advance the oldest pull in flight by a block."""
@@ -316,20 +352,12 @@ class NodeWorld:
 
 
 @contextmanager
-def direct_world(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[NodeWorld, Directs]]:
-    """Engines that may speak directly, and by incarnation what they do it with.
-
-    Incarnations are drawn, since sockets are named by them.
-    """
-    direct: Directs = {}
-    for name in ("SOURCE", "PULLER"):
-        incarnation, inbox = secrets.token_hex(16), SocketInbox()
-        monkeypatch.setattr(sys.modules[__name__], name, incarnation)
-        direct[incarnation] = (DirectChannels(incarnation, HERE, inbox), inbox)
-    yield NodeWorld(direct=direct), direct
-    for channels, inbox in direct.values():
-        channels.close()
-        inbox.close()
+def wired_world() -> Iterator[NodeWorld]:
+    """Engines whose channels are real sockets."""
+    world = NodeWorld(is_wired=True)
+    yield world
+    for node in (world.prefill, world.decode):
+        node.close()
 
 
 def request(

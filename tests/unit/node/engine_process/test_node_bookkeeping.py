@@ -1,4 +1,4 @@
-"""The small parts of a node: request book, outbox, mailbox, back-off, pulse, placement, policy."""
+"""The small parts of a node: request book, outbox, back-off, pulse, placement, policy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from baton.core.errors import (
     EngineFailed,
     HandoffFailed,
     InvalidRequest,
-    Overloaded,
     StartupFailed,
 )
 from baton.core.request.request import Request, SamplingParams
@@ -26,7 +25,6 @@ from baton.node.engine_process.engine_process import describe_pool
 from baton.node.engine_process.heartbeat import STALL_S, HeartbeatSender
 from baton.node.requests.request_table import TOMBSTONE_S, Entry, RequestTable
 from baton.node.supervisor.engine_slot import Backoff
-from baton.node.supervisor.mailbox import Mailbox
 from baton.node.supervisor.placement import engine_configs
 from baton.prefill_node import policy as prefill_policy
 from baton.proto.v1 import engine_pb2, handoff_pb2, node_pb2
@@ -78,30 +76,61 @@ class TestRequestBook:
         assert book.keys_of_gateway("x") == [entry(0).key, entry(2).key]
 
 
+class Recipients:
+    """Notes who gets what, in order."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[str, node_pb2.StepOutputs]] = []
+        self.peers: list[tuple[str, handoff_pb2.PeerMessage | BatonError]] = []
+
+    def to_gateway(self, name: str, message: node_pb2.NodeMessage) -> None:
+        assert not self.peers, "gateways come first"
+        self.steps.append((name, message.outputs))
+
+    def to_peer(self, incarnation: str, message: handoff_pb2.PeerMessage) -> None:
+        self.peers.append((incarnation, message))
+
+    def end_peer(self, incarnation: str, error: BatonError) -> None:
+        self.peers.append((incarnation, error))
+
+
+def never(_: engine_pb2.EngineOutput) -> None:
+    raise AssertionError("nothing of this is for the supervisor")
+
+
 def test_outbox_batches_by_gateway_and_speaks_to_peers_last() -> None:
-    sent: list[engine_pb2.EngineOutput] = []
-    outbox = Outbox(sent.append)
+    to = Recipients()
+    outbox = Outbox(never, to)
     outbox.to_peer("peer", handoff_pb2.PeerMessage())
-    outbox.close_peer("peer", HandoffFailed("of another make"))
+    error = HandoffFailed("of another make")
+    outbox.close_peer("peer", error)
     for request_id, gateway in (("a", "x"), ("b", "y"), ("c", "x"), ("d", "gone")):
         outbox.to_gateway(gateway, node_pb2.RequestOutput(request_id=request_id))
     outbox.forget_gateway("gone")
     outbox.flush()
-    assert [frame.WhichOneof("body") for frame in sent] == [
-        "to_gateway", "to_gateway", "to_peer", "close_peer"
-    ]  # fmt: skip
-    batches = [
-        (f.to_gateway.gateway, [o.request_id for o in f.to_gateway.message.outputs.outputs])
-        for f in sent[:2]
-    ]
+    batches = [(name, [o.request_id for o in step.outputs]) for name, step in to.steps]
     assert batches == [("x", ["a", "c"]), ("y", ["b"])]
+    assert to.peers == [("peer", handoff_pb2.PeerMessage()), ("peer", error)]
     outbox.flush()
-    assert len(sent) == 4
+    assert len(to.steps) == len(to.peers) == 2
+
+
+def test_what_was_meant_for_a_channel_that_is_gone_is_not_said_on_the_next() -> None:
+    to = Recipients()
+    outbox = Outbox(never, to)
+    outbox.to_peer("a", handoff_pb2.PeerMessage())
+    outbox.close_peer("a", HandoffFailed("of another make"))
+    outbox.to_peer("b", handoff_pb2.PeerMessage())
+    outbox.forget_peer("a")
+    hello = handoff_pb2.PeerMessage(hello=handoff_pb2.Hello(incarnation="a"))
+    outbox.to_peer("a", hello)
+    outbox.flush()
+    assert to.peers == [("b", handoff_pb2.PeerMessage()), ("a", hello)]
 
 
 def test_outbox_puts_plain_tokens_into_columns() -> None:
-    sent: list[engine_pb2.EngineOutput] = []
-    outbox = Outbox(sent.append)
+    to = Recipients()
+    outbox = Outbox(never, to)
     outbox.token_to_gateway("x", "a", 0, 7, 300)
     outbox.token_to_gateway("y", "b", 1, 8, 301)
     outbox.to_gateway("x", node_pb2.RequestOutput(request_id="c"))
@@ -109,39 +138,16 @@ def test_outbox_puts_plain_tokens_into_columns() -> None:
     outbox.token_to_gateway("gone", "e", 0, 0, 0)
     outbox.forget_gateway("gone")
     outbox.flush()
-    steps = {f.to_gateway.gateway: f.to_gateway.message.outputs for f in sent}
+    steps = dict(to.steps)
     assert tokens_from_wire(steps["x"].tokens) == [("a", 0, 7, 300), ("d", 2, 9, 302)]
     assert [output.request_id for output in steps["x"].outputs] == ["c"]
     assert tokens_from_wire(steps["y"].tokens) == [("b", 1, 8, 301)]
-    assert len(steps) == 2
+    assert len(to.steps) == 2
 
 
 def test_columns_that_do_not_match_are_refused() -> None:
     with pytest.raises(EngineFailed):
         tokens_from_wire(node_pb2.PlainTokens(request_ids=["a", "b"], attempts=[0, 0]))
-
-
-class TestMailbox:
-    async def test_what_was_queued_comes_before_the_end(self) -> None:
-        mailbox = Mailbox[int]()
-        mailbox.put(1)
-        mailbox.end(BatonError("over"))
-        mailbox.put(2)
-        assert await mailbox.get() == 1
-        with pytest.raises(BatonError, match="over"):
-            await mailbox.get()
-
-    async def test_quiet_end(self) -> None:
-        mailbox = Mailbox[int]()
-        mailbox.end()
-        assert await mailbox.get() is None
-
-    async def test_reader_that_does_not_read_loses_its_stream(self) -> None:
-        mailbox = Mailbox[int](max_messages=2)
-        for number in range(3):
-            mailbox.put(number)
-        with pytest.raises(Overloaded):
-            await mailbox.get()
 
 
 def test_backoff_doubles_to_a_minute_and_forgets_after_one() -> None:

@@ -8,13 +8,13 @@ from collections.abc import Callable
 import pytest
 from effort import examples
 from fakes.gateway.step_outputs import outputs_of
-from fakes.node.node_world import BLOCK_SIZE, GATEWAY, LEASE_S, NodeWorld, request
+from fakes.node.node_world import BLOCK_SIZE, LEASE_S, NodeWorld, request
 from fakes.runner import expected_tokens
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.request.request import FinishReason, Request
-from baton.proto.v1 import engine_pb2, node_pb2
+from baton.proto.v1 import handoff_pb2, node_pb2
 
 NUM_MOMENTS = 24  # turns that a hand-off of `request(1, 19)` takes, with some to spare
 
@@ -119,17 +119,19 @@ def test_first_token_is_sent_before_the_manifest_that_follows_from_it() -> None:
     world = linked_world()
     world.hand_off(request(1, 3))
     world.turn(world.decode)
+    world.prefill.sent.clear()
     world.prefill.loop.turn(0.0)
-    kinds = [frame.WhichOneof("body") for frame in world.prefill.frames]
-    assert kinds == ["to_gateway", "to_peer"]
+    kinds = [message.WhichOneof("body") for message in world.prefill.sent]
+    assert kinds == ["outputs", "manifest"]
 
 
 def test_outputs_of_a_step_travel_in_one_message(world: NodeWorld) -> None:
     for n in range(3):
         world.dispatch(request(n, 3), node_pb2.WORK_LOCAL, world.decode, None, 60.0)
     world.decode.loop.turn(0.0)
-    (frame,) = world.decode.frames
-    assert len(outputs_of(frame.to_gateway.message.outputs)) == 3
+    *_, last = world.decode.sent
+    kinds = [message.WhichOneof("body") for message in world.decode.sent]
+    assert kinds.count("outputs") == 1 and len(outputs_of(last.outputs)) == 3
 
 
 def interrupt(world: NodeWorld, one: Request, moment: int, happen: Callable[[], None]) -> None:
@@ -156,8 +158,8 @@ def test_cancel_at_any_moment_frees_everything(world: NodeWorld, moment: int) ->
 @pytest.mark.parametrize("moment", range(NUM_MOMENTS))
 def test_loss_of_the_gateway_frees_everything(world: NodeWorld, moment: int) -> None:
     def lose() -> None:
-        world.prefill.tell(gateway_lost=GATEWAY)
-        world.decode.tell(gateway_lost=GATEWAY)
+        world.prefill.lose_gateway()
+        world.decode.lose_gateway()
 
     interrupt(world, request(1, 19), moment, lose)
     assert_clean(world)
@@ -293,8 +295,8 @@ def test_draining_node_refuses_and_ends_when_it_holds_nothing(world: NodeWorld) 
 
 
 def test_strange_peer_message_costs_the_pair_and_nothing_else(world: NodeWorld) -> None:
-    strange = engine_pb2.FromPeer(incarnation=world.decode.incarnation)
-    world.prefill.tell(from_peer=strange)
+    strange = handoff_pb2.PeerMessage.FromString(b"\x78\x01")  # a field that nobody knows
+    world.hear_peer(world.prefill, strange)
     local = request(2, 19)
     world.dispatch(local, node_pb2.WORK_LOCAL, world.prefill, None, 60.0)
     world.settle()
