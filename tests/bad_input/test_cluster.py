@@ -10,9 +10,9 @@ import random
 
 import pytest
 from bad_input.cases.mutants import mutated_bytes
+from fakes.node.channel_pairs import AnyChannel
 from fakes.node.node_world import LEASE_S, PULLER, SOURCE, Node, NodeWorld, request
 from fakes.runner import expected_tokens
-from google.protobuf.message import DecodeError
 
 from baton.core.request.request import Ticket
 from baton.proto import codec

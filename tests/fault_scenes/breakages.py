@@ -243,7 +243,6 @@ async def pause_gateway(seconds: float, scene: Scene) -> None:
 async def send_crafted_tickets(scene: Scene) -> None:
     """F26: used up, of another pair, for the wrong engine: refused, and nothing is computed."""
     source, puller = scene.incarnation("prefill-0"), scene.incarnation("decode-0")
-    processes = scene.cluster.processes
     params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
     good = Ticket("a" * 32, source, puller)
 
