@@ -91,7 +91,7 @@ class RunningCall:
 
         A chunk counts as delivered when the next is asked for.
         """
-        num_open = self.request.num_samples
+        num_open = self.request.options.n
         while num_open:
             try:
                 chunk = await self._queue.next()
@@ -208,7 +208,7 @@ class FrontDoor:
                 router = await route_prompt(
                     self._table,
                     request.prompt_token_ids,
-                    request.cache_salt,
+                    request.options.cache_salt,
                     caller_id=caller.caller_id,
                     is_constrained=request.sampling.constraint is not None,
                     computes_all=request.sampling.prompt_logprobs is not None,
@@ -223,7 +223,7 @@ class FrontDoor:
                 label=request.label,
                 caller=caller,
                 model=self.model.limits.model,
-                num_samples=request.num_samples,
+                num_samples=request.options.n,
                 prompt_tokens=len(request.prompt_token_ids),
                 arrived_s=arrived_s,
                 arrived_unix_ns=arrived.unix_ns,
@@ -232,7 +232,7 @@ class FrontDoor:
                 tracestate=tracestate,
                 sampling=request.sampling,
                 prompt=_prompt_of(wire, request) if self._keeps_prompts else None,
-                token_times=[[] for _ in range(request.num_samples)],
+                token_times=[[] for _ in range(request.options.n)],
             )
             async with self._running(request, record, router, arrived, deadline_s) as generation:
                 try:
@@ -334,10 +334,11 @@ class FrontDoor:
             await self.model.constraints.check(draft.sampling.constraint)
         prompt = await self.model.prompt_token_ids(draft, limits.max_model_len, special_at)
         request = complete_request(draft, prompt, limits, drawn_seed=self._entropy.new_seed())
-        max_output_tokens = request.num_samples * request.sampling.max_tokens
+        max_output_tokens = request.options.n * request.sampling.max_tokens
         admission.charge(len(request.prompt_token_ids) + max_output_tokens)
-        salt = self._tenancy.cache_salt(caller, request.cache_salt)
-        return replace(request, tenant=caller.tenant, caller_id=caller.caller_id, cache_salt=salt)
+        salt = self._tenancy.cache_salt(caller, request.options.cache_salt)
+        options = replace(request.options, cache_salt=salt)
+        return replace(request, tenant=caller.tenant, caller_id=caller.caller_id, options=options)
 
     def _check_queue(
         self,
@@ -393,13 +394,13 @@ class FrontDoor:
 
     def _make_sessions(self, call: _Call) -> list[Session]:
         """One for each sample; the first leads the others."""
-        siblings = [self._session(call, index) for index in range(1, call.request.num_samples)]
+        siblings = [self._session(call, index) for index in range(1, call.request.options.n)]
         return [self._session(call, 0, siblings), *siblings]
 
     def _session(self, call: _Call, sample_index: int, siblings: Sequence[Session] = ()) -> Session:
         request = call.request
         detokenizer = self.model.tokenizer.detokenizer(
-            request.prompt_token_ids, skips_special_tokens=request.text.skips_special_tokens
+            request.prompt_token_ids, skips_special_tokens=request.options.skip_special_tokens
         )
         sampling = request.sampling
         return Session(
@@ -411,7 +412,7 @@ class FrontDoor:
                 detokenizer,
                 sampling.stop,
                 min_tokens=sampling.min_tokens,
-                includes_stop=request.text.includes_stop,
+                includes_stop=request.options.include_stop_str_in_output,
             ),
             sink=call.queue,
             router=call.router,

@@ -16,6 +16,7 @@ from .chat.tools import TOOLS
 from .generate.json_fields import BOOLEAN, STRING, FieldKind
 from .generate.prompts import TOKEN_IDS
 from .generate.request_fields import read_fields, require
+from .protocol.answers import Text, answer
 from .protocol.app_state import APP_STATE, caller_of
 from .protocol.body import read_object
 
@@ -95,4 +96,4 @@ async def detokenize(request: web.Request) -> web.Response:
     text = await request.app[APP_STATE].door.detokenize(
         found.get("model", ""), ids, caller_of(request), param="tokens"
     )
-    return web.json_response({"prompt": text})
+    return answer(Text(text))

@@ -57,7 +57,7 @@ class ServedModel:
         if isinstance(draft.prompt, str):
             return await self.tokenizer.encode(
                 draft.prompt,
-                adds_special_tokens=draft.adds_special_tokens,
+                adds_special_tokens=draft.options.add_special_tokens,
                 special_at=special_at,
                 max_tokens=max_model_len,
             )

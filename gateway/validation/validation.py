@@ -17,17 +17,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ...core.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, PromptTooLarge
-from ...core.request.request import SamplingParams
+from ...core.request.request import OPTIONS, RequestOptions, SamplingParams
 from ...core.request.token_ids import column, unpack
-from ...proto.v1 import common_pb2, inference_pb2
-from .sampling_validation import check_sampling, check_token_ids
+from ...proto.v1 import inference_pb2
+from .sampling_validation import check_parameters, check_sampling, check_token_ids
 
 MAX_LABEL_CHARS = 256
-MAX_SAMPLES = 8
 _MAX_ABORTED = 1024
+_DEFAULT_OPTIONS = RequestOptions()
 
 _LABEL = re.compile(rf"[!-~]{{1,{MAX_LABEL_CHARS}}}\Z")
-_CACHE_SALT = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +45,6 @@ class ModelLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class TextOptions:
-    """How output tokens become text. Those that end it have no text in either case."""
-
-    skips_special_tokens: bool = True
-    includes_stop: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Draft:
     """A request whose fields are each in order; `None` takes the default of complete_request."""
 
@@ -61,47 +52,34 @@ class Draft:
     max_tokens: int | None
     seed: int | None
     sampling: SamplingParams  # all but these two
-    num_samples: int
+    options: RequestOptions
     label: str
-    cache_salt: str = ""
-    adds_special_tokens: bool = True
-    text: TextOptions = TextOptions()
 
 
 @dataclass(frozen=True, slots=True)
 class ValidatedRequest:
-    """A request that the deployment can serve. `label` is the caller's name for it.
-
-    `cache_salt`: as the caller wrote it, until security/tenancy.py has keyed it with the tenant.
-    """
+    """A request that the deployment can serve. `label` is the caller's name for it."""
 
     prompt_token_ids: array[int]  # read only
     sampling: SamplingParams
     label: str
-    num_samples: int = 1
-    cache_salt: str = ""
+    options: RequestOptions = _DEFAULT_OPTIONS
     tenant: str = ""
     caller_id: int = 0
-    text: TextOptions = TextOptions()
 
 
 def check_request(wire: inference_pb2.GenerateRequest, limits: ModelLimits) -> Draft:
     """Check every field that needs no tokeniser; raises InvalidRequest kin or ModelNotFound."""
     check_model(wire.model, limits)
     check_label(wire.request_id, "request_id")
+    sampling, given = check_sampling(wire.sampling, limits.vocab_size), wire.sampling
     return Draft(
         prompt=_prompt(wire, limits.vocab_size),
-        max_tokens=_max_tokens(wire.sampling),
-        seed=_seed(wire.sampling),
-        sampling=check_sampling(wire.sampling, limits.vocab_size),
-        num_samples=_num_samples(wire),
+        max_tokens=sampling.max_tokens if given.HasField("max_tokens") else None,
+        seed=sampling.seed if given.HasField("seed") else None,
+        sampling=sampling,
+        options=RequestOptions(**check_parameters(wire, OPTIONS, limits.vocab_size)),
         label=wire.request_id,
-        cache_salt=_cache_salt(wire),
-        adds_special_tokens=_true_unless_false(wire, "add_special_tokens"),
-        text=TextOptions(
-            skips_special_tokens=_true_unless_false(wire, "skip_special_tokens"),
-            includes_stop=wire.include_stop_str_in_output,
-        ),
     )
 
 
@@ -125,14 +103,7 @@ def complete_request(
         )
     seed = drawn_seed if draft.seed is None else draft.seed
     sampling = replace(draft.sampling, max_tokens=max_tokens, seed=seed)
-    return ValidatedRequest(
-        prompt,
-        sampling,
-        draft.label,
-        draft.num_samples,
-        draft.cache_salt,
-        text=draft.text,
-    )
+    return ValidatedRequest(prompt, sampling, draft.label, draft.options)
 
 
 def check_model(name: str, limits: ModelLimits) -> None:
@@ -198,49 +169,6 @@ def _token_ids(wire: inference_pb2.TokenIds) -> array[int]:
 
 def _empty_prompt() -> InvalidRequest:
     return InvalidRequest("the prompt is empty", param="prompt", code="empty_prompt")
-
-
-def _true_unless_false(wire: inference_pb2.GenerateRequest, name: str) -> bool:
-    return bool(getattr(wire, name)) if wire.HasField(name) else True
-
-
-def _max_tokens(sampling: common_pb2.SamplingParams) -> int | None:
-    if not sampling.HasField("max_tokens"):
-        return None
-    if sampling.max_tokens == 0:
-        raise InvalidRequest(
-            "max_tokens must be at least 1", param="max_tokens", code="invalid_value"
-        )
-    return sampling.max_tokens
-
-
-def _num_samples(wire: inference_pb2.GenerateRequest) -> int:
-    num_samples = wire.n if wire.HasField("n") else 1
-    if not 1 <= num_samples <= MAX_SAMPLES:
-        raise InvalidRequest(
-            f"n must lie in [1, {MAX_SAMPLES}], not {num_samples}", param="n", code="invalid_value"
-        )
-    return num_samples
-
-
-def _cache_salt(wire: inference_pb2.GenerateRequest) -> str:
-    if not wire.HasField("cache_salt"):
-        return ""
-    if not _CACHE_SALT.match(wire.cache_salt):
-        raise InvalidRequest(
-            "cache_salt must be 1 to 64 of A-Z a-z 0-9 _ . -",
-            param="cache_salt",
-            code="invalid_value",
-        )
-    return wire.cache_salt
-
-
-def _seed(sampling: common_pb2.SamplingParams) -> int | None:
-    if not sampling.HasField("seed"):
-        return None
-    if sampling.seed >= 1 << 63:
-        raise InvalidRequest("seed must lie in [0, 2**63)", param="seed", code="invalid_value")
-    return sampling.seed
 
 
 def _fitting_max_tokens(num_prompt: int, max_tokens: int | None, limits: ModelLimits) -> int:

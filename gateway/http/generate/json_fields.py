@@ -2,6 +2,7 @@
 
 Strict: "10" and true are no integers, 1.0 is none either. `read` gives the value for the wire or
 raises InvalidRequest naming the field; ranges that gRPC shares are the validator's.
+Our own reader and not msgspec's, which says neither our texts nor that a name comes twice.
 """
 
 from __future__ import annotations
@@ -11,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....core.errors import InvalidRequest
+from ....core.request.parameters import UINT32_MAX
 
 Schema = Mapping[str, Any]
-
-UINT32_MAX = 2**32 - 1  # the wire's
 
 
 @dataclass(frozen=True, slots=True)

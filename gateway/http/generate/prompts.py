@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ....core.errors import InvalidRequest
+from ....core.request.parameters import UINT32_MAX
 from ....core.request.token_ids import column
-from .json_fields import UINT32_MAX, FieldKind, invalid, is_integer
+from .json_fields import STRING, FieldKind, invalid, is_integer, list_of
 
 MAX_PROMPTS = 64
 
@@ -18,9 +19,8 @@ def _token_ids(value: Any, name: str) -> list[int]:
         raise invalid(name, "a list of token ids")
     if value and not (set(map(type, value)) == {int} and _fit_the_wire(value)):
         i = next(i for i, item in enumerate(value) if not _is_token_id(item))
-        raise InvalidRequest(
-            f"{name}[{i}] is not a token id", param=f"{name}[{i}]", code="invalid_token_id"
-        )
+        name = f"{name}[{i}]"
+        raise InvalidRequest(f"{name} is not a token id", param=name, code="invalid_token_id")
     return value
 
 
@@ -66,23 +66,14 @@ def _text(value: Any, name: str) -> str:
     return value
 
 
+_TEXT = STRING.within(minLength=1)
+_IDS = TOKEN_IDS.within(minItems=1)
 PROMPTS = FieldKind(
     {
         "anyOf": [
-            {"type": "string", "minLength": 1},
-            {**TOKEN_IDS.schema, "minItems": 1},
-            {
-                "type": "array",
-                "items": {"type": "string", "minLength": 1},
-                "minItems": 1,
-                "maxItems": MAX_PROMPTS,
-            },
-            {
-                "type": "array",
-                "items": {**TOKEN_IDS.schema, "minItems": 1},
-                "minItems": 1,
-                "maxItems": MAX_PROMPTS,
-            },
+            _TEXT.schema,
+            _IDS.schema,
+            *(list_of(one, MAX_PROMPTS).within(minItems=1).schema for one in (_TEXT, _IDS)),
         ]
     },
     _prompts,
