@@ -44,35 +44,39 @@ _SAID_OTHERWISE = frozenset({"text", "token_ids", "sampling"})
 
 
 class GenerateParams(TypedDict, total=False):
-    """Keyword arguments of `generate`; whatever is absent takes the server's default."""
+    """Keyword arguments of `generate`; whatever is absent takes the server's default.
+
+    Those from `max_tokens` to `cache_salt` are the table of core/request/request.py, whose ranges,
+    defaults and meanings are in docs/sampling.md.
+    """
 
     prompt_token_ids: Sequence[int]  # instead of the prompt's text
     model: str
-    max_tokens: int  # default: what is left of the context
-    temperature: float  # [0, 2], default 1; 0 is greedy
-    top_p: float  # (0, 1], default 1
-    top_k: int  # 0: no limit
-    seed: int  # [0, 2**63), default: drawn
-    stop: str | Sequence[str]  # at most 4, never part of the text
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+    stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
     ignore_eos: bool
-    min_p: float  # [0, 1], default 0: drop what is less likely than this part of the likeliest
-    repetition_penalty: float  # (0, 2], default 1; over prompt and output
-    presence_penalty: float  # [-2, 2], default 0; over the output
-    frequency_penalty: float  # [-2, 2], default 0; over the output
-    logit_bias: Mapping[int, float]  # token id -> [-100, 100]
-    min_tokens: int  # neither EOS nor a stop before
-    logprobs: int  # 0 to 20 alternatives with each token
-    prompt_logprobs: int  # the same for the prompt's tokens
-    json_schema: str | Mapping[str, Any]  # the output is JSON that it allows; one of these four
-    regex: str  # Rust's syntax; the whole output matches
-    choice: Sequence[str]  # the output is one of these
-    grammar: str  # Lark's syntax, as llguidance reads it
-    n: int  # 1 to 8 samples of the prompt
-    include_stop_str_in_output: bool  # the text ends behind the stop string, not before it
-    skip_special_tokens: bool  # default True: they have no text in the output
-    add_special_tokens: bool  # default True: the tokenizer's own, around the prompt
-    cache_salt: str  # share cached prefixes with requests of the same salt alone
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    min_tokens: int
+    logprobs: int
+    prompt_logprobs: int
+    json_schema: str | Mapping[str, Any]  # what the output must look like: one of these four
+    regex: str
+    choice: Sequence[str]
+    grammar: str
+    n: int
+    include_stop_str_in_output: bool
+    skip_special_tokens: bool
+    add_special_tokens: bool
+    cache_salt: str
     timeout_s: float
     request_id: str  # a label for abort() and logs
 

@@ -58,6 +58,11 @@ def test_error_facts_are_fresh() -> None:
     assert reference.refresh_errors_page(page) == page, STALE
 
 
+def test_the_table_of_parameters_is_fresh() -> None:
+    page = (DOCS / "sampling.md").read_text()
+    assert reference.refresh_sampling_page(page) == page, STALE
+
+
 def test_every_error_has_facts_and_advice() -> None:
     page = (DOCS / "errors.md").read_text().split("\n## What a process says")[0]
     sections = dict(re.findall(r"^### `(\w+)`\n\n(.*?)(?=^### |\Z)", page, re.M | re.S))
