@@ -24,10 +24,10 @@ def target_of(address: str) -> str:
     """
     target = address.removeprefix("grpc://")
     if target.startswith(("http://", "https://")):
-        raise InvalidRequest(f"{address} is HTTP: give the gRPC port, HOST:PORT", param="address")
+        raise InvalidRequest(f"{address} is HTTP: give the gRPC port, HOST:PORT", "address")
     host, _, port = target.rpartition(":")
     if "://" not in target and not target.startswith("unix:") and not (host and port.isdigit()):
-        raise InvalidRequest(f"{address!r} is not HOST:PORT", param="address")
+        raise InvalidRequest(f"{address!r} is not HOST:PORT", "address")
     return target
 
 
@@ -44,5 +44,5 @@ def key_metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
     if api_key is None:
         return ()
     if not api_key.isascii() or not api_key.isprintable():
-        raise InvalidRequest("an API key is printable ASCII", param="api_key")
+        raise InvalidRequest("an API key is printable ASCII", "api_key")
     return (("authorization", f"Bearer {api_key}"),)

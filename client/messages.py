@@ -158,7 +158,7 @@ def build_request(
     fields: dict[str, Any] = dict(params)
     prompt_token_ids = fields.pop("prompt_token_ids", None)
     if prompt is not None and prompt_token_ids is not None:
-        raise InvalidRequest("give the prompt as text or as token ids, not both", param="prompt")
+        raise InvalidRequest("give the prompt as text or as token ids, not both", "prompt")
     timeout_s: float | None = fields.pop("timeout_s", None)
     request = inference_pb2.GenerateRequest()
     for name in set(request.DESCRIPTOR.fields_by_name) - _SAID_OTHERWISE:
@@ -175,7 +175,7 @@ def build_request(
             _set(request.sampling, name, value)
     if prompt is not None:
         if not isinstance(prompt, str):
-            raise InvalidRequest("a prompt is text; ids go as prompt_token_ids", param="prompt")
+            raise InvalidRequest("a prompt is text; ids go as prompt_token_ids", "prompt")
         _set(request, "text", prompt, param="prompt")
     if prompt_token_ids is not None:
         request.token_ids.packed = _packed(prompt_token_ids)
@@ -205,7 +205,7 @@ def _packed(token_ids: Sequence[int]) -> bytes:
 
 
 def _cannot_be(param: str, value: Any, error: Exception) -> InvalidRequest:
-    return InvalidRequest(f"{param} cannot be {value!r:.100}: {error}", param=param)
+    return InvalidRequest(f"{param} cannot be {value!r:.100}: {error}", param)
 
 
 @dataclass(slots=True)

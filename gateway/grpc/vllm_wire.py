@@ -76,11 +76,11 @@ def _constraint(theirs: Any) -> Mapping[str, Any]:
 
 
 def _unsupported(name: str) -> InvalidRequest:
-    return InvalidRequest(f"{name} is not supported here", param=name, code="unsupported_parameter")
+    return InvalidRequest(f"{name} is not supported here", name, "unsupported_parameter")
 
 
 def _not_negative(name: str) -> InvalidRequest:
-    return InvalidRequest(f"{name} must not be negative", param=name, code="invalid_value")
+    return InvalidRequest(f"{name} must not be negative", name, "invalid_value")
 
 
 @dataclass(slots=True)

@@ -42,7 +42,7 @@ async def tokenize(request: web.Request) -> web.Response:
     door = request.app[APP_STATE].door
     if "messages" in found:
         if "prompt" in found:
-            raise InvalidRequest("give a prompt or messages", param="prompt", code="invalid_value")
+            raise InvalidRequest("give a prompt or messages", "prompt", "invalid_value")
         refusal = request.app[APP_STATE].door.constraint_refusal
         prompt = (await prepare(request.app[CHAT_MODEL], found, refusal)).prompt
         param, text, special_at = "messages", prompt.text, prompt.special_at

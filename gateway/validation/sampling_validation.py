@@ -176,4 +176,4 @@ def _check_choices(values: Sequence[str]) -> None:
 
 
 def _invalid(message: str, param: str, code: str = "invalid_value") -> InvalidRequest:
-    return InvalidRequest(message, param=param, code=code)
+    return InvalidRequest(message, param, code)

@@ -98,8 +98,8 @@ def complete_request(
     if draft.sampling.min_tokens > max_tokens:
         raise InvalidRequest(
             f"min_tokens {draft.sampling.min_tokens} is more than the {max_tokens} there can be",
-            param="min_tokens",
-            code="invalid_value",
+            "min_tokens",
+            "invalid_value",
         )
     seed = drawn_seed if draft.seed is None else draft.seed
     sampling = replace(draft.sampling, max_tokens=max_tokens, seed=seed)
@@ -122,25 +122,21 @@ def check_label(label: str, param: str) -> None:
     if label and not is_label(label):
         raise InvalidRequest(
             f"{param} must be 1 to {MAX_LABEL_CHARS} visible ASCII characters",
-            param=param,
-            code="invalid_value",
+            param,
+            "invalid_value",
         )
 
 
 def check_names(names: Sequence[str]) -> None:
     """Raise InvalidRequest for more names of requests, to be aborted, than one call may have."""
     if len(names) > _MAX_ABORTED:
-        raise InvalidRequest(
-            f"ids has more than {_MAX_ABORTED} items", param="ids", code="array_too_long"
-        )
+        raise InvalidRequest(f"ids has more than {_MAX_ABORTED} items", "ids", "array_too_long")
 
 
 def _prompt(wire: inference_pb2.GenerateRequest, vocab_size: int) -> str | array[int]:
     """A oneof holds at most one of the two; an empty text or list is no prompt either."""
     if wire.WhichOneof("prompt") is None:
-        raise InvalidRequest(
-            "give a prompt: text or token ids", param="prompt", code="missing_required"
-        )
+        raise InvalidRequest("give a prompt: text or token ids", "prompt", "missing_required")
     if wire.HasField("text"):
         if not wire.text:
             raise _empty_prompt()
@@ -156,19 +152,15 @@ def _token_ids(wire: inference_pb2.TokenIds) -> array[int]:
     if not wire.packed:
         return column(wire.ids[:])  # a slice is read at once, the field itself id by id
     if wire.ids:
-        raise InvalidRequest(
-            "give token_ids as ids or packed, not both", param="prompt", code="invalid_value"
-        )
+        raise InvalidRequest("give token_ids as ids or packed, not both", "prompt", "invalid_value")
     try:
         return unpack(wire.packed)
     except ValueError as error:
-        raise InvalidRequest(
-            "packed token ids are cut off", param="prompt", code="invalid_value"
-        ) from error
+        raise InvalidRequest("packed token ids are cut off", "prompt", "invalid_value") from error
 
 
 def _empty_prompt() -> InvalidRequest:
-    return InvalidRequest("the prompt is empty", param="prompt", code="empty_prompt")
+    return InvalidRequest("the prompt is empty", "prompt", "empty_prompt")
 
 
 def _fitting_max_tokens(num_prompt: int, max_tokens: int | None, limits: ModelLimits) -> int:

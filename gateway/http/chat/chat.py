@@ -104,16 +104,14 @@ async def prepare(
     if model.template is None:
         raise InvalidRequest(
             "this model has no chat template: use /v1/completions",
-            param="messages",
-            code="unsupported_parameter",
+            "messages",
+            "unsupported_parameter",
         )
     if not choice.is_offered:
         return Prepared(await model.template.render(messages, ()), "", None)
     if model.tool_format is None:
         raise InvalidRequest(
-            "this model's chat template knows no tools",
-            param="tools",
-            code="unsupported_parameter",
+            "this model's chat template knows no tools", "tools", "unsupported_parameter"
         )
     opening, grammar = "", None
     if choice.is_forced and constraint_refusal is None:
@@ -132,8 +130,8 @@ def _check_not_strict(
     if any(t.get("strict") and choice.function in (None, t["function"]["name"]) for t in tools):
         raise InvalidRequest(
             f"a strict tool cannot be forced: {constraint_refusal}",
-            param="tools",
-            code="unsupported_parameter",
+            "tools",
+            "unsupported_parameter",
         )
 
 
@@ -151,12 +149,11 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 def _check(found: Mapping[str, Any]) -> None:
     """What the wire can carry, and this endpoint cannot answer."""
     if "top_logprobs" in found and not found.get("logprobs"):
-        message = "top_logprobs needs logprobs: true"
-        raise InvalidRequest(message, param="top_logprobs", code="invalid_value")
+        raise InvalidRequest("top_logprobs needs logprobs: true", "top_logprobs", "invalid_value")
     most = found.get("max_completion_tokens")
     if most is not None and found.get("max_tokens", most) != most:
         message = "max_tokens and max_completion_tokens differ: give one"
-        raise InvalidRequest(message, param="max_tokens", code="invalid_value")
+        raise InvalidRequest(message, "max_tokens", "invalid_value")
     if "prompt_logprobs" in found and found.get("stream"):
         raise prompt_logprobs_in_a_stream()
 
@@ -172,8 +169,8 @@ class _Chat(Response):
         if constraint and prepared.tool_format and not prepared.grammar:
             raise InvalidRequest(
                 "an output of this shape cannot call tools: set tool_choice to none",
-                param=asked_by,
-                code="unsupported_parameter",
+                asked_by,
+                "unsupported_parameter",
             )
         max_tokens_name = _max_tokens_name(found)
         sampling: dict[str, Any] = {**constraint, "max_tokens": found.get(max_tokens_name)}

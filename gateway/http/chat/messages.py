@@ -24,10 +24,10 @@ def _messages(value: Any, name: str) -> list[Message]:
     if not isinstance(value, list):
         raise invalid(name, "a list of messages")
     if not value:
-        raise InvalidRequest(f"{name} is empty", param=name, code="empty_array")
+        raise InvalidRequest(f"{name} is empty", name, "empty_array")
     if len(value) > MAX_MESSAGES:
         raise InvalidRequest(
-            f"{name} has more than {MAX_MESSAGES} messages", param=name, code="array_too_long"
+            f"{name} has more than {MAX_MESSAGES} messages", name, "array_too_long"
         )
     return [_message(item, f"{name}[{i}]") for i, item in enumerate(value)]
 
@@ -67,9 +67,7 @@ def _part(value: Any, name: str) -> str:
         raise invalid(name, 'a part like {"type": "text", "text": "..."}')
     if kind != "text":
         raise InvalidRequest(
-            f"{name}: only text is supported, not {kind[:32]!r}",
-            param=name,
-            code="unsupported_content",
+            f"{name}: only text is supported, not {kind[:32]!r}", name, "unsupported_content"
         )
     return _text(value.get("text"), f"{name}.text")
 

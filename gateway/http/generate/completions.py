@@ -86,7 +86,7 @@ class _Completions(Response):
         """What the wire can carry, and this endpoint cannot answer."""
         if self.num_samples * len(self._texts) > _MAX_CHOICES:
             message = f"prompts times n are more than {_MAX_CHOICES}"
-            raise InvalidRequest(message, param="n", code="invalid_value")
+            raise InvalidRequest(message, "n", "invalid_value")
         if self.is_stream and options.prompt_logprobs is not None:
             raise prompt_logprobs_in_a_stream()
         if (
@@ -96,7 +96,7 @@ class _Completions(Response):
             and self.num_samples > 1
         ):
             message = "echo with logprobs streams one sample of a prompt"
-            raise InvalidRequest(message, param="n", code="invalid_value")
+            raise InvalidRequest(message, "n", "invalid_value")
 
     def names_of(self, prompt_index: int) -> Mapping[str, str]:
         return {"prompt": prompt_name(prompt_index, len(self._texts)), **self.names}

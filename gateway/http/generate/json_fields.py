@@ -30,7 +30,7 @@ class FieldKind:
 
 
 def invalid(name: str, what: str) -> InvalidRequest:
-    return InvalidRequest(f"{name} must be {what}", param=name, code="invalid_value")
+    return InvalidRequest(f"{name} must be {what}", name, "invalid_value")
 
 
 def _boolean(value: Any, name: str) -> bool:
@@ -88,9 +88,7 @@ def list_of(kind: FieldKind, max_items: int) -> FieldKind:
         if not isinstance(value, list):
             raise invalid(name, "a list")
         if len(value) > max_items:
-            raise InvalidRequest(
-                f"{name} has more than {max_items} items", param=name, code="array_too_long"
-            )
+            raise InvalidRequest(f"{name} has more than {max_items} items", name, "array_too_long")
         return [kind.read(item, f"{name}[{i}]") for i, item in enumerate(value)]
 
     return FieldKind({"type": "array", "items": kind.schema, "maxItems": max_items}, read)
@@ -115,9 +113,7 @@ def options(**fields: FieldKind) -> FieldKind:
         found = {}
         for key, item in value.items():
             if key not in fields:
-                raise InvalidRequest(
-                    f"{name} has no field {key[:64]!r}", param=name, code="unknown_parameter"
-                )
+                raise InvalidRequest(f"{name} has no field {key[:64]!r}", name, "unknown_parameter")
             if item is not None:
                 found[key] = fields[key].read(item, f"{name}.{key}")
         return found

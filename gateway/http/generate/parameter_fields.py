@@ -74,8 +74,7 @@ def _logit_bias(kind: LogitBias) -> FieldKind:
         if not isinstance(value, dict):
             raise invalid(name, "an object of token ids and numbers")
         if len(value) > kind.max_items:
-            message = f"at most {kind.max_items} biased tokens"
-            raise InvalidRequest(message, param=name, code="array_too_long")
+            raise InvalidRequest(f"at most {kind.max_items} biased tokens", name, "array_too_long")
         return {_token_id(key, name): _bias(bias, name) for key, bias in value.items()}
 
     schema = {
@@ -90,11 +89,11 @@ def _logit_bias(kind: LogitBias) -> FieldKind:
 def _token_id(key: str, name: str) -> int:
     if not _TOKEN_ID.match(key) or int(key) > UINT32_MAX:
         message = f"{name} names {key[:20]!r}, which is no token id"
-        raise InvalidRequest(message, param=name, code="invalid_token_id")
+        raise InvalidRequest(message, name, "invalid_token_id")
     return int(key)
 
 
 def _bias(value: Any, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidRequest(f"{name} must have numbers", param=name, code="invalid_value")
+        raise InvalidRequest(f"{name} must have numbers", name, "invalid_value")
     return float(NUMBER.read(value, name))

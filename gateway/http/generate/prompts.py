@@ -20,7 +20,7 @@ def _token_ids(value: Any, name: str) -> list[int]:
     if value and not (set(map(type, value)) == {int} and _fit_the_wire(value)):
         i = next(i for i, item in enumerate(value) if not _is_token_id(item))
         name = f"{name}[{i}]"
-        raise InvalidRequest(f"{name} is not a token id", param=name, code="invalid_token_id")
+        raise InvalidRequest(f"{name} is not a token id", name, "invalid_token_id")
     return value
 
 
@@ -48,13 +48,11 @@ def _prompts(value: Any, name: str) -> list[Prompt]:
     if not isinstance(value, list):
         raise invalid(name, "a text, token ids, or a list of either")
     if not value:
-        raise InvalidRequest(f"{name} is empty", param=name, code="empty_prompt")
+        raise InvalidRequest(f"{name} is empty", name, "empty_prompt")
     if not isinstance(value[0], str | list):
         return [_token_ids(value, name)]
     if len(value) > MAX_PROMPTS:
-        raise InvalidRequest(
-            f"{name} has more than {MAX_PROMPTS} prompts", param=name, code="array_too_long"
-        )
+        raise InvalidRequest(f"{name} has more than {MAX_PROMPTS} prompts", name, "array_too_long")
     if isinstance(value[0], str):
         return [_text(item, f"{name}[{i}]") for i, item in enumerate(value)]
     return [_token_ids(item, f"{name}[{i}]") for i, item in enumerate(value)]

@@ -144,8 +144,7 @@ def read_fields(body: Mapping[str, Any], known: Mapping[str, FieldKind]) -> dict
         if (kind := known.get(name)) is not None:
             found[name] = kind.read(value, name)
         elif name in INTERNAL:
-            message = f"there is no parameter {name}"
-            raise InvalidRequest(message, param=name, code="unknown_parameter")
+            raise InvalidRequest(f"there is no parameter {name}", name, "unknown_parameter")
         elif name in UNSUPPORTED:
             _check_harmless(name, value)
         else:
@@ -159,13 +158,13 @@ def _check_harmless(name: str, value: Any) -> None:
     if not any(type(value) is type(h) and value == h for h in UNSUPPORTED[name]):
         instead = f": {INSTEAD[name]}" if name in INSTEAD else ""
         message = f"{name} is not supported here{instead}"
-        raise InvalidRequest(message, param=name, code="unsupported_parameter")
+        raise InvalidRequest(message, name, "unsupported_parameter")
 
 
 def require(found: Mapping[str, Any], name: str) -> Any:
     """Raises InvalidRequest where the field is absent or null."""
     if name not in found:
-        raise InvalidRequest(f"{name} is required", param=name, code="missing_required")
+        raise InvalidRequest(f"{name} is required", name, "missing_required")
     return found[name]
 
 
@@ -176,7 +175,7 @@ def model_of(found: Mapping[str, Any]) -> str:
 
 def prompt_logprobs_in_a_stream() -> InvalidRequest:
     message = "prompt_logprobs are told in a whole answer, not in a stream"
-    return InvalidRequest(message, param="prompt_logprobs", code="unsupported_parameter")
+    return InvalidRequest(message, "prompt_logprobs", "unsupported_parameter")
 
 
 def generate_request(

@@ -70,7 +70,7 @@ class Response(ABC):
         self.is_stream: bool = found.get("stream", False)
         if "stream_options" in found and not self.is_stream:
             message = "stream_options are for streams: set stream"
-            raise InvalidRequest(message, param="stream_options", code="invalid_value")
+            raise InvalidRequest(message, "stream_options", "invalid_value")
         options = found.get("stream_options", {})
         self._includes_usage = options.get("include_usage", False)
         self._has_continuous_usage = self._includes_usage and options.get("continuous_usage_stats")

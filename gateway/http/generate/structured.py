@@ -31,11 +31,9 @@ def _json_schema(value: Any, name: str) -> str:
     try:
         text = json.dumps(value, ensure_ascii=False)
     except RecursionError:
-        raise InvalidRequest(
-            f"{name} is nested too deeply", param=name, code="invalid_schema"
-        ) from None
+        raise InvalidRequest(f"{name} is nested too deeply", name, "invalid_schema") from None
     if len(text) > MAX_SOURCE_BYTES:
-        raise InvalidRequest(f"{name} is too large", param=name, code="invalid_schema")
+        raise InvalidRequest(f"{name} is too large", name, "invalid_schema")
     return text
 
 
@@ -47,16 +45,12 @@ def _response_format(value: Any, name: str) -> SamplingFields:
         return {"json_schema": _ANY_OBJECT}
     if kind != "json_schema":
         raise InvalidRequest(
-            f"{name}.type can be text, json_object or json_schema",
-            param=name,
-            code="unsupported_parameter",
+            f"{name}.type can be text, json_object or json_schema", name, "unsupported_parameter"
         )
     described = value.get("json_schema")
     if not isinstance(described, dict) or not isinstance(described.get("schema"), dict):
         raise InvalidRequest(
-            f"{name}.json_schema.schema is required",
-            param=f"{name}.json_schema",
-            code="missing_required",
+            f"{name}.json_schema.schema is required", f"{name}.json_schema", "missing_required"
         )
     return {"json_schema": _json_schema(described["schema"], f"{name}.json_schema.schema")}
 
@@ -134,8 +128,7 @@ def constraint_of(
         asked = {"tool_choice": {"grammar": call_grammar}} | asked
     if len(asked) > 1:
         _, second, *_ = asked
-        message = f"give one of {' and '.join(asked)}"
-        raise InvalidRequest(message, param=second, code="invalid_value")
+        raise InvalidRequest(f"give one of {' and '.join(asked)}", second, "invalid_value")
     for name, fields in asked.items():
         return fields, name
     return {}, "constraint"
