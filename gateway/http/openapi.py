@@ -16,11 +16,11 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, Struct
 
+from ...core.request.json_fields import FieldKind, Schema, nullable
 from ...core.version import version
 from . import tokenization
 from .chat import chat
 from .generate import completions
-from .generate.json_fields import FieldKind, Schema, nullable
 from .protocol import answers
 from .protocol.answers import json_text
 from .protocol.app_state import APP_STATE

@@ -10,11 +10,10 @@ from typing import Any
 from aiohttp import web
 
 from ...core.errors import InvalidRequest
+from ...core.request.json_fields import BOOLEAN, STRING, TOKEN_IDS, FieldKind
 from .chat.chat import CHAT_MODEL, prepare
 from .chat.messages import MESSAGES
 from .chat.tools import TOOLS
-from .generate.json_fields import BOOLEAN, STRING, FieldKind
-from .generate.prompts import TOKEN_IDS
 from .generate.request_fields import read_fields, require
 from .protocol.answers import Text, answer
 from .protocol.app_state import APP_STATE, caller_of

@@ -11,9 +11,9 @@ from aiohttp import web
 
 from ....core.errors import InvalidRequest
 from ....core.ports import Entropy, SystemEntropy
+from ....core.request.json_fields import BOOLEAN, FieldKind
 from ...admission.front_door import RunningCall
 from ...request.output_chunk import OutputChunk
-from ..generate.json_fields import BOOLEAN, FieldKind
 from ..generate.logprobs import prompt_logprobs
 from ..generate.request_fields import (
     FRONT,

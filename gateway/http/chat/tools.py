@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....core.errors import InvalidRequest
-from ..generate.json_fields import FieldKind, invalid, nullable
+from ....core.request.json_fields import BOOLEAN, STRING, FieldKind, invalid, nullable, record
 from .tool_schemas import MAX_SCHEMA_VALUES, check_schema
 
 MAX_TOOLS = 128
@@ -96,47 +96,15 @@ def chosen(tools: Sequence[Tool], choice: ToolChoice | None) -> ToolChoice:
     return choice
 
 
-TOOLS = FieldKind(
+_FUNCTION = record(
+    {"name": STRING.within(pattern="^[A-Za-z0-9_.-]{1,64}$").schema},
     {
-        "type": "array",
-        "maxItems": MAX_TOOLS,
-        "items": {
-            "type": "object",
-            "properties": {
-                "type": {"const": "function"},
-                "function": {
-                    "type": "object",
-                    "properties": {
-                        "name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"},
-                        "description": nullable({"type": "string"}),
-                        "parameters": nullable({"type": "object"}),
-                        "strict": nullable({"type": "boolean"}),
-                    },
-                    "required": ["name"],
-                },
-            },
-            "required": ["type", "function"],
-        },
+        "description": nullable(STRING.schema),
+        "parameters": nullable({"type": "object"}),
+        "strict": nullable(BOOLEAN.schema),
     },
-    _tools,
 )
-TOOL_CHOICE = FieldKind(
-    {
-        "anyOf": [
-            {"enum": ["none", "auto", "required"]},
-            {
-                "type": "object",
-                "properties": {
-                    "type": {"const": "function"},
-                    "function": {
-                        "type": "object",
-                        "properties": {"name": {"type": "string"}},
-                        "required": ["name"],
-                    },
-                },
-                "required": ["type", "function"],
-            },
-        ]
-    },
-    _tool_choice,
-)
+_TOOL = record({"type": {"const": "function"}, "function": _FUNCTION})
+TOOLS = FieldKind({"type": "array", "maxItems": MAX_TOOLS, "items": _TOOL}, _tools)
+_NAMED = record({"type": {"const": "function"}, "function": record({"name": STRING.schema})})
+TOOL_CHOICE = FieldKind({"anyOf": [{"enum": ["none", "auto", "required"]}, _NAMED]}, _tool_choice)

@@ -8,6 +8,7 @@ from typing import Any
 from aiohttp import web
 
 from ....core.errors import InvalidRequest
+from ....core.request.json_fields import BOOLEAN, FieldKind
 from ....core.request.token_ids import pack
 from ....proto.v1 import inference_pb2
 from ...admission.front_door import RunningCall
@@ -16,7 +17,6 @@ from ..protocol.answers import Completion
 from ..protocol.app_state import APP_STATE
 from ..protocol.body import read_object
 from .completion_shape import CompletionOptions, CompletionSample, EchoedPrompt
-from .json_fields import BOOLEAN, FieldKind
 from .prompts import PROMPTS, Prompt, prompt_name
 from .request_fields import (
     FRONT,

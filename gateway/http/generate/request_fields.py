@@ -15,9 +15,8 @@ from typing import Any
 
 from ....core.errors import InvalidRequest
 from ....core.request import request
+from ....core.request.json_fields import BOOLEAN, STRING, FieldKind, invalid, options, string
 from ....proto.v1 import common_pb2, inference_pb2
-from .json_fields import BOOLEAN, STRING, FieldKind, invalid, options, string
-from .parameter_fields import field_of, fields_of
 
 log = logging.getLogger(__name__)
 
@@ -37,10 +36,10 @@ def _metadata(value: Any, name: str) -> dict[str, str]:
     return value
 
 
-SAMPLING = fields_of(request.SAMPLING)
-GENERATION = fields_of(request.OPTIONS)
-MAX_TOKENS = field_of(request.SAMPLING["max_tokens"])
-LOGPROBS = field_of(request.SAMPLING["logprobs"])
+SAMPLING = {name: one.field for name, one in request.SAMPLING.items() if not one.over_http}
+GENERATION = {name: one.field for name, one in request.OPTIONS.items()}
+MAX_TOKENS = request.SAMPLING["max_tokens"].field
+LOGPROBS = request.SAMPLING["logprobs"].field
 
 FRONT: Mapping[str, FieldKind] = {
     "model": STRING,

@@ -14,8 +14,16 @@ from typing import Any
 
 from ....constraints.limits import MAX_CHOICES, MAX_SOURCE_BYTES
 from ....core.errors import InvalidRequest
+from ....core.request.json_fields import (
+    BOOLEAN,
+    STRING,
+    FieldKind,
+    invalid,
+    list_of,
+    options,
+    record,
+)
 from ....proto.v1 import common_pb2
-from .json_fields import BOOLEAN, STRING, FieldKind, invalid, list_of, options
 
 SamplingFields = dict[str, Any]  # of the wire's SamplingParams
 
@@ -93,18 +101,10 @@ _OPTIONS = options(**_WAYS)
 
 STRUCTURED: Mapping[str, FieldKind] = {
     "response_format": FieldKind(
-        {
-            "type": "object",
-            "properties": {
-                "type": {"enum": ["text", "json_object", "json_schema"]},
-                "json_schema": {
-                    "type": "object",
-                    "properties": {"name": {"type": "string"}, "schema": {"type": "object"}},
-                    "required": ["schema"],
-                },
-            },
-            "required": ["type"],
-        },
+        record(
+            {"type": {"enum": ["text", "json_object", "json_schema"]}},
+            {"json_schema": record({"schema": {"type": "object"}}, {"name": STRING.schema})},
+        ),
         _response_format,
     ),
     "structured_outputs": FieldKind(_OPTIONS.schema, _structured_outputs),
