@@ -30,13 +30,13 @@ from ..telemetry.calls.call_records import CallObserver, CallRecord
 from ..text.special_tokens import Spans
 from ..text.text_stream import TextStream
 from ..validation.constraint_check import unsupported
-from ..validation.sampling_validation import check_token_ids
 from ..validation.served_model import ServedModel
 from ..validation.validation import (
     ModelLimits,
     ValidatedRequest,
     check_model,
     check_request,
+    check_token_ids,
     complete_request,
 )
 from .admission import QueueLimit

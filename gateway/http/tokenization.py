@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 from aiohttp import web
+from msgspec import UNSET
 
 from ...core.errors import InvalidRequest
 from ...core.request.json_fields import BOOLEAN, STRING, TOKEN_IDS, FieldKind
@@ -15,13 +14,13 @@ from .chat.chat import CHAT_MODEL, prepare
 from .chat.messages import MESSAGES
 from .chat.tools import TOOLS
 from .generate.request_fields import read_fields, require
-from .protocol.answers import Text, answer
+from .protocol.answers import Text, Tokens, answer, json_text
 from .protocol.app_state import APP_STATE, caller_of
 from .protocol.body import read_object
 
 ROUTES = web.RouteTableDef()
 
-_WRITTEN_AT_ONCE = 4096
+_WRITTEN_AT_ONCE = 4096  # more ids are written on a thread, that other calls get their turns
 
 TOKENIZE_FIELDS: Mapping[str, FieldKind] = {
     "model": STRING,
@@ -55,36 +54,15 @@ async def tokenize(request: web.Request) -> web.Response:
         special_at=special_at,
         param=param,
     )
-    head = {"count": len(ids), "max_model_len": door.limits.max_model_len}
-    columns: dict[str, Callable[[int], Any]] = {"tokens": int}
-    if found.get("return_token_strs"):
-        columns["token_strs"] = lambda token_id: door.model.tokenizer.token(token_id).text
-    body = await written(head, ids, columns)
-    return web.Response(body=body, content_type="application/json")
 
+    def body() -> str:
+        token = door.model.tokenizer.token
+        wants_texts = found.get("return_token_strs", False)
+        texts = [token(i).text for i in ids] if wants_texts else UNSET
+        return json_text(Tokens(len(ids), door.limits.max_model_len, ids, texts))
 
-async def written(
-    head: Mapping[str, int],
-    ids: Sequence[int],
-    columns: Mapping[str, Callable[[int], Any]],
-    at_once: int = _WRITTEN_AT_ONCE,
-) -> bytes:
-    """JSON of the head and, of each column, one value for each id.
-
-    Long ones are written on a thread, some at a time: others get their turns between them.
-    """
-
-    def write() -> bytes:
-        pieces = [json.dumps(head)[:-1]]
-        for name, value_of in columns.items():
-            pieces.append(f', "{name}": [')
-            for start in range(0, len(ids), at_once):
-                values = [value_of(i) for i in ids[start : start + at_once]]
-                pieces += (", " if start else "", json.dumps(values)[1:-1])
-            pieces.append("]")
-        return "".join((*pieces, "}")).encode()
-
-    return write() if len(ids) <= at_once else await asyncio.to_thread(write)
+    written = body() if len(ids) <= _WRITTEN_AT_ONCE else await asyncio.to_thread(body)
+    return web.Response(body=written.encode(), content_type="application/json")
 
 
 @ROUTES.post("/detokenize")

@@ -5,22 +5,30 @@ Two steps, since a text's length is known only after tokenisation:
     GenerateRequest ── check_request ──► Draft ── complete_request ──► ValidatedRequest
                        ids, ranges, model    (tokenise)   lengths, defaults, seed
 
-Errors name the field at fault as the client knows it. Knows no node: what the deployment can hold
-comes in as `ModelLimits`.
+Errors name the field at fault as the client knows it. Parameters are checked by their kinds in the
+table of request.py, whose limits are vLLM's where it has some, and tighter where a public endpoint
+should be. Knows no node: what the deployment can hold comes in as `ModelLimits`.
 """
 
 from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
+from google.protobuf.message import Message
+
+from ...constraints.limits import MAX_CHOICES
 from ...core.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, PromptTooLarge
-from ...core.request.request import OPTIONS, RequestOptions, SamplingParams
+from ...core.request.constraint import Constraint, ConstraintKind
+from ...core.request.parameters import Parameter, check_in_vocabulary
+from ...core.request.request import OPTIONS, SAMPLING, RequestOptions, SamplingParams
 from ...core.request.token_ids import column, unpack
-from ...proto.v1 import inference_pb2
-from .sampling_validation import check_parameters, check_sampling, check_token_ids
+from ...proto.codec import constraint_from_wire, given_fields
+from ...proto.v1 import common_pb2, inference_pb2
 
 MAX_LABEL_CHARS = 256
 _MAX_ABORTED = 1024
@@ -181,3 +189,57 @@ def _fitting_max_tokens(num_prompt: int, max_tokens: int | None, limits: ModelLi
             param="prompt",
         )
     return min(context, total_room) - num_prompt if max_tokens is None else max_tokens
+
+
+# --- parameters -----------------------------------------------------------------------------------
+
+
+def check_sampling(wire: common_pb2.SamplingParams, vocab_size: int) -> SamplingParams:
+    """Raises InvalidRequest. Absent fields have the defaults of SamplingParams."""
+    given = check_parameters(wire, SAMPLING, vocab_size)
+    sampling = SamplingParams(**given, constraint=_constraint(wire))
+    if sampling.min_tokens and len(sampling.stop_token_ids) == vocab_size:
+        raise InvalidRequest(
+            "min_tokens leaves no token: all are stop ids", "min_tokens", "invalid_value"
+        )
+    return sampling
+
+
+def check_parameters(
+    wire: Message, table: Mapping[str, Parameter], vocab_size: int
+) -> dict[str, Any]:
+    """The values of the parameters that a message has. Raises InvalidRequest."""
+    return {
+        name: table[name].kind.check(value, name, vocab_size)
+        for name, value in given_fields(wire, table).items()
+    }
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raise InvalidRequest naming the first id that is not in the vocabulary."""
+    if token_ids and np.max(token_ids) >= vocab_size:  # a column is read where it lies
+        check_in_vocabulary(token_ids, vocab_size, param)
+
+
+def _constraint(wire: common_pb2.SamplingParams) -> Constraint | None:
+    """Whether it can be compiled is for constraint_check.py."""
+    constraint = constraint_from_wire(wire)
+    if constraint is None:
+        return None
+    if wire.ignore_eos:
+        message = "ignore_eos cannot go with a constraint: EOS ends what matches"
+        raise InvalidRequest(message, "ignore_eos", "invalid_value")
+    if constraint.kind is ConstraintKind.CHOICE:
+        _check_choices(wire.choice.values)
+    elif not constraint.source:
+        raise InvalidRequest("constraint is empty", "constraint", "invalid_schema")
+    return constraint
+
+
+def _check_choices(values: Sequence[str]) -> None:
+    if len(values) > MAX_CHOICES:
+        message = f"constraint has more than {MAX_CHOICES} choices"
+        raise InvalidRequest(message, "constraint", "array_too_long")
+    if not values or not all(values):
+        message = "constraint must have choices, and none of them empty"
+        raise InvalidRequest(message, "constraint", "invalid_schema")

@@ -190,7 +190,7 @@ class ServerInfo(Struct):
 class Tokens(Struct):
     count: int
     max_model_len: int
-    tokens: list[int]
+    tokens: tuple[int, ...]
     token_strs: list[str] | UnsetType = UNSET
 
 

@@ -21,7 +21,7 @@ from baton.gateway.http.chat.tools import TOOLS, ToolChoice
 from baton.gateway.http.generate.request_fields import read_fields
 from baton.gateway.http.generate.structured import constraint_of
 from baton.gateway.validation.constraint_check import ConstraintCheck
-from baton.gateway.validation.sampling_validation import check_sampling
+from baton.gateway.validation.validation import check_sampling
 from baton.proto.v1 import common_pb2
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
