@@ -260,24 +260,19 @@ class Collector:
     def _finished(
         self, wire: inference_pb2.GenerateChunk, sample: _Sample, reason: FinishReason
     ) -> Result:
-        result = wire.result
+        fields = codec.same_fields(wire.result, Result)
+        fields |= {
+            "decode_node": wire.result.decode_node or None,
+            "transport": wire.result.transport or None,
+            "timeline": tuple(codec.stamps_from_wire(wire.result.timeline)),
+        }
         return Result(
+            **fields,
             id=wire.id,
             text="".join(sample.text),
             token_ids=tuple(sample.token_ids),
             finish_reason=reason,
             matched_stop=wire.matched_stop or None,
-            prompt_tokens=result.prompt_tokens,
-            completion_tokens=result.completion_tokens,
-            cached_tokens=result.cached_tokens,
-            prefill_node=result.prefill_node,
-            decode_node=result.decode_node or None,
-            transfer_bytes=result.transfer_bytes,
-            transfer_cached_tokens=result.transfer_cached_tokens,
-            transport=result.transport or None,
-            attempts=result.attempts,
-            seed=result.seed,
-            timeline=tuple(codec.stamps_from_wire(result.timeline)),
             times=TokenTimes(self._sent_s, tuple(sample.token_s)),
             sample_index=wire.sample_index,
             logprobs=tuple(sample.logprobs),
@@ -316,24 +311,15 @@ def model_info_call() -> Call[ModelInfo]:
 
 
 def _model_info(wire: inference_pb2.ModelInfo) -> ModelInfo:
+    nodes = [
+        codec.same_fields(node, NodeInfo) | {"links": tuple(node.links)} for node in wire.nodes
+    ]
     return ModelInfo(
-        model=wire.model,
-        max_model_len=wire.max_model_len,
-        vocab_size=wire.vocab_size,
-        eos_token_ids=tuple(wire.eos_token_ids),
-        nodes=tuple(
-            NodeInfo(
-                name=n.name,
-                role=n.role,
-                incarnation=n.incarnation,
-                is_ready=n.is_ready,
-                num_blocks=n.num_blocks,
-                block_size=n.block_size,
-                links=tuple(n.links),
-            )
-            for n in wire.nodes
-        ),
-        version=wire.version,
+        **codec.same_fields(wire, ModelInfo)
+        | {
+            "eos_token_ids": tuple(wire.eos_token_ids),
+            "nodes": tuple(NodeInfo(**node) for node in nodes),
+        }
     )
 
 

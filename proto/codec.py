@@ -77,6 +77,12 @@ def given_fields(wire: Message, names: Iterable[str]) -> dict[str, Any]:
     }
 
 
+def same_fields(wire: Message, cls: Any) -> dict[str, Any]:
+    """The message's values of the fields that a dataclass has by the same name."""
+    names = wire.DESCRIPTOR.fields_by_name.keys() & cls.__dataclass_fields__.keys()
+    return {name: getattr(wire, name) for name in names}
+
+
 def _put_constraint(wire: common_pb2.SamplingParams, constraint: Constraint) -> None:
     if constraint.kind is ConstraintKind.CHOICE:
         wire.choice.values.extend(json.loads(constraint.source))

@@ -327,13 +327,16 @@ class FrontDoor:
         limits = self.limits
         admission.used_tokens = 0
         self._check_model(caller, wire.model)
-        draft = check_request(wire, limits)
-        if draft.sampling.constraint is not None:
+        request = check_request(wire, limits)
+        if request.sampling.constraint is not None:
             if (refusal := self.constraint_refusal) is not None:
                 raise unsupported(refusal)
-            await self.model.constraints.check(draft.sampling.constraint)
-        prompt = await self.model.prompt_token_ids(draft, limits.max_model_len, special_at)
-        request = complete_request(draft, prompt, limits, drawn_seed=self._entropy.new_seed())
+            await self.model.constraints.check(request.sampling.constraint)
+        prompt = await self.model.prompt_token_ids(
+            request, wire.text, limits.max_model_len, special_at
+        )
+        seed = self._entropy.new_seed()
+        request = complete_request(request, wire, prompt, limits, drawn_seed=seed)
         max_output_tokens = request.options.n * request.sampling.max_tokens
         admission.charge(len(request.prompt_token_ids) + max_output_tokens)
         salt = self._tenancy.cache_salt(caller, request.options.cache_salt)

@@ -2,8 +2,8 @@
 
 Two steps, since a text's length is known only after tokenisation:
 
-    GenerateRequest ── check_request ──► Draft ── complete_request ──► ValidatedRequest
-                       ids, ranges, model    (tokenise)   lengths, defaults, seed
+    GenerateRequest ── check_request ──► (tokenise) ── complete_request ──► ValidatedRequest
+                       ids, ranges, model                 lengths, defaults, seed
 
 Errors name the field at fault as the client knows it. Parameters are checked by their kinds in the
 table of request.py, whose limits are vLLM's where it has some, and tighter where a public endpoint
@@ -53,20 +53,11 @@ class ModelLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
-    """A request whose fields are each in order; `None` takes the default of complete_request."""
-
-    prompt: str | array[int]
-    max_tokens: int | None
-    seed: int | None
-    sampling: SamplingParams  # all but these two
-    options: RequestOptions
-    label: str
-
-
-@dataclass(frozen=True, slots=True)
 class ValidatedRequest:
-    """A request that the deployment can serve. `label` is the caller's name for it."""
+    """A request that the deployment can serve. `label` is the caller's name for it.
+
+    Behind `check_request` its fields are each in order; a text is no token ids yet.
+    """
 
     prompt_token_ids: array[int]  # read only
     sampling: SamplingParams
@@ -76,42 +67,42 @@ class ValidatedRequest:
     caller_id: int = 0
 
 
-def check_request(wire: inference_pb2.GenerateRequest, limits: ModelLimits) -> Draft:
+def check_request(wire: inference_pb2.GenerateRequest, limits: ModelLimits) -> ValidatedRequest:
     """Check every field that needs no tokeniser; raises InvalidRequest kin or ModelNotFound."""
     check_model(wire.model, limits)
     check_label(wire.request_id, "request_id")
-    sampling, given = check_sampling(wire.sampling, limits.vocab_size), wire.sampling
-    return Draft(
-        prompt=_prompt(wire, limits.vocab_size),
-        max_tokens=sampling.max_tokens if given.HasField("max_tokens") else None,
-        seed=sampling.seed if given.HasField("seed") else None,
-        sampling=sampling,
+    return ValidatedRequest(
+        prompt_token_ids=_prompt(wire, limits.vocab_size),
+        sampling=check_sampling(wire.sampling, limits.vocab_size),
         options=RequestOptions(**check_parameters(wire, OPTIONS, limits.vocab_size)),
         label=wire.request_id,
     )
 
 
 def complete_request(
-    draft: Draft, prompt_token_ids: Iterable[int], limits: ModelLimits, *, drawn_seed: int
+    request: ValidatedRequest,
+    wire: inference_pb2.GenerateRequest,
+    prompt_token_ids: Iterable[int],
+    limits: ModelLimits,
+    *,
+    drawn_seed: int,
 ) -> ValidatedRequest:
-    """Check the lengths and fill in the defaults.
+    """Check the lengths and fill in the defaults of what `wire` does not have.
 
     `max_tokens` defaults to what is left of the context, or of the largest decode pool where that
     is smaller. Raises ContextLengthExceeded, PromptTooLarge.
     """
-    prompt = column(prompt_token_ids)
+    prompt, sampling = column(prompt_token_ids), request.sampling
     if not prompt:
         raise _empty_prompt()
-    max_tokens = _fitting_max_tokens(len(prompt), draft.max_tokens, limits)
-    if draft.sampling.min_tokens > max_tokens:
-        raise InvalidRequest(
-            f"min_tokens {draft.sampling.min_tokens} is more than the {max_tokens} there can be",
-            "min_tokens",
-            "invalid_value",
-        )
-    seed = drawn_seed if draft.seed is None else draft.seed
-    sampling = replace(draft.sampling, max_tokens=max_tokens, seed=seed)
-    return ValidatedRequest(prompt, sampling, draft.label, draft.options)
+    given = sampling.max_tokens if wire.sampling.HasField("max_tokens") else None
+    max_tokens = _fitting_max_tokens(len(prompt), given, limits)
+    if sampling.min_tokens > max_tokens:
+        message = f"min_tokens {sampling.min_tokens} is more than the {max_tokens} there can be"
+        raise InvalidRequest(message, "min_tokens", "invalid_value")
+    seed = sampling.seed if wire.sampling.HasField("seed") else drawn_seed
+    sampling = replace(sampling, max_tokens=max_tokens, seed=seed)
+    return replace(request, prompt_token_ids=prompt, sampling=sampling)
 
 
 def check_model(name: str, limits: ModelLimits) -> None:
@@ -141,30 +132,25 @@ def check_names(names: Sequence[str]) -> None:
         raise InvalidRequest(f"ids has more than {_MAX_ABORTED} items", "ids", "array_too_long")
 
 
-def _prompt(wire: inference_pb2.GenerateRequest, vocab_size: int) -> str | array[int]:
-    """A oneof holds at most one of the two; an empty text or list is no prompt either."""
+def _prompt(wire: inference_pb2.GenerateRequest, vocab_size: int) -> array[int]:
+    """The token ids, none for a text; an empty text or list is no prompt."""
     if wire.WhichOneof("prompt") is None:
-        raise InvalidRequest("give a prompt: text or token ids", "prompt", "missing_required")
-    if wire.HasField("text"):
-        if not wire.text:
-            raise _empty_prompt()
-        return wire.text
-    token_ids = _token_ids(wire.token_ids)
-    if not token_ids:
+        message = "give a prompt: text or token ids"
+        raise InvalidRequest(message, "prompt", "missing_required")
+    ids = wire.token_ids
+    if ids.packed and ids.ids:
+        message = "give token_ids as ids or packed, not both"
+        raise InvalidRequest(message, "prompt", "invalid_value")
+    try:
+        # A slice is read at once, the field itself id by id.
+        token_ids = unpack(ids.packed) if ids.packed else column(ids.ids[:])
+    except ValueError as error:
+        message = "packed token ids are cut off"
+        raise InvalidRequest(message, "prompt", "invalid_value") from error
+    if not token_ids and not wire.text:
         raise _empty_prompt()
     check_token_ids(token_ids, vocab_size, "prompt")
     return token_ids
-
-
-def _token_ids(wire: inference_pb2.TokenIds) -> array[int]:
-    if not wire.packed:
-        return column(wire.ids[:])  # a slice is read at once, the field itself id by id
-    if wire.ids:
-        raise InvalidRequest("give token_ids as ids or packed, not both", "prompt", "invalid_value")
-    try:
-        return unpack(wire.packed)
-    except ValueError as error:
-        raise InvalidRequest("packed token ids are cut off", "prompt", "invalid_value") from error
 
 
 def _empty_prompt() -> InvalidRequest:
