@@ -49,14 +49,14 @@ OPERATIONS: Mapping[str, Operation] = {
     "/v1/completions": Operation(
         answers.Completion,
         completions.FIELDS,
-        ("model", "prompt"),
+        completions.REQUIRED,
         event=answers.Completion,
         statuses=_CALL_ERRORS,
     ),
     "/v1/chat/completions": Operation(
         answers.ChatCompletion,
         chat.FIELDS,
-        ("model", "messages"),
+        chat.REQUIRED,
         event=answers.ChatCompletionChunk,
         statuses=_CALL_ERRORS,
     ),

@@ -13,10 +13,9 @@ from ...core.request.json_fields import BOOLEAN, STRING, TOKEN_IDS, FieldKind
 from .chat.chat import CHAT_MODEL, prepare
 from .chat.messages import MESSAGES
 from .chat.tools import TOOLS
-from .generate.request_fields import read_fields, require
+from .generate.request_fields import read_body, require
 from .protocol.answers import Text, Tokens, answer, json_text
 from .protocol.app_state import APP_STATE, caller_of
-from .protocol.body import read_object
 
 ROUTES = web.RouteTableDef()
 
@@ -36,7 +35,7 @@ DETOKENIZE_FIELDS: Mapping[str, FieldKind] = {"model": STRING, "tokens": TOKEN_I
 @ROUTES.post("/tokenize")
 async def tokenize(request: web.Request) -> web.Response:
     """A prompt's text or a chat's messages as token ids."""
-    found = read_fields(await read_object(request), TOKENIZE_FIELDS)
+    found = await read_body(request, TOKENIZE_FIELDS, ())
     door = request.app[APP_STATE].door
     if "messages" in found:
         if "prompt" in found:
@@ -68,9 +67,8 @@ async def tokenize(request: web.Request) -> web.Response:
 @ROUTES.post("/detokenize")
 async def detokenize(request: web.Request) -> web.Response:
     """Token ids as text, special tokens left out."""
-    found = read_fields(await read_object(request), DETOKENIZE_FIELDS)
-    ids = require(found, "tokens")
+    found = await read_body(request, DETOKENIZE_FIELDS, ("tokens",))
     text = await request.app[APP_STATE].door.detokenize(
-        found.get("model", ""), ids, caller_of(request), param="tokens"
+        found.get("model", ""), found["tokens"], caller_of(request), param="tokens"
     )
     return answer(Text(text))

@@ -15,23 +15,11 @@ from ....core.request.json_fields import BOOLEAN, FieldKind
 from ...admission.front_door import RunningCall
 from ...request.output_chunk import OutputChunk
 from ..generate.logprobs import prompt_logprobs
-from ..generate.request_fields import (
-    FRONT,
-    GENERATION,
-    LOGPROBS,
-    MAX_TOKENS,
-    SAMPLING,
-    generate_request,
-    model_of,
-    prompt_logprobs_in_a_stream,
-    read_fields,
-    require,
-)
+from ..generate.request_fields import COMMON, LOGPROBS, MAX_TOKENS, generate_request, read_body
 from ..generate.responses import Response, Sample
-from ..generate.structured import STRUCTURED, constraint_of
+from ..generate.structured import constraint_of
 from ..protocol.answers import ChatCompletion, ChatCompletionChunk
 from ..protocol.app_state import APP_STATE
-from ..protocol.body import read_object
 from .chat_shape import ChatOptions, ChatSample
 from .chat_template import ChatPrompt, ChatTemplate
 from .messages import MESSAGES
@@ -41,11 +29,9 @@ from .tools import TOOL_CHOICE, TOOLS, Tool, ToolChoice, chosen, shown_tools
 
 ROUTES = web.RouteTableDef()
 
+REQUIRED = ("model", "messages")
 FIELDS: Mapping[str, FieldKind] = {
-    **FRONT,
-    **SAMPLING,
-    **GENERATION,
-    **STRUCTURED,
+    **COMMON,
     "messages": MESSAGES,
     "max_tokens": MAX_TOKENS,
     "max_completion_tokens": MAX_TOKENS,
@@ -99,7 +85,7 @@ async def prepare(
     `constraint_refusal`: why no grammar can be followed here, or None. A forced call of a strict
     tool then cannot be had, one of another is only begun.
     """
-    messages, tools = require(found, "messages"), found.get("tools", [])
+    messages, tools = found["messages"], found.get("tools", [])
     choice = chosen(tools, found.get("tool_choice"))
     if model.template is None:
         raise InvalidRequest(
@@ -138,8 +124,7 @@ def _check_not_strict(
 @ROUTES.post("/v1/chat/completions")
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Answer a chat."""
-    found = read_fields(await read_object(request), FIELDS)
-    model_of(found)
+    found = await read_body(request, FIELDS, REQUIRED)
     _check(found)
     refusal = request.app[APP_STATE].door.constraint_refusal
     prepared = await prepare(request.app[CHAT_MODEL], found, refusal)
@@ -154,8 +139,6 @@ def _check(found: Mapping[str, Any]) -> None:
     if most is not None and found.get("max_tokens", most) != most:
         message = "max_tokens and max_completion_tokens differ: give one"
         raise InvalidRequest(message, "max_tokens", "invalid_value")
-    if "prompt_logprobs" in found and found.get("stream"):
-        raise prompt_logprobs_in_a_stream()
 
 
 class _Chat(Response):
@@ -185,7 +168,6 @@ class _Chat(Response):
         wire = generate_request(
             found,
             sampling,
-            model=found["model"],
             request_id=self.label,
             text=prepared.prompt.text,
             add_special_tokens=False,

@@ -15,31 +15,17 @@ from ...admission.front_door import RunningCall
 from ...request.output_chunk import OutputChunk
 from ..protocol.answers import Completion
 from ..protocol.app_state import APP_STATE
-from ..protocol.body import read_object
 from .completion_shape import CompletionOptions, CompletionSample, EchoedPrompt
 from .prompts import PROMPTS, Prompt, prompt_name
-from .request_fields import (
-    FRONT,
-    GENERATION,
-    LOGPROBS,
-    MAX_TOKENS,
-    SAMPLING,
-    generate_request,
-    model_of,
-    prompt_logprobs_in_a_stream,
-    read_fields,
-    require,
-)
+from .request_fields import COMMON, LOGPROBS, MAX_TOKENS, generate_request, read_body
 from .responses import Response, Sample
-from .structured import STRUCTURED, constraint_of
+from .structured import constraint_of
 
 ROUTES = web.RouteTableDef()
 
+REQUIRED = ("model", "prompt")
 FIELDS: Mapping[str, FieldKind] = {
-    **FRONT,
-    **SAMPLING,
-    **GENERATION,
-    **STRUCTURED,
+    **COMMON,
     "prompt": PROMPTS,
     "max_tokens": MAX_TOKENS,
     "logprobs": LOGPROBS,
@@ -52,7 +38,7 @@ _MAX_CHOICES = 128
 @ROUTES.post("/v1/completions")
 async def completions(request: web.Request) -> web.StreamResponse:
     """Continue a prompt, or each of several."""
-    return await _Completions(request, read_fields(await read_object(request), FIELDS)).run()
+    return await _Completions(request, await read_body(request, FIELDS, REQUIRED)).run()
 
 
 class _Completions(Response):
@@ -60,7 +46,7 @@ class _Completions(Response):
     answer_type = chunk_type = Completion
 
     def __init__(self, request: web.Request, found: Mapping[str, Any]) -> None:
-        model, self._texts = model_of(found), require(found, "prompt")
+        self._texts = found["prompt"]
         constraint, asked_by = constraint_of(found)
         super().__init__(request, found)
         self._options = CompletionOptions(
@@ -77,7 +63,7 @@ class _Completions(Response):
             sampling["prompt_logprobs"] = found["logprobs"]
             self.names["prompt_logprobs"] = "logprobs"
         self.prompts = [
-            generate_request(found, sampling, model=model, request_id=self.label, **_prompt(text))
+            generate_request(found, sampling, request_id=self.label, **_prompt(text))
             for text in self._texts
         ]
         self._prompts: list[EchoedPrompt] = []
@@ -87,8 +73,6 @@ class _Completions(Response):
         if self.num_samples * len(self._texts) > _MAX_CHOICES:
             message = f"prompts times n are more than {_MAX_CHOICES}"
             raise InvalidRequest(message, "n", "invalid_value")
-        if self.is_stream and options.prompt_logprobs is not None:
-            raise prompt_logprobs_in_a_stream()
         if (
             self.is_stream
             and options.echo

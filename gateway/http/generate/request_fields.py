@@ -13,10 +13,14 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from aiohttp import web
+
 from ....core.errors import InvalidRequest
 from ....core.request import request
 from ....core.request.json_fields import BOOLEAN, STRING, FieldKind, invalid, options, string
 from ....proto.v1 import common_pb2, inference_pb2
+from ..protocol.body import read_object
+from .structured import STRUCTURED
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +61,8 @@ FRONT: Mapping[str, FieldKind] = {
         _metadata,
     ),
 }
+
+COMMON = {**FRONT, **SAMPLING, **GENERATION, **STRUCTURED}  # of both endpoints that generate
 
 # Known, and not supported where an endpoint's table lacks them: (name, values that ask for nothing
 # and are let pass).
@@ -160,21 +166,21 @@ def _check_harmless(name: str, value: Any) -> None:
         raise InvalidRequest(message, name, "unsupported_parameter")
 
 
+async def read_body(
+    request: web.Request, known: Mapping[str, FieldKind], required: Sequence[str]
+) -> dict[str, Any]:
+    """The fields of a body; a required text is not empty. Raises InvalidRequest, Refusal."""
+    found = read_fields(await read_object(request), known)
+    for name in required:
+        require({} if found.get(name) == "" else found, name)
+    return found
+
+
 def require(found: Mapping[str, Any], name: str) -> Any:
     """Raises InvalidRequest where the field is absent or null."""
     if name not in found:
         raise InvalidRequest(f"{name} is required", name, "missing_required")
     return found[name]
-
-
-def model_of(found: Mapping[str, Any]) -> str:
-    """The model that is asked for; raises InvalidRequest where none is."""
-    return str(found.get("model") or require({}, "model"))
-
-
-def prompt_logprobs_in_a_stream() -> InvalidRequest:
-    message = "prompt_logprobs are told in a whole answer, not in a stream"
-    return InvalidRequest(message, "prompt_logprobs", "unsupported_parameter")
 
 
 def generate_request(
@@ -183,5 +189,8 @@ def generate_request(
     """The message of one prompt; `sampling`, `fields`: what an endpoint reads by itself."""
     chosen = {name: found[name] for name in SAMPLING if name in found} | sampling
     beside = {name: found[name] for name in GENERATION if name in found}
-    wire = common_pb2.SamplingParams(**chosen)
-    return inference_pb2.GenerateRequest(sampling=wire, **fields | beside)
+    return inference_pb2.GenerateRequest(
+        model=found["model"],
+        sampling=common_pb2.SamplingParams(**chosen),
+        **fields | beside,
+    )

@@ -71,6 +71,9 @@ class Response(ABC):
         if "stream_options" in found and not self.is_stream:
             message = "stream_options are for streams: set stream"
             raise InvalidRequest(message, "stream_options", "invalid_value")
+        if "prompt_logprobs" in found and self.is_stream:
+            message = "prompt_logprobs are told in a whole answer, not in a stream"
+            raise InvalidRequest(message, "prompt_logprobs", "unsupported_parameter")
         options = found.get("stream_options", {})
         self._includes_usage = options.get("include_usage", False)
         self._has_continuous_usage = self._includes_usage and options.get("continuous_usage_stats")

@@ -402,7 +402,7 @@ def test_values_reach_the_wire() -> None:
         "include_stop_str_in_output": True, "skip_special_tokens": False,
         "add_special_tokens": False,
     }  # fmt: skip
-    wire = generate_request(read_fields(body, COMPLETIONS), {})
+    wire = generate_request(read_fields(body | {"model": "m"}, COMPLETIONS), {})
     sampling = wire.sampling
     assert (sampling.temperature, sampling.top_p, sampling.min_p) == (0.5, 0.25, 0.125)
     assert (sampling.HasField("top_k"), sampling.top_k, sampling.seed) == (True, 0, 2**63 - 1)
