@@ -58,13 +58,17 @@ def sampling_to_wire(sampling: SamplingParams) -> common_pb2.SamplingParams:
 
 def sampling_from_wire(wire: common_pb2.SamplingParams) -> SamplingParams:
     """Decode parameters that a gateway wrote; public requests go through its validator first."""
-    fields = given_fields(wire, SAMPLING)
-    fields |= {
+    fields = given_sampling(wire) | {
         "stop": tuple(wire.stop),
         "stop_token_ids": tuple(wire.stop_token_ids),
         "logit_bias": tuple(sorted(wire.logit_bias.items())),
     }
     return SamplingParams(**fields, constraint=constraint_from_wire(wire))
+
+
+def given_sampling(wire: common_pb2.SamplingParams) -> dict[str, Any]:
+    """The values of the parameters that are set, those of the constraint excepted."""
+    return {field.name: value for field, value in wire.ListFields() if field.name in SAMPLING}
 
 
 def given_fields(wire: Message, names: Iterable[str]) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from google.protobuf.message import Message
 
 from ...constraints.limits import MAX_CHOICES
 from ...core.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, PromptTooLarge
@@ -27,7 +26,7 @@ from ...core.request.constraint import Constraint, ConstraintKind
 from ...core.request.parameters import Parameter, check_in_vocabulary
 from ...core.request.request import OPTIONS, SAMPLING, RequestOptions, SamplingParams
 from ...core.request.token_ids import column, unpack
-from ...proto.codec import constraint_from_wire, given_fields
+from ...proto.codec import constraint_from_wire, given_fields, given_sampling
 from ...proto.v1 import common_pb2, inference_pb2
 
 MAX_LABEL_CHARS = 256
@@ -74,7 +73,7 @@ def check_request(wire: inference_pb2.GenerateRequest, limits: ModelLimits) -> V
     return ValidatedRequest(
         prompt_token_ids=_prompt(wire, limits.vocab_size),
         sampling=check_sampling(wire.sampling, limits.vocab_size),
-        options=RequestOptions(**check_parameters(wire, OPTIONS, limits.vocab_size)),
+        options=RequestOptions(**_checked(given_fields(wire, OPTIONS), OPTIONS, limits.vocab_size)),
         label=wire.request_id,
     )
 
@@ -182,7 +181,7 @@ def _fitting_max_tokens(num_prompt: int, max_tokens: int | None, limits: ModelLi
 
 def check_sampling(wire: common_pb2.SamplingParams, vocab_size: int) -> SamplingParams:
     """Raises InvalidRequest. Absent fields have the defaults of SamplingParams."""
-    given = check_parameters(wire, SAMPLING, vocab_size)
+    given = _checked(given_sampling(wire), SAMPLING, vocab_size)
     sampling = SamplingParams(**given, constraint=_constraint(wire))
     if sampling.min_tokens and len(sampling.stop_token_ids) == vocab_size:
         raise InvalidRequest(
@@ -191,14 +190,10 @@ def check_sampling(wire: common_pb2.SamplingParams, vocab_size: int) -> Sampling
     return sampling
 
 
-def check_parameters(
-    wire: Message, table: Mapping[str, Parameter], vocab_size: int
+def _checked(
+    given: Mapping[str, Any], table: Mapping[str, Parameter], vocab_size: int
 ) -> dict[str, Any]:
-    """The values of the parameters that a message has. Raises InvalidRequest."""
-    return {
-        name: table[name].kind.check(value, name, vocab_size)
-        for name, value in given_fields(wire, table).items()
-    }
+    return {name: table[name].kind.check(value, name, vocab_size) for name, value in given.items()}
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
