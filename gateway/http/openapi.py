@@ -126,7 +126,8 @@ def _operation(route: web.AbstractRoute, path: str, model: str) -> dict[str, Any
 
 def _components() -> dict[str, Any]:
     """The schemas of all answers. What is never left out of one is required."""
-    structs = [one for one in vars(answers).values() if isinstance(one, type(Struct))]
+    found = (one for one in vars(answers).values() if isinstance(one, type(Struct)))
+    structs = [one for one in found if one is not Struct]
     _, schemas = msgspec.json.schema_components(structs, ref_template=_REF)
     for struct in structs:
         fields = msgspec.structs.fields(struct)
