@@ -37,7 +37,11 @@ SHARE_THE_DEMO = ("e2e/test_http.py", "e2e/test_structured.py", "e2e/test_tokens
 sys.path.insert(0, str(HERE))
 pytest.register_assert_rewrite(
     *{path.name for path in HERE.iterdir() if path.is_dir()},
-    *{path.stem for path in HERE.rglob("*.py") if not path.stem.startswith(("test_", "conftest"))},
+    *{
+        path.stem
+        for path in HERE.rglob("*.py")
+        if not path.stem.startswith(("test_", "conftest", "sitecustomize"))
+    },
 )
 
 

@@ -1,7 +1,7 @@
 """A process that plays the nodes behind a gateway: one prefill and one decode engine, no model.
 
     python -m baton.bench.played.fake_nodes REDIS_URL [--step-s ...] [...]
-Without options as fast as the gateway takes it; with them at a given pace. Messages are put
+Without options as fast as clients take it (`--taken`); with them at a given pace. Messages are put
 together from ready-made bytes, since what the nodes take of the cores is missing from the gateway's
 share. Prints `ready: ADDRESS`; at SIGTERM writes when which token went out, if a file is named.
 """
@@ -32,11 +32,14 @@ from baton.core.membership import Member, Role
 from baton.core.process import event_loop
 from baton.proto.v1 import common_pb2, node_pb2
 
+from .taken_tokens import TakenTokens
+
 CLUSTER = "bench"
 PREFILL, DECODE = secrets.token_hex(16), secrets.token_hex(16)  # several play at once
 TOKEN_ID, TEXT = 328, " the"  # of the demo model
 _NUM_BLOCKS = 100_000
-_SEND_BUFFER_BYTES = 4096  # some steps: without a pace, the gateway's reading holds engines back
+_AHEAD_TOKENS = 2  # of each stream: sent and not taken
+_LOST_S = 0.2  # what nobody has taken for so long is lost
 _BEAT_S = 0.25
 _MAX_RUNNING = 1 << 30  # as many as there are
 
@@ -123,6 +126,7 @@ class _Engine:
         self.waiting: dict[str, _Run] = {}
         self.running: dict[str, _Run] = {}
         self.has_work = asyncio.Event()
+        self.num_sent = 0  # tokens
         self.log: dict[str, list[float]] = {}
 
     def take(self, gateway: _Gateway, message: node_pb2.GatewayMessage) -> None:
@@ -156,6 +160,7 @@ class _Engine:
         """One message for each gateway that has one of these: each one's next token."""
         steps: dict[_Gateway, _Step] = {}
         now_s = time.monotonic()
+        self.num_sent += len(runs)
         for run in runs:
             if (step := steps.get(run.gateway)) is None:
                 step = steps[run.gateway] = _Step()
@@ -205,8 +210,10 @@ _VARINTS = tuple(map(_varint, range(1 << 14)))
 class _Nodes:
     """Both engines, and the one hand-off between them: a request decodes once it is prefilled."""
 
-    def __init__(self, pace: StepPace) -> None:
+    def __init__(self, pace: StepPace, taken: TakenTokens | None) -> None:
         self.pace = pace
+        self._taken = taken
+        self._num_lost = 0
         self.prefill = _Engine(Role.PREFILL, pace)
         self.decode = _Engine(Role.DECODE, pace)
         self._prefilled: deque[str] = deque(maxlen=100_000)
@@ -247,12 +254,27 @@ class _Nodes:
             if self.pace.step_s:
                 due_s = max(due_s, time.monotonic() - self.pace.step_s) + self.pace.step_s
                 await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+            elif self._taken is not None:
+                await self._until_taken(self._taken)
             runs = list(engine.running.values())
             await engine.tell(runs)
             for run in runs:
                 if run.index >= run.max_tokens:
                     engine.running.pop(run.request_id, None)
             await asyncio.sleep(0)  # else nobody reads what comes in while writes never wait
+
+    async def _until_taken(self, taken: TakenTokens) -> None:
+        """Until clients have had most of what was sent."""
+        lost_s = time.monotonic() + _LOST_S
+        while True:
+            num_sent = self.prefill.num_sent + self.decode.num_sent
+            num_ahead = num_sent - self._num_lost - taken.number
+            if num_ahead < 0 or time.monotonic() > lost_s:
+                self._num_lost += num_ahead
+            elif num_ahead > _AHEAD_TOKENS * len(self.decode.running):
+                await asyncio.sleep(0.001)
+                continue
+            return
 
     async def listen(self, members: Sequence[Member]) -> list[asyncio.Server]:
         """As engines of this host."""
@@ -267,9 +289,6 @@ class _Nodes:
     async def _serve(
         self, member: Member, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        if not self.pace.step_s:
-            sock = writer.get_extra_info("socket")
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         engine = self.prefill if member.role is Role.PREFILL else self.decode
         gateway = _Gateway(writer)
         beating: asyncio.Task[None] | None = None
@@ -341,11 +360,11 @@ def _welcome(member: Member, pace: StepPace) -> bytes:
     return bytes(node_pb2.NodeMessage(welcome=welcome).SerializeToString())
 
 
-async def _serve(redis_url: str, pace: StepPace) -> dict[str, list[float]]:
+async def _serve(redis_url: str, pace: StepPace, taken: Path | None) -> dict[str, list[float]]:
     """Until SIGTERM; when each request's tokens went out, by its id."""
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    nodes = _Nodes(pace)
+    nodes = _Nodes(pace, None if taken is None else TakenTokens(taken))
     with socket.create_server(("127.0.0.1", 0)) as node:  # where nodes would listen
         address = "{}:{}".format(*node.getsockname())
         members = _members(address, pace)
@@ -370,11 +389,12 @@ if __name__ == "__main__":
     parser.add_argument("--prefill-tokens-per-s", type=float, default=0.0)
     parser.add_argument("--max-running", type=int, default=_MAX_RUNNING)
     parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument("--taken", type=Path)
     parser.add_argument("--log", type=Path)
     wanted = parser.parse_args()
     pace = StepPace(
         wanted.step_s, wanted.prefill_tokens_per_s, wanted.max_running, wanted.max_model_len
     )
-    sent_s = event_loop.run(lambda: _serve(wanted.redis_url, pace))
+    sent_s = event_loop.run(lambda: _serve(wanted.redis_url, pace, wanted.taken))
     if wanted.log is not None:
         wanted.log.write_text(json.dumps(sent_s))

@@ -25,11 +25,14 @@ GATEWAY, PULLER = b"gateway", b"puller"  # purposes
 SOCKET, THIS_HOST = "engine", "this host"  # of unix sockets: the name's part, the address
 ADMIT_S = 2.0  # how long a handshake may take
 
-LOST_S = 1.2  # a connection on which nothing arrives at the other host for so long has broken
+# A connection on which nothing arrives at the other host for so long has broken. To the kernel, who
+# leaves more unread than its buffer holds looks the same: an engine may stand still for seconds
+# while long prompts come. Peers send each other little, and need to know soon.
+LOST_S = 1.2
+GATEWAY_LOST_S = 5.0
 MAX_REFUSAL_BYTES = 4096
 _TCP_OPTIONS = (
     (socket.TCP_NODELAY, 1),
-    (socket.TCP_USER_TIMEOUT, round(LOST_S * 1000)),
     (socket.TCP_KEEPIDLE, 1),
     (socket.TCP_KEEPINTVL, 1),
 )
@@ -37,10 +40,11 @@ _TCP_OPTIONS = (
 Secure = Callable[[socket.socket], socket.socket]  # begins TLS; raises OSError
 
 
-def tune(connection: socket.socket) -> None:
-    """Let a TCP connection send at once, and notice within `LOST_S` that its other end is gone."""
+def tune(connection: socket.socket, purpose: bytes) -> None:
+    """Let a TCP connection send at once, and notice in time that its other end is gone."""
+    lost_s = GATEWAY_LOST_S if purpose == GATEWAY else LOST_S
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _TCP_OPTIONS:
+    for option, value in (*_TCP_OPTIONS, (socket.TCP_USER_TIMEOUT, round(lost_s * 1000))):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
@@ -61,6 +65,8 @@ def dial(
     """
     connection = _connect(listener, address)
     try:
+        if address is not None:
+            tune(connection, purpose)
         if secure is not None and address is not None:
             connection = secure(connection)
         there = address or THIS_HOST
@@ -76,11 +82,9 @@ def _connect(incarnation: str, address: str | None) -> socket.socket:
     if address is not None:
         host, _, port = address.rpartition(":")
         try:
-            connection = socket.create_connection((host.strip("[]"), int(port)), ADMIT_S)
+            return socket.create_connection((host.strip("[]"), int(port)), ADMIT_S)
         except (ValueError, OverflowError) as error:
             raise OSError(f"{address} is no address: {error}") from error
-        tune(connection)
-        return connection
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(ADMIT_S)

@@ -156,13 +156,14 @@ class ChannelListener:
         if pending.is_local:
             require_same_user(pending.connection)
         else:
-            tune(pending.connection)
             if self._secure is not None:
                 secured = self._secure(pending.connection)
                 pending.connection, names = secured.connection, secured.names
         addresses = (THIS_HOST,) if pending.is_local else self._addresses
         theirs = Listener(self._key_of, self._admission.purposes, addresses)
         opening = admit(pending.connection, theirs)
+        if not pending.is_local:
+            tune(pending.connection, opening.purpose)
         self._over(pending)  # strangers, however many, do not push out who is waiting for `check`
         try:
             self._admission.check(opening, names)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 
@@ -143,7 +143,6 @@ class FrontDoor:
         max_request_s: float,
         observers: CallObserver,
         *,
-        abort_calls: Callable[[Sequence[str], str | None], Awaitable[int]],
         max_queue_s: float | None = None,
         keeps_prompts: bool = False,
     ) -> None:
@@ -160,7 +159,6 @@ class FrontDoor:
         self._session_limits = session_limits
         self._max_request_s = max_request_s
         self._observers = observers
-        self._abort_calls = abort_calls
         self._queue_limit = QueueLimit(table, sessions.queue, max_queue_s)
         self._keeps_prompts = keeps_prompts
 
@@ -240,15 +238,15 @@ class FrontDoor:
                 finally:
                     admission.used_tokens = record.prompt_tokens + record.num_delivered_tokens
 
-    async def abort(self, names: Sequence[str], caller: Caller) -> int:
+    def abort(self, names: Sequence[str], caller: Caller) -> int:
         """Cancel calls of the caller's tenant by gateway id or label; returns how many ran.
 
         With the scope `admin`, calls of any tenant. Raises PermissionDenied.
         """
         if ADMIN in caller.scopes:
-            return await self._abort_calls(names, None)
+            return self._sessions.abort(names)
         caller.check_scope(INFER)
-        return await self._abort_calls(names, caller.tenant)
+        return self._sessions.abort(names, caller.tenant)
 
     async def tokenize(
         self,

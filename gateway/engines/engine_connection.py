@@ -212,7 +212,7 @@ class EngineConnection(asyncio.Protocol):
                 except OSError as error:
                     failure = error
                 else:
-                    tune(sock)
+                    tune(sock, GATEWAY)
                     return sock
         except (OverflowError, ValueError) as error:  # no port, no name of a host
             raise failure from error

@@ -72,7 +72,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
 
     async def Abort(self, wire: Any, context: Context) -> Any:
         async with answering(context):
-            await self._door.abort(wire.request_ids, self._caller(context))
+            self._door.abort(wire.request_ids, self._caller(context))
         return vllm_engine_pb2.AbortResponse()
 
     async def HealthCheck(self, wire: Any, context: Context) -> Any:

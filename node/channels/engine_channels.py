@@ -275,9 +275,8 @@ class EngineChannels:
             return ()
         items: list[ChannelItem] = []
         try:
-            if channel.has_unsent:
-                channel.flush()
-                self.watch_writes(link)
+            channel.flush()
+            self.watch_writes(link)  # another thread may have sent what there was
             payloads, is_over = channel.receive()
             for payload in payloads:
                 items.append(_decode(link, payload))

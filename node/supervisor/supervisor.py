@@ -177,17 +177,23 @@ class Supervisor:
         watch = self._directory.watch()
         coming = asyncio.ensure_future(anext(watch))
         listed: tuple[Member, ...] = ()
-        while True:
-            await asyncio.wait({coming}, timeout=_LOOK_S)
-            if coming.done():
-                listed, coming = coming.result(), asyncio.ensure_future(anext(watch))
-            members = engine_pb2.Members(
-                engines=map(_listed_engine, listed), is_away=self._directory.is_away
-            )
-            if members != self._members:
-                self._members = members
-                for engine in self.engines():
-                    engine.send(engine_pb2.EngineInput(members=members))
+        try:
+            while True:
+                await asyncio.wait({coming}, timeout=_LOOK_S)
+                if coming.done():
+                    listed, coming = coming.result(), asyncio.ensure_future(anext(watch))
+                self._pass_on(listed)
+        finally:
+            coming.cancel()
+
+    def _pass_on(self, listed: Sequence[Member]) -> None:
+        members = engine_pb2.Members(
+            engines=map(_listed_engine, listed), is_away=self._directory.is_away
+        )
+        if members != self._members:
+            self._members = members
+            for engine in self.engines():
+                engine.send(engine_pb2.EngineInput(members=members))
 
     async def serve(self, server: grpc.aio.Server, signals: StopSignals) -> None:
         """Run the node until it is told to stop. Raises StartupFailed."""

@@ -12,7 +12,7 @@ from bad_input.cases.fronts import GOOD, LEAKS, PROMPT, Answer, Target, read_ans
 from bad_input.cases.target import SECRET
 from bad_input.conftest import Keyed
 
-from baton.cluster.secret import ClusterSecret
+from baton.cluster.secret import handshake_key
 from baton.core.channels.admission import GATEWAY, dial
 from baton.core.errors import NodeLost
 from baton.proto.v1 import inference_pb2, node_pb2
@@ -153,29 +153,26 @@ def test_internal_calls_are_not_on_the_public_port(
         assert place.call(method, data, metadata).status == "UNIMPLEMENTED"
 
 
-def test_a_clients_key_opens_no_node(keyed: Keyed) -> None:
+@pytest.mark.parametrize("method", ["GetLedgers", "GetMembers"])
+def test_a_clients_key_opens_no_node(keyed: Keyed, method: str) -> None:
     """B78: nodes ask for the cluster's secret, and a client's key is none."""
     key = keyed.keys["plain"]
     with closing(keyed.target.open_channel(keyed.target.node_port)) as channel:
         proof = node_pb2.GetLedgersRequest(handshake=key.encode()).SerializeToString()
         for said in (b"", proof):
             bearer = [("authorization", f"Bearer {key}")]
-            answer = keyed.target.call("/baton.v1.Node/GetLedgers", said, bearer, channel=channel)
+            answer = keyed.target.call(f"/baton.v1.Node/{method}", said, bearer, channel=channel)
             assert answer.status == "UNAUTHENTICATED", answer
 
 
 def test_a_clients_key_opens_no_engine(keyed: Keyed) -> None:
-    """B78: neither by TCP nor by the unix socket; the cluster's secret does."""
-
-    def connect(secret: str, address: str | None) -> None:
-        key = ClusterSecret(secret).dialing_key
-        engine = keyed.target.incarnation
-        dial(GATEWAY, key, dialer="4" * 32, listener=engine, address=address).close()
-
-    for address in (f"127.0.0.1:{keyed.target.engine_port}", None):
-        connect(SECRET, address)
-        with pytest.raises(NodeLost):
-            connect(keyed.keys["plain"], address)
+    """B78: engines ask for the cluster's secret too."""
+    address, engine = f"127.0.0.1:{keyed.target.engine_port}", keyed.target.incarnation
+    for key in (handshake_key(keyed.keys["plain"]), handshake_key(None)):
+        with pytest.raises(NodeLost, match="hung up"):
+            dial(GATEWAY, key, dialer="d" * 32, listener=engine, address=address)
+    key = handshake_key(SECRET)
+    dial(GATEWAY, key, dialer="d" * 32, listener=engine, address=address).close()
 
 
 def test_foreign_pages(target: Target) -> None:

@@ -1,6 +1,6 @@
 """Processes in clusters of their own, shown to each other: each may see another where it wants.
 
-Who is shown as of another host is dialled by TCP, at the address that is shown; all are on this one.
+Who is shown as of another host is dialled by TCP, at the address that is shown; all run here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""The victim: a gateway, its Redis and two played engines, in a process of its own.
-
-Beside them the real doors of a node: its gRPC server, and the listener of an engine.
+"""The victim: a gateway, its Redis and two nodes without engines, in a process of its own; beside
+them, a node's gRPC server and an engine's listener as they are in life.
 
     python tests/bad_input/cases/target.py CONFIG
 
@@ -44,6 +43,8 @@ from baton.node.supervisor.rpc import NodeServicer
 from baton.proto.v1 import node_pb2_grpc
 
 SECRET = "test secret"
+HOST = "127.0.0.1"
+ENGINE = secrets.token_hex(16)  # several targets run at once, on one host
 NUM_BLOCKS = 26  # 24 of them usable: 384 tokens, less than the context of 512
 _ENTRY_TTL_S = 3600.0
 
@@ -61,7 +62,6 @@ def _shorten(config: dict[str, Any]) -> None:
 async def _run(config: dict[str, Any], redis_url: str) -> None:
     _shorten(config)
     set_up_logging("gateway", as_json=False)
-    secret = ClusterSecret(SECRET)
     cluster = ClusterConfig(redis_url, f"c{time.monotonic_ns()}", SECRET)
     gateway = await serve(
         GatewayConfig(grpc_port=0, http_port=0, heartbeat_timeout_s=30.0, **config),
@@ -72,7 +72,7 @@ async def _run(config: dict[str, Any], redis_url: str) -> None:
     decode = FakeNode(
         Role.DECODE, "d1", "2" * 32, [prefill.incarnation], secret=SECRET, num_blocks=NUM_BLOCKS
     )
-    directory = RedisDirectory(cluster.redis_url, cluster.cluster, secret)
+    directory = RedisDirectory(cluster.redis_url, cluster.cluster, ClusterSecret(SECRET))
     for node in (prefill, decode):
         node.dispatched = _Forgetful()
         node.cancelled = _Forgetful()
@@ -86,23 +86,22 @@ async def _run(config: dict[str, Any], redis_url: str) -> None:
             if route.resource is not None
         }
     )
-    server, port = make_server("127.0.0.1", 0)
-    callers = Callers(secret, (f"127.0.0.1:{port}",))
+    server, node_port = make_server(HOST, 0)
+    callers = Callers(ClusterSecret(SECRET), (f"{HOST}:{node_port}",))
     node_pb2_grpc.add_NodeServicer_to_server(NodeServicer(_NoEngines(), callers), server)
     await server.start()
-    admission = Admission(secret.keys_by_id(), (GATEWAY,), lambda opening, names: None)
-    incarnation = secrets.token_hex(16)
     listener = ChannelListener(
-        incarnation, "127.0.0.1", 0, lambda port: (f"127.0.0.1:{port}",), admission
+        *(ENGINE, HOST, 0, lambda port: (f"{HOST}:{port}",)),
+        Admission(ClusterSecret(SECRET).keys_by_id(), (GATEWAY,), lambda *_: None),
     )
-    listener.start(lambda opening, channel: channel.close())
+    listener.start(lambda _, channel: channel.close())
     ports = {
         "http": gateway.http_port,
         "grpc": gateway.port,
-        "node": port,
+        "node": node_port,
         "engine": listener.port,
     }
-    print(json.dumps({**ports, "incarnation": incarnation, "routes": routes}), flush=True)
+    print(json.dumps({**ports, "incarnation": ENGINE, "routes": routes}), flush=True)
     await asyncio.to_thread(sys.stdin.read)
     listener.close()
     await server.stop(None)
@@ -113,7 +112,7 @@ async def _run(config: dict[str, Any], redis_url: str) -> None:
 
 
 class _NoEngines:
-    """Whom the node's server speaks for."""
+    """rpc.Engines of a node whose engines are away."""
 
     def engines(self) -> Sequence[EngineHandle]:
         return ()

@@ -1,4 +1,4 @@
-"""A gateway's connections to real engines, by unix socket and by TCP: what passes, how they end."""
+"""A gateway's connections to real engines, by unix sockets and TCP: what passes, how they end."""
 
 from __future__ import annotations
 

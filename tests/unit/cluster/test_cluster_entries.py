@@ -14,12 +14,9 @@ from baton.cluster.secret import ClusterSecret
 from baton.core.membership import Member, Role
 
 MEMBER = Member(
-    *("ab" * 16, Role.DECODE, "decode-0", "127.0.0.1:5000", "demo", "f1", 512, 16, 64),
-    engine_address="127.0.0.1:5001",
-    host_id="cd" * 16,
-    device="cuda:0,1",
-    can_constrain=True,
-)
+    "ab" * 16, Role.DECODE, "decode-0", "127.0.0.1:5000", "demo", "f1", 512, 16, 64,
+    engine_address="[::1]:5001", host_id="cd" * 16, device="cuda:0,1", can_constrain=True,
+)  # fmt: skip
 ENTRY = Entry(MEMBER, sequence=3, at_ms=1_790_000_000_000, ttl_ms=6000)
 
 json_values = st.recursive(
@@ -41,12 +38,15 @@ def test_round_trip(secret: str | None) -> None:
         {"incarnation": "AB" * 16},
         {"incarnation": "ab" * 16 + "\n"},
         {"address": "127.0.0.1"},
-        {"engine_address": ""},
-        {"engine_address": "127.0.0.1"},
-        {"host_id": ""},
-        {"host_id": "cd" * 15},
         {"address": "http://169.254.169.254:80"},
         {"address": "unix:/tmp/x:1"},
+        {"engine_address": ""},
+        {"engine_address": None},
+        {"engine_address": "http://169.254.169.254:80"},
+        {"engine_address": "unix:/tmp/x:1"},
+        {"host_id": ""},
+        {"host_id": "CD" * 16},
+        {"host_id": "cd" * 15},
         {"name": ""},
         {"name": "a\x1b[31m"},
         {"model": "m" * 2000},
@@ -109,11 +109,11 @@ def test_deep_or_huge_entries_are_refused() -> None:
 
 def test_only_holders_of_the_secret_can_write_entries() -> None:
     fields = json.loads(encode_entry(ENTRY, ClusterSecret("right")))
-    forged = json.dumps(fields | {"address": "10.0.0.1:1"}).encode()
+    changes = ({"address": "10.0.0.1:1"}, {"engine_address": "10.0.0.1:1"}, {"host_id": "ef" * 16})
     for raw in (
         encode_entry(ENTRY, ClusterSecret()),
         encode_entry(ENTRY, ClusterSecret("wrong")),
-        forged,
+        *(json.dumps(fields | change).encode() for change in changes),
     ):
         with pytest.raises(BadEntry):
             decode_entry(raw, ClusterSecret("right"))

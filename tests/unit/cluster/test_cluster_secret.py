@@ -27,10 +27,9 @@ PAIRS = list(itertools.product(ALL, repeat=2))
 IDS = [f"{ALL.index(one)}-{ALL.index(other)}" for one, other in PAIRS]
 ADDRESS = "10.0.0.1:5000"
 MEMBER = Member(
-    *("ab" * 16, Role.DECODE, "decode-0", ADDRESS, "demo", "f1", 512, 16, 64),
-    engine_address="10.0.0.1:5001",
-    host_id="0" * 32,
-)
+    "ab" * 16, Role.DECODE, "decode-0", ADDRESS, "demo", "f1", 512, 16, 64,
+    engine_address="10.0.0.1:5001", host_id="cd" * 16,
+)  # fmt: skip
 ENTRY = Entry(MEMBER, sequence=1, at_ms=1_790_000_000_000, ttl_ms=6000)
 
 

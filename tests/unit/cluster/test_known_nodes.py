@@ -25,10 +25,9 @@ def engine(number: int, node: str = "p", role: Role = Role.PREFILL) -> Member:
     """The `number`-th engine that ever was at this node."""
     address = f"host-{node}:5000"
     return Member(
-        *(f"{number:032x}", role, node, address, "demo", "f", 512, 16, 64),
-        engine_address=f"host-{node}:5001",
-        host_id="0" * 32,
-    )
+        f"{number:032x}", role, node, address, "demo", "f", 512, 16, 64,
+        engine_address=f"host-{node}:{6000 + number}", host_id="cd" * 16,
+    )  # fmt: skip
 
 
 def entries(*members: Member, secret: ClusterSecret = SECRET) -> Sequence[bytes]:

@@ -10,7 +10,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,6 +112,38 @@ def assert_joined(dialled: socket.socket, engine: Engine, purpose: bytes = GATEW
     channel.close()
 
 
+def test_an_engine_may_stand_still_while_long_prompts_come(engine: Engine) -> None:
+    """What a gateway sends meanwhile is more than the kernel takes for who does not read."""
+    with engine.dial(is_local=False) as dialled:
+        _, channel = engine.accepted.get(timeout=5.0)
+        gateway = Channel(dialled)
+        for _ in range(10):
+            gateway.send(b"x" * 1_000_000)
+        time.sleep(2.5)
+        payloads: list[bytes] = []
+        until_s = time.monotonic() + 5
+        while len(payloads) < 10 and time.monotonic() < until_s:
+            gateway.flush()
+            got, is_over = channel.receive()
+            assert not is_over
+            payloads += got
+        assert len(payloads) == 10
+        channel.close()
+
+
+@pytest.mark.parametrize(
+    ("purpose", "lost_s"), [(GATEWAY, admission.GATEWAY_LOST_S), (PULLER, admission.LOST_S)]
+)
+def test_the_loss_of_a_host_is_noticed(engine: Engine, purpose: bytes, lost_s: float) -> None:
+    with engine.dial(is_local=False, purpose=purpose) as dialled:
+        _, channel = engine.accepted.get(timeout=5.0)
+        for end in (dialled, channel._socket):
+            assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            timeout_ms = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+            assert timeout_ms == 1000 * lost_s
+        channel.close()
+
+
 @pytest.mark.parametrize("purpose", [GATEWAY, PULLER])
 @pytest.mark.parametrize("key", [KEY, OLD_KEY], ids=["key", "key before"])
 def test_who_proves_a_key_gets_a_channel(
@@ -189,12 +221,11 @@ def test_an_answer_that_proves_nothing_gets_nothing(engine: Engine, is_local: bo
 def test_nonsense_gets_nothing(engine: Engine, is_local: bool, words: bytes) -> None:
     with engine.connect(is_local=is_local) as raw:
         raw.settimeout(5.0)
-        raw.sendall(words)
-        raw.shutdown(socket.SHUT_WR)
-        try:
+        with suppress(OSError):  # it may have hung up already
+            raw.sendall(words)
+            raw.shutdown(socket.SHUT_WR)
+        with suppress(ConnectionResetError):
             assert raw.recv(100) == b""
-        except ConnectionResetError:
-            pass
     assert engine.accepted.empty()
 
 
@@ -360,14 +391,14 @@ def test_nothing_is_left_open(is_local: bool) -> None:
         engine.close()
         assert stranger.recv(1) == b"", "who has proven nothing is not waited for"
     settle()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_listener_that_never_started_can_be_closed() -> None:
     before = len(os.listdir("/proc/self/fd"))
     admits = Admission({}, (GATEWAY,), lambda opening, names: None)
     ChannelListener(OTHER, "127.0.0.1", 0, lambda port: (), admits).close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_nobody_is_handed_over_behind_the_end(engine: Engine, is_local: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 from dataclasses import replace
 
 import pytest
@@ -114,6 +115,17 @@ def test_secrets_go_by_the_environment_and_come_back(monkeypatch: pytest.MonkeyP
     flags.add_flags(parser, ClusterConfig)
     assert flags.parse(ClusterConfig, parser.parse_args(argv)) == config
     assert flags.to_environment(EngineConfig()) == {}
+
+
+def test_a_child_s_flags_are_not_changed_by_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its command line leaves out what equals the defaults of the code."""
+    monkeypatch.setenv("BATON_CLUSTER", "other")
+    monkeypatch.setenv("BATON_MODEL", "other")
+    environment = flags.environment_without([ClusterConfig(), NodeConfig()])
+    assert "BATON_CLUSTER" not in environment and environment["BATON_MODEL"] == "other"
+    assert environment["PATH"] == os.environ["PATH"]
 
 
 @pytest.mark.parametrize(

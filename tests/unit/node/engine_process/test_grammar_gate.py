@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 from fakes.clock import FakeClock
+from fakes.node.channel_pairs import played_pair
 from fakes.node.inbox import FakeInbox
 
 from baton.constraints.grammars import Grammar
-from baton.core.errors import InvalidRequest
+from baton.core.errors import InvalidRequest, NodeLost
 from baton.core.request.constraint import Constraint, ConstraintKind
+from baton.node.channels.engine_channels import EngineChannels, FromGateway, Kind, Link, LinkOver
 from baton.node.engine_process.engine_loop import EngineLoop
 from baton.node.engine_process.grammar_gate import GrammarGate
-from baton.proto.v1 import common_pb2, engine_pb2, node_pb2
+from baton.proto.v1 import common_pb2, node_pb2
 
 NEW, KNOWN, BAD = (common_pb2.SamplingParams(regex=name) for name in ("new", "known", "bad"))
 PLAIN = common_pb2.SamplingParams()
@@ -81,11 +83,13 @@ class World:
         pulse = SimpleNamespace(
             turn_started=lambda: None, turn_ended=lambda: None, count=lambda numbers: None
         )
+        self.channels = EngineChannels(self.inbox, node_pb2.Welcome())  # type: ignore[arg-type]
+        self.links: dict[str, Link] = {}
         engine: Any = SimpleNamespace(has_work=False)
         outbox: Any = SimpleNamespace(flush=lambda: None)
         self.loop = EngineLoop(
             engine, self.role, self.desk, outbox, self.inbox,  # type: ignore[arg-type]
-            lambda frame: None, pulse, FakeClock(), self.gate,  # type: ignore[arg-type]
+            lambda frame: None, pulse, FakeClock(), self.channels, self.gate,  # type: ignore[arg-type]
         )  # fmt: skip
         self.loop._numbers = node_pb2.Heartbeat  # type: ignore[method-assign]
 
@@ -96,10 +100,14 @@ class World:
             request_id=request_id, sampling=sampling, deadline_remaining_us=10**9
         )
         message = node_pb2.GatewayMessage(dispatch=dispatch)
-        self.tell(from_gateway=engine_pb2.FromGateway(gateway=gateway, message=message))
+        self.inbox.put(FromGateway(self.link(gateway), message))
 
-    def tell(self, **body: Any) -> None:
-        self.inbox.put(engine_pb2.EngineInput(**body))
+    def link(self, gateway: str) -> Link:
+        if gateway not in self.links:
+            channel: Any = played_pair()[0]
+            self.links[gateway] = Link(Kind.GATEWAY, gateway, channel)
+            self.channels.add(self.links[gateway])
+        return self.links[gateway]
 
     def turn(self) -> list[str]:
         """All that is there now."""
@@ -137,7 +145,7 @@ def test_others_pass_while_a_grammar_is_compiled(world: World) -> None:
 def test_what_lost_its_gateway_never_arrives(world: World) -> None:
     world.dispatch("a", NEW, "lost")
     world.dispatch("b", NEW)
-    world.tell(gateway_lost="lost")
+    world.inbox.put(LinkOver(world.link("lost"), NodeLost("it hung up")))
     assert world.turn() == []
     world.grammars.may_compile.set()
     while not world.gate.is_empty:

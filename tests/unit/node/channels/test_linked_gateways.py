@@ -1,36 +1,33 @@
-"""An engine's loop and a gateway that speaks with it directly: work, breaks, an orderly end."""
+"""An engine's loop and gateways over real channels: work, breaks, replacement, an orderly end."""
 
 from __future__ import annotations
 
-import secrets
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 from fakes.gateway.step_outputs import outputs_of
-from fakes.node.node_world import Node, Received, direct_world, request
+from fakes.node.channel_pairs import AnyChannel
+from fakes.node.node_world import Node, Received, request, wired_world
 from fakes.runner import expected_tokens
 
-from baton.core.channels.direct_channel import DirectChannel
-from baton.core.channels.direct_question import ACCEPTED, Asker, Question, ask
-from baton.core.channels.framing import MAX_FRAME_BYTES
-from baton.core.errors import NodeLost
 from baton.core.request.request import Request
-from baton.node.channels import direct_gateways
 from baton.proto import codec
-from baton.proto.v1 import engine_pb2, node_pb2
+from baton.proto.v1 import node_pb2
 
 
 @dataclass
 class Gateway:
-    """Its stream's id, and its end of the channel."""
+    """Its name, and its end of the channel."""
 
     name: str
-    channel: DirectChannel
+    channel: AnyChannel
+    is_over: bool = False
+    others: list[node_pb2.NodeMessage] = field(default_factory=list)  # but for outputs
 
     def say(self, **body: object) -> None:
-        self.channel.send(node_pb2.GatewayMessage(**body).SerializeToString())
+        self.channel.send(node_pb2.GatewayMessage(**body).SerializeToString())  # type: ignore[arg-type]
 
     def dispatch(self, one: Request) -> None:
         self.say(dispatch=codec.dispatch_to_wire(one, node_pb2.WORK_LOCAL, None, 60.0))
@@ -38,30 +35,27 @@ class Gateway:
     def hear(self, one: Request) -> Received:
         """All that has come; it must be about this request alone."""
         received = Received()
-        payloads, _ = self.channel.receive()
+        payloads, self.is_over = self.channel.receive()
         for payload in payloads:
-            for output in outputs_of(node_pb2.NodeMessage.FromString(payload).outputs):
+            message = node_pb2.NodeMessage.FromString(payload)
+            if not message.HasField("outputs"):
+                self.others.append(message)
+            for output in outputs_of(message.outputs):
                 assert f"{output.request_id}/{output.attempt}" == one.key
                 received.take(output)
         return received
 
 
 @pytest.fixture
-def decode(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
-    """A decode engine that listens."""
-    with direct_world(monkeypatch) as (world, direct):
-        direct[world.decode.incarnation][0].listen()
+def decode() -> Iterator[Node]:
+    with wired_world() as world:
         yield world.decode
 
 
-def connect(node: Node) -> Gateway:
-    name, token = secrets.token_hex(16), secrets.token_bytes(32)
-    node.tell(gateway_linked=engine_pb2.GatewayLinked(gateway=name, token=token))
-    channel = ask(Question(Asker.GATEWAY, node.incarnation, name, token))
-    turn(node, 2)
-    assert channel.receive() == ([ACCEPTED], False)
-    channel.allow(MAX_FRAME_BYTES, MAX_FRAME_BYTES)
-    return Gateway(name, channel)
+def connect(node: Node, name: str) -> Gateway:
+    gateway = Gateway(name, node.connect(name))
+    turn(node)
+    return gateway
 
 
 def turn(node: Node, times: int = 1) -> None:
@@ -75,15 +69,15 @@ def run(node: Node) -> None:
         turn(node)
 
 
-def ends(node: Node) -> list[engine_pb2.CloseGateway]:
-    """What the supervisor was told; of outputs, nothing."""
-    assert not [frame for frame in node.frames if frame.HasField("to_gateway")]
-    return [f.close_gateway for f in node.frames if f.HasField("close_gateway")]
+def gateways_of(node: Node) -> list[str]:
+    links = node.channels.ledger()["links"]
+    assert isinstance(links, dict)
+    return [*links["gateway"]]
 
 
-def test_work_comes_and_its_outputs_go_directly(decode: Node) -> None:
+def test_work_comes_and_its_outputs_go_to_who_asked(decode: Node) -> None:
     one, other = request(1, 19), request(2, 7)
-    gateways = [connect(decode), connect(decode)]
+    gateways = [connect(decode, name) for name in "xy"]
     for gateway, each in zip(gateways, (one, other), strict=True):
         gateway.dispatch(each)
     run(decode)
@@ -92,14 +86,13 @@ def test_work_comes_and_its_outputs_go_directly(decode: Node) -> None:
         expected = expected_tokens(each.prompt_token_ids, each.sampling.max_tokens)
         assert [received.tokens[i] for i in sorted(received.tokens)] == expected
         assert received.num_ends == 1
-    assert not ends(decode)
-    assert decode.is_clean()
-    for gateway in gateways:
+        assert [message.WhichOneof("body") for message in gateway.others] == ["welcome"]
         gateway.channel.close()
+    assert decode.is_clean()
 
 
 def test_a_cancel_behind_its_dispatch_is_behind_it(decode: Node) -> None:
-    gateway, one = connect(decode), request(1, 19)
+    gateway, one = connect(decode, "x"), request(1, 19)
     gateway.dispatch(one)
     gateway.say(cancel=node_pb2.Cancel(request_id=one.request_id, attempt=one.attempt))
     run(decode)
@@ -110,47 +103,67 @@ def test_a_cancel_behind_its_dispatch_is_behind_it(decode: Node) -> None:
 
 @pytest.mark.parametrize("num_turns", range(8))
 def test_a_break_frees_what_the_gateway_asked_for(decode: Node, num_turns: int) -> None:
-    gateway, other = connect(decode), connect(decode)
+    gateway, other = connect(decode, "x"), connect(decode, "y")
     one, kept = request(1, 19, max_tokens=50), request(2, 7)
     gateway.dispatch(one)
     other.dispatch(kept)
     turn(decode, num_turns)
     gateway.channel.close()
     run(decode)
-    (end,) = ends(decode)
-    assert end.gateway == gateway.name and end.error.code == NodeLost.code
+    assert gateways_of(decode) == ["y"]
     assert other.hear(kept).num_ends == 1
     assert decode.is_clean()
-    decode.tell(gateway_lost=gateway.name)  # its stream's end: nothing is left to do
-    run(decode)
-    assert len(ends(decode)) == 1
     other.channel.close()
 
 
+@pytest.mark.parametrize("num_turns", range(8))
+def test_a_gateway_that_comes_again_is_another(decode: Node, num_turns: int) -> None:
+    """What ran for the older channel runs for nobody, and nothing of it is said on the newer."""
+    older = connect(decode, "x")
+    one, other = request(1, 19, max_tokens=50), request(2, 7)
+    older.dispatch(one)
+    turn(decode, num_turns)
+    newer = connect(decode, "x")
+    older.hear(one)
+    newer.dispatch(other)
+    run(decode)
+    assert newer.hear(other).num_ends == 1
+    older.hear(one)
+    assert older.is_over
+    assert gateways_of(decode) == ["x"]
+    assert decode.is_clean()
+    for gateway in (older, newer):
+        gateway.channel.close()
+
+
 def test_garbage_ends_its_gateway_and_not_the_engine(decode: Node) -> None:
-    gateway, other, one = connect(decode), connect(decode), request(1, 19)
-    gateway.channel.send(b"")  # a message that says nothing
+    gateway, other, one = connect(decode, "x"), connect(decode, "y"), request(1, 19)
+    gateway.say(cancel=node_pb2.Cancel())  # of a request that nobody knows
+    gateway.channel.send(b"\x78\x01")  # a message of a kind that nobody knows
     gateway.channel.send(b"\xff\xff\xff")
     other.dispatch(one)
     run(decode)
-    assert [end.gateway for end in ends(decode)] == [gateway.name]
+    assert gateways_of(decode) == ["y"]
+    gateway.hear(one)
+    turn(decode)
+    assert gateway.others[-1].refused.code == "invalid_request"
     assert other.hear(one).num_ends == 1
     gateway.channel.close()
     other.channel.close()
 
 
-def test_a_drained_engine_stays_until_it_was_heard(
-    decode: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(direct_gateways, "MAX_UNSENT_BYTES", 1 << 20)
-    gateway, one = connect(decode), request(1, 19)
-    gateway.channel._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
-    assert decode.direct is not None
+def test_a_drained_engine_stays_until_it_was_heard(decode: Node) -> None:
+    gateway, one = connect(decode, "x"), request(1, 19)
+    assert gateway.channel.receive()[0]
+    gateway.channel._socket.setsockopt(  # type: ignore[union-attr]
+        socket.SOL_SOCKET, socket.SO_RCVBUF, 1
+    )
     filling = node_pb2.NodeMessage(
         outputs=node_pb2.StepOutputs(outputs=[node_pb2.RequestOutput(request_id="f" * 500_000)])
     )
-    assert decode.direct.gateways.send(gateway.name, filling)
+    decode.channels.to_gateway(gateway.name, filling)
     gateway.dispatch(one)
+    turn(decode)
     decode.tell(drain=True)
     turn(decode, 20)
     assert not decode.loop._is_over
