@@ -121,7 +121,7 @@ class SamplingParams:
 class RequestOptions:
     """What a client may ask beside how tokens are chosen: more of the table, for the gateway alone.
 
-    `cache_salt`: once security/tenancy.py has keyed it with the tenant, not as the client wrote it.
+    `cache_salt`: once the gateway has keyed it with the tenant, not as the client wrote it.
     """
 
     n: int = parameter(
