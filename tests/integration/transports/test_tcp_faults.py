@@ -19,6 +19,7 @@ from fakes.node.wire_proxy import BACK, ON, WireProxy
 
 from baton.cli.host.certs import make_certificates
 from baton.cluster.tls import role_name
+from baton.core.channels.engine_tls import EngineTls
 from baton.core.channels.handshake import ANSWER_BYTES, CHALLENGE_BYTES, OPENING_BYTES
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, BlockRef
 from baton.engine.kv.generations import GenerationsReader
@@ -26,7 +27,6 @@ from baton.kv_transfer.export.pool_address import PoolDescription
 from baton.kv_transfer.network import data_wire as wire
 from baton.kv_transfer.network.data_client import describe_remote
 from baton.kv_transfer.network.data_server import DataServer, ServedPool
-from baton.core.channels.engine_tls import EngineTls
 from baton.kv_transfer.network.remote_window import RemoteWindow
 from baton.kv_transfer.network.tcp import TcpTransport, tcp_outlet
 from baton.kv_transfer.shm.block_bytes import HostBlockBytes

@@ -23,17 +23,17 @@ from patience import AT_ONCE_S, SOON_S
 
 from baton.cli.host.certs import make_certificates, sign_certificates
 from baton.cluster.tls import role_name
+from baton.core.channels.accept_thread import BURST
+from baton.core.channels.engine_tls import EngineTls
 from baton.core.channels.handshake import CHALLENGE_BYTES, Dialer
 from baton.core.channels.same_host import host_id
 from baton.core.errors import HandoffFailed
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, BlockRef
 from baton.engine.kv.generations import GenerationsReader
-from baton.core.channels.accept_thread import BURST
 from baton.kv_transfer.export.pool_address import PoolDescription, PoolPart
 from baton.kv_transfer.network import data_wire as wire
 from baton.kv_transfer.network.data_client import WrapSocket, connect, describe_remote
 from baton.kv_transfer.network.data_server import DataServer, ServedPool
-from baton.core.channels.engine_tls import EngineTls
 from baton.kv_transfer.network.remote_window import RemoteWindow
 from baton.kv_transfer.network.stream import Stream
 from baton.kv_transfer.network.tcp import TcpTransport, tcp_outlet
