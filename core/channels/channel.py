@@ -9,8 +9,10 @@ Knows no peer and no message: who is at the other end, and what is sent, is its 
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import threading
+import time
 from collections import deque
 
 from .framing import MAX_CHUNKS, MAX_FRAME_BYTES, FrameBuffer, encode_payload
@@ -72,9 +74,18 @@ class Channel:
         except OSError as error:
             raise ChannelBroken(f"the other side cannot be reached: {error}") from error
 
-    def end_sending(self) -> None:
-        """The other side finds it over, behind what was sent. Nothing more can be sent."""
-        with self._sending, contextlib.suppress(OSError):
+    def end_sending(self, until_s: float) -> None:
+        """The other side finds it over, behind what it takes until then (monotonic). Waits; nothing
+        more can be sent.
+        """
+        with self._sending, contextlib.suppress(OSError, ChannelBroken):
+            if self.is_closed:
+                return
+            poll = select.poll()
+            poll.register(self._socket, select.POLLOUT)
+            while self._unsent and (left_s := until_s - time.monotonic()) > 0:
+                poll.poll(1000 * left_s)
+                self._flush()
             self._socket.shutdown(socket.SHUT_WR)
 
     def receive(self, max_chunks: int = MAX_CHUNKS) -> tuple[list[bytes], bool]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import enum
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
@@ -27,6 +28,8 @@ from ...proto.v1 import engine_pb2, handoff_pb2, node_pb2
 from .inbox import Inbox
 
 log = logging.getLogger(__name__)
+
+LAST_WORDS_S = 0.5  # within which gateways take what is said last
 
 
 class Kind(enum.Enum):
@@ -212,14 +215,17 @@ class EngineChannels:
                 self._send_beside(link, payload if link.kind is Kind.GATEWAY else b"")
 
     def end(self, error: BatonError) -> None:
-        """The process ends: tell all gateways why, and say nothing more. Any thread."""
+        """The process ends: tell all gateways why, and say nothing more. Any thread; it waits for
+        readers that are behind, but not for long.
+        """
         message = node_pb2.NodeMessage(engine_ended=codec.error_to_wire(error))
         payload = message.SerializeToString()
+        until_s = time.monotonic() + LAST_WORDS_S
         with self._beating:
             for link in self._links():
                 if link.kind is Kind.GATEWAY:
                     self._send_beside(link, payload)
-                link.channel.end_sending()
+                link.channel.end_sending(until_s)
 
     def _send_beside(self, link: Link, payload: bytes) -> None:
         """From a thread that must not touch the inbox's sockets."""
