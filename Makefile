@@ -2,6 +2,9 @@
 # make test   the CPU tests
 # make bench  what this CPU gives: printed, and written to bench/results/cpu.json
 # make test-optimized  the CPU tests under `python -O`: the product without its asserts
+# make docs            the pages and tables that are made from code and bench/results/
+# make wheel           the package, in dist/, with its list of files checked
+# make wheel-demo      that wheel in a virtual environment of its own, and its demo from an empty folder
 # make fault-sweep     STREAMS=10000 on a cluster that breaks all the time: bench/results/fault_sweep.json
 # Each sets up .venv by itself. See README.md.
 
@@ -25,7 +28,7 @@ WORKERS ?= 2
 SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 PYTEST := $(RUN) -m pytest $(SPREAD) --durations=10
 
-.PHONY: demo test test-all test-optimized fault-sweep check format proto bench docs clean
+.PHONY: demo test test-all test-optimized fault-sweep check format proto bench docs wheel wheel-demo clean
 
 demo: $(READY)
 	@$(BIN)/baton demo
@@ -61,9 +64,27 @@ bench: $(READY)
 
 docs: $(READY)
 	$(RUN) -m baton.cli.reference docs
+	$(RUN) -m baton.bench.report
+
+# setuptools copies to build/ what it packs, and would pack what an earlier run left there.
+wheel: $(READY)
+	rm -rf build/lib build/bdist.* *.egg-info dist
+	$(RUN) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	$(RUN) .ci/check_wheel.py dist/*.whl
+
+# The packages that the wheel depends on are those of .venv, by a path; nothing is downloaded.
+wheel-demo: wheel
+	rm -rf build/wheel-demo && mkdir -p build/wheel-demo/empty
+	$(BIN)/python -m venv build/wheel-demo/venv
+	build/wheel-demo/venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps dist/*.whl
+	$(RUN) -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+	  > $$(build/wheel-demo/venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/of_venv.pth
+	cd build/wheel-demo/empty && ../venv/bin/python -c \
+	  "import baton, sys; print(baton.__file__); assert baton.__file__.startswith(sys.prefix)"
+	cd build/wheel-demo/empty && ../venv/bin/baton demo
 
 clean:
-	rm -rf .venv build *.egg-info
+	rm -rf .venv build dist *.egg-info
 
 $(READY): pyproject.toml
 	@echo "setting up .venv with $$($(PYTHON) --version)"

@@ -18,7 +18,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from itertools import pairwise
@@ -57,17 +57,17 @@ def throughput() -> list[Figure]:
         with (
             bare(front) as floor,
             gateway() as alone,
-            gateway(options=("--workers", "2")) as shared,
+            gateway(options=("--num-gateways", "2")) as shared,
         ):
             servers = {
-                "bare": floor,
-                f"{words}, {NUM_STREAMS} streams": alone[front],
-                f"the same, 2 workers, {front}": shared[front],
+                "bare": {front: floor},
+                f"{words}, {NUM_STREAMS} streams": alone,
+                f"the same, 2 gateways, {front}": shared,
             }
             found: dict[str, list[Any]] = {name: [] for name in servers}
             for _ in range(_REPEATS):
-                for name, address in servers.items():
-                    found[name] += load(plan, address)[1:]
+                for name, through in servers.items():
+                    found[name] += load(plan, through)[1:]
         most = statistics.median(_per_s(found.pop("bare"), "messages"))
         for name, rounds in found.items():
             for unit in ("messages", "tokens"):
@@ -90,9 +90,7 @@ def latency() -> list[Figure]:
     figures = []
     for front, words in FRONTS.items():
         with gateway() as through:
-            most = max(
-                _per_s(load(LoadPlan(front, "", NUM_STREAMS, rounds=3), through[front]), "tokens")
-            )
+            most = max(_per_s(load(LoadPlan(front, "", NUM_STREAMS, rounds=3), through), "tokens"))
         step_s = NUM_STREAMS / (most / 2)
         plan = LoadPlan(front, "", NUM_STREAMS, num_tokens=500, keeps_times=True)
         with tempfile.TemporaryDirectory() as folder:
@@ -101,10 +99,10 @@ def latency() -> list[Figure]:
             floors_ms, p99s_ms = [], []
             for _ in range(_LATENCY_REPEATS):
                 with bare(front, *pace) as floor:
-                    there = load(plan, floor)
+                    there = load(plan, {front: floor})
                 floors_ms.append(_quantile(_delays_ms(there, log), 0.99))
                 with gateway(*pace) as through:
-                    there = load(plan, through[front])
+                    there = load(plan, through)
                 p99s_ms.append(_quantile(_delays_ms(there, log), 0.99))
         name = f"{words}: p99 from step to client, a step each {step_s * 1e3:.1f} ms"
         floor_ms = statistics.median(floors_ms)
@@ -131,7 +129,7 @@ def stalled() -> list[Figure]:
                 num_stalled=num_stalled,
                 keeps_times=True,
             )
-            gaps_ms[num_stalled] = _gaps_ms(load(plan, through["sse"]))
+            gaps_ms[num_stalled] = _gaps_ms(load(plan, through))
             grown_mb[num_stalled] = _rss_mb(pid) - before_mb
     name = f"SSE, {NUM_STALLED} of {2 * NUM_STALLED} streams stalled"
     calm, stuck = (_quantile(gaps_ms[n], 0.99) for n in (0, NUM_STALLED))
@@ -150,7 +148,7 @@ def overload() -> list[Figure]:
     figures = []
     for front in FRONTS:
         with gateway(*pace, options=_MAX_WAIT) as through:
-            figures += _offered(f"played nodes, {front}", front, through[front], _CAPACITY_RPS)
+            figures += _offered(f"played nodes, {front}", front, through, _CAPACITY_RPS)
     return figures
 
 
@@ -158,12 +156,14 @@ def overload_cluster() -> list[Figure]:
     """The same of real engines on these cores, whose speed is found out first."""
     with gateway(options=_MAX_WAIT, nodes=_real_nodes) as through:
         plan = LoadPlan("sse", "", 8, num_tokens=20, rounds=4, prompt_tokens=_PROMPT_TOKENS)
-        seconds = [found["seconds"] for found in load(plan, through["sse"])[1:]]
+        seconds = [found["seconds"] for found in load(plan, through)[1:]]
         capacity_rps = 8 / statistics.median(seconds)
-        return _offered("CPU engines, sse", "sse", through["sse"], capacity_rps)
+        return _offered("CPU engines, sse", "sse", through, capacity_rps)
 
 
-def _offered(what: str, front: str, address: str, capacity_rps: float) -> list[Figure]:
+def _offered(
+    what: str, front: str, through: Mapping[str, str], capacity_rps: float
+) -> list[Figure]:
     """Goodput and refusals at so many times the capacity."""
     good_rps, refused_ms = {}, {}
     for times in (0.8, 1.0, 2.0, 10.0):
@@ -176,7 +176,7 @@ def _offered(what: str, front: str, address: str, capacity_rps: float) -> list[F
             duration_s=_OVERLOAD_S,
             keeps_times=True,
         )
-        streams = load(plan, address)[0]["streams"]
+        streams = load(plan, through)[0]["streams"]
         good_rps[times] = sum(map(_is_good, streams)) / _OVERLOAD_S
         refused = [stream for stream in streams if stream["error"]]
         refused_ms[times] = sorted((s["ended_s"] - s["sent_s"]) * 1e3 for s in refused)
@@ -230,9 +230,9 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 # --- the processes --------------------------------------------------------------------------------
 
 
-def load(plan: LoadPlan, address: str) -> list[Any]:
-    """What a generator with this plan saw, round by round."""
-    fields = asdict(plan) | {"address": address}
+def load(plan: LoadPlan, server: Mapping[str, str]) -> list[Any]:
+    """What a generator with this plan saw of a server, as `gateway` yields one, round by round."""
+    fields = asdict(plan) | {"address": server[plan.front], "taken": server.get("taken", "")}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "seen.json"
         subprocess.run(
@@ -273,17 +273,20 @@ def _real_nodes(redis_url: str, *_: str) -> Iterator[None]:
 def gateway(
     *pace: str, options: Sequence[str] = (), nodes: Nodes = _played_nodes
 ) -> Iterator[dict[str, str]]:
-    """A gateway with nodes of this pace behind it, ready; yields its address by front."""
+    """A gateway with nodes of this pace behind it, ready; yields its address by front, its pid, and
+    where its clients count the tokens that they have taken."""
     ports = ("--grpc-port", "0", "--http-port", "0")
-    with RedisServer.start() as redis:
+    with RedisServer.start() as redis, tempfile.TemporaryDirectory() as folder:
+        taken = str(Path(folder) / "taken")
         here = ("--redis-url", redis.url, "--cluster", fake_nodes.CLUSTER)
         with (
-            nodes(redis.url, *pace),
+            nodes(redis.url, "--taken", taken, *pace),
             child("-c", _LAUNCH.format("gateway"), *ports, *here, *options) as line,
         ):
             pid, *_, url, grpc_address = line.split()
             _wait_ready(f"{url}/ready")
-            yield {"grpc": grpc_address, "sse": url.removeprefix("http://"), "pid": pid}
+            addresses = {"grpc": grpc_address, "sse": url.removeprefix("http://")}
+            yield addresses | {"pid": pid, "taken": taken}
 
 
 def _wait_ready(url: str) -> None:

@@ -106,7 +106,7 @@ class Bench:
         for first in range(0, len(others), 128):
             targets = others[first : first + 128]
             local.steps.copy_blocks([(filled[n % 8], target) for n, target in enumerate(targets)])
-        engine.release(request.key)
+        engine.abort(request.key)
 
     def _request(self, num_tokens: int, max_tokens: int) -> Request:
         self._num_requests += 1

@@ -99,10 +99,10 @@ def gateway() -> int:
     def start() -> Coroutine[Any, Any, int]:
         config = flags.parse(GatewayConfig, arguments)
         cluster = flags.parse(ClusterConfig, arguments)
-        if config.workers > 1:
-            from ..gateway.process import workers
+        if config.num_gateways > 1:
+            from .deployment import gateways
 
-            return workers.run(config, cluster)
+            return gateways.run(config, cluster)
         from ..gateway.process import server
 
         return server.run(config, cluster)

@@ -41,6 +41,11 @@ def salt_key(secret: str) -> bytes:
     return bytes.fromhex(_derive(secret, b"baton-salt"))
 
 
+def session_key(secret: str, host: bytes) -> bytes:
+    """What a host's gateways sign browsers' sessions with: times in them are of its clock."""
+    return bytes.fromhex(_derive(secret, b"baton-session", host))
+
+
 @dataclass(frozen=True, slots=True)
 class ClusterSecret:
     """`current` signs and dials; both are accepted, so that one can be changed for the other

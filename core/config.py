@@ -181,6 +181,18 @@ class GatewayConfig:
     )
     grpc_port: int = flag(50051, "gRPC port; 0 takes a free one")
     http_port: int = flag(8000, "HTTP port; 0 takes a free one")
+    num_gateways: int = flag(
+        1, "whole gateways that share the ports; each has its own metrics and counts its own limits"
+    )
+    reuse_port: bool = flag(
+        False, "share the ports with other gateways of the same user that have this flag"
+    )
+    own_http_port: int | None = flag(
+        None,
+        "a second HTTP port that is never shared, for scrapers and the dashboard; with "
+        "--num-gateways the first gateway's, the others have the next ones; default: a free one "
+        "where ports are shared, else none",
+    )
     model: str = flag("demo", "model directory: the gateway reads its tokenizer only")
     served_model_name: str | None = flag(None, "name clients use; default: the directory's name")
     skip_tokenizer_init: bool = flag(
@@ -195,9 +207,6 @@ class GatewayConfig:
         "auto",
         "how the model writes tool calls; auto: by its chat template",
         choices=("auto", "hermes", "llama3_json"),
-    )
-    workers: int = flag(
-        1, "processes on the same ports; each counts for itself and has its part of all limits"
     )
     max_num_requests: int = flag(1024, "most requests in flight; more get RESOURCE_EXHAUSTED")
     max_queue_s: float | None = flag(
@@ -244,8 +253,8 @@ class GatewayConfig:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*:?", self.metrics_prefix):
             raise StartupFailed("--metrics-prefix must be letters, digits and underscores")
-        if self.workers < 1:
-            raise StartupFailed("--workers must be at least 1")
+        if self.num_gateways < 1:
+            raise StartupFailed("--num-gateways must be at least 1")
         if self.log_prompts and not self.log_json:
             raise StartupFailed("--log-prompts goes with --log-json")
         if not 0 <= self.otlp_traces_ratio <= 1:

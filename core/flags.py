@@ -13,7 +13,7 @@ import math
 import os
 import types
 import typing
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
@@ -143,6 +143,13 @@ def to_argv(
         else:
             argv += [f"--{name}", str(value)]
     return argv
+
+
+def environment_without(configs: Iterable[Any]) -> dict[str, str]:
+    """This process's environment, less what would give defaults to the flags of these configs: for
+    a child, whose command line leaves out what equals the code's defaults."""
+    names = {f"BATON_{field.name.upper()}" for c in configs for field in dataclasses.fields(c)}
+    return {name: value for name, value in os.environ.items() if name not in names}
 
 
 def to_environment(config: Any) -> dict[str, str]:

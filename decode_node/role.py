@@ -3,7 +3,7 @@
     Dispatch ─► Intended            manifests ─► Puller        step ─► tokens to the gateway
     Puller ─► Reserve, StartPull ─► Complete ─► engine.start
 
-Glue alone: the engine decides about blocks, `kv_transfer.puller` about transfers.
+Glue alone: the engine decides about blocks, `kv_transfer.protocol.puller` about transfers.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class _Intent:
 
 
 class DecodeRole(RequestRole):
-    """`node.role.Role` of a decode node's engine."""
+    """`node.requests.role.EngineRole` of a decode node's engine."""
 
     ticket_work = node_pb2.WORK_DECODE
 

@@ -183,12 +183,8 @@ class Engine:
         if sequence is not None and sequence.state is SequenceState.RESERVED:
             self._end(sequence)
 
-    def release(self, key: str) -> None:
-        """A held request's KV is no longer wanted; unknown keys are no error."""
-        self.abort(key)
-
     def abort(self, key: str) -> None:
-        """End a request in any state, without an output; unknown keys are no error.
+        """End a request in any state, a held one too, without an output; unknown keys are no error.
 
         If a step that touches its blocks is in flight, they stay fenced until that has completed.
         """

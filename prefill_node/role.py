@@ -4,7 +4,7 @@
     step ─► first token to the gateway          Source ─► manifests, release or abort
          └► ChunkAnnounced, ChunkReady with the blocks
 
-Glue alone: the engine decides about blocks, `kv_transfer.source` about leases.
+Glue alone: the engine decides about blocks, `kv_transfer.protocol.source` about leases.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Offer:
 
 
 class PrefillRole(RequestRole):
-    """`node.role.Role` of a prefill node's engine."""
+    """`node.requests.role.EngineRole` of a prefill node's engine."""
 
     ticket_work = node_pb2.WORK_PREFILL
 
@@ -206,10 +206,7 @@ class PrefillRole(RequestRole):
         for each in self._offers[key].keys:
             offer = self._offers.pop(each)
             self._desk.end(each, None if offer.is_first_token_out else error)
-        if error is None:
-            self._engine.release(key)
-        else:
-            self._engine.abort(key)
+        self._engine.abort(key)
 
     # -- time and looking in -------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,16 @@ sys.dont_write_bytecode = False
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 HERE = Path(__file__).parent
-SHARE_THE_DEMO = ("e2e/test_http.py", "e2e/test_structured.py")  # its fixture is the session's
+# Its fixture is the session's.
+SHARE_THE_DEMO = ("e2e/test_http.py", "e2e/test_structured.py", "e2e/test_tokens.py")
 sys.path.insert(0, str(HERE))
 pytest.register_assert_rewrite(
     *{path.name for path in HERE.iterdir() if path.is_dir()},
-    *{path.stem for path in HERE.rglob("*.py") if not path.stem.startswith(("test_", "conftest"))},
+    *{
+        path.stem
+        for path in HERE.rglob("*.py")
+        if not path.stem.startswith(("test_", "conftest", "sitecustomize"))
+    },
 )
 
 
@@ -69,11 +75,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--bad-input-seed", type=int, default=1, help="of how they are mutated")
 
 
-def pytest_collection_finish() -> None:
-    """What was imported stays: a collection that walks it would be a pause in tests that look at
-    times."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """What is imported stays: to walk it again and again takes time here, and later would be a
+    pause in tests that look at times."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 def _repair_interpreter() -> None:

@@ -22,9 +22,11 @@ import grpc
 
 from baton.cli.cluster.survey import ask_ledgers
 from baton.cli.deployment.deployment import Deployment
+from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.secret import ClusterSecret
 from baton.cluster.tls import role_name
 from baton.core.config import EngineConfig, GatewayConfig, NodeConfig, UpConfig
+from baton.core.membership import Member
 from baton.proto.v1 import node_pb2_grpc
 
 MARK = "BATON_TEST_MARK"
@@ -59,6 +61,23 @@ class Running:
         """Every engine's ledger, by node."""
         found: dict[str, list[dict[str, Any]]] = self.call(self._ledgers())
         return found
+
+    def engines(self) -> dict[str, Member]:
+        """As the directory has them, by name."""
+        found: dict[str, Member] = self.call(self._engines())
+        return found
+
+    async def _engines(self) -> dict[str, Member]:
+        cluster = self.deployment.cluster
+        secret = ClusterSecret.of(cluster)
+        directory = RedisDirectory(cluster.redis_url, cluster.cluster, secret)
+        try:
+            async for found in directory.watch():
+                if found:
+                    return {member.name: member for member in found}
+        finally:
+            await directory.close()
+        raise AssertionError("the watch ended")
 
     async def _ledgers(self) -> dict[str, list[dict[str, Any]]]:
         secret = ClusterSecret.of(self.deployment.cluster)

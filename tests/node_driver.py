@@ -1,4 +1,4 @@
-"""A gateway's part, played by a test: real node processes, one Node.Session to each engine.
+"""A gateway's part, played by a test: real node processes, one channel to each engine.
 
 Knows the wire and nothing of the gateway's code, so that nodes are tested before there is one.
 """
@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,11 @@ from fakes.gateway.step_outputs import outputs_of
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.cli.cluster.survey import ask_ledgers
-from baton.cluster.link_handshake import SESSION, dial
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.secret import ClusterSecret
-from baton.core.errors import Unauthenticated
+from baton.core.channels.admission import GATEWAY, dial
+from baton.core.channels.framing import LENGTH_BYTES, decode_length, encode_payload
+from baton.core.errors import BatonError, NodeLost
 from baton.core.membership import Member, Role
 from baton.core.request.request import Request, Ticket
 from baton.proto import codec
@@ -173,32 +175,42 @@ class Heard:
 
 
 class Session:
-    """One open Node.Session. `status` is how it ended."""
+    """A link to one engine. `ended` says why it is over."""
 
-    def __init__(self, call: Any) -> None:
-        self._call = call
+    def __init__(self) -> None:
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
         self._changed = asyncio.Event()
         self.welcome: node_pb2.Welcome | None = None
         self.heartbeat = node_pb2.Heartbeat()
         self.num_heartbeats = 0
         self.heard: dict[str, Heard] = {}
-        self.status: grpc.StatusCode | None = None
+        self.ended: Exception | None = None
 
-    async def dial(self, address: str, incarnation: str, secret: str | None) -> None:
-        """Shake hands; `status` says it where that fails."""
-        ends = (self._call, node_pb2.GatewayMessage, ClusterSecret(secret), SESSION)
+    async def dial(self, incarnation: str, secret: str | None, at: str | None) -> None:
+        """Shake hands; `ended` says it where that fails."""
         try:
-            await dial(*ends, listener=incarnation, address=address)
-        except Unauthenticated:
-            self.status = grpc.StatusCode.UNAUTHENTICATED
-        except grpc.aio.AioRpcError as error:
-            self.status = error.code()
+            connection = await asyncio.to_thread(
+                dial,
+                *(GATEWAY, ClusterSecret(secret).dialing_key),
+                dialer=secrets.token_hex(16),
+                listener=incarnation,
+                address=at,
+            )
+        except (OSError, BatonError) as error:
+            self.ended = error
+        else:
+            self._reader, self._writer = await asyncio.open_connection(sock=connection)
 
     async def read(self) -> None:
-        if self.status is not None:
+        if self._reader is None:
             return
-        try:
-            while (message := await self._call.read()) is not grpc.aio.EOF:
+        reason: Exception = NodeLost("the engine closed the channel")
+        with suppress(asyncio.IncompleteReadError, OSError):
+            while True:
+                length = decode_length(await self._reader.readexactly(LENGTH_BYTES))
+                payload = await self._reader.readexactly(length)
+                message = node_pb2.NodeMessage.FromString(payload)
                 match message.WhichOneof("body"):
                     case "welcome":
                         self.welcome = message.welcome
@@ -208,11 +220,17 @@ class Session:
                     case "outputs":
                         for output in outputs_of(message.outputs):
                             self._hear(output)
+                    case "engine_ended":
+                        reason = codec.error_from_wire(message.engine_ended)
+                    case "refused":
+                        reason = codec.error_from_wire(message.refused)
                 self._changed.set()
-        except grpc.aio.AioRpcError:
-            pass
-        self.status = await self._call.code()
+        self.ended = reason
         self._changed.set()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.transport.abort()
 
     def _hear(self, output: node_pb2.RequestOutput) -> None:
         heard = self.heard.setdefault(f"{output.request_id}/{output.attempt}", Heard())
@@ -223,11 +241,17 @@ class Session:
         self, request: Request, work: int, ticket: Ticket | None, deadline_s: float = 30.0
     ) -> None:
         dispatch = codec.dispatch_to_wire(request, work, ticket, deadline_s)
-        await self._call.write(node_pb2.GatewayMessage(dispatch=dispatch))
+        await self.write(node_pb2.GatewayMessage(dispatch=dispatch).SerializeToString())
 
     async def cancel(self, request: Request) -> None:
         cancel = node_pb2.Cancel(request_id=request.request_id, attempt=request.attempt)
-        await self._call.write(node_pb2.GatewayMessage(cancel=cancel))
+        await self.write(node_pb2.GatewayMessage(cancel=cancel).SerializeToString())
+
+    async def write(self, payload: bytes) -> None:
+        """Any frame."""
+        assert self._writer is not None
+        self._writer.write(encode_payload(payload))
+        await self._writer.drain()
 
     async def until(self, holds: Callable[[], bool], timeout_s: float = 40.0) -> None:
         """Wait until something heard makes `holds` true."""
@@ -239,18 +263,18 @@ class Session:
 
 @asynccontextmanager
 async def session(
-    address: str, incarnation: str, secret: str | None = SECRET
+    incarnation: str, secret: str | None = SECRET, *, at: str | None = None
 ) -> AsyncIterator[Session]:
-    async with grpc.aio.insecure_channel(address) as channel:
-        call = node_pb2_grpc.NodeStub(channel).Session()
-        opened = Session(call)
-        await opened.dial(address, incarnation, secret)
-        reading = asyncio.create_task(opened.read())
-        try:
-            yield opened
-        finally:
-            call.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
+    """With an engine of this host, by its unix socket; or `at` a host:port."""
+    opened = Session()
+    await opened.dial(incarnation, secret, at)
+    reading = asyncio.create_task(opened.read())
+    try:
+        yield opened
+    finally:
+        opened.close()
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
 
 
 async def ledgers(address: str) -> list[dict[str, Any]]:

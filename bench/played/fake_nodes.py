@@ -1,7 +1,7 @@
 """A process that plays the nodes behind a gateway: one prefill and one decode engine, no model.
 
     python -m baton.bench.played.fake_nodes REDIS_URL [--step-s ...] [...]
-Without options as fast as the gateway takes it; with them at a given pace. Messages are put
+Without options as fast as clients take it (`--taken`); with them at a given pace. Messages are put
 together from ready-made bytes, since what the nodes take of the cores is missing from the gateway's
 share. Prints `ready: ADDRESS`; at SIGTERM writes when which token went out, if a file is named.
 """
@@ -17,30 +17,29 @@ import socket
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import grpc
-
-from baton.cluster.link_handshake import ACCEPTED as ACCEPTED_LINK
-from baton.cluster.link_handshake import SESSION, admit, listener_ends
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.secret import handshake_key
-from baton.core.channels.direct_question import ACCEPTED, PURPOSE, TOKEN_BYTES, Question
+from baton.core.channels.admission import GATEWAY, SOCKET, THIS_HOST
 from baton.core.channels.framing import LENGTH_BYTES, decode_length, encode_payload
-from baton.core.channels.handshake import Listener
+from baton.core.channels.handshake import ANSWER_BYTES, OPENING_BYTES, Listener
 from baton.core.channels.same_host import host_id, socket_address
 from baton.core.membership import Member, Role
 from baton.core.process import event_loop
 from baton.proto.v1 import common_pb2, node_pb2
 
+from .taken_tokens import TakenTokens
+
 CLUSTER = "bench"
 PREFILL, DECODE = secrets.token_hex(16), secrets.token_hex(16)  # several play at once
 TOKEN_ID, TEXT = 328, " the"  # of the demo model
 _NUM_BLOCKS = 100_000
-_OPTIONS = (("grpc.so_reuseport", 0),)
+_AHEAD_TOKENS = 2  # of each stream: sent and not taken
+_LOST_S = 0.2  # what nobody has taken for so long is lost
 _BEAT_S = 0.25
 _MAX_RUNNING = 1 << 30  # as many as there are
 
@@ -75,25 +74,17 @@ class _Run:
 
 
 class _Gateway:
-    """One stream's way back, and the direct channel for steps, once it has come."""
+    """One gateway's connection."""
 
-    def __init__(self, context: Any) -> None:
-        self.name, self.token = secrets.token_hex(16), secrets.token_bytes(TOKEN_BYTES)
-        self.direct: asyncio.StreamWriter | None = None
-        self._context = context
-        self._lock = asyncio.Lock()
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        writer.transport.set_write_buffer_limits(high=0)
 
     async def write(self, message: bytes) -> None:
-        """Over the stream; one write at a time."""
-        async with self._lock:
-            await self._context.write(message)
-
-    async def write_step(self, message: bytes) -> None:
-        if self.direct is None:
-            await self.write(message)
-        else:
-            self.direct.write(encode_payload(message))
-            await self.direct.drain()
+        """Wait until it is on its way; one that is gone gets nothing."""
+        self._writer.write(encode_payload(message))
+        with suppress(ConnectionError):
+            await self._writer.drain()
 
 
 class _Step:
@@ -135,6 +126,7 @@ class _Engine:
         self.waiting: dict[str, _Run] = {}
         self.running: dict[str, _Run] = {}
         self.has_work = asyncio.Event()
+        self.num_sent = 0  # tokens
         self.log: dict[str, list[float]] = {}
 
     def take(self, gateway: _Gateway, message: node_pb2.GatewayMessage) -> None:
@@ -168,6 +160,7 @@ class _Engine:
         """One message for each gateway that has one of these: each one's next token."""
         steps: dict[_Gateway, _Step] = {}
         now_s = time.monotonic()
+        self.num_sent += len(runs)
         for run in runs:
             if (step := steps.get(run.gateway)) is None:
                 step = steps[run.gateway] = _Step()
@@ -175,7 +168,7 @@ class _Engine:
             if self.pace.step_s:
                 self.log.setdefault(run.request_id, []).append(now_s)
         for gateway, step in steps.items():
-            await gateway.write_step(_field(2, step.message()))
+            await gateway.write(_field(2, step.message()))
 
     def heartbeat(self) -> bytes:
         links = [node_pb2.PeerLink(incarnation=PREFILL, transport="none")]
@@ -217,13 +210,12 @@ _VARINTS = tuple(map(_varint, range(1 << 14)))
 class _Nodes:
     """Both engines, and the one hand-off between them: a request decodes once it is prefilled."""
 
-    def __init__(self, pace: StepPace) -> None:
-        self.address = ""
+    def __init__(self, pace: StepPace, taken: TakenTokens | None) -> None:
         self.pace = pace
+        self._taken = taken
+        self._num_lost = 0
         self.prefill = _Engine(Role.PREFILL, pace)
         self.decode = _Engine(Role.DECODE, pace)
-        self._listeners: list[asyncio.Server] = []
-        self._gateways: dict[str, _Gateway] = {}
         self._prefilled: deque[str] = deque(maxlen=100_000)
         self._known: set[str] = set()
 
@@ -262,6 +254,8 @@ class _Nodes:
             if self.pace.step_s:
                 due_s = max(due_s, time.monotonic() - self.pace.step_s) + self.pace.step_s
                 await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+            elif self._taken is not None:
+                await self._until_taken(self._taken)
             runs = list(engine.running.values())
             await engine.tell(runs)
             for run in runs:
@@ -269,55 +263,57 @@ class _Nodes:
                     engine.running.pop(run.request_id, None)
             await asyncio.sleep(0)  # else nobody reads what comes in while writes never wait
 
-    async def session(self, incoming: Any, context: Any) -> None:
-        read, write = listener_ends(
-            incoming, context, lambda **said: node_pb2.NodeMessage(**said).SerializeToString()
-        )
-        listener = Listener(lambda _: handshake_key(None), SESSION, (self.address,))
-        opening = await admit(listener, read, write)
-        await write(ACCEPTED_LINK)
-        engine = self.prefill if opening.listener == PREFILL else self.decode
-        gateway = _Gateway(context)
-        self._gateways[gateway.name] = gateway
-        member = _member(engine.role, self.address, self.pace)
-        await gateway.write(_welcome(member, gateway, self.pace, is_direct=bool(self._listeners)))
-        beating = asyncio.create_task(_beat(gateway, engine))
+    async def _until_taken(self, taken: TakenTokens) -> None:
+        """Until clients have had most of what was sent."""
+        lost_s = time.monotonic() + _LOST_S
+        while True:
+            num_sent = self.prefill.num_sent + self.decode.num_sent
+            num_ahead = num_sent - self._num_lost - taken.number
+            if num_ahead < 0 or time.monotonic() > lost_s:
+                self._num_lost += num_ahead
+            elif num_ahead > _AHEAD_TOKENS * len(self.decode.running):
+                await asyncio.sleep(0.001)
+                continue
+            return
+
+    async def listen(self, members: Sequence[Member]) -> list[asyncio.Server]:
+        """As engines of this host."""
+        servers = []
+        for member in members:
+            sock = socket.socket(socket.AF_UNIX)
+            sock.bind(socket_address(member.incarnation, SOCKET))
+            serve = partial(self._serve, member)
+            servers.append(await asyncio.start_unix_server(serve, sock=sock))
+        return servers
+
+    async def _serve(
+        self, member: Member, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        engine = self.prefill if member.role is Role.PREFILL else self.decode
+        gateway = _Gateway(writer)
+        beating: asyncio.Task[None] | None = None
         try:
-            async for message in incoming:
-                engine.take(gateway, message)
+            await _admit(reader, writer)
+            await gateway.write(_welcome(member, self.pace))
+            beating = asyncio.create_task(_beat(gateway, engine))
+            while True:
+                engine.take(gateway, node_pb2.GatewayMessage.FromString(await _payload(reader)))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
         finally:
-            beating.cancel()
+            if beating is not None:
+                beating.cancel()
             for run in [*engine.waiting.values(), *engine.running.values()]:
                 if run.gateway is gateway:
                     engine.drop(run.request_id)
-
-    async def listen(self) -> None:
-        """For the direct channels of gateways.
-
-        Not for engines without a pace: on a socket nothing would hold them back, and what a
-        gateway reads faster than it can write is a stream that falls behind.
-        """
-        if not self.pace.step_s:
-            return
-        for engine, name in ((self.prefill, PREFILL), (self.decode, DECODE)):
-            sock = socket.socket(socket.AF_UNIX)
-            sock.bind(socket_address(name, PURPOSE))
-            serve = partial(self._serve_directly, engine)
-            self._listeners.append(await asyncio.start_unix_server(serve, sock=sock))
-
-    async def _serve_directly(
-        self, engine: _Engine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        question = Question.unpack(await _payload(reader))
-        assert question is not None, "gateways alone come here"
-        gateway = self._gateways[question.name]
-        writer.write(encode_payload(ACCEPTED))
-        gateway.direct = writer
-        try:
-            while True:
-                engine.take(gateway, node_pb2.GatewayMessage.FromString(await _payload(reader)))
-        except asyncio.IncompleteReadError:
             writer.close()
+
+
+async def _admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    listener = Listener(lambda _: handshake_key(None), (GATEWAY,), (THIS_HOST,))
+    writer.write(listener.challenge(await reader.readexactly(OPENING_BYTES)))
+    listener.check(await reader.readexactly(ANSWER_BYTES))
+    writer.write(encode_payload(b""))
 
 
 async def _payload(reader: asyncio.StreamReader) -> bytes:
@@ -330,13 +326,26 @@ async def _beat(gateway: _Gateway, engine: _Engine) -> None:
         await asyncio.sleep(_BEAT_S)
 
 
-def _member(role: Role, address: str, pace: StepPace) -> Member:
-    incarnation = PREFILL if role is Role.PREFILL else DECODE
-    length = pace.max_model_len
-    return Member(incarnation, role, role.value, address, "demo", "fp", length, 16, _NUM_BLOCKS)
+def _members(address: str, pace: StepPace) -> list[Member]:
+    return [
+        Member(
+            incarnation,
+            role,
+            role.value,
+            address,
+            "demo",
+            "fp",
+            pace.max_model_len,
+            16,
+            _NUM_BLOCKS,
+            engine_address=address,  # nobody dials it: all are on this host
+            host_id=host_id().hex(),
+        )
+        for role, incarnation in ((Role.PREFILL, PREFILL), (Role.DECODE, DECODE))
+    ]
 
 
-def _welcome(member: Member, gateway: _Gateway, pace: StepPace, is_direct: bool) -> bytes:
+def _welcome(member: Member, pace: StepPace) -> bytes:
     welcome = node_pb2.Welcome(
         incarnation=member.incarnation,
         role=member.role.value,
@@ -348,34 +357,27 @@ def _welcome(member: Member, gateway: _Gateway, pace: StepPace, is_direct: bool)
         num_blocks=member.num_blocks,
         max_num_seqs=min(pace.max_running, _MAX_RUNNING),
     )
-    if is_direct:
-        welcome.direct.host_id = host_id()
-        welcome.direct.gateway, welcome.direct.token = gateway.name, gateway.token
     return bytes(node_pb2.NodeMessage(welcome=welcome).SerializeToString())
 
 
-async def _serve(redis_url: str, pace: StepPace) -> dict[str, list[float]]:
+async def _serve(redis_url: str, pace: StepPace, taken: Path | None) -> dict[str, list[float]]:
     """Until SIGTERM; when each request's tokens went out, by its id."""
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    nodes = _Nodes(pace)
-    server = grpc.aio.server(options=_OPTIONS)
-    session = grpc.stream_stream_rpc_method_handler(
-        nodes.session, request_deserializer=node_pb2.GatewayMessage.FromString
-    )
-    server.add_generic_rpc_handlers(
-        (grpc.method_handlers_generic_handler("baton.v1.Node", {"Session": session}),)
-    )
-    nodes.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    await server.start()
-    await nodes.listen()
-    directory = RedisDirectory(redis_url, CLUSTER)
-    for role in (Role.PREFILL, Role.DECODE):
-        await directory.announce(_member(role, nodes.address, pace), 5.0)
-    engines = [asyncio.create_task(part()) for part in (nodes.run_prefill, nodes.run_decode)]
-    print(f"ready: {nodes.address}", flush=True)
-    await asyncio.wait([*engines, asyncio.create_task(stop.wait())], return_when="FIRST_COMPLETED")
-    await server.stop(None)
+    nodes = _Nodes(pace, None if taken is None else TakenTokens(taken))
+    with socket.create_server(("127.0.0.1", 0)) as node:  # where nodes would listen
+        address = "{}:{}".format(*node.getsockname())
+        members = _members(address, pace)
+        servers = await nodes.listen(members)
+        directory = RedisDirectory(redis_url, CLUSTER)
+        for member in members:
+            await directory.announce(member, 5.0)
+        engines = [asyncio.create_task(part()) for part in (nodes.run_prefill, nodes.run_decode)]
+        print(f"ready: {address}", flush=True)
+        ends = [*engines, asyncio.create_task(stop.wait())]
+        await asyncio.wait(ends, return_when="FIRST_COMPLETED")
+        for server in servers:
+            server.close()
     first = nodes.prefill.log
     return {i: first.get(i, []) + later for i, later in nodes.decode.log.items()}
 
@@ -387,11 +389,12 @@ if __name__ == "__main__":
     parser.add_argument("--prefill-tokens-per-s", type=float, default=0.0)
     parser.add_argument("--max-running", type=int, default=_MAX_RUNNING)
     parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument("--taken", type=Path)
     parser.add_argument("--log", type=Path)
     wanted = parser.parse_args()
     pace = StepPace(
         wanted.step_s, wanted.prefill_tokens_per_s, wanted.max_running, wanted.max_model_len
     )
-    sent_s = event_loop.run(lambda: _serve(wanted.redis_url, pace))
+    sent_s = event_loop.run(lambda: _serve(wanted.redis_url, pace, wanted.taken))
     if wanted.log is not None:
         wanted.log.write_text(json.dumps(sent_s))

@@ -25,6 +25,7 @@ from baton.core.process import event_loop
 from baton.proto.v1 import inference_pb2
 
 from .fake_nodes import TEXT
+from .taken_tokens import TakenTokens
 
 _STALLED_BUFFER_BYTES = 4096
 _METHOD = "/baton.v1.Inference/Generate"
@@ -36,7 +37,8 @@ _SSE_ID = re.compile(rb'"id":"cmpl-([0-9a-f]{32})"')
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
     """`rate_per_s` 0: `num_streams` at once, `rounds` times; else arrivals at this rate for
-    `duration_s`. `num_stalled` of each round's streams stop reading after their first message."""
+    `duration_s`. `num_stalled` of each round's streams stop reading after their first message.
+    `taken`: the file in which tokens are counted, if somebody looks there."""
 
     front: str  # grpc or sse
     address: str
@@ -49,6 +51,7 @@ class LoadPlan:
     duration_s: float = 0.0
     deadline_s: float = 0.0
     keeps_times: bool = False
+    taken: str = ""
 
 
 @dataclass(slots=True)
@@ -64,6 +67,7 @@ class LoadStream:
     is_stalled: bool = False
 
 
+Count = Callable[[int], None]
 OneStream = Callable[[LoadPlan, LoadStream], Awaitable[None]]
 
 
@@ -75,8 +79,9 @@ def _prompt(plan: LoadPlan) -> list[int]:
 class _Sse(asyncio.Protocol):
     """One request, one connection."""
 
-    def __init__(self, plan: LoadPlan, stream: LoadStream) -> None:
+    def __init__(self, plan: LoadPlan, stream: LoadStream, count: Count) -> None:
         self._plan = plan
+        self._count = count
         self._stream = stream
         self._tail = b""
         self._head = b""
@@ -115,6 +120,7 @@ class _Sse(asyncio.Protocol):
             stream.num_messages += num_events - is_over
             num_tokens = max(num_events - is_over, whole.count(_TEXT))
             stream.times_s += [time.monotonic()] * num_tokens
+            self._count(num_tokens)
             if stream.is_stalled:
                 self._transport.pause_reading()
                 self.is_done.set_result(None)
@@ -134,19 +140,24 @@ class _Sse(asyncio.Protocol):
             self._end()
 
 
-async def _sse_stream(plan: LoadPlan, stream: LoadStream) -> None:
-    host, _, port = plan.address.rpartition(":")
-    loop = asyncio.get_running_loop()
-    with socket.socket() as plain:
-        if stream.is_stalled:
-            plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _STALLED_BUFFER_BYTES)
-        plain.setblocking(False)
-        await loop.sock_connect(plain, (host, int(port)))
-        _, protocol = await loop.create_connection(lambda: _Sse(plan, stream), sock=plain.dup())
-    await protocol.is_done
+def _sse_stream(count: Count) -> OneStream:
+    async def one(plan: LoadPlan, stream: LoadStream) -> None:
+        host, _, port = plan.address.rpartition(":")
+        loop = asyncio.get_running_loop()
+        with socket.socket() as plain:
+            if stream.is_stalled:
+                plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _STALLED_BUFFER_BYTES)
+            plain.setblocking(False)
+            await loop.sock_connect(plain, (host, int(port)))
+            _, protocol = await loop.create_connection(
+                lambda: _Sse(plan, stream, count), sock=plain.dup()
+            )
+        await protocol.is_done
+
+    return one
 
 
-def _grpc_stream(generate: Any) -> OneStream:
+def _grpc_stream(generate: Any, count: Count) -> OneStream:
     async def one(plan: LoadPlan, stream: LoadStream) -> None:
         request = inference_pb2.GenerateRequest()
         request.token_ids.ids.extend(_prompt(plan))
@@ -157,7 +168,9 @@ def _grpc_stream(generate: Any) -> OneStream:
         try:
             while (message := await call.read()) is not grpc.aio.EOF:
                 stream.num_messages += 1
-                times_s += [time.monotonic()] * max(1, message.count(_TEXT))
+                num_tokens = max(1, message.count(_TEXT))
+                times_s += [time.monotonic()] * num_tokens
+                count(num_tokens)
                 if not stream.request_id:
                     stream.request_id = inference_pb2.GenerateChunk.FromString(message).id
                     if stream.is_stalled:
@@ -168,6 +181,10 @@ def _grpc_stream(generate: Any) -> OneStream:
         stream.ended_s = time.monotonic()
 
     return one
+
+
+def _count_nothing(_: int) -> None:
+    """Nobody looks."""
 
 
 _STALLED: list[Any] = []  # calls that nobody reads, kept open until the process ends
@@ -201,7 +218,8 @@ async def _measure(plan: LoadPlan) -> list[dict[str, Any]]:
         generate = channel.unary_stream(
             _METHOD, request_serializer=inference_pb2.GenerateRequest.SerializeToString
         )
-        one = _grpc_stream(generate) if plan.front == "grpc" else _sse_stream
+        count = TakenTokens(Path(plan.taken)).add if plan.taken else _count_nothing
+        one = _grpc_stream(generate, count) if plan.front == "grpc" else _sse_stream(count)
         outcomes = []
         for _ in range(plan.rounds):
             began_s = time.monotonic()

@@ -1,20 +1,20 @@
 """One part of a deployment as a child process: its start, the lines that it prints, its end.
 
 A child prints one line `ready: <role> <name> <addresses>` when it can serve. Its other lines go to
-`report`, but the gateway's greeting, which is kept for the end of the start. Which children there
-are, and when one is started again, is deployment.py's.
+`report`; a gateway's greeting is kept too, for the end of the start. Which children there are, and
+which are started again, is decided elsewhere (deployment.py, gateways.py, child_group.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ...core import flags
 from ...core.config import ClusterConfig, GatewayConfig
@@ -46,6 +46,7 @@ class Child:
 
     name: str
     configs: tuple[object, ...]
+    cluster: ClusterConfig
     process: asyncio.subprocess.Process
     watch: LoopWatch
     ready: asyncio.Future[str]
@@ -58,24 +59,31 @@ class Child:
 
     @classmethod
     async def start(
-        cls, name: str, configs: tuple[object, ...], cluster: ClusterConfig, report: Report
+        cls,
+        name: str,
+        configs: tuple[object, ...],
+        cluster: ClusterConfig,
+        report: Report,
+        *,
+        inherits_stderr: bool = False,
     ) -> Child:
         """What launch_<role> starts, the role being the name's first word."""
-        role = name.partition("-")[0]
+        role = role_of(name)
+        all_configs = (*configs, cluster)
         argv = [
             flag
-            for config in (*configs, cluster)
+            for config in all_configs
             for flag in flags.to_argv(config, leave_out=flags.SECRET_FIELDS)
         ]
-        watch = LoopWatch(HUNG_S if name == GATEWAY else _NODE_HUNG_S)
+        watch = LoopWatch(HUNG_S if role == GATEWAY else _NODE_HUNG_S)
         command = [sys.executable, "-c", _PART.format(role=role), *argv]
         try:
             process = await asyncio.create_subprocess_exec(
                 *bound_to_us(command, signal.SIGTERM),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                env=os.environ
+                stderr=None if inherits_stderr else asyncio.subprocess.STDOUT,
+                env=flags.environment_without(all_configs)
                 | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
                 | flags.to_environment(cluster)
                 | watch.environment,
@@ -87,7 +95,7 @@ class Child:
             watch.close()
             raise
         ready = asyncio.get_running_loop().create_future()
-        child = cls(name, configs, process, watch, ready)
+        child = cls(name, configs, cluster, process, watch, ready)
         child.reader = asyncio.create_task(child._read(report))
         return child
 
@@ -101,8 +109,7 @@ class Child:
                 self.ready.set_result(self.addresses[-1])
             if line.startswith((READY, TRY)):
                 self.greeting.append(line)
-            else:
-                report(self.name, line)
+            report(self.name, line)
             if line.startswith(TRY):
                 self.is_greeting_over.set()
         self.is_greeting_over.set()
@@ -147,21 +154,23 @@ class Child:
             cause, after = lines[causes[-1]], "".join(lines[causes[-1] + 1 : causes[-1] + 2])
             hint = after.removeprefix(_HINT) if after.startswith(_HINT) else ""
             return StartupFailed(f"{self.name}: {cause.removeprefix(_CAUSE)}", hint=hint)
-        said = "\n  ".join(lines) or "nothing"
-        code = self.process.returncode
-        return StartupFailed(f"{self.name} ended with code {code}; it said:\n  {said}")
+        said = "; it said:\n  " + "\n  ".join(lines) if lines else " and said nothing more"
+        return StartupFailed(f"{self.name} ended with code {self.process.returncode}{said}")
 
     def configs_again(self) -> tuple[object, ...]:
         """Its configurations; a gateway's with the ports that it found, which its callers know."""
-        ports = [int(address.rpartition(":")[2]) for address in self.addresses]
-        if self.name != GATEWAY or len(ports) < 2:
-            return self.configs
-        http_port, grpc_port = ports
+        ports = [int(address.rpartition(":")[2]) for address in reversed(self.addresses)]
+        names = ("grpc_port", "http_port", "own_http_port")
+        found: dict[str, Any] = dict(zip(names, ports, strict=False))
         return tuple(
-            replace(config, http_port=http_port, grpc_port=grpc_port)
+            replace(config, **found) if isinstance(config, GatewayConfig) else config
             for config in self.configs
-            if isinstance(config, GatewayConfig)
         )
+
+
+def role_of(name: str) -> str:
+    """Of `prefill-0`, `prefill`."""
+    return name.partition("-")[0]
 
 
 async def lines_of(stream: asyncio.StreamReader) -> AsyncIterator[str]:

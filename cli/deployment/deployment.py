@@ -1,16 +1,15 @@
 """A whole deployment on one host: Redis, nodes, gateway, as child processes.
 
-Owns their start, their readiness, who is started again, and their end in order; knows nothing of
-requests. One of them alone is child.py.
+Owns their start, their readiness, and their end in order; knows nothing of requests. Which child is
+started again, and when, is child_group.py's.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-import signal
 import time
-from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -22,21 +21,22 @@ from ...core.config import ClusterConfig, EngineConfig, GatewayConfig, NodeConfi
 from ...core.errors import BatonError, StartupFailed
 from ...node.supervisor.placement import engine_configs
 from ..host.certs import ca_of, with_role_certificate, with_server_certificate
-from .child import GATEWAY, Child, Report
+from .child import GATEWAY, Child, Report, role_of
+from .child_group import ChildGroup
+from .gateways import shared_ports
 
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # how to dial who listens everywhere
 SPAWN_URL = "redis+spawn://"
 _STOP_GRACE_S = 8.0
 _LOOK_AGAIN_S = 0.05
 _MOST_ENDS = 5  # of one part, one soon after the other
-_RESTART_S = 0.2  # longer each time: what holds a port may take a moment to let it go
-_REDIS_RESTART_MAX_S = 5.0  # what runs goes on without it
-_WELL_S = 30.0  # after so long an end is the first again
+_REDIS_RESTART_S, _REDIS_RESTART_MAX_S = 0.2, 5.0  # what runs goes on without it
+_REDIS_WELL_S = 30.0  # after so long an end is the first again
 
 
 @dataclass(slots=True)
 class Deployment:
-    """`async with Deployment(...) as d`: everything runs; `d.address` is the gateway's."""
+    """`async with Deployment(...) as d`: everything runs; `d.address` is the gateways'."""
 
     up: UpConfig
     engine: EngineConfig
@@ -44,10 +44,22 @@ class Deployment:
     gateway: GatewayConfig
     report: Report
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    children: list[Child] = field(default_factory=list)
+    group: ChildGroup = field(init=False)
     address: str = ""
     greeting: tuple[str, ...] = ()  # gateway/process/startup_message.py
     _redis: RedisServer | None = None
+    _ports: ExitStack = field(default_factory=ExitStack)
+
+    def __post_init__(self) -> None:
+        self.group = ChildGroup(self.report, _MOST_ENDS)
+
+    @property
+    def children(self) -> list[Child]:
+        return self.group.children
+
+    @property
+    def gateways(self) -> list[Child]:
+        return [child for child in self.children if role_of(child.name) == GATEWAY]
 
     async def __aenter__(self) -> Deployment:
         try:
@@ -77,14 +89,17 @@ class Deployment:
             redis_url=await self._redis_url(),
             cluster_secret=self.cluster.cluster_secret or secrets.token_hex(16),
         )
-        gateway = await self._launch(GATEWAY, self.gateway)
+        gateways = self._ports.enter_context(shared_ports(self.gateway))
+        for name, gateway in gateways.items():
+            await self._launch(name, gateway)
         for name, node in self._nodes():
             await self._launch(name, self.engine, node)
-        await asyncio.gather(*(child.ready for child in self.children))
-        self.address = gateway.ready.result()
+        await self.group.until_ready()
+        self.address = self.gateways[0].ready.result()
         await self._until_linked()
-        await gateway.is_greeting_over.wait()
-        self.greeting = tuple(gateway.greeting)
+        for child in self.gateways:
+            await child.is_greeting_over.wait()
+        self.greeting = tuple(self.gateways[0].greeting)
 
     async def _redis_url(self) -> str:
         if self.up.redis_url != SPAWN_URL:
@@ -105,14 +120,11 @@ class Deployment:
                 nodes.append((name, replace(self.node, gpus=gpus, name=name, port=0)))
         return nodes
 
-    async def _launch(self, name: str, *configs: object) -> Child:
+    async def _launch(self, name: str, *configs: object) -> None:
         cluster = self.cluster
         if self.up.certs is not None:
-            role = name.partition("-")[0]
-            cluster = with_role_certificate(cluster, Path(self.up.certs), role)
-        child = await Child.start(name, configs, cluster, self.report)
-        self.children.append(child)
-        return child
+            cluster = with_role_certificate(cluster, Path(self.up.certs), role_of(name))
+        await self.group.launch(name, configs, cluster)
 
     async def _until_linked(self) -> None:
         """Raises StartupFailed if a part ends meanwhile: nobody starts it again yet."""
@@ -163,41 +175,17 @@ class Deployment:
     async def keep(self) -> str:
         """Start parts again that end by themselves, or whose event loop stands still. Returns the
         name of one that keeps ending."""
-        keepers = {asyncio.create_task(self._keep(c)): c.name for c in self.children}
-        if self._redis is not None:
-            keepers[asyncio.create_task(self._keep_redis(self._redis))] = "redis"
-        try:
-            done, _ = await asyncio.wait(keepers, return_when=asyncio.FIRST_COMPLETED)
-            ended = done.pop()
-            ended.result()
-            return keepers[ended]
-        finally:
-            for keeper in keepers:
-                keeper.cancel()
-            await asyncio.gather(*keepers, return_exceptions=True)
-
-    async def _keep(self, child: Child) -> None:
-        """Until it has ended too often, one soon after the other."""
-        num_ends = 0
-        while True:
-            await child.until_over(self.report)
-            num_ends = 1 if time.monotonic() - child.began_s > _WELL_S else num_ends + 1
-            if num_ends > _MOST_ENDS:
-                return
-            self.report(child.name, f"ended with code {child.process.returncode}: starts again")
-            await asyncio.sleep(_RESTART_S * (num_ends - 1))
-            self.children.remove(child)
-            await child.close()
-            child = await self._launch(child.name, *child.configs_again())
+        redis = self._redis
+        return await self.group.keep({} if redis is None else {"redis": self._keep_redis(redis)})
 
     async def _keep_redis(self, redis: RedisServer) -> None:
         """An empty one at the same address: nodes announce themselves and their caches again."""
-        began_s, delay_s = time.monotonic(), _RESTART_S
+        began_s, delay_s = time.monotonic(), _REDIS_RESTART_S
         while True:
             while (code := redis.process.poll()) is None:  # noqa: ASYNC110 (of a Popen)
                 await asyncio.sleep(_LOOK_AGAIN_S)
-            if time.monotonic() - began_s > _WELL_S:
-                delay_s = _RESTART_S
+            if time.monotonic() - began_s > _REDIS_WELL_S:
+                delay_s = _REDIS_RESTART_S
             self.report("redis", f"ended with code {code}: starts again, empty")
             await asyncio.sleep(delay_s)
             redis.start_again()
@@ -205,29 +193,13 @@ class Deployment:
 
     def hurry(self) -> None:
         """While it stops: whatever is still there need not end in order."""
-        for child in self.children:
-            if child.process.returncode is None:
-                child.process.send_signal(signal.SIGINT)
+        self.group.hurry()
 
     async def stop(self) -> None:
-        """End every child, the gateway first, and Redis last; what will not end is killed."""
-        gateway = [child for child in self.children if child.name == GATEWAY]
-        nodes = [child for child in self.children if child.name != GATEWAY]
-        await self._stop_group(gateway, self.gateway.shutdown_timeout_s + _STOP_GRACE_S)
-        await self._stop_group(nodes, _STOP_GRACE_S)
-        self.children.clear()
+        """End every child, the gateways first, and Redis last; what will not end is killed."""
+        await self.group.stop(self.gateways, self.gateway.shutdown_timeout_s + _STOP_GRACE_S)
+        await self.group.stop([*self.children], _STOP_GRACE_S)
+        self._ports.close()
         if self._redis is not None:
             self._redis.stop()
             self._redis = None
-
-    async def _stop_group(self, group: Sequence[Child], grace_s: float) -> None:
-        for child in group:
-            child.ask_to_stop()
-        for child in group:
-            try:
-                async with asyncio.timeout(grace_s):
-                    await child.process.wait()
-            except TimeoutError:
-                child.process.kill()
-                await child.process.wait()
-            await child.close()

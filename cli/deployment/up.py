@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import sys
 from collections.abc import Coroutine
 from typing import Any
 
 from ...core.config import ClusterConfig, EngineConfig, GatewayConfig, NodeConfig, UpConfig
-from ...core.process.stop_signals import StopSignals
+from ...gateway.process.startup_message import READY, TRY
 from ..host.certs import ca_of
 from ..host.gpu_choice import choose_here
+from . import child_group
+from .child import GATEWAY
 from .deployment import Deployment
 
 
@@ -35,40 +35,13 @@ async def run(
     cluster: ClusterConfig,
 ) -> int:
     """Start everything, say what runs where, and stop it all on SIGINT or SIGTERM."""
-    signals = StopSignals()
     deployment = Deployment(up, engine, node, gateway, _print_line, cluster)
-    starting = asyncio.create_task(deployment.__aenter__())
-    stopping = asyncio.create_task(signals.stop.wait())
-    await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    if not starting.done():
-        starting.cancel()
-        await asyncio.wait({starting})
-        return 130
-    await starting
-    try:
-        await _print_topology(deployment)
-        ended = asyncio.create_task(deployment.keep())
-        await asyncio.wait({ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if ended.done():
-            print(f"error: {ended.result()} ended", file=sys.stderr)
-            return 1
-        ended.cancel()
-        await asyncio.wait({ended})
-        print("stopping: requests in flight may end; Ctrl-C again cuts them off", flush=True)
-        return 0
-    finally:
-        hurrying = asyncio.create_task(_hurry(signals, deployment))
-        await deployment.stop()
-        hurrying.cancel()
-
-
-async def _hurry(signals: StopSignals, deployment: Deployment) -> None:
-    await signals.hurry.wait()
-    deployment.hurry()
+    return await child_group.run(deployment, _print_topology)
 
 
 def _print_line(name: str, line: str) -> None:
-    print(f"{name:>10} | {line}", flush=True)
+    if not line.startswith((READY, TRY)):  # shown once all is ready
+        print(f"{name:>10} | {line}", flush=True)
 
 
 async def _print_topology(deployment: Deployment) -> None:
@@ -78,6 +51,9 @@ async def _print_topology(deployment: Deployment) -> None:
     for node in info.nodes:
         tokens = node.num_blocks * node.block_size
         print(f"  {node.role:8} {node.name:12} {node.num_blocks} KV blocks = {tokens} tokens")
+    for child in deployment.gateways:
+        if len(child.addresses) > 2:
+            print(f"  {GATEWAY:8} {child.name:12} {child.addresses[0]} alone")
     ca_file = ca_of(deployment.up.certs)
     print()
     for line in deployment.greeting:

@@ -30,7 +30,7 @@ ADMIT_S = 2.0  # how long a handshake may take
 # while long prompts come. Peers send each other little, and need to know soon.
 LOST_S = 1.2
 GATEWAY_LOST_S = 5.0
-_MAX_REFUSAL_BYTES = 4096
+MAX_REFUSAL_BYTES = 4096
 _TCP_OPTIONS = (
     (socket.TCP_NODELAY, 1),
     (socket.TCP_KEEPIDLE, 1),
@@ -101,7 +101,7 @@ def _introduce(connection: socket.socket, ours: Dialer) -> None:
     try:
         connection.sendall(ours.opening)
         connection.sendall(ours.answer(_read(connection, CHALLENGE_BYTES, until_s)))
-        length = decode_length(_read(connection, LENGTH_BYTES, until_s), 0, _MAX_REFUSAL_BYTES)
+        length = decode_length(_read(connection, LENGTH_BYTES, until_s), 0, MAX_REFUSAL_BYTES)
         refusal = _read(connection, length, until_s)
     except OSError as error:
         raise NodeLost(f"the connection broke within the handshake: {error}") from error
@@ -132,7 +132,7 @@ def accept(connection: socket.socket) -> None:
 def refuse(connection: socket.socket, reason: str) -> None:
     """Tell a dialer that has proven itself why it is not accepted."""
     with suppress(OSError):
-        connection.sendall(encode_payload(reason.encode()[:_MAX_REFUSAL_BYTES]))
+        connection.sendall(encode_payload(reason.encode()[:MAX_REFUSAL_BYTES]))
 
 
 def _read(connection: socket.socket, num_bytes: int, until_s: float) -> bytes:

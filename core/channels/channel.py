@@ -17,6 +17,7 @@ from collections import deque
 
 from .framing import MAX_CHUNKS, MAX_FRAME_BYTES, FrameBuffer, encode_payload
 
+_DISCARDED_BYTES = 64 << 10  # at once
 MAX_UNSENT_BYTES = 4 * MAX_FRAME_BYTES  # many long prompts; whoever hangs is noticed earlier
 
 
@@ -25,7 +26,7 @@ class ChannelBroken(Exception):
 
 
 class Channel:
-    """`send` and `flush` are for any thread, all else for the one that receives."""
+    """`receive`, `fileno` and `close` are for one thread, all else is for any."""
 
     def __init__(self, sock: socket.socket, max_unsent_bytes: int = MAX_UNSENT_BYTES) -> None:
         """Owns the connected socket. `max_unsent_bytes`: kept for a side that does not read."""
@@ -36,6 +37,7 @@ class Channel:
         self._sending = threading.Lock()
         self._unsent: deque[memoryview] = deque()
         self._num_unsent_bytes = 0
+        self._heard_s: float | None = None  # when something came last
         self.is_closed = False
 
     def fileno(self) -> int:
@@ -94,7 +96,36 @@ class Channel:
         `max_chunks`: of 64 KiB, read at once. Raises BrokenStream: what comes is no frame.
         """
         is_open = self._frames.take_in(self._socket, max_chunks)
+        self._heard_s = time.monotonic()
         return list(filter(None, self._frames.take())), not is_open
+
+    def discard(self) -> bool:
+        """Drop what has come; returns whether more may come."""
+        try:
+            return bool(self._socket.recv(_DISCARDED_BYTES, socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def is_silent(self, seconds: float) -> bool:
+        """Whether the other side, once it has begun, has sent nothing for so long.
+
+        What waits to be received has come.
+        """
+        if self._heard_s is None or time.monotonic() - self._heard_s < seconds:
+            return False
+        with self._sending:
+            if self.is_closed:
+                return False
+            poll = select.poll()
+            poll.register(self._socket, select.POLLIN)
+            return not poll.poll(0)
+
+    def forgive(self) -> None:
+        """Count its silence anew: this process stood still itself."""
+        if self._heard_s is not None:
+            self._heard_s = time.monotonic()
 
     def close(self) -> None:
         """The other side finds it over."""

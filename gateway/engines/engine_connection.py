@@ -13,15 +13,28 @@ import asyncio
 import secrets
 import socket
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from google.protobuf.message import DecodeError
 
 from ...cluster.secret import ClusterSecret
 from ...cluster.tls import ClusterTls, role_name
-from ...core.channels.admission import GATEWAY, SOCKET, THIS_HOST, check_verdict, tune
+from ...core.channels.admission import (
+    GATEWAY,
+    MAX_REFUSAL_BYTES,
+    SOCKET,
+    THIS_HOST,
+    check_verdict,
+    tune,
+)
 from ...core.channels.channel import MAX_UNSENT_BYTES
-from ...core.channels.framing import LENGTH_BYTES, BrokenStream, FrameBuffer, encode_payload
+from ...core.channels.framing import (
+    LENGTH_BYTES,
+    BrokenStream,
+    FrameBuffer,
+    decode_length,
+    encode_payload,
+)
 from ...core.channels.handshake import CHALLENGE_BYTES, Dialer
 from ...core.channels.same_host import host_id, require_same_user, socket_address
 from ...core.errors import BatonError, EngineFailed, NodeLost
@@ -37,6 +50,7 @@ from .wire import dispatch_message, load_from_wire, output_from_wire, tokens_fro
 
 _CONNECT_TIMEOUT_S = 3.0
 _PROBE_S = 0.3
+_PROBE_PAUSES_S = (0.0, 0.005, 0.02, 0.08)  # a process that ends closes its sockets one by one
 
 
 class ConnectionEvents(Protocol):
@@ -149,9 +163,9 @@ class EngineConnection(asyncio.Protocol):
     async def _connect(self) -> None:
         """Raises OSError, BatonError."""
         member = self.member
-        sock = await self._open_socket()
         context = None if self._tls is None or self._is_local else self._tls.client_context()
         name = None if context is None else role_name(member.role.value)
+        sock = await self._open_socket()
         await self._loop.create_connection(
             lambda: self, sock=sock, ssl=context, server_hostname=name
         )
@@ -165,7 +179,7 @@ class EngineConnection(asyncio.Protocol):
         assert self._transport is not None
         self._transport.write(ours.opening)
         self._transport.write(ours.answer(await self._read(CHALLENGE_BYTES)))
-        length = int.from_bytes(await self._read(LENGTH_BYTES), "little")
+        length = decode_length(await self._read(LENGTH_BYTES), 0, MAX_REFUSAL_BYTES)
         check_verdict(await self._read(length))
         self._frames = FrameBuffer()
         received, self._received = bytes(self._received), bytearray()
@@ -173,19 +187,42 @@ class EngineConnection(asyncio.Protocol):
 
     async def _open_socket(self) -> socket.socket:
         """Raises OSError, HandoffFailed."""
-        if self._is_local:
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-            address: bytes | tuple[str, int] = socket_address(self.member.incarnation, SOCKET)
-        else:
-            host, _, port = self.member.engine_address.rpartition(":")
+        if not self._is_local:
+            return await self._open_tcp(self.member.engine_address)
+        there = socket_address(self.member.incarnation, SOCKET)
+        sock = await self._open(socket.AF_UNIX, there)
+        try:
+            require_same_user(sock)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    async def _open_tcp(self, address: str) -> socket.socket:
+        """At the first that answers of the addresses that its name stands for. Raises OSError."""
+        host, _, port = address.rpartition(":")
+        failure = OSError(f"{address} is no address")
+        try:
             found = await self._loop.getaddrinfo(
                 host.strip("[]"), int(port), type=socket.SOCK_STREAM
             )
-            family, _, _, _, address = found[0]  # type: ignore[assignment]
-            sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            for family, _, _, _, there in found:
+                try:
+                    sock = await self._open(family, there)
+                except OSError as error:
+                    failure = error
+                else:
+                    tune(sock, GATEWAY)
+                    return sock
+        except (OverflowError, ValueError) as error:  # no port, no name of a host
+            raise failure from error
+        raise failure
+
+    async def _open(self, family: int, there: Any) -> socket.socket:
+        """Raises OSError, OverflowError."""
+        sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
-            await self._loop.sock_connect(sock, address)
-            require_same_user(sock) if self._is_local else tune(sock, GATEWAY)
+            await self._loop.sock_connect(sock, there)
         except BaseException:
             sock.close()
             raise
@@ -206,16 +243,21 @@ class EngineConnection(asyncio.Protocol):
         """Whether nobody listens for this engine any more, while its node does."""
         try:
             async with asyncio.timeout(_PROBE_S):
-                try:
-                    (await self._open_socket()).close()
+                if await self._listens():
                     return False
-                except ConnectionRefusedError:
-                    pass
-                host, _, port = self.member.address.rpartition(":")
-                _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-                writer.close()
+                (await self._open_tcp(self.member.address)).close()
         except (OSError, BatonError):  # TimeoutError too
             return False
+        return True
+
+    async def _listens(self) -> bool:
+        """Whether the engine goes on to let others in. Raises OSError, HandoffFailed."""
+        for pause_s in _PROBE_PAUSES_S:
+            await asyncio.sleep(pause_s)
+            try:
+                (await self._open_socket()).close()
+            except ConnectionRefusedError:
+                return False
         return True
 
     async def _watch_silence(self) -> str:

@@ -50,7 +50,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.AbortResponse:
         async with answering(context):
             check_names(wire.ids)
-            num_aborted = await self._door.abort(wire.ids, self._caller(context))
+            num_aborted = self._door.abort(wire.ids, self._caller(context))
         return inference_pb2.AbortResponse(num_aborted=num_aborted)
 
     async def GetModelInfo(

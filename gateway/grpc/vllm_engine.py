@@ -62,7 +62,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
                 tracestate=trace(context, "tracestate"),
             ) as generation:
                 prompt = generation.request.prompt_token_ids
-                samples = range(generation.request.num_samples)
+                samples = range(generation.request.options.n)
                 answers = [Answer(prompt, wire.stream) for _ in samples]
                 async for chunk in generation.chunks():
                     if chunk.result is not None:
@@ -72,7 +72,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
 
     async def Abort(self, wire: Any, context: Context) -> Any:
         async with answering(context):
-            await self._door.abort(wire.request_ids, self._caller(context))
+            self._door.abort(wire.request_ids, self._caller(context))
         return vllm_engine_pb2.AbortResponse()
 
     async def HealthCheck(self, wire: Any, context: Context) -> Any:

@@ -57,7 +57,10 @@ def build_app(parts: AppState, access: Access) -> web.Application:
 
 
 class HttpServer:
-    """A listening HTTP front. `start` binds; `port` is known after it."""
+    """A listening HTTP front. `start` binds; `port` and `own_port` are known after it.
+
+    `shares_port`: with other gateways; `own_port`: a second port, which is never shared.
+    """
 
     def __init__(
         self,
@@ -67,6 +70,7 @@ class HttpServer:
         certificate: CertificateFiles | None = None,
         *,
         shares_port: bool = False,
+        own_port: int | None = None,
     ) -> None:
         self._runner = web.AppRunner(
             app,
@@ -77,34 +81,48 @@ class HttpServer:
         self._host = host
         self._shares_port = shares_port
         self._tls = None if certificate is None else certificate.http_context()
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
         self.port = port
+        self.own_port = own_port
 
     async def start(self) -> None:
         """Raises StartupFailed where the port is taken or the host is not ours."""
         await self._runner.setup()
         assert self._runner.server is not None, "it was set up"
+        connections = Connections(self._runner.server, _CONNECTION_OPTIONS, self._on_refused)
+        try:
+            self.port = await self._listen(connections, self.port, "--http-port", self._shares_port)
+            if self.own_port is not None:
+                self.own_port = await self._listen(connections, self.own_port, "--own-http-port")
+        except StartupFailed:
+            await self.stop()
+            raise
+
+    async def _listen(
+        self, connections: Connections, port: int, flag: str, is_shared: bool = False
+    ) -> int:
+        """Returns the port that was bound."""
         loop = asyncio.get_running_loop()
         try:
-            self._server = await loop.create_server(
-                Connections(self._runner.server, _CONNECTION_OPTIONS, self._on_refused),
+            server = await loop.create_server(
+                connections,
                 self._host,
-                self.port,
+                port,
                 ssl=self._tls,
                 backlog=_BACKLOG,
-                reuse_port=self._shares_port or None,
+                reuse_port=is_shared or None,
             )
         except OSError as error:
-            await self._runner.cleanup()
             raise StartupFailed(
-                f"the gateway cannot listen on {self._host}:{self.port} (HTTP)",
-                hint="the port is taken or the address is not this host's: another --http-port "
+                f"the gateway cannot listen on {self._host}:{port} (HTTP)",
+                hint=f"the port is taken or the address is not this host's: another {flag} "
                 "(0 takes a free one) or --host",
             ) from error
-        self.port = self._server.sockets[0].getsockname()[1]
+        self._servers.append(server)
+        return int(server.sockets[0].getsockname()[1])
 
     async def stop(self) -> None:
         """Close; what is still open is cut off after a moment for its last words."""
-        if self._server is not None:
-            self._server.close()
+        for server in self._servers:
+            server.close()
         await self._runner.cleanup()

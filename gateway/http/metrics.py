@@ -13,7 +13,7 @@ ROUTES = web.RouteTableDef()
 async def metrics(request: web.Request) -> web.Response:
     """All metrics, as OpenMetrics or in the older text format, whichever is asked for."""
     accept = request.headers.get("Accept", "")
-    body, content_type = await request.app[APP_STATE].peers.metrics(accept)
+    body, content_type = request.app[APP_STATE].telemetry.exporter.render(accept)
     return web.Response(
         body=body, headers={"Content-Type": content_type, "Cache-Control": "no-store"}
     )

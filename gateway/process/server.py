@@ -50,8 +50,6 @@ from ..request.engine_link import Avoid, Demand, EngineOutput, PlainToken
 from ..request.session import SessionLimits
 from ..request.session_table import SessionTable
 from ..security.setup import Security
-from ..security.worker_place import WorkerPlace, share
-from ..telemetry.metrics.worker_peers import WorkerPeers
 from ..telemetry.setup import Telemetry
 from ..validation.served_model import ServedModel
 from .startup_message import Greeting
@@ -95,10 +93,8 @@ class Gateway:
         clock: Clock,
         entropy: Entropy,
         session_limits: SessionLimits,
-        place: WorkerPlace | None = None,
     ) -> None:
-        shared_key = None if place is None else bytes.fromhex(place.shared_key)
-        security = Security.of(config, cluster, clock, shared_key)
+        security = Security.of(config, cluster, clock)
         self._config = config
         self._gate = security.gate
         self._service_names: tuple[str, ...] = (SERVICE_NAME,)
@@ -110,7 +106,7 @@ class Gateway:
         self._table = EngineTable(PrefixMirror(clock))
         self._follower = Follower(index, self._table.mirror)
         queue = DispatchQueue(self._table.released)
-        self._sessions = SessionTable(clock, share(config.max_num_requests, config.workers), queue)
+        self._sessions = SessionTable(clock, config.max_num_requests, queue)
         self._view = ClusterView(
             self._directory,
             self._model.limits.model,
@@ -132,7 +128,6 @@ class Gateway:
             security.certificate_ends_s,
         )
         self._certificates = security.certificates
-        self._peers = WorkerPeers(place, self._telemetry.exporter, self._sessions.abort)
         self._door = FrontDoor(
             self._model,
             self._sessions,
@@ -143,7 +138,6 @@ class Gateway:
             session_limits,
             config.max_request_s,
             self._telemetry.observers,
-            abort_calls=self._peers.abort,
             max_queue_s=config.max_queue_s,
             keeps_prompts=config.log_prompts,
         )
@@ -152,7 +146,7 @@ class Gateway:
         self._is_ready = asyncio.Event()
         self._readiness_changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        options = _server_options(config.max_num_requests, shares_port=place is not None)
+        options = _server_options(config.max_num_requests, shares_port=config.reuse_port)
         self._server = grpc.aio.server(options=options)
         self.host = config.host
         self.port = _bind(self._server, config.host, config.grpc_port, security.certificate)
@@ -165,21 +159,29 @@ class Gateway:
             config,
             started_unix_s,
             self._telemetry,
-            self._peers,
         )
         app = build_app(parts, Access(security.gate, security.sessions, config))
         self._knows_chats = app[CHAT_MODEL].template is not None
+        own_port = config.own_http_port
+        if own_port is None and config.reuse_port:
+            own_port = 0
         self._http = HttpServer(
             app,
             config.host,
             config.http_port,
             security.certificate,
-            shares_port=place is not None,
+            shares_port=config.reuse_port,
+            own_port=own_port,
         )
 
     @property
     def http_port(self) -> int:
         return self._http.port
+
+    @property
+    def own_http_port(self) -> int | None:
+        """A port that this gateway shares with no other; None: `http_port` is not shared."""
+        return self._http.own_port
 
     def _can_serve(self) -> bool:
         return self._is_ready.is_set() and not self._door.is_draining
@@ -195,7 +197,6 @@ class Gateway:
         reflection.enable_server_reflection(names, self._server)  # type: ignore[no-untyped-call]
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         await self._tell_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        await self._peers.start()
         await self._http.start()
         await self._server.start()
         self._tasks = [
@@ -227,6 +228,7 @@ class Gateway:
             knows_text=not config.skip_tokenizer_init,
             has_tls=config.tls_cert is not None,
             asks_for_keys=config.api_keys is not None,
+            own_http_port=self.own_http_port,
         )
 
     async def stop(
@@ -245,7 +247,6 @@ class Gateway:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        await self._peers.stop()
         await self._view.close()
         await self._telemetry.close()
         await self._directory.close()
@@ -313,7 +314,7 @@ def _server_options(max_num_requests: int, *, shares_port: bool) -> tuple[tuple[
         *_SERVER_OPTIONS,
         ("grpc.max_concurrent_streams", max_num_requests + _SPARE_STREAMS),
         ("grpc.max_allowed_incoming_connections", descriptors.for_grpc()),
-        # By default a second server binds a taken port without an error: for workers alone.
+        # By default a second server binds a taken port without an error.
         ("grpc.so_reuseport", int(shares_port)),
     )
 
@@ -340,7 +341,6 @@ async def serve(
     cluster: ClusterConfig,
     *,
     session_limits: SessionLimits | None = None,
-    place: WorkerPlace | None = None,
 ) -> Gateway:
     """Build and start a gateway; raises StartupFailed."""
     secret = ClusterSecret.of(cluster)
@@ -353,7 +353,7 @@ async def serve(
     )
     clock, entropy = SystemClock(), SystemEntropy()
     try:
-        gateway = Gateway(config, cluster, directory, index, clock, entropy, limits, place)
+        gateway = Gateway(config, cluster, directory, index, clock, entropy, limits)
     except StartupFailed:
         await directory.close()
         await index.close()
@@ -366,21 +366,20 @@ async def serve(
     return gateway
 
 
-async def run(
-    config: GatewayConfig, cluster: ClusterConfig, place: WorkerPlace | None = None
-) -> int:
+async def run(config: GatewayConfig, cluster: ClusterConfig) -> int:
     """The process: serve until SIGINT or SIGTERM, then stop cleanly. Returns the exit code."""
     set_up_logging("gateway", as_json=config.log_json)
-    if place is None:  # workers have a parent that says so
-        check_secret("gateway", cluster)
+    check_secret("gateway", cluster)
     descriptors.raise_limit()
     signals = StopSignals()
-    gateway = await serve(config, cluster, place=place)
+    gateway = await serve(config, cluster)
     gc.collect()
     gc.freeze()  # what was loaded stays: a collection that walks it would be a pause in all streams
     gc.set_threshold(_NUM_YOUNG, 20, 20)
     sys.setswitchinterval(_SWITCH_S)
-    http = f"http{'s' if config.tls_cert else ''}://{gateway.host}:{gateway.http_port}"
+    ports = [port for port in (gateway.own_http_port, gateway.http_port) if port is not None]
+    scheme = "https" if config.tls_cert else "http"
+    http = " ".join(f"{scheme}://{gateway.host}:{port}" for port in ports)
     print(f"ready: gateway gateway {http} {gateway.host}:{gateway.port}", flush=True)
     greeting = asyncio.create_task(_greet(gateway))
     turning = asyncio.create_task(show_turns())

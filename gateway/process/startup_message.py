@@ -24,15 +24,17 @@ class Greeting:
     knows_text: bool = True
     has_tls: bool = False
     asks_for_keys: bool = False
+    own_http_port: int | None = None
 
     @property
     def http_url(self) -> str:
-        return f"http{self._s}://{self._address(self.http_port)}"
+        return self._http_url(self.http_port)
 
     def lines(self) -> tuple[str, str]:
         """The addresses, and a request for curl; each begins with its word, READY and TRY."""
         grpc_url = f"grpc{self._s}://{self._address(self.grpc_port)}"
-        addresses = f"{self.http_url} {grpc_url} dashboard {self.http_url}/dashboard"
+        own_url = self._http_url(self.own_http_port or self.http_port)
+        addresses = f"{self.http_url} {grpc_url} dashboard {own_url}/dashboard"
         return f"{READY}{addresses}", f"{TRY}{self._curl()}"
 
     def _curl(self) -> str:
@@ -50,6 +52,9 @@ class Greeting:
     @property
     def _s(self) -> str:
         return "s" if self.has_tls else ""
+
+    def _http_url(self, port: int) -> str:
+        return f"http{self._s}://{self._address(port)}"
 
     def _address(self, port: int) -> str:
         host = _EVERYWHERE.get(self.host, self.host)

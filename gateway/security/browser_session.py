@@ -2,9 +2,10 @@
 
     cookie = expiry . reference of the key . tag of both
 
-Reference and tag are HMACs with a secret of this gateway: nothing about the key can be learnt from
-a cookie. Nothing is kept here: a cookie ends by its time, with its key, or with this gateway. It
-never carries more than the scope `metrics`, so a page that misuses it changes nothing.
+Reference and tag are HMACs with a secret of this gateway, or of those that share a port: nothing
+about the key can be learnt from a cookie. Nothing is kept here: a cookie ends by its time, with its
+key, or with that secret. It never carries more than the scope `metrics`, so a page that misuses it
+changes nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _MAX_COOKIE_CHARS = 256
 
 
 class BrowserSessions:
-    """Gives and judges cookies. Times are of the monotonic clock: they mean nothing elsewhere."""
+    """Gives and judges cookies. Times are of the monotonic clock, which a host has in common."""
 
     def __init__(self, gate: Gate, clock: Clock, secret: bytes | None = None) -> None:
         self._gate = gate

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...cluster.exposure import check_exposure
-from ...cluster.secret import ClusterSecret, salt_key
+from ...cluster.secret import ClusterSecret, salt_key, session_key
 from ...cluster.tls import CertificateFiles, ClusterTls
+from ...core.channels.same_host import host_id
 from ...core.config import ClusterConfig, GatewayConfig
 from ...core.ports import Clock
 from .browser_session import BrowserSessions
@@ -30,17 +31,8 @@ class Security:
     tenancy: Tenancy
 
     @classmethod
-    def of(
-        cls,
-        config: GatewayConfig,
-        cluster: ClusterConfig,
-        clock: Clock,
-        shared_key: bytes | None = None,
-    ) -> Security:
-        """Raises StartupFailed, also where too much would lie open to the network.
-
-        `shared_key`: what the workers of one gateway have in common; None: this one is alone.
-        """
+    def of(cls, config: GatewayConfig, cluster: ClusterConfig, clock: Clock) -> Security:
+        """Raises StartupFailed, also where too much would lie open to the network."""
         missing = [flag for name, flag in _PROTECTION.items() if getattr(config, name) is None]
         check_exposure("gateway", config.host, missing, is_accepted=config.insecure_bind)
         ring = None if config.api_keys is None else KeyRing(Path(config.api_keys))
@@ -49,8 +41,8 @@ class Security:
             _certificate(config),
             ClusterTls.of(cluster),
             gate,
-            BrowserSessions(gate, clock, shared_key),
-            _tenancy(config, cluster, clock, shared_key),
+            BrowserSessions(gate, clock, _session_secret(config, cluster)),
+            _tenancy(config, cluster, clock),
         )
 
     @property
@@ -72,15 +64,14 @@ def _certificate(config: GatewayConfig) -> CertificateFiles | None:
     return CertificateFiles(chain, key, None, "--tls-cert, --tls-key")
 
 
-def _tenancy(
-    config: GatewayConfig, cluster: ClusterConfig, clock: Clock, shared_key: bytes | None
-) -> Tenancy:
+def _session_secret(config: GatewayConfig, cluster: ClusterConfig) -> bytes | None:
+    """Gateways that share a port take each other's logins; None: this one alone takes its own."""
+    secret = cluster.cluster_secret
+    return session_key(secret, host_id()) if config.reuse_port and secret else None
+
+
+def _tenancy(config: GatewayConfig, cluster: ClusterConfig, clock: Clock) -> Tenancy:
     """Without a secret of the deployment, each gateway has its own part of the prefix caches."""
     secret = cluster.cluster_secret
-    key = salt_key(secret) if secret else shared_key or secrets.token_bytes(_SALT_KEY_BYTES)
-    return Tenancy(
-        clock,
-        key,
-        shares_prefixes=config.share_prefix_across_tenants,
-        num_workers=config.workers,
-    )
+    key = salt_key(secret) if secret else secrets.token_bytes(_SALT_KEY_BYTES)
+    return Tenancy(clock, key, shares_prefixes=config.share_prefix_across_tenants)

@@ -5,8 +5,8 @@
     one of those
     at once
 
-Knows no key: a Caller brings its tenant and limits. Each gateway counts for itself; of several
-workers of one, each has its part of every limit.
+Knows no key: a Caller brings its tenant and limits. Each gateway counts for itself, also where
+several share a port.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from ...core.errors import RateLimited
 from ...core.ports import Clock
 from ..request.caller import Caller
 from .token_bucket import TokenBucket
-from .worker_place import share
 
 _SALT_DIGITS = 32
 _TOO_MANY_AT_ONCE_S = 1.0  # what is running ends when it ends: a guess
@@ -63,22 +62,13 @@ class TenantAdmission:
 class Tenancy:
     """`salt_key`: what all gateways of the deployment key salts with; nodes do not need it.
 
-    `shares_prefixes`: tenants may hit each other's cached prefixes. `num_workers`: who divide the
-    limits between them.
+    `shares_prefixes`: tenants may hit each other's cached prefixes.
     """
 
-    def __init__(
-        self,
-        clock: Clock,
-        salt_key: bytes,
-        *,
-        shares_prefixes: bool = False,
-        num_workers: int = 1,
-    ) -> None:
+    def __init__(self, clock: Clock, salt_key: bytes, *, shares_prefixes: bool = False) -> None:
         self._clock = clock
         self._salt_key = salt_key
         self._shares_prefixes = shares_prefixes
-        self._num_workers = num_workers
         self._usage: dict[str, _Usage] = {}
 
     @contextmanager
@@ -87,7 +77,7 @@ class Tenancy:
         nothing of the request was looked at yet."""
         usage = self._usage_of(caller)
         now_s = self._clock.monotonic_s()
-        most = self._part_of(caller.limits.max_concurrent_requests)
+        most = caller.limits.max_concurrent_requests
         if most is not None and usage.num_running >= most:
             raise RateLimited(
                 f"limit reached: {most} requests at once", retry_after_s=_TOO_MANY_AT_ONCE_S
@@ -120,14 +110,9 @@ class Tenancy:
     def _usage_of(self, caller: Caller) -> _Usage:
         """With the limits as they are now: the key file may have changed."""
         usage = self._usage.setdefault(caller.tenant, _Usage())
-        usage.requests = self._bucket(
-            usage.requests, self._part_of(caller.limits.requests_per_minute)
-        )
-        usage.tokens = self._bucket(usage.tokens, self._part_of(caller.limits.tokens_per_minute))
+        usage.requests = self._bucket(usage.requests, caller.limits.requests_per_minute)
+        usage.tokens = self._bucket(usage.tokens, caller.limits.tokens_per_minute)
         return usage
-
-    def _part_of(self, limit: int | None) -> int | None:
-        return None if limit is None else share(limit, self._num_workers)
 
     def _bucket(self, bucket: TokenBucket | None, per_minute: int | None) -> TokenBucket | None:
         if per_minute is None:

@@ -1,6 +1,6 @@
-"""One window of several: a rank whose KV heads lie on several ranks of a source pulls from each.
+"""One window of several: KV heads that lie on several ranks, of the source or of this engine.
 
-    start_pull ─► a pull from each pool, of the same blocks ─► done when all have reported
+    start_pull ─► a pull by each, of the same blocks ─► done when all have reported
 
 All copies of a pull go to the same blocks, to other heads of them. Knows no transport.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from ...core.errors import HandoffFailed
 from ..window.block_pairs import BlockPairs
@@ -20,7 +19,6 @@ from ..window.transport import (
     PoolWindow,
     PullHandle,
     PullOutcome,
-    Starter,
     Transport,
     open_window,
     worst,
@@ -46,16 +44,26 @@ def open_pieces(transports: Sequence[Transport], pieces: Sequence[SourcePiece]) 
         for window in windows:
             window.close()
         raise
-    return windows[0] if len(windows) == 1 else JoinedWindow(windows)
+    if len(windows) == 1:
+        return windows[0]
+    return JoinedWindow(windows, min(window.gbytes_per_s for window in windows))
 
 
-class JoinedWindow:
-    """Windows onto the pools of several ranks of one source."""
+class JoinedWindow(PoolWindow):
+    """Windows onto one source. `gbytes_per_s`: of all together."""
 
-    def __init__(self, windows: Sequence[PoolWindow]) -> None:
+    def __init__(self, windows: Sequence[PoolWindow], gbytes_per_s: float) -> None:
         self._windows = windows
-        self.transport = "+".join(sorted({window.transport for window in windows}))
-        self.gbytes_per_s = min(window.gbytes_per_s for window in windows)
+        self._gbytes_per_s = gbytes_per_s
+        self._transport = "+".join(sorted({window.transport for window in windows}))
+
+    @property
+    def transport(self) -> str:
+        return self._transport
+
+    @property
+    def gbytes_per_s(self) -> float:
+        return self._gbytes_per_s
 
     @property
     def num_steps(self) -> int | None:
@@ -67,10 +75,6 @@ class JoinedWindow:
         for window in self._windows:
             pull.add(window.start_pull(pairs, pull.ended))
         return pull
-
-    def prepare(self, pairs: BlockPairs) -> Starter:
-        """Each prepares its own part when it starts."""
-        return partial(self.start_pull, pairs)
 
     def close(self) -> None:
         for window in self._windows:

@@ -9,9 +9,8 @@ counts. Knows no transport by name.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
 
 from ...core.channels.engine_tls import WrapSocket
 from ...core.errors import EngineFailed, HandoffFailed
@@ -22,8 +21,8 @@ from ..network.data_client import describe_remote
 from ..window.block_pairs import BlockPairs
 from ..window.head_ranges import HeadPiece, pieces_of
 from ..window.network_address import RemotePool, Routes
-from ..window.transport import PoolWindow, PullHandle, PullOutcome, Starter, Transport, worst
-from .joined import SourcePiece, open_pieces
+from ..window.transport import PoolWindow, PullHandle, PullOutcome, Transport, worst
+from .joined import JoinedWindow, SourcePiece, open_pieces
 from .rank_messages import Opened, pack_number, pack_open, pack_pull
 
 
@@ -63,7 +62,9 @@ class RankedTransport:
         except (HandoffFailed, EngineFailed):
             mine.close()
             raise
-        window = RankedWindow(mine, self._followers, number, answers)
+        others = OtherRanks(mine, self._followers, number)
+        speed = mine.gbytes_per_s + sum(each.gbytes_per_s for each in answers)
+        window = JoinedWindow([others, mine], speed)
         try:
             for rank, opened in enumerate(answers, start=1):
                 opened.require(rank)
@@ -104,66 +105,47 @@ class RankedTransport:
         return number, [Opened.unpack(answer) for answer in answers]
 
 
-class RankedWindow:
-    """The windows of all ranks as one. `number` is what the other ranks know theirs by."""
+class OtherRanks(PoolWindow):
+    """The windows of ranks other than 0: `number` is what they know theirs by, `mine` is rank 0's.
 
-    def __init__(
-        self, mine: PoolWindow, followers: RankGroup, number: int, others: Sequence[Opened]
-    ) -> None:
-        self.transport = mine.transport
-        self.gbytes_per_s = mine.gbytes_per_s + sum(each.gbytes_per_s for each in others)
+    They have the same source, so that what rank 0 sees of it holds for them.
+    """
+
+    def __init__(self, mine: PoolWindow, followers: RankGroup, number: int) -> None:
         self._mine = mine
         self._followers = followers
         self._number = number
 
     @property
+    def transport(self) -> str:
+        return self._mine.transport
+
+    @property
+    def gbytes_per_s(self) -> float:
+        return self._mine.gbytes_per_s
+
+    @property
     def num_steps(self) -> int | None:
-        """A source has one count for all its ranks."""
         return self._mine.num_steps
 
     def start_pull(self, pairs: BlockPairs, on_done: Callable[[PullOutcome], None]) -> PullHandle:
-        pull = _RankedPull(self._followers, on_done)
-        message = pack_pull(self._number, pairs)
-        pull.order = self._followers.order(
-            MessageKind.PULL, [message] * self._followers.num_ranks, pull.others_ended
-        )
-        pull.mine = self._mine.start_pull(pairs, pull.mine_ended)
-        return pull
+        def ended(answers: list[bytes]) -> None:
+            on_done(worst([PullOutcome(answer.decode()) for answer in answers]))
 
-    def prepare(self, pairs: BlockPairs) -> Starter:
-        """Each prepares its own part when it starts."""
-        return partial(self.start_pull, pairs)
+        messages = [pack_pull(self._number, pairs)] * self._followers.num_ranks
+        order = self._followers.order(MessageKind.PULL, messages, ended)
+        return _Order(self._followers, order)
 
     def close(self) -> None:
-        self._mine.close()
         self._followers.tell(MessageKind.CLOSE_WINDOW, pack_number(self._number))
 
 
-class _RankedPull:
-    """One pull in flight on all ranks; the handle that its caller gets."""
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """A pull in flight on the other ranks."""
 
-    order = 0
-    mine: PullHandle | None = None
-
-    def __init__(self, followers: RankGroup, on_done: Callable[[PullOutcome], None]) -> None:
-        self._followers = followers
-        self._on_done = on_done
-        self._lock = threading.Lock()
-        self._first: PullOutcome | None = None
-
-    def mine_ended(self, outcome: PullOutcome) -> None:
-        self._ended(outcome)
-
-    def others_ended(self, answers: list[bytes]) -> None:
-        self._ended(worst([PullOutcome(answer.decode()) for answer in answers]))
-
-    def _ended(self, outcome: PullOutcome) -> None:
-        with self._lock:
-            first, self._first = self._first, outcome
-        if first is not None:
-            self._on_done(worst([first, outcome]))
+    followers: RankGroup
+    number: int
 
     def cancel(self) -> None:
-        if self.mine is not None:
-            self.mine.cancel()
-        self._followers.tell(MessageKind.CANCEL_PULL, pack_number(self.order))
+        self.followers.tell(MessageKind.CANCEL_PULL, pack_number(self.number))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Protocol, TypeAlias
 
 from ...core.errors import HandoffFailed
@@ -82,8 +83,10 @@ class PoolWindow(Protocol):
     def prepare(self, pairs: BlockPairs) -> Starter:
         """All of `start_pull` that can be done before the blocks are there; call the result with
         `on_done` once they are, or never. For windows that show `num_steps`. Raises HandoffFailed.
+
+        As it stands here, nothing is done before.
         """
-        ...
+        return partial(self.start_pull, pairs)
 
     def close(self) -> None:
         """Accept no more pulls. Those accepted end and report, then the memory is unmapped."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import select
 import threading
 import time
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from typing import Any, Protocol, TypeAlias
 
 from google.protobuf.message import DecodeError
 
+from ...core.channels.admission import LOST_S
 from ...core.channels.channel import Channel, ChannelBroken
 from ...core.channels.framing import BrokenStream
 from ...core.errors import BatonError, HandoffFailed, InvalidRequest, NodeLost
@@ -29,7 +31,7 @@ from .inbox import Inbox
 
 log = logging.getLogger(__name__)
 
-LAST_WORDS_S = 0.5  # within which gateways take what is said last
+_LAST_WORDS_S = 0.3
 
 
 class Kind(enum.Enum):
@@ -42,12 +44,16 @@ class Kind(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """One channel. `name`: a gateway's id or a peer's incarnation; `host`: where it was dialled."""
+    """One channel. `name`: a gateway's id or a peer's incarnation; `host`: where it was dialled.
+
+    `ended_by`: why it is over, for people.
+    """
 
     kind: Kind
     name: str
     channel: Channel
     host: str = ""
+    ended_by: str = ""
     is_watched: bool = field(default=False, repr=False)
 
 
@@ -104,9 +110,15 @@ class EngineChannels:
     """Belongs to the loop's thread, but for `heartbeat` and `end`, which any thread may call."""
 
     def __init__(
-        self, inbox: Inbox[Any], welcome: node_pb2.Welcome, followers: Sequence[Follower] = ()
+        self,
+        inbox: Inbox[Any],
+        welcome: node_pb2.Welcome,
+        followers: Sequence[Follower] = (),
+        silence_s: float = LOST_S,
     ) -> None:
-        """`followers` want to know what changes."""
+        """`followers` want to know what changes; a peer that is silent for `silence_s` is lost."""
+        self._silence_s = silence_s
+        self._last_beat_s = time.monotonic()
         self._inbox = inbox
         self._followers = followers
         self._welcome = node_pb2.NodeMessage(welcome=welcome).SerializeToString()
@@ -207,25 +219,40 @@ class EngineChannels:
         self.watch_writes(link)
 
     def heartbeat(self, numbers: node_pb2.Heartbeat) -> None:
-        """Send it to all gateways; peers get an empty frame. Any thread."""
+        """Send it to all gateways; peers get an empty frame, and are listened for. Any thread."""
         payload = node_pb2.NodeMessage(heartbeat=numbers).SerializeToString()
         with self._beating:
             self._heartbeat = payload
             for link in self._links():
                 self._send_beside(link, payload if link.kind is Kind.GATEWAY else b"")
+        self._listen_for_peers()
+
+    def _listen_for_peers(self) -> None:
+        """A network whose proxies still take what is sent, or a peer that hangs, is silent."""
+        now_s = time.monotonic()
+        stood_still = now_s - self._last_beat_s > self._silence_s / 2
+        self._last_beat_s = now_s
+        for link in list(self._peers.values()):
+            if stood_still:
+                link.channel.forgive()
+            elif link.channel.is_silent(self._silence_s):
+                reason = f"nothing came for {self._silence_s:g} s"
+                self._inbox.put(LinkOver(link, NodeLost(reason)))
 
     def end(self, error: BatonError) -> None:
-        """The process ends: tell all gateways why, and say nothing more. Any thread; it waits for
-        readers that are behind, but not for long.
+        """Tell all gateways that the process ends, and why; returns when they know, or have had
+        their time. Nothing more is sent after it. Any thread.
         """
         message = node_pb2.NodeMessage(engine_ended=codec.error_to_wire(error))
         payload = message.SerializeToString()
-        until_s = time.monotonic() + LAST_WORDS_S
+        until_s = time.monotonic() + _LAST_WORDS_S
         with self._beating:
+            gateways = list(self._gateways.values())
             for link in self._links():
                 if link.kind is Kind.GATEWAY:
                     self._send_beside(link, payload)
                 link.channel.end_sending(until_s)
+        _wait_for_ends([link.channel for link in gateways])
 
     def _send_beside(self, link: Link, payload: bytes) -> None:
         """From a thread that must not touch the inbox's sockets."""
@@ -263,6 +290,23 @@ class EngineChannels:
             self.refuse(link, wrong(reason))
             items.append(LinkOver(link, wrong(reason)))
         return items
+
+
+def _wait_for_ends(channels: Sequence[Channel]) -> None:
+    """Drop what comes until the other ends hang up, for a moment.
+
+    The end of a connection with something unread costs the other side what it has not read yet.
+    """
+    until_s = time.monotonic() + _LAST_WORDS_S
+    poll, by_fd = select.poll(), {channel.fileno(): channel for channel in channels}
+    by_fd.pop(-1, None)  # the loop's thread has closed them
+    for fd in by_fd:
+        poll.register(fd, select.POLLIN)
+    while by_fd and (left_s := until_s - time.monotonic()) > 0:
+        for fd, _ in poll.poll(1000 * left_s):
+            if not by_fd[fd].discard():
+                poll.unregister(fd)
+                del by_fd[fd]
 
 
 def _decode(link: Link, payload: bytes) -> FromGateway | FromPeer:

@@ -48,7 +48,7 @@ class _Step:
 
 
 class Outbox:
-    """Belongs to the engine loop's thread. An `engine.prefix_cache.CacheObserver` beside."""
+    """Belongs to the engine loop's thread. An `engine.kv.prefix_cache.CacheObserver` beside."""
 
     def __init__(self, send: Send, channels: Recipients) -> None:
         """`send` is for the supervisor."""

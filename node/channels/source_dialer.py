@@ -98,6 +98,8 @@ class SourceDialer:
             else:
                 is_steady = self._wait_for_end(link)
                 if source.fingerprint != self._puller.fingerprint:
+                    why = link.ended_by
+                    log.warning("not linked to %s (%s): %s", source.name, source.address, why)
                     with self._changed:
                         self._refused.add(incarnation)
                 if is_steady:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from ...core.channels.addresses import engine_addresses_of
-from ...core.channels.admission import GATEWAY, PULLER
+from ...core.channels.admission import GATEWAY, LOST_S, PULLER
 from ...core.channels.channel import Channel
 from ...core.channels.channel_listener import Admission, ChannelListener
 from ...core.channels.engine_tls import EngineTls
@@ -30,6 +30,7 @@ from ..channels.source_dialer import Puller, SourceDialer
 log = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 1.0  # within which what was said last is encrypted and sent
+_HEARTBEATS_MISSED = 4  # of a peer, whose interval is taken for ours
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,8 @@ class EngineLinks:
             secure = None if tls is None else tls.puller_wrap()
             self._dialer = SourceDialer(_puller(welcome, keys, secure), self._connected)
             followers.append(self._dialer)
-        self.channels = EngineChannels(inbox, welcome, followers)
+        silence_s = max(LOST_S, _HEARTBEATS_MISSED * node.heartbeat_s)
+        self.channels = EngineChannels(inbox, welcome, followers, silence_s)
         purposes = (GATEWAY, PULLER) if is_source else (GATEWAY,)
         self._listener = _listen(
             welcome.incarnation,

@@ -238,6 +238,7 @@ class EngineLoop:
     def _end(self, link: Link, error: BatonError) -> None:
         if not link.channel.is_closed:
             log.info("the link with %s %s ended: %s", link.kind.value, link.name, error.message)
+            link.ended_by = error.message
             self._channels.remove(link)
             self._lost(link)
 
@@ -326,7 +327,7 @@ class EngineLoop:
 
 
 def _key(message: node_pb2.Dispatch | node_pb2.Cancel) -> str:
-    """`core.request.Request.key` of the request that a gateway speaks of."""
+    """`core.request.request.Request.key` of the request that a gateway speaks of."""
     return f"{message.request_id}/{message.attempt}"
 
 

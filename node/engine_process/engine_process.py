@@ -227,6 +227,7 @@ def _serve(
     pulse = HeartbeatSender(beat, node_config.heartbeat_s, clock)
     pulse.start()
     gate = GrammarGate(grammars, inbox.put)
+    gc.enable()  # it was off for the start
     gc.collect()
     gc.freeze()  # what was loaded stays: no collection need look at it again
     gc.set_threshold(_NUM_YOUNG, 20, 20)

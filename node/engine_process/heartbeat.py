@@ -1,9 +1,10 @@
 """Heartbeats from a thread of their own, so that a long step is not taken for a hang.
 
 The engine loop leaves its latest numbers here and says when a turn begins and ends; the thread
-sends them at a steady beat, and at once if another number of prompt tokens waits, or a step with
-some of them has ended: gateways route by that. A turn that takes longer than `STALL_S` is a hang:
-the pulse stops, the gateways look elsewhere, and the supervisor replaces the process.
+sends them at a steady beat, and at once if another number of prompt tokens waits, a step with some
+of them has ended, or a link came or went: gateways route by that. A turn that takes longer than
+`STALL_S` is a hang: the pulse stops, the gateways look elsewhere, and the supervisor replaces the
+process.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class HeartbeatSender:
                     return  # the supervisor is gone, and the loop is about to notice as well
 
 
-def _progress(numbers: node_pb2.Heartbeat) -> tuple[int, int]:
+def _progress(numbers: node_pb2.Heartbeat) -> tuple[int, int, list[str]]:
     """What gateways reckon with between two heartbeats."""
-    waiting_tokens = numbers.waiting_tokens
-    return waiting_tokens, numbers.num_steps if waiting_tokens else 0
+    waiting_tokens, links = numbers.waiting_tokens, [link.incarnation for link in numbers.links]
+    return waiting_tokens, numbers.num_steps if waiting_tokens else 0, links

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ...cluster.exposure import is_loopback
-from ...core.channels.addresses import addresses_of, host_of
+from ...core.channels.addresses import engine_addresses_of, host_of
 from ...core.channels.engine_tls import EngineTls
 from ...core.channels.same_host import host_id
 from ...core.config import NodeConfig
@@ -118,7 +118,7 @@ class Offer:
         self._server: DataServer | None = None
         self._is_serving = False
         if key is not None and _needs_port(runner, node):
-            names = [host_of(address) for address in addresses_of(node)]
+            names = [host_of(address) for address in engine_addresses_of(node, 0)]
             wrap = {} if tls is None else {"wrap": tls.source_wrap()}
             self._server = DataServer(node.host, names, outlets(runner.kv), **wrap)
 

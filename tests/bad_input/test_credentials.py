@@ -9,9 +9,13 @@ from contextlib import closing
 
 import pytest
 from bad_input.cases.fronts import GOOD, LEAKS, PROMPT, Answer, Target, read_answer
+from bad_input.cases.target import SECRET
 from bad_input.conftest import Keyed
 
-from baton.proto.v1 import handoff_pb2, inference_pb2, node_pb2
+from baton.cluster.secret import handshake_key
+from baton.core.channels.admission import GATEWAY, dial
+from baton.core.errors import NodeLost
+from baton.proto.v1 import inference_pb2, node_pb2
 
 
 def _request(max_tokens: int = 3, prompt: str = PROMPT) -> inference_pb2.GenerateRequest:
@@ -134,9 +138,8 @@ def test_every_route_asks_for_a_key_but_these(keyed: Keyed) -> None:
 
 
 INTERNAL_CALLS = [
-    ("/baton.v1.Node/Session", node_pb2.GatewayMessage().SerializeToString()),
     ("/baton.v1.Node/GetLedgers", node_pb2.GetLedgersRequest().SerializeToString()),
-    ("/baton.v1.Handoff/Link", handoff_pb2.PeerMessage().SerializeToString()),
+    ("/baton.v1.Node/GetMembers", node_pb2.GetMembersRequest().SerializeToString()),
 ]
 
 
@@ -150,15 +153,26 @@ def test_internal_calls_are_not_on_the_public_port(
         assert place.call(method, data, metadata).status == "UNIMPLEMENTED"
 
 
-def test_a_clients_key_opens_no_node(keyed: Keyed) -> None:
+@pytest.mark.parametrize("method", ["GetLedgers", "GetMembers"])
+def test_a_clients_key_opens_no_node(keyed: Keyed, method: str) -> None:
     """B78: nodes ask for the cluster's secret, and a client's key is none."""
     key = keyed.keys["plain"]
     with closing(keyed.target.open_channel(keyed.target.node_port)) as channel:
-        proof = node_pb2.GatewayMessage(handshake=key.encode()).SerializeToString()
+        proof = node_pb2.GetLedgersRequest(handshake=key.encode()).SerializeToString()
         for said in (b"", proof):
             bearer = [("authorization", f"Bearer {key}")]
-            answer = keyed.target.call("/baton.v1.Node/Session", said, bearer, channel=channel)
+            answer = keyed.target.call(f"/baton.v1.Node/{method}", said, bearer, channel=channel)
             assert answer.status == "UNAUTHENTICATED", answer
+
+
+def test_a_clients_key_opens_no_engine(keyed: Keyed) -> None:
+    """B78: engines ask for the cluster's secret too."""
+    address, engine = f"127.0.0.1:{keyed.target.engine_port}", keyed.target.incarnation
+    for key in (handshake_key(keyed.keys["plain"]), handshake_key(None)):
+        with pytest.raises(NodeLost, match="hung up"):
+            dial(GATEWAY, key, dialer="d" * 32, listener=engine, address=address)
+    key = handshake_key(SECRET)
+    dial(GATEWAY, key, dialer="d" * 32, listener=engine, address=address).close()
 
 
 def test_foreign_pages(target: Target) -> None:

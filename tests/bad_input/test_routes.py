@@ -105,7 +105,7 @@ def test_these_services_and_no_others(target: Target) -> None:
     "method",
     ["/baton.v1.Inference/generate", "/baton.v1.Inference/", "/baton.v1.inference/Generate",
      "/Generate", "/", "/baton.v1.Inference/Generate/x", "/baton.v1.Engine/Configure",
-     "/inference.GRPCInferenceService/ModelInfer", "/../baton.v1.Node/Session"],
+     "/inference.GRPCInferenceService/ModelInfer", "/../baton.v1.Node/GetLedgers"],
 )  # fmt: skip
 def test_absent_methods(target: Target, method: str) -> None:
     """B76."""

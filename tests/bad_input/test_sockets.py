@@ -412,13 +412,14 @@ def test_what_a_compressed_message_unpacks_to_is_bounded(target: Target) -> None
         b"\x16\x03\x01\x02\0" * 20,
     ],
 )
-@pytest.mark.parametrize("port", ["grpc_port", "node_port"])
-def test_other_formats_on_grpc_ports(target: Target, port: str, data: bytes) -> None:
-    """B88: closed; gRPC's own last words at most."""
+@pytest.mark.parametrize("port", ["grpc_port", "node_port", "engine_port"])
+def test_other_formats_on_other_ports(target: Target, port: str, data: bytes) -> None:
+    """B88: closed; gRPC's own last words at most, and an engine's none."""
     with target.connect(getattr(target, port)) as plain:
         plain.sendall(data)
         answer = read_to_end(plain)
     assert not LEAKS.search(answer.decode("latin-1"))
+    assert port != "engine_port" or answer == b""
 
 
 # --- those who say nothing, or too little ---------------------------------------------------------
@@ -442,16 +443,14 @@ def test_who_says_nothing_is_closed(hasty: Target) -> None:
 
 def test_a_body_that_does_not_come(hasty: Target) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\n" + _HOST
-    with hasty.connect() as plain:
+    form = b"POST /dashboard/login HTTP/1.1\r\nContent-Type: application/x-www-form-urlencoded\r\n"
+    with hasty.connect() as plain, hasty.connect() as login:
         plain.sendall(head + b"Content-Length: 100\r\n\r\n{")
+        login.sendall(form + _HOST + b"Content-Length: 100\r\n\r\nkey=")
         answer = read_answer(plain)
         assert (answer.status, answer.code) == (408, "request_timeout")
-        assert read_to_end(plain) == b""
-    form = b"POST /dashboard/login HTTP/1.1\r\nContent-Type: application/x-www-form-urlencoded\r\n"
-    with hasty.connect() as plain:
-        plain.sendall(form + _HOST + b"Content-Length: 100\r\n\r\nkey=")
-        assert read_answer(plain).status == 408
-        assert read_to_end(plain) == b""
+        assert read_answer(login).status == 408
+        assert read_to_end(plain) == read_to_end(login) == b""
     hasty.check_serves()
 
 

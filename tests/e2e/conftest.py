@@ -25,10 +25,10 @@ BUNDLED = Path(__file__).resolve().parents[2] / "models" / "demo"
 
 @pytest.fixture(scope="session")
 def demo_system() -> Iterator[tuple[Running, LocalEngine]]:
-    """The bundled model in chunks of 64, with HTTP, and one process of it."""
+    """The bundled model in chunks of 64 on two decode nodes, with HTTP, and one process of it."""
     config = _engine_config(BUNDLED, max_num_batched_tokens=64)
     local = LocalEngine(config, ModelRunner(config))
-    with running(config) as system:
+    with running(config, up=UpConfig(num_decode_nodes=2)) as system:
         yield system, local
 
 
@@ -56,7 +56,10 @@ def subject(
 ) -> Iterator[Subject]:
     """A prefill node, and one or two decode nodes, for each checkpoint and chunk budget."""
     if request.param == "bundled":
-        yield from _subject(_engine_config(BUNDLED), 2)
+        system, local = request.getfixturevalue("demo_system")
+        vocab_size = local.runner.model_config.vocab_size
+        yield Subject(system, GreedyOracle(BUNDLED), local, vocab_size, 2)
+        system.wait_idle()
         return
     folder = tmp_path_factory.mktemp("checkpoint")
     write_byte_tokenizer(folder)

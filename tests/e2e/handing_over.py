@@ -32,7 +32,7 @@ def hand_over(
     puller.runner.kv.tensor[known] = blocks
     if damage is not None:
         damage(puller.runner.kv.tensor, known)
-    source.engine.release(request.key)
+    source.engine.abort(request.key)
     puller.engine.start(reservation, tokens[0])
     while puller.engine.has_work:
         tokens += [token.token_id for token in puller.engine.step().tokens]

@@ -90,9 +90,8 @@ def test_cached_tokens_are_told(demo: Subject) -> None:
     cached = usage.prompt_tokens_details.cached_tokens
     assert cached is not None and cached >= 16
     assert answer.headers["x-cached-tokens"] == str(cached)
-    assert (answer.headers["x-prefill-node"], answer.headers["x-decode-node"]) == (
-        "prefill-0", "decode-0",
-    )  # fmt: skip
+    assert answer.headers["x-prefill-node"] == "prefill-0"
+    assert answer.headers["x-decode-node"] in ("decode-0", "decode-1")
 
 
 FEATURES: dict[str, dict[str, Any]] = {

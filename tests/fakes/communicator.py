@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: the fake of `engine.communicator.Communicator`."""
+"""Ranks as threads of one process: the fake of `engine.model.communicator.Communicator`."""
 
 from __future__ import annotations
 

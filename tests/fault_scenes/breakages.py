@@ -13,23 +13,24 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
-import grpc
 from fault_scenes.fault_cluster import CHUNK_TOKENS
 from fault_scenes.faults import BLOCK_SIZE, Ledger, Scene, until
 from node_driver import CLUSTER, SECRET, NodeProcess, health, session
 from patience import AT_ONCE_S, SOON_S
 
-from baton.cluster.link_handshake import HANDOFF, dial
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.secret import ClusterSecret
-from baton.core.errors import Cancelled, EngineFailed, Unavailable
+from baton.core.channels.admission import PULLER, dial
+from baton.core.channels.framing import FrameBuffer, encode_payload
+from baton.core.errors import Cancelled, EngineFailed, PermissionDenied, Unavailable
 from baton.core.membership import Member, Role
 from baton.core.request.constraint import Constraint, ConstraintKind
 from baton.core.request.request import Request, SamplingParams, Ticket
 from baton.kv_transfer.protocol.messages import PROTOCOL
-from baton.proto.v1 import handoff_pb2, handoff_pb2_grpc, node_pb2
+from baton.proto.v1 import handoff_pb2, node_pb2
 
 NUM_CHUNKS = 8
 NUM_NEIGHBOURS = 31
@@ -242,17 +243,13 @@ async def pause_gateway(seconds: float, scene: Scene) -> None:
 async def send_crafted_tickets(scene: Scene) -> None:
     """F26: used up, of another pair, for the wrong engine: refused, and nothing is computed."""
     source, puller = scene.incarnation("prefill-0"), scene.incarnation("decode-0")
-    processes = scene.cluster.processes
     params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
     good = Ticket("a" * 32, source, puller)
 
     def request(number: int) -> Request:
         return Request(f"{number:032x}", 0, tuple(range(5, 45)), params)
 
-    async with (
-        session(processes["prefill-0"].address, source) as to_source,
-        session(processes["decode-0"].address, puller) as to_puller,
-    ):
+    async with session(source) as to_source, session(puller) as to_puller:
         await to_source.dispatch(request(1), node_pb2.WORK_PREFILL, good)
         await to_puller.dispatch(request(1), node_pb2.WORK_DECODE, good)
         await to_puller.until(lambda: _is_over(to_puller.heard, request(1)))
@@ -383,32 +380,43 @@ def _has_said(process: NodeProcess, *words: str) -> bool:
 
 
 async def _greet_as_another_make(scene: Scene) -> None:
-    """A puller that is refused is told so in gRPC's terms."""
+    """A puller that is refused is told why, in the last frame; one that is not listed, at once."""
     source, puller = scene.incarnation("prefill-0"), "e" * 32
     hello = handoff_pb2.Hello(
         incarnation=puller, protocol=PROTOCOL, fingerprint={"block_size": "8"}
     )
-    address = scene.cluster.processes["prefill-0"].address
-    async with grpc.aio.insecure_channel(address) as channel, _announced(scene, puller):
-        call = handoff_pb2_grpc.HandoffStub(channel).Link()
-        ends = (call, handoff_pb2.PeerMessage, ClusterSecret(SECRET), HANDOFF)
-        await dial(*ends, dialer=puller, listener=source, address=address)
-        await call.write(handoff_pb2.PeerMessage(hello=hello))
-        try:
-            await call.read()
-        except grpc.aio.AioRpcError as error:
-            assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
-            assert error.details() == "block_size: '16' here, '8' there"
-            assert [*error.trailing_metadata()] == [("baton-error-code", "fingerprint_mismatch")]
-        else:
-            raise AssertionError("a puller of another make is listened to")
+    key = ClusterSecret(SECRET).dialing_key
+    ends = partial(asyncio.to_thread, dial, PULLER, key, listener=source, address=None)
+    async with _announced(scene, puller):
+        reader, writer = await asyncio.open_connection(sock=await ends(dialer=puller))
+        said = handoff_pb2.PeerMessage(hello=hello).SerializeToString()
+        writer.write(encode_payload(said))
+        frames = FrameBuffer()
+        payloads: list[bytes] = []
+        while data := await reader.read(65536):
+            payloads += frames.cut(data)
+        writer.close()
+    refused = handoff_pb2.PeerMessage.FromString(payloads[-1]).refused
+    assert refused.code == "fingerprint_mismatch"
+    assert refused.message == "block_size: '16' here, '8' there"
+    stranger = "d" * 32
+    try:
+        (await ends(dialer=stranger)).close()
+    except PermissionDenied as error:
+        assert error.message == f"engine {stranger} is not in the directory"
+    else:
+        raise AssertionError("a puller that nobody knows is listened to")
 
 
 @asynccontextmanager
 async def _announced(scene: Scene, incarnation: str) -> AsyncIterator[None]:
     """While it lasts, the directory has an engine of this incarnation: links to it are refused."""
     directory = RedisDirectory(scene.cluster.redis.url, CLUSTER, ClusterSecret(SECRET))
-    member = Member(incarnation, Role.DECODE, "nobody", "127.0.0.1:1", "demo", "f", 512, 16, 64)
+    member = Member(
+        *(incarnation, Role.DECODE, "nobody", "127.0.0.1:1", "demo", "f", 512, 16, 64),
+        engine_address="127.0.0.1:2",
+        host_id="f" * 32,
+    )
     await directory.announce(member, 5.0)
     try:
         yield

@@ -1,8 +1,8 @@
-"""The faults of messages: what is said on the real streams comes twice, out of order, or never.
+"""The faults of messages: what is said on real channels comes twice, out of order, or never.
 
-gateway-9 ═╦══════════ Tangle ═► decode-9        each node makes the address of its tangle known
-           ╠══════════ Tangle ═► prefill-9
-decode-9 ══╝
+gateway-9, "front" ═╦════ Tangle ═► decode-9, "far"     engines make their tangles' addresses known,
+                    ╠════ Tangle ═► prefill-9, "near"   and are shown as of other hosts
+decode-9 ═══════════╝
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from fault_scenes.faults import Scene, Stream, until
+from fault_scenes.introductions import Introductions
 from fault_scenes.tangle import DOUBLE, LOSE, SWAP, Tangle
 from node_driver import wait_idle
 
@@ -24,7 +25,7 @@ from baton.client import AsyncClient
 SEED = 27
 LEASE_S = 1.0
 PATIENCE_S = 2.0  # of a request's client: what waits for a lost message ends then
-WAYS = [(name, way) for name in ("Session", "Link") for way in ("on", "back")]
+WAYS = [(name, way) for name in ("gateway", "puller") for way in ("on", "back")]
 
 
 @dataclass
@@ -32,7 +33,7 @@ class Tangled:
     """A gateway and two nodes that reach each other through tangles only."""
 
     client: AsyncClient
-    nodes: tuple[str, ...]  # addresses
+    nodes: tuple[str, ...]  # addresses, which no tangle stands before
     tangles: tuple[Tangle, ...]
 
     def befall(self, *ways: tuple[str, str], **mishaps: float) -> None:
@@ -86,24 +87,27 @@ async def _ask(scene: Scene, world: Tangled, count: int, *, may_fail: bool = Fal
 
 @asynccontextmanager
 async def _tangled(scene: Scene) -> AsyncIterator[Tangled]:
-    """Start the three in a cluster of their own, the nodes each behind a tangle."""
-    launch, cluster = scene.cluster.launch, ("--cluster", "tangled")
+    """Start the three, each in a cluster of its own, and show them each other behind tangles."""
+    launch = scene.cluster.launch
     async with AsyncExitStack() as stack:
+        known = Introductions(scene.cluster.redis.url, stack)
         tangles = [await stack.enter_async_context(Tangle(SEED)) for _ in range(2)]
-        flags = []
+        reached = []
         for tangle in tangles:
             tangle.target = f"127.0.0.1:{(port := free_port())}"
-            flags.append((*cluster, "--port", f"{port}", "--advertise", tangle.address))
+            reached.append(("--engine-port", f"{port}", "--advertise-engine", tangle.address))
         processes = (
-            launch("prefill-9", *flags[0], "--lease-s", f"{LEASE_S}"),
-            launch("decode-9", *flags[1]),
-            launch("gateway-9", *cluster),
+            launch("prefill-9", *known.flags("near"), *reached[0], "--lease-s", f"{LEASE_S}"),
+            launch("decode-9", *known.flags("far"), *reached[1]),
+            launch("gateway-9", *known.flags("front")),
         )
         try:
+            source, puller = [await known.newcomer(name) for name in ("near", "far")]
+            await known.show_elsewhere(puller, "near", "front")
+            await known.show_elsewhere(source, "far", "front")
             address = await asyncio.to_thread(lambda: processes[-1].address)
             client = await stack.enter_async_context(AsyncClient(address))
-            nodes = tuple(tangle.address for tangle in tangles)
-            yield Tangled(client, nodes, tuple(tangles))
+            yield Tangled(client, (source.address, puller.address), tuple(tangles))
         finally:
             for process in processes:
                 process.process.send_signal(signal.SIGINT)

@@ -69,13 +69,13 @@ async def ask_for_more_than_fits(scene: Scene) -> None:
 async def outgrow_the_pool(scene: Scene) -> None:
     """F28: short outputs so far, so that many are let in; then all get long.
 
-    Five requests of 8 blocks are let into a pool of 98, and want 22 each at their end. On a machine
-    that others keep busy they may come one after the other: then more follow.
+    Seven requests of 7 blocks are let into a pool of 98, and want 15 each at their end. On a
+    machine that others keep busy they may come one after the other: then more follow.
     """
     client = scene.client()
     shorts = [
         client.generate(prompt_token_ids=(7, i), max_tokens=3, n=8, ignore_eos=True)
-        for i in range(32)
+        for i in range(8)
     ]
     for generation in shorts:
         await generation.finish()
@@ -93,9 +93,9 @@ async def _ask_for_long_outputs(scene: Scene) -> None:
     await asyncio.sleep(1.2 * HEARTBEAT_S)  # the gateway knows that all are idle
     with scene.stopped("decode-0", "engine"), scene.stopped("decode-1", "engine"):
         streams = []
-        for number in range(10):
+        for number in range(14):
             sampling = {"temperature": 0.9, "top_p": 0.95, "seed": number} if number % 2 else {}
-            streams.append(scene.ask(120, 230, **sampling))
+            streams.append(scene.ask(110, 125, **sampling))
         with suppress(TimeoutError):
             async with asyncio.timeout(MAX_SILENCE_S):
                 await asyncio.gather(*(stream.reached(1) for stream in streams))

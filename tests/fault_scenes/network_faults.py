@@ -1,11 +1,11 @@
 """The faults of the network between a source and its pullers: bytes vanish, connections are reset.
 
 prefill-9, "near" ══ Tangle ══ WireProxy ══► decode-9, "far"        the pair that breaks
-       ║      ╚═════════════════════════════► decode-8, "beside"    a pair that is fine
+       ║      ╚════════ unix socket ════════► decode-8, "beside"    a pair that is fine
        ╚═ data port ══════════ WireProxy ══► decode-9               "front": gateway-9 reaches all
 
-Blocks travel by `--kv-transport tcp`. decode-9 sees the source at another address of this host, at
-which the proxies listen on the source's own ports.
+Blocks travel by `--kv-transport tcp`. decode-9 sees the source as on another host, at another
+address of this one, at which proxies listen: one on each of the source's own data ports.
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ from functools import partial
 
 from fakes.node.wire_proxy import BACK, ON, WireProxy
 from fault_scenes.faults import Scene, Stream, until
+from fault_scenes.introductions import Introductions
 from fault_scenes.link_faults import free_port
 from fault_scenes.tangle import Tangle
-from node_driver import SECRET, NodeProcess, ledgers, wait_idle
+from node_driver import NodeProcess, ledgers, wait_idle
 
 from baton.client import AsyncClient
-from baton.cluster.redis_directory import RedisDirectory
-from baton.cluster.secret import ClusterSecret
-from baton.core.membership import Member
 
 CLUSTERS = ("near", "far", "beside", "front")
 ELSEWHERE = "127.0.0.2"
@@ -51,13 +49,6 @@ class Network:
         """From now on what goes these ways between source and puller vanishes."""
         for wire in (self.control, *self.data.values()):
             wire.lost = ways
-
-
-async def break_a_pair(scene: Scene) -> None:
-    """F16, F12: resets in every MB; then what the source sends vanishes."""
-    async with network(scene) as net:
-        await _reset_data_connections(scene, net)
-        await _part(scene, net, frozenset({BACK}))
 
 
 async def break_a_pair_in_every_way(scene: Scene) -> None:
@@ -99,7 +90,7 @@ async def _part(scene: Scene, net: Network, ways: frozenset[str]) -> None:
     await until(partial(_is_linked, net, 2))
 
 
-async def _reset_data_connections(scene: Scene, net: Network, seconds: float = 0.0) -> None:
+async def _reset_data_connections(scene: Scene, net: Network, seconds: float) -> None:
     """Whatever is in a chunk when its connection is reset, no attempt notices.
 
     Every MB, and then for some seconds 7.5 times a second.
@@ -156,7 +147,6 @@ async def _is_linked(net: Network, num_links: int) -> bool:
 async def network(scene: Scene) -> AsyncIterator[Network]:
     """Start the four, each in a cluster of its own, and show them each other."""
     launch = scene.cluster.launch
-    near, far, beside, front = (f"{name}-{time.monotonic_ns()}" for name in CLUSTERS)
     tcp = ("--kv-transport", "tcp")
     processes: list[NodeProcess] = []
     wires: dict[int, WireProxy] = {}
@@ -168,34 +158,28 @@ async def network(scene: Scene) -> AsyncIterator[Network]:
                     proxy = WireProxy(port, ELSEWHERE, port)
                     wires[port] = stack.enter_context(closing(proxy))
 
+            known = Introductions(scene.cluster.redis.url, stack)
+            near, far, beside, front = map(known.flags, CLUSTERS)
             tangle = await stack.enter_async_context(Tangle(0, stand_before))
             tangle.target = f"127.0.0.1:{(port := free_port())}"
             tangle_port = int(tangle.address.rpartition(":")[2])
             control = stack.enter_context(closing(WireProxy(tangle_port, ELSEWHERE)))
             elsewhere = f"{ELSEWHERE}:{control.port}"
-            reached = ("--port", f"{port}", "--advertise", f"{tangle.target},{elsewhere}")
+            reached = ("--engine-port", f"{port}", "--advertise-engine", elsewhere)
             lease = ("--lease-s", f"{LEASE_S}")
             processes += (
-                launch("prefill-9", "--cluster", near, *tcp, *reached, *lease),
-                launch("decode-9", "--cluster", far, *tcp),
-                launch("decode-8", "--cluster", beside, *tcp),
-                launch("gateway-9", "--cluster", front),
+                launch("prefill-9", *near, *tcp, *reached, *lease),
+                launch("decode-9", *far, *tcp),
+                launch("decode-8", *beside, *tcp),
+                launch("gateway-9", *front),
             )
-            directories = {}
-            for name in (near, far, beside, front):
-                directories[name] = RedisDirectory(
-                    scene.cluster.redis.url, name, ClusterSecret(SECRET)
-                )
-                stack.push_async_callback(directories[name].close)
-            source = await _newcomer(directories[near])
-            pullers = [await _newcomer(directories[name]) for name in (far, beside)]
+            source = await known.newcomer("near")
+            pullers = [await known.newcomer(name) for name in ("far", "beside")]
             for puller in pullers:
-                await directories[near].announce(puller, ttl_s=60.0)
-            shown = dataclasses.replace(source, address=elsewhere)
-            await directories[far].announce(shown, ttl_s=60.0)
-            await directories[beside].announce(source, ttl_s=60.0)
-            for member in (source, *pullers):
-                await directories[front].announce(member, ttl_s=60.0)
+                await known.show(puller, "near", "front")
+            await known.show_elsewhere(source, "far")
+            beside_it = dataclasses.replace(source, engine_address=tangle.target)
+            await known.show(beside_it, "beside", "front")
             address = await asyncio.to_thread(lambda: processes[-1].address)
             client = await stack.enter_async_context(AsyncClient(address))
             names = ("prefill-9", "decode-9", "decode-8")
@@ -208,11 +192,3 @@ async def network(scene: Scene) -> AsyncIterator[Network]:
             process.process.send_signal(signal.SIGINT)
         for process in processes:
             await asyncio.to_thread(process.wait)
-
-
-async def _newcomer(directory: RedisDirectory) -> Member:
-    """The first member of a cluster."""
-    async for members in directory.watch():
-        if members:
-            return members[0]
-    raise AssertionError("the watch ended")

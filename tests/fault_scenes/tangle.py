@@ -1,12 +1,11 @@
-"""A proxy between two processes that doubles, holds back and loses the messages that pass it.
+"""A proxy between two processes that doubles, holds back and loses the frames that pass it.
 
-    gateway ══ Node.Session ══► Tangle ══► node
-    puller  ══ Handoff.Link ══► Tangle ══► source
+    gateway ══ TCP ══► Tangle ══► engine
+    puller  ══ TCP ══► Tangle ══► source
 
-Real gRPC on both sides. gRPC itself neither doubles nor shuffles, so what it does is what a bug in
-a relay would do. It knows two messages, the source's Hello and the node's Welcome, which lose the
-token with which others would speak with the engine directly and pass it by; `on_data_port` gets the
-source's data port.
+TCP itself neither doubles nor shuffles, so what it does is what a bug in a channel would do. It
+knows how a channel begins, and of all messages one, the source's Hello: `on_data_port` gets the
+data port in it.
 """
 
 from __future__ import annotations
@@ -16,21 +15,21 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from typing import Any
 
-import grpc
-
-from baton.proto.v1 import handoff_pb2, node_pb2
+from baton.core.channels.admission import PULLER
+from baton.core.channels.framing import LENGTH_BYTES, decode_length, encode_payload
+from baton.core.channels.handshake import ANSWER_BYTES, CHALLENGE_BYTES, OPENING_BYTES, Opening
+from baton.proto.v1 import handoff_pb2
 
 DOUBLE, SWAP, LOSE = "double", "swap", "lose"
 
 
-class Tangle(grpc.GenericRpcHandler):
-    """In front of a node that makes `address` known; say where it is: `target`.
+class Tangle:
+    """In front of an engine that makes `address` known; say where it is: `target`.
 
-    `mishaps`: what befalls how many of the messages of a direction: `("Link", "back")` and so on,
-    each a share by kind. `counts` notes what was done. What begins a stream is left alone: the
-    handshake, and the message behind it.
+    `mishaps`: what befalls how many of the frames of a direction: `("puller", "back")` and so on,
+    each a share by kind. `counts` notes what was done. What begins a channel is left alone: the
+    handshake, and what each side says first. So are empty frames, which say nothing.
     """
 
     def __init__(
@@ -41,71 +40,79 @@ class Tangle(grpc.GenericRpcHandler):
         self.address = self.target = ""
         self._on_data_port = on_data_port
         self._random = random.Random(seed)
-        self._channel: grpc.aio.Channel | None = None
+        self._relays: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Tangle:
-        self._server = grpc.aio.server(options=(("grpc.http2.max_ping_strikes", 0),))
-        self._server.add_generic_rpc_handlers((self,))
-        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
-        await self._server.start()
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._server.stop(None)
-        if self._channel is not None:
-            await self._channel.close()
+        self._server.close()
+        for relay in self._relays:
+            relay.cancel()
+        await asyncio.gather(*self._relays, return_exceptions=True)
 
-    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
-        async def relay(requests: AsyncIterator[bytes], context: Any) -> None:
-            await self._relay(details.method, requests, context)
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        relay = asyncio.ensure_future(self._relay(reader, writer))
+        self._relays.add(relay)
+        relay.add_done_callback(self._relays.discard)
 
-        return grpc.stream_stream_rpc_method_handler(relay)
+    async def _relay(self, near: asyncio.StreamReader, to_near: asyncio.StreamWriter) -> None:
+        host, _, port = self.target.rpartition(":")
+        writers = [to_near]
+        with suppress(OSError, asyncio.IncompleteReadError):
+            try:
+                far, to_far = await asyncio.open_connection(host, int(port))
+                writers.append(to_far)
+                opening = await _pass(near, to_far, OPENING_BYTES)
+                await _pass(far, to_near, CHALLENGE_BYTES)
+                await _pass(near, to_far, ANSWER_BYTES)
+                to_near.write(encode_payload(await _frame(far)))  # the verdict
+                purpose = Opening.unpack(opening).purpose.decode()
+                onwards = asyncio.create_task(self._pass_on(near, to_far, (purpose, "on")))
+                back = asyncio.create_task(self._pass_on(far, to_near, (purpose, "back")))
+                try:
+                    await asyncio.wait((onwards, back), return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    for way in (onwards, back):
+                        way.cancel()
+                    await asyncio.gather(onwards, back, return_exceptions=True)
+            finally:
+                for writer in writers:
+                    writer.close()
 
-    async def _relay(self, method: str, requests: AsyncIterator[bytes], context: Any) -> None:
-        name = method.rpartition("/")[2]
-        if self._channel is None:
-            self._channel = grpc.aio.insecure_channel(self.target)
-        call = self._channel.stream_stream(method)()
-
-        async def onwards() -> None:
-            async for message in self._tangled(requests, (name, "on")):
-                await call.write(message)
-            await call.done_writing()
-
-        writing = asyncio.create_task(onwards())
-        try:
-            async for message in self._tangled(call, (name, "back")):
-                await context.write(self._as_said(name, message))
-        except grpc.aio.AioRpcError as error:
-            await context.abort(error.code(), error.details(), [*error.trailing_metadata()])
-        finally:
-            call.cancel()
-            writing.cancel()
-            with suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
-                await writing
+    async def _pass_on(
+        self, source: asyncio.StreamReader, target: asyncio.StreamWriter, way: tuple[str, str]
+    ) -> None:
+        """The frames of one direction as the other side gets them."""
+        async for payload in self._tangled(_frames(source), way):
+            if way == (PULLER.decode(), "back") and payload:
+                self._look(payload)
+            target.write(encode_payload(payload))
+            await target.drain()
 
     async def _tangled(
-        self, messages: AsyncIterator[bytes], way: tuple[str, str]
+        self, payloads: AsyncIterator[bytes], way: tuple[str, str]
     ) -> AsyncIterator[bytes]:
-        """The messages of one direction as the other side gets them."""
         held: bytes | None = None
-        num_left_alone = 3
-        async for message in messages:
-            mishap = None if num_left_alone else self._draw(way)
-            num_left_alone = max(0, num_left_alone - 1)
+        is_first = True
+        async for payload in payloads:
+            mishap = self._draw(way) if payload and not is_first else None
+            is_first = is_first and not payload
             if mishap == SWAP and held is None:
-                held = message
+                held = payload
                 continue
             if mishap != LOSE:
-                yield message
+                yield payload
             if mishap == DOUBLE:
-                yield message
+                yield payload
             if held is not None:
                 yield held
                 held = None
 
     def _draw(self, way: tuple[str, str]) -> str | None:
-        """What befalls the next message of this direction."""
+        """What befalls the next frame of this direction."""
         left = self._random.random()
         for kind, share in self.mishaps.get(way, {}).items():
             if left < share:
@@ -114,17 +121,26 @@ class Tangle(grpc.GenericRpcHandler):
             left -= share
         return None
 
-    def _as_said(self, name: str, message: bytes) -> bytes:
-        """As it comes from an engine that nobody speaks with directly."""
-        if name == "Link":
-            said = handoff_pb2.PeerMessage.FromString(message)
-            if said.HasField("hello"):
-                said.hello.ClearField("direct_token")
-                self._on_data_port(said.hello.access.port)
-            return said.SerializeToString()
-        if name != "Session":
-            return message
-        told = node_pb2.NodeMessage.FromString(message)
-        if told.HasField("welcome"):
-            told.welcome.ClearField("direct")
-        return told.SerializeToString()
+    def _look(self, payload: bytes) -> None:
+        said = handoff_pb2.PeerMessage.FromString(payload)
+        if said.HasField("hello"):
+            self._on_data_port(said.hello.access.port)
+
+
+async def _pass(
+    source: asyncio.StreamReader, target: asyncio.StreamWriter, num_bytes: int
+) -> bytes:
+    data = await source.readexactly(num_bytes)
+    target.write(data)
+    return data
+
+
+async def _frame(source: asyncio.StreamReader) -> bytes:
+    return await source.readexactly(decode_length(await source.readexactly(LENGTH_BYTES)))
+
+
+async def _frames(source: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """Until the stream ends."""
+    with suppress(asyncio.IncompleteReadError, OSError):
+        while True:
+            yield await _frame(source)

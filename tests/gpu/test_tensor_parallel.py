@@ -166,7 +166,7 @@ def request_of(num_tokens: int) -> Request:
 
 async def lose_a_rank(node: NodeProcess, incarnation: str, number: signal.Signals) -> float:
     """Signal rank 1 in the midst of a request; how long until the engine's streams have ended."""
-    async with session(node.address, incarnation) as stream:
+    async with session(incarnation) as stream:
         request = request_of(400)
         await stream.dispatch(request, node_pb2.WORK_LOCAL, None)
         await stream.until(lambda: request.key in stream.heard)
@@ -174,12 +174,12 @@ async def lose_a_rank(node: NodeProcess, incarnation: str, number: signal.Signal
         with open(f"/proc/{engine}/task/{engine}/children") as children:  # noqa: ASYNC230
             os.kill(int(children.read()), number)
         begin_s = time.monotonic()
-        await stream.until(lambda: stream.status is not None)
+        await stream.until(lambda: stream.ended is not None)
         return time.monotonic() - begin_s
 
 
 async def serve_one(node: NodeProcess, incarnation: str) -> None:
-    async with session(node.address, incarnation) as stream:
+    async with session(incarnation) as stream:
         request = request_of(20)
         await stream.dispatch(request, node_pb2.WORK_LOCAL, None)
         await stream.until(lambda: len(stream.heard.get(request.key, Heard()).tokens) == 20)

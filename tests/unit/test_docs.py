@@ -2,23 +2,67 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from baton.cli import reference
+from baton.bench import report
+from baton.cli import contracts, made_parts, reference
 from baton.core import errors
 from baton.core.config import GatewayConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 STALE = "make docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md"), *ROOT.glob("[a-z]*/README.md")])
+
+# A file by its path, or by its name alone; not what has a placeholder, a home or an address in it.
+_FILE = re.compile(
+    r"(?<![\w/.:{*~$-])((?:[\w.-]+/)*[\w-][\w.-]*\.(?:py|md|proto|toml|svg|ya?ml|json))(?![\w/*{])"
+)
+_FOLDER = re.compile(r"`([\w-]+(?:/[\w.-]+)*/)`")
+# Named, but not of this repository: users' files, and what is not to be written.
+_NOT_OURS = {"path/to/file.py", "utils.py", "URL/openapi.json"}
+
+
+def tracked_files() -> list[Path]:
+    """What git tracks or would track, and is there."""
+    listed = subprocess.check_output(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, text=True
+    )
+    return [path for name in listed.splitlines() if (path := ROOT / name).is_file()]
+
+
+def docstrings(path: Path) -> Iterator[str]:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, kinds):
+            yield ast.get_docstring(node) or ""
+
+
+def absent(text: str, at: Path, names: set[str]) -> Iterator[str]:
+    """Files that a text in `at` names and that do not exist.
+
+    A path leads from the root or from a folder above the text; a name alone is some file's.
+    """
+    folders = [folder for folder in at.parents if folder.is_relative_to(ROOT)]
+    for name in _FILE.findall(text):
+        if name in _NOT_OURS:
+            continue
+        if "/" in name:
+            if not any((folder / name).exists() for folder in folders):
+                yield name
+        elif name not in names and not name.endswith((".json", ".yaml", ".yml")):
+            yield name
 
 
 def source() -> str:
     """All of the product's Python as one text, with string literals joined as Python joins them."""
-    skip = {"tests", "bench", "docs"}
+    skip = {"tests", "bench", "docs", "build"}
     files = [
         path
         for path in ROOT.glob("*/**/*.py")
@@ -58,6 +102,74 @@ def test_error_facts_are_fresh() -> None:
     assert reference.refresh_errors_page(page) == page, STALE
 
 
+def test_contracts_show_the_code_as_it_is() -> None:
+    page = (DOCS / "contracts.md").read_text()
+    assert contracts.refresh_contracts_page(page) == page, STALE
+
+
+@pytest.mark.parametrize("page", report.PAGES, ids=lambda page: page.name)
+def test_tables_of_results_are_fresh(page: Path) -> None:
+    assert report.refreshed(page) == page.read_text(), STALE
+
+
+def test_every_table_is_on_a_page_and_every_result_in_a_table() -> None:
+    used = [name for page in report.PAGES for name in made_parts.names(page.read_text())]
+    assert sorted(used) == sorted(report.TABLES)
+    named = "".join(page.read_text() for page in report.PAGES)
+    results = (ROOT / "bench" / "results").glob("*.json")
+    assert not [path.name for path in results if path.name not in named]
+
+
+def test_parts_of_a_page_are_made_and_the_rest_is_left_alone() -> None:
+    page = "a\n<!-- made: x -->\nold\n<!-- /made -->\nb <!-- /made -->"
+    made = made_parts.refresh(page, lambda name: f"new {name}\n")
+    assert made == "a\n<!-- made: x -->\n\nnew x\n\n<!-- /made -->\nb <!-- /made -->"
+    assert made_parts.refresh(made, lambda name: f"new {name}\n") == made
+
+
+def test_what_the_contracts_show_of_a_class() -> None:
+    shown = contracts.code_of("kv_transfer/window/transport.py: PoolWindow")
+    assert "    num_steps: int | None\n        # How many of the source's steps" in shown
+    assert "def prepare(pairs: BlockPairs) -> Starter" in shown
+    value = contracts.code_of("engine/scheduling/outputs.py: ChunkLaunched")
+    assert "ChunkLaunched(key: str, num_tokens: int, is_last: bool, step: int)" in value
+    with pytest.raises(KeyError):
+        contracts.code_of("engine/engine.py: NoSuchClass")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_and_folders_that_a_page_names_exist(page: Path) -> None:
+    names = {path.name for path in tracked_files()}
+    text = page.read_text()
+    assert not list(absent(text, page, names))
+    folders = [page.parent, ROOT]
+    assert not [
+        name for name in _FOLDER.findall(text) if not any((f / name).is_dir() for f in folders)
+    ]
+
+
+def test_files_that_docstrings_name_exist() -> None:
+    tracked = tracked_files()
+    names = {path.name for path in tracked}
+    assert not {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in tracked
+        if path.suffix == ".py"
+        for text in docstrings(path)
+        for name in absent(text, path, names)
+    }
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert not [page.name for page in DOCS.glob("*.md") if f"(docs/{page.name})" not in readme]
+
+
+def test_the_table_of_parameters_is_fresh() -> None:
+    page = (DOCS / "sampling.md").read_text()
+    assert reference.refresh_sampling_page(page) == page, STALE
+
+
 def test_every_error_has_facts_and_advice() -> None:
     page = (DOCS / "errors.md").read_text().split("\n## What a process says")[0]
     sections = dict(re.findall(r"^### `(\w+)`\n\n(.*?)(?=^### |\Z)", page, re.M | re.S))
@@ -83,17 +195,25 @@ def test_messages_that_are_explained_exist() -> None:
 
 def test_links_between_pages_lead_somewhere() -> None:
     broken = []
-    for page in [ROOT / "README.md", *DOCS.glob("*.md")]:
-        for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
-            if "://" not in target and not (page.parent / target).exists():
-                broken.append(f"{page.name}: {target}")
+    for page in PAGES:
+        text = page.read_text()
+        for target, heading in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", text):
+            if "://" in target:
+                continue
+            led_to = page.parent / target if target else page
+            if not led_to.exists() or (heading and heading not in anchors(led_to.read_text())):
+                broken.append(f"{page.name}: {target}#{heading}")
     assert not broken
+
+
+def anchors(page: str) -> set[str]:
+    """The names under which a page's headings can be linked."""
+    return {
+        re.sub(r"[^a-z0-9 _-]", "", title.lower()).replace(" ", "-")
+        for title in re.findall(r"^#+ (.*)$", page, re.M)
+    }
 
 
 def test_links_within_the_reference_lead_somewhere() -> None:
     page = reference.reference_page()
-    headings = {
-        re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-")
-        for title in re.findall(r"^#+ (.*)$", page, re.M)
-    }
-    assert set(re.findall(r"\]\(#([^)]+)\)", page)) <= headings
+    assert set(re.findall(r"\]\(#([^)]+)\)", page)) <= anchors(page)

@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 # folder -> its rooms from the top, "" for its own files: a file may import from below
 FLOORS: dict[str, tuple[str, ...]] = {
-    "core": ("channels", "", "process", "request"),
+    "core": ("channels", "request", "", "process"),
     "kernels": ("sampling", "layers", "attention", "kv", "products", ""),
     "engine": ("", "parallel", "scheduling", "execution", "model", "kv"),
     "kv_transfer": (
@@ -166,6 +166,15 @@ def run_python(program: str) -> str:
 def test_control_plane_never_imports_torch(face: str) -> None:
     heavy = ("torch", "transformers")
     program = f"import sys, {face}; print([m for m in {heavy} if m in sys.modules])"
+    assert run_python(program) == "[]"
+
+
+@pytest.mark.parametrize("node", ["prefill_node", "decode_node"])
+def test_engine_processes_never_import_grpc(node: str) -> None:
+    """Its threads would take turns at the interpreter with the engine's loop."""
+    program = (
+        f"import sys, baton.{node}.engine_main; print([m for m in sys.modules if 'grpc' in m])"
+    )
     assert run_python(program) == "[]"
 
 

@@ -1,8 +1,8 @@
 """Baton's engines without disaggregation: each request is prefilled and decoded by one of them.
 
-Speaks Node.Session to every engine that the directory names and deals requests to them in turn, as
-`WORK_LOCAL`. No gateway is in the way, so what is measured is the engines at their best: the same
-scheduler, chunked prefill, one message a step.
+Dials every engine that the directory names, as a gateway would, and deals requests to them in turn,
+as `WORK_LOCAL`. No gateway is in the way, so what is measured is the engines at their best: the
+same scheduler, chunked prefill, one message a step.
 """
 
 from __future__ import annotations
@@ -12,25 +12,24 @@ import itertools
 import os
 import secrets
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from typing import Any, NamedTuple
+from contextlib import aclosing, asynccontextmanager
+from typing import NamedTuple
 
-import grpc
-
-from baton.cluster.link_handshake import SESSION, dial
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.secret import ClusterSecret
+from baton.core.channels.admission import GATEWAY, dial
+from baton.core.channels.framing import LENGTH_BYTES, decode_length, encode_payload
+from baton.core.channels.same_host import host_id
 from baton.core.membership import Member
 from baton.core.request.request import Request, SamplingParams
 from baton.proto import codec
-from baton.proto.v1 import node_pb2, node_pb2_grpc
+from baton.proto.v1 import node_pb2
 
 from .driver import Driver, DriverError
 
 CLUSTER = "bench"
 _SECRET_VARIABLE = "BATON_CLUSTER_SECRET"  # not on a command line
 _DEADLINE_S = 600.0
-_OPTIONS = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
 
 
 class _Said(NamedTuple):
@@ -42,17 +41,17 @@ class _Said(NamedTuple):
 
 
 class _Engine:
-    """One engine's stream."""
+    """One engine's channel."""
 
-    def __init__(self, call: Any) -> None:
-        self._call = call
-        self._writing = asyncio.Lock()
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
         self._queues: dict[str, asyncio.Queue[_Said]] = {}
 
     async def read(self) -> None:
-        """Sort what is said by request until the stream ends."""
+        """Sort what is said by request until the channel ends."""
         try:
-            while (message := await self._call.read()) is not grpc.aio.EOF:
+            while True:
+                message = await self._next()
                 for request_id in message.outputs.tokens.request_ids:
                     self._put(request_id, _Said(1))
                 for output in message.outputs.outputs:
@@ -62,6 +61,11 @@ class _Engine:
         finally:
             for request_id in self._queues:
                 self._put(request_id, _Said(error="the engine is gone"))
+
+    async def _next(self) -> node_pb2.NodeMessage:
+        """Raises asyncio.IncompleteReadError, OSError."""
+        length = decode_length(await self._reader.readexactly(LENGTH_BYTES))
+        return node_pb2.NodeMessage.FromString(await self._reader.readexactly(length))
 
     def _put(self, request_id: str, said: _Said) -> None:
         if queue := self._queues.get(request_id):
@@ -89,8 +93,11 @@ class _Engine:
                 await self._send(node_pb2.GatewayMessage(cancel=cancel))
 
     async def _send(self, message: node_pb2.GatewayMessage) -> None:
-        async with self._writing:
-            await self._call.write(message)
+        self._writer.write(encode_payload(message.SerializeToString()))
+        await self._writer.drain()
+
+    def close(self) -> None:
+        self._writer.close()
 
 
 class NodeDriver:
@@ -128,21 +135,25 @@ async def connect_nodes(redis_url: str, first: int) -> AsyncIterator[Driver]:
 
     Client processes begin with different engines: with few requests each, all get their share.
     """
-    async with AsyncExitStack() as stack:
-        engines, readers = [], []
-        for member in await members(redis_url):
-            channel = await stack.enter_async_context(
-                grpc.aio.insecure_channel(member.address, _OPTIONS)
-            )
-            stream = node_pb2_grpc.NodeStub(channel).Session()
-            ends = (stream, node_pb2.GatewayMessage, _secret(), SESSION)
-            await dial(*ends, listener=member.incarnation, address=member.address)
-            engine = _Engine(stream)
-            engines.append(engine)
-            readers.append(asyncio.create_task(engine.read()))
-        try:
-            yield NodeDriver(engines, first % len(engines))
-        finally:
-            for reader in readers:
-                reader.cancel()
-            await asyncio.gather(*readers, return_exceptions=True)
+    engines = [await _connect(member) for member in await members(redis_url)]
+    readers = [asyncio.create_task(engine.read()) for engine in engines]
+    try:
+        yield NodeDriver(engines, first % len(engines))
+    finally:
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+        for engine in engines:
+            engine.close()
+
+
+async def _connect(member: Member) -> _Engine:
+    connection = await asyncio.to_thread(
+        dial,
+        *(GATEWAY, _secret().dialing_key),
+        dialer=secrets.token_hex(16),
+        listener=member.incarnation,
+        address=None if member.host_id == host_id().hex() else member.engine_address,
+    )
+    connection.setblocking(False)
+    return _Engine(*await asyncio.open_connection(sock=connection))

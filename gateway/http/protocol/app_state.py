@@ -12,7 +12,6 @@ from ...admission.front_door import FrontDoor
 from ...engines.cluster_view import ClusterView
 from ...engines.engine_table import EngineTable
 from ...request.caller import Caller
-from ...telemetry.metrics.worker_peers import WorkerPeers
 from ...telemetry.setup import Telemetry
 
 
@@ -27,7 +26,6 @@ class AppState:
     config: GatewayConfig
     started_unix_s: int
     telemetry: Telemetry
-    peers: WorkerPeers
 
 
 APP_STATE = web.AppKey("parts", AppState)

@@ -22,9 +22,9 @@ and also by itself in `handoff_gap_seconds`. Where a client reads slowly, tokens
 delivery of several has one gap, and `coalesced_tokens_total` counts the others.
 
 **Several gateways.** Each counts its own calls: sum them. What engines say (`role`, `node`) every
-gateway tells again: take the maximum over gateways, as the rules in `deploy/prometheus/` do. The
-workers of one gateway (`--workers`) are such gateways at one address: their series have a label
-`worker`.
+gateway tells again: take the maximum over gateways, as the rules in `deploy/prometheus/` do. Of
+gateways that share a port (`--num-gateways`) each has an HTTP port of its own: scrape those, since
+at the shared port any of them answers.
 
 **Bounded.** No label comes from a request but the tenant's name, of which 100 are kept apart; a
 metric has 300 label sets at most, and what is beyond counts as `other`. An engine that is lost

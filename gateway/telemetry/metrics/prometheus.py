@@ -6,12 +6,11 @@ The registry holds the process's own figures (memory, CPU, descriptors) too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import Metric as Family
 
 from ....core.errors import BatonError
 from ....core.ports import Clock
@@ -182,11 +181,6 @@ class Exporter:
     def connection_refused(self) -> None:
         """Count a connection of HTTP that was one too many."""
         self._connections_refused.value += 1
-
-    def collect(self) -> Iterable[Family]:
-        """All metrics as they are now."""
-        self._refresh()
-        return self._registry.collect()
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """The exposition and its content type, in the format that `accept` prefers."""

@@ -1,6 +1,6 @@
 """The window as JSON: one object that a page can draw without knowing anything else.
 
-Owns the schema that docs/dashboard_data.md describes. Durations in seconds, times in unix seconds,
+Owns the schema that docs/dashboard.md describes. Durations in seconds, times in unix seconds,
 None where there is no sample. Only whole seconds are in the series.
 """
 
@@ -39,7 +39,7 @@ def window_snapshot(
     tbt_slo_s: float,
     since_unix_s: float | None = None,
 ) -> dict[str, Any]:
-    """All of the window, ready for JSON: docs/dashboard_data.md has the schema.
+    """All of the window, ready for JSON: docs/dashboard.md has the schema.
 
     `since_unix_s`: series and recent calls only from behind that moment, for a page that has what
     was before; take the last snapshot's `now_unix_s`.

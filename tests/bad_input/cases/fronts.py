@@ -60,6 +60,8 @@ class Target:
         self.http_port: int = started["http"]
         self.grpc_port: int = started["grpc"]
         self.node_port: int = started["node"]
+        self.engine_port: int = started["engine"]
+        self.incarnation: str = started["incarnation"]  # the engine's
         self.routes = [(method, path) for method, path in started["routes"]]
         self._process = process
         self._log_path = log_path

@@ -1,4 +1,5 @@
-"""The victim: a gateway, its Redis and two nodes without engines, in a process of its own.
+"""The victim: a gateway, its Redis and two nodes without engines, in a process of its own; beside
+them, a node's gRPC server and an engine's listener as they are in life.
 
     python tests/bad_input/cases/target.py CONFIG
 
@@ -13,8 +14,10 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
+import secrets
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +28,23 @@ from fakes.node.node import FakeNode
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.redis_server import RedisServer
 from baton.cluster.secret import ClusterSecret
+from baton.core.channels.admission import GATEWAY
+from baton.core.channels.channel_listener import Admission, ChannelListener
 from baton.core.config import ClusterConfig, GatewayConfig
-from baton.core.membership import Role
+from baton.core.membership import Member, Role
 from baton.core.process.logs import set_up_logging
 from baton.gateway.http.protocol import body, connections
 from baton.gateway.process.server import serve
 from baton.gateway.request.session import SessionLimits
+from baton.node.supervisor.callers import Callers
+from baton.node.supervisor.engine_handle import EngineHandle
+from baton.node.supervisor.grpc_channels import make_server
+from baton.node.supervisor.rpc import NodeServicer
+from baton.proto.v1 import node_pb2_grpc
 
 SECRET = "test secret"
+HOST = "127.0.0.1"
+ENGINE = secrets.token_hex(16)  # several targets run at once, on one host
 NUM_BLOCKS = 26  # 24 of them usable: 384 tokens, less than the context of 512
 _ENTRY_TTL_S = 3600.0
 
@@ -74,13 +86,39 @@ async def _run(config: dict[str, Any], redis_url: str) -> None:
             if route.resource is not None
         }
     )
-    ports = {"http": gateway.http_port, "grpc": gateway.port, "node": prefill._port}
-    print(json.dumps({**ports, "routes": routes}), flush=True)
+    server, node_port = make_server(HOST, 0)
+    callers = Callers(ClusterSecret(SECRET), (f"{HOST}:{node_port}",))
+    node_pb2_grpc.add_NodeServicer_to_server(NodeServicer(_NoEngines(), callers), server)
+    await server.start()
+    listener = ChannelListener(
+        *(ENGINE, HOST, 0, lambda port: (f"{HOST}:{port}",)),
+        Admission(ClusterSecret(SECRET).keys_by_id(), (GATEWAY,), lambda *_: None),
+    )
+    listener.start(lambda _, channel: channel.close())
+    ports = {
+        "http": gateway.http_port,
+        "grpc": gateway.port,
+        "node": node_port,
+        "engine": listener.port,
+    }
+    print(json.dumps({**ports, "incarnation": ENGINE, "routes": routes}), flush=True)
     await asyncio.to_thread(sys.stdin.read)
+    listener.close()
+    await server.stop(None)
     await gateway.stop(grace_s=0.0)
     await directory.close()
     for node in (prefill, decode):
         await node.kill()
+
+
+class _NoEngines:
+    """rpc.Engines of a node whose engines are away."""
+
+    def engines(self) -> Sequence[EngineHandle]:
+        return ()
+
+    def members(self) -> Sequence[Member]:
+        return ()
 
 
 class _Forgetful(list[Any]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -21,11 +22,13 @@ PROGRAM = ("-c", "import sys; from baton.cli.launch import gateway; sys.exit(gat
 
 @dataclass
 class GatewayProcess:
-    """`base` is the HTTP front's URL, `grpc` an address."""
+    """`base` is the HTTP front's URL, `grpc` an address; `alone`, where several gateways share
+    them, each one's own URL by its name."""
 
     process: asyncio.subprocess.Process
     base: str
     grpc: str
+    alone: dict[str, str]
     prefill: FakeNode
     decode: FakeNode
 
@@ -53,13 +56,15 @@ async def gateway_process(
         await node.start()
         await directory.announce(node.member, 30.0)
     assert process.stdout is not None
-    line = b""
+    line, alone = b"", {}
     async with asyncio.timeout(20):
         while not line.startswith(b"ready: "):
             line = await process.stdout.readline()
+            if match := re.match(r"(\S+) alone: (\S+)", line.decode()):
+                alone[match[1]] = match[2]
     *_, base, grpc_address = line.decode().split()
     await until_links(decode, num_links)
-    yield GatewayProcess(process, base, grpc_address, prefill, decode)
+    yield GatewayProcess(process, base, grpc_address, alone, prefill, decode)
     if process.returncode is None:
         process.kill()
     await process.wait()

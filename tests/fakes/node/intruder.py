@@ -1,4 +1,5 @@
-"""A process of somebody else: another user of the host, who knows addresses and methods, no secret.
+"""A process of somebody else: most often another user of the host. It knows addresses and methods,
+and no secret.
 
 `intruder` starts it and gives it orders. What runs in it is `PROGRAM`, whole: it imports gRPC and
 nothing of ours, and then becomes that user, who need not be able to read our files.
@@ -17,7 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 PROGRAM = r'''
-import asyncio, collections, concurrent.futures.thread, encodings.latin_1, json, os, sys, traceback
+import asyncio, collections, concurrent.futures.thread, encodings.idna, encodings.latin_1, json, os
+import socket, sys, traceback
 import grpc, grpc.aio
 
 other = int(sys.argv[1])
@@ -25,7 +27,7 @@ os.setgroups([])
 os.setresgid(other, other, other)
 os.setresuid(other, other, other)
 OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.so_reuseport", 0))
-heard, servers = [], []
+heard, servers, seats = [], [], []
 
 
 async def say(address, method, messages, wait_s=5.0, ends=True):
@@ -58,7 +60,7 @@ class Anything(grpc.GenericRpcHandler):
         note["metadata"] = [f"{k}={v!r}" for k, v in details.invocation_metadata]
         heard.append(note)
         # Every second one of a method; the others get a challenge.
-        relays = sum(each["method"] == details.method for each in heard) % 2 == 0
+        relays = sum(each.get("method") == details.method for each in heard) % 2 == 0
 
         async def take(requests, context):
             async for message in requests:
@@ -92,6 +94,9 @@ async def deaf():
     for server in servers:
         await server.stop(None)
     servers.clear()
+    for seat in seats:
+        seat.close()
+    seats.clear()
     return heard
 
 
@@ -118,6 +123,82 @@ async def flood(address, method, message, per_s, for_s):
     for channel in channels:
         await channel.close()
     return codes
+
+
+async def connect(where):
+    """To a port of this host, or to a name of the abstract namespace."""
+    if isinstance(where, int):
+        return await asyncio.open_connection("127.0.0.1", where)
+    local = socket.socket(socket.AF_UNIX)
+    local.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(local, "\0" + where)
+    return await asyncio.open_unix_connection(sock=local)
+
+
+async def knock(where, said, wait_s=4.0):
+    """All that comes of these words, and how it ended: "" if it has not."""
+    received, writer, how = b"", None, ""
+    try:
+        async with asyncio.timeout(wait_s):
+            reader, writer = await connect(where)
+            for words in said:
+                writer.write(bytes.fromhex(words))
+            while data := await reader.read(65536):
+                received += data
+        how = "end"
+    except TimeoutError:
+        pass
+    except OSError as error:
+        how = type(error).__name__
+    if writer is not None:
+        writer.close()
+    return {"received": received.hex(), "how": how}
+
+
+async def pester(where, words, per_s, for_s):
+    """Connections at this rate; half of them say something. How each ended."""
+    loop = asyncio.get_running_loop()
+    began_s, knocks = loop.time(), []
+    while (now_s := loop.time() - began_s) < for_s:
+        for number in range(len(knocks), int(now_s * per_s)):
+            said = [words] if number % 2 else []
+            knocks.append(asyncio.create_task(knock(where, said, wait_s=8.0)))
+        await asyncio.sleep(0.01)
+    ends = await asyncio.gather(*knocks)
+    received = [end["received"] for end in ends if end["received"]]
+    return {"how": collections.Counter(end["how"] for end in ends), "received": received}
+
+
+async def sit(where, challenge, relay_to):
+    """Take every connection there, note all that comes; every second one is passed on."""
+    async def take(reader, writer):
+        note = {"where": where, "said": "", "forwarded": None}
+        heard.append(note)
+        relays = sum(each.get("where") == where for each in heard) % 2 == 0
+        try:
+            async with asyncio.timeout(3.0):
+                while data := await reader.read(65536):
+                    note["said"] += data.hex()
+                    if relays:
+                        note["forwarded"] = await knock(relay_to, [note["said"]], wait_s=2.5)
+                        writer.write(bytes.fromhex(note["forwarded"]["received"]))
+                    else:
+                        writer.write(bytes.fromhex(challenge))
+        except (TimeoutError, OSError):
+            pass
+        writer.close()
+
+    while True:
+        try:
+            if isinstance(where, int):
+                seats.append(await asyncio.start_server(take, "127.0.0.1", where))
+            else:
+                local = socket.socket(socket.AF_UNIX)
+                local.bind("\0" + where)
+                seats.append(await asyncio.start_unix_server(take, sock=local))
+            return
+        except OSError:  # who had it dies just now
+            await asyncio.sleep(0.01)
 
 
 async def look(path):
@@ -155,11 +236,10 @@ class Intruder:
 
 
 @contextmanager
-def intruder() -> Iterator[Intruder]:
-    """As the user nobody: for root alone."""
-    nobody = pwd.getpwnam("nobody")
+def intruder(user: str = "nobody") -> Iterator[Intruder]:
+    """As this user: for root alone."""
     with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(nobody.pw_uid)],
+        [sys.executable, "-c", PROGRAM, str(pwd.getpwnam(user).pw_uid)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

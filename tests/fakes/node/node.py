@@ -1,8 +1,9 @@
-"""A node without an engine: serves Node.Session over real gRPC with tokens from a formula.
+"""A node with an engine that has no model: serves gateways' channels with tokens from a formula.
 
 Prefill answers with the first token, decode with the others, each from its own script of delays, so
 the two streams race as they do in life. The decode side does not wait for a hand-off. What the
-gateway sent is kept for the test to look at; `silence` and `kill` play a sick node.
+gateway sent is kept for the test to look at; `is_silent`, `kill` and `kill_engine` play a sick one.
+At the node's own address somebody accepts, and says nothing.
 """
 
 from __future__ import annotations
@@ -11,22 +12,21 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-import grpc
-
-from baton.cluster.link_handshake import ACCEPTED, SESSION, admit, listener_ends
 from baton.cluster.secret import handshake_key
-from baton.core.channels.handshake import Listener
-from baton.core.errors import BatonError, Unauthenticated
+from baton.core.errors import BatonError
 from baton.core.membership import Member, Role
 from baton.core.request.request import FinishReason, Request
 from baton.core.request.timeline import Event, NodeStamp
 from baton.proto import codec
-from baton.proto.v1 import common_pb2, node_pb2, node_pb2_grpc
+from baton.proto.v1 import common_pb2, node_pb2
 
 from ..gateway.step_outputs import step_of
+from .engine_door import ANOTHER_HOST, HOST, EngineConnection, EngineDoor
 
 HEARTBEAT_S = 0.05
 
@@ -73,8 +73,10 @@ class FakeNode:
     most_requests: int = 0  # that ever did at once
     max_num_seqs: int = 0
     prefill_cost: node_pb2.PrefillCost | None = None
-    _server: Any = None
+    _node: asyncio.Server | None = None
     _port: int = 0
+    _door: EngineDoor | None = None
+    _engine_port: int = 0
 
     @property
     def member(self) -> Member:
@@ -82,28 +84,38 @@ class FakeNode:
             self.incarnation,
             self.role,
             self.name,
-            f"127.0.0.1:{self._port}",
+            f"{HOST}:{self._port}",
             self.model,
             "fp",
             self.max_model_len,
             16,
             self.num_blocks,
+            engine_address=f"{HOST}:{self._engine_port}",
+            host_id=ANOTHER_HOST,
             can_constrain=self.can_constrain,
         )
 
     async def start(self) -> FakeNode:
-        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-        servicer = _Servicer(self)
-        node_pb2_grpc.add_NodeServicer_to_server(servicer, self._server)
-        self._port = self._server.add_insecure_port(f"127.0.0.1:{self._port}")
-        await self._server.start()
+        self._node = await asyncio.start_server(_hang_up, HOST, self._port)
+        self._port = self._node.sockets[0].getsockname()[1]
+        self._door = EngineDoor(
+            self.incarnation, handshake_key(self.secret), lambda each: _Gateway(self, each).serve()
+        )
+        self._engine_port = await self._door.listen(self._engine_port)
         return self
 
     async def kill(self) -> None:
-        """All streams break at once."""
-        if self._server is not None:
-            await self._server.stop(None)
-            self._server = None
+        """All connections break at once, and nobody answers any more."""
+        if self._node is not None:
+            self._node.close()
+            self._node = None
+        await self.kill_engine()
+
+    async def kill_engine(self) -> None:
+        """The same of the engine alone."""
+        if self._door is not None:
+            await self._door.close()
+            self._door = None
 
     async def tokens(self, request: Request, send: Any) -> None:
         """Play one dispatch: `send(RequestOutput fields)`."""
@@ -174,80 +186,75 @@ class FakeNode:
         )
 
 
-class _Servicer(node_pb2_grpc.NodeServicer):
-    """One `Session` call is one gateway's stream."""
+class _Gateway:
+    """One gateway's connection."""
 
-    def __init__(self, node: FakeNode) -> None:
+    def __init__(self, node: FakeNode, connection: EngineConnection) -> None:
         self._node = node
+        self._connection = connection
+        self._work: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._outgoing: asyncio.Queue[node_pb2.NodeMessage] = asyncio.Queue()
 
-    async def Session(self, incoming: Any, context: Any) -> None:
+    async def serve(self) -> None:
+        """Until it ends. Raises asyncio.IncompleteReadError, OSError."""
         node = self._node
-        key = handshake_key(node.secret)
-        listener = Listener(lambda _: key, SESSION, (node.member.address,))
-        read, write = listener_ends(incoming, context, node_pb2.NodeMessage)
-        try:
-            opening = await admit(listener, read, write)
-        except Unauthenticated as error:
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, error.message)
-        if opening.listener != node.incarnation:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "no such engine")
-        await write(ACCEPTED)
         node.num_sessions += 1
-        work: dict[tuple[str, int], asyncio.Task[None]] = {}
-        outgoing: asyncio.Queue[node_pb2.NodeMessage] = asyncio.Queue()
-        outgoing.put_nowait(node.welcome())
-        writer = asyncio.create_task(_write(context, outgoing))
-        heart = asyncio.create_task(self._beat(outgoing))
+        self._outgoing.put_nowait(node.welcome())
+        tasks = (asyncio.create_task(self._write()), asyncio.create_task(self._beat()))
         try:
-            async for message in incoming:
+            while True:
+                payload = await self._connection.receive()
+                message = node_pb2.GatewayMessage.FromString(payload)
                 if message.HasField("dispatch"):
-                    self._dispatch(message.dispatch, outgoing, work)
+                    self._dispatch(message.dispatch)
                 else:
                     cancel = message.cancel
                     node.cancelled.append((cancel.request_id, cancel.attempt, time.monotonic()))
-                    if task := work.get((cancel.request_id, cancel.attempt)):
+                    if task := self._work.get((cancel.request_id, cancel.attempt)):
                         task.cancel()
         finally:
             node.num_sessions -= 1
-            for task in (writer, heart, *work.values()):
+            for task in (*tasks, *self._work.values()):
                 task.cancel()
 
-    def _dispatch(
-        self,
-        wire: node_pb2.Dispatch,
-        outgoing: asyncio.Queue[node_pb2.NodeMessage],
-        work: dict[tuple[str, int], Any],
-    ) -> None:
-        async def send(request: Request, **fields: Any) -> None:
-            if not self._node.is_silent:
-                output = node_pb2.RequestOutput(
-                    request_id=request.request_id, attempt=request.attempt, **fields
-                )
-                outgoing.put_nowait(node_pb2.NodeMessage(outputs=step_of(output)))
-                await asyncio.sleep(0)
-
+    def _dispatch(self, wire: node_pb2.Dispatch) -> None:
         self._node.dispatched.append(wire)
         first = codec.request_from_wire(wire)
         for request_id in (wire.request_id, *wire.fork_request_ids):
             request = dataclasses.replace(first, request_id=request_id)
-            task = asyncio.create_task(self._node.tokens(request, send))
-            work[request_id, wire.attempt] = task
+            key = (request_id, wire.attempt)
+            task = asyncio.create_task(self._node.tokens(request, self._send))
+            self._work[key] = task
             self._node.num_requests += 1
             self._node.most_requests = max(self._node.most_requests, self._node.num_requests)
-            task.add_done_callback(lambda _, key=(request_id, wire.attempt): self._over(work, key))
+            task.add_done_callback(partial(self._over, key))
 
-    def _over(self, work: dict[tuple[str, int], Any], key: tuple[str, int]) -> None:
-        work.pop(key, None)
+    def _over(self, key: tuple[str, int], _: asyncio.Task[None]) -> None:
+        self._work.pop(key, None)
         self._node.num_requests -= 1
 
-    async def _beat(self, outgoing: asyncio.Queue[node_pb2.NodeMessage]) -> None:
+    async def _send(self, request: Request, **fields: Any) -> None:
+        if not self._node.is_silent:
+            output = node_pb2.RequestOutput(
+                request_id=request.request_id, attempt=request.attempt, **fields
+            )
+            self._outgoing.put_nowait(node_pb2.NodeMessage(outputs=step_of(output)))
+            await asyncio.sleep(0)
+
+    async def _beat(self) -> None:
         while True:
             if not self._node.is_silent:
-                outgoing.put_nowait(self._node.heartbeat())
+                self._outgoing.put_nowait(self._node.heartbeat())
             await asyncio.sleep(HEARTBEAT_S)
 
+    async def _write(self) -> None:
+        """As far as the gateway reads."""
+        with suppress(OSError):  # whoever reads finds it over
+            while True:
+                message = await self._outgoing.get()
+                self._connection.send(message.SerializeToString())
+                await self._connection.writer.drain()
 
-async def _write(context: Any, outgoing: asyncio.Queue[node_pb2.NodeMessage]) -> None:
-    """The stream's only writer: grpc.aio allows one write at a time."""
-    while True:
-        await context.write(await outgoing.get())
+
+def _hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.close()

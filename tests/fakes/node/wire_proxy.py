@@ -112,7 +112,7 @@ class WireProxy:
                 if is_reset:
                     self._reset(pair)
                     return
-            if pair in self._open:
+            if pair in self._open and way not in self.lost:  # an end vanishes too
                 target.shutdown(socket.SHUT_WR)
 
     def _take(self, data: bytes, way: str) -> tuple[bytes, bool]:

@@ -26,7 +26,11 @@ from baton.core.config import EngineConfig
 from baton.core.membership import Member, Role
 
 BATON = Path(sys.executable).parent / "baton"
-GHOST = Member("f" * 32, Role.DECODE, "ghost", "127.0.0.1:1", "demo", "fp", 2048, 16, 100)
+GHOST = Member(
+    *("f" * 32, Role.DECODE, "ghost", "127.0.0.1:1", "demo", "fp", 2048, 16, 100),
+    engine_address="127.0.0.1:1",
+    host_id="0" * 32,
+)
 
 
 @pytest.fixture(scope="module")

@@ -165,7 +165,7 @@ def test_demo_twice_in_a_row() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--cpu-kv-bytes", "1000000"], "--max-model-len"),
+        pytest.param(["--cpu-kv-bytes", "1000000"], "--max-model-len", marks=pytest.mark.slow),
         pytest.param(["--gpus", "0"], "--gpus", marks=pytest.mark.slow),
         pytest.param(["--model", "/nowhere"], "/nowhere", marks=pytest.mark.slow),
         pytest.param(["--max-model-len", "5000"], "2048", marks=pytest.mark.slow),

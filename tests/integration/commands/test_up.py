@@ -14,7 +14,9 @@ import tempfile
 import time
 from collections.abc import AsyncIterator
 
+import aiohttp
 import pytest
+import pytest_asyncio
 from deployments import MARK, marked_processes
 
 from baton.cli.deployment.deployment import Deployment
@@ -22,8 +24,9 @@ from baton.core.config import EngineConfig, GatewayConfig, NodeConfig, UpConfig
 from baton.core.errors import BatonError, StartupFailed
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def deployment() -> AsyncIterator[Deployment]:
+    """For all tests here; each leaves it whole, but for the last of them."""
     engine = EngineConfig(model="demo", device="cpu", cpu_kv_bytes=32 << 20)
     gateway = GatewayConfig(grpc_port=0, http_port=0, model="demo", recovery_wait_s=30)
     up = UpConfig(num_decode_nodes=2)
@@ -55,6 +58,7 @@ def pids_of(deployment: Deployment, name: str) -> list[int]:
     return [child.process.pid for child in deployment.children if child.name == name]
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_a_node_that_ends_is_started_again(deployment: Deployment) -> None:
     """And what it streamed goes on at the other."""
     keeping = asyncio.create_task(deployment.keep())
@@ -73,6 +77,7 @@ async def test_a_node_that_ends_is_started_again(deployment: Deployment) -> None
     await cancelled(keeping)
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_redis_and_the_gateway_are_started_again_too(deployment: Deployment) -> None:
     """A node that is new since Redis lost all is found, and its cache is; links stay meanwhile."""
     keeping = asyncio.create_task(deployment.keep())
@@ -102,11 +107,14 @@ async def test_redis_and_the_gateway_are_started_again_too(deployment: Deploymen
     await cancelled(keeping)
 
 
+@pytest.mark.slow
+@pytest.mark.asyncio(loop_scope="module")
 async def test_a_node_that_lived_long_may_end_once_more(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("baton.cli.deployment.deployment._MOST_ENDS", 1)
-    monkeypatch.setattr("baton.cli.deployment.deployment._WELL_S", 0.0)
+    """Without processes in test_cli_deployment.py. The last, as it leaves a node dead."""
+    deployment.group.max_ends = 1
+    monkeypatch.setattr("baton.cli.deployment.child_group._WELL_S", 0.0)
     keeping = asyncio.create_task(deployment.keep())
     async with asyncio.timeout(60):
         for _ in range(2):
@@ -116,9 +124,42 @@ async def test_a_node_that_lived_long_may_end_once_more(
             await deployment.wait_linked()
     assert not keeping.done()
     async with asyncio.timeout(10):
-        monkeypatch.setattr("baton.cli.deployment.deployment._MOST_ENDS", 0)
+        deployment.group.max_ends = 0
         kill(deployment, "decode-1")
         assert await keeping == "decode-1", "and one that keeps ending ends all"
+
+
+async def test_two_gateways_share_the_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment is for the flags of `baton up`: a gateway that read it would start more."""
+    monkeypatch.setenv("BATON_NUM_GATEWAYS", "2")
+    engine = EngineConfig(model="demo", device="cpu", cpu_kv_bytes=32 << 20)
+    gateway = GatewayConfig(grpc_port=0, http_port=0, model="demo", num_gateways=2)
+    deployment = Deployment(UpConfig(), engine, NodeConfig(), gateway, lambda name, line: None)
+    async with asyncio.timeout(60), deployment, aiohttp.ClientSession() as http:
+        assert [child.name for child in deployment.gateways] == ["gateway-0", "gateway-1"]
+        own, shared, addresses = zip(*(c.addresses for c in deployment.gateways), strict=True)
+        assert len({*shared}) == len({*addresses}) == 1 and len({*own, *shared}) == 3
+        assert addresses[0] == deployment.address
+        assert deployment.greeting[0].startswith(f"Ready: {shared[0]} ")
+        assert deployment.greeting[0].endswith(f"dashboard {own[0]}/dashboard")
+        keeping = asyncio.create_task(deployment.keep())
+        body = {"model": "demo", "prompt": "hello", "max_tokens": 4}
+        for url in (*own, shared[0]):
+            async with http.post(f"{url}/v1/completions", json=body) as answer:
+                assert answer.status == 200
+        kill(deployment, "gateway-1")
+        assert await says_hello(deployment)
+        await until_answers(http, f"{own[1]}/ready")
+        await cancelled(keeping)
+
+
+async def until_answers(http: aiohttp.ClientSession, url: str) -> None:
+    while True:
+        with contextlib.suppress(aiohttp.ClientError):
+            async with http.get(url) as answer:
+                if answer.status == 200:
+                    return
+        await asyncio.sleep(0.05)
 
 
 @pytest.mark.slow

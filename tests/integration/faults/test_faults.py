@@ -6,6 +6,7 @@ left (`faults.Scene.check`). The faults are in breakages, memory_faults, link_fa
 network_faults; half of the nodes run under `python -O`. Of some rows a part needs no process, and
 is tested where its code is:
 
+    F11, F12 silence between two nodes   test_channel_silence, test_tcp_faults
     F16 a reset at any byte              test_tcp_faults
     F25 blocks rewritten under a pull    test_handoff_search, test_shm_transport
     F26 what peers forge                 test_handoff_source, test_handoff_puller, test_handoff_wire
@@ -80,11 +81,8 @@ ROWS = (
     Row("F9-prefill-0.2s", partial(do.pause_prefill, 0.2, "node"), ONCE),
     Row("F9-gateway-0.2s", partial(do.pause_gateway, 0.2), ONCE),
     Row("F9-decode-engine", do.hang_decode_engine, AGAIN, SOON_S),
-    Row("F12-F16", network_faults.break_a_pair),
     Row("F25", memory.ask_by_a_stale_index, ONCE),
     Row("F26", do.send_crafted_tickets),
-    Row("F27", link_faults.shuffle_messages),
-    Row("F28-admission", memory.ask_for_more_than_fits, ONCE),
     Row("F28-decode", memory.outgrow_the_pool, ONCE),
     Row("F29", memory.stop_the_pulls),
     Row("F30-before-prefill", do.leave_before_the_prefill),
@@ -95,6 +93,8 @@ ROWS = (
 )
 SLOW_ROWS = (
     Row("F11-F12-F16", network_faults.break_a_pair_in_every_way),
+    Row("F27", link_faults.shuffle_messages),
+    Row("F28-admission", memory.ask_for_more_than_fits, ONCE),
     Row("F5-constrained", do.kill_decode_of_a_constrained, AGAIN),
     # The pool of a killed source stays mapped: a pull that was announced whole may still end well.
     Row("F2-node-before-pull", partial(do.kill_prefill_before_the_pull, "node"), (1, 2)),

@@ -20,8 +20,16 @@ from baton.cluster.secret import ClusterSecret
 from baton.core.errors import StartupFailed
 from baton.core.membership import Member, Role
 
-A = Member("aa" * 16, Role.PREFILL, "p", "127.0.0.1:1", "demo", "f", 512, 16, 64)
-B = Member("bb" * 16, Role.DECODE, "d", "127.0.0.1:2", "demo", "f", 512, 16, 64)
+A = Member(
+    *("aa" * 16, Role.PREFILL, "p", "127.0.0.1:1", "demo", "f", 512, 16, 64),
+    engine_address="127.0.0.1:3",
+    host_id="0" * 32,
+)
+B = Member(
+    *("bb" * 16, Role.DECODE, "d", "127.0.0.1:2", "demo", "f", 512, 16, 64),
+    engine_address="127.0.0.1:4",
+    host_id="0" * 32,
+)
 
 
 @pytest.fixture(params=["system", "bundled"])

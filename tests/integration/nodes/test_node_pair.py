@@ -12,7 +12,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc
 import pytest
 from deployments import marked_processes
 from node_driver import (
@@ -31,6 +30,7 @@ from patience import AT_ONCE_S, SOON_S
 
 from baton.cluster.redis_server import RedisServer
 from baton.core.config import EngineConfig
+from baton.core.errors import NodeLost
 from baton.core.membership import Member, Role
 from baton.core.request.request import Request, SamplingParams, Ticket
 from baton.engine.engine import Engine
@@ -108,6 +108,7 @@ class Gateway:
     decode: Session
     source: str
     puller: str
+    source_address: str  # host:port of the engine
     num_requests: int = 0
 
     def request(self, num_prompt_tokens: int, *, max_tokens: int = 8, **sampling: float) -> Request:
@@ -149,8 +150,8 @@ async def connected(nodes: Nodes, *, without: str = "") -> AsyncIterator[Gateway
     by_role = {member.role: member for member in found if member.incarnation != without}
     prefill, decode = by_role[Role.PREFILL], by_role[Role.DECODE]
     async with (
-        session(prefill.address, prefill.incarnation) as to_prefill,
-        session(decode.address, decode.incarnation) as to_decode,
+        session(prefill.incarnation) as to_prefill,
+        session(decode.incarnation) as to_decode,
     ):
 
         def is_linked() -> bool:
@@ -158,7 +159,8 @@ async def connected(nodes: Nodes, *, without: str = "") -> AsyncIterator[Gateway
 
         await to_decode.until(is_linked)
         await to_prefill.until(lambda: to_prefill.num_heartbeats > 0)
-        yield Gateway(to_prefill, to_decode, prefill.incarnation, decode.incarnation)
+        ends = (prefill.incarnation, decode.incarnation, prefill.engine_address)
+        yield Gateway(to_prefill, to_decode, *ends)
 
 
 @pytest.fixture
@@ -252,12 +254,17 @@ async def test_end_of_the_stream_cancels_its_requests(nodes: Nodes) -> None:
 
 
 async def test_strangers_are_refused(gateway: Gateway, nodes: Nodes) -> None:
-    async with session(nodes.prefill.address, gateway.source, secret="wrong") as stranger:
-        await stranger.until(lambda: stranger.status is not None)
-        assert stranger.status is grpc.StatusCode.UNAUTHENTICATED
-    async with session(nodes.prefill.address, "0" * 32) as lost:
-        await lost.until(lambda: lost.status is not None)
-        assert lost.status is grpc.StatusCode.UNAVAILABLE
+    for at in (None, gateway.source_address):
+        async with session(gateway.source, "wrong", at=at) as stranger:
+            await stranger.until(lambda: stranger.ended is not None)
+            assert isinstance(stranger.ended, NodeLost)
+            assert "hung up" in str(stranger.ended)
+        async with session(gateway.source, at=at) as known:
+            await known.until(lambda: known.welcome is not None)
+    async with session("0" * 32) as lost:
+        assert isinstance(lost.ended, ConnectionRefusedError)
+    async with session("0" * 32, at=gateway.source_address) as lost:
+        assert isinstance(lost.ended, NodeLost)
 
 
 async def test_crafted_ticket_is_refused(gateway: Gateway) -> None:
@@ -299,8 +306,8 @@ async def test_killed_engine_ends_its_streams_and_is_replaced(
         os.kill(pid, signal.SIGKILL)
         await become(False)
         stream = getattr(gateway, name)
-        await stream.until(lambda: stream.status is not None)
-        assert stream.status is grpc.StatusCode.UNAVAILABLE
+        await stream.until(lambda: stream.ended is not None)
+        assert isinstance(stream.ended, NodeLost)
         assert time.monotonic() - killed_s < AT_ONCE_S
         if name == "decode":  # its source sees the loss of the link, with no lease to wait for
             await wait_idle(nodes.prefill.address, timeout_s=SOON_S)
@@ -320,14 +327,12 @@ async def test_ledger_of_both_nodes_names_the_peer(gateway: Gateway, nodes: Node
     assert puller["peers"] == {gateway.source: "ready"}
 
 
-async def test_engines_of_one_host_speak_directly(gateway: Gateway, nodes: Nodes) -> None:
+async def test_ledger_of_both_nodes_names_who_is_linked(gateway: Gateway, nodes: Nodes) -> None:
     (source,) = await ledgers(nodes.prefill.address)
     (puller,) = await ledgers(nodes.decode.address)
-    assert source["ways"] == {gateway.puller: "direct"}
-    assert puller["ways"] == {gateway.source: "direct"}
-    told = f"speaks with source {gateway.source}"
-    (line,) = [line for line in nodes.decode.said if told in line]
-    assert line.endswith("directly")
+    assert source["links"]["puller"] == [gateway.puller] and not source["links"]["source"]
+    assert puller["links"]["source"] == [gateway.source] and not puller["links"]["puller"]
+    assert len(source["links"]["gateway"]) == len(puller["links"]["gateway"]) == 1
 
 
 def test_start_failures_are_told_in_words(model_dir: Path, redis_url: str) -> None:
@@ -345,49 +350,55 @@ def test_start_failures_are_told_in_words(model_dir: Path, redis_url: str) -> No
         assert not any("Traceback" in line for line in node.said)
 
 
-def test_a_node_whose_port_is_taken_says_so_and_takes_another(
-    model_dir: Path, redis_url: str
-) -> None:
-    """Whoever holds the port could not pass for the node; it is not to keep it away either."""
+@pytest.fixture(scope="module")
+def crowded(model_dir: Path, redis_url: str) -> Iterator[tuple[NodeProcess, int]]:
+    """A node with two engines, and the port that it was to have, which is taken."""
+    flags = ("--model", str(model_dir), "--load-format", "dummy", "--num-engines", "2")
+    flags += ("--num-kv-blocks", str(NUM_BLOCKS), "--name", "n")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        dummy = ("--model", str(model_dir), "--load-format", "dummy")
-        node = launch(Role.PREFILL, redis_url, "--port", str(port), *dummy)
-        assert not node.address.endswith(f":{port}")
-        assert any(f"cannot listen on 127.0.0.1:{port}" in line for line in node.said)
-        assert node.end(signal.SIGINT) == 0
+        node = launch(Role.DECODE, redis_url, "--port", str(port), *flags)
+        try:
+            yield node, port
+        finally:
+            if node.process.poll() is None:
+                node.end(signal.SIGTERM)
+
+
+def test_a_node_whose_port_is_taken_says_so_and_takes_another(
+    crowded: tuple[NodeProcess, int],
+) -> None:
+    """Whoever holds the port could not pass for the node; it is not to keep it away either."""
+    node, port = crowded
+    assert not node.address.endswith(f":{port}")
+    assert any(f"cannot listen on 127.0.0.1:{port}" in line for line in node.said)
 
 
 async def test_sigterm_lets_what_runs_finish(
-    model_dir: Path, redis_url: str, reference: ModelRunner
+    crowded: tuple[NodeProcess, int], redis_url: str, reference: ModelRunner
 ) -> None:
-    """A node with two engines: each drains by itself, and then the node ends."""
-    flags = ("--model", str(model_dir), "--load-format", "dummy", "--num-engines", "2")
-    node = launch(Role.DECODE, redis_url, *flags, "--num-kv-blocks", str(NUM_BLOCKS), "--name", "n")
-    try:
-        found = await members(redis_url, lambda seen: sum(m.name[0] == "n" for m in seen) == 2)
-        ours = [member for member in found if member.name in ("n.0", "n.1")]
-        async with (
-            session(node.address, ours[0].incarnation) as busy,
-            session(node.address, ours[1].incarnation) as idle,
-        ):
-            await busy.until(lambda: busy.num_heartbeats > 0)
-            request, late = (
-                Request(name * 32, 0, (1, 2, 3), SamplingParams(max_tokens=600, temperature=0.0))
-                for name in "ab"
-            )
-            await busy.dispatch(request, node_pb2.WORK_LOCAL, None)
-            await busy.until(lambda: request.key in busy.heard)
-            node.process.send_signal(signal.SIGTERM)
-            await idle.until(lambda: idle.status is not None)
-            await busy.dispatch(late, node_pb2.WORK_LOCAL, None)
-            await busy.until(lambda: busy.heard[request.key].is_over)
-            await busy.until(lambda: late.key in busy.heard)
-        expected = single_process_tokens(reference, request)
-        assert busy.heard[request.key].tokens == expected
-        assert busy.heard[late.key].error == "unavailable"
-        assert node.wait() == 0
-        assert "draining" in node.said
-    finally:
-        if node.process.poll() is None:
-            node.end(signal.SIGKILL)
+    """Of two engines each drains by itself, and then the node ends."""
+    node, _ = crowded
+    found = await members(redis_url, lambda seen: sum(m.name[0] == "n" for m in seen) == 2)
+    ours = [member for member in found if member.name in ("n.0", "n.1")]
+    async with (
+        session(ours[0].incarnation) as busy,
+        session(ours[1].incarnation) as idle,
+    ):
+        await busy.until(lambda: busy.num_heartbeats > 0)
+        request, late = (
+            Request(name * 32, 0, (1, 2, 3), SamplingParams(max_tokens=600, temperature=0.0))
+            for name in "ab"
+        )
+        await busy.dispatch(request, node_pb2.WORK_LOCAL, None)
+        await busy.until(lambda: request.key in busy.heard)
+        node.process.send_signal(signal.SIGTERM)
+        await idle.until(lambda: idle.ended is not None)
+        await busy.dispatch(late, node_pb2.WORK_LOCAL, None)
+        await busy.until(lambda: busy.heard[request.key].is_over)
+        await busy.until(lambda: late.key in busy.heard)
+    expected = single_process_tokens(reference, request)
+    assert busy.heard[request.key].tokens == expected
+    assert busy.heard[late.key].error == "unavailable"
+    assert node.wait() == 0
+    assert "draining" in node.said

@@ -105,7 +105,9 @@ def test_tokens_are_those_of_one_process(
             )
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGSTOP]
+)
 def test_a_rank_that_is_gone_or_hangs_ends_the_engine(
     config: EngineConfig, number: signal.Signals
 ) -> None:

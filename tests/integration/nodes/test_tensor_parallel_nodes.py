@@ -12,7 +12,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc
 import pytest
 from deployments import marked_processes
 from node_driver import (
@@ -29,6 +28,7 @@ from node_driver import (
 
 from baton.cluster.redis_server import RedisServer
 from baton.core.config import EngineConfig
+from baton.core.errors import BatonError
 from baton.core.membership import Member, Role
 from baton.core.request.request import Request, SamplingParams, Ticket
 from baton.engine.execution.runner import ModelRunner
@@ -134,8 +134,8 @@ async def connected(nodes: Nodes, *, without: str = "") -> AsyncIterator[Pair]:
     by_role = ours(await members(nodes.redis_url, lambda seen: ours(seen).keys() == {*Role}))
     prefill, decode = by_role[Role.PREFILL], by_role[Role.DECODE]
     async with (
-        session(prefill.address, prefill.incarnation) as to_prefill,
-        session(decode.address, decode.incarnation) as to_decode,
+        session(prefill.incarnation) as to_prefill,
+        session(decode.incarnation) as to_decode,
     ):
         await to_decode.until(
             lambda: prefill.incarnation in {x.incarnation for x in to_decode.heartbeat.links}
@@ -206,13 +206,14 @@ async def test_a_lost_rank_takes_its_engine_down_and_it_comes_back(
         request = request_of(60, max_tokens=1500)
         await stream.dispatch(request, node_pb2.WORK_LOCAL, None)
         begin_s = time.monotonic()
-        await stream.until(lambda: stream.status is not None)
-        assert stream.status is grpc.StatusCode.UNAVAILABLE
+        await stream.until(lambda: stream.ended is not None)
         assert time.monotonic() - begin_s < 4.0
         async with asyncio.timeout(30):
             await become(False)
             await become(True)
     what = "rank 1 ended" if number == signal.SIGKILL else "rank 1 has not answered"
+    assert isinstance(stream.ended, BatonError)
+    assert stream.ended.message.startswith(what)
     assert any(line.startswith(f"engine lost: {what}") for line in node.said)
     assert victim not in marked_processes(OUR_MARK)
     async with connected(nodes, without=lost) as pair:

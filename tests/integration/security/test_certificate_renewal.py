@@ -192,21 +192,25 @@ class Renewed:
 
     # --- what is shown ------------------------------------------------------------------------
 
-    def doors(self) -> Iterator[Door]:
-        """Of gateway, nodes, and sources' engines."""
+    async def doors(self) -> list[Door]:
+        """Of gateway, nodes, and engines: where they speak, and where sources' blocks are read."""
         grpc_port = int(self.system.address.rpartition(":")[2])
-        for port in (grpc_port, int(self.http().rpartition(":")[2])):
-            yield Door(port, SERVER, "localhost", None)
+        ports = (grpc_port, int(self.http().rpartition(":")[2]))
+        found = [Door(port, SERVER, "localhost", None) for port in ports]
+        engines = await asyncio.to_thread(self.system.engines)
         for name, address in self.system.node_addresses().items():
             role = name.partition("-")[0]
-            yield Door(int(address.rpartition(":")[2]), role, role_name(role), GATEWAY)
-            if role == "prefill":
-                (port,) = listening(self.pids(name)[1])
-                yield Door(port, role, role_name(role), "decode")
+            speaks_at = int(engines[name].engine_address.rpartition(":")[2])
+            wanted = {int(address.rpartition(":")[2]): GATEWAY, speaks_at: GATEWAY}
+            for port in {*listening(self.pids(name)[1])} - {speaks_at}:
+                wanted[port] = "decode"
+            assert len(wanted) == (3 if role == "prefill" else 2)
+            found += [Door(port, role, role_name(role), wants) for port, wants in wanted.items()]
+        return found
 
     async def check_shown(self, certs: Path, trust: Path) -> None:
         """By every port, to who has the certificates of that folder."""
-        for door in self.doors():
+        for door in await self.doors():
             expected = ssl.PEM_cert_to_DER_cert((certs / f"{door.shows}.crt").read_text())
             assert await asyncio.to_thread(door.shown, certs, trust) == expected, door
 
@@ -282,7 +286,7 @@ async def test_certificates_and_their_ca_are_renewed_under_load_without_an_error
             renewed.write_ca(old / "ca.crt", new / "ca.crt")
             await renewed.replace_engines("decode-1")
             await renewed.check_shown(fresh, old / "ca.crt")
-            assert all([await renewed.admits(door, new) for door in renewed.doors()])
+            assert all([await renewed.admits(door, new) for door in await renewed.doors()])
 
             renewed.write(new, "key")
             await renewed.break_links("prefill-0")
@@ -294,7 +298,7 @@ async def test_certificates_and_their_ca_are_renewed_under_load_without_an_error
             renewed.write_ca(new / "ca.crt")
             await renewed.replace_engines(*NODES)
             await renewed.check_shown(new, new / "ca.crt")
-            for door in renewed.doors():
+            for door in await renewed.doors():
                 assert await renewed.admits(door, fresh) == (door.wants is None), door
             await load.progress()
     for name in NODES:  # a link ends by what was done to its node, and by nothing else

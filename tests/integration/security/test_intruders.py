@@ -1,7 +1,8 @@
-"""Attacks on a deployment that has a cluster secret and API keys, by a process of another user.
+"""Attacks on a deployment that has a cluster secret and API keys, by a process of another user, and
+by one of the same.
 
-One cluster for all: the order of the tests is that of its life. The intruder knows every address
-and method, and what was recorded or lies in Redis; it does not know the secret.
+One cluster for all: the order of the tests is that of its life. The intruders know every address
+and method, and what was recorded or lies in Redis; they do not know the secret.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,30 +22,33 @@ import redis
 from deployments import marked_processes
 from fakes.node.intruder import Intruder, intruder
 from fault_scenes.fault_cluster import Cluster, cluster, write_model
-from node_driver import CLUSTER, OUR_MARK, SECRET, session
+from node_driver import CLUSTER, OUR_MARK, SECRET, members, session
 
 from baton.cli.cluster.survey import ask_ledgers
 from baton.client import AsyncClient
 from baton.client.messages import NodeInfo
-from baton.cluster.link_handshake import ANY_ENGINE, HANDOFF, LEDGERS, MEMBERS, SESSION
+from baton.cluster.known_nodes import Node
+from baton.cluster.link_handshake import ANY_ENGINE, LEDGERS, MEMBERS
+from baton.cluster.member_calls import MemberCalls
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.secret import ClusterSecret, operator_key
-from baton.core.channels.handshake import OPENING_BYTES, Dialer, Opening
+from baton.core.channels.admission import GATEWAY, PULLER, SOCKET, THIS_HOST, dial
+from baton.core.channels.framing import encode_payload
+from baton.core.channels.handshake import CHALLENGE_BYTES, OPENING_BYTES, Dialer, Opening
+from baton.core.channels.same_host import socket_address
+from baton.core.errors import HandoffFailed, NodeLost, Unauthenticated
+from baton.core.membership import Member, Role
 from baton.gateway.security.key_file import add_key
-from baton.proto.v1 import handoff_pb2, node_pb2, node_pb2_grpc
+from baton.proto.v1 import node_pb2, node_pb2_grpc
 
 pytestmark = pytest.mark.skipif(
     os.geteuid() != 0, reason="only root can start a process of another user"
 )
 
 NODES = ("prefill-0", "prefill-2", "decode-0")
-SESSIONS = "/baton.v1.Node/Session"
-LINKS = "/baton.v1.Handoff/Link"
 LEDGER = "/baton.v1.Node/GetLedgers"
 ENGINES = "/baton.v1.Node/GetMembers"
 MESSAGES: dict[str, Any] = {
-    SESSIONS: node_pb2.GatewayMessage,
-    LINKS: handoff_pb2.PeerMessage,
     LEDGER: node_pb2.GetLedgersRequest,
     ENGINES: node_pb2.GetMembersRequest,
 }
@@ -56,7 +61,8 @@ class World:
     """The cluster, who attacks it, and what is right: `expected` by prompt, from before."""
 
     system: Cluster
-    intruder: Intruder
+    intruder: Intruder  # another user
+    kin: Intruder  # of our own user
     key: str
     expected: dict[str, tuple[int, ...]] = field(default_factory=dict)
     stale: bytes = b""  # the entry of the node that was killed
@@ -110,9 +116,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     keys = ("--api-keys", str(key_file))
     with (
         intruder() as attacker,
+        intruder(user="root") as kin,
         cluster(model_dir, "gateway-0", *NODES, gateway_0=keys) as system,
     ):
-        world = World(system, attacker, key)
+        world = World(system, attacker, kin, key)
         engines = asyncio.run(world.until_linked(*NODES))
         system.incarnations |= {engine.incarnation for engine in engines.values()}
         answers = asyncio.run(world.answers(PROMPTS))
@@ -127,15 +134,13 @@ def said_by(message: Any, *parts: bytes) -> list[str]:
 
 
 def opening(world: World, method: str, node: str, secret: str | None) -> str:
-    """The live puller's incarnation claims to dial a live source, with a key of one's own."""
-    purposes = {SESSIONS: SESSION, LINKS: HANDOFF, LEDGER: LEDGERS, ENGINES: MEMBERS}
+    """The live puller's incarnation claims to dial a live node, with a key of one's own."""
     engines = asyncio.run(world.engines())
-    listener = ANY_ENGINE if method in (LEDGER, ENGINES) else engines[node].incarnation
     dialer = Dialer(
         ClusterSecret(secret).dialing_key,
-        purposes[method],
+        {LEDGER: LEDGERS, ENGINES: MEMBERS}[method],
         dialer=engines["decode-0"].incarnation,
-        listener=listener,
+        listener=ANY_ENGINE,
         address=world.address(node),
     )
     (message,) = said_by(MESSAGES[method], dialer.opening)
@@ -190,7 +195,7 @@ def check_silent(world: World, answer: dict[str, Any]) -> None:
 # --- calls without the secret ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", [SESSIONS, LINKS, LEDGER, ENGINES])
+@pytest.mark.parametrize("method", [LEDGER, ENGINES])
 def test_calls_without_a_handshake_get_an_error_and_nothing_else(
     world: World, method: str, recorded: list[str]
 ) -> None:
@@ -224,24 +229,9 @@ async def test_a_recorded_handshake_is_good_for_a_challenge_and_no_more(
     assert len(answer["received"]) == 1
 
 
-def test_who_claims_a_live_peer_s_incarnation_does_not_end_its_link(world: World) -> None:
-    before = list(world.system.processes["decode-0"].said)
-    for secret in (None, "a guess"):
-        for node in ("prefill-0", "prefill-2"):
-            claim = opening(world, LINKS, node, secret)
-            answer = world.intruder.do(
-                "say", address=world.address(node), method=LINKS, messages=[claim]
-            )
-            check_silent(world, answer)
-    asyncio.run(world.until_linked(*NODES))
-    said = world.system.processes["decode-0"].said[len(before) :]
-    assert not [line for line in said if "no link to" in line]
-    asyncio.run(world.serves_right())
-
-
 def test_another_user_reads_neither_the_secret_nor_redis(world: World) -> None:
-    socket = world.system.redis.folder / "redis.sock"
-    assert world.intruder.do("look", path=str(socket)) == "PermissionError"
+    redis_socket = world.system.redis.folder / "redis.sock"
+    assert world.intruder.do("look", path=str(redis_socket)) == "PermissionError"
     for process in world.system.processes.values():
         folder = f"/proc/{process.process.pid}"
         assert world.intruder.do("look", path=f"{folder}/environ") == "PermissionError"
@@ -252,7 +242,7 @@ def test_another_user_reads_neither_the_secret_nor_redis(world: World) -> None:
 
 def test_a_flood_of_strangers_does_not_end_what_runs(world: World) -> None:
     """Half of 2,000 say nothing and half something wrong: 64 may be pending, for 2 s each."""
-    junk = opening(world, SESSIONS, "prefill-0", "a guess")
+    junk = opening(world, LEDGER, "prefill-0", "a guess")
 
     async def ask_meanwhile(flooding: asyncio.Task[Any]) -> int:
         num_rounds = 0
@@ -262,7 +252,7 @@ def test_a_flood_of_strangers_does_not_end_what_runs(world: World) -> None:
         return num_rounds
 
     async def attack() -> tuple[dict[str, int], int]:
-        how = {"address": world.address("prefill-0"), "method": SESSIONS, "message": junk}
+        how = {"address": world.address("prefill-0"), "method": LEDGER, "message": junk}
         order = asyncio.to_thread(world.intruder.do, "flood", per_s=1000, for_s=2, **how)
         flooding = asyncio.create_task(order)
         num_rounds = await ask_meanwhile(flooding)
@@ -277,47 +267,174 @@ def test_a_flood_of_strangers_does_not_end_what_runs(world: World) -> None:
     asyncio.run(world.until_linked(*NODES))
 
 
+# --- engines, without the secret ------------------------------------------------------------------
+
+
+async def members_by_name(world: World) -> dict[str, Member]:
+    """As the directory has them."""
+    url = world.system.redis.url
+    found = await members(url, lambda seen: len(seen) == len(NODES))
+    return {member.name: member for member in found}
+
+
+def doors(member: Member) -> dict[int | str, str]:
+    """Where an engine is reached, and how handshakes call that place."""
+    name = socket_address(member.incarnation, SOCKET).decode()[1:]
+    port = int(member.engine_address.rpartition(":")[2])
+    return {port: member.engine_address, name: THIS_HOST}
+
+
+def claim(purpose: bytes, source: Member, puller: str, address: str, secret: str | None) -> Dialer:
+    """A live puller's incarnation, or a gateway of that name, dials a live source."""
+    key = ClusterSecret(secret).dialing_key
+    return Dialer(key, purpose, dialer=puller, listener=source.incarnation, address=address)
+
+
+def recorded_at(member: Member) -> list[str]:
+    """What a gateway with the secret said in a handshake by TCP that passed."""
+    ours = claim(GATEWAY, member, "9" * 32, member.engine_address, SECRET)
+    host, _, port = member.engine_address.rpartition(":")
+    with socket.create_connection((host, int(port)), 5) as connection:
+        connection.sendall(ours.opening)
+        challenge = connection.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)
+        answer = ours.answer(challenge)
+        connection.sendall(answer)
+        assert connection.recv(4, socket.MSG_WAITALL) == bytes(4)  # accepted
+    return [ours.opening.hex(), answer.hex()]
+
+
+@pytest.mark.parametrize("who", ["intruder", "kin"])
+def test_an_engine_says_nothing_to_who_does_not_know_the_secret(world: World, who: str) -> None:
+    """Nor does it end the link of the peer whose incarnation is claimed."""
+    attacker: Intruder = getattr(world, who)
+    engines = asyncio.run(members_by_name(world))
+    source, puller = engines["prefill-0"], engines["decode-0"].incarnation
+    before = {name: len(world.system.processes[name].said) for name in NODES}
+    dispatch = node_pb2.GatewayMessage(dispatch=node_pb2.Dispatch(request_id="r"))
+    for where, address in doors(source).items():
+        attempts = {
+            "nothing": [],
+            "no handshake": [os.urandom(500).hex()],
+            "a dispatch": [encode_payload(dispatch.SerializeToString()).hex()],
+            "an answer first": [os.urandom(32).hex()],
+            "what was recorded": recorded_at(source),
+        }
+        for purpose in (GATEWAY, PULLER):
+            for secret in (None, "a guess"):
+                ours = claim(purpose, source, puller, address, secret)
+                attempts[f"{purpose!r} with {secret}"] = [ours.opening.hex(), bytes(32).hex()]
+        for what, said in attempts.items():
+            came = attacker.do("knock", where=where, said=said)
+            assert came["how"] in ("end", "ConnectionResetError", "BrokenPipeError"), (what, came)
+            if what == "what was recorded" and isinstance(where, int):
+                assert len(bytes.fromhex(came["received"])) == CHALLENGE_BYTES
+            else:
+                assert not came["received"], "not even a proof to test guesses against"
+    asyncio.run(world.until_linked(*NODES))
+    for name in NODES:
+        said = world.system.processes[name].said[before[name] :]
+        assert not [line for line in said if "Traceback" in line]
+        assert not [line for line in said if "the link with puller" in line]
+        assert not [line for line in said if "the link with source" in line]
+    asyncio.run(world.serves_right())
+
+
+@pytest.mark.parametrize("who", ["intruder", "kin"])
+@pytest.mark.parametrize("is_local", [False, True], ids=["tcp", "unix"])
+def test_a_flood_of_strangers_at_an_engine_disturbs_nobody(
+    world: World, who: str, is_local: bool
+) -> None:
+    """1,000 connections a second, half of them silent and half with something wrong."""
+    attacker: Intruder = getattr(world, who)
+    engines = asyncio.run(members_by_name(world))
+    source, puller = engines["prefill-0"], engines["decode-0"].incarnation
+    where, address = list(doors(source).items())[is_local]
+    junk = claim(PULLER, source, puller, address, "a guess").opening.hex()
+    before = {name: len(process.said) for name, process in world.system.processes.items()}
+
+    async def attack() -> tuple[dict[str, Any], int]:
+        how = {"where": where, "words": junk, "per_s": 1000, "for_s": 2}
+        order = asyncio.to_thread(attacker.do, "pester", **how)
+        flooding, num_rounds = asyncio.create_task(order), 0
+        while not flooding.done():
+            await world.serves_right()
+            num_rounds += 1
+        return await flooding, num_rounds
+
+    came, num_rounds = asyncio.run(attack())
+    assert num_rounds >= 1
+    assert not came["received"]
+    assert sum(came["how"].values()) > 1000
+    for name, process in world.system.processes.items():
+        said = process.said[before[name] :]
+        assert not [line for line in said if "Traceback" in line or "the link with" in line], name
+        assert not [line for line in said if "no heartbeat" in line or "closed the" in line], name
+
+
 # --- a dead node's place --------------------------------------------------------------------------
 
 
-def test_at_a_dead_node_s_port_nobody_gets_anything_nor_passes_it_on(world: World) -> None:
-    """What binds it answers with a challenge of its own, or relays to a live node."""
-    dead, live = world.address("prefill-2"), world.address("prefill-0")
-    challenge = said_by(node_pb2.NodeMessage, os.urandom(64))[0]
-    incarnation = asyncio.run(world.engines())["prefill-2"].incarnation
+def test_at_a_dead_node_s_places_nobody_gets_anything_nor_passes_it_on(world: World) -> None:
+    """What binds them answers with a challenge of its own, or relays to a live node."""
+    engines = asyncio.run(members_by_name(world))
+    dead, live = engines["prefill-2"], engines["prefill-0"]
     with redis.Redis.from_url(world.system.redis.url) as reader:
-        world.stale = reader.get(f"baton:{CLUSTER}:member:{incarnation}")
+        world.stale = reader.get(f"baton:{CLUSTER}:member:{dead.incarnation}")
     world.system.kill("prefill-2")
-    port = int(dead.rpartition(":")[2])
-    order = {"challenge": challenge, "relay_to": live}
+    port = int(dead.address.rpartition(":")[2])
+    challenge = said_by(node_pb2.GetMembersResponse, os.urandom(64))[0]
+    order = {"challenge": challenge, "relay_to": live.address}
     assert world.intruder.do("listen", port=port, **order) == port
+    at_live = list(doors(live))
+    for where, relay_to in zip(doors(dead), at_live, strict=True):
+        how = {"challenge": os.urandom(64).hex(), "relay_to": relay_to}
+        world.intruder.do("sit", where=where, **how)
+    local = list(doors(dead))[1]
 
-    def relayed(heard: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [call for call in heard if call["forwarded"]]
+    def at(where: int | str) -> list[dict[str, Any]]:
+        return [each for each in world.intruder.do("notes") if each.get("where") == where]
 
     async def until_dialled() -> None:
-        """By gateway and puller, each twice; the entry counts for 6 s."""
+        """By gateway and puller, who find another user there; the entry counts for 6 s."""
         async with asyncio.timeout(6):
-            while {call["method"] for call in relayed(world.intruder.do("notes"))} != {
-                SESSIONS,
-                LINKS,
-            }:
+            while len(at(local)) < 4:
                 await world.serves_right()
 
     asyncio.run(until_dialled())
+    key = ClusterSecret(SECRET).dialing_key
+    for _ in range(2):
+        with pytest.raises((NodeLost, Unauthenticated)):
+            asyncio.run(MemberCalls(ClusterSecret(SECRET), None)(Node(dead.address, Role.PREFILL)))
+        for purpose in (GATEWAY, PULLER):
+            ends = {"dialer": "9" * 32, "listener": dead.incarnation}
+            for address, expected in (
+                (dead.engine_address, (NodeLost, Unauthenticated)),
+                (None, HandoffFailed),
+            ):
+                with pytest.raises(expected):
+                    dial(purpose, key, **ends, address=address)
     heard = world.intruder.do("deaf")
-    for call in heard:
+    calls = [each for each in heard if "method" in each]
+    assert len(calls) == 2
+    for call in calls:
         for said in map(bytes.fromhex, call["messages"]):
             message = MESSAGES[call["method"]].FromString(said)
             assert [each.name for each, _ in message.ListFields()] == ["handshake"]
             Opening.unpack(message.handshake)
-            assert b"What is said" not in said
         assert not [pair for pair in call["metadata"] if SECRET in pair]
-    for call in relayed(heard):
-        answer = call["forwarded"]
-        assert answer["code"] == "UNAUTHENTICATED"
-        assert answer["details"] == "the handshake is for another address"
-        assert not answer["received"]
+    (relayed,) = [call["forwarded"] for call in calls if call["forwarded"]]
+    assert relayed["code"] == "UNAUTHENTICATED"
+    assert relayed["details"] == "the handshake is for another address"
+    assert not relayed["received"]
+    visits = [each for each in heard if "where" in each]
+    assert not [visit for visit in visits if visit["where"] == local and visit["said"]]
+    by_tcp = [visit for visit in visits if visit["where"] != local and visit["said"]]
+    assert len(by_tcp) == 4
+    for visit in by_tcp:
+        Opening.unpack(bytes.fromhex(visit["said"]))  # and nothing behind it
+    forwarded = [visit["forwarded"] for visit in by_tcp if visit["forwarded"]]
+    assert len(forwarded) == 2
+    assert not [each for each in forwarded if each["received"]]
 
 
 @pytest.mark.slow
@@ -358,5 +475,5 @@ async def test_what_was_in_redis_makes_no_member_again(world: World) -> None:
 async def test_who_knows_the_secret_is_still_served(world: World) -> None:
     """The tests above would pass with a node that refuses everybody."""
     (source,) = [e for e in (await world.engines()).values() if e.name == "prefill-0"]
-    async with session(world.address("prefill-0"), source.incarnation) as opened:
+    async with session(source.incarnation) as opened:
         await opened.until(lambda: opened.num_heartbeats > 0)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import shutil
+import socket
 import ssl
 import time
 import urllib.error
@@ -25,6 +27,8 @@ from baton.cluster.known_nodes import Node
 from baton.cluster.member_calls import MemberCalls
 from baton.cluster.secret import ClusterSecret
 from baton.cluster.tls import ClusterTls, role_name
+from baton.core.channels.admission import GATEWAY as PURPOSE_GATEWAY
+from baton.core.channels.admission import PULLER, dial
 from baton.core.config import EngineConfig, GatewayConfig, UpConfig
 from baton.core.errors import (
     Cancelled,
@@ -37,10 +41,11 @@ from baton.core.errors import (
 )
 from baton.core.membership import Role
 from baton.gateway.security.key_file import add_key
-from baton.proto.v1 import handoff_pb2_grpc, node_pb2_grpc
+from baton.proto.v1 import node_pb2_grpc
 
 PROMPT = "A beginning that several prompts have in common, several blocks of it. " * 2
 INFER = frozenset({"infer"})
+_TRIES = 10  # a write to a call that was ended costs grpc.aio the status: it says INTERNAL then
 
 
 @dataclass
@@ -111,9 +116,7 @@ def test_a_prompt_passes_over_tls_with_a_key(secured: Secured) -> None:
     status, _, answer = secured.ask("/v1/completions", "acme", body)
     assert status == 200
     assert json.loads(answer)["choices"][0]["text"] == result.text
-    spoken = [line for line in secured.system.lines if "speaks with gateway" in line]
-    assert len(spoken) == 2  # the engines; each was told a token over TLS
-    assert all(line.endswith("directly") for line in spoken)
+    assert len([line for line in secured.system.lines if "linked with gateway" in line]) == 2
 
 
 def test_tenants_have_their_own_parts_of_the_prefix_cache(secured: Secured) -> None:
@@ -248,11 +251,15 @@ def status_of_ledger(
         async with channel(secured, node, shown, expected) as opened:
             await ask_ledgers(node_pb2_grpc.NodeStub(opened), secret, address)
 
-    try:
-        asyncio.run(ask())
-    except grpc.aio.AioRpcError as error:
-        return error.code()
-    return grpc.StatusCode.OK
+    for _ in range(_TRIES):
+        try:
+            asyncio.run(ask())
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.INTERNAL:
+                return error.code()
+        else:
+            return grpc.StatusCode.OK
+    return grpc.StatusCode.INTERNAL
 
 
 def is_told_members(secured: Secured, shown: str) -> bool:
@@ -260,19 +267,15 @@ def is_told_members(secured: Secured, shown: str) -> bool:
     tls = ClusterTls(*(secured.certs / name for name in ("ca.crt", f"{shown}.crt", f"{shown}.key")))
     ask = MemberCalls(ClusterSecret.of(secured.system.deployment.cluster), tls)
     address = secured.system.node_addresses()["prefill-0"]
-    try:
-        return len(asyncio.run(ask(Node(address, Role.PREFILL)))) == 1
-    except NodeLost as error:
-        assert "needs a certificate of the role gateway or decode" in error.message
-        return False
-
-
-async def status_of_link(secured: Secured) -> grpc.StatusCode:
-    """Of a puller's call, by a gateway's certificate."""
-    async with channel(secured, "prefill-0", "gateway", "prefill") as opened:
-        link = handoff_pb2_grpc.HandoffStub(opened).Link(timeout=5)
-        code: grpc.StatusCode = await link.code()
-        return code
+    messages = []
+    for _ in range(_TRIES):
+        try:
+            return len(asyncio.run(ask(Node(address, Role.PREFILL)))) == 1
+        except NodeLost as error:
+            messages.append(error.message)
+        if "needs a certificate of the role gateway or decode" in messages[-1]:
+            return False
+    raise AssertionError(messages)
 
 
 async def status_of_plain_text(address: str) -> grpc.StatusCode:
@@ -287,7 +290,6 @@ def test_a_node_serves_the_right_role_alone(secured: Secured) -> None:
     for shown in ("prefill", "decode"):
         found = status_of_ledger(secured, "prefill-0", shown, "prefill")
         assert found is status.PERMISSION_DENIED
-    assert asyncio.run(status_of_link(secured)) is status.PERMISSION_DENIED
     told = {shown for shown in ("gateway", "prefill", "decode") if is_told_members(secured, shown)}
     assert told == {"gateway", "decode"}
     # Not even a handshake: for servers alone, none, and who finds another role than it looks for.
@@ -295,6 +297,55 @@ def test_a_node_serves_the_right_role_alone(secured: Secured) -> None:
     assert status_of_ledger(secured, "prefill-0", "gateway", "decode") is status.UNAVAILABLE
     address = secured.system.node_addresses()["prefill-0"]
     assert asyncio.run(status_of_plain_text(address)) is status.UNAVAILABLE
+
+
+def refusal(
+    secured: Secured, node: str, purpose: bytes, shown: str | None, expected: str, dialer: str = ""
+) -> str:
+    """Why an engine does not take who dials it with a certificate of `shown`, taking it for one of
+    the role `expected`; empty if it does. `shown` None: in plain text.
+    """
+    engine = secured.system.engines()[node]
+
+    def secure(connection: socket.socket) -> socket.socket:
+        context = ssl.create_default_context(cafile=str(secured.certs / "ca.crt"))
+        context.load_cert_chain(*(secured.certs / f"{shown}.{end}" for end in ("crt", "key")))
+        return context.wrap_socket(connection, server_hostname=role_name(expected))
+
+    try:
+        dial(
+            *(purpose, ClusterSecret.of(secured.system.deployment.cluster).dialing_key),
+            dialer=dialer or secrets.token_hex(16),
+            listener=engine.incarnation,
+            address=engine.engine_address,
+            secure=secure if shown else None,
+        ).close()
+    except PermissionDenied as error:
+        return error.message
+    except (OSError, NodeLost):
+        return "nothing but an end"
+    return ""
+
+
+def test_an_engine_takes_the_right_role_alone(secured: Secured) -> None:
+    puller, stranger = secured.system.engines()["decode-0"].incarnation, "e" * 32
+    for node in ("prefill-0", "decode-0"):
+        role = node.partition("-")[0]
+        assert refusal(secured, node, PURPOSE_GATEWAY, "gateway", role) == ""
+        for shown in ("prefill", "decode"):
+            told = refusal(secured, node, PURPOSE_GATEWAY, shown, role)
+            assert told == f"this needs the certificate of {role_name('gateway')}"
+        # Not even a handshake: for servers alone, who finds another role, and plain text.
+        for shown, expected in (("server", role), ("gateway", "gateway"), (None, role)):
+            told = refusal(secured, node, PURPOSE_GATEWAY, shown, expected)
+            assert told == "nothing but an end"
+    for shown in ("gateway", "prefill"):
+        told = refusal(secured, "prefill-0", PULLER, shown, "prefill", puller)
+        assert told == f"this needs the certificate of {role_name('decode')}"
+    told = refusal(secured, "prefill-0", PULLER, "decode", "prefill", stranger)
+    assert told == f"engine {stranger} is not in the directory"
+    told = refusal(secured, "decode-0", PULLER, "decode", "decode", puller)
+    assert told == "nothing but an end"  # nobody pulls from it
 
 
 def test_plain_text_finds_nobody(secured: Secured) -> None:

@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -91,6 +92,15 @@ class World:
             window.close()
             window.join()
 
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[World]:
+        """Another puller of the same source, behind a proxy of its own."""
+        ours, proxy = HostPool(PULLER, 12, BLOCK_BYTES), WireProxy(self.server.port)
+        self.server._addresses.append(f"127.0.0.1:{proxy.port}")
+        yield World(self.source, ours, self.server, proxy)
+        proxy.close()
+        ours.close()
+
     def pairs(self) -> BlockPairs:
         """Three requests."""
         return BlockPairs.of(
@@ -114,6 +124,13 @@ class World:
 
 @contextlib.contextmanager
 def running(tls: tuple[EngineTls, EngineTls] | None = None) -> Iterator[World]:
+    """A source that takes in whoever comes, at once: connections break here by the hundred."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("baton.core.channels.accept_thread.BURST", 10_000)
+        yield from served(tls)
+
+
+def served(tls: tuple[EngineTls, EngineTls] | None) -> Iterator[World]:
     source, ours = HostPool(SOURCE, NUM_BLOCKS, BLOCK_BYTES), HostPool(PULLER, 12, BLOCK_BYTES)
     rng = np.random.default_rng(3)
     for block_id in range(NUM_RESERVED_BLOCKS, NUM_BLOCKS):
@@ -278,30 +295,33 @@ def test_a_closed_window_does_not_connect_again(world: World) -> None:
 # --- silence ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "lost", [{BACK}, {ON}, {ON, BACK}], ids=lambda ways: "+".join(sorted(ways))
-)
 @pytest.mark.parametrize("offset", [None, 500, 3 * REQUEST[BACK] - 4], ids=str)
-def test_silence_ends_every_pull_that_waits(
-    world: World, lost: set[str], offset: int | None
-) -> None:
+def test_silence_ends_every_pull_that_waits(world: World, offset: int | None) -> None:
     """Before the request, behind it, in a body and in the last verdict; the next pull goes on."""
-    with world.window() as window:
-        if offset is None:
-            world.proxy.lost = frozenset(lost)
-        else:
-            world.proxy.lose_after(offset, BACK, frozenset(lost))
-        began_s = time.monotonic()
-        waiting = [begin(window, world.pairs()) for _ in range(3)]
-        outcomes = [done.get(timeout=10) for done in waiting]
-        assert outcomes[1:] == [PullOutcome.FAILED] * 2
-        has_come_whole = offset is not None and offset > 2 * REQUEST[BACK] and lost == {ON}
-        assert outcomes[0] is (PullOutcome.OK if has_come_whole else PullOutcome.FAILED)
-        assert time.monotonic() - began_s < LIVENESS_S
-        world.proxy.lost = frozenset()
-        world.committed.clear()
-        assert pull(window, world.pairs())[0] is PullOutcome.OK
-        world.check_pulled()
+    ways = [{BACK}, {ON}, {ON, BACK}]  # at once, as each takes its time
+    with contextlib.ExitStack() as stack:
+        worlds = [stack.enter_context(world.beside()) for _ in ways]
+        windows = [stack.enter_context(world.window()) for world in worlds]
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(fall_silent, worlds, windows, ways, [offset] * len(ways)))
+
+
+def fall_silent(world: World, window: RemoteWindow, lost: set[str], offset: int | None) -> None:
+    if offset is None:
+        world.proxy.lost = frozenset(lost)
+    else:
+        world.proxy.lose_after(offset, BACK, frozenset(lost))
+    began_s = time.monotonic()
+    waiting = [begin(window, world.pairs()) for _ in range(3)]
+    outcomes = [done.get(timeout=10) for done in waiting]
+    assert outcomes[1:] == [PullOutcome.FAILED] * 2, lost
+    has_come_whole = offset is not None and offset > 2 * REQUEST[BACK] and lost == {ON}
+    assert outcomes[0] is (PullOutcome.OK if has_come_whole else PullOutcome.FAILED), lost
+    assert time.monotonic() - began_s < LIVENESS_S, lost
+    world.proxy.lost = frozenset()
+    world.committed.clear()
+    assert pull(window, world.pairs())[0] is PullOutcome.OK, lost
+    world.check_pulled()
 
 
 def test_a_slow_source_is_waited_for_as_long_as_something_comes(world: World) -> None:
@@ -323,7 +343,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> tuple[EngineTls, E
 
     def of(role: str) -> EngineTls:
         ca, chain, key = (str(folder / name) for name in ("ca.crt", f"{role}.crt", f"{role}.key"))
-        return EngineTls(ca, chain, key, role_name("prefill"), role_name("decode"))
+        return EngineTls(ca, chain, key, *map(role_name, ("gateway", "prefill", "decode")))
 
     return of("prefill"), of("decode")
 

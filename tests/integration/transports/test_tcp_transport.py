@@ -402,7 +402,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tls_of(certificates: Path, role: str) -> EngineTls:
     files = (str(certificates / name) for name in ("ca.crt", f"{role}.crt", f"{role}.key"))
     ca, chain, key = files
-    return EngineTls(ca, chain, key, role_name("prefill"), role_name("decode"))
+    return EngineTls(ca, chain, key, *map(role_name, ("gateway", "prefill", "decode")))
 
 
 @pytest.mark.parametrize("block_bytes", [BLOCK_BYTES], indirect=True)

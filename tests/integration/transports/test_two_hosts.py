@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import secrets
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from node_driver import NodeProcess, launch_program, ledgers, wait_idle, write_tiny_model
+from node_driver import NodeProcess, launch_program, wait_idle, write_tiny_model
 
-from baton.client import Client
+from baton.cli.host.certs import make_certificates
+from baton.client import AsyncClient, Client
 from baton.cluster.redis_server import RedisServer
 from baton.core.config import EngineConfig
+from baton.core.errors import Unavailable
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.local import LocalEngine
 
+GATEWAY_S = 1.5  # until a gateway has noticed that an engine is gone
+PEERS_S = 2.0  # and engines, that their peers are
 HERE, THERE = "10.231.77.1", "10.231.77.2"
 VOCAB_SIZE = 253
 
@@ -29,9 +35,17 @@ def ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
 
 
+@dataclass(frozen=True)
+class Wire:
+    """To another namespace of this `name`; its ends by their devices, ours is `near`."""
+
+    name: str
+    near: str
+    far: str
+
+
 @pytest.fixture(scope="module")
-def other_host() -> Iterator[str]:
-    """The name of a namespace at the other end of a wire to ours."""
+def wire() -> Iterator[Wire]:
     name = f"baton-{os.getpid()}"
     near, far = f"bt{os.getpid() % 10**6}a", f"bt{os.getpid() % 10**6}b"
     try:
@@ -45,7 +59,7 @@ def other_host() -> Iterator[str]:
         for device in (far, "lo"):
             ip("-n", name, "link", "set", device, "up")
         ip("-n", name, "addr", "add", f"{THERE}/30", "dev", far)
-        yield name
+        yield Wire(name, near, far)
     finally:
         ip("netns", "del", name)  # and with it both ends of the wire
 
@@ -66,20 +80,30 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.contextmanager
-def running(other_host: str, model_dir: Path, *, sizes: tuple[int, int]) -> Iterator[Cluster]:
-    """`sizes`: ranks of the prefill and of the decode engine."""
+def running(
+    wire: Wire, model_dir: Path, *, sizes: tuple[int, int], certs: Path | None = None
+) -> Iterator[Cluster]:
+    """`sizes`: ranks of the prefill and of the decode engine; mutual TLS with `certs`."""
     own = ("--model", str(model_dir))
     node = (*own, "--load-format", "dummy", "--num-kv-blocks", "300", "--insecure-bind")
+
+    def secured(role: str) -> tuple[str, ...]:
+        if certs is None:
+            return ()
+        files = {"ca": "ca.crt", "cert": f"{role}.crt", "key": f"{role}.key"}
+        return tuple(f"--cluster-{flag}={certs / name}" for flag, name in files.items())
+
     started: list[NodeProcess] = []
     with RedisServer.start() as redis:
         try:
             for name, host, size, inside in (
                 ("prefill", HERE, sizes[0], ""),
-                ("decode", THERE, sizes[1], other_host),
+                ("decode", THERE, sizes[1], wire.name),
             ):
-                flags = (*node, "--host", host, "--tp", str(size))
+                flags = (*node, "--host", host, "--tp", str(size), *secured(name))
                 started.append(launch_program(name, redis.url, *flags, inside=inside))
             ports = ("--grpc-port", "0", "--http-port", "0", "--skip-tokenizer-init")
+            ports += secured("gateway")
             started.append(launch_program("gateway", redis.url, *own, *ports))
             yield Cluster(*started)
             for process in reversed(started):
@@ -100,15 +124,12 @@ def reference(model_dir: Path) -> LocalEngine:
 
 @pytest.mark.parametrize("sizes", [(1, 1), pytest.param((2, 1), marks=pytest.mark.slow)], ids=str)
 async def test_tokens_are_those_of_one_process(
-    other_host: str, model_dir: Path, reference: LocalEngine, sizes: tuple[int, int]
+    wire: Wire, model_dir: Path, reference: LocalEngine, sizes: tuple[int, int]
 ) -> None:
-    with running(other_host, model_dir, sizes=sizes) as cluster:
+    with running(wire, model_dir, sizes=sizes) as cluster:
         assert cluster.prefill.address.startswith(HERE)
         assert cluster.decode.address.startswith(THERE)
         await wait_idle(cluster.prefill.address, cluster.decode.address)
-        for node, way in ((cluster.prefill, "direct"), (cluster.decode, "link")):
-            (ledger,) = await ledgers(node.address)
-            assert [*ledger["gateway_ways"].values()] == [way]
         with Client(cluster.gateway.address) as client:
             for length, params in (
                 (1, {"temperature": 0.0}),
@@ -130,7 +151,72 @@ async def test_tokens_are_those_of_one_process(
         opened = [line for line in cluster.decode.said if "reads from source" in line]
         assert len(opened) == 1
         assert "over tcp at" in opened[0]
-        spoken = [line for line in cluster.decode.said if "speaks with source" in line]
-        assert len(spoken) == 1
-        assert "over the link: it is on another host" in spoken[0]
         await wait_idle(cluster.prefill.address, cluster.decode.address)
+
+
+# --- the wire breaks ------------------------------------------------------------------------------
+
+
+async def until_linked(cluster: Cluster) -> None:
+    """The two engines with each other, and the gateway with both."""
+    async with asyncio.timeout(20), AsyncClient(cluster.gateway.address) as client:
+        while True:
+            with contextlib.suppress(Unavailable):
+                nodes = (await client.model_info()).nodes
+                if len(nodes) == 2 and any(node.links for node in nodes):
+                    return
+            await asyncio.sleep(0.02)
+
+
+@contextlib.contextmanager
+def cut(wire: Wire) -> Iterator[None]:
+    """Nothing passes between the hosts, and nobody is told: each takes the other for a machine that
+    is not there."""
+    ends = ((("-n", wire.name), HERE, wire.far), ((), THERE, wire.near))
+    nobody = ("lladdr", "02:00:00:00:00:01", "nud", "permanent")
+    for where, address, device in ends:
+        ip(*where, "neigh", "replace", address, *nobody, "dev", device)
+    try:
+        yield
+    finally:
+        for where, address, device in ends:
+            ip(*where, "neigh", "del", address, "dev", device)
+
+
+@pytest.mark.parametrize("has_tls", [False, True], ids=["plain", "tls"])
+async def test_a_partition_is_noticed_on_both_sides_and_heals(
+    wire: Wire, model_dir: Path, tmp_path: Path, has_tls: bool
+) -> None:
+    certs = tmp_path / "certs" if has_tls else None
+    if certs is not None:
+        make_certificates(certs)
+    with running(wire, model_dir, sizes=(1, 1), certs=certs) as cluster:
+        await until_linked(cluster)
+        async with AsyncClient(cluster.gateway.address) as client:
+            request = {"prompt_token_ids": [5, 6, 7], "ignore_eos": True, "temperature": 0.0}
+            expected = (await client.generate(max_tokens=8, **request).finish()).token_ids
+            stream = client.generate(max_tokens=1900, timeout_s=20.0, **request)
+            await anext(aiter(stream))
+            with cut(wire):
+                began_s = time.monotonic()
+
+                waits = {
+                    "gateway": (cluster.gateway, "no heartbeat for 1.2 s", GATEWAY_S),
+                    "source": (cluster.prefill, "the link with puller", PEERS_S),
+                    "puller": (cluster.decode, "the link with source", PEERS_S),
+                    "engine": (cluster.decode, "the link with gateway", PEERS_S),
+                }
+                while waits:
+                    passed_s = time.monotonic() - began_s
+                    for name, (process, what, within_s) in list(waits.items()):
+                        assert passed_s < within_s, f"{name} has not noticed"
+                        if any(what in line for line in process.said):
+                            print(f"{name} noticed within {passed_s:.2f} s")
+                            del waits[name]
+                    await asyncio.sleep(0.01)
+            stream.cancel()
+            await until_linked(cluster)
+            result = await client.generate(max_tokens=8, **request).finish()
+            assert result.token_ids == expected
+        if certs is None:
+            await wait_idle(cluster.prefill.address, cluster.decode.address)

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from baton.cli.deployment.child import Child, lines_of
+from baton.cli.deployment.child_group import ChildGroup
 from baton.cli.deployment.deployment import Deployment
-from baton.core.config import EngineConfig, GatewayConfig, NodeConfig, UpConfig
+from baton.cli.deployment.gateways import shared_ports
+from baton.core.config import ClusterConfig, EngineConfig, GatewayConfig, NodeConfig, UpConfig
 from baton.core.errors import StartupFailed
 
 
 def child(name: str, *lines: str, addresses: tuple[str, ...] = (), config: Any = None) -> Child:
     """One that has ended with code 1."""
     nothing = cast(Any, None)
-    found = Child(name, (config,), cast(Any, SimpleNamespace(returncode=1)), nothing, nothing)
+    found = Child(
+        name, (config,), ClusterConfig(), cast(Any, SimpleNamespace(returncode=1)), nothing, nothing
+    )
     found.last_lines, found.addresses = list(lines), list(addresses)
     return found
 
@@ -34,7 +40,7 @@ async def loop() -> None:
         (("error: a", "  try: b", "error: no port"), "p-0: no port", ""),
         (("error: no port", "and more"), "p-0: no port", ""),
         (("Killed",), "p-0 ended with code 1; it said:\n  Killed", ""),
-        ((), "p-0 ended with code 1; it said:\n  nothing", ""),
+        ((), "p-0 ended with code 1 and said nothing more", ""),
     ],
 )
 async def test_a_part_s_own_error_is_passed_on(
@@ -51,6 +57,34 @@ async def test_a_gateway_keeps_its_ports() -> None:
     assert isinstance(again, GatewayConfig)
     assert (again.http_port, again.grpc_port) == (8001, 50052)
     assert child("gateway", config=config).configs_again() == (config,)
+    urls = ("http://[::1]:9001", "http://[::1]:8001")
+    (again,) = child("gateway-1", addresses=(*urls, "[::1]:50052"), config=config).configs_again()
+    assert again == replace(config, own_http_port=9001, http_port=8001, grpc_port=50052)
+    node = NodeConfig(port=0)
+    assert child("p-0", addresses=("127.0.0.1:1",), config=node).configs_again() == (node,)
+
+
+def test_gateways_share_two_ports_and_have_one_each() -> None:
+    config = GatewayConfig(grpc_port=0, http_port=0, num_gateways=3, own_http_port=9001)
+    with shared_ports(config) as configs:
+        assert [*configs] == ["gateway-0", "gateway-1", "gateway-2"]
+        assert [each.own_http_port for each in configs.values()] == [9001, 9002, 9003]
+        (ports,) = {(each.http_port, each.grpc_port) for each in configs.values()}
+        assert all(each.reuse_port and each.num_gateways == 1 for each in configs.values())
+        for port in ports:
+            with pytest.raises(StartupFailed, match="cannot listen"):
+                hold_exclusively(port)
+    for port in ports:
+        hold_exclusively(port)
+    with shared_ports(replace(config, own_http_port=0)) as configs:
+        assert {each.own_http_port for each in configs.values()} == {None}, "a free one for each"
+    with shared_ports(GatewayConfig()) as configs:
+        assert configs == {"gateway": GatewayConfig()}
+
+
+def hold_exclusively(port: int) -> None:
+    with shared_ports(GatewayConfig(num_gateways=2, http_port=port, grpc_port=0)):
+        pass
 
 
 @pytest.mark.parametrize(
@@ -96,6 +130,89 @@ async def test_a_part_that_ends_before_all_are_linked_ends_the_start(
     async with asyncio.timeout(5):
         with pytest.raises(StartupFailed, match="p-0: no memory"):
             await deployment._until_linked()
+
+
+class Mortal:
+    """A part that ends when it is told to."""
+
+    cluster = ClusterConfig()
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.began_s = time.monotonic()
+        self.process = SimpleNamespace(returncode=1)
+        self.over = asyncio.Event()
+
+    async def until_over(self, _: object) -> None:
+        await self.over.wait()
+
+    async def close(self) -> None:
+        pass
+
+    def configs_again(self) -> tuple[object, ...]:
+        return ()
+
+
+async def test_a_part_that_lived_long_may_end_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that keeps ending, one end soon after the other, ends all."""
+
+    async def start(name: str, *_: object, **__: object) -> Mortal:
+        return Mortal(name)
+
+    monkeypatch.setattr(Child, "start", start)
+    for constant, value in (("_WELL_S", 0.0), ("_RESTART_S", 0.0)):
+        monkeypatch.setattr(f"baton.cli.deployment.child_group.{constant}", value)
+    deployment = Deployment(
+        UpConfig(), EngineConfig(), NodeConfig(), GatewayConfig(), lambda name, line: None
+    )
+    deployment.group.max_ends = 2
+    for name in ("gateway", "p-0"):
+        await deployment._launch(name)
+
+    async def end(name: str) -> None:
+        """And wait until another is there."""
+        (part,) = (each for each in deployment.children if each.name == name)
+        cast(Any, part).over.set()
+        while part in deployment.children or len(deployment.children) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+    async with asyncio.timeout(5):
+        keeping = asyncio.create_task(deployment.keep())
+        for _ in range(5):
+            await end("p-0")
+        monkeypatch.setattr("baton.cli.deployment.child_group._WELL_S", 1000.0)
+        await end("p-0")  # the second
+        await end("gateway")
+        assert not keeping.done()
+        (part,) = (each for each in deployment.children if each.name == "p-0")
+        cast(Any, part).over.set()
+        assert await keeping == "p-0"
+
+
+async def test_a_part_that_keeps_ending_is_started_later_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a bound on its ends, for ever."""
+    delays_s: list[float] = []
+
+    async def start(name: str, *_: object, **__: object) -> Mortal:
+        part = Mortal(name)
+        part.over.set()
+        return part
+
+    async def sleep(delay_s: float) -> None:
+        delays_s.append(delay_s)
+        if len(delays_s) == 40:
+            raise StartupFailed("seen enough")
+
+    monkeypatch.setattr(Child, "start", start)
+    monkeypatch.setattr("baton.cli.deployment.child_group.asyncio.sleep", sleep)
+    group = ChildGroup(lambda name, line: None)
+    await group.launch("gateway-0", (), ClusterConfig())
+    with pytest.raises(StartupFailed, match="seen enough"):
+        await group.keep()
+    assert delays_s == sorted(delays_s) and delays_s[0] == 0.0 and delays_s[-1] == 5.0
+    assert len({*delays_s}) > 10
 
 
 async def test_a_line_that_is_too_long_does_not_end_the_reading() -> None:

@@ -275,7 +275,7 @@ class EngineMachine(RuleBasedStateMachine):
         else:
             copy_blocks(self.source, reservation.key, self.puller, reservation)
             self.puller.start(reservation, self.recorder.tokens[reservation.key][-1])
-        self.source.release(reservation.key)
+        self.source.abort(reservation.key)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -327,7 +327,7 @@ class EngineMachine(RuleBasedStateMachine):
         for reservation in self.reserved:
             copy_blocks(self.source, reservation.key, self.puller, reservation)
             self.puller.start(reservation, self.recorder.tokens[reservation.key][-1])
-            self.source.release(reservation.key)
+            self.source.abort(reservation.key)
             has_moved = True
         self.reserved = []
         return has_moved or any(engine.has_work for engine in self.engines)
@@ -411,7 +411,7 @@ def test_a_block_is_cached_only_when_its_last_slot_is_written() -> None:
     engine.add(new_request("b", [*[1] * 15, token_id, 5], max_tokens=1))
     engine.step()
     assert runner_of(engine).batch_sizes == [[15], [17 - 12]]
-    engine.release("a/0")
+    engine.abort("a/0")
     assert_idle(engine)
 
 
@@ -563,8 +563,8 @@ def test_chunks_of_a_held_request() -> None:
         assert [t.index for output in outputs for t in output.tokens] == [0]
     assert engine.load().num_running == 0
     for name in "ab":
-        engine.release(f"{name}/0")
-        engine.release(f"{name}/0")
+        engine.abort(f"{name}/0")
+        engine.abort(f"{name}/0")
     assert_idle(engine)
 
 
@@ -607,7 +607,7 @@ def handed_over() -> Iterator[tuple[Engine, Engine, Request, int]]:
     source.add(request, hold=True)
     token_id = source.step().tokens[0].token_id
     yield source, puller, request, token_id
-    source.release(request.key)
+    source.abort(request.key)
     assert_idle(source)
     assert_idle(puller)
 
@@ -694,7 +694,7 @@ def test_a_reservation_gets_the_place_of_a_request_that_is_now_held() -> None:
     reservation = engine.reserve(late)
     assert reservation is not None
     engine.drop(reservation)
-    engine.release("a/0")
+    engine.abort("a/0")
     assert_idle(engine)
 
 

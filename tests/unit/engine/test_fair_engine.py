@@ -119,7 +119,7 @@ class Played:
                     self.ttft_s[token.key] = self.device.now_s - self.came_s[token.key]
                 else:
                     num_bulk -= 1
-                self.engine.release(token.key)
+                self.engine.abort(token.key)
 
 
 def light_prompts(played: Played, rate: float, seconds: float) -> list[tuple[float, int]]:

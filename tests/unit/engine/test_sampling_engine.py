@@ -121,7 +121,7 @@ def hand_over(
     for ref in refs:
         mine = reservation.block_ids[ref.index]
         models.runners[1].kv.tensor[mine] = models.runners[0].kv.tensor[ref.block_id]
-    source.release(request.key)
+    source.abort(request.key)
     for fork in request.forks:
         if outputs[fork.key][0].finish_reason is None:
             puller.fork(reservation, fork, outputs[fork.key][0].token_id)

@@ -18,7 +18,6 @@ from baton.gateway.engines.engine_table import EngineTable, LinkedEngine, Report
 from baton.gateway.engines.prefill_backlog import PrefillBacklog, PrefillEstimate, measured_cost
 from baton.gateway.request.dispatch_queue import DispatchQueue
 from baton.gateway.request.engine_link import EngineOutput, Work
-from baton.gateway.security.worker_place import share
 from baton.prefix_index.mirror import PrefixMirror
 
 TICKET = Ticket("t" * 32, "1" * 32, "2" * 32)
@@ -338,8 +337,3 @@ def test_queues_of_several_engines_are_as_short_as_one_before_all(num_gateways: 
         best_s += free_s[0] - now_s
         free_s.sort()
     assert waits_s < 1.01 * best_s
-
-
-@pytest.mark.parametrize(("limit", "count", "each"), [(10, 1, 10), (10, 3, 4), (1, 4, 1)])
-def test_a_limit_is_shared(limit: int, count: int, each: int) -> None:
-    assert share(limit, count) == each

@@ -51,7 +51,7 @@ def cached_tokens(engine: Engine, name: str, cache_salt: str) -> int:
     while engine.has_work:
         for chunk in engine.step().chunks:
             found = chunk.cached_tokens
-    engine.release(request.key)
+    engine.abort(request.key)
     return found
 
 

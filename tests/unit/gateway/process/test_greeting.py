@@ -38,6 +38,11 @@ def test_the_addresses() -> None:
     )
 
 
+def test_the_dashboard_is_one_gateway_s() -> None:
+    ready, _ = replace(PLAIN, own_http_port=9001).lines()
+    assert ready.endswith("grpc://127.0.0.1:50051 dashboard http://127.0.0.1:9001/dashboard")
+
+
 @pytest.mark.parametrize(
     ("host", "dialled"),
     [("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("::1", "[::1]"), ("gw.local", "gw.local")],

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import stat
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,14 @@ from fakes.clock import FakeClock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.cluster.secret import ClusterSecret, operator_key
+from baton.cluster.secret import ClusterSecret, operator_key, session_key
+from baton.core.config import ClusterConfig, GatewayConfig
 from baton.core.errors import ModelNotFound, PermissionDenied, StartupFailed, Unauthenticated
 from baton.gateway.request.caller import ADMIN, INFER, METRICS, Caller, Limits, anyone
 from baton.gateway.security.browser_session import SESSION_S, BrowserSessions
 from baton.gateway.security.gate import MAX_CREDENTIAL_CHARS, Gate, KeyRing
 from baton.gateway.security.key_file import BadKeyFile, add_key, load_keys, parse_keys
+from baton.gateway.security.setup import Security
 
 ALL = frozenset({INFER, METRICS, ADMIN})
 
@@ -256,6 +259,29 @@ def test_a_session_reads_until_its_time_or_its_key_ends(path: Path) -> None:
     os.chmod(path, 0o600)
     with pytest.raises(Unauthenticated):
         sessions.caller(cookie)
+
+
+@pytest.mark.parametrize(
+    ("secret", "shares_port", "holds"),
+    [("s" * 16, True, True), ("s" * 16, False, False), (None, True, False)],
+)
+def test_a_login_holds_at_the_gateways_that_share_a_port(
+    path: Path, secret: str | None, shares_port: bool, holds: bool
+) -> None:
+    key = add_key(path, "acme", ALL)
+    config = GatewayConfig(api_keys=str(path), reuse_port=shares_port)
+    cluster = ClusterConfig(cluster_secret=secret)
+    first, second = (Security.of(config, cluster, FakeClock()).sessions for _ in range(2))
+    cookie = first.open(key)
+    assert first.caller(cookie).tenant == "acme"
+    with nullcontext() if holds else pytest.raises(Unauthenticated):
+        assert second.caller(cookie).tenant == "acme"
+
+
+def test_a_login_holds_on_one_host_alone() -> None:
+    """Elsewhere the clock, and so its end, is another."""
+    assert session_key("secret", b"host") != session_key("secret", b"other host")
+    assert session_key("secret", b"host") != session_key("other secret", b"host")
 
 
 def test_no_other_cookie_opens_anything(path: Path) -> None:

@@ -1,0 +1,65 @@
+"""The tables in README.md and docs/, made from bench/results/*.json.
+
+    python -m baton.bench.report        (or `make docs`)
+
+A page names a table between markers (`cli/made_parts.py`); a test fails while a page is not what
+this would make of it. Measures nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from baton.cli.made_parts import refresh
+
+from .result_tables import gpu, host, serving
+from .result_tables.results import ROOT
+
+PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "gpu summary": gpu.summary,
+    "gpu steps": gpu.steps,
+    "gpu shapes": gpu.shapes,
+    "copies": gpu.copies,
+    "sums": gpu.sums,
+    "sending products": gpu.sending_products,
+    "several gpus": gpu.parallel,
+    "products": gpu.products,
+    "idle": serving.idle,
+    "load": serving.load_rows,
+    "four gpus": serving.four_gpus,
+    "two prefill": serving.two_prefill,
+    "overload": serving.overload,
+    "faults": serving.faults,
+    "front": host.front,
+    "texts": host.texts,
+    "callers": host.callers,
+    "soak": host.soak,
+    "strangers": host.strangers,
+    "fault sweep": host.fault_sweep,
+    **{
+        f"cpu {family}": partial(host.cpu, family)
+        for family in ("scheduling", "shm", "model", "structured", "telemetry", "system")
+    },
+}
+
+
+def refreshed(page: Path) -> str:
+    """A page with all its tables made anew."""
+    results = "bench/results" if page.parent == ROOT else "../bench/results"
+    return refresh(page.read_text(), lambda name: TABLES[name]().replace("{results}", results))
+
+
+def main() -> int:
+    """Write the pages."""
+    for page in PAGES:
+        page.write_text(refreshed(page))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""Tables of single engines and of the copy between two GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .results import bound_of, figures, load, number, source, table, target
+
+_SUMMARY = {  # README's rows, and the names of their figures
+    "decode step, 1 x 1k context": "decode 1 x 1024",
+    "decode step, 64 x 4k": "decode 64 x 4096",
+    "decode step, 256 x 1k": "decode 256 x 1024",
+    "prefill, 1024 tokens": "prefill 1 x 1024",
+    "prefill, 8192 tokens": "prefill 1 x 8192",
+    "prefill, 16 x 512 tokens": "prefill 16 x 512",
+    "start to ready, weights in the page cache": "start to ready",
+}
+_SHAPES = {
+    "Llama-3.1-8B": "gpu",
+    "Qwen3-8B": "gpu_qwen3-8b",
+    "Llama-3.2-1B": "gpu_llama-3.2-1b",
+}
+_PARALLEL = {
+    "8B, `--tp 2`": "gpu_tp2",
+    "8B, `--tp 4`": "gpu_tp4",
+    "70B, `--tp 4`": "gpu_tp4_70b",
+}
+_COPY_SIZES = {
+    "one block, 2 MiB": "16 tokens, 2 MiB blocks",
+    "256 tokens, 32 MiB": "256 tokens, 2 MiB blocks",
+    "2048 tokens, 256 MiB": "2048 tokens, 2 MiB blocks",
+    "8192 tokens, 1 GiB": "8192 tokens, 2 MiB blocks",
+    "32768 tokens, 4 GiB": "32768 tokens, 2 MiB blocks",
+    "8192 tokens, 64 MiB in blocks of 128 KiB": "8192 tokens, 128 KiB blocks",
+}
+_FOUR_RANKS = "python -m baton.bench.allreduce --ranks 4"  # its file had another name then
+_PRODUCTS = ("qkv 6144 x 4096", "out 4096 x 4096", "gate_up 28672 x 4096", "down 4096 x 14336")
+
+
+def summary() -> str:
+    """One H200 beside its floors and vLLM."""
+    found, vllm = figures("gpu"), load("copied_by_hand")["vllm"]["single"]
+    return table(
+        ("", "floor", "Baton", "vLLM 0.26"),
+        [
+            (
+                row,
+                number(bound_of(found[name]), found[name]["unit"]),
+                number(found[name]["median"], found[name]["unit"]),
+                number(vllm[name], found[name]["unit"]),
+            )
+            for row, name in _SUMMARY.items()
+        ],
+    )
+
+
+def steps() -> str:
+    """Every step of one GPU: the 8B shape with its floors and targets."""
+    found = figures("gpu")
+    rows = []
+    for name, figure in found.items():
+        if ": off the GPU" in name or name.endswith("back to back"):
+            continue
+        behind, host = found.get(f"{name}, back to back"), found.get(f"{name}: off the GPU")
+        rows.append(
+            (
+                name,
+                number(bound_of(figure), figure["unit"]),
+                number(figure["median"], figure["unit"]),
+                target(figure),
+                number(behind and behind["median"]),
+                number(host and host["median"]),
+            )
+        )
+    head = ("step", "floor", "median", "target", "back to back", "GPU idle in it")
+    return table(head, rows) + "\n" + source("gpu")
+
+
+def shapes() -> str:
+    """The steps that all shapes have, each with its floor."""
+    of_shape = {title: figures(name) for title, name in _SHAPES.items()}
+    names = [
+        name
+        for name in of_shape["Qwen3-8B"]
+        if ": off" not in name and not name.endswith("back to back")
+    ]
+    rows = [
+        (name, *(_with_floor(found.get(name)) for found in of_shape.values())) for name in names
+    ]
+    head = ("ms, floors in brackets", *of_shape)
+    lines = [source(name) for name in list(_SHAPES.values())[1:]]
+    return table(head, rows) + "\n" + "\n".join(lines)
+
+
+def _with_floor(figure: dict[str, Any] | None) -> str:
+    if figure is None:
+        return ""
+    return f"{number(figure['median'])} ({number(bound_of(figure))})"
+
+
+def copies() -> str:
+    """What a pull takes, by size, layout and method."""
+    found = figures("handoff")
+    methods = ("kernel", "kernel, prepared", "copy-engine", "copy-engine, prepared", "nccl")
+    rows = []
+    for title, name in _COPY_SIZES.items():
+        for layout in ("scattered", "in one piece"):
+            cells = [found.get(f"{name}, {layout}, {method}") for method in methods]
+            floor = next(cell for cell in cells if cell is not None)["floor"]
+            medians = [number(cell and cell["median"]) for cell in cells]
+            rows.append((f"{title}, {layout}", number(floor), *medians))
+    head = ("ms", "floor", "kernel", "prepared", "copy engines", "prepared", "`nccl`")
+    return table(head, rows) + "\n" + source("handoff")
+
+
+def sums() -> str:
+    """All-reduces over two GPUs, and what is fused with them."""
+    found = figures("allreduce2")
+    rows = []
+    for kib in (4, 32, 128, 512, 1024, 2048):
+        name = f"{kib} KiB over 2 GPUs"
+        ours = min((found[f"{name}, {way}"] for way in ("at once", "in parts")), key=_median)
+        nccl = found[f"{name}, NCCL"]["median"]
+        rows.append(
+            (f"sum of {kib} KiB", number(ours["floor"]), number(nccl), number(_median(ours)))
+        )
+    for shape in ("1 x 4096", "64 x 4096", "64 x 8192"):
+        name = f"{shape} over 2 GPUs"
+        nccl = found[f"{name}, sum by NCCL, then norm"]["median"]
+        ours = found[f"{name}, sum and norm at once"]
+        rows.append((f"residual sum and norm, {shape}", "", number(nccl), number(_median(ours))))
+    sources = (
+        f"{source('allreduce2')}\nFour GPUs, earlier: {source('allreduce', command=_FOUR_RANKS)}"
+    )
+    return table(("us", "floor", "NCCL", "peer memory"), rows) + "\n" + sources
+
+
+def sending_products() -> str:
+    """Products that write what ranks add up to where it is added up."""
+    found = figures("allreduce2")
+    rows = []
+    for name, figure in found.items():
+        if not name.endswith("product that sends itself"):
+            continue
+        shape = name.split(" over")[0]
+        apart = found[name.replace("product that sends itself", "product, then sum and norm")]
+        rows.append(
+            (shape, number(figure["floor"]), number(apart["median"]), number(figure["median"]))
+        )
+    return table(("us", "floor (weight)", "product, then sum and norm", "sends itself"), rows)
+
+
+def parallel() -> str:
+    """Steps of engines on several GPUs."""
+    rows = [
+        (
+            f"{title}, {name}",
+            number(bound_of(figure)),
+            number(figure["median"]),
+            target(figure),
+            figure.get("commit", load(file)["commit"]),
+        )
+        for title, file in _PARALLEL.items()
+        for name, figure in figures(file).items()
+        if ": off" not in name and not name.endswith("back to back")
+    ]
+    hand = load("copied_by_hand")["rank_of_70b"]
+    rows.append(
+        (
+            hand["name"],
+            number(hand["floor"]),
+            number(hand["median"]),
+            "",
+            f"{hand['commit']} [^hand]",
+        )
+    )
+    sources = "\n".join(source(file) for file in _PARALLEL.values())
+    return table(("ms", "floor", "median", "target", "commit"), rows) + "\n" + sources
+
+
+def products() -> str:
+    """Products of 40 and 64 rows with the norm in front of them."""
+    found = figures("products", "tp 1")
+    rows = []
+    for shape in _PRODUCTS:
+        for num_rows in (40, 64):
+            of_shape = {n: f for n, f in found.items() if n.startswith(f"{shape}, {num_rows} rows")}
+            taken = next(f for name, f in of_shape.items() if name.endswith("taken"))
+            cublas = of_shape[f"{shape}, {num_rows} rows: cublas"]
+            medians = (number(taken["floor"]), number(_median(cublas)), number(_median(taken)))
+            rows.append((f"{shape}, {num_rows} rows", *medians))
+    return table(("us", "floor", "cuBLAS", "streamed"), rows) + "\n" + source("products")
+
+
+def _median(figure: dict[str, Any]) -> float:
+    return float(figure["median"])

@@ -1,0 +1,70 @@
+"""Tables of what a CPU does: the gateway, faults by the thousand, memory over time."""
+
+from __future__ import annotations
+
+from .results import figure_table, figures, load, number, source, table
+
+
+def cpu(family: str) -> str:
+    """One family of cpu.json."""
+    return figure_table(figures("cpu", family).values())
+
+
+def front() -> str:
+    """The gateway's fronts, all families."""
+    found = load("front")["figures"]
+    return figure_table(f for family in found.values() for f in family) + "\n" + source("front")
+
+
+def texts() -> str:
+    """What the largest texts cost running streams."""
+    return figure_table(figures("texts", "texts").values()) + "\n" + source("texts")
+
+
+def callers() -> str:
+    """A light caller beside bulk callers."""
+    return figure_table(figures("callers").values()) + "\n" + source("callers")
+
+
+def soak() -> str:
+    """Memory of each process under steady load."""
+    found = load("soak")
+    rows = [
+        (
+            name,
+            number(process["first_mb"]),
+            number(process["last_mb"]),
+            f"{process['mb_per_min_after_warmup']:.3f}",
+        )
+        for name, process in found["processes"].items()
+    ]
+    wanted = f"{found['minutes']:.0f} minutes, {sum(found['requests'].values()):,} requests"
+    head = (wanted, "first MB", "last MB", f"MB/min, {found['target_mb_per_min']} allowed")
+    return table(head, rows) + "\n" + source("soak")
+
+
+def strangers() -> str:
+    """What connections that prove nothing cost an engine."""
+    found = load("strangers")
+    rows = [
+        (door, number(seen["alone_percent"], "%"), number(seen["strangers_percent"], "%"))
+        for door, seen in found["doors"].items()
+    ]
+    head = ("socket", "engine's core, alone", f"with {found['per_s']} connections a second")
+    return table(head, rows) + "\n" + source("strangers")
+
+
+def fault_sweep() -> str:
+    """Thousands of streams on a cluster that breaks all the time."""
+    found = load("fault_sweep")
+    rows = [
+        ("streams", number(found["streams"])),
+        ("hit by a fault, that is, dispatched again", number(found["streams_hit"])),
+        ("near-ties", number(found["near_ties"])),
+        *((f"fault: {name}", number(count)) for name, count in found["faults"].items()),
+    ]
+    for name in ("hit", "not hit"):
+        times, gaps = found["ttft_s"][name], found["longest_gap_s"][name]
+        rows.append((f"TTFT p50 / p99, {name}", f"{times['p50']:.2f} / {times['p99']:.2f} s"))
+        rows.append((f"longest gap p50 / p99, {name}", f"{gaps['p50']:.2f} / {gaps['p99']:.2f} s"))
+    return table(("", ""), rows) + "\n" + source("fault_sweep", command="make fault-sweep")

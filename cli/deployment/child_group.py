@@ -1,0 +1,139 @@
+"""Children that run together: which of them are started again, and when, and how all are stopped.
+
+    started ── ready ──► keep: one that ends, or hangs, is started again ──► stop
+`run` is the process around them. One child alone is child.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from ...core.config import ClusterConfig
+from ...core.process.stop_signals import StopSignals
+from .child import Child, Report
+
+_RESTART_S, _RESTART_MAX_S = 0.2, 5.0  # longer each time: a port may take a moment to be free
+_WELL_S = 30.0  # after so long an end is the first again
+
+
+@dataclass(slots=True)
+class ChildGroup:
+    """`max_ends`: of one child, one soon after the other, before `keep` returns; None: any."""
+
+    report: Report
+    max_ends: int | None = None
+    inherits_stderr: bool = False  # else what a child logs is reported
+    children: list[Child] = field(default_factory=list)
+
+    async def launch(self, name: str, configs: tuple[object, ...], cluster: ClusterConfig) -> Child:
+        """Start one more."""
+        child = await Child.start(
+            name, configs, cluster, self.report, inherits_stderr=self.inherits_stderr
+        )
+        self.children.append(child)
+        return child
+
+    async def until_ready(self) -> None:
+        """Raises StartupFailed if one ends before."""
+        await asyncio.gather(*(child.ready for child in self.children))
+
+    async def keep(self, beside: Mapping[str, Coroutine[Any, Any, None]] | None = None) -> str:
+        """Start children again that end by themselves, or whose event loop stands still, and run
+        what else is to be run `beside`. Returns the name of one that keeps ending."""
+        keepers = {asyncio.create_task(self._keep(child)): child.name for child in self.children}
+        for name, coroutine in (beside or {}).items():
+            keepers[asyncio.create_task(coroutine)] = name
+        try:
+            done, _ = await asyncio.wait(keepers, return_when=asyncio.FIRST_COMPLETED)
+            ended = done.pop()
+            ended.result()
+            return keepers[ended]
+        finally:
+            for keeper in keepers:
+                keeper.cancel()
+            await asyncio.gather(*keepers, return_exceptions=True)
+
+    async def _keep(self, child: Child) -> None:
+        """Until it has ended too often, one soon after the other."""
+        num_ends = 0
+        while True:
+            await child.until_over(self.report)
+            num_ends = 1 if time.monotonic() - child.began_s > _WELL_S else num_ends + 1
+            if self.max_ends is not None and num_ends > self.max_ends:
+                return
+            self.report(child.name, f"ended with code {child.process.returncode}: starts again")
+            await asyncio.sleep(min(_RESTART_S * (num_ends - 1), _RESTART_MAX_S))
+            self.children.remove(child)
+            await child.close()
+            child = await self.launch(child.name, child.configs_again(), child.cluster)
+
+    def hurry(self) -> None:
+        """While they stop: whatever is still there need not end in order."""
+        for child in self.children:
+            child.ask_to_stop()
+
+    async def stop(self, children: Sequence[Child], grace_s: float) -> None:
+        """End these, all at once; what will not end is killed."""
+        for child in children:
+            child.ask_to_stop()
+        for child in children:
+            try:
+                async with asyncio.timeout(grace_s):
+                    await child.process.wait()
+            except TimeoutError:
+                child.process.kill()
+                await child.process.wait()
+            await child.close()
+            self.children.remove(child)
+
+
+class Kept(Protocol):
+    """What is to be kept running: a ChildGroup, or what has one."""
+
+    async def keep(self) -> str: ...
+    def hurry(self) -> None: ...
+
+
+K = TypeVar("K", bound=Kept)
+
+
+async def run(
+    context: AbstractAsyncContextManager[K], announce: Callable[[K], Awaitable[None]]
+) -> int:
+    """Enter it, announce and keep what it gives, and leave it on SIGINT or SIGTERM. Returns the
+    exit code."""
+    signals = StopSignals()
+    starting = asyncio.create_task(context.__aenter__())
+    stopping = asyncio.create_task(signals.stop.wait())
+    await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        starting.cancel()
+        await asyncio.wait({starting})
+        return 130
+    kept = await starting
+    try:
+        await announce(kept)
+        ended = asyncio.create_task(kept.keep())
+        await asyncio.wait({ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if ended.done():
+            print(f"error: {ended.result()} ended", file=sys.stderr)
+            return 1
+        ended.cancel()
+        await asyncio.wait({ended})
+        print("stopping: requests in flight may end; Ctrl-C again cuts them off", flush=True)
+        return 0
+    finally:
+        hurrying = asyncio.create_task(_hurry(signals, kept))
+        await context.__aexit__(None, None, None)
+        hurrying.cancel()
+
+
+async def _hurry(signals: StopSignals, kept: Kept) -> None:
+    await signals.hurry.wait()
+    kept.hurry()

@@ -1,0 +1,109 @@
+"""`--num-gateways N`: whole gateways that share two ports, and the process of `launch_gateway` that
+starts them.
+
+    clients ──► ports (SO_REUSEPORT: the kernel deals connections) ─┬─► gateway-0 ──► all nodes
+    scrapers ──► each gateway's own HTTP port                       └─► gateway-1 ──► all nodes
+Gateways share nothing but Redis: each has links, sessions, limits and metrics of its own. Which one
+is started again, and when, is child_group.py's.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+
+from ...core.config import ClusterConfig, GatewayConfig
+from ...core.errors import StartupFailed
+from ...core.process.logs import set_up_logging
+from ...gateway.process.startup_message import READY, TRY
+from . import child_group
+from .child import GATEWAY
+from .child_group import ChildGroup
+
+log = logging.getLogger(__name__)
+
+_STOP_GRACE_S = 5.0  # behind --shutdown-timeout-s: to close connections and exit
+
+
+@contextmanager
+def shared_ports(config: GatewayConfig) -> Iterator[Mapping[str, GatewayConfig]]:
+    """By name, what each gateway is started with; the ports are held meanwhile. Raises
+    StartupFailed where one is taken."""
+    if config.num_gateways == 1:
+        yield {GATEWAY: config}
+        return
+    with (
+        _held(config, config.http_port, "--http-port") as http_port,
+        _held(config, config.grpc_port, "--grpc-port") as grpc_port,
+    ):
+        each = replace(
+            config, num_gateways=1, reuse_port=True, http_port=http_port, grpc_port=grpc_port
+        )
+        first = config.own_http_port or None  # 0, too, is a free one
+        yield {
+            f"{GATEWAY}-{index}": replace(each, own_http_port=first and first + index)
+            for index in range(config.num_gateways)
+        }
+
+
+@contextmanager
+def _held(config: GatewayConfig, port: int, flag: str) -> Iterator[int]:
+    """A port that nobody else can take while no gateway listens on it; 0 finds a free one. The
+    socket that holds it never listens, so no connection comes to it."""
+    host = config.host
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        if not config.reuse_port:
+            with socket.create_server(address, family=family) as alone:
+                address = alone.getsockname()  # free, even of gateways that would share it
+        holder = socket.socket(family, socket.SOCK_STREAM)
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind(address)
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # else others bind it as well
+    except OSError as error:
+        raise StartupFailed(
+            f"the gateway cannot listen on {host}:{port}",
+            hint=f"the port is taken or the address is not this host's: another {flag} "
+            "(0 takes a free one) or --host",
+        ) from error
+    with holder:
+        yield holder.getsockname()[1]
+
+
+@asynccontextmanager
+async def _running(config: GatewayConfig, cluster: ClusterConfig) -> AsyncIterator[ChildGroup]:
+    """They never end for good: one that ends is started again, however often."""
+    group = ChildGroup(_report, inherits_stderr=True)
+    with shared_ports(config) as configs:
+        try:
+            for name, each in configs.items():
+                await group.launch(name, (each,), cluster)
+            await group.until_ready()
+            yield group
+        finally:
+            await group.stop([*group.children], config.shutdown_timeout_s + _STOP_GRACE_S)
+
+
+async def run(config: GatewayConfig, cluster: ClusterConfig) -> int:
+    """The process of `launch_gateway`: until SIGINT or SIGTERM. Returns the exit code."""
+    set_up_logging(GATEWAY, as_json=config.log_json)
+    return await child_group.run(_running(config, cluster), _announce)
+
+
+async def _announce(group: ChildGroup) -> None:
+    """Where each of them is found, and where all are."""
+    for child in group.children:
+        own_url, *shared = child.addresses
+        print(f"{child.name} alone: {own_url}", flush=True)
+    print("ready: gateway gateway", *shared, flush=True)
+
+
+def _report(name: str, line: str) -> None:
+    if not line.startswith((READY, TRY)):
+        log.info("%s: %s", name, line)
+    elif name == f"{GATEWAY}-0":  # one such message is enough
+        print(line, flush=True)

@@ -1,0 +1,79 @@
+"""One gRPC request on one host, function by function: how many files does it pass?
+
+docs/one_request.md names them in order. Counted are the client, the gateway and both engines, from
+a moment before the request is sent until its last token has come: what they do besides, such as
+heartbeats, counts too. Generated code does not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from deployments import running
+
+from baton.core.config import EngineConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+TRACER = ROOT / "tests" / "call_trace"
+_CLIENT = """
+import sys, time
+from pathlib import Path
+from baton.client import Client
+folder = Path(sys.argv[2])
+with Client(sys.argv[1]) as client:
+    list(client.generate("once upon", max_tokens=4))
+    (folder / "start").touch()
+    time.sleep(0.3)
+    chunks = list(client.generate("one request", max_tokens=8))
+    time.sleep(0.1)
+    (folder / "stop").touch()
+    time.sleep(0.3)
+assert chunks
+"""
+
+
+def trace(folder: Path) -> dict[str, set[str]]:
+    """The functions of Baton that one request ran, by file."""
+    path = os.pathsep.join(filter(None, (str(TRACER), os.environ.get("PYTHONPATH"))))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", path)
+        patch.setenv("BATON_CALL_TRACE", str(folder))
+        with running(EngineConfig()) as deployment:
+            client = [sys.executable, "-c", _CLIENT, deployment.address, str(folder)]
+            subprocess.run(client, check=True, timeout=60, stdout=subprocess.DEVNULL)
+            wanted = [r"-c$", r"gateway", r"prefill_node\.engine_main", r"decode_node\.engine_main"]
+            return _collect(folder, wanted)
+
+
+def _collect(folder: Path, wanted: list[str]) -> dict[str, set[str]]:
+    deadline_s = time.monotonic() + 10
+    while len(traces := [json.loads(p.read_text()) for p in folder.glob("*.json")]) < 6:
+        assert time.monotonic() < deadline_s, [one["command"] for one in traces]
+        time.sleep(0.05)
+    found: dict[str, set[str]] = {}
+    for one in traces:
+        command = " ".join(one["command"])
+        if "launch import prefill" in command or "launch import decode" in command:
+            continue  # supervisors: no request passes them
+        for name, functions in one["files"].items():
+            path = Path(name).resolve()
+            if path.is_relative_to(ROOT) and ".venv" not in path.parts and path.is_file():
+                relative = path.relative_to(ROOT)
+                if relative.parts[0] != "tests" and relative.parts[:2] != ("proto", "v1"):
+                    found.setdefault(str(relative), set()).update(functions)
+    return found
+
+
+def test_docs_name_every_file_of_a_request(tmp_path: Path) -> None:
+    files = trace(tmp_path)
+    num_lines = sum(len((ROOT / name).read_text().splitlines()) for name in files)
+    print(f"{len(files)} files, {num_lines} lines")
+    named = set(re.findall(r"`([a-z0-9_/]+\.py)`", (ROOT / "docs/one_request.md").read_text()))
+    assert not set(files) - named

@@ -1,0 +1,57 @@
+"""Processes in clusters of their own, shown to each other: each may see another where it wants.
+
+Who is shown as of another host is dialled by TCP, at the address that is shown; all run here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from contextlib import AsyncExitStack
+
+from node_driver import SECRET
+
+from baton.cluster.redis_directory import RedisDirectory
+from baton.cluster.secret import ClusterSecret
+from baton.core.membership import Member
+
+ANOTHER_HOST = "f" * 32
+_TTL_S = 60.0
+
+
+class Introductions:
+    """Of clusters by name. Closed with `stack`."""
+
+    def __init__(self, redis_url: str, stack: AsyncExitStack) -> None:
+        self._redis_url = redis_url
+        self._stack = stack
+        self._suffix = time.monotonic_ns()
+        self._directories: dict[str, RedisDirectory] = {}
+
+    def flags(self, name: str) -> tuple[str, str]:
+        """With which a process joins it."""
+        return ("--cluster", f"{name}-{self._suffix}")
+
+    def _directory(self, name: str) -> RedisDirectory:
+        if name not in self._directories:
+            _, cluster = self.flags(name)
+            directory = RedisDirectory(self._redis_url, cluster, ClusterSecret(SECRET))
+            self._stack.push_async_callback(directory.close)
+            self._directories[name] = directory
+        return self._directories[name]
+
+    async def newcomer(self, name: str) -> Member:
+        """The first member of a cluster."""
+        async for members in self._directory(name).watch():
+            if members:
+                return members[0]
+        raise AssertionError("the watch ended")
+
+    async def show(self, member: Member, *to: str) -> None:
+        """As it is: by its unix socket."""
+        for name in to:
+            await self._directory(name).announce(member, _TTL_S)
+
+    async def show_elsewhere(self, member: Member, *to: str) -> None:
+        """As one of another host, at the address that it advertises."""
+        await self.show(dataclasses.replace(member, host_id=ANOTHER_HOST), *to)

@@ -1,0 +1,586 @@
+"""A gateway's connection to one engine over real sockets; the test plays the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+import ssl
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+from fakes.node.engine_door import ANOTHER_HOST, HOST, EngineDoor
+from fakes.node.engine_door import EngineConnection as EngineEnd
+
+from baton.cli.host.certs import make_certificates
+from baton.cluster.secret import ClusterSecret, handshake_key
+from baton.cluster.tls import ClusterTls
+from baton.core.channels import admission
+from baton.core.channels.framing import MAX_FRAME_BYTES
+from baton.core.channels.same_host import host_id
+from baton.core.errors import EngineFailed, HandoffFailed, InvalidRequest
+from baton.core.membership import Member, Role
+from baton.core.ports import SystemClock
+from baton.gateway.engines import engine_connection
+from baton.gateway.engines.engine_connection import EngineConnection
+from baton.gateway.engines.engine_table import ReportedLoad
+from baton.gateway.request.engine_link import EngineOutput, PlainToken
+from baton.proto import codec
+from baton.proto.v1 import node_pb2
+
+SECRET = "a secret of the cluster"
+UNIX, TCP, TLS = "unix", "tcp", "tls"
+WAYS = (UNIX, TCP, TLS)
+SILENCE_S = 20.0
+
+Payloads = Callable[[], Sequence[bytes]]
+
+
+def step(index: int, text: str = "r") -> bytes:
+    """A step with one plain token."""
+    tokens = node_pb2.PlainTokens(request_ids=[text], attempts=[0], indices=[index], token_ids=[5])
+    message = node_pb2.NodeMessage(outputs=node_pb2.StepOutputs(tokens=tokens))
+    return message.SerializeToString()
+
+
+def heartbeat(num_running: int) -> bytes:
+    beat = node_pb2.Heartbeat(num_running=num_running)
+    return node_pb2.NodeMessage(heartbeat=beat).SerializeToString()
+
+
+@dataclass
+class Events:
+    """What the gateway was told, in order, as a line each."""
+
+    heard: list[str] = field(default_factory=list)
+    loads: list[int] = field(default_factory=list)
+    tokens: list[PlainToken] = field(default_factory=list)
+    reason: str = ""
+    has_died: bool | None = None  # None: it is not lost
+    fails_on: int = -1  # a token's index
+
+    def linked(self, engine: EngineConnection) -> None:
+        self.heard.append("linked")
+
+    def heartbeat(self, engine: EngineConnection, load: ReportedLoad) -> None:
+        self.heard.append("heartbeat")
+        self.loads.append(load.num_running)
+
+    def outputs(
+        self,
+        engine: EngineConnection,
+        outputs: Sequence[EngineOutput],
+        tokens: Sequence[PlainToken],
+    ) -> None:
+        if any(index == self.fails_on for _, _, index, _ in tokens):
+            raise ZeroDivisionError
+        self.heard.append("outputs")
+        self.tokens += tokens
+
+    def lost(self, engine: EngineConnection, reason: str, *, has_died: bool) -> None:
+        self.heard.append("lost")
+        self.reason, self.has_died = reason, has_died
+
+    @property
+    def indices(self) -> list[int]:
+        return [index for _, _, index, _ in self.tokens]
+
+
+@dataclass
+class Scene:
+    """An engine and its node, and a gateway that can dial them. `ends`: accepted connections."""
+
+    member: Member
+    door: EngineDoor
+    node: asyncio.Server
+    tls: ClusterTls | None = None
+    secret: str = SECRET
+    ends: list[EngineEnd] = field(default_factory=list)
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    opening: Sequence[bytes] = ()  # what the engine says first, in one write
+    events: Events = field(default_factory=Events)
+
+    def welcome(self, **changes: object) -> bytes:
+        member = self.member
+        fields: dict[str, object] = {
+            "incarnation": member.incarnation,
+            "role": member.role.value,
+            "name": member.name,
+            "model": member.model,
+            "fingerprint": member.fingerprint,
+            "max_num_seqs": 7,
+        }
+        welcome = node_pb2.Welcome(**fields | changes)  # type: ignore[arg-type]
+        return node_pb2.NodeMessage(welcome=welcome).SerializeToString()
+
+    def connection(self, silence_s: float = SILENCE_S) -> EngineConnection:
+        return EngineConnection(
+            *(self.member, ClusterSecret(self.secret), self.events),
+            *(SystemClock(), silence_s, self.tls),
+        )
+
+    @asynccontextmanager
+    async def linked(
+        self, silence_s: float = SILENCE_S
+    ) -> AsyncIterator[tuple[EngineConnection, EngineEnd, asyncio.Task[str]]]:
+        """A gateway that is linked, the engine's end, and the gateway's `run`."""
+        connection = self.connection(silence_s)
+        running = asyncio.create_task(connection.run())
+        await until(lambda: "linked" in self.events.heard or running.done())
+        assert not running.done(), running.result()
+        try:
+            yield connection, self.ends[-1], running
+        finally:
+            running.cancel()
+            with suppress(asyncio.CancelledError):
+                await running
+
+    async def die(self) -> None:
+        """The engine's process ends, its node lives."""
+        await self.door.close()
+
+    async def serve(self, end: EngineEnd) -> None:
+        """Say the opening, then leave the connection to the test until it ends."""
+        self.ends.append(end)
+        self.arrived.set()
+        end.send(*self.opening)
+        await asyncio.Event().wait()
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("certificates")
+    make_certificates(folder / "all")
+    return folder / "all"
+
+
+def tls_of(folder: Path, role: str) -> ClusterTls:
+    return ClusterTls(folder / "ca.crt", folder / f"{role}.crt", folder / f"{role}.key")
+
+
+def server_context(folder: Path, role: str) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(folder / "ca.crt"))
+    context.load_cert_chain(folder / f"{role}.crt", folder / f"{role}.key")
+    context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+@asynccontextmanager
+async def engine(
+    way: str, folder: Path | None = None, role: str = "decode"
+) -> AsyncIterator[Scene]:
+    """An engine that is reached this way; `folder`: its certificates."""
+    incarnation = secrets.token_hex(16)
+    node = await asyncio.start_server(lambda _, writer: writer.close(), HOST, 0)
+    context = server_context(folder, role) if way == TLS and folder is not None else None
+    member = Member(
+        *(incarnation, Role.DECODE, "d1", "{}:{}".format(*node.sockets[0].getsockname())),
+        *("demo", "fp", 512, 16, 66),
+        host_id=host_id().hex() if way == UNIX else ANOTHER_HOST,
+        engine_address=f"{HOST}:1",
+    )
+    key = handshake_key(SECRET)
+    scene = Scene(member, EngineDoor(incarnation, key, lambda end: scene.serve(end), context), node)
+    if way == UNIX:
+        await scene.door.listen_here()
+    else:
+        port = await scene.door.listen()
+        scene.member = replace(member, engine_address=f"{HOST}:{port}")
+    if context is not None and folder is not None:
+        scene.tls = tls_of(folder, "gateway")
+    scene.opening = (scene.welcome(),)
+    try:
+        yield scene
+    finally:
+        await scene.door.close()
+        node.close()
+
+
+@pytest.fixture(params=WAYS)
+async def scene(request: pytest.FixtureRequest, certificates: Path) -> AsyncIterator[Scene]:
+    async with engine(request.param, certificates) as scene:
+        yield scene
+
+
+@pytest.fixture
+async def here() -> AsyncIterator[Scene]:
+    """The same, for what does not depend on the way."""
+    async with engine(UNIX) as scene:
+        yield scene
+
+
+async def until(holds: Callable[[], object]) -> None:
+    async with asyncio.timeout(20):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+def num_open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+# --- the beginning --------------------------------------------------------------------------------
+
+
+async def test_messages_pass_both_ways_in_order(scene: Scene) -> None:
+    async with scene.linked() as (connection, end, _):
+        assert connection.max_num_seqs == 7
+        for index in range(50):
+            connection.cancel(f"{index}" * 1000, index)
+        end.send(heartbeat(3))
+        for index in range(50):
+            end.send(step(index, "r" * 1000))
+        for index in range(50):
+            cancel = node_pb2.GatewayMessage.FromString(await end.receive()).cancel
+            assert (cancel.request_id, cancel.attempt) == (f"{index}" * 1000, index)
+        await until(lambda: len(scene.events.tokens) == 50)
+        assert scene.events.indices == list(range(50))
+        assert scene.events.heard[:2] == ["linked", "heartbeat"]
+    assert scene.events.heard.count("lost") == 1
+
+
+async def test_what_comes_directly_behind_the_welcome_is_heard(scene: Scene) -> None:
+    """In the segment of the verdict, most of the time."""
+    scene.opening = (scene.welcome(), b"", heartbeat(5), step(0))
+    async with scene.linked():
+        await until(lambda: scene.events.tokens)
+        assert scene.events.heard == ["linked", "heartbeat", "outputs"]
+        assert scene.events.loads == [5]
+
+
+@pytest.mark.parametrize("name", ["incarnation", "role", "model", "fingerprint"])
+async def test_who_is_not_what_was_announced_is_left(here: Scene, name: str) -> None:
+    here.opening = (here.welcome(**{name: "other"}), heartbeat(1), step(0))
+    reason = await here.connection().run()
+    assert reason.startswith(f"{name} is 'other', announced was")
+    assert here.events.heard == []
+
+
+async def test_what_comes_before_a_welcome_counts_for_nothing(
+    here: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_connection, "_CONNECT_TIMEOUT_S", 0.2)
+    here.opening = (heartbeat(1), step(0))
+    assert await here.connection().run() == "no welcome within 0.2 s"
+    assert here.events.heard == []
+
+
+async def test_a_refusal_is_the_reason(scene: Scene) -> None:
+    scene.door.refusal = "this needs the certificate of gateway"
+    assert await scene.connection().run() == scene.door.refusal
+    assert (scene.events.heard, scene.ends) == ([], [])
+
+
+async def test_a_stranger_at_the_address_is_not_spoken_with(scene: Scene) -> None:
+    """It is sent nothing but an opening."""
+    scene.door._key = handshake_key("a secret of somebody else")
+    reason = await scene.connection().run()
+    assert reason == "it hung up within the handshake"  # to it, the gateway is the stranger
+    assert (scene.events.heard, scene.ends) == ([], [])
+
+
+async def test_who_answers_without_the_key_is_not_believed(
+    here: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered = []
+
+    async def pretend(end: EngineEnd) -> None:
+        await end.reader.readexactly(admission.OPENING_BYTES)
+        end.writer.write(bytes(admission.CHALLENGE_BYTES))
+        end.send(b"", here.welcome())
+        answered.append(await end.reader.read())
+
+    monkeypatch.setattr(here.door, "_handshake", pretend)
+    assert await here.connection().run() == "the other end does not hold the key"
+    await until(lambda: answered)
+    assert answered == [b""] and here.events.heard == []
+
+
+async def test_who_says_nothing_is_not_waited_for(
+    here: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def listen(end: EngineEnd) -> None:
+        await end.reader.read()
+        raise ConnectionError
+
+    monkeypatch.setattr(here.door, "_handshake", listen)
+    monkeypatch.setattr(engine_connection, "_CONNECT_TIMEOUT_S", 0.1)
+    assert await here.connection().run() == "no welcome within 0.1 s"
+
+
+async def test_a_refusal_has_an_end(here: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a secret, whoever sits there holds the key."""
+    handshake = here.door._handshake
+
+    async def refuse_at_length(end: EngineEnd) -> None:
+        monkeypatch.setattr(end, "send", lambda _: end.writer.write(b"\0\0\0\1" + bytes(1000)))
+        await handshake(end)
+        await end.reader.read()
+        raise ConnectionError
+
+    monkeypatch.setattr(here.door, "_handshake", refuse_at_length)
+    assert "a frame of 16777216 bytes" in await here.connection().run()
+
+
+async def test_an_engine_of_another_user_is_not_spoken_with(
+    here: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(connection: socket.socket) -> None:
+        raise HandoffFailed("the other end belongs to user 1")
+
+    monkeypatch.setattr(engine_connection, "require_same_user", refuse)
+    before = num_open_files()
+    assert "belongs to user 1" in await here.connection().run()
+    await until(lambda: num_open_files() <= before)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"incarnation": "f" * 32}, "refused"),
+        ({"incarnation": "../../etc"}, "32 hex digits"),
+        ({"host_id": ANOTHER_HOST, "engine_address": f"{HOST}:1"}, "connect call failed"),
+        ({"host_id": ANOTHER_HOST, "engine_address": "no..such.host:1"}, "is no address"),
+        ({"host_id": ANOTHER_HOST, "engine_address": f"{'h' * 64}:1"}, "is no address"),
+        ({"host_id": ANOTHER_HOST, "engine_address": f"{HOST}:99999"}, ""),
+    ],
+    ids=["nobody", "no incarnation", "no listener", "no host", "no name", "no port"],
+)
+async def test_an_engine_that_cannot_be_reached_is_said_so(
+    here: Scene, change: dict[str, str], reason: str
+) -> None:
+    here.member = replace(here.member, **change)  # type: ignore[arg-type]
+    assert reason in (await here.connection().run()).lower()
+    assert here.events.heard == []
+
+
+async def test_an_engine_is_found_at_every_address_of_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`localhost` can be ::1 first, where it does not listen."""
+    async with engine(TCP) as scene:
+        port = int(scene.member.engine_address.rpartition(":")[2])
+
+        async def both(*_: object, **__: object) -> list[object]:
+            stream = socket.SOCK_STREAM
+            first = (socket.AF_INET, stream, 0, "", ("127.0.0.2", port))
+            return [first, (socket.AF_INET, stream, 0, "", (HOST, port))]
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", both)
+        async with scene.linked():
+            pass
+
+
+# --- certificates ---------------------------------------------------------------------------------
+
+
+async def test_an_engine_of_another_role_is_not_spoken_with(certificates: Path) -> None:
+    async with engine(TLS, certificates, role="prefill") as scene:
+        assert "certificate" in (await scene.connection().run()).lower()
+        assert scene.ends == []
+
+
+async def test_an_engine_of_another_ca_is_not_spoken_with(
+    certificates: Path, tmp_path: Path
+) -> None:
+    make_certificates(tmp_path / "others")
+    async with engine(TLS, tmp_path / "others") as scene:
+        scene.tls = tls_of(certificates, "gateway")
+        assert "certificate" in (await scene.connection().run()).lower()
+        assert scene.ends == []
+
+
+async def test_certificates_that_cannot_be_read_are_the_reason(
+    certificates: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(_: ClusterTls) -> ssl.SSLContext:
+        raise FileNotFoundError("no such file")
+
+    async with engine(TLS, certificates) as scene:
+        monkeypatch.setattr(ClusterTls, "client_context", gone)
+        assert "no such file" in await scene.connection().run()
+
+
+# --- the end --------------------------------------------------------------------------------------
+
+
+async def test_silence_is_an_end(scene: Scene) -> None:
+    scene.opening = (scene.welcome(), step(0))
+    connection = scene.connection(silence_s=0.2)
+    assert await connection.run() == "no heartbeat for 0.2 s"
+    assert scene.events.heard == ["linked", "outputs", "lost"]
+    assert scene.events.has_died is False
+
+
+async def test_whatever_comes_ends_the_silence(here: Scene) -> None:
+    async with here.linked(silence_s=0.4) as (_, end, running):
+        for _ in range(16):
+            end.send(b"")
+            await asyncio.sleep(0.05)
+        assert not running.done()
+
+
+async def test_a_gateway_that_stood_still_counts_the_silence_anew(here: Scene) -> None:
+    async with here.linked(silence_s=0.4) as (_, end, running):
+        time.sleep(0.8)  # noqa: ASYNC251
+        end.send(heartbeat(2))
+        await until(lambda: here.events.loads == [2] or running.done())
+        assert not running.done()
+        assert await running == "no heartbeat for 0.4 s"
+
+
+async def test_the_engines_last_word_is_the_reason(scene: Scene) -> None:
+    async with scene.linked() as (_, end, running):
+        ended = codec.error_to_wire(EngineFailed("out of memory"))
+        end.send(step(0), node_pb2.NodeMessage(engine_ended=ended).SerializeToString(), step(1))
+        assert await running == "out of memory"
+        assert scene.events.heard == ["linked", "outputs", "lost"]
+        assert (scene.events.indices, scene.events.has_died) == ([0], True)
+        assert scene.events.reason == "out of memory"
+
+
+async def test_a_refused_gateway_does_not_take_the_engine_for_dead(here: Scene) -> None:
+    async with here.linked() as (_, end, running):
+        refused = codec.error_to_wire(InvalidRequest("what came cannot be read"))
+        end.send(node_pb2.NodeMessage(refused=refused).SerializeToString())
+        assert await running == "what came cannot be read"
+        assert here.events.has_died is False
+
+
+@pytest.mark.parametrize("lives", ["node", "both", "neither", "engine"])
+@pytest.mark.parametrize("way", WAYS)
+async def test_who_still_answers_says_who_has_died(
+    certificates: Path, way: str, lives: str
+) -> None:
+    async with engine(way, certificates) as scene:
+        scene.opening = (scene.welcome(), step(0))
+        async with scene.linked() as (_, end, running):
+            await until(lambda: scene.events.tokens)
+            if lives in ("node", "neither"):
+                await scene.die()
+            else:
+                end.writer.transport.abort()
+            if lives in ("neither", "engine"):
+                scene.node.close()
+            await running
+            assert scene.events.heard == ["linked", "outputs", "lost"]
+            assert scene.events.has_died is (lives == "node")
+
+
+async def test_a_node_that_does_not_answer_is_not_waited_for(
+    here: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(EngineConnection, "_open_tcp", never)
+    async with here.linked() as (_, _, running):
+        await here.die()
+        await asyncio.wait_for(running, 5)
+        assert here.events.has_died is False
+
+
+async def test_what_a_dying_engine_said_is_heard_before_its_end(scene: Scene) -> None:
+    async with scene.linked() as (_, end, running):
+        for index in range(3):
+            end.send(step(index, "r" * 50_000))
+        end.writer.write(b"\7\0\0\0cut")
+        end.writer.close()
+        await running
+        assert scene.events.heard == ["linked", *["outputs"] * 3, "lost"]
+        assert scene.events.indices == [0, 1, 2]
+
+
+UNEVEN = node_pb2.PlainTokens(request_ids=["r"], attempts=[0], indices=[1])
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (b"\3\0\0\0\xff\xff\xff", "cannot be read"),
+        ((MAX_FRAME_BYTES + 1).to_bytes(4, "little"), "cannot be read: a frame of"),
+        (
+            node_pb2.NodeMessage(outputs=node_pb2.StepOutputs(tokens=UNEVEN)),
+            "columns of tokens do not match",
+        ),
+    ],
+    ids=["no message", "no frame", "no step"],
+)
+async def test_what_cannot_be_read_is_an_end(
+    scene: Scene, words: bytes | node_pb2.NodeMessage, reason: str
+) -> None:
+    async with scene.linked() as (_, end, running):
+        if isinstance(words, bytes):
+            end.writer.write(words)
+        else:
+            end.send(words.SerializeToString())
+        assert reason in await running
+        assert await end.reader.read() == b""
+    assert scene.events.heard == ["linked", "lost"] and scene.events.has_died is False
+
+
+async def test_an_engine_that_does_not_read_costs_no_wait_and_not_all_memory(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_connection, "MAX_UNSENT_BYTES", 12 << 20)
+    async with scene.linked() as (connection, end, running):
+        sent = [f"{index}" * 100_000 for index in range(10)]
+        for text in sent:  # more than a socket holds, less than is kept
+            connection.cancel(text, 0)
+        for text in sent:
+            got = node_pb2.GatewayMessage.FromString(await end.receive()).cancel
+            assert got.request_id == text
+        end.writer.transport.pause_reading()
+        for _ in range(400):
+            connection.cancel("r" * 100_000, 0)
+        assert await running == "the engine does not read"
+        assert scene.events.has_died is False
+        connection.cancel("r", 0)  # goes nowhere
+
+
+async def test_a_message_that_its_hearer_fails_on_costs_no_other(here: Scene) -> None:
+    failed: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
+    here.events.fails_on = 1
+    async with here.linked() as (_, end, running):
+        end.send(*map(step, range(3)))
+        await until(lambda: here.events.indices == [0, 2])
+        assert not running.done()
+    assert [type(context["exception"]) for context in failed] == [ZeroDivisionError]  # type: ignore[index]
+
+
+async def test_a_gateway_that_is_cancelled_hangs_up(scene: Scene) -> None:
+    async with scene.linked() as (_, end, running):
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert scene.events.heard == ["linked", "lost"]
+        assert (scene.events.reason, scene.events.has_died) == ("closed by the gateway", False)
+        with suppress(ConnectionError):
+            assert await end.reader.read() == b""
+
+
+async def test_a_gateway_that_is_cancelled_while_it_dials_leaves_nothing(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached = asyncio.Event()
+
+    async def listen(end: EngineEnd) -> None:
+        reached.set()
+        await end.reader.read()
+        raise ConnectionError
+
+    monkeypatch.setattr(scene.door, "_handshake", listen)
+    before = num_open_files()
+    running = asyncio.create_task(scene.connection().run())
+    await reached.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await until(lambda: num_open_files() <= before)
+    assert scene.events.heard == []
