@@ -1,13 +1,14 @@
 """`python -m baton.cli.reference docs` (or `make docs`): the pages that are made from the code.
 
-reference.md is made whole from the parsers and the .proto files; of errors.md and contracts.md,
-which people write, only each error's line of facts and the code. A test fails while a page is not
-what would be made.
+reference.md is made whole from the parsers and the .proto files; of errors.md, sampling.md and
+contracts.md, which people write, only each error's line of facts, the table of parameters and the
+code. A test fails while a page is not what would be made.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
@@ -18,6 +19,8 @@ from pathlib import Path
 from ..core import errors
 from ..core.errors import BatonError
 from ..core.membership import Role
+from ..core.request.parameters import Parameter
+from ..core.request.request import OPTIONS, SAMPLING
 from ..gateway.telemetry.metrics.metrics_page import metrics_page
 from .contracts import refresh_contracts_page
 from .launch import gateway_parser, node_parser
@@ -25,6 +28,8 @@ from .main import build_parser
 
 _PROTO = Path(__file__).resolve().parent.parent / "proto" / "v1"
 _OWN_GROUPS = ("options", "positional arguments")  # argparse's names for what has no group
+
+_PARAMETERS = "| parameter | range | default | what it does |"
 
 _HEAD = """\
 # Reference
@@ -167,14 +172,35 @@ def error_facts(cls: type[BatonError]) -> str:
     return f"`{cls.__name__}` · gRPC `{cls.grpc_status}` · HTTP {cls.http_status} · {again}"
 
 
+def refresh_sampling_page(page: str) -> str:
+    """docs/sampling.md with the table of request parameters made anew."""
+    rows = [_parameter_row(*item) for item in {**SAMPLING, **OPTIONS}.items()]
+    table = "\n".join([_PARAMETERS, "|---|---|---|---|", *rows])
+    before, _, after = page.partition(_PARAMETERS)
+    return before + table + "\n\n" + after.partition("\n\n")[2]
+
+
+def _parameter_row(name: str, parameter: Parameter) -> str:
+    default = parameter.default
+    absent = f"{default:g}" if isinstance(default, float) else json.dumps(default)
+    if parameter.absent is not None or default in (None, (), ""):
+        absent = parameter.absent or ""
+    note = f"; {parameter.over_http}" if parameter.over_http else ""
+    return f"| `{name}` | {parameter.kind.range} | {absent} | {parameter.help}{note} |"
+
+
 def main(folder: Path) -> int:
     """Write the pages."""
     (folder / "reference.md").write_text(reference_page())
     (folder / "metrics.md").write_text(metrics_page())
-    errors = folder / "errors.md"
-    errors.write_text(refresh_errors_page(errors.read_text()))
-    contracts = folder / "contracts.md"
-    contracts.write_text(refresh_contracts_page(contracts.read_text()))
+    parts = {
+        "errors": refresh_errors_page,
+        "sampling": refresh_sampling_page,
+        "contracts": refresh_contracts_page,
+    }
+    for name, refresh in parts.items():
+        path = folder / f"{name}.md"
+        path.write_text(refresh(path.read_text()))
     return 0
 
 

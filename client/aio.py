@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
-from typing import Any, TypeVar, Unpack
+from typing import TypeVar, Unpack
 
 import grpc
 
 from ..core.errors import Cancelled
-from ..proto.v1 import inference_pb2_grpc
-from .connection import CHANNEL_OPTIONS, channel_credentials, key_metadata, target_of
+from .connection import Connection, RunningStream
 from .messages import (
     Call,
     Chunk,
-    Collector,
     GenerateParams,
     ModelInfo,
     Result,
     abort_call,
-    build_request,
     detokenize_call,
     model_info_call,
     tokenize_call,
@@ -31,21 +26,13 @@ from .messages import (
 T = TypeVar("T")
 
 
-class AsyncGeneration(AsyncIterator[Chunk]):
+class AsyncGeneration(RunningStream, AsyncIterator[Chunk]):
     """One running request: `async for chunk in generation`, or `await generation.finish()`.
 
     Leaving early (`async with`, `cancel`, losing the last reference) cancels it on the server.
     """
 
-    def __init__(self, call: Any, collector: Collector) -> None:
-        self._call = call
-        self._collector = collector
-        self._is_cancelled = False
-
-    @property
-    def id(self) -> str:
-        """The gateway's id; empty before the first chunk."""
-        return self._collector.id
+    _is_cancelled = False
 
     @property
     def result(self) -> Result:
@@ -93,45 +80,20 @@ class AsyncGeneration(AsyncIterator[Chunk]):
     async def __aexit__(self, *exc_info: object) -> None:
         self.cancel()
 
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # the loop or the interpreter may be gone
-            self._call.cancel()
 
-
-class AsyncClient:
+class AsyncClient(Connection):
     """`async with AsyncClient("127.0.0.1:50051") as client: await client.generate("x").finish()`
 
-    `api_key`: where the gateway asks for one. `ca_file`: who signed its certificate, PEM; `tls`
-    alone trusts the system's CAs.
+    Its arguments: see Connection.
     """
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        api_key: str | None = None,
-        tls: bool = False,
-        ca_file: str | Path | None = None,
-    ) -> None:
-        """Raises InvalidRequest for an address or a key that cannot be one."""
-        target = target_of(address)
-        self._metadata = key_metadata(api_key)
-        credentials = channel_credentials(tls=tls, ca_file=ca_file)
-        self._channel = (
-            grpc.aio.insecure_channel(target, CHANNEL_OPTIONS)
-            if credentials is None
-            else grpc.aio.secure_channel(target, credentials, CHANNEL_OPTIONS)
-        )
-        self._stub = inference_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]
+    _channels = grpc.aio
 
     def generate(
         self, prompt: str | None = None, **params: Unpack[GenerateParams]
     ) -> AsyncGeneration:
         """Start a request; see GenerateParams. Raises InvalidRequest for what cannot be sent."""
-        request, timeout_s = build_request(prompt, params)
-        collector = Collector()
-        call = self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
-        return AsyncGeneration(call, collector)
+        return AsyncGeneration(*self._start(prompt, params))
 
     async def tokenize(self, text: str) -> tuple[int, ...]:
         """The ids of a text as the gateway would tokenise a prompt."""

@@ -44,35 +44,39 @@ _SAID_OTHERWISE = frozenset({"text", "token_ids", "sampling"})
 
 
 class GenerateParams(TypedDict, total=False):
-    """Keyword arguments of `generate`; whatever is absent takes the server's default."""
+    """Keyword arguments of `generate`; whatever is absent takes the server's default.
+
+    Those from `max_tokens` to `cache_salt` are the table of core/request/request.py, whose ranges,
+    defaults and meanings are in docs/sampling.md.
+    """
 
     prompt_token_ids: Sequence[int]  # instead of the prompt's text
     model: str
-    max_tokens: int  # default: what is left of the context
-    temperature: float  # [0, 2], default 1; 0 is greedy
-    top_p: float  # (0, 1], default 1
-    top_k: int  # 0: no limit
-    seed: int  # [0, 2**63), default: drawn
-    stop: str | Sequence[str]  # at most 4, never part of the text
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+    stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
     ignore_eos: bool
-    min_p: float  # [0, 1], default 0: drop what is less likely than this part of the likeliest
-    repetition_penalty: float  # (0, 2], default 1; over prompt and output
-    presence_penalty: float  # [-2, 2], default 0; over the output
-    frequency_penalty: float  # [-2, 2], default 0; over the output
-    logit_bias: Mapping[int, float]  # token id -> [-100, 100]
-    min_tokens: int  # neither EOS nor a stop before
-    logprobs: int  # 0 to 20 alternatives with each token
-    prompt_logprobs: int  # the same for the prompt's tokens
-    json_schema: str | Mapping[str, Any]  # the output is JSON that it allows; one of these four
-    regex: str  # Rust's syntax; the whole output matches
-    choice: Sequence[str]  # the output is one of these
-    grammar: str  # Lark's syntax, as llguidance reads it
-    n: int  # 1 to 8 samples of the prompt
-    include_stop_str_in_output: bool  # the text ends behind the stop string, not before it
-    skip_special_tokens: bool  # default True: they have no text in the output
-    add_special_tokens: bool  # default True: the tokenizer's own, around the prompt
-    cache_salt: str  # share cached prefixes with requests of the same salt alone
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    min_tokens: int
+    logprobs: int
+    prompt_logprobs: int
+    json_schema: str | Mapping[str, Any]  # what the output must look like: one of these four
+    regex: str
+    choice: Sequence[str]
+    grammar: str
+    n: int
+    include_stop_str_in_output: bool
+    skip_special_tokens: bool
+    add_special_tokens: bool
+    cache_salt: str
     timeout_s: float
     request_id: str  # a label for abort() and logs
 
@@ -154,7 +158,7 @@ def build_request(
     fields: dict[str, Any] = dict(params)
     prompt_token_ids = fields.pop("prompt_token_ids", None)
     if prompt is not None and prompt_token_ids is not None:
-        raise InvalidRequest("give the prompt as text or as token ids, not both", param="prompt")
+        raise InvalidRequest("give the prompt as text or as token ids, not both", "prompt")
     timeout_s: float | None = fields.pop("timeout_s", None)
     request = inference_pb2.GenerateRequest()
     for name in set(request.DESCRIPTOR.fields_by_name) - _SAID_OTHERWISE:
@@ -171,7 +175,7 @@ def build_request(
             _set(request.sampling, name, value)
     if prompt is not None:
         if not isinstance(prompt, str):
-            raise InvalidRequest("a prompt is text; ids go as prompt_token_ids", param="prompt")
+            raise InvalidRequest("a prompt is text; ids go as prompt_token_ids", "prompt")
         _set(request, "text", prompt, param="prompt")
     if prompt_token_ids is not None:
         request.token_ids.packed = _packed(prompt_token_ids)
@@ -201,7 +205,7 @@ def _packed(token_ids: Sequence[int]) -> bytes:
 
 
 def _cannot_be(param: str, value: Any, error: Exception) -> InvalidRequest:
-    return InvalidRequest(f"{param} cannot be {value!r:.100}: {error}", param=param)
+    return InvalidRequest(f"{param} cannot be {value!r:.100}: {error}", param)
 
 
 @dataclass(slots=True)
@@ -256,24 +260,19 @@ class Collector:
     def _finished(
         self, wire: inference_pb2.GenerateChunk, sample: _Sample, reason: FinishReason
     ) -> Result:
-        result = wire.result
+        fields = codec.same_fields(wire.result, Result)
+        fields |= {
+            "decode_node": wire.result.decode_node or None,
+            "transport": wire.result.transport or None,
+            "timeline": tuple(codec.stamps_from_wire(wire.result.timeline)),
+        }
         return Result(
+            **fields,
             id=wire.id,
             text="".join(sample.text),
             token_ids=tuple(sample.token_ids),
             finish_reason=reason,
             matched_stop=wire.matched_stop or None,
-            prompt_tokens=result.prompt_tokens,
-            completion_tokens=result.completion_tokens,
-            cached_tokens=result.cached_tokens,
-            prefill_node=result.prefill_node,
-            decode_node=result.decode_node or None,
-            transfer_bytes=result.transfer_bytes,
-            transfer_cached_tokens=result.transfer_cached_tokens,
-            transport=result.transport or None,
-            attempts=result.attempts,
-            seed=result.seed,
-            timeline=tuple(codec.stamps_from_wire(result.timeline)),
             times=TokenTimes(self._sent_s, tuple(sample.token_s)),
             sample_index=wire.sample_index,
             logprobs=tuple(sample.logprobs),
@@ -312,24 +311,15 @@ def model_info_call() -> Call[ModelInfo]:
 
 
 def _model_info(wire: inference_pb2.ModelInfo) -> ModelInfo:
+    nodes = [
+        codec.same_fields(node, NodeInfo) | {"links": tuple(node.links)} for node in wire.nodes
+    ]
     return ModelInfo(
-        model=wire.model,
-        max_model_len=wire.max_model_len,
-        vocab_size=wire.vocab_size,
-        eos_token_ids=tuple(wire.eos_token_ids),
-        nodes=tuple(
-            NodeInfo(
-                name=n.name,
-                role=n.role,
-                incarnation=n.incarnation,
-                is_ready=n.is_ready,
-                num_blocks=n.num_blocks,
-                block_size=n.block_size,
-                links=tuple(n.links),
-            )
-            for n in wire.nodes
-        ),
-        version=wire.version,
+        **codec.same_fields(wire, ModelInfo)
+        | {
+            "eos_token_ids": tuple(wire.eos_token_ids),
+            "nodes": tuple(NodeInfo(**node) for node in nodes),
+        }
     )
 
 

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any, TypeVar, Unpack
+from typing import TypeVar, Unpack
 
 import grpc
 
 from ..core.errors import BatonError
-from ..proto.v1 import inference_pb2_grpc
-from .connection import CHANNEL_OPTIONS, channel_credentials, key_metadata, target_of
+from .connection import Connection, RunningStream
 from .messages import (
     Call,
     Chunk,
-    Collector,
     GenerateParams,
     ModelInfo,
     Result,
     abort_call,
-    build_request,
     detokenize_call,
     model_info_call,
     tokenize_call,
@@ -30,20 +25,11 @@ from .messages import (
 T = TypeVar("T")
 
 
-class Generation(Iterator[Chunk]):
+class Generation(RunningStream, Iterator[Chunk]):
     """One running request: iterate over its chunks, or ask for its `result`.
 
     Leaving early (`with`, `close`, losing the last reference) cancels it on the server.
     """
-
-    def __init__(self, call: Any, collector: Collector) -> None:
-        self._call = call
-        self._collector = collector
-
-    @property
-    def id(self) -> str:
-        """The gateway's id; empty before the first chunk."""
-        return self._collector.id
 
     @property
     def result(self) -> Result:
@@ -80,43 +66,18 @@ class Generation(Iterator[Chunk]):
     def __exit__(self, *exc_info: object) -> None:
         self.cancel()
 
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # at the interpreter's end anything may be gone
-            self._call.cancel()
 
-
-class Client:
+class Client(Connection):
     """`with Client("127.0.0.1:50051") as client: client.generate("def f(").result.text`
 
-    `api_key`: where the gateway asks for one. `ca_file`: who signed its certificate, PEM; `tls`
-    alone trusts the system's CAs.
+    Its arguments: see Connection.
     """
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        api_key: str | None = None,
-        tls: bool = False,
-        ca_file: str | Path | None = None,
-    ) -> None:
-        """Raises InvalidRequest for an address or a key that cannot be one."""
-        target = target_of(address)
-        self._metadata = key_metadata(api_key)
-        credentials = channel_credentials(tls=tls, ca_file=ca_file)
-        self._channel = (
-            grpc.insecure_channel(target, CHANNEL_OPTIONS)  # type: ignore[no-untyped-call]
-            if credentials is None
-            else grpc.secure_channel(target, credentials, CHANNEL_OPTIONS)  # type: ignore[no-untyped-call]
-        )
-        self._stub = inference_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]
+    _channels = grpc
 
     def generate(self, prompt: str | None = None, **params: Unpack[GenerateParams]) -> Generation:
         """Start a request; see GenerateParams. Raises InvalidRequest for what cannot be sent."""
-        request, timeout_s = build_request(prompt, params)
-        collector = Collector()
-        call = self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
-        return Generation(call, collector)
+        return Generation(*self._start(prompt, params))
 
     def tokenize(self, text: str) -> tuple[int, ...]:
         """The ids of a text as the gateway would tokenise a prompt."""

@@ -74,7 +74,7 @@ class InvalidRequest(BatonError):
     grpc_status = "INVALID_ARGUMENT"
     http_status = 400
 
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message, param=param)
         if code is not None:
             assert code in INVALID_REQUEST_CODES, code

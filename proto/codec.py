@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from google.protobuf.message import Message
 
 from ..core import errors
 from ..core.errors import BatonError, InvalidRequest
 from ..core.request.constraint import Constraint, ConstraintKind
 from ..core.request.logprobs import TokenLogprobs
-from ..core.request.request import FinishReason, Request, SamplingParams, Ticket
+from ..core.request.request import SAMPLING, FinishReason, Request, SamplingParams, Ticket
 from ..core.request.timeline import Event, NodeStamp, Stamp
 from ..core.request.token_ids import pack, unpack
 from .v1 import common_pb2, node_pb2
@@ -46,24 +49,8 @@ def error_from_wire(wire: common_pb2.Error) -> BatonError:
 
 
 def sampling_to_wire(sampling: SamplingParams) -> common_pb2.SamplingParams:
-    wire = common_pb2.SamplingParams(
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        seed=sampling.seed,
-        stop=sampling.stop,
-        stop_token_ids=sampling.stop_token_ids,
-        ignore_eos=sampling.ignore_eos,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        logit_bias=dict(sampling.logit_bias),
-        min_tokens=sampling.min_tokens,
-        logprobs=sampling.logprobs,
-        prompt_logprobs=sampling.prompt_logprobs,
-    )
+    fields: dict[str, Any] = {name: getattr(sampling, name) for name in SAMPLING}
+    wire = common_pb2.SamplingParams(**fields | {"logit_bias": dict(sampling.logit_bias)})
     if sampling.constraint is not None:
         _put_constraint(wire, sampling.constraint)
     return wire
@@ -71,25 +58,33 @@ def sampling_to_wire(sampling: SamplingParams) -> common_pb2.SamplingParams:
 
 def sampling_from_wire(wire: common_pb2.SamplingParams) -> SamplingParams:
     """Decode parameters that a gateway wrote; public requests go through its validator first."""
-    return SamplingParams(
-        max_tokens=wire.max_tokens,
-        temperature=wire.temperature if wire.HasField("temperature") else 1.0,
-        top_p=wire.top_p if wire.HasField("top_p") else 1.0,
-        top_k=wire.top_k if wire.HasField("top_k") else None,
-        seed=wire.seed,
-        stop=tuple(wire.stop),
-        stop_token_ids=tuple(wire.stop_token_ids),
-        ignore_eos=wire.ignore_eos,
-        min_p=wire.min_p,
-        repetition_penalty=wire.repetition_penalty if wire.HasField("repetition_penalty") else 1.0,
-        presence_penalty=wire.presence_penalty,
-        frequency_penalty=wire.frequency_penalty,
-        logit_bias=tuple(sorted(wire.logit_bias.items())),
-        min_tokens=wire.min_tokens,
-        logprobs=wire.logprobs if wire.HasField("logprobs") else None,
-        prompt_logprobs=wire.prompt_logprobs if wire.HasField("prompt_logprobs") else None,
-        constraint=constraint_from_wire(wire),
-    )
+    fields = given_sampling(wire) | {
+        "stop": tuple(wire.stop),
+        "stop_token_ids": tuple(wire.stop_token_ids),
+        "logit_bias": tuple(sorted(wire.logit_bias.items())),
+    }
+    return SamplingParams(**fields, constraint=constraint_from_wire(wire))
+
+
+def given_sampling(wire: common_pb2.SamplingParams) -> dict[str, Any]:
+    """The values of the parameters that are set, those of the constraint excepted."""
+    return {field.name: value for field, value in wire.ListFields() if field.name in SAMPLING}
+
+
+def given_fields(wire: Message, names: Iterable[str]) -> dict[str, Any]:
+    """The values of those of these fields that are set, or cannot be told from fields not set."""
+    fields = wire.DESCRIPTOR.fields_by_name
+    return {
+        name: getattr(wire, name)
+        for name in names
+        if not fields[name].has_presence or wire.HasField(name)
+    }
+
+
+def same_fields(wire: Message, cls: Any) -> dict[str, Any]:
+    """The message's values of the fields that a dataclass has by the same name."""
+    names = wire.DESCRIPTOR.fields_by_name.keys() & cls.__dataclass_fields__.keys()
+    return {name: getattr(wire, name) for name in names}
 
 
 def _put_constraint(wire: common_pb2.SamplingParams, constraint: Constraint) -> None:

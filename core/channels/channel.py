@@ -76,9 +76,18 @@ class Channel:
         except OSError as error:
             raise ChannelBroken(f"the other side cannot be reached: {error}") from error
 
-    def end_sending(self) -> None:
-        """The other side finds it over, behind what was sent. Nothing more can be sent."""
-        with self._sending, contextlib.suppress(OSError):
+    def end_sending(self, until_s: float) -> None:
+        """The other side finds it over, behind what it takes until then (monotonic). Waits; nothing
+        more can be sent.
+        """
+        with self._sending, contextlib.suppress(OSError, ChannelBroken):
+            if self.is_closed:
+                return
+            poll = select.poll()
+            poll.register(self._socket, select.POLLOUT)
+            while self._unsent and (left_s := until_s - time.monotonic()) > 0:
+                poll.poll(1000 * left_s)
+                self._flush()
             self._socket.shutdown(socket.SHUT_WR)
 
     def receive(self, max_chunks: int = MAX_CHUNKS) -> tuple[list[bytes], bool]:

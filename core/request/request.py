@@ -8,6 +8,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .constraint import Constraint
+from .parameters import (
+    Count,
+    Flag,
+    Integer,
+    Limit,
+    LogitBias,
+    Name,
+    Number,
+    Seed,
+    StopStrings,
+    TokenIds,
+    parameter,
+    parameters_of,
+)
 from .token_ids import column
 
 
@@ -20,30 +34,71 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose tokens. Already validated; `None` means "no limit".
+    """How to choose tokens: the table of what a client may ask, of what parameters.py explains.
 
-    `temperature == 0` is greedy and ignores the filters (top_p, top_k, min_p), nothing else. `stop`
-    strings are judged at the gateway, all else on the node. `logprobs` and `prompt_logprobs`: how
-    many of the likeliest tokens to tell beside each; 0: only its own, None: nothing. `constraint`:
-    what the whole output must look like. The order in which these act is in docs/sampling.md.
+    An instance is validated; `None` means "no limit" or "not asked for". `stop` strings are judged
+    at the gateway, all else on the node. `constraint`: what the whole output must look like, given
+    as json_schema, regex, choice or grammar. docs/sampling.md has the order in which these act.
     """
 
-    max_tokens: int = 16
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int | None = None
-    seed: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    max_tokens: int = parameter(
+        16,
+        Integer(1),
+        "prompt and output fit the context",
+        absent="what is left of the context; /v1/completions: 16",
+        over_http="/v1/chat/completions: also `max_completion_tokens`",
+    )
+    temperature: float = parameter(
+        1.0, Number(0, 2), "0 is greedy: no filter, no chance; the lowest id of equals"
+    )
+    top_p: float = parameter(
+        1.0,
+        Number(0, 1, is_open=True),
+        "keeps the likeliest tokens that together have this probability",
+    )
+    top_k: int | None = parameter(
+        None, Limit(), "keeps the k likeliest, and what equals the k-th", absent="0: no limit"
+    )
+    seed: int = parameter(0, Seed(), "the result says which was used", absent="drawn")
+    stop: tuple[str, ...] = parameter(
+        (), StopStrings(4, 256), "ends the output in front of the first match"
+    )
+    stop_token_ids: tuple[int, ...] = parameter((), TokenIds(256), "ends the output behind the id")
+    ignore_eos: bool = parameter(
+        False, Flag(), "EOS does not end the output; `min_tokens` forbids it all the same"
+    )
+    min_p: float = parameter(
+        0.0, Number(0, 1), "drops what is less likely than this part of the likeliest"
+    )
+    repetition_penalty: float = parameter(
+        1.0,
+        Number(0, 2, is_open=True),
+        "on tokens of prompt and output: logits > 0 are divided, others multiplied",
+    )
+    presence_penalty: float = parameter(
+        0.0, Number(-2, 2), "subtracted once from tokens of the output"
+    )
+    frequency_penalty: float = parameter(
+        0.0, Number(-2, 2), "subtracted from tokens of the output, times their count"
+    )
+    logit_bias: tuple[tuple[int, float], ...] = parameter(
+        (), LogitBias(1024, 100), "added to the logits"
+    )
+    min_tokens: int = parameter(
+        0,
+        Integer(),
+        "`max_tokens` at most: before so many tokens neither EOS nor a stop id can be chosen, "
+        "and no stop string is looked for",
+    )
+    logprobs: int | None = parameter(
+        None,
+        Count(0, 20),
+        "with each token its log-probability and so many of the likeliest",
+        over_http="/v1/chat/completions: true, and `top_logprobs`",
+    )
+    prompt_logprobs: int | None = parameter(
+        None, Count(0, 20), "the same for the prompt's second token and all behind it"
+    )
     constraint: Constraint | None = None
 
     @property
@@ -60,6 +115,39 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """What a client may ask beside how tokens are chosen: more of the table, for the gateway alone.
+
+    `cache_salt`: once the gateway has keyed it with the tenant, not as the client wrote it.
+    """
+
+    n: int = parameter(
+        1, Integer(1, 8), "samples of the prompt, each with a stream and a result of its own"
+    )
+    cache_salt: str = parameter(
+        "",
+        Name("[A-Za-z0-9_.-]{1,64}", "1 to 64 of A-Z a-z 0-9 _ . -"),
+        "cached prefixes are shared with requests of the same salt alone",
+    )
+    include_stop_str_in_output: bool = parameter(
+        False, Flag(), "the text ends behind the stop string"
+    )
+    skip_special_tokens: bool = parameter(
+        True, Flag(), "false: special tokens show in the text, those that end it excepted"
+    )
+    add_special_tokens: bool = parameter(
+        True,
+        Flag(),
+        "false: a text's prompt gets none of the tokenizer's own",
+        absent="true; of a chat: false",
+    )
+
+
+SAMPLING = parameters_of(SamplingParams)
+OPTIONS = parameters_of(RequestOptions)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,7 +19,8 @@ import torch
 from ...core.config import EngineConfig
 from ...core.errors import EngineFailed, StartupFailed
 from ...core.model_dir import eos_token_ids, resolve_model_dir
-from ...core.request.request import SamplingParams
+from ...core.request.parameters import Number
+from ...core.request.request import SAMPLING, SamplingParams
 from ...kernels.attention.attention import AttentionBackend
 from ...kernels.kv.kv_blocks import copy_blocks
 from ..kv import cuda_kv_memory, kv_memory
@@ -44,9 +45,8 @@ if TYPE_CHECKING:
     from .gpu_steps import GpuSteps  # needs Triton
 
 # What a step may need most memory for: every row sampled with all there is.
-_DEAREST_PARAMS = SamplingParams(
-    temperature=1.0, top_k=50, top_p=0.9, min_p=0.1, logit_bias=((0, 1.0),), logprobs=20
-)
+_NUMBERS: dict[str, Any] = {n: 0.5 for n, one in SAMPLING.items() if isinstance(one.kind, Number)}
+_DEAREST_PARAMS = SamplingParams(top_k=50, logit_bias=((0, 1.0),), logprobs=20, **_NUMBERS)
 
 
 class ModelRunner:

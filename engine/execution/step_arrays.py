@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ...core.request.request import SAMPLING
 from ...kernels.sampling.logit_adjustment import LogitAdjustment, Penalties
 from ...kernels.sampling.sampling import RowSampling
 from .batch import SampleSpec, SequenceSlice
 
 Int64s = NDArray[np.int64]
+
+# What the sampler takes as it is: parameters by their names, and the key. Its last field is made.
+_TAKEN = [field.name for field in fields(RowSampling)][:-1]
+_taken_from = attrgetter(*(f"params.{name}" if name in SAMPLING else name for name in _TAKEN))
 
 
 def flatten(batch: Sequence[SequenceSlice], block_size: int) -> Int64s:
@@ -42,10 +49,7 @@ def flatten(batch: Sequence[SequenceSlice], block_size: int) -> Int64s:
 
 def row_sampling(spec: SampleSpec) -> RowSampling:
     """What the sampler needs of a request's wishes."""
-    params = spec.params
-    return RowSampling(
-        params.temperature, params.top_k, params.top_p, spec.key, params.min_p, _adjustment(spec)
-    )
+    return RowSampling(*_taken_from(spec), _adjustment(spec))  # type: ignore[call-arg]
 
 
 def _adjustment(spec: SampleSpec) -> LogitAdjustment | None:

@@ -13,20 +13,27 @@ import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...core.request.request import SamplingParams
+from ...core.request.parameters import Number
+from ...core.request.request import SAMPLING, SamplingParams
 from ...core.request.token_ids import column
 from ..execution.batch import SampleSpec, SequenceSlice
 
 _HEADER = struct.Struct("<4Q")  # slices, tokens, blocks, targets
 _SLICE = ("tokens", "start", "blocks", "follows", "kind", "targets", "first_target", "num_top")
 _ALL, _PLAIN, _NOTHING = 2, 1, 0  # the kinds of a slice's sampling
-# top_p, min_p, three penalties; top_k, logprobs; entries of bias, forbidden, counts, forks;
-# words of the mask of allowed tokens, which is padded to an even number.
-_RECORD = struct.Struct("<5d2q5Q")
+# Every parameter that is a number; the others beside them are judged by rank 0, or are temperature,
+# top_k, logprobs and logit_bias.
+_NUMBERS = [n for n, p in SAMPLING.items() if isinstance(p.kind, Number) and n != "temperature"]
+_numbers_of = attrgetter(*_NUMBERS)
+_PLAIN_NUMBERS = _numbers_of(SamplingParams())
+# _NUMBERS; top_k, logprobs; entries of bias, forbidden, counts, forks; words of the mask of allowed
+# tokens, which is padded to an even number.
+_RECORD = struct.Struct(f"<{len(_NUMBERS)}d2q5Q")
 _ABSENT = 0  # top_k, logprobs and follows are sent plus one
 
 
@@ -112,9 +119,7 @@ def _is_plain(spec: SampleSpec) -> bool:
         not params.logit_bias
         and params.logprobs is None
         and params.top_k is None
-        and params.top_p == 1.0
-        and params.min_p == 0.0
-        and not params.has_penalties
+        and _numbers_of(params) == _PLAIN_NUMBERS
     )
 
 
@@ -127,11 +132,7 @@ def _encode_spec(spec: SampleSpec) -> bytes:
     bias_ids, biases = zip(*params.logit_bias, strict=True) if params.logit_bias else ((), ())
     num_counts = 0 if spec.counts is None else len(spec.counts.token_ids) + 1
     record = _RECORD.pack(
-        params.top_p,
-        params.min_p,
-        params.repetition_penalty,
-        params.presence_penalty,
-        params.frequency_penalty,
+        *_numbers_of(params),
         _ABSENT if params.top_k is None else params.top_k + 1,
         _ABSENT if params.logprobs is None else params.logprobs + 1,
         len(params.logit_bias),
@@ -169,16 +170,12 @@ class _Reader:
         """What `_encode_spec` wrote."""
         record = _RECORD.unpack_from(self._message, self._offset)
         self._offset += _RECORD.size
-        top_p, min_p, repetition, presence, frequency, top_k, logprobs, *sizes = record
+        numbers, (top_k, logprobs, *sizes) = record[: len(_NUMBERS)], record[len(_NUMBERS) :]
         num_bias, num_forbidden, num_counts, num_forks, num_words = sizes
         bias = zip(self.take("q", num_bias), self.take("d", num_bias), strict=True)
         params = SamplingParams(
             temperature=temperature,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition,
-            presence_penalty=presence,
-            frequency_penalty=frequency,
+            **dict(zip(_NUMBERS, numbers, strict=True)),
             top_k=None if top_k == _ABSENT else top_k - 1,
             logprobs=None if logprobs == _ABSENT else logprobs - 1,
             logit_bias=tuple(bias),

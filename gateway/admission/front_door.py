@@ -30,13 +30,13 @@ from ..telemetry.calls.call_records import CallObserver, CallRecord
 from ..text.special_tokens import Spans
 from ..text.text_stream import TextStream
 from ..validation.constraint_check import unsupported
-from ..validation.sampling_validation import check_token_ids
 from ..validation.served_model import ServedModel
 from ..validation.validation import (
     ModelLimits,
     ValidatedRequest,
     check_model,
     check_request,
+    check_token_ids,
     complete_request,
 )
 from .admission import QueueLimit
@@ -91,7 +91,7 @@ class RunningCall:
 
         A chunk counts as delivered when the next is asked for.
         """
-        num_open = self.request.num_samples
+        num_open = self.request.options.n
         while num_open:
             try:
                 chunk = await self._queue.next()
@@ -206,7 +206,7 @@ class FrontDoor:
                 router = await route_prompt(
                     self._table,
                     request.prompt_token_ids,
-                    request.cache_salt,
+                    request.options.cache_salt,
                     caller_id=caller.caller_id,
                     is_constrained=request.sampling.constraint is not None,
                     computes_all=request.sampling.prompt_logprobs is not None,
@@ -221,7 +221,7 @@ class FrontDoor:
                 label=request.label,
                 caller=caller,
                 model=self.model.limits.model,
-                num_samples=request.num_samples,
+                num_samples=request.options.n,
                 prompt_tokens=len(request.prompt_token_ids),
                 arrived_s=arrived_s,
                 arrived_unix_ns=arrived.unix_ns,
@@ -230,7 +230,7 @@ class FrontDoor:
                 tracestate=tracestate,
                 sampling=request.sampling,
                 prompt=_prompt_of(wire, request) if self._keeps_prompts else None,
-                token_times=[[] for _ in range(request.num_samples)],
+                token_times=[[] for _ in range(request.options.n)],
             )
             async with self._running(request, record, router, arrived, deadline_s) as generation:
                 try:
@@ -325,17 +325,21 @@ class FrontDoor:
         limits = self.limits
         admission.used_tokens = 0
         self._check_model(caller, wire.model)
-        draft = check_request(wire, limits)
-        if draft.sampling.constraint is not None:
+        request = check_request(wire, limits)
+        if request.sampling.constraint is not None:
             if (refusal := self.constraint_refusal) is not None:
                 raise unsupported(refusal)
-            await self.model.constraints.check(draft.sampling.constraint)
-        prompt = await self.model.prompt_token_ids(draft, limits.max_model_len, special_at)
-        request = complete_request(draft, prompt, limits, drawn_seed=self._entropy.new_seed())
-        max_output_tokens = request.num_samples * request.sampling.max_tokens
+            await self.model.constraints.check(request.sampling.constraint)
+        prompt = await self.model.prompt_token_ids(
+            request, wire.text, limits.max_model_len, special_at
+        )
+        seed = self._entropy.new_seed()
+        request = complete_request(request, wire, prompt, limits, drawn_seed=seed)
+        max_output_tokens = request.options.n * request.sampling.max_tokens
         admission.charge(len(request.prompt_token_ids) + max_output_tokens)
-        salt = self._tenancy.cache_salt(caller, request.cache_salt)
-        return replace(request, tenant=caller.tenant, caller_id=caller.caller_id, cache_salt=salt)
+        salt = self._tenancy.cache_salt(caller, request.options.cache_salt)
+        options = replace(request.options, cache_salt=salt)
+        return replace(request, tenant=caller.tenant, caller_id=caller.caller_id, options=options)
 
     def _check_queue(
         self,
@@ -391,13 +395,13 @@ class FrontDoor:
 
     def _make_sessions(self, call: _Call) -> list[Session]:
         """One for each sample; the first leads the others."""
-        siblings = [self._session(call, index) for index in range(1, call.request.num_samples)]
+        siblings = [self._session(call, index) for index in range(1, call.request.options.n)]
         return [self._session(call, 0, siblings), *siblings]
 
     def _session(self, call: _Call, sample_index: int, siblings: Sequence[Session] = ()) -> Session:
         request = call.request
         detokenizer = self.model.tokenizer.detokenizer(
-            request.prompt_token_ids, skips_special_tokens=request.text.skips_special_tokens
+            request.prompt_token_ids, skips_special_tokens=request.options.skip_special_tokens
         )
         sampling = request.sampling
         return Session(
@@ -409,7 +413,7 @@ class FrontDoor:
                 detokenizer,
                 sampling.stop,
                 min_tokens=sampling.min_tokens,
-                includes_stop=request.text.includes_stop,
+                includes_stop=request.options.include_stop_str_in_output,
             ),
             sink=call.queue,
             router=call.router,

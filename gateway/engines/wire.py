@@ -24,24 +24,15 @@ def dispatch_message(
 
 
 def load_from_wire(wire: node_pb2.Heartbeat) -> ReportedLoad:
-    return ReportedLoad(
-        num_running=wire.num_running,
-        num_waiting=wire.num_waiting,
-        waiting_tokens=wire.waiting_tokens,
-        free_blocks=wire.free_blocks,
-        credit_blocks=wire.credit_blocks,
-        is_draining=wire.is_draining,
-        links=frozenset(link.incarnation for link in wire.links),
-        held_blocks=wire.held_blocks,
-        counters=_counters_from_wire(wire.counters),
-        link_gbytes_per_s={link.incarnation: link.gbytes_per_s for link in wire.links},
-        num_steps=wire.num_steps,
-        num_requests=wire.num_requests,
-        room_blocks=wire.room_blocks,
-        output_tokens=wire.output_tokens,
-        prefill_cost=_cost_from_wire(wire),
-        waiting_by_caller={one.caller_id: one.num_tokens for one in wire.waiting_by_caller},
-    )
+    fields = codec.same_fields(wire, ReportedLoad)
+    fields |= {
+        "links": frozenset(link.incarnation for link in wire.links),
+        "counters": _counters_from_wire(wire.counters),
+        "link_gbytes_per_s": {link.incarnation: link.gbytes_per_s for link in wire.links},
+        "prefill_cost": _cost_from_wire(wire),
+        "waiting_by_caller": {one.caller_id: one.num_tokens for one in wire.waiting_by_caller},
+    }
+    return ReportedLoad(**fields)
 
 
 def _cost_from_wire(wire: node_pb2.Heartbeat) -> PrefillEstimate | None:
@@ -51,16 +42,8 @@ def _cost_from_wire(wire: node_pb2.Heartbeat) -> PrefillEstimate | None:
 
 
 def _counters_from_wire(wire: node_pb2.Counters) -> EngineCounters:
-    return EngineCounters(
-        num_preemptions=wire.num_preemptions,
-        prefix_query_tokens=wire.prefix_query_tokens,
-        prefix_hit_tokens=wire.prefix_hit_tokens,
-        num_transfers=wire.num_transfers,
-        transfer_bytes=wire.transfer_bytes,
-        transfer_s=wire.transfer_s,
-        num_expired_leases=wire.num_expired_leases,
-        failed_transfers=dict(wire.failed_transfers),
-    )
+    fields = codec.same_fields(wire, EngineCounters)
+    return EngineCounters(**fields | {"failed_transfers": dict(wire.failed_transfers)})
 
 
 def output_from_wire(wire: node_pb2.RequestOutput, clock: NodeClock) -> EngineOutput:

@@ -62,7 +62,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
                 tracestate=trace(context, "tracestate"),
             ) as generation:
                 prompt = generation.request.prompt_token_ids
-                samples = range(generation.request.num_samples)
+                samples = range(generation.request.options.n)
                 answers = [Answer(prompt, wire.stream) for _ in samples]
                 async for chunk in generation.chunks():
                     if chunk.result is not None:

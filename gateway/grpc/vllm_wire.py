@@ -1,7 +1,8 @@
 """Between vLLM's gRPC messages and the gateway's own. Knows both formats, judges only theirs.
 
-In vLLM's SamplingParams a plain field that is 0 is one that was not set. Chunks of a stream count
-their own tokens; their reader sums up. Needs the stubs of smg-grpc-proto (the extra `smg`).
+Sampling parameters have one name and meaning on both sides; in vLLM's message a plain field that
+is 0 is one that was not set. Chunks of a stream count their own tokens; their reader sums up.
+Needs the stubs of smg-grpc-proto (the extra `smg`).
 """
 
 from __future__ import annotations
@@ -14,17 +15,11 @@ from smg_grpc_proto import vllm_engine_pb2
 
 from ...core.errors import InvalidRequest
 from ...core.request.logprobs import TokenLogprobs
+from ...core.request.request import SAMPLING
 from ...core.request.token_ids import pack
 from ...proto.v1 import common_pb2, inference_pb2
 from ..request.output_chunk import OutputChunk, RequestResult
 
-# Of one name and meaning on both sides; 0 is "not set" on theirs.
-_SAME = (
-    *("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("min_tokens", "ignore_eos"),
-)
-# Of one name and meaning, and told from "not set".
-_SAME_OPTIONAL = ("temperature", "max_tokens", "seed", "logprobs", "prompt_logprobs")
 _ANY_OBJECT = '{"type": "object"}'
 # What we would have to do otherwise than asked, or must not be told by a client.
 _UNSUPPORTED = (
@@ -58,23 +53,13 @@ def request_from_vllm(theirs: Any) -> inference_pb2.GenerateRequest:
 def _sampling_from_vllm(theirs: Any) -> common_pb2.SamplingParams:
     if theirs.HasField("truncate_prompt_tokens"):
         raise _unsupported("truncate_prompt_tokens")
-    fields: dict[str, Any] = {name: getattr(theirs, name) for name in _SAME}
-    fields = {name: value for name, value in fields.items() if value}
-    for name in _SAME_OPTIONAL:
-        if theirs.HasField(name):
-            fields[name] = getattr(theirs, name)
-    for name, value in fields.items():
-        if name in ("seed", "logprobs", "prompt_logprobs") and value < 0:
+    given = {field.name: value for field, value in theirs.ListFields() if field.name in SAMPLING}
+    for name in ("seed", "logprobs", "prompt_logprobs"):
+        if given.get(name, 0) < 0:
             raise _not_negative(name)
     if any(token_id < 0 for token_id in theirs.logit_bias):
         raise _not_negative("logit_bias")
-    return common_pb2.SamplingParams(
-        stop=theirs.stop,
-        stop_token_ids=theirs.stop_token_ids,
-        logit_bias=dict(theirs.logit_bias),
-        **fields,
-        **_constraint(theirs),
-    )
+    return common_pb2.SamplingParams(**given, **_constraint(theirs))
 
 
 def _constraint(theirs: Any) -> Mapping[str, Any]:
@@ -91,11 +76,11 @@ def _constraint(theirs: Any) -> Mapping[str, Any]:
 
 
 def _unsupported(name: str) -> InvalidRequest:
-    return InvalidRequest(f"{name} is not supported here", param=name, code="unsupported_parameter")
+    return InvalidRequest(f"{name} is not supported here", name, "unsupported_parameter")
 
 
 def _not_negative(name: str) -> InvalidRequest:
-    return InvalidRequest(f"{name} must not be negative", param=name, code="invalid_value")
+    return InvalidRequest(f"{name} must not be negative", name, "invalid_value")
 
 
 @dataclass(slots=True)

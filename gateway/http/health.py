@@ -5,6 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from ...core.version import version
+from .protocol.answers import Status, Version, answer
 from .protocol.app_state import APP_STATE, AppState
 
 ROUTES = web.RouteTableDef()
@@ -13,7 +14,7 @@ ROUTES = web.RouteTableDef()
 @ROUTES.get("/live")
 async def live(request: web.Request) -> web.Response:
     """This process answers."""
-    return web.json_response({"status": "live"})
+    return answer(Status("live"))
 
 
 @ROUTES.get("/ready")
@@ -22,8 +23,8 @@ async def ready(request: web.Request) -> web.Response:
     """503, and what is missing, until a linked pair of engines can serve."""
     parts = request.app[APP_STATE]
     if parts.is_ready():
-        return web.json_response({"status": "ready"})
-    return web.json_response({"status": "not ready", "reason": _reason(parts)}, status=503)
+        return answer(Status("ready"))
+    return answer(Status("not ready", _reason(parts)), status=503)
 
 
 def _reason(parts: AppState) -> str:
@@ -34,4 +35,4 @@ def _reason(parts: AppState) -> str:
 
 @ROUTES.get("/version")
 async def tell_version(request: web.Request) -> web.Response:
-    return web.json_response({"version": version()})
+    return answer(Version(version()))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from aiohttp import web
 
 from ...core.errors import ModelNotFound
 from ...core.membership import Member
 from ...core.version import version
+from .protocol.answers import Model, ModelList, Node, ServerInfo, answer
 from .protocol.app_state import APP_STATE, AppState, caller_of
 
 ROUTES = web.RouteTableDef()
@@ -19,7 +18,7 @@ async def models(request: web.Request) -> web.Response:
     """The one model that this gateway serves; none for a caller who may not use it."""
     parts = request.app[APP_STATE]
     is_allowed = caller_of(request).may_use(parts.door.model.limits.model)
-    return web.json_response({"object": "list", "data": [_model(parts)] if is_allowed else []})
+    return answer(ModelList([_model(parts)] if is_allowed else []))
 
 
 @ROUTES.get("/v1/models/{model:.+}")
@@ -29,20 +28,17 @@ async def model(request: web.Request) -> web.Response:
     asked, served = request.match_info["model"], parts.door.model.limits.model
     if asked != served or not caller_of(request).may_use(served):
         raise ModelNotFound(f"The model `{asked[:64]}` does not exist.", param="model")
-    return web.json_response(_model(parts))
+    return answer(_model(parts))
 
 
-def _model(parts: AppState) -> dict[str, Any]:
+def _model(parts: AppState) -> Model:
     limits = parts.door.limits
-    return {
-        "id": limits.model,
-        "object": "model",
-        "created": parts.started_unix_s,
-        "owned_by": "baton",
-        "root": limits.model,
-        "parent": None,
-        "max_model_len": limits.max_model_len,
-    }
+    return Model(
+        id=limits.model,
+        created=parts.started_unix_s,
+        root=limits.model,
+        max_model_len=limits.max_model_len,
+    )
 
 
 @ROUTES.get("/server_info")
@@ -51,25 +47,25 @@ async def server_info(request: web.Request) -> web.Response:
     parts = request.app[APP_STATE]
     limits = parts.door.limits
     members = sorted(parts.view.members(), key=lambda m: (m.role.value, m.name, m.incarnation))
-    return web.json_response(
-        {
-            "version": version(),
-            "model": limits.model,
-            "max_model_len": limits.max_model_len,
-            "vocab_size": limits.vocab_size,
-            "eos_token_ids": list(parts.door.model.eos_token_ids),
-            "nodes": [_node(parts, member) for member in members],
-        }
+    return answer(
+        ServerInfo(
+            version=version(),
+            model=limits.model,
+            max_model_len=limits.max_model_len,
+            vocab_size=limits.vocab_size,
+            eos_token_ids=tuple(parts.door.model.eos_token_ids),
+            nodes=[_node(parts, member) for member in members],
+        )
     )
 
 
-def _node(parts: AppState, member: Member) -> dict[str, Any]:
+def _node(parts: AppState, member: Member) -> Node:
     engine = parts.table.engines.get(member.incarnation)
-    return {
-        "name": member.name,
-        "role": member.role.value,
-        "incarnation": member.incarnation,
-        "is_ready": engine is not None and engine.is_ready,
-        "num_blocks": member.num_blocks,
-        "block_size": member.block_size,
-    }
+    return Node(
+        name=member.name,
+        role=member.role.value,
+        incarnation=member.incarnation,
+        is_ready=engine is not None and engine.is_ready,
+        num_blocks=member.num_blocks,
+        block_size=member.block_size,
+    )

@@ -1,7 +1,7 @@
 """GET /openapi.json: every route of ours, in OpenAPI 3.1.
 
 What is known of a route stands in OPERATIONS; requests' schemas are made from the tables that read
-them. A route that is not there is listed all the same, with its handler's own words.
+them, answers' from their structs. Any other route is listed with its handler's docstring.
 """
 
 from __future__ import annotations
@@ -12,17 +12,23 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
+import msgspec
 from aiohttp import web
+from msgspec import UNSET, Struct
 
+from ...core.request.json_fields import FieldKind, Schema, nullable
 from ...core.version import version
 from . import tokenization
 from .chat import chat
 from .generate import completions
-from .generate.json_fields import FieldKind, Schema, nullable
+from .protocol import answers
+from .protocol.answers import json_text
 from .protocol.app_state import APP_STATE
-from .schemas import COMPONENTS, STRING, json_content, ref
 
 ROUTES = web.RouteTableDef()
+
+_STRING = {"type": "string"}
+_REF = "#/components/schemas/{name}"
 
 _READ_ERRORS = (401, 403, 404, 421)
 _CALL_ERRORS = (400, 401, 403, 404, 413, 415, 421, 429, 500, 503, 504)
@@ -30,41 +36,41 @@ _CALL_ERRORS = (400, 401, 403, 404, 413, 415, 421, 429, 500, 503, 504)
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """`fields`, `required`: of the request's body. `answer`, `event`: names of COMPONENTS."""
+    """`fields`, `required`: of the request's body."""
 
-    answer: str
+    answer: type[Struct]
     fields: Mapping[str, FieldKind] | None = None
     required: Sequence[str] = ()
-    event: str | None = None
+    event: type[Struct] | None = None
     statuses: Sequence[int] = _READ_ERRORS
 
 
 OPERATIONS: Mapping[str, Operation] = {
     "/v1/completions": Operation(
-        "Completion",
+        answers.Completion,
         completions.FIELDS,
-        ("model", "prompt"),
-        event="Completion",
+        completions.REQUIRED,
+        event=answers.Completion,
         statuses=_CALL_ERRORS,
     ),
     "/v1/chat/completions": Operation(
-        "ChatCompletion",
+        answers.ChatCompletion,
         chat.FIELDS,
-        ("model", "messages"),
-        event="ChatCompletionChunk",
+        chat.REQUIRED,
+        event=answers.ChatCompletionChunk,
         statuses=_CALL_ERRORS,
     ),
-    "/tokenize": Operation("Tokens", tokenization.TOKENIZE_FIELDS, statuses=_CALL_ERRORS),
+    "/tokenize": Operation(answers.Tokens, tokenization.TOKENIZE_FIELDS, statuses=_CALL_ERRORS),
     "/detokenize": Operation(
-        "Text", tokenization.DETOKENIZE_FIELDS, ("tokens",), statuses=_CALL_ERRORS
+        answers.Text, tokenization.DETOKENIZE_FIELDS, ("tokens",), statuses=_CALL_ERRORS
     ),
-    "/v1/models": Operation("ModelList"),
-    "/v1/models/{model}": Operation("Model"),
-    "/server_info": Operation("ServerInfo"),
-    "/live": Operation("Status", statuses=(421,)),
-    "/ready": Operation("Status", statuses=(421,)),
-    "/health": Operation("Status", statuses=(421,)),
-    "/version": Operation("Version", statuses=(421,)),
+    "/v1/models": Operation(answers.ModelList),
+    "/v1/models/{model}": Operation(answers.Model),
+    "/server_info": Operation(answers.ServerInfo),
+    "/live": Operation(answers.Status, statuses=(421,)),
+    "/ready": Operation(answers.Status, statuses=(421,)),
+    "/health": Operation(answers.Status, statuses=(421,)),
+    "/version": Operation(answers.Version, statuses=(421,)),
 }
 _NOT_READY = ("/ready", "/health")  # 503 is an answer there, not an error
 
@@ -72,7 +78,7 @@ _NOT_READY = ("/ready", "/health")  # 503 is an answer there, not an error
 @ROUTES.get("/openapi.json")
 async def openapi(request: web.Request) -> web.Response:
     """This document."""
-    return web.json_response(document(request.app))
+    return web.json_response(document(request.app), dumps=json_text)
 
 
 def document(app: web.Application) -> dict[str, Any]:
@@ -89,7 +95,7 @@ def document(app: web.Application) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "Baton", "version": version() or "0"},
         "paths": paths,
-        "components": {"schemas": COMPONENTS, "securitySchemes": schemes},
+        "components": {"schemas": _components(), "securitySchemes": schemes},
         "security": [{}, {"key": []}],
     }
 
@@ -99,14 +105,14 @@ def _operation(route: web.AbstractRoute, path: str, model: str) -> dict[str, Any
     body: dict[str, Any] = {"summary": summary, "responses": {}}
     if "{" in path:
         name = path.partition("{")[2].partition("}")[0]
-        body["parameters"] = [{"name": name, "in": "path", "required": True, "schema": STRING}]
+        body["parameters"] = [{"name": name, "in": "path", "required": True, "schema": _STRING}]
     known = OPERATIONS.get(path)
     if known is None:
         body["responses"] = {"default": {"description": summary}}
         return body
-    content = json_content(ref(known.answer))
+    content = _json_content(_ref(known.answer))
     if known.event is not None:
-        content["text/event-stream"] = {"schema": ref(known.event)}
+        content["text/event-stream"] = {"schema": _ref(known.event)}
     body["responses"]["200"] = {"description": "OK", "content": content}
     if path in _NOT_READY:
         body["responses"]["503"] = {"description": "Not ready", "content": content}
@@ -114,12 +120,32 @@ def _operation(route: web.AbstractRoute, path: str, model: str) -> dict[str, Any
         body["responses"][str(status)] = _error(status)
     if known.fields is not None:
         schema = _body_schema(known.fields, known.required, model)
-        body["requestBody"] = {"required": True, "content": json_content(schema)}
+        body["requestBody"] = {"required": True, "content": _json_content(schema)}
     return body
 
 
+def _components() -> dict[str, Any]:
+    """The schemas of all answers. What is never left out of one is required."""
+    found = (one for one in vars(answers).values() if isinstance(one, type(Struct)))
+    structs = [one for one in found if one is not Struct]
+    _, schemas = msgspec.json.schema_components(structs, ref_template=_REF)
+    for struct in structs:
+        fields = msgspec.structs.fields(struct)
+        always = [field.name for field in fields if field.default is not UNSET]
+        schemas[struct.__name__]["required"] = always
+    return schemas
+
+
+def _ref(answer: type[Struct]) -> Schema:
+    return {"$ref": _REF.format(name=answer.__name__)}
+
+
+def _json_content(schema: Schema) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}
+
+
 def _error(status: int) -> dict[str, Any]:
-    return {"description": HTTPStatus(status).phrase, "content": json_content(ref("Error"))}
+    return {"description": HTTPStatus(status).phrase, "content": _json_content(_ref(answers.Error))}
 
 
 def _body_schema(fields: Mapping[str, FieldKind], required: Sequence[str], model: str) -> Schema:

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 from aiohttp import web
+from msgspec import UNSET
 
 from ...core.errors import InvalidRequest
+from ...core.request.json_fields import BOOLEAN, STRING, TOKEN_IDS, FieldKind
 from .chat.chat import CHAT_MODEL, prepare
 from .chat.messages import MESSAGES
 from .chat.tools import TOOLS
-from .generate.json_fields import BOOLEAN, STRING, FieldKind
-from .generate.prompts import TOKEN_IDS
-from .generate.request_fields import read_fields, require
+from .generate.request_fields import read_body, require
+from .protocol.answers import Text, Tokens, answer, json_text
 from .protocol.app_state import APP_STATE, caller_of
-from .protocol.body import read_object
 
 ROUTES = web.RouteTableDef()
 
-_WRITTEN_AT_ONCE = 4096
+_WRITTEN_AT_ONCE = 4096  # more ids are written on a thread, that other calls get their turns
 
 TOKENIZE_FIELDS: Mapping[str, FieldKind] = {
     "model": STRING,
@@ -37,11 +35,11 @@ DETOKENIZE_FIELDS: Mapping[str, FieldKind] = {"model": STRING, "tokens": TOKEN_I
 @ROUTES.post("/tokenize")
 async def tokenize(request: web.Request) -> web.Response:
     """A prompt's text or a chat's messages as token ids."""
-    found = read_fields(await read_object(request), TOKENIZE_FIELDS)
+    found = await read_body(request, TOKENIZE_FIELDS, ())
     door = request.app[APP_STATE].door
     if "messages" in found:
         if "prompt" in found:
-            raise InvalidRequest("give a prompt or messages", param="prompt", code="invalid_value")
+            raise InvalidRequest("give a prompt or messages", "prompt", "invalid_value")
         refusal = request.app[APP_STATE].door.constraint_refusal
         prompt = (await prepare(request.app[CHAT_MODEL], found, refusal)).prompt
         param, text, special_at = "messages", prompt.text, prompt.special_at
@@ -55,44 +53,22 @@ async def tokenize(request: web.Request) -> web.Response:
         special_at=special_at,
         param=param,
     )
-    head = {"count": len(ids), "max_model_len": door.limits.max_model_len}
-    columns: dict[str, Callable[[int], Any]] = {"tokens": int}
-    if found.get("return_token_strs"):
-        columns["token_strs"] = lambda token_id: door.model.tokenizer.token(token_id).text
-    body = await written(head, ids, columns)
-    return web.Response(body=body, content_type="application/json")
 
+    def body() -> str:
+        token = door.model.tokenizer.token
+        wants_texts = found.get("return_token_strs", False)
+        texts = [token(i).text for i in ids] if wants_texts else UNSET
+        return json_text(Tokens(len(ids), door.limits.max_model_len, ids, texts))
 
-async def written(
-    head: Mapping[str, int],
-    ids: Sequence[int],
-    columns: Mapping[str, Callable[[int], Any]],
-    at_once: int = _WRITTEN_AT_ONCE,
-) -> bytes:
-    """JSON of the head and, of each column, one value for each id.
-
-    Long ones are written on a thread, some at a time: others get their turns between them.
-    """
-
-    def write() -> bytes:
-        pieces = [json.dumps(head)[:-1]]
-        for name, value_of in columns.items():
-            pieces.append(f', "{name}": [')
-            for start in range(0, len(ids), at_once):
-                values = [value_of(i) for i in ids[start : start + at_once]]
-                pieces += (", " if start else "", json.dumps(values)[1:-1])
-            pieces.append("]")
-        return "".join((*pieces, "}")).encode()
-
-    return write() if len(ids) <= at_once else await asyncio.to_thread(write)
+    written = body() if len(ids) <= _WRITTEN_AT_ONCE else await asyncio.to_thread(body)
+    return web.Response(body=written.encode(), content_type="application/json")
 
 
 @ROUTES.post("/detokenize")
 async def detokenize(request: web.Request) -> web.Response:
     """Token ids as text, special tokens left out."""
-    found = read_fields(await read_object(request), DETOKENIZE_FIELDS)
-    ids = require(found, "tokens")
+    found = await read_body(request, DETOKENIZE_FIELDS, ("tokens",))
     text = await request.app[APP_STATE].door.detokenize(
-        found.get("model", ""), ids, caller_of(request), param="tokens"
+        found.get("model", ""), found["tokens"], caller_of(request), param="tokens"
     )
-    return web.json_response({"prompt": text})
+    return answer(Text(text))

@@ -324,7 +324,7 @@ class Session:
             prompt_token_ids=self.request.prompt_token_ids,
             sampling=self._wanted_sampling(),
             output_token_ids=tuple(self._output_ids),
-            cache_salt=self.request.cache_salt,
+            cache_salt=self.request.options.cache_salt,
             sample_index=self.sample_index,
             fork_ids=fork_ids,
             caller_id=self.request.caller_id,

@@ -34,4 +34,4 @@ def refusing(what: str, param: str) -> Iterator[None]:
         if not is_failure(error):
             raise
         log.error("%s: %s: %s", what, type(error).__name__, error)
-        raise InvalidRequest(what, param=param, code="invalid_value") from None
+        raise InvalidRequest(what, param, "invalid_value") from None

@@ -133,8 +133,8 @@ class Tokenizer:
         if self._marked is None:
             raise InvalidRequest(
                 "this model's special tokens cannot be told from text: use /v1/completions",
-                param="messages",
-                code="unsupported_parameter",
+                "messages",
+                "unsupported_parameter",
             )
         return self._marked.library, self._marked.named(text, special_at)
 
@@ -146,8 +146,8 @@ class Tokenizer:
         if any(i in self._special_ids and not is_around for i, is_around in pairs):
             raise InvalidRequest(
                 f"{param} has a special token's text, which is refused here: send token ids",
-                param=param,
-                code="invalid_value",
+                param,
+                "invalid_value",
             )
 
     async def decode(
@@ -245,8 +245,7 @@ def _too_long(what: str, max_tokens: int, param: str) -> ContextLengthExceeded:
 
 def _no_text(param: str) -> InvalidRequest:
     return InvalidRequest(
-        "this gateway has no tokenizer: give the prompt as token ids, without stop strings",
-        param=param,
+        "this gateway has no tokenizer: give the prompt as token ids, without stop strings", param
     )
 
 

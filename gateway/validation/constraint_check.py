@@ -54,4 +54,4 @@ class ConstraintCheck:
 
 def unsupported(reason: str) -> InvalidRequest:
     """What a request with a constraint is refused with where there are none."""
-    return InvalidRequest(reason, param="constraint", code="unsupported_parameter")
+    return InvalidRequest(reason, "constraint", "unsupported_parameter")

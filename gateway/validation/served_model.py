@@ -13,7 +13,7 @@ from ...core.model_dir import eos_token_ids, read_json, resolve_model_dir
 from ..text.special_tokens import Spans
 from ..text.tokenizer import NoTokenizer, Tokenizer, check_needs_no_text
 from .constraint_check import ConstraintCheck
-from .validation import Draft, ModelLimits
+from .validation import ModelLimits, ValidatedRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,22 +46,23 @@ class ServedModel:
         return cls(limits, eos_ids, tokenizer, model_dir, constraints)
 
     async def prompt_token_ids(
-        self, draft: Draft, max_model_len: int, special_at: Spans | None = None
+        self, request: ValidatedRequest, text: str, max_tokens: int, special_at: Spans | None = None
     ) -> Sequence[int]:
-        """The draft's prompt as token ids; `special_at`: see Tokenizer.encode.
+        """The request's prompt, of which `text` is to be tokenised; `special_at`: see
+        Tokenizer.encode.
 
         Raises InvalidRequest where it needs a tokenizer that is not there, ContextLengthExceeded.
         """
         if isinstance(self.tokenizer, NoTokenizer):
-            check_needs_no_text(draft.sampling.stop)
-        if isinstance(draft.prompt, str):
-            return await self.tokenizer.encode(
-                draft.prompt,
-                adds_special_tokens=draft.adds_special_tokens,
-                special_at=special_at,
-                max_tokens=max_model_len,
-            )
-        return draft.prompt
+            check_needs_no_text(request.sampling.stop)
+        if not text:
+            return request.prompt_token_ids
+        return await self.tokenizer.encode(
+            text,
+            adds_special_tokens=request.options.add_special_tokens,
+            special_at=special_at,
+            max_tokens=max_tokens,
+        )
 
     def close(self) -> None:
         """End its threads."""

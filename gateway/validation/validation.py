@@ -2,32 +2,38 @@
 
 Two steps, since a text's length is known only after tokenisation:
 
-    GenerateRequest ── check_request ──► Draft ── complete_request ──► ValidatedRequest
-                       ids, ranges, model    (tokenise)   lengths, defaults, seed
+    GenerateRequest ── check_request ──► (tokenise) ── complete_request ──► ValidatedRequest
+                       ids, ranges, model                 lengths, defaults, seed
 
-Errors name the field at fault as the client knows it. Knows no node: what the deployment can hold
-comes in as `ModelLimits`.
+Errors name the field at fault as the client knows it. Parameters are checked by their kinds in the
+table of request.py, whose limits are vLLM's where it has some, and tighter where a public endpoint
+should be. Knows no node: what the deployment can hold comes in as `ModelLimits`.
 """
 
 from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
+
+from ...constraints.limits import MAX_CHOICES
 from ...core.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, PromptTooLarge
-from ...core.request.request import SamplingParams
+from ...core.request.constraint import Constraint, ConstraintKind
+from ...core.request.parameters import Parameter, check_in_vocabulary
+from ...core.request.request import OPTIONS, SAMPLING, RequestOptions, SamplingParams
 from ...core.request.token_ids import column, unpack
+from ...proto.codec import constraint_from_wire, given_fields, given_sampling
 from ...proto.v1 import common_pb2, inference_pb2
-from .sampling_validation import check_sampling, check_token_ids
 
 MAX_LABEL_CHARS = 256
-MAX_SAMPLES = 8
 _MAX_ABORTED = 1024
+_DEFAULT_OPTIONS = RequestOptions()
 
 _LABEL = re.compile(rf"[!-~]{{1,{MAX_LABEL_CHARS}}}\Z")
-_CACHE_SALT = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,93 +52,56 @@ class ModelLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class TextOptions:
-    """How output tokens become text. Those that end it have no text in either case."""
-
-    skips_special_tokens: bool = True
-    includes_stop: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """A request whose fields are each in order; `None` takes the default of complete_request."""
-
-    prompt: str | array[int]
-    max_tokens: int | None
-    seed: int | None
-    sampling: SamplingParams  # all but these two
-    num_samples: int
-    label: str
-    cache_salt: str = ""
-    adds_special_tokens: bool = True
-    text: TextOptions = TextOptions()
-
-
-@dataclass(frozen=True, slots=True)
 class ValidatedRequest:
     """A request that the deployment can serve. `label` is the caller's name for it.
 
-    `cache_salt`: as the caller wrote it, until security/tenancy.py has keyed it with the tenant.
+    Behind `check_request` its fields are each in order; a text is no token ids yet.
     """
 
     prompt_token_ids: array[int]  # read only
     sampling: SamplingParams
     label: str
-    num_samples: int = 1
-    cache_salt: str = ""
+    options: RequestOptions = _DEFAULT_OPTIONS
     tenant: str = ""
     caller_id: int = 0
-    text: TextOptions = TextOptions()
 
 
-def check_request(wire: inference_pb2.GenerateRequest, limits: ModelLimits) -> Draft:
+def check_request(wire: inference_pb2.GenerateRequest, limits: ModelLimits) -> ValidatedRequest:
     """Check every field that needs no tokeniser; raises InvalidRequest kin or ModelNotFound."""
     check_model(wire.model, limits)
     check_label(wire.request_id, "request_id")
-    return Draft(
-        prompt=_prompt(wire, limits.vocab_size),
-        max_tokens=_max_tokens(wire.sampling),
-        seed=_seed(wire.sampling),
+    return ValidatedRequest(
+        prompt_token_ids=_prompt(wire, limits.vocab_size),
         sampling=check_sampling(wire.sampling, limits.vocab_size),
-        num_samples=_num_samples(wire),
+        options=RequestOptions(**_checked(given_fields(wire, OPTIONS), OPTIONS, limits.vocab_size)),
         label=wire.request_id,
-        cache_salt=_cache_salt(wire),
-        adds_special_tokens=_true_unless_false(wire, "add_special_tokens"),
-        text=TextOptions(
-            skips_special_tokens=_true_unless_false(wire, "skip_special_tokens"),
-            includes_stop=wire.include_stop_str_in_output,
-        ),
     )
 
 
 def complete_request(
-    draft: Draft, prompt_token_ids: Iterable[int], limits: ModelLimits, *, drawn_seed: int
+    request: ValidatedRequest,
+    wire: inference_pb2.GenerateRequest,
+    prompt_token_ids: Iterable[int],
+    limits: ModelLimits,
+    *,
+    drawn_seed: int,
 ) -> ValidatedRequest:
-    """Check the lengths and fill in the defaults.
+    """Check the lengths and fill in the defaults of what `wire` does not have.
 
     `max_tokens` defaults to what is left of the context, or of the largest decode pool where that
     is smaller. Raises ContextLengthExceeded, PromptTooLarge.
     """
-    prompt = column(prompt_token_ids)
+    prompt, sampling = column(prompt_token_ids), request.sampling
     if not prompt:
         raise _empty_prompt()
-    max_tokens = _fitting_max_tokens(len(prompt), draft.max_tokens, limits)
-    if draft.sampling.min_tokens > max_tokens:
-        raise InvalidRequest(
-            f"min_tokens {draft.sampling.min_tokens} is more than the {max_tokens} there can be",
-            param="min_tokens",
-            code="invalid_value",
-        )
-    seed = drawn_seed if draft.seed is None else draft.seed
-    sampling = replace(draft.sampling, max_tokens=max_tokens, seed=seed)
-    return ValidatedRequest(
-        prompt,
-        sampling,
-        draft.label,
-        draft.num_samples,
-        draft.cache_salt,
-        text=draft.text,
-    )
+    given = sampling.max_tokens if wire.sampling.HasField("max_tokens") else None
+    max_tokens = _fitting_max_tokens(len(prompt), given, limits)
+    if sampling.min_tokens > max_tokens:
+        message = f"min_tokens {sampling.min_tokens} is more than the {max_tokens} there can be"
+        raise InvalidRequest(message, "min_tokens", "invalid_value")
+    seed = sampling.seed if wire.sampling.HasField("seed") else drawn_seed
+    sampling = replace(sampling, max_tokens=max_tokens, seed=seed)
+    return replace(request, prompt_token_ids=prompt, sampling=sampling)
 
 
 def check_model(name: str, limits: ModelLimits) -> None:
@@ -151,96 +120,40 @@ def check_label(label: str, param: str) -> None:
     if label and not is_label(label):
         raise InvalidRequest(
             f"{param} must be 1 to {MAX_LABEL_CHARS} visible ASCII characters",
-            param=param,
-            code="invalid_value",
+            param,
+            "invalid_value",
         )
 
 
 def check_names(names: Sequence[str]) -> None:
     """Raise InvalidRequest for more names of requests, to be aborted, than one call may have."""
     if len(names) > _MAX_ABORTED:
-        raise InvalidRequest(
-            f"ids has more than {_MAX_ABORTED} items", param="ids", code="array_too_long"
-        )
+        raise InvalidRequest(f"ids has more than {_MAX_ABORTED} items", "ids", "array_too_long")
 
 
-def _prompt(wire: inference_pb2.GenerateRequest, vocab_size: int) -> str | array[int]:
-    """A oneof holds at most one of the two; an empty text or list is no prompt either."""
+def _prompt(wire: inference_pb2.GenerateRequest, vocab_size: int) -> array[int]:
+    """The token ids, none for a text; an empty text or list is no prompt."""
     if wire.WhichOneof("prompt") is None:
-        raise InvalidRequest(
-            "give a prompt: text or token ids", param="prompt", code="missing_required"
-        )
-    if wire.HasField("text"):
-        if not wire.text:
-            raise _empty_prompt()
-        return wire.text
-    token_ids = _token_ids(wire.token_ids)
-    if not token_ids:
+        message = "give a prompt: text or token ids"
+        raise InvalidRequest(message, "prompt", "missing_required")
+    ids = wire.token_ids
+    if ids.packed and ids.ids:
+        message = "give token_ids as ids or packed, not both"
+        raise InvalidRequest(message, "prompt", "invalid_value")
+    try:
+        # A slice is read at once, the field itself id by id.
+        token_ids = unpack(ids.packed) if ids.packed else column(ids.ids[:])
+    except ValueError as error:
+        message = "packed token ids are cut off"
+        raise InvalidRequest(message, "prompt", "invalid_value") from error
+    if not token_ids and not wire.text:
         raise _empty_prompt()
     check_token_ids(token_ids, vocab_size, "prompt")
     return token_ids
 
 
-def _token_ids(wire: inference_pb2.TokenIds) -> array[int]:
-    if not wire.packed:
-        return column(wire.ids[:])  # a slice is read at once, the field itself id by id
-    if wire.ids:
-        raise InvalidRequest(
-            "give token_ids as ids or packed, not both", param="prompt", code="invalid_value"
-        )
-    try:
-        return unpack(wire.packed)
-    except ValueError as error:
-        raise InvalidRequest(
-            "packed token ids are cut off", param="prompt", code="invalid_value"
-        ) from error
-
-
 def _empty_prompt() -> InvalidRequest:
-    return InvalidRequest("the prompt is empty", param="prompt", code="empty_prompt")
-
-
-def _true_unless_false(wire: inference_pb2.GenerateRequest, name: str) -> bool:
-    return bool(getattr(wire, name)) if wire.HasField(name) else True
-
-
-def _max_tokens(sampling: common_pb2.SamplingParams) -> int | None:
-    if not sampling.HasField("max_tokens"):
-        return None
-    if sampling.max_tokens == 0:
-        raise InvalidRequest(
-            "max_tokens must be at least 1", param="max_tokens", code="invalid_value"
-        )
-    return sampling.max_tokens
-
-
-def _num_samples(wire: inference_pb2.GenerateRequest) -> int:
-    num_samples = wire.n if wire.HasField("n") else 1
-    if not 1 <= num_samples <= MAX_SAMPLES:
-        raise InvalidRequest(
-            f"n must lie in [1, {MAX_SAMPLES}], not {num_samples}", param="n", code="invalid_value"
-        )
-    return num_samples
-
-
-def _cache_salt(wire: inference_pb2.GenerateRequest) -> str:
-    if not wire.HasField("cache_salt"):
-        return ""
-    if not _CACHE_SALT.match(wire.cache_salt):
-        raise InvalidRequest(
-            "cache_salt must be 1 to 64 of A-Z a-z 0-9 _ . -",
-            param="cache_salt",
-            code="invalid_value",
-        )
-    return wire.cache_salt
-
-
-def _seed(sampling: common_pb2.SamplingParams) -> int | None:
-    if not sampling.HasField("seed"):
-        return None
-    if sampling.seed >= 1 << 63:
-        raise InvalidRequest("seed must lie in [0, 2**63)", param="seed", code="invalid_value")
-    return sampling.seed
+    return InvalidRequest("the prompt is empty", "prompt", "empty_prompt")
 
 
 def _fitting_max_tokens(num_prompt: int, max_tokens: int | None, limits: ModelLimits) -> int:
@@ -261,3 +174,53 @@ def _fitting_max_tokens(num_prompt: int, max_tokens: int | None, limits: ModelLi
             param="prompt",
         )
     return min(context, total_room) - num_prompt if max_tokens is None else max_tokens
+
+
+# --- parameters -----------------------------------------------------------------------------------
+
+
+def check_sampling(wire: common_pb2.SamplingParams, vocab_size: int) -> SamplingParams:
+    """Raises InvalidRequest. Absent fields have the defaults of SamplingParams."""
+    given = _checked(given_sampling(wire), SAMPLING, vocab_size)
+    sampling = SamplingParams(**given, constraint=_constraint(wire))
+    if sampling.min_tokens and len(sampling.stop_token_ids) == vocab_size:
+        raise InvalidRequest(
+            "min_tokens leaves no token: all are stop ids", "min_tokens", "invalid_value"
+        )
+    return sampling
+
+
+def _checked(
+    given: Mapping[str, Any], table: Mapping[str, Parameter], vocab_size: int
+) -> dict[str, Any]:
+    return {name: table[name].kind.check(value, name, vocab_size) for name, value in given.items()}
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raise InvalidRequest naming the first id that is not in the vocabulary."""
+    if token_ids and np.max(token_ids) >= vocab_size:  # a column is read where it lies
+        check_in_vocabulary(token_ids, vocab_size, param)
+
+
+def _constraint(wire: common_pb2.SamplingParams) -> Constraint | None:
+    """Whether it can be compiled is for constraint_check.py."""
+    constraint = constraint_from_wire(wire)
+    if constraint is None:
+        return None
+    if wire.ignore_eos:
+        message = "ignore_eos cannot go with a constraint: EOS ends what matches"
+        raise InvalidRequest(message, "ignore_eos", "invalid_value")
+    if constraint.kind is ConstraintKind.CHOICE:
+        _check_choices(wire.choice.values)
+    elif not constraint.source:
+        raise InvalidRequest("constraint is empty", "constraint", "invalid_schema")
+    return constraint
+
+
+def _check_choices(values: Sequence[str]) -> None:
+    if len(values) > MAX_CHOICES:
+        message = f"constraint has more than {MAX_CHOICES} choices"
+        raise InvalidRequest(message, "constraint", "array_too_long")
+    if not values or not all(values):
+        message = "constraint must have choices, and none of them empty"
+        raise InvalidRequest(message, "constraint", "invalid_schema")

@@ -240,19 +240,19 @@ class EngineChannels:
                 self._inbox.put(LinkOver(link, NodeLost(reason)))
 
     def end(self, error: BatonError) -> None:
-        """Tell all gateways that the process ends, and why; returns when they know. Any thread.
-
-        Nothing more is sent after it.
+        """Tell all gateways that the process ends, and why; returns when they know, or have had
+        their time. Nothing more is sent after it. Any thread.
         """
         message = node_pb2.NodeMessage(engine_ended=codec.error_to_wire(error))
         payload = message.SerializeToString()
+        until_s = time.monotonic() + _LAST_WORDS_S
         with self._beating:
             gateways = list(self._gateways.values())
             for link in self._links():
                 if link.kind is Kind.GATEWAY:
                     self._send_beside(link, payload)
-                link.channel.end_sending()
-        _wait_for_ends([link.channel for link in gateways if not link.channel.is_closed])
+                link.channel.end_sending(until_s)
+        _wait_for_ends([link.channel for link in gateways])
 
     def _send_beside(self, link: Link, payload: bytes) -> None:
         """From a thread that must not touch the inbox's sockets."""
@@ -299,6 +299,7 @@ def _wait_for_ends(channels: Sequence[Channel]) -> None:
     """
     until_s = time.monotonic() + _LAST_WORDS_S
     poll, by_fd = select.poll(), {channel.fileno(): channel for channel in channels}
+    by_fd.pop(-1, None)  # the loop's thread has closed them
     for fd in by_fd:
         poll.register(fd, select.POLLIN)
     while by_fd and (left_s := until_s - time.monotonic()) > 0:

@@ -196,9 +196,9 @@ def _validators(target: Target, num_requests: int, seed: int) -> Counter[str]:
                 read_fields(parse_object(body), COMPLETIONS if number % 4 == 1 else CHAT)
             else:
                 wire = inference_pb2.GenerateRequest.FromString(mutated_message(rng)[1])
-                draft = check_request(wire, limits)
-                ids = draft.prompt.encode() if isinstance(draft.prompt, str) else draft.prompt
-                complete_request(draft, ids, limits, drawn_seed=1)
+                checked = check_request(wire, limits)
+                ids = wire.text.encode() or checked.prompt_token_ids
+                complete_request(checked, wire, ids, limits, drawn_seed=1)
         except (InvalidRequest, ModelNotFound) as error:
             verdict = error.code
         except DecodeError:

@@ -77,7 +77,8 @@ class SyntheticGateway:
         address = f"10.0.0.7:{50100 + len(self.members)}"
         device = f"cuda:{len(self.members)}"
         member = Member(
-            incarnation, role, name, address, self.model, "f" * 16, 131072, 16, 24_576, device
+            *(incarnation, role, name, address, self.model, "f" * 16, 131072, 16, 24_576),
+            device=device,
         )
         self.members[incarnation] = member
         free = self._random.randrange(4_000, 22_000)

@@ -76,4 +76,5 @@ def test_docs_name_every_file_of_a_request(tmp_path: Path) -> None:
     num_lines = sum(len((ROOT / name).read_text().splitlines()) for name in files)
     print(f"{len(files)} files, {num_lines} lines")
     named = set(re.findall(r"`([a-z0-9_/]+\.py)`", (ROOT / "docs/one_request.md").read_text()))
-    assert not set(files) - named
+    unnamed = sorted(set(files) - named)
+    assert not unnamed

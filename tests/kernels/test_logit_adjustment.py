@@ -127,7 +127,9 @@ def reference_probs(logits: np.ndarray, prompt: list[int], output: list[int]) ->
 
 def all_at_once(prompt: list[int], output: list[int], key: int) -> RowSampling:
     penalties = counted(prompt, output, repetition=1.3, presence=0.6, frequency=0.4)
-    return RowSampling(0.8, 12, 1.0, key, 0.05, LogitAdjustment([(5, 2.5)], penalties, [9]))
+    return RowSampling(
+        0.8, 12, 1.0, key, 0.05, adjustment=LogitAdjustment([(5, 2.5)], penalties, [9])
+    )
 
 
 def test_tokens_follow_the_adjusted_distribution() -> None:
@@ -161,7 +163,7 @@ def test_an_adjusted_row_does_not_depend_on_its_batch() -> None:
 def test_greedy_takes_adjustments_but_no_filter() -> None:
     logits = torch.tensor([[5.0, 4.0, 3.0, 0.0]])
     penalties = counted([0], [0], frequency=1.5)
-    row = RowSampling(0.0, 1, 0.1, 0, 1.0, LogitAdjustment([(3, 9.0)], penalties, [3]))
+    row = RowSampling(0.0, 1, 0.1, 0, 1.0, adjustment=LogitAdjustment([(3, 9.0)], penalties, [3]))
     ids, logprobs = sample(logits, [row])
     assert ids.tolist() == [1]
     assert logprobs.item() == pytest.approx(float(logits.log_softmax(-1)[0, 1]), abs=1e-6)
@@ -251,7 +253,7 @@ def test_a_mask_comes_behind_everything_else() -> None:
     logits = torch.tensor([[5.0, 4.0, 3.0, 0.0]])
     everything = LogitAdjustment([(0, 100.0)], allowed=np.array([0b1100], np.int32))
     for key in range(20):
-        row = RowSampling(1.0, 1, 0.5, key, 0.5, everything)
+        row = RowSampling(1.0, 1, 0.5, key, 0.5, adjustment=everything)
         ids, logprobs = sample(logits, [row])
         assert ids.tolist() == [2]
         assert logprobs.item() == pytest.approx(float(logits.log_softmax(-1)[0, 2]), abs=1e-6)

@@ -165,6 +165,11 @@ def test_every_page_is_reached_from_the_readme() -> None:
     assert not [page.name for page in DOCS.glob("*.md") if f"(docs/{page.name})" not in readme]
 
 
+def test_the_table_of_parameters_is_fresh() -> None:
+    page = (DOCS / "sampling.md").read_text()
+    assert reference.refresh_sampling_page(page) == page, STALE
+
+
 def test_every_error_has_facts_and_advice() -> None:
     page = (DOCS / "errors.md").read_text().split("\n## What a process says")[0]
     sections = dict(re.findall(r"^### `(\w+)`\n\n(.*?)(?=^### |\Z)", page, re.M | re.S))

@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 # folder -> its rooms from the top, "" for its own files: a file may import from below
 FLOORS: dict[str, tuple[str, ...]] = {
-    "core": ("channels", "", "process", "request"),
+    "core": ("channels", "request", "", "process"),
     "kernels": ("sampling", "layers", "attention", "kv", "products", ""),
     "engine": ("", "parallel", "scheduling", "execution", "model", "kv"),
     "kv_transfer": (

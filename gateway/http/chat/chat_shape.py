@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
+from ....core.request.request import FinishReason
 from ...request.output_chunk import OutputChunk, RequestResult
 from ..generate.logprobs import TokenOf, chat_logprobs
+from ..protocol.answers import (
+    ChatChoice,
+    ChatDelta,
+    ChatMessage,
+    Function,
+    ToolCall,
+    json_text,
+)
 from ..protocol.text_event import TextEvent
 from .tool_parsing import Content, Delta, ToolCallParser, ToolDelta
 
@@ -22,13 +29,7 @@ class ChatOptions:
     max_tool_calls: int | None = None
 
 
-@dataclass(slots=True)
-class _Call:
-    name: str
-    arguments: list[str] = field(default_factory=list)
-
-
-class ChatChoice:
+class ChatSample:
     """One sample. `parser` None: all text is content; `opening` is text that the prompt forced."""
 
     def __init__(
@@ -61,62 +62,51 @@ class ChatChoice:
         events = []
         if self._is_first:
             self._is_first = False
-            events.append(json.dumps(self._event({"role": "assistant", "content": ""})))
+            role = ChatMessage(role="assistant", content="")
+            events.append(json_text(ChatDelta(index=self._index, delta=role)))
         if self.text_event is not None and chunk.result is None:
             return [*events, self.text_event.of(chunk.text)] if chunk.text else events
-        deltas = [self._delta_body(delta) for delta in self._deltas(chunk)]
-        has_more = chunk.result is not None or bool(self._more(chunk))
-        if has_more and not deltas:
-            deltas.append({})
-        bodies = [self._event(delta) for delta in deltas]
-        if bodies:
-            bodies[0] |= self._more(chunk)
-            bodies[-1] |= self._ending(chunk.result)
-        return events + [json.dumps(body) for body in bodies]
+        deltas = [self._delta(delta) for delta in self._deltas(chunk)]
+        has_more = bool(chunk.token_ids) and (
+            self._options.logprobs or self._options.return_token_ids
+        )
+        if not deltas and (has_more or chunk.result is not None):
+            deltas.append(ChatMessage())
+        choices = [ChatDelta(index=self._index, delta=delta) for delta in deltas]
+        if choices:
+            self._add_tokens(choices[0], chunk)
+            self._add_ending(choices[-1], chunk.result)
+        return events + [json_text(choice) for choice in choices]
 
-    def _event(self, delta: dict[str, Any]) -> dict[str, Any]:
-        return {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-    def _delta_body(self, delta: Delta) -> dict[str, Any]:
+    def _delta(self, delta: Delta) -> ChatMessage:
         if isinstance(delta, Content):
-            return {"content": delta.text}
-        call: dict[str, Any] = {
-            "index": delta.index,
-            "function": {"arguments": delta.arguments},
-        }
+            return ChatMessage(content=delta.text)
+        call = ToolCall(Function(delta.arguments), delta.index)
         if delta.name is not None:
-            call = {"index": delta.index, "id": self._call_id(), "type": "function"}
-            call["function"] = {"name": delta.name, "arguments": delta.arguments}
-        return {"tool_calls": [call]}
+            call = self._new_call(delta.name, delta.arguments)
+            call.index = delta.index
+        return ChatMessage(tool_calls=[call])
 
     # --- whole ------------------------------------------------------------------------------------
 
-    def body(self, chunk: OutputChunk) -> dict[str, Any]:
+    def choice(self, chunk: OutputChunk) -> ChatChoice:
         """The choice of a whole answer, of all its chunks as one."""
-        content: list[str] = []
-        calls: list[_Call] = []
+        content = ""
+        calls: list[ToolCall] = []
         for delta in self._deltas(chunk):
             if isinstance(delta, Content):
-                content.append(delta.text)
+                content += delta.text
             elif delta.name is not None:
-                calls.append(_Call(delta.name, [delta.arguments]))
+                calls.append(self._new_call(delta.name, delta.arguments))
             else:
-                calls[-1].arguments.append(delta.arguments)
-        message: dict[str, Any] = {"role": "assistant", "content": "".join(content)}
+                calls[-1].function.arguments += delta.arguments
+        message = ChatMessage("assistant", content)
         if calls:
-            message["content"] = message["content"] or None
-            message["tool_calls"] = [self._call_body(call) for call in calls]
-        return {
-            "index": self._index,
-            "message": message,
-            "logprobs": None,
-            **self._more(chunk),
-            **self._ending(chunk.result),
-        }
-
-    def _call_body(self, call: _Call) -> dict[str, Any]:
-        function = {"name": call.name, "arguments": "".join(call.arguments)}
-        return {"id": self._call_id(), "type": "function", "function": function}
+            message = ChatMessage("assistant", content or None, calls)
+        choice = ChatChoice(index=self._index, message=message)
+        self._add_tokens(choice, chunk)
+        self._add_ending(choice, chunk.result)
+        return choice
 
     # --- both -------------------------------------------------------------------------------------
 
@@ -132,22 +122,19 @@ class ChatChoice:
         self._num_calls += sum(isinstance(d, ToolDelta) and d.name is not None for d in kept)
         return kept
 
-    def _more(self, chunk: OutputChunk) -> dict[str, Any]:
+    def _add_tokens(self, choice: ChatDelta | ChatChoice, chunk: OutputChunk) -> None:
         """What goes beside the text."""
-        more: dict[str, Any] = {}
         if self._options.logprobs and chunk.token_ids:
-            more["logprobs"] = chat_logprobs(chunk.token_ids, chunk.logprobs, self._token_of)
+            choice.logprobs = chat_logprobs(chunk.token_ids, chunk.logprobs, self._token_of)
         if self._options.return_token_ids and chunk.token_ids:
-            more["token_ids"] = list(chunk.token_ids)
-        return more
+            choice.token_ids = chunk.token_ids
 
-    def _ending(self, result: RequestResult | None) -> dict[str, Any]:
-        if result is None:
-            return {}
-        reason = result.finish_reason.value
-        if self._num_calls and reason == "stop":
-            reason = "tool_calls"
-        return {"finish_reason": reason, "stop_reason": result.matched_stop}
+    def _add_ending(self, choice: ChatDelta | ChatChoice, result: RequestResult | None) -> None:
+        if result is not None:
+            is_call = self._num_calls and result.finish_reason is FinishReason.STOP
+            choice.finish_reason = "tool_calls" if is_call else result.finish_reason.value
+            choice.stop_reason = result.matched_stop
 
-    def _call_id(self) -> str:
-        return f"call_{self._new_id()[:24]}"
+    def _new_call(self, name: str, arguments: str) -> ToolCall:
+        call_id = f"call_{self._new_id()[:24]}"
+        return ToolCall(Function(arguments, name), id=call_id, type="function")

@@ -118,9 +118,7 @@ class ChatTemplate:
 
 
 def _refused(what: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"the model's chat template {what}", param="messages", code="invalid_value"
-    )
+    return InvalidRequest(f"the model's chat template {what}", "messages", "invalid_value")
 
 
 def _source(model_dir: Path, config: Mapping[str, Any]) -> str | None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ....core.errors import InvalidRequest
-from ..generate.json_fields import FieldKind, invalid, nullable
+from ....core.request.json_fields import STRING, FieldKind, invalid, nullable, record
 
 MAX_MESSAGES = 4096
 _MAX_CALLS = 128
@@ -24,10 +24,10 @@ def _messages(value: Any, name: str) -> list[Message]:
     if not isinstance(value, list):
         raise invalid(name, "a list of messages")
     if not value:
-        raise InvalidRequest(f"{name} is empty", param=name, code="empty_array")
+        raise InvalidRequest(f"{name} is empty", name, "empty_array")
     if len(value) > MAX_MESSAGES:
         raise InvalidRequest(
-            f"{name} has more than {MAX_MESSAGES} messages", param=name, code="array_too_long"
+            f"{name} has more than {MAX_MESSAGES} messages", name, "array_too_long"
         )
     return [_message(item, f"{name}[{i}]") for i, item in enumerate(value)]
 
@@ -47,9 +47,9 @@ def _message(value: Any, name: str) -> Message:
     else:
         message["content"] = ""
     if role == "tool" and "tool_call_id" in value:
-        message["tool_call_id"] = _text(value["tool_call_id"], f"{name}.tool_call_id")
+        message["tool_call_id"] = STRING.read(value["tool_call_id"], f"{name}.tool_call_id")
     if value.get("name") is not None:
-        message["name"] = _text(value["name"], f"{name}.name")
+        message["name"] = STRING.read(value["name"], f"{name}.name")
     return message
 
 
@@ -67,11 +67,9 @@ def _part(value: Any, name: str) -> str:
         raise invalid(name, 'a part like {"type": "text", "text": "..."}')
     if kind != "text":
         raise InvalidRequest(
-            f"{name}: only text is supported, not {kind[:32]!r}",
-            param=name,
-            code="unsupported_content",
+            f"{name}: only text is supported, not {kind[:32]!r}", name, "unsupported_content"
         )
-    return _text(value.get("text"), f"{name}.text")
+    return str(STRING.read(value.get("text"), f"{name}.text"))
 
 
 def _calls(value: Any, name: str) -> list[dict[str, Any]]:
@@ -85,8 +83,11 @@ def _call(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(function, Mapping):
         raise invalid(name, "a call of a function")
     arguments = _arguments(function.get("arguments"), f"{name}.function.arguments")
-    called = {"name": _text(function.get("name"), f"{name}.function.name"), "arguments": arguments}
-    call_id = _text(value.get("id", ""), f"{name}.id")
+    called = {
+        "name": STRING.read(function.get("name"), f"{name}.function.name"),
+        "arguments": arguments,
+    }
+    call_id = STRING.read(value.get("id", ""), f"{name}.id")
     return {"id": call_id, "type": "function", "function": called}
 
 
@@ -103,37 +104,17 @@ def _arguments(value: Any, name: str) -> dict[str, Any]:
     return value
 
 
-def _text(value: Any, name: str) -> str:
-    if not isinstance(value, str):
-        raise invalid(name, "a string")
-    return value
-
-
-_PARTS = {
-    "type": "array",
-    "minItems": 1,
-    "items": {
-        "type": "object",
-        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-        "required": ["type", "text"],
-    },
-}
-MESSAGES = FieldKind(
+_PART = record({"type": {"const": "text"}, "text": STRING.schema})
+_PARTS = {"type": "array", "minItems": 1, "items": _PART}
+_MESSAGE = record(
+    {"role": {"enum": list(_ROLES)}},
     {
-        "type": "array",
-        "minItems": 1,
-        "maxItems": MAX_MESSAGES,
-        "items": {
-            "type": "object",
-            "properties": {
-                "role": {"enum": list(_ROLES)},
-                "content": nullable({"anyOf": [{"type": "string"}, _PARTS]}),
-                "name": nullable({"type": "string"}),
-                "tool_call_id": {"type": "string"},
-                "tool_calls": nullable({"type": "array", "maxItems": _MAX_CALLS}),
-            },
-            "required": ["role"],
-        },
+        "content": nullable({"anyOf": [STRING.schema, _PARTS]}),
+        "name": nullable(STRING.schema),
+        "tool_call_id": STRING.schema,
+        "tool_calls": nullable({"type": "array", "maxItems": _MAX_CALLS}),
     },
-    _messages,
+)
+MESSAGES = FieldKind(
+    {"type": "array", "minItems": 1, "maxItems": MAX_MESSAGES, "items": _MESSAGE}, _messages
 )

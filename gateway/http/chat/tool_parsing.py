@@ -138,7 +138,8 @@ class CallScanner:
         if self._key == "name":
             try:
                 name = json.loads(self._piece)
-            except ValueError:
+                name.encode()  # half of a surrogate pair is no name
+            except (ValueError, AttributeError):
                 name = None
             self.is_broken = not isinstance(name, str)
             self.name = name if isinstance(name, str) else None

@@ -47,4 +47,4 @@ def _inside(value: Any) -> Iterable[Any]:
 
 
 def _bad(name: str, what: str) -> InvalidRequest:
-    return InvalidRequest(f"{name} {what}", param=name, code="invalid_schema")
+    return InvalidRequest(f"{name} {what}", name, "invalid_schema")

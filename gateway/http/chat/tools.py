@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....core.errors import InvalidRequest
-from ..generate.json_fields import FieldKind, invalid, nullable
+from ....core.request.json_fields import BOOLEAN, STRING, FieldKind, invalid, nullable, record
 from .tool_schemas import MAX_SCHEMA_VALUES, check_schema
 
 MAX_TOOLS = 128
@@ -34,16 +34,14 @@ def _tools(value: Any, name: str) -> list[Tool]:
     if not isinstance(value, list):
         raise invalid(name, "a list of tools")
     if len(value) > MAX_TOOLS:
-        raise InvalidRequest(
-            f"{name} has more than {MAX_TOOLS} tools", param=name, code="array_too_long"
-        )
+        raise InvalidRequest(f"{name} has more than {MAX_TOOLS} tools", name, "array_too_long")
     tools, num_values = [], 0
     for i, item in enumerate(value):
         tools.append(_tool(item, f"{name}[{i}]"))
         schema = tools[-1]["function"].get("parameters", {})
         num_values += check_schema(schema, f"{name}[{i}].function.parameters")
         if num_values > MAX_SCHEMA_VALUES:
-            raise InvalidRequest(f"{name} are too large", param=name, code="invalid_schema")
+            raise InvalidRequest(f"{name} are too large", name, "invalid_schema")
     return tools
 
 
@@ -84,9 +82,7 @@ def chosen(tools: Sequence[Tool], choice: ToolChoice | None) -> ToolChoice:
     if not tools:
         if choice is not None and choice.is_forced:
             raise InvalidRequest(
-                "tool_choice wants a call, but there are no tools",
-                param="tool_choice",
-                code="invalid_value",
+                "tool_choice wants a call, but there are no tools", "tool_choice", "invalid_value"
             )
         return ToolChoice(is_offered=False)
     choice = choice or ToolChoice(is_offered=True)
@@ -94,53 +90,21 @@ def chosen(tools: Sequence[Tool], choice: ToolChoice | None) -> ToolChoice:
     if choice.function is not None and choice.function not in names:
         raise InvalidRequest(
             f"tool_choice names {choice.function[:64]!r}, which is not among the tools",
-            param="tool_choice",
-            code="invalid_value",
+            "tool_choice",
+            "invalid_value",
         )
     return choice
 
 
-TOOLS = FieldKind(
+_FUNCTION = record(
+    {"name": STRING.within(pattern="^[A-Za-z0-9_.-]{1,64}$").schema},
     {
-        "type": "array",
-        "maxItems": MAX_TOOLS,
-        "items": {
-            "type": "object",
-            "properties": {
-                "type": {"const": "function"},
-                "function": {
-                    "type": "object",
-                    "properties": {
-                        "name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"},
-                        "description": nullable({"type": "string"}),
-                        "parameters": nullable({"type": "object"}),
-                        "strict": nullable({"type": "boolean"}),
-                    },
-                    "required": ["name"],
-                },
-            },
-            "required": ["type", "function"],
-        },
+        "description": nullable(STRING.schema),
+        "parameters": nullable({"type": "object"}),
+        "strict": nullable(BOOLEAN.schema),
     },
-    _tools,
 )
-TOOL_CHOICE = FieldKind(
-    {
-        "anyOf": [
-            {"enum": ["none", "auto", "required"]},
-            {
-                "type": "object",
-                "properties": {
-                    "type": {"const": "function"},
-                    "function": {
-                        "type": "object",
-                        "properties": {"name": {"type": "string"}},
-                        "required": ["name"],
-                    },
-                },
-                "required": ["type", "function"],
-            },
-        ]
-    },
-    _tool_choice,
-)
+_TOOL = record({"type": {"const": "function"}, "function": _FUNCTION})
+TOOLS = FieldKind({"type": "array", "maxItems": MAX_TOOLS, "items": _TOOL}, _tools)
+_NAMED = record({"type": {"const": "function"}, "function": record({"name": STRING.schema})})
+TOOL_CHOICE = FieldKind({"anyOf": [{"enum": ["none", "auto", "required"]}, _NAMED]}, _tool_choice)

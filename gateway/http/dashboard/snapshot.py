@@ -170,5 +170,5 @@ def _seconds(text: str, name: str) -> float:
     except ValueError:
         target_ms = math.nan
     if not 0 < target_ms <= _LONGEST_TARGET_MS:
-        raise InvalidRequest(f"{name} is a number of milliseconds above 0", param=name)
+        raise InvalidRequest(f"{name} is a number of milliseconds above 0", name)
     return target_ms / 1000

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ....core.request.logprobs import TokenLogprobs
 from ...request.output_chunk import OutputChunk
+from ..protocol.answers import CompletionChoice, CompletionLogprobs, json_text
 from ..protocol.text_event import TextEvent
 from .logprobs import TokenOf, completion_logprobs, prompt_logprobs
 
@@ -30,14 +29,14 @@ class CompletionOptions:
 
 @dataclass(slots=True)
 class EchoedPrompt:
-    """A prompt that may be told back; `scores` come with its first sample's first chunk."""
+    """A prompt that may be echoed; `scores` come with its first sample's first chunk."""
 
     text: str
     token_ids: Sequence[int]
     scores: tuple[TokenLogprobs, ...] = ()
 
 
-class CompletionChoice:
+class CompletionSample:
     """One sample of one prompt, chunk by chunk; `index` counts samples over all prompts."""
 
     def __init__(
@@ -59,36 +58,35 @@ class CompletionChoice:
         """JSON of what a stream shows of this chunk: nothing while its text is held back."""
         if self.text_event is not None and chunk.result is None:
             return [self.text_event.of(chunk.text)] if chunk.text else []
-        return [json.dumps(self.body(chunk))]
+        return [json_text(self.choice(chunk))]
 
-    def body(self, chunk: OutputChunk) -> dict[str, Any]:
+    def choice(self, chunk: OutputChunk) -> CompletionChoice:
         """The object for a chunk, which may be the only one."""
-        options, result = self._options, chunk.result
+        options, result, prompt = self._options, chunk.result, self._prompt
         is_first, self._is_first = self._is_first, False
-        told = self._prompt if is_first and options.echo else None
-        body: dict[str, Any] = {
-            "index": self._index,
-            "text": (told.text if told else "") + chunk.text,
-            "logprobs": None if options.logprobs is None else self._logprobs(chunk, told),
-            "finish_reason": None if result is None else result.finish_reason.value,
-            "stop_reason": None if result is None else result.matched_stop,
-        }
+        echoed = prompt if is_first and options.echo else None
+        choice = CompletionChoice(
+            index=self._index,
+            text=(echoed.text if echoed else "") + chunk.text,
+            logprobs=None if options.logprobs is None else self._logprobs(chunk, echoed),
+            finish_reason=None if result is None else result.finish_reason.value,
+            stop_reason=None if result is None else result.matched_stop,
+        )
         if options.return_token_ids:
-            body["token_ids"] = list(chunk.token_ids)
+            choice.token_ids = chunk.token_ids
             if is_first:
-                body["prompt_token_ids"] = list(self._prompt.token_ids)
+                choice.prompt_token_ids = list(prompt.token_ids)
         if options.prompt_logprobs is not None and is_first:
-            ids, scores = self._prompt.token_ids, self._prompt.scores
-            body["prompt_logprobs"] = prompt_logprobs(ids, scores, self._token_of)
-        return body
+            scores = prompt_logprobs(prompt.token_ids, prompt.scores, self._token_of)
+            choice.prompt_logprobs = scores
+        return choice
 
-    def _logprobs(self, chunk: OutputChunk, told: EchoedPrompt | None) -> dict[str, Any]:
+    def _logprobs(self, chunk: OutputChunk, echoed: EchoedPrompt | None) -> CompletionLogprobs:
         ids: list[int] = []
         scores: list[TokenLogprobs | None] = []
-        if told is not None:
-            ids, scores = list(told.token_ids), [None, *told.scores]
-        shape = completion_logprobs(
-            [*ids, *chunk.token_ids], [*scores, *chunk.logprobs], self._token_of, self._offset
-        )
-        self._offset += sum(len(self._token_of(i).text) for i in (*ids, *chunk.token_ids))
+        if echoed is not None:
+            ids, scores = list(echoed.token_ids), [None, *echoed.scores]
+        ids, scores = [*ids, *chunk.token_ids], [*scores, *chunk.logprobs]
+        shape = completion_logprobs(ids, scores, self._token_of, self._offset)
+        self._offset += sum(len(self._token_of(i).text) for i in ids)
         return shape

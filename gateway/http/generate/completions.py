@@ -8,37 +8,24 @@ from typing import Any
 from aiohttp import web
 
 from ....core.errors import InvalidRequest
+from ....core.request.json_fields import BOOLEAN, FieldKind
 from ....core.request.token_ids import pack
 from ....proto.v1 import inference_pb2
 from ...admission.front_door import RunningCall
 from ...request.output_chunk import OutputChunk
+from ..protocol.answers import Completion
 from ..protocol.app_state import APP_STATE
-from ..protocol.body import read_object
-from .completion_shape import CompletionChoice, CompletionOptions, EchoedPrompt
-from .json_fields import BOOLEAN, FieldKind
+from .completion_shape import CompletionOptions, CompletionSample, EchoedPrompt
 from .prompts import PROMPTS, Prompt, prompt_name
-from .request_fields import (
-    FRONT,
-    GENERATION,
-    LOGPROBS,
-    MAX_TOKENS,
-    SAMPLING,
-    fill,
-    read_fields,
-    require,
-)
-from .request_options import label_of, model_of, stream_plan
-from .responses import Choice, ResponsePlan, answer
-from .run_prompts import PromptsCall
-from .structured import STRUCTURED, fill_constraint
+from .request_fields import COMMON, LOGPROBS, MAX_TOKENS, generate_request, read_body
+from .responses import Response, Sample
+from .structured import constraint_of
 
 ROUTES = web.RouteTableDef()
 
+REQUIRED = ("model", "prompt")
 FIELDS: Mapping[str, FieldKind] = {
-    **FRONT,
-    **SAMPLING,
-    **GENERATION,
-    **STRUCTURED,
+    **COMMON,
     "prompt": PROMPTS,
     "max_tokens": MAX_TOKENS,
     "logprobs": LOGPROBS,
@@ -51,117 +38,74 @@ _MAX_CHOICES = 128
 @ROUTES.post("/v1/completions")
 async def completions(request: web.Request) -> web.StreamResponse:
     """Continue a prompt, or each of several."""
-    found = read_fields(await read_object(request), FIELDS)
-    model, prompts = model_of(found), require(found, "prompt")
-    options = CompletionOptions(
-        echo=found.get("echo", False),
-        logprobs=found.get("logprobs"),
-        prompt_logprobs=found.get("prompt_logprobs"),
-        return_token_ids=found.get("return_token_ids", False),
-    )
-    calls = [
-        _call(request, model, prompt, found, _names(found, index, len(prompts)))
-        for index, prompt in enumerate(prompts)
-    ]
-    plan = stream_plan(found, calls)
-    _check(plan, options)
-    return await answer(request, plan, _Shape(request, prompts, options, plan.num_samples))
+    return await _Completions(request, await read_body(request, FIELDS, REQUIRED)).run()
 
 
-def _call(
-    request: web.Request,
-    model: str,
-    prompt: Prompt,
-    found: Mapping[str, Any],
-    names: Mapping[str, str],
-) -> PromptsCall:
-    wire = _wire(request, model, prompt, found)
-    return PromptsCall(wire, {**names, **fill_constraint(wire, found)})
-
-
-def _wire(
-    request: web.Request, model: str, prompt: Prompt, found: Mapping[str, Any]
-) -> inference_pb2.GenerateRequest:
-    wire = inference_pb2.GenerateRequest(model=model, request_id=label_of(request))
-    if isinstance(prompt, str):
-        wire.text = prompt
-    else:
-        wire.token_ids.packed = pack(prompt)
-    fill(wire, found)
-    wire.sampling.max_tokens = found.get("max_tokens", _DEFAULT_MAX_TOKENS)
-    if "logprobs" in found:
-        wire.sampling.logprobs = found["logprobs"]
-        if found.get("echo") and "prompt_logprobs" not in found:
-            wire.sampling.prompt_logprobs = found["logprobs"]
-    return wire
-
-
-def _names(found: Mapping[str, Any], index: int, num_prompts: int) -> Mapping[str, str]:
-    names = {"prompt": prompt_name(index, num_prompts)}
-    if found.get("echo") and "prompt_logprobs" not in found:
-        names["prompt_logprobs"] = "logprobs"
-    return names
-
-
-def _check(plan: ResponsePlan, options: CompletionOptions) -> None:
-    """What the wire can say, and this endpoint cannot answer."""
-    if plan.num_samples * len(plan.calls) > _MAX_CHOICES:
-        raise InvalidRequest(
-            f"prompts times n are more than {_MAX_CHOICES}", param="n", code="invalid_value"
-        )
-    if not plan.is_stream:
-        return
-    if options.prompt_logprobs is not None:
-        raise InvalidRequest(
-            "prompt_logprobs are told in a whole answer, not in a stream",
-            param="prompt_logprobs",
-            code="unsupported_parameter",
-        )
-    if options.echo and options.logprobs is not None and plan.num_samples > 1:
-        raise InvalidRequest(
-            "echo with logprobs streams one sample of a prompt", param="n", code="invalid_value"
-        )
-
-
-class _Shape:
-    """`answers.Shape`."""
-
+class _Completions(Response):
     id_prefix = "cmpl-"
-    whole_object = chunk_object = "text_completion"
+    answer_type = chunk_type = Completion
 
-    def __init__(
-        self,
-        request: web.Request,
-        prompts: Sequence[Prompt],
-        options: CompletionOptions,
-        num_samples: int,
-    ) -> None:
-        self._tokenizer = request.app[APP_STATE].door.model.tokenizer
-        self._texts = prompts
-        self._options = options
-        self._num_samples = num_samples
+    def __init__(self, request: web.Request, found: Mapping[str, Any]) -> None:
+        self._texts = found["prompt"]
+        constraint, asked_by = constraint_of(found)
+        super().__init__(request, found)
+        self._options = CompletionOptions(
+            echo=found.get("echo", False),
+            logprobs=found.get("logprobs"),
+            prompt_logprobs=found.get("prompt_logprobs"),
+            return_token_ids=found.get("return_token_ids", False),
+        )
+        self._check(self._options)
+        self.names = {"constraint": asked_by}
+        sampling = {"max_tokens": _DEFAULT_MAX_TOKENS} | constraint
+        sampling |= {name: found[name] for name in ("max_tokens", "logprobs") if name in found}
+        if "logprobs" in found and self._options.echo and "prompt_logprobs" not in found:
+            sampling["prompt_logprobs"] = found["logprobs"]
+            self.names["prompt_logprobs"] = "logprobs"
+        self.prompts = [
+            generate_request(found, sampling, request_id=self.label, **_prompt(text))
+            for text in self._texts
+        ]
         self._prompts: list[EchoedPrompt] = []
 
-    async def begin(self, generations: Sequence[RunningCall]) -> Sequence[Choice]:
-        self._prompts = [
-            EchoedPrompt(await self._text(prompt), generation.request.prompt_token_ids)
-            for prompt, generation in zip(self._texts, generations, strict=True)
-        ]
+    def _check(self, options: CompletionOptions) -> None:
+        """What the wire can carry, and this endpoint cannot answer."""
+        if self.num_samples * len(self._texts) > _MAX_CHOICES:
+            message = f"prompts times n are more than {_MAX_CHOICES}"
+            raise InvalidRequest(message, "n", "invalid_value")
+        if (
+            self.is_stream
+            and options.echo
+            and options.logprobs is not None
+            and self.num_samples > 1
+        ):
+            message = "echo with logprobs streams one sample of a prompt"
+            raise InvalidRequest(message, "n", "invalid_value")
+
+    def names_of(self, prompt_index: int) -> Mapping[str, str]:
+        return {"prompt": prompt_name(prompt_index, len(self._texts)), **self.names}
+
+    async def samples(self, calls: Sequence[RunningCall]) -> Sequence[Sample]:
+        tokenizer = self.app[APP_STATE].door.model.tokenizer
+        for text, call in zip(self._texts, calls, strict=True):
+            shown = text if self._options.echo else ""
+            if not isinstance(shown, str):
+                shown = await tokenizer.decode(shown)
+            self._prompts.append(EchoedPrompt(shown, call.request.prompt_token_ids))
         return [
-            CompletionChoice(
-                place * self._num_samples + sample, self._options, prompt, self._tokenizer.token
+            CompletionSample(
+                place * self.num_samples + sample, self._options, prompt, tokenizer.token
             )
             for place, prompt in enumerate(self._prompts)
-            for sample in range(self._num_samples)
+            for sample in range(self.num_samples)
         ]
-
-    async def _text(self, prompt: Prompt) -> str:
-        if not self._options.echo:
-            return ""
-        return prompt if isinstance(prompt, str) else await self._tokenizer.decode(prompt)
 
     def first_chunk(self, prompt_index: int, chunk: OutputChunk) -> None:
         self._prompts[prompt_index].scores = chunk.prompt_logprobs
 
-    def extra(self) -> dict[str, Any]:
-        return {}
+
+def _prompt(prompt: Prompt) -> Mapping[str, Any]:
+    """The prompt's field of a GenerateRequest."""
+    if isinstance(prompt, str):
+        return {"text": prompt}
+    return {"token_ids": inference_pb2.TokenIds(packed=pack(prompt))}

@@ -5,41 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ....core.errors import InvalidRequest
-from ....core.request.token_ids import column
-from .json_fields import UINT32_MAX, FieldKind, invalid, is_integer
+from ....core.request.json_fields import STRING, TOKEN_IDS, FieldKind, invalid, list_of
 
 MAX_PROMPTS = 64
 
 Prompt = str | list[int]
-
-
-def _token_ids(value: Any, name: str) -> list[int]:
-    if not isinstance(value, list):
-        raise invalid(name, "a list of token ids")
-    if value and not (set(map(type, value)) == {int} and _fit_the_wire(value)):
-        i = next(i for i, item in enumerate(value) if not _is_token_id(item))
-        raise InvalidRequest(
-            f"{name}[{i}] is not a token id", param=f"{name}[{i}]", code="invalid_token_id"
-        )
-    return value
-
-
-def _fit_the_wire(integers: list[int]) -> bool:
-    try:
-        column(integers)
-    except (OverflowError, ValueError):
-        return False
-    return True
-
-
-def _is_token_id(item: Any) -> bool:
-    return is_integer(item) and 0 <= item <= UINT32_MAX
-
-
-TOKEN_IDS = FieldKind(
-    {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": UINT32_MAX}},
-    _token_ids,
-)
 
 
 def _prompts(value: Any, name: str) -> list[Prompt]:
@@ -48,16 +18,14 @@ def _prompts(value: Any, name: str) -> list[Prompt]:
     if not isinstance(value, list):
         raise invalid(name, "a text, token ids, or a list of either")
     if not value:
-        raise InvalidRequest(f"{name} is empty", param=name, code="empty_prompt")
+        raise InvalidRequest(f"{name} is empty", name, "empty_prompt")
     if not isinstance(value[0], str | list):
-        return [_token_ids(value, name)]
+        return [TOKEN_IDS.read(value, name)]
     if len(value) > MAX_PROMPTS:
-        raise InvalidRequest(
-            f"{name} has more than {MAX_PROMPTS} prompts", param=name, code="array_too_long"
-        )
+        raise InvalidRequest(f"{name} has more than {MAX_PROMPTS} prompts", name, "array_too_long")
     if isinstance(value[0], str):
         return [_text(item, f"{name}[{i}]") for i, item in enumerate(value)]
-    return [_token_ids(item, f"{name}[{i}]") for i, item in enumerate(value)]
+    return [TOKEN_IDS.read(item, f"{name}[{i}]") for i, item in enumerate(value)]
 
 
 def _text(value: Any, name: str) -> str:
@@ -66,23 +34,14 @@ def _text(value: Any, name: str) -> str:
     return value
 
 
+_TEXT = STRING.within(minLength=1)
+_IDS = TOKEN_IDS.within(minItems=1)
 PROMPTS = FieldKind(
     {
         "anyOf": [
-            {"type": "string", "minLength": 1},
-            {**TOKEN_IDS.schema, "minItems": 1},
-            {
-                "type": "array",
-                "items": {"type": "string", "minLength": 1},
-                "minItems": 1,
-                "maxItems": MAX_PROMPTS,
-            },
-            {
-                "type": "array",
-                "items": {**TOKEN_IDS.schema, "minItems": 1},
-                "minItems": 1,
-                "maxItems": MAX_PROMPTS,
-            },
+            _TEXT.schema,
+            _IDS.schema,
+            *(list_of(one, MAX_PROMPTS).within(minItems=1).schema for one in (_TEXT, _IDS)),
         ]
     },
     _prompts,

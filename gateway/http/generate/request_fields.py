@@ -1,10 +1,10 @@
-"""The fields of OpenAI's requests, one line each: what they can be, and where in a GenerateRequest
-they go.
+"""The fields of OpenAI's requests: what they can be, and where in a GenerateRequest they go.
 
     SAMPLING   by the same name in its `sampling`          GENERATION   by the same name beside it
     the rest is what one endpoint reads by itself
-Unknown fields are ignored and logged. Fields that would change the answer, and that are not
-supported or another endpoint's, are refused; so are names of internals, which no client may set.
+The first two are made from the table of request parameters. Unknown fields are ignored and logged.
+Fields that would change the answer, and that are not supported or another endpoint's, are refused;
+so are names of internals, which no client may set.
 """
 
 from __future__ import annotations
@@ -13,63 +13,37 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from aiohttp import web
+
 from ....core.errors import InvalidRequest
-from ....proto.v1 import inference_pb2
-from ...validation.sampling_validation import (
-    MAX_LOGPROBS,
-    MAX_PENALTY,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
-    MAX_TEMPERATURE,
-)
-from ...validation.validation import MAX_SAMPLES
-from .json_fields import (
-    BOOLEAN,
-    NUMBER,
-    STRING,
-    UINT32_MAX,
-    FieldKind,
-    integer,
-    one_or_list_of,
-    options,
-    string,
-)
-from .prompts import TOKEN_IDS
-from .special_fields import LOGIT_BIAS, METADATA, TOP_K
+from ....core.request import request
+from ....core.request.json_fields import BOOLEAN, STRING, FieldKind, invalid, options, string
+from ....proto.v1 import common_pb2, inference_pb2
+from ..protocol.body import read_object
+from .structured import STRUCTURED
 
 log = logging.getLogger(__name__)
 
-_COUNT = integer(0, UINT32_MAX)
-MAX_TOKENS = integer(1, UINT32_MAX)
-LOGPROBS = _COUNT.within(maximum=MAX_LOGPROBS)
-_PENALTY = NUMBER.within(minimum=-MAX_PENALTY, maximum=MAX_PENALTY)
+_MAX_PAIRS, _MAX_KEY_CHARS, _MAX_VALUE_CHARS = 16, 64, 512
 
-SAMPLING: Mapping[str, FieldKind] = {
-    "temperature": NUMBER.within(minimum=0, maximum=MAX_TEMPERATURE),
-    "top_p": NUMBER.within(exclusiveMinimum=0, maximum=1),
-    "top_k": TOP_K,
-    "min_p": NUMBER.within(minimum=0, maximum=1),
-    "seed": integer(0, 2**63 - 1),
-    "stop": one_or_list_of(STRING.within(minLength=1, maxLength=256), MAX_STOP_STRINGS),
-    "stop_token_ids": FieldKind(
-        {**TOKEN_IDS.schema, "maxItems": MAX_STOP_TOKEN_IDS}, TOKEN_IDS.read
-    ),
-    "ignore_eos": BOOLEAN,
-    "repetition_penalty": NUMBER.within(exclusiveMinimum=0, maximum=MAX_PENALTY),
-    "presence_penalty": _PENALTY,
-    "frequency_penalty": _PENALTY,
-    "logit_bias": LOGIT_BIAS,
-    "min_tokens": _COUNT,
-    "prompt_logprobs": LOGPROBS,
-}
 
-GENERATION: Mapping[str, FieldKind] = {
-    "n": integer(1, MAX_SAMPLES),
-    "cache_salt": STRING.within(pattern=r"^[A-Za-z0-9_.-]{1,64}$"),
-    "include_stop_str_in_output": BOOLEAN,
-    "skip_special_tokens": BOOLEAN,
-    "add_special_tokens": BOOLEAN,
-}
+def _metadata(value: Any, name: str) -> dict[str, str]:
+    if not isinstance(value, dict):
+        raise invalid(name, "an object")
+    if len(value) > _MAX_PAIRS:
+        raise invalid(name, f"an object of at most {_MAX_PAIRS} pairs")
+    for key, text in value.items():
+        is_short = isinstance(text, str) and len(text) <= _MAX_VALUE_CHARS
+        if len(key) > _MAX_KEY_CHARS or not is_short:
+            what = f"keys of {_MAX_KEY_CHARS} and texts of {_MAX_VALUE_CHARS} characters at most"
+            raise invalid(name, f"an object with {what}")
+    return value
+
+
+SAMPLING = {name: one.field for name, one in request.SAMPLING.items() if not one.over_http}
+GENERATION = {name: one.field for name, one in request.OPTIONS.items()}
+MAX_TOKENS = request.SAMPLING["max_tokens"].field
+LOGPROBS = request.SAMPLING["logprobs"].field
 
 FRONT: Mapping[str, FieldKind] = {
     "model": STRING,
@@ -77,39 +51,36 @@ FRONT: Mapping[str, FieldKind] = {
     "stream_options": options(include_usage=BOOLEAN, continuous_usage_stats=BOOLEAN),
     "return_token_ids": BOOLEAN,
     "user": string(512),
-    "metadata": METADATA,
+    "metadata": FieldKind(
+        {
+            "type": "object",
+            "propertyNames": {"maxLength": _MAX_KEY_CHARS},
+            "additionalProperties": {"type": "string", "maxLength": _MAX_VALUE_CHARS},
+            "maxProperties": _MAX_PAIRS,
+        },
+        _metadata,
+    ),
 }
+
+COMMON = {**FRONT, **SAMPLING, **GENERATION, **STRUCTURED}  # of both endpoints that generate
 
 # Known, and not supported where an endpoint's table lacks them: (name, values that ask for nothing
 # and are let pass).
 UNSUPPORTED: Mapping[str, Sequence[Any]] = {
-    "allowed_token_ids": (),
-    "audio": (),
     "bad_words": ([],),
     "best_of": (1,),
     "add_generation_prompt": (True,),
-    "chat_template": (),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
     "early_stopping": (False,),
     "echo": (False,),
-    "function_call": (),
-    "functions": (),
-    "guided_decoding_backend": (),
-    "json_schema": (),
     "length_penalty": (1, 1.0),
     "logits_processors": ([],),
     "logprob_token_ids": ([],),
-    "max_completion_tokens": (),
-    "messages": (),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
-    "prediction": (),
     "priority": (0,),
-    "prompt": (),
-    "prompt_embeds": (),
-    "reasoning_effort": (),
     "return_tokens_as_token_ids": (False,),
     "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (True,),
@@ -117,11 +88,16 @@ UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
-    "verbosity": (),
-    "web_search_options": (),
+    **dict.fromkeys(
+        (
+            *("allowed_token_ids", "audio", "chat_template", "function_call", "functions"),
+            *("guided_decoding_backend", "json_schema", "max_completion_tokens", "messages"),
+            *("prediction", "prompt", "prompt_embeds", "reasoning_effort", "top_logprobs"),
+            *("truncate_prompt_tokens", "verbosity", "web_search_options"),
+        ),
+        (),
+    ),
 }
 
 # What does the same here, or comes nearest.
@@ -151,28 +127,13 @@ INSTEAD: Mapping[str, str] = {
 }
 
 INTERNAL = frozenset(
-    {
-        "attempt",
-        "bootstrap_host",
-        "bootstrap_port",
-        "bootstrap_room",
-        "data_parallel_rank",
-        "decode_node",
-        "disagg_prefill_dp_rank",
-        "fork_request_ids",
-        "incarnation",
-        "kv_transfer_params",
-        "lora_path",
-        "media_io_kwargs",
-        "mm_hashes",
-        "mm_processor_kwargs",
-        "prefill_node",
-        "routed_dp_rank",
-        "sample_index",
-        "tenant",
-        "ticket",
-        "transfer_id",
-    }
+    (
+        *("attempt", "bootstrap_host", "bootstrap_port", "bootstrap_room"),
+        *("data_parallel_rank", "decode_node", "disagg_prefill_dp_rank", "fork_request_ids"),
+        *("incarnation", "kv_transfer_params", "lora_path", "media_io_kwargs", "mm_hashes"),
+        *("mm_processor_kwargs", "prefill_node", "routed_dp_rank", "sample_index", "tenant"),
+        *("ticket", "transfer_id"),
+    )
 )
 
 _MAX_LOGGED = 16
@@ -188,9 +149,7 @@ def read_fields(body: Mapping[str, Any], known: Mapping[str, FieldKind]) -> dict
         if (kind := known.get(name)) is not None:
             found[name] = kind.read(value, name)
         elif name in INTERNAL:
-            raise InvalidRequest(
-                f"there is no parameter {name}", param=name, code="unknown_parameter"
-            )
+            raise InvalidRequest(f"there is no parameter {name}", name, "unknown_parameter")
         elif name in UNSUPPORTED:
             _check_harmless(name, value)
         else:
@@ -203,27 +162,35 @@ def read_fields(body: Mapping[str, Any], known: Mapping[str, FieldKind]) -> dict
 def _check_harmless(name: str, value: Any) -> None:
     if not any(type(value) is type(h) and value == h for h in UNSUPPORTED[name]):
         instead = f": {INSTEAD[name]}" if name in INSTEAD else ""
-        raise InvalidRequest(
-            f"{name} is not supported here{instead}", param=name, code="unsupported_parameter"
-        )
+        message = f"{name} is not supported here{instead}"
+        raise InvalidRequest(message, name, "unsupported_parameter")
+
+
+async def read_body(
+    request: web.Request, known: Mapping[str, FieldKind], required: Sequence[str]
+) -> dict[str, Any]:
+    """The fields of a body; a required text is not empty. Raises InvalidRequest, Refusal."""
+    found = read_fields(await read_object(request), known)
+    for name in required:
+        require({} if found.get(name) == "" else found, name)
+    return found
 
 
 def require(found: Mapping[str, Any], name: str) -> Any:
     """Raises InvalidRequest where the field is absent or null."""
     if name not in found:
-        raise InvalidRequest(f"{name} is required", param=name, code="missing_required")
+        raise InvalidRequest(f"{name} is required", name, "missing_required")
     return found[name]
 
 
-def fill(wire: inference_pb2.GenerateRequest, found: Mapping[str, Any]) -> None:
-    """Put what was read of SAMPLING and GENERATION in its place."""
-    for name in found.keys() & SAMPLING.keys():
-        value = found[name]
-        if isinstance(value, list):
-            getattr(wire.sampling, name).extend(value)
-        elif isinstance(value, dict):
-            getattr(wire.sampling, name).update(value)
-        else:
-            setattr(wire.sampling, name, value)
-    for name in found.keys() & GENERATION.keys():
-        setattr(wire, name, found[name])
+def generate_request(
+    found: Mapping[str, Any], sampling: dict[str, Any], **fields: Any
+) -> inference_pb2.GenerateRequest:
+    """The message of one prompt; `sampling`, `fields`: what an endpoint reads by itself."""
+    chosen = {name: found[name] for name in SAMPLING if name in found} | sampling
+    beside = {name: found[name] for name in GENERATION if name in found}
+    return inference_pb2.GenerateRequest(
+        model=found["model"],
+        sampling=common_pb2.SamplingParams(**chosen),
+        **fields | beside,
+    )

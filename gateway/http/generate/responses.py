@@ -1,37 +1,40 @@
-"""From calls to an answer, for both endpoints that generate: a stream of events, or one object.
-
-An endpoint gives a `ResponsePlan` (what to run, what to tell) and a `ResponseShape` (how choices
-are written).
-"""
+"""From calls to an answer, for both endpoints that generate: a stream of events, or one object."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from aiohttp import web
 
+from ....core.errors import BatonError, InvalidRequest
+from ....proto.v1 import inference_pb2
 from ...admission.front_door import RunningCall
 from ...request.chunk_queue import merged
 from ...request.output_chunk import OutputChunk
+from ...text.special_tokens import Spans
+from ...validation.validation import check_label
+from ..protocol.answers import Answer, Choice, answer, json_text
 from ..protocol.app_state import APP_STATE, caller_of
-from ..protocol.error_middleware import REQUEST_ID
+from ..protocol.error_middleware import REQUEST_ID, REQUEST_ID_HEADER
 from ..protocol.event_stream import EventStream
 from ..protocol.text_event import TextEvent
-from .run_prompts import PromptsCall, Sender, run_calls
-from .usage import Usage
+from .run_prompts import run_prompts
+from .usage import TokenCounts
 
 _DONE = "data: [DONE]\n\n"
+_TAIL = "]}\n\n"  # behind the choices of an event
 _MAX_TRACE = 512  # characters of a header, as W3C has it for tracestate
 
 
-class Choice(Protocol):
+class Sample(Protocol):
     """One sample, as its endpoint writes it.
 
     `text_event`: what `events` gives for a chunk that only adds a text, of all chunks but the
-    sample's first and last; None where more is told.
+    sample's first and last; None where more is written.
     """
 
     text_event: TextEvent | None
@@ -40,125 +43,139 @@ class Choice(Protocol):
         """JSON objects for a stream."""
         ...
 
-    def body(self, chunk: OutputChunk) -> dict[str, Any]:
+    def choice(self, chunk: OutputChunk) -> Choice:
         """The object in a whole answer; `chunk` is all of the sample."""
         ...
 
 
-class ResponseShape(Protocol):
-    """An endpoint's way of writing."""
+class Response(ABC):
+    """One answer while it comes about; each endpoint has its own way of writing.
+
+    `prompts`: what to run, at the same time. `names`: our names of fields, and the client's.
+    """
 
     id_prefix: str
-    whole_object: str
-    chunk_object: str
+    answer_type: type[Answer]
+    chunk_type: type[Answer]
+    special_at: Spans | None = None  # see FrontDoor.generate
+    prompts: Sequence[inference_pb2.GenerateRequest]
+    names: Mapping[str, str]
 
-    async def begin(self, generations: Sequence[RunningCall]) -> Sequence[Choice]:
-        """The choices: for each prompt its samples. Before any chunk."""
-        ...
-
-    def first_chunk(self, prompt_index: int, chunk: OutputChunk) -> None:
-        """The first chunk of a prompt's first sample, which has the prompt's scores."""
-        ...
-
-    def extra(self) -> dict[str, Any]:
-        """What else stands in a whole answer."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class ResponsePlan:
-    """What to run and what to tell of it."""
-
-    calls: Sequence[PromptsCall]
-    num_samples: int
-    is_stream: bool
-    includes_usage: bool = False
-    has_continuous_usage: bool = False
-
-
-async def answer(
-    request: web.Request, plan: ResponsePlan, shape: ResponseShape
-) -> web.StreamResponse:
-    """Run the plan's calls; raises what ended them."""
-    run = _Run(request, plan, shape)
-    sender = Sender(
-        caller_of(request), _trace(request, "traceparent"), _trace(request, "tracestate")
-    )
-    on_chunk, push = (run.send, run.push) if plan.is_stream else (run.collect, None)
-    await run_calls(request.app[APP_STATE].door, plan.calls, sender, run.begin, on_chunk, push)
-    return await run.end_stream() if plan.is_stream else run.whole()
-
-
-def _trace(request: web.Request, header: str) -> str:
-    text = request.headers.get(header, "")
-    return text if len(text) <= _MAX_TRACE else ""
-
-
-class _Run:
-    """One answer while it comes about."""
-
-    def __init__(self, request: web.Request, plan: ResponsePlan, shape: ResponseShape) -> None:
+    def __init__(self, request: web.Request, found: Mapping[str, Any]) -> None:
+        """Raises InvalidRequest for a label that is none, and options of a stream that is none."""
+        self.app = request.app
+        self.label = request.headers.get(REQUEST_ID_HEADER, "")
+        check_label(self.label, REQUEST_ID_HEADER)
+        self.num_samples: int = found.get("n", 1)
+        self.is_stream: bool = found.get("stream", False)
+        if "stream_options" in found and not self.is_stream:
+            message = "stream_options are for streams: set stream"
+            raise InvalidRequest(message, "stream_options", "invalid_value")
+        if "prompt_logprobs" in found and self.is_stream:
+            message = "prompt_logprobs are told in a whole answer, not in a stream"
+            raise InvalidRequest(message, "prompt_logprobs", "unsupported_parameter")
+        options = found.get("stream_options", {})
+        self._includes_usage = options.get("include_usage", False)
+        self._has_continuous_usage = self._includes_usage and options.get("continuous_usage_stats")
         self._request = request
-        self._plan = plan
-        self._shape = shape
-        self._usage = Usage()
-        self._choices: Sequence[Choice] = ()
-        self._text_events: Sequence[TextEvent | None] = ()  # one a choice, whole
+        self._counts = TokenCounts()
+        self._samples: Sequence[Sample] = ()
+        self._text_events: Sequence[TextEvent | None] = ()  # one a sample, whole
         self._chunks: dict[int, list[OutputChunk]] = {}
         self._nodes: dict[str, str] = {}
         self._envelope: dict[str, Any] = {}
         self._stream = EventStream(request)
         self._head = ""
-        self._tail = "]}\n\n"
 
-    async def begin(self, generations: Sequence[RunningCall]) -> None:
-        """All calls were accepted."""
-        first = generations[0]
+    @abstractmethod
+    async def samples(self, calls: Sequence[RunningCall]) -> Sequence[Sample]:
+        """For each prompt its samples. Before any chunk."""
+
+    @abstractmethod
+    def first_chunk(self, prompt_index: int, chunk: OutputChunk) -> None:
+        """The first chunk of a prompt's first sample, which has the prompt's scores."""
+
+    def names_of(self, prompt_index: int) -> Mapping[str, str]:
+        """`names` for errors about this prompt."""
+        return self.names
+
+    def extra(self) -> dict[str, Any]:
+        """What else stands in a whole answer."""
+        return {}
+
+    async def run(self) -> web.StreamResponse:
+        """Run the prompts; raises what ended them, in the client's words."""
+        on_chunk, push = (self._send, self._push) if self.is_stream else (self._collect, None)
+        await run_prompts(self._generate, len(self.prompts), self._begin, on_chunk, push)
+        return await self._end_stream() if self.is_stream else self._whole()
+
+    @asynccontextmanager
+    async def _generate(self, prompt_index: int) -> AsyncIterator[RunningCall]:
+        try:
+            async with self.app[APP_STATE].door.generate(
+                self.prompts[prompt_index],
+                caller_of(self._request),
+                traceparent=self._trace("traceparent"),
+                tracestate=self._trace("tracestate"),
+                special_at=self.special_at,
+            ) as call:
+                yield call
+        except BatonError as error:
+            _rename(error, self.names_of(prompt_index))
+            raise
+
+    def _trace(self, header: str) -> str:
+        text = self._request.headers.get(header, "")
+        return text if len(text) <= _MAX_TRACE else ""
+
+    async def _begin(self, calls: Sequence[RunningCall]) -> None:
+        """All prompts were accepted."""
+        first = calls[0]
         self._request.setdefault(REQUEST_ID, first.call_id)
-        self._usage.prompt_tokens = sum(g.record.prompt_tokens for g in generations)
-        self._choices = await self._shape.begin(generations)
-        shape = self._shape
+        self._counts.prompt_tokens = sum(call.record.prompt_tokens for call in calls)
+        self._samples = await self.samples(calls)
         self._envelope = {
-            "id": shape.id_prefix + first.call_id,
-            "object": shape.chunk_object if self._plan.is_stream else shape.whole_object,
+            "id": self.id_prefix + first.call_id,
             "created": first.record.arrived_unix_ns // 1_000_000_000,
             "model": first.record.model,
         }
-        head = json.dumps(self._envelope, separators=(",", ":"))[:-1]
-        self._head = f'data: {head},"choices":['
-        if self._plan.includes_usage:
-            self._tail = '],"usage":null}\n\n'
-        self._text_events = [self._whole(choice.text_event) for choice in self._choices]
-
-    def _whole(self, event: TextEvent | None) -> TextEvent | None:
-        if event is None or self._plan.has_continuous_usage:
-            return None
-        return event.within(self._head, self._tail)
+        if not self.is_stream:
+            return
+        chunk = self.chunk_type(**self._envelope | {"choices": []})
+        if self._includes_usage and not self._has_continuous_usage:
+            chunk.usage = None
+        self._head = f"data: {json_text(chunk).removesuffix(']}')}"
+        self._text_events = [
+            None
+            if sample.text_event is None or self._has_continuous_usage
+            else sample.text_event.within(self._head, _TAIL)
+            for sample in self._samples
+        ]
 
     def _note(self, prompt_index: int, chunk: OutputChunk) -> int:
         """Count a chunk; returns whose it is."""
-        self._usage.add(prompt_index, chunk)
+        self._counts.add(prompt_index, chunk)
         if chunk.sample_index == 0 and chunk.index == 0:
-            self._shape.first_chunk(prompt_index, chunk)
+            self.first_chunk(prompt_index, chunk)
         if chunk.result is not None and not self._nodes:
             result = chunk.result
             self._nodes = {"prefill_node": result.prefill_node}
             self._nodes["decode_node"] = result.decode_node or ""
-        return prompt_index * self._plan.num_samples + chunk.sample_index
+        return prompt_index * self.num_samples + chunk.sample_index
 
     # --- a stream ---------------------------------------------------------------------------------
 
-    async def send(self, prompt_index: int, chunk: OutputChunk) -> None:
+    async def _send(self, prompt_index: int, chunk: OutputChunk) -> None:
         if events := self._events(prompt_index, chunk):
             await self._stream.send(events)
 
-    def push(self, chunk: OutputChunk) -> bool:
+    def _push(self, chunk: OutputChunk) -> bool:
         """Write the only prompt's next chunk now, if the client takes what is written."""
         if not self._stream.has_room:
             return False
         event = self._text_events[chunk.sample_index]
         if event is not None and chunk.index and chunk.text:  # nearly always
-            self._usage.completion_tokens += len(chunk.token_ids)
+            self._counts.completion_tokens += len(chunk.token_ids)
             self._stream.send_now(event.of(chunk.text))
         elif events := self._events(0, chunk):
             self._stream.send_now(events)
@@ -166,39 +183,42 @@ class _Run:
 
     def _events(self, prompt_index: int, chunk: OutputChunk) -> str:
         """What the stream shows of a chunk; empty while its text is held back."""
-        choice = self._choices[self._note(prompt_index, chunk)]
-        events = choice.events(chunk)
-        tail = self._tail
-        if self._plan.has_continuous_usage:
-            tail = f'],"usage":{self._usage.text()}}}\n\n'
-        if len(events) == 1:
-            return f"{self._head}{events[0]}{tail}"
+        sample = self._samples[self._note(prompt_index, chunk)]
+        events = sample.events(chunk)
+        tail = _TAIL
+        if self._has_continuous_usage:
+            tail = f'],"usage":{json_text(self._counts.usage())}}}\n\n'
         return "".join([f"{self._head}{event}{tail}" for event in events])
 
-    async def end_stream(self) -> web.StreamResponse:
+    async def _end_stream(self) -> web.StreamResponse:
         last = _DONE
-        if self._plan.includes_usage:
-            body = self._envelope | {"choices": [], "usage": self._usage.body()} | self._nodes
-            last = f"data: {json.dumps(body)}\n\n{_DONE}"
+        if self._includes_usage:
+            end = {"choices": [], "usage": self._counts.usage()} | self._nodes
+            chunk = self.chunk_type(**self._envelope | end)
+            last = f"data: {json_text(chunk)}\n\n{_DONE}"
         await self._stream.send(last)
         return await self._stream.end()
 
     # --- whole ------------------------------------------------------------------------------------
 
-    async def collect(self, prompt_index: int, chunk: OutputChunk) -> None:
+    async def _collect(self, prompt_index: int, chunk: OutputChunk) -> None:
         self._chunks.setdefault(self._note(prompt_index, chunk), []).append(chunk)
 
-    def whole(self) -> web.Response:
-        choices = [
-            choice.body(merged(self._chunks[index])) for index, choice in enumerate(self._choices)
-        ]
-        usage = {"usage": self._usage.body()}
-        body = self._envelope | {"choices": choices} | usage | self._shape.extra()
-        return web.json_response(body, headers=self._headers())
-
-    def _headers(self) -> Mapping[str, str]:
+    def _whole(self) -> web.Response:
+        choices = [one.choice(merged(self._chunks[i])) for i, one in enumerate(self._samples)]
+        own = {"choices": choices, "usage": self._counts.usage()} | self.extra()
+        body = self.answer_type(**self._envelope | own)
         nodes = {f"x-{key.replace('_', '-')}": _ascii(name) for key, name in self._nodes.items()}
-        return nodes | {"x-cached-tokens": str(self._usage.num_cached)}
+        return answer(body, headers=nodes | {"x-cached-tokens": str(self._counts.num_cached)})
+
+
+def _rename(error: BatonError, names: Mapping[str, str]) -> None:
+    """Name the field as the client wrote it."""
+    for ours, theirs in names.items():
+        if error.param is not None and re.match(rf"{re.escape(ours)}(?=\[|\Z)", error.param):
+            error.message = re.sub(rf"\b{re.escape(ours)}(?!\w)", theirs, error.message)
+            error.param = theirs + error.param.removeprefix(ours)
+            return
 
 
 def _ascii(name: str) -> str:

@@ -14,8 +14,18 @@ from typing import Any
 
 from ....constraints.limits import MAX_CHOICES, MAX_SOURCE_BYTES
 from ....core.errors import InvalidRequest
-from ....proto.v1 import common_pb2, inference_pb2
-from .json_fields import BOOLEAN, STRING, FieldKind, invalid, list_of, options
+from ....core.request.json_fields import (
+    BOOLEAN,
+    STRING,
+    FieldKind,
+    invalid,
+    list_of,
+    options,
+    record,
+)
+from ....proto.v1 import common_pb2
+
+SamplingFields = dict[str, Any]  # of the wire's SamplingParams
 
 _ANY_OBJECT = '{"type": "object"}'
 
@@ -29,38 +39,31 @@ def _json_schema(value: Any, name: str) -> str:
     try:
         text = json.dumps(value, ensure_ascii=False)
     except RecursionError:
-        raise InvalidRequest(
-            f"{name} is nested too deeply", param=name, code="invalid_schema"
-        ) from None
+        raise InvalidRequest(f"{name} is nested too deeply", name, "invalid_schema") from None
     if len(text) > MAX_SOURCE_BYTES:
-        raise InvalidRequest(f"{name} is too large", param=name, code="invalid_schema")
+        raise InvalidRequest(f"{name} is too large", name, "invalid_schema")
     return text
 
 
-def _response_format(value: Any, name: str) -> common_pb2.SamplingParams:
+def _response_format(value: Any, name: str) -> SamplingFields:
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "text":
-        return common_pb2.SamplingParams()
+        return {}
     if kind == "json_object":
-        return common_pb2.SamplingParams(json_schema=_ANY_OBJECT)
+        return {"json_schema": _ANY_OBJECT}
     if kind != "json_schema":
         raise InvalidRequest(
-            f"{name}.type can be text, json_object or json_schema",
-            param=name,
-            code="unsupported_parameter",
+            f"{name}.type can be text, json_object or json_schema", name, "unsupported_parameter"
         )
     described = value.get("json_schema")
     if not isinstance(described, dict) or not isinstance(described.get("schema"), dict):
         raise InvalidRequest(
-            f"{name}.json_schema.schema is required",
-            param=f"{name}.json_schema",
-            code="missing_required",
+            f"{name}.json_schema.schema is required", f"{name}.json_schema", "missing_required"
         )
-    schema = _json_schema(described["schema"], f"{name}.json_schema.schema")
-    return common_pb2.SamplingParams(json_schema=schema)
+    return {"json_schema": _json_schema(described["schema"], f"{name}.json_schema.schema")}
 
 
-def _structured_outputs(value: Any, name: str) -> common_pb2.SamplingParams:
+def _structured_outputs(value: Any, name: str) -> SamplingFields:
     found = _OPTIONS.read(value, name)
     if found.get("json_object") is False:
         del found["json_object"]
@@ -70,16 +73,15 @@ def _structured_outputs(value: Any, name: str) -> common_pb2.SamplingParams:
     return _of(way, source)
 
 
-def _of(way: str, source: Any) -> common_pb2.SamplingParams:
+def _of(way: str, source: Any) -> SamplingFields:
     match way:
         case "json":
-            return common_pb2.SamplingParams(json_schema=source)
+            return {"json_schema": source}
         case "json_object":
-            return common_pb2.SamplingParams(json_schema=_ANY_OBJECT)
+            return {"json_schema": _ANY_OBJECT}
         case "choice":
-            return common_pb2.SamplingParams(choice=common_pb2.Choices(values=source))
-        case _:
-            return common_pb2.SamplingParams(**{way: source})
+            return {"choice": common_pb2.Choices(values=source)}
+    return {way: source}
 
 
 def _guided(way: str) -> FieldKind:
@@ -99,18 +101,10 @@ _OPTIONS = options(**_WAYS)
 
 STRUCTURED: Mapping[str, FieldKind] = {
     "response_format": FieldKind(
-        {
-            "type": "object",
-            "properties": {
-                "type": {"enum": ["text", "json_object", "json_schema"]},
-                "json_schema": {
-                    "type": "object",
-                    "properties": {"name": {"type": "string"}, "schema": {"type": "object"}},
-                    "required": ["schema"],
-                },
-            },
-            "required": ["type"],
-        },
+        record(
+            {"type": {"enum": ["text", "json_object", "json_schema"]}},
+            {"json_schema": record({"schema": {"type": "object"}}, {"name": STRING.schema})},
+        ),
         _response_format,
     ),
     "structured_outputs": FieldKind(_OPTIONS.schema, _structured_outputs),
@@ -121,26 +115,20 @@ STRUCTURED: Mapping[str, FieldKind] = {
 }
 
 
-def fill_constraint(
-    wire: inference_pb2.GenerateRequest, found: Mapping[str, Any]
-) -> Mapping[str, str]:
-    """Put what was asked for in its place; returns its name, for errors, as `calls.Call` has it.
+def constraint_of(
+    found: Mapping[str, Any], call_grammar: str | None = None
+) -> tuple[SamplingFields, str]:
+    """The constraint, as fields of the wire's SamplingParams, and how the client asked for it.
 
-    Raises InvalidRequest where the output is to have two shapes at once.
+    `call_grammar`: of a tool call that tool_choice forces. Raises InvalidRequest where the client
+    asked for two.
     """
-    asked = [
-        name
-        for name in STRUCTURED
-        if name in found and found[name].WhichOneof("constraint") is not None
-    ]
-    if wire.sampling.WhichOneof("constraint") is not None:
-        asked.insert(0, "tool_choice")
+    asked = {name: found[name] for name in STRUCTURED if found.get(name)}
+    if call_grammar is not None:
+        asked = {"tool_choice": {"grammar": call_grammar}} | asked
     if len(asked) > 1:
-        raise InvalidRequest(
-            f"give one of {' and '.join(asked)}", param=asked[1], code="invalid_value"
-        )
-    for name in asked:
-        if name in found and name != "tool_choice":
-            wire.sampling.MergeFrom(found[name])
-        return {"constraint": name}
-    return {}
+        _, second, *_ = asked
+        raise InvalidRequest(f"give one of {' and '.join(asked)}", second, "invalid_value")
+    for name, fields in asked.items():
+        return fields, name
+    return {}, "constraint"

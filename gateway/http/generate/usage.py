@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
-from typing import Any
 
 from ...request.output_chunk import OutputChunk
+from ..protocol.answers import PromptDetails, Usage
 
 
 @dataclass(slots=True)
-class Usage:
+class TokenCounts:
     """`cached_tokens`: by prompt, known at its first sample's end."""
 
     prompt_tokens: int = 0
@@ -27,14 +26,7 @@ class Usage:
     def num_cached(self) -> int:
         return sum(self.cached_tokens.values())
 
-    def body(self) -> dict[str, Any]:
-        """OpenAI's object."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.num_cached},
-        }
-
-    def text(self) -> str:
-        return json.dumps(self.body())
+    def usage(self) -> Usage:
+        num_prompt, num_output = self.prompt_tokens, self.completion_tokens
+        details = PromptDetails(self.num_cached)
+        return Usage(num_prompt, num_output, num_prompt + num_output, details)

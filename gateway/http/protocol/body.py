@@ -139,9 +139,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _duplicate(names: Sequence[str]) -> InvalidRequest:
     twice = next(name for name, count in Counter(names).items() if count > 1)[:_MAX_SHOWN]
     return InvalidRequest(
-        f"an object has {twice!r} twice",
-        param=twice if twice.isprintable() else None,
-        code="duplicate_field",
+        f"an object has {twice!r} twice", twice if twice.isprintable() else None, "duplicate_field"
     )
 
 

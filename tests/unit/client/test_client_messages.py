@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, get_type_hints
 
 import grpc
 import pytest
@@ -19,6 +20,20 @@ from baton.core.errors import (
     PromptTooLarge,
     Unavailable,
 )
+from baton.core.request.constraint import ConstraintKind
+from baton.core.request.parameters import (
+    Count,
+    Flag,
+    Integer,
+    Limit,
+    LogitBias,
+    Name,
+    Number,
+    Seed,
+    StopStrings,
+    TokenIds,
+)
+from baton.core.request.request import OPTIONS, SAMPLING
 from baton.core.request.timeline import Event, Stamp
 from baton.proto.v1 import common_pb2, inference_pb2
 
@@ -50,48 +65,36 @@ def test_a_constraint_that_cannot_be_said_is_refused() -> None:
         build_request("hi", {"choice": [1]})  # type: ignore[list-item]
 
 
+EXAMPLES: dict[type, Any] = {
+    Number: 0.5, Integer: 7, Count: 3, Limit: 0, Seed: 7, Flag: True, Name: "ours",
+    StopStrings: ["END"], TokenIds: [1, 2], LogitBias: {4: -2.0},
+}  # fmt: skip
+TYPES: dict[type, Any] = {
+    Number: float, Integer: int, Count: int, Limit: int, Seed: int, Flag: bool, Name: str,
+    StopStrings: str | Sequence[str], TokenIds: Sequence[int], LogitBias: Mapping[int, float],
+}  # fmt: skip
+
+
+def test_the_client_s_types_are_those_of_the_table() -> None:
+    hints = get_type_hints(GenerateParams)
+    table = {**SAMPLING, **OPTIONS}
+    assert {name: hints[name] for name in table} == {
+        name: TYPES[type(one.kind)] for name, one in table.items()
+    }
+    beside = {"prompt_token_ids", "model", "timeout_s", "request_id"}
+    assert set(hints) - set(table) == beside | {kind.value for kind in ConstraintKind}
+
+
 def test_every_parameter_arrives() -> None:
-    params = GenerateParams(
-        model="m",
-        max_tokens=5,
-        temperature=0.0,
-        top_p=0.5,
-        top_k=0,
-        seed=7,
-        stop="END",
-        stop_token_ids=[1, 2],
-        ignore_eos=True,
-        min_p=0.5,
-        repetition_penalty=1.5,
-        presence_penalty=-1.0,
-        frequency_penalty=0.25,
-        logit_bias={4: -2.0},
-        min_tokens=2,
-        logprobs=0,
-        prompt_logprobs=3,
-        n=2,
-        include_stop_str_in_output=True,
-        skip_special_tokens=False,
-        add_special_tokens=False,
-        cache_salt="ours",
-        timeout_s=1.5,
-        request_id="mine",
-        prompt_token_ids=(3, 4),
+    sampling = {name: EXAMPLES[type(one.kind)] for name, one in SAMPLING.items()}
+    options = {name: EXAMPLES[type(one.kind)] for name, one in OPTIONS.items()}
+    params: Any = sampling | options | {"model": "m", "request_id": "mine"}
+    request, timeout_s = build_request(
+        None, params | {"prompt_token_ids": (3, 4), "timeout_s": 1.5, "stop": "END"}
     )
-    of_its_own = {"json_schema", "regex", "choice", "grammar"}  # one of them at a time, see below
-    every = set(GenerateParams.__annotations__)
-    assert set(params) | of_its_own == every, "none is left out here"
-    request, timeout_s = build_request(None, params)
-    sampling = common_pb2.SamplingParams(
-        max_tokens=5, temperature=0.0, top_p=0.5, top_k=0, seed=7, stop=["END"],
-        stop_token_ids=[1, 2], ignore_eos=True, min_p=0.5, repetition_penalty=1.5,
-        presence_penalty=-1.0, frequency_penalty=0.25, logit_bias={4: -2.0}, min_tokens=2,
-        logprobs=0, prompt_logprobs=3,
-    )  # fmt: skip
     expected = inference_pb2.GenerateRequest(
-        model="m", request_id="mine", sampling=sampling, n=2, cache_salt="ours",
-        include_stop_str_in_output=True, skip_special_tokens=False, add_special_tokens=False,
-    )  # fmt: skip
+        model="m", request_id="mine", sampling=common_pb2.SamplingParams(**sampling), **options
+    )
     expected.token_ids.packed = b"\3\0\0\0\4\0\0\0"
     assert (request, timeout_s) == (expected, 1.5)
     assert request.sampling.HasField("top_k"), "an explicit 0 is not nothing"

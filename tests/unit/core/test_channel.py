@@ -8,6 +8,7 @@ import select
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -167,7 +168,7 @@ def test_close_is_for_good_and_for_both(ends: tuple[Channel, socket.socket]) -> 
     assert theirs.recv(100) == b""
     with pytest.raises(ChannelBroken):
         channel.send(b"late")
-    channel.end_sending()
+    channel.end_sending(0.0)
 
 
 def test_a_close_beside_writers_harms_no_later_descriptor() -> None:
@@ -200,10 +201,30 @@ def test_a_close_beside_writers_harms_no_later_descriptor() -> None:
 def test_the_end_of_sending_is_behind_what_was_sent(ends: tuple[Channel, socket.socket]) -> None:
     channel, theirs = ends
     channel.send(b"why")
-    channel.end_sending()
+    channel.end_sending(0.0)
     assert theirs.recv(100) == encode_payload(b"why")
     assert theirs.recv(100) == b""
     theirs.sendall(encode_payload(b"still heard"))
     assert channel.receive() == ([b"still heard"], False)
     with pytest.raises(ChannelBroken):
         channel.send(b"more")
+
+
+def test_the_end_of_sending_waits_for_a_reader_that_is_behind_and_not_for_ever() -> None:
+    for is_reading in (True, False):
+        ours, theirs = socket.socketpair()
+        channel, other = Channel(ours), Channel(theirs)
+        for _ in range(20):
+            channel.send(b"x" * 100_000)
+        got: list[bytes] = []
+        reader = threading.Thread(target=lambda got=got, o=other: got.extend(receive_all(o)))
+        if is_reading:
+            reader.start()
+        began_s = time.monotonic()
+        channel.end_sending(began_s + (10.0 if is_reading else 0.1))
+        assert time.monotonic() - began_s < (10.0 if is_reading else 2.0)
+        if is_reading:
+            reader.join()
+            assert got == [b"x" * 100_000] * 20
+        channel.close()
+        other.close()

@@ -221,10 +221,10 @@ def test_an_answer_that_proves_nothing_gets_nothing(engine: Engine, is_local: bo
 def test_nonsense_gets_nothing(engine: Engine, is_local: bool, words: bytes) -> None:
     with engine.connect(is_local=is_local) as raw:
         raw.settimeout(5.0)
-        with suppress(OSError):  # it may have hung up already
+        with suppress(OSError):  # it may be closed before all is said
             raw.sendall(words)
             raw.shutdown(socket.SHUT_WR)
-        with suppress(ConnectionResetError):
+        with suppress(ConnectionError):
             assert raw.recv(100) == b""
     assert engine.accepted.empty()
 

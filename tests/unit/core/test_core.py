@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import os
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,11 +20,22 @@ from baton.core.membership import Role
 from baton.core.metrics import TokenTimes, goodput_rps, percentile
 from baton.core.request.block_hash import block_hashes, root_hash
 from baton.core.request.constraint import Constraint, ConstraintKind
-from baton.core.request.request import Request, SamplingParams, Ticket
+from baton.core.request.parameters import (
+    Count,
+    Flag,
+    Integer,
+    Limit,
+    LogitBias,
+    Number,
+    Seed,
+    StopStrings,
+    TokenIds,
+)
+from baton.core.request.request import OPTIONS, SAMPLING, Request, SamplingParams, Ticket
 from baton.core.request.sampling import mix64, token_key
 from baton.core.request.token_ids import column, pack, unpack
 from baton.proto import codec
-from baton.proto.v1 import node_pb2
+from baton.proto.v1 import common_pb2, inference_pb2, node_pb2
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=70))
@@ -185,14 +197,23 @@ def test_every_error_survives_the_wire() -> None:
     assert type(errors.from_code("from the future", "why")) is errors.BatonError
 
 
+def test_every_parameter_is_a_field_of_the_wire_and_the_other_way_round() -> None:
+    beside = {"model", "text", "token_ids", "sampling", "request_id"}
+    constraints = {kind.value for kind in ConstraintKind}
+    wire = set(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
+    assert wire == set(SAMPLING) | constraints
+    assert set(inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name) == set(OPTIONS) | beside
+
+
 def test_a_dispatch_carries_the_whole_request() -> None:
+    values: dict[type, Any] = {
+        Number: 0.5, Integer: 9, Count: 0, Limit: 4, Seed: 2**63 - 1, Flag: True,
+        StopStrings: ("a", "b"), TokenIds: (5, 6), LogitBias: ((2, -1.5), (7, 3.0)),
+    }  # fmt: skip
     sampling = SamplingParams(
-        max_tokens=9, temperature=0.5, top_p=0.25, top_k=4, seed=2**63 - 1, stop=("a", "b"),
-        stop_token_ids=(5, 6), ignore_eos=True, min_p=0.125, repetition_penalty=1.5,
-        presence_penalty=-0.5, frequency_penalty=0.75, logit_bias=((2, -1.5), (7, 3.0)),
-        min_tokens=3, logprobs=0, prompt_logprobs=2,
+        **{name: values[type(one.kind)] for name, one in SAMPLING.items()},
         constraint=Constraint(ConstraintKind.REGEX, "a+"),
-    )  # fmt: skip
+    )
     plain = SamplingParams()
     assert not [n for n in SamplingParams.__slots__ if getattr(sampling, n) == getattr(plain, n)]
     for params in (sampling, plain):

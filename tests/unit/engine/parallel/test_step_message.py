@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from baton.core.request.request import SamplingParams
+from baton.core.request.parameters import Number
+from baton.core.request.request import SAMPLING, SamplingParams
 from baton.engine.execution.batch import SampleSpec, SequenceSlice
 from baton.engine.execution.token_counts import TokenCounts
 from baton.engine.parallel.step_message import decode, encode
@@ -25,15 +26,14 @@ keys = st.integers(0, 2**64 - 1)
 floats = st.floats(-10, 10)
 params = st.builds(
     SamplingParams,
-    temperature=st.sampled_from([0.0, 0.7, 1.0]),
-    top_p=st.sampled_from([1.0, 0.9]),
     top_k=st.none() | st.integers(1, 1000),
-    min_p=st.sampled_from([0.0, 0.1]),
-    repetition_penalty=st.sampled_from([1.0, 1.1]),
-    presence_penalty=st.sampled_from([0.0, -0.5]),
-    frequency_penalty=st.sampled_from([0.0, 0.5]),
     logit_bias=st.lists(st.tuples(int32s, floats), max_size=3).map(tuple),
     logprobs=st.none() | st.integers(0, 20),
+    **{
+        name: st.sampled_from([one.default, 0.1])
+        for name, one in SAMPLING.items()
+        if isinstance(one.kind, Number)
+    },
 )
 counts = st.lists(st.integers(0, 500), max_size=20).map(TokenCounts)
 specs = st.builds(
@@ -117,24 +117,9 @@ def test_no_field_of_a_step_is_forgotten() -> None:
     sent = {"params", "key", "forbidden_ids", "counts", "fork_keys", "allowed"}
     assert set(SampleSpec._fields) == sent
     judged_by_rank_0 = {
-        "constraint",
-        "max_tokens",
-        "seed",
-        "stop",
-        "stop_token_ids",
-        "ignore_eos",
-        "min_tokens",
-        "prompt_logprobs",
+        *("constraint", "max_tokens", "seed", "stop", "stop_token_ids", "ignore_eos"),
+        *("min_tokens", "prompt_logprobs"),
     }
-    sent = {
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "logit_bias",
-        "logprobs",
-    }
+    numbers = {name for name, one in SAMPLING.items() if isinstance(one.kind, Number)}
+    sent = numbers | {"top_k", "logit_bias", "logprobs"}
     assert {field.name for field in dataclasses.fields(SamplingParams)} == judged_by_rank_0 | sent

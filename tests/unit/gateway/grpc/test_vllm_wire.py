@@ -10,6 +10,7 @@ from google.protobuf.runtime_version import VersionError
 from baton.core.errors import InvalidRequest
 from baton.core.request.logprobs import TokenLogprobs
 from baton.core.request.request import FinishReason
+from baton.core.request.token_ids import pack
 from baton.gateway.request.output_chunk import OutputChunk, RequestResult
 
 try:
@@ -61,7 +62,7 @@ def test_token_ids() -> None:
     theirs = vllm.GenerateRequest(
         tokenized=vllm.TokenizedInput(original_text="a b", input_ids=[1, 2])
     )
-    assert list(request_from_vllm(theirs).token_ids.ids) == [1, 2]
+    assert request_from_vllm(theirs).token_ids.packed == pack([1, 2])
 
 
 @pytest.mark.parametrize(

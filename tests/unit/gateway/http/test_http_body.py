@@ -20,12 +20,11 @@ from baton.gateway.http.generate.request_fields import (
     INSTEAD,
     INTERNAL,
     UNSUPPORTED,
-    fill,
+    generate_request,
     read_fields,
     require,
 )
 from baton.gateway.http.protocol.body import parse_object
-from baton.proto.v1 import inference_pb2
 
 
 def refusal(call: Any, *arguments: Any) -> tuple[str, str | None]:
@@ -403,8 +402,7 @@ def test_values_reach_the_wire() -> None:
         "include_stop_str_in_output": True, "skip_special_tokens": False,
         "add_special_tokens": False,
     }  # fmt: skip
-    wire = inference_pb2.GenerateRequest()
-    fill(wire, read_fields(body, COMPLETIONS))
+    wire = generate_request(read_fields(body | {"model": "m"}, COMPLETIONS), {})
     sampling = wire.sampling
     assert (sampling.temperature, sampling.top_p, sampling.min_p) == (0.5, 0.25, 0.125)
     assert (sampling.HasField("top_k"), sampling.top_k, sampling.seed) == (True, 0, 2**63 - 1)

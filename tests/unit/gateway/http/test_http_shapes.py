@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from transformers import PreTrainedTokenizerFast
 
@@ -13,15 +14,16 @@ from baton.core.errors import InvalidRequest
 from baton.core.model_dir import resolve_model_dir
 from baton.core.request.logprobs import TokenLogprobs
 from baton.core.request.request import FinishReason
-from baton.gateway.http.chat.chat_shape import ChatChoice, ChatOptions
+from baton.gateway.http.chat.chat_shape import ChatOptions, ChatSample
 from baton.gateway.http.chat.chat_template import ChatTemplate
 from baton.gateway.http.chat.tool_formats import Hermes
 from baton.gateway.http.generate.completion_shape import (
-    CompletionChoice,
     CompletionOptions,
+    CompletionSample,
     EchoedPrompt,
 )
 from baton.gateway.http.generate.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from baton.gateway.http.protocol.answers import json_text
 from baton.gateway.request.output_chunk import OutputChunk, RequestResult
 from baton.gateway.text.token_text import TokenText
 from baton.gateway.text.tokenizer import Tokenizer
@@ -37,12 +39,17 @@ def result(reason: FinishReason = FinishReason.STOP, matched: str | None = None)
     return RequestResult(reason, matched, 3, 2, 0, "p", "d", None, 1, 0, ())
 
 
+def written(answer: Any) -> Any:
+    """As a client reads it."""
+    return json.loads(json_text(answer))
+
+
 A, B, C = ord("a"), ord("b"), ord("c")
 
 
 def test_logprobs_of_completions() -> None:
     scores = [None, TokenLogprobs(-1.0, ((C, -0.5), (200, -0.75))), TokenLogprobs(-2.0)]
-    assert completion_logprobs([A, B, 200], scores, token_of, 10) == {
+    assert msgspec.to_builtins(completion_logprobs([A, B, 200], scores, token_of, 10)) == {
         "tokens": ["aa", "bb", "bytes:\\xc8"],
         "token_logprobs": [None, -1.0, -2.0],
         "top_logprobs": [
@@ -58,11 +65,12 @@ def test_logprobs_of_chats_and_prompts() -> None:
     score = TokenLogprobs(-1.0, ((C, -0.5), (B, -1.0)))
     entry = {"token": "bb", "logprob": -1.0, "bytes": [98, 98]}
     other = {"token": "cc", "logprob": -0.5, "bytes": [99, 99]}
-    assert chat_logprobs([B], [score], token_of) == {
+    assert msgspec.to_builtins(chat_logprobs([B], [score], token_of)) == {
         "content": [{**entry, "top_logprobs": [other, entry]}],
         "refusal": None,
     }
-    assert prompt_logprobs([A, B, A], [score, TokenLogprobs(-3.0)], token_of) == [
+    found = prompt_logprobs([A, B, A], [score, TokenLogprobs(-3.0)], token_of)
+    assert msgspec.to_builtins(found) == [
         None,
         {
             str(B): {"logprob": -1.0, "rank": 2, "decoded_token": "bb"},
@@ -84,9 +92,9 @@ def test_pieces_of_a_completion_add_up_to_the_whole() -> None:
         "ccaa", (C, 200, A), 0, chunks[-1].result,
         logprobs=tuple(TokenLogprobs(score) for score in (-1.0, -2.0, -3.0)),
     )  # fmt: skip
-    streamed = CompletionChoice(4, options, prompt, token_of)
+    streamed = CompletionSample(4, options, prompt, token_of)
     pieces = [json.loads(text) for chunk in chunks for text in streamed.events(chunk)]
-    body = CompletionChoice(4, options, prompt, token_of).body(whole)
+    body = written(CompletionSample(4, options, prompt, token_of).choice(whole))
     assert "".join(piece["text"] for piece in pieces) == body["text"] == "aabbccaa"
     assert body["logprobs"]["token_logprobs"] == [None, -9.0, -1.0, -2.0, -3.0]
     assert body["logprobs"]["text_offset"] == [0, 2, 4, 6, 7]
@@ -101,21 +109,21 @@ def test_pieces_of_a_completion_add_up_to_the_whole() -> None:
 def test_a_plain_piece_is_the_same_by_the_short_way() -> None:
     prompt = EchoedPrompt("", ())
     chunk = OutputChunk('say "é"\n', (A,), 0)
-    short = CompletionChoice(0, CompletionOptions(), prompt, token_of).events(chunk)
-    long = CompletionChoice(0, CompletionOptions(return_token_ids=True), prompt, token_of)
+    short = CompletionSample(0, CompletionOptions(), prompt, token_of).events(chunk)
+    long = CompletionSample(0, CompletionOptions(return_token_ids=True), prompt, token_of)
     wanted = json.loads(long.events(chunk)[0])
     for extra in ("token_ids", "prompt_token_ids", "stop_reason"):
         del wanted[extra]
     assert [json.loads(event) for event in short] == [wanted]
     assert (
-        CompletionChoice(0, CompletionOptions(), prompt, token_of).events(OutputChunk("", (A,), 0))
+        CompletionSample(0, CompletionOptions(), prompt, token_of).events(OutputChunk("", (A,), 0))
         == []
     )
 
 
-def chat(options: ChatOptions = ChatOptions(), **more: Any) -> ChatChoice:  # noqa: B008
+def chat(options: ChatOptions = ChatOptions(), **more: Any) -> ChatSample:  # noqa: B008
     ids = iter(range(100))
-    return ChatChoice(0, options, token_of, lambda: f"{next(ids):024x}", **more)
+    return ChatSample(0, options, token_of, lambda: f"{next(ids):024x}", **more)
 
 
 def test_a_chat_streams_its_role_first() -> None:
@@ -142,7 +150,8 @@ CALLS = (
 def test_tool_calls_streamed_and_whole(most: int | None) -> None:
     options = ChatOptions(max_tool_calls=most)
     wanted = [("f", '{"a": 1}'), ("g", "{}")][:most]
-    message = chat(options, parser=Hermes().parser()).body(OutputChunk(CALLS, (A,), 0, result()))
+    whole = OutputChunk(CALLS, (A,), 0, result())
+    message = written(chat(options, parser=Hermes().parser()).choice(whole))
     assert message["finish_reason"] == "tool_calls"
     assert message["message"]["content"] == "Look: "
     told = [(c["function"]["name"], c["function"]["arguments"])
@@ -168,7 +177,8 @@ def test_tool_calls_streamed_and_whole(most: int | None) -> None:
 def test_a_call_that_is_cut_off_ends_by_length() -> None:
     opening = Hermes().opening("f")
     choice = chat(parser=Hermes().parser(), opening=opening)
-    body = choice.body(OutputChunk('"a": ', (A,), 0, result(FinishReason.LENGTH)))
+    whole = OutputChunk('"a": ', (A,), 0, result(FinishReason.LENGTH))
+    body = written(choice.choice(whole))
     assert (body["finish_reason"], body["message"]["content"]) == ("length", None)
     assert body["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": '}
 

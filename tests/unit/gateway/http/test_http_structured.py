@@ -19,10 +19,10 @@ from baton.gateway.http.chat.tool_constraints import call_grammar
 from baton.gateway.http.chat.tool_formats import FORMATS
 from baton.gateway.http.chat.tools import TOOLS, ToolChoice
 from baton.gateway.http.generate.request_fields import read_fields
-from baton.gateway.http.generate.structured import fill_constraint
+from baton.gateway.http.generate.structured import constraint_of
 from baton.gateway.validation.constraint_check import ConstraintCheck
-from baton.gateway.validation.sampling_validation import check_sampling
-from baton.proto.v1 import common_pb2, inference_pb2
+from baton.gateway.validation.validation import check_sampling
+from baton.proto.v1 import common_pb2
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 SCHEMA_FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
@@ -33,9 +33,9 @@ ANY_OBJECT = Constraint(KIND.JSON_SCHEMA, '{"type": "object"}')
 
 def read(body: dict[str, Any]) -> tuple[Constraint | None, str | None]:
     """What it becomes behind the validator, and the name that errors speak of."""
-    wire = inference_pb2.GenerateRequest()
-    names = fill_constraint(wire, read_fields(body, FIELDS))
-    return check_sampling(wire.sampling, 100).constraint, names.get("constraint")
+    fields, name = constraint_of(read_fields(body, FIELDS))
+    constraint = check_sampling(common_pb2.SamplingParams(**fields), 100).constraint
+    return constraint, None if constraint is None else name
 
 
 WAYS: list[tuple[dict[str, Any], Constraint | None]] = [

@@ -12,7 +12,7 @@ from fakes.gateway.step_outputs import give
 
 from baton.core.errors import BatonError, Cancelled, EngineFailed, NodeLost, Unavailable
 from baton.core.request.logprobs import TokenLogprobs
-from baton.core.request.request import FinishReason, SamplingParams
+from baton.core.request.request import FinishReason, RequestOptions, SamplingParams
 from baton.core.request.timeline import Event, Stamp
 from baton.gateway.request.chunk_queue import ChunkQueue
 from baton.gateway.request.engine_link import Demand, EngineOutput, Work
@@ -45,8 +45,9 @@ class Rig:
             session.try_dispatch()
 
     def _session(self, index: int, siblings: Any = ()) -> Session:
+        request = ValidatedRequest(PROMPT, self.params, "label", RequestOptions(n=3))
         return Session(
-            f"r{index}", ValidatedRequest(PROMPT, self.params, "label", 3), deadline_s=60.0,
+            f"r{index}", request, deadline_s=60.0,
             arrived=Stamp(Event.ARRIVED, 0, "gateway"), text=TextStream(Letters(), ()), sink=self,
             router=self.router, clock=self.clock, entropy=FakeEntropy(),
             limits=SessionLimits(settle_s=0.0), sample_index=index, siblings=siblings,

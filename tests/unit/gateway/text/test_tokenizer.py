@@ -19,7 +19,6 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from baton.core.errors import ContextLengthExceeded, InvalidRequest
 from baton.core.request.constraint import Constraint, ConstraintKind
-from baton.gateway.http.tokenization import written
 from baton.gateway.text.minimum_tokens import least_tokens
 from baton.gateway.text.text_lanes import INLINE_CHARS, LONG_CHARS
 from baton.gateway.text.tokenizer import Tokenizer
@@ -209,12 +208,3 @@ async def test_too_long_texts_are_refused_untouched(slow: SlowLibrary) -> None:
         await plain.encode("q " * 5, max_tokens=4)
     with pytest.raises(ContextLengthExceeded, match="5 tokens"):
         await plain.decode([1] * 5, max_tokens=4)
-
-
-@given(st.lists(st.integers(0, 4095), max_size=20), st.integers(1, 7))
-def test_long_answers_are_written_in_pieces(ids: list[int], at_once: int) -> None:
-    columns = {"tokens": int, "token_strs": chr}
-    body = asyncio.run(written({"count": len(ids)}, ids, columns, at_once))
-    assert json.loads(body) == {
-        "count": len(ids), "tokens": ids, "token_strs": list(map(chr, ids)),
-    }  # fmt: skip

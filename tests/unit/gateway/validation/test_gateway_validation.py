@@ -43,9 +43,9 @@ def wire(**fields: Any) -> inference_pb2.GenerateRequest:
 def validate(
     request: inference_pb2.GenerateRequest, limits: ModelLimits = LIMITS
 ) -> ValidatedRequest:
-    draft = check_request(request, limits)
-    ids = range(len(draft.prompt)) if isinstance(draft.prompt, str) else draft.prompt
-    return complete_request(draft, ids, limits, drawn_seed=77)
+    checked = check_request(request, limits)
+    ids = range(len(request.text)) if request.text else checked.prompt_token_ids
+    return complete_request(checked, request, ids, limits, drawn_seed=77)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_no_prompt_at_all() -> None:
 
 def test_a_text_of_no_tokens() -> None:
     with pytest.raises(InvalidRequest, match="empty"):
-        complete_request(check_request(wire(), LIMITS), (), LIMITS, drawn_seed=1)
+        complete_request(check_request(wire(), LIMITS), wire(), (), LIMITS, drawn_seed=1)
 
 
 @pytest.mark.parametrize(

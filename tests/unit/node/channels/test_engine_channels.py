@@ -491,6 +491,18 @@ def test_all_gateways_are_told_why_the_process_ends(engine: Engine) -> None:
     assert not peer.hear() and peer.is_over()
 
 
+def test_the_end_is_told_to_the_others_where_the_loop_closes_a_channel_just_now(
+    engine: Engine,
+) -> None:
+    """Whoever tells is about to end the process, and must come to that."""
+    link, _ = engine.link(name="closed")
+    _, far = engine.link(name="open")
+    engine.turn()
+    link.channel.close()
+    engine.channels.end(EngineFailed("out of memory"))
+    assert far.kinds() == ["welcome", "engine_ended"]
+
+
 @pytest.mark.usefixtures("many_switches")
 def test_links_may_end_while_another_thread_beats(engine: Engine) -> None:
     is_over = threading.Event()

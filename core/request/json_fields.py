@@ -1,7 +1,8 @@
-"""What a field of a JSON body can be: how it is read, strictly, and how OpenAPI says so.
+"""What a field of a JSON body can be: how it is read, strictly, and how OpenAPI describes it.
 
 Strict: "10" and true are no integers, 1.0 is none either. `read` gives the value for the wire or
-raises InvalidRequest naming the field; ranges that gRPC shares are the validator's.
+raises InvalidRequest naming the field. Our own reader and not msgspec's, which has other texts and
+does not notice a name that comes twice.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ....core.errors import InvalidRequest
+from ..errors import InvalidRequest
+from .token_ids import column
 
 Schema = Mapping[str, Any]
 
@@ -25,12 +27,12 @@ class FieldKind:
     read: Callable[[Any, str], Any]
 
     def within(self, **limits: Any) -> FieldKind:
-        """The same, with what the validator will say of it in the schema."""
+        """The same, with what the validator checks in the schema."""
         return FieldKind({**self.schema, **limits}, self.read)
 
 
 def invalid(name: str, what: str) -> InvalidRequest:
-    return InvalidRequest(f"{name} must be {what}", param=name, code="invalid_value")
+    return InvalidRequest(f"{name} must be {what}", name, "invalid_value")
 
 
 def _boolean(value: Any, name: str) -> bool:
@@ -54,7 +56,7 @@ def _string(value: Any, name: str) -> str:
     return value
 
 
-def is_integer(value: Any) -> bool:
+def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -63,7 +65,7 @@ def integer(least: int, most: int) -> FieldKind:
     wanted = f"in [{least}, {most}]" if most < UINT32_MAX else f"from {least} on"
 
     def read(value: Any, name: str) -> int:
-        if not is_integer(value) or not least <= value <= most:
+        if not _is_integer(value) or not least <= value <= most:
             raise invalid(name, f"an integer {wanted}")
         return int(value)
 
@@ -88,9 +90,7 @@ def list_of(kind: FieldKind, max_items: int) -> FieldKind:
         if not isinstance(value, list):
             raise invalid(name, "a list")
         if len(value) > max_items:
-            raise InvalidRequest(
-                f"{name} has more than {max_items} items", param=name, code="array_too_long"
-            )
+            raise InvalidRequest(f"{name} has more than {max_items} items", name, "array_too_long")
         return [kind.read(item, f"{name}[{i}]") for i, item in enumerate(value)]
 
     return FieldKind({"type": "array", "items": kind.schema, "maxItems": max_items}, read)
@@ -112,22 +112,23 @@ def options(**fields: FieldKind) -> FieldKind:
     def read(value: Any, name: str) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise invalid(name, "an object")
-        found = {}
-        for key, item in value.items():
+        for key in value:
             if key not in fields:
-                raise InvalidRequest(
-                    f"{name} has no field {key[:64]!r}", param=name, code="unknown_parameter"
-                )
-            if item is not None:
-                found[key] = fields[key].read(item, f"{name}.{key}")
-        return found
+                message = f"{name} has no field {key[:64]!r}"
+                raise InvalidRequest(message, name, "unknown_parameter")
+        given = {key: item for key, item in value.items() if item is not None}
+        return {key: fields[key].read(item, f"{name}.{key}") for key, item in given.items()}
 
-    schema = {
-        "type": "object",
-        "properties": {key: nullable(kind.schema) for key, kind in fields.items()},
-        "additionalProperties": False,
-    }
-    return FieldKind(schema, read)
+    schema = record({}, {key: nullable(kind.schema) for key, kind in fields.items()})
+    return FieldKind({**schema, "additionalProperties": False}, read)
+
+
+def record(required: Mapping[str, Schema], optional: Mapping[str, Schema] | None = None) -> Schema:
+    """The schema of an object that has at least the required fields."""
+    properties = {**required, **(optional or {})}
+    return {"type": "object", "properties": properties} | (
+        {"required": list(required)} if required else {}
+    )
 
 
 def nullable(schema: Schema) -> Schema:
@@ -135,6 +136,31 @@ def nullable(schema: Schema) -> Schema:
     return {"anyOf": [schema, {"type": "null"}]}
 
 
+def _token_ids(value: Any, name: str) -> list[int]:
+    if not isinstance(value, list):
+        raise invalid(name, "a list of token ids")
+    if value and not (set(map(type, value)) == {int} and _fit_the_wire(value)):
+        i = next(i for i, item in enumerate(value) if not _is_token_id(item))
+        raise InvalidRequest(f"{name}[{i}] is not a token id", f"{name}[{i}]", "invalid_token_id")
+    return value
+
+
+def _fit_the_wire(integers: list[int]) -> bool:
+    try:
+        column(integers)
+    except (OverflowError, ValueError):
+        return False
+    return True
+
+
+def _is_token_id(item: Any) -> bool:
+    return _is_integer(item) and 0 <= item <= UINT32_MAX
+
+
 BOOLEAN = FieldKind({"type": "boolean"}, _boolean)
 NUMBER = FieldKind({"type": "number"}, _number)
 STRING = FieldKind({"type": "string"}, _string)
+TOKEN_IDS = FieldKind(
+    {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": UINT32_MAX}},
+    _token_ids,
+)
