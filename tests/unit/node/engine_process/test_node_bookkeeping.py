@@ -184,6 +184,19 @@ def test_pulse_beats_at_once_when_what_waits_moves() -> None:
     assert heard.empty()
 
 
+def test_pulse_beats_at_once_when_a_link_came_or_went() -> None:
+    heard: queue.SimpleQueue[node_pb2.Heartbeat] = queue.SimpleQueue()
+    pulse = HeartbeatSender(heard.put, 1000.0, FakeClock())
+    pulse.start()
+    for names in (["a"], ["a", "b"], ["b"], []):
+        links = [node_pb2.PeerLink(incarnation=name) for name in names]
+        pulse.count(node_pb2.Heartbeat(links=links))
+        assert [link.incarnation for link in heard.get(timeout=10).links] == names
+        pulse.count(node_pb2.Heartbeat(links=links, num_running=1))
+    pulse.stop()
+    assert heard.empty()
+
+
 class TestPlacement:
     def test_one_engine_for_each_gpu(self) -> None:
         configs = engine_configs(EngineConfig(), NodeConfig(gpus="0, 3"))
