@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -181,8 +182,13 @@ def recorded(world: World) -> list[str]:
 
 
 def check_silent(world: World, answer: dict[str, Any]) -> None:
-    """An error, of which nothing about the inside can be learnt."""
-    assert answer["code"] in REFUSALS, answer
+    """An error, of which nothing about the inside can be learnt.
+
+    Where a node has ended a stream that is still written to, gRPC's client puts an error of its own
+    in the place of the node's.
+    """
+    is_clients_own = (answer["code"], answer["details"]) == ("INTERNAL", "Internal error from Core")
+    assert answer["code"] in REFUSALS or is_clients_own, answer
     text = f"{answer['details']} {answer['metadata']}"
     raw = b"".join(map(bytes.fromhex, answer["received"]))
     for secret in world.inside():
@@ -273,7 +279,8 @@ def test_a_flood_of_strangers_does_not_end_what_runs(world: World) -> None:
 async def members_by_name(world: World) -> dict[str, Member]:
     """As the directory has them."""
     url = world.system.redis.url
-    found = await members(url, lambda seen: len(seen) == len(NODES))
+    async with asyncio.timeout(20):
+        found = await members(url, lambda seen: len(seen) == len(NODES))
     return {member.name: member for member in found}
 
 
@@ -402,9 +409,16 @@ def test_at_a_dead_node_s_places_nobody_gets_anything_nor_passes_it_on(world: Wo
 
     asyncio.run(until_dialled())
     key = ClusterSecret(SECRET).dialing_key
-    for _ in range(2):
-        with pytest.raises((NodeLost, Unauthenticated)):
-            asyncio.run(MemberCalls(ClusterSecret(SECRET), None)(Node(dead.address, Role.PREFILL)))
+
+    def num_calls() -> int:
+        return sum("method" in each for each in world.intruder.do("notes"))
+
+    for number in (1, 2):
+        while num_calls() < number:  # a port that has just been bound may refuse the first
+            with pytest.raises((NodeLost, Unauthenticated)):
+                asyncio.run(
+                    MemberCalls(ClusterSecret(SECRET), None)(Node(dead.address, Role.PREFILL))
+                )
         for purpose in (GATEWAY, PULLER):
             ends = {"dialer": "9" * 32, "listener": dead.incarnation}
             for address, expected in (
@@ -413,6 +427,14 @@ def test_at_a_dead_node_s_places_nobody_gets_anything_nor_passes_it_on(world: Wo
             ):
                 with pytest.raises(expected):
                     dial(purpose, key, **ends, address=address)
+
+    def num_passed_on() -> int:
+        notes = world.intruder.do("notes")
+        return sum("where" in each and each["forwarded"] is not None for each in notes)
+
+    until_s = time.monotonic() + 5
+    while num_passed_on() < 2 and time.monotonic() < until_s:  # a live node may be slow to refuse
+        time.sleep(0.05)
     heard = world.intruder.do("deaf")
     calls = [each for each in heard if "method" in each]
     assert len(calls) == 2
