@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from fakes.handoff import handoff_checks as checks
 from fakes.handoff.handoff_checks import search
+from fakes.handoff.memory_transport import MemoryPull
 
 from baton.core.request import block_hash
 from baton.decode_node.windows import Windows
@@ -33,7 +34,6 @@ from baton.kv_transfer.protocol.reserve_queue import ReserveQueue
 from baton.kv_transfer.protocol.source import Source, _Transfer
 from baton.kv_transfer.protocol.tombstones import Tombstones
 from baton.kv_transfer.shm.shm import _SourceMapping
-from baton.tests.fakes.handoff.memory_transport import MemoryPull
 
 Check = Callable[[], None]
 Edit = tuple[str, str]

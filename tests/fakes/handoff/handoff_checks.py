@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from fakes.handoff.memory_transport import MemoryPool, MemoryTransport
 
 from baton.core.errors import HandoffFailed
 from baton.core.request.request import Request, SamplingParams
@@ -44,7 +45,6 @@ from baton.kv_transfer.shm.shm import _SourceMapping
 from baton.kv_transfer.window.block_pairs import BlockPair, BlockPairs
 from baton.kv_transfer.window.head_ranges import BlockCut
 from baton.kv_transfer.window.transport import PullOutcome
-from baton.tests.fakes.handoff.memory_transport import MemoryPool, MemoryTransport
 
 from ..clock import FakeClock
 from ..host_pool import HostPool

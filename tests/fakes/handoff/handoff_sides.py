@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
+from fakes.handoff.memory_transport import MemoryPool, MemoryPull, MemoryWindow
+
 from baton.core.errors import Cancelled
 from baton.core.request.block_hash import BlockHash, block_hashes, root_hash
 from baton.core.request.request import Ticket
@@ -63,7 +65,6 @@ from baton.kv_transfer.protocol.puller import Puller
 from baton.kv_transfer.protocol.source import Source
 from baton.kv_transfer.protocol.tombstones import TOMBSTONE_S
 from baton.kv_transfer.window.transport import PullOutcome
-from baton.tests.fakes.handoff.memory_transport import MemoryPool, MemoryPull, MemoryWindow
 
 from ..clock import FakeClock
 

@@ -16,6 +16,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
+from fakes.handoff.memory_transport import (
+    MemoryPool,
+    MemoryPull,
+    MemoryTransport,
+    MemoryWindow,
+)
+
 from baton.core.errors import BatonError, Cancelled, HandoffFailed
 from baton.core.request.block_hash import BlockHash, block_hashes, root_hash
 from baton.core.request.request import Ticket
@@ -54,12 +61,6 @@ from baton.kv_transfer.protocol.messages import HandoffState, Hello
 from baton.kv_transfer.protocol.puller import Puller
 from baton.kv_transfer.protocol.source import Source
 from baton.kv_transfer.window.transport import PullOutcome
-from baton.tests.fakes.handoff.memory_transport import (
-    MemoryPool,
-    MemoryPull,
-    MemoryTransport,
-    MemoryWindow,
-)
 
 from ..clock import FakeClock
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from fakes.handoff.memory_transport import MemoryPool, MemoryTransport, MemoryWindow
+
 from baton.core.channels.same_host import HOST_ID_BYTES
 from baton.core.request.request import FinishReason, Request, SamplingParams, Ticket
 from baton.decode_node.role import DecodeRole
@@ -29,7 +31,6 @@ from baton.node.requests.request_io import RequestIO
 from baton.prefill_node.role import PrefillRole
 from baton.proto import codec
 from baton.proto.v1 import engine_pb2, handoff_pb2, node_pb2
-from baton.tests.fakes.handoff.memory_transport import MemoryPool, MemoryTransport, MemoryWindow
 
 from ..clock import FakeClock
 from ..gateway.step_outputs import outputs_of

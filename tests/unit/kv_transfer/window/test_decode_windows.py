@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from fakes.handoff.memory_transport import MemoryPool, MemoryTransport, MemoryWindow
 
 from baton.core.errors import HandoffFailed
 from baton.decode_node.windows import Windows
@@ -14,7 +15,6 @@ from baton.kv_transfer.window.block_pairs import BlockPair, BlockPairs
 from baton.kv_transfer.window.head_ranges import HeadPiece
 from baton.kv_transfer.window.network_address import RemotePool
 from baton.kv_transfer.window.transport import PullOutcome, Starter
-from baton.tests.fakes.handoff.memory_transport import MemoryPool, MemoryTransport, MemoryWindow
 
 SOURCE = "a" * 32
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 from fakes.handoff.handoff import SOURCE
+from fakes.handoff.memory_transport import MemoryPool, MemoryTransport, MemoryWindow
 
 from baton.core.errors import HandoffFailed
 from baton.engine.kv.block_pool import BlockRef
@@ -13,7 +14,6 @@ from baton.kv_transfer.window.block_pairs import BlockPair, BlockPairs
 from baton.kv_transfer.window.head_ranges import HeadPiece
 from baton.kv_transfer.window.network_address import RemotePool
 from baton.kv_transfer.window.transport import PullOutcome, open_window
-from baton.tests.fakes.handoff.memory_transport import MemoryPool, MemoryTransport, MemoryWindow
 
 BLOCK_BYTES = 8
 PAIRS = (BlockPair(BlockRef(0, 2, 0, None), 3), BlockPair(BlockRef(1, 4, 0, None), 5))
