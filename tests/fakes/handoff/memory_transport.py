@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from ....core.errors import HandoffFailed
-from ....engine.kv.generations import LocalGenerations
-from ....kv_transfer.window.block_pairs import BlockPair, BlockPairs
-from ....kv_transfer.window.head_ranges import HeadPiece
-from ....kv_transfer.window.network_address import RemotePool
-from ....kv_transfer.window.transport import PullOutcome, Starter
+from baton.core.errors import HandoffFailed
+from baton.engine.kv.generations import LocalGenerations
+from baton.kv_transfer.window.block_pairs import BlockPair, BlockPairs
+from baton.kv_transfer.window.head_ranges import HeadPiece
+from baton.kv_transfer.window.network_address import RemotePool
+from baton.kv_transfer.window.transport import PullOutcome, Starter
 
 
 class MemoryPool:
