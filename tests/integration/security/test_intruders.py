@@ -346,8 +346,15 @@ def test_an_engine_says_nothing_to_who_does_not_know_the_secret(world: World, wh
     asyncio.run(world.serves_right())
 
 
-@pytest.mark.parametrize("who", ["intruder", "kin"])
-@pytest.mark.parametrize("is_local", [False, True], ids=["tcp", "unix"])
+@pytest.mark.parametrize(
+    ("is_local", "who"),
+    [
+        pytest.param(False, "intruder", id="tcp-intruder"),
+        pytest.param(True, "kin", id="unix-kin"),
+        pytest.param(False, "kin", id="tcp-kin", marks=pytest.mark.slow),
+        pytest.param(True, "intruder", id="unix-intruder", marks=pytest.mark.slow),
+    ],
+)
 def test_a_flood_of_strangers_at_an_engine_disturbs_nobody(
     world: World, who: str, is_local: bool
 ) -> None:
