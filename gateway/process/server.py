@@ -67,6 +67,7 @@ _LAST_WORD_S, _LAST_STATUS_S = 1.0, 0.2
 
 _MAX_METADATA_BYTES = 16 << 10
 _SPARE_STREAMS = 128  # of a connection: for calls that are refused, and such as Abort
+_MAX_PENDING_CALLS = 16_000  # of all connections, before a handler has them; many may be reset
 _SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", 4 << 20),
     ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
@@ -314,6 +315,9 @@ def _server_options(max_num_requests: int, *, shares_port: bool) -> tuple[tuple[
         *_SERVER_OPTIONS,
         ("grpc.max_concurrent_streams", max_num_requests + _SPARE_STREAMS),
         ("grpc.max_allowed_incoming_connections", descriptors.for_grpc()),
+        # Above the first gRPC cancels new calls at random: a flood of resets must not reach it.
+        ("grpc.server.max_pending_requests", _MAX_PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", 2 * _MAX_PENDING_CALLS),
         # By default a second server binds a taken port without an error.
         ("grpc.so_reuseport", int(shares_port)),
     )

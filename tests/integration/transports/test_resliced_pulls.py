@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import queue
 import secrets
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -63,6 +64,9 @@ def engine(size: int, kv_heads: int) -> Iterator[Engine]:
     sizes = [NUM_ROWS * part.num_kv_heads * HEAD_BYTES for part in parts]
     pools = [HostPool(p.pool, NUM_BLOCKS, size) for p, size in zip(parts, sizes, strict=True)]
     yield Engine(parts, pools)
+    for thread in threading.enumerate():
+        if thread.name.startswith("kv-pull-"):
+            thread.join(5)  # a window that was closed lets go of its pool by itself
     for pool in pools:
         pool.close()
 

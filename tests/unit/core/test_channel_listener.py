@@ -389,7 +389,8 @@ def test_nothing_is_left_open(is_local: bool) -> None:
         stranger.settimeout(5.0)
         engine.accepted.get(timeout=5.0)[1].close()
         engine.close()
-        assert stranger.recv(1) == b"", "who has proven nothing is not waited for"
+        with suppress(ConnectionResetError):  # if it was not accepted yet
+            assert stranger.recv(1) == b"", "who has proven nothing is not waited for"
     settle()
     assert len(os.listdir("/proc/self/fd")) <= before
 
