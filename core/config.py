@@ -7,6 +7,7 @@ an argparse parser. What is found out at run time (number of KV blocks) is not c
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -76,6 +77,11 @@ class EngineConfig:
         "most tokens of a prompt in one step on a prefill node's GPU; of a longer one half of "
         "--max-num-batched-tokens stay for the last; default: 8192, unless that flag is set",
     )
+    tbt_target_ms: float | None = flag(
+        None,
+        "promise to running requests: a step takes no longer, if prompts can be cut for it; an "
+        "engine with a promise takes whole requests, whatever its role; default: none",
+    )
     enable_prefix_caching: bool = flag(True, "reuse KV of equal prefixes")
     attention_backend: str = flag(
         "auto", "attention kernels", choices=("auto", "torch", "triton", "flashinfer")
@@ -92,10 +98,16 @@ class EngineConfig:
         ):
             if (number := getattr(self, name)) is not None and number < 1:
                 raise StartupFailed(f"--{name.replace('_', '-')} must be at least 1")
+        if self.tbt_target_ms is not None and not 0 < self.tbt_target_ms < math.inf:
+            raise StartupFailed("--tbt-target-ms must be above 0")
         if self.block_size & (self.block_size - 1):
             raise StartupFailed("--block-size must be a power of two", hint="16 suits most models")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise StartupFailed("--gpu-memory-utilization must lie in (0, 1]")
+
+    @property
+    def tbt_target_s(self) -> float | None:
+        return None if self.tbt_target_ms is None else self.tbt_target_ms / 1000
 
 
 @dataclass(frozen=True, slots=True)

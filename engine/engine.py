@@ -25,6 +25,7 @@ from ..core.errors import EngineFailed, HandoffFailed, InvalidRequest
 from ..core.ports import Clock, SystemClock
 from ..core.request.block_hash import BlockHash, root_hash
 from ..core.request.request import FinishReason, Request
+from ..core.step_cost import StepCost, StepShape
 from .engine_ledger import check_owners, engine_ledger
 from .execution.batch import LaunchedStep, Runner, SampledToken
 from .execution.constraints import Constraints, Mask
@@ -43,10 +44,10 @@ from .scheduling.outputs import (
     TokenOutput,
     Totals,
 )
-from .scheduling.prefill_cost import PrefillCost, PrefillCostEstimator
-from .scheduling.schedule import ScheduledSequence
+from .scheduling.schedule import ScheduledSequence, step_shape
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Sequence, SequenceState, finish_reason
+from .scheduling.step_cost_estimator import StepCostEstimator
 from .scheduling.step_slices import constrained_masks, launch_slice, launched_chunks
 
 Meanwhile: TypeAlias = Callable[[], bool]
@@ -61,7 +62,7 @@ class _StepInFlight:
     scheduled: list[ScheduledSequence]
     fence: StepFence
     launched: LaunchedStep
-    num_prompt_tokens: int  # 0 unless it computes nothing else
+    shape: StepShape
     launched_s: float
     launching_s: float  # how long the launch took
 
@@ -96,11 +97,13 @@ class Engine:
         self._constraints = None if grammars is None else Constraints(grammars)
         cache = PrefixCache(self.pool, is_enabled=enable_prefix_caching, observer=cache_observer)
         self._tables = BlockTables(self.pool, cache, generations, limits.block_size)
-        self._scheduler = Scheduler(limits, self.pool, self._tables, self._estimator)
+        self._step_costs = StepCostEstimator()
+        self._scheduler = Scheduler(
+            limits, self.pool, self._tables, self._estimator, self._step_costs
+        )
         self._sequences: dict[str, Sequence] = {}
         self._num_arrivals = 0
         self._clock = clock or SystemClock()
-        self._prefill_cost = PrefillCostEstimator()
         self._collected_s = 0.0  # when the last step was
         self._in_flight: _StepInFlight | None = None
         self._stalled_at: int | None = None  # `opportunities` when there was nothing to schedule
@@ -238,9 +241,9 @@ class Engine:
 
     def _launch_due_s(self, previous: _StepInFlight | None) -> float:
         """When to launch what comes behind `previous`: it takes time, and the estimate may err."""
-        if previous is None or not previous.num_prompt_tokens:
+        if previous is None or previous.shape.num_decodes:
             return -math.inf
-        lasts_s = self._prefill_cost.expected_s(previous.num_prompt_tokens)
+        lasts_s = self._step_costs.expected_s(previous.shape)
         if lasts_s is None:
             return -math.inf
         began_s = max(previous.launched_s, self._collected_s)
@@ -264,16 +267,15 @@ class Engine:
         fresh = [one.sequence for one in planned if not one.sequence.has_started]
         for sequence in fresh:
             sequence.has_started = True
-            output.started.append(sequence.key)
-        num_tokens = sum(one.num_scheduled_tokens for one in planned)
-        is_prefill = all(one.sequence.is_prefilling for one in planned)
+            output.started[sequence.key] = sequence.num_cached_tokens
+        shape = step_shape(planned)
         eos = self._eos_token_ids
         batch = [launch_slice(one, indices, masks.get(one.sequence), eos) for one in planned]
         fence = self._tables.open_step(scheduled.sequence for scheduled in planned)
         launched_s = self._clock.monotonic_s()
         launched = self._runner.launch(batch)
         took_s = self._clock.monotonic_s() - launched_s
-        step = _StepInFlight(planned, fence, launched, num_tokens * is_prefill, launched_s, took_s)
+        step = _StepInFlight(planned, fence, launched, shape, launched_s, took_s)
         for scheduled in planned:
             if scheduled.num_scheduled_tokens > 1:
                 self._tables.prepare_store(scheduled.sequence)
@@ -313,8 +315,7 @@ class Engine:
         """A step begins when it is launched, or when the one before it ends."""
         began_s = max(step.launched_s, self._collected_s)
         self._collected_s = self._clock.monotonic_s()
-        if step.num_prompt_tokens:
-            self._prefill_cost.observe(step.num_prompt_tokens, self._collected_s - began_s)
+        self._step_costs.observe(step.shape, self._collected_s - began_s)
 
     def _advance(
         self, scheduled: ScheduledSequence, sampled: SampledToken | None, output: StepOutputBuilder
@@ -332,12 +333,7 @@ class Engine:
             reason = self._append(sequence, sampled, output)
         if sequence.is_held and reason is None:
             output.chunks.append(
-                ChunkDone(
-                    sequence.key,
-                    sequence.num_computed_tokens,
-                    sequence.num_cached_tokens,
-                    is_last=sampled is not None,
-                )
+                ChunkDone(sequence.key, sequence.num_computed_tokens, is_last=sampled is not None)
             )
 
     def _append(
@@ -412,6 +408,7 @@ class Engine:
             room_blocks=scheduler.room_blocks(pending),
             output_tokens=self._estimator.expected,
             waiting_by_caller=waiting,
+            decodes=scheduler.decodes(),
         )
 
     def totals(self) -> Totals:
@@ -426,9 +423,24 @@ class Engine:
         """Whether tokens of prompts wait, or are being computed."""
         return bool(self._scheduler.waiting) or self._scheduler.has_prefills
 
-    def prefill_cost(self) -> PrefillCost | None:
-        """By the steps of prompts alone that were computed so far; None: too few."""
-        return self._prefill_cost.estimate()
+    def step_cost(self) -> StepCost | None:
+        """By the steps that were computed so far; None: too few."""
+        return self._step_costs.estimate()
+
+    @property
+    def step_cost_error(self) -> float | None:
+        """How far the last steps were from that, relative, 90th percentile; None: too few."""
+        return self._step_costs.relative_error
+
+    @property
+    def tbt_target_s(self) -> float | None:
+        """What steps with decodes in them take at most, if prompts can be cut for it; None: prompts
+        are computed as fast as may be."""
+        return self._scheduler.tbt_target_s
+
+    @tbt_target_s.setter
+    def tbt_target_s(self, seconds: float | None) -> None:
+        self._scheduler.tbt_target_s = seconds
 
     def block_refs(self, key: str, first: int, last: int) -> list[BlockRef]:
         """Logical blocks [first, last) of a request that holds blocks (else KeyError).

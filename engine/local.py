@@ -51,6 +51,7 @@ class LocalEngine:
                 runner.model_dir, runner.model_config.vocab_size, runner.eos_token_ids
             ),
         )
+        self.engine.tbt_target_s = config.tbt_target_s
 
     @classmethod
     def load(cls, config: EngineConfig, report: Callable[[str], None]) -> LocalEngine:

@@ -110,9 +110,6 @@ class PrefillRole(RequestRole):
     # -- the engine's results ------------------------------------------------------------------
 
     def after_step(self, output: StepOutput) -> None:
-        for chunk in output.chunks:
-            if chunk.is_last and (entry := self._desk.book.get(chunk.key)):
-                entry.cached_tokens = chunk.cached_tokens
         self._tell(output)
         self._outbox.flush_gateways()  # users need not wait for what pullers are told
         first_tokens = {token.key: token.token_id for token in output.tokens}

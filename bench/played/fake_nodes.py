@@ -30,6 +30,7 @@ from baton.core.channels.handshake import ANSWER_BYTES, OPENING_BYTES, Listener
 from baton.core.channels.same_host import host_id, socket_address
 from baton.core.membership import Member, Role
 from baton.core.process import event_loop
+from baton.core.step_cost import KNOTS
 from baton.proto.v1 import common_pb2, node_pb2
 
 from .taken_tokens import TakenTokens
@@ -186,7 +187,7 @@ class _Engine:
             room_blocks=_NUM_BLOCKS,
         )
         if rate := self.pace.prefill_tokens_per_s:
-            beat.prefill_cost.token_s = 1 / rate
+            beat.step_cost.row_s.extend([1 / rate] + [0.0] * (len(KNOTS) - 1))
         return bytes(node_pb2.NodeMessage(heartbeat=beat).SerializeToString())
 
 

@@ -39,6 +39,11 @@ class EngineLimits:
         return spare_tokens(self.max_num_batched_tokens)
 
     @property
+    def prompt_step_tokens(self) -> int:
+        """Of one prompt alone."""
+        return max(self.max_num_batched_tokens, self.prefill_chunk_tokens)
+
+    @property
     def last_chunk_tokens(self) -> int:
         """Of a prompt that does not fit into one step. They are left to pull behind the first
         token; with fewer a GPU loses more time than a pull takes."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from ...core.errors import BatonError
 from ...core.request.logprobs import TokenLogprobs
 from ...core.request.request import FinishReason
+from ...core.step_cost import StepShape
 from .sequence import Sequence
 
 
@@ -52,12 +53,11 @@ class PromptLogprobs:
 class ChunkDone:
     """The KV of a held request's first `num_computed_tokens` tokens is complete.
 
-    `cached_tokens` of them came from the prefix cache. `is_last` comes with the first token.
+    `is_last` comes with the first token.
     """
 
     key: str
     num_computed_tokens: int
-    cached_tokens: int
     is_last: bool
 
 
@@ -77,14 +77,15 @@ class ChunkLaunched:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one step brought. `started`: requests that took part in a step here for the first time.
+    """What one step brought. `started`: requests that took part in a step here for the first time,
+    with how many tokens the prefix cache had of them.
 
     That is their prefill's first chunk, or after `start` their first decode.
     """
 
     tokens: tuple[TokenOutput, ...] = ()
     chunks: tuple[ChunkDone, ...] = ()
-    started: tuple[str, ...] = ()
+    started: Mapping[str, int] = field(default_factory=dict)
     failed: tuple[tuple[str, BatonError], ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     launched: tuple[ChunkLaunched, ...] = ()
@@ -110,6 +111,7 @@ class Load:
     room_blocks: int
     output_tokens: int
     waiting_by_caller: Mapping[int, int]
+    decodes: StepShape = StepShape()  # noqa: RUF009 (frozen): those that run, as a step of them alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,7 @@ class StepOutputBuilder:
 
     tokens: list[TokenOutput] = field(default_factory=list)
     chunks: list[ChunkDone] = field(default_factory=list)
-    started: list[str] = field(default_factory=list)
+    started: dict[str, int] = field(default_factory=dict)
     failed: list[tuple[str, BatonError]] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     launched: list[ChunkLaunched] = field(default_factory=list)
@@ -152,7 +154,7 @@ class StepOutputBuilder:
         return StepOutput(
             tuple(self.tokens),
             tuple(self.chunks),
-            tuple(self.started),
+            self.started,
             tuple(self.failed),
             tuple(self.prompt_logprobs),
             tuple(self.launched),

@@ -16,10 +16,12 @@ times as long. Who is asked first, and that long prompts get on all the same, is
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ...core.errors import BatonError
+from ...core.step_cost import StepShape, pairs_of
 from .sequence import Sequence
 
 
@@ -67,6 +69,13 @@ class Schedule:
             self.num_prompt_tokens += num_tokens
             self.prompt_callers.add(sequence.request.caller_id)
 
+    def limit_prompts(self, num_tokens: int) -> None:
+        """Let the step have no more tokens of prompts than these, though it had room for more."""
+        if num_tokens < self.num_budget_tokens + self.num_spare_tokens:
+            self.num_budget_tokens = min(self.num_budget_tokens, num_tokens)
+            self.num_spare_tokens = 0
+        self.num_chunk_tokens = min(self.num_chunk_tokens, num_tokens)
+
     def can_end(self, num_tokens: int) -> bool:
         """Whether so many tokens, the last ones of a prompt, have room in the step."""
         return num_tokens <= self.num_budget_tokens + self.num_spare_tokens
@@ -97,3 +106,16 @@ class Schedule:
             return num_tokens
         num_first = min(num_tokens - self.num_last_tokens, self.num_chunk_tokens)
         return max(num_first, min(budget, self.num_last_tokens))  # with many decodes few are left
+
+
+def step_shape(scheduled: Iterable[ScheduledSequence]) -> StepShape:
+    """What a step of these, not launched yet, has in it."""
+    num_prompt_tokens = pairs = num_decodes = keys = 0
+    for sequence, num_tokens in scheduled:
+        if sequence.is_prefilling:
+            num_prompt_tokens += num_tokens
+            pairs += pairs_of(num_tokens, sequence.num_launched_tokens)
+        else:
+            num_decodes += 1
+            keys += sequence.num_launched_tokens + num_tokens
+    return StepShape(num_prompt_tokens, pairs, num_decodes, keys)

@@ -17,7 +17,10 @@ Memory:
   (tokens kept, KV recomputed later), never the oldest, so that something always gets on;
 - a held sequence takes all it will ever need at admission, and is never preempted.
 
-Knows no runner and no time.
+With a promise to its decodes (`tbt_target_s`) a step has no more tokens of prompts than leave it as
+short, by the measured cost of steps.
+
+Knows no runner and no clock.
 """
 
 from __future__ import annotations
@@ -30,12 +33,14 @@ from itertools import chain
 from ...core.errors import PromptTooLarge
 from ...core.fair_queue import FairQueue
 from ...core.request.request import Request
+from ...core.step_cost import LEAST_PROMPT_TOKENS, StepShape
 from ..kv.block_pool import BlockPool
 from ..kv.limits import EngineLimits
 from .admission import Admission, OutputLengthEstimator, distinct_blocks
 from .block_tables import BlockTables
-from .schedule import Schedule
+from .schedule import Schedule, ScheduledSequence, step_shape
 from .sequence import Sequence, SequenceState
+from .step_cost_estimator import StepCostEstimator
 
 
 class Scheduler:
@@ -47,7 +52,10 @@ class Scheduler:
         pool: BlockPool,
         tables: BlockTables,
         estimator: OutputLengthEstimator,
+        step_costs: StepCostEstimator,
     ) -> None:
+        self.tbt_target_s: float | None = None  # see Engine
+        self._step_costs = step_costs
         self._limits = limits
         self._pool = pool
         self._tables = tables
@@ -157,10 +165,32 @@ class Scheduler:
                 continue
             if self._make_room(sequence, schedule):
                 schedule.plan(sequence)
+        if self.tbt_target_s is not None and schedule.scheduled:
+            self._keep_promise(schedule, self.tbt_target_s)
         self._plan_prefills(schedule, may_pass=may_pass)
         if not self._is_long_due:
             self._admit_waiting(schedule)
         return schedule
+
+    def _keep_promise(self, schedule: Schedule, tbt_target_s: float) -> None:
+        """Cut what the step has room for, beside its decodes, to what can be computed in time."""
+        prefills = [one for one in self.running if one.is_prefilling]
+        if not prefills and not self.waiting:
+            return
+        cost = self._step_costs.estimate()
+        num_tokens = LEAST_PROMPT_TOKENS
+        if cost is not None:
+            context = prefills[0].num_launched_tokens if prefills else 0
+            most = max(schedule.num_budget_tokens, schedule.num_chunk_tokens)
+            beside = step_shape(schedule.scheduled)
+            num_tokens = cost.promised_tokens(tbt_target_s, beside, context, most)
+        schedule.limit_prompts(num_tokens)
+
+    def decodes(self) -> StepShape:
+        """A step of all that decode, and nothing else."""
+        return step_shape(
+            ScheduledSequence(one, 1) for one in self.running if not one.is_prefilling
+        )
 
     @property
     def has_prefills(self) -> bool:

@@ -48,6 +48,10 @@ class DecodePlaces:
         self._mean_stay_s = stay_s if mean_s is None else _DECAY * mean_s + (1 - _DECAY) * stay_s
         return True
 
+    def has(self, key: Key) -> bool:
+        """Whether it was sent and has not ended."""
+        return key in self._open
+
     @property
     def num_requests(self) -> int:
         """Of all gateways, by our best estimate."""

@@ -108,7 +108,7 @@ class EngineConnection(asyncio.Protocol):
     # -- out ---------------------------------------------------------------------------------------
 
     def dispatch(
-        self, request: Request, work: Work, ticket: Ticket, deadline_remaining_s: float
+        self, request: Request, work: Work, ticket: Ticket | None, deadline_remaining_s: float
     ) -> None:
         self._send(dispatch_message(request, work, ticket, deadline_remaining_s))
 

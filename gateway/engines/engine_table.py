@@ -18,15 +18,17 @@ from ...core.errors import Unavailable
 from ...core.membership import Member, Role
 from ...core.ports import Clock, SystemClock
 from ...core.request.request import Request, Ticket
+from ...core.step_cost import PromptSpeed, StepCost, StepShape
 from ...prefix_index.mirror import PrefixMirror
 from ..request.engine_link import Avoid, Demand, EngineOutput, MustWait, PlainToken, Route, Work
 from ..request.suspects import Suspects
 from ..validation.validation import ModelLimits
 from .decode_places import DecodePlaces, Key
-from .prefill_backlog import Backlog, PrefillBacklog, PrefillEstimate
-from .routing import EngineState, choose_pair
+from .prefill_backlog import Backlog, PrefillBacklog
+from .routing import EngineState, choose_plan
 
 _RESERVED_BLOCKS = 2  # padding and canary
+_STEP_TOKENS = 2048  # of an engine that does not say
 _NOTHING_CACHED: Mapping[str, int] = MappingProxyType({})
 _NOTHING_HELD: Mapping[int, int] = MappingProxyType({})
 
@@ -63,15 +65,36 @@ class ReportedLoad:
     num_requests: int = 0  # accepted from all gateways and not ended
     room_blocks: int = 0
     output_tokens: int = 0
-    prefill_cost: PrefillEstimate | None = None
+    step_cost: StepCost | None = None
+    step_cost_error: float | None = None
+    decodes: StepShape = field(default_factory=StepShape)
+    tbt_target_s: float | None = None
+    step_tokens: int = 0
     waiting_by_caller: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def prompt_speed(self) -> PromptSpeed | None:
+        """At which it computes prompts beside the decodes that it has; None: not measured yet."""
+        if self.step_cost is None:
+            return None
+        chunk = self.step_tokens or _STEP_TOKENS
+        return self.step_cost.prompt_speed(chunk, self.decodes, self.tbt_target_s)
+
+    def keeps_promise_with(self, num_sequences: int) -> bool:
+        """Whether steps would keep the promise with so many more decodes like those that run."""
+        cost, target_s, now = self.step_cost, self.tbt_target_s, self.decodes
+        if cost is None or target_s is None or not now.num_decodes:
+            return True
+        num_decodes = now.num_decodes + num_sequences
+        keys = now.keys * num_decodes // now.num_decodes
+        return cost.seconds(StepShape(num_decodes=num_decodes, keys=keys)) <= target_s
 
 
 class EngineSender(Protocol):
     """Where an engine's messages go; never blocks."""
 
     def dispatch(
-        self, request: Request, work: Work, ticket: Ticket, deadline_remaining_s: float
+        self, request: Request, work: Work, ticket: Ticket | None, deadline_remaining_s: float
     ) -> None: ...
 
     def cancel(self, request_id: str, attempt: int) -> None: ...
@@ -118,6 +141,12 @@ class LinkedEngine:
         return self.member.fingerprint
 
     @property
+    def takes_prompts(self) -> bool:
+        """Whether it computes them: for others, or for itself, beside its decodes."""
+        promises = self.load is not None and self.load.tbt_target_s is not None
+        return promises or self.member.role is Role.PREFILL
+
+    @property
     def is_ready(self) -> bool:
         return self.load is not None and not self.load.is_draining
 
@@ -125,7 +154,7 @@ class LinkedEngine:
         """A heartbeat."""
         self.load = load
         self.backlog.heartbeat(
-            Backlog(load.waiting_tokens, load.waiting_by_caller, load.num_steps, load.prefill_cost)
+            Backlog(load.waiting_tokens, load.waiting_by_caller, load.num_steps, load.prompt_speed)
         )
         self.places.heartbeat(load.num_requests, load.room_blocks)
 
@@ -133,7 +162,7 @@ class LinkedEngine:
         self,
         request: Request,
         work: Work,
-        ticket: Ticket,
+        ticket: Ticket | None,
         deadline_remaining_s: float,
         cached_tokens: int = 0,
     ) -> None:
@@ -143,11 +172,11 @@ class LinkedEngine:
         keys = [
             (request_id, request.attempt) for request_id in (request.request_id, *request.fork_ids)
         ]
-        if work is Work.PREFILL:
+        if work is not Work.DECODE:
             self.backlog.sent(keys[0], caller_id, num_tokens, cached_tokens)
             if cached_tokens:
                 self._promised[keys[0]] = cached_tokens
-        else:
+        if work is not Work.PREFILL:
             num_left = request.sampling.max_tokens - len(request.output_token_ids)
             num_blocks = self.blocks_for(num_tokens - cached_tokens, num_left, len(keys))
             self.places.sent(keys, num_blocks, self.clock.monotonic_s())
@@ -160,35 +189,36 @@ class LinkedEngine:
 
     def settle(self, outputs: Iterable[EngineOutput], tokens: Iterable[PlainToken] = ()) -> None:
         """Take note of what these outputs answer or end."""
-        if self.member.role is Role.PREFILL:
-            self._settle_prompts(outputs, tokens)
-            return
-        for output in outputs:
-            if output.finish_reason is not None or output.error is not None:
-                self._ended((output.request_id, output.attempt))
-
-    def _settle_prompts(
-        self, outputs: Iterable[EngineOutput], tokens: Iterable[PlainToken]
-    ) -> None:
-        """A prefill engine has nothing more to do for what it answers."""
-        for request_id, attempt, *_ in tokens:
-            self._ended((request_id, attempt), is_computed=True)
+        if self.backlog.has_ours:
+            for request_id, attempt, *_ in tokens:
+                self._answered((request_id, attempt))
         for output in outputs:
             key = (output.request_id, output.attempt)
             if output.cached_tokens is not None and (promised := self._promised.pop(key, 0)):
                 self.num_index_hits += 1
                 self.num_stale_hits += output.cached_tokens < promised
-            if output.token_ids or output.finish_reason is not None or output.error is not None:
-                self._ended(key, is_computed=bool(output.token_ids))
+            if output.token_ids:
+                self._answered(key)
+            if output.finish_reason is not None or output.error is not None:
+                self._ended(key)
 
-    def _ended(self, key: Key, *, is_computed: bool = False) -> None:
+    def _answered(self, key: Key) -> None:
+        """Its prompt is computed: a prefill engine has nothing more to do for it."""
+        if not self.backlog.ended(key, is_computed=True):
+            return
+        if not self.places.has(key):
+            self._ended(key)
+        elif (caller_id := self._callers.get(key)) is not None:
+            self.released.add(caller_id)
+
+    def _ended(self, key: Key) -> None:
         """What the request had or waited for here, others may have."""
         caller_id = self._callers.pop(key, None)
         if caller_id is None:
             return
         self.released.add(caller_id)
         self._promised.pop(key, None)
-        self.backlog.ended(key, is_computed=is_computed)
+        self.backlog.ended(key, is_computed=False)
         self.places.ended(key, self.clock.monotonic_s())
 
     def blocks_for(self, num_tokens: int, max_output_tokens: int, num_sequences: int) -> int:
@@ -205,11 +235,6 @@ class LinkedEngine:
         num_blocks = self.blocks_for(
             demand.num_tokens - cached_tokens, demand.max_output_tokens, demand.num_sequences
         )
-        is_open = (
-            self.places.has_place(demand.num_sequences, num_blocks)
-            if self.member.role is Role.DECODE
-            else demand.is_retry or self.backlog.takes_more_of(caller_id)
-        )
         return EngineState(
             incarnation=self.member.incarnation,
             role=self.member.role,
@@ -224,7 +249,11 @@ class LinkedEngine:
             link_gbytes_per_s=load.link_gbytes_per_s,
             num_dispatched=self.num_dispatched,
             cached_tokens=cached_tokens,
-            is_open=is_open,
+            speed=self.backlog.speed,
+            keeps_promise=load.tbt_target_s is not None,
+            takes_prompt=demand.is_retry or self.backlog.takes_more_of(caller_id),
+            has_place=self.places.has_place(demand.num_sequences, num_blocks)
+            and load.keeps_promise_with(demand.num_sequences),
         )
 
     @property
@@ -258,7 +287,7 @@ class ChosenEngine:
         return self.engine.fingerprint
 
     def dispatch(
-        self, request: Request, work: Work, ticket: Ticket, deadline_remaining_s: float
+        self, request: Request, work: Work, ticket: Ticket | None, deadline_remaining_s: float
     ) -> None:
         self.engine.dispatch(request, work, ticket, deadline_remaining_s, self.cached_tokens)
 
@@ -308,7 +337,7 @@ class EngineTable:
             for engine in self.engines.values()
             if engine.load is not None and (engine.member.can_constrain or not is_constrained)
         ]
-        choose = partial(choose_pair, states, demand.num_tokens, fingerprint=fingerprint)
+        choose = partial(choose_plan, states, demand.num_tokens, fingerprint=fingerprint)
         clear = self.suspects.keep_clear(avoid)
         try:
             prefill, decode = choose(avoid=clear)
@@ -351,14 +380,14 @@ class EngineTable:
 
         0 where nothing is ahead of it, or an engine's cost is not known.
         """
-        prefill = [e for e in self.engines.values() if e.member.role is Role.PREFILL and e.is_ready]
+        prefill = [e for e in self.engines.values() if e.takes_prompts and e.is_ready]
         parts = {other: tokens / len(prefill) for other, tokens in held.items()} if prefill else {}
         waits_s = []
         for engine in prefill:
             own = num_tokens - cached_tokens.get(engine.incarnation, 0)
             ahead = engine.backlog.fair_tokens_ahead(caller_id, own, parts)
-            cost = engine.backlog.cost
-            waits_s.append(cost.seconds_of(ahead + own) if ahead and cost is not None else 0.0)
+            speed = engine.backlog.speed
+            waits_s.append(speed.seconds_of(ahead + own) if ahead and speed is not None else 0.0)
         return min(waits_s, default=0.0)
 
     @property
@@ -371,8 +400,8 @@ class EngineTable:
     def limits(self, base: ModelLimits) -> ModelLimits:
         """`base` narrowed to what the linked engines can do."""
         engines = list(self.engines.values())
-        by_role = {role: [e for e in engines if e.member.role is role] for role in Role}
-        prefill, decode = by_role[Role.PREFILL], by_role[Role.DECODE]
+        prefill = [e for e in engines if e.takes_prompts]
+        decode = [e for e in engines if e.member.role is Role.DECODE]
         lens = (e.member.max_model_len for e in engines)
         return ModelLimits(
             model=base.model,

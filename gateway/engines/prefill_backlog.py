@@ -10,38 +10,16 @@ there since the heartbeat before counts as ours, so that nothing of ours is ever
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ...core.ports import Clock
+from ...core.step_cost import PromptSpeed
 from .decode_places import Key
 
 _UNKNOWN_AHEAD_TOKENS = 8192  # of one caller, at an engine whose cost is not known yet
 _AHEAD_S = 0.5  # of one caller's prompts, and a step, are at an engine; what is more waits here
-_LEAST_TOKEN_S = 1e-12
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillEstimate:
-    """A step that computes n tokens takes step_s + n * token_s, as its engine measured."""
-
-    step_s: float
-    token_s: float
-
-    def tokens_in(self, seconds: float) -> int:
-        """What a step as long as this computes."""
-        return int(max(0.0, seconds - self.step_s) / self.token_s)
-
-    def seconds_of(self, num_tokens: float) -> float:
-        return self.step_s + num_tokens * self.token_s
-
-
-def measured_cost(step_s: float, token_s: float) -> PrefillEstimate | None:
-    """None where an engine says what cannot be."""
-    is_sane = 0 <= step_s < math.inf and _LEAST_TOKEN_S <= token_s < math.inf
-    return PrefillEstimate(step_s, token_s) if is_sane else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +29,7 @@ class Backlog:
     waiting_tokens: int = 0
     by_caller: Mapping[int, int] | None = None
     num_steps: int = 0
-    cost: PrefillEstimate | None = None
+    speed: PromptSpeed | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +46,7 @@ class PrefillBacklog:
     """One engine's. Times are monotonic seconds."""
 
     def __init__(self, clock: Clock) -> None:
-        self.cost: PrefillEstimate | None = None
+        self.speed: PromptSpeed | None = None
         self._clock = clock
         self._sent: dict[Key, _Sent] = {}
         self._own_tokens: Counter[int] = Counter()  # of them, to compute, by caller
@@ -91,7 +69,7 @@ class PrefillBacklog:
         if not is_on_same_step:
             self._step_began_s = self._clock.monotonic_s()
         self._reported = backlog
-        self.cost = backlog.cost
+        self.speed = backlog.speed
         self._find_others(backlog)
         self._answered.clear()
 
@@ -138,11 +116,16 @@ class PrefillBacklog:
         The engine's queue is fair, so others' prompts do not matter: one that has nothing there
         may always send.
         """
-        limit, cost = _UNKNOWN_AHEAD_TOKENS, self.cost
-        if cost is not None:
-            limit = cost.tokens_in(_AHEAD_S + 2 * cost.step_s)
+        limit, speed = _UNKNOWN_AHEAD_TOKENS, self.speed
+        if speed is not None:
+            limit = speed.tokens_in(_AHEAD_S + 2 * speed.step_s)
         own_tokens = self._own_tokens.get(caller_id, 0)
         return not own_tokens or own_tokens < limit
+
+    @property
+    def has_ours(self) -> bool:
+        """Whether a prompt of ours is there that has not been answered."""
+        return bool(self._sent)
 
     @property
     def tokens_ahead(self) -> int:
@@ -189,6 +172,6 @@ class PrefillBacklog:
         return min(first.uncached_tokens, computed)
 
     def _computed_since(self, begin_s: float) -> int:
-        if self.cost is None:
+        if self.speed is None:
             return 0
-        return self.cost.tokens_in(self._clock.monotonic_s() - begin_s)
+        return self.speed.tokens_in(self._clock.monotonic_s() - begin_s)

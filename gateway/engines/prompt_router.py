@@ -49,6 +49,8 @@ class PromptRouter:
             raise
         if avoid:
             decisions["retry"] += 1
+        elif route.is_local:
+            decisions["local"] += 1
         elif cached_tokens.get(route.prefill.incarnation):
             decisions["cached_prefix"] += 1
         else:

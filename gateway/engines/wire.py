@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from ...core.errors import EngineFailed, InvalidRequest
 from ...core.request.request import Request, Ticket
+from ...core.step_cost import StepCost, StepShape
 from ...proto import codec
 from ...proto.v1 import inference_pb2, node_pb2
 from ..request.engine_link import EngineOutput, PlainToken, TransferSummary, Work
 from ..request.output_chunk import OutputChunk, RequestResult
 from .engine_table import EngineCounters, ReportedLoad
 from .node_clock import NodeClock
-from .prefill_backlog import PrefillEstimate, measured_cost
 
-_WORK = {Work.PREFILL: node_pb2.WORK_PREFILL, Work.DECODE: node_pb2.WORK_DECODE}
+_WORK = {
+    Work.PREFILL: node_pb2.WORK_PREFILL,
+    Work.DECODE: node_pb2.WORK_DECODE,
+    Work.LOCAL: node_pb2.WORK_LOCAL,
+}
 
 
 def dispatch_message(
-    request: Request, work: Work, ticket: Ticket, deadline_remaining_s: float
+    request: Request, work: Work, ticket: Ticket | None, deadline_remaining_s: float
 ) -> node_pb2.GatewayMessage:
     """A dispatch for an engine."""
     dispatch = codec.dispatch_to_wire(request, _WORK[work], ticket, deadline_remaining_s)
@@ -29,16 +33,29 @@ def load_from_wire(wire: node_pb2.Heartbeat) -> ReportedLoad:
         "links": frozenset(link.incarnation for link in wire.links),
         "counters": _counters_from_wire(wire.counters),
         "link_gbytes_per_s": {link.incarnation: link.gbytes_per_s for link in wire.links},
-        "prefill_cost": _cost_from_wire(wire),
+        "step_cost": _cost_from_wire(wire),
+        "step_cost_error": wire.step_cost.relative_error
+        if wire.step_cost.HasField("relative_error")
+        else None,
+        "decodes": StepShape(num_decodes=wire.num_decodes, keys=wire.decode_keys),
+        "tbt_target_s": _promise_from_wire(wire),
         "waiting_by_caller": {one.caller_id: one.num_tokens for one in wire.waiting_by_caller},
     }
     return ReportedLoad(**fields)
 
 
-def _cost_from_wire(wire: node_pb2.Heartbeat) -> PrefillEstimate | None:
-    if not wire.HasField("prefill_cost"):
+def _promise_from_wire(wire: node_pb2.Heartbeat) -> float | None:
+    is_promised = wire.HasField("tbt_target_s") and wire.tbt_target_s > 0
+    return wire.tbt_target_s if is_promised else None
+
+
+def _cost_from_wire(wire: node_pb2.Heartbeat) -> StepCost | None:
+    """None where an engine has none yet, or one that cannot be."""
+    if not wire.HasField("step_cost"):
         return None
-    return measured_cost(wire.prefill_cost.step_s, wire.prefill_cost.token_s)
+    sent = wire.step_cost
+    cost = StepCost(sent.base_s, tuple(sent.row_s), sent.pair_s, sent.key_s, sent.max_rows)
+    return cost if cost.is_sane else None
 
 
 def _counters_from_wire(wire: node_pb2.Counters) -> EngineCounters:

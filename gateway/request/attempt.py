@@ -1,4 +1,5 @@
-"""One dispatch of a request to a pair of engines: whose word is still out, and what doubt there is.
+"""One dispatch of a request to a pair of engines, or to one that does all: who still owes an
+answer, and what doubt there is.
 
 A *doubt* is a state that one of the engines must clear up soon: who is right becomes known by the
 next message of the other, or, after a fixed time, the attempt counts as failed.
@@ -33,7 +34,7 @@ class Attempt:
         self.number = number
         self.route = route
         self.pair = (route.prefill.incarnation, route.decode.incarnation)
-        self.is_handed_over = False
+        self.is_handed_over = route.is_local  # nothing is to be
         self.finish_reason: FinishReason | None = None
         self.doubt: BatonError | None = None
         self.doubt_until_s = math.inf
@@ -99,7 +100,7 @@ class Attempt:
 
     def survives(self, incarnation: str, error: BatonError, *, now_s: float) -> bool:
         """Whether the attempt can go on without this engine, perhaps in doubt."""
-        if incarnation == self.pair[0]:
+        if incarnation == self.pair[0] and not self.route.is_local:
             if self._has_first_token and self.is_handed_over:
                 return True
             if self._has_first_token and error.is_retryable and self._is_held_by_decode:

@@ -20,6 +20,7 @@ class Work(enum.Enum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+    LOCAL = "local"  # both, without a hand-off
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class EngineLink(Protocol):
     def fingerprint(self) -> str: ...
 
     def dispatch(
-        self, request: Request, work: Work, ticket: Ticket, deadline_remaining_s: float
+        self, request: Request, work: Work, ticket: Ticket | None, deadline_remaining_s: float
     ) -> None: ...
 
     def cancel(self, request_id: str, attempt: int) -> None: ...
@@ -79,10 +80,15 @@ class EngineLink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Who computes the prompt and who goes on."""
+    """Who computes the prompt and who goes on: perhaps one engine alone."""
 
     prefill: EngineLink
     decode: EngineLink
+
+    @property
+    def is_local(self) -> bool:
+        """Whether no KV is handed off."""
+        return self.prefill.incarnation == self.decode.incarnation
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +136,7 @@ class Router(Protocol):
     """Picks the engines for a request."""
 
     def choose(self, demand: Demand, *, avoid: Avoid, fingerprint: str | None) -> Route:
-        """A pair that has a place, none of `avoid`, both of this fingerprint.
+        """A pair, or one engine for both, that has a place, none of `avoid`, of this fingerprint.
 
         Raises Unavailable, naming what is missing, or MustWait.
         """

@@ -316,7 +316,7 @@ class Session:
         return attempt
 
     def _send(self, attempt: Attempt, now_s: float, fork_ids: tuple[str, ...]) -> None:
-        """Hand the attempt to its two engines."""
+        """Hand the attempt to its two engines, or to the one."""
         prefill, decode = attempt.route.prefill, attempt.route.decode
         request = Request(
             request_id=self.request_id,
@@ -329,8 +329,11 @@ class Session:
             fork_ids=fork_ids,
             caller_id=self.request.caller_id,
         )
-        ticket = Ticket(self._entropy.new_id(), prefill.incarnation, decode.incarnation)
         remaining_s = self._deadline_s - now_s
+        if attempt.route.is_local:
+            decode.dispatch(request, Work.LOCAL, None, remaining_s)
+            return
+        ticket = Ticket(self._entropy.new_id(), prefill.incarnation, decode.incarnation)
         prefill.dispatch(request, Work.PREFILL, ticket, remaining_s)
         decode.dispatch(request, Work.DECODE, ticket, remaining_s)
 

@@ -9,6 +9,7 @@ Blocks, leases and tokens are touched here and nowhere else.
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import json
 import logging
@@ -296,7 +297,7 @@ class EngineLoop:
         )
         counters.MergeFrom(vitals.counters)
         num_in_gate = 0 if self._gate is None else self._gate.num_waiting
-        cost, callers = self._engine.prefill_cost(), load.waiting_by_caller.items()
+        callers, decodes = load.waiting_by_caller.items(), load.decodes
         largest = heapq.nlargest(MAX_CALLERS, callers, key=operator.itemgetter(1))
         return node_pb2.Heartbeat(
             num_steps=self._num_steps,
@@ -313,17 +314,24 @@ class EngineLoop:
             num_requests=len(self._desk.book) + num_in_gate,
             room_blocks=load.room_blocks,
             output_tokens=load.output_tokens,
-            prefill_cost=(
-                None
-                if cost is None
-                else node_pb2.PrefillCost(step_s=cost.step_s, token_s=cost.token_s)
-            ),
+            step_cost=self._step_cost(),
+            num_decodes=decodes.num_decodes,
+            decode_keys=decodes.keys,
+            tbt_target_s=self._engine.tbt_target_s,
+            step_tokens=self._engine.limits.prompt_step_tokens,
             waiting_by_caller=[
                 node_pb2.CallerTokens(caller_id=caller_id, num_tokens=num_tokens)
                 for caller_id, num_tokens in largest
                 if num_tokens
             ],
         )
+
+    def _step_cost(self) -> node_pb2.StepCost | None:
+        cost = self._engine.step_cost()
+        if cost is None:
+            return None
+        error = self._engine.step_cost_error
+        return node_pb2.StepCost(**dataclasses.asdict(cost), relative_error=error)
 
 
 def _key(message: node_pb2.Dispatch | node_pb2.Cancel) -> str:

@@ -195,6 +195,7 @@ def _serve(
         cache_observer=outbox,
         grammars=grammars,
     )
+    engine.tbt_target_s = engine_config.tbt_target_s
     report.line(describe_pool(limits))
     name = node_config.name or plan.name.value
     desk = RequestIO(outbox, clock, name, runner.model_config.vocab_size)

@@ -64,9 +64,12 @@ class RequestRole(ABC):
 
     def _tell(self, output: StepOutput) -> None:
         """What a step brought for gateways: what began in it, prompts' scores, tokens."""
-        for key in output.started:
+        for key, cached_tokens in output.started.items():
             if entry := self._desk.book.get(key):
-                self._desk.stamp_started(entry, self._start_of(entry))
+                event = self._start_of(entry)
+                self._desk.stamp_started(entry, event)
+                if event is Event.PREFILL_STARTED:
+                    entry.cached_tokens = cached_tokens
         for prompt in output.prompt_logprobs:
             self._desk.emit_prompt(prompt)
         for token in output.tokens:

@@ -181,7 +181,7 @@ class TransferInfo(_message.Message):
     def __init__(self, bytes: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("num_steps", "num_running", "num_waiting", "free_blocks", "num_blocks", "credit_blocks", "waiting_tokens", "is_draining", "links", "held_blocks", "counters", "num_requests", "room_blocks", "prefill_cost", "waiting_by_caller", "output_tokens")
+    __slots__ = ("num_steps", "num_running", "num_waiting", "free_blocks", "num_blocks", "credit_blocks", "waiting_tokens", "is_draining", "links", "held_blocks", "counters", "num_requests", "room_blocks", "step_cost", "waiting_by_caller", "output_tokens", "num_decodes", "decode_keys", "tbt_target_s", "step_tokens")
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -195,9 +195,13 @@ class Heartbeat(_message.Message):
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     ROOM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_COST_FIELD_NUMBER: _ClassVar[int]
+    STEP_COST_FIELD_NUMBER: _ClassVar[int]
     WAITING_BY_CALLER_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DECODES_FIELD_NUMBER: _ClassVar[int]
+    DECODE_KEYS_FIELD_NUMBER: _ClassVar[int]
+    TBT_TARGET_S_FIELD_NUMBER: _ClassVar[int]
+    STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_steps: int
     num_running: int
     num_waiting: int
@@ -211,18 +215,30 @@ class Heartbeat(_message.Message):
     counters: Counters
     num_requests: int
     room_blocks: int
-    prefill_cost: PrefillCost
+    step_cost: StepCost
     waiting_by_caller: _containers.RepeatedCompositeFieldContainer[CallerTokens]
     output_tokens: int
-    def __init__(self, num_steps: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., credit_blocks: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., is_draining: bool = ..., links: _Optional[_Iterable[_Union[PeerLink, _Mapping]]] = ..., held_blocks: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., num_requests: _Optional[int] = ..., room_blocks: _Optional[int] = ..., prefill_cost: _Optional[_Union[PrefillCost, _Mapping]] = ..., waiting_by_caller: _Optional[_Iterable[_Union[CallerTokens, _Mapping]]] = ..., output_tokens: _Optional[int] = ...) -> None: ...
+    num_decodes: int
+    decode_keys: int
+    tbt_target_s: float
+    step_tokens: int
+    def __init__(self, num_steps: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., credit_blocks: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., is_draining: bool = ..., links: _Optional[_Iterable[_Union[PeerLink, _Mapping]]] = ..., held_blocks: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., num_requests: _Optional[int] = ..., room_blocks: _Optional[int] = ..., step_cost: _Optional[_Union[StepCost, _Mapping]] = ..., waiting_by_caller: _Optional[_Iterable[_Union[CallerTokens, _Mapping]]] = ..., output_tokens: _Optional[int] = ..., num_decodes: _Optional[int] = ..., decode_keys: _Optional[int] = ..., tbt_target_s: _Optional[float] = ..., step_tokens: _Optional[int] = ...) -> None: ...
 
-class PrefillCost(_message.Message):
-    __slots__ = ("step_s", "token_s")
-    STEP_S_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_S_FIELD_NUMBER: _ClassVar[int]
-    step_s: float
-    token_s: float
-    def __init__(self, step_s: _Optional[float] = ..., token_s: _Optional[float] = ...) -> None: ...
+class StepCost(_message.Message):
+    __slots__ = ("base_s", "row_s", "pair_s", "key_s", "max_rows", "relative_error")
+    BASE_S_FIELD_NUMBER: _ClassVar[int]
+    ROW_S_FIELD_NUMBER: _ClassVar[int]
+    PAIR_S_FIELD_NUMBER: _ClassVar[int]
+    KEY_S_FIELD_NUMBER: _ClassVar[int]
+    MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
+    RELATIVE_ERROR_FIELD_NUMBER: _ClassVar[int]
+    base_s: float
+    row_s: _containers.RepeatedScalarFieldContainer[float]
+    pair_s: float
+    key_s: float
+    max_rows: int
+    relative_error: float
+    def __init__(self, base_s: _Optional[float] = ..., row_s: _Optional[_Iterable[float]] = ..., pair_s: _Optional[float] = ..., key_s: _Optional[float] = ..., max_rows: _Optional[int] = ..., relative_error: _Optional[float] = ...) -> None: ...
 
 class CallerTokens(_message.Message):
     __slots__ = ("caller_id", "num_tokens")

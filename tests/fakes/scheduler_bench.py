@@ -14,6 +14,7 @@ from baton.engine.scheduling.admission import OutputLengthEstimator
 from baton.engine.scheduling.block_tables import BlockTables
 from baton.engine.scheduling.scheduler import Scheduler
 from baton.engine.scheduling.sequence import Sequence
+from baton.engine.scheduling.step_cost_estimator import StepCostEstimator
 
 BLOCK_SIZE = 4
 
@@ -54,7 +55,9 @@ class Bench:
         cache = PrefixCache(self.pool)
         self.tables = BlockTables(self.pool, cache, generations, BLOCK_SIZE)
         self.estimator = Guess(self.guess)
-        self.scheduler = Scheduler(limits, self.pool, self.tables, self.estimator)
+        self.scheduler = Scheduler(
+            limits, self.pool, self.tables, self.estimator, StepCostEstimator()
+        )
 
     def new(
         self, num_tokens: int, *, is_held: bool = False, first_id: int = 0, caller_id: int = 0

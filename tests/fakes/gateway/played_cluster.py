@@ -21,9 +21,9 @@ from baton.core.fair_queue import FairQueue
 from baton.core.membership import Member, Role
 from baton.core.request.request import FinishReason, Request, SamplingParams, Ticket
 from baton.core.request.timeline import Event, Stamp
+from baton.core.step_cost import StepCost, StepShape
 from baton.gateway.admission.admission import QueueLimit
 from baton.gateway.engines.engine_table import EngineTable, LinkedEngine, ReportedLoad
-from baton.gateway.engines.prefill_backlog import PrefillEstimate
 from baton.gateway.engines.prompt_router import PromptRouter
 from baton.gateway.request.dispatch_queue import DispatchQueue
 from baton.gateway.request.engine_link import EngineOutput, Work
@@ -68,7 +68,7 @@ class PlayedCluster:
     def __init__(
         self,
         *,
-        cost: PrefillEstimate,
+        cost: StepCost,
         chunk_tokens: int = 8192,
         max_num_seqs: int = 256,
         stay_s: float = 1.0,
@@ -153,7 +153,7 @@ class PlayedPrefill:
 
     name = Role.PREFILL.value
 
-    def __init__(self, cluster: PlayedCluster, cost: PrefillEstimate, chunk_tokens: int) -> None:
+    def __init__(self, cluster: PlayedCluster, cost: StepCost, chunk_tokens: int) -> None:
         self._cluster = cluster
         self._cost = cost
         self._chunk_tokens = chunk_tokens
@@ -181,7 +181,7 @@ class PlayedPrefill:
                 break
             done.append(self._waiting.pop())
             num_tokens += head.num_known_tokens
-        self._cluster.at(self._cost.seconds_of(num_tokens), lambda: self._computed(done))
+        self._cluster.at(self._cost.seconds(StepShape(num_tokens)), lambda: self._computed(done))
 
     def _computed(self, done: list[Request]) -> None:
         self._is_busy = False
@@ -196,7 +196,7 @@ class PlayedPrefill:
         return ReportedLoad(
             *(0, len(self._waiting), sum(by_caller.values()), 1 << 20, 1 << 20, False),
             links=frozenset(),
-            prefill_cost=self._cost,
+            step_cost=self._cost,
             waiting_by_caller=by_caller,
         )
 

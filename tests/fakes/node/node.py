@@ -72,7 +72,7 @@ class FakeNode:
     num_requests: int = 0  # that run here
     most_requests: int = 0  # that ever did at once
     max_num_seqs: int = 0
-    prefill_cost: node_pb2.PrefillCost | None = None
+    step_cost: node_pb2.StepCost | None = None
     _node: asyncio.Server | None = None
     _port: int = 0
     _door: EngineDoor | None = None
@@ -180,7 +180,7 @@ class FakeNode:
                 credit_blocks=self.num_blocks // 2,
                 num_requests=self.num_requests,
                 room_blocks=self.num_blocks - 2,
-                prefill_cost=self.prefill_cost,
+                step_cost=self.step_cost,
                 links=[node_pb2.PeerLink(incarnation=i, transport="fake") for i in self.sources],
             )
         )

@@ -15,10 +15,11 @@ import grpc
 import pytest
 from fakes.gateway.byte_model import write_byte_model
 from fakes.gateway.gateway_process import GatewayProcess, gateway_process
+from fakes.gateway.step_costs import linear_cost_message
 from fakes.node.node import HEARTBEAT_S, expected_text
 
 from baton.cluster.redis_server import RedisServer
-from baton.proto.v1 import inference_pb2, inference_pb2_grpc, node_pb2
+from baton.proto.v1 import inference_pb2, inference_pb2_grpc
 
 BODY = {"model": "demo", "prompt": "hello", "temperature": 0, "stream": True}
 NUM_STALLED, NUM_READERS = 4, 4
@@ -86,7 +87,7 @@ async def test_readers_that_stop_cost_little_and_nobody_else(gateway: GatewayPro
 
 async def test_a_deadline_that_cannot_be_met_is_refused_at_once(gateway: GatewayProcess) -> None:
     gateway.prefill.first_token_s = 0.2
-    gateway.prefill.prefill_cost = node_pb2.PrefillCost(token_s=0.001)
+    gateway.prefill.step_cost = linear_cost_message(0.0, 0.001)
     request = inference_pb2.GenerateRequest(text="x" * 200)
     request.sampling.max_tokens = 2
     async with grpc.aio.insecure_channel(gateway.grpc) as channel:

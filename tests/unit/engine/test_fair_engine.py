@@ -8,12 +8,13 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 
 from baton.core.request.logprobs import TokenLogprobs
 from baton.core.request.request import Request, SamplingParams
+from baton.core.step_cost import StepShape
 from baton.engine.engine import Engine
 from baton.engine.execution.batch import SampledToken, SequenceSlice
 from baton.engine.kv.generations import LocalGenerations
@@ -143,8 +144,11 @@ def test_a_light_caller_waits_for_little_more_than_the_step_in_flight(
     played.run(light_prompts(played, 5.0, 600.0), num_bulk_left=400)
     ttfts, idle_s = sorted(played.ttft_s.values()), cost_s(64)
     chunk_s = cost_s(max(played.device.batches))
-    cost = played.engine.prefill_cost()
-    assert cost is not None and astuple(cost) == pytest.approx((STEP_S, TOKEN_S))
+    cost = played.engine.step_cost()
+    assert cost is not None
+    for num_tokens in (64, 2000):
+        shape = StepShape().with_prompt(num_tokens, 0)
+        assert cost.seconds(shape) == pytest.approx(cost_s(num_tokens), rel=0.05)
     assert len(ttfts) > 60
     assert ttfts[int(0.99 * len(ttfts))] <= 3 * idle_s + chunk_s
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 from fakes.clock import FakeClock
+from fakes.gateway.step_costs import linear_cost, linear_cost_message
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,10 +16,12 @@ from baton.core.membership import Member, Role
 from baton.core.request.request import Request, SamplingParams, Ticket
 from baton.gateway.admission.admission import QueueLimit
 from baton.gateway.engines.engine_table import EngineTable, LinkedEngine, ReportedLoad
-from baton.gateway.engines.prefill_backlog import PrefillBacklog, PrefillEstimate, measured_cost
+from baton.gateway.engines.prefill_backlog import PrefillBacklog
+from baton.gateway.engines.wire import load_from_wire
 from baton.gateway.request.dispatch_queue import DispatchQueue
 from baton.gateway.request.engine_link import EngineOutput, Work
 from baton.prefix_index.mirror import PrefixMirror
+from baton.proto.v1 import node_pb2
 
 TICKET = Ticket("t" * 32, "1" * 32, "2" * 32)
 ME, BULK = 1, 2
@@ -36,9 +39,7 @@ class Cluster:
     def __init__(self, **rates: float | None) -> None:
         self.clock = FakeClock()
         self.table = EngineTable(PrefixMirror(self.clock))
-        self.costs = {
-            n: PrefillEstimate(0.0, 1 / rate) if rate else None for n, rate in rates.items()
-        }
+        self.costs = {n: linear_cost(0.0, 1 / rate) if rate else None for n, rate in rates.items()}
         for name in rates:
             self.link(name)
             self.beat(name, 0)
@@ -57,7 +58,7 @@ class Cluster:
         load = ReportedLoad(
             *(0, 0, waiting_tokens, 900, 900, False, frozenset()),
             num_steps=num_steps,
-            prefill_cost=self.costs[name],
+            step_cost=self.costs[name],
             waiting_by_caller=by_caller or {},
         )
         self.table.engines[name].heard(load)
@@ -90,7 +91,7 @@ def test_a_wait_is_what_is_ahead_and_its_own_by_the_engines_cost() -> None:
     cluster.dispatch("p", "second", 1500)
     assert cluster.wait_s(500) == pytest.approx(2.0)
     assert cluster.wait_s(500, p=400) == pytest.approx(1.6)
-    cluster.costs["p"] = PrefillEstimate(0.25, 0.001)
+    cluster.costs["p"] = linear_cost(0.25, 0.001)
     cluster.beat("p", 3500, by_caller={ME: 3500})  # other gateways' too
     assert cluster.wait_s(500) == pytest.approx(4.25)
 
@@ -101,8 +102,10 @@ def test_nothing_is_predicted_by_what_no_engine_has_measured() -> None:
     cluster.beat("p", 1 << 30)
     assert cluster.wait_s(1 << 20) == 0
     for step_s, token_s in ((0.0, 0.0), (-1.0, 0.1), (0.0, float("nan")), (float("inf"), 0.1)):
-        assert measured_cost(step_s, token_s) is None
-    assert measured_cost(0.0, 1e-12) == PrefillEstimate(0.0, 1e-12)
+        beat = node_pb2.Heartbeat(step_cost=linear_cost_message(step_s, token_s))
+        assert load_from_wire(beat).step_cost is None
+    beat = node_pb2.Heartbeat(step_cost=linear_cost_message(0.0, 1e-12))
+    assert load_from_wire(beat).step_cost == linear_cost(0.0, 1e-12)
 
 
 def test_the_best_engine_counts() -> None:
@@ -186,7 +189,7 @@ def test_an_idle_system_refuses_nothing_whatever_came_before(
     """Whatever was asked, promised, answered and lost: also where the last heartbeat is older than
     the last answer, and tells of all that was there since the one before."""
     cluster = Cluster(**dict.fromkeys(names, 1.0))
-    cluster.costs = dict.fromkeys(names, PrefillEstimate(step_s, token_s))
+    cluster.costs = dict.fromkeys(names, linear_cost(step_s, token_s))
     open_: dict[str, tuple[str, int, int]] = {}  # engine, caller, tokens
     since_beat: dict[str, dict[str, tuple[str, int, int]]] = {name: {} for name in names}
 
@@ -288,7 +291,7 @@ def test_a_caller_with_nothing_at_an_engine_may_always_send_there() -> None:
     assert not p.takes_more_of(BULK) and p.takes_more_of(ME)
     cluster.answer("p", "bulk")
     assert p.takes_more_of(BULK)
-    cluster.costs["p"] = PrefillEstimate(1.0, 0.001)  # as many as make a step worth its while
+    cluster.costs["p"] = linear_cost(1.0, 0.001)  # as many as make a step worth its while
     cluster.beat("p", 0)
     cluster.dispatch("p", "slow", 1400, BULK)
     assert p.takes_more_of(BULK)

@@ -14,7 +14,7 @@ from baton.core.errors import Unavailable
 from baton.core.membership import Member, Role
 from baton.core.request.request import FinishReason, Request, SamplingParams, Ticket
 from baton.gateway.engines.engine_table import EngineTable, LinkedEngine, ReportedLoad
-from baton.gateway.engines.routing import EngineState, choose_pair
+from baton.gateway.engines.routing import EngineState, choose_plan
 from baton.gateway.request.engine_link import Avoid, Blocked, Demand, EngineOutput, MustWait, Work
 from baton.gateway.validation.validation import ModelLimits
 from baton.prefix_index.mirror import PrefixMirror
@@ -43,18 +43,25 @@ def decode(name: str, links: str = "p q", **fields: object) -> EngineState:
         ([prefill("p", is_draining=True), prefill("q"), decode("d")], ("q", "d")),
         ([prefill("p"), decode("d", num_requests=2), decode("e", num_requests=1)], ("p", "e")),
         (
-            [prefill("p"), decode("d", num_requests=1, is_open=False), decode("e", num_requests=9)],
+            [
+                prefill("p"),
+                decode("d", num_requests=1, has_place=False),
+                decode("e", num_requests=9),
+            ],
             ("p", "e"),
         ),
         ([prefill("p"), decode("d", free_blocks=50), decode("e")], ("p", "e")),
         ([prefill("p"), decode("d", free_blocks=1), decode("e", num_requests=9)], ("p", "e")),
         ([prefill("p"), decode("d", num_dispatched=1), decode("e")], ("p", "e")),
-        ([prefill("p", is_open=False), prefill("q", waiting_tokens=9), decode("d")], ("q", "d")),
+        (
+            [prefill("p", takes_prompt=False), prefill("q", waiting_tokens=9), decode("d")],
+            ("q", "d"),
+        ),
         ([prefill("p"), decode("d", fingerprint="x"), decode("e", num_requests=9)], ("p", "e")),
     ],
 )
 def test_choice(engines: list[EngineState], expected: tuple[str, str]) -> None:
-    assert choose_pair(engines, 33, fingerprint="fp") == expected
+    assert choose_plan(engines, 33, fingerprint="fp") == expected
 
 
 @pytest.mark.parametrize(
@@ -69,7 +76,7 @@ def test_choice(engines: list[EngineState], expected: tuple[str, str]) -> None:
 )
 def test_what_is_missing_is_named(engines: list[EngineState], message: str) -> None:
     with pytest.raises(Unavailable, match=message):
-        choose_pair(engines, 33)
+        choose_plan(engines, 33)
 
 
 @pytest.mark.parametrize(
@@ -95,33 +102,33 @@ def test_at_equal_load_the_faster_link_is_taken(
         )
         for name, rate, load in zip("de", rates, loads, strict=True)
     ]
-    assert choose_pair([prefill("p"), *engines], 33) == ("p", expected)
+    assert choose_plan([prefill("p"), *engines], 33) == ("p", expected)
 
 
 @pytest.mark.parametrize(
     ("engines", "reason"),
     [
-        ([prefill("p"), decode("d", is_open=False)], Blocked.PLACE),
-        ([prefill("p", is_open=False), decode("d", is_open=False)], Blocked.PLACE),
-        ([prefill("p", is_open=False), decode("d")], Blocked.TURN),
-        ([prefill("p", is_open=False), prefill("q"), decode("d", "p")], Blocked.TURN),
+        ([prefill("p"), decode("d", has_place=False)], Blocked.PLACE),
+        ([prefill("p", takes_prompt=False), decode("d", has_place=False)], Blocked.PLACE),
+        ([prefill("p", takes_prompt=False), decode("d")], Blocked.TURN),
+        ([prefill("p", takes_prompt=False), prefill("q"), decode("d", "p")], Blocked.TURN),
     ],
 )
 def test_a_request_waits_here_for_a_place_or_its_turn(
     engines: list[EngineState], reason: Blocked
 ) -> None:
     with pytest.raises(MustWait) as wait:
-        choose_pair(engines, 33)
+        choose_plan(engines, 33)
     assert wait.value.reason is reason
 
 
 def test_failed_engines_and_pairs_are_avoided() -> None:
     engines = [prefill("p"), prefill("q", waiting_tokens=9), decode("d"), decode("e")]
-    assert choose_pair(engines, 33, avoid=Avoid(frozenset("p"))) == ("q", "d")
-    assert choose_pair(engines, 33, avoid=Avoid(frozenset("pd"))) == ("q", "e")
-    assert choose_pair(engines, 33, avoid=Avoid(pairs=frozenset({("p", "d")}))) == ("p", "e")
+    assert choose_plan(engines, 33, avoid=Avoid(frozenset("p"))) == ("q", "d")
+    assert choose_plan(engines, 33, avoid=Avoid(frozenset("pd"))) == ("q", "e")
+    assert choose_plan(engines, 33, avoid=Avoid(pairs=frozenset({("p", "d")}))) == ("p", "e")
     with pytest.raises(Unavailable):
-        choose_pair(engines, 33, avoid=Avoid(frozenset("pq")))
+        choose_plan(engines, 33, avoid=Avoid(frozenset("pq")))
 
 
 loads = st.integers(0, 3)
@@ -158,7 +165,7 @@ def test_any_answer_is_allowed_and_none_is_refused_for_nothing(
         and not p.is_draining and not d.is_draining and p.fingerprint == d.fingerprint == "f"
     }  # fmt: skip
     try:
-        assert choose_pair(engines, 20, fingerprint="f") in allowed
+        assert choose_plan(engines, 20, fingerprint="f") in allowed
     except Unavailable:
         assert not allowed
 

@@ -15,7 +15,7 @@ from baton.core.request.block_hash import block_hashes, root_hash
 from baton.core.request.request import Request, SamplingParams, Ticket
 from baton.gateway.engines.engine_table import EngineTable, LinkedEngine, ReportedLoad
 from baton.gateway.engines.prompt_router import route_prompt
-from baton.gateway.engines.routing import DECODE_REQUEST_TOKENS, EngineState, choose_pair
+from baton.gateway.engines.routing import EngineState, choose_plan
 from baton.gateway.request.engine_link import Avoid, Demand, EngineOutput, Work
 from baton.prefix_index.messages import Delta, encode
 from baton.prefix_index.mirror import PrefixMirror
@@ -48,17 +48,17 @@ def test_cached_tokens_are_tokens_that_nobody_computes(
     engines = [
         state("p", Role.PREFILL, **p), state("q", Role.PREFILL, **q), state("d", Role.DECODE)
     ]  # fmt: skip
-    assert choose_pair(engines, 1000)[0] == expected
+    assert choose_plan(engines, 1000)[0] == expected
 
 
 def test_on_a_decode_engine_requests_weigh_more_than_a_small_hit() -> None:
     def chosen(cached_tokens: int, num_running: int) -> str:
         d = state("d", Role.DECODE, cached_tokens=cached_tokens, num_requests=num_running)
-        return choose_pair([state("p", Role.PREFILL), d, state("e", Role.DECODE)], 8192)[1]
+        return choose_plan([state("p", Role.PREFILL), d, state("e", Role.DECODE)], 8192)[1]
 
     assert chosen(16, 0) == "d"
     assert chosen(1024, 1) == "e"
-    assert chosen(DECODE_REQUEST_TOKENS + 16, 1) == "d"
+    assert chosen(4096 + 16, 1) == "d"
 
 
 amounts = st.integers(0, 200)
@@ -78,9 +78,9 @@ def test_more_cached_never_makes_an_engine_less_preferred(
         cached_tokens=other,
     )
     engines = [*rest, rival, *([] if role is Role.PREFILL else [partner])]
-    was_chosen = mine.incarnation in choose_pair([mine, *engines], 400)
+    was_chosen = mine.incarnation in choose_plan([mine, *engines], 400)
     better = replace(mine, cached_tokens=cached + more)
-    assert not was_chosen or mine.incarnation in choose_pair([better, *engines], 400)
+    assert not was_chosen or mine.incarnation in choose_plan([better, *engines], 400)
 
 
 LOAD = ReportedLoad(0, 0, 0, 100, 50, False, frozenset({P, Q}))

@@ -49,8 +49,8 @@ def cached_tokens(engine: Engine, name: str, cache_salt: str) -> int:
     engine.add(codec.request_from_wire(wire), hold=True)
     found = 0
     while engine.has_work:
-        for chunk in engine.step().chunks:
-            found = chunk.cached_tokens
+        for num_cached in engine.step().started.values():
+            found = num_cached
     engine.abort(request.key)
     return found
 

@@ -9,11 +9,12 @@ import pytest
 from fakes.clock import FakeClock, FakeEntropy
 from fakes.gateway.engine_link import FakeLink, FakeRouter, FakeSink, Letters
 from fakes.gateway.played_cluster import PlayedCluster
+from fakes.gateway.step_costs import linear_cost
 
 from baton.core.errors import Cancelled, DeadlineExceeded, NodeLost, Overloaded, Unavailable
 from baton.core.request.request import FinishReason, SamplingParams
 from baton.core.request.timeline import Event, Stamp
-from baton.gateway.engines.prefill_backlog import PrefillEstimate
+from baton.core.step_cost import StepShape
 from baton.gateway.request.dispatch_queue import DispatchQueue
 from baton.gateway.request.engine_link import Blocked, Demand, EngineOutput, MustWait, Route
 from baton.gateway.request.session import Session, SessionLimits
@@ -21,7 +22,7 @@ from baton.gateway.request.session_table import SessionTable
 from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
 
-H200 = PrefillEstimate(0.005, 25e-6)  # of an 8B model: 8k tokens in 0.21 s
+H200 = linear_cost(0.005, 25e-6)  # of an 8B model: 8k tokens in 0.21 s
 
 
 def percentile(values: list[float], percent: float) -> float:
@@ -45,9 +46,9 @@ async def test_a_light_caller_beside_ten_bulk_callers() -> None:
     waits_s = [call.ttft_s for call in cluster.calls if call.caller_id == light]
     assert len(waits_s) == 300
     (first,) = idle.calls
-    assert percentile(waits_s, 99) <= 3 * first.ttft_s + H200.seconds_of(chunk_tokens)
+    assert percentile(waits_s, 99) <= 3 * first.ttft_s + H200.seconds(StepShape(chunk_tokens))
     ends_s = [max(c.token_s[-1] for c in cluster.calls if c.caller_id == one) for one in bulk]
-    assert max(ends_s) - min(ends_s) < 10 * H200.seconds_of(8000)
+    assert max(ends_s) - min(ends_s) < 10 * H200.seconds(StepShape(8000))
     assert cluster.prefill.most_waiting < 40, "the others wait at the gateway"
 
 

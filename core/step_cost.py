@@ -1,0 +1,142 @@
+"""How long a step of an engine takes, as a function of what is in it. Pure: no engine, no clock.
+
+    seconds = base + products(rows) + attention * pairs + context * keys
+
+    rows    prompt tokens and decodes: the products of weights. A convex line of pieces between
+            KNOTS: weights are read once, whatever the rows, until arithmetic takes longer
+    pairs   (query, key) of prompt tokens: a chunk of n behind c tokens has n * c + n * (n + 1) / 2
+    keys    that decodes read: the sum of their contexts
+
+Engines measure it (engine/scheduling/step_cost_estimator.py), plan by it, and send it with their
+heartbeats; gateways estimate by it what a request would take at each engine.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+KNOTS = (0, 64, 128, 256, 512, 1024)  # rows
+LEAST_PROMPT_TOKENS = 16  # of a step with decodes, or a prompt would wait for ever
+_LEAST_TOKEN_S = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What is in one step. `pairs` and `keys` as above."""
+
+    num_prompt_tokens: int = 0
+    pairs: int = 0
+    num_decodes: int = 0
+    keys: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_prompt_tokens + self.num_decodes
+
+    def with_prompt(self, num_tokens: int, context: int) -> StepShape:
+        """With so many more tokens of a prompt of which `context` are computed."""
+        return StepShape(
+            self.num_prompt_tokens + num_tokens,
+            self.pairs + pairs_of(num_tokens, context),
+            self.num_decodes,
+            self.keys,
+        )
+
+
+def pairs_of(num_tokens: int, context: int) -> int:
+    """(query, key) pairs of a chunk of a prompt behind `context` tokens."""
+    return num_tokens * context + num_tokens * (num_tokens + 1) // 2
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """In seconds; none is negative. `row_s[i]`: what each row beyond KNOTS[i] adds.
+
+    `max_rows`: of the steps that it was measured on; beyond twice as many it is a guess.
+    """
+
+    base_s: float
+    row_s: tuple[float, ...]
+    pair_s: float = 0.0
+    key_s: float = 0.0
+    max_rows: int = 0
+
+    def seconds(self, shape: StepShape) -> float:
+        """How long a step of this shape takes."""
+        rows = shape.num_rows
+        products_s = sum(
+            slope * (rows - knot)
+            for slope, knot in zip(self.row_s, KNOTS, strict=True)
+            if rows > knot
+        )
+        return self.base_s + products_s + self.pair_s * shape.pairs + self.key_s * shape.keys
+
+    def prompt_tokens_within(
+        self, seconds: float, beside: StepShape, context: int, most: int
+    ) -> int:
+        """How many tokens of a prompt, behind `context` of its own, a step has room for that is to
+        take no longer than `seconds`; 0 to `most`."""
+        if self.seconds(beside.with_prompt(most, context)) <= seconds:
+            return most
+        low, high = 0, most  # fits, does not
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.seconds(beside.with_prompt(middle, context)) <= seconds:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def promised_tokens(self, promise_s: float, beside: StepShape, context: int, most: int) -> int:
+        """How many tokens of a prompt a step takes that keeps a promise to its decodes.
+
+        Never fewer than LEAST_PROMPT_TOKENS, and not many more than were ever measured.
+        """
+        most = min(most, max(LEAST_PROMPT_TOKENS, 2 * self.max_rows))
+        room = self.prompt_tokens_within(promise_s, beside, context, most)
+        return max(room, min(most, LEAST_PROMPT_TOKENS))
+
+    def prompt_speed(self, chunk: int, beside: StepShape, promise_s: float | None) -> PromptSpeed:
+        """Of prompts in chunks of up to `chunk` tokens, beside decodes that a promise may be kept
+        to."""
+        if promise_s is not None and beside.num_decodes:
+            size = self.promised_tokens(promise_s, beside, 0, chunk)
+            token_s = self.seconds(replace(beside, num_prompt_tokens=size)) / size
+            return PromptSpeed(self.seconds(beside), max(token_s, _LEAST_TOKEN_S), self.pair_s)
+        small = max(1, chunk // 8)
+        whole_s, small_s = (
+            self.seconds(replace(beside, num_prompt_tokens=size)) for size in (chunk, small)
+        )
+        token_s = max((whole_s - small_s) / max(1, chunk - small), _LEAST_TOKEN_S)
+        return PromptSpeed(max(0.0, small_s - small * token_s), token_s, self.pair_s)
+
+    @property
+    def is_sane(self) -> bool:
+        """Whether an engine's heartbeat may be believed: all finite, none negative, none free."""
+        parts = (self.base_s, *self.row_s, self.pair_s, self.key_s)
+        if len(self.row_s) != len(KNOTS) or not all(0 <= part < math.inf for part in parts):
+            return False
+        return any(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSpeed:
+    """How fast an engine computes prompts now: `step_s`, and `token_s` for each of their tokens;
+    `pair_s`: more for each (query, key) pair. In seconds."""
+
+    step_s: float
+    token_s: float
+    pair_s: float = 0.0
+
+    def seconds_of(self, num_tokens: float) -> float:
+        """Of many prompts' tokens, whatever their contexts."""
+        return self.step_s + num_tokens * self.token_s
+
+    def prompt_seconds(self, num_tokens: int, context: int) -> float:
+        """Of one prompt with `num_tokens` to compute, behind `context`."""
+        return self.seconds_of(num_tokens) + self.pair_s * pairs_of(num_tokens, context)
+
+    def tokens_in(self, seconds: float) -> int:
+        """What a step as long as this computes."""
+        return int(max(0.0, seconds - self.step_s) / self.token_s)

@@ -1,0 +1,158 @@
+"""Measured steps in, their cost as a function of what is in them out (core/step_cost.py).
+
+    steps, by size of each part ─► median of the last ones of each size ─► least squares of the
+                                                                           relative error, no part
+                                                                           negative
+A few steps that took far too long (the first one, a compilation, a paused process) change nothing,
+and steps of one kind, however many, do not displace what was seen of others. What is not told apart
+by what was seen (a decode engine that never had a prompt) is 0: `max_rows` bounds what may be
+planned by it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ...core.step_cost import KNOTS, StepCost, StepShape
+
+_NUM_SAMPLES = 15  # of a size
+_MIN_SAMPLES = 3
+_MAX_SIZES = 256
+_NUM_ERRORS = 512
+_FIT_EVERY = 128  # samples: to fit takes a millisecond
+_LEAST_S = 1e-9
+_CONVERGED = 1e-9
+
+_Size = tuple[int, int, int, int]
+
+
+@dataclass(slots=True)
+class _Alike:
+    """The last samples of one size. `middle`: the one with the median time a row."""
+
+    samples: deque[tuple[StepShape, float]] = field(
+        default_factory=lambda: deque(maxlen=_NUM_SAMPLES)
+    )
+    middle: tuple[StepShape, float] | None = None
+
+    def find_middle(self) -> tuple[StepShape, float]:
+        if self.middle is None:
+            ordered = sorted(self.samples, key=lambda sample: sample[1] / sample[0].num_rows)
+            self.middle = ordered[len(ordered) // 2]
+        return self.middle
+
+
+class StepCostEstimator:
+    """One engine's."""
+
+    def __init__(self) -> None:
+        self._sizes: OrderedDict[_Size, _Alike] = OrderedDict()
+        self._estimate: StepCost | None = None
+        self._num_unfitted = 0
+        self._has_new_size = False
+        self._errors: deque[float] = deque(maxlen=_NUM_ERRORS)
+
+    def observe(self, shape: StepShape, seconds: float) -> None:
+        """A step of this shape, of one row at least, took so long."""
+        seconds = max(seconds, _LEAST_S)
+        if self._estimate is not None:
+            self._errors.append(abs(self._estimate.seconds(shape) / seconds - 1))
+        size = _size_of(shape)
+        alike = self._sizes.setdefault(size, _Alike())
+        alike.samples.append((shape, seconds))
+        alike.middle = None
+        self._num_unfitted += 1
+        self._has_new_size |= len(alike.samples) == _MIN_SAMPLES
+        self._sizes.move_to_end(size)
+        if len(self._sizes) > _MAX_SIZES:
+            self._sizes.popitem(last=False)
+
+    def estimate(self) -> StepCost | None:
+        """None until there are a few samples of each of two sizes, one with twice the rows. Takes
+        the last samples into account when there are many, or some of a new size."""
+        if self._has_new_size or self._num_unfitted >= _FIT_EVERY:
+            self._has_new_size, self._num_unfitted = False, 0
+            self._estimate = self._fit() or self._estimate
+        return self._estimate
+
+    def expected_s(self, shape: StepShape) -> float | None:
+        """How long a step of this shape takes; None where nothing like it was seen."""
+        if (cost := self.estimate()) is not None:
+            return cost.seconds(shape)
+        alike = self._sizes.get(_size_of(shape))
+        if alike is None or len(alike.samples) < _MIN_SAMPLES:
+            return None
+        seen, seconds = alike.find_middle()
+        return shape.num_rows * seconds / seen.num_rows
+
+    @property
+    def relative_error(self) -> float | None:
+        """The 90th percentile of how far the last steps were from what was expected of them."""
+        if len(self._errors) < 10:
+            return None
+        return statistics.quantiles(self._errors, n=10)[-1]
+
+    def _fit(self) -> StepCost | None:
+        known = [alike for alike in self._sizes.values() if len(alike.samples) >= _MIN_SAMPLES]
+        points = [alike.find_middle() for alike in known]
+        rows = [shape.num_rows for shape, _ in points]
+        if not points or max(rows) < 2 * min(rows):
+            return None
+        seconds = np.array([seconds for _, seconds in points])
+        features = np.array([_features(shape) for shape, _ in points]) / seconds[:, None]
+        parts = _non_negative_least_squares(features)
+        return StepCost(
+            base_s=parts[0],
+            row_s=tuple(parts[1 : 1 + len(KNOTS)]),
+            pair_s=parts[-2],
+            key_s=parts[-1],
+            max_rows=max(rows),
+        )
+
+
+def _size_of(shape: StepShape) -> _Size:
+    return (
+        shape.num_prompt_tokens.bit_length(),
+        shape.num_decodes.bit_length(),
+        shape.pairs.bit_length() // 3,
+        shape.keys.bit_length() // 2,
+    )
+
+
+def _features(shape: StepShape) -> list[float]:
+    rows = shape.num_rows
+    return [1.0, *(max(0.0, rows - knot) for knot in KNOTS), float(shape.pairs), float(shape.keys)]
+
+
+def _non_negative_least_squares(features: np.ndarray) -> list[float]:
+    """argmin over x >= 0 of |features @ x - 1|^2, by active sets (Lawson and Hanson 1974)."""
+    scale = np.maximum(features.max(axis=0), np.finfo(float).tiny)
+    scaled = features / scale
+    gram, product = scaled.T @ scaled, scaled.sum(axis=0)
+    found = np.zeros(len(product))
+    is_free = np.zeros(len(product), bool)
+    for _ in range(3 * len(product)):
+        slopes = np.where(is_free, -np.inf, product - gram @ found)
+        if slopes.max() <= _CONVERGED:
+            break
+        is_free[slopes.argmax()] = True
+        while True:
+            free = np.flatnonzero(is_free)
+            best = np.linalg.lstsq(gram[np.ix_(free, free)], product[free], rcond=None)[0]
+            if (best > 0).all():
+                break
+            # As far towards it as all stay non-negative; what arrives at 0 is free no more.
+            falling = best <= 0
+            now = found[free]
+            share = (now[falling] / (now - best)[falling]).min()
+            found[free] = now + share * (best - now)
+            is_free[free[found[free] <= _CONVERGED]] = False
+            if not is_free.any():
+                return [0.0] * len(product)
+        found[:] = 0.0
+        found[free] = best
+    return [float(value) for value in found / scale]

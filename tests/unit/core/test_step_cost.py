@@ -1,0 +1,87 @@
+"""The formula of a step's time, and what is planned by it, against brute force."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core.step_cost import (
+    KNOTS,
+    LEAST_PROMPT_TOKENS,
+    StepCost,
+    StepShape,
+    pairs_of,
+)
+
+GPU = StepCost(0.0045, (0.0, 0.0, 7e-6, 14e-6, 0.0, 0.0), 9e-10, 3.1e-8, max_rows=8192)
+slopes = st.floats(0, 1e-4, allow_subnormal=False)
+costs = st.builds(
+    StepCost,
+    base_s=slopes,
+    row_s=st.tuples(*[slopes] * len(KNOTS)),
+    pair_s=st.floats(0, 1e-8, allow_subnormal=False),
+    key_s=slopes,
+    max_rows=st.integers(0, 9000),
+)
+shapes = st.builds(StepShape, num_decodes=st.integers(0, 300), keys=st.integers(0, 100_000))
+
+
+@given(st.integers(0, 60), st.integers(0, 60), st.integers(0, 40))
+def test_pairs_are_those_of_a_causal_chunk(num_tokens: int, context: int, more: int) -> None:
+    assert pairs_of(num_tokens, context) == sum(context + i + 1 for i in range(num_tokens))
+    whole = pairs_of(num_tokens + more, context)
+    assert whole == pairs_of(num_tokens, context) + pairs_of(more, context + num_tokens)
+
+
+def test_weights_are_read_once_whatever_the_rows() -> None:
+    few, many = StepShape(num_decodes=1), StepShape(num_decodes=128)
+    assert GPU.seconds(few) == GPU.seconds(many) == pytest.approx(0.0045)
+    assert GPU.seconds(StepShape(512)) == pytest.approx(0.0045 + 384 * 7e-6 + 256 * 14e-6)
+
+
+@given(costs, shapes, st.floats(0, 0.2), st.integers(0, 9000), st.integers(0, 600))
+def test_as_many_tokens_fit_as_keep_the_time(
+    cost: StepCost, beside: StepShape, seconds: float, context: int, most: int
+) -> None:
+    found = cost.prompt_tokens_within(seconds, beside, context, most)
+    assert 0 <= found <= most
+    assert found == 0 or cost.seconds(beside.with_prompt(found, context)) <= seconds
+    assert found == most or cost.seconds(beside.with_prompt(found + 1, context)) > seconds
+
+
+@given(costs, shapes, st.floats(0, 0.2), st.integers(1, 3000))
+def test_a_promise_never_stops_prompts_nor_takes_many_more_than_were_measured(
+    cost: StepCost, beside: StepShape, promise_s: float, most: int
+) -> None:
+    found = cost.promised_tokens(promise_s, beside, 0, most)
+    assert min(LEAST_PROMPT_TOKENS, most) <= found <= max(LEAST_PROMPT_TOKENS, 2 * cost.max_rows)
+    if found > LEAST_PROMPT_TOKENS:
+        assert cost.seconds(beside.with_prompt(found, 0)) <= promise_s
+
+
+def test_the_speed_of_prompts() -> None:
+    beside = StepShape(num_decodes=64, keys=64 * 2048)
+    alone = GPU.prompt_speed(2048, StepShape(), None)
+    assert alone.token_s == pytest.approx(21e-6, rel=0.1)
+    promised = GPU.prompt_speed(2048, beside, 0.015)
+    tokens = GPU.promised_tokens(0.015, beside, 0, 2048)
+    assert 200 < tokens < 600
+    assert promised.token_s == pytest.approx(0.015 / tokens, rel=0.05), "slower beside decodes"
+    assert GPU.prompt_speed(2048, StepShape(), 0.015) == alone, "nobody to keep a promise to"
+    seconds = alone.prompt_seconds(8192, 0)
+    assert seconds == pytest.approx(
+        sum(GPU.seconds(StepShape().with_prompt(2048, c)) for c in range(0, 8192, 2048)), rel=0.1
+    )
+
+
+@pytest.mark.parametrize("part", [-1.0, math.nan, math.inf])
+def test_what_cannot_be_is_not_believed(part: float) -> None:
+    assert GPU.is_sane
+    assert not replace(GPU, base_s=part).is_sane
+    assert not replace(GPU, row_s=(part, *GPU.row_s[1:])).is_sane
+    assert not replace(GPU, row_s=GPU.row_s[1:]).is_sane
+    assert not replace(GPU, base_s=0.0, row_s=(0.0,) * 6, pair_s=0.0, key_s=0.0).is_sane

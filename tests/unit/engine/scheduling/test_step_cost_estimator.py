@@ -1,0 +1,133 @@
+"""The measured cost of steps, against played devices with noise and outliers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import astuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core.step_cost import StepCost, StepShape
+from baton.engine.scheduling.step_cost_estimator import StepCostEstimator
+
+STEP_S, TOKEN_S = 0.008, 45e-6
+
+
+def prompt(num_tokens: int, context: int = 0) -> StepShape:
+    return StepShape().with_prompt(num_tokens, context)
+
+
+def linear_s(shape: StepShape) -> float:
+    return STEP_S + shape.num_rows * TOKEN_S
+
+
+def gpu_s(shape: StepShape) -> float:
+    """Roughly an 8B model: weights are read in 4.2 ms, or arithmetic takes longer."""
+    products_s = max(4.2e-3, 21e-6 * shape.num_rows)
+    return 0.3e-3 + products_s + 9.5e-10 * shape.pairs + 3.1e-8 * shape.keys
+
+
+def any_shape(chance: random.Random, kinds: str) -> StepShape:
+    kind, decodes = chance.choice(kinds), StepShape()
+    if kind != "p":
+        num_decodes = chance.randint(1, 256)
+        decodes = StepShape(num_decodes=num_decodes, keys=num_decodes * chance.randint(100, 4000))
+    if kind == "d":
+        return decodes
+    largest = 13 if kind == "p" else 10
+    return decodes.with_prompt(int(2 ** chance.uniform(3, largest)), chance.randint(0, 8192))
+
+
+def played(
+    shapes: list[StepShape],
+    device: Callable[[StepShape], float] = linear_s,
+    *,
+    noise: float = 0.0,
+    outliers: float = 0.0,
+) -> StepCostEstimator:
+    chance, estimator = random.Random(3), StepCostEstimator()
+    estimator.observe(shapes[0], 9.0)  # the first step compiles
+    for shape in shapes:
+        seconds = device(shape) * (1 + noise * chance.uniform(-1, 1))
+        estimator.observe(shape, seconds + (chance.random() < outliers) * 2.0)
+        estimator.estimate()
+    return estimator
+
+
+def p90_error(
+    cost: StepCost | None, device: Callable[[StepShape], float], shapes: list[StepShape]
+) -> float:
+    assert cost is not None
+    return sorted(abs(cost.seconds(s) / device(s) - 1) for s in shapes)[len(shapes) * 9 // 10]
+
+
+@pytest.mark.parametrize("kinds", ["p", "d", "pd", "pdm"])
+def test_what_was_seen_is_predicted_within_a_tenth(kinds: str) -> None:
+    chance = random.Random(1)
+    seen = [any_shape(chance, kinds) for _ in range(2000)]
+    estimator = played(seen, gpu_s, noise=0.05, outliers=0.03)
+    others = [any_shape(chance, kinds) for _ in range(500)]
+    assert p90_error(estimator.estimate(), gpu_s, others) < 0.1
+    assert estimator.relative_error is not None and estimator.relative_error < 0.15
+
+
+def test_prompts_alone_and_decodes_alone_say_what_both_take_together() -> None:
+    chance = random.Random(2)
+    estimator = played([any_shape(chance, "pd") for _ in range(2000)], gpu_s, noise=0.05)
+    mixed = [any_shape(chance, "m") for _ in range(500)]
+    assert p90_error(estimator.estimate(), gpu_s, mixed) < 0.1
+
+
+def test_it_is_absent_before_there_are_samples_of_two_sizes() -> None:
+    assert StepCostEstimator().estimate() is None
+    large, small = prompt(2048), prompt(16)
+    assert played([large] * 100).estimate() is None
+    assert played([prompt(n) for n in (2000, 2048, 2200)] * 30).estimate() is None
+    assert played([large] * 100 + [small]).estimate() is None, "one is no sample"
+    assert played([large] * 100 + [small] * 3).estimate() is not None
+
+
+def test_without_an_estimate_steps_like_those_seen_are_known() -> None:
+    estimator = played([prompt(2048)] * 3)
+    assert estimator.estimate() is None
+    assert estimator.expected_s(prompt(2048)) == pytest.approx(linear_s(prompt(2048)))
+    assert estimator.expected_s(prompt(16)) is None
+
+
+def test_bulk_prompts_of_one_size_do_not_displace_the_others() -> None:
+    cost = played([prompt(16)] * 5 + [prompt(2048)] * 1000).estimate()
+    for num_tokens in (16, 2048):
+        shape = prompt(num_tokens)
+        assert cost is not None and cost.seconds(shape) == pytest.approx(linear_s(shape), rel=0.02)
+
+
+def test_it_follows_a_device_that_becomes_slower() -> None:
+    estimator, shapes = StepCostEstimator(), [prompt(n) for n in (16, 500, 2048)]
+    for factor in (1, 2):
+        for shape in shapes * 60:
+            estimator.observe(shape, factor * linear_s(shape))
+            estimator.estimate()
+    assert p90_error(estimator.estimate(), lambda s: 2 * linear_s(s), shapes) < 0.05
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 9000), st.integers(0, 300), st.integers(0, 9000), st.floats(0, 10)
+        ),
+        max_size=60,
+    )
+)
+def test_it_is_never_negative(samples: list[tuple[int, int, int, float]]) -> None:
+    estimator = StepCostEstimator()
+    for num_tokens, num_decodes, context, seconds in samples:
+        decodes = StepShape(num_decodes=num_decodes, keys=num_decodes * context)
+        if num_tokens + num_decodes:
+            estimator.observe(decodes.with_prompt(num_tokens, context), seconds)
+    cost = estimator.estimate()
+    if cost is not None:
+        base_s, row_s, pair_s, key_s, _ = astuple(cost)
+        assert min(base_s, *row_s, pair_s, key_s) >= 0
