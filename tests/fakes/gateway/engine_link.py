@@ -16,7 +16,7 @@ class FakeLink:
 
     incarnation: str
     fingerprint: str = "fp"
-    dispatched: list[tuple[Request, Work, Ticket, float]] = field(default_factory=list)
+    dispatched: list[tuple[Request, Work, Ticket | None, float]] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)  # attempts
 
     @property
@@ -24,7 +24,7 @@ class FakeLink:
         return f"node-{self.incarnation}"
 
     def dispatch(
-        self, request: Request, work: Work, ticket: Ticket, deadline_remaining_s: float
+        self, request: Request, work: Work, ticket: Ticket | None, deadline_remaining_s: float
     ) -> None:
         self.dispatched.append((request, work, ticket, deadline_remaining_s))
 

@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 from fakes.clock import FakeClock
 from fakes.gateway.engine_link import FakeLink
+from fakes.gateway.step_costs import linear_cost
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import Unavailable
 from baton.core.membership import Member, Role
 from baton.core.request.request import FinishReason, Request, SamplingParams, Ticket
+from baton.core.step_cost import PromptSpeed, StepShape
 from baton.gateway.engines.engine_table import EngineTable, LinkedEngine, ReportedLoad
 from baton.gateway.engines.routing import EngineState, choose_plan
 from baton.gateway.request.engine_link import Avoid, Blocked, Demand, EngineOutput, MustWait, Work
@@ -131,6 +133,76 @@ def test_failed_engines_and_pairs_are_avoided() -> None:
         choose_plan(engines, 33, avoid=Avoid(frozenset("pq")))
 
 
+def speed(token_s: float, step_s: float = 0.0) -> PromptSpeed:
+    return PromptSpeed(step_s, token_s)
+
+
+FAST, SLOW = speed(20e-6), speed(60e-6)
+
+
+@pytest.mark.parametrize(
+    ("engines", "expected"),
+    [
+        # Nothing waits: no hand-off is cheaper than one.
+        ([prefill("p", speed=FAST), decode("d", speed=FAST, keeps_promise=True)], "d d"),
+        # Its decodes make it slow, and the other has nothing to do.
+        ([prefill("p", speed=FAST), decode("d", speed=SLOW, keeps_promise=True)], "p d"),
+        # The other has a queue: slowly is sooner.
+        (
+            [
+                prefill("p", speed=FAST, waiting_tokens=30_000),
+                decode("d", speed=SLOW, keeps_promise=True),
+            ],
+            "d d",
+        ),
+        # What it has cached it need not compute: a chat's next turn.
+        (
+            [
+                prefill("p", speed=FAST),
+                decode("d", speed=SLOW, keeps_promise=True, cached_tokens=7000),
+            ],
+            "d d",
+        ),
+        # Whoever has fewer requests, whatever its role.
+        (
+            [
+                prefill("p", speed=FAST, keeps_promise=True, num_requests=3),
+                decode("d", speed=FAST, keeps_promise=True, num_requests=40),
+            ],
+            "p p",
+        ),
+        ([decode("d", speed=FAST, keeps_promise=True)], "d d"),
+        ([decode("d", keeps_promise=True), decode("e", num_requests=1, keeps_promise=True)], "d d"),
+        (
+            [
+                decode("d", keeps_promise=True, has_place=False),
+                decode("e", num_requests=9, keeps_promise=True),
+            ],
+            "e e",
+        ),
+        (
+            [
+                prefill("p", speed=FAST, waiting_tokens=10**6),
+                decode("d", speed=FAST, keeps_promise=True, takes_prompt=False),
+            ],
+            "p d",
+        ),
+        ([prefill("p", takes_prompt=False), decode("d", speed=SLOW, keeps_promise=True)], "d d"),
+    ],
+)
+def test_the_plan_that_is_done_first(engines: list[EngineState], expected: str) -> None:
+    assert choose_plan(engines, 8192, fingerprint="fp") == tuple(expected.split())
+
+
+def test_one_engine_that_failed_is_avoided() -> None:
+    engines = [decode("d", keeps_promise=True), decode("e", num_requests=9, keeps_promise=True)]
+    assert choose_plan(engines, 33, avoid=Avoid(frozenset("d"))) == ("e", "e")
+    with pytest.raises(MustWait):
+        choose_plan([replace(e, has_place=False) for e in engines], 33)
+    with pytest.raises(Unavailable, match="no prefill and no decode node is ready"):
+        choose_plan(engines, 33, avoid=Avoid(frozenset("de")))
+
+
 loads = st.integers(0, 3)
 states = st.lists(
     st.builds(
@@ -233,3 +305,32 @@ def test_limits_are_those_of_the_engines() -> None:
     assert table.limits(base) == ModelLimits(
         "demo", 100, 300, max_prompt_tokens=160, max_total_tokens=288
     )
+
+
+def test_an_engine_that_does_all_has_both_a_prompt_and_a_place_taken() -> None:
+    d = linked("d", Role.DECODE)
+    d.heard(replace(LOAD, tbt_target_s=0.05, step_cost=linear_cost(0.005, 20e-6)))
+    table = table_of(d)
+    route = table.choose(Demand(3), avoid=Avoid(), fingerprint=None)
+    assert route.is_local and not table.why_not_ready()
+    request = Request("r", 0, (1, 2, 3), SamplingParams())
+    route.decode.dispatch(request, Work.LOCAL, None, 1.0)
+    assert (d.places.num_requests, d.backlog.tokens_ahead) == (1, 3)
+    d.settle([], [("r", 0, 0, 5)])
+    assert (d.places.num_requests, d.backlog.tokens_ahead) == (1, 0)
+    d.settle([EngineOutput("r", 0, 2, (5,), FinishReason.STOP)])
+    assert d.places.num_requests == 0
+
+
+def test_an_engine_whose_steps_would_be_too_long_has_no_place() -> None:
+    d, cost = linked("d", Role.DECODE), linear_cost(0.004, 1e-3)
+    table = table_of(d)
+    for num_decodes, has_place in [(0, True), (44, True), (46, False)]:
+        decodes = StepShape(num_decodes=num_decodes)
+        load = replace(LOAD, tbt_target_s=0.05, step_cost=cost, decodes=decodes, num_requests=1)
+        d.heard(replace(load, room_blocks=50))
+        if has_place:
+            table.choose(Demand(3), avoid=Avoid(), fingerprint=None)
+        else:
+            with pytest.raises(MustWait):
+                table.choose(Demand(3), avoid=Avoid(), fingerprint=None)

@@ -87,6 +87,7 @@ def test_the_usual_way() -> None:
     (request, work, ticket, remaining_s) = rig.links["p1"].dispatched[0]
     assert (work, remaining_s) == (Work.PREFILL, 60.0)
     assert rig.links["d1"].dispatched == [(request, Work.DECODE, ticket, 60.0)]
+    assert ticket is not None
     assert (ticket.source_incarnation, ticket.puller_incarnation) == ("p1", "d1")
     assert (request.key, request.prompt_token_ids, request.output_token_ids) == ("r/0", PROMPT, ())
     now = rig.clock.unix_ns()
@@ -110,6 +111,49 @@ def test_the_usual_way() -> None:
         Event.FINISHED,
     ]
     assert rig.cancels() == {}, "nobody holds anything any more"
+
+
+def one_engine(**fields: Any) -> Rig:
+    """Where one engine does all."""
+    rig = Rig(**fields)
+    rig.router.prefill = rig.router.decode = [rig.links["d1"]]
+    return rig.started()
+
+
+def test_one_engine_for_all() -> None:
+    rig = one_engine()
+    (request, work, ticket, _) = rig.links["d1"].dispatched[0]
+    assert (work, ticket, request.key) == (Work.LOCAL, None, "r/0")
+    now = rig.clock.unix_ns()
+    rig.send("d1", 0, "a", stamps=(Stamp(Event.FIRST_TOKEN, now, "d"),), cached_tokens=2)
+    assert rig.session.next_token("d1", 0, 1, ord("b"))
+    rig.send("d1", 2, "cde", finish_reason=LENGTH)
+    assert rig.sink.text == "abcde"
+    assert rig.sink.last is not None and rig.sink.last.result is not None
+    result = rig.sink.last.result
+    assert (result.prefill_node, result.decode_node) == ("node-d1", "node-d1")
+    assert (result.cached_tokens, result.transfer, result.attempts) == (2, None, 1)
+    assert rig.cancels() == {}
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 3])
+def test_the_one_engine_is_lost(num_tokens: int) -> None:
+    rig = one_engine()
+    rig.router.prefill = [rig.links["p1"]]
+    rig.router.decode = [rig.links["d1"], rig.links["d2"]]
+    if num_tokens:
+        rig.send("d1", 0, "abc"[:num_tokens])
+    rig.lose("d1")
+    rig.wait(0.01)
+    ((request, work, _, _),) = rig.links["p1"].dispatched
+    assert (work, len(request.output_token_ids)) == (Work.PREFILL, num_tokens)
+
+
+def test_a_cancel_reaches_the_one_engine() -> None:
+    rig = one_engine()
+    rig.send("d1", 0, "ab")
+    rig.session.cancel(Cancelled("enough"))
+    assert rig.cancels() == {"d1": [0]}
 
 
 def test_the_short_way_takes_the_usual_token_alone() -> None:

@@ -1,0 +1,77 @@
+"""Steps that keep a promise to their decodes, by costs that are known."""
+
+from __future__ import annotations
+
+import pytest
+from fakes.gateway.step_costs import linear_cost
+from fakes.scheduler_bench import Bench
+
+from baton.core.step_cost import LEAST_PROMPT_TOKENS, StepShape
+
+STEP_S, TOKEN_S = 0.004, 20e-6
+COST = linear_cost(STEP_S, TOKEN_S)
+
+
+def bench(monkeypatch: pytest.MonkeyPatch, target_s: float | None, **fields: int) -> Bench:
+    made = Bench(**({"capacity": 2000, "budget": 512} | fields))
+    made.scheduler.tbt_target_s = target_s
+    monkeypatch.setattr(made.scheduler._step_costs, "estimate", lambda: COST)
+    return made
+
+
+def step_s(planned: dict[str, int]) -> float:
+    return COST.seconds(StepShape(sum(planned.values())))
+
+
+@pytest.mark.parametrize("num_decodes", [1, 4])
+@pytest.mark.parametrize("target_s", [0.005, 0.008, 0.012])
+def test_prompts_take_what_the_promise_leaves(
+    monkeypatch: pytest.MonkeyPatch, num_decodes: int, target_s: float
+) -> None:
+    made = bench(monkeypatch, target_s)
+    for index in range(num_decodes):
+        made.add(4, first_id=100 * index)
+    made.step()
+    made.add(900, first_id=5000)
+    made.add(300, first_id=9000)
+    num_steps = 0
+    while any(sequence.is_prefilling or not sequence.block_ids for sequence in made.sequences):
+        planned = made.step()
+        assert step_s(planned) <= target_s + 1e-9
+        num_steps += 1
+    room = int((target_s - STEP_S) / TOKEN_S)
+    fewest = -(-1200 // min(512, room))
+    assert fewest <= num_steps <= fewest + 4, "and all of it"
+
+
+def test_without_decodes_there_is_no_promise_to_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = bench(monkeypatch, 0.005)
+    made.add(900)
+    assert made.step() == {"a": 512}
+
+
+def test_without_a_promise_steps_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = bench(monkeypatch, None)
+    made.add(4)
+    made.step()
+    made.add(900, first_id=5000)
+    assert made.step() == {"a": 1, "b": 511}
+
+
+def test_a_promise_that_cannot_be_kept_lets_prompts_get_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = bench(monkeypatch, 0.001)
+    made.add(4)
+    made.step()
+    made.add(900, first_id=5000)
+    assert made.step() == {"a": 1, "b": LEAST_PROMPT_TOKENS}
+
+
+def test_nothing_is_taken_for_granted_before_steps_were_measured() -> None:
+    made = Bench(capacity=2000, budget=512)
+    made.scheduler.tbt_target_s = 10.0
+    made.add(4)
+    made.step()
+    made.add(900, first_id=5000)
+    assert made.step() == {"a": 1, "b": LEAST_PROMPT_TOKENS}
