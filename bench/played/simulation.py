@@ -1,0 +1,358 @@
+"""A cluster whose devices alone are played: the production's router, sessions and schedulers, over
+steps that take as long as a `StepCost` says, in virtual time.
+
+    call ─► Session ─► EngineTable.choose ─► Engine.add | reserve, start ─► step ─► tokens ─► Session
+                        ▲ heartbeats                     one event a step, at its end
+
+A hand-off takes `HANDOFF_S` and what its bytes take. Heartbeats come every quarter of a second, as
+they do. The gateway's own time, the network's and a step's launch are not played.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from baton.core.errors import BatonError
+from baton.core.membership import Member, Role
+from baton.core.request.logprobs import TokenLogprobs
+from baton.core.request.request import Request, SamplingParams, Ticket
+from baton.core.request.timeline import Event, Stamp
+from baton.core.step_cost import StepCost, StepShape, pairs_of
+from baton.engine.engine import Engine
+from baton.engine.execution.batch import SampledToken, SequenceSlice
+from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.limits import EngineLimits
+from baton.engine.scheduling.outputs import StepOutput
+from baton.gateway.engines.engine_table import EngineTable, LinkedEngine, ReportedLoad
+from baton.gateway.engines.prompt_router import PromptRouter
+from baton.gateway.request.dispatch_queue import DispatchQueue
+from baton.gateway.request.engine_link import EngineOutput, Work
+from baton.gateway.request.output_chunk import OutputChunk
+from baton.gateway.request.session import Session, SessionLimits
+from baton.gateway.request.session_table import SessionTable
+from baton.gateway.text.text_stream import TextStream
+from baton.gateway.validation.validation import ValidatedRequest
+from baton.prefix_index.mirror import PrefixMirror
+
+HEARTBEAT_S = 0.25
+HANDOFF_S = 0.003
+_KV_TOKEN_S = 131_072 / 300e9  # of an 8B model over NVLink
+_NUM_BLOCKS, _BLOCK_SIZE = 50_000, 16
+_TOKEN_ID = 97
+
+
+@dataclass
+class Call:
+    """A request's stream. Times are of the virtual clock."""
+
+    arrived_s: float
+    num_outputs: int
+    clock: VirtualClock
+    token_s: list[float] = field(default_factory=list)
+    error: BatonError | None = None
+
+    def emit(self, chunk: OutputChunk) -> bool:
+        self.token_s += [self.clock.now_s] * len(chunk.token_ids)
+        return True
+
+    def fail(self, error: BatonError) -> None:
+        self.error = error
+
+    @property
+    def is_served(self) -> bool:
+        return len(self.token_s) == self.num_outputs
+
+    @property
+    def ttft_s(self) -> float:
+        return self.token_s[0] - self.arrived_s
+
+    def gaps_s(self) -> list[float]:
+        return [later - before for before, later in itertools.pairwise(self.token_s)]
+
+
+class VirtualClock:
+    """`core.ports.Clock`, moved by whoever plays."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+    def unix_ns(self) -> int:
+        return int(self.now_s * 1e9)
+
+
+class _Ids:
+    """`core.ports.Entropy` without any."""
+
+    def __init__(self) -> None:
+        self._count = itertools.count()
+
+    def new_id(self) -> str:
+        return f"{next(self._count):032x}"
+
+    def new_seed(self) -> int:
+        return next(self._count)
+
+
+class _Letters:
+    def step(self, token_id: int) -> str:
+        return chr(token_id)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSetup:
+    """`tbt_target_s`: its promise, if it makes one."""
+
+    role: Role
+    tbt_target_s: float | None = None
+    max_num_batched_tokens: int = 2048
+    prefill_chunk_tokens: int = 0
+
+
+class Simulation:
+    """`at` plays something later; `run` moves the clock until nothing is left."""
+
+    def __init__(self, cost: StepCost, setups: Mapping[str, EngineSetup]) -> None:
+        self.clock = VirtualClock()
+        self.calls: list[Call] = []
+        self.table = EngineTable(PrefixMirror(self.clock))
+        self.queue = DispatchQueue(self.table.released)
+        self.sessions = SessionTable(self.clock, 1 << 20, self.queue)
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._ids = _Ids()
+        sources = frozenset(n for n, setup in setups.items() if setup.role is Role.PREFILL)
+        self.engines = {n: PlayedEngine(self, n, cost, setups[n], sources) for n in setups}
+        self._is_ending = False
+        self._beat()
+
+    def at(self, due_s: float, play: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (due_s, next(self._order), play))
+
+    def run(self) -> None:
+        while self._events:
+            self.clock.now_s, _, play = heapq.heappop(self._events)
+            play()
+
+    def call(self, num_prompt_tokens: int, num_outputs: int) -> None:
+        """A request comes now."""
+        call = Call(self.clock.now_s, num_outputs, self.clock)
+        self.calls.append(call)
+        sampling = SamplingParams(max_tokens=num_outputs, ignore_eos=True, temperature=0.0)
+        session = Session(
+            self._ids.new_id(),
+            ValidatedRequest((1,) * num_prompt_tokens, sampling, "", caller_id=len(self.calls)),
+            deadline_s=1e9,
+            arrived=Stamp(Event.ARRIVED, 0, "gateway"),
+            text=TextStream(_Letters(), ()),
+            sink=call,
+            router=PromptRouter(self.table, {}, len(self.calls)),
+            clock=self.clock,
+            entropy=self._ids,
+            limits=SessionLimits(),
+        )
+        self.sessions.start(session)
+
+    def received(self, name: str, outputs: Sequence[EngineOutput]) -> None:
+        """What the gateway does with a step's outputs."""
+        self.table.engines[name].settle(outputs)
+        self.sessions.engine_tokens(name, ())
+        self.sessions.engine_outputs(name, outputs)
+
+    def _beat(self) -> None:
+        for engine in self.engines.values():
+            self.table.engines[engine.name].heard(engine.load())
+        self.sessions.cluster_changed(is_load_only=self.clock.now_s > 0)
+        if not self.clock.now_s or self.sessions or self._events:
+            self.at(self.clock.now_s + HEARTBEAT_S, self._beat)
+
+
+class PlayedEngine:
+    """An `Engine` over a played device, with the hand-off's two ends; `EngineSender` of its link.
+
+    Its own clock runs ahead within a step: what a step brings is sent at its end.
+    """
+
+    def __init__(
+        self,
+        simulation: Simulation,
+        name: str,
+        cost: StepCost,
+        setup: EngineSetup,
+        sources: frozenset[str],
+    ) -> None:
+        self.name = name
+        self.busy_s = 0.0
+        self._simulation = simulation
+        self._setup = setup
+        self._links = sources if setup.role is Role.DECODE else frozenset[str]()
+        self._device = _Device(cost)
+        limits = EngineLimits(
+            _NUM_BLOCKS,
+            _BLOCK_SIZE,
+            1 << 17,
+            max_num_batched_tokens=setup.max_num_batched_tokens,
+            prefill_chunk_tokens=setup.prefill_chunk_tokens,
+        )
+        self.engine = Engine(
+            self._device,
+            limits,
+            LocalGenerations(_NUM_BLOCKS),
+            fingerprint="m",
+            eos_token_ids=(),
+            enable_prefix_caching=False,
+            clock=self._device,
+        )
+        self.engine.tbt_target_s = setup.tbt_target_s
+        self._tickets: dict[str, Ticket] = {}  # of what is held
+        self._intents: dict[str, Request] = {}  # by key
+        self._arrived: deque[tuple[Request, int]] = deque()  # KV that waits for blocks here
+        self._is_busy = False
+        self._num_steps = 0
+        member = Member(
+            name, setup.role, name, "", "demo", "fp", 1 << 17, _BLOCK_SIZE, _NUM_BLOCKS
+        )
+        simulation.table.add(
+            LinkedEngine(member, self, clock=simulation.clock, max_num_seqs=limits.max_num_seqs)
+        )
+
+    def dispatch(
+        self, request: Request, work: Work, ticket: Ticket | None, deadline_remaining_s: float
+    ) -> None:
+        if work is Work.DECODE:
+            self._intents[request.key] = request
+            return
+        if ticket is not None:
+            self._tickets[request.key] = ticket
+        self.engine.add(request, hold=work is Work.PREFILL)
+        self._step()
+
+    def cancel(self, request_id: str, attempt: int) -> None:
+        raise AssertionError("nothing is cancelled here")
+
+    def load(self) -> ReportedLoad:
+        load = self.engine.load(self._intents.values())
+        return ReportedLoad(
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            waiting_tokens=load.waiting_tokens,
+            free_blocks=load.free_blocks,
+            credit_blocks=load.credit_blocks,
+            is_draining=False,
+            links=self._links,
+            num_steps=self._num_steps,
+            num_requests=load.num_running + load.num_waiting + len(self._intents),
+            room_blocks=load.room_blocks,
+            output_tokens=load.output_tokens,
+            step_cost=self.engine.step_cost(),
+            decodes=load.decodes,
+            tbt_target_s=self.engine.tbt_target_s,
+            step_tokens=self.engine.limits.prompt_step_tokens,
+            waiting_by_caller=load.waiting_by_caller,
+        )
+
+    def _step(self) -> None:
+        if self._is_busy or not self.engine.has_work:
+            return
+        self._device.now_s = began_s = self._simulation.clock.now_s
+        output = self.engine.step()
+        self._num_steps += 1
+        self._is_busy = True
+        self.busy_s += self._device.now_s - began_s
+        self._simulation.at(self._device.now_s, lambda: self._step_ended(output))
+
+    def _step_ended(self, output: StepOutput) -> None:
+        self._is_busy = False
+        assert not output.failed, output.failed
+        while self._arrived and self._start(*self._arrived[0]):
+            self._arrived.popleft()
+        self._step()
+        outputs = []
+        for token in output.tokens:
+            request_id, _, attempt = token.key.partition("/")
+            outputs.append(
+                EngineOutput(
+                    request_id, int(attempt), token.index, (token.token_id,), token.finish_reason
+                )
+            )
+            if token.finish_reason is None and (ticket := self._tickets.pop(token.key, None)):
+                self._hand_off(token.key, ticket, token.token_id)
+        self._simulation.received(self.name, outputs)
+
+    def _hand_off(self, key: str, ticket: Ticket, token_id: int) -> None:
+        puller = self._simulation.engines[ticket.puller_incarnation]
+        request = puller._intents.pop(key)
+        pull_s = HANDOFF_S + request.num_known_tokens * _KV_TOKEN_S
+        now_s = self._simulation.clock.now_s
+        self._simulation.at(now_s + pull_s, lambda: self._pulled(puller, request, token_id))
+
+    def _pulled(self, puller: PlayedEngine, request: Request, token_id: int) -> None:
+        self.engine.abort(request.key)
+        self._step()
+        puller._arrive(request, token_id)
+
+    def _arrive(self, request: Request, token_id: int) -> None:
+        if self._arrived or not self._start(request, token_id):
+            self._arrived.append((request, token_id))
+        self._step()
+
+    def _start(self, request: Request, token_id: int) -> bool:
+        reservation = self.engine.reserve(request)
+        if reservation is None:
+            return False
+        self.engine.start(reservation, token_id)
+        return True
+
+
+class _Device:
+    """A `batch.Runner` that computes nothing and takes its time; and the clock that it moves."""
+
+    runs_ahead = False
+
+    def __init__(self, cost: StepCost) -> None:
+        self.now_s = 0.0
+        self._cost = cost
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+    def unix_ns(self) -> int:
+        return int(self.now_s * 1e9)
+
+    def launch(self, batch: Sequence[SequenceSlice]) -> _Step:
+        num_prompt_tokens = pairs = num_decodes = keys = 0
+        for part in batch:
+            num_tokens = part.num_scheduled_tokens
+            if num_tokens == 1:
+                num_decodes += 1
+                keys += part.start + 1
+            else:
+                num_prompt_tokens += num_tokens
+                pairs += pairs_of(num_tokens, part.start)
+        self.now_s += self._cost.seconds(StepShape(num_prompt_tokens, pairs, num_decodes, keys))
+        return _Step(batch)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        raise AssertionError("nothing is forked")
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    batch: Sequence[SequenceSlice]
+    number: int = 0
+
+    def has_completed(self) -> bool:
+        return True
+
+    def collect(self) -> list[SampledToken | None]:
+        token = SampledToken(_TOKEN_ID, -1.0)
+        return [None if part.sample is None else token for part in self.batch]
+
+    def prompt_logprobs(self) -> Mapping[int, tuple[TokenLogprobs, ...]]:
+        return {}
