@@ -137,7 +137,7 @@ class Gateway:
             entropy,
             session_limits,
             config.max_request_s,
-            self._telemetry.observers,
+            self._telemetry.feed,
             max_queue_s=config.max_queue_s,
             keeps_prompts=config.log_prompts,
         )

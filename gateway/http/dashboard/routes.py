@@ -7,18 +7,22 @@ style, nothing from elsewhere. Who may come in at all is judged before (http/pro
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
 
+from ....core.errors import InvalidRequest
 from ....core.ports import Clock
 from ....core.version import version
+from ...telemetry.calls.call_record import SloTargets
 from ..protocol.app_state import AppState
 from ..protocol.errors import Refusal
 from .roster import EngineRoster
-from .snapshot import SnapshotFeed, Targets, Update
+from .snapshot import SnapshotFeed, Update
 from .static_files import StaticFile, static_files
 
 ROUTES = web.RouteTableDef()
@@ -28,6 +32,7 @@ PING_S = 15.0
 _STREAM_S = 300.0  # then the page comes back, and whether it may is judged anew
 _RETRY_MS = 1000
 _SLOWEST_WRITE_S = 10.0
+_LONGEST_TARGET_MS = 3_600_000.0
 
 _HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -68,7 +73,7 @@ def feed_of(parts: AppState, clock: Clock) -> SnapshotFeed:
         }
 
     roster = EngineRoster(parts.table, parts.view.members, clock)
-    targets = Targets(parts.config.slo_ttft_s, parts.config.slo_tbt_s)
+    targets = SloTargets(parts.config.slo_ttft_s, parts.config.slo_tbt_s)
     return SnapshotFeed(parts.telemetry.window, roster, about, targets, clock)
 
 
@@ -133,7 +138,9 @@ async def stream(request: web.Request) -> web.StreamResponse:
         viewers.num_viewers -= 1
 
 
-async def _send(request: web.Request, feed: SnapshotFeed, targets: Targets) -> web.StreamResponse:
+async def _send(
+    request: web.Request, feed: SnapshotFeed, targets: SloTargets
+) -> web.StreamResponse:
     response = web.StreamResponse(headers=_DATA_HEADERS | {"X-Accel-Buffering": "no"})
     response.content_type = "text/event-stream"
     await response.prepare(request)
@@ -163,9 +170,24 @@ def _event(update: Update) -> bytes:
     return head + update.data + b"\n\n"
 
 
-def _targets(request: web.Request) -> Targets:
-    default = request.app[VIEWERS].feed.targets
-    return default.changed(request.query.get("ttft_ms"), request.query.get("tbt_ms"))
+def _targets(request: web.Request) -> SloTargets:
+    """The gateway's own, where the viewer names none; raises InvalidRequest."""
+    targets = request.app[VIEWERS].feed.targets
+    for name, field in (("ttft_ms", "ttft_slo_s"), ("tbt_ms", "tbt_slo_s")):
+        if (text := request.query.get(name)) is not None:
+            targets = replace(targets, **{field: target_s(text, name)})
+    return targets
+
+
+def target_s(text: str, name: str) -> float:
+    """In seconds, of a text in milliseconds; raises InvalidRequest."""
+    try:
+        target_ms = float(text[:32])
+    except ValueError:
+        target_ms = math.nan
+    if not 0 < target_ms <= _LONGEST_TARGET_MS:
+        raise InvalidRequest(f"{name} is a number of milliseconds above 0", name)
+    return target_ms / 1000
 
 
 def _file(request: web.Request, found: StaticFile, headers: dict[str, str]) -> web.Response:

@@ -11,9 +11,7 @@ import logging
 from ....core.errors import BatonError
 from ....core.process.logs import fields
 from ...request.caller import Caller
-from ...request.output_chunk import OutputChunk
-from .call_figures import call_figures
-from .call_records import CallRecord
+from .call_record import CallFigures, CallRecord
 
 log = logging.getLogger(__name__)
 
@@ -21,30 +19,16 @@ _MAX_LABEL = 128  # a client's own name of a call
 _DIGITS = 6  # of seconds
 
 
-class CallLog:
-    """`CallObserver`."""
-
-    def call_refused(self, caller: Caller, error: BatonError) -> None:
-        values = {"tenant": caller.tenant, "front": caller.front, "outcome": error.code}
-        log.info("refused", extra=fields(values))
-
-    def call_began(self, record: CallRecord) -> None:
-        pass
-
-    def chunk_delivered(self, record: CallRecord, chunk: OutputChunk, now_s: float) -> None:
-        pass
-
-    def call_ended(self, record: CallRecord) -> None:
-        values = _values(record)
-        if record.prompt is not None:
-            values["prompt"] = record.prompt
-        log.info("call %s", record.call_id, extra=fields(values, is_unlimited=True))
+def log_refused(caller: Caller, error: BatonError) -> None:
+    """Of a call that ended before it was routed."""
+    values = {"tenant": caller.tenant, "front": caller.front, "outcome": error.code}
+    log.info("refused", extra=fields(values))
 
 
-def _values(record: CallRecord) -> dict[str, object]:
-    figures = call_figures(record)
+def log_ended(record: CallRecord, figures: CallFigures) -> None:
+    """Of a call that is over."""
     result, transfer = record.results.get(0), figures.transfer
-    return {
+    values = {
         "request_id": record.call_id,
         "label": record.label[:_MAX_LABEL],
         "tenant": record.caller.tenant,
@@ -68,6 +52,9 @@ def _values(record: CallRecord) -> dict[str, object]:
         "e2e_s": _rounded(figures.e2e_s),
         "stages_s": {name: _rounded(seconds) for name, seconds in figures.stages.items()},
     }
+    if record.prompt is not None:
+        values["prompt"] = record.prompt
+    log.info("call %s", record.call_id, extra=fields(values, is_unlimited=True))
 
 
 def _rounded(seconds: float | None) -> float | None:

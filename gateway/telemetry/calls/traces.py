@@ -5,7 +5,7 @@
                      kv_transfer  decode          a pull may begin beside the prefill
 
 Attributes follow the GenAI semantic conventions. A caller's trace goes on (W3C traceparent and
-tracestate), and its word on sampling counts; calls without one are sampled at a rate.
+tracestate), and its sampling decision holds; calls without one are sampled at a rate.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from ....core.errors import BatonError, StartupFailed
+from ....core.errors import StartupFailed
 from ....core.request.timeline import Event
 from ....core.version import version
-from ...request.caller import Caller
-from ...request.output_chunk import OutputChunk, RequestResult
+from ...request.output_chunk import RequestResult
 from ...request.session import GATEWAY
-from .call_figures import call_figures
-from .call_records import CallRecord
-from .stages import Times, times_of
+from .call_figures import Times, times_of
+from .call_record import CallFigures, CallRecord
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -51,22 +49,14 @@ class _Api:
 
 
 class CallTraces:
-    """`CallObserver`. Export is on a thread of OpenTelemetry's own."""
+    """Export is on a thread of OpenTelemetry's own."""
 
     def __init__(self, api: _Api) -> None:
         self._api = api
         self._tracer = api.provider.get_tracer("baton.gateway", version())
 
-    def call_refused(self, caller: Caller, error: BatonError) -> None:
-        pass
-
-    def call_began(self, record: CallRecord) -> None:
-        pass
-
-    def chunk_delivered(self, record: CallRecord, chunk: OutputChunk, now_s: float) -> None:
-        pass
-
-    def call_ended(self, record: CallRecord) -> None:
+    def call_ended(self, record: CallRecord, figures: CallFigures) -> None:
+        """Make the spans of a call that is over, if it is sampled."""
         trace = self._api.trace
         carrier = {"traceparent": record.traceparent, "tracestate": record.tracestate}
         span: Span = self._tracer.start_span(
@@ -77,7 +67,7 @@ class CallTraces:
         )
         if not span.is_recording():
             return
-        span.set_attributes(_attributes(record))
+        span.set_attributes(_attributes(record, figures))
         if record.error is not None:
             span.set_attribute("error.type", record.error.code)
             span.set_status(trace.StatusCode.ERROR, record.error.code)
@@ -140,9 +130,8 @@ def traces_to(exporter: SpanExporter, ratio: float) -> CallTraces:
     return CallTraces(_Api(provider, TraceContextTextMapPropagator(), trace))
 
 
-def _attributes(record: CallRecord) -> dict[str, Any]:
+def _attributes(record: CallRecord, figures: CallFigures) -> dict[str, Any]:
     """gen_ai.*, as far as a gateway knows it."""
-    figures = call_figures(record)
     values: dict[str, Any] = {
         "gen_ai.operation.name": _OPERATION,
         "gen_ai.provider.name": _PROVIDER,

@@ -163,6 +163,11 @@ CERTIFICATE_EXPIRES = Metric(
     ("file",),
 )
 
+# Counted for the live page alone.
+BEGAN = Metric("requests_began_total", "Calls that were admitted.")
+FINISHED_PROMPT_TOKENS = Metric("finished_prompt_tokens_total", "Prompt tokens of finished calls.")
+PULLER_CACHED_TOKENS = Metric("puller_cached_tokens_total", "Prompt tokens that no pull brought.")
+
 _NODE = ("role", "node")
 NODE_UP = Metric(
     "node_up", "1 while the engine is linked and beats; a lost one is 0 for ten minutes.", _NODE

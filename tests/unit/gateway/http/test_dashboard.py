@@ -18,14 +18,14 @@ from baton.gateway.engines.engine_table import EngineTable, LinkedEngine, Report
 from baton.gateway.http.dashboard import routes
 from baton.gateway.http.dashboard.roster import EngineRoster
 from baton.gateway.http.dashboard.routes import Viewers, add_dashboard
-from baton.gateway.http.dashboard.snapshot import SnapshotFeed, Targets, definitions
+from baton.gateway.http.dashboard.snapshot import SnapshotFeed, definitions
 from baton.gateway.http.dashboard.static_files import static_files
 from baton.gateway.http.protocol.errors import Refusal
-from baton.gateway.telemetry.calls.token_gaps import TokenGaps
+from baton.gateway.telemetry.calls.call_record import SloTargets
 from baton.gateway.telemetry.window.window import TelemetryWindow
 from baton.prefix_index.mirror import PrefixMirror
 
-TARGETS = Targets(0.5, 0.05)
+TARGETS = SloTargets(0.5, 0.05)
 IDLE = ReportedLoad(0, 0, 0, 90, 40, False, frozenset())
 
 
@@ -38,7 +38,7 @@ class Cluster:
         self.members: list[Member] = []
         self.roster = EngineRoster(self.table, lambda: self.members, self.clock)
         self.feed = SnapshotFeed(
-            TelemetryWindow(self.clock, TokenGaps()),
+            TelemetryWindow(self.clock),
             self.roster,
             lambda: {"model": "m"},
             TARGETS,
@@ -119,8 +119,8 @@ async def test_first_all_then_what_is_new_then_all_for_the_slow(cluster: Cluster
 
 
 def test_viewers_of_the_same_targets_share(cluster: Cluster) -> None:
-    assert cluster.feed.whole(TARGETS) is cluster.feed.whole(Targets(0.5, 0.05))
-    other = cluster.feed.whole(Targets(0.1, 0.05))
+    assert cluster.feed.whole(TARGETS) is cluster.feed.whole(SloTargets(0.5, 0.05))
+    other = cluster.feed.whole(SloTargets(0.1, 0.05))
     assert json.loads(other)["slo"]["ttft_slo_s"] == 0.1
     before = cluster.feed.whole(TARGETS)
     cluster.tick()
@@ -130,8 +130,8 @@ def test_viewers_of_the_same_targets_share(cluster: Cluster) -> None:
 @pytest.mark.parametrize("text", ["", "x", "0", "-1", "nan", "inf", "1e9", "9" * 5000])
 def test_targets_are_judged(text: str) -> None:
     with pytest.raises(InvalidRequest):
-        TARGETS.changed(text, None)
-    assert TARGETS.changed("250", None) == Targets(0.25, 0.05)
+        routes.target_s(text, "ttft_ms")
+    assert routes.target_s("250", "ttft_ms") == 0.25
 
 
 def test_definitions_are_the_ones_of_the_code() -> None:
