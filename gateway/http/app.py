@@ -17,7 +17,7 @@ from .generate import completions
 from .protocol.access import ACCESS, Access, check_access
 from .protocol.app_state import APP_STATE, AppState
 from .protocol.connections import MAX_HEADER_BYTES, MAX_URL_BYTES, Connections
-from .protocol.error_middleware import answering, echo_request_id
+from .protocol.errors import answering, echo_request_id
 from .protocol.event_stream import BURST, Burst
 
 _LAST_WRITE_S = 0.2

@@ -16,7 +16,7 @@ from ..protocol.answers import (
     ToolCall,
     json_text,
 )
-from ..protocol.text_event import TextEvent
+from ..protocol.event_stream import TextEvent
 from .tool_parsing import Content, Delta, ToolCallParser, ToolDelta
 
 

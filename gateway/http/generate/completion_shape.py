@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ....core.request.logprobs import TokenLogprobs
 from ...request.output_chunk import OutputChunk
 from ..protocol.answers import CompletionChoice, CompletionLogprobs, json_text
-from ..protocol.text_event import TextEvent
+from ..protocol.event_stream import TextEvent
 from .logprobs import TokenOf, completion_logprobs, prompt_logprobs
 
 

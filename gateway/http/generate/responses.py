@@ -19,9 +19,8 @@ from ...text.special_tokens import Spans
 from ...validation.validation import check_label
 from ..protocol.answers import Answer, Choice, answer, json_text
 from ..protocol.app_state import APP_STATE, caller_of
-from ..protocol.error_middleware import REQUEST_ID, REQUEST_ID_HEADER
-from ..protocol.event_stream import EventStream
-from ..protocol.text_event import TextEvent
+from ..protocol.errors import REQUEST_ID, REQUEST_ID_HEADER
+from ..protocol.event_stream import EventStream, TextEvent
 from .run_prompts import run_prompts
 from .usage import TokenCounts
 

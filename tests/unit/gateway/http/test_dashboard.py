@@ -175,7 +175,7 @@ async def client_of(cluster: Cluster, max_viewers: int = 2) -> TestClient[Any, A
         try:
             return await handler(request)  # type: ignore[no-any-return]
         except (Refusal, InvalidRequest) as error:
-            status = error.status if isinstance(error, Refusal) else error.http_status
+            status = error.http_status
             return web.Response(status=status)
 
     app = web.Application(middlewares=[refusing])
