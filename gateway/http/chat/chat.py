@@ -23,9 +23,8 @@ from ..protocol.app_state import APP_STATE
 from .chat_shape import ChatOptions, ChatSample
 from .chat_template import ChatPrompt, ChatTemplate
 from .messages import MESSAGES
-from .tool_constraints import call_grammar
 from .tool_formats import FORMATS, ToolFormat, format_of_template
-from .tools import TOOL_CHOICE, TOOLS, Tool, ToolChoice, chosen, shown_tools
+from .tools import TOOL_CHOICE, TOOLS, call_grammar, chosen, shown_tools
 
 ROUTES = web.RouteTableDef()
 
@@ -56,7 +55,7 @@ class ChatModel:
         """`tool_call_parser`: one of FORMATS, or auto: by the template."""
         template = ChatTemplate.load(model_dir)
         if tool_call_parser in FORMATS:
-            return cls(template, FORMATS[tool_call_parser](), SystemEntropy())
+            return cls(template, FORMATS[tool_call_parser], SystemEntropy())
         tool_format = None if template is None else format_of_template(template.text)
         return cls(template, tool_format, SystemEntropy())
 
@@ -100,25 +99,19 @@ async def prepare(
             "this model's chat template knows no tools", "tools", "unsupported_parameter"
         )
     opening, grammar = "", None
-    if choice.is_forced and constraint_refusal is None:
-        opening = model.tool_format.constrained_opening(choice.function)
-        grammar = call_grammar(tools, choice, model.tool_format.arguments_name)
-    elif choice.is_forced:
-        _check_not_strict(tools, choice, constraint_refusal)
-        opening = model.tool_format.opening(choice.function)
+    if choice.is_forced:
+        is_constrained = constraint_refusal is None
+        opening = model.tool_format.opening(choice.function, is_constrained=is_constrained)
+        if is_constrained:
+            grammar = call_grammar(tools, choice, model.tool_format.arguments_name)
+        elif any(tool.get("strict") for tool in choice.wanted(tools)):
+            raise InvalidRequest(
+                f"a strict tool cannot be forced: {constraint_refusal}",
+                "tools",
+                "unsupported_parameter",
+            )
     prompt = await model.template.render(messages, shown_tools(tools), opening=opening)
     return Prepared(prompt, opening, model.tool_format, grammar)
-
-
-def _check_not_strict(
-    tools: Sequence[Tool], choice: ToolChoice, constraint_refusal: str | None
-) -> None:
-    if any(t.get("strict") and choice.function in (None, t["function"]["name"]) for t in tools):
-        raise InvalidRequest(
-            f"a strict tool cannot be forced: {constraint_refusal}",
-            "tools",
-            "unsupported_parameter",
-        )
 
 
 @ROUTES.post("/v1/chat/completions")

@@ -17,7 +17,8 @@ from ..protocol.answers import (
     json_text,
 )
 from ..protocol.event_stream import TextEvent
-from .tool_parsing import Content, Delta, ToolCallParser, ToolDelta
+from .tool_formats import ToolCallParser
+from .tool_parsing import Content, Delta, ToolDelta
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
     response_format       OpenAI's: text, json_object, json_schema
     structured_outputs    vLLM's: one of json, json_object, regex, choice, grammar
     guided_*              vLLM's older names of these
-One of them at most. A forced tool call is constrained too: tool_constraints.py.
+One of them at most. A forced tool call is constrained too: chat/tools.py.
 """
 
 from __future__ import annotations

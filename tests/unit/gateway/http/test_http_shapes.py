@@ -16,7 +16,7 @@ from baton.core.request.logprobs import TokenLogprobs
 from baton.core.request.request import FinishReason
 from baton.gateway.http.chat.chat_shape import ChatOptions, ChatSample
 from baton.gateway.http.chat.chat_template import ChatTemplate
-from baton.gateway.http.chat.tool_formats import Hermes
+from baton.gateway.http.chat.tool_formats import HERMES
 from baton.gateway.http.generate.completion_shape import (
     CompletionOptions,
     CompletionSample,
@@ -151,13 +151,13 @@ def test_tool_calls_streamed_and_whole(most: int | None) -> None:
     options = ChatOptions(max_tool_calls=most)
     wanted = [("f", '{"a": 1}'), ("g", "{}")][:most]
     whole = OutputChunk(CALLS, (A,), 0, result())
-    message = written(chat(options, parser=Hermes().parser()).choice(whole))
+    message = written(chat(options, parser=HERMES.parser()).choice(whole))
     assert message["finish_reason"] == "tool_calls"
     assert message["message"]["content"] == "Look: "
     told = [(c["function"]["name"], c["function"]["arguments"])
             for c in message["message"]["tool_calls"]]  # fmt: skip
     assert told == wanted
-    choice = chat(options, parser=Hermes().parser())
+    choice = chat(options, parser=HERMES.parser())
     events: list[str] = []
     for index, letter in enumerate(CALLS):
         last = result() if index == len(CALLS) - 1 else None
@@ -175,8 +175,8 @@ def test_tool_calls_streamed_and_whole(most: int | None) -> None:
 
 
 def test_a_call_that_is_cut_off_ends_by_length() -> None:
-    opening = Hermes().opening("f")
-    choice = chat(parser=Hermes().parser(), opening=opening)
+    opening = HERMES.opening("f", is_constrained=False)
+    choice = chat(parser=HERMES.parser(), opening=opening)
     whole = OutputChunk('"a": ', (A,), 0, result(FinishReason.LENGTH))
     body = written(choice.choice(whole))
     assert (body["finish_reason"], body["message"]["content"]) == ("length", None)
