@@ -9,10 +9,10 @@ from aiohttp import web
 from ...cluster.tls import CertificateFiles
 from ...core.errors import StartupFailed
 from ...core.ports import SystemClock
-from . import health, login, metrics, models, openapi, tokenization
+from . import login, openapi, server_info, tokenization
 from .chat import chat
 from .chat.chat import CHAT_MODEL, ChatModel
-from .dashboard.routes import Viewers, add_dashboard, feed_of
+from .dashboard.routes import add_dashboard, feed_of
 from .generate import completions
 from .protocol.access import ACCESS, Access, check_access
 from .protocol.app_state import APP_STATE, AppState
@@ -31,14 +31,12 @@ _CONNECTION_OPTIONS = {
 }
 
 ROUTE_GROUPS: tuple[web.RouteTableDef, ...] = (
-    health.ROUTES,
-    models.ROUTES,
+    server_info.ROUTES,
     completions.ROUTES,
     chat.ROUTES,
     tokenization.ROUTES,
     openapi.ROUTES,
     login.ROUTES,
-    metrics.ROUTES,
 )  # fmt: skip
 
 
@@ -52,7 +50,7 @@ def build_app(parts: AppState, access: Access) -> web.Application:
     app.on_response_prepare.append(echo_request_id)
     for routes in ROUTE_GROUPS:
         app.add_routes(routes)
-    add_dashboard(app, Viewers(feed_of(parts, SystemClock())))
+    add_dashboard(app, feed_of(parts, SystemClock()))
     return app
 
 

@@ -24,7 +24,7 @@ from baton.core.request.request import FinishReason
 from baton.core.request.timeline import Event, Stamp
 from baton.gateway.engines.engine_table import EngineTable, LinkedEngine, ReportedLoad
 from baton.gateway.http.dashboard.roster import EngineRoster
-from baton.gateway.http.dashboard.routes import Viewers, add_dashboard
+from baton.gateway.http.dashboard.routes import add_dashboard
 from baton.gateway.http.dashboard.snapshot import SnapshotFeed
 from baton.gateway.request.caller import Caller
 from baton.gateway.request.engine_link import TransferSummary
@@ -236,7 +236,7 @@ class SyntheticGateway:
                     await task
 
         app = web.Application()
-        add_dashboard(app, Viewers(self.feed))
+        add_dashboard(app, self.feed)
         app.cleanup_ctx.append(calling)
         return app
 

@@ -1,16 +1,20 @@
 """The page, its files, and its data: a snapshot by GET, or a stream of server-sent events.
 
-Everything here is read-only. The page may load and run nothing but these files: no inline script or
+Everything here is read-only. The page's files are read once; whatever is not among them does not
+exist: no path is joined. The page may load and run nothing but these files: no inline script or
 style, nothing from elsewhere. Who may come in at all is judged before (http/protocol/access.py).
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -23,9 +27,16 @@ from ..protocol.app_state import AppState
 from ..protocol.errors import Refusal
 from .roster import EngineRoster
 from .snapshot import SnapshotFeed, Update
-from .static_files import StaticFile, static_files
 
 ROUTES = web.RouteTableDef()
+
+_FOLDER = Path(__file__).parent / "static"
+_TYPES = {
+    ".css": "text/css",
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
 
 MAX_VIEWERS = 32
 PING_S = 15.0
@@ -49,16 +60,7 @@ _PAGE_HEADERS = {
 _DATA_HEADERS = {**_HEADERS, "Cache-Control": "no-store"}
 
 
-class Viewers:
-    """The feed, and how many follow it."""
-
-    def __init__(self, feed: SnapshotFeed, max_viewers: int = MAX_VIEWERS) -> None:
-        self.feed = feed
-        self.max_viewers = max_viewers
-        self.num_viewers = 0
-
-
-VIEWERS = web.AppKey("viewers", Viewers)
+FEED = web.AppKey("feed", SnapshotFeed)
 
 
 def feed_of(parts: AppState, clock: Clock) -> SnapshotFeed:
@@ -77,17 +79,17 @@ def feed_of(parts: AppState, clock: Clock) -> SnapshotFeed:
     return SnapshotFeed(parts.telemetry.window, roster, about, targets, clock)
 
 
-def add_dashboard(app: web.Application, viewers: Viewers) -> None:
+def add_dashboard(app: web.Application, feed: SnapshotFeed) -> None:
     """Give an application the page; the feed ticks for as long as the application runs."""
 
     async def ticking(_: web.Application) -> AsyncIterator[None]:
-        task = asyncio.create_task(viewers.feed.run())
+        task = asyncio.create_task(feed.run())
         yield
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
 
-    app[VIEWERS] = viewers
+    app[FEED] = feed
     app.add_routes(ROUTES)
     app.cleanup_ctx.append(ticking)
 
@@ -116,7 +118,7 @@ async def file(request: web.Request) -> web.Response:
 @ROUTES.get("/api/snapshot")
 async def snapshot(request: web.Request) -> web.Response:
     """The whole snapshot for the targets `ttft_ms` and `tbt_ms`, at most a second old."""
-    data = request.app[VIEWERS].feed.whole(_targets(request))
+    data = request.app[FEED].whole(_targets(request))
     response = web.Response(body=data, content_type="application/json", headers=_DATA_HEADERS)
     response.enable_compression()
     return response
@@ -126,16 +128,14 @@ async def snapshot(request: web.Request) -> web.Response:
 async def stream(request: web.Request) -> web.StreamResponse:
     """Events `snapshot`, then `update` every second; ends after a while, and the page returns."""
     targets = _targets(request)
-    viewers = request.app[VIEWERS]
-    if viewers.num_viewers >= viewers.max_viewers:
-        raise Refusal(
-            503, "too_many_viewers", f"{viewers.max_viewers} others are watching this gateway"
-        )
-    viewers.num_viewers += 1
+    feed = request.app[FEED]
+    if feed.num_viewers >= MAX_VIEWERS:
+        raise Refusal(503, "too_many_viewers", f"{MAX_VIEWERS} others are watching this gateway")
+    feed.num_viewers += 1
     try:
-        return await _send(request, viewers.feed, targets)
+        return await _send(request, feed, targets)
     finally:
-        viewers.num_viewers -= 1
+        feed.num_viewers -= 1
 
 
 async def _send(
@@ -172,7 +172,7 @@ def _event(update: Update) -> bytes:
 
 def _targets(request: web.Request) -> SloTargets:
     """The gateway's own, where the viewer names none; raises InvalidRequest."""
-    targets = request.app[VIEWERS].feed.targets
+    targets = request.app[FEED].targets
     for name, field in (("ttft_ms", "ttft_slo_s"), ("tbt_ms", "tbt_slo_s")):
         if (text := request.query.get(name)) is not None:
             targets = replace(targets, **{field: target_s(text, name)})
@@ -197,3 +197,27 @@ def _file(request: web.Request, found: StaticFile, headers: dict[str, str]) -> w
     return web.Response(
         body=found.body, content_type=found.content_type, charset="utf-8", headers=headers
     )
+
+
+@dataclass(frozen=True, slots=True)
+class StaticFile:
+    """A file of the page. `etag` changes with the content."""
+
+    body: bytes
+    content_type: str
+    etag: str
+
+
+@cache
+def static_files() -> dict[str, StaticFile]:
+    """By path below static/, with forward slashes."""
+    return {
+        path.relative_to(_FOLDER).as_posix(): _load(path)
+        for path in sorted(_FOLDER.rglob("*"))
+        if path.suffix in _TYPES
+    }
+
+
+def _load(path: Path) -> StaticFile:
+    body = path.read_bytes()
+    return StaticFile(body, _TYPES[path.suffix], hashlib.sha256(body).hexdigest()[:32])

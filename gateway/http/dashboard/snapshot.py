@@ -1,4 +1,4 @@
-"""What the page is told: the telemetry window, the engines, the gateway itself, once a second.
+"""What the page receives: the telemetry window, the engines, the gateway itself, once a second.
 
     tick ──► whole snapshot   to who is new, or has missed a tick
          └─► update           to all others: series, heat maps and recent calls since the last tick
@@ -44,9 +44,9 @@ class Update:
 
 
 class SnapshotFeed:
-    """`run` ticks until cancelled; `about` tells of the gateway itself.
+    """`run` ticks until cancelled; `about` describes the gateway itself.
 
-    `targets`: the gateway's own, for viewers who name none.
+    `targets`: the gateway's own, for viewers who name none. `num_viewers` follow now.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class SnapshotFeed:
         clock: Clock,
     ) -> None:
         self.targets = targets
+        self.num_viewers = 0
         self._window = window
         self._roster = roster
         self._about = about

@@ -1,4 +1,4 @@
-"""POST /v1/completions: a prompt, or several, continued."""
+"""POST /v1/completions: a prompt, or several, continued. A prompt is a text or token ids."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from aiohttp import web
 
 from ....core.errors import InvalidRequest
-from ....core.request.json_fields import BOOLEAN, FieldKind
+from ....core.request.json_fields import BOOLEAN, STRING, TOKEN_IDS, FieldKind, invalid, list_of
 from ....core.request.token_ids import pack
 from ....proto.v1 import inference_pb2
 from ...admission.front_door import RunningCall
@@ -16,12 +16,51 @@ from ...request.output_chunk import OutputChunk
 from ..protocol.answers import Completion
 from ..protocol.app_state import APP_STATE
 from .completion_shape import CompletionOptions, CompletionSample, EchoedPrompt
-from .prompts import PROMPTS, Prompt, prompt_name
 from .request_fields import COMMON, LOGPROBS, MAX_TOKENS, generate_request, read_body
 from .responses import Response, Sample
 from .structured import constraint_of
 
 ROUTES = web.RouteTableDef()
+
+MAX_PROMPTS = 64
+
+Prompt = str | list[int]
+
+
+def _prompts(value: Any, name: str) -> list[Prompt]:
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise invalid(name, "a text, token ids, or a list of either")
+    if not value:
+        raise InvalidRequest(f"{name} is empty", name, "empty_prompt")
+    if not isinstance(value[0], str | list):
+        return [TOKEN_IDS.read(value, name)]
+    if len(value) > MAX_PROMPTS:
+        raise InvalidRequest(f"{name} has more than {MAX_PROMPTS} prompts", name, "array_too_long")
+    if isinstance(value[0], str):
+        return [_text(item, f"{name}[{i}]") for i, item in enumerate(value)]
+    return [TOKEN_IDS.read(item, f"{name}[{i}]") for i, item in enumerate(value)]
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise invalid(name, "a text, like the first of the list")
+    return value
+
+
+_TEXT = STRING.within(minLength=1)
+_IDS = TOKEN_IDS.within(minItems=1)
+PROMPTS = FieldKind(
+    {
+        "anyOf": [
+            _TEXT.schema,
+            _IDS.schema,
+            *(list_of(one, MAX_PROMPTS).within(minItems=1).schema for one in (_TEXT, _IDS)),
+        ]
+    },
+    _prompts,
+)
 
 REQUIRED = ("model", "prompt")
 FIELDS: Mapping[str, FieldKind] = {
@@ -83,7 +122,8 @@ class _Completions(Response):
             raise InvalidRequest(message, "n", "invalid_value")
 
     def names_of(self, prompt_index: int) -> Mapping[str, str]:
-        return {"prompt": prompt_name(prompt_index, len(self._texts)), **self.names}
+        name = "prompt" if len(self._texts) == 1 else f"prompt[{prompt_index}]"
+        return {"prompt": name, **self.names}
 
     async def samples(self, calls: Sequence[RunningCall]) -> Sequence[Sample]:
         tokenizer = self.app[APP_STATE].door.model.tokenizer

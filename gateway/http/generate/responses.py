@@ -1,11 +1,19 @@
-"""From calls to an answer, for both endpoints that generate: a stream of events, or one object."""
+"""From calls to an answer, for both endpoints that generate: a stream of events, or one object.
+
+    prompt 0 ── generate ─┐ all accepted? ─► chunks ─┐
+    prompt 1 ── generate ─┤   (else none)   chunks ──┼─► on_chunk(prompt, chunk), one at a time
+    prompt 2 ── generate ─┘                 chunks ─┘
+The first failure ends all.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import re
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from aiohttp import web
@@ -17,16 +25,19 @@ from ...request.chunk_queue import merged
 from ...request.output_chunk import OutputChunk
 from ...text.special_tokens import Spans
 from ...validation.validation import check_label
-from ..protocol.answers import Answer, Choice, answer, json_text
+from ..protocol.answers import Answer, Choice, PromptDetails, Usage, answer, json_text
 from ..protocol.app_state import APP_STATE, caller_of
 from ..protocol.errors import REQUEST_ID, REQUEST_ID_HEADER
 from ..protocol.event_stream import EventStream, TextEvent
-from .run_prompts import run_prompts
-from .usage import TokenCounts
 
 _DONE = "data: [DONE]\n\n"
 _TAIL = "]}\n\n"  # behind the choices of an event
 _MAX_TRACE = 512  # characters of a header, as W3C has it for tracestate
+
+Generate = Callable[[int], AbstractAsyncContextManager[RunningCall]]
+OnStart = Callable[[Sequence[RunningCall]], Awaitable[None]]
+OnChunk = Callable[[int, OutputChunk], Awaitable[None]]
+Push = Callable[[OutputChunk], bool]
 
 
 class Sample(Protocol):
@@ -45,6 +56,33 @@ class Sample(Protocol):
     def choice(self, chunk: OutputChunk) -> Choice:
         """The object in a whole answer; `chunk` is all of the sample."""
         ...
+
+
+@dataclass(slots=True)
+class TokenCounts:
+    """Of one HTTP request, over all of its prompts and samples.
+
+    `cached_tokens`: by prompt, known at its first sample's end.
+    """
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: dict[int, int] = field(default_factory=dict)
+
+    def add(self, prompt_index: int, chunk: OutputChunk) -> None:
+        self.completion_tokens += len(chunk.token_ids)
+        if chunk.result is not None:
+            known = self.cached_tokens.get(prompt_index, 0)
+            self.cached_tokens[prompt_index] = max(known, chunk.result.cached_tokens)
+
+    @property
+    def num_cached(self) -> int:
+        return sum(self.cached_tokens.values())
+
+    def usage(self) -> Usage:
+        num_prompt, num_output = self.prompt_tokens, self.completion_tokens
+        details = PromptDetails(self.num_cached)
+        return Usage(num_prompt, num_output, num_prompt + num_output, details)
 
 
 class Response(ABC):
@@ -105,7 +143,7 @@ class Response(ABC):
     async def run(self) -> web.StreamResponse:
         """Run the prompts; raises what ended them, in the client's words."""
         on_chunk, push = (self._send, self._push) if self.is_stream else (self._collect, None)
-        await run_prompts(self._generate, len(self.prompts), self._begin, on_chunk, push)
+        await _run_prompts(self._generate, len(self.prompts), self._begin, on_chunk, push)
         return await self._end_stream() if self.is_stream else self._whole()
 
     @asynccontextmanager
@@ -223,3 +261,42 @@ def _rename(error: BatonError, names: Mapping[str, str]) -> None:
 def _ascii(name: str) -> str:
     """A node's name as a header can carry it."""
     return "".join(char if " " <= char <= "~" else "?" for char in name)
+
+
+async def _run_prompts(
+    generate: Generate, num_prompts: int, on_start: OnStart, on_chunk: OnChunk, push: Push | None
+) -> None:
+    """Run all to their ends; raises the first error.
+
+    `generate`: FrontDoor.generate of the prompt with this index. `push`: see RunningCall.push_to,
+    for the chunks of a single prompt.
+    """
+    if num_prompts == 1:
+        async with generate(0) as call:
+            await on_start([call])
+            if push is not None:
+                call.push_to(push)
+            async for chunk in call.chunks():
+                await on_chunk(0, chunk)
+        return
+    started: dict[int, RunningCall] = {}
+    all_accepted = asyncio.Event()
+    one_at_a_time = asyncio.Lock()
+
+    async def run(index: int) -> None:
+        async with generate(index) as call:
+            started[index] = call
+            if len(started) == num_prompts:
+                await on_start([started[i] for i in range(num_prompts)])
+                all_accepted.set()
+            await all_accepted.wait()
+            async for chunk in call.chunks():
+                async with one_at_a_time:
+                    await on_chunk(index, chunk)
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for index in range(num_prompts):
+                tasks.create_task(run(index))
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from None
