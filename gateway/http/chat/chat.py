@@ -14,13 +14,12 @@ from ....core.ports import Entropy, SystemEntropy
 from ....core.request.json_fields import BOOLEAN, FieldKind
 from ...admission.front_door import RunningCall
 from ...request.output_chunk import OutputChunk
-from ..generate.logprobs import prompt_logprobs
 from ..generate.request_fields import COMMON, LOGPROBS, MAX_TOKENS, generate_request, read_body
-from ..generate.responses import Response, Sample
+from ..generate.responses import Response, Sample, prompt_logprobs
 from ..generate.structured import constraint_of
 from ..protocol.answers import ChatCompletion, ChatCompletionChunk
 from ..protocol.app_state import APP_STATE
-from .chat_shape import ChatOptions, ChatSample
+from .chat_shape import ChatSample
 from .chat_template import ChatPrompt, ChatTemplate
 from .messages import MESSAGES
 from .tool_formats import FORMATS, ToolFormat, format_of_template
@@ -177,18 +176,13 @@ class _Chat(Response):
 
     async def samples(self, calls: Sequence[RunningCall]) -> Sequence[Sample]:
         found, prepared = self._found, self._prepared
-        options = ChatOptions(
-            logprobs=found.get("logprobs", False),
-            return_token_ids=found.get("return_token_ids", False),
-            max_tool_calls=None if found.get("parallel_tool_calls", True) else 1,
-        )
         self._prompt_ids = calls[0].request.prompt_token_ids
-        if options.return_token_ids:
+        if found.get("return_token_ids"):
             self._extra["prompt_token_ids"] = list(self._prompt_ids)
         return [
             ChatSample(
                 index,
-                options,
+                found,
                 self._token_of,
                 self.app[CHAT_MODEL].entropy.new_id,
                 parser=None if prepared.tool_format is None else prepared.tool_format.parser(),

@@ -14,18 +14,29 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from aiohttp import web
 
 from ....core.errors import BatonError, InvalidRequest
+from ....core.request.logprobs import TokenLogprobs
 from ....proto.v1 import inference_pb2
 from ...admission.front_door import RunningCall
 from ...request.chunk_queue import merged
 from ...request.output_chunk import OutputChunk
 from ...text.special_tokens import Spans
+from ...text.token_text import TokenText
 from ...validation.validation import check_label
-from ..protocol.answers import Answer, Choice, PromptDetails, Usage, answer, json_text
+from ..protocol.answers import (
+    Answer,
+    Choice,
+    PromptDetails,
+    PromptLogprob,
+    PromptLogprobs,
+    Usage,
+    answer,
+    json_text,
+)
 from ..protocol.app_state import APP_STATE, caller_of
 from ..protocol.errors import REQUEST_ID, REQUEST_ID_HEADER
 from ..protocol.event_stream import EventStream, TextEvent
@@ -34,28 +45,36 @@ _DONE = "data: [DONE]\n\n"
 _TAIL = "]}\n\n"  # behind the choices of an event
 _MAX_TRACE = 512  # characters of a header, as W3C has it for tracestate
 
+TokenOf = Callable[[int], TokenText]
 Generate = Callable[[int], AbstractAsyncContextManager[RunningCall]]
 OnStart = Callable[[Sequence[RunningCall]], Awaitable[None]]
 OnChunk = Callable[[int, OutputChunk], Awaitable[None]]
 Push = Callable[[OutputChunk], bool]
 
 
-class Sample(Protocol):
-    """One sample, as its endpoint writes it.
+class Sample(ABC):
+    """One sample, as its endpoint writes it; `index` counts samples over all prompts.
 
     `text_event`: what `events` gives for a chunk that only adds a text, of all chunks but the
     sample's first and last; None where more is written.
     """
 
-    text_event: TextEvent | None
+    text_event: TextEvent | None = None
 
+    def __init__(self, index: int, found: Mapping[str, Any], token_of: TokenOf) -> None:
+        """`found`: the request's fields."""
+        self._index = index
+        self._returns_ids: bool = found.get("return_token_ids", False)
+        self._token_of = token_of
+        self._is_first = True
+
+    @abstractmethod
     def events(self, chunk: OutputChunk) -> list[str]:
-        """JSON objects for a stream."""
-        ...
+        """JSON objects of what a stream shows of this chunk."""
 
+    @abstractmethod
     def choice(self, chunk: OutputChunk) -> Choice:
         """The object in a whole answer; `chunk` is all of the sample."""
-        ...
 
 
 @dataclass(slots=True)
@@ -300,3 +319,20 @@ async def _run_prompts(
                 tasks.create_task(run(index))
     except BaseExceptionGroup as group:
         raise group.exceptions[0] from None
+
+
+def prompt_logprobs(
+    token_ids: Sequence[int], scores: Sequence[TokenLogprobs], token_of: TokenOf
+) -> PromptLogprobs:
+    """vLLM's `prompt_logprobs`: null for the first token."""
+    found: PromptLogprobs = [None]
+    for token_id, score in zip(token_ids[1:], scores, strict=True):
+        ranks = {other: rank for rank, (other, _) in enumerate(score.top, 1)}
+        logprobs = {token_id: score.logprob} | dict(score.top)
+        found.append(
+            {
+                str(other): PromptLogprob(logprob, ranks.get(other), token_of(other).text)
+                for other, logprob in logprobs.items()
+            }
+        )
+    return found
