@@ -147,7 +147,9 @@ class _Chat(Response):
                 asked_by,
                 "unsupported_parameter",
             )
-        max_tokens_name = _max_tokens_name(found)
+        max_tokens_name = "max_tokens"
+        if "max_completion_tokens" in found:
+            max_tokens_name = "max_completion_tokens"
         sampling: dict[str, Any] = {**constraint, "max_tokens": found.get(max_tokens_name)}
         if found.get("logprobs"):
             sampling["logprobs"] = found.get("top_logprobs", 0)
@@ -172,13 +174,12 @@ class _Chat(Response):
         self._prepared = prepared
         self._token_of = self.app[APP_STATE].door.model.tokenizer.token
         self._prompt_ids: Sequence[int] = ()
-        self._extra: dict[str, Any] = {}
 
     async def samples(self, calls: Sequence[RunningCall]) -> Sequence[Sample]:
         found, prepared = self._found, self._prepared
         self._prompt_ids = calls[0].request.prompt_token_ids
         if found.get("return_token_ids"):
-            self._extra["prompt_token_ids"] = list(self._prompt_ids)
+            self.extra["prompt_token_ids"] = list(self._prompt_ids)
         return [
             ChatSample(
                 index,
@@ -194,11 +195,4 @@ class _Chat(Response):
     def first_chunk(self, prompt_index: int, chunk: OutputChunk) -> None:
         if "prompt_logprobs" in self._found:
             scores = prompt_logprobs(self._prompt_ids, chunk.prompt_logprobs, self._token_of)
-            self._extra["prompt_logprobs"] = scores
-
-    def extra(self) -> dict[str, Any]:
-        return self._extra
-
-
-def _max_tokens_name(found: Mapping[str, Any]) -> str:
-    return "max_completion_tokens" if "max_completion_tokens" in found else "max_tokens"
+            self.extra["prompt_logprobs"] = scores

@@ -108,6 +108,7 @@ class Response(ABC):
     """One answer while it comes about; each endpoint has its own way of writing.
 
     `prompts`: what to run, at the same time. `names`: our names of fields, and the client's.
+    `extra`: what else stands in a whole answer.
     """
 
     id_prefix: str
@@ -134,6 +135,7 @@ class Response(ABC):
         self._includes_usage = options.get("include_usage", False)
         self._has_continuous_usage = self._includes_usage and options.get("continuous_usage_stats")
         self._request = request
+        self.extra: dict[str, Any] = {}
         self._counts = TokenCounts()
         self._samples: Sequence[Sample] = ()
         self._text_events: Sequence[TextEvent | None] = ()  # one a sample, whole
@@ -154,10 +156,6 @@ class Response(ABC):
     def names_of(self, prompt_index: int) -> Mapping[str, str]:
         """`names` for errors about this prompt."""
         return self.names
-
-    def extra(self) -> dict[str, Any]:
-        """What else stands in a whole answer."""
-        return {}
 
     async def run(self) -> web.StreamResponse:
         """Run the prompts; raises what ended them, in the client's words."""
@@ -262,7 +260,7 @@ class Response(ABC):
 
     def _whole(self) -> web.Response:
         choices = [one.choice(merged(self._chunks[i])) for i, one in enumerate(self._samples)]
-        own = {"choices": choices, "usage": self._counts.usage()} | self.extra()
+        own = {"choices": choices, "usage": self._counts.usage()} | self.extra
         body = self.answer_type(**self._envelope | own)
         nodes = {f"x-{key.replace('_', '-')}": _ascii(name) for key, name in self._nodes.items()}
         return answer(body, headers=nodes | {"x-cached-tokens": str(self._counts.num_cached)})

@@ -20,7 +20,6 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable
-from enum import Enum, auto
 from typing import Any, cast
 
 from aiohttp import HttpVersion10, HttpVersion11, web
@@ -167,18 +166,19 @@ class _Connection(web.RequestHandler):
         if self.transport is None:
             return False
         if self._half_closed is None:  # uvloop says it twice
-            self._half_closed = HalfClosed(self.transport, self._waits_for)
+            self._half_closed = HalfClosed(self.transport, self._probe)
         return True
 
-    def _waits_for(self) -> WaitsFor:
+    def _probe(self) -> bytes | None:
+        """What can be sent before the rest of what the client waits for; None: it gets nothing."""
         request = self._current_request
         if request is None:
-            return WaitsFor.REST if self._waiter is None else WaitsFor.NOTHING
+            return b"" if self._waiter is None else None
         if not request.content.is_eof() or request.version < HttpVersion11:
-            return WaitsFor.NOTHING  # its request never ends, or it could not be asked who it is
+            return None  # its request never ends, or it could not be asked who it is
         if not request.writer.output_size:
-            return WaitsFor.HEAD
-        return WaitsFor.REST if request.get(STREAM) is None else WaitsFor.EVENT
+            return _INTERIM
+        return b"" if request.get(STREAM) is None else _COMMENT
 
     def _close_silent(self) -> None:
         if not self._request_count:
@@ -235,24 +235,12 @@ def check_head(request: web.BaseRequest) -> None:
         raise too_large_head()
 
 
-class WaitsFor(Enum):
-    """What the client gets next."""
-
-    HEAD = auto()
-    EVENT = auto()
-    REST = auto()
-    NOTHING = auto()
-
-
-_PROBES = {WaitsFor.HEAD: _INTERIM, WaitsFor.EVENT: _COMMENT}
-
-
 class HalfClosed:
     """Watches one connection from its FIN on. `stop` it when the connection is lost."""
 
-    def __init__(self, transport: asyncio.Transport, waits_for: Callable[[], WaitsFor]) -> None:
+    def __init__(self, transport: asyncio.Transport, probe: Callable[[], bytes | None]) -> None:
         self._transport = transport
-        self._waits_for = waits_for
+        self._probe = probe
         self._num_looks = 0
         # What came with the FIN is on its way to its handler.
         self._timer = asyncio.get_running_loop().call_later(_FIRST_LOOK_S, self._look)
@@ -263,15 +251,15 @@ class HalfClosed:
     def _look(self) -> None:
         if self._transport.is_closing():
             return
-        waits_for = self._waits_for()
-        if waits_for is WaitsFor.NOTHING:
+        probe = self._probe()
+        if probe is None:
             self._transport.close()
             return
         if _was_reset(self._transport):
             self._transport.abort()
             return
-        if self._num_looks % _PROBE_LOOKS == 0 and waits_for in _PROBES:
-            self._transport.write(_PROBES[waits_for])
+        if self._num_looks % _PROBE_LOOKS == 0 and probe:
+            self._transport.write(probe)
         self._num_looks += 1
         self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from ....core.errors import BatonError
 from ....core.request.request import SamplingParams
@@ -88,6 +89,26 @@ class CallFigures:
         """What SLOs are judged by."""
         worst_s = math.inf if self.last_ttft_s is None else self.last_ttft_s
         return self.is_finished, worst_s, self.max_gap_s
+
+
+_DESCRIBED = (
+    *("outcome", "is_finished", "prompt_tokens", "cached_tokens", "output_tokens", "attempts"),
+    *("ttft_s", "max_gap_s", "e2e_s"),
+)
+
+
+def description(record: CallRecord, figures: CallFigures) -> dict[str, Any]:
+    """What log lines and the live page both have of a call that is over; times of one sample."""
+    result = record.results.get(0)
+    return {
+        "tenant": record.caller.tenant,
+        "front": record.caller.front,
+        "num_samples": record.num_samples,
+        "prefill_node": result.prefill_node if result else None,
+        "decode_node": result.decode_node if result else None,
+        "tpot_s": figures.tpot_s[0] if figures.tpot_s else None,
+        **{name: getattr(figures, name) for name in _DESCRIBED},
+    }
 
 
 JudgedCall = tuple[bool, float, float]  # has finished; its worst TTFT and longest gap, in seconds

@@ -19,7 +19,7 @@ from ....core.request.timeline import Event
 from ....core.version import version
 from ...request.output_chunk import RequestResult
 from ...request.session import GATEWAY
-from .call_figures import Times, times_of
+from .call_figures import times_of
 from .call_record import CallFigures, CallRecord
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class CallTraces:
     def _stages(self, parent: Any, result: RequestResult) -> None:
         times = times_of(result.timeline)
         for name, first, last in _SPANS:
-            bounds_ns = _bounds_ns(times, first, last)
+            bounds_ns = times.between_ns(first, last)
             if bounds_ns is None:
                 continue
             span = self._tracer.start_span(name, context=parent, start_time=bounds_ns[0])
@@ -155,13 +155,6 @@ def _attributes(record: CallRecord, figures: CallFigures) -> dict[str, Any]:
         if sampling.top_k is not None:
             values["gen_ai.request.top_k"] = sampling.top_k
     return values
-
-
-def _bounds_ns(times: Times, first: Event, last: Event) -> tuple[int, int] | None:
-    start_ns, end_ns = times.by_event.get(first), times.by_event.get(last)
-    if start_ns is None or end_ns is None:
-        return None
-    return start_ns, max(start_ns, end_ns)
 
 
 def _node_of(stage: str, result: RequestResult) -> str:

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from ..calls.call_figures import STAGES
-from ..calls.call_record import CallFigures, CallRecord, SloTargets
+from ..calls.call_record import CallFigures, CallRecord, SloTargets, description
 from ..metrics import metric_table as table
 from ..metrics.tally import Histogram, Tally, middle
 from .window import LATENCIES, Second, TelemetryWindow, counts_of, microseconds
@@ -183,25 +183,10 @@ def _recent(call: CallRecord, figures: CallFigures, offset_s: float) -> dict[str
     """One call for the waterfall; `timeline` in seconds since it arrived, of its first sample."""
     result = call.results.get(0)
     assert call.ended_s is not None, "it is over"
-    return {
+    return description(call, figures) | {
         "call_id": call.call_id,
-        "tenant": call.caller.tenant,
-        "front": call.caller.front,
         "arrived_unix_s": call.arrived_unix_ns / 1e9,
         "ended_unix_s": call.ended_s + offset_s,
-        "outcome": figures.outcome,
-        "is_finished": figures.is_finished,
-        "num_samples": call.num_samples,
-        "prompt_tokens": figures.prompt_tokens,
-        "cached_tokens": figures.cached_tokens,
-        "output_tokens": figures.output_tokens,
-        "ttft_s": figures.ttft_s,
-        "tpot_s": figures.tpot_s[0] if figures.tpot_s else None,
-        "max_gap_s": figures.max_gap_s,
-        "e2e_s": figures.e2e_s,
-        "attempts": figures.attempts,
-        "prefill_node": result.prefill_node if result else None,
-        "decode_node": result.decode_node if result else None,
         "transfer": asdict(figures.transfer) if figures.transfer else None,
         "stages": figures.stages,
         "timeline": [
