@@ -8,6 +8,7 @@ what is here instead, by names alone: which routes exist is app.py's.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping
@@ -17,7 +18,6 @@ from aiohttp import web
 
 from ....core.errors import BatonError, Cancelled
 from ...validation.validation import is_label
-from .answers import Error, ErrorDetails, json_text
 from .app_state import APP_STATE, STREAM
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,8 @@ def error_text(error: BatonError) -> str:
     """`{"error": {"message", "type", "param", "code"}}`"""
     status = error.http_status
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return json_text(Error(ErrorDetails(error.message, kind, error.param, error.code)))
+    details = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
+    return json.dumps({"error": details})
 
 
 def error_response(error: BatonError) -> web.Response:
