@@ -120,7 +120,7 @@ class HttpServer:
         return int(server.sockets[0].getsockname()[1])
 
     async def stop(self) -> None:
-        """Close; what is still open is cut off after a moment for its last words."""
+        """Close; what is still open is cut off after a moment for its last write."""
         for server in self._servers:
             server.close()
         await self._runner.cleanup()

@@ -52,9 +52,9 @@ async def models(request: web.Request) -> web.Response:
 async def model(request: web.Request) -> web.Response:
     """The model by its name."""
     parts = request.app[APP_STATE]
-    asked, served = request.match_info["model"], parts.door.model.limits.model
-    if asked != served or not caller_of(request).may_use(served):
-        raise ModelNotFound(f"The model `{asked[:64]}` does not exist.", param="model")
+    wanted, served = request.match_info["model"], parts.door.model.limits.model
+    if wanted != served or not caller_of(request).may_use(served):
+        raise ModelNotFound(f"The model `{wanted[:64]}` does not exist.", param="model")
     return answer(_model(parts))
 
 
@@ -100,7 +100,7 @@ def _node(parts: AppState, member: Member) -> Node:
 
 @ROUTES.get("/metrics")
 async def metrics(request: web.Request) -> web.Response:
-    """All metrics, as OpenMetrics or in the older text format, whichever is asked for."""
+    """All metrics, as OpenMetrics or in the older text format, whichever the client accepts."""
     accept = request.headers.get("Accept", "")
     body, content_type = request.app[APP_STATE].telemetry.exporter.render(accept)
     return web.Response(

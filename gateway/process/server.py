@@ -1,4 +1,4 @@
-"""The gateway process: builds all parts, listens, tells its health, and stops in order.
+"""The gateway process: builds all parts, listens, publishes its health, and stops in order.
 
 `serve` gives a running Gateway (tests, embedding); `run` is the process around it.
 """

@@ -38,11 +38,11 @@ class StartupMessage:
         return f"{READY}{addresses}", f"{TRY}{self._curl()}"
 
     def _curl(self) -> str:
-        asked: dict[str, object] = {"prompt": "hello" if self.knows_text else [1, 2, 3]}
+        content: dict[str, object] = {"prompt": "hello" if self.knows_text else [1, 2, 3]}
         if self.knows_chats:
-            asked = {"messages": [{"role": "user", "content": "hello"}]}
+            content = {"messages": [{"role": "user", "content": "hello"}]}
         path = "chat/completions" if self.knows_chats else "completions"
-        body = json.dumps({"model": self.model, **asked, "max_tokens": 32}, ensure_ascii=False)
+        body = json.dumps({"model": self.model, **content, "max_tokens": 32}, ensure_ascii=False)
         key = ' -H "Authorization: Bearer $BATON_API_KEY"' if self.needs_keys else ""
         return (
             f"curl {self.http_url}/v1/{path}{key} -H 'Content-Type: application/json' "

@@ -64,7 +64,7 @@ CHAT_MODEL = web.AppKey("chat_model", ChatModel)
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A chat as a prompt; `opening` are its last words, which belong to the answer.
+    """A chat as a prompt; `opening` is its end, whose text belongs to the answer.
 
     `grammar` (Lark's) is of what follows them; None: it is free.
     """
@@ -140,11 +140,11 @@ class _Chat(Response):
 
     def __init__(self, request: web.Request, found: Mapping[str, Any], prepared: Prepared) -> None:
         super().__init__(request, found)
-        constraint, asked_by = constraint_of(found, prepared.grammar)
+        constraint, constrained_by = constraint_of(found, prepared.grammar)
         if constraint and prepared.tool_format and not prepared.grammar:
             raise InvalidRequest(
                 "an output of this shape cannot call tools: set tool_choice to none",
-                asked_by,
+                constrained_by,
                 "unsupported_parameter",
             )
         max_tokens_name = "max_tokens"
@@ -157,7 +157,7 @@ class _Chat(Response):
             "prompt": "messages",
             "max_tokens": max_tokens_name,
             "logprobs": "top_logprobs",
-            "constraint": asked_by,
+            "constraint": constrained_by,
         }
         wire = generate_request(
             found,

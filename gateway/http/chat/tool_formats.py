@@ -145,7 +145,7 @@ class ToolFormat:
     parser: Callable[[], ToolCallParser]
 
     def opening(self, function: str | None, *, is_constrained: bool) -> str:
-        """The beginning of a call of this function, or of any: the prompt's last words where a call
+        """The beginning of a call of this function, or of any: the prompt's end where a call
         is wanted in any case. Where a grammar rules what follows, it ends before the arguments."""
         if function is None:
             return f'{self.begin}{{"name": "'

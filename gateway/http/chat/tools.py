@@ -4,7 +4,7 @@ A tool is {"type", "function": {...}}, and beside it `strict`: that its schema i
 schemas are shown to the model, compiled for forced calls alone, never fetched. Each must be of
 bounded size, and its references must be such as structured output takes.
 
-A call that is wanted in any case is a grammar of what follows the prompt's last words:
+A call that is wanted in any case is a grammar of what follows the prompt's end:
 
     prompt ...{"name": "now", "arguments":      output  {"zone": "UTC"}}        one function
     prompt ...{"name": "                        output  now", "arguments": {"zone": "UTC"}}
@@ -150,7 +150,7 @@ def call_grammar(tools: Sequence[Tool], choice: ToolChoice, arguments_name: str)
 
 
 def _schema(tool: Tool) -> dict[str, object]:
-    """Of the arguments, which are an object whatever the schema says of that. What only a strict
+    """Of the arguments, which are an object whatever the schema has on that. What only a strict
     compiler would refuse in a schema that is not called strict is left out of account."""
     schema = tool["function"].get("parameters") or {"properties": {}, "additionalProperties": False}
     options = {**JSON_OPTIONS, "lenient": not tool.get("strict")}

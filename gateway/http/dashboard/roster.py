@@ -44,7 +44,7 @@ class EngineRoster:
         self._seen: dict[str, _Seen] = {}
 
     def look(self) -> None:
-        """Take over what the directory and the links say now."""
+        """Take over the state of the directory and the links."""
         now_unix_s = self._clock.unix_ns() / 1e9
         present = {member.incarnation: member for member in self._members()}
         for incarnation, member in present.items():

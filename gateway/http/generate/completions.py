@@ -184,12 +184,12 @@ class _Completions(Response):
 
     def __init__(self, request: web.Request, found: Mapping[str, Any]) -> None:
         self._texts = found["prompt"]
-        constraint, asked_by = constraint_of(found)
+        constraint, constrained_by = constraint_of(found)
         super().__init__(request, found)
         self._found = found
         self._echoes = found.get("echo", False)
         self._check()
-        self.names = {"constraint": asked_by}
+        self.names = {"constraint": constrained_by}
         sampling = {"max_tokens": _DEFAULT_MAX_TOKENS} | constraint
         sampling |= {name: found[name] for name in ("max_tokens", "logprobs") if name in found}
         if "logprobs" in found and self._echoes and "prompt_logprobs" not in found:

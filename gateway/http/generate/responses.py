@@ -158,7 +158,7 @@ class Response(ABC):
         return self.names
 
     async def run(self) -> web.StreamResponse:
-        """Run the prompts; raises what ended them, in the client's words."""
+        """Run the prompts; raises what ended them, with the client's names of fields."""
         on_chunk, push = (self._send, self._push) if self.is_stream else (self._collect, None)
         await _run_prompts(self._generate, len(self.prompts), self._begin, on_chunk, push)
         return await self._end_stream() if self.is_stream else self._whole()

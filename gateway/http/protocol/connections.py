@@ -1,6 +1,6 @@
 """What connections of the HTTP front may cost, and how bytes that are no HTTP are answered.
 
-    accepted ── HEAD_S to say what it wants, else closed ── requests, IDLE_S apart at most
+    accepted ── HEAD_S to send what it wants, else closed ── requests, IDLE_S apart at most
     one of more than there may be: 503 and closed, whatever it wanted
     FIN while it waits for an answer: HalfClosed          FIN otherwise: closed
 Knows no route: what stands in a request is judged behind this.
@@ -57,7 +57,7 @@ def _refused() -> bytes:
     return head.encode() + body
 
 
-_REFUSED = _refused()  # whatever was asked for, which is not read
+_REFUSED = _refused()  # whatever the request is: it is not read
 
 
 class Connections:
@@ -165,7 +165,7 @@ class _Connection(web.RequestHandler):
             return False
         if self.transport is None:
             return False
-        if self._half_closed is None:  # uvloop says it twice
+        if self._half_closed is None:  # uvloop calls this twice
             self._half_closed = HalfClosed(self.transport, self._probe)
         return True
 
@@ -175,7 +175,7 @@ class _Connection(web.RequestHandler):
         if request is None:
             return b"" if self._waiter is None else None
         if not request.content.is_eof() or request.version < HttpVersion11:
-            return None  # its request never ends, or it could not be asked who it is
+            return None  # its request never ends, or no probe can be sent
         if not request.writer.output_size:
             return _INTERIM
         return b"" if request.get(STREAM) is None else _COMMENT

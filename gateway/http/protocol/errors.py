@@ -93,7 +93,7 @@ def error_text(error: BatonError) -> str:
 
 
 def error_response(error: BatonError) -> web.Response:
-    """A whole answer; says when to try again where that can help."""
+    """A whole answer; names when to try again where that can help."""
     headers: dict[str, str] = {}
     status = error.http_status
     if error.is_retryable and status in (429, 503):

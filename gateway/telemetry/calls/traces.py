@@ -10,7 +10,6 @@ tracestate), and its sampling decision holds; calls without one are sampled at a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -23,7 +22,6 @@ from .call_figures import times_of
 from .call_record import CallFigures, CallRecord
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span
 
@@ -39,29 +37,36 @@ _SPANS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Api:
-    """What we use of the packages, which may not be there."""
-
-    provider: TracerProvider
-    propagator: Any
-    trace: Any
-
-
 class CallTraces:
-    """Export is on a thread of OpenTelemetry's own."""
+    """Traces to any exporter; `ratio` of the calls that come without a trace of their own.
 
-    def __init__(self, api: _Api) -> None:
-        self._api = api
-        self._tracer = api.provider.get_tracer("baton.gateway", version())
+    Export is on a thread of OpenTelemetry's own.
+    """
+
+    def __init__(self, exporter: SpanExporter, ratio: float) -> None:
+        """Imports the packages, which may not be there."""
+        from opentelemetry import trace
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        resource = Resource.create({"service.name": "baton-gateway", "service.version": version()})
+        sampler = ParentBased(TraceIdRatioBased(ratio))
+        self._provider = TracerProvider(resource=resource, sampler=sampler, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._propagator = TraceContextTextMapPropagator()
+        self._trace = trace
+        self._tracer = self._provider.get_tracer("baton.gateway", version())
 
     def call_ended(self, record: CallRecord, figures: CallFigures) -> None:
         """Make the spans of a call that is over, if it is sampled."""
-        trace = self._api.trace
+        trace = self._trace
         carrier = {"traceparent": record.traceparent, "tracestate": record.tracestate}
         span: Span = self._tracer.start_span(
             f"{_OPERATION} {record.model}",
-            context=self._api.propagator.extract(carrier),
+            context=self._propagator.extract(carrier),
             kind=trace.SpanKind.SERVER,
             start_time=record.arrived_unix_ns,
         )
@@ -90,8 +95,8 @@ class CallTraces:
 
     def close(self) -> None:
         """Send what waits; blocks for a moment at most."""
-        self._api.provider.force_flush(_CLOSE_MS)
-        self._api.provider.shutdown()
+        self._provider.force_flush(_CLOSE_MS)
+        self._provider.shutdown()
 
 
 def open_traces(endpoint: str, ratio: float) -> CallTraces:
@@ -111,23 +116,7 @@ def open_traces(endpoint: str, ratio: float) -> CallTraces:
         )
     if parts.path in ("", "/"):
         endpoint = endpoint.rstrip("/") + "/v1/traces"
-    return traces_to(OTLPSpanExporter(endpoint=endpoint, timeout=_CLOSE_MS / 1000), ratio)
-
-
-def traces_to(exporter: SpanExporter, ratio: float) -> CallTraces:
-    """Traces to any exporter; `ratio` of the calls that come without a trace of their own."""
-    from opentelemetry import trace
-    from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
-    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-    resource = Resource.create({"service.name": "baton-gateway", "service.version": version()})
-    sampler = ParentBased(TraceIdRatioBased(ratio))
-    provider = TracerProvider(resource=resource, sampler=sampler, shutdown_on_exit=False)
-    provider.add_span_processor(BatchSpanProcessor(exporter))
-    return CallTraces(_Api(provider, TraceContextTextMapPropagator(), trace))
+    return CallTraces(OTLPSpanExporter(endpoint=endpoint, timeout=_CLOSE_MS / 1000), ratio)
 
 
 def _attributes(record: CallRecord, figures: CallFigures) -> dict[str, Any]:

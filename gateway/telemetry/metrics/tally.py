@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import TypeAlias
 
@@ -29,6 +29,12 @@ BOUNDS = sorted(
     {_SMALLEST * _GROWTH**step for step in range(_NUM_STEPS)}.union(*(m.buckets for m in ALL))
 )
 bucket_of: Callable[[float], int] = partial(bisect_left, BOUNDS)
+
+
+@lru_cache(4096)
+def _key(name: str, *labels: str) -> Key:
+    """One object for equal keys: every second of the window has them."""
+    return name, *labels
 
 
 def middle(bucket: int) -> float:
@@ -100,10 +106,10 @@ class Tally:
     calls: list[JudgedCall] = field(default_factory=list)
 
     def count(self, metric: Metric, number: int = 1, *labels: str) -> None:
-        self.counts[metric.name, *labels] += number
+        self.counts[_key(metric.name, *labels)] += number
 
     def observe(self, metric: Metric, value: float, *labels: str) -> None:
-        self.histograms[metric.name, *labels].observe(value)
+        self.histograms[_key(metric.name, *labels)].observe(value)
 
     def add(self, other: Tally, metrics: Collection[str]) -> None:
         """Counts and histograms of these metrics, by name."""

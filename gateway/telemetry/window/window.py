@@ -49,7 +49,7 @@ class Second:
     _judged: tuple[SloTargets, int, int] | None = None  # targets, calls, good ones
 
     def num_good(self, targets: SloTargets) -> int:
-        """Of `calls`, those within the targets; remembered, since a page asks every second."""
+        """Of `calls`, those within the targets; remembered, since a page reads it every second."""
         judged = self._judged
         if judged is None or judged[:2] != (targets, len(self.calls)):
             judged = (targets, len(self.calls), sum(map(targets.are_met, self.calls)))
