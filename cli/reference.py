@@ -1,7 +1,7 @@
 """`python -m baton.cli.reference docs` (or `make docs`): the pages that are made from the code.
 
-reference.md is made whole from the parsers and the .proto files; of errors.md, sampling.md and
-contracts.md, which people write, only each error's line of facts, the table of parameters and the
+reference.md is made whole from the parsers and the .proto files; of errors.md, sampling.md,
+metrics.md and contracts.md, which people write, only each error's line of facts, the tables and the
 code. A test fails while a page is not what would be made.
 """
 
@@ -21,9 +21,10 @@ from ..core.errors import BatonError
 from ..core.membership import Role
 from ..core.request.parameters import Parameter
 from ..core.request.request import OPTIONS, SAMPLING
-from ..gateway.telemetry.metrics.metrics_page import metrics_page
+from ..gateway.telemetry.metrics.metric_table import GROUPS
 from .contracts import refresh_contracts_page
 from .launch import gateway_parser, node_parser
+from .made_parts import refresh
 from .main import build_parser
 
 _PROTO = Path(__file__).resolve().parent.parent / "proto" / "v1"
@@ -172,6 +173,20 @@ def error_facts(cls: type[BatonError]) -> str:
     return f"`{cls.__name__}` · gRPC `{cls.grpc_status}` · HTTP {cls.http_status} · {again}"
 
 
+def refresh_metrics_page(page: str) -> str:
+    """docs/metrics.md with its tables made anew, one a group of metrics."""
+
+    def table(group: str) -> str:
+        rows = [
+            f"| `baton_{metric.name}` | {metric.kind} | "
+            f"{', '.join(f'`{label}`' for label in metric.labels)} | {metric.help} |"
+            for metric in GROUPS[group]
+        ]
+        return "\n".join(["| name | kind | labels | meaning |", "|---|---|---|---|", *rows])
+
+    return refresh(page, table)
+
+
 def refresh_sampling_page(page: str) -> str:
     """docs/sampling.md with the table of request parameters made anew."""
     rows = [_parameter_row(*item) for item in {**SAMPLING, **OPTIONS}.items()]
@@ -192,15 +207,15 @@ def _parameter_row(name: str, parameter: Parameter) -> str:
 def main(folder: Path) -> int:
     """Write the pages."""
     (folder / "reference.md").write_text(reference_page())
-    (folder / "metrics.md").write_text(metrics_page())
     parts = {
         "errors": refresh_errors_page,
+        "metrics": refresh_metrics_page,
         "sampling": refresh_sampling_page,
         "contracts": refresh_contracts_page,
     }
-    for name, refresh in parts.items():
+    for name, made_anew in parts.items():
         path = folder / f"{name}.md"
-        path.write_text(refresh(path.read_text()))
+        path.write_text(made_anew(path.read_text()))
     return 0
 
 

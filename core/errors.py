@@ -57,7 +57,7 @@ class BatonError(Exception):
 
     code: str = "internal"
     grpc_status: ClassVar[str] = "INTERNAL"
-    http_status: ClassVar[int] = 500
+    http_status: int = 500
     is_retryable: ClassVar[bool] = False
     retry_after_s: float = 1.0  # when a retry may help, if it can
 

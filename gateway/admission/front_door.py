@@ -26,7 +26,8 @@ from ..request.public_error import public_error
 from ..request.session import GATEWAY, Session, SessionLimits
 from ..request.session_table import SessionTable
 from ..security.tenancy import Tenancy, TenantAdmission
-from ..telemetry.calls.call_records import CallObserver, CallRecord
+from ..telemetry.call_feed import CallFeed
+from ..telemetry.calls.call_record import CallRecord
 from ..text.special_tokens import Spans
 from ..text.text_stream import TextStream
 from ..validation.constraint_check import unsupported
@@ -56,14 +57,14 @@ class RunningCall:
         request: ValidatedRequest,
         queue: ChunkQueue,
         clock: Clock,
-        observers: CallObserver,
+        feed: CallFeed,
         ends: LoopPacing,
     ) -> None:
         self.record = record
         self.request = request
         self._queue = queue
         self._clock = clock
-        self._observers = observers
+        self._feed = feed
         self._ends = ends
 
     @property
@@ -110,7 +111,7 @@ class RunningCall:
             times.append((now_s, len(chunk.token_ids)))
         if chunk.result is not None:
             self.record.results[chunk.sample_index] = chunk.result
-        self._observers.chunk_delivered(self.record, chunk, now_s)
+        self._feed.chunk_delivered(self.record, chunk, now_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,7 @@ class FrontDoor:
         entropy: Entropy,
         session_limits: SessionLimits,
         max_request_s: float,
-        observers: CallObserver,
+        feed: CallFeed,
         *,
         max_queue_s: float | None = None,
         keeps_prompts: bool = False,
@@ -158,7 +159,7 @@ class FrontDoor:
         self._entropy = entropy
         self._session_limits = session_limits
         self._max_request_s = max_request_s
-        self._observers = observers
+        self._feed = feed
         self._queue_limit = QueueLimit(table, sessions.queue, max_queue_s)
         self._keeps_prompts = keeps_prompts
 
@@ -214,7 +215,7 @@ class FrontDoor:
                 lookup_s = self._clock.monotonic_s() - began_s
                 self._check_queue(caller, deadline_s, request, router)
             except BatonError as error:
-                self._observers.call_refused(caller, error)
+                self._feed.call_refused(caller, error)
                 raise
             record = CallRecord(
                 call_id="",
@@ -292,8 +293,8 @@ class FrontDoor:
                 self._sessions.leave(caller.caller_id)
 
     def turned_away(self, front: str, error: BatonError) -> None:
-        """Tell the observers of a call that no known caller made."""
-        self._observers.call_refused(Caller("", frozenset(), front), error)
+        """Count a call that no known caller made."""
+        self._feed.call_refused(Caller("", frozenset(), front), error)
 
     # --- one call ---------------------------------------------------------------------------------
 
@@ -371,13 +372,11 @@ class FrontDoor:
                 queue = ChunkQueue(lambda: patience.reschedule(loop.time() + _LAST_WRITE_S))
                 sessions = self._make_sessions(_Call(request, router, queue, arrived, deadline_s))
                 record.call_id = sessions[0].call_id
-                self._observers.call_began(record)
+                self._feed.call_began(record)
                 try:
                     for session in reversed(sessions):  # the first dispatches for all
                         self._sessions.start(session)
-                    yield RunningCall(
-                        record, request, queue, self._clock, self._observers, self._ends
-                    )
+                    yield RunningCall(record, request, queue, self._clock, self._feed, self._ends)
                 finally:
                     for session in sessions:
                         self._sessions.cancel(session, Cancelled("the client went away"))
@@ -391,7 +390,7 @@ class FrontDoor:
             if public_error(record.error) is not record.error:  # the caller is not told the words
                 log.warning("call %s: %s: %s", record.call_id, record.error.code, record.error)
         record.ended_s = self._clock.monotonic_s()
-        self._observers.call_ended(record)
+        self._feed.call_ended(record)
 
     def _make_sessions(self, call: _Call) -> list[Session]:
         """One for each sample; the first leads the others."""

@@ -1,4 +1,4 @@
-"""The gateway process: builds all parts, listens, tells its health, and stops in order.
+"""The gateway process: builds all parts, listens, publishes its health, and stops in order.
 
 `serve` gives a running Gateway (tests, embedding); `run` is the process around it.
 """
@@ -52,7 +52,7 @@ from ..request.session_table import SessionTable
 from ..security.setup import Security
 from ..telemetry.setup import Telemetry
 from ..validation.served_model import ServedModel
-from .startup_message import Greeting
+from .startup_message import StartupMessage
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 _NUM_YOUNG = 20_000
 _SWITCH_S = 0.0005  # a thread with a large body or text keeps the loop's for no longer
 _STOP_GRACE_S = 5.0
-_LAST_WORD_S, _LAST_STATUS_S = 1.0, 0.2
+_LAST_OUTPUTS_S, _LAST_STATUS_S = 1.0, 0.2
 
 _MAX_METADATA_BYTES = 16 << 10
 _SPARE_STREAMS = 128  # of a connection: for calls that are refused, and such as Abort
@@ -75,7 +75,7 @@ _SERVER_OPTIONS = (
         "grpc.absolute_max_metadata_size",
         _MAX_METADATA_BYTES,
     ),  # else refused at random above the other
-    ("grpc.server_handshake_timeout_ms", 10000),  # who connects says something, or goes
+    ("grpc.server_handshake_timeout_ms", 10000),  # who connects sends something, or is closed
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_ping_strikes", 2),  # pings more frequent than below, while we send nothing
     ("grpc.http2.min_ping_interval_without_data_ms", 10000),
@@ -138,7 +138,7 @@ class Gateway:
             entropy,
             session_limits,
             config.max_request_s,
-            self._telemetry.observers,
+            self._telemetry.feed,
             max_queue_s=config.max_queue_s,
             keeps_prompts=config.log_prompts,
         )
@@ -197,7 +197,7 @@ class Gateway:
         names = (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)  # type: ignore[no-untyped-call]
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
-        await self._tell_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._http.start()
         await self._server.start()
         self._tasks = [
@@ -216,11 +216,11 @@ class Gateway:
             # Raises, naming what is missing, unless it came this very moment.
             self._table.choose(Demand(1), avoid=Avoid(), fingerprint=None)
 
-    async def greeting(self) -> Greeting:
-        """Wait until a linked pair of engines can serve, however long; then what to tell people."""
+    async def startup_message(self) -> StartupMessage:
+        """Wait until a linked pair of engines can serve, however long; then what to print."""
         await self._is_ready.wait()
         config = self._config
-        return Greeting(
+        return StartupMessage(
             self.host,
             self.http_port,
             self.port,
@@ -228,7 +228,7 @@ class Gateway:
             knows_chats=self._knows_chats,
             knows_text=not config.skip_tokenizer_init,
             has_tls=config.tls_cert is not None,
-            asks_for_keys=config.api_keys is not None,
+            needs_keys=config.api_keys is not None,
             own_http_port=self.own_http_port,
         )
 
@@ -236,13 +236,13 @@ class Gateway:
         self, grace_s: float = _STOP_GRACE_S, hurry: asyncio.Event | None = None
     ) -> None:
         """Refuse new requests, let those in flight end within `grace_s` or until `hurry`, and end
-        the rest, telling their callers."""
+        the rest with an error to their callers."""
         self._door.is_draining = True
         await self._health.enter_graceful_shutdown()
         if not await self._becomes_idle(grace_s, hurry):
             log.warning("cut off: requests that have not ended (%d)", len(self._sessions))
             self._sessions.end_all(Unavailable("this gateway is shutting down"))
-            await self._becomes_idle(_LAST_WORD_S)
+            await self._becomes_idle(_LAST_OUTPUTS_S)
         await asyncio.gather(self._server.stop(_LAST_STATUS_S), self._http.stop())
         for task in self._tasks:
             task.cancel()
@@ -274,16 +274,16 @@ class Gateway:
             task.result()
 
     async def _publish_readiness(self) -> None:
-        """Tell every change of readiness to who watches our health."""
+        """Publish every change of readiness to those who watch our health."""
         while True:
             await self._readiness_changed.wait()
             self._readiness_changed.clear()
             is_ready = self._is_ready.is_set()
             log.info("ready" if is_ready else "not ready")
             status = health_pb2.HealthCheckResponse
-            await self._tell_health(status.SERVING if is_ready else status.NOT_SERVING)
+            await self._set_health(status.SERVING if is_ready else status.NOT_SERVING)
 
-    async def _tell_health(self, status: int) -> None:
+    async def _set_health(self, status: int) -> None:
         for name in self._service_names:
             await self._health.set(name, status)
 
@@ -385,19 +385,19 @@ async def run(config: GatewayConfig, cluster: ClusterConfig) -> int:
     scheme = "https" if config.tls_cert else "http"
     http = " ".join(f"{scheme}://{gateway.host}:{port}" for port in ports)
     print(f"ready: gateway gateway {http} {gateway.host}:{gateway.port}", flush=True)
-    greeting = asyncio.create_task(_greet(gateway))
+    starting = asyncio.create_task(_print_startup_message(gateway))
     turning = asyncio.create_task(show_turns())
     try:
         await gateway.run_until(signals.stop)
     finally:
-        greeting.cancel()
+        starting.cancel()
         turning.cancel()
         await gateway.stop(config.shutdown_timeout_s, signals.hurry)
     return 0
 
 
-async def _greet(gateway: Gateway) -> None:
+async def _print_startup_message(gateway: Gateway) -> None:
     """Once it can serve, which may be long after it listens."""
     print("waiting for a prefill and a decode node", flush=True)
-    for line in (await gateway.greeting()).lines():
+    for line in (await gateway.startup_message()).lines():
         print(line, flush=True)

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from baton.gateway.process.startup_message import Greeting
+from baton.gateway.process.startup_message import StartupMessage
 
-PLAIN = Greeting("127.0.0.1", 8000, 50051, "demo", knows_chats=True)
+PLAIN = StartupMessage("127.0.0.1", 8000, 50051, "demo", knows_chats=True)
 
 
-def curl_of(greeting: Greeting, tmp_path: Path) -> list[str]:
+def curl_of(message: StartupMessage, tmp_path: Path) -> list[str]:
     """The arguments that a shell gives to curl for the line that is to be pasted."""
     (tmp_path / "curl").write_text('#!/bin/sh\nfor a in "$@"; do printf "%s\\\\0" "$a"; done\n')
     (tmp_path / "curl").chmod(0o700)
-    _, line = greeting.lines()
+    _, line = message.lines()
     shown = subprocess.run(
         ["sh", "-c", line.removeprefix("Try: ")],
         env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "BATON_API_KEY": "k-1"},
@@ -78,6 +78,6 @@ def test_the_request_is_one_that_the_model_can_take(tmp_path: Path) -> None:
 
 
 def test_the_key_is_taken_from_the_environment(tmp_path: Path) -> None:
-    assert "Authorization: Bearer k-1" in curl_of(replace(PLAIN, asks_for_keys=True), tmp_path)
-    line = shlex.join(replace(PLAIN, asks_for_keys=True).lines())
+    assert "Authorization: Bearer k-1" in curl_of(replace(PLAIN, needs_keys=True), tmp_path)
+    line = shlex.join(replace(PLAIN, needs_keys=True).lines())
     assert "k-1" not in line

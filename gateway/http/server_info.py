@@ -1,4 +1,4 @@
-"""GET /v1/models and /server_info: what is served, and by whom."""
+"""What is known of the server itself: is it alive and ready, its version, model, nodes, metrics."""
 
 from __future__ import annotations
 
@@ -7,10 +7,37 @@ from aiohttp import web
 from ...core.errors import ModelNotFound
 from ...core.membership import Member
 from ...core.version import version
-from .protocol.answers import Model, ModelList, Node, ServerInfo, answer
+from .protocol.answers import Model, ModelList, Node, ServerInfo, Status, Version, answer
 from .protocol.app_state import APP_STATE, AppState, caller_of
 
 ROUTES = web.RouteTableDef()
+
+
+@ROUTES.get("/live")
+async def live(request: web.Request) -> web.Response:
+    """This process answers."""
+    return answer(Status("live"))
+
+
+@ROUTES.get("/ready")
+@ROUTES.get("/health")
+async def ready(request: web.Request) -> web.Response:
+    """503, and what is missing, until a linked pair of engines can serve."""
+    parts = request.app[APP_STATE]
+    if parts.is_ready():
+        return answer(Status("ready"))
+    return answer(Status("not ready", _reason(parts)), status=503)
+
+
+def _reason(parts: AppState) -> str:
+    if parts.door.is_draining:
+        return "this gateway is shutting down"
+    return parts.table.why_not_ready() or "a pair of engines has come this moment"
+
+
+@ROUTES.get("/version")
+async def show_version(request: web.Request) -> web.Response:
+    return answer(Version(version()))
 
 
 @ROUTES.get("/v1/models")
@@ -25,9 +52,9 @@ async def models(request: web.Request) -> web.Response:
 async def model(request: web.Request) -> web.Response:
     """The model by its name."""
     parts = request.app[APP_STATE]
-    asked, served = request.match_info["model"], parts.door.model.limits.model
-    if asked != served or not caller_of(request).may_use(served):
-        raise ModelNotFound(f"The model `{asked[:64]}` does not exist.", param="model")
+    wanted, served = request.match_info["model"], parts.door.model.limits.model
+    if wanted != served or not caller_of(request).may_use(served):
+        raise ModelNotFound(f"The model `{wanted[:64]}` does not exist.", param="model")
     return answer(_model(parts))
 
 
@@ -68,4 +95,14 @@ def _node(parts: AppState, member: Member) -> Node:
         is_ready=engine is not None and engine.is_ready,
         num_blocks=member.num_blocks,
         block_size=member.block_size,
+    )
+
+
+@ROUTES.get("/metrics")
+async def metrics(request: web.Request) -> web.Response:
+    """All metrics, as OpenMetrics or in the older text format, whichever the client accepts."""
+    accept = request.headers.get("Accept", "")
+    body, content_type = request.app[APP_STATE].telemetry.exporter.render(accept)
+    return web.Response(
+        body=body, headers={"Content-Type": content_type, "Cache-Control": "no-store"}
     )
