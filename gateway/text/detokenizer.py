@@ -1,18 +1,22 @@
-"""Token ids to text, as they come: one request's tokens one by one."""
+"""Token ids to text: one request's tokens as they come; one token alone, as text and as bytes."""
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import tokenizers
-from tokenizers import decoders
+from tokenizers import decoders, pre_tokenizers
 from tokenizers.decoders import DecodeStream
 
-from .foreign_code import is_failure
-from .token_text import decode_few
+from ...core.errors import is_failure
 
 _NUM_CONTEXT_TOKENS = 8
 _REPLACEMENT = "\ufffd"
+_WORD_START = "\u2581"  # how SentencePiece writes a leading space
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>\Z")
 
 
 class WholeTexts(dict[int, str | None]):
@@ -100,3 +104,66 @@ class Detokenizer:
 
     def _stream_after(self, context: Sequence[int]) -> DecodeStream:
         return DecodeStream(ids=context, skip_special_tokens=self._skips_special_tokens)
+
+
+# --- one token alone -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """`text` has U+FFFD where the token's bytes alone are no character; `data` are these bytes."""
+
+    text: str
+    data: bytes
+
+    @property
+    def name(self) -> str:
+        """The text, or the bytes spelled out: no two tokens of other bytes have the same."""
+        if _REPLACEMENT not in self.text:
+            return self.text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.data)
+
+
+def decode_few(
+    library: tokenizers.Tokenizer, token_ids: Sequence[int], *, skip_special_tokens: bool = True
+) -> str:
+    """What a few tokens say; U+FFFD for those that the library fails at."""
+    try:
+        text: str = library.decode(token_ids, skip_special_tokens=skip_special_tokens)
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        return _REPLACEMENT
+    return text
+
+
+def token_text(library: tokenizers.Tokenizer, token_id: int) -> TokenText:
+    """Empty for an id that the tokenizer does not know: models may have more than it."""
+    piece = library.id_to_token(token_id)
+    if piece is None:
+        return TokenText("", b"")
+    text = decode_few(library, [token_id], skip_special_tokens=False)
+    if _REPLACEMENT in text:
+        return TokenText(text, _bytes_of(piece) or text.encode())
+    if piece.startswith(_WORD_START) and not text.startswith(" "):
+        text = f" {text}"  # a decoder strips the space of a text's first token
+    return TokenText(text, text.encode())
+
+
+def _bytes_of(piece: str) -> bytes | None:
+    """The bytes of a token that ends inside a character; None if it is not written as bytes."""
+    if match := BYTE_TOKEN.match(piece):
+        return bytes([int(match[1], 16)])
+    byte_of = byte_of_letter()
+    if all(letter in byte_of for letter in piece):
+        return bytes(byte_of[letter] for letter in piece)
+    return None
+
+
+@functools.cache
+def byte_of_letter() -> dict[str, int]:
+    """GPT-2's alphabet: printable bytes stand for themselves, others for letters from U+0100."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    themselves = {letter: ord(letter) for letter in letters if ord(letter) < 256}
+    others = [byte for byte in range(256) if byte not in themselves.values()]
+    return themselves | dict(zip([c for c in letters if ord(c) >= 256], others, strict=True))

@@ -9,9 +9,8 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
 from ...constraints.grammars import Grammars
-from ...core.errors import InvalidRequest, Overloaded
+from ...core.errors import InvalidRequest, Overloaded, refusing
 from ...core.request.constraint import Constraint
-from ..text.foreign_code import refusing
 
 _MAX_WAITING = 64
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from ....core.request.logprobs import TokenLogprobs
-from ...text.token_text import TokenText
+from ...text.detokenizer import TokenText
 from ..protocol.answers import (
     ChatLogprobs,
     CompletionLogprobs,

@@ -16,8 +16,7 @@ from tokenizers.decoders import DecodeStream
 
 from baton.core.errors import EngineFailed, StartupFailed
 from baton.gateway.request.token_order import TokenSplice
-from baton.gateway.text.stop_strings import StopMatcher
-from baton.gateway.text.text_stream import TextStream
+from baton.gateway.text.text_stream import StopMatcher, TextStream
 from baton.gateway.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).parents[4] / "models" / "demo"
