@@ -19,13 +19,12 @@ from ...core.request.timeline import Event, Stamp
 from ...proto.v1 import inference_pb2
 from ..engines.engine_table import EngineTable
 from ..engines.prompt_router import PromptRouter, route_prompt
-from ..request.caller import ADMIN, INFER, Caller
 from ..request.chunk_queue import ChunkQueue
 from ..request.output_chunk import OutputChunk
 from ..request.public_error import public_error
 from ..request.session import GATEWAY, Session, SessionLimits
 from ..request.session_table import SessionTable
-from ..security.tenancy import Tenancy, TenantAdmission
+from ..security.tenancy import ADMIN, INFER, Caller, Tenancy, TenantAdmission
 from ..telemetry.calls.call_records import CallObserver, CallRecord
 from ..text.special_tokens import Spans
 from ..text.text_stream import TextStream

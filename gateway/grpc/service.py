@@ -13,10 +13,10 @@ from ..admission.front_door import FrontDoor
 from ..engines.cluster_view import ClusterView
 from ..engines.engine_table import EngineTable
 from ..engines.wire import chunk_to_wire
-from ..request.caller import METRICS, Caller
 from ..security.gate import Gate
+from ..security.tenancy import METRICS, Caller
 from ..validation.validation import check_names
-from .grpc_calls import Context, answering, caller_of, tell_nodes, trace
+from .grpc_calls import Context, answering, caller_of, send_node_names, trace
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
@@ -42,7 +42,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         ):
             async for chunk in generation.chunks():
                 if chunk.result is not None:
-                    tell_nodes(context, chunk.result)
+                    send_node_names(context, chunk.result)
                 await context.write(chunk_to_wire(generation.call_id, chunk))
 
     async def Abort(

@@ -24,9 +24,9 @@ from ...core.model_dir import read_json
 from ...core.version import version
 from ..admission.front_door import FrontDoor
 from ..engines.engine_table import EngineTable, LinkedEngine
-from ..request.caller import INFER, METRICS, Caller
 from ..security.gate import Gate
-from .grpc_calls import Context, answering, caller_of, tell_nodes, trace
+from ..security.tenancy import INFER, METRICS, Caller
+from .grpc_calls import Context, answering, caller_of, send_node_names, trace
 from .vllm_wire import Answer, request_from_vllm
 
 SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
@@ -66,7 +66,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
                 answers = [Answer(prompt, wire.stream) for _ in samples]
                 async for chunk in generation.chunks():
                     if chunk.result is not None:
-                        tell_nodes(context, chunk.result)
+                        send_node_names(context, chunk.result)
                     for message in answers[chunk.sample_index].messages(chunk):
                         await context.write(message)
 

@@ -38,8 +38,7 @@ from ..admission.front_door import FrontDoor
 from ..engines.cluster_view import ClusterView
 from ..engines.engine_table import EngineTable
 from ..grpc.extra_services import add_extra_services
-from ..grpc.grpc_calls import abort
-from ..grpc.parsing import Parsing
+from ..grpc.grpc_calls import Parsing
 from ..grpc.service import InferenceService
 from ..http.app import HttpServer, build_app
 from ..http.chat.chat import CHAT_MODEL
@@ -188,7 +187,7 @@ class Gateway:
 
     async def start(self) -> None:
         """Begin to listen and to look for engines."""
-        parsing = Parsing(self._server, abort)
+        parsing = Parsing(self._server)
         inference_pb2_grpc.add_InferenceServicer_to_server(self._service, parsing)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, parsing)  # type: ignore[no-untyped-call]
         door, gate, table = self._door, self._gate, self._table

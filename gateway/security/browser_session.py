@@ -16,9 +16,9 @@ from dataclasses import replace
 
 from ...core.errors import Unauthenticated
 from ...core.ports import Clock
-from ..request.caller import METRICS, Caller
-from .gate import Gate, as_caller
+from .gate import Gate
 from .key_file import ApiKey
+from .tenancy import METRICS, Caller
 
 COOKIE = "baton_session"
 SESSION_S = 12 * 3600
@@ -36,7 +36,7 @@ class BrowserSessions:
     def open(self, key: str) -> str:
         """A cookie for who shows a key; raises Unauthenticated, PermissionDenied."""
         found = self._gate.key(key)
-        as_caller(found, "http").check_scope(METRICS)
+        found.caller.check_scope(METRICS)
         until = str(int(self._clock.monotonic_s() + SESSION_S))
         text = f"{until}.{self._reference(found)}"
         return f"{text}.{self._tag(text)}"
@@ -52,8 +52,7 @@ class BrowserSessions:
         if self._clock.monotonic_s() >= int(until):
             raise Unauthenticated("the session is over: log in again")
         key = self._gate.find(lambda key: hmac.compare_digest(self._reference(key), said))
-        caller = as_caller(key, "http")
-        return replace(caller, scopes=caller.scopes & {METRICS})
+        return replace(key.caller, front="http", scopes=key.caller.scopes & {METRICS})
 
     def _reference(self, key: ApiKey) -> str:
         return hmac.digest(self._secret, b"reference" + key.digest, "sha256").hex()

@@ -1,29 +1,28 @@
 """Who is calling? The one place where a credential becomes a Caller, for both fronts.
 
 Reads the key file anew when it has changed; a file that cannot be used leaves the last keys in
-force, and says so. Errors tell nothing about which part of a credential was wrong.
+force, and is logged. No error shows which part of a credential was wrong.
 """
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import logging
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ...cluster.secret import ClusterSecret, operator_key
 from ...cluster.watched_files import WatchedFiles
 from ...core.errors import StartupFailed, Unauthenticated
-from ..request.caller import ADMIN, METRICS, Caller, Limits, anyone
-from .key_file import ApiKey, BadKeyFile, Tenant, digest_of, load_keys
+from .key_file import ApiKey, BadKeyFile, digest_of, load_keys
+from .tenancy import ADMIN, METRICS, Caller, anyone, caller_id_of
 
 log = logging.getLogger(__name__)
 
 MAX_CREDENTIAL_CHARS = 512
 OPERATOR = "@operator"  # no name that a key file could give
-_CALLER_ID_BYTES = 8
 
 
 class KeyRing:
@@ -54,7 +53,7 @@ class KeyRing:
 
 
 class Gate:
-    """`ring` None: no keys are asked for, and everybody may do everything."""
+    """`ring` None: no keys are required, and everybody may do everything."""
 
     def __init__(self, ring: KeyRing | None, cluster_secret: ClusterSecret) -> None:
         self._ring = ring
@@ -62,18 +61,18 @@ class Gate:
         self._connection_key = secrets.token_bytes(16)  # no other gateway gives the same ids
 
     @property
-    def asks_for_keys(self) -> bool:
+    def requires_keys(self) -> bool:
         return self._ring is not None
 
     def caller(self, authorization: Sequence[str | bytes], front: str, peer: str = "") -> Caller:
         """The caller by its `Authorization` headers; raises Unauthenticated.
 
-        `peer`: the address at the other end of its connection, where nothing else tells callers
-        apart.
+        `peer`: the address at the other end of its connection, where nothing else
+        distinguishes callers.
         """
         if self._ring is None:
-            return anyone(front, _caller_id(peer.encode(), self._connection_key))
-        return as_caller(self.key(_bearer(authorization)), front)
+            return anyone(front, caller_id_of(peer.encode(), self._connection_key))
+        return replace(self.key(_bearer(authorization)).caller, front=front)
 
     def key(self, text: str) -> ApiKey:
         """The key that was shown; raises Unauthenticated."""
@@ -85,7 +84,7 @@ class Gate:
     def find(self, is_it: Callable[[ApiKey], bool]) -> ApiKey:
         """The key in force of which this is true; raises Unauthenticated.
 
-        Asks of every key: it takes as long whichever it is, or if there is none.
+        Compares every key: it takes as long whichever it is, or if there is none.
         """
         ring = () if self._ring is None else self._ring.current()
         found = [key for key in (*ring, *self._operators) if is_it(key)]
@@ -94,21 +93,11 @@ class Gate:
         return found[-1]
 
 
-def as_caller(key: ApiKey, front: str) -> Caller:
-    tenant = key.tenant
-    caller_id = _caller_id(key.digest)
-    return Caller(tenant.name, key.scopes, front, tenant.models, tenant.limits, caller_id)
-
-
-def _caller_id(name: bytes, key: bytes = b"") -> int:
-    digest = hashlib.blake2b(name, digest_size=_CALLER_ID_BYTES, key=key).digest()
-    return int.from_bytes(digest, "little")
-
-
 def _operator(cluster_secret: str) -> ApiKey:
     """Who knows the cluster secret may look and administer: `baton up` does, at its own gateway."""
     digest = digest_of(operator_key(cluster_secret))
-    return ApiKey("operator", digest, Tenant(OPERATOR, None, Limits()), frozenset({METRICS, ADMIN}))
+    scopes = frozenset({METRICS, ADMIN})
+    return ApiKey(digest, Caller(OPERATOR, scopes, caller_id=caller_id_of(digest)))
 
 
 def _bearer(authorization: Sequence[str | bytes]) -> str:

@@ -1,12 +1,13 @@
-"""What sets tenants apart at this gateway: their limits, and their shares of the prefix cache.
+"""Callers and their tenants: what one may do, its limits at this gateway, its part of the prefix
+cache.
 
     admitted ──► charge(prompt + all it may generate) ──► used_tokens = what it was ──► left
     a request,   or RateLimited                           the difference is given back
     one of those
     at once
 
-Knows no key: a Caller brings its tenant and limits. Each gateway counts for itself, also where
-several share a port.
+A limit per minute is a bucket that fills steadily and holds one minute's worth. Each gateway counts
+for itself, also where several share a port.
 """
 
 from __future__ import annotations
@@ -17,13 +18,100 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ...core.errors import RateLimited
+from ...core.errors import ModelNotFound, PermissionDenied, RateLimited
 from ...core.ports import Clock
-from ..request.caller import Caller
-from .token_bucket import TokenBucket
 
+_CALLER_ID_BYTES = 8
+_MINUTE_S = 60.0
 _SALT_DIGITS = 32
 _TOO_MANY_AT_ONCE_S = 1.0  # what is running ends when it ends: a guess
+
+
+INFER, METRICS, ADMIN = "infer", "metrics", "admin"
+SCOPES = frozenset({INFER, METRICS, ADMIN})
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a tenant may use at one gateway; None: as much as there is."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_concurrent_requests: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who makes a call. `tenant`: whose limits and whose prefix cache; empty where no keys are
+    required. `front`: "grpc" or "http", empty in a key file.
+
+    `models`: the names that it may use; None: all. `caller_id`: 64 bits between which queues are
+    fair: of the API key, the same at all gateways, or of the connection.
+    """
+
+    tenant: str
+    scopes: frozenset[str]
+    front: str = ""
+    models: frozenset[str] | None = None
+    limits: Limits = Limits()
+    caller_id: int = 0
+
+    def check_scope(self, scope: str) -> None:
+        """Raise PermissionDenied unless the credential has this scope."""
+        if scope not in self.scopes:
+            raise PermissionDenied(f"this API key has no scope `{scope}`")
+
+    def may_use(self, model: str) -> bool:
+        return self.models is None or model in self.models
+
+    def check_model(self, asked: str, served: str) -> None:
+        """Raise ModelNotFound, as for one that is not there, unless `served` is allowed.
+
+        `asked` is the name in the request, which may be empty.
+        """
+        if not self.may_use(served):
+            raise ModelNotFound(f"The model `{asked[:64]}` does not exist.", param="model")
+
+
+def anyone(front: str, caller_id: int = 0) -> Caller:
+    """The caller of a deployment without API keys: everybody may do everything."""
+    return Caller("", SCOPES, front, caller_id=caller_id)
+
+
+def caller_id_of(name: bytes, key: bytes = b"") -> int:
+    """64 bits that stand for a key's digest, or for an address, which only `key` can reckon."""
+    digest = hashlib.blake2b(name, digest_size=_CALLER_ID_BYTES, key=key).digest()
+    return int.from_bytes(digest, "little")
+
+
+class TokenBucket:
+    """What lies in it can be spent at once; it begins full. Times are monotonic seconds."""
+
+    def __init__(self, per_minute: int, now_s: float) -> None:
+        self._per_minute = per_minute
+        self._level = float(per_minute)
+        self._filled_s = now_s
+
+    def change_rate(self, per_minute: int) -> None:
+        """Another limit from now on; what lies in the bucket stays, as far as it holds it."""
+        self._per_minute = per_minute
+        self._level = min(self._level, float(per_minute))
+
+    def wait_s(self, cost: int, now_s: float) -> float:
+        """How long until `cost` can be spent; 0: now. More than it holds is due when it is full."""
+        self._fill(now_s)
+        missing = min(cost, self._per_minute) - self._level
+        return max(0.0, missing * _MINUTE_S / self._per_minute)
+
+    def spend(self, cost: int, now_s: float) -> None:
+        """Take `cost` out, into debt if need be; negative `cost` puts back what was not used."""
+        self._fill(now_s)
+        self._level = min(self._level - cost, float(self._per_minute))
+
+    def _fill(self, now_s: float) -> None:
+        gained = (now_s - self._filled_s) * self._per_minute / _MINUTE_S
+        self._level = min(self._level + gained, float(self._per_minute))
+        self._filled_s = now_s
 
 
 @dataclass(slots=True)

@@ -10,8 +10,8 @@ import logging
 
 from ....core.errors import BatonError
 from ....core.process.logs import fields
-from ...request.caller import Caller
 from ...request.output_chunk import OutputChunk
+from ...security.tenancy import Caller
 from .call_figures import call_figures
 from .call_records import CallRecord
 

@@ -10,8 +10,8 @@ from typing import Protocol
 
 from ....core.errors import BatonError
 from ....core.request.request import SamplingParams
-from ...request.caller import Caller
 from ...request.output_chunk import OutputChunk, RequestResult
+from ...security.tenancy import Caller
 from .call_values import CallFigures
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from ....core.errors import BatonError
-from ...request.caller import Caller
 from ...request.output_chunk import OutputChunk
+from ...security.tenancy import Caller
 from .call_records import CallObserver, CallRecord
 from .token_gaps import TokenGaps
 

@@ -17,9 +17,9 @@ from urllib.parse import urlsplit
 from ....core.errors import BatonError, StartupFailed
 from ....core.request.timeline import Event
 from ....core.version import version
-from ...request.caller import Caller
 from ...request.output_chunk import OutputChunk, RequestResult
 from ...request.session import GATEWAY
+from ...security.tenancy import Caller
 from .call_figures import call_figures
 from .call_records import CallRecord
 from .stages import Times, times_of

@@ -17,8 +17,8 @@ from ....core.ports import Clock
 from ....core.request.timeline import Event
 from ...engines.cluster_view import ClusterView
 from ...engines.engine_table import EngineTable
-from ...request.caller import Caller
 from ...request.output_chunk import OutputChunk, RequestResult
+from ...security.tenancy import Caller
 from ..calls.call_figures import call_figures
 from ..calls.call_records import CallRecord
 from ..calls.call_values import CallFigures

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from ....core.errors import BatonError
 from ....core.ports import Clock
-from ...request.caller import Caller
 from ...request.output_chunk import OutputChunk
+from ...security.tenancy import Caller
 from ..calls.call_figures import call_figures
 from ..calls.call_records import CallRecord
 from ..calls.call_values import CallFigures

@@ -9,9 +9,9 @@ from fakes.clock import FakeClock
 from baton.core.errors import BatonError
 from baton.core.request.request import FinishReason, SamplingParams
 from baton.core.request.timeline import Event, Stamp
-from baton.gateway.request.caller import SCOPES, Caller
 from baton.gateway.request.engine_link import TransferSummary
 from baton.gateway.request.output_chunk import OutputChunk, RequestResult
+from baton.gateway.security.tenancy import SCOPES, Caller
 from baton.gateway.telemetry.calls.call_records import CallObserver, CallRecord
 
 # When a stage's end is stamped, after arrival.

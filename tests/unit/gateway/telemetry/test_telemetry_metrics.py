@@ -22,7 +22,7 @@ from baton.gateway.engines.engine_table import (
     LinkedEngine,
     ReportedLoad,
 )
-from baton.gateway.request.caller import anyone
+from baton.gateway.security.tenancy import anyone
 from baton.gateway.telemetry.calls.observers import Observers
 from baton.gateway.telemetry.calls.token_gaps import TokenGaps
 from baton.gateway.telemetry.metrics import metric_store, metric_table

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from baton.core.errors import Cancelled, EngineFailed, InvalidRequest
 from baton.core.metrics import TokenTimes, percentile
-from baton.gateway.request.caller import anyone
+from baton.gateway.security.tenancy import anyone
 from baton.gateway.telemetry.calls.observers import Observers
 from baton.gateway.telemetry.calls.token_gaps import TokenGaps
 from baton.gateway.telemetry.window.histogram import MAX_ERROR, Histogram, bucket_of
