@@ -45,8 +45,7 @@ from ...proto import codec
 from ...proto.v1 import node_pb2
 from ..request.engine_link import EngineOutput, PlainToken, Work
 from .engine_table import ReportedLoad
-from .node_clock import NodeClock
-from .wire import dispatch_message, load_from_wire, output_from_wire, tokens_from_wire
+from .wire import NodeClock, dispatch_message, load_from_wire, output_from_wire, tokens_from_wire
 
 _CONNECT_TIMEOUT_S = 3.0
 _PROBE_S = 0.3

@@ -1,15 +1,26 @@
-"""Between the gateway's values and the messages of both its sides. Knows both, decides nothing."""
+"""Between the gateway's values and the messages of both its sides. Knows both, decides nothing.
+
+A node's times come on its monotonic clock; what hosts have as the time of day is never read:
+
+    same host      the clock is one: a stamp is as long ago as it shows
+    another host   the newest stamp of a message is from when the message came, the others as much
+                   older as the node shows: what is between them is exact, the delivery counts as
+                   waiting before them
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ...core.errors import EngineFailed, InvalidRequest
+from ...core.ports import Clock
 from ...core.request.request import Request, Ticket
+from ...core.request.timeline import NodeStamp, Stamp
 from ...proto import codec
 from ...proto.v1 import inference_pb2, node_pb2
 from ..request.engine_link import EngineOutput, PlainToken, TransferSummary, Work
 from ..request.output_chunk import OutputChunk, RequestResult
 from .engine_table import EngineCounters, ReportedLoad
-from .node_clock import NodeClock
 from .prefill_backlog import PrefillEstimate, measured_cost
 
 _WORK = {Work.PREFILL: node_pb2.WORK_PREFILL, Work.DECODE: node_pb2.WORK_DECODE}
@@ -44,6 +55,27 @@ def _cost_from_wire(wire: node_pb2.Heartbeat) -> PrefillEstimate | None:
 def _counters_from_wire(wire: node_pb2.Counters) -> EngineCounters:
     fields = codec.same_fields(wire, EngineCounters)
     return EngineCounters(**fields | {"failed_transfers": dict(wire.failed_transfers)})
+
+
+class NodeClock:
+    """`is_ours`: the node is on this host."""
+
+    def __init__(self, node: str, clock: Clock, *, is_ours: bool = False) -> None:
+        self._node = node
+        self._clock = clock
+        self._is_ours = is_ours
+
+    def stamps(self, received: Sequence[NodeStamp]) -> tuple[Stamp, ...]:
+        """Those of a message that comes now."""
+        if not received:
+            return ()
+        now_ns, newest_ns = self._clock.unix_ns(), max(stamp.monotonic_ns for stamp in received)
+        our_ns = int(self._clock.monotonic_s() * 1e9)
+        read_ns = our_ns if self._is_ours and newest_ns <= our_ns else newest_ns
+        return tuple(
+            Stamp(stamp.event, now_ns - (read_ns - stamp.monotonic_ns), self._node)
+            for stamp in received
+        )
 
 
 def output_from_wire(wire: node_pb2.RequestOutput, clock: NodeClock) -> EngineOutput:

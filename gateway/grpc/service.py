@@ -1,9 +1,15 @@
 """The public gRPC service, baton.v1.Inference: a front of the gateway.
 
 Owns the translation between its messages and the front door; calls as such are grpc_calls.py's.
+Beside it there is vLLM's, where its stubs are installed: with the extra `smg`.
 """
 
 from __future__ import annotations
+
+import logging
+from typing import Any
+
+from google.protobuf.runtime_version import VersionError
 
 from ...core.membership import Member
 from ...core.request.token_ids import column
@@ -17,6 +23,8 @@ from ..security.gate import Gate
 from ..security.tenancy import METRICS, Caller
 from ..validation.validation import check_names
 from .grpc_calls import Context, answering, caller_of, send_node_names, trace
+
+log = logging.getLogger(__name__)
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
@@ -100,3 +108,19 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             block_size=member.block_size,
             links=() if engine is None or engine.load is None else sorted(engine.load.links),
         )
+
+
+def add_extra_services(
+    server: Any, door: FrontDoor, gate: Gate, table: EngineTable
+) -> tuple[str, ...]:
+    """Add what can be added to `server`, a gRPC server or what stands before one; their names."""
+    try:
+        from . import vllm_engine
+    except ImportError:
+        return ()
+    except VersionError as error:
+        log.warning("smg-grpc-proto is installed, but does not fit protobuf here: %s", error)
+        return ()
+    service = vllm_engine.VllmEngineService(door, gate, table)
+    vllm_engine.add_to_server(service, server)
+    return (vllm_engine.SERVICE_NAME,)

@@ -48,8 +48,8 @@ from .engine_link import (
     Work,
 )
 from .output_chunk import OutputChunk, RequestResult, Sink
-from .prompt_scores import PromptScores
 from .suspects import EngineDeaths, Suspects
+from .token_order import PromptScores
 
 GATEWAY = "gateway"
 

@@ -203,7 +203,7 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> No
 
 
 def _constraint(wire: common_pb2.SamplingParams) -> Constraint | None:
-    """Whether it can be compiled is for constraint_check.py."""
+    """Whether it can be compiled is for served_model.py."""
     constraint = constraint_from_wire(wire)
     if constraint is None:
         return None

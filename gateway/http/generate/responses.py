@@ -13,8 +13,7 @@ from aiohttp import web
 from ....core.errors import BatonError, InvalidRequest
 from ....proto.v1 import inference_pb2
 from ...admission.front_door import RunningCall
-from ...request.chunk_queue import merged
-from ...request.output_chunk import OutputChunk
+from ...request.output_chunk import OutputChunk, merged
 from ...text.special_tokens import Spans
 from ...validation.validation import check_label
 from ..protocol.answers import Answer, Choice, answer, json_text

@@ -4,7 +4,7 @@
       ─kv_transfer─ transfer_ended ─decode_queue─ decode_started ─first_decode─ second token
 `kv_transfer` is the part of the pull that the client waits for: a pull begins beside the prefill.
 The second token counts when it is delivered.
-All stamps are on the gateway's clock (node_clock.py): no stage depends on two hosts' wall clocks.
+All stamps are on the gateway's clock (engines/wire.py): no stage depends on two hosts' wall clocks.
 What overtook another, and would be negative, is told as 0.
 """
 
