@@ -21,7 +21,7 @@ from ...proto.v1 import inference_pb2, node_pb2
 from ..request.engine_link import EngineOutput, PlainToken, TransferSummary, Work
 from ..request.output_chunk import OutputChunk, RequestResult
 from .engine_table import EngineCounters, ReportedLoad
-from .prefill_backlog import PrefillEstimate, measured_cost
+from .prefill_backlog import measured_cost
 
 _WORK = {Work.PREFILL: node_pb2.WORK_PREFILL, Work.DECODE: node_pb2.WORK_DECODE}
 
@@ -35,26 +35,19 @@ def dispatch_message(
 
 
 def load_from_wire(wire: node_pb2.Heartbeat) -> ReportedLoad:
-    fields = codec.same_fields(wire, ReportedLoad)
-    fields |= {
+    cost = wire.prefill_cost
+    counters = codec.same_fields(wire.counters, EngineCounters)
+    counters["failed_transfers"] = dict(wire.counters.failed_transfers)
+    fields = codec.same_fields(wire, ReportedLoad) | {
         "links": frozenset(link.incarnation for link in wire.links),
-        "counters": _counters_from_wire(wire.counters),
+        "counters": EngineCounters(**counters),
         "link_gbytes_per_s": {link.incarnation: link.gbytes_per_s for link in wire.links},
-        "prefill_cost": _cost_from_wire(wire),
+        "prefill_cost": measured_cost(cost.step_s, cost.token_s)
+        if wire.HasField("prefill_cost")
+        else None,
         "waiting_by_caller": {one.caller_id: one.num_tokens for one in wire.waiting_by_caller},
     }
     return ReportedLoad(**fields)
-
-
-def _cost_from_wire(wire: node_pb2.Heartbeat) -> PrefillEstimate | None:
-    if not wire.HasField("prefill_cost"):
-        return None
-    return measured_cost(wire.prefill_cost.step_s, wire.prefill_cost.token_s)
-
-
-def _counters_from_wire(wire: node_pb2.Counters) -> EngineCounters:
-    fields = codec.same_fields(wire, EngineCounters)
-    return EngineCounters(**fields | {"failed_transfers": dict(wire.failed_transfers)})
 
 
 class NodeClock:
@@ -80,34 +73,6 @@ class NodeClock:
 
 def output_from_wire(wire: node_pb2.RequestOutput, clock: NodeClock) -> EngineOutput:
     """An engine's output, which comes now; one that cannot be read fails its attempt."""
-    if (
-        wire.events
-        or wire.logprobs
-        or wire.prompt_logprobs
-        or wire.HasField("error")
-        or wire.HasField("transfer")
-    ):
-        return _full_output(wire, clock)
-    return EngineOutput(
-        wire.request_id,
-        wire.attempt,
-        wire.first_index,
-        tuple(wire.token_ids),
-        codec.finish_from_wire(wire.finish_reason) if wire.finish_reason else None,
-        cached_tokens=wire.cached_tokens if wire.HasField("cached_tokens") else None,
-    )
-
-
-def tokens_from_wire(wire: node_pb2.PlainTokens) -> list[PlainToken]:
-    """A step's plain tokens. Raises EngineFailed if the columns do not match."""
-    try:
-        return [*zip(wire.request_ids, wire.attempts, wire.indices, wire.token_ids, strict=True)]
-    except ValueError as error:
-        raise EngineFailed("its columns of tokens do not match") from error
-
-
-def _full_output(wire: node_pb2.RequestOutput, clock: NodeClock) -> EngineOutput:
-    """One with more than tokens in it."""
     try:
         stamps = clock.stamps(codec.node_stamps_from_wire(wire.events))
         logprobs = tuple(map(codec.logprobs_from_wire, wire.logprobs))
@@ -115,7 +80,10 @@ def _full_output(wire: node_pb2.RequestOutput, clock: NodeClock) -> EngineOutput
     except InvalidRequest as error:
         broken = EngineFailed(f"unreadable output: {error.message}")
         return EngineOutput(wire.request_id, wire.attempt, error=broken)
-    transfer = wire.transfer
+    transfer = None
+    if wire.HasField("transfer"):
+        moved = wire.transfer
+        transfer = TransferSummary(moved.bytes, moved.cached_tokens, moved.transport)
     return EngineOutput(
         request_id=wire.request_id,
         attempt=wire.attempt,
@@ -125,13 +93,19 @@ def _full_output(wire: node_pb2.RequestOutput, clock: NodeClock) -> EngineOutput
         error=codec.error_from_wire(wire.error) if wire.HasField("error") else None,
         stamps=stamps,
         cached_tokens=wire.cached_tokens if wire.HasField("cached_tokens") else None,
-        transfer=TransferSummary(transfer.bytes, transfer.cached_tokens, transfer.transport)
-        if wire.HasField("transfer")
-        else None,
+        transfer=transfer,
         logprobs=logprobs,
         first_prompt_index=wire.first_prompt_index,
         prompt_logprobs=prompt_logprobs,
     )
+
+
+def tokens_from_wire(wire: node_pb2.PlainTokens) -> list[PlainToken]:
+    """A step's plain tokens. Raises EngineFailed if the columns do not match."""
+    try:
+        return [*zip(wire.request_ids, wire.attempts, wire.indices, wire.token_ids, strict=True)]
+    except ValueError as error:
+        raise EngineFailed("its columns of tokens do not match") from error
 
 
 def chunk_to_wire(request_id: str, chunk: OutputChunk) -> inference_pb2.GenerateChunk:
