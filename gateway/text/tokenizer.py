@@ -34,9 +34,9 @@ from ...core.errors import (
     is_failure,
     refusing,
 )
-from .detokenizer import Detokenizer, TokenText, WholeTexts, token_text
 from .minimum_tokens import LeastTokens, least_tokens
 from .special_tokens import MarkedEncoder, Spans, specials_of
+from .text_stream import Detokenizer, TokenText, WholeTexts, token_text
 
 log = logging.getLogger(__name__)
 

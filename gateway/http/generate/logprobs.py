@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from ....core.request.logprobs import TokenLogprobs
-from ...text.detokenizer import TokenText
+from ...text.text_stream import TokenText
 from ..protocol.answers import (
     ChatLogprobs,
     CompletionLogprobs,

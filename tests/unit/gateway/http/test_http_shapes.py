@@ -25,7 +25,7 @@ from baton.gateway.http.generate.completion_shape import (
 from baton.gateway.http.generate.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from baton.gateway.http.protocol.answers import json_text
 from baton.gateway.request.output_chunk import OutputChunk, RequestResult
-from baton.gateway.text.detokenizer import TokenText
+from baton.gateway.text.text_stream import TokenText
 from baton.gateway.text.tokenizer import Tokenizer
 
 
