@@ -81,7 +81,7 @@ class ChunkQueue:
         self._on_fail = on_fail
         self._max_tokens = max_tokens
         self._waiting: list[OutputChunk] = []
-        self._error: BatonError | None = None
+        self.error: BatonError | None = None  # the call's first
         self._reader: asyncio.Future[None] | None = None  # waits in `next`
         self._is_read = False  # until then nobody can be too slow
 
@@ -110,8 +110,8 @@ class ChunkQueue:
 
     def fail(self, error: BatonError) -> None:
         """See Sink. What waits is still delivered before the error."""
-        if self._error is None:
-            self._error = error
+        if self.error is None:
+            self.error = error
             self._wake()
             self._on_fail()
 
@@ -128,20 +128,13 @@ class ChunkQueue:
         """
         self._is_read = True
         while not self._waiting:
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
-        if len(self._waiting) == 1:
-            return self._waiting.pop()
-        first = self._waiting[0].sample_index
-        chunks = [chunk for chunk in self._waiting if chunk.sample_index == first]
-        self._waiting = [chunk for chunk in self._waiting if chunk.sample_index != first]
-        return chunks[0] if len(chunks) == 1 else merged(chunks)
-
-    @property
-    def error(self) -> BatonError | None:
-        return self._error
+        if len(self._waiting) > 1:
+            self._waiting = _by_sample(self._waiting)
+        return self._waiting.pop(0)
 
 
 def _by_sample(chunks: list[OutputChunk]) -> list[OutputChunk]:
@@ -149,7 +142,7 @@ def _by_sample(chunks: list[OutputChunk]) -> list[OutputChunk]:
     found: dict[int, list[OutputChunk]] = {}
     for chunk in chunks:
         found.setdefault(chunk.sample_index, []).append(chunk)
-    return [merged(of_one) for of_one in found.values()]
+    return [merged(of_one) if len(of_one) > 1 else of_one[0] for of_one in found.values()]
 
 
 def merged(chunks: list[OutputChunk]) -> OutputChunk:
