@@ -67,6 +67,7 @@ class BatonError(Exception):
     grpc_status: ClassVar[str] = "INTERNAL"
     http_status: ClassVar[int] = 500
     is_retryable: ClassVar[bool] = False
+    public_text: ClassVar[str] = ""  # for a caller whose fault it is not
     retry_after_s: float = 1.0  # when a retry may help, if it can
 
     def __init_subclass__(
@@ -76,9 +77,11 @@ class BatonError(Exception):
         grpc: str | None = None,
         http: int | None = None,
         is_retryable: bool | None = None,
+        public_text: str | None = None,
     ) -> None:
-        named = ("code", code), ("grpc_status", grpc), ("http_status", http)
-        for name, value in (*named, ("is_retryable", is_retryable)):
+        named = {"code": code, "grpc_status": grpc, "http_status": http}
+        named |= {"is_retryable": is_retryable, "public_text": public_text}
+        for name, value in named.items():
             if value is not None:
                 setattr(cls, name, value)
 
@@ -144,7 +147,7 @@ class Unavailable(BatonError, code="unavailable", grpc="UNAVAILABLE", http=503, 
     """No node can take the request now."""
 
 
-class NodeLost(Unavailable, code="node_lost"):
+class NodeLost(Unavailable, code="node_lost", public_text="a node was lost under the request"):
     """A node that held the request went away."""
 
 
@@ -157,7 +160,12 @@ class Cancelled(BatonError, code="cancelled", grpc="CANCELLED", http=499):
 
 
 class HandoffFailed(
-    BatonError, code="handoff_failed", grpc="UNAVAILABLE", http=503, is_retryable=True
+    BatonError,
+    code="handoff_failed",
+    grpc="UNAVAILABLE",
+    http=503,
+    is_retryable=True,
+    public_text="the KV cache could not be handed over",
 ):
     """The KV blocks could not be passed from source to puller."""
 
@@ -183,7 +191,12 @@ class UnknownTransfer(HandoffFailed, code="unknown_transfer"):
     """A message names a transfer that this side does not know, or knows to be over."""
 
 
-class EngineFailed(BatonError, code="engine_failed", is_retryable=True):
+class EngineFailed(
+    BatonError,
+    code="engine_failed",
+    is_retryable=True,
+    public_text="an engine failed under the request",
+):
     """The engine process ended or raised; no token of this request can be trusted to follow."""
 
 
@@ -210,6 +223,15 @@ def from_code(code: str, message: str, param: str | None = None) -> BatonError:
     if cls is StartupFailed:
         return StartupFailed(message)
     return cls(message, param=param)
+
+
+def public_error(error: BatonError) -> BatonError:
+    """What a caller sees of an error: itself, or one of its class without a text from inside, which
+    may carry a path, an address or a foreign library's words. That one is for logs and operators.
+    """
+    if error.public_text:
+        return type(error)(error.public_text)
+    return BatonError("internal error") if error.code == BatonError.code else error
 
 
 def from_grpc_status(status: str, message: str) -> BatonError:

@@ -13,14 +13,13 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 
-from ...core.errors import BatonError, Cancelled, Unavailable
+from ...core.errors import BatonError, Cancelled, Unavailable, public_error
 from ...core.ports import Clock, Entropy
 from ...core.request.timeline import Event, Stamp
 from ...proto.v1 import inference_pb2
 from ..engines.engine_table import EngineTable
 from ..engines.prompt_router import PromptRouter, route_prompt
 from ..request.output_chunk import ChunkQueue, OutputChunk
-from ..request.public_error import public_error
 from ..request.session import GATEWAY, Session, SessionLimits
 from ..request.session_table import SessionTable
 from ..security.tenancy import ADMIN, INFER, Caller, Tenancy, TenantAdmission
