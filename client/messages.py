@@ -74,7 +74,7 @@ class GenerateParams(TypedDict, total=False):
 class Chunk:
     """Some tokens, from position `index` of a sample's output on; `finish_reason` on its last one.
 
-    `logprobs` are parallel to the tokens if they were asked for, else empty.
+    `logprobs` are parallel to the tokens if they were requested, else empty.
     """
 
     text: str
@@ -89,7 +89,7 @@ class Chunk:
 class Result:
     """A finished sample: what came, who served it, when each token came on our clock.
 
-    `prompt_logprobs`, if they were asked for, are of the prompt's second token and all behind it,
+    `prompt_logprobs`, if they were requested, are of the prompt's second token and all behind it,
     and come with sample 0.
     """
 
@@ -143,7 +143,7 @@ class ModelInfo:
 def build_request(
     prompt: str | None, params: GenerateParams
 ) -> tuple[inference_pb2.GenerateRequest, float | None]:
-    """The request and its timeout in seconds; InvalidRequest for what the wire cannot even say."""
+    """The request and its timeout in seconds; InvalidRequest for what the wire cannot carry."""
     fields: dict[str, Any] = dict(params)
     prompt_token_ids = fields.pop("prompt_token_ids", None)
     if prompt is not None and prompt_token_ids is not None:

@@ -8,7 +8,7 @@
     ├── Unauthenticated
     ├── PermissionDenied               known, but this is not the caller's to do
     ├── Overloaded                     queue or credit full; retry later
-    │   └── RateLimited                a limit of the caller's own; says when to try again
+    │   └── RateLimited                a limit of the caller's own; has when to try again
     ├── Unavailable                    no node for a role, draining; retry later
     │   └── NodeLost                   a node went away under the request; the gateway retries
     ├── DeadlineExceeded
@@ -19,7 +19,7 @@
     │   ├── LeaseExpired
     │   └── UnknownTransfer            no such ticket here (never existed, finished, or cancelled)
     ├── EngineFailed                   the engine process broke; its supervisor restarts it
-    └── StartupFailed                  says what is wrong and what to do; the process exits 1
+    └── StartupFailed                  what is wrong and what to do; the process exits 1
 
 Each error knows its gRPC status (by name: this module imports no grpc), its HTTP status, a stable
 `code` that survives the wire, and whether a retry can help. An InvalidRequest may carry one of
@@ -79,7 +79,7 @@ class BatonError(Exception):
         is_retryable: bool | None = None,
         public_text: str | None = None,
     ) -> None:
-        named = {"code": code, "grpc_status": grpc, "http_status": http}
+        named: dict[str, object] = {"code": code, "grpc_status": grpc, "http_status": http}
         named |= {"is_retryable": is_retryable, "public_text": public_text}
         for name, value in named.items():
             if value is not None:
@@ -112,7 +112,7 @@ class PromptTooLarge(
 
 
 class ModelNotFound(BatonError, code="model_not_found", grpc="NOT_FOUND", http=404):
-    """This deployment does not serve the model that was asked for."""
+    """This deployment does not serve the requested model."""
 
 
 class Unauthenticated(BatonError, code="unauthenticated", grpc="UNAUTHENTICATED", http=401):
@@ -201,7 +201,7 @@ class EngineFailed(
 
 
 class StartupFailed(BatonError, code="startup_failed"):
-    """A process cannot start: the message says why, `hint` what to do about it."""
+    """A process cannot start: the message is why, `hint` what to do about it."""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
@@ -227,7 +227,7 @@ def from_code(code: str, message: str, param: str | None = None) -> BatonError:
 
 def public_error(error: BatonError) -> BatonError:
     """What a caller sees of an error: itself, or one of its class without a text from inside, which
-    may carry a path, an address or a foreign library's words. That one is for logs and operators.
+    may carry a path, an address or a foreign library's text. That one is for logs and operators.
     """
     if error.public_text:
         return type(error)(error.public_text)

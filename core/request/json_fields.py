@@ -61,7 +61,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def integer(least: int, most: int) -> FieldKind:
-    """An integer in [least, most]; a bound that is the wire's alone is not spoken of."""
+    """An integer in [least, most]; a bound that is the wire's alone stands in no message."""
     wanted = f"in [{least}, {most}]" if most < UINT32_MAX else f"from {least} on"
 
     def read(value: Any, name: str) -> int:

@@ -64,7 +64,7 @@ def number(least: float, most: float, *, is_open: bool = False) -> Kind:
 
 
 def at_least(least: int) -> Kind:
-    """An integer from `least` on; the bound above is the wire's, and not spoken of."""
+    """An integer from `least` on; the bound above is the wire's, and stands in no message."""
 
     def check(value: int, name: str, vocab_size: int) -> int:
         if value < least:
@@ -87,7 +87,7 @@ def between(least: int, most: int) -> Kind:
 
 
 def count(most: int) -> Kind:
-    """How many of something to send; over HTTP too the check of both fronts says what is most."""
+    """How many of something to send; over HTTP too the check of both fronts has what is most."""
 
     def check(value: int, name: str, vocab_size: int) -> int:
         if value > most:
@@ -115,15 +115,15 @@ def _check_seed(value: int, name: str, vocab_size: int) -> int:
 SEED = Kind("[0, 2**63)", integer(0, 2**63 - 1), _check_seed)
 
 
-def text_like(pattern: str, words: str) -> Kind:
-    """A text that this pattern matches whole; `words` says which these are."""
+def text_like(pattern: str, description: str) -> Kind:
+    """A text that this pattern matches whole; `description`: which these are."""
 
     def check(value: str, name: str, vocab_size: int) -> str:
         if not re.fullmatch(pattern, value):
-            raise invalid(name, words)
+            raise invalid(name, description)
         return value
 
-    return Kind(words, STRING.within(pattern=f"^{pattern}$"), check)
+    return Kind(description, STRING.within(pattern=f"^{pattern}$"), check)
 
 
 def stop_strings(max_items: int, max_bytes: int) -> Kind:
@@ -222,9 +222,9 @@ def _invalid(message: str, param: str, code: str = "invalid_value") -> InvalidRe
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """`absent`: what an absent field means, in words, where that is not `default`.
+    """`absent`: what an absent field means, as text, where that is not `default`.
 
-    `over_http`: how HTTP bodies have it, in words, where not by the same name and meaning.
+    `over_http`: how HTTP bodies have it, as text, where not by the same name and meaning.
     """
 
     default: Any

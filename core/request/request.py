@@ -35,9 +35,9 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose tokens: the table of what a client may ask, of what parameters.py explains.
+    """How to choose tokens: the table of what a client may request, as parameters.py describes.
 
-    An instance is validated; `None` means "no limit" or "not asked for". `stop` strings are judged
+    An instance is validated; `None` means "no limit" or "not requested". `stop` strings are judged
     at the gateway, all else on the node. `constraint`: what the whole output must look like, given
     as json_schema, regex, choice or grammar. docs/sampling.md has the order in which these act.
     """
@@ -60,7 +60,7 @@ class SamplingParams:
     top_k: int | None = parameter(
         None, LIMIT, "keeps the k likeliest, and what equals the k-th", absent="0: no limit"
     )
-    seed: int = parameter(0, SEED, "the result says which was used", absent="drawn")
+    seed: int = parameter(0, SEED, "the result shows which was used", absent="drawn")
     stop: tuple[str, ...] = parameter(
         (), stop_strings(4, 256), "ends the output in front of the first match"
     )
@@ -120,7 +120,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """What a client may ask beside how tokens are chosen: more of the table, for the gateway alone.
+    """What a client may request beside how tokens are chosen: the gateway's part of the table.
 
     `cache_salt`: once the gateway has keyed it with the tenant, not as the client wrote it.
     """
@@ -160,7 +160,7 @@ class Request:
     already streamed: the node computes them like prompt, and continues at their position. Both are
     columns of token_ids.py wherever a prompt may be long.
 
-    `sample_index` tells the samples of one prompt apart. `fork_ids` are the request ids of further
+    `sample_index`: which sample of the prompt this is. `fork_ids` are the request ids of further
     samples, of the indices that follow: they share this one's prompt and its blocks until their
     first tokens are sampled, and are requests of their own from then on. `caller_id`: whose it is;
     queues are fair between callers.

@@ -1,6 +1,6 @@
 """The cluster as this gateway sees it: follows the directory and keeps a link to every engine.
 
-The directory says whom to try; a link's own stream says who lives. So an engine that vanished from
+The directory lists whom to try; a link's stream shows who lives. So an engine that vanished from
 the directory is used as long as its stream lives, and one that the directory still lists but that
 does not answer is tried again, with back-off.
 """

@@ -134,7 +134,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
                 await context.write(common_pb2.GetTokenizerChunk(data=piece, sha256=digest))
 
     async def _unimplemented(self, wire: Any, context: Context) -> None:
-        """What smg asks for and can do without, like the events of our prefix caches."""
+        """What smg calls and can do without, like the events of our prefix caches."""
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Baton has no such method")
 
     Embed = FlushCache = StartProfile = StopProfile = SubscribeKvEvents = _unimplemented

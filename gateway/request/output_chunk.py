@@ -45,7 +45,7 @@ class RequestResult:
 class OutputChunk:
     """Tokens for the client, from position `index` on; the last one carries the result.
 
-    `logprobs` are parallel to the tokens, if they were asked for. `prompt_logprobs`, of the
+    `logprobs` are parallel to the tokens, if they were requested. `prompt_logprobs`, of the
     prompt's second token and all behind it, come with the first sample's first chunk.
     """
 

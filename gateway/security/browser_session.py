@@ -48,10 +48,10 @@ class BrowserSessions:
             tag.encode("utf-8", "surrogatepass"), self._tag(text).encode()
         ):
             raise Unauthenticated("the session is over: log in again")
-        until, _, said = text.partition(".")
+        until, _, reference = text.partition(".")
         if self._clock.monotonic_s() >= int(until):
             raise Unauthenticated("the session is over: log in again")
-        key = self._gate.find(lambda key: hmac.compare_digest(self._reference(key), said))
+        key = self._gate.find(lambda key: hmac.compare_digest(self._reference(key), reference))
         return replace(key.caller, front="http", scopes=key.caller.scopes & {METRICS})
 
     def _reference(self, key: ApiKey) -> str:

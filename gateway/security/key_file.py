@@ -70,7 +70,7 @@ class _File(Struct, forbid_unknown_fields=True):
 
 
 class BadKeyFile(Exception):
-    """The file is not what it should be; the text says where."""
+    """The file is not what it should be; the text has where."""
 
 
 def digest_of(key: str) -> bytes:

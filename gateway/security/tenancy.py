@@ -64,13 +64,13 @@ class Caller:
     def may_use(self, model: str) -> bool:
         return self.models is None or model in self.models
 
-    def check_model(self, asked: str, served: str) -> None:
+    def check_model(self, requested: str, served: str) -> None:
         """Raise ModelNotFound, as for one that is not there, unless `served` is allowed.
 
-        `asked` is the name in the request, which may be empty.
+        `requested` is the name in the request, which may be empty.
         """
         if not self.may_use(served):
-            raise ModelNotFound(f"The model `{asked[:64]}` does not exist.", param="model")
+            raise ModelNotFound(f"The model `{requested[:64]}` does not exist.", param="model")
 
 
 def anyone(front: str, caller_id: int = 0) -> Caller:
@@ -183,16 +183,16 @@ class Tenancy:
             usage.num_running -= 1
             admission.settle()
 
-    def cache_salt(self, caller: Caller, asked: str) -> str:
+    def cache_salt(self, caller: Caller, requested: str) -> str:
         """What goes into the hashes of a prompt's blocks; empty: shared by all who have it empty.
 
-        `asked` is the client's own salt, which narrows further; never used as it is, so that no
+        `requested` is the client's own salt, which narrows further; never used as it is, so that no
         client can name another's.
         """
-        tenant = caller.tenant if asked or not self._shares_prefixes else ""
-        if not tenant and not asked:
+        tenant = caller.tenant if requested or not self._shares_prefixes else ""
+        if not tenant and not requested:
             return ""
-        message = f"{len(tenant)}:{tenant}{asked}".encode()
+        message = f"{len(tenant)}:{tenant}{requested}".encode()
         return hmac.new(self._salt_key, message, hashlib.sha256).hexdigest()[:_SALT_DIGITS]
 
     def _usage_of(self, caller: Caller) -> _Usage:

@@ -44,7 +44,7 @@ class TextPiece(NamedTuple):
 
 
 class TextStream:
-    """One request's text so far: what is held back lies here.
+    """One request's text so far: with what is held back.
 
     The text of the first `min_tokens` tokens is not searched for stop strings. The one that is
     found is not shown, unless `includes_stop`.
@@ -130,10 +130,10 @@ class StopMatcher:
 
 
 class WholeTexts(dict[int, str | None]):
-    """By token id, what a token says wherever it stands; None for one that depends on the others.
+    """By token id, a token's text wherever it stands; None for one that depends on the others.
 
     With byte-level vocabularies (GPT-2's) a text's bytes are its tokens' bytes, one by one, and
-    a token of whole characters is always the same text. Filled as ids are asked for, so at
+    a token of whole characters is always the same text. Filled as ids are looked up, so at
     most as long as the vocabulary.
     """
 
@@ -141,7 +141,7 @@ class WholeTexts(dict[int, str | None]):
         super().__init__()
         self._library = library
         self._is_byte_level = isinstance(library.decoder, decoders.ByteLevel)
-        # Special tokens are shown or not, as a request asks.
+        # Special tokens are shown or not, as a request wants.
         self._left_out = hidden_ids | library.get_added_tokens_decoder().keys()
 
     def __missing__(self, token_id: int) -> str | None:
@@ -237,7 +237,7 @@ class TokenText:
 def decode_few(
     library: tokenizers.Tokenizer, token_ids: Sequence[int], *, skip_special_tokens: bool = True
 ) -> str:
-    """What a few tokens say; U+FFFD for those that the library fails at."""
+    """The text of a few tokens; U+FFFD for those that the library fails at."""
     try:
         text: str = library.decode(token_ids, skip_special_tokens=skip_special_tokens)
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""The one validator of requests: what a client may ask, and what absent fields mean.
+"""The one validator of requests: what a client may request, and what absent fields mean.
 
 Two steps, since a text's length is known only after tokenisation:
 
@@ -160,9 +160,9 @@ def _fitting_max_tokens(num_prompt: int, max_tokens: int | None, limits: ModelLi
     """`max_tokens` or its default; raises where prompt and output cannot fit."""
     context = limits.max_model_len
     if num_prompt + (max_tokens or 1) > context:
-        asked = "1 token at least" if max_tokens is None else f"max_tokens {max_tokens}"
+        wanted = "1 token at least" if max_tokens is None else f"max_tokens {max_tokens}"
         raise ContextLengthExceeded(
-            f"prompt ({num_prompt} tokens) + {asked} is more than the context of {context} tokens",
+            f"prompt ({num_prompt} tokens) + {wanted} is more than the context of {context} tokens",
             param="prompt" if num_prompt >= context else "max_tokens",
         )
     prompt_room = context if limits.max_prompt_tokens is None else limits.max_prompt_tokens
