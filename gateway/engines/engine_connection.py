@@ -45,7 +45,7 @@ from ...proto import codec
 from ...proto.v1 import node_pb2
 from ..request.engine_link import EngineOutput, PlainToken, Work
 from .engine_table import ReportedLoad
-from .wire import NodeClock, dispatch_message, load_from_wire, output_from_wire, tokens_from_wire
+from .wire import WORK_TO_WIRE, NodeClock, load_from_wire, output_from_wire, tokens_from_wire
 
 _CONNECT_TIMEOUT_S = 3.0
 _PROBE_S = 0.3
@@ -109,7 +109,8 @@ class EngineConnection(asyncio.Protocol):
     def dispatch(
         self, request: Request, work: Work, ticket: Ticket, deadline_remaining_s: float
     ) -> None:
-        self._send(dispatch_message(request, work, ticket, deadline_remaining_s))
+        wire = codec.dispatch_to_wire(request, WORK_TO_WIRE[work], ticket, deadline_remaining_s)
+        self._send(node_pb2.GatewayMessage(dispatch=wire))
 
     def cancel(self, request_id: str, attempt: int) -> None:
         cancel = node_pb2.Cancel(request_id=request_id, attempt=attempt)

@@ -11,10 +11,10 @@ A node's times come on its monotonic clock; what hosts have as the time of day i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ...core.errors import EngineFailed, InvalidRequest
 from ...core.ports import Clock
-from ...core.request.request import Request, Ticket
 from ...core.request.timeline import NodeStamp, Stamp
 from ...proto import codec
 from ...proto.v1 import inference_pb2, node_pb2
@@ -23,15 +23,7 @@ from ..request.output_chunk import OutputChunk, RequestResult
 from .engine_table import EngineCounters, ReportedLoad
 from .prefill_backlog import measured_cost
 
-_WORK = {Work.PREFILL: node_pb2.WORK_PREFILL, Work.DECODE: node_pb2.WORK_DECODE}
-
-
-def dispatch_message(
-    request: Request, work: Work, ticket: Ticket, deadline_remaining_s: float
-) -> node_pb2.GatewayMessage:
-    """A dispatch for an engine."""
-    dispatch = codec.dispatch_to_wire(request, _WORK[work], ticket, deadline_remaining_s)
-    return node_pb2.GatewayMessage(dispatch=dispatch)
+WORK_TO_WIRE = {Work.PREFILL: node_pb2.WORK_PREFILL, Work.DECODE: node_pb2.WORK_DECODE}
 
 
 def load_from_wire(wire: node_pb2.Heartbeat) -> ReportedLoad:
@@ -50,23 +42,23 @@ def load_from_wire(wire: node_pb2.Heartbeat) -> ReportedLoad:
     return ReportedLoad(**fields)
 
 
+@dataclass(frozen=True, slots=True)
 class NodeClock:
     """`is_ours`: the node is on this host."""
 
-    def __init__(self, node: str, clock: Clock, *, is_ours: bool = False) -> None:
-        self._node = node
-        self._clock = clock
-        self._is_ours = is_ours
+    node: str
+    clock: Clock
+    is_ours: bool = False
 
     def stamps(self, received: Sequence[NodeStamp]) -> tuple[Stamp, ...]:
         """Those of a message that comes now."""
         if not received:
             return ()
-        now_ns, newest_ns = self._clock.unix_ns(), max(stamp.monotonic_ns for stamp in received)
-        our_ns = int(self._clock.monotonic_s() * 1e9)
-        read_ns = our_ns if self._is_ours and newest_ns <= our_ns else newest_ns
+        now_ns, newest_ns = self.clock.unix_ns(), max(stamp.monotonic_ns for stamp in received)
+        our_ns = int(self.clock.monotonic_s() * 1e9)
+        read_ns = our_ns if self.is_ours and newest_ns <= our_ns else newest_ns
         return tuple(
-            Stamp(stamp.event, now_ns - (read_ns - stamp.monotonic_ns), self._node)
+            Stamp(stamp.event, now_ns - (read_ns - stamp.monotonic_ns), self.node)
             for stamp in received
         )
 

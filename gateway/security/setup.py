@@ -12,8 +12,7 @@ from ...cluster.tls import CertificateFiles, ClusterTls
 from ...core.channels.same_host import host_id
 from ...core.config import ClusterConfig, GatewayConfig
 from ...core.ports import Clock
-from .browser_session import BrowserSessions
-from .gate import Gate, KeyRing
+from .gate import BrowserSessions, Gate, KeyRing
 from .tenancy import Tenancy
 
 _PROTECTION = {"tls_cert": "--tls-cert", "tls_key": "--tls-key", "api_keys": "--api-keys"}

@@ -16,7 +16,7 @@ import hashlib
 import hmac
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...core.errors import ModelNotFound, PermissionDenied, RateLimited
 from ...core.ports import Clock
@@ -123,14 +123,14 @@ class _Usage:
     tokens: TokenBucket | None = None
 
 
+@dataclass(slots=True)
 class TenantAdmission:
     """One request of a tenant. `used_tokens`: set it before the end; None keeps the charge."""
 
-    def __init__(self, tokens: TokenBucket | None, clock: Clock) -> None:
-        self._tokens = tokens
-        self._clock = clock
-        self._charged_tokens = 0
-        self.used_tokens: int | None = None
+    _tokens: TokenBucket | None
+    _clock: Clock
+    _charged_tokens: int = 0
+    used_tokens: int | None = None
 
     def charge(self, num_tokens: int) -> None:
         """The prompt and all that may be generated; raises RateLimited."""
@@ -147,24 +147,24 @@ class TenantAdmission:
             self._tokens.spend(self.used_tokens - self._charged_tokens, now_s)
 
 
+@dataclass(slots=True)
 class Tenancy:
     """`salt_key`: what all gateways of the deployment key salts with; nodes do not need it.
 
     `shares_prefixes`: tenants may hit each other's cached prefixes.
     """
 
-    def __init__(self, clock: Clock, salt_key: bytes, *, shares_prefixes: bool = False) -> None:
-        self._clock = clock
-        self._salt_key = salt_key
-        self._shares_prefixes = shares_prefixes
-        self._usage: dict[str, _Usage] = {}
+    clock: Clock
+    salt_key: bytes
+    shares_prefixes: bool = False
+    _usage: dict[str, _Usage] = field(default_factory=dict)
 
     @contextmanager
     def admitted(self, caller: Caller) -> Iterator[TenantAdmission]:
         """A request of this caller, for as long as it runs. Raises RateLimited at once, if at all:
         nothing of the request was looked at yet."""
         usage = self._usage_of(caller)
-        now_s = self._clock.monotonic_s()
+        now_s = self.clock.monotonic_s()
         most = caller.limits.max_concurrent_requests
         if most is not None and usage.num_running >= most:
             raise RateLimited(
@@ -175,7 +175,7 @@ class Tenancy:
         if usage.requests is not None:
             _check(usage.requests, 1, now_s, "requests per minute")
             usage.requests.spend(1, now_s)
-        admission = TenantAdmission(usage.tokens, self._clock)
+        admission = TenantAdmission(usage.tokens, self.clock)
         usage.num_running += 1
         try:
             yield admission
@@ -189,11 +189,11 @@ class Tenancy:
         `requested` is the client's own salt, which narrows further; never used as it is, so that no
         client can name another's.
         """
-        tenant = caller.tenant if requested or not self._shares_prefixes else ""
+        tenant = caller.tenant if requested or not self.shares_prefixes else ""
         if not tenant and not requested:
             return ""
         message = f"{len(tenant)}:{tenant}{requested}".encode()
-        return hmac.new(self._salt_key, message, hashlib.sha256).hexdigest()[:_SALT_DIGITS]
+        return hmac.new(self.salt_key, message, hashlib.sha256).hexdigest()[:_SALT_DIGITS]
 
     def _usage_of(self, caller: Caller) -> _Usage:
         """With the limits as they are now: the key file may have changed."""
@@ -206,7 +206,7 @@ class Tenancy:
         if per_minute is None:
             return None
         if bucket is None:
-            return TokenBucket(per_minute, self._clock.monotonic_s())
+            return TokenBucket(per_minute, self.clock.monotonic_s())
         bucket.change_rate(per_minute)
         return bucket
 

@@ -241,32 +241,28 @@ class NoTokenizer:
         self, text: str, *, param: str = "prompt", **options: object
     ) -> tuple[int, ...]:
         """Raises InvalidRequest."""
-        raise _no_text(param)
+        raise no_text(param)
 
     async def decode(
         self, token_ids: Sequence[int], *, param: str = "ids", **options: object
     ) -> str:
         """Raises InvalidRequest."""
-        raise _no_text(param)
+        raise no_text(param)
 
     def token(self, token_id: int) -> TokenText:
         """Its id stands for it."""
         name = f"token_id:{token_id}"
         return TokenText(name, name.encode())
 
-    def detokenizer(self, prompt_token_ids: Sequence[int], **options: object) -> SilentDetokenizer:
-        """One that has no text for any token."""
-        return SilentDetokenizer()
-
-    def close(self) -> None:
-        """Nothing to close."""
-
-
-class SilentDetokenizer:
-    """Every token's text is empty."""
+    def detokenizer(self, prompt_token_ids: Sequence[int], **options: object) -> NoTokenizer:
+        """Itself, with no text for any token."""
+        return self
 
     def step(self, token_id: int) -> str:
         return ""
+
+    def close(self) -> None:
+        """Nothing to close."""
 
 
 def _too_long(what: str, max_tokens: int, param: str) -> ContextLengthExceeded:
@@ -275,13 +271,8 @@ def _too_long(what: str, max_tokens: int, param: str) -> ContextLengthExceeded:
     )
 
 
-def _no_text(param: str) -> InvalidRequest:
+def no_text(param: str) -> InvalidRequest:
+    """What a gateway without a tokenizer answers to text."""
     return InvalidRequest(
         "this gateway has no tokenizer: give the prompt as token ids, without stop strings", param
     )
-
-
-def check_needs_no_text(stop: Sequence[str]) -> None:
-    """Raise InvalidRequest for what a gateway without a tokenizer cannot judge."""
-    if stop:
-        raise _no_text("stop")

@@ -16,7 +16,7 @@ from ...core.errors import InvalidRequest, Overloaded, StartupFailed, refusing
 from ...core.model_dir import eos_token_ids, read_json, resolve_model_dir
 from ...core.request.constraint import Constraint
 from ..text.special_tokens import Spans
-from ..text.tokenizer import NoTokenizer, Tokenizer, check_needs_no_text
+from ..text.tokenizer import NoTokenizer, Tokenizer, no_text
 from .validation import ModelLimits, ValidatedRequest
 
 _MAX_WAITING = 64
@@ -102,8 +102,8 @@ class ServedModel:
 
         Raises InvalidRequest where it needs a tokenizer that is not there, ContextLengthExceeded.
         """
-        if isinstance(self.tokenizer, NoTokenizer):
-            check_needs_no_text(request.sampling.stop)
+        if request.sampling.stop and isinstance(self.tokenizer, NoTokenizer):
+            raise no_text("stop")
         if not text:
             return request.prompt_token_ids
         return await self.tokenizer.encode(

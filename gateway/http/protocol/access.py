@@ -18,8 +18,7 @@ from aiohttp import web
 
 from ....core.config import GatewayConfig
 from ....core.errors import PermissionDenied, Unauthenticated
-from ...security.browser_session import COOKIE, BrowserSessions
-from ...security.gate import Gate
+from ...security.gate import COOKIE, BrowserSessions, Gate
 from ...security.tenancy import ADMIN, INFER, METRICS, Caller, anyone
 from .app_state import APP_STATE, CALLER
 from .errors import Refusal
