@@ -203,8 +203,8 @@ class EngineFailed(
 class StartupFailed(BatonError, code="startup_failed"):
     """A process cannot start: the message is why, `hint` what to do about it."""
 
-    def __init__(self, message: str, *, hint: str = "") -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, param: str | None = None, hint: str = "") -> None:
+        super().__init__(message, param=param)
         self.hint = hint
 
 
@@ -219,10 +219,7 @@ def from_code(code: str, message: str, param: str | None = None) -> BatonError:
     """Rebuild an error that came over the wire; an unknown code gives a plain `BatonError`."""
     if code in INVALID_REQUEST_CODES:
         return InvalidRequest(message, param=param, code=code)
-    cls = _tree(BatonError).get(code, BatonError)
-    if cls is StartupFailed:
-        return StartupFailed(message)
-    return cls(message, param=param)
+    return _tree(BatonError).get(code, BatonError)(message, param=param)
 
 
 def public_error(error: BatonError) -> BatonError:

@@ -52,8 +52,9 @@ class QueueLimit:
         """
         if remaining_s <= 0:
             raise DeadlineExceeded("the request's deadline passed")
+        held = {caller: share.num_tokens for caller, share in self._queue.shares.items()}
         wait_s = max(
-            self._prefill_s(caller_id, num_tokens, cached_tokens),
+            self._table.predicted_prefill_s(caller_id, num_tokens, cached_tokens, held),
             self._place_s(caller_id, num_tokens),
         )
         allowed_s = min(self._max_queue_s, remaining_s)
@@ -64,12 +65,6 @@ class QueueLimit:
             f"the prompt would be computed in about {wait_s:.1f} s, {bound} is {allowed_s:.1f} s",
             retry_after_s=max(_SOON_S, wait_s - allowed_s),
         )
-
-    def _prefill_s(
-        self, caller_id: int, num_tokens: int, cached_tokens: Mapping[str, int]
-    ) -> float:
-        held = {caller: share.num_tokens for caller, share in self._queue.shares.items()}
-        return self._table.predicted_prefill_s(caller_id, num_tokens, cached_tokens, held)
 
     def _place_s(self, caller_id: int, num_tokens: int) -> float:
         """Until as many decode places are free as requests are served before this one, and one."""

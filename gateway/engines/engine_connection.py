@@ -243,22 +243,16 @@ class EngineConnection(asyncio.Protocol):
         """Whether nobody listens for this engine any more, while its node does."""
         try:
             async with asyncio.timeout(_PROBE_S):
-                if await self._listens():
-                    return False
-                (await self._open_tcp(self.member.address)).close()
+                for pause_s in _PROBE_PAUSES_S:
+                    await asyncio.sleep(pause_s)
+                    try:
+                        (await self._open_socket()).close()
+                    except ConnectionRefusedError:
+                        (await self._open_tcp(self.member.address)).close()
+                        return True
         except (OSError, BatonError):  # TimeoutError too
-            return False
-        return True
-
-    async def _listens(self) -> bool:
-        """Whether the engine goes on to let others in. Raises OSError, HandoffFailed."""
-        for pause_s in _PROBE_PAUSES_S:
-            await asyncio.sleep(pause_s)
-            try:
-                (await self._open_socket()).close()
-            except ConnectionRefusedError:
-                return False
-        return True
+            pass
+        return False
 
     async def _watch_silence(self) -> str:
         """Return once the engine was silent for too long.

@@ -65,12 +65,17 @@ def caller_of(context: Context, gate: Gate, door: FrontDoor) -> Caller:
         raise
 
 
-def trace(context: Context, key: str) -> str:
-    """A piece of the W3C trace context that came with the call."""
-    values = [value for name, value in context.invocation_metadata() or () if name == key]
-    if len(values) != 1 or not isinstance(values[0], str) or len(values[0]) > _MAX_TRACE:
-        return ""
-    return values[0]
+def call_options(context: Context) -> dict[str, Any]:
+    """For FrontDoor.generate: the client's deadline, and the W3C trace context of the call."""
+
+    def trace(key: str) -> str:
+        values = [value for name, value in context.invocation_metadata() or () if name == key]
+        if len(values) != 1 or not isinstance(values[0], str) or len(values[0]) > _MAX_TRACE:
+            return ""
+        return values[0]
+
+    traces = {key: trace(key) for key in ("traceparent", "tracestate")}
+    return {"timeout_s": context.time_remaining(), **traces}
 
 
 def send_node_names(context: Context, result: RequestResult) -> None:

@@ -22,7 +22,7 @@ from ..engines.wire import chunk_to_wire
 from ..security.gate import Gate
 from ..security.tenancy import METRICS, Caller
 from ..validation.validation import check_names
-from .grpc_calls import Context, answering, caller_of, send_node_names, trace
+from .grpc_calls import Context, answering, call_options, caller_of, send_node_names
 
 log = logging.getLogger(__name__)
 
@@ -40,13 +40,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         await self._door.arrivals.take()
         async with (
             answering(context),
-            self._door.generate(
-                wire,
-                self._caller(context),
-                timeout_s=context.time_remaining(),
-                traceparent=trace(context, "traceparent"),
-                tracestate=trace(context, "tracestate"),
-            ) as generation,
+            self._door.generate(wire, self._caller(context), **call_options(context)) as generation,
         ):
             async for chunk in generation.chunks():
                 if chunk.result is not None:

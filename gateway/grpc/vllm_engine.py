@@ -26,7 +26,7 @@ from ..admission.front_door import FrontDoor
 from ..engines.engine_table import EngineTable, LinkedEngine
 from ..security.gate import Gate
 from ..security.tenancy import INFER, METRICS, Caller
-from .grpc_calls import Context, answering, caller_of, send_node_names, trace
+from .grpc_calls import Context, answering, call_options, caller_of, send_node_names
 from .vllm_wire import Answer, request_from_vllm
 
 SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
@@ -54,13 +54,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         async with answering(context):
             caller = self._caller(context)
             request = request_from_vllm(wire)
-            async with self._door.generate(
-                request,
-                caller,
-                timeout_s=context.time_remaining(),
-                traceparent=trace(context, "traceparent"),
-                tracestate=trace(context, "tracestate"),
-            ) as generation:
+            async with self._door.generate(request, caller, **call_options(context)) as generation:
                 prompt = generation.request.prompt_token_ids
                 samples = range(generation.request.options.n)
                 answers = [Answer(prompt, wire.stream) for _ in samples]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from ...core.errors import BatonError
 from ...core.request.logprobs import TokenLogprobs
@@ -58,18 +57,9 @@ class OutputChunk:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
-class Sink(Protocol):
-    """Where the client's stream begins. It ends by a chunk with a result, or by a failure."""
-
-    def emit(self, chunk: OutputChunk) -> bool:
-        """Take a chunk; False if the client is too far behind to be given any more."""
-        ...
-
-    def fail(self, error: BatonError) -> None: ...
-
-
 class ChunkQueue:
-    """The `Sink` of one call's samples. `on_fail`: called when the stream must end early.
+    """Of one call's samples: each ends by a chunk with a result, or by a failure. `on_fail`: called
+    when the stream must end early.
 
     The first failure is the call's: with one sample fail all. `push`, once it is set, is offered
     every chunk while all that came before is delivered, but for a sample's last: where it takes the
@@ -86,7 +76,8 @@ class ChunkQueue:
         self._is_read = False  # until then nobody can be too slow
 
     def emit(self, chunk: OutputChunk) -> bool:
-        """See Sink. Never refuses a sample's only chunk, however long."""
+        """Take a chunk; False if the client is too far behind to be given any more. Never refuses a
+        sample's only chunk, however long."""
         if self._waiting:
             num_behind = sum(
                 len(waiting.token_ids)
@@ -109,7 +100,7 @@ class ChunkQueue:
         return True
 
     def fail(self, error: BatonError) -> None:
-        """See Sink. What waits is still delivered before the error."""
+        """What waits is still delivered before the error."""
         if self.error is None:
             self.error = error
             self._wake()

@@ -47,7 +47,7 @@ from .engine_link import (
     TransferSummary,
     Work,
 )
-from .output_chunk import OutputChunk, RequestResult, Sink
+from .output_chunk import ChunkQueue, OutputChunk, RequestResult
 from .suspects import EngineDeaths, Suspects
 from .token_order import PromptScores
 
@@ -89,7 +89,7 @@ class Session:
         deadline_s: float,
         arrived: Stamp,
         text: TextStream,
-        sink: Sink,
+        sink: ChunkQueue,
         router: Router,
         clock: Clock,
         entropy: Entropy,

@@ -129,11 +129,6 @@ class Tokenizer:
             refuses_special,
         )
 
-    @property
-    def vocab_size(self) -> int:
-        """Ids that the tokenizer knows, added tokens included; a model may have more."""
-        return self._library.get_vocab_size(with_added_tokens=True)
-
     async def encode(
         self,
         text: str,
@@ -234,8 +229,6 @@ class Tokenizer:
 
 class NoTokenizer:
     """In a `Tokenizer`'s place where there is none: token ids are served, text is refused."""
-
-    vocab_size = 0
 
     async def encode(
         self, text: str, *, param: str = "prompt", **options: object
