@@ -34,8 +34,7 @@ class QueueLimit:
     """The rule of one gateway. `max_queue_s` None: a request's deadline alone bounds its wait."""
 
     def __init__(self, table: EngineTable, queue: DispatchQueue, max_queue_s: float | None) -> None:
-        self._table = table
-        self._queue = queue
+        self._table, self._queue = table, queue
         self._max_queue_s = math.inf if max_queue_s is None else max_queue_s
 
     def check(

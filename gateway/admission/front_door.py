@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ...core.errors import BatonError, Cancelled, Unavailable, public_error
 from ...core.ports import Clock, Entropy
@@ -100,43 +100,29 @@ class RunningCall:
         self._observers.chunk_delivered(self.record, chunk, now_s)
 
 
+@dataclass(eq=False)
 class FrontDoor:
     """The service behind all fronts. `is_draining`: set it, and new generations are refused.
 
     `arrivals`: where a front has a new call wait before it looks at it; `large_bodies`: held while
-    one is parsed.
+    one is parsed. `_ends` spaces the ends of calls: none waits for calls that arrive.
     """
 
-    def __init__(
-        self,
-        model: ServedModel,
-        sessions: SessionTable,
-        table: EngineTable,
-        tenancy: Tenancy,
-        clock: Clock,
-        entropy: Entropy,
-        session_limits: SessionLimits,
-        max_request_s: float,
-        observers: CallObserver,
-        *,
-        max_queue_s: float | None = None,
-        keeps_prompts: bool = False,
-    ) -> None:
-        self.is_draining = False
-        self.arrivals = LoopPacing()
-        self.large_bodies = asyncio.Lock()
-        self._ends = LoopPacing()  # of their own: no end waits for calls that arrive
-        self.model = model
-        self._sessions = sessions
-        self._table = table
-        self._tenancy = tenancy
-        self._clock = clock
-        self._entropy = entropy
-        self._session_limits = session_limits
-        self._max_request_s = max_request_s
-        self._observers = observers
-        self._queue_limit = QueueLimit(table, sessions.queue, max_queue_s)
-        self._keeps_prompts = keeps_prompts
+    model: ServedModel
+    _sessions: SessionTable
+    _table: EngineTable
+    _tenancy: Tenancy
+    _clock: Clock
+    _entropy: Entropy
+    _session_limits: SessionLimits
+    _max_request_s: float
+    _observers: CallObserver
+    _queue_limit: QueueLimit
+    keeps_prompts: bool = False
+    is_draining: bool = False
+    arrivals: LoopPacing = field(default_factory=LoopPacing)
+    large_bodies: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _ends: LoopPacing = field(default_factory=LoopPacing)
 
     @property
     def limits(self) -> ModelLimits:
@@ -210,7 +196,7 @@ class FrontDoor:
                 sampling=request.sampling,
                 # What the client sent, as text: ids as such.
                 prompt=(wire.text or str(request.prompt_token_ids.tolist()))
-                if self._keeps_prompts
+                if self.keeps_prompts
                 else None,
                 token_times=[[] for _ in range(request.options.n)],
             )

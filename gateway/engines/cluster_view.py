@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
 
 from ...cluster.secret import ClusterSecret
 from ...cluster.tls import ClusterTls
@@ -27,37 +28,26 @@ _RETRY_MIN_S = 0.05
 _RETRY_MAX_S = 2.0
 
 
+@dataclass(eq=False)
 class ClusterView:
     """`run` follows the directory until cancelled; `close` ends all links.
 
-    `on_change`: called when engines, links, roles or loads have changed, before `sessions` use it.
+    `_on_change`: called when engines, links, roles or loads have changed, before sessions see it.
     """
 
-    def __init__(
-        self,
-        directory: Directory,
-        model: str,
-        secret: ClusterSecret,
-        clock: Clock,
-        table: EngineTable,
-        sessions: SessionTable,
-        on_change: Callable[[], None],
-        silence_s: float,
-        tls: ClusterTls | None = None,
-    ) -> None:
-        self._tls = tls
-        self._directory = directory
-        self._model = model
-        self._secret = secret
-        self._clock = clock
-        self._table = table
-        self._sessions = sessions
-        self._on_change = on_change
-        self._silence_s = silence_s
-        self._listed: dict[str, Member] = {}
-        self._foreign: set[str] = set()
-        self._reported_s = -_REPORT_S
-        self._keepers: dict[str, asyncio.Task[None]] = {}
+    _directory: Directory
+    _model: str
+    _secret: ClusterSecret
+    _clock: Clock
+    _table: EngineTable
+    _sessions: SessionTable
+    _on_change: Callable[[], None]
+    _silence_s: float
+    _tls: ClusterTls | None = None
+    _listed: dict[str, Member] = field(default_factory=dict)
+    _foreign: set[str] = field(default_factory=set)
+    _reported_s: float = -_REPORT_S
+    _keepers: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
     def members(self) -> list[Member]:
         """Every engine of this model that is listed or linked."""

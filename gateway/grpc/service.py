@@ -7,6 +7,7 @@ Beside it there is vLLM's, where its stubs are installed: with the extra `smg`.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf.runtime_version import VersionError
@@ -27,14 +28,14 @@ from .grpc_calls import Context, answering, call_options, caller_of, send_node_n
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class InferenceService(inference_pb2_grpc.InferenceServicer):
     """baton.v1.Inference."""
 
-    def __init__(self, door: FrontDoor, gate: Gate, table: EngineTable, view: ClusterView) -> None:
-        self._door = door
-        self._gate = gate
-        self._table = table
-        self._view = view
+    _door: FrontDoor
+    _gate: Gate
+    _table: EngineTable
+    _view: ClusterView
 
     async def Generate(self, wire: inference_pb2.GenerateRequest, context: Context) -> None:
         await self._door.arrivals.take()

@@ -33,6 +33,7 @@ from ...prefix_index.follower import Follower
 from ...prefix_index.mirror import PrefixMirror
 from ...prefix_index.redis_link import RedisIndexLink
 from ...proto.v1 import inference_pb2, inference_pb2_grpc
+from ..admission.admission import QueueLimit
 from ..admission.front_door import FrontDoor
 from ..engines.cluster_view import ClusterView
 from ..engines.engine_table import EngineTable
@@ -136,7 +137,7 @@ class Gateway:
             session_limits,
             config.max_request_s,
             self._telemetry.observers,
-            max_queue_s=config.max_queue_s,
+            QueueLimit(self._table, queue, config.max_queue_s),
             keeps_prompts=config.log_prompts,
         )
         self._service = InferenceService(self._door, security.gate, self._table, self._view)
