@@ -167,7 +167,10 @@ def build_request(
             raise InvalidRequest("a prompt is text; ids go as prompt_token_ids", "prompt")
         _set(request, "text", prompt, param="prompt")
     if prompt_token_ids is not None:
-        request.token_ids.packed = _packed(prompt_token_ids)
+        try:
+            request.token_ids.packed = pack(prompt_token_ids)
+        except (TypeError, OverflowError) as error:
+            raise _cannot_be("prompt", prompt_token_ids, error) from error
     return request, timeout_s
 
 
@@ -184,13 +187,6 @@ def _set(message: Message, name: str, value: Any, param: str | None = None) -> N
             getattr(message, name).extend(value)
     except (TypeError, ValueError, AttributeError) as error:
         raise _cannot_be(param or name, value, error) from error
-
-
-def _packed(token_ids: Sequence[int]) -> bytes:
-    try:
-        return pack(token_ids)
-    except (TypeError, OverflowError) as error:
-        raise _cannot_be("prompt", token_ids, error) from error
 
 
 def _cannot_be(param: str, value: Any, error: Exception) -> InvalidRequest:

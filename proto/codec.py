@@ -176,10 +176,7 @@ def stamps_to_wire(stamps: Sequence[Stamp]) -> list[common_pb2.TimelineEvent]:
 
 def stamps_from_wire(wire: Sequence[common_pb2.TimelineEvent]) -> list[Stamp]:
     """Decode events; raises InvalidRequest on a name that is not in core/request/timeline.py."""
-    try:
-        return [Stamp(Event(e.event), e.unix_ns, e.node) for e in wire]
-    except ValueError as error:
-        raise InvalidRequest(f"unknown timeline event: {error}") from error
+    return [Stamp(_event(e.event), e.unix_ns, e.node) for e in wire]
 
 
 def node_stamps_to_wire(stamps: Sequence[NodeStamp]) -> list[node_pb2.NodeEvent]:
@@ -188,7 +185,11 @@ def node_stamps_to_wire(stamps: Sequence[NodeStamp]) -> list[node_pb2.NodeEvent]
 
 def node_stamps_from_wire(wire: Sequence[node_pb2.NodeEvent]) -> list[NodeStamp]:
     """The reverse; raises InvalidRequest as `stamps_from_wire` does."""
+    return [NodeStamp(_event(e.event), e.monotonic_ns) for e in wire]
+
+
+def _event(name: str) -> Event:
     try:
-        return [NodeStamp(Event(e.event), e.monotonic_ns) for e in wire]
+        return Event(name)
     except ValueError as error:
         raise InvalidRequest(f"unknown timeline event: {error}") from error

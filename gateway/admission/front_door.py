@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 
-from ...core.errors import BatonError, Cancelled, Unavailable, public_error
+from ...core.errors import BatonError, Cancelled, InvalidRequest, Unavailable, public_error
 from ...core.ports import Clock, Entropy
 from ...core.request.timeline import Event, Stamp
 from ...proto.v1 import inference_pb2
@@ -26,7 +26,7 @@ from ..security.tenancy import ADMIN, INFER, Caller, Tenancy, TenantAdmission
 from ..telemetry.calls.call_records import CallObserver, CallRecord
 from ..text.special_tokens import Spans
 from ..text.text_stream import TextStream
-from ..validation.served_model import ServedModel, unsupported
+from ..validation.served_model import ServedModel
 from ..validation.validation import (
     ModelLimits,
     ValidatedRequest,
@@ -252,8 +252,6 @@ class FrontDoor:
         """Report a call that no known caller made to the observers."""
         self._observers.call_refused(Caller("", frozenset(), front), error)
 
-    # --- one call ---------------------------------------------------------------------------------
-
     @contextmanager
     def _admitted(self, caller: Caller) -> Iterator[TenantAdmission]:
         """Take a call in for the block; raises before anything of it was looked at.
@@ -289,7 +287,7 @@ class FrontDoor:
         request = check_request(wire, limits)
         if request.sampling.constraint is not None:
             if (refusal := self.constraint_refusal) is not None:
-                raise unsupported(refusal)
+                raise InvalidRequest(refusal, "constraint", "unsupported_parameter")
             await self.model.constraints.check(request.sampling.constraint)
         prompt = await self.model.prompt_token_ids(
             request, wire.text, limits.max_model_len, special_at

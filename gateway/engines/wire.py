@@ -19,7 +19,7 @@ from ...core.request.timeline import NodeStamp, Stamp
 from ...proto import codec
 from ...proto.v1 import inference_pb2, node_pb2
 from ..request.engine_link import EngineOutput, PlainToken, TransferSummary, Work
-from ..request.output_chunk import OutputChunk, RequestResult
+from ..request.output_chunk import OutputChunk
 from .engine_table import EngineCounters, ReportedLoad
 from .prefill_backlog import measured_cost
 
@@ -113,25 +113,23 @@ def chunk_to_wire(request_id: str, chunk: OutputChunk) -> inference_pb2.Generate
         wire.logprobs.extend(map(codec.logprobs_to_wire, chunk.logprobs))
     if chunk.prompt_logprobs:
         wire.prompt_logprobs.extend(map(codec.logprobs_to_wire, chunk.prompt_logprobs))
-    if chunk.result is not None:
-        wire.finish_reason = codec.finish_to_wire(chunk.result.finish_reason)
-        wire.matched_stop = chunk.result.matched_stop or ""
-        wire.result.CopyFrom(_result_to_wire(chunk.result))
+    if (result := chunk.result) is not None:
+        transfer = result.transfer
+        wire.finish_reason = codec.finish_to_wire(result.finish_reason)
+        wire.matched_stop = result.matched_stop or ""
+        wire.result.CopyFrom(
+            inference_pb2.Result(
+                prompt_tokens=result.prompt_tokens,
+                completion_tokens=result.completion_tokens,
+                cached_tokens=result.cached_tokens,
+                prefill_node=result.prefill_node,
+                decode_node=result.decode_node or "",
+                transfer_bytes=transfer.num_bytes if transfer else 0,
+                transfer_cached_tokens=transfer.cached_tokens if transfer else 0,
+                transport=transfer.transport if transfer else "",
+                attempts=result.attempts,
+                seed=result.seed,
+                timeline=codec.stamps_to_wire(result.timeline),
+            )
+        )
     return wire
-
-
-def _result_to_wire(result: RequestResult) -> inference_pb2.Result:
-    transfer = result.transfer
-    return inference_pb2.Result(
-        prompt_tokens=result.prompt_tokens,
-        completion_tokens=result.completion_tokens,
-        cached_tokens=result.cached_tokens,
-        prefill_node=result.prefill_node,
-        decode_node=result.decode_node or "",
-        transfer_bytes=transfer.num_bytes if transfer else 0,
-        transfer_cached_tokens=transfer.cached_tokens if transfer else 0,
-        transport=transfer.transport if transfer else "",
-        attempts=result.attempts,
-        seed=result.seed,
-        timeline=codec.stamps_to_wire(result.timeline),
-    )

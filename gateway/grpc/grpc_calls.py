@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -85,11 +86,11 @@ def send_node_names(context: Context, result: RequestResult) -> None:
     context.set_trailing_metadata(tuple(ascii_names))
 
 
+@dataclass(frozen=True, slots=True)
 class Parsing:
     """A server as generated code sees it while it adds a service."""
 
-    def __init__(self, server: grpc.aio.Server) -> None:
-        self._server = server
+    _server: grpc.aio.Server
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
         self._server.add_generic_rpc_handlers(tuple(map(_Handlers, handlers)))

@@ -51,15 +51,10 @@ class DispatchQueue:
     def __len__(self) -> int:
         return len(self._counted)
 
-    def __contains__(self, session: Session) -> bool:
-        return session in self._counted
-
     @property
     def is_due(self) -> bool:
         """Whether what waits may find a place since `advance`."""
         return bool(self._counted) and (self._has_changed or bool(self._released))
-
-    # --- sessions come and go ---------------------------------------------------------------------
 
     def add(self, session: Session) -> None:
         """A new session, behind its caller's others."""
@@ -104,8 +99,6 @@ class DispatchQueue:
             del self._held[caller_id][session]
             if not self._held[caller_id]:
                 del self._held[caller_id]
-
-    # --- dispatching ------------------------------------------------------------------------------
 
     def advance(self, try_dispatch: Callable[[Session], None]) -> None:
         """Let sessions try, in their order, until one finds no place."""
@@ -165,8 +158,6 @@ class DispatchQueue:
             self._make_eligible(held.popitem(last=False)[0])
         if not held:
             self._held.pop(caller_id, None)
-
-    # --- counting ---------------------------------------------------------------------------------
 
     def _count(self, session: Session) -> None:
         demand = session.demand

@@ -116,7 +116,10 @@ def add_key(
     entry = {"id": digest[:8], "sha256": digest, "tenant": tenant, "scopes": sorted(scopes)}
     try:
         with _locked(path):
-            document = _read_document(path)
+            document: dict[str, Any] = {"tenants": {}, "keys": []}
+            if path.exists():
+                load_keys(path)
+                document = json.loads(path.read_bytes())
             settings = document["tenants"].setdefault(tenant, {})
             settings.update(limits or {})
             if models is not None:
@@ -128,13 +131,6 @@ def add_key(
     except (BadKeyFile, OSError) as error:
         raise StartupFailed(f"cannot add a key to {path}: {error}") from error
     return key
-
-
-def _read_document(path: Path) -> Any:
-    if not path.exists():
-        return {"tenants": {}, "keys": []}
-    load_keys(path)
-    return json.loads(path.read_bytes())
 
 
 @contextlib.contextmanager

@@ -145,14 +145,11 @@ class WholeTexts(dict[int, str | None]):
         self._left_out = hidden_ids | library.get_added_tokens_decoder().keys()
 
     def __missing__(self, token_id: int) -> str | None:
-        text = self[token_id] = self._find(token_id)
-        return text
-
-    def _find(self, token_id: int) -> str | None:
-        if not self._is_byte_level or token_id in self._left_out:
-            return None
-        text = decode_few(self._library, [token_id])
-        return text if text and _REPLACEMENT not in text else None
+        text = ""
+        if self._is_byte_level and token_id not in self._left_out:
+            text = decode_few(self._library, [token_id])
+        self[token_id] = text if text and _REPLACEMENT not in text else None
+        return self[token_id]
 
 
 class Detokenizer:

@@ -38,9 +38,9 @@ class ConstraintCheck:
         return self._grammars.refusal
 
     async def check(self, constraint: Constraint) -> None:
-        """Raises InvalidRequest saying what is wrong with it, Overloaded."""
+        """Raises InvalidRequest with what is wrong, Overloaded."""
         if self.refusal is not None:
-            raise unsupported(self.refusal)
+            raise InvalidRequest(self.refusal, "constraint", "unsupported_parameter")
         if self._grammars.is_kept(constraint):
             return
         if self._num_waiting >= _MAX_WAITING:
@@ -58,11 +58,6 @@ class ConstraintCheck:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-def unsupported(reason: str) -> InvalidRequest:
-    """What a request with a constraint is refused with where there are none."""
-    return InvalidRequest(reason, "constraint", "unsupported_parameter")
 
 
 @dataclass(frozen=True, slots=True)

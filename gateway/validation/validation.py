@@ -176,9 +176,6 @@ def _fitting_max_tokens(num_prompt: int, max_tokens: int | None, limits: ModelLi
     return min(context, total_room) - num_prompt if max_tokens is None else max_tokens
 
 
-# --- parameters -----------------------------------------------------------------------------------
-
-
 def check_sampling(wire: common_pb2.SamplingParams, vocab_size: int) -> SamplingParams:
     """Raises InvalidRequest. Absent fields have the defaults of SamplingParams."""
     given = _checked(given_sampling(wire), SAMPLING, vocab_size)
@@ -211,16 +208,13 @@ def _constraint(wire: common_pb2.SamplingParams) -> Constraint | None:
         message = "ignore_eos cannot go with a constraint: EOS ends what matches"
         raise InvalidRequest(message, "ignore_eos", "invalid_value")
     if constraint.kind is ConstraintKind.CHOICE:
-        _check_choices(wire.choice.values)
+        values = wire.choice.values
+        if len(values) > MAX_CHOICES:
+            message = f"constraint has more than {MAX_CHOICES} choices"
+            raise InvalidRequest(message, "constraint", "array_too_long")
+        if not values or not all(values):
+            message = "constraint must have choices, and none of them empty"
+            raise InvalidRequest(message, "constraint", "invalid_schema")
     elif not constraint.source:
         raise InvalidRequest("constraint is empty", "constraint", "invalid_schema")
     return constraint
-
-
-def _check_choices(values: Sequence[str]) -> None:
-    if len(values) > MAX_CHOICES:
-        message = f"constraint has more than {MAX_CHOICES} choices"
-        raise InvalidRequest(message, "constraint", "array_too_long")
-    if not values or not all(values):
-        message = "constraint must have choices, and none of them empty"
-        raise InvalidRequest(message, "constraint", "invalid_schema")
