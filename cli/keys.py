@@ -7,8 +7,8 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from ..gateway.request.caller import Limits
 from ..gateway.security.key_file import add_key
+from ..gateway.security.tenancy import Limits
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import aclosing
 
-from ..core.request.block_hash import BlockHash
+from ..core.request.token_ids import BlockHash
 from .link import FollowerLink, IndexAway
 from .messages import BadMessage, Snapshot, SnapshotChunk, decode
 from .mirror import AskSnapshot, PrefixMirror, ReadSnapshot

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-from ..core.request.block_hash import BlockHash
+from ..core.request.token_ids import BlockHash
 from .messages import MAX_HASHES, Delta, Head, Snapshot, SnapshotChunk, pieces
 from .net_changes import NetChanges
 

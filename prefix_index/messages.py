@@ -15,7 +15,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ..core.request.block_hash import BlockHash
+from ..core.request.token_ids import BlockHash
 
 HASH_BYTES = 16
 MAX_HASHES = 4000  # in one message

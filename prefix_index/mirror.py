@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..core.ports import Clock
-from ..core.request.block_hash import BlockHash
+from ..core.request.token_ids import BlockHash
 from .messages import MAX_HASHES, BadMessage, Delta, Head, Snapshot, SnapshotChunk, decode
 
 STALE_S = 60.0  # an engine that the index does not hear of for so long counts as empty

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..core.request.block_hash import BlockHash
+from ..core.request.token_ids import BlockHash
 
 
 class NetChanges:

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from baton.core.ports import SystemClock
 from baton.core.request.request import FinishReason
 from baton.core.request.timeline import Event, Stamp
-from baton.gateway.request.caller import anyone
 from baton.gateway.request.engine_link import TransferSummary
 from baton.gateway.request.output_chunk import OutputChunk, RequestResult
+from baton.gateway.security.tenancy import anyone
 from baton.gateway.telemetry.call_feed import CallFeed
 from baton.gateway.telemetry.calls.call_record import CallRecord, SloTargets
 from baton.gateway.telemetry.metrics.metric_store import MetricStore

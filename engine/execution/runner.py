@@ -19,7 +19,6 @@ import torch
 from ...core.config import EngineConfig
 from ...core.errors import EngineFailed, StartupFailed
 from ...core.model_dir import eos_token_ids, resolve_model_dir
-from ...core.request.parameters import Number
 from ...core.request.request import SAMPLING, SamplingParams
 from ...kernels.attention.attention import AttentionBackend
 from ...kernels.kv.kv_blocks import copy_blocks
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
     from .gpu_steps import GpuSteps  # needs Triton
 
 # What a step may need most memory for: every row sampled with all there is.
-_NUMBERS: dict[str, Any] = {n: 0.5 for n, one in SAMPLING.items() if isinstance(one.kind, Number)}
+_NUMBERS: dict[str, Any] = {n: 0.5 for n, one in SAMPLING.items() if isinstance(one.default, float)}
 _DEAREST_PARAMS = SamplingParams(top_k=50, logit_bias=((0, 1.0),), logprobs=20, **_NUMBERS)
 
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...core.request.block_hash import BlockHash
+from ...core.request.token_ids import BlockHash
 from .generations import Generations
 
 PADDING_BLOCK = 0

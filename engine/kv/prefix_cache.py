@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from ...core.request.block_hash import BlockHash
+from ...core.request.token_ids import BlockHash
 from .block_pool import BlockPool
 
 

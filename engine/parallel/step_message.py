@@ -18,7 +18,6 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from ...core.request.parameters import Number
 from ...core.request.request import SAMPLING, SamplingParams
 from ...core.request.token_ids import column
 from ..execution.batch import SampleSpec, SequenceSlice
@@ -28,7 +27,7 @@ _SLICE = ("tokens", "start", "blocks", "follows", "kind", "targets", "first_targ
 _ALL, _PLAIN, _NOTHING = 2, 1, 0  # the kinds of a slice's sampling
 # Every parameter that is a number; the others beside them are judged by rank 0, or are temperature,
 # top_k, logprobs and logit_bias.
-_NUMBERS = [n for n, p in SAMPLING.items() if isinstance(p.kind, Number) and n != "temperature"]
+_NUMBERS = [n for n, p in SAMPLING.items() if isinstance(p.default, float) and n != "temperature"]
 _numbers_of = attrgetter(*_NUMBERS)
 _PLAIN_NUMBERS = _numbers_of(SamplingParams())
 # _NUMBERS; top_k, logprobs; entries of bias, forbidden, counts, forks; words of the mask of allowed

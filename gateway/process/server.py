@@ -10,7 +10,6 @@ import gc
 import logging
 import math
 import sys
-from collections.abc import Sequence
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -34,19 +33,18 @@ from ...prefix_index.follower import Follower
 from ...prefix_index.mirror import PrefixMirror
 from ...prefix_index.redis_link import RedisIndexLink
 from ...proto.v1 import inference_pb2, inference_pb2_grpc
+from ..admission.admission import QueueLimit
 from ..admission.front_door import FrontDoor
 from ..engines.cluster_view import ClusterView
 from ..engines.engine_table import EngineTable
-from ..grpc.extra_services import add_extra_services
-from ..grpc.grpc_calls import abort
-from ..grpc.parsing import Parsing
-from ..grpc.service import InferenceService
+from ..grpc.grpc_calls import Parsing
+from ..grpc.service import InferenceService, add_extra_services
 from ..http.app import HttpServer, build_app
 from ..http.chat.chat import CHAT_MODEL
 from ..http.protocol.access import Access
 from ..http.protocol.app_state import AppState
 from ..request.dispatch_queue import DispatchQueue
-from ..request.engine_link import Avoid, Demand, EngineOutput, PlainToken
+from ..request.engine_link import Avoid, Demand
 from ..request.session import SessionLimits
 from ..request.session_table import SessionTable
 from ..security.setup import Security
@@ -114,7 +112,8 @@ class Gateway:
             secret,
             clock,
             self._table,
-            self,
+            self._sessions,
+            self._note_readiness,
             config.heartbeat_timeout_s,
             security.cluster_tls,
         )
@@ -139,7 +138,7 @@ class Gateway:
             session_limits,
             config.max_request_s,
             self._telemetry.feed,
-            max_queue_s=config.max_queue_s,
+            QueueLimit(self._table, queue, config.max_queue_s),
             keeps_prompts=config.log_prompts,
         )
         self._service = InferenceService(self._door, security.gate, self._table, self._view)
@@ -189,7 +188,7 @@ class Gateway:
 
     async def start(self) -> None:
         """Begin to listen and to look for engines."""
-        parsing = Parsing(self._server, abort)
+        parsing = Parsing(self._server)
         inference_pb2_grpc.add_InferenceServicer_to_server(self._service, parsing)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, parsing)  # type: ignore[no-untyped-call]
         door, gate, table = self._door, self._gate, self._table
@@ -287,23 +286,11 @@ class Gateway:
         for name in self._service_names:
             await self._health.set(name, status)
 
-    # --- cluster_view.EngineEvents ----------------------------------------------------------------
-
-    def engine_outputs(self, incarnation: str, outputs: Sequence[EngineOutput]) -> None:
-        self._sessions.engine_outputs(incarnation, outputs)
-
-    def engine_tokens(self, incarnation: str, tokens: Sequence[PlainToken]) -> None:
-        self._sessions.engine_tokens(incarnation, tokens)
-
-    def engine_lost(self, incarnation: str, *, has_died: bool) -> None:
-        self._sessions.engine_lost(incarnation, has_died=has_died)
-
-    def cluster_changed(self, *, is_load_only: bool) -> None:
+    def _note_readiness(self) -> None:
         is_ready = not self._table.why_not_ready()
         if is_ready != self._is_ready.is_set():
             self._is_ready.set() if is_ready else self._is_ready.clear()
             self._readiness_changed.set()
-        self._sessions.cluster_changed(is_load_only=is_load_only)
 
 
 def _server_options(max_num_requests: int, *, shares_port: bool) -> tuple[tuple[str, int], ...]:

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from ...core.errors import BatonError
 from ...core.ports import Clock
 from ...core.request.timeline import Event
-from ..request.caller import Caller
 from ..request.output_chunk import OutputChunk, RequestResult
+from ..security.tenancy import Caller
 from .calls.call_figures import call_figures, times_of
 from .calls.call_record import CallFigures, CallRecord, SloTargets
 from .metrics import metric_table as table

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ...core.errors import BatonError
-from ...core.request.block_hash import BlockHash
 from ...core.request.request import Ticket
+from ...core.request.token_ids import BlockHash
 from ...engine.kv.block_pool import BlockRef
 from ..window.block_pairs import BlockPairs
 from ..window.transport import PullOutcome

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...core.errors import HandoffFailed
-from ...core.request.block_hash import BlockHash
+from ...core.request.token_ids import BlockHash
 from .messages import HandoffState, Manifest
 
 

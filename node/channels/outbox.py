@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ...core.errors import BatonError
-from ...core.request.block_hash import BlockHash
+from ...core.request.token_ids import BlockHash
 from ...prefix_index.messages import join_hashes
 from ...prefix_index.net_changes import NetChanges
 from ...proto.v1 import engine_pb2, handoff_pb2, node_pb2

@@ -26,9 +26,9 @@ from baton.gateway.engines.engine_table import EngineTable, LinkedEngine, Report
 from baton.gateway.http.dashboard.roster import EngineRoster
 from baton.gateway.http.dashboard.routes import add_dashboard
 from baton.gateway.http.dashboard.snapshot import SnapshotFeed
-from baton.gateway.request.caller import Caller
 from baton.gateway.request.engine_link import TransferSummary
 from baton.gateway.request.output_chunk import OutputChunk, RequestResult
+from baton.gateway.security.tenancy import Caller
 from baton.gateway.telemetry.call_feed import CallFeed
 from baton.gateway.telemetry.calls.call_record import CallRecord, SloTargets
 from baton.gateway.telemetry.metrics.metric_store import MetricStore

@@ -20,7 +20,7 @@ from fakes.handoff import handoff_checks as checks
 from fakes.handoff.handoff_checks import search
 from fakes.handoff.memory_transport import MemoryPull
 
-from baton.core.request import block_hash
+from baton.core.request import token_ids
 from baton.decode_node.windows import Windows
 from baton.engine.kv.block_pool import BlockPool
 from baton.engine.kv.prefix_cache import PrefixCache
@@ -317,7 +317,7 @@ BUGS = [
     Bug(
         "a block's hash forgets what came before it",
         "equal words behind different beginnings share their KV",
-        block_hash.block_hashes,
+        token_ids.block_hashes,
         [("parent + block", "block")],
         checks.prompts_that_share_blocks_get_their_own_tokens,
         owner=sequence,

@@ -22,10 +22,9 @@ from ....core.errors import BatonError, InvalidRequest
 from ....core.request.logprobs import TokenLogprobs
 from ....proto.v1 import inference_pb2
 from ...admission.front_door import RunningCall
-from ...request.chunk_queue import merged
-from ...request.output_chunk import OutputChunk
+from ...request.output_chunk import OutputChunk, merged
 from ...text.special_tokens import Spans
-from ...text.token_text import TokenText
+from ...text.text_stream import TokenText
 from ...validation.validation import check_label
 from ..protocol.answers import (
     Answer,

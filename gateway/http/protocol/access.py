@@ -18,9 +18,8 @@ from aiohttp import web
 
 from ....core.config import GatewayConfig
 from ....core.errors import PermissionDenied, Unauthenticated
-from ...request.caller import ADMIN, INFER, METRICS, Caller, anyone
-from ...security.browser_session import COOKIE, BrowserSessions
-from ...security.gate import Gate
+from ...security.gate import COOKIE, BrowserSessions, Gate
+from ...security.tenancy import ADMIN, INFER, METRICS, Caller, anyone
 from .app_state import APP_STATE, CALLER
 from .connections import check_head
 from .errors import Handler, Refusal
@@ -83,7 +82,7 @@ class Access:
         scope = scope_of(request.path, exists=request.match_info.http_exception is None)
         if scope is None:
             return anyone("http")
-        if not self._gate.asks_for_keys:
+        if not self._gate.requires_keys:
             return self._gate.caller((), "http", _peer(request))
         shown = request.headers.getall("Authorization", [])
         cookie = request.cookies.get(COOKIE)

@@ -3,8 +3,8 @@
     arrived ─gateway_queue─ routed ─prefill_queue─ prefill_started ─prefill─ first_token
       ─kv_transfer─ transfer_ended ─decode_queue─ decode_started ─first_decode─ second token
 `kv_transfer` is the part of the pull that the client waits for: a pull begins beside the prefill.
-The second token counts when it is delivered. All stamps are on the gateway's clock (node_clock.py):
-no stage depends on two hosts' wall clocks. A stage that would be negative is 0.
+The second token counts when it is delivered. All stamps are on the gateway's clock
+(engines/wire.py): no stage depends on two hosts' wall clocks. A stage that would be negative is 0.
 
 A delivery of several tokens is one point in time: the tokens behind its first have no gap of their
 own, so a client that reads slowly does not make the gaps look small.

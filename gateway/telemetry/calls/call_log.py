@@ -10,7 +10,7 @@ import logging
 
 from ....core.errors import BatonError
 from ....core.process.logs import fields
-from ...request.caller import Caller
+from ...security.tenancy import Caller
 from .call_record import CallFigures, CallRecord, description
 
 log = logging.getLogger(__name__)

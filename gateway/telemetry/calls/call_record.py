@@ -11,8 +11,8 @@ from typing import Any
 
 from ....core.errors import BatonError
 from ....core.request.request import SamplingParams
-from ...request.caller import Caller
 from ...request.output_chunk import RequestResult
+from ...security.tenancy import Caller
 
 
 @dataclass(slots=True)

@@ -47,6 +47,7 @@ from baton.gateway.engines.cluster_view import ClusterView
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.process.server import Gateway, serve
 from baton.gateway.request.session import SessionLimits
+from baton.gateway.request.session_table import SessionTable
 from baton.gateway.telemetry.metrics.tally import Tally
 from baton.prefix_index.mirror import PrefixMirror
 from baton.proto.v1 import inference_pb2, inference_pb2_grpc
@@ -360,16 +361,10 @@ async def test_a_lost_node_is_replaced_under_the_stream(world: World, lost: str)
 
 
 async def test_engines_that_do_not_answer_are_tried_until_they_are_not_listed() -> None:
-    class NobodyListens:
-        def engine_outputs(self, incarnation: str, outputs: object) -> None: ...
-        def engine_tokens(self, incarnation: str, tokens: object) -> None: ...
-        def engine_lost(self, incarnation: str, *, has_died: bool) -> None: ...
-        def cluster_changed(self, *, is_load_only: bool) -> None: ...
-
-    directory, table = FakeDirectory(), EngineTable(PrefixMirror(SystemClock()))
-    view = ClusterView(
-        directory, "demo", ClusterSecret(SECRET), SystemClock(), table, NobodyListens(), 1.2
-    )
+    clock = SystemClock()
+    directory, table = FakeDirectory(), EngineTable(PrefixMirror(clock))
+    sessions, secret = SessionTable(clock, 1), ClusterSecret(SECRET)
+    view = ClusterView(directory, "demo", secret, clock, table, sessions, lambda: None, 1.2)
     following = asyncio.create_task(view.run())
     node = await FakeNode(Role.DECODE, "d", "1" * 32, secret=SECRET).start()
     await node.kill()

@@ -22,7 +22,7 @@ from baton.cluster.redis_server import RedisServer, find_redis_server
 from baton.cluster.secret import ClusterSecret
 from baton.core.config import EngineConfig, UpConfig
 from baton.core.ports import SystemClock
-from baton.core.request.block_hash import BlockHash
+from baton.core.request.token_ids import BlockHash
 from baton.prefix_index.follower import Follower
 from baton.prefix_index.journal import CacheJournal
 from baton.prefix_index.messages import MAX_MESSAGE_BYTES, Delta, decode, encode

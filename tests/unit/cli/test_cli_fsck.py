@@ -17,7 +17,7 @@ from baton.cli.cluster.published import count_published
 from baton.cli.cluster.survey import EngineView, Survey
 from baton.cli.host.finding import Finding, Level
 from baton.core.membership import Member, Role
-from baton.core.request.block_hash import BlockHash
+from baton.core.request.token_ids import BlockHash
 from baton.prefix_index.journal import CacheJournal
 from baton.prefix_index.messages import encode
 

@@ -11,7 +11,7 @@ from fakes.clock import FakeClock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core.request.block_hash import BlockHash, block_hashes, root_hash
+from baton.core.request.token_ids import BlockHash, block_hashes, root_hash
 from baton.prefix_index.journal import CacheJournal
 from baton.prefix_index.messages import (
     MAX_HASHES,

@@ -11,7 +11,7 @@ from fakes.clock import FakeClock
 from fakes.index_link import FakeIndexLink
 
 from baton.core.ports import SystemClock
-from baton.core.request.block_hash import BlockHash
+from baton.core.request.token_ids import BlockHash
 from baton.prefix_index import mirror as mirror_module
 from baton.prefix_index import publisher as publisher_module
 from baton.prefix_index.follower import Follower

@@ -27,7 +27,7 @@ from baton.gateway.http.generate.completions import (
 from baton.gateway.http.generate.responses import prompt_logprobs
 from baton.gateway.http.protocol.answers import json_text
 from baton.gateway.request.output_chunk import OutputChunk, RequestResult
-from baton.gateway.text.token_text import TokenText
+from baton.gateway.text.text_stream import TokenText
 from baton.gateway.text.tokenizer import Tokenizer
 
 
@@ -276,6 +276,6 @@ async def test_tokens_alone_as_bytes() -> None:
     assert b"".join(tokenizer.token(i).data for i in ids) == text.encode()
     assert tokenizer.token(0).text == "<|endoftext|>"
     assert tokenizer.token(10**6) == TokenText("", b"")
-    names = {tokenizer.token(i).name for i in range(tokenizer.vocab_size)}
-    assert len(names) == tokenizer.vocab_size
+    num_ids = tokenizer._library.get_vocab_size()
+    assert len({tokenizer.token(i).name for i in range(num_ids)}) == num_ids
     tokenizer.close()

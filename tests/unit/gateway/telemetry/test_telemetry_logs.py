@@ -13,7 +13,7 @@ from fakes.gateway.calls import PlayedCall, feed_of
 from baton.core.config import GatewayConfig
 from baton.core.errors import EngineFailed, InvalidRequest, StartupFailed
 from baton.core.process.logs import ALIKE_S, MAX_ALIKE, FloodGate, JsonLines, fields, set_up_logging
-from baton.gateway.request.caller import anyone
+from baton.gateway.security.tenancy import anyone
 from baton.gateway.telemetry.calls.call_log import log_ended, log_refused
 
 

@@ -23,7 +23,7 @@ from baton.gateway.engines.engine_table import (
     LinkedEngine,
     ReportedLoad,
 )
-from baton.gateway.request.caller import anyone
+from baton.gateway.security.tenancy import anyone
 from baton.gateway.telemetry.call_feed import CallFeed
 from baton.gateway.telemetry.calls.call_record import SloTargets
 from baton.gateway.telemetry.metrics import metric_store, metric_table

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from baton.core.errors import Cancelled, EngineFailed, InvalidRequest
 from baton.core.metrics import TokenTimes, percentile
-from baton.gateway.request.caller import anyone
+from baton.gateway.security.tenancy import anyone
 from baton.gateway.telemetry.call_feed import CallFeed
 from baton.gateway.telemetry.calls.call_record import SloTargets
 from baton.gateway.telemetry.metrics.tally import MAX_ERROR, Histogram
