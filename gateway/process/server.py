@@ -30,8 +30,7 @@ from ...core.process import descriptors
 from ...core.process.logs import set_up_logging
 from ...core.process.loop_watch import show_turns
 from ...core.process.stop_signals import StopSignals
-from ...prefix_index.follower import Follower
-from ...prefix_index.mirror import PrefixMirror
+from ...prefix_index.mirror import Follower, PrefixMirror
 from ...prefix_index.redis_link import RedisIndexLink
 from ...proto.v1 import inference_pb2, inference_pb2_grpc
 from ..admission.front_door import FrontDoor

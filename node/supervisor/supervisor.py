@@ -35,8 +35,7 @@ from ...core.process import descriptors
 from ...core.process.logs import set_up_logging
 from ...core.process.loop_watch import show_turns
 from ...core.process.stop_signals import StopSignals
-from ...prefix_index.link import PublisherLink
-from ...prefix_index.publisher import Publisher
+from ...prefix_index.publisher import Publisher, PublisherLink
 from ...prefix_index.redis_link import RedisIndexLink
 from ...proto.v1 import engine_pb2, node_pb2_grpc
 from .callers import Callers
