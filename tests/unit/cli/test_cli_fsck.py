@@ -62,7 +62,7 @@ class Cluster:
             blocks=dict(counts),
             requests={KEY: request("held", 4)},
             transfers={TRANSFER: {"state": "held", "key": KEY, "puller": D}},
-            peers={D: "greeted"},
+            peers={D: "matched"},
         )
         self.decode = ledger(
             "d0",
