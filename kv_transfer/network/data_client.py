@@ -145,10 +145,5 @@ def _introduce(
     stream.write(answer + said, deadline)
     length = wire.unpack_length(stream.read(wire.LENGTH_BYTES, deadline))
     description = PoolDescription.unpack(bytes(stream.read(length, deadline)))
-    if description.incarnation != pool:
-        raise HandoffFailed(f"the source is {description.incarnation}")
-    if cut is not None and description.block_bytes != cut.source_block_bytes:
-        raise HandoffFailed(
-            f"a block has {description.block_bytes} bytes there, not {cut.source_block_bytes}"
-        )
+    description.require(pool, None if cut is None else cut.source_block_bytes)
     return description

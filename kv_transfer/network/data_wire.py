@@ -26,18 +26,18 @@ import zlib
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from ...core.errors import HandoffFailed
+from ..export.pool_address import MAX_DESCRIPTION_BYTES
+from ..window.block_pairs import Generations, Ids
 from ..window.head_ranges import BlockCut
 from ..window.transport import PullOutcome
 
 MAX_FRAME_BYTES = 1 << 20
 MAX_REQUEST_BLOCKS = 16_384
-MAX_DESCRIPTION_BYTES = 4096
 PAIR_ID_BYTES = 128  # sizeof(ncclUniqueId)
 
-PURPOSE = b"kv data 4"  # of the handshake; the number is the version of what is said here
+PURPOSE = b"kv data 5"  # of the handshake; the number is the version of what is said here
 _MODE = struct.Struct("<H")
 _CUT = struct.Struct("<4I")  # rows, width, pitch and offset in the source's blocks
 _LENGTH = struct.Struct("<I")
@@ -111,7 +111,7 @@ def _unpack_cut(packed: bytes | bytearray, block_bytes: int) -> BlockCut:
     return BlockCut(num_rows, width, pitch, offset, width, 0)
 
 
-def pack_request(ids: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64]) -> bytes:
+def pack_request(ids: Ids, generations: Generations) -> bytes:
     body = ids.tobytes() + generations.tobytes()
     return _REQUEST.pack(_TAG_REQUEST, len(ids), zlib.crc32(body)) + body
 
@@ -124,9 +124,7 @@ def unpack_request(packed: bytes | bytearray) -> tuple[int, int]:
     return num_blocks, crc
 
 
-def unpack_body(
-    body: bytes | bytearray, num_blocks: int, crc: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
+def unpack_body(body: bytes | bytearray, num_blocks: int, crc: int) -> tuple[Ids, Generations]:
     """Ids and generations; raises HandoffFailed if they were damaged on the way."""
     if zlib.crc32(body) != crc:
         raise HandoffFailed("a request was damaged on the way")
