@@ -20,8 +20,7 @@ from ...core.errors import HandoffFailed
 from ...engine.kv.cuda_memory import describe_error, forget_error, runtime
 from ...kernels.kv.kv_blocks_triton import pull_blocks, pull_heads
 from ...kernels.upload import upload
-from ..window.block_pairs import Ids
-from ..window.contiguous_runs import Runs, find_runs
+from ..window.block_pairs import Ids, Runs, find_runs
 from ..window.head_ranges import BlockCut, HeadPiece
 
 MAX_BLOCKS = 1024  # of one launch

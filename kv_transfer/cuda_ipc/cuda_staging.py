@@ -14,13 +14,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from ...engine.kv.cuda_kv_memory import CudaKvMemory
-from ..window.block_pairs import Ids
-from ..window.contiguous_runs import find_runs
+from ..window.block_pairs import Ids, find_runs
 from ..window.head_ranges import BlockCut
 from .cuda_ipc_copy import copy_2d, copy_pieces
 
@@ -78,7 +76,7 @@ class StagedCopy:
         self._empty(slot.memory.data_ptr(), ids[1], pool.data_ptr(), here)
         slot.is_empty.record(here)
 
-    def _fill(self, slot: int, source_ids: npt.NDArray[np.int64]) -> None:
+    def _fill(self, slot: int, source_ids: Ids) -> None:
         cut = self._cut
         if cut.is_whole:
             runs = find_runs(np.stack([source_ids, np.arange(len(source_ids))]))
@@ -89,9 +87,7 @@ class StagedCopy:
             source = self._address + block_id * cut.source_block_bytes + cut.source_offset
             copy_2d(source, cut.source_pitch, slot + index * cut.piece_bytes, *shape)
 
-    def _empty(
-        self, slot: int, block_ids: npt.NDArray[np.int64], pool: int, stream: torch.cuda.Stream
-    ) -> None:
+    def _empty(self, slot: int, block_ids: Ids, pool: int, stream: torch.cuda.Stream) -> None:
         cut = self._cut
         if cut.is_whole:
             runs = find_runs(np.stack([np.arange(len(block_ids)), block_ids]))

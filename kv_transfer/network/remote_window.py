@@ -104,7 +104,7 @@ class RemoteWindow(PullThread):
         return num_blocks * piece_bytes / (time.perf_counter() - begin_s) / 1e9
 
     def copy_blocks(self, pull: Pull) -> PullOutcome:
-        if pull.asked_s < self._failed_s:
+        if pull.started_s < self._failed_s:
             raise HandoffFailed("the source was lost while the pull waited")
         most = num_at_once = self._carrier.max_request_blocks
         begin, recovery = 0, Recovery()
