@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 import socket
-import threading
 from collections.abc import Sequence
 
-from ...core.channels.accept_thread import AcceptThread
+from ...core.channels.accept_thread import AcceptThread, Newcomers
 from ...core.channels.handshake import ANSWER_BYTES, OPENING_BYTES, Listener, Opening
 from ...core.channels.same_host import require_same_user, socket_address
 from ...core.errors import HandoffFailed, StartupFailed, Unauthenticated
@@ -20,7 +19,6 @@ from .pool_address import ADDRESS, PURPOSE, PoolDescription
 
 _log = logging.getLogger(__name__)
 _BACKLOG = 64
-_MAX_PENDING = 64  # processes that have proven nothing yet
 _TIMEOUT_S = 1.0  # for each message
 
 
@@ -35,7 +33,7 @@ class PoolExporter:
         self._packed = description.pack()
         self._fds = list(fds)
         self._key = key
-        self._pending = threading.BoundedSemaphore(_MAX_PENDING)
+        self._newcomers = Newcomers()
         # SEQPACKET: each message arrives as one or not at all, descriptors with it.
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -44,18 +42,12 @@ class PoolExporter:
         except OSError as error:
             listener.close()
             raise StartupFailed(f"cannot export the KV pool: {error}") from error
-        self._accepting = AcceptThread(listener, "kv-exporter", self._admit)
+        self._accepting = AcceptThread(listener, "kv-exporter", self._newcomers, self._hand_over)
 
     def close(self) -> None:
         """Stop serving. Mappings that pullers hold stay valid."""
         self._accepting.close()
-
-    def _admit(self, connection: socket.socket) -> None:
-        """On a thread of its own: who says nothing keeps nobody waiting."""
-        if not self._pending.acquire(blocking=False):
-            connection.close()
-            return
-        threading.Thread(target=self._hand_over, args=(connection,), daemon=True).start()
+        self._newcomers.close(_TIMEOUT_S)
 
     def _hand_over(self, connection: socket.socket) -> None:
         with connection:
@@ -68,8 +60,6 @@ class PoolExporter:
                 socket.send_fds(connection, [self._packed], self._fds)
             except (OSError, HandoffFailed, Unauthenticated) as error:
                 _log.warning("the KV pool was not passed to a peer: %s", error)
-            finally:
-                self._pending.release()
 
     def _key_of(self, opening: Opening) -> bytes | None:
         is_ours = opening.listener == self._incarnation

@@ -146,7 +146,7 @@ def served(tls: tuple[EngineTls, EngineTls] | None) -> Iterator[World]:
     proxy.close()
     server.close()
     until_s = time.monotonic() + 3
-    while any(thread.name == "kv-puller" for thread in threading.enumerate()):
+    while any(thread.name == "newcomer" for thread in threading.enumerate()):
         assert time.monotonic() < until_s, "a thread is left"
         time.sleep(0.005)
     reader.close()

@@ -91,7 +91,7 @@ def served(block_bytes: int) -> Iterator[Served]:
     server.start(ServedPool(description, reader, ENGINE_KEY))
     yield Served(pool, server, access(server.port, is_elsewhere=True), sabotage)
     server.close()
-    wait_for_threads("kv-puller")
+    wait_for_threads("newcomer")
     reader.close()
     pool.close()
 
@@ -377,7 +377,7 @@ class TestWhoIsLetIn:
                 crowd.enter_context(socket.create_connection(address, 5))
             with window_onto(served, destination) as window:
                 assert pull(window, pair(served.pool, 5, 3)) is PullOutcome.OK
-            assert len(served.server._opening) <= 64
+            assert len(served.server._newcomers._pending) <= 64
             assert threading.active_count() < 200
 
     @pytest.mark.parametrize("num_blocks", [0, wire.MAX_REQUEST_BLOCKS + 1, 2**32 - 1])

@@ -139,7 +139,7 @@ def world(our_block_bytes: int = BLOCK_BYTES) -> Iterator[World]:
     server.start(ServedPool(PoolDescription(SOURCE, BLOCK_BYTES, NUM_BLOCKS), reader, ENGINE_KEY))
     yield World(fabric, source, ours, access(server.port))
     server.close()
-    while any(thread.name == "kv-puller" for thread in threading.enumerate()):
+    while any(thread.name == "newcomer" for thread in threading.enumerate()):
         pass
     assert fabric.num_open == 0  # whatever happened, both ends of every pair were closed
     reader.close()
