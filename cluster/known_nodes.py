@@ -42,7 +42,7 @@ class Node:
 
 
 class AskNode(Protocol):
-    """Asks a node for its engines (member_calls.MemberCalls)."""
+    """Asks a node for its engines (node_calls.MemberCalls)."""
 
     async def __call__(self, node: Node) -> Sequence[bytes]:
         """Directory entries, of who has proven the cluster's key.

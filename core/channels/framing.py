@@ -12,7 +12,6 @@ import struct
 _LENGTH = struct.Struct("<I")
 LENGTH_BYTES = _LENGTH.size
 MAX_FRAME_BYTES = 64 << 20  # the longest prompt is a few MiB; more is a broken stream
-MAX_RELAYED_BYTES = MAX_FRAME_BYTES - 4096  # of a message from outside: its frame names the sender
 _CHUNK_BYTES = 64 << 10
 MAX_CHUNKS = 64  # read at once: others wait
 

@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection
 
 from ...cluster.exposure import check_secret
 from ...cluster.known_nodes import KnownNodes
-from ...cluster.member_calls import MemberCalls
+from ...cluster.node_calls import MemberCalls
 from ...cluster.redis_directory import RedisDirectory
 from ...cluster.secret import ClusterSecret
 from ...cluster.tls import CertificateFiles, watch_ends

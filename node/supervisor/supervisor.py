@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2_grpc
 
 from ...cluster.exposure import check_exposure, check_secret
 from ...cluster.known_nodes import KnownNodes
-from ...cluster.member_calls import MemberCalls
+from ...cluster.node_calls import MemberCalls
 from ...cluster.redis_directory import RedisDirectory
 from ...cluster.secret import ClusterSecret
 from ...cluster.tls import GATEWAY, ClusterTls, role_name, watch_ends
@@ -38,13 +38,11 @@ from ...core.process.stop_signals import StopSignals
 from ...prefix_index.publisher import Publisher, PublisherLink
 from ...prefix_index.redis_link import RedisIndexLink
 from ...proto.v1 import engine_pb2, node_pb2_grpc
-from .callers import Callers
 from .engine_handle import EngineCommand, EngineHandle
 from .engine_slot import EngineSlot
-from .grpc_channels import make_server
-from .health import NodeHealth
+from .grpc_server import NodeHealth, make_server
 from .placement import engine_configs, engine_environment
-from .rpc import NodeServicer
+from .rpc import Callers, NodeServicer
 
 ENTRY_TTL_S = 6.0
 DRAIN_S = 20.0  # what runs may take so long after SIGTERM

@@ -29,8 +29,7 @@ from baton.cli.cluster.survey import ask_ledgers
 from baton.client import AsyncClient
 from baton.client.messages import NodeInfo
 from baton.cluster.known_nodes import Node
-from baton.cluster.link_handshake import ANY_ENGINE, LEDGERS, MEMBERS
-from baton.cluster.member_calls import MemberCalls
+from baton.cluster.node_calls import ANY_ENGINE, LEDGERS, MEMBERS, MemberCalls
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.secret import ClusterSecret, operator_key
 from baton.core.channels.admission import GATEWAY, PULLER, SOCKET, THIS_HOST, dial
