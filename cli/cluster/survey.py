@@ -21,10 +21,10 @@ from ...cluster.redis_client import require_redis
 from ...cluster.redis_directory import RedisDirectory
 from ...cluster.secret import ClusterSecret
 from ...cluster.tls import ClusterTls, open_channel, role_name
+from ...core.channels.addresses import host_id
 from ...core.channels.admission import GATEWAY
 from ...core.channels.admission import dial as dial_engine
-from ...core.channels.framing import FrameBuffer
-from ...core.channels.same_host import host_id
+from ...core.channels.channel import FrameBuffer
 from ...core.config import ClusterConfig
 from ...core.errors import BatonError, Unauthenticated
 from ...core.membership import Member, Role

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from ..errors import NodeLost, PermissionDenied
-from .framing import LENGTH_BYTES, decode_length, encode_payload
+from .addresses import require_same_user, socket_address
+from .channel import LENGTH_BYTES, decode_length, encode_payload
 from .handshake import ANSWER_BYTES, CHALLENGE_BYTES, OPENING_BYTES, Dialer, Listener, Opening
-from .same_host import require_same_user, socket_address
 
 GATEWAY, PULLER = b"gateway", b"puller"  # purposes
 SOCKET, THIS_HOST = "engine", "this host"  # of unix sockets: the name's part, the address

@@ -18,11 +18,11 @@ from functools import partial
 
 from ..errors import BatonError, StartupFailed
 from .accept_thread import AcceptThread, Newcomers
+from .addresses import require_same_user, socket_address
 from .admission import ADMIT_S, SOCKET, THIS_HOST, accept, admit, refuse, tune
 from .channel import Channel
 from .engine_tls import Secured
 from .handshake import Listener, Opening
-from .same_host import require_same_user, socket_address
 from .tls_pump import plain_end
 
 log = logging.getLogger(__name__)

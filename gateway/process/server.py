@@ -27,9 +27,8 @@ from ...core.errors import StartupFailed, Unavailable
 from ...core.membership import Role
 from ...core.ports import Clock, Directory, Entropy, SystemClock, SystemEntropy
 from ...core.process import descriptors
+from ...core.process.event_loop import StopSignals, show_turns
 from ...core.process.logs import set_up_logging
-from ...core.process.loop_watch import show_turns
-from ...core.process.stop_signals import StopSignals
 from ...prefix_index.mirror import Follower, PrefixMirror
 from ...prefix_index.redis_link import RedisIndexLink
 from ...proto.v1 import inference_pb2, inference_pb2_grpc

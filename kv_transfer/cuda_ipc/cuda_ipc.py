@@ -17,9 +17,8 @@ from ...engine.kv.cuda_kv_memory import CudaKvMemory
 from ..export.pool_address import CudaMemory, receive
 from ..window.head_ranges import HeadPiece
 from ..window.network_address import RemotePool
-from .cuda_ipc_copy import CopyMethod, EngineCopy, KernelCopy
+from .cuda_ipc_copy import CopyMethod, EngineCopy, KernelCopy, StagedCopy
 from .cuda_ipc_memory import find_gpu, map_memory, require_peer_access
-from .cuda_staging import StagedCopy
 from .cuda_window import CudaWindow, Reach, cut_of
 
 _LEAST_ENGINE_BYTES = 256 << 10  # pieces smaller than this: not worth measuring, 78 GB/s at 64 KiB

@@ -19,23 +19,35 @@ by kill -9.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+from collections.abc import Sequence
 from typing import Annotated, TypeAlias
 
 import msgspec
 
-from ...core.channels.handshake import CHALLENGE_BYTES, Dialer
-from ...core.channels.same_host import require_same_user, socket_address
-from ...core.errors import HandoffFailed, Unauthenticated
+from ...core.channels.accept_thread import AcceptThread, Newcomers
+from ...core.channels.addresses import require_same_user, socket_address
+from ...core.channels.handshake import (
+    ANSWER_BYTES,
+    CHALLENGE_BYTES,
+    OPENING_BYTES,
+    Dialer,
+    Listener,
+    Opening,
+)
+from ...core.errors import HandoffFailed, StartupFailed, Unauthenticated
 from ...engine.kv.block_pool import CANARY_BLOCK
-from ..window.network_address import RemotePool
+from ..window.network_address import RemotePool, pair_key
 
 PURPOSE = b"pool 4"  # of the handshake, with the description's version
 ADDRESS = "this host"  # the same everywhere: the name has the rest
 MAX_DESCRIPTION_BYTES = 4096
 _MAX_FDS = 2
-_CONNECT_TIMEOUT_S = 1.0
+_BACKLOG = 64
+_TIMEOUT_S = 1.0  # for each message
+_log = logging.getLogger(__name__)
 
 _PoolName: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
@@ -116,7 +128,7 @@ def receive(incarnation: str, access: RemotePool | None) -> tuple[PoolDescriptio
     address, fds = socket_address(incarnation), list[int]()
     ours = Dialer(access.key, PURPOSE, dialer=access.puller, listener=incarnation, address=ADDRESS)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        connection.settimeout(_CONNECT_TIMEOUT_S)
+        connection.settimeout(_TIMEOUT_S)
         try:
             connection.connect(address)
             require_same_user(connection)
@@ -145,3 +157,49 @@ def describe(incarnation: str, access: RemotePool) -> PoolDescription:
     for fd in fds:
         os.close(fd)
     return description
+
+
+class PoolExporter:
+    """Passes a description and file descriptors to processes of the same user that hold a puller's
+    key, until `close`. What is described and the descriptors must stay open as long.
+    """
+
+    def __init__(self, description: PoolDescription, fds: Sequence[int], key: bytes) -> None:
+        """`key`: what pullers' keys are made from. Raises StartupFailed if the incarnation is
+        exported already."""
+        assert len(fds) == description.num_fds
+        self._incarnation = description.incarnation
+        self._packed = description.pack()
+        self._fds = list(fds)
+        self._key = key
+        self._newcomers = Newcomers()
+        # SEQPACKET: each message arrives as one or not at all, descriptors with it.
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            listener.bind(socket_address(description.incarnation))
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            listener.close()
+            raise StartupFailed(f"cannot export the KV pool: {error}") from error
+        self._accepting = AcceptThread(listener, "kv-exporter", self._newcomers, self._hand_over)
+
+    def close(self) -> None:
+        """Stop serving. Mappings that pullers hold stay valid."""
+        self._accepting.close()
+        self._newcomers.close(_TIMEOUT_S)
+
+    def _hand_over(self, connection: socket.socket) -> None:
+        with connection:
+            connection.settimeout(_TIMEOUT_S)
+            try:
+                require_same_user(connection)
+                theirs = Listener(self._key_of, (PURPOSE,), (ADDRESS,))
+                connection.send(theirs.challenge(connection.recv(OPENING_BYTES)))
+                theirs.check(connection.recv(ANSWER_BYTES))
+                socket.send_fds(connection, [self._packed], self._fds)
+            except (OSError, HandoffFailed, Unauthenticated) as error:
+                _log.warning("the KV pool was not passed to a peer: %s", error)
+
+    def _key_of(self, opening: Opening) -> bytes | None:
+        is_ours = opening.listener == self._incarnation
+        return pair_key(self._key, opening.dialer) if is_ours else None

@@ -27,8 +27,7 @@ from ...engine.kv import memfd
 from ...engine.kv.block_pool import CANARY_BLOCK
 from ...engine.kv.canary import canary_bytes
 from ...engine.kv.generations import GenerationsReader
-from ..export.pool_address import PoolDescription, PoolPart, receive
-from ..export.pool_exporter import PoolExporter
+from ..export.pool_address import PoolDescription, PoolExporter, PoolPart, receive
 from ..window.block_pairs import BlockPair
 from ..window.head_ranges import BlockCut, HeadPiece
 from ..window.network_address import RemotePool

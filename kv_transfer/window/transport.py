@@ -24,25 +24,17 @@ _log = logging.getLogger(__name__)
 
 
 class PullOutcome(enum.Enum):
-    """How a pull ended. Only OK makes its destination blocks readable."""
+    """How a pull ended, the worst last. Only OK makes its destination blocks readable."""
 
     OK = "ok"
-    STALE = "stale"  # a generation differed before or after the copy
     CANCELLED = "cancelled"
+    STALE = "stale"  # a generation differed before or after the copy
     FAILED = "failed"  # the copy differs from its source, or the transport broke
-
-
-_WORST_FIRST = (
-    PullOutcome.FAILED,
-    PullOutcome.STALE,
-    PullOutcome.CANCELLED,
-    PullOutcome.OK,
-)
 
 
 def worst(outcomes: Iterable[PullOutcome]) -> PullOutcome:
     """How a pull in several parts ended, by how they did."""
-    return min(outcomes, key=_WORST_FIRST.index)
+    return max(outcomes, key=tuple(PullOutcome).index)
 
 
 class PullHandle(Protocol):

@@ -11,21 +11,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ...core.channels.addresses import engine_addresses_of
+from ...core.channels.addresses import engine_addresses_of, host_id
 from ...core.channels.admission import GATEWAY, LOST_S, PULLER
 from ...core.channels.channel import Channel
 from ...core.channels.channel_listener import Admission, ChannelListener
 from ...core.channels.engine_tls import EngineTls
 from ...core.channels.handshake import Opening
-from ...core.channels.same_host import host_id
 from ...core.channels.tls_pump import wait_for_pumps
 from ...core.config import NodeConfig
 from ...core.errors import BatonError, PermissionDenied, StartupFailed
 from ...proto.v1 import engine_pb2, node_pb2
 from ..channels.engine_channels import Connected, EngineChannels, Follower, Kind, Link
 from ..channels.inbox import Inbox
-from ..channels.member_list import MemberList
-from ..channels.source_dialer import Puller, SourceDialer
+from ..channels.source_dialer import MemberList, Puller, SourceDialer
 
 log = logging.getLogger(__name__)
 

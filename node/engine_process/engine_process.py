@@ -25,15 +25,14 @@ from google.protobuf.message import DecodeError
 
 from ...constraints.grammars import Grammars
 from ...core import flags
+from ...core.channels.channel import BrokenStream, FrameSocket
 from ...core.channels.engine_tls import EngineTls
-from ...core.channels.framing import BrokenStream
 from ...core.config import EngineConfig, NodeConfig
 from ...core.errors import BatonError, EngineFailed, StartupFailed
 from ...core.membership import Role as RoleName
 from ...core.ports import Clock, SystemClock, SystemEntropy
-from ...core.process.children import end_with_parent
+from ...core.process.children import end_waits_on_time, end_with_parent
 from ...core.process.logs import set_up_logging
-from ...core.process.timer_slack import end_waits_on_time
 from ...engine.engine import Engine
 from ...engine.execution.runner import ModelRunner
 from ...engine.kv.generations import SharedGenerations
@@ -48,7 +47,6 @@ from ...kv_transfer.protocol.messages import Hello
 from ...kv_transfer.window.network_address import PoolAccess
 from ...proto import codec
 from ...proto.v1 import engine_pb2, node_pb2
-from ..channels.frames import FrameSocket
 from ..channels.inbox import Inbox
 from ..channels.outbox import Outbox
 from ..requests.request_io import RequestIO
@@ -77,7 +75,7 @@ class EngineParts:
     runner: ModelRunner
     pool_parts: tuple[PoolPart, ...]
     followers: RankGroup | None
-    desk: RequestIO
+    requests: RequestIO
     outbox: Outbox
     clock: Clock
     hello: Hello
@@ -197,14 +195,14 @@ def _serve(
     )
     report.line(describe_pool(limits))
     name = node_config.name or plan.name.value
-    desk = RequestIO(outbox, clock, name, runner.model_config.vocab_size)
+    requests = RequestIO(outbox, clock, name, runner.model_config.vocab_size)
     role = plan.build(
         EngineParts(
             engine=engine,
             runner=runner,
             pool_parts=parts,
             followers=ranks.followers,
-            desk=desk,
+            requests=requests,
             outbox=outbox,
             clock=clock,
             hello=Hello(incarnation, runner.fingerprint),
@@ -232,7 +230,7 @@ def _serve(
     gc.freeze()  # what was loaded stays: no collection need look at it again
     gc.set_threshold(_NUM_YOUNG, 20, 20)
     loop = EngineLoop(
-        engine, role, desk, outbox, inbox, frames.send, pulse, clock, links.channels, gate
+        engine, role, requests, outbox, inbox, frames.send, pulse, clock, links.channels, gate
     )
     try:
         loop.run()

@@ -15,9 +15,8 @@ import msgspec
 from msgspec.structs import replace
 
 from ...cluster.exposure import is_loopback
-from ...core.channels.addresses import engine_addresses_of, host_of
+from ...core.channels.addresses import engine_addresses_of, host_id, host_of
 from ...core.channels.engine_tls import EngineTls
-from ...core.channels.same_host import host_id
 from ...core.config import NodeConfig
 from ...core.ports import Entropy
 from ...engine.execution.runner import ModelRunner
@@ -28,8 +27,7 @@ from ...engine.parallel.rank_channel import MessageKind
 from ...engine.parallel.rank_group import RankGroup
 from ...kv_transfer.cuda_ipc.cuda_ipc_memory import export_cuda_pool
 from ...kv_transfer.device_transports import outlets
-from ...kv_transfer.export.pool_address import PoolDescription, PoolPart
-from ...kv_transfer.export.pool_exporter import PoolExporter
+from ...kv_transfer.export.pool_address import PoolDescription, PoolExporter, PoolPart
 from ...kv_transfer.network.data_server import DataServer, ServedPool
 from ...kv_transfer.shm.shm import export_host_pool
 from ...kv_transfer.window.network_address import KEY_BYTES, PoolAccess

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from ...core.process.timer_slack import end_waits_on_time
+from ...core.process.children import end_waits_on_time
 from ...engine.execution.runner import ModelRunner
 from ...engine.parallel.rank_channel import MessageKind, RankChannel, RankMessage
 from ...engine.parallel.rank_worker import Handlers, main

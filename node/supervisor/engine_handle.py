@@ -16,13 +16,13 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from ...core.channels.channel import encode_payload, read_frame
 from ...core.errors import BatonError, NodeLost, StartupFailed
 from ...core.ports import Clock
 from ...prefix_index.journal import CacheJournal
 from ...prefix_index.messages import split_hashes
 from ...proto import codec
 from ...proto.v1 import engine_pb2, node_pb2
-from ..channels.frames import encode, read_frame
 
 HEARTBEATS_MISSED = 6  # silent for so many intervals: not progressing
 
@@ -85,7 +85,7 @@ class EngineHandle:
     def send(self, message: engine_pb2.EngineInput) -> None:
         """Queue a frame; to a process that is gone it is lost, and its end is noticed elsewhere."""
         if not self._writer.is_closing():
-            self._writer.write(encode(message))
+            self._writer.write(encode_payload(message.SerializeToString()))
 
     async def run(self, on_over: Callable[[], None] = lambda: None) -> BatonError | None:
         """Route frames until the process has ended; says why, or None after an orderly end.
@@ -173,7 +173,8 @@ async def start_engine(
             env={**os.environ, **command.environment},
         )
     reader, writer = await asyncio.open_connection(sock=ours)
-    writer.write(encode(engine_pb2.EngineInput(configure=command.configuration)))
+    first = engine_pb2.EngineInput(configure=command.configuration)
+    writer.write(encode_payload(first.SerializeToString()))
     try:
         ready = await _wait_ready(reader, process, report)
     except BaseException:  # a cancel too: nobody else would end the process

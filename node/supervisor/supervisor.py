@@ -32,9 +32,8 @@ from ...core.membership import Member, Role
 from ...core.model_dir import resolve_model_dir
 from ...core.ports import Directory, SystemClock
 from ...core.process import descriptors
+from ...core.process.event_loop import StopSignals, show_turns
 from ...core.process.logs import set_up_logging
-from ...core.process.loop_watch import show_turns
-from ...core.process.stop_signals import StopSignals
 from ...prefix_index.publisher import Publisher, PublisherLink
 from ...prefix_index.redis_link import RedisIndexLink
 from ...proto.v1 import engine_pb2, node_pb2_grpc

@@ -24,9 +24,9 @@ from patience import AT_ONCE_S, SOON_S
 from baton.cli.host.certs import make_certificates, sign_certificates
 from baton.cluster.tls import role_name
 from baton.core.channels.accept_thread import BURST
+from baton.core.channels.addresses import host_id
 from baton.core.channels.engine_tls import EngineTls
 from baton.core.channels.handshake import CHALLENGE_BYTES, Dialer
-from baton.core.channels.same_host import host_id
 from baton.core.errors import HandoffFailed
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, BlockRef
 from baton.engine.kv.generations import GenerationsReader

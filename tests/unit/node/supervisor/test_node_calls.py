@@ -14,10 +14,10 @@ from fakes.clock import FakeClock
 
 from baton.cluster.node_calls import ACCEPTED, ANY_ENGINE, LEDGERS, MEMBERS
 from baton.cluster.secret import ClusterSecret, handshake_key
+from baton.core.channels.channel import encode_payload, read_frame
 from baton.core.channels.handshake import Dialer
 from baton.core.errors import NodeLost, Unauthenticated
 from baton.core.membership import Member, Role
-from baton.node.channels.frames import encode, read_frame
 from baton.node.supervisor import rpc
 from baton.node.supervisor.engine_handle import HEARTBEATS_MISSED, EngineHandle
 from baton.node.supervisor.rpc import Callers, NodeServicer
@@ -50,7 +50,7 @@ class FakeEngine:
         return engine_pb2.EngineInput.FromString(payload)
 
     def say(self, **body: Any) -> None:
-        self._writer.write(encode(engine_pb2.EngineOutput(**body)))
+        self._writer.write(encode_payload(engine_pb2.EngineOutput(**body).SerializeToString()))
 
     def end(self) -> None:
         self._writer.close()
