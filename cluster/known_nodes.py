@@ -15,7 +15,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from ..core.errors import BatonError
 from ..core.membership import Member, Role
@@ -41,15 +40,9 @@ class Node:
     role: Role
 
 
-class AskNode(Protocol):
-    """Asks a node for its engines (node_calls.MemberCalls)."""
-
-    async def __call__(self, node: Node) -> Sequence[bytes]:
-        """Directory entries, of who has proven the cluster's key.
-
-        Raises BatonError if nobody does so in time.
-        """
-        ...
+# Requests directory entries of a node that has proven the cluster's key (node_calls.MemberCalls).
+# Raises BatonError if it does not answer in time.
+AskNode = Callable[[Node], Awaitable[Sequence[bytes]]]
 
 
 class KnownNodes:

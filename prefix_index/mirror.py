@@ -153,11 +153,6 @@ class PrefixMirror:
 
     # -- questions -----------------------------------------------------------------------------
 
-    def exact_seq(self, incarnation: str) -> int | None:
-        """The delta behind which the copy was equal to the cache; None while it is inexact."""
-        copy = self._copies.get(incarnation)
-        return None if copy is None else copy.seq
-
     def holds_any(self, incarnations: Iterable[str], hashes: Sequence[BlockHash]) -> bool:
         """Whether one of these engines has anything, and all of `hashes` among it."""
         return any(cached.issuperset(hashes) for _, cached in self._fresh(incarnations))

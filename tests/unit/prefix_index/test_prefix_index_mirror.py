@@ -117,10 +117,10 @@ def test_an_exact_mirror_is_right_and_every_mirror_becomes_exact(
             message = channel.sent[index] if verb == "double" else channel.sent.pop(index)
             if verb != "lose":
                 channel.deliver(message)
-        if (seq := channel.mirror.exact_seq(A)) is not None:
+        if (seq := channel.mirror._copies[A].seq) is not None:
             assert channel.mirrored() == channel.cache_at[seq]
     channel.settle()
-    assert channel.mirror.exact_seq(A) == channel.journal.seq
+    assert channel.mirror._copies[A].seq == channel.journal.seq
     assert channel.mirrored() == channel.cache
 
 
@@ -137,7 +137,7 @@ def test_a_gap_is_noticed_asked_about_and_closed() -> None:
     channel.offer_snapshot()
     assert isinstance(channel.deliver(channel.sent[-1]), ReadSnapshot)
     assert channel.mirrored() == {h(1), h(2)}
-    assert (channel.mirror.exact_seq(A), channel.mirror.num_gaps) == (2, 1)
+    assert (channel.mirror._copies[A].seq, channel.mirror.num_gaps) == (2, 1)
     assert channel.deliver(channel.sent[-1]) is None, "whoever is exact reads no snapshot"
 
 
@@ -168,7 +168,7 @@ def test_nobody_has_more_blocks_than_its_pool() -> None:
     assert channel.mirrored() == set()
     assert channel.deliver(Snapshot(A, 9, 2**32 - 1)) is None
     channel.mirror.install(Snapshot(A, 9, 1), set(many))
-    assert channel.mirror.exact_seq(A) is None
+    assert channel.mirror._copies[A].seq is None
     channel.deliver(SnapshotChunk(A, 1, 0, ()))
     assert channel.mirror.num_bad_messages == 3
 
