@@ -23,7 +23,7 @@ Hashes: TypeAlias = tuple[_Hash, ...]
 
 
 class BadMessage(Exception):
-    """This is not a message of the index; the text says why."""
+    """This is not a message of the index; the text is why."""
 
 
 class IndexAway(Exception):

@@ -81,7 +81,7 @@ class RedisIndexLink:
     async def read_chunk(self, incarnation: str, index: int) -> bytes:
         key = self._chunk_key(incarnation, index)
         try:
-            # Junk may be huge: never ask for all of it.
+            # Junk may be huge: never read all of it.
             value = await reply(self._redis.getrange(key, 0, self._max_bytes))
         except ResponseError:
             return b""  # something else lies there

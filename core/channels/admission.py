@@ -130,7 +130,7 @@ def accept(connection: socket.socket) -> None:
 
 
 def refuse(connection: socket.socket, reason: str) -> None:
-    """Tell a dialer that has proven itself why it is not accepted."""
+    """Send a dialer that has proven itself why it is not accepted."""
     with suppress(OSError):
         connection.sendall(encode_payload(reason.encode()[:MAX_REFUSAL_BYTES]))
 

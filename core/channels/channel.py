@@ -100,7 +100,7 @@ class FrameBuffer:
 
 
 class ChannelBroken(Exception):
-    """The channel is of no more use; the text says why."""
+    """The channel is of no more use; the text is why."""
 
 
 class Channel:

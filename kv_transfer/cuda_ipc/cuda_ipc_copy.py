@@ -212,7 +212,7 @@ def choose(names: Sequence[str], gbytes_per_s: Sequence[float]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """Pinned memory for some blocks; the events say when it is full, and when empty again."""
+    """Pinned memory for some blocks; the events come when it is full, and when empty again."""
 
     memory: Tensor
     is_full: torch.cuda.Event

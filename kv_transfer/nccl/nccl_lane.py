@@ -6,7 +6,7 @@
 While one part is on the wire the next is gathered and the last is scattered: the streams wait for
 each other, the host only launches, some parts ahead, and all of it out of graphs. Nobody waits for
 a peer longer than to a deadline: then the pair is aborted, and what was launched has ended before
-that is told.
+that is reported.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ class NcclLane:
 
     @contextlib.contextmanager
     def _aborting(self) -> Iterator[None]:
-        """Whatever goes wrong ends the pair; what was launched has ended when that is told."""
+        """Whatever goes wrong ends the pair; what was launched has ended when that is reported."""
         try:
             with torch.cuda.device(self._device):
                 yield

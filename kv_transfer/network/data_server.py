@@ -139,10 +139,10 @@ class DataServer:
         opening = bytes(stream.read(OPENING_BYTES, deadline))
         stream.write(theirs.challenge(opening), deadline)
         answer = bytes(stream.read(ANSWER_BYTES, deadline))
-        said = bytes(stream.read(wire.SAID_BYTES, deadline))
-        mode, cut = wire.unpack_said(said, pool.description.block_bytes)
+        terms = bytes(stream.read(wire.TERMS_BYTES, deadline))
+        mode, cut = wire.unpack_terms(terms, pool.description.block_bytes)
         pair_id = bytes(stream.read(mode.id_bytes, deadline))
-        theirs.check(answer, said + pair_id)
+        theirs.check(answer, terms + pair_id)
         if mode not in self._outlets:
             raise HandoffFailed(f"there is no {mode.name} here")
         self._newcomers.proven()
@@ -173,14 +173,14 @@ class DataServer:
         ids, announced = wire.unpack_body(body, num_blocks, crc)
         assert self._pool is not None
         if ids.view(np.uint64).max() >= self._pool.description.num_blocks:  # or below zero
-            raise HandoffFailed("it asks for a block outside the pool")
+            raise HandoffFailed("it requests a block outside the pool")
         outcome = self._judge(ids, announced)
         if outcome is PullOutcome.OK:
-            if mode.says_begin:
+            if mode.sends_begin:
                 stream.write(wire.pack_begin(), Deadline(_REQUEST_S))
             outlet.send(ids)
             outcome = self._judge(ids, announced)
-        elif not mode.says_begin:
+        elif not mode.sends_begin:
             outlet.send(np.full_like(ids, PADDING_BLOCK))  # it waits for so many blocks
         stream.write(wire.pack_end(outcome), Deadline(_REQUEST_S))
 

@@ -83,7 +83,7 @@ class TcpTransport:
     ) -> RemoteWindow:
         """Raises HandoffFailed: the source has no port, hides it, or there are better ways."""
         if remote is None or not remote.port:
-            raise HandoffFailed("the source said of no port")
+            raise HandoffFailed("the source has no port")
         if not (remote.is_elsewhere or self._anywhere):
             raise HandoffFailed("the source is on this host: only --kv-transport tcp takes it")
         cut = self._cut_of(piece)

@@ -372,5 +372,5 @@ class Source:
 
 
 def _not_yours() -> BatonError:
-    # The same words whether or not somebody else has it: a puller learns nothing of others.
+    # The same text whether or not somebody else has it: a puller learns nothing of others.
     return UnknownTransfer("no such transfer here")

@@ -30,7 +30,7 @@ _NUMBER = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """What a rank answers: its window stands, or `error` says why not."""
+    """What a rank answers: its window stands, or `error` is why not."""
 
     error: str = ""
     gbytes_per_s: float = 0.0

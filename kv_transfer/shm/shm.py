@@ -7,7 +7,7 @@ Two things are checked for every block:
 
 With both memories in reach, comparing is stronger than any checksum over them, and cheaper than
 CRC32 (5-7 against 3 GB/s): it finds a torn or misdirected copy and a writer that forgot to bump.
-Like every check on this side it cannot tell whether the source computed the right bytes.
+Like every check on this side it cannot know whether the source computed the right bytes.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class BlockPair(NamedTuple):
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockPairs:
     """`ids` [2, n]: the blocks in the source's pool, and those of ours that they go to;
-    `generations` [n], as the source announced them. What else a BlockRef says is left out."""
+    `generations` [n], as the source announced them. What else a BlockRef has is left out."""
 
     ids: Ids
     generations: Generations

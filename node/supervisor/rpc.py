@@ -35,7 +35,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(slots=True)
 class Callers:
-    """One for a node's server. `addresses`: what others dial to reach it, in their words."""
+    """One for a node's server. `addresses`: what others dial to reach it."""
 
     secret: ClusterSecret
     addresses: Collection[str]

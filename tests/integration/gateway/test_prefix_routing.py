@@ -144,7 +144,8 @@ async def test_a_late_gateway_reads_a_snapshot_among_junk() -> None:
         following = asyncio.create_task(Follower(theirs, mirror).run())
         async with asyncio.timeout(20):
             while (
-                mirror.exact_seq(journal.incarnation) != journal.seq or not mirror.num_bad_messages
+                mirror._copies[journal.incarnation].seq != journal.seq
+                or not mirror.num_bad_messages
             ):
                 admin.publish("baton:default:prefix", b"junk")
                 await asyncio.sleep(0.02)

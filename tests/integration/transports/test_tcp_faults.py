@@ -45,7 +45,7 @@ RESUME_S = 0.5
 
 # What passes on a connection, by direction: the header bytes of the opening, then of one request.
 OPENING = {
-    ON: OPENING_BYTES + ANSWER_BYTES + wire.SAID_BYTES,
+    ON: OPENING_BYTES + ANSWER_BYTES + wire.TERMS_BYTES,
     BACK: CHALLENGE_BYTES + wire.LENGTH_BYTES,
 }
 REQUEST = {

@@ -279,7 +279,9 @@ def test_who_guesses_generations_gets_no_byte(served: Served, destination: HostP
     served.pool.generations.bump([5])
     for guess in (0, 1, 2, served.pool.generations.read(5) ^ 1):
         ids, generations = np.array([5]), np.array([guess], np.uint64)
-        outcome = client.ask(ids, generations, BLOCK_BYTES, lambda _: pytest.fail("blocks came"))
+        outcome = client.request(
+            ids, generations, BLOCK_BYTES, lambda _: pytest.fail("blocks came")
+        )
         assert outcome is PullOutcome.STALE
     client.close()
 
@@ -333,7 +335,7 @@ class TestWhoIsLetIn:
             pytest.raises(HandoffFailed),
             contextlib.closing(connect(SOURCE, served.remote, cut)) as client,
         ):
-            client.ask(ids, generations, 8, lambda deadline: None)
+            client.request(ids, generations, 8, lambda deadline: None)
 
     @pytest.mark.parametrize(
         "garbage",
