@@ -85,7 +85,7 @@ class CudaIpcTransport(_MappingTransport):
 
 
 class CudaStagedTransport(_MappingTransport):
-    """For pools on any GPU of this host: takes some hundred MB there, for this process's context."""
+    """For pools on any GPU of this host; takes some hundred MB there, for our context."""
 
     name = "cuda_staged"
 

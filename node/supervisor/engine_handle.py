@@ -4,7 +4,7 @@
     ledgers, journal, heartbeat ◄── frames ◄──┘
 
 The first start must succeed, or the node does not start. Later ones are tried for ever: 0.5 s after
-the first death, doubling to 60 s, and from the beginning after a minute of health. Holds no request.
+the first death, doubling to 60 s, and from the beginning after a minute of health.
 """
 
 from __future__ import annotations

@@ -36,8 +36,7 @@ from baton.kv_transfer.network.data_client import WrapSocket, connect, describe_
 from baton.kv_transfer.network.data_server import DataServer, ServedPool
 from baton.kv_transfer.network.remote_window import RemoteWindow
 from baton.kv_transfer.network.stream import Stream
-from baton.kv_transfer.network.tcp import TcpTransport, tcp_outlet
-from baton.kv_transfer.shm.block_bytes import HostBlockBytes
+from baton.kv_transfer.network.tcp import HostBlockBytes, TcpTransport, tcp_outlet
 from baton.kv_transfer.window.block_pairs import BlockPair, BlockPairs, Ids
 from baton.kv_transfer.window.head_ranges import BlockCut, HeadPiece
 from baton.kv_transfer.window.network_address import PoolAccess, RemotePool, Routes
