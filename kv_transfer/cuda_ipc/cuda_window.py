@@ -30,7 +30,8 @@ from ...engine.kv.generations import GenerationsReader
 from ..export.pool_address import CudaMemory, PoolDescription
 from ..window.block_pairs import BlockPairs, Generations, Ids
 from ..window.head_ranges import BlockCut, HeadPiece
-from ..window.transport import Pull, PullOutcome, PullThread, Starter
+from ..window.threaded_window import Pull, PullThread
+from ..window.transport import PullOutcome, Starter
 from .cuda_ipc_copy import MAX_BLOCKS, CopyMethod, choose
 
 _log = logging.getLogger(__name__)

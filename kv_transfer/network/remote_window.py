@@ -26,7 +26,8 @@ from ...engine.kv.block_pool import CANARY_BLOCK
 from ...engine.kv.canary import canary_bytes
 from ..window.block_pairs import Generations, Ids
 from ..window.head_ranges import BlockCut
-from ..window.transport import Pull, PullOutcome, PullThread
+from ..window.threaded_window import Pull, PullThread
+from ..window.transport import PullOutcome
 from .data_client import DataClient
 from .stream import ConnectionBroken, Deadline, Recovery
 

@@ -31,7 +31,8 @@ from ..export.pool_address import PoolDescription, PoolExporter, PoolPart, recei
 from ..window.block_pairs import BlockPair
 from ..window.head_ranges import BlockCut, HeadPiece
 from ..window.network_address import RemotePool
-from ..window.transport import Pull, PullOutcome, PullThread
+from ..window.threaded_window import Pull, PullThread
+from ..window.transport import PullOutcome
 
 _log = logging.getLogger(__name__)
 _MEASURED_BYTES = 4 << 20

@@ -11,10 +11,6 @@ from __future__ import annotations
 
 import enum
 import logging
-import queue
-import threading
-import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol, TypeAlias
@@ -129,79 +125,3 @@ def open_window(
             reasons.append(f"{transport.name}: {type(error).__name__}: {error}")
     tried = "; ".join(reasons) or "none is configured"
     raise HandoffFailed(f"no transport reaches source {incarnation}: {tried}")
-
-
-class Pull:
-    """One `start_pull`; the handle that its caller gets."""
-
-    def __init__(self, pairs: BlockPairs, on_done: Callable[[PullOutcome], None]) -> None:
-        self.pairs = pairs
-        self.on_done = on_done
-        self.started_s = time.monotonic()
-        self.is_cancelled = False
-
-    def cancel(self) -> None:
-        self.is_cancelled = True  # seen before the next piece
-
-
-class PullThread(ABC):
-    """A `PoolWindow` with a thread that copies, or waits for copies, and reports each pull once.
-
-    start_pull ─► queue ─► the window's thread: copy_blocks ─► on_done      close ─► let_go
-    """
-
-    _is_closed = False
-
-    def __init__(self, incarnation: str) -> None:
-        """Start the thread; what it copies with must be ready."""
-        self._incarnation = incarnation
-        self._pulls: queue.SimpleQueue[Pull | None] = queue.SimpleQueue()
-        name = f"kv-pull-{incarnation[:8]}"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    @abstractmethod
-    def copy_blocks(self, pull: Pull) -> PullOutcome:
-        """On the thread: copy until done or cancelled. Whatever it raises is a pull that failed."""
-
-    @abstractmethod
-    def let_go(self) -> None:
-        """On the thread, at its end: the window is closed, and all is reported."""
-
-    @property
-    def num_steps(self) -> int | None:
-        """None: they are not counted in host memory, or for other hosts."""
-        return None
-
-    def start_pull(self, pairs: BlockPairs, on_done: Callable[[PullOutcome], None]) -> Pull:
-        return self._put(Pull(pairs, on_done))
-
-    def _put(self, pull: Pull) -> Pull:
-        assert not self._is_closed, "a pull through a closed window"
-        self._pulls.put(pull)
-        return pull
-
-    def prepare(self, pairs: BlockPairs) -> Starter:
-        """Nothing: the thread does all."""
-        return partial(self.start_pull, pairs)
-
-    def close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            self._pulls.put(None)
-
-    def join(self) -> None:
-        """Wait until a closed window has reported all its pulls and let go."""
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (pull := self._pulls.get()) is not None:
-            try:
-                outcome = self.copy_blocks(pull)
-            except Exception as error:
-                # A pull that never reports would fence its memory for ever.
-                is_ours = not isinstance(error, HandoffFailed)
-                _log.error("a pull from %s broke: %s", self._incarnation, error, exc_info=is_ours)
-                outcome = PullOutcome.FAILED
-            pull.on_done(outcome)
-        self.let_go()

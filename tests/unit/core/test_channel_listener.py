@@ -376,7 +376,7 @@ def settle() -> None:
     """Let threads of connections end."""
     until_s = time.monotonic() + 5
     while time.monotonic() < until_s and any(
-        "_admit" in thread.name for thread in threading.enumerate()
+        thread.name == "newcomer" for thread in threading.enumerate()
     ):
         time.sleep(0.01)
 
