@@ -157,7 +157,7 @@ class DecodeRole(RequestRole):
 
     # -- sources -------------------------------------------------------------------------------
 
-    def peer_linked(self, incarnation: str, peer_is_source: bool, host: str) -> None:
+    def peer_linked(self, incarnation: str, host: str) -> None:
         self._routes.linked(incarnation, host)
         self._feed(PeerLinked(incarnation))
 

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Collection
 from contextlib import aclosing
 
-from ...prefix_index.link import FollowerLink, IndexAway
-from ...prefix_index.messages import BadMessage, Snapshot, SnapshotChunk, decode
+from ...prefix_index.messages import BadMessage, IndexAway, Snapshot, decode
+from ...prefix_index.mirror import FollowerLink, read_snapshot
 
 _ASK_S = 0.3  # the first question may come before we listen to answers
 _ANSWER_S = 2.0  # an engine answers within 1.5 s, however many ask
@@ -37,7 +37,7 @@ async def _ask(link: FollowerLink, incarnations: Collection[str], counts: dict[s
     while True:
         for incarnation in set(incarnations) - counts.keys():
             try:
-                await link.ask(incarnation)
+                await link.request_snapshot(incarnation)
             except IndexAway:
                 return
         await asyncio.sleep(_ASK_S)
@@ -51,12 +51,6 @@ async def _take(
         message = decode(raw)
         if not isinstance(message, Snapshot) or message.incarnation not in incarnations:
             return
-        num_hashes = 0
-        for index in range(message.num_chunks):
-            chunk = decode(await link.read_chunk(message.incarnation, index))
-            if not isinstance(chunk, SnapshotChunk) or chunk.seq != message.seq:
-                return  # a newer snapshot is being written
-            num_hashes += len(chunk.hashes)
-    except (BadMessage, IndexAway):
+        counts[message.incarnation] = len(await read_snapshot(link, message))
+    except (BadMessage, IndexAway):  # e.g. a newer snapshot is being written
         return
-    counts[message.incarnation] = num_hashes

@@ -16,15 +16,15 @@ from typing import Any
 
 import grpc
 
-from ...cluster.link_handshake import ANY_ENGINE, LEDGERS, dial
+from ...cluster.node_calls import LEDGERS, dial
 from ...cluster.redis_client import require_redis
 from ...cluster.redis_directory import RedisDirectory
 from ...cluster.secret import ClusterSecret
 from ...cluster.tls import ClusterTls, open_channel, role_name
+from ...core.channels.addresses import host_id
 from ...core.channels.admission import GATEWAY
 from ...core.channels.admission import dial as dial_engine
-from ...core.channels.framing import FrameBuffer
-from ...core.channels.same_host import host_id
+from ...core.channels.channel import FrameBuffer
 from ...core.config import ClusterConfig
 from ...core.errors import BatonError, Unauthenticated
 from ...core.membership import Member, Role
@@ -148,11 +148,7 @@ async def ask_ledgers(stub: Any, secret: ClusterSecret, address: str) -> Sequenc
     """
     stream = stub.GetLedgers(timeout=_LEDGER_S)
     try:
-        await dial(
-            *(stream, node_pb2.GetLedgersRequest, secret, LEDGERS),
-            listener=ANY_ENGINE,
-            address=address,
-        )
+        await dial(stream, node_pb2.GetLedgersRequest, secret, LEDGERS, address)
         answer = await stream.read()
         return () if answer is grpc.aio.EOF else tuple(answer.ledgers)
     finally:

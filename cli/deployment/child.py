@@ -20,7 +20,7 @@ from ...core import flags
 from ...core.config import ClusterConfig, GatewayConfig
 from ...core.errors import StartupFailed
 from ...core.process.children import bound_to_us
-from ...core.process.loop_watch import HUNG_S, LoopWatch
+from ...core.process.event_loop import HUNG_S, LoopWatch
 from ...gateway.process.startup_message import READY, TRY
 
 GATEWAY = "gateway"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from ...core.config import ClusterConfig
-from ...core.process.stop_signals import StopSignals
+from ...core.process.event_loop import StopSignals
 from .child import Child, Report
 
 _RESTART_S, _RESTART_MAX_S = 0.2, 5.0  # longer each time: a port may take a moment to be free

@@ -28,9 +28,9 @@ class MessageKind(enum.IntEnum):
     CONNECT = 2  # all ranks are loaded: their words
     STEP = 3  # step_message.py
     COPY_BLOCKS = 4  # int64 [2, pairs]
-    EXPORT_POOL = 5  # JSON, with the generation page
-    OPEN_WINDOW = 6  # JSON: the pool that this rank will pull from
-    PULL = 7  # kv_transfer/ranks/rank_messages.py
+    EXPORT_POOL = 5  # MessagePack, with the generation page
+    OPEN_WINDOW = 6  # MessagePack: the pool that this rank will pull from
+    PULL = 7  # kv_transfer/ranks/rank_pulls.py
     CANCEL_PULL = 8
     CLOSE_WINDOW = 9
     # the others to rank 0

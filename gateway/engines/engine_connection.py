@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError
 
 from ...cluster.secret import ClusterSecret
 from ...cluster.tls import ClusterTls, role_name
+from ...core.channels.addresses import host_id, require_same_user, socket_address
 from ...core.channels.admission import (
     GATEWAY,
     MAX_REFUSAL_BYTES,
@@ -27,16 +28,15 @@ from ...core.channels.admission import (
     check_verdict,
     tune,
 )
-from ...core.channels.channel import MAX_UNSENT_BYTES
-from ...core.channels.framing import (
+from ...core.channels.channel import (
     LENGTH_BYTES,
+    MAX_UNSENT_BYTES,
     BrokenStream,
     FrameBuffer,
     decode_length,
     encode_payload,
 )
 from ...core.channels.handshake import CHALLENGE_BYTES, Dialer
-from ...core.channels.same_host import host_id, require_same_user, socket_address
 from ...core.errors import BatonError, EngineFailed, NodeLost
 from ...core.membership import Member
 from ...core.ports import Clock

@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection
 
 from ...cluster.exposure import check_secret
 from ...cluster.known_nodes import KnownNodes
-from ...cluster.member_calls import MemberCalls
+from ...cluster.node_calls import MemberCalls
 from ...cluster.redis_directory import RedisDirectory
 from ...cluster.secret import ClusterSecret
 from ...cluster.tls import CertificateFiles, watch_ends
@@ -26,11 +26,9 @@ from ...core.errors import StartupFailed, Unavailable
 from ...core.membership import Role
 from ...core.ports import Clock, Directory, Entropy, SystemClock, SystemEntropy
 from ...core.process import descriptors
+from ...core.process.event_loop import StopSignals, show_turns
 from ...core.process.logs import set_up_logging
-from ...core.process.loop_watch import show_turns
-from ...core.process.stop_signals import StopSignals
-from ...prefix_index.follower import Follower
-from ...prefix_index.mirror import PrefixMirror
+from ...prefix_index.mirror import Follower, PrefixMirror
 from ...prefix_index.redis_link import RedisIndexLink
 from ...proto.v1 import inference_pb2, inference_pb2_grpc
 from ..admission.admission import QueueLimit

@@ -9,7 +9,7 @@ from pathlib import Path
 from ...cluster.exposure import check_exposure
 from ...cluster.secret import ClusterSecret, salt_key, session_key
 from ...cluster.tls import CertificateFiles, ClusterTls
-from ...core.channels.same_host import host_id
+from ...core.channels.addresses import host_id
 from ...core.config import ClusterConfig, GatewayConfig
 from ...core.ports import Clock
 from .gate import BrowserSessions, Gate, KeyRing

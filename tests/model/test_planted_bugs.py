@@ -27,12 +27,11 @@ from baton.engine.kv.prefix_cache import PrefixCache
 from baton.engine.scheduling import sequence
 from baton.engine.scheduling.block_tables import BlockTables
 from baton.engine.scheduling.scheduler import Scheduler
-from baton.kv_transfer.protocol.manifest_sequence import ManifestSequence
+from baton.kv_transfer.protocol.pairing import Tombstones
 from baton.kv_transfer.protocol.puller import Puller
-from baton.kv_transfer.protocol.renewals import Renewals
-from baton.kv_transfer.protocol.reserve_queue import ReserveQueue
+from baton.kv_transfer.protocol.puller_transfer import ManifestSequence
+from baton.kv_transfer.protocol.puller_waits import Renewals, ReserveQueue
 from baton.kv_transfer.protocol.source import Source, _Transfer
-from baton.kv_transfer.protocol.tombstones import Tombstones
 from baton.kv_transfer.shm.shm import _SourceMapping
 
 Check = Callable[[], None]
@@ -288,7 +287,7 @@ BUGS = [
     Bug(
         "a small one overtakes in the queue for memory",
         "a large prompt starves behind small ones",
-        ReserveQueue.question,
+        ReserveQueue.next_request,
         [
             (
                 "self._waiting.head",

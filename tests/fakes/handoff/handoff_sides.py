@@ -61,9 +61,9 @@ from baton.kv_transfer.protocol.messages import (
     Renew,
     Revoked,
 )
+from baton.kv_transfer.protocol.pairing import TOMBSTONE_S
 from baton.kv_transfer.protocol.puller import Puller
 from baton.kv_transfer.protocol.source import Source
-from baton.kv_transfer.protocol.tombstones import TOMBSTONE_S
 from baton.kv_transfer.window.transport import PullOutcome
 
 from ..clock import FakeClock

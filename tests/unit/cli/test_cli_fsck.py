@@ -62,7 +62,7 @@ class Cluster:
             blocks=dict(counts),
             requests={KEY: request("held", 4)},
             transfers={TRANSFER: {"state": "held", "key": KEY, "puller": D}},
-            peers={D: "greeted"},
+            peers={D: "matched"},
         )
         self.decode = ledger(
             "d0",
@@ -259,7 +259,7 @@ class FakeIndexLink:
         while True:
             yield await self._published.get()
 
-    async def ask(self, incarnation: str) -> None:
+    async def request_snapshot(self, incarnation: str) -> None:
         if incarnation == self._journal.incarnation:
             chunks, snapshot = self._journal.snapshot()
             self._chunks = [encode(chunk) for chunk in chunks]
