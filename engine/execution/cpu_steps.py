@@ -12,8 +12,7 @@ from ...kernels.sampling.sampling import sample
 from ..kv.block_pool import PADDING_BLOCK
 from ..model.decoder import Decoder
 from .batch import CompletedStep, SampledToken, SequenceSlice
-from .step_arrays import flatten, row_sampling
-from .step_extras import compute_extras
+from .step_parts import compute_extras, flatten
 
 # BLAS multiplies a single row by another routine, whose sums round differently: with this second
 # row a decode alone gives bit for bit what it gives in a batch.
@@ -43,7 +42,7 @@ class CpuSteps:
         logits = None
         if rows:
             logits = self._logits(hidden.index_select(0, torch.tensor(last_tokens)))
-            token_ids, logprobs = sample(logits, [row_sampling(spec) for spec in specs])
+            token_ids, logprobs = sample(logits, specs)
             tokens = zip(token_ids.tolist(), logprobs.tolist(), strict=True)
             for index, (token_id, logprob) in zip(rows, tokens, strict=True):
                 results[index] = SampledToken(token_id, logprob)

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ...core.config import EngineConfig
 from ...core.errors import StartupFailed
-from ...kernels.attention.attention import AttentionBackend
-from ...kernels.attention.attention_torch import TorchAttention
+from ...kernels.attention.attention import AttentionBackend, TorchAttention
 from ..model.layers import Placement
 from ..model.model_config import ModelConfig
 

@@ -31,8 +31,7 @@ from ..kv.cuda_step_count import CudaStepCount
 from ..model.decoder import Decoder
 from .batch import SampledToken, SequenceSlice
 from .cuda_graphs import StepGraph, StepGraphs, decode_sizes
-from .step_arrays import Int64s, flatten, row_sampling
-from .step_extras import Extras, compute_extras
+from .step_parts import Extras, Int64s, compute_extras, flatten
 
 # Longer contexts are better off with FA3, and long enough to hide what launching costs.
 _MAX_GRAPH_CONTEXT = 4096
@@ -260,13 +259,13 @@ class GpuSteps:
         special = []
         for index, row in enumerate(rows):
             spec = batch[row].sample
-            if spec is not None and not (wanted := row_sampling(spec)).is_plain:
-                special.append((index, row, wanted))
+            if spec is not None and not spec.is_plain:
+                special.append((index, row, spec))
         if special:
             places = np.array([(index, row) for index, row, _ in special], np.int64).T
             index, row = upload(np.ascontiguousarray(places), self._device)
             whole = self.model.gather_logits(logits.index_select(0, index))
-            token_ids, logprobs = sample(whole, [wanted for _, _, wanted in special])
+            token_ids, logprobs = sample(whole, [spec for _, _, spec in special])
             # Unlike the plain sampler's, sums over a sorted row may differ in the last bit from run
             # to run, and all ranks must go on with the same token.
             self.model.communicator.broadcast(token_ids)

@@ -23,21 +23,21 @@ from ...core.request.parameters import Number
 from ...core.request.request import SAMPLING, SamplingParams
 from ...kernels.attention.attention import AttentionBackend
 from ...kernels.kv.kv_blocks import copy_blocks
+from ...kernels.sampling.sample_spec import SampleSpec
 from ..kv import cuda_kv_memory, kv_memory
-from ..kv.block_pool import CANARY_BLOCK, PADDING_BLOCK
-from ..kv.canary import canary_bytes
+from ..kv.block_pool import CANARY_BLOCK, PADDING_BLOCK, canary_bytes
 from ..kv.cuda_kv_memory import CudaKvMemory
 from ..kv.cuda_step_count import CudaStepCount, count_steps
 from ..kv.generations import SharedGenerations
 from ..kv.kv_memory import CpuKvMemory, KvLayout
 from ..kv.limits import seqs_for_pool, spare_tokens
 from ..model.checkpoint import OnProgress, fill_dummy_weights, load_weights, weights_identity
-from ..model.communicator import Alone, Communicator
+from ..model.communicator import Communicator
 from ..model.decoder import Decoder
 from ..model.fingerprint import fingerprint_fields
 from ..model.model_config import ModelConfig, read_model_config
 from ..model.sharding import check_divisible, heads_of_rank
-from .batch import LaunchedStep, SampledToken, SampleSpec, SequenceSlice
+from .batch import LaunchedStep, SampledToken, SequenceSlice
 from .cpu_steps import CpuSteps
 from .device import choose_attention, choose_placement, make_attention
 
@@ -67,7 +67,7 @@ class ModelRunner:
 
         `config.device` is this rank's own; without a communicator it is the only rank.
         """
-        communicator = communicator or Alone()
+        communicator = communicator or Communicator()
         assert communicator.size == config.tensor_parallel_size
         torch.set_num_threads(config.num_threads or 1)
         self.model_dir = resolve_model_dir(config.model)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -39,19 +38,6 @@ class KvLayout:
     @property
     def block_bytes(self) -> int:
         return math.prod(self.block_shape) * self.dtype.itemsize
-
-
-class KvMemory(Protocol):
-    """A pool on some device."""
-
-    layout: KvLayout
-    num_blocks: int
-    tensor: torch.Tensor  # [num_blocks, *layout.block_shape]
-
-    @property
-    def block_bytes(self) -> int: ...
-
-    def close(self) -> None: ...
 
 
 class CpuKvMemory:

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels.layers.ops import Ops, TorchOps
-from .communicator import Alone, Communicator, Summand
+from ...kernels.layers.ops import Ops
+from .communicator import Communicator, Summand
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ class Placement:
 
     device: torch.device
     dtype: torch.dtype
-    ops: Ops = field(default_factory=TorchOps)
-    communicator: Communicator = field(default_factory=Alone)
+    ops: Ops = field(default_factory=Ops)
+    communicator: Communicator = field(default_factory=Communicator)
 
     def vector(self, size: int) -> Tensor:
         return torch.empty(size, dtype=self.dtype, device=self.device)

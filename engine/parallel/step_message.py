@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from ...core.request.parameters import Number
 from ...core.request.request import SAMPLING, SamplingParams
 from ...core.request.token_ids import column
-from ..execution.batch import SampleSpec, SequenceSlice
+from ...kernels.sampling.sample_spec import SampleSpec
+from ..execution.batch import SequenceSlice
 
 _HEADER = struct.Struct("<4Q")  # slices, tokens, blocks, targets
 _SLICE = ("tokens", "start", "blocks", "follows", "kind", "targets", "first_target", "num_top")

@@ -49,7 +49,7 @@ def streamed_product(
 ) -> Tensor:
     """x [rows, inputs] @ weight [outputs, inputs]^T + bias -> [rows, outputs], of two bytes each.
 
-    At most 64 rows, with room for 64. `is_gated`: `activation.silu_and_mul` of the same, half as
+    At most 64 rows, with room for 64. `is_gated`: `ops.silu_and_mul` of the same, half as
     many outputs. Sums in float32; a row's do not depend on the others.
     """
     num_outputs = len(weight) // (2 if is_gated else 1)
@@ -260,7 +260,7 @@ def _streamed_product(
         if IS_GATED:
             up_bias = gl.load(bias + num_outputs + outputs, mask=is_output, other=0.0)
             up_sums += up_bias.to(gl.float32)[None, :]
-    if IS_GATED:  # as in activation_triton.py, the products rounded as if they had been stored
+    if IS_GATED:  # as in ops_triton.py, the products rounded as if they had been stored
         gate = sums.to(type).to(gl.float32)
         gated = (gate / (1.0 + gl.exp(-gate))).to(type).to(gl.float32)
         sums = gated * up_sums.to(type).to(gl.float32)

@@ -13,9 +13,7 @@ vLLM and transformers; repetition is of Keskar et al. 2019 (CTRL, section 4.1):
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -23,39 +21,16 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from ..upload import upload
+from .sample_spec import SampleSpec
 
 Int64s = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Penalties:
-    """`token_ids` are those that occurred, each once; `counts` how often in the output, perhaps 0.
-
-    A repetition of 1 and a presence and frequency of 0 change nothing.
-    """
-
-    token_ids: Int64s
-    counts: Int64s
-    repetition: float = 1.0
-    presence: float = 0.0
-    frequency: float = 0.0
+_NO_IDS = np.empty(0, np.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class LogitAdjustment:
-    """Of one row. No id may be biased twice.
-
-    `allowed` [words] int32: bit i % 32 of word i // 32 says whether token i is; None: all are.
-    """
-
-    bias: Sequence[tuple[int, float]] = ()
-    penalties: Penalties | None = None
-    forbidden_ids: Sequence[int] = ()
-    allowed: NDArray[np.int32] | None = None
-
-
-def adjust_logits(logits: Tensor, adjustments: Sequence[LogitAdjustment]) -> Tensor:
-    """Change logits [rows, vocab] float32 in place, one adjustment a row; returns them."""
+def adjust_logits(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
+    """Change logits [rows, vocab] float32 in place, one spec a row; returns them."""
     device = logits.device
 
     def gathered(arrays: list[ArrayLike], dtype: type[np.generic]) -> Tensor:
@@ -69,25 +44,30 @@ def adjust_logits(logits: Tensor, adjustments: Sequence[LogitAdjustment]) -> Ten
         ids = [np.asarray(ids, np.int64) for ids in ids_of_rows]
         return upload(rows, device), gathered([*ids], np.int64)
 
-    if at := places([[token_id for token_id, _ in one.bias] for one in adjustments]):
-        biases = [np.array([bias for _, bias in one.bias], np.float32) for one in adjustments]
+    bias_of_rows = [spec.params.logit_bias for spec in specs]
+    if at := places([[token_id for token_id, _ in pairs] for pairs in bias_of_rows]):
+        biases = [np.array([bias for _, bias in pairs], np.float32) for pairs in bias_of_rows]
         logits[at] += gathered([*biases], np.float32)
-    penalties = [one.penalties or _NONE for one in adjustments]
-    if at := places([one.token_ids for one in penalties]):
+    counted = [spec.counts for spec in specs]
+    if at := places([_NO_IDS if one is None else one.token_ids for one in counted]):
 
-        def spread(value: Callable[[Penalties], Any]) -> Tensor:
-            values = [np.full(len(one.counts), value(one), np.float32) for one in penalties]
+        def spread(penalty: str) -> Tensor:
+            values = [
+                np.full(len(one.counts), getattr(spec.params, penalty), np.float32)
+                for spec, one in zip(specs, counted, strict=True)
+                if one is not None
+            ]
             return gathered([*values], np.float32)
 
-        repetition = spread(lambda one: one.repetition)
-        counts = gathered([one.counts for one in penalties], np.int64)
+        repetition = spread("repetition_penalty")
+        counts = gathered([one.counts for one in counted if one is not None], np.int64)
         old = logits[at]
         new = torch.where(old > 0, old / repetition, old * repetition)
-        new -= spread(lambda one: one.frequency) * counts
-        logits[at] = new - spread(lambda one: one.presence) * (counts > 0)
-    if at := places([one.forbidden_ids for one in adjustments]):
+        new -= spread("frequency_penalty") * counts
+        logits[at] = new - spread("presence_penalty") * (counts > 0)
+    if at := places([spec.forbidden_ids for spec in specs]):
         logits[at] = -math.inf
-    _drop_not_allowed(logits, [one.allowed for one in adjustments])
+    _drop_not_allowed(logits, [spec.allowed for spec in specs])
     return logits
 
 
@@ -102,6 +82,3 @@ def _drop_not_allowed(logits: Tensor, masks: Sequence[NDArray[np.int32] | None])
     is_allowed = (packed[:, :, None] >> bits & 1).flatten(1)[:, : logits.shape[-1]].bool()
     index = upload(np.array(rows, np.int64), logits.device)
     logits[index] = logits.index_select(0, index).masked_fill_(~is_allowed, -math.inf)
-
-
-_NONE = Penalties(np.empty(0, np.int64), np.empty(0, np.int64))

@@ -11,65 +11,70 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..upload import upload
-from .logit_adjustment import LogitAdjustment, adjust_logits
-from .logprobs import token_logprobs
+from .logit_adjustment import adjust_logits
+from .sample_spec import SampleSpec
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIN_TEMPERATURE = 1e-5  # below it is greedy in float32, and division would overflow
 _LARGEST_BELOW_ONE = 1 - 2.0**-24
+_LOW_32 = 0xFFFF_FFFF
 
 
-@dataclass(frozen=True, slots=True)
-class RowSampling:
-    """How to sample one row. `temperature` 0 is greedy and ignores filters and key."""
-
-    temperature: float
-    top_k: int | None
-    top_p: float
-    key: int  # unsigned 64-bit
-    min_p: float = 0.0
-    adjustment: LogitAdjustment | None = None
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether temperature and noise are all there is to it."""
-        has_filter = self.top_k is not None or self.top_p < 1 or self.min_p > 0
-        return self.adjustment is None and not (has_filter and self.temperature > 0)
-
-
-def sample(logits: Tensor, rows: Sequence[RowSampling]) -> tuple[Tensor, Tensor]:
+def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> tuple[Tensor, Tensor]:
     """logits [rows, vocab] -> token ids [rows] int64 and their log-probabilities [rows] float32.
 
-    Greedy takes the lowest id of equals. The log-probability is under the unadjusted, unfiltered
-    distribution at temperature 1, whatever the row asks for; it is NaN if the logits are no
-    distribution (NaN or +inf among them), and the token then means nothing.
+    A temperature of 0 is greedy: it ignores filters and key, and takes the lowest id of equals. The
+    log-probability is under the unadjusted, unfiltered distribution at temperature 1, whatever the
+    row asks for; it is NaN if the logits are no distribution (NaN or +inf among them), and the
+    token then means nothing.
     """
     logits = logits.float()
     scores = logits
-    adjusted = [i for i, row in enumerate(rows) if row.adjustment is not None]
+    adjusted = [i for i, spec in enumerate(specs) if spec.changes_logits]
     if adjusted:
         index = _on_device(adjusted, logits.device)
-        adjustments = [rows[i].adjustment or LogitAdjustment() for i in adjusted]
-        changed = adjust_logits(logits.index_select(0, index), adjustments)
+        changed = adjust_logits(logits.index_select(0, index), [specs[i] for i in adjusted])
         scores = logits.index_copy(0, index, changed)
-    drawn = [i for i, row in enumerate(rows) if row.temperature > 0]
+    drawn = [i for i, spec in enumerate(specs) if spec.params.temperature > 0]
     if drawn:
         index = _on_device(drawn, logits.device)
-        noisy = _noisy(scores.index_select(0, index), [rows[i] for i in drawn])
+        noisy = _noisy(scores.index_select(0, index), [specs[i] for i in drawn])
         scores = scores.index_copy(0, index, noisy)
     token_ids = scores.argmax(-1)
     return token_ids, token_logprobs(logits, token_ids)
 
 
-def _noisy(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:
+def token_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """logits [rows, vocab], token_ids [rows] int64 -> [rows] float32."""
+    logits = logits.float()
+    return logits.gather(-1, token_ids[:, None])[:, 0] - logits.logsumexp(-1)
+
+
+def top_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k likeliest ids [rows, k] int64 and their log-probabilities [rows, k] float32.
+
+    Falling; equal logits by rising id, which `topk` alone leaves open: it sorts by unique keys, the
+    logit's bits above the id's.
+    """
+    logits = logits.float() + 0.0  # -0.0 is 0.0
+    vocab_size = logits.shape[-1]
+    bits = logits.view(torch.int32).long()
+    rising = torch.where(bits < 0, bits ^ 0x7FFF_FFFF, bits)
+    ids = torch.arange(vocab_size - 1, -1, -1, device=logits.device)
+    keys = ((rising << 32) | ids).topk(min(k, vocab_size)).values
+    top_ids = vocab_size - 1 - (keys & _LOW_32)
+    return top_ids, logits.gather(-1, top_ids) - logits.logsumexp(-1, keepdim=True)
+
+
+def _noisy(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
     """The rows' scaled, filtered logits plus their noise."""
     device, vocab_size = logits.device, logits.shape[-1]
+    rows = [spec.params for spec in specs]
     temperatures = _on_device([max(row.temperature, _MIN_TEMPERATURE) for row in rows], device)
     scaled = logits / temperatures[:, None]
     limited = [i for i, row in enumerate(rows) if row.min_p > 0]
@@ -85,7 +90,7 @@ def _noisy(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:
         top_p = _on_device([rows[i].top_p for i in filtered], device)
         kept = filter_logits(scaled.index_select(0, index), top_k, top_p)
         scaled.index_copy_(0, index, kept)
-    keys = _on_device([as_signed(row.key) for row in rows], device)
+    keys = _on_device([as_signed(spec.key) for spec in specs], device)
     return scaled.add_(gumbel_noise(keys, vocab_size))
 
 

@@ -14,12 +14,13 @@ from rounding import assert_same_but_for_rounding
 from baton.core.config import EngineConfig
 from baton.core.errors import EngineFailed, StartupFailed
 from baton.core.request.request import SamplingParams
-from baton.engine.execution.batch import SampledToken, SampleSpec, SequenceSlice
+from baton.engine.execution.batch import SampledToken, SequenceSlice
 from baton.engine.execution.runner import ModelRunner
-from baton.engine.kv.canary import canary_bytes
+from baton.engine.kv.block_pool import canary_bytes
 from baton.engine.kv.memfd import map_read_only
 from baton.engine.model.checkpoint import LoadProgress
 from baton.engine.model.fingerprint import short
+from baton.kernels.sampling.sample_spec import SampleSpec
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 64
 GREEDY = SamplingParams(temperature=0.0)

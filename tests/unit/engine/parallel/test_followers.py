@@ -14,7 +14,7 @@ import pytest
 
 from baton.core.config import EngineConfig
 from baton.core.errors import BatonError, EngineFailed, StartupFailed
-from baton.engine.model.communicator import Alone
+from baton.engine.model.communicator import Communicator
 from baton.engine.parallel.rank_channel import MessageKind, RankChannel, RankMessage
 from baton.engine.parallel.rank_group import RankGroup, pack_failure, read_words
 from baton.engine.parallel.rank_processes import Ranks
@@ -158,7 +158,7 @@ def test_ranks_that_are_killed_on_purpose_are_not_lost() -> None:
         def wait(self, timeout_s: float) -> None: ...
 
     processes = tuple(Process(rank) for rank in world.ranks)
-    Ranks(EngineConfig(), Alone(), world.followers, processes).kill()  # type: ignore[arg-type]
+    Ranks(EngineConfig(), Communicator(), world.followers, processes).kill()  # type: ignore[arg-type]
     assert world.lost.empty()
 
 
