@@ -1,7 +1,7 @@
 """`baton chat`: a shell. Lines in, the model's answer out, as it comes.
 
-`Shell` owns the commands and the settings; it sees the terminal as two functions, and the gateway
-and the conversation as small Protocols. `run` joins it to the real ones.
+`Shell` owns the commands and the settings; it sees the terminal and the gateway as functions. `run`
+joins it to the real ones.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
-from ..client import Chunk, Client, Result
+from ..client import Client, Result
 from ..client.messages import GenerateParams
+from ..client.sync import Generation
 from ..core.config import EngineConfig, GatewayConfig, NodeConfig, UpConfig
 from ..core.errors import BatonError, Cancelled, ContextLengthExceeded, StartupFailed
 from ..core.metrics import percentile
@@ -44,18 +44,7 @@ _SETTINGS: Mapping[str, type[int] | type[float]] = {
 }
 
 
-class RunningGeneration(Protocol):
-    """client.Generation, as far as the shell uses it."""
-
-    @property
-    def result(self) -> Result: ...
-
-    def __iter__(self) -> Iterator[Chunk]: ...
-
-    def cancel(self) -> None: ...
-
-
-Generate = Callable[[str, GenerateParams], RunningGeneration]
+Generate = Callable[[str, GenerateParams], Generation]
 
 
 class Shell:
@@ -130,7 +119,7 @@ class Shell:
         except ValueError:
             self._write(f"{arguments[1]!r} is no {parse.__name__}\n")
             return
-        # Ranges are the gateway's to judge: it says what is allowed.
+        # Ranges are the gateway's to judge: its error names what is allowed.
         self._params = {**self._params, arguments[0]: value}  # type: ignore[misc]
 
     def _ask(self, entry: str) -> None:
@@ -250,7 +239,7 @@ def _talk(
         conversation = conversation_about(info.model)
         _write(f"{info.model}, context {info.max_model_len} tokens. {conversation.manner} /help\n")
 
-        def generate(text: str, given: GenerateParams) -> RunningGeneration:
+        def generate(text: str, given: GenerateParams) -> Generation:
             return client.generate(text, **given)
 
         Shell(conversation, generate, input, _write, params).run()

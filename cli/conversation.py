@@ -7,7 +7,7 @@ An entry whose request failed is never `answered`, and so forgotten.
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from typing import TypeAlias
 
 from ..client.messages import GenerateParams
 from ..core.errors import StartupFailed
@@ -16,21 +16,11 @@ from ..gateway.http.chat.chat_template import ChatTemplate
 from ..gateway.http.chat.messages import Message
 
 
-class Conversation(Protocol):
-    """One conversation. `params` go with every request of it."""
-
-    params: GenerateParams
-    manner: str  # how it speaks to the model, for people
-
-    def prompt(self, entry: str) -> str: ...
-
-    def answered(self, entry: str, answer: str) -> None: ...
-
-    def reset(self) -> None: ...
-
-
 class TextConversation:
-    """A text that the model continues; later entries are appended to it."""
+    """A text that the model continues; later entries are appended to it.
+
+    `params` go with every request; `manner` is how it speaks to the model, for people.
+    """
 
     def __init__(self) -> None:
         self.params: GenerateParams = {}
@@ -69,6 +59,9 @@ class Chat:
 
     def reset(self) -> None:
         self._messages.clear()
+
+
+Conversation: TypeAlias = TextConversation | Chat
 
 
 def conversation_with(served: str, model: str, served_model_name: str | None) -> Conversation:

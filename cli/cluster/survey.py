@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,13 +28,16 @@ from ...core.channels.same_host import host_id
 from ...core.config import ClusterConfig
 from ...core.errors import BatonError, Unauthenticated
 from ...core.membership import Member, Role
+from ...prefix_index.link import FollowerLink, IndexAway
+from ...prefix_index.messages import BadMessage, Snapshot, SnapshotChunk, decode
 from ...prefix_index.redis_link import RedisIndexLink
 from ...proto.v1 import node_pb2, node_pb2_grpc
 from .ledger import BadLedger, Ledger, parse_ledger
-from .published import count_published
 
 _CHANNEL_OPTIONS = (("grpc.use_local_subchannel_pool", 1),)
 _ANSWER_S = 3.0
+_INDEX_ANSWER_S = 2.0  # an engine publishes a snapshot within 1.5 s, however many request one
+_REQUEST_AGAIN_S = 0.3  # the first request may be sent before this process is subscribed
 _LEDGER_S = 12.0  # a node waits up to 10 s for an engine that hangs
 
 
@@ -82,6 +85,58 @@ async def _count_published(cluster: ClusterConfig, members: Sequence[Member]) ->
         return await count_published(link, {member.incarnation for member in members})
     finally:
         await link.close()
+
+
+async def count_published(
+    link: FollowerLink, incarnations: Collection[str], timeout_s: float = _INDEX_ANSWER_S
+) -> dict[str, int]:
+    """How many blocks each engine lists in the prefix index, by the snapshot that it publishes when
+    requested; without one an engine is absent."""
+    counts: dict[str, int] = {}
+    requesting = asyncio.create_task(_request_snapshots(link, incarnations, counts))
+    try:
+        async with asyncio.timeout(timeout_s), aclosing(link.messages()) as messages:
+            async for raw in messages:
+                await _take(link, raw, incarnations, counts)
+                if counts.keys() >= set(incarnations):
+                    break
+    except TimeoutError:
+        pass
+    finally:
+        requesting.cancel()
+        await asyncio.wait({requesting})
+    return counts
+
+
+async def _request_snapshots(
+    link: FollowerLink, incarnations: Collection[str], counts: dict[str, int]
+) -> None:
+    while True:
+        for incarnation in set(incarnations) - counts.keys():
+            try:
+                await link.ask(incarnation)
+            except IndexAway:
+                return
+        await asyncio.sleep(_REQUEST_AGAIN_S)
+
+
+async def _take(
+    link: FollowerLink, raw: bytes, incarnations: Collection[str], counts: dict[str, int]
+) -> None:
+    """Of all that is published only snapshots of these engines count."""
+    try:
+        message = decode(raw)
+        if not isinstance(message, Snapshot) or message.incarnation not in incarnations:
+            return
+        num_hashes = 0
+        for index in range(message.num_chunks):
+            chunk = decode(await link.read_chunk(message.incarnation, index))
+            if not isinstance(chunk, SnapshotChunk) or chunk.seq != message.seq:
+                return  # a newer snapshot is being written
+            num_hashes += len(chunk.hashes)
+    except (BadMessage, IndexAway):
+        return
+    counts[message.incarnation] = num_hashes
 
 
 def _with_count(engine: EngineView, counts: Mapping[str, int]) -> EngineView:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections.abc import Coroutine, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ...client import AsyncClient
 from ...cluster.redis_client import require_redis
@@ -34,28 +36,25 @@ _REDIS_RESTART_S, _REDIS_RESTART_MAX_S = 0.2, 5.0  # what runs goes on without i
 _REDIS_WELL_S = 30.0  # after so long an end is the first again
 
 
-@dataclass(slots=True)
-class Deployment:
+class Deployment(ChildGroup):
     """`async with Deployment(...) as d`: everything runs; `d.address` is the gateways'."""
 
-    up: UpConfig
-    engine: EngineConfig
-    node: NodeConfig
-    gateway: GatewayConfig
-    report: Report
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    group: ChildGroup = field(init=False)
-    address: str = ""
-    greeting: tuple[str, ...] = ()  # gateway/process/startup_message.py
-    _redis: RedisServer | None = None
-    _ports: ExitStack = field(default_factory=ExitStack)
-
-    def __post_init__(self) -> None:
-        self.group = ChildGroup(self.report, _MOST_ENDS)
-
-    @property
-    def children(self) -> list[Child]:
-        return self.group.children
+    def __init__(
+        self,
+        up: UpConfig,
+        engine: EngineConfig,
+        node: NodeConfig,
+        gateway: GatewayConfig,
+        report: Report,
+        cluster: ClusterConfig | None = None,
+    ) -> None:
+        super().__init__(report, _MOST_ENDS)
+        self.up, self.engine, self.node, self.gateway = up, engine, node, gateway
+        self.cluster = cluster or ClusterConfig()
+        self.address = ""
+        self.greeting: tuple[str, ...] = ()  # gateway/process/startup_message.py
+        self._redis: RedisServer | None = None
+        self._ports = ExitStack()
 
     @property
     def gateways(self) -> list[Child]:
@@ -94,7 +93,7 @@ class Deployment:
             await self._launch(name, gateway)
         for name, node in self._nodes():
             await self._launch(name, self.engine, node)
-        await self.group.until_ready()
+        await self.until_ready()
         self.address = self.gateways[0].ready.result()
         await self._until_linked()
         for child in self.gateways:
@@ -124,7 +123,7 @@ class Deployment:
         cluster = self.cluster
         if self.up.certs is not None:
             cluster = with_role_certificate(cluster, Path(self.up.certs), role_of(name))
-        await self.group.launch(name, configs, cluster)
+        await self.launch(name, configs, cluster)
 
     async def _until_linked(self) -> None:
         """Raises StartupFailed if a part ends meanwhile: nobody starts it again yet."""
@@ -172,11 +171,8 @@ class Deployment:
         address = f"{_LOOPBACK.get(host, host)}:{port}"
         return AsyncClient(address, api_key=key, ca_file=ca_of(self.up.certs))
 
-    async def keep(self) -> str:
-        """Start parts again that end by themselves, or whose event loop stands still. Returns the
-        name of one that keeps ending."""
-        redis = self._redis
-        return await self.group.keep({} if redis is None else {"redis": self._keep_redis(redis)})
+    def beside(self) -> Mapping[str, Coroutine[Any, Any, None]]:
+        return {} if self._redis is None else {"redis": self._keep_redis(self._redis)}
 
     async def _keep_redis(self, redis: RedisServer) -> None:
         """An empty one at the same address: nodes announce themselves and their caches again."""
@@ -191,14 +187,10 @@ class Deployment:
             redis.start_again()
             began_s, delay_s = time.monotonic(), min(2 * delay_s, _REDIS_RESTART_MAX_S)
 
-    def hurry(self) -> None:
-        """While it stops: whatever is still there need not end in order."""
-        self.group.hurry()
-
     async def stop(self) -> None:
         """End every child, the gateways first, and Redis last; what will not end is killed."""
-        await self.group.stop(self.gateways, self.gateway.shutdown_timeout_s + _STOP_GRACE_S)
-        await self.group.stop([*self.children], _STOP_GRACE_S)
+        await self.end(self.gateways, self.gateway.shutdown_timeout_s + _STOP_GRACE_S)
+        await self.end([*self.children], _STOP_GRACE_S)
         self._ports.close()
         if self._redis is not None:
             self._redis.stop()

@@ -7,6 +7,8 @@ is the order in which they are shown.
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
@@ -17,15 +19,18 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from packaging.requirements import Requirement
+
 from ...cluster.redis_client import REDIS_ERRORS, connect
 from ...cluster.redis_server import find_redis_server
 from ...core.config import EngineConfig, NodeConfig, UpConfig
 from ...core.errors import HandoffFailed, StartupFailed
 from ...core.model_dir import resolve_model_dir
-from . import gpus, packages
+from . import gpus
 from .finding import Finding, exit_code, ok, problem, render, warning
 from .gpu_choice import choose_here
 
+_DISTRIBUTION = "baton-serve"
 _MIN_REDIS = (6,)
 _MIN_SHM_BYTES = 64 << 20
 _KV_BYTES = 256 << 20  # what a CPU node takes by default
@@ -67,7 +72,26 @@ def check_python(subject: Subject) -> list[Finding]:
 
 
 def check_packages(subject: Subject) -> list[Finding]:
-    return packages.check_requirements(packages.required())
+    """Those that the installed distribution requires, extras left out."""
+    try:
+        lines = importlib.metadata.requires(_DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        text = "is not installed, only lies there"
+        return [problem(_DISTRIBUTION, text, "pip install -e . beside it")]
+    return [check_requirement(line) for line in lines if "extra ==" not in line]
+
+
+def check_requirement(line: str) -> Finding:
+    """Whether a package like `grpcio>=1.71.2` is installed, by metadata alone."""
+    wanted = Requirement(line)
+    advice = f"pip install '{wanted.name}{wanted.specifier}'"
+    try:
+        version = importlib.metadata.version(wanted.name)
+    except importlib.metadata.PackageNotFoundError:
+        return problem(wanted.name, "is missing", advice)
+    if not wanted.specifier.contains(version, prereleases=True):
+        return problem(wanted.name, f"{version}, but {wanted.specifier} is needed", advice)
+    return ok(wanted.name, version)
 
 
 def check_torch(subject: Subject) -> list[Finding]:
@@ -90,8 +114,8 @@ def check_torch(subject: Subject) -> list[Finding]:
 
 def check_gpus(subject: Subject) -> list[Finding]:
     found = gpus.find_gpus()
-    has = gpus.is_importable
-    kernels = gpus.check_kernels(bool(found), has("triton"), has("flashinfer"))
+    has_triton, has_flashinfer = map(importlib.util.find_spec, ("triton", "flashinfer"))
+    kernels = gpus.check_kernels(bool(found), bool(has_triton), bool(has_flashinfer))
     return [*gpus.check_gpus(found), *kernels]
 
 
@@ -105,7 +129,7 @@ def check_redis_server(subject: Subject) -> list[Finding]:
     said = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
     match = re.search(r"v=([0-9.]+)", said.stdout)
     if match is None:
-        return [warning("redis-server", f"{program} does not tell its version")]
+        return [warning("redis-server", f"{program} does not report its version")]
     return [judge_redis("redis-server", match[1], f"at {program}")]
 
 

@@ -103,7 +103,7 @@ def _on_cpu(
 
 def _pool(text: str | None, host: HostGpus) -> _Ids:
     """What may be chosen from."""
-    there = tuple(gpu.index for gpu in host.gpus)
+    there = tuple(range(len(host.gpus)))
     return there if text is None or not there else _parsed("--gpus", text, host)
 
 
@@ -182,7 +182,7 @@ def _check_memory(
     weights_bytes_of: Callable[[EngineConfig], int],
 ) -> str:
     """Whether the weights fit into an engine's share everywhere; the GPUs' names for people."""
-    gpus = [gpu for gpu in host.gpus if gpu.index in used]
+    gpus = [gpu for index, gpu in enumerate(host.gpus) if index in used]
     sizes = [gpu.total_bytes for gpu in gpus if gpu.total_bytes is not None]
     names = sorted({_described(gpu) for gpu in gpus})
     if sizes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -86,7 +85,3 @@ def check_kernels(has_gpu: bool, has_triton: bool, has_flashinfer: bool) -> list
         if has_flashinfer
         else warning("flashinfer", "is missing: attention runs on slower Triton kernels", advice),
     ]
-
-
-def is_importable(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
