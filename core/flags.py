@@ -124,6 +124,11 @@ def parse(config: type[T], arguments: argparse.Namespace) -> T:
     return config(**{field.name: getattr(arguments, field.name) for field in fields})
 
 
+def parse_all(arguments: argparse.Namespace, *configs: type) -> list[Any]:
+    """One of each of `configs`, as `parse` builds it."""
+    return [parse(config, arguments) for config in configs]
+
+
 def to_argv(
     config: Any, *, leave_out: Collection[str] = SECRET_FIELDS - {"redis_url"}
 ) -> list[str]:

@@ -38,7 +38,7 @@ class Ranks:
     processes: tuple[subprocess.Popen[bytes], ...] = ()
 
     def kill(self) -> None:
-        """End the other ranks at once, whatever they wait for; they need not be told why."""
+        """End the other ranks at once, whatever they wait for."""
         self._end(at_once=True)
 
     def close(self) -> None:

@@ -101,7 +101,7 @@ class RankedTransport:
         followers: RankGroup, by_rank: Sequence[Sequence[SourcePiece]]
     ) -> tuple[int, list[Opened]]:
         payloads = [pack_open(pieces) for pieces in by_rank]
-        number, answers = followers.ask(MessageKind.OPEN_WINDOW, payloads)
+        number, answers = followers.order_and_wait(MessageKind.OPEN_WINDOW, payloads)
         return number, [Opened.unpack(answer) for answer in answers]
 
 
@@ -137,7 +137,7 @@ class OtherRanks(PoolWindow):
         return _Order(self._followers, order)
 
     def close(self) -> None:
-        self._followers.tell(MessageKind.CLOSE_WINDOW, pack_number(self._number))
+        self._followers.send(MessageKind.CLOSE_WINDOW, pack_number(self._number))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,4 +148,4 @@ class _Order:
     number: int
 
     def cancel(self) -> None:
-        self.followers.tell(MessageKind.CANCEL_PULL, pack_number(self.number))
+        self.followers.send(MessageKind.CANCEL_PULL, pack_number(self.number))

@@ -95,7 +95,7 @@ def exported(
             orders = [
                 ExportOrder(part.pool, tuple(parts), node, tls, key).pack() for part in parts[1:]
             ]
-            _, answers = followers.ask(MessageKind.EXPORT_POOL, orders, [generations_fd])
+            _, answers = followers.order_and_wait(MessageKind.EXPORT_POOL, orders, [generations_fd])
             ports += [int(answer) for answer in answers]
         known = [
             dataclasses.replace(part, port=port) for part, port in zip(parts, ports, strict=True)
