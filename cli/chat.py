@@ -202,10 +202,7 @@ def run(
         choice = choose_here(up, engine, NodeConfig())
         print(f"starting {engine.model}: {choice.line}", flush=True)
         gateway = GatewayConfig(
-            grpc_port=0,
-            http_port=0,
-            model=engine.model,
-            served_model_name=engine.served_model_name,
+            grpc_port=0, http_port=0, model=engine.model, served_model_name=engine.served_model_name
         )
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of what stops the parts
         deployment = Deployment(choice.up, choice.engine, NodeConfig(), gateway, _ignore)

@@ -134,10 +134,7 @@ def _add_doctor(commands: _Commands) -> None:
         help="a Redis that should answer; with a password: BATON_REDIS_URL",
     )
     parser.add_argument(
-        "--ports",
-        type=_ports,
-        default=(50051, 8000),
-        help="ports that should be free (50051,8000)",
+        "--ports", type=_ports, default=(50051, 8000), help="ports that should be free (50051,8000)"
     )
 
 

@@ -1,4 +1,4 @@
-"""Asks a whole cluster: who is in Redis, who answers, and with which ledger.
+"""Surveys a whole cluster: who is in Redis, who answers, and with which ledger.
 
 An engine lives if it welcomes whoever dials it as a gateway would; nothing is dispatched.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -65,7 +65,7 @@ class Survey:
 
 
 async def survey(cluster: ClusterConfig) -> Survey:
-    """Ask everybody at once. Raises StartupFailed if Redis does not answer."""
+    """Request everything at once. Raises StartupFailed if Redis does not answer."""
     members, num_bad_entries = await _members(cluster)
     addresses = sorted({member.address for member in members})
     tls = ClusterTls.of(cluster)
@@ -73,8 +73,12 @@ async def survey(cluster: ClusterConfig) -> Survey:
     secret = ClusterSecret.of(cluster)
     looks = (_look_at(at_one, secret, tls) for at_one in nodes_members)
     counts, nodes = await asyncio.gather(_count_published(cluster, members), asyncio.gather(*looks))
-    engines = (engine for node in nodes for engine in node)
-    return Survey(tuple(_with_count(engine, counts) for engine in engines), num_bad_entries)
+    engines = (
+        replace(one, num_published=counts.get(one.member.incarnation)) if one.member else one
+        for node in nodes
+        for one in node
+    )
+    return Survey(tuple(engines), num_bad_entries)
 
 
 async def _count_published(cluster: ClusterConfig, members: Sequence[Member]) -> dict[str, int]:
@@ -139,12 +143,6 @@ async def _take(
     counts[message.incarnation] = num_hashes
 
 
-def _with_count(engine: EngineView, counts: Mapping[str, int]) -> EngineView:
-    if engine.member is None:
-        return engine
-    return replace(engine, num_published=counts.get(engine.member.incarnation))
-
-
 async def _members(cluster: ClusterConfig) -> tuple[tuple[Member, ...], int]:
     """The directory, and how many of its entries are junk or not signed with our secret."""
     await require_redis(cluster.redis_url)
@@ -183,7 +181,7 @@ async def _ledgers(stub: Any, secret: ClusterSecret, address: str) -> tuple[dict
     try:
         texts = await ask_ledgers(stub, secret, address)
     except grpc.aio.AioRpcError as error:
-        return {}, _reason(error)
+        return {}, f"{error.code().name}: {error.details()}"
     except Unauthenticated as error:
         return {}, error.message
     for text in texts:
@@ -242,7 +240,3 @@ def _silence(member: Member, secret: ClusterSecret, tls: ClusterTls | None) -> s
 def _secure(tls: ClusterTls, role: Role, connection: socket.socket) -> socket.socket:
     name = role_name(role.value)
     return tls.client_context().wrap_socket(connection, server_hostname=name)
-
-
-def _reason(error: grpc.aio.AioRpcError) -> str:
-    return f"{error.code().name}: {error.details()}"

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...kernels.attention.attention import AttentionBackend, AttentionMetadata
+from ...kernels.attention.attention import AttentionBackend
 from ...kernels.sampling.sampling import sample
 from ..kv.block_pool import PADDING_BLOCK
 from ..model.decoder import Decoder
 from .batch import CompletedStep, SampledToken, SequenceSlice
-from .step_parts import compute_extras, flatten
+from .step_parts import compute_extras, flatten, metadata_of
 
 # BLAS multiplies a single row by another routine, whose sums round differently: with this second
 # row a decode alone gives bit for bit what it gives in a batch.
@@ -57,14 +57,7 @@ class CpuSteps:
         if len(batch) == 1 and batch[0].num_scheduled_tokens == 1:
             batch = (*batch, _PADDING_SLICE)
         token_ids, positions, slots = map(torch.from_numpy, flatten(batch, self._block_size))
-        self._attention.plan(
-            AttentionMetadata(
-                query_lens=[piece.num_scheduled_tokens for piece in batch],
-                seq_lens=[piece.start + piece.num_scheduled_tokens for piece in batch],
-                block_tables=[piece.block_table for piece in batch],
-                slot_mapping=slots,
-            )
-        )
+        self._attention.plan(metadata_of(batch, slots))
         return self.model.forward(token_ids, positions, self._attention)
 
     def _logits(self, hidden: Tensor) -> Tensor:

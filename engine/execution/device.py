@@ -14,11 +14,7 @@ from ...kernels.attention.attention import AttentionBackend, TorchAttention
 from ..model.layers import Placement
 from ..model.model_config import ModelConfig
 
-_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)
 
 
@@ -115,11 +111,7 @@ def choose_attention(
 
 
 def make_attention(
-    choice: AttentionChoice,
-    pool: Tensor,
-    max_num_seqs: int,
-    model: ModelConfig,
-    max_model_len: int,
+    choice: AttentionChoice, pool: Tensor, max_num_seqs: int, model: ModelConfig, max_model_len: int
 ) -> AttentionBackend:
     """The backend over `pool`."""
     if choice.decode == "torch":

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...core.errors import EngineFailed
 from ...core.request.logprobs import TokenLogprobs
-from ...kernels.attention.attention import AttentionBackend, AttentionMetadata
+from ...kernels.attention.attention import AttentionBackend
 from ...kernels.attention.attention_triton import MAX_GRAPH_SLICES, MAX_GRAPH_TOKENS
 from ...kernels.sampling.sampling import as_signed, sample
 from ...kernels.sampling.sampling_triton import VocabularyPart, sample_unfiltered
@@ -31,7 +31,7 @@ from ..kv.cuda_step_count import CudaStepCount
 from ..model.decoder import Decoder
 from .batch import SampledToken, SequenceSlice
 from .cuda_graphs import StepGraph, StepGraphs, decode_sizes
-from .step_parts import Extras, Int64s, compute_extras, flatten
+from .step_parts import Extras, Int64s, compute_extras, flatten, metadata_of
 
 # Longer contexts are better off with FA3, and long enough to hide what launching costs.
 _MAX_GRAPH_CONTEXT = 4096
@@ -112,11 +112,11 @@ class GpuSteps:
             batch = [_PADDING_SLICE] * size
             inputs = self.graphs.inputs(size)
             upload_into(inputs.flatten(), self._decode_arrays(batch).ravel())
-            self._plan(batch, inputs[2], is_graph=True)
+            self._attention.plan(metadata_of(batch, inputs[2], is_graph=True))
             self.graphs.capture(size, partial(self._decode, inputs))
         for size in reversed(self.prefill_graphs.sizes):
             token_ids, positions, slots = self.prefill_graphs.inputs(size)
-            self._plan([_PADDING_SLICE], slots, is_prefill_graph=True)
+            self._attention.plan(metadata_of([_PADDING_SLICE], slots, is_prefill_graph=True))
             self.prefill_graphs.capture(
                 size, partial(self.model.forward, token_ids, positions, self._attention)
             )
@@ -140,8 +140,8 @@ class GpuSteps:
         inputs = self.graphs.inputs(graph.size)
         upload_into(inputs.flatten(), self._decode_arrays(padded).ravel())
         self._follow(batch, inputs[0])
-        self._plan(padded, inputs[2], is_graph=True)
-        graph.replay()
+        self._attention.plan(metadata_of(padded, inputs[2], is_graph=True))
+        graph.graph.replay()
         number = self._mark()
         rows = list(range(len(batch)))
         self._resample(batch, rows, graph.output)
@@ -182,15 +182,15 @@ class GpuSteps:
         if graph is None:
             token_ids, positions, slots = upload(arrays, self._device)
             self._follow(batch, token_ids)
-            self._plan(batch, slots)
+            self._attention.plan(metadata_of(batch, slots))
             return self.model.forward(token_ids, positions, self._attention)
         inputs = self.prefill_graphs.inputs(graph.size)
         padded = np.zeros(inputs.shape, np.int64)
         padded[:, :num_tokens] = arrays
         upload_into(inputs.flatten(), padded.ravel())
         self._follow(batch, inputs[0])
-        self._plan(batch, inputs[2], is_prefill_graph=True)
-        graph.replay()
+        self._attention.plan(metadata_of(batch, inputs[2], is_prefill_graph=True))
+        graph.graph.replay()
         return graph.output
 
     def _launch_eagerly(self, batch: Sequence[SequenceSlice]) -> GpuStep:
@@ -233,25 +233,6 @@ class GpuSteps:
         if places:
             place, source = upload(np.array([places, sources], np.int64), self._device)
             token_ids.index_copy_(0, place, self._sampled.index_select(0, source))
-
-    def _plan(
-        self,
-        batch: Sequence[SequenceSlice],
-        slots: Tensor,
-        *,
-        is_graph: bool = False,
-        is_prefill_graph: bool = False,
-    ) -> None:
-        self._attention.plan(
-            AttentionMetadata(
-                query_lens=[piece.num_scheduled_tokens for piece in batch],
-                seq_lens=[piece.start + piece.num_scheduled_tokens for piece in batch],
-                block_tables=[piece.block_table for piece in batch],
-                slot_mapping=slots,
-                is_graph=is_graph,
-                is_prefill_graph=is_prefill_graph,
-            )
-        )
 
     def _resample(self, batch: Sequence[SequenceSlice], rows: list[int], logits: Tensor) -> None:
         """Sample again what asks for filters or changed logits. This rank's logits are parallel to

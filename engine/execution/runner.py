@@ -280,12 +280,7 @@ def _largest_batch(
     dearest = SampleSpec(_DEAREST_PARAMS, key=1, fork_keys=(2, 3), allowed=all_allowed)
     return [
         SequenceSlice(
-            [0] * length,
-            0,
-            table,
-            dearest,
-            prompt_targets=[0] * (length - 1),
-            num_prompt_top=20,
+            [0] * length, 0, table, dearest, prompt_targets=[0] * (length - 1), num_prompt_top=20
         )
         for length in sorted(lens)
     ]

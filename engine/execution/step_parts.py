@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...core.request.logprobs import TokenLogprobs
+from ...kernels.attention.attention import AttentionMetadata
 from ...kernels.sampling.sample_spec import SampleSpec
 from ...kernels.sampling.sampling import sample, token_logprobs, top_logprobs
 from ...kernels.upload import upload
@@ -50,6 +51,24 @@ def flatten(batch: Sequence[SequenceSlice], block_size: int) -> Int64s:
             slots[mine] = blocks_of_tokens * block_size + positions[mine] % block_size
         first += n
     return arrays
+
+
+def metadata_of(
+    batch: Sequence[SequenceSlice],
+    slots: Tensor,
+    *,
+    is_graph: bool = False,
+    is_prefill_graph: bool = False,
+) -> AttentionMetadata:
+    """What attention plans a step by; `slots` [tokens] lie on the device."""
+    return AttentionMetadata(
+        query_lens=[piece.num_scheduled_tokens for piece in batch],
+        seq_lens=[piece.start + piece.num_scheduled_tokens for piece in batch],
+        block_tables=[piece.block_table for piece in batch],
+        slot_mapping=slots,
+        is_graph=is_graph,
+        is_prefill_graph=is_prefill_graph,
+    )
 
 
 @dataclass(frozen=True, slots=True)

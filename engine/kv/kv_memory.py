@@ -40,7 +40,19 @@ class KvLayout:
         return math.prod(self.block_shape) * self.dtype.itemsize
 
 
-class CpuKvMemory:
+class KvMemory:
+    """A pool on some device."""
+
+    layout: KvLayout
+    num_blocks: int
+    tensor: torch.Tensor  # [num_blocks, *layout.block_shape]
+
+    @property
+    def block_bytes(self) -> int:
+        return self.layout.block_bytes
+
+
+class CpuKvMemory(KvMemory):
     """A pool in shared host memory. `fd` is what a puller must be passed."""
 
     def __init__(self, layout: KvLayout, num_blocks: int) -> None:
@@ -51,10 +63,6 @@ class CpuKvMemory:
         self.view = memoryview(memory)
         flat = torch.frombuffer(memory, dtype=layout.dtype)
         self.tensor = flat.view(num_blocks, *layout.block_shape)
-
-    @property
-    def block_bytes(self) -> int:
-        return self.layout.block_bytes
 
     def close(self) -> None:
         """Close `fd` and let go of the memory.

@@ -75,11 +75,7 @@ def load_weights(
 
 
 def fill_dummy_weights(
-    targets: Mapping[str, Target],
-    *,
-    std: float,
-    seed: int,
-    on_progress: OnProgress | None = None,
+    targets: Mapping[str, Target], *, std: float, seed: int, on_progress: OnProgress | None = None
 ) -> None:
     """Random weights: matrices normal(0, std), norms 1, biases 0.
 

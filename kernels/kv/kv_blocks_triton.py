@@ -105,13 +105,7 @@ def _word(num_bytes: int) -> torch.dtype:
 
 @triton.jit(do_not_specialize=["num_chunks"], do_not_specialize_on_alignment=_IDS)
 def _pull_words(
-    source_address,
-    target,
-    source_ids,
-    block_ids,
-    num_words,
-    num_chunks,
-    CHUNK: tl.constexpr,
+    source_address, target, source_ids, block_ids, num_words, num_chunks, CHUNK: tl.constexpr
 ):
     """Few programs take chunk after chunk: the copy is bound by the link, not by processors."""
     source = tl.cast(source_address, tl.int64).to(target.dtype)

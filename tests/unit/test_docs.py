@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from baton.bench import report
-from baton.cli import contracts, made_parts, reference
+from baton.cli import made_parts, reference
 from baton.core import errors
 from baton.core.config import GatewayConfig
 
@@ -104,7 +104,7 @@ def test_error_facts_are_fresh() -> None:
 
 def test_contracts_show_the_code_as_it_is() -> None:
     page = (DOCS / "contracts.md").read_text()
-    assert contracts.refresh_contracts_page(page) == page, STALE
+    assert reference.refresh_contracts_page(page) == page, STALE
 
 
 @pytest.mark.parametrize("page", report.PAGES, ids=lambda page: page.name)
@@ -128,13 +128,13 @@ def test_parts_of_a_page_are_made_and_the_rest_is_left_alone() -> None:
 
 
 def test_what_the_contracts_show_of_a_class() -> None:
-    shown = contracts.code_of("kv_transfer/window/transport.py: PoolWindow")
+    shown = reference.code_of("kv_transfer/window/transport.py: PoolWindow")
     assert "    num_steps: int | None\n        # How many of the source's steps" in shown
     assert "def prepare(pairs: BlockPairs) -> Starter" in shown
-    value = contracts.code_of("engine/scheduling/outputs.py: ChunkLaunched")
+    value = reference.code_of("engine/scheduling/outputs.py: ChunkLaunched")
     assert "ChunkLaunched(key: str, num_tokens: int, is_last: bool, step: int)" in value
     with pytest.raises(KeyError):
-        contracts.code_of("engine/engine.py: NoSuchClass")
+        reference.code_of("engine/engine.py: NoSuchClass")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
