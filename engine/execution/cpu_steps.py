@@ -63,5 +63,5 @@ class CpuSteps:
     def _logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab]; one row is computed twice, as in `_PADDING_SLICE`."""
         if len(hidden) > 1:
-            return self.model.logits(hidden)
-        return self.model.logits(hidden.expand(2, -1).contiguous())[:1]
+            return self.model.lm_head.project(hidden)
+        return self.model.lm_head.project(hidden.expand(2, -1).contiguous())[:1]

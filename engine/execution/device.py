@@ -111,16 +111,21 @@ def choose_attention(
 
 
 def make_attention(
-    choice: AttentionChoice, pool: Tensor, max_num_seqs: int, model: ModelConfig, max_model_len: int
+    choice: AttentionChoice,
+    pool: Tensor,
+    num_heads: int,
+    max_num_seqs: int,
+    model: ModelConfig,
+    max_model_len: int,
 ) -> AttentionBackend:
-    """The backend over `pool`."""
+    """The backend over `pool`, of a rank with `num_heads` heads."""
     if choice.decode == "torch":
         return TorchAttention(pool, model.windows)
     from ...kernels.attention.attention_gpu import make_gpu_attention
 
     return make_gpu_attention(
         pool,
-        model.num_heads,
+        num_heads,
         max_num_seqs,
         max_model_len,
         decode=choice.decode,

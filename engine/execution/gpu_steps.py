@@ -161,7 +161,7 @@ class GpuSteps:
         n = inputs.shape[1]
         token_ids, positions, _slots, keys, temperatures = inputs
         hidden = self.model.forward(token_ids, positions, self._attention)
-        logits = self.model.logits_part(hidden)
+        logits = self.model.lm_head.project_part(hidden)
         sample_unfiltered(
             logits,
             temperatures.view(torch.float64),
@@ -204,7 +204,7 @@ class GpuSteps:
         sampling = [batch[row] for row in rows]
         arrays = np.vstack([np.array(rows), last_tokens, _sampling_arrays(sampling)])
         slices, tokens, keys, temperatures = upload(arrays, self._device)
-        logits = self.model.logits_part(hidden.index_select(0, tokens))
+        logits = self.model.lm_head.project_part(hidden.index_select(0, tokens))
         sampled, logprobs = self._sampled.new_empty(len(rows)), self._logprobs[: len(rows)]
         sample_unfiltered(
             logits, temperatures.view(torch.float64), keys, sampled, logprobs, self._part
@@ -245,7 +245,7 @@ class GpuSteps:
         if special:
             places = np.array([(index, row) for index, row, _ in special], np.int64).T
             index, row = upload(np.ascontiguousarray(places), self._device)
-            whole = self.model.gather_logits(logits.index_select(0, index))
+            whole = self.model.lm_head.gather(logits.index_select(0, index))
             token_ids, logprobs = sample(whole, [spec for _, _, spec in special])
             # Unlike the plain sampler's, sums over a sorted row may differ in the last bit from run
             # to run, and all ranks must go on with the same token.
@@ -260,8 +260,8 @@ class GpuSteps:
         logits: Tensor | None,
         hidden: Tensor | None,
     ) -> Extras | None:
-        model = self.model
-        return compute_extras(batch, rows, logits, hidden, model.logits, model.gather_logits)
+        head = self.model.lm_head
+        return compute_extras(batch, rows, logits, hidden, head.project, head.gather)
 
     def _bring_back(
         self,

@@ -180,13 +180,8 @@ class ModelRunner:
         self._steps = steps
 
     def _make_attention(self, pool: torch.Tensor) -> AttentionBackend:
-        heads = self.heads
-        of_rank = dataclasses.replace(
-            self.model_config, num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads
-        )
-        return make_attention(
-            self._attention_choice, pool, self.max_num_seqs, of_rank, self.max_model_len
-        )
+        sizes = (self.heads.num_heads, self.max_num_seqs, self.model_config, self.max_model_len)
+        return make_attention(self._attention_choice, pool, *sizes)
 
     def _choose_max_num_seqs(self, num_blocks: int | None) -> int:
         """See `EngineLimits`. All ranks choose alike: their pools have equally many blocks."""

@@ -213,18 +213,6 @@ class Decoder:
             x = layer(x, residual, rope, attention)
         return self.norm(residual) if x is None else self.norm.add(x, residual)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, vocab], the same on all ranks."""
-        return self.lm_head.project(hidden)
-
-    def logits_part(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, ceil(vocab / ranks)]: this rank's, perhaps with padding."""
-        return self.lm_head.project_part(hidden)
-
-    def gather_logits(self, parts: Tensor) -> Tensor:
-        """What `logits` gives, of rows of all ranks' `logits_part`."""
-        return self.lm_head.gather(parts)
-
     def targets(self) -> Targets:
         """Every tensor a checkpoint must have, and where it goes."""
         yield from self.embed.targets()

@@ -215,7 +215,7 @@ class Embedding:
         return self._communicator.all_reduce(vectors.masked_fill_(is_elsewhere[:, None], 0))
 
     def project(self, x: Tensor) -> Tensor:
-        """The products with every vector, [rows, vocab]: what an LM head computes."""
+        """What an LM head computes: [rows, hidden] -> [rows, vocab], the same on all ranks."""
         return self.gather(self.project_part(x))
 
     def project_part(self, x: Tensor) -> Tensor:

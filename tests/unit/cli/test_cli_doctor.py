@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli.host import doctor, gpus
+from baton.cli.host import doctor
 from baton.cli.host.finding import Finding, Level, exit_code, ok, problem, render, warning
-from baton.cli.host.gpus import Gpu
 
 GIB = 1 << 30
 
@@ -69,20 +68,20 @@ def test_packages_are_the_distribution_s() -> None:
 
 
 def test_gpus_and_the_paths_between_them() -> None:
-    free = Gpu(0, "H200", 139 * GIB, 141 * GIB, frozenset({1}))
-    busy = Gpu(1, "H200", 3 * GIB, 141 * GIB, frozenset({0}))
-    alone = Gpu(2, "H200", 139 * GIB, 141 * GIB, frozenset())
-    assert levels(gpus.check_gpus([])) == ["ok"]
-    assert levels(gpus.check_gpus([free, busy])) == ["ok", "warning", "ok"]
-    found = gpus.check_gpus([free, busy, alone])
+    free = doctor.Gpu(0, "H200", 139 * GIB, 141 * GIB, frozenset({1}))
+    busy = doctor.Gpu(1, "H200", 3 * GIB, 141 * GIB, frozenset({0}))
+    alone = doctor.Gpu(2, "H200", 139 * GIB, 141 * GIB, frozenset())
+    assert levels(doctor.judge_gpus([])) == ["ok"]
+    assert levels(doctor.judge_gpus([free, busy])) == ["ok", "warning", "ok"]
+    found = doctor.judge_gpus([free, busy, alone])
     assert found[-1].level is Level.WARNING
     assert "0-2, 1-2" in found[-1].text
 
 
 def test_kernel_packages_matter_on_gpus_only() -> None:
-    assert levels(gpus.check_kernels(False, False, False)) == ["ok"]
-    assert levels(gpus.check_kernels(True, False, False)) == ["problem", "warning"]
-    assert levels(gpus.check_kernels(True, True, True)) == ["ok", "ok"]
+    assert levels(doctor.judge_kernels(False, False, False)) == ["ok"]
+    assert levels(doctor.judge_kernels(True, False, False)) == ["problem", "warning"]
+    assert levels(doctor.judge_kernels(True, True, True)) == ["ok", "ok"]
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ class Ranks:
             steps = runner._steps
             assert isinstance(steps, CpuSteps)
             with torch.inference_mode():
-                return steps.model.logits(steps._forward([piece]))
+                return steps.model.lm_head.project(steps._forward([piece]))
 
         return list(self._threads.map(compute, self.runners))
 
