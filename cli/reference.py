@@ -95,7 +95,7 @@ def _link(group: argparse._ArgumentGroup) -> str:
 
 
 def _title(group: argparse._ArgumentGroup) -> str:
-    """The configuration class's first words: what a colon or full stop follows."""
+    """The beginning of the configuration class's docstring, up to a colon or full stop."""
     assert group.title is not None
     return re.split(r"[:.]", group.title)[0]
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 JSON_OPTIONS: JsonCompileOptions = {
     "whitespace_pattern": r"[ ]|\n[ ]{0,64}",
-    # Where two alternatives of a oneOf overlap the output may match both: no grammar can tell.
+    # Where two alternatives of a oneOf overlap the output may match both.
     "coerce_one_of": True,
 }
 

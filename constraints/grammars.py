@@ -161,7 +161,7 @@ def _reason(matcher: LLMatcher) -> str:
 
 
 def _reference_fault(constraint: Constraint) -> str | None:
-    """Of a schema that was not compiled: the compiler's own words for a loop say nothing of it."""
+    """Of a schema that was not compiled: the compiler's own message does not name a loop."""
     if constraint.kind is not ConstraintKind.JSON_SCHEMA:
         return None
     try:

@@ -8,7 +8,7 @@
     ├── Unauthenticated
     ├── PermissionDenied               known, but this is not the caller's to do
     ├── Overloaded                     queue or credit full; retry later
-    │   └── RateLimited                a limit of the caller's own; says when to try again
+    │   └── RateLimited                a limit of the caller's own; carries when to try again
     ├── Unavailable                    no node for a role, draining; retry later
     │   └── NodeLost                   a node went away under the request; the gateway retries
     ├── DeadlineExceeded
@@ -19,7 +19,7 @@
     │   ├── LeaseExpired
     │   └── UnknownTransfer            no such ticket here (never existed, finished, or cancelled)
     ├── EngineFailed                   the engine process broke; its supervisor restarts it
-    └── StartupFailed                  says what is wrong and what to do; the process exits 1
+    └── StartupFailed                  names what is wrong and what to do; the process exits 1
 
 Each error knows its gRPC status (by name: this module imports no grpc), its HTTP status, a stable
 `code` that survives the wire, and whether a retry can help. An InvalidRequest may carry one of
@@ -214,7 +214,7 @@ class EngineFailed(BatonError):
 
 
 class StartupFailed(BatonError):
-    """A process cannot start: the message says why, `hint` what to do about it."""
+    """A process cannot start: the message gives the reason, `hint` what to do about it."""
 
     code = "startup_failed"
 

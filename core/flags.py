@@ -96,7 +96,7 @@ def _has_password(url: str) -> bool:
         parts = urlsplit(url)
         return bool(parts.password) or "password" in parse_qs(parts.query)
     except ValueError:
-        return "@" in url  # no URL: whoever connects says so, if nothing is to be hidden
+        return "@" in url  # no URL: an error of whoever connects, if nothing is to be hidden
 
 
 def _reader(name: str, base_type: type) -> Callable[[str], Any]:

@@ -43,7 +43,7 @@ _LEDGER_S = 12.0  # a node waits up to 10 s for an engine that hangs
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """One engine. `member` is None if no entry in Redis is its; `silence` says why no ledger.
+    """One engine. `member` is None if no entry in Redis is its; `silence`: why there is no ledger.
 
     `num_published`: blocks that it has by the prefix index; None if it does not answer there.
     """

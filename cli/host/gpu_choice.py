@@ -5,9 +5,9 @@
     1                           it, by half          it, by half
     N                           N/2, and an odd one  N/2
 
-`choose_gpus` is a pure function of flags and GPUs; `choose_here` asks this host. An odd engine
-computes prompts: by the README's figures a request of 1024 tokens and 256 more takes 23 ms of a
-prefill engine and 15 ms of a decode engine.
+`choose_gpus` is a pure function of flags and GPUs; `choose_here` applies it to this host. An odd
+engine computes prompts: by the README's figures a request of 1024 tokens and 256 more takes 23 ms
+of a prefill engine and 15 ms of a decode engine.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 where a step makes hundreds: a frozen dataclass takes three times as long to make.
 
 A step is a flat batch: the slices' tokens lie behind each other, no padding. Slice i computes
-positions [start, start + len(token_ids)) of its sequence; their KV goes where the block table says,
-and attention sees positions 0..start+len-1 through the same table.
+positions [start, start + len(token_ids)) of its sequence; their KV goes where the block table has
+it, and attention sees positions 0..start+len-1 through the same table.
 """
 
 from __future__ import annotations

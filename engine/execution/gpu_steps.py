@@ -122,7 +122,7 @@ class GpuSteps:
             )
 
     def count_in(self, count: CudaStepCount) -> None:
-        """From now on `count` says which steps have written their KV."""
+        """From now on `count` has the number of the last step that has written its KV."""
         self._count = count
 
     def launch(self, batch: Sequence[SequenceSlice]) -> GpuStep:
@@ -235,8 +235,8 @@ class GpuSteps:
             token_ids.index_copy_(0, place, self._sampled.index_select(0, source))
 
     def _resample(self, batch: Sequence[SequenceSlice], rows: list[int], logits: Tensor) -> None:
-        """Sample again what asks for filters or changed logits. This rank's logits are parallel to
-        `rows`; of those that ask, all ranks' are gathered."""
+        """Sample again what needs filters or changed logits. This rank's logits are parallel to
+        `rows`; of those rows, all ranks' are gathered."""
         special = []
         for index, row in enumerate(rows):
             spec = batch[row].sample

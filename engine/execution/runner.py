@@ -95,7 +95,7 @@ class ModelRunner:
             dtype=self._placement.dtype,
         )
         if self._placement.device.type == "cpu":
-            # Before the weights: whoever asks for too much memory should not wait for them.
+            # Before the weights: an error over too little memory should not wait for them.
             num_blocks = kv_memory.choose_num_blocks(config, layout, self.max_model_len)
             self.max_num_seqs = self._choose_max_num_seqs(num_blocks)
         model, weights = self._load(on_progress)
@@ -215,7 +215,7 @@ class ModelRunner:
     def count_steps(self, page: SharedGenerations) -> None:
         """Let those who read `page` see which steps have completed, if this device can."""
         if isinstance(self._steps, CpuSteps):
-            return  # its steps have completed when anybody hears of them
+            return  # its steps have completed when they are reported
         self._count = count_steps(page, self._placement.device)
         if self._count is not None:
             self._steps.count_in(self._count)
@@ -240,7 +240,7 @@ class ModelRunner:
             torch.cuda.current_stream(device).synchronize()
 
     def write_canary(self, incarnation: str) -> None:
-        """Fill the canary block, so that a puller can tell whether it reads this pool rightly."""
+        """Fill the canary block, so that a puller can check that it reads this pool rightly."""
         pattern = bytearray(canary_bytes(incarnation, self.kv.block_bytes))
         block = self.kv.tensor[CANARY_BLOCK].view(torch.uint8)
         block.copy_(torch.frombuffer(pattern, dtype=torch.uint8).view(block.shape))

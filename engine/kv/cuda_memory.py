@@ -59,7 +59,7 @@ class CudaAllocation:
 
 
 class _Exported:
-    """What numba's array interface asks of a piece of device memory."""
+    """What numba's array interface needs of a piece of device memory."""
 
     def __init__(self, memory: CudaAllocation) -> None:
         self.__cuda_array_interface__: dict[str, Any] = {
@@ -71,7 +71,7 @@ class _Exported:
 
 
 class MappingFailed(Exception):
-    """The runtime's words for a handle that it does not open."""
+    """With the runtime's message for a handle that it does not open."""
 
 
 class _Handle(ctypes.Structure):

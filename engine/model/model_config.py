@@ -1,4 +1,4 @@
-"""What config.json says about a model, checked once: sizes, RoPE, windows, which weights there are.
+"""A model's config.json, checked once: sizes, RoPE, windows, which weights there are.
 
 Reads what transformers 5 writes (`dtype`, `layer_types`) and what came before it (`torch_dtype`,
 `max_window_layers`). ARCHITECTURES is what an architecture's name alone decides. Knows no tensor;
@@ -22,7 +22,7 @@ class Bias(enum.Enum):
 
     NONE = "none"
     QKV = "q, k and v"
-    BY_CONFIG = "all four, if attention_bias says so"
+    BY_CONFIG = "all four, if attention_bias is set"
 
 
 class SlidingWindow(enum.Enum):
@@ -30,8 +30,8 @@ class SlidingWindow(enum.Enum):
 
     NONE = "none"
     ALL = "all, if sliding_window is set"
-    ALL_IF_ASKED = "all, if use_sliding_window says so"
-    BY_LAYER = "by layer, if use_sliding_window says so"
+    ALL_IF_ASKED = "all, if use_sliding_window is set"
+    BY_LAYER = "by layer, if use_sliding_window is set"
 
 
 @dataclass(frozen=True, slots=True)

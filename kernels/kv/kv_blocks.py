@@ -4,7 +4,7 @@
     slot = block_id * block_size + offset in the block
 
 Rotary position embedding (Su et al. 2021) in Llama's layout: i turns together with i + dim/2. Its
-angles are float32 whatever the model's type: bf16 cannot tell neighbouring positions apart.
+angles are float32 whatever the model's type: bf16 cannot distinguish neighbouring positions.
 """
 
 from __future__ import annotations

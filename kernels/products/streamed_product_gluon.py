@@ -11,7 +11,7 @@ stages' worth. To fill more of them early slows down what is in front, which wai
 A product that ranks add up goes from here to the ranks that add it up: 64 rows of 8192 outputs
 are there 1.4 to 3 us earlier than if the sum's kernel had to read and send them.
 
-Gluon is the lower level of Triton, where a kernel says itself what is in flight.
+Gluon is the lower level of Triton, where a kernel itself decides what is in flight.
 """
 
 from __future__ import annotations

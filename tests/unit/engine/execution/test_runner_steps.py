@@ -126,7 +126,7 @@ def test_a_peer_finds_the_canary_in_block_1(runner: ModelRunner) -> None:
     assert window[size : 2 * size] == canary_bytes("ef" * 16, size)
 
 
-def test_start_up_tells_facts_and_progress(config: EngineConfig) -> None:
+def test_start_up_reports_facts_and_progress(config: EngineConfig) -> None:
     seen: list[LoadProgress] = []
     runner = ModelRunner(config, on_progress=seen.append)
     assert runner.max_model_len == 512
