@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,12 +25,12 @@ from ..core.request.parameters import Parameter
 from ..core.request.request import OPTIONS, SAMPLING
 from ..gateway.telemetry.metrics.metrics_page import metrics_page
 from .launch import gateway_parser, node_parser
-from .made_parts import refresh
 from .main import build_parser
 
 _ROOT = Path(__file__).resolve().parent.parent
 _PROTO = _ROOT / "proto" / "v1"
 _WIDTH = 100
+_PART = re.compile(r"(<!-- made: (.+?) -->\n).*?(<!-- /made -->)", re.S)
 _OWN_GROUPS = ("options", "positional arguments")  # argparse's names for what has no group
 
 _PARAMETERS = "| parameter | range | default | what it does |"
@@ -195,7 +195,7 @@ def _parameter_row(name: str, parameter: Parameter) -> str:
 
 def refresh_contracts_page(page: str) -> str:
     """docs/contracts.md with its code made anew. Raises KeyError for a class that is gone."""
-    return refresh(page, code_of)
+    return refresh_parts(page, code_of)
 
 
 def code_of(part: str) -> str:
@@ -275,6 +275,24 @@ def _wrapped(text: str, indent: str) -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+def refresh_parts(page: str, make: Callable[[str], str]) -> str:
+    """The page with every part as `make` makes it by its name; the rest is left alone.
+
+    A part stands between `<!-- made: NAME -->` and `<!-- /made -->`.
+    """
+
+    def made(match: re.Match[str]) -> str:
+        begin, name, end = match.groups()
+        return f"{begin}\n{make(name).strip()}\n\n{end}"
+
+    return _PART.sub(made, page)
+
+
+def part_names(page: str) -> list[str]:
+    """The parts of a page, in its order."""
+    return [name for _, name, _ in _PART.findall(page)]
 
 
 def main(folder: Path) -> int:

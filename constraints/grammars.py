@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 
 from ..core.errors import InvalidRequest
 from ..core.request.constraint import Constraint, ConstraintKind
-from .grammar_text import grammar_text
-from .limits import MAX_SOURCE_BYTES
+from .grammar_text import MAX_SOURCE_BYTES, grammar_text
 from .schema_references import BadReference, check_references
 
 if TYPE_CHECKING:

@@ -33,20 +33,9 @@ from typing import ClassVar
 # What exactly is wrong with a request, for programs that want to know.
 INVALID_REQUEST_CODES = frozenset(
     {
-        "array_too_long",
-        "duplicate_field",
-        "empty_array",
-        "empty_prompt",
-        "invalid_encoding",
-        "invalid_json",
-        "invalid_number",
-        "invalid_schema",
-        "invalid_token_id",
-        "invalid_value",
-        "json_too_deep",
-        "missing_required",
-        "unknown_parameter",
-        "unsupported_content",
+        *("array_too_long", "duplicate_field", "empty_array", "empty_prompt", "invalid_encoding"),
+        *("invalid_json", "invalid_number", "invalid_schema", "invalid_token_id", "invalid_value"),
+        *("json_too_deep", "missing_required", "unknown_parameter", "unsupported_content"),
         "unsupported_parameter",
     }
 )
@@ -137,7 +126,6 @@ class RateLimited(Overloaded):
     """The caller's tenant is over a limit of its own."""
 
     code = "rate_limit_exceeded"
-    http_status = 429
 
 
 class Unavailable(BatonError):
