@@ -27,6 +27,9 @@ class StepGraph:
     output: Tensor
     graph: torch.cuda.CUDAGraph
 
+    def replay(self) -> None:
+        self.graph.replay()
+
 
 class StepGraphs:
     """The graphs of one kind by size, each over `num_inputs` inputs a token."""

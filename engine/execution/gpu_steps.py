@@ -141,7 +141,7 @@ class GpuSteps:
         upload_into(inputs.flatten(), self._decode_arrays(padded).ravel())
         self._follow(batch, inputs[0])
         self._attention.plan(metadata_of(padded, inputs[2], is_graph=True))
-        graph.graph.replay()
+        graph.replay()
         number = self._mark()
         rows = list(range(len(batch)))
         self._resample(batch, rows, graph.output)
@@ -190,7 +190,7 @@ class GpuSteps:
         upload_into(inputs.flatten(), padded.ravel())
         self._follow(batch, inputs[0])
         self._attention.plan(metadata_of(batch, inputs[2], is_prefill_graph=True))
-        graph.graph.replay()
+        graph.replay()
         return graph.output
 
     def _launch_eagerly(self, batch: Sequence[SequenceSlice]) -> GpuStep:
