@@ -26,8 +26,7 @@ import torch
 
 from baton.core.config import NodeConfig
 from baton.core.process.children import end_waits_on_time
-from baton.engine.kv.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS, BlockRef
-from baton.engine.kv.canary import canary_bytes
+from baton.engine.kv.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS, BlockRef, canary_bytes
 from baton.engine.kv.cuda_kv_memory import CudaKvMemory
 from baton.engine.kv.generations import GenerationsReader, SharedGenerations
 from baton.engine.kv.kv_memory import KvLayout

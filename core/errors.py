@@ -8,7 +8,7 @@
     ├── Unauthenticated
     ├── PermissionDenied               known, but this is not the caller's to do
     ├── Overloaded                     queue or credit full; retry later
-    │   └── RateLimited                a limit of the caller's own; has when to try again
+    │   └── RateLimited                a limit of the caller's own; carries when to try again
     ├── Unavailable                    no node for a role, draining; retry later
     │   └── NodeLost                   a node went away under the request; the gateway retries
     ├── DeadlineExceeded
@@ -19,7 +19,7 @@
     │   ├── LeaseExpired
     │   └── UnknownTransfer            no such ticket here (never existed, finished, or cancelled)
     ├── EngineFailed                   the engine process broke; its supervisor restarts it
-    └── StartupFailed                  what is wrong and what to do; the process exits 1
+    └── StartupFailed                  names what is wrong and what to do; the process exits 1
 
 Each error knows its gRPC status (by name: this module imports no grpc), its HTTP status, a stable
 `code` that survives the wire, and whether a retry can help. An InvalidRequest may carry one of
@@ -38,20 +38,9 @@ log = logging.getLogger(__name__)
 # What exactly is wrong with a request, for programs that want to know.
 INVALID_REQUEST_CODES = frozenset(
     {
-        "array_too_long",
-        "duplicate_field",
-        "empty_array",
-        "empty_prompt",
-        "invalid_encoding",
-        "invalid_json",
-        "invalid_number",
-        "invalid_schema",
-        "invalid_token_id",
-        "invalid_value",
-        "json_too_deep",
-        "missing_required",
-        "unknown_parameter",
-        "unsupported_content",
+        *("array_too_long", "duplicate_field", "empty_array", "empty_prompt", "invalid_encoding"),
+        *("invalid_json", "invalid_number", "invalid_schema", "invalid_token_id", "invalid_value"),
+        *("json_too_deep", "missing_required", "unknown_parameter", "unsupported_content"),
         "unsupported_parameter",
     }
 )
@@ -201,7 +190,7 @@ class EngineFailed(
 
 
 class StartupFailed(BatonError, code="startup_failed"):
-    """A process cannot start: the message is why, `hint` what to do about it."""
+    """A process cannot start: the message gives the reason, `hint` what to do about it."""
 
     def __init__(self, message: str, *, param: str | None = None, hint: str = "") -> None:
         super().__init__(message, param=param)

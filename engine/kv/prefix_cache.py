@@ -15,7 +15,7 @@ from .block_pool import BlockPool
 
 
 class CacheObserver(Protocol):
-    """Hears what this engine could serve from its cache: what a cluster-wide index is made of."""
+    """Receives what this engine could serve from its cache: a cluster-wide index is made of it."""
 
     def stored(self, block_hashes: Iterable[BlockHash]) -> None: ...
 

@@ -2,7 +2,7 @@
 
     source    cudaMalloc ─► handle ──(PoolExporter)──► puller    readable from its GPU? map it
 
-Handles and mappings themselves are engine/kv/cuda_sharing.py's. Knows no block and no window.
+Handles and mappings themselves are engine/kv/cuda_memory.py's. Knows no block and no window.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from ...core.errors import HandoffFailed
 from ...engine.kv.cuda_kv_memory import CudaKvMemory
-from ...engine.kv.cuda_sharing import MappedMemory, MappingFailed, export_handle, map_handle
+from ...engine.kv.cuda_memory import MappedMemory, MappingFailed, export_handle, map_handle
 from ..export.pool_address import CudaMemory, PoolDescription, PoolExporter, PoolPart
 
 

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from ...core.errors import HandoffFailed
-from ...engine.kv.block_pool import CANARY_BLOCK
-from ...engine.kv.canary import canary_bytes
+from ...engine.kv.block_pool import CANARY_BLOCK, canary_bytes
 from ...engine.kv.cuda_kv_memory import CudaKvMemory
 from ...engine.kv.generations import GenerationsReader
 from ..export.pool_address import CudaMemory, PoolDescription

@@ -22,8 +22,7 @@ from typing import Protocol
 import numpy as np
 
 from ...core.errors import HandoffFailed
-from ...engine.kv.block_pool import CANARY_BLOCK
-from ...engine.kv.canary import canary_bytes
+from ...engine.kv.block_pool import CANARY_BLOCK, canary_bytes
 from ..window.block_pairs import Generations, Ids
 from ..window.head_ranges import BlockCut
 from ..window.threaded_window import Pull, PullThread

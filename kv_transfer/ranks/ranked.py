@@ -102,7 +102,7 @@ class RankedTransport:
         followers: RankGroup, by_rank: Sequence[Sequence[SourcePiece]]
     ) -> tuple[int, list[Opened]]:
         payloads = [msgspec.msgpack.encode(pieces) for pieces in by_rank]
-        number, answers = followers.ask(MessageKind.OPEN_WINDOW, payloads)
+        number, answers = followers.order_and_wait(MessageKind.OPEN_WINDOW, payloads)
         return number, [msgspec.msgpack.decode(answer, type=Opened) for answer in answers]
 
 
@@ -133,7 +133,7 @@ class RankedWindow(JoinedWindow):
         return pull
 
     def close(self) -> None:
-        self._followers.tell(MessageKind.CLOSE_WINDOW, pack_number(self._number))
+        self._followers.send(MessageKind.CLOSE_WINDOW, pack_number(self._number))
         super().close()
 
 
@@ -145,4 +145,4 @@ class _Order:
     number: int
 
     def cancel(self) -> None:
-        self.followers.tell(MessageKind.CANCEL_PULL, pack_number(self.number))
+        self.followers.send(MessageKind.CANCEL_PULL, pack_number(self.number))

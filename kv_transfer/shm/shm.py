@@ -24,8 +24,7 @@ import numpy.typing as npt
 
 from ...core.errors import HandoffFailed
 from ...engine.kv import memfd
-from ...engine.kv.block_pool import CANARY_BLOCK
-from ...engine.kv.canary import canary_bytes
+from ...engine.kv.block_pool import CANARY_BLOCK, canary_bytes
 from ...engine.kv.generations import GenerationsReader
 from ..export.pool_address import PoolDescription, PoolExporter, PoolPart, receive
 from ..window.block_pairs import BlockPair

@@ -81,7 +81,9 @@ def exported(
         if followers is not None:
             orders = [ExportOrder(part.pool, tuple(parts), node, tls, key) for part in parts[1:]]
             payloads = [msgspec.msgpack.encode(order) for order in orders]
-            _, answers = followers.ask(MessageKind.EXPORT_POOL, payloads, [generations_fd])
+            _, answers = followers.order_and_wait(
+                MessageKind.EXPORT_POOL, payloads, [generations_fd]
+            )
             ports += [int(answer) for answer in answers]
         known = [replace(part, port=port) for part, port in zip(parts, ports, strict=True)]
         mine.begin(parts[0].pool, generations_fd, known)

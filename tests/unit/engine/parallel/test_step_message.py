@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from baton.core.request.request import SAMPLING, SamplingParams
-from baton.engine.execution.batch import SampleSpec, SequenceSlice
+from baton.engine.execution.batch import SequenceSlice
 from baton.engine.execution.token_counts import TokenCounts
 from baton.engine.parallel.step_message import decode, encode
+from baton.kernels.sampling.sample_spec import SampleSpec
 
 
 def words(values: list[int]) -> NDArray[np.int32]:

@@ -1,28 +1,74 @@
-"""What few requests ask of a step beside one token: samples, alternatives, the prompt's scores.
+"""What steps on either device share: the batch as arrays, and extras of few requests.
 
-Computed behind the ordinary sampling, from the same logits, for the rows that ask and no others;
-the results come to the host with the step's own.
+Further samples, alternatives and the prompt's scores are computed behind the ordinary sampling,
+from the same logits, for those rows alone; they come to the host with the step's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ...core.request.logprobs import TokenLogprobs
-from ...kernels.sampling.logprobs import token_logprobs, top_logprobs
-from ...kernels.sampling.sampling import sample
+from ...kernels.attention.attention import AttentionMetadata
+from ...kernels.sampling.sample_spec import SampleSpec
+from ...kernels.sampling.sampling import sample, token_logprobs, top_logprobs
 from ...kernels.upload import upload
-from .batch import SampledToken, SampleSpec, SequenceSlice
-from .step_arrays import row_sampling
+from .batch import SampledToken, SequenceSlice
 
+Int64s = NDArray[np.int64]
 WholeLogits = Callable[[Sequence[int]], Tensor]  # of some of the rows
 
 _MAX_ROWS = 64  # worked on at once: a whole chunk's logits would not fit beside the pool
+
+
+def flatten(batch: Sequence[SequenceSlice], block_size: int) -> Int64s:
+    """[3, tokens] int64: token ids, positions, slots (block_id * block_size + offset)."""
+    num_tokens = sum(piece.num_scheduled_tokens for piece in batch)
+    arrays = np.empty((3, num_tokens), np.int64)
+    token_ids, positions, slots = arrays
+    first = 0
+    for piece in batch:
+        n, start = piece.num_scheduled_tokens, piece.start
+        if n == 1:  # a decode: numpy would take longer than all the rest
+            table = piece.block_table
+            token_ids[first] = piece.token_ids[0]
+            positions[first] = start
+            slots[first] = table[start // block_size] * block_size + start % block_size
+        else:
+            mine = slice(first, first + n)
+            token_ids[mine] = piece.token_ids
+            positions[mine] = np.arange(start, start + n)
+            blocks = np.array(
+                piece.block_table[start // block_size : -(-(start + n) // block_size)]
+            )
+            blocks_of_tokens = blocks[positions[mine] // block_size - start // block_size]
+            slots[mine] = blocks_of_tokens * block_size + positions[mine] % block_size
+        first += n
+    return arrays
+
+
+def metadata_of(
+    batch: Sequence[SequenceSlice],
+    slots: Tensor,
+    *,
+    is_graph: bool = False,
+    is_prefill_graph: bool = False,
+) -> AttentionMetadata:
+    """What attention plans a step by; `slots` [tokens] lie on the device."""
+    return AttentionMetadata(
+        query_lens=[piece.num_scheduled_tokens for piece in batch],
+        seq_lens=[piece.start + piece.num_scheduled_tokens for piece in batch],
+        block_tables=[piece.block_table for piece in batch],
+        slot_mapping=slots,
+        is_graph=is_graph,
+        is_prefill_graph=is_prefill_graph,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +175,7 @@ def _sample_forks(
     specs: list[tuple[int, int, SampleSpec]], rows: list[int], whole: WholeLogits
 ) -> tuple[Tensor, ...]:
     """Sample `rows` (one entry a fork) again, each under its own key."""
-    wanted = [
-        replace(row_sampling(spec), key=key) for _, _, spec in specs for key in spec.fork_keys
-    ]
+    wanted = [spec._replace(key=key) for _, _, spec in specs for key in spec.fork_keys]
     parts = [sample(whole(rows[part]), wanted[part]) for part in _parts(len(rows))]
     return _joined(parts)
 
