@@ -17,7 +17,7 @@ from baton.core.step_cost import StepCost
 
 from .played.simulation import Call, EngineSetup, Simulation
 
-# Llama-3.1-8B on an H200, by bench/results/gpu.json: 16 attention heads' worth a pair, 128 KiB a key.
+# Llama-3.1-8B on an H200: steps of bench/results/gpu.json, fitted.
 H200_8B = StepCost(0.0046, (0.0, 0.0, 7.2e-6, 13.4e-6, 0.0, 0.0), 9e-10, 3.2e-8)
 TTFT_S, SHARE = 1.0, 0.9
 DECODE_STEP_TOKENS = 640

@@ -25,16 +25,14 @@ from pathlib import Path
 import torch
 
 from baton.core.config import NodeConfig
-from baton.core.process.timer_slack import end_waits_on_time
-from baton.engine.kv.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS, BlockRef
-from baton.engine.kv.canary import canary_bytes
+from baton.core.process.children import end_waits_on_time
+from baton.engine.kv.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS, BlockRef, canary_bytes
 from baton.engine.kv.cuda_kv_memory import CudaKvMemory
 from baton.engine.kv.generations import GenerationsReader, SharedGenerations
 from baton.engine.kv.kv_memory import KvLayout
 from baton.kv_transfer.cuda_ipc.cuda_ipc import CudaIpcTransport, CudaStagedTransport
-from baton.kv_transfer.cuda_ipc.cuda_ipc_copy import EngineCopy, KernelCopy
+from baton.kv_transfer.cuda_ipc.cuda_ipc_copy import EngineCopy, KernelCopy, StagedCopy
 from baton.kv_transfer.cuda_ipc.cuda_ipc_memory import export_cuda_pool
-from baton.kv_transfer.cuda_ipc.cuda_staging import StagedCopy
 from baton.kv_transfer.cuda_ipc.cuda_window import CudaWindow
 from baton.kv_transfer.device_transports import outlets, transports
 from baton.kv_transfer.export.pool_address import PoolDescription

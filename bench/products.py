@@ -22,8 +22,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from baton.kernels.layers.activation_triton import silu_and_mul
-from baton.kernels.layers.norm_triton import rms_norm
+from baton.kernels.layers.ops_triton import TritonOps, silu_and_mul
 from baton.kernels.products.gemv_triton import (
     MAX_FEW_ROWS,
     Tiling,
@@ -109,7 +108,7 @@ class Chain:
 
     def _run(self, product: Product) -> None:
         for weight in self.weights:
-            product(rms_norm(self.x, self._scales, 1e-5), weight)
+            product(TritonOps().rms_norm(self.x, self._scales, 1e-5), weight)
 
     def check(self, cut: Cut, is_gated: bool) -> None:
         """Raises AssertionError if a way gives something else than cuBLAS."""

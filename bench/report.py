@@ -2,7 +2,7 @@
 
     python -m baton.bench.report        (or `make docs`)
 
-A page names a table between markers (`cli/made_parts.py`); a test fails while a page is not what
+A page names a table between markers (`cli/reference.py`); a test fails while a page is not what
 this would make of it. Measures nothing.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from baton.cli.made_parts import refresh
+from baton.cli.reference import refresh_parts
 
 from .result_tables import gpu, host, serving
 from .result_tables.results import ROOT
@@ -51,7 +51,9 @@ TABLES: Mapping[str, Callable[[], str]] = {
 def refreshed(page: Path) -> str:
     """A page with all its tables made anew."""
     results = "bench/results" if page.parent == ROOT else "../bench/results"
-    return refresh(page.read_text(), lambda name: TABLES[name]().replace("{results}", results))
+    return refresh_parts(
+        page.read_text(), lambda name: TABLES[name]().replace("{results}", results)
+    )
 
 
 def main() -> int:

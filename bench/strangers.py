@@ -18,8 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from baton.cli.deployment.background import running_in_background
-from baton.cli.deployment.deployment import Deployment
+from baton.cli.deployment.deployment import Deployment, running_in_background
 from baton.core.config import EngineConfig, GatewayConfig, NodeConfig, UpConfig
 
 from .floors.figures import commit, machine

@@ -1,11 +1,15 @@
 """`baton chat`: a shell. Lines in, the model's answer out, as it comes.
 
-`Shell` owns the commands and the settings; it sees the terminal as two functions, and the gateway
-and the conversation as small Protocols. `run` joins it to the real ones.
+`Shell` owns the commands and the settings; it sees the terminal and the gateway as functions. `run`
+joins it to the real ones. What is sent is the text so far, or a chat by the model's template:
+
+    entry ── prompt ──► text to continue ── the model ──► answer ── answered ──► what follows
+An entry whose request failed is never `answered`, and so forgotten.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -13,16 +17,18 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
-from ..client import Chunk, Client, Result
+from ..client import Client, Result
+from ..client.client import Generation
 from ..client.messages import GenerateParams
 from ..core.config import EngineConfig, GatewayConfig, NodeConfig, UpConfig
 from ..core.errors import BatonError, Cancelled, ContextLengthExceeded, StartupFailed
 from ..core.metrics import percentile
-from .conversation import Conversation, TextConversation, conversation_with
-from .deployment.background import running_in_background
-from .deployment.deployment import Deployment
+from ..core.model_dir import resolve_model_dir
+from ..gateway.http.chat.chat_template import ChatTemplate
+from ..gateway.http.chat.messages import Message
+from .deployment.deployment import Deployment, running_in_background
 from .host.certs import ca_of
 from .host.gpu_choice import choose_here
 from .launch import report_failure
@@ -44,18 +50,67 @@ _SETTINGS: Mapping[str, type[int] | type[float]] = {
 }
 
 
-class RunningGeneration(Protocol):
-    """client.Generation, as far as the shell uses it."""
-
-    @property
-    def result(self) -> Result: ...
-
-    def __iter__(self) -> Iterator[Chunk]: ...
-
-    def cancel(self) -> None: ...
+Generate = Callable[[str, GenerateParams], Generation]
 
 
-Generate = Callable[[str, GenerateParams], RunningGeneration]
+class TextConversation:
+    """A text that the model continues; later entries are appended to it.
+
+    `params` go with every request; `manner` is how it speaks to the model, for people.
+    """
+
+    def __init__(self) -> None:
+        self.params: GenerateParams = {}
+        self.manner = "A plain completion shell: the model continues the text so far."
+        self._text = ""
+
+    def prompt(self, entry: str) -> str:
+        gap = "\n" if self._text and not self._text.endswith("\n") else ""
+        return self._text + gap + entry
+
+    def answered(self, entry: str, answer: str) -> None:
+        self._text = self.prompt(entry) + answer
+
+    def reset(self) -> None:
+        self._text = ""
+
+
+class Chat:
+    """Messages in turn, rendered by the model's own chat template."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        # The template writes the special tokens itself.
+        self.params: GenerateParams = {"add_special_tokens": False}
+        self.manner = "A chat, by the model's template."
+        self._template = template
+        self._messages: list[Message] = []
+
+    def prompt(self, entry: str) -> str:
+        """Raises InvalidRequest where the template refuses."""
+        asked = [*self._messages, {"role": "user", "content": entry}]
+        return asyncio.run(self._template.render(asked, ())).text
+
+    def answered(self, entry: str, answer: str) -> None:
+        self._messages.append({"role": "user", "content": entry})
+        self._messages.append({"role": "assistant", "content": answer})
+
+    def reset(self) -> None:
+        self._messages.clear()
+
+
+Conversation: TypeAlias = TextConversation | Chat
+
+
+def conversation_with(served: str, model: str, served_model_name: str | None) -> Conversation:
+    """A chat, if `model` lies here, is the one `served`, and has a template."""
+    try:
+        model_dir = resolve_model_dir(model)
+    except StartupFailed:
+        return TextConversation()
+    if (served_model_name or model_dir.resolve().name) != served:
+        return TextConversation()
+    template = ChatTemplate.load(model_dir)
+    return TextConversation() if template is None else Chat(template)
 
 
 class Shell:
@@ -130,7 +185,7 @@ class Shell:
         except ValueError:
             self._write(f"{arguments[1]!r} is no {parse.__name__}\n")
             return
-        # Ranges are the gateway's to judge: it says what is allowed.
+        # Ranges are the gateway's to judge: its error names what is allowed.
         self._params = {**self._params, arguments[0]: value}  # type: ignore[misc]
 
     def _ask(self, entry: str) -> None:
@@ -213,10 +268,7 @@ def run(
         choice = choose_here(up, engine, NodeConfig())
         print(f"starting {engine.model}: {choice.line}", flush=True)
         gateway = GatewayConfig(
-            grpc_port=0,
-            http_port=0,
-            model=engine.model,
-            served_model_name=engine.served_model_name,
+            grpc_port=0, http_port=0, model=engine.model, served_model_name=engine.served_model_name
         )
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of what stops the parts
         deployment = Deployment(choice.up, choice.engine, NodeConfig(), gateway, _ignore)
@@ -250,7 +302,7 @@ def _talk(
         conversation = conversation_about(info.model)
         _write(f"{info.model}, context {info.max_model_len} tokens. {conversation.manner} /help\n")
 
-        def generate(text: str, given: GenerateParams) -> RunningGeneration:
+        def generate(text: str, given: GenerateParams) -> Generation:
             return client.generate(text, **given)
 
         Shell(conversation, generate, input, _write, params).run()

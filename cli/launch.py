@@ -15,6 +15,8 @@ from ..core.errors import BatonError, StartupFailed
 from ..core.membership import Role
 from ..core.process import event_loop
 
+_NODE = (EngineConfig, NodeConfig, ClusterConfig)
+
 
 def run_reporting(start: Callable[[], Coroutine[Any, Any, int]]) -> int:
     """Run a process's main coroutine; an error of ours becomes a line or two and exit code 1.
@@ -22,7 +24,7 @@ def run_reporting(start: Callable[[], Coroutine[Any, Any, int]]) -> int:
     `start` imports what it needs before the event loop exists: Ctrl-C during imports that take
     long then ends the process, instead of a half-built server.
     """
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else grpc tells of every fork and goaway
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else grpc logs every fork and goaway
     try:
         return event_loop.run(start)
     except BatonError as error:
@@ -55,7 +57,7 @@ def node_parser(role: Role) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"launch_{role.value}", description=f"Start a {role.value} node."
     )
-    flags.add_flags(parser, EngineConfig, NodeConfig, ClusterConfig)
+    flags.add_flags(parser, *_NODE)
     return parser
 
 
@@ -72,12 +74,7 @@ def _node(role: Role) -> int:
     def start() -> Coroutine[Any, Any, int]:
         from ..node.supervisor import supervisor
 
-        return supervisor.run(
-            role,
-            flags.parse(EngineConfig, arguments),
-            flags.parse(NodeConfig, arguments),
-            flags.parse(ClusterConfig, arguments),
-        )
+        return supervisor.run(role, *flags.parse_all(arguments, *_NODE))
 
     return run_reporting(start)
 
@@ -97,8 +94,7 @@ def gateway() -> int:
     arguments = gateway_parser().parse_args()
 
     def start() -> Coroutine[Any, Any, int]:
-        config = flags.parse(GatewayConfig, arguments)
-        cluster = flags.parse(ClusterConfig, arguments)
+        config, cluster = flags.parse_all(arguments, GatewayConfig, ClusterConfig)
         if config.num_gateways > 1:
             from .deployment import gateways
 

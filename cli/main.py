@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,8 @@ from ..core.config import ClusterConfig, EngineConfig, GatewayConfig, NodeConfig
 from .launch import reporting, run_reporting
 
 _Commands = Any  # argparse has no public name for what add_subparsers returns
+_Run = Callable[[argparse.Namespace], int]
+_UP = (UpConfig, EngineConfig, NodeConfig, GatewayConfig, ClusterConfig)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -38,37 +43,28 @@ def main() -> int:
     return code
 
 
-def _add(commands: _Commands, name: str, what: str) -> argparse.ArgumentParser:
+def _add(commands: _Commands, name: str, run: _Run, what: str) -> argparse.ArgumentParser:
     sentence = f"{what[0].upper()}{what[1:]}{'' if what.endswith('?') else '.'}"
     parser: argparse.ArgumentParser = commands.add_parser(name, help=what, description=sentence)
+    parser.set_defaults(run=run)
     return parser
 
 
 def _add_up(commands: _Commands) -> None:
-    parser = _add(commands, "up", "start everything on this host, until Ctrl-C")
-    flags.add_flags(parser, UpConfig, EngineConfig, NodeConfig, GatewayConfig, ClusterConfig)
-    parser.set_defaults(run=_up)
+    parser = _add(commands, "up", _up, "start everything on this host, until Ctrl-C")
+    flags.add_flags(parser, *_UP)
 
 
 def _up(arguments: argparse.Namespace) -> int:
     from .deployment import up
 
-    return run_reporting(
-        lambda: up.start(
-            flags.parse(UpConfig, arguments),
-            flags.parse(EngineConfig, arguments),
-            flags.parse(NodeConfig, arguments),
-            flags.parse(GatewayConfig, arguments),
-            flags.parse(ClusterConfig, arguments),
-        )
-    )
+    return run_reporting(lambda: up.start(*flags.parse_all(arguments, *_UP)))
 
 
 def _add_demo(commands: _Commands) -> None:
-    parser = _add(commands, "demo", "a deployment on this CPU, several prompts, a table")
+    parser = _add(commands, "demo", _demo, "a deployment on this CPU, several prompts, a table")
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens per prompt (64)")
     parser.add_argument("--verbose", action="store_true", help="show every process's output")
-    parser.set_defaults(run=_demo)
 
 
 def _demo(arguments: argparse.Namespace) -> int:
@@ -78,13 +74,12 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _add_generate(commands: _Commands) -> None:
-    parser = _add(commands, "generate", "one process, no roles: the baseline")
+    parser = _add(commands, "generate", _generate, "one process, no roles: the baseline")
     parser.add_argument("prompt", nargs="+", help="text to continue")
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens per prompt (64)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (0)")
     parser.add_argument("--sampling-seed", type=int, default=0, help="seed of sampling (0)")
     flags.add_flags(parser, EngineConfig)
-    parser.set_defaults(run=_generate)
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -102,7 +97,7 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _add_chat(commands: _Commands) -> None:
-    parser = _add(commands, "chat", "a shell on this terminal, by the model's chat template")
+    parser = _add(commands, "chat", _chat, "a shell on this terminal, by the model's chat template")
     parser.add_argument(
         "--address", help="a running gateway's gRPC; without one, --model is started here"
     )
@@ -113,24 +108,24 @@ def _add_chat(commands: _Commands) -> None:
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens per answer (128)")
     parser.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (0.7)")
     flags.add_flags(parser, UpConfig, EngineConfig)
-    parser.set_defaults(run=_chat)
 
 
 def _chat(arguments: argparse.Namespace) -> int:
     from . import chat
 
+    up, engine = flags.parse_all(arguments, UpConfig, EngineConfig)
     return chat.run(
         arguments.address,
         arguments.ca_file,
-        flags.parse(UpConfig, arguments),
-        flags.parse(EngineConfig, arguments),
+        up,
+        engine,
         {"max_tokens": arguments.max_tokens, "temperature": arguments.temperature},
         is_completion=arguments.completion,
     )
 
 
 def _add_doctor(commands: _Commands) -> None:
-    parser = _add(commands, "doctor", "look over this host: can it serve?")
+    parser = _add(commands, "doctor", _doctor, "look over this host: can it serve?")
     parser.add_argument("--model", default="demo", help="model directory to look at (demo)")
     parser.add_argument(
         "--redis-url",
@@ -139,12 +134,8 @@ def _add_doctor(commands: _Commands) -> None:
         help="a Redis that should answer; with a password: BATON_REDIS_URL",
     )
     parser.add_argument(
-        "--ports",
-        type=_ports,
-        default=(50051, 8000),
-        help="ports that should be free (50051,8000)",
+        "--ports", type=_ports, default=(50051, 8000), help="ports that should be free (50051,8000)"
     )
-    parser.set_defaults(run=_doctor)
 
 
 def _ports(text: str) -> tuple[int, ...]:
@@ -161,10 +152,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _add_fsck(commands: _Commands) -> None:
-    parser = _add(commands, "fsck", "do all nodes of a cluster agree on who holds what?")
+    parser = _add(commands, "fsck", _fsck, "do all nodes of a cluster agree on who holds what?")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     flags.add_flags(parser, ClusterConfig)
-    parser.set_defaults(run=_fsck)
 
 
 def _fsck(arguments: argparse.Namespace) -> int:
@@ -175,7 +165,7 @@ def _fsck(arguments: argparse.Namespace) -> int:
 
 
 def _add_keys(commands: _Commands) -> None:
-    parser = _add(commands, "keys", "make API keys: draw one, file its hash, print it once")
+    parser = _add(commands, "keys", _keys, "make API keys: draw one, file its hash, print it once")
     parser.add_argument("action", choices=("add",), help="what to do")
     parser.add_argument("file", help="the key file, made if it is not there; for --api-keys")
     parser.add_argument("--tenant", required=True, help="whose key: 1 to 64 of A-Z a-z 0-9 _ . -")
@@ -189,7 +179,6 @@ def _add_keys(commands: _Commands) -> None:
         ("max-concurrent-requests", "requests at once"),
     ):
         parser.add_argument(f"--{limit}", type=int, help=f"limit of the tenant: {unit}")
-    parser.set_defaults(run=_keys)
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -197,19 +186,34 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _keys(arguments: argparse.Namespace) -> int:
-    from . import keys
+    from ..gateway.security.key_file import add_key
+    from ..gateway.security.tenancy import Limits
 
-    return reporting(lambda: keys.run(arguments))
+    def run() -> int:
+        given = {field.name: getattr(arguments, field.name) for field in fields(Limits)}
+        key = add_key(
+            Path(arguments.file),
+            arguments.tenant,
+            frozenset(arguments.scopes),
+            models=None if arguments.models is None else frozenset(arguments.models),
+            limits={name: value for name, value in given.items() if value is not None},
+        )
+        print(f"a key of {arguments.tenant}; it is shown only now:", file=sys.stderr)
+        print(key)  # alone on stdout
+        return 0
+
+    return reporting(run)
 
 
 def _add_certs(commands: _Commands) -> None:
-    parser = _add(commands, "certs", "make a CA and certificates of all roles, to try TLS with")
+    parser = _add(
+        commands, "certs", _certs, "make a CA and certificates of all roles, to try TLS with"
+    )
     parser.add_argument("folder", help="where to; for `baton up --certs`")
     parser.add_argument(
         "--hosts", type=_names, default=(), help="further names and addresses of the gateway"
     )
     parser.add_argument("--days", type=int, default=90, help="how long they hold (90)")
-    parser.set_defaults(run=_certs)
 
 
 def _certs(arguments: argparse.Namespace) -> int:

@@ -1,18 +1,20 @@
 """`python -m baton.cli.reference docs` (or `make docs`): the pages that are made from the code.
 
-reference.md is made whole from the parsers and the .proto files; of errors.md, sampling.md and
-contracts.md, which people write, only each error's line of facts, the table of parameters and the
+reference.md is made whole from the parsers and the .proto files; of errors.md, sampling.md,
+metrics.md and contracts.md, which people write, only each error's line of facts, the tables and the
 code. A test fails while a page is not what would be made.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,12 +23,14 @@ from ..core.errors import BatonError
 from ..core.membership import Role
 from ..core.request.parameters import Parameter
 from ..core.request.request import OPTIONS, SAMPLING
-from ..gateway.telemetry.metrics.metrics_page import metrics_page
-from .contracts import refresh_contracts_page
+from ..gateway.telemetry.metrics.metric_table import GROUPS
 from .launch import gateway_parser, node_parser
 from .main import build_parser
 
-_PROTO = Path(__file__).resolve().parent.parent / "proto" / "v1"
+_ROOT = Path(__file__).resolve().parent.parent
+_PROTO = _ROOT / "proto" / "v1"
+_WIDTH = 100
+_PART = re.compile(r"(<!-- made: (.+?) -->\n).*?(<!-- /made -->)", re.S)
 _OWN_GROUPS = ("options", "positional arguments")  # argparse's names for what has no group
 
 _PARAMETERS = "| parameter | range | default | what it does |"
@@ -91,7 +95,7 @@ def _link(group: argparse._ArgumentGroup) -> str:
 
 
 def _title(group: argparse._ArgumentGroup) -> str:
-    """The configuration class's first words: what a colon or full stop follows."""
+    """The beginning of the configuration class's docstring, up to a colon or full stop."""
     assert group.title is not None
     return re.split(r"[:.]", group.title)[0]
 
@@ -172,6 +176,20 @@ def error_facts(cls: type[BatonError]) -> str:
     return f"`{cls.__name__}` · gRPC `{cls.grpc_status}` · HTTP {cls.http_status} · {again}"
 
 
+def refresh_metrics_page(page: str) -> str:
+    """docs/metrics.md with its tables made anew, one a group of metrics."""
+
+    def table(group: str) -> str:
+        rows = [
+            f"| `baton_{metric.name}` | {metric.kind} | "
+            f"{', '.join(f'`{label}`' for label in metric.labels)} | {metric.help} |"
+            for metric in GROUPS[group]
+        ]
+        return "\n".join(["| name | kind | labels | meaning |", "|---|---|---|---|", *rows])
+
+    return refresh_parts(page, table)
+
+
 def refresh_sampling_page(page: str) -> str:
     """docs/sampling.md with the table of request parameters made anew."""
     rows = [_parameter_row(*item) for item in {**SAMPLING, **OPTIONS}.items()]
@@ -189,18 +207,120 @@ def _parameter_row(name: str, parameter: Parameter) -> str:
     return f"| `{name}` | {parameter.kind.range} | {absent} | {parameter.help}{note} |"
 
 
+def refresh_contracts_page(page: str) -> str:
+    """docs/contracts.md with its code made anew. Raises KeyError for a class that is gone."""
+    return refresh_parts(page, code_of)
+
+
+def code_of(part: str) -> str:
+    """A block of code for `path/to/file.py: Class Class ...`, by its source alone: the public
+    fields, properties and methods of each class, and their docstrings."""
+    path, _, wanted = part.partition(": ")
+    found = dict(_named(ast.parse((_ROOT / path).read_text())))
+    shown = "\n\n".join("\n".join(_shown_class(found[name])) for name in wanted.split())
+    return f"```python\n# {path}\n{shown}\n```\n"
+
+
+def _named(module: ast.Module) -> Iterator[tuple[str, ast.ClassDef | ast.AnnAssign]]:
+    for node in module.body:
+        if isinstance(node, ast.ClassDef):
+            yield node.name, node
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id, node
+
+
+def _shown_class(node: ast.ClassDef | ast.AnnAssign) -> Iterator[str]:
+    if isinstance(node, ast.AnnAssign):
+        assert node.value is not None, "a type alias"
+        yield from _wrapped(f"{ast.unparse(node.target)} = {ast.unparse(node.value)}", "")
+    elif any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
+        yield from _value(node)
+    else:
+        bases = ", ".join(map(ast.unparse, node.bases))
+        yield f"class {node.name}({bases}):" if bases else f"class {node.name}:"
+        yield from _comment(node, "    ")
+        for member in node.body:
+            yield from _member(member)
+
+
+def _value(node: ast.ClassDef) -> Iterator[str]:
+    """A dataclass as the call that makes it."""
+    fields = [ast.unparse(part) for part in node.body if isinstance(part, ast.AnnAssign)]
+    yield from _wrapped(f"{node.name}({', '.join(fields)})", "")
+    yield from _comment(node, "    ")
+
+
+def _member(member: ast.stmt) -> Iterator[str]:
+    if isinstance(member, ast.AnnAssign):
+        yield f"    {ast.unparse(member)}"
+    elif isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef):
+        if member.name.startswith("_"):
+            return
+        if any(ast.unparse(decorator) == "property" for decorator in member.decorator_list):
+            returns = ast.unparse(member.returns) if member.returns else "object"
+            yield f"    {member.name}: {returns}"
+        else:
+            yield from _wrapped(_signature(member), "    ")
+        yield from _comment(member, "        ")
+
+
+def _signature(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    arguments = ast.unparse(function.args).removeprefix("self").removeprefix(", ")
+    arguments = re.sub(r"(?<=[\w\]])=(?=\S)", " = ", arguments)
+    begin = "async def" if isinstance(function, ast.AsyncFunctionDef) else "def"
+    returns = f" -> {ast.unparse(function.returns)}" if function.returns else ""
+    return f"{begin} {function.name}({arguments}){returns}"
+
+
+def _comment(
+    node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, indent: str
+) -> Iterator[str]:
+    """The docstring, as comments."""
+    for line in (ast.get_docstring(node) or "").splitlines():
+        yield f"{indent}# {line}".rstrip() if line else f"{indent}#"
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent + "        ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def refresh_parts(page: str, make: Callable[[str], str]) -> str:
+    """The page with every part as `make` makes it by its name; the rest is left alone.
+
+    A part stands between `<!-- made: NAME -->` and `<!-- /made -->`.
+    """
+
+    def made(match: re.Match[str]) -> str:
+        begin, name, end = match.groups()
+        return f"{begin}\n{make(name).strip()}\n\n{end}"
+
+    return _PART.sub(made, page)
+
+
+def part_names(page: str) -> list[str]:
+    """The parts of a page, in its order."""
+    return [name for _, name, _ in _PART.findall(page)]
+
+
 def main(folder: Path) -> int:
     """Write the pages."""
     (folder / "reference.md").write_text(reference_page())
-    (folder / "metrics.md").write_text(metrics_page())
     parts = {
         "errors": refresh_errors_page,
+        "metrics": refresh_metrics_page,
         "sampling": refresh_sampling_page,
         "contracts": refresh_contracts_page,
     }
-    for name, refresh in parts.items():
+    for name, made_anew in parts.items():
         path = folder / f"{name}.md"
-        path.write_text(refresh(path.read_text()))
+        path.write_text(made_anew(path.read_text()))
     return 0
 
 

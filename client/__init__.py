@@ -11,9 +11,8 @@ Errors are those of `baton.core.errors`, raised while reading the stream.
 
 from ..core.request.logprobs import TokenLogprobs
 from ..core.request.request import FinishReason
-from .aio import AsyncClient, AsyncGeneration
+from .client import AsyncClient, AsyncGeneration, Client, Generation
 from .messages import Chunk, ModelInfo, NodeInfo, Result
-from .sync import Client, Generation
 
 __all__ = [
     "AsyncClient",

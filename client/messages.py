@@ -1,4 +1,4 @@
-"""What a client says and hears, without a word of how it travels: both drivers share this.
+"""What a client sends and receives, whichever driver (client.py) does it.
 
 Builds requests, collects a stream's chunks into a Result, describes the unary calls, and turns gRPC
 failures into the errors of core/errors.py.
@@ -11,23 +11,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypedDict, TypeVar
+from typing import Any, TypeAlias, TypedDict, TypeVar
 
-import grpc
 from google.protobuf.message import Message
 
-from ..core.errors import (
-    BatonError,
-    Cancelled,
-    DeadlineExceeded,
-    InvalidRequest,
-    ModelNotFound,
-    Overloaded,
-    PermissionDenied,
-    Unauthenticated,
-    Unavailable,
-    from_code,
-)
+from ..core.errors import BatonError, InvalidRequest, from_code, from_grpc_status
 from ..core.metrics import TokenTimes
 from ..core.request.logprobs import TokenLogprobs
 from ..core.request.request import FinishReason
@@ -37,10 +25,11 @@ from ..proto import codec
 from ..proto.v1 import inference_pb2
 
 T = TypeVar("T")
-
+# A unary call: the stub's method, what to send, what to make of the answer.
+Call: TypeAlias = tuple[str, Message, Callable[[Any], T]]
 
 # Fields of a GenerateRequest that are no parameters by their own name.
-_SAID_OTHERWISE = frozenset({"text", "token_ids", "sampling"})
+_SET_OTHERWISE = frozenset({"text", "token_ids", "sampling"})
 
 
 class GenerateParams(TypedDict, total=False):
@@ -85,7 +74,7 @@ class GenerateParams(TypedDict, total=False):
 class Chunk:
     """Some tokens, from position `index` of a sample's output on; `finish_reason` on its last one.
 
-    `logprobs` are parallel to the tokens if they were asked for, else empty.
+    `logprobs` are parallel to the tokens if they were requested, else empty.
     """
 
     text: str
@@ -100,7 +89,7 @@ class Chunk:
 class Result:
     """A finished sample: what came, who served it, when each token came on our clock.
 
-    `prompt_logprobs`, if they were asked for, are of the prompt's second token and all behind it,
+    `prompt_logprobs`, if they were requested, are of the prompt's second token and all behind it,
     and come with sample 0.
     """
 
@@ -154,14 +143,14 @@ class ModelInfo:
 def build_request(
     prompt: str | None, params: GenerateParams
 ) -> tuple[inference_pb2.GenerateRequest, float | None]:
-    """The request and its timeout in seconds; InvalidRequest for what the wire cannot even say."""
+    """The request and its timeout in seconds; InvalidRequest for what the wire cannot carry."""
     fields: dict[str, Any] = dict(params)
     prompt_token_ids = fields.pop("prompt_token_ids", None)
     if prompt is not None and prompt_token_ids is not None:
         raise InvalidRequest("give the prompt as text or as token ids, not both", "prompt")
     timeout_s: float | None = fields.pop("timeout_s", None)
     request = inference_pb2.GenerateRequest()
-    for name in set(request.DESCRIPTOR.fields_by_name) - _SAID_OTHERWISE:
+    for name in set(request.DESCRIPTOR.fields_by_name) - _SET_OTHERWISE:
         if name in fields:
             _set(request, name, fields.pop(name))
     if isinstance(fields.get("stop"), str):
@@ -178,7 +167,10 @@ def build_request(
             raise InvalidRequest("a prompt is text; ids go as prompt_token_ids", "prompt")
         _set(request, "text", prompt, param="prompt")
     if prompt_token_ids is not None:
-        request.token_ids.packed = _packed(prompt_token_ids)
+        try:
+            request.token_ids.packed = pack(prompt_token_ids)
+        except (TypeError, OverflowError) as error:
+            raise _cannot_be("prompt", prompt_token_ids, error) from error
     return request, timeout_s
 
 
@@ -195,13 +187,6 @@ def _set(message: Message, name: str, value: Any, param: str | None = None) -> N
             getattr(message, name).extend(value)
     except (TypeError, ValueError, AttributeError) as error:
         raise _cannot_be(param or name, value, error) from error
-
-
-def _packed(token_ids: Sequence[int]) -> bytes:
-    try:
-        return pack(token_ids)
-    except (TypeError, OverflowError) as error:
-        raise _cannot_be("prompt", token_ids, error) from error
 
 
 def _cannot_be(param: str, value: Any, error: Exception) -> InvalidRequest:
@@ -280,62 +265,33 @@ class Collector:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Call(Generic[T]):
-    """A unary call: the stub's method, what to send, what to make of the answer."""
-
-    method: str
-    request: Any
-    decode: Callable[[Any], T]
-
-
 def tokenize_call(text: str) -> Call[tuple[int, ...]]:
     request = inference_pb2.TokenizeRequest()
     _set(request, "text", text)
-    return Call("Tokenize", request, lambda answer: tuple(answer.ids))
+    return "Tokenize", request, lambda answer: tuple(answer.ids)
 
 
 def detokenize_call(token_ids: Sequence[int]) -> Call[str]:
     request = inference_pb2.DetokenizeRequest()
     _set(request, "ids", token_ids)
-    return Call("Detokenize", request, lambda answer: str(answer.text))
+    return "Detokenize", request, lambda answer: str(answer.text)
 
 
 def abort_call(ids: Sequence[str]) -> Call[int]:
-    request = inference_pb2.AbortRequest(ids=ids)
-    return Call("Abort", request, lambda answer: int(answer.num_aborted))
+    return "Abort", inference_pb2.AbortRequest(ids=ids), lambda answer: int(answer.num_aborted)
 
 
 def model_info_call() -> Call[ModelInfo]:
-    return Call("GetModelInfo", inference_pb2.GetModelInfoRequest(), _model_info)
+    return "GetModelInfo", inference_pb2.GetModelInfoRequest(), _model_info
 
 
 def _model_info(wire: inference_pb2.ModelInfo) -> ModelInfo:
-    nodes = [
-        codec.same_fields(node, NodeInfo) | {"links": tuple(node.links)} for node in wire.nodes
-    ]
-    return ModelInfo(
-        **codec.same_fields(wire, ModelInfo)
-        | {
-            "eos_token_ids": tuple(wire.eos_token_ids),
-            "nodes": tuple(NodeInfo(**node) for node in nodes),
-        }
-    )
-
-
-_BY_STATUS: Mapping[str, type[BatonError]] = {
-    cls.grpc_status: cls
-    for cls in (
-        InvalidRequest,
-        ModelNotFound,
-        Unauthenticated,
-        PermissionDenied,
-        Overloaded,
-        Unavailable,
-        DeadlineExceeded,
-        Cancelled,
-    )
-}
+    nodes = [codec.same_fields(n, NodeInfo) | {"links": tuple(n.links)} for n in wire.nodes]
+    fields = codec.same_fields(wire, ModelInfo) | {
+        "eos_token_ids": tuple(wire.eos_token_ids),
+        "nodes": tuple(NodeInfo(**node) for node in nodes),
+    }
+    return ModelInfo(**fields)
 
 
 def translate(error: Any) -> BatonError:
@@ -345,7 +301,6 @@ def translate(error: Any) -> BatonError:
     if code := metadata.get("baton-error-code"):
         typed = from_code(str(code), details, metadata.get("baton-error-param"))
         if "retry-after-ms" in metadata:
-            typed.retry_after_s = int(metadata.get("retry-after-ms", 1000)) / 1000
+            typed.retry_after_s = int(metadata["retry-after-ms"]) / 1000
         return typed
-    status: grpc.StatusCode = error.code()
-    return _BY_STATUS.get(status.name, BatonError)(details)
+    return from_grpc_status(error.code().name, details)

@@ -28,7 +28,7 @@ _ADDRESS = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}\Z")
 
 
 class BadEntry(Exception):
-    """This is not an entry that we can use; the text says why."""
+    """This is not an entry that we can use; the text is why."""
 
 
 def is_incarnation(name: bytes) -> bool:
@@ -42,7 +42,7 @@ def _canonical(fields: dict[str, Any]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What an announcer says of its engine, once.
+    """What an announcer writes of its engine, once.
 
     `sequence` grows with every entry of the incarnation; `at_ms` is the Redis server's time, and
     `ttl_ms` how long the entry counts; `is_gone`: the engine has left.

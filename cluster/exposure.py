@@ -26,7 +26,7 @@ def is_loopback(host: str) -> bool:
 def check_exposure(who: str, host: str, missing: Sequence[str], *, is_accepted: bool) -> None:
     """Raise StartupFailed if `who` would listen for the network without the `missing` flags.
 
-    `is_accepted`: the operator takes the risk; then it is said once, loudly.
+    `is_accepted`: the operator takes the risk; then it is logged once, loudly.
     """
     if not missing or is_loopback(host):
         return
@@ -43,7 +43,7 @@ def check_exposure(who: str, host: str, missing: Sequence[str], *, is_accepted: 
 
 
 def check_secret(who: str, cluster: ClusterConfig) -> None:
-    """Say once, loudly, if the cluster has no secret or one that can be guessed."""
+    """Log once, loudly, if the cluster has no secret or one that can be guessed."""
     secrets = ClusterSecret.of(cluster).accepted
     if not secrets:
         open_to = "writes to its Redis" if cluster.cluster_ca else "reaches its Redis or a port"

@@ -1,12 +1,12 @@
-"""A directory that goes on without Redis: nodes that are known are asked for their engines.
+"""A directory that goes on without Redis: known nodes list their engines themselves.
 
     Redis answers   inner directory ─────────────────────────────────► membership
-    Redis is away   its last membership ─► addresses ─► ask each one ─► membership, with an answer
+    Redis is away   its last membership ─► addresses ─► a call to each ─► membership, with an answer
                                                                         in place of what was known
 
-Owns whom to ask and what to believe of an answer: an address that was listed speaks for itself and
-for no other. Who does not answer, and what is no answer, change nothing. It does not know how a
-node is asked and how it proves itself: that is the asker's.
+Owns whom to call and what to believe of an answer: a listed address answers for itself and for no
+other. Who does not answer, and what is no answer, change nothing. It does not know how a
+node is called and how it proves itself: node_calls.py does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from ..core.errors import BatonError
 from ..core.membership import Member, Role
@@ -25,8 +24,8 @@ from .secret import ClusterSecret
 
 log = logging.getLogger(__name__)
 
-_ASK_EVERY_S = 1.0
-_MAX_ASKED = 64  # in one round: a node of a large cluster is asked in turn, and not by all at once
+_CALL_EVERY_S = 1.0
+_MAX_CALLED = 64  # in one round: the nodes of a large cluster in turn
 _MAX_AT_ONCE = 16
 _MAX_ENGINES = 64  # of one node
 _REMEMBERED_S = 60.0  # whom a restarted Redis does not list yet; it may go away again
@@ -35,26 +34,20 @@ _SETTLE_S = 3.0  # after which a Redis that is back has been read, and did not d
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Whom to ask: the address that was listed, and the role of the engines there."""
+    """Whom to call: the address that was listed, and the role of the engines there."""
 
     address: str
     role: Role
 
 
-class AskNode(Protocol):
-    """Asks a node for its engines (member_calls.MemberCalls)."""
-
-    async def __call__(self, node: Node) -> Sequence[bytes]:
-        """Directory entries, of who has proven the cluster's key.
-
-        Raises BatonError if nobody does so in time.
-        """
-        ...
+# Requests directory entries of a node that has proven the cluster's key (node_calls.MemberCalls).
+# Raises BatonError if it does not answer in time.
+AskNode = Callable[[Node], Awaitable[Sequence[bytes]]]
 
 
 class KnownNodes:
     """`core.ports.Directory` around another. All watchers share one look, from the first one's on
-    until `close`. `roles`: whose nodes are asked."""
+    until `close`. `roles`: whose nodes are called."""
 
     def __init__(
         self,
@@ -71,10 +64,10 @@ class KnownNodes:
         self._secret = secret
         self._clock = clock
         self._sleep = sleep
-        self._listed: tuple[Member, ...] = ()  # the inner directory's last word
+        self._listed: tuple[Member, ...] = ()  # the inner directory's last membership
         self._answers: dict[Node, tuple[Member, ...]] = {}  # since then
         self._left_s: dict[Node, float] = {}  # who is known no more, and since when
-        self._num_asked = 0
+        self._num_called = 0
         self._members: tuple[Member, ...] | None = None
         self._changed = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
@@ -117,7 +110,7 @@ class KnownNodes:
         try:
             async with asyncio.TaskGroup() as both:
                 both.create_task(self._follow_inner())
-                both.create_task(self._ask_while_away())
+                both.create_task(self._call_while_away())
         finally:
             self._changed.set()
 
@@ -126,39 +119,39 @@ class KnownNodes:
             self._take(members)
 
     def _take(self, members: tuple[Member, ...]) -> None:
-        """The inner directory's word counts."""
+        """The inner directory's membership counts."""
         now_s = self._clock.monotonic_s()
         known = self._nodes(self._listed) | self._answers.keys()
         self._left_s = self._just_left(now_s) | dict.fromkeys(known, now_s)
         self._listed, self._answers = members, {}
-        self._tell()
+        self._update()
 
-    async def _ask_while_away(self) -> None:
-        """The inner directory speaks up on a change alone: its last word counts again when it has
-        been back for a while and has said nothing else."""
+    async def _call_while_away(self) -> None:
+        """The inner directory reports changes alone: its last membership counts again when it has
+        been back for a while and has reported none."""
         away_s = self._clock.monotonic_s()
         while True:
-            await self._sleep(_ASK_EVERY_S)
+            await self._sleep(_CALL_EVERY_S)
             now_s = self._clock.monotonic_s()
             if self._inner.is_away:
                 away_s = now_s
-                await self._ask_known(now_s)
+                await self._call_known(now_s)
             elif self._answers and now_s - away_s >= _SETTLE_S:
                 self._take(self._listed)
 
-    async def _ask_known(self, now_s: float) -> None:
+    async def _call_known(self, now_s: float) -> None:
         """One round: all that are known, or the next of them."""
         nodes = self._nodes(self._listed) | self._answers.keys() | self._just_left(now_s).keys()
         known = sorted(nodes, key=lambda node: node.address)
-        first = self._num_asked % max(1, len(known))
-        in_turn = (known[first:] + known[:first])[:_MAX_ASKED]
-        self._num_asked = first + len(in_turn)
+        first = self._num_called % max(1, len(known))
+        in_turn = (known[first:] + known[:first])[:_MAX_CALLED]
+        self._num_called = first + len(in_turn)
         gate = asyncio.Semaphore(_MAX_AT_ONCE)
-        async with asyncio.TaskGroup() as asking:
+        async with asyncio.TaskGroup() as calling:
             for node in in_turn:
-                asking.create_task(self._ask_one(node, gate))
+                calling.create_task(self._call_one(node, gate))
 
-    async def _ask_one(self, node: Node, gate: asyncio.Semaphore) -> None:
+    async def _call_one(self, node: Node, gate: asyncio.Semaphore) -> None:
         try:
             async with gate:
                 entries = await self._ask(node)
@@ -168,10 +161,10 @@ class KnownNodes:
             return
         if self._inner.is_away:
             self._answers[node] = members
-            self._tell()
+            self._update()
 
     def _believed(self, entry: bytes, node: Node) -> Member:
-        """Raises BadEntry. An entry's times are Redis' and say nothing here."""
+        """Raises BadEntry. An entry's times are Redis' and mean nothing here."""
         member = decode_entry(entry, self._secret).member
         if (member.address, member.role) != (node.address, node.role):
             raise BadEntry("of another node")
@@ -183,12 +176,12 @@ class KnownNodes:
     def _just_left(self, now_s: float) -> dict[Node, float]:
         return {n: at_s for n, at_s in self._left_s.items() if now_s - at_s < _REMEMBERED_S}
 
-    def _tell(self) -> None:
+    def _update(self) -> None:
         """Take over what is known now, and wake the watchers if it differs."""
-        told = [m for answer in self._answers.values() for m in answer]
+        answers = [m for answer in self._answers.values() for m in answer]
         answered = {node.address for node in self._answers}
         rest = [m for m in self._listed if m.address not in answered]
-        members = tuple(sorted(told + rest, key=lambda member: member.incarnation))
+        members = tuple(sorted(answers + rest, key=lambda member: member.incarnation))
         if members != self._members:
             self._members = members
             self._changed.set()

@@ -1,4 +1,4 @@
-"""How we speak to Redis: the client's settings, its errors, and one repair of redis-py.
+"""Our client of Redis: the client's settings, its errors, and one repair of redis-py.
 
 Knows no key. Redis is never load-bearing: whoever uses this catches `REDIS_ERRORS` and goes on.
 """

@@ -29,7 +29,7 @@ _SCAN_PAGE = 1000
 _SCAN_PAGES = 20  # in one refresh; the next one goes on behind them
 _MAX_MEMBERS = 4096
 _MAX_NAMED = 256  # of the channel, in one read; others are found by scanning
-_NO_TTL = -1  # what PTTL says of a key without one
+_NO_TTL = -1  # PTTL of a key without one
 
 
 @dataclass(slots=True)
@@ -86,7 +86,7 @@ class RedisDirectory:
 
     @property
     def is_away(self) -> bool:
-        """Whether Redis did not answer when it was last asked."""
+        """Whether Redis did not answer the last time."""
         return self._is_away
 
     async def announce(self, member: Member, ttl_s: float) -> None:
@@ -100,7 +100,7 @@ class RedisDirectory:
         self._announcers[member.incarnation] = asyncio.create_task(self._keep(member, ttl_s))
 
     async def withdraw(self, incarnation: str) -> None:
-        """Let the entry say that the engine has left; where Redis is away, its TTL does it."""
+        """Mark the entry: the engine has left; where Redis is away, its TTL does it."""
         await self._stop_announcer(incarnation)
         last = self._last.get(incarnation)
         if last is not None and not last.is_gone:
@@ -207,15 +207,15 @@ class RedisDirectory:
 
     async def _read_keys(self, view: _View, incarnations: Collection[str], now_ms: int) -> set[str]:
         """Take in the entries of these; returns those that have none any more."""
-        asked = sorted(incarnations)
+        wanted = sorted(incarnations)
         async with self._redis.pipeline(transaction=False) as pipe:
-            for incarnation in asked:
-                # Junk may be huge: never ask for all of it.
+            for incarnation in wanted:
+                # Junk may be huge: never read all of it.
                 pipe.getrange(self._prefix + incarnation, 0, MAX_ENTRY_BYTES)
                 pipe.pttl(self._prefix + incarnation)
             replies = await reply(pipe.execute(raise_on_error=False))
         gone = set()
-        for incarnation, value, pttl in zip(asked, replies[::2], replies[1::2], strict=True):
+        for incarnation, value, pttl in zip(wanted, replies[::2], replies[1::2], strict=True):
             if value == b"":
                 gone.add(incarnation)
                 continue

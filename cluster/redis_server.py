@@ -51,7 +51,7 @@ class RedisServer:
 
     @classmethod
     def start(cls) -> RedisServer:
-        """Start a server and wait until it answers; raises StartupFailed with what it said."""
+        """Start a server and wait until it answers; raises StartupFailed with its output."""
         program = find_redis_server()
         runtime = RuntimeFolder.make(_PREFIX)
         try:
@@ -92,8 +92,8 @@ class RedisServer:
         deadline_s = time.monotonic() + _START_TIMEOUT_S
         while not self._answers():
             if self.process.poll() is not None or time.monotonic() > deadline_s:
-                said = (self.folder / "log").read_text(errors="replace").strip()[-500:]
-                raise StartupFailed(f"redis-server does not answer; it said:\n{said}")
+                output = (self.folder / "log").read_text(errors="replace").strip()[-500:]
+                raise StartupFailed(f"redis-server does not answer; it wrote:\n{output}")
             time.sleep(0.002)
 
     def _answers(self) -> bool:

@@ -79,9 +79,9 @@ class ClusterSecret:
 
     def has_signed(self, message: bytes, signature: str) -> bool:
         """Whether a secret of ours signed the entry. Constant-time for each."""
-        said = signature.encode("utf-8", "replace")
+        given = signature.encode("utf-8", "replace")
         expected = (_derive(secret, _ENTRY, message) for secret in self.accepted)
-        return any(hmac.compare_digest(said, each.encode()) for each in expected)
+        return any(hmac.compare_digest(given, each.encode()) for each in expected)
 
     def seal(self, message: bytes) -> bytes:
         """A message of the prefix index with its tag behind it, if there is a secret."""

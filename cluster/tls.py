@@ -66,7 +66,7 @@ class CertificateFiles:
     """A certificate chain with its key, PEM; `ca`: who must have signed what peers show.
 
     `what` names the flags. Raises StartupFailed if the files are unusable at the beginning. Any
-    thread may ask.
+    thread may call.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class CertificateFiles:
         return _load(*self._paths, now_s=self._clock.unix_ns() / 1e9)
 
     def warn_of_end(self) -> None:
-        """Say so if a certificate ends within two weeks, or has ended."""
+        """Log it if a certificate ends within two weeks, or has ended."""
         now_s = self._clock.unix_ns() / 1e9
         for file, ends_s in self.current().ends_s.items():
             if now_s >= ends_s:
@@ -172,7 +172,7 @@ class ClusterTls:
 
 
 async def watch_ends(files: Sequence[CertificateFiles]) -> None:
-    """Say once a day which of them end soon; until cancelled."""
+    """Log once a day which of them end soon; until cancelled."""
     while True:
         for each in files:
             each.warn_of_end()
@@ -203,7 +203,7 @@ def _load(chain: Path, key: Path, ca: Path | None = None, *, now_s: float) -> Ce
     """Raises OSError, ValueError (ssl.SSLError is an OSError)."""
     read = _read(chain, key, ca)
     certificate = Certificate(*read, _new_context(), ends_s={})
-    # Checks that the two belong together. An encrypted key must not ask on the terminal.
+    # Checks that the two belong together. An encrypted key must not prompt on the terminal.
     certificate.context.load_cert_chain(chain, key, password=_no_password)
     if ca is not None:
         ssl.create_default_context(cafile=ca)

@@ -1,4 +1,4 @@
-"""Have these files changed? Asked when their content is about to be used, so nothing polls."""
+"""Have these files changed? Looked at when their content is about to be used, so nothing polls."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class WatchedFiles:
         self._seen: tuple[_Signature | None, ...] = ()
 
     def have_changed(self) -> bool:
-        """Since the last time this was asked; True the first time.
+        """Since the last call; True the first time.
 
-        Ask before reading: what is written between the two is then seen the next time.
+        Call it before reading: what is written between the two is then seen the next time.
         """
         now = tuple(map(_signature, self._paths))
         has_changed = now != self._seen
@@ -28,7 +28,7 @@ class WatchedFiles:
         return has_changed
 
     def forget(self) -> None:
-        """They could not be read this time: they count as changed when this is asked again."""
+        """They could not be read this time: they count as changed at the next call."""
         self._seen = ()
 
 

@@ -1,4 +1,4 @@
-"""A constraint as the grammar that llguidance compiles.
+"""A constraint as the grammar that llguidance compiles, and how large one may be.
 
 White space inside JSON is a blank, or a line break with its indentation, where it is allowed at
 all: a model that is made to write JSON could otherwise write blanks for ever.
@@ -14,9 +14,12 @@ from ..core.request.constraint import Constraint, ConstraintKind
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
+MAX_SOURCE_BYTES = 64 << 10  # of one constraint
+MAX_CHOICES = 1024
+
 JSON_OPTIONS: JsonCompileOptions = {
     "whitespace_pattern": r"[ ]|\n[ ]{0,64}",
-    # Where two alternatives of a oneOf overlap the output may match both: no grammar can tell.
+    # Where two alternatives of a oneOf overlap the output may match both.
     "coerce_one_of": True,
 }
 

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 
 from ..core.errors import InvalidRequest
 from ..core.request.constraint import Constraint, ConstraintKind
-from .grammar_text import grammar_text
-from .limits import MAX_SOURCE_BYTES
+from .grammar_text import MAX_SOURCE_BYTES, grammar_text
 from .schema_references import BadReference, check_references
 
 if TYPE_CHECKING:
@@ -161,7 +160,7 @@ def _reason(matcher: LLMatcher) -> str:
 
 
 def _reference_fault(constraint: Constraint) -> str | None:
-    """Of a schema that was not compiled: the compiler's own words for a loop say nothing of it."""
+    """Of a schema that was not compiled: the compiler's own message does not name a loop."""
     if constraint.kind is not ConstraintKind.JSON_SCHEMA:
         return None
     try:

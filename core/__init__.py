@@ -1,1 +1,1 @@
-"""The words everything else is written in: stdlib only, imports nothing of ours."""
+"""What everything else is written in terms of: stdlib only, imports nothing of ours."""

@@ -161,9 +161,7 @@ class NodeConfig:
         None, "as --advertise, for the first engine; the others' ports follow"
     )
     gpus: str | None = flag(
-        None,
-        "GPU ids, e.g. 0,1; of baton up: those to choose from",
-        aliases=("device-ids",),
+        None, "GPU ids, e.g. 0,1; of baton up: those to choose from", aliases=("device-ids",)
     )
     num_engines: int | None = flag(None, "engines on a CPU node; default 1")
     name: str | None = flag(None, "the node's name for people; default: role and port")
@@ -280,12 +278,10 @@ class UpConfig:
     """A whole deployment on one host."""
 
     prefill_gpus: str | None = flag(
-        None,
-        "GPU ids of the prefill node, e.g. 0,1; default: half of them, or what is left",
+        None, "GPU ids of the prefill node, e.g. 0,1; default: half of them, or what is left"
     )
     decode_gpus: str | None = flag(
-        None,
-        "GPU ids of the decode node, e.g. 2,3; default: half of them, or what is left",
+        None, "GPU ids of the decode node, e.g. 2,3; default: half of them, or what is left"
     )
     num_prefill_nodes: int = flag(1, "prefill nodes on a CPU")
     num_decode_nodes: int = flag(1, "decode nodes on a CPU")

@@ -8,7 +8,7 @@
     ├── Unauthenticated
     ├── PermissionDenied               known, but this is not the caller's to do
     ├── Overloaded                     queue or credit full; retry later
-    │   └── RateLimited                a limit of the caller's own; says when to try again
+    │   └── RateLimited                a limit of the caller's own; carries when to try again
     ├── Unavailable                    no node for a role, draining; retry later
     │   └── NodeLost                   a node went away under the request; the gateway retries
     ├── DeadlineExceeded
@@ -19,7 +19,7 @@
     │   ├── LeaseExpired
     │   └── UnknownTransfer            no such ticket here (never existed, finished, or cancelled)
     ├── EngineFailed                   the engine process broke; its supervisor restarts it
-    └── StartupFailed                  says what is wrong and what to do; the process exits 1
+    └── StartupFailed                  names what is wrong and what to do; the process exits 1
 
 Each error knows its gRPC status (by name: this module imports no grpc), its HTTP status, a stable
 `code` that survives the wire, and whether a retry can help. An InvalidRequest may carry one of
@@ -28,38 +28,51 @@ INVALID_REQUEST_CODES in place of its class's.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
+
+log = logging.getLogger(__name__)
 
 # What exactly is wrong with a request, for programs that want to know.
 INVALID_REQUEST_CODES = frozenset(
     {
-        "array_too_long",
-        "duplicate_field",
-        "empty_array",
-        "empty_prompt",
-        "invalid_encoding",
-        "invalid_json",
-        "invalid_number",
-        "invalid_schema",
-        "invalid_token_id",
-        "invalid_value",
-        "json_too_deep",
-        "missing_required",
-        "unknown_parameter",
-        "unsupported_content",
+        *("array_too_long", "duplicate_field", "empty_array", "empty_prompt", "invalid_encoding"),
+        *("invalid_json", "invalid_number", "invalid_schema", "invalid_token_id", "invalid_value"),
+        *("json_too_deep", "missing_required", "unknown_parameter", "unsupported_content"),
         "unsupported_parameter",
     }
 )
 
 
 class BatonError(Exception):
-    """Base of all. `param` names the request field at fault, if one is."""
+    """Base of all. `param` names the request field at fault, if one is.
+
+    What a class does not name in its heading is as in its parent.
+    """
 
     code: str = "internal"
     grpc_status: ClassVar[str] = "INTERNAL"
-    http_status: ClassVar[int] = 500
+    http_status: int = 500
     is_retryable: ClassVar[bool] = False
+    public_text: ClassVar[str] = ""  # for a caller whose fault it is not
     retry_after_s: float = 1.0  # when a retry may help, if it can
+
+    def __init_subclass__(
+        cls,
+        *,
+        code: str | None = None,
+        grpc: str | None = None,
+        http: int | None = None,
+        is_retryable: bool | None = None,
+        public_text: str | None = None,
+    ) -> None:
+        named: dict[str, object] = {"code": code, "grpc_status": grpc, "http_status": http}
+        named |= {"is_retryable": is_retryable, "public_text": public_text}
+        for name, value in named.items():
+            if value is not None:
+                setattr(cls, name, value)
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -67,12 +80,8 @@ class BatonError(Exception):
         self.param = param
 
 
-class InvalidRequest(BatonError):
+class InvalidRequest(BatonError, code="invalid_request", grpc="INVALID_ARGUMENT", http=400):
     """The request cannot be served as it is written."""
-
-    code = "invalid_request"
-    grpc_status = "INVALID_ARGUMENT"
-    http_status = 400
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message, param=param)
@@ -81,50 +90,36 @@ class InvalidRequest(BatonError):
             self.code = code
 
 
-class ContextLengthExceeded(InvalidRequest):
+class ContextLengthExceeded(InvalidRequest, code="context_length_exceeded"):
     """prompt + max_tokens is longer than the model's context."""
 
-    code = "context_length_exceeded"
 
-
-class PromptTooLarge(InvalidRequest):
+class PromptTooLarge(
+    InvalidRequest, code="prompt_too_large_for_deployment", grpc="FAILED_PRECONDITION"
+):
     """The prompt fits the context but not the KV pool of any node: never retryable."""
 
-    code = "prompt_too_large_for_deployment"
-    grpc_status = "FAILED_PRECONDITION"
+
+class ModelNotFound(BatonError, code="model_not_found", grpc="NOT_FOUND", http=404):
+    """This deployment does not serve the requested model."""
 
 
-class ModelNotFound(BatonError):
-    """This deployment does not serve the model that was asked for."""
-
-    code = "model_not_found"
-    grpc_status = "NOT_FOUND"
-    http_status = 404
-
-
-class Unauthenticated(BatonError):
+class Unauthenticated(BatonError, code="unauthenticated", grpc="UNAUTHENTICATED", http=401):
     """The cluster secret or API key is absent or wrong."""
 
-    code = "unauthenticated"
-    grpc_status = "UNAUTHENTICATED"
-    http_status = 401
 
-
-class PermissionDenied(BatonError):
+class PermissionDenied(BatonError, code="permission_denied", grpc="PERMISSION_DENIED", http=403):
     """The credential is good, but does not go so far."""
 
-    code = "permission_denied"
-    grpc_status = "PERMISSION_DENIED"
-    http_status = 403
 
-
-class Overloaded(BatonError):
+class Overloaded(
+    BatonError,
+    code="overloaded",
+    grpc="RESOURCE_EXHAUSTED",
+    http=429,
+    is_retryable=True,
+):
     """A bounded queue or a credit is full."""
-
-    code = "overloaded"
-    grpc_status = "RESOURCE_EXHAUSTED"
-    http_status = 429
-    is_retryable = True
 
     def __init__(
         self, message: str, *, param: str | None = None, retry_after_s: float = 1.0
@@ -133,93 +128,72 @@ class Overloaded(BatonError):
         self.retry_after_s = retry_after_s
 
 
-class RateLimited(Overloaded):
+class RateLimited(Overloaded, code="rate_limit_exceeded"):
     """The caller's tenant is over a limit of its own."""
 
-    code = "rate_limit_exceeded"
-    http_status = 429
 
-
-class Unavailable(BatonError):
+class Unavailable(BatonError, code="unavailable", grpc="UNAVAILABLE", http=503, is_retryable=True):
     """No node can take the request now."""
 
-    code = "unavailable"
-    grpc_status = "UNAVAILABLE"
-    http_status = 503
-    is_retryable = True
 
-
-class NodeLost(Unavailable):
+class NodeLost(Unavailable, code="node_lost", public_text="a node was lost under the request"):
     """A node that held the request went away."""
 
-    code = "node_lost"
 
-
-class DeadlineExceeded(BatonError):
+class DeadlineExceeded(BatonError, code="deadline_exceeded", grpc="DEADLINE_EXCEEDED", http=504):
     """The request's deadline passed."""
 
-    code = "deadline_exceeded"
-    grpc_status = "DEADLINE_EXCEEDED"
-    http_status = 504
 
-
-class Cancelled(BatonError):
+class Cancelled(BatonError, code="cancelled", grpc="CANCELLED", http=499):
     """The client gave up or called Abort."""
 
-    code = "cancelled"
-    grpc_status = "CANCELLED"
-    http_status = 499
 
-
-class HandoffFailed(BatonError):
+class HandoffFailed(
+    BatonError,
+    code="handoff_failed",
+    grpc="UNAVAILABLE",
+    http=503,
+    is_retryable=True,
+    public_text="the KV cache could not be handed over",
+):
     """The KV blocks could not be passed from source to puller."""
 
-    code = "handoff_failed"
-    grpc_status = "UNAVAILABLE"
-    http_status = 503
-    is_retryable = True
 
-
-class FingerprintMismatch(HandoffFailed):
+class FingerprintMismatch(
+    HandoffFailed,
+    code="fingerprint_mismatch",
+    grpc="FAILED_PRECONDITION",
+    is_retryable=False,
+):
     """Source and puller are not of one make; the message names the first field that differs."""
 
-    code = "fingerprint_mismatch"
-    grpc_status = "FAILED_PRECONDITION"
-    is_retryable = False
 
-
-class StaleBlocks(HandoffFailed):
+class StaleBlocks(HandoffFailed, code="stale_blocks"):
     """A block was reallocated while it was being copied; the copy was thrown away."""
 
-    code = "stale_blocks"
 
-
-class LeaseExpired(HandoffFailed):
+class LeaseExpired(HandoffFailed, code="lease_expired"):
     """The source took its blocks back before the pull was done."""
 
-    code = "lease_expired"
 
-
-class UnknownTransfer(HandoffFailed):
+class UnknownTransfer(HandoffFailed, code="unknown_transfer"):
     """A message names a transfer that this side does not know, or knows to be over."""
 
-    code = "unknown_transfer"
 
-
-class EngineFailed(BatonError):
+class EngineFailed(
+    BatonError,
+    code="engine_failed",
+    is_retryable=True,
+    public_text="an engine failed under the request",
+):
     """The engine process ended or raised; no token of this request can be trusted to follow."""
 
-    code = "engine_failed"
-    is_retryable = True
 
+class StartupFailed(BatonError, code="startup_failed"):
+    """A process cannot start: the message gives the reason, `hint` what to do about it."""
 
-class StartupFailed(BatonError):
-    """A process cannot start: the message says why, `hint` what to do about it."""
-
-    code = "startup_failed"
-
-    def __init__(self, message: str, *, hint: str = "") -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, param: str | None = None, hint: str = "") -> None:
+        super().__init__(message, param=param)
         self.hint = hint
 
 
@@ -234,7 +208,45 @@ def from_code(code: str, message: str, param: str | None = None) -> BatonError:
     """Rebuild an error that came over the wire; an unknown code gives a plain `BatonError`."""
     if code in INVALID_REQUEST_CODES:
         return InvalidRequest(message, param=param, code=code)
-    cls = _tree(BatonError).get(code, BatonError)
-    if cls is StartupFailed:
-        return StartupFailed(message)
-    return cls(message, param=param)
+    return _tree(BatonError).get(code, BatonError)(message, param=param)
+
+
+def public_error(error: BatonError) -> BatonError:
+    """What a caller sees of an error: itself, or one of its class without a text from inside, which
+    may carry a path, an address or a foreign library's text. That one is for logs and operators.
+    """
+    if error.public_text:
+        return type(error)(error.public_text)
+    return BatonError("internal error") if error.code == BatonError.code else error
+
+
+def from_grpc_status(status: str, message: str) -> BatonError:
+    """The error that a gRPC status without our code stands for: the first of the tree that has it,
+    or a plain `BatonError`."""
+    classes: list[type[BatonError]] = [BatonError, *BatonError.__subclasses__()]
+    return next((cls for cls in classes if cls.grpc_status == status), BatonError)(message)
+
+
+# --- what compiled libraries raise (tokenizers, llguidance) ---------------------------------------
+
+_PANIC = "PanicException"  # pyo3's for a panic of Rust: made at run time, and no Exception
+
+
+def is_failure(error: BaseException) -> bool:
+    """A library's own: not the end of a task or of the process."""
+    return isinstance(error, Exception) or type(error).__name__ == _PANIC
+
+
+@contextmanager
+def refusing(what: str, param: str) -> Iterator[None]:
+    """Raise InvalidRequest(`what`) for a library's failure inside: the same input fails again, any
+    other may not. Typed errors pass."""
+    try:
+        yield
+    except BatonError:
+        raise
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        log.error("%s: %s: %s", what, type(error).__name__, error)
+        raise InvalidRequest(what, param, "invalid_value") from None

@@ -96,7 +96,7 @@ def _has_password(url: str) -> bool:
         parts = urlsplit(url)
         return bool(parts.password) or "password" in parse_qs(parts.query)
     except ValueError:
-        return "@" in url  # no URL: whoever connects says so, if nothing is to be hidden
+        return "@" in url  # no URL: an error of whoever connects, if nothing is to be hidden
 
 
 def _reader(name: str, base_type: type) -> Callable[[str], Any]:
@@ -122,6 +122,11 @@ def parse(config: type[T], arguments: argparse.Namespace) -> T:
     """Build `config` from parsed arguments; raises StartupFailed where a value is out of range."""
     fields = dataclasses.fields(config)  # type: ignore[arg-type]
     return config(**{field.name: getattr(arguments, field.name) for field in fields})
+
+
+def parse_all(arguments: argparse.Namespace, *configs: type) -> list[Any]:
+    """One of each of `configs`, as `parse` builds it."""
+    return [parse(config, arguments) for config in configs]
 
 
 def to_argv(

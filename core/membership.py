@@ -1,4 +1,4 @@
-"""What one engine tells the cluster about itself. A discovery hint, checked again on connecting."""
+"""What one engine announces to the cluster. A discovery hint, checked again on connecting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The version of this package, as servers tell it."""
+"""The version of this package, as servers report it."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import sys
 if __name__ == "__main__":
     gc.disable()  # while modules load, of which nothing is garbage: a sixth of the start
 
-from ..core.channels.same_host import host_id
+from ..core.channels.addresses import host_id
 from ..core.membership import Role
 from ..engine.model import fingerprint
 from ..kv_transfer.device_transports import transports, wrapping
@@ -29,7 +29,7 @@ def build(parts: EngineParts) -> DecodeRole:
     ranked = RankedTransport(mine, parts.pool_parts, parts.followers, routes, wrapping(parts.tls))
     return DecodeRole(
         parts.engine,
-        parts.desk,
+        parts.requests,
         parts.outbox,
         Puller(parts.hello, parts.clock, LINK_WAIT_S),
         Windows([ranked], parts.post),

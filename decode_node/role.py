@@ -15,9 +15,9 @@ from typing import assert_never
 
 from ..core.errors import BatonError, Cancelled, HandoffFailed
 from ..core.ports import Clock
-from ..core.request.block_hash import BlockHash, block_hashes, root_hash
 from ..core.request.request import Request, Ticket
 from ..core.request.timeline import Event
+from ..core.request.token_ids import BlockHash, block_hashes, root_hash
 from ..engine.engine import Engine
 from ..engine.scheduling.outputs import Reservation, StepOutput, TokenOutput
 from ..kv_transfer.protocol import wire
@@ -157,7 +157,7 @@ class DecodeRole(RequestRole):
 
     # -- sources -------------------------------------------------------------------------------
 
-    def peer_linked(self, incarnation: str, peer_is_source: bool, host: str) -> None:
+    def peer_linked(self, incarnation: str, host: str) -> None:
         self._routes.linked(incarnation, host)
         self._feed(PeerLinked(incarnation))
 

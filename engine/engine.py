@@ -23,8 +23,8 @@ from typing import TypeAlias
 from ..constraints.grammars import Grammars
 from ..core.errors import EngineFailed, HandoffFailed, InvalidRequest
 from ..core.ports import Clock, SystemClock
-from ..core.request.block_hash import BlockHash, root_hash
 from ..core.request.request import FinishReason, Request
+from ..core.request.token_ids import BlockHash, root_hash
 from ..core.step_cost import StepCost, StepShape
 from .engine_ledger import check_owners, engine_ledger
 from .execution.batch import LaunchedStep, Runner, SampledToken

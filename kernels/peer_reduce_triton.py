@@ -290,7 +290,7 @@ def _peer_sum(
         tl.store(results + added, words, mask=is_there)
         whole = (own + result).to(tl.pointer_type(WORD))
         summed = _arrived(tl.multiple_of(whole, 16) + places, mask, out.dtype.element_ty, ABSENT)
-    if HAS_NORM:  # as in norm_triton.py
+    if HAS_NORM:  # as in ops_triton.py
         earlier = tl.load(residual + elements, mask=mask, other=0.0)
         value = (summed.to(tl.float32) + earlier.to(tl.float32)).to(summed.dtype)
         tl.store(residual + elements, value, mask=mask)

@@ -12,8 +12,7 @@ from ..engine.kv.cuda_kv_memory import CudaKvMemory
 from ..engine.kv.kv_memory import CpuKvMemory
 from .network.data_server import MakeOutlet
 from .network.data_wire import Mode
-from .network.tcp import MakeBytes, TcpTransport, tcp_outlet
-from .shm.block_bytes import HostBlockBytes
+from .network.tcp import HostBlockBytes, MakeBytes, TcpTransport, tcp_outlet
 from .shm.shm import ShmTransport
 from .window.head_ranges import BlockCut, HeadPiece
 from .window.transport import Transport

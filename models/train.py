@@ -3,9 +3,9 @@
     python models/train.py                    # both models, a few minutes on one GPU
     python models/train.py --model demo-draft # the draft again, from the demo in --out
 
-Owns the corpus, the tokenizer, the network, the training loop and the report, in that order; one
-file, so that it runs where Baton is not installed. It writes plain Hugging Face folders, measures
-them as a stranger would, through `transformers`, and knows nothing of the server that runs them.
+Owns the corpus, the tokenizer, the network's size, the training loop and the report, in this order;
+one file, so that it runs where Baton is not installed. It writes Hugging Face folders and measures
+them through `transformers`; it knows nothing of the server that runs them.
 """
 
 import argparse
@@ -21,13 +21,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 VOCAB_SIZE = 4096
-END = "<|endoftext|>"
+END, END_ID = "<|endoftext|>", 0  # a trainer numbers its special tokens first
 PROMPTS = ("def read_file(path):", "class Queue:", "import os\n")
 
 # --- corpus ---------------------------------------------------------------------------------------
@@ -101,123 +106,51 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
 
 def token_stream(tokenizer: Tokenizer, texts: list[str]) -> Tensor:
     """All texts in one row of ids, with END before, between and after them."""
-    end = tokenizer.token_to_id(END)
-    ids = [end]
+    ids = [END_ID]
     for encoding in tokenizer.encode_batch(texts, add_special_tokens=False):
-        ids += [*encoding.ids, end]
+        ids += [*encoding.ids, END_ID]
     return torch.tensor(ids, dtype=torch.int32)
 
 
 # --- network --------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """The size of a model; everything else about Llama is fixed below."""
-
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    intermediate: int
-    head_dim: int = 64
-    context: int = 2048
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-5
+CONTEXT = 2048
+_SIZES_OF = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    "intermediate_size",
+)
+SIZES = {"demo": (256, 6, 4, 2, 768), "demo-draft": (128, 4, 2, 1, 384)}
 
 
-SHAPES = {
-    "demo": Shape(hidden=256, layers=6, heads=4, kv_heads=2, intermediate=768),
-    "demo-draft": Shape(hidden=128, layers=4, heads=2, kv_heads=1, intermediate=384),
-}
+def new_model(name: str, dropout: float) -> LlamaForCausalLM:
+    """Llama with tied embeddings; what attention and MLP give is dropped out while it trains."""
+    sizes: dict[str, Any] = dict(zip(_SIZES_OF, SIZES[name], strict=True))
+    config = LlamaConfig(
+        **sizes,
+        vocab_size=VOCAB_SIZE,
+        head_dim=64,
+        max_position_embeddings=CONTEXT,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=END_ID,
+        pad_token_id=END_ID,
+    )
+    model = LlamaForCausalLM(config)
 
+    def drop_out(module: nn.Module, _: object, out: Tensor) -> Tensor:
+        return F.dropout(out, dropout, module.training)
 
-class Attention(nn.Module):
-    def __init__(self, shape: Shape, dropout: float) -> None:
-        super().__init__()
-        self.head_dim, self.dropout = shape.head_dim, dropout
-        self.q_proj = nn.Linear(shape.hidden, shape.heads * shape.head_dim, bias=False)
-        self.k_proj = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=False)
-        self.v_proj = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=False)
-        self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        def split(y: Tensor) -> Tensor:  # [batch, time, heads * dim] -> [batch, heads, time, dim]
-            return y.view(*y.shape[:2], -1, self.head_dim).transpose(1, 2)
-
-        q, k = rotate(split(self.q_proj(x)), cos, sin), rotate(split(self.k_proj(x)), cos, sin)
-        y = F.scaled_dot_product_attention(
-            q, k, split(self.v_proj(x)), is_causal=True, enable_gqa=True
-        )
-        out: Tensor = self.o_proj(y.transpose(1, 2).flatten(2))
-        return F.dropout(out, self.dropout, self.training)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding in Llama's layout: dimension i turns together with i + dim / 2."""
-    low, high = x.float().chunk(2, dim=-1)
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).type_as(x)
-
-
-class MLP(nn.Module):
-    def __init__(self, shape: Shape, dropout: float) -> None:
-        super().__init__()
-        self.dropout = dropout
-        self.gate_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
-        self.up_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate, shape.hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return F.dropout(out, self.dropout, self.training)
-
-
-class Layer(nn.Module):
-    def __init__(self, shape: Shape, dropout: float) -> None:
-        super().__init__()
-        self.input_layernorm = nn.RMSNorm(shape.hidden, eps=shape.norm_eps)
-        self.self_attn = Attention(shape, dropout)
-        self.post_attention_layernorm = nn.RMSNorm(shape.hidden, eps=shape.norm_eps)
-        self.mlp = MLP(shape, dropout)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
-
-
-class Llama(nn.Module):
-    """Llama with tied embeddings; attributes carry the names that checkpoints use."""
-
-    cos: Tensor
-    sin: Tensor
-
-    def __init__(self, shape: Shape, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.shape = shape
-        self.embed_tokens = nn.Embedding(VOCAB_SIZE, shape.hidden)
-        self.layers = nn.ModuleList(Layer(shape, dropout) for _ in range(shape.layers))
-        self.norm = nn.RMSNorm(shape.hidden, eps=shape.norm_eps)
-        frequencies = shape.rope_theta ** -(torch.arange(0, shape.head_dim, 2) / shape.head_dim)
-        angles = torch.outer(torch.arange(shape.context), frequencies)  # [context, head_dim / 2]
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
-        for name, weight in self.named_parameters():
-            if weight.ndim == 2:  # what writes to the residual stream starts small
-                is_output = name.endswith(("o_proj.weight", "down_proj.weight"))
-                nn.init.normal_(weight, std=0.02 / math.sqrt(2 * shape.layers if is_output else 1))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """ids [batch, time] -> logits [batch, time, vocab]."""
-        x = self.embed_tokens(ids)
-        cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
-        for layer in self.layers:
-            x = layer(x, cos, sin)
-        return F.linear(self.norm(x), self.embed_tokens.weight)
+    for layer in model.model.layers:
+        for output in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            output.register_forward_hook(drop_out)
+            # What writes to the residual stream starts small.
+            nn.init.normal_(output.weight, std=0.02 / math.sqrt(2 * config.num_hidden_layers))
+    return model
 
 
 # --- training -------------------------------------------------------------------------------------
-
 
 SHORT_CONTEXT, SHORT_SHARE = 512, 0.6  # the first 60 % of the steps see short windows
 
@@ -258,22 +191,30 @@ def batches(
             yield stream[group[:, None] + torch.arange(context + 1)].long()
 
 
+def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
+    """ids [batch, time] -> logits [batch, time, vocab]."""
+    logits: Tensor = model(ids, use_cache=False).logits
+    return logits
+
+
 def loss_of(model: nn.Module, teacher: nn.Module | None, window: Tensor) -> Tensor:
     """Cross-entropy with the next token, or with the teacher's distribution over it."""
-    logits = model(window[:, :-1]).flatten(0, 1).float()  # [batch * context, vocab]
+    logits = logits_of(model, window[:, :-1]).flatten(0, 1).float()  # [batch * context, vocab]
     if teacher is None:
         return F.cross_entropy(logits, window[:, 1:].flatten())
     with torch.no_grad():
-        target = teacher(window[:, :-1]).flatten(0, 1).float().softmax(-1)
+        target = logits_of(teacher, window[:, :-1]).flatten(0, 1).float().softmax(-1)
     return F.cross_entropy(logits, target)
 
 
-def make_optimizers(model: Llama, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
+def make_optimizers(
+    model: LlamaForCausalLM, args: argparse.Namespace
+) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the layers, AdamW for the embedding and the norms."""
-    matrices = [weight for weight in model.layers.parameters() if weight.ndim == 2]
+    matrices = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
     norms = [weight for weight in model.parameters() if weight.ndim == 1]
     groups = [
-        {"params": [model.embed_tokens.weight], "weight_decay": args.weight_decay},
+        {"params": [model.model.embed_tokens.weight], "weight_decay": args.weight_decay},
         {"params": norms, "weight_decay": 0.0},
     ]
     fused = args.device == "cuda"
@@ -290,11 +231,14 @@ def schedule(step: int, num_steps: int) -> float:
     return min((step + 1) / 100, 1.0, (num_steps - step) / (0.6 * num_steps))
 
 
-def train(name: str, teacher: Llama | None, data: Data, args: argparse.Namespace) -> Llama:
+def train(
+    name: str, teacher: nn.Module | None, data: Data, args: argparse.Namespace
+) -> LlamaForCausalLM:
     """A trained model with the weights of its best held-out loss."""
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(args.seed)
-    model = Llama(SHAPES[name], args.dropout if teacher is None else 0.0).to(args.device)
+    dropout = args.dropout if teacher is None else 0.0
+    model: LlamaForCausalLM = new_model(name, dropout).to(args.device)
     optimizers = make_optimizers(model, args)
     compiled: Callable[..., Tensor] = loss_of
     if args.device == "cuda":
@@ -303,11 +247,11 @@ def train(name: str, teacher: Llama | None, data: Data, args: argparse.Namespace
     num_steps = max(2, round(args.epochs * steps_per_epoch))
     windows = {
         context: batches(data.stream, data.tops, context, args.batch_tokens, generator)
-        for context in (SHORT_CONTEXT, model.shape.context)
+        for context in (SHORT_CONTEXT, CONTEXT)
     }
     best, best_state, begun = math.inf, {}, time.monotonic()
     for step in range(num_steps):
-        context = SHORT_CONTEXT if step < SHORT_SHARE * num_steps else model.shape.context
+        context = SHORT_CONTEXT if step < SHORT_SHARE * num_steps else CONTEXT
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = args.lr * schedule(step, num_steps)
         window = next(windows[context]).to(args.device)
@@ -328,11 +272,11 @@ def train(name: str, teacher: Llama | None, data: Data, args: argparse.Namespace
                 f"loss {loss.item():.4f}  held out {score:.4f}  {speed / 1e6:.2f} M tokens/s"
             )
     model.load_state_dict(best_state)
-    return model.eval()
+    return model
 
 
 @torch.no_grad()
-def evaluate(model: Llama, held_out: Tensor, context: int, device: str) -> float:
+def evaluate(model: nn.Module, held_out: Tensor, context: int, device: str) -> float:
     """Mean loss on the held-out stream, cut into windows of context tokens."""
     model.eval()
     parts = torch.split(held_out.unfold(0, context + 1, context).long(), 16384 // context)
@@ -345,65 +289,25 @@ def evaluate(model: Llama, held_out: Tensor, context: int, device: str) -> float
 # --- folders --------------------------------------------------------------------------------------
 
 
-def save(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
+def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
     """Write a Hugging Face model folder: two configs, bf16 weights and the tokenizer."""
-    folder.mkdir(parents=True, exist_ok=True)
-    shape, end = model.shape, tokenizer.token_to_id(END)
-    ends = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": end}
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "max_position_embeddings": shape.context,
-        "rope_theta": shape.rope_theta,
-        "rms_norm_eps": shape.norm_eps,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": True,
-        "torch_dtype": "bfloat16",
-        **ends,
-    }
-    tokenizer_config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": END,
-        "pad_token": END,
-        "model_max_length": shape.context,
-        "clean_up_tokenization_spaces": False,
-    }
-    write_json(folder / "config.json", config)
-    write_json(folder / "generation_config.json", ends)
-    write_json(folder / "tokenizer_config.json", tokenizer_config)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    weights = {f"model.{key}": value.bfloat16() for key, value in model.state_dict().items()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    model.bfloat16().save_pretrained(folder)
+    PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=END,
+        model_max_length=CONTEXT,
+        clean_up_tokenization_spaces=False,
+    ).save_pretrained(folder)
 
 
-def load(folder: Path, device: str) -> Llama:
-    """A model that `save` wrote, as a teacher."""
-    model = Llama(SHAPES[folder.name])
-    weights = load_file(folder / "model.safetensors")
-    model.load_state_dict({key.removeprefix("model."): value for key, value in weights.items()})
+def load_saved(folder: Path, device: str, dtype: torch.dtype | str = "auto") -> Any:
+    """A folder as its users load it; float32: as a teacher."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     return model.eval().requires_grad_(False).to(device)
 
 
-def write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")
-
-
 # --- report ---------------------------------------------------------------------------------------
-
-
-def load_saved(folder: Path, device: str) -> Any:
-    """A folder as its users load it."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder)
-    return model.to(device)
 
 
 @torch.inference_mode()
@@ -454,7 +358,7 @@ def parse_args() -> argparse.Namespace:
     stdlib, here = Path(sysconfig.get_paths()["stdlib"]), Path(__file__).resolve().parent
     parser.add_argument("--corpus", type=Path, default=stdlib, help="folder of Python files")
     parser.add_argument("--out", type=Path, default=here, help="where the model folders go")
-    parser.add_argument("--model", choices=[*SHAPES, "all"], default="all")
+    parser.add_argument("--model", choices=[*SIZES, "all"], default="all")
     parser.add_argument("--epochs", type=float, default=24)
     parser.add_argument("--batch-tokens", type=int, default=32768, help="tokens a step")
     parser.add_argument("--lr", type=float, default=4e-3)
@@ -479,8 +383,10 @@ def main() -> None:
         f"{len(train_texts)} files, {len(stream)} tokens; held out {len(held_out_texts)} files, "
         f"{len(held_out)} tokens, {bytes_per_token:.3f} bytes a token"
     )
-    for name in SHAPES if args.model == "all" else [args.model]:
-        teacher = load(args.out / "demo", args.device) if name == "demo-draft" else None
+    for name in SIZES if args.model == "all" else [args.model]:
+        teacher = None
+        if name == "demo-draft":
+            teacher = load_saved(args.out / "demo", args.device, torch.float32)
         begun = time.monotonic()
         save(train(name, teacher, data, args), tokenizer, args.out / name)
         seconds = round(time.monotonic() - begun, 1)

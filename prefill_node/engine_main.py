@@ -18,7 +18,9 @@ from .role import PrefillRole
 def build(parts: EngineParts) -> PrefillRole:
     source = Source(parts.hello, parts.clock, parts.config.lease_s)
     assert parts.access is not None
-    return PrefillRole(parts.engine, parts.desk, parts.outbox, source, parts.clock, parts.access)
+    return PrefillRole(
+        parts.engine, parts.requests, parts.outbox, source, parts.clock, parts.access
+    )
 
 
 PLAN = RolePlan(

@@ -172,7 +172,7 @@ class PrefillRole(RequestRole):
 
     # -- pullers -------------------------------------------------------------------------------
 
-    def peer_linked(self, incarnation: str, peer_is_source: bool, host: str) -> None:
+    def peer_linked(self, incarnation: str, host: str) -> None:
         self._feed(PeerLinked(incarnation))
 
     def peer_message(self, incarnation: str, message: handoff_pb2.PeerMessage) -> None:

@@ -1,4 +1,4 @@
-"""One engine's cache as its publisher knows it: the hashes, and which deltas tell of them.
+"""One engine's cache as its publisher knows it: the hashes, and the deltas that report them.
 
     record ─► hashes now ─┬─► take: DELTA seq+1, seq+2, ...    what changed since the last take
                           └─► snapshot: CHUNKs, SNAPSHOT seq   all of it
@@ -11,9 +11,40 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-from ..core.request.block_hash import BlockHash
-from .messages import MAX_HASHES, Delta, Head, Snapshot, SnapshotChunk, pieces
-from .net_changes import NetChanges
+from ..core.request.token_ids import BlockHash
+from .messages import MAX_HASHES, Delta, Head, Snapshot, SnapshotChunk
+
+
+class NetChanges:
+    """What changed in a set of hashes since the last `take`.
+
+    Each hash is stored and removed in turn, so a second change takes the first one back: never more
+    hashes than the set had then and has now.
+    """
+
+    def __init__(self) -> None:
+        self._is_stored: dict[BlockHash, bool] = {}
+
+    def __len__(self) -> int:
+        return len(self._is_stored)
+
+    def stored(self, block_hashes: Iterable[BlockHash]) -> None:
+        self._note(block_hashes, True)
+
+    def removed(self, block_hashes: Iterable[BlockHash]) -> None:
+        self._note(block_hashes, False)
+
+    def _note(self, block_hashes: Iterable[BlockHash], is_stored: bool) -> None:
+        changes = self._is_stored
+        for block_hash in block_hashes:
+            if changes.setdefault(block_hash, is_stored) is not is_stored:
+                del changes[block_hash]
+
+    def take(self) -> tuple[list[BlockHash], list[BlockHash]]:
+        """(removed, stored) since the last call."""
+        changes, self._is_stored = self._is_stored, {}
+        removed = [h for h, is_stored in changes.items() if not is_stored]
+        return removed, [h for h, is_stored in changes.items() if is_stored]
 
 
 class CacheJournal:
@@ -24,23 +55,23 @@ class CacheJournal:
         self.seq = 0  # of the last delta that was taken
         self.changed = asyncio.Event()
         self._hashes: set[BlockHash] = set()
-        self._untold = NetChanges()
+        self._unpublished = NetChanges()
 
     def record(self, removed: Iterable[BlockHash], stored: Iterable[BlockHash]) -> None:
-        """What the engine says of its cache, in order. A change that is none is no error."""
+        """What the engine reports of its cache, in order. A change that is none is no error."""
         hashes = self._hashes
         gone = [each for each in removed if each in hashes]
         hashes.difference_update(gone)
-        self._untold.removed(gone)
+        self._unpublished.removed(gone)
         new = [each for each in stored if each not in hashes]
         hashes.update(new)
-        self._untold.stored(new)
-        if self._untold:
+        self._unpublished.stored(new)
+        if self._unpublished:
             self.changed.set()
 
     def take(self) -> list[Delta]:
         """Number what changed since the last call. A delta that is then lost shows as a gap."""
-        removed, stored = self._untold.take()
+        removed, stored = self._unpublished.take()
         deltas = []
         for start in range(0, len(removed) + len(stored), MAX_HASHES):
             end = start + MAX_HASHES
@@ -55,10 +86,11 @@ class CacheJournal:
         return Head(self.incarnation, self.seq)
 
     def snapshot(self) -> tuple[list[SnapshotChunk], Snapshot]:
-        """The cache behind the deltas taken so far; take first, so that nothing is untold."""
-        assert not self._untold, "the cache is ahead of its deltas"
+        """The cache behind the deltas taken so far; take first."""
+        assert not self._unpublished, "the cache is ahead of its deltas"
+        hashes = list(self._hashes)
         chunks = [
-            SnapshotChunk(self.incarnation, self.seq, index, tuple(piece))
-            for index, piece in enumerate(pieces(list(self._hashes)))
+            SnapshotChunk(self.incarnation, self.seq, index, tuple(hashes[start:][:MAX_HASHES]))
+            for index, start in enumerate(range(0, len(hashes), MAX_HASHES))
         ]
         return chunks, Snapshot(self.incarnation, self.seq, len(chunks))

@@ -6,27 +6,39 @@
       inexact ──SNAPSHOT s, read and installed──► exact at s
 
 An inexact copy goes on taking deltas: it is still a good hint. All of this is hints: a wrong one
-makes a prompt's prefill longer and changes no token. Pure state; follower.py does what it asks for.
+makes a prompt's prefill longer and changes no token. `PrefixMirror` is pure state; `Follower` feeds
+it from the broker.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from ..core.ports import Clock
-from ..core.request.block_hash import BlockHash
-from .messages import MAX_HASHES, BadMessage, Delta, Head, Snapshot, SnapshotChunk, decode
+from ..core.request.token_ids import BlockHash
+from .messages import (
+    MAX_HASHES,
+    BadMessage,
+    Delta,
+    Head,
+    IndexAway,
+    Snapshot,
+    SnapshotChunk,
+    decode,
+)
 
-STALE_S = 60.0  # an engine that the index does not hear of for so long counts as empty
-ASK_S = 0.5  # one request for a snapshot in so long
+STALE_S = 60.0  # an engine of which no message came for so long counts as empty
+REQUEST_S = 0.5  # one request for a snapshot in so long
 
 _STRIDE = 64
 
 
 @dataclass(frozen=True, slots=True)
-class AskSnapshot:
-    """Something was lost: ask this engine for a snapshot."""
+class RequestSnapshot:
+    """Something was lost: request a snapshot of this engine."""
 
     incarnation: str
 
@@ -43,10 +55,10 @@ class _Copy:
     """One engine's cache as we know it. `seq` is None while the copy is inexact."""
 
     max_hashes: int
-    heard_s: float
+    received_s: float
     seq: int | None = 0
     hashes: set[BlockHash] = field(default_factory=set)
-    may_ask_s: float = 0.0
+    may_request_s: float = 0.0
 
 
 class PrefixMirror:
@@ -71,8 +83,8 @@ class PrefixMirror:
 
     # -- messages in ---------------------------------------------------------------------------
 
-    def take(self, raw: bytes) -> AskSnapshot | ReadSnapshot | None:
-        """Take a message as it came; says what must be done about it."""
+    def take(self, raw: bytes) -> RequestSnapshot | ReadSnapshot | None:
+        """Take a message as it came; returns what must be done about it."""
         try:
             message = decode(raw)
         except BadMessage:
@@ -82,7 +94,7 @@ class PrefixMirror:
         if copy is None:
             self.num_foreign_messages += 1
             return None
-        copy.heard_s = self._clock.monotonic_s()
+        copy.received_s = self._clock.monotonic_s()
         match message:
             case Head(_, seq):
                 if copy.seq is not None and seq > copy.seq:
@@ -93,7 +105,7 @@ class PrefixMirror:
                 return self._consider(copy, message)
             case SnapshotChunk():
                 self.num_bad_messages += 1  # belongs in a key
-        return self._ask(message.incarnation, copy)
+        return self._request(message.incarnation, copy)
 
     def _apply(self, copy: _Copy, delta: Delta) -> None:
         if copy.seq is not None:
@@ -113,12 +125,12 @@ class PrefixMirror:
         self.num_gaps += copy.seq is not None
         copy.seq = None
 
-    def _ask(self, incarnation: str, copy: _Copy) -> AskSnapshot | None:
+    def _request(self, incarnation: str, copy: _Copy) -> RequestSnapshot | None:
         now_s = self._clock.monotonic_s()
-        if copy.seq is not None or now_s < copy.may_ask_s:
+        if copy.seq is not None or now_s < copy.may_request_s:
             return None
-        copy.may_ask_s = now_s + ASK_S
-        return AskSnapshot(incarnation)
+        copy.may_request_s = now_s + REQUEST_S
+        return RequestSnapshot(incarnation)
 
     def _consider(self, copy: _Copy, snapshot: Snapshot) -> ReadSnapshot | None:
         """A snapshot is on offer, perhaps for another gateway."""
@@ -141,11 +153,6 @@ class PrefixMirror:
 
     # -- questions -----------------------------------------------------------------------------
 
-    def exact_seq(self, incarnation: str) -> int | None:
-        """The delta behind which the copy was equal to the cache; None while it is inexact."""
-        copy = self._copies.get(incarnation)
-        return None if copy is None else copy.seq
-
     def holds_any(self, incarnations: Iterable[str], hashes: Sequence[BlockHash]) -> bool:
         """Whether one of these engines has anything, and all of `hashes` among it."""
         return any(cached.issuperset(hashes) for _, cached in self._fresh(incarnations))
@@ -162,7 +169,7 @@ class PrefixMirror:
         oldest_s = self._clock.monotonic_s() - STALE_S
         for incarnation in incarnations:
             copy = self._copies.get(incarnation)
-            if copy is not None and copy.hashes and copy.heard_s >= oldest_s:
+            if copy is not None and copy.hashes and copy.received_s >= oldest_s:
                 yield incarnation, copy.hashes
 
 
@@ -173,3 +180,64 @@ def _length_in(cached: set[BlockHash], hashes: Sequence[BlockHash]) -> int:
         start += _STRIDE  # many at a time: a long prompt is looked up on every engine
     rest = (i for i in range(start, len(hashes)) if hashes[i] not in cached)
     return next(rest, len(hashes))
+
+
+class FollowerLink(Protocol):
+    """What a gateway needs of the broker (redis_link.py)."""
+
+    def messages(self) -> AsyncGenerator[bytes]:
+        """What engines publish, as far as it arrives; never ends, never raises."""
+        ...
+
+    async def request_snapshot(self, incarnation: str) -> None:
+        """Of an engine. Raises IndexAway."""
+        ...
+
+    async def read_chunk(self, incarnation: str, index: int) -> bytes:
+        """One piece of the last snapshot; empty if it is gone. Raises IndexAway."""
+        ...
+
+
+class Follower:
+    """Keeps a mirror up to date; `run` follows until cancelled, through any loss of Redis.
+
+    One message at a time, in order: while a snapshot is read, the deltas behind it wait in the
+    subscription, so that they fit.
+    """
+
+    def __init__(self, link: FollowerLink, mirror: PrefixMirror) -> None:
+        self._link = link
+        self._mirror = mirror
+
+    async def run(self) -> None:
+        async with aclosing(self._link.messages()) as messages:
+            async for raw in messages:
+                await self.take(raw)
+
+    async def take(self, raw: bytes) -> None:
+        """One message, and what follows from it. What fails is made up for by the next head."""
+        try:
+            match self._mirror.take(raw):
+                case RequestSnapshot(incarnation):
+                    await self._link.request_snapshot(incarnation)
+                case ReadSnapshot(snapshot):
+                    self._mirror.install(snapshot, await read_snapshot(self._link, snapshot))
+        except (BadMessage, IndexAway):
+            return
+
+
+async def read_snapshot(link: FollowerLink, snapshot: Snapshot) -> set[BlockHash]:
+    """Its hashes. Raises IndexAway, BadMessage if a chunk is gone or is not what it should be."""
+    hashes: set[BlockHash] = set()
+    for index in range(snapshot.num_chunks):
+        wanted = (snapshot.incarnation, snapshot.seq, index)
+        match decode(await link.read_chunk(snapshot.incarnation, index)):
+            case SnapshotChunk(incarnation, seq, number, part) if (
+                incarnation,
+                seq,
+                number,
+            ) == wanted:
+                hashes.update(part)
+            case _:
+                raise BadMessage("no chunk of this snapshot")
+    return hashes

@@ -1,21 +1,42 @@
-"""Tells all gateways what one engine has cached: deltas soon, a head now and then, a snapshot on
-request. Whatever Redis does, the engine never waits and memory stays bounded: what cannot be said
-is dropped, and the gap in the numbers makes gateways ask.
+"""Publishes what one engine has cached: deltas soon, a head now and then, a snapshot on request.
+
+Whatever Redis does, the engine never waits and memory stays bounded: what cannot be sent is
+dropped, and the gap in the numbers makes gateways request a snapshot.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from typing import Protocol
 
 from ..core.ports import Clock
 from .journal import CacheJournal
-from .link import IndexAway, PublisherLink
-from .messages import Delta, Head, encode
+from .messages import Delta, Head, IndexAway, encode
 
 BATCH_S = 0.05  # changes wait so long for others
-HEAD_S = 1.0  # an engine is heard of at least so often
-SNAPSHOT_S = 0.5  # at most one snapshot in so long, however many ask
+HEAD_S = 1.0  # an engine publishes at least so often
+SNAPSHOT_S = 0.5  # at most one snapshot in so long, however many requests come
+
+
+class PublisherLink(Protocol):
+    """What an engine needs of the broker (redis_link.py)."""
+
+    async def publish(self, messages: Sequence[bytes]) -> None:
+        """To all gateways, in order. Raises IndexAway: some may have arrived."""
+        ...
+
+    async def write_chunks(self, incarnation: str, chunks: Sequence[bytes]) -> None:
+        """Put a snapshot's pieces where they can be read for a while, over the last one's.
+
+        Raises IndexAway.
+        """
+        ...
+
+    def snapshot_requests(self, incarnation: str) -> AsyncGenerator[bytes]:
+        """Yields whenever a gateway requests a snapshot of this engine; never ends or raises."""
+        ...
 
 
 class Publisher:
@@ -25,7 +46,7 @@ class Publisher:
         self._journal = journal
         self._link = link
         self._clock = clock
-        self._is_asked = False
+        self._is_requested = False
         self._next_snapshot_s = 0.0
 
     async def run(self) -> None:
@@ -37,18 +58,18 @@ class Publisher:
                 except IndexAway:
                     await asyncio.sleep(HEAD_S)  # the journal adds up what happens meanwhile
                 else:
-                    await self._wait_for_news()
+                    await self._wait_for_changes()
         finally:
             listening.cancel()
             await asyncio.wait({listening})
 
     async def _listen(self) -> None:
-        async with aclosing(self._link.questions(self._journal.incarnation)) as questions:
-            async for _ in questions:
-                self._is_asked = True
+        async with aclosing(self._link.snapshot_requests(self._journal.incarnation)) as requests:
+            async for _ in requests:
+                self._is_requested = True
                 self._journal.changed.set()
 
-    async def _wait_for_news(self) -> None:
+    async def _wait_for_changes(self) -> None:
         try:
             async with asyncio.timeout(HEAD_S):
                 await self._journal.changed.wait()
@@ -60,12 +81,13 @@ class Publisher:
         """Raises IndexAway; what was taken from the journal is then a gap."""
         journal, now_s = self._journal, self._clock.monotonic_s()
         journal.changed.clear()
-        news: list[Delta | Head] = [*journal.take()] or [journal.head()]
-        if not self._is_asked or now_s < self._next_snapshot_s:
-            await self._link.publish([encode(message) for message in news])
+        changes: list[Delta | Head] = [*journal.take()] or [journal.head()]
+        encoded = [encode(message) for message in changes]
+        if not self._is_requested or now_s < self._next_snapshot_s:
+            await self._link.publish(encoded)
             return
-        self._is_asked, self._next_snapshot_s = False, now_s + SNAPSHOT_S
+        self._is_requested, self._next_snapshot_s = False, now_s + SNAPSHOT_S
         chunks, snapshot = journal.snapshot()  # before anything is awaited: it belongs to this seq
-        await self._link.publish([encode(message) for message in news])
+        await self._link.publish(encoded)
         await self._link.write_chunks(journal.incarnation, [encode(chunk) for chunk in chunks])
         await self._link.publish([encode(snapshot)])

@@ -1,10 +1,10 @@
-"""The index over Redis: both sides of link.py over redis.asyncio, commands of Redis 2.6 or newer.
+"""The index over Redis: its PublisherLink and FollowerLink, commands of Redis 2.6 or newer.
 
     baton:{cluster}:prefix                                  channel: what all engines publish
-    baton:{cluster}:prefix:ask:{incarnation}                channel: gateways ask for a snapshot
+    baton:{cluster}:prefix:ask:{incarnation}                channel: requests for a snapshot
     baton:{cluster}:prefix:{incarnation}:{index}            a chunk of its last snapshot, with a TTL
 
-Knows nothing of what the messages say.
+Knows no message.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ from ..cluster.redis_client import (
     reply,
 )
 from ..cluster.secret import NO_SECRET, TAG_BYTES, ClusterSecret
-from .link import IndexAway
-from .messages import MAX_MESSAGE_BYTES
+from .messages import MAX_MESSAGE_BYTES, IndexAway
 
 log = logging.getLogger(__name__)
 
 _CHUNK_TTL_S = 10
-_PROBE_S = 2.0  # silence after which a subscription is asked whether it lives
+_PROBE_S = 2.0  # silence after which a subscription is probed
 
 
 class RedisIndexLink:
@@ -46,7 +45,7 @@ class RedisIndexLink:
 
     @property
     def is_up(self) -> bool:
-        """Whether Redis answered when it was last spoken to."""
+        """Whether Redis answered the last time."""
         return not self._is_away
 
     async def publish(self, messages: Sequence[bytes]) -> None:
@@ -67,22 +66,22 @@ class RedisIndexLink:
         except REDIS_ERRORS as error:
             raise self._away(error) from error
 
-    def questions(self, incarnation: str) -> AsyncGenerator[bytes]:
-        return self._follow(self._ask_channel(incarnation))
+    def snapshot_requests(self, incarnation: str) -> AsyncGenerator[bytes]:
+        return self._follow(self._request_channel(incarnation))
 
     def messages(self) -> AsyncGenerator[bytes]:
         return self._follow(self._channel, self._secret.unseal)
 
-    async def ask(self, incarnation: str) -> None:
+    async def request_snapshot(self, incarnation: str) -> None:
         try:
-            await reply(self._redis.publish(self._ask_channel(incarnation), b"snapshot"))
+            await reply(self._redis.publish(self._request_channel(incarnation), b"snapshot"))
         except REDIS_ERRORS as error:
             raise self._away(error) from error
 
     async def read_chunk(self, incarnation: str, index: int) -> bytes:
         key = self._chunk_key(incarnation, index)
         try:
-            # Junk may be huge: never ask for all of it.
+            # Junk may be huge: never read all of it.
             value = await reply(self._redis.getrange(key, 0, self._max_bytes))
         except ResponseError:
             return b""  # something else lies there
@@ -97,7 +96,7 @@ class RedisIndexLink:
         except REDIS_ERRORS as error:
             log.debug("closing the connection to Redis: %s", error)
 
-    def _ask_channel(self, incarnation: str) -> str:
+    def _request_channel(self, incarnation: str) -> str:
         return f"{self._channel}:ask:{incarnation}"
 
     def _chunk_key(self, incarnation: str, index: int) -> str:
@@ -120,7 +119,7 @@ class RedisIndexLink:
             delay_s = min(2 * delay_s, RETRY_MAX_S)
 
     async def _subscribe(self, channel: str) -> AsyncGenerator[bytes]:
-        """One subscription until it breaks. A peer that went silently away is found by asking."""
+        """One subscription until it breaks. A peer that went silently away is found by a ping."""
         async with self._redis.pubsub() as pubsub:
             await reply(pubsub.subscribe(channel))
             is_probed = False

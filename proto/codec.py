@@ -5,6 +5,7 @@ Decoding never trusts: an unknown enum value or a missing field raises InvalidRe
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from array import array
 from collections.abc import Iterable, Sequence
@@ -22,16 +23,15 @@ from ..core.request.token_ids import pack, unpack
 from .v1 import common_pb2, node_pb2
 
 _FINISH_TO_WIRE = {
+    None: common_pb2.FINISH_REASON_UNSPECIFIED,
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
 }
-_FINISH_FROM_WIRE: dict[int, FinishReason] = {wire: r for r, wire in _FINISH_TO_WIRE.items()}
+_FINISH_FROM_WIRE = {int(wire): reason for reason, wire in _FINISH_TO_WIRE.items()}
 
 
 def finish_to_wire(reason: FinishReason | None) -> common_pb2.FinishReason:
     """`None` (not finished) is UNSPECIFIED on the wire."""
-    if reason is None:
-        return common_pb2.FINISH_REASON_UNSPECIFIED
     return _FINISH_TO_WIRE[reason]
 
 
@@ -51,8 +51,12 @@ def error_from_wire(wire: common_pb2.Error) -> BatonError:
 def sampling_to_wire(sampling: SamplingParams) -> common_pb2.SamplingParams:
     fields: dict[str, Any] = {name: getattr(sampling, name) for name in SAMPLING}
     wire = common_pb2.SamplingParams(**fields | {"logit_bias": dict(sampling.logit_bias)})
-    if sampling.constraint is not None:
-        _put_constraint(wire, sampling.constraint)
+    if (constraint := sampling.constraint) is None:
+        return wire
+    if constraint.kind is ConstraintKind.CHOICE:
+        wire.choice.values.extend(json.loads(constraint.source))
+    else:
+        setattr(wire, constraint.kind.value, constraint.source)
     return wire
 
 
@@ -87,13 +91,6 @@ def same_fields(wire: Message, cls: Any) -> dict[str, Any]:
     return {name: getattr(wire, name) for name in names}
 
 
-def _put_constraint(wire: common_pb2.SamplingParams, constraint: Constraint) -> None:
-    if constraint.kind is ConstraintKind.CHOICE:
-        wire.choice.values.extend(json.loads(constraint.source))
-    else:
-        setattr(wire, constraint.kind.value, constraint.source)
-
-
 def constraint_from_wire(wire: common_pb2.SamplingParams) -> Constraint | None:
     """What the output must look like; not judged here."""
     name = wire.WhichOneof("constraint")
@@ -119,16 +116,8 @@ def logprobs_from_wire(wire: common_pb2.TokenLogprobs) -> TokenLogprobs:
     return TokenLogprobs(wire.logprob, tuple(zip(wire.top_ids, wire.top_logprobs, strict=True)))
 
 
-def ticket_to_wire(ticket: Ticket) -> node_pb2.Ticket:
-    return node_pb2.Ticket(
-        transfer_id=ticket.transfer_id,
-        source_incarnation=ticket.source_incarnation,
-        puller_incarnation=ticket.puller_incarnation,
-    )
-
-
 def ticket_from_wire(wire: node_pb2.Ticket) -> Ticket:
-    return Ticket(wire.transfer_id, wire.source_incarnation, wire.puller_incarnation)
+    return Ticket(**same_fields(wire, Ticket))
 
 
 def token_ids_from_wire(packed: bytes) -> array[int]:
@@ -153,7 +142,7 @@ def dispatch_to_wire(
         sampling=sampling_to_wire(request.sampling),
         cache_salt=request.cache_salt,
         work=work,
-        ticket=None if ticket is None else ticket_to_wire(ticket),
+        ticket=None if ticket is None else node_pb2.Ticket(**dataclasses.asdict(ticket)),
         deadline_remaining_us=max(0, int(deadline_remaining_s * 1e6)),
         sample_index=request.sample_index,
         fork_request_ids=request.fork_ids,
@@ -187,10 +176,7 @@ def stamps_to_wire(stamps: Sequence[Stamp]) -> list[common_pb2.TimelineEvent]:
 
 def stamps_from_wire(wire: Sequence[common_pb2.TimelineEvent]) -> list[Stamp]:
     """Decode events; raises InvalidRequest on a name that is not in core/request/timeline.py."""
-    try:
-        return [Stamp(Event(e.event), e.unix_ns, e.node) for e in wire]
-    except ValueError as error:
-        raise InvalidRequest(f"unknown timeline event: {error}") from error
+    return [Stamp(_event(e.event), e.unix_ns, e.node) for e in wire]
 
 
 def node_stamps_to_wire(stamps: Sequence[NodeStamp]) -> list[node_pb2.NodeEvent]:
@@ -199,7 +185,11 @@ def node_stamps_to_wire(stamps: Sequence[NodeStamp]) -> list[node_pb2.NodeEvent]
 
 def node_stamps_from_wire(wire: Sequence[node_pb2.NodeEvent]) -> list[NodeStamp]:
     """The reverse; raises InvalidRequest as `stamps_from_wire` does."""
+    return [NodeStamp(_event(e.event), e.monotonic_ns) for e in wire]
+
+
+def _event(name: str) -> Event:
     try:
-        return [NodeStamp(Event(e.event), e.monotonic_ns) for e in wire]
+        return Event(name)
     except ValueError as error:
         raise InvalidRequest(f"unknown timeline event: {error}") from error

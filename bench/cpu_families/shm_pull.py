@@ -9,8 +9,7 @@ import secrets
 import numpy as np
 
 from baton.engine.kv import memfd
-from baton.engine.kv.block_pool import CANARY_BLOCK, BlockRef
-from baton.engine.kv.canary import canary_bytes
+from baton.engine.kv.block_pool import CANARY_BLOCK, BlockRef, canary_bytes
 from baton.engine.kv.generations import SharedGenerations
 from baton.kv_transfer.shm.shm import ShmTransport, ShmWindow, export_host_pool
 from baton.kv_transfer.window.block_pairs import BlockPairs

@@ -9,7 +9,8 @@ from baton.core.request.request import Request, SamplingParams
 from baton.core.request.sampling import token_key
 from baton.engine.local import LocalEngine
 from baton.engine.model.model_config import ModelConfig
-from baton.kernels.sampling.sampling import RowSampling, sample
+from baton.kernels.sampling.sample_spec import SampleSpec
+from baton.kernels.sampling.sampling import sample
 
 from ..floors.figures import Figure, repeat_s, time_s
 
@@ -93,7 +94,8 @@ def _decode_ms(local: LocalEngine, batch: int) -> tuple[float, ...]:
 def _sampling() -> Figure:
     rows, vocab_size = 64, 4096
     logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(0))
-    how = [RowSampling(0.8, 50, 0.95, token_key(i, 0, 1)) for i in range(rows)]
+    params = SamplingParams(temperature=0.8, top_k=50, top_p=0.95)
+    how = [SampleSpec(params, token_key(i, 0, 1)) for i in range(rows)]
     samples = repeat_s(lambda: sample(logits, how), _REPEATS, warmups=2)
     sort_s = min(repeat_s(lambda: torch.sort(logits, dim=-1), _REPEATS))
     return Figure(

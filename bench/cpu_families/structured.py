@@ -16,8 +16,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from baton.constraints.grammars import Grammars
 from baton.core.request.constraint import Constraint, ConstraintKind
+from baton.core.request.request import SamplingParams
 from baton.engine.execution.constraints import Constraints, Sample
-from baton.kernels.sampling.logit_adjustment import LogitAdjustment, adjust_logits
+from baton.kernels.sampling.sample_spec import SampleSpec
+from baton.kernels.sampling.sampling import adjust_logits
 
 from ..floors.figures import ROOT, Figure, repeat_s, time_s
 
@@ -91,8 +93,8 @@ def _apply(vocab_size: int, name: str) -> Figure:
     """The sampler's part on this CPU."""
     logits = torch.zeros(_NUM_SAMPLES, vocab_size)
     mask = np.full(-(-vocab_size // 32), 0x55555555, np.int32)
-    adjustments = [LogitAdjustment(allowed=mask)] * _NUM_SAMPLES
-    samples = repeat_s(lambda: adjust_logits(logits, adjustments), 9)
+    specs = [SampleSpec(SamplingParams(), 0, allowed=mask)] * _NUM_SAMPLES
+    samples = repeat_s(lambda: adjust_logits(logits, specs), 9)
     bound = min(repeat_s(lambda: logits.clone(), 9))
     return Figure(
         f"apply {_NUM_SAMPLES} masks to logits on the CPU, {name}",

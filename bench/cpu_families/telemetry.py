@@ -1,6 +1,6 @@
-"""What observing calls costs the gateway's event loop: per delivered chunk, per call, per reading.
+"""What counting calls costs the gateway's event loop: per delivered chunk, per call, per reading.
 
-The observers are fed as the front door feeds them: one chunk a step for each of many streams. CPU
+Calls are reported as the front door reports them: one chunk a step for each of many streams. CPU
 time, since that is what the event loop loses, whoever else uses the machine.
 """
 
@@ -13,15 +13,13 @@ from collections.abc import Sequence
 from baton.core.ports import SystemClock
 from baton.core.request.request import FinishReason
 from baton.core.request.timeline import Event, Stamp
-from baton.gateway.request.caller import anyone
 from baton.gateway.request.engine_link import TransferSummary
 from baton.gateway.request.output_chunk import OutputChunk, RequestResult
-from baton.gateway.telemetry.calls.call_records import CallObserver, CallRecord
-from baton.gateway.telemetry.calls.observers import Observers
-from baton.gateway.telemetry.calls.token_gaps import TokenGaps
-from baton.gateway.telemetry.metrics import metric_table
+from baton.gateway.security.tenancy import anyone
+from baton.gateway.telemetry.call_feed import CallFeed
+from baton.gateway.telemetry.calls.call_record import CallRecord, SloTargets
 from baton.gateway.telemetry.metrics.metric_store import MetricStore
-from baton.gateway.telemetry.metrics.prometheus import CallMetrics, SloTargets
+from baton.gateway.telemetry.metrics.metric_table import ALL
 from baton.gateway.telemetry.window.snapshot import window_snapshot
 from baton.gateway.telemetry.window.window import TelemetryWindow
 
@@ -48,13 +46,10 @@ class _Clock(SystemClock):
 def measure() -> list[Figure]:
     """Microseconds of the event loop for a chunk and a call's end, milliseconds for a page."""
     clock = _Clock()
-    gaps = TokenGaps()
-    window = TelemetryWindow(clock, gaps)
-    metrics = CallMetrics(
-        MetricStore(metric_table.ALL, "baton_", "demo"), SloTargets(ttft_s=0.5, tbt_s=0.05), gaps
-    )
+    window, targets = TelemetryWindow(clock), SloTargets(ttft_slo_s=0.5, tbt_slo_s=0.05)
+    feed = CallFeed(clock, targets, window, MetricStore(ALL, "baton_", "demo"))
     bare = [_play(clock, []) for _ in range(_REPEATS)]
-    rounds = [_play(clock, [Observers([window, metrics], gaps)]) for _ in range(_REPEATS)]
+    rounds = [_play(clock, [feed]) for _ in range(_REPEATS)]
     chunk_us = tuple(chunk_s * 1e6 for chunk_s, _ in rounds)
     floor_us = min(chunk_s for chunk_s, _ in bare) * 1e6
     call_us = tuple(call_s * 1e6 for _, call_s in rounds)
@@ -62,9 +57,9 @@ def measure() -> list[Figure]:
     shape = f"{NUM_STEPS} tokens of {NUM_STREAMS} streams"
 
     def ask(since_unix_s: float | None) -> None:
-        window_snapshot(window, ttft_slo_s=0.5, tbt_slo_s=0.05, since_unix_s=since_unix_s)
+        window_snapshot(window, targets, since_unix_s)
 
-    now_unix_s = window.clocks()[1]
+    now_unix_s = window.to_unix_s(window.now_us())
     first_ms = tuple(s * 1e3 for s in repeat_s(lambda: ask(None), _REPEATS))
     next_ms = tuple(s * 1e3 for s in repeat_s(lambda: ask(now_unix_s - 1), _REPEATS))
     return [
@@ -75,10 +70,10 @@ def measure() -> list[Figure]:
     ]
 
 
-def _play(clock: _Clock, observers: Sequence[CallObserver]) -> tuple[float, float]:
+def _play(clock: _Clock, feeds: Sequence[CallFeed]) -> tuple[float, float]:
     """Seconds for a chunk, and for the end of a call."""
     rng = random.Random(0)
-    records = [_begin(clock, observers) for _ in range(NUM_STREAMS)]
+    records = [_begin(clock, feeds) for _ in range(NUM_STREAMS)]
     chunk = OutputChunk("x", (5,), 0)
     spent_s = 0.0
     for _ in range(NUM_STEPS):
@@ -86,20 +81,20 @@ def _play(clock: _Clock, observers: Sequence[CallObserver]) -> tuple[float, floa
         began_s = time.thread_time()
         for record in records:
             record.token_times[0].append((clock.now_s, 1))
-            for observer in observers:
-                observer.chunk_delivered(record, chunk, clock.now_s)
+            for feed in feeds:
+                feed.chunk_delivered(record, chunk, clock.now_s)
         spent_s += time.thread_time() - began_s
     began_s = time.thread_time()
     for record in records:
         record.results[0] = _result(record)
         record.ended_s = clock.now_s
-        for observer in observers:
-            observer.call_ended(record)
+        for feed in feeds:
+            feed.call_ended(record)
     ended_s = time.thread_time() - began_s
     return spent_s / NUM_STEPS / NUM_STREAMS, ended_s / NUM_STREAMS
 
 
-def _begin(clock: _Clock, observers: Sequence[CallObserver]) -> CallRecord:
+def _begin(clock: _Clock, feeds: Sequence[CallFeed]) -> CallRecord:
     record = CallRecord(
         call_id="0" * 32,
         label="",
@@ -111,8 +106,8 @@ def _begin(clock: _Clock, observers: Sequence[CallObserver]) -> CallRecord:
         arrived_unix_ns=clock.unix_ns(),
         token_times=[[]],
     )
-    for observer in observers:
-        observer.call_began(record)
+    for feed in feeds:
+        feed.call_began(record)
     return record
 
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import time
 
-from baton.cli.deployment.background import running_in_background
-from baton.cli.deployment.deployment import Deployment
+from baton.cli.deployment.deployment import Deployment, running_in_background
 from baton.client import Client, Result
 from baton.core.config import EngineConfig, GatewayConfig, NodeConfig, UpConfig
 from baton.core.request.request import Request, SamplingParams

@@ -1,7 +1,7 @@
 """A cluster whose devices alone are played: the production's router, sessions and schedulers, over
 steps that take as long as a `StepCost` says, in virtual time.
 
-    call ─► Session ─► EngineTable.choose ─► Engine.add | reserve, start ─► step ─► tokens ─► Session
+    call ─► Session ─► EngineTable.choose ─► Engine.add | reserve, start ─► step ─► tokens
                         ▲ heartbeats                     one event a step, at its end
 
 A hand-off takes `HANDOFF_S` and what its bytes take. Heartbeats come every quarter of a second, as
@@ -215,9 +215,7 @@ class PlayedEngine:
         self._arrived: deque[tuple[Request, int]] = deque()  # KV that waits for blocks here
         self._is_busy = False
         self._num_steps = 0
-        member = Member(
-            name, setup.role, name, "", "demo", "fp", 1 << 17, _BLOCK_SIZE, _NUM_BLOCKS
-        )
+        member = Member(name, setup.role, name, "", "demo", "fp", 1 << 17, _BLOCK_SIZE, _NUM_BLOCKS)
         simulation.table.add(
             LinkedEngine(member, self, clock=simulation.clock, max_num_seqs=limits.max_num_seqs)
         )

@@ -16,8 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from baton.cli.deployment.background import running_in_background
-from baton.cli.deployment.deployment import Deployment
+from baton.cli.deployment.deployment import Deployment, running_in_background
 from baton.cluster.redis_server import RedisServer
 from baton.core import flags
 from baton.core.config import ClusterConfig, EngineConfig, GatewayConfig, NodeConfig, UpConfig

@@ -1,6 +1,13 @@
 """`baton fsck`: do all nodes of a cluster agree on who holds which blocks for whom?
 
-Looks twice, some time apart, where the first look finds what may only be a moment's.
+    every engine     Redis knows it, it answers, its block counts add up
+    every request    that keeps blocks for a transfer has one
+    every transfer   is known on both sides: source HELD ── puller ATTACHED, QUEUED or PULLING
+    every link       is known on both sides
+    prefix index     lists all cached blocks, and none but cached and held ones
+
+Ledgers are taken at slightly different moments, so what is under way may look torn: `is_momentary`
+marks the findings that count only if a second look, some time later, finds them again.
 """
 
 from __future__ import annotations
@@ -8,14 +15,27 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 from ...core.config import ClusterConfig
-from ..host.finding import Finding, exit_code, render
-from .fsck_rules import Judged, judge
-from .survey import Survey, survey
+from ..host.finding import Finding, exit_code, ok, problem, render, warning
+from .ledger import Ledger
+from .survey import EngineView, Survey, survey
 
 _SETTLE_S = 1.0
+
+_UNASKED = "waiting"  # a puller's transfer of which its source does not know yet
+_ENDING = "ending"  # given up; only copies in flight keep its memory
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A finding, and whether it may only be a moment's."""
+
+    finding: Finding
+    is_momentary: bool = False
 
 
 async def run(cluster: ClusterConfig, *, as_json: bool) -> int:
@@ -44,3 +64,136 @@ def _lasts(judged: Judged, before: set[Finding]) -> bool:
 
 def as_dict(finding: Finding) -> dict[str, str]:
     return dataclasses.asdict(finding) | {"level": finding.level.value}
+
+
+def judge(found: Survey) -> list[Judged]:
+    """All that is wrong, and one line for each engine with which all is well."""
+    judged = [*_entries(found)]
+    by_incarnation = {
+        engine.member.incarnation: engine
+        for engine in found.engines
+        if engine.member is not None and engine.ledger is not None
+    }
+    for engine in found.engines:
+        wrong = [*_engine(engine, by_incarnation)]
+        if all(one.is_momentary for one in wrong):
+            judged.append(Judged(ok(engine.name, _summary(engine))))
+        judged += wrong
+    return [*judged, *_doubles(found)]
+
+
+def _summary(engine: EngineView) -> str:
+    assert engine.ledger is not None
+    b = engine.ledger.blocks
+    return (
+        f"{b.free} free + {b.cached} cached + {b.held} held + {b.reserved} reserved = {b.total} "
+        f"blocks, {len(engine.ledger.requests)} requests, {len(engine.ledger.transfers)} transfers"
+    )
+
+
+def _entries(found: Survey) -> Iterator[Judged]:
+    if found.num_bad_entries:
+        text = f"{found.num_bad_entries} entries are junk or not signed with this secret"
+        yield Judged(warning("redis", text, "another BATON_CLUSTER_SECRET? they are ignored"))
+    if not found.engines:
+        yield Judged(problem("redis", "no engine is listed", "is this the right --cluster?"))
+
+
+def _engine(engine: EngineView, living: Mapping[str, EngineView]) -> Iterator[Judged]:
+    if engine.ledger is None:
+        text = f"in Redis, but does not answer at {engine.address}: {engine.silence}"
+        yield Judged(problem(engine.name, text, "its entry runs out within seconds if it is dead"))
+        return
+    if engine.member is None:
+        text = f"answers at {engine.address}, but is not in Redis: no gateway finds it"
+        yield Judged(problem(engine.name, text, "draining, or cut off from Redis"), True)
+        return
+    yield from _counts(engine.name, engine.ledger)
+    yield from _requests(engine.name, engine.ledger)
+    yield from _transfers(engine, engine.ledger, living)
+    yield from _links(engine, engine.ledger, living)
+    yield from _index(engine, engine.ledger)
+
+
+def _counts(name: str, ledger: Ledger) -> Iterator[Judged]:
+    b = ledger.blocks
+    total = b.free + b.cached + b.held + b.reserved
+    if total != b.total:
+        yield Judged(problem(name, f"block counts add up to {total}, not to {b.total}"))
+    owned = sum(request.num_blocks for request in ledger.requests.values())
+    if b.held > owned and not ledger.num_fences:
+        text = f"{b.held - owned} held blocks are no request's: leaked"
+        yield Judged(problem(name, text, "restart the node, and report it"))
+    largest = max((request.num_blocks for request in ledger.requests.values()), default=0)
+    if largest > b.held:
+        yield Judged(problem(name, f"a request names {largest} blocks, {b.held} are held"))
+
+
+def _requests(name: str, ledger: Ledger) -> Iterator[Judged]:
+    """Those that only wait for a transfer must have one."""
+    awaited = {transfer.key for transfer in ledger.transfers.values()}
+    for key, request in sorted(ledger.requests.items()):
+        if request.state in ("held", "reserved") and key not in awaited:
+            text = f"request {key} is {request.state} for no transfer"
+            yield Judged(problem(name, text, "nobody will ever release it: restart the node"), True)
+
+
+def _transfers(
+    engine: EngineView, ledger: Ledger, living: Mapping[str, EngineView]
+) -> Iterator[Judged]:
+    assert engine.member is not None
+    for transfer_id, transfer in sorted(ledger.transfers.items()):
+        side, other = ("lease", "puller") if transfer.is_source else ("pull", "source")
+        what = f"{side} {transfer_id} ({transfer.state})"
+        if transfer.is_source and transfer.key and transfer.key not in ledger.requests:
+            text = f"{what} is for request {transfer.key}, which is not here"
+            yield Judged(problem(engine.name, text), True)
+        peer = living.get(transfer.peer or "")
+        if peer is None:
+            text = f"{what}: its {other} {transfer.peer} is not running"
+            yield Judged(problem(engine.name, text, "it ends with its lease"), True)
+            continue
+        assert peer.ledger is not None
+        theirs = peer.ledger.transfers.get(transfer_id)
+        is_expected = transfer.state not in (_UNASKED, _ENDING)
+        if is_expected and (theirs is None or theirs.peer != engine.member.incarnation):
+            text = f"{what}: its {other} {peer.name} knows nothing of it"
+            yield Judged(problem(engine.name, text, "it ends with its lease"), True)
+
+
+def _links(
+    engine: EngineView, ledger: Ledger, living: Mapping[str, EngineView]
+) -> Iterator[Judged]:
+    assert engine.member is not None
+    for incarnation in sorted(ledger.peers):
+        peer = living.get(incarnation)
+        if peer is None:
+            text = f"linked to {incarnation}, which is not in Redis or does not answer"
+            yield Judged(warning(engine.name, text), True)
+        elif peer.ledger is not None and engine.member.incarnation not in peer.ledger.peers:
+            yield Judged(warning(engine.name, f"linked to {peer.name}, not the other way"), True)
+
+
+def _index(engine: EngineView, ledger: Ledger) -> Iterator[Judged]:
+    """A held block is in the index once it is full and computed."""
+    b, count = ledger.blocks, engine.num_published
+    if count is None:
+        text = "does not answer on the prefix index"
+        yield Judged(warning(engine.name, text, "gateways do not see what it has cached"), True)
+    elif not b.cached <= count <= b.cached + b.held:
+        text = f"the index has {count} blocks of it: {b.cached} are cached, {b.held} held"
+        yield Judged(warning(engine.name, text, "gateways route by stale hints"), True)
+
+
+def _doubles(found: Survey) -> Iterator[Judged]:
+    """A request decodes in one place. While it is handed over, two know it: held, and reserved."""
+    running = Counter(
+        key
+        for engine in found.engines
+        if engine.ledger is not None
+        for key, request in engine.ledger.requests.items()
+        if request.state == "running"
+    )
+    for key, count in sorted(running.items()):
+        if count > 1:
+            yield Judged(problem("cluster", f"request {key} runs on {count} engines"), True)

@@ -1,18 +1,18 @@
-"""What an engine says of itself when asked for its ledger, as typed values.
+"""What an engine reports of itself in its ledger, as typed values.
 
-The JSON comes from another process, perhaps of another version: what does not parse is refused.
+The JSON comes from another process, perhaps of another version: what does not parse is rejected.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+
+import msgspec
 
 
 class BadLedger(Exception):
-    """Not a ledger that we understand; the text says why."""
+    """Not a ledger of a known form; the text gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,23 @@ class HeldRequest:
 
 @dataclass(frozen=True, slots=True)
 class LedgerTransfer:
-    """One side's view of a hand-off. `key`: the request, unless its prompt has not come."""
+    """One side's view of a hand-off. `key`: the request, unless its prompt has not come.
 
-    is_source: bool  # told by the source; `peer` is the puller then
-    peer: str
+    A source names its `puller`, a puller its `source`: incarnations.
+    """
+
     state: str
     key: str | None
+    puller: str | None = None
+    source: str | None = None
+
+    @property
+    def is_source(self) -> bool:
+        return self.puller is not None
+
+    @property
+    def peer(self) -> str | None:
+        return self.puller or self.source
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,26 +70,9 @@ class Ledger:
 def parse_ledger(text: str) -> Ledger:
     """Raises BadLedger."""
     try:
-        raw = json.loads(text)
-        if "error" in raw:
+        raw = msgspec.json.decode(text)
+        if isinstance(raw, dict) and "error" in raw:
             raise BadLedger(f"engine {raw.get('incarnation')}: {raw['error']}")
-        return Ledger(
-            node=str(raw["node"]),
-            blocks=Blocks(**{name: int(count) for name, count in raw["blocks"].items()}),
-            requests={
-                key: HeldRequest(str(one["state"]), int(one["num_blocks"]))
-                for key, one in raw["requests"].items()
-            },
-            transfers={key: _transfer(one) for key, one in raw["transfers"].items()},
-            peers={str(peer): str(state) for peer, state in raw["peers"].items()},
-            num_fences=int(raw["num_fences"]),
-        )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BadLedger(f"a ledger that is not understood: {error!r}") from error
-
-
-def _transfer(raw: Mapping[str, Any]) -> LedgerTransfer:
-    is_source = "puller" in raw
-    return LedgerTransfer(
-        is_source, str(raw["puller" if is_source else "source"]), str(raw["state"]), raw["key"]
-    )
+        return msgspec.convert(raw, Ledger)
+    except msgspec.MsgspecError as error:
+        raise BadLedger(f"a ledger that is not understood: {error}") from error

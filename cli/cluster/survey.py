@@ -1,4 +1,4 @@
-"""Asks a whole cluster: who is in Redis, who answers, and with which ledger.
+"""Surveys a whole cluster: who is in Redis, who answers, and with which ledger.
 
 An engine lives if it welcomes whoever dials it as a gateway would; nothing is dispatched.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,31 +16,34 @@ from typing import Any
 
 import grpc
 
-from ...cluster.link_handshake import ANY_ENGINE, LEDGERS, dial
+from ...cluster.node_calls import LEDGERS, dial
 from ...cluster.redis_client import require_redis
 from ...cluster.redis_directory import RedisDirectory
 from ...cluster.secret import ClusterSecret
 from ...cluster.tls import ClusterTls, open_channel, role_name
+from ...core.channels.addresses import host_id
 from ...core.channels.admission import GATEWAY
 from ...core.channels.admission import dial as dial_engine
-from ...core.channels.framing import FrameBuffer
-from ...core.channels.same_host import host_id
+from ...core.channels.channel import FrameBuffer
 from ...core.config import ClusterConfig
 from ...core.errors import BatonError, Unauthenticated
 from ...core.membership import Member, Role
+from ...prefix_index.messages import BadMessage, IndexAway, Snapshot, decode
+from ...prefix_index.mirror import FollowerLink, read_snapshot
 from ...prefix_index.redis_link import RedisIndexLink
 from ...proto.v1 import node_pb2, node_pb2_grpc
 from .ledger import BadLedger, Ledger, parse_ledger
-from .published import count_published
 
 _CHANNEL_OPTIONS = (("grpc.use_local_subchannel_pool", 1),)
 _ANSWER_S = 3.0
+_INDEX_ANSWER_S = 2.0  # an engine publishes a snapshot within 1.5 s, however many request one
+_REQUEST_AGAIN_S = 0.3  # the first request may be sent before this process is subscribed
 _LEDGER_S = 12.0  # a node waits up to 10 s for an engine that hangs
 
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """One engine. `member` is None if no entry in Redis is its; `silence` says why no ledger.
+    """One engine. `member` is None if no entry in Redis is its; `silence`: why there is no ledger.
 
     `num_published`: blocks that it has by the prefix index; None if it does not answer there.
     """
@@ -62,7 +65,7 @@ class Survey:
 
 
 async def survey(cluster: ClusterConfig) -> Survey:
-    """Ask everybody at once. Raises StartupFailed if Redis does not answer."""
+    """Request everything at once. Raises StartupFailed if Redis does not answer."""
     members, num_bad_entries = await _members(cluster)
     addresses = sorted({member.address for member in members})
     tls = ClusterTls.of(cluster)
@@ -70,8 +73,12 @@ async def survey(cluster: ClusterConfig) -> Survey:
     secret = ClusterSecret.of(cluster)
     looks = (_look_at(at_one, secret, tls) for at_one in nodes_members)
     counts, nodes = await asyncio.gather(_count_published(cluster, members), asyncio.gather(*looks))
-    engines = (engine for node in nodes for engine in node)
-    return Survey(tuple(_with_count(engine, counts) for engine in engines), num_bad_entries)
+    engines = (
+        replace(one, num_published=counts.get(one.member.incarnation)) if one.member else one
+        for node in nodes
+        for one in node
+    )
+    return Survey(tuple(engines), num_bad_entries)
 
 
 async def _count_published(cluster: ClusterConfig, members: Sequence[Member]) -> dict[str, int]:
@@ -84,10 +91,50 @@ async def _count_published(cluster: ClusterConfig, members: Sequence[Member]) ->
         await link.close()
 
 
-def _with_count(engine: EngineView, counts: Mapping[str, int]) -> EngineView:
-    if engine.member is None:
-        return engine
-    return replace(engine, num_published=counts.get(engine.member.incarnation))
+async def count_published(
+    link: FollowerLink, incarnations: Collection[str], timeout_s: float = _INDEX_ANSWER_S
+) -> dict[str, int]:
+    """How many blocks each engine lists in the prefix index, by the snapshot that it publishes when
+    requested; without one an engine is absent."""
+    counts: dict[str, int] = {}
+    requesting = asyncio.create_task(_request_snapshots(link, incarnations, counts))
+    try:
+        async with asyncio.timeout(timeout_s), aclosing(link.messages()) as messages:
+            async for raw in messages:
+                await _take(link, raw, incarnations, counts)
+                if counts.keys() >= set(incarnations):
+                    break
+    except TimeoutError:
+        pass
+    finally:
+        requesting.cancel()
+        await asyncio.wait({requesting})
+    return counts
+
+
+async def _request_snapshots(
+    link: FollowerLink, incarnations: Collection[str], counts: dict[str, int]
+) -> None:
+    while True:
+        for incarnation in set(incarnations) - counts.keys():
+            try:
+                await link.request_snapshot(incarnation)
+            except IndexAway:
+                return
+        await asyncio.sleep(_REQUEST_AGAIN_S)
+
+
+async def _take(
+    link: FollowerLink, raw: bytes, incarnations: Collection[str], counts: dict[str, int]
+) -> None:
+    """Of all that is published only snapshots of these engines count."""
+    try:
+        message = decode(raw)
+        if not isinstance(message, Snapshot) or message.incarnation not in incarnations:
+            return
+        counts[message.incarnation] = len(await read_snapshot(link, message))
+    except (BadMessage, IndexAway):  # e.g. a newer snapshot is being written
+        return
 
 
 async def _members(cluster: ClusterConfig) -> tuple[tuple[Member, ...], int]:
@@ -128,7 +175,7 @@ async def _ledgers(stub: Any, secret: ClusterSecret, address: str) -> tuple[dict
     try:
         texts = await ask_ledgers(stub, secret, address)
     except grpc.aio.AioRpcError as error:
-        return {}, _reason(error)
+        return {}, f"{error.code().name}: {error.details()}"
     except Unauthenticated as error:
         return {}, error.message
     for text in texts:
@@ -148,11 +195,7 @@ async def ask_ledgers(stub: Any, secret: ClusterSecret, address: str) -> Sequenc
     """
     stream = stub.GetLedgers(timeout=_LEDGER_S)
     try:
-        await dial(
-            *(stream, node_pb2.GetLedgersRequest, secret, LEDGERS),
-            listener=ANY_ENGINE,
-            address=address,
-        )
+        await dial(stream, node_pb2.GetLedgersRequest, secret, LEDGERS, address)
         answer = await stream.read()
         return () if answer is grpc.aio.EOF else tuple(answer.ledgers)
     finally:
@@ -187,7 +230,3 @@ def _silence(member: Member, secret: ClusterSecret, tls: ClusterTls | None) -> s
 def _secure(tls: ClusterTls, role: Role, connection: socket.socket) -> socket.socket:
     name = role_name(role.value)
     return tls.client_context().wrap_socket(connection, server_hostname=name)
-
-
-def _reason(error: grpc.aio.AioRpcError) -> str:
-    return f"{error.code().name}: {error.details()}"

@@ -20,7 +20,7 @@ from ...core import flags
 from ...core.config import ClusterConfig, GatewayConfig
 from ...core.errors import StartupFailed
 from ...core.process.children import bound_to_us
-from ...core.process.loop_watch import HUNG_S, LoopWatch
+from ...core.process.event_loop import HUNG_S, LoopWatch
 from ...gateway.process.startup_message import READY, TRY
 
 GATEWAY = "gateway"
@@ -67,7 +67,7 @@ class Child:
         *,
         inherits_stderr: bool = False,
     ) -> Child:
-        """What launch_<role> starts, the role being the name's first word."""
+        """What launch_<role> starts, the role being the first part of the name."""
         role = role_of(name)
         all_configs = (*configs, cluster)
         argv = [
@@ -138,7 +138,7 @@ class Child:
             hung.cancel()
 
     async def close(self) -> None:
-        """Once its process has ended: read what it said last."""
+        """Once its process has ended: read its last lines."""
         self.watch.close()
         if self.reader is not None:
             await self.reader
@@ -147,7 +147,7 @@ class Child:
                 self.ready.result()  # looked at, so asyncio does not complain
 
     def failure(self) -> StartupFailed:
-        """What it said of its end, in its own two lines if it did so."""
+        """Its own two lines on its end, if it printed them; else its last lines."""
         lines = self.last_lines
         causes = [number for number, line in enumerate(lines) if line.startswith(_CAUSE)]
         if causes:

@@ -12,10 +12,10 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ...core.config import ClusterConfig
-from ...core.process.stop_signals import StopSignals
+from ...core.process.event_loop import StopSignals
 from .child import Child, Report
 
 _RESTART_S, _RESTART_MAX_S = 0.2, 5.0  # longer each time: a port may take a moment to be free
@@ -43,11 +43,15 @@ class ChildGroup:
         """Raises StartupFailed if one ends before."""
         await asyncio.gather(*(child.ready for child in self.children))
 
-    async def keep(self, beside: Mapping[str, Coroutine[Any, Any, None]] | None = None) -> str:
-        """Start children again that end by themselves, or whose event loop stands still, and run
-        what else is to be run `beside`. Returns the name of one that keeps ending."""
+    def beside(self) -> Mapping[str, Coroutine[Any, Any, None]]:
+        """What else `keep` is to run, by name."""
+        return {}
+
+    async def keep(self) -> str:
+        """Start children again that end by themselves, or whose event loop stands still. Returns
+        the name of one that keeps ending."""
         keepers = {asyncio.create_task(self._keep(child)): child.name for child in self.children}
-        for name, coroutine in (beside or {}).items():
+        for name, coroutine in self.beside().items():
             keepers[asyncio.create_task(coroutine)] = name
         try:
             done, _ = await asyncio.wait(keepers, return_when=asyncio.FIRST_COMPLETED)
@@ -78,7 +82,7 @@ class ChildGroup:
         for child in self.children:
             child.ask_to_stop()
 
-    async def stop(self, children: Sequence[Child], grace_s: float) -> None:
+    async def end(self, children: Sequence[Child], grace_s: float) -> None:
         """End these, all at once; what will not end is killed."""
         for child in children:
             child.ask_to_stop()
@@ -93,14 +97,7 @@ class ChildGroup:
             self.children.remove(child)
 
 
-class Kept(Protocol):
-    """What is to be kept running: a ChildGroup, or what has one."""
-
-    async def keep(self) -> str: ...
-    def hurry(self) -> None: ...
-
-
-K = TypeVar("K", bound=Kept)
+K = TypeVar("K", bound=ChildGroup)
 
 
 async def run(
@@ -134,6 +131,6 @@ async def run(
         hurrying.cancel()
 
 
-async def _hurry(signals: StopSignals, kept: Kept) -> None:
+async def _hurry(signals: StopSignals, kept: ChildGroup) -> None:
     await signals.hurry.wait()
     kept.hurry()

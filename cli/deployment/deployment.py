@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import threading
 import time
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from collections.abc import Coroutine, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ...client import AsyncClient
 from ...cluster.redis_client import require_redis
@@ -34,28 +38,25 @@ _REDIS_RESTART_S, _REDIS_RESTART_MAX_S = 0.2, 5.0  # what runs goes on without i
 _REDIS_WELL_S = 30.0  # after so long an end is the first again
 
 
-@dataclass(slots=True)
-class Deployment:
+class Deployment(ChildGroup):
     """`async with Deployment(...) as d`: everything runs; `d.address` is the gateways'."""
 
-    up: UpConfig
-    engine: EngineConfig
-    node: NodeConfig
-    gateway: GatewayConfig
-    report: Report
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    group: ChildGroup = field(init=False)
-    address: str = ""
-    greeting: tuple[str, ...] = ()  # gateway/process/startup_message.py
-    _redis: RedisServer | None = None
-    _ports: ExitStack = field(default_factory=ExitStack)
-
-    def __post_init__(self) -> None:
-        self.group = ChildGroup(self.report, _MOST_ENDS)
-
-    @property
-    def children(self) -> list[Child]:
-        return self.group.children
+    def __init__(
+        self,
+        up: UpConfig,
+        engine: EngineConfig,
+        node: NodeConfig,
+        gateway: GatewayConfig,
+        report: Report,
+        cluster: ClusterConfig | None = None,
+    ) -> None:
+        super().__init__(report, _MOST_ENDS)
+        self.up, self.engine, self.node, self.gateway = up, engine, node, gateway
+        self.cluster = cluster or ClusterConfig()
+        self.address = ""
+        self.greeting: tuple[str, ...] = ()  # gateway/process/startup_message.py
+        self._redis: RedisServer | None = None
+        self._ports = ExitStack()
 
     @property
     def gateways(self) -> list[Child]:
@@ -94,7 +95,7 @@ class Deployment:
             await self._launch(name, gateway)
         for name, node in self._nodes():
             await self._launch(name, self.engine, node)
-        await self.group.until_ready()
+        await self.until_ready()
         self.address = self.gateways[0].ready.result()
         await self._until_linked()
         for child in self.gateways:
@@ -124,7 +125,7 @@ class Deployment:
         cluster = self.cluster
         if self.up.certs is not None:
             cluster = with_role_certificate(cluster, Path(self.up.certs), role_of(name))
-        await self.group.launch(name, configs, cluster)
+        await self.launch(name, configs, cluster)
 
     async def _until_linked(self) -> None:
         """Raises StartupFailed if a part ends meanwhile: nobody starts it again yet."""
@@ -172,11 +173,8 @@ class Deployment:
         address = f"{_LOOPBACK.get(host, host)}:{port}"
         return AsyncClient(address, api_key=key, ca_file=ca_of(self.up.certs))
 
-    async def keep(self) -> str:
-        """Start parts again that end by themselves, or whose event loop stands still. Returns the
-        name of one that keeps ending."""
-        redis = self._redis
-        return await self.group.keep({} if redis is None else {"redis": self._keep_redis(redis)})
+    def beside(self) -> Mapping[str, Coroutine[Any, Any, None]]:
+        return {} if self._redis is None else {"redis": self._keep_redis(self._redis)}
 
     async def _keep_redis(self, redis: RedisServer) -> None:
         """An empty one at the same address: nodes announce themselves and their caches again."""
@@ -191,15 +189,43 @@ class Deployment:
             redis.start_again()
             began_s, delay_s = time.monotonic(), min(2 * delay_s, _REDIS_RESTART_MAX_S)
 
-    def hurry(self) -> None:
-        """While it stops: whatever is still there need not end in order."""
-        self.group.hurry()
-
     async def stop(self) -> None:
         """End every child, the gateways first, and Redis last; what will not end is killed."""
-        await self.group.stop(self.gateways, self.gateway.shutdown_timeout_s + _STOP_GRACE_S)
-        await self.group.stop([*self.children], _STOP_GRACE_S)
+        await self.end(self.gateways, self.gateway.shutdown_timeout_s + _STOP_GRACE_S)
+        await self.end([*self.children], _STOP_GRACE_S)
         self._ports.close()
         if self._redis is not None:
             self._redis.stop()
             self._redis = None
+
+
+@contextmanager
+def running_in_background(deployment: Deployment) -> Iterator[str]:
+    """Start it on a thread of its own, yield the gateway's address, stop it. Raises StartupFailed.
+
+    Its children die with the thread that started them: it lives as long as this context.
+    """
+    started: Future[str] = Future()
+
+    async def serve() -> None:
+        try:
+            async with deployment:
+                started.set_result(deployment.address)
+                await deployment.keep()
+        except asyncio.CancelledError:
+            return  # the context is left
+        except Exception as error:
+            if started.done():
+                raise
+            started.set_exception(error)  # whatever it is: the caller's thread raises it
+
+    loop = asyncio.new_event_loop()
+    serving = loop.create_task(serve())
+    thread = threading.Thread(target=loop.run_until_complete, args=(serving,), name="deployment")
+    thread.start()
+    try:
+        yield started.result()
+    finally:
+        loop.call_soon_threadsafe(serving.cancel)  # no error if it has ended
+        thread.join()
+        loop.close()

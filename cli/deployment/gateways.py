@@ -85,7 +85,7 @@ async def _running(config: GatewayConfig, cluster: ClusterConfig) -> AsyncIterat
             await group.until_ready()
             yield group
         finally:
-            await group.stop([*group.children], config.shutdown_timeout_s + _STOP_GRACE_S)
+            await group.end([*group.children], config.shutdown_timeout_s + _STOP_GRACE_S)
 
 
 async def run(config: GatewayConfig, cluster: ClusterConfig) -> int:

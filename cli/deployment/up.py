@@ -21,22 +21,12 @@ def start(
     gateway: GatewayConfig,
     cluster: ClusterConfig,
 ) -> Coroutine[Any, Any, int]:
-    """Say which GPUs are used and why; what to run then. Raises StartupFailed."""
+    """Print which GPUs are used and why; returns what then starts everything, prints what runs
+    where, and stops it all on SIGINT or SIGTERM. Raises StartupFailed."""
     choice = choose_here(up, engine, node)
     print(choice.line, flush=True)
-    return run(choice.up, choice.engine, node, gateway, cluster)
-
-
-async def run(
-    up: UpConfig,
-    engine: EngineConfig,
-    node: NodeConfig,
-    gateway: GatewayConfig,
-    cluster: ClusterConfig,
-) -> int:
-    """Start everything, say what runs where, and stop it all on SIGINT or SIGTERM."""
-    deployment = Deployment(up, engine, node, gateway, _print_line, cluster)
-    return await child_group.run(deployment, _print_topology)
+    deployment = Deployment(choice.up, choice.engine, node, gateway, _print_line, cluster)
+    return child_group.run(deployment, _print_topology)
 
 
 def _print_line(name: str, line: str) -> None:

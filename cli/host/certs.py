@@ -102,15 +102,8 @@ def _make(target: Path, name: str, key_usage: str, more: str, days: int, ca: Pat
         name=name, is_ca="FALSE" if ca else "TRUE", key_usage=key_usage, more=more
     )
     arguments = ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
-    arguments += [
-        "-sha256",
-        "-days",
-        str(days),
-        "-out",
-        f"{target}.crt",
-        "-keyout",
-        f"{target}.key",
-    ]
+    arguments += ["-sha256", "-days", str(days), "-out", f"{target}.crt"]
+    arguments += ["-keyout", f"{target}.key"]
     if ca is not None:
         arguments += ["-CA", f"{ca}.crt", "-CAkey", f"{ca}.key"]
     with tempfile.NamedTemporaryFile("w", suffix=".cnf") as file:

@@ -7,6 +7,8 @@ is the order in which they are shown.
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
@@ -14,19 +16,22 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from packaging.requirements import Requirement
 
 from ...cluster.redis_client import REDIS_ERRORS, connect
 from ...cluster.redis_server import find_redis_server
 from ...core.config import EngineConfig, NodeConfig, UpConfig
 from ...core.errors import HandoffFailed, StartupFailed
 from ...core.model_dir import resolve_model_dir
-from . import gpus, packages
 from .finding import Finding, exit_code, ok, problem, render, warning
 from .gpu_choice import choose_here
 
+_DISTRIBUTION = "baton-serve"
 _MIN_REDIS = (6,)
+_MIN_FREE_SHARE = 0.5  # of a GPU; the default --gpu-memory-utilization wants 0.9
 _MIN_SHM_BYTES = 64 << 20
 _KV_BYTES = 256 << 20  # what a CPU node takes by default
 
@@ -67,7 +72,26 @@ def check_python(subject: Subject) -> list[Finding]:
 
 
 def check_packages(subject: Subject) -> list[Finding]:
-    return packages.check_requirements(packages.required())
+    """Those that the installed distribution requires, extras left out."""
+    try:
+        lines = importlib.metadata.requires(_DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        text = "is not installed, only lies there"
+        return [problem(_DISTRIBUTION, text, "pip install -e . beside it")]
+    return [check_requirement(line) for line in lines if "extra ==" not in line]
+
+
+def check_requirement(line: str) -> Finding:
+    """Whether a package like `grpcio>=1.71.2` is installed, by metadata alone."""
+    wanted = Requirement(line)
+    advice = f"pip install '{wanted.name}{wanted.specifier}'"
+    try:
+        version = importlib.metadata.version(wanted.name)
+    except importlib.metadata.PackageNotFoundError:
+        return problem(wanted.name, "is missing", advice)
+    if not wanted.specifier.contains(version, prereleases=True):
+        return problem(wanted.name, f"{version}, but {wanted.specifier} is needed", advice)
+    return ok(wanted.name, version)
 
 
 def check_torch(subject: Subject) -> list[Finding]:
@@ -89,10 +113,87 @@ def check_torch(subject: Subject) -> list[Finding]:
 
 
 def check_gpus(subject: Subject) -> list[Finding]:
-    found = gpus.find_gpus()
-    has = gpus.is_importable
-    kernels = gpus.check_kernels(bool(found), has("triton"), has("flashinfer"))
-    return [*gpus.check_gpus(found), *kernels]
+    found = find_gpus()
+    has_triton, has_flashinfer = map(importlib.util.find_spec, ("triton", "flashinfer"))
+    kernels = judge_kernels(bool(found), bool(has_triton), bool(has_flashinfer))
+    return [*judge_gpus(found), *kernels]
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One device; `peers` are the indices of those whose memory it can map."""
+
+    index: int
+    name: str
+    free_bytes: int
+    total_bytes: int
+    peers: frozenset[int]
+
+
+def find_gpus() -> list[Gpu]:
+    """Those that torch sees."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    count = torch.cuda.device_count()
+    return [_look_at(index, count) for index in range(count)]
+
+
+def _look_at(index: int, count: int) -> Gpu:
+    import torch
+
+    free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+    others = (i for i in range(count) if i != index)
+    peers = frozenset(i for i in others if torch.cuda.can_device_access_peer(index, i))
+    return Gpu(index, torch.cuda.get_device_name(index), free_bytes, total_bytes, peers)
+
+
+def judge_gpus(gpus: Sequence[Gpu]) -> list[Finding]:
+    """One finding for each GPU, and one for the paths between them."""
+    if not gpus:
+        return [ok("GPUs", "none: engines run on the CPU")]
+    findings = [_judge_gpu_memory(gpu) for gpu in gpus]
+    missing = [
+        f"{gpu.index}-{other.index}"
+        for gpu in gpus
+        for other in gpus
+        if gpu.index < other.index and other.index not in gpu.peers
+    ]
+    if missing:
+        findings.append(
+            warning(
+                "peer access",
+                f"none between {', '.join(missing)}",
+                "KV cannot be read over NVLink or PCIe there: pair other GPUs",
+            )
+        )
+    elif len(gpus) > 1:
+        findings.append(ok("peer access", "between all GPUs"))
+    return findings
+
+
+def _judge_gpu_memory(gpu: Gpu) -> Finding:
+    text = f"{gpu.name}, {gpu.free_bytes / 2**30:.0f} of {gpu.total_bytes / 2**30:.0f} GiB free"
+    if gpu.free_bytes < _MIN_FREE_SHARE * gpu.total_bytes:
+        advice = "another process holds its memory (nvidia-smi): an engine takes what is left"
+        return warning(f"GPU {gpu.index}", text, advice)
+    return ok(f"GPU {gpu.index}", text)
+
+
+def judge_kernels(has_gpu: bool, has_triton: bool, has_flashinfer: bool) -> list[Finding]:
+    """The packages that only GPU engines use."""
+    if not has_gpu:
+        return [ok("GPU kernels", "not needed without a GPU")]
+    advice = "pip install 'baton-serve[gpu]'"
+    return [
+        ok("triton", "found")
+        if has_triton
+        else problem("triton", "is missing, and a GPU engine needs it", advice),
+        ok("flashinfer", "found")
+        if has_flashinfer
+        else warning("flashinfer", "is missing: attention runs on slower Triton kernels", advice),
+    ]
 
 
 def check_redis_server(subject: Subject) -> list[Finding]:
@@ -105,7 +206,7 @@ def check_redis_server(subject: Subject) -> list[Finding]:
     said = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
     match = re.search(r"v=([0-9.]+)", said.stdout)
     if match is None:
-        return [warning("redis-server", f"{program} does not tell its version")]
+        return [warning("redis-server", f"{program} does not report its version")]
     return [judge_redis("redis-server", match[1], f"at {program}")]
 
 

@@ -19,7 +19,7 @@ class Level(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`subject` is what was looked at; `advice` says what to do, unless all is well."""
+    """`subject` is what was looked at; `advice`: what to do, unless all is well."""
 
     level: Level
     subject: str

@@ -5,9 +5,9 @@
     1                           it, by half          it, by half
     N                           N/2, and an odd one  N/2
 
-`choose_gpus` is a pure function of flags and GPUs; `choose_here` asks this host. An odd engine
-computes prompts: by the README's figures a request of 1024 tokens and 256 more takes 23 ms of a
-prefill engine and 15 ms of a decode engine.
+`choose_gpus` is a pure function of flags and GPUs; `choose_here` applies it to this host. An odd
+engine computes prompts: by the README's figures a request of 1024 tokens and 256 more takes 23 ms
+of a prefill engine and 15 ms of a decode engine.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _on_cpu(
 
 def _pool(text: str | None, host: HostGpus) -> _Ids:
     """What may be chosen from."""
-    there = tuple(gpu.index for gpu in host.gpus)
+    there = tuple(range(len(host.gpus)))
     return there if text is None or not there else _parsed("--gpus", text, host)
 
 
@@ -182,7 +182,7 @@ def _check_memory(
     weights_bytes_of: Callable[[EngineConfig], int],
 ) -> str:
     """Whether the weights fit into an engine's share everywhere; the GPUs' names for people."""
-    gpus = [gpu for gpu in host.gpus if gpu.index in used]
+    gpus = [gpu for index, gpu in enumerate(host.gpus) if index in used]
     sizes = [gpu.total_bytes for gpu in gpus if gpu.total_bytes is not None]
     names = sorted({_described(gpu) for gpu in gpus})
     if sizes:

@@ -23,28 +23,19 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, slots=True)
 class HostGpu:
-    """`total_bytes` is None where the driver does not say."""
+    """`total_bytes` is None where the driver does not report it."""
 
-    index: int
     name: str
     total_bytes: int | None = None
+    uuid: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class HostGpus:
-    """All of them; `why_none` says why there are none that torch could use."""
+    """All of them, by their index; `why_none`: why there are none that torch could use."""
 
     gpus: tuple[HostGpu, ...] = ()
     why_none: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Device:
-    """One line of the driver's list."""
-
-    uuid: str
-    name: str
-    total_bytes: int | None
 
 
 def find_host_gpus() -> HostGpus:
@@ -53,7 +44,7 @@ def find_host_gpus() -> HostGpus:
 
 
 def usable(
-    devices: Sequence[_Device], environment: Mapping[str, str], torch_has_cuda: bool
+    devices: Sequence[HostGpu], environment: Mapping[str, str], torch_has_cuda: bool
 ) -> HostGpus:
     """The driver's devices as CUDA will count them."""
     if not devices:
@@ -64,16 +55,15 @@ def usable(
         devices = _visible(devices, wanted)
         if not devices:
             return HostGpus(why_none=f"{_VISIBLE}={wanted} hides this host's GPUs")
-    gpus = (HostGpu(i, found.name, found.total_bytes) for i, found in enumerate(devices))
-    return HostGpus(tuple(gpus))
+    return HostGpus(tuple(devices))
 
 
-def _visible(devices: Sequence[_Device], wanted: str) -> list[_Device]:
+def _visible(devices: Sequence[HostGpu], wanted: str) -> list[HostGpu]:
     """Those that are named, by number or by the beginning of a UUID, up to the first mistake."""
-    found: list[_Device] = []
+    found: list[HostGpu] = []
     for word in (word.strip() for word in wanted.split(",")):
         if word.startswith("MIG-"):
-            found.append(_Device(word, "MIG device", None))
+            found.append(HostGpu("MIG device", uuid=word))
             continue
         if word.isdecimal():
             matches = devices[int(word) : int(word) + 1]
@@ -85,13 +75,13 @@ def _visible(devices: Sequence[_Device], wanted: str) -> list[_Device]:
     return found
 
 
-def _ask_nvidia_smi(run: Callable[[Sequence[str]], str]) -> list[_Device]:
+def _ask_nvidia_smi(run: Callable[[Sequence[str]], str]) -> list[HostGpu]:
     devices = []
     for line in run(_QUERY).splitlines():
         uuid, total_mib, name = [*(part.strip() for part in line.split(",", 2)), "", ""][:3]
         if uuid.startswith("GPU-"):
             total_bytes = int(total_mib) << 20 if total_mib.isdecimal() else None
-            devices.append(_Device(uuid, name, total_bytes))
+            devices.append(HostGpu(name, total_bytes, uuid))
     return devices
 
 
@@ -106,13 +96,13 @@ def _run(command: Sequence[str]) -> str:
     return ended.stdout if ended.returncode == 0 else ""
 
 
-def _ask_proc(folder: Path) -> list[_Device]:
+def _ask_proc(folder: Path) -> list[HostGpu]:
     """Where the driver is there without its tools, as in some containers."""
     devices = []
     for path in sorted(folder.glob("*/information")):
         text = path.read_text(errors="replace")
         fields = dict(re.findall(r"^([^:\n]+):\s*(.*?)\s*$", text, re.M))
-        devices.append(_Device(fields.get("GPU UUID", ""), fields.get("Model", "GPU"), None))
+        devices.append(HostGpu(fields.get("Model", "GPU"), uuid=fields.get("GPU UUID", "")))
     return devices
 
 

@@ -1,11 +1,16 @@
-"""A listening socket and the thread that takes in whoever connects, until it is closed."""
+"""A listening socket, the thread that accepts its connections, and one for each of these.
+
+accept ─► Newcomers.admit ─► a thread of its own: serve ... proven ...     close: hang up, wait
+"""
 
 from __future__ import annotations
 
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from ..pace import Pace
 
@@ -13,26 +18,99 @@ _log = logging.getLogger(__name__)
 
 _RETRY_S = 0.1  # after accept failed, e.g. for want of file descriptors
 MAX_PER_S, BURST = 10, 256  # connections: a crowd takes less than a hundredth of a core
+MAX_PENDING = 64  # connections that have proven nothing yet
+
+Serve = Callable[[socket.socket], None]
+
+
+class Newcomers:
+    """Connections of one server, each served on a thread of its own.
+
+    Whoever has not proven itself is hung up on when there are too many, the eldest first, so that a
+    crowd that proves nothing keeps nobody else out.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._threads: set[threading.Thread] = set()
+        # Of those that have proven nothing, a duplicate: who serves may wrap the connection.
+        self._pending: dict[threading.Thread, socket.socket] = {}
+        self._is_closed = False
+
+    def admit(self, connection: socket.socket, serve: Serve) -> None:
+        """`serve` owns the connection, and must not raise."""
+        thread = threading.Thread(
+            target=self._run, args=(connection, serve), name="newcomer", daemon=True
+        )
+        try:
+            with self._lock:
+                if self._is_closed:
+                    raise OSError("the server is closed")
+                if len(self._pending) >= MAX_PENDING:
+                    with self._pending.pop(next(iter(self._pending))) as eldest:
+                        _hang_up(eldest)
+                self._pending[thread] = connection.dup()
+                thread.start()
+                self._threads.add(thread)
+        except (OSError, RuntimeError) as error:
+            _log.warning("a connection was not admitted: %s", error)
+            self._forget(thread)
+            connection.close()
+
+    def proven(self) -> None:
+        """On a connection's thread: its other end is known, and not hung up on for others."""
+        self._forget(threading.current_thread())
+
+    def close(self, timeout_s: float) -> None:
+        """Hang up on all that have proven nothing; wait for all threads, for so long at most."""
+        by_s = time.monotonic() + timeout_s
+        with self._lock:
+            self._is_closed = True
+            for pending in self._pending.values():
+                _hang_up(pending)
+            threads = list(self._threads)
+        for thread in threads:
+            thread.join(max(0.0, by_s - time.monotonic()))
+
+    def _run(self, connection: socket.socket, serve: Serve) -> None:
+        try:
+            serve(connection)
+        finally:
+            self.proven()
+            with self._lock:
+                self._threads.discard(threading.current_thread())
+
+    def _forget(self, thread: threading.Thread) -> None:
+        with self._lock:
+            pending = self._pending.pop(thread, None)
+        if pending is not None:
+            pending.close()
+
+
+def _hang_up(connection: socket.socket) -> None:
+    """Its thread finds it over."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 class AcceptThread:
-    """Owns `listener`; `admit` gets each connection, on the thread, and must not raise.
+    """Owns `listener`; each connection is served among `newcomers`.
 
     More than `MAX_PER_S` of them wait in the kernel, or are refused there: whoever is admitted
     costs the engine, which shares the interpreter, some of its time.
     """
 
     def __init__(
-        self, listener: socket.socket, name: str, admit: Callable[[socket.socket], None]
+        self, listener: socket.socket, name: str, newcomers: Newcomers, serve: Serve
     ) -> None:
         self._listener = listener
-        self._admit = admit
+        self._newcomers, self._serve = newcomers, serve
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Take in nobody else; returns when the last `admit` has."""
+        """Take in nobody else."""
         self._is_closing.set()
         self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept
         self._thread.join()
@@ -50,4 +128,4 @@ class AcceptThread:
                     _log.warning("%s cannot accept: %s", self._thread.name, error)
                 continue
             pace.take()
-            self._admit(connection)
+            self._newcomers.admit(connection, self._serve)

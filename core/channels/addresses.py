@@ -1,13 +1,24 @@
-"""What others dial to reach a node and its engines, in the words in which they are made known.
+"""What others dial to reach a node and its engines, over a network and on one host.
 
-Handshakes name the dialled address, so both ends must mean the same by it. Resolves nothing.
+Handshakes name the dialled address, so both ends must mean the same by it. On one host sockets lie
+in the kernel's abstract namespace: no path, nothing left behind by kill -9. Resolves nothing.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
+import re
 import socket
+import struct
+from pathlib import Path
 
 from ..config import NodeConfig
+from ..errors import HandoffFailed
+
+HOST_ID_BYTES = 16
+_INCARNATION = re.compile(r"[0-9a-f]{32}", re.ASCII)
+_UCRED = struct.Struct("=3i")  # struct ucred: pid, uid, gid
 
 
 def addresses_of(node: NodeConfig) -> tuple[str, ...]:
@@ -27,3 +38,33 @@ def engine_addresses_of(node: NodeConfig, port: int) -> tuple[str, ...]:
 def host_of(address: str) -> str:
     """Of host:port, where host may be an IPv6 address in brackets."""
     return address.rpartition(":")[0].strip("[]")
+
+
+def host_id() -> bytes:
+    """What processes have in common that can share memory: kernel, network namespace, user.
+
+    The namespace counts because memory is passed over its abstract sockets. A name would not do:
+    hosts share names, and one host has several.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    namespace = os.stat("/proc/self/ns/net").st_ino
+    text = f"{boot} {namespace} {os.geteuid()}"
+    return hashlib.blake2b(text.encode(), digest_size=HOST_ID_BYTES).digest()
+
+
+def socket_address(incarnation: str, purpose: str = "kv") -> bytes:
+    """The abstract address at which an incarnation of this user listens; for its pool, `kv`.
+
+    Raises HandoffFailed unless it is 32 hex digits: a peer must not choose what is connected to.
+    """
+    if not _INCARNATION.fullmatch(incarnation):
+        raise HandoffFailed("an incarnation has 32 hex digits")
+    return f"\0baton-{purpose}-{os.geteuid()}-{incarnation}".encode()
+
+
+def require_same_user(connection: socket.socket) -> None:
+    """Raises HandoffFailed if another user sits at the other end; the kernel vouches for it."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    _, uid, _ = _UCRED.unpack(raw)
+    if uid != os.geteuid():
+        raise HandoffFailed(f"the other end belongs to user {uid}")

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from ..errors import NodeLost, PermissionDenied
-from .framing import LENGTH_BYTES, decode_length, encode_payload
+from .addresses import require_same_user, socket_address
+from .channel import LENGTH_BYTES, decode_length, encode_payload
 from .handshake import ANSWER_BYTES, CHALLENGE_BYTES, OPENING_BYTES, Dialer, Listener, Opening
-from .same_host import require_same_user, socket_address
 
 GATEWAY, PULLER = b"gateway", b"puller"  # purposes
 SOCKET, THIS_HOST = "engine", "this host"  # of unix sockets: the name's part, the address
@@ -130,7 +130,7 @@ def accept(connection: socket.socket) -> None:
 
 
 def refuse(connection: socket.socket, reason: str) -> None:
-    """Tell a dialer that has proven itself why it is not accepted."""
+    """Send a dialer that has proven itself why it is not accepted."""
     with suppress(OSError):
         connection.sendall(encode_payload(reason.encode()[:MAX_REFUSAL_BYTES]))
 

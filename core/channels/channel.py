@@ -1,28 +1,106 @@
-"""One connection between two processes that have proven who they are: frames, and never a wait.
+"""Frames between two processes that have proven who they are: a length, 4 bytes little-endian, then
+a payload.
 
-    any thread ── send ──► frames ──► socket      what the other side does not take yet is kept
-    one thread ◄─ receive ─ frames ◄── socket     an empty frame says that its sender lives
+    any thread ── send ──► frames ──► socket      `Channel` never waits: what the other side does
+    one thread ◄─ receive ─ frames ◄── socket     not take yet is kept; an empty frame: it lives
 
-Knows no peer and no message: who is at the other end, and what is sent, is its owner's business.
+A frame that is cut off by the end of the stream is an end like any other: its sender is gone. Knows
+no peer and no message.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import select
 import socket
+import struct
 import threading
 import time
 from collections import deque
 
-from .framing import MAX_CHUNKS, MAX_FRAME_BYTES, FrameBuffer, encode_payload
+from google.protobuf.message import Message
 
-_DISCARDED_BYTES = 64 << 10  # at once
+_LENGTH = struct.Struct("<I")
+LENGTH_BYTES = _LENGTH.size
+MAX_FRAME_BYTES = 64 << 20  # the longest prompt is a few MiB; more is a broken stream
+_CHUNK_BYTES = 64 << 10
+MAX_CHUNKS = 64  # read at once: others wait
 MAX_UNSENT_BYTES = 4 * MAX_FRAME_BYTES  # many long prompts; whoever hangs is noticed earlier
 
 
+class BrokenStream(ConnectionError):
+    """A length that no frame has: the other side has another protocol."""
+
+
+def encode_payload(payload: bytes) -> bytes:
+    """One frame, of a message in its serial form."""
+    assert len(payload) <= MAX_FRAME_BYTES, f"a frame of {len(payload)} bytes"
+    return _LENGTH.pack(len(payload)) + payload
+
+
+def decode_length(
+    received: bytes | bytearray, start: int = 0, max_bytes: int = MAX_FRAME_BYTES
+) -> int:
+    """How long the payload behind `start` is. Raises BrokenStream."""
+    length: int = _LENGTH.unpack_from(received, start)[0]
+    if length > max_bytes:
+        raise BrokenStream(f"a frame of {length} bytes; at most {max_bytes}")
+    return length
+
+
+class FrameBuffer:
+    """Bytes of a stream as they come, cut into frames."""
+
+    def __init__(self) -> None:
+        self._received = bytearray()
+
+    def take_in(self, sock: socket.socket) -> bool:
+        """Read what has come, without waiting, at most MAX_CHUNKS; False: the stream is over."""
+        for _ in range(MAX_CHUNKS):
+            try:
+                data = sock.recv(_CHUNK_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return True
+            except OSError:
+                return False
+            if not data:
+                return False
+            self._received += data
+            if len(data) < _CHUNK_BYTES:
+                break
+        return True
+
+    def wait_for_more(self, sock: socket.socket) -> bool:
+        """Read what comes next; False: the stream is over."""
+        try:
+            data = sock.recv(_CHUNK_BYTES)
+        except ConnectionResetError:
+            return False
+        self._received += data
+        return bool(data)
+
+    def cut(self, data: bytes) -> list[bytes]:
+        """The payloads that are whole with this, but for empty ones. Raises BrokenStream."""
+        self._received += data
+        return list(filter(None, self.take()))
+
+    def take(self) -> list[bytes]:
+        """The payloads of all frames that are here whole, once. Raises BrokenStream."""
+        received, payloads, start = self._received, [], 0
+        while len(received) - start >= _LENGTH.size:
+            first = start + _LENGTH.size
+            end = first + decode_length(received, start)
+            if len(received) < end:
+                break
+            payloads.append(bytes(received[first:end]))
+            start = end
+        del received[:start]
+        return payloads
+
+
 class ChannelBroken(Exception):
-    """The channel is of no more use; the text says why."""
+    """The channel is of no more use; the text is why."""
 
 
 class Channel:
@@ -37,7 +115,7 @@ class Channel:
         self._sending = threading.Lock()
         self._unsent: deque[memoryview] = deque()
         self._num_unsent_bytes = 0
-        self._heard_s: float | None = None  # when something came last
+        self._received_s: float | None = None  # when something came last
         self.is_closed = False
 
     def fileno(self) -> int:
@@ -90,19 +168,19 @@ class Channel:
                 self._flush()
             self._socket.shutdown(socket.SHUT_WR)
 
-    def receive(self, max_chunks: int = MAX_CHUNKS) -> tuple[list[bytes], bool]:
+    def receive(self) -> tuple[list[bytes], bool]:
         """The payloads of all frames that have come, and whether that was the last of it.
 
-        `max_chunks`: of 64 KiB, read at once. Raises BrokenStream: what comes is no frame.
+        Raises BrokenStream: what comes is no frame.
         """
-        is_open = self._frames.take_in(self._socket, max_chunks)
-        self._heard_s = time.monotonic()
+        is_open = self._frames.take_in(self._socket)
+        self._received_s = time.monotonic()
         return list(filter(None, self._frames.take())), not is_open
 
     def discard(self) -> bool:
         """Drop what has come; returns whether more may come."""
         try:
-            return bool(self._socket.recv(_DISCARDED_BYTES, socket.MSG_DONTWAIT))
+            return bool(self._socket.recv(_CHUNK_BYTES, socket.MSG_DONTWAIT))
         except BlockingIOError:
             return True
         except OSError:
@@ -113,7 +191,7 @@ class Channel:
 
         What waits to be received has come.
         """
-        if self._heard_s is None or time.monotonic() - self._heard_s < seconds:
+        if self._received_s is None or time.monotonic() - self._received_s < seconds:
             return False
         with self._sending:
             if self.is_closed:
@@ -124,11 +202,62 @@ class Channel:
 
     def forgive(self) -> None:
         """Count its silence anew: this process stood still itself."""
-        if self._heard_s is not None:
-            self._heard_s = time.monotonic()
+        if self._received_s is not None:
+            self._received_s = time.monotonic()
 
     def close(self) -> None:
         """The other side finds it over."""
         self.is_closed = True
         with self._sending, contextlib.suppress(OSError):
             self._socket.close()
+
+
+class FrameSocket:
+    """An engine process's end of its supervisor's stream: one thread receives, any thread sends."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._frames = FrameBuffer()
+        self._payloads: deque[bytes] = deque()  # received, not returned yet
+        self._sending = threading.Lock()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: Message) -> None:
+        """Raises ConnectionError when the other side is gone."""
+        frame = encode_payload(message.SerializeToString())
+        with self._sending:
+            self._socket.sendall(frame)
+
+    def receive(self) -> bytes | None:
+        """The next message's bytes, or None when the stream is over. Raises BrokenStream."""
+        while not self._payloads:
+            self._payloads.extend(self._frames.take())
+            if not self._payloads and not self._frames.wait_for_more(self._socket):
+                return None
+        return self._payloads.popleft()
+
+    def receive_ready(self) -> tuple[list[bytes], bool]:
+        """All messages that have come, and whether the stream is over. Raises BrokenStream."""
+        is_open = self._frames.take_in(self._socket)
+        payloads = [*self._payloads, *self._frames.take()]
+        self._payloads.clear()
+        return payloads, not is_open
+
+    def end(self) -> None:
+        """Both sides' readers find the stream over; the one blocked in `receive` here too."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
+    """`FrameSocket.receive` for asyncio: None when the stream is over, as after a failed write."""
+    try:
+        length = decode_length(await reader.readexactly(LENGTH_BYTES))
+        return await reader.readexactly(length)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None

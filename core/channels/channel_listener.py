@@ -13,21 +13,20 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from ..errors import BatonError, StartupFailed
-from .accept_thread import AcceptThread
+from .accept_thread import AcceptThread, Newcomers
+from .addresses import require_same_user, socket_address
 from .admission import ADMIT_S, SOCKET, THIS_HOST, accept, admit, refuse, tune
 from .channel import Channel
 from .engine_tls import Secured
 from .handshake import Listener, Opening
-from .same_host import require_same_user, socket_address
 from .tls_pump import plain_end
 
 log = logging.getLogger(__name__)
 
-MAX_PENDING = 64  # connections that have proven nothing yet
 _BACKLOG = 64
 
 OnChannel = Callable[[Opening, Channel], None]
@@ -65,7 +64,7 @@ class ChannelListener:
         self._admission = admission
         self._secure = secure
         self._lock = threading.Lock()
-        self._pending: list[_Pending] = []  # the eldest first
+        self._newcomers = Newcomers()
         self._local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._local.bind(socket_address(incarnation, SOCKET))
@@ -88,44 +87,28 @@ class ChannelListener:
     def start(self, on_channel: OnChannel) -> None:
         """Hand every channel to `on_channel`, which is called on other threads."""
 
-        def local(connection: socket.socket) -> None:
-            self._begin(connection, on_channel, is_local=True)
-
-        def remote(connection: socket.socket) -> None:
-            self._begin(connection, on_channel, is_local=False)
+        def accepting(listener: socket.socket, name: str, *, is_local: bool) -> AcceptThread:
+            serve = partial(self._admit, on_channel, is_local)
+            return AcceptThread(listener, name, self._newcomers, serve)
 
         self._accepting = [
-            AcceptThread(self._local, "channels of this host", local),
-            AcceptThread(self._remote, "channels of other hosts", remote),
+            accepting(self._local, "channels of this host", is_local=True),
+            accepting(self._remote, "channels of other hosts", is_local=False),
         ]
 
     def close(self) -> None:
         """Accept nobody else, not even who has come; channels stay their owners'."""
         with self._lock:
             self._is_closed = True
-            for pending in self._pending:
-                pending.hang_up()
+        self._newcomers.close(0.0)
         for accepting in self._accepting:
             accepting.close()
         if not self._accepting:
             self._local.close()
             self._remote.close()
 
-    def _begin(self, connection: socket.socket, on_channel: OnChannel, *, is_local: bool) -> None:
+    def _admit(self, on_channel: OnChannel, is_local: bool, connection: socket.socket) -> None:
         pending = _Pending(connection, is_local)
-        with self._lock:
-            if len(self._pending) >= MAX_PENDING:
-                self._pending.pop(0).hang_up()
-            self._pending.append(pending)
-        thread = threading.Thread(target=self._admit, args=(pending, on_channel), daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:
-            log.warning("cannot admit anybody: %s", error)
-            self._over(pending)
-            connection.close()
-
-    def _admit(self, pending: _Pending, on_channel: OnChannel) -> None:
         try:
             opening = self._handshake(pending)
             connection = pending.connection
@@ -135,8 +118,6 @@ class ChannelListener:
             log.debug("refused a channel: %s", error)
             pending.connection.close()
             return
-        finally:
-            self._over(pending)
         channel = Channel(connection)
         with self._lock:  # `close` returns, and nobody is handed over any more
             if not self._is_closed:
@@ -144,27 +125,21 @@ class ChannelListener:
                 return
         channel.close()
 
-    def _over(self, pending: _Pending) -> None:
-        """It is no stranger any more, or gone."""
-        with self._lock, suppress(ValueError):
-            self._pending.remove(pending)
-
     def _handshake(self, pending: _Pending) -> Opening:
         """Raises OSError, BatonError."""
         names = None
         pending.connection.settimeout(ADMIT_S)
         if pending.is_local:
             require_same_user(pending.connection)
-        else:
-            if self._secure is not None:
-                secured = self._secure(pending.connection)
-                pending.connection, names = secured.connection, secured.names
+        elif self._secure is not None:
+            secured = self._secure(pending.connection)
+            pending.connection, names = secured.connection, secured.names
         addresses = (THIS_HOST,) if pending.is_local else self._addresses
         theirs = Listener(self._key_of, self._admission.purposes, addresses)
         opening = admit(pending.connection, theirs)
         if not pending.is_local:
             tune(pending.connection, opening.purpose)
-        self._over(pending)  # strangers, however many, do not push out who is waiting for `check`
+        self._newcomers.proven()  # it may wait for `check`
         try:
             self._admission.check(opening, names)
         except BatonError as error:
@@ -179,14 +154,9 @@ class ChannelListener:
         return self._admission.keys.get(opening.key_id) if is_ours else None
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True)
 class _Pending:
     """A connection whose other end has proven nothing yet."""
 
     connection: socket.socket  # within TLS, once that has begun
     is_local: bool
-
-    def hang_up(self) -> None:
-        """Its thread finds it over. Not by `SSLSocket.shutdown`, which would end the TLS first."""
-        with suppress(OSError):
-            socket.socket.shutdown(self.connection, socket.SHUT_RDWR)

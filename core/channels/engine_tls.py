@@ -30,7 +30,7 @@ class Secured:
 
 @dataclass(frozen=True, slots=True)
 class EngineTls:
-    """This process's certificate, and what others' must say (DNS names)."""
+    """This process's certificate, and what others' must have (DNS names)."""
 
     ca: str
     chain: str
@@ -74,7 +74,7 @@ class EngineTls:
 
 
 class TlsContexts:
-    """Of one kind of end. Any thread may ask."""
+    """Of one kind of end. For any thread."""
 
     def __init__(self, ca: str, chain: str, key: str, protocol: int) -> None:
         self._ca, self._chain, self._key = ca, chain, key
@@ -105,5 +105,5 @@ class TlsContexts:
 
 
 def _no_password() -> str:
-    """An encrypted key must not ask on the terminal."""
+    """An encrypted key must not prompt on the terminal."""
     raise OSError("the key is encrypted")

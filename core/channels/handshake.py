@@ -5,12 +5,12 @@
       │ ◄─────────────────── challenge: nonce, listener's proof ── │
       │ ── answer: dialer's proof ─────────────────────────────►   │
 
-A proof is an HMAC-SHA256 over everything said before it and over the direction, so none can be used
+A proof is an HMAC-SHA256 over everything sent before it and over the direction, so none can be used
 for another purpose, peer, incarnation, address or direction, nor turned back at who made it. Both
 nonces are new for every connection and no clock is read: nothing recorded is ever accepted again.
 The listener refuses a dialer that meant another address, so a process that sits at the address of
-a dead peer cannot pass the handshake on to a live one. The key id says which key is meant, of
-several that a listener may have; to who does not know of the key, a listener proves nothing.
+a dead peer cannot pass the handshake on to a live one. The key id names one of several keys that a
+listener may have; to who does not know of the key, a listener proves nothing.
 
 What follows on the channel is not protected: that is TLS, or the kernel on one host. Knows no
 transport, no role and no secret store; raises Unauthenticated and nothing else on whatever comes.
@@ -83,14 +83,14 @@ class Dialer:
     def __init__(
         self, key: bytes, purpose: bytes, *, dialer: str, listener: str, address: str
     ) -> None:
-        """`address`: what was dialled, in the words in which the listener made it known."""
+        """`address`: what was dialled, as the listener made it known."""
         nonce = os.urandom(NONCE_BYTES)
         self._key = key
         opening = Opening(purpose, dialer, listener, where(address), key_id(key), nonce)
         self.opening = opening.pack()
 
-    def answer(self, challenge: bytes, said: bytes = b"") -> bytes:
-        """Check the listener's proof; returns ours, which covers `said`: what goes with it.
+    def answer(self, challenge: bytes, terms: bytes = b"") -> bytes:
+        """Check the listener's proof; returns ours, which covers `terms`: what goes with it.
 
         Raises Unauthenticated: the other end does not hold the key.
         """
@@ -99,7 +99,7 @@ class Dialer:
         nonce, proof = challenge[:NONCE_BYTES], challenge[NONCE_BYTES:]
         if not hmac.compare_digest(proof, _prove(self._key, _BY_LISTENER, self.opening, nonce)):
             raise Unauthenticated("the other end does not hold the key")
-        return _prove(self._key, _BY_DIALER, self.opening, nonce, said)
+        return _prove(self._key, _BY_DIALER, self.opening, nonce, terms)
 
 
 class Listener:
@@ -133,17 +133,17 @@ class Listener:
         self._opened = (opening, packed, nonce, key)
         return nonce + _prove(key, _BY_LISTENER, packed, nonce)
 
-    def check(self, answer: bytes, said: bytes = b"") -> Opening:
-        """Who dials, which is proven now. `said` came with the answer. Raises Unauthenticated."""
+    def check(self, answer: bytes, terms: bytes = b"") -> Opening:
+        """Who dials, which is proven now. `terms` came with the answer. Raises Unauthenticated."""
         if self._opened is None:
             raise Unauthenticated("an answer came before an opening")
         opening, packed, nonce, key = self._opened
         self._opened = None  # one answer a challenge
-        if not hmac.compare_digest(answer, _prove(key, _BY_DIALER, packed, nonce, said)):
+        if not hmac.compare_digest(answer, _prove(key, _BY_DIALER, packed, nonce, terms)):
             raise Unauthenticated("the other end does not hold the key")
         return opening
 
 
-def _prove(key: bytes, by: bytes, opening: bytes, nonce: bytes, said: bytes = b"") -> bytes:
+def _prove(key: bytes, by: bytes, opening: bytes, nonce: bytes, terms: bytes = b"") -> bytes:
     """All parts but the last have a fixed length, given the direction: no two lists are alike."""
-    return hmac.digest(key, by + opening + nonce + said, "sha256")
+    return hmac.digest(key, by + opening + nonce + terms, "sha256")

@@ -37,7 +37,7 @@ def plain_end(secured: ssl.SSLSocket) -> socket.socket:
 
 
 def wait_for_pumps(timeout_s: float) -> None:
-    """Before the process ends: until all that owners had said when they ended is on its way."""
+    """Before the process ends: until all that owners had sent when they ended is on its way."""
     until_s = time.monotonic() + timeout_s
     for thread in list(_running):
         if thread.is_alive():
@@ -45,7 +45,7 @@ def wait_for_pumps(timeout_s: float) -> None:
 
 
 class _Pump:
-    """Belongs to its thread. What one side said before its end still reaches the other, and what
+    """Belongs to its thread. What one side sent before its end still reaches the other, and what
     cannot reach a side any more is dropped: that side's end is about to be read.
     """
 

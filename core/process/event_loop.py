@@ -1,12 +1,30 @@
-"""Which event loop a process runs on: uvloop where it is installed, else asyncio's own."""
+"""The event loop of a process: which one it is, the signals that stop it, whether it still turns.
+
+    parent  LoopWatch ── a memfd of 8 bytes, by number in the environment ──► child  show_turns()
+
+The child moves a counter, its parent reads it, and counts its own looks, not seconds: one that was
+stopped itself, and goes on, has looked no more often than its child could count. A child that has
+not begun to count, since it starts or loads, is not taken for hung. Who kills and who starts again
+is the parent's business.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import contextlib
+import os
+import signal
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+HUNG_S = 2.0  # of a gateway: its callers wait meanwhile
+
+_VARIABLE = "BATON_LOOP_WATCH_FD"
+_NAME = "baton-loop-watch"
+_TURN_S = 0.1
+_NUM_BYTES = 8
 
 
 def run(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -23,3 +41,71 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     except ImportError:
         return None
     return uvloop.new_event_loop
+
+
+class StopSignals:
+    """SIGTERM and SIGINT: the first means stop, the second hurry; with `sigint_hurries` SIGINT
+    means both.
+    """
+
+    def __init__(self, *, sigint_hurries: bool = False) -> None:
+        self.stop = asyncio.Event()
+        self.hurry = asyncio.Event()
+        self._sigint_hurries = sigint_hurries
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._receive, number)
+
+    def _receive(self, number: signal.Signals) -> None:
+        if self.stop.is_set() or (self._sigint_hurries and number == signal.SIGINT):
+            self.hurry.set()
+        self.stop.set()
+
+
+class LoopWatch:
+    """The parent's end for one child. Pass `fd` to it, and `environment`."""
+
+    def __init__(self, hung_s: float = HUNG_S) -> None:
+        self.fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+        self.environment = {_VARIABLE: str(self.fd)}
+        self._max_silent_looks = round(hung_s / _TURN_S) - 1
+        self.hung_s = hung_s
+
+    async def until_hung(self, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
+        """Return once the child has counted, and then not for `hung_s`."""
+        last, num_silent = b"", 0
+        while num_silent < self._max_silent_looks:
+            await sleep(_TURN_S)
+            count = os.pread(self.fd, _NUM_BYTES, 0)
+            num_silent = num_silent + 1 if count and count == last else 0
+            last = count
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+    def __enter__(self) -> LoopWatch:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+async def show_turns() -> None:
+    """The child's end: count until cancelled. Returns at once where no parent watches."""
+    fd = _watched_fd()
+    if fd is None:
+        return
+    num_turns = 0
+    while True:
+        num_turns += 1
+        os.pwrite(fd, num_turns.to_bytes(_NUM_BYTES, "little"), 0)
+        await asyncio.sleep(_TURN_S)
+
+
+def _watched_fd() -> int | None:
+    """What the parent passed, once; a number that was inherited without its file is nothing."""
+    number = os.environ.pop(_VARIABLE, "")
+    with contextlib.suppress(OSError):
+        if number.isdecimal() and f"memfd:{_NAME}" in os.readlink(f"/proc/self/fd/{number}"):
+            return int(number)
+    return None

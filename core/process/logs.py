@@ -1,7 +1,7 @@
 """How every process of ours logs: to stderr, for people or as JSON lines, and never in floods.
 
 A record may carry values for machines (`extra=fields(...)`): they become keys of its JSON line.
-Knows nothing of what is said. Who logs must not put prompts, keys or secrets into it.
+Knows no record. Who logs must not put prompts, keys or secrets into it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class JsonLines(logging.Formatter):
 
 
 class FloodGate(logging.Filter):
-    """Lets MAX_ALIKE records of one place and level pass in ALIKE_S, and tells what it kept."""
+    """Lets MAX_ALIKE records of one place and level pass in ALIKE_S, and counts the others."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         super().__init__()

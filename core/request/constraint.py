@@ -1,4 +1,4 @@
-"""What an output must look like, as a request says it: a kind and its source, nothing compiled.
+"""What an output must look like, as in a request: a kind and its source, nothing compiled.
 
 Two nodes that know the source and the tokens so far allow the same next tokens: nothing else has to
 travel with a hand-off or a retry.

@@ -61,7 +61,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def integer(least: int, most: int) -> FieldKind:
-    """An integer in [least, most]; a bound that is the wire's alone is not spoken of."""
+    """An integer in [least, most]; a bound that is the wire's alone stands in no message."""
     wanted = f"in [{least}, {most}]" if most < UINT32_MAX else f"from {least} on"
 
     def read(value: Any, name: str) -> int:
@@ -139,22 +139,15 @@ def nullable(schema: Schema) -> Schema:
 def _token_ids(value: Any, name: str) -> list[int]:
     if not isinstance(value, list):
         raise invalid(name, "a list of token ids")
-    if value and not (set(map(type, value)) == {int} and _fit_the_wire(value)):
-        i = next(i for i, item in enumerate(value) if not _is_token_id(item))
-        raise InvalidRequest(f"{name}[{i}] is not a token id", f"{name}[{i}]", "invalid_token_id")
-    return value
-
-
-def _fit_the_wire(integers: list[int]) -> bool:
     try:
-        column(integers)
+        if set(map(type, value)) <= {int}:
+            column(value)
+            return value
     except (OverflowError, ValueError):
-        return False
-    return True
-
-
-def _is_token_id(item: Any) -> bool:
-    return _is_integer(item) and 0 <= item <= UINT32_MAX
+        pass
+    fits = (_is_integer(item) and 0 <= item <= UINT32_MAX for item in value)
+    i = next(i for i, does_fit in enumerate(fits) if not does_fit)
+    raise InvalidRequest(f"{name}[{i}] is not a token id", f"{name}[{i}]", "invalid_token_id")
 
 
 BOOLEAN = FieldKind({"type": "boolean"}, _boolean)

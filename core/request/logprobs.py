@@ -12,7 +12,7 @@ from dataclasses import dataclass
 class TokenLogprobs:
     """`logprob` is the token's own; `top` are (token id, logprob), likeliest first, equals by id.
 
-    `top` is as long as was asked for, and holds the token itself only if it is among these.
+    `top` is as long as was requested, and holds the token itself only if it is among these.
     """
 
     logprob: float

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,197 +34,131 @@ _TOKEN_ID = re.compile(r"(0|[1-9][0-9]{0,9})\Z")  # as JSON writes integers: one
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """`range`: for people. The field of a JSON body keeps to what the wire can carry alone, and the
-    check of both fronts to the rest."""
+    """`range`: for people. `field`, of a JSON body, keeps to what the wire can carry alone.
 
-    @property
-    def range(self) -> str:
-        return ""
+    `check(value, name, vocab_size)`: of both fronts, gives the wire's value as SamplingParams has
+    it, or raises InvalidRequest.
+    """
 
-    @property
-    def field(self) -> FieldKind:
-        return BOOLEAN
-
-    def check(self, value: Any, name: str, vocab_size: int) -> Any:
-        """The wire's value as SamplingParams has it. Raises InvalidRequest."""
-        return value
+    range: str
+    field: FieldKind
+    check: Callable[[Any, str, int], Any]
 
 
-class Flag(Kind):
-    """True or false."""
+FLAG = Kind("", BOOLEAN, lambda value, name, vocab_size: value)
 
 
-@dataclass(frozen=True, slots=True)
-class Number(Kind):
+def number(least: float, most: float, *, is_open: bool = False) -> Kind:
     """A float in [least, most], or in (least, most] if `is_open`."""
+    interval = f"{'(' if is_open else '['}{least:g}, {most:g}]"
 
-    least: float
-    most: float
-    is_open: bool = False
-
-    @property
-    def range(self) -> str:
-        return f"{'(' if self.is_open else '['}{self.least:g}, {self.most:g}]"
-
-    @property
-    def field(self) -> FieldKind:
-        bound = "exclusiveMinimum" if self.is_open else "minimum"
-        return NUMBER.within(**{bound: self.least, "maximum": self.most})
-
-    def check(self, value: float, name: str, vocab_size: int) -> float:
+    def check(value: float, name: str, vocab_size: int) -> float:
         value = _as_sampled(value, name, name)
         # NaN compares false.
-        if not self.least <= value <= self.most or (self.is_open and value == self.least):
-            raise _invalid(f"{name} must lie in {self.range}, not {value:g}", name)
+        if not least <= value <= most or (is_open and value == least):
+            raise _invalid(f"{name} must lie in {interval}, not {value:g}", name)
         return value
 
+    bound = "exclusiveMinimum" if is_open else "minimum"
+    return Kind(interval, NUMBER.within(**{bound: least, "maximum": most}), check)
 
-@dataclass(frozen=True, slots=True)
-class Integer(Kind):
-    """An integer in [least, most]; a bound that is the wire's alone is not spoken of."""
 
-    least: int = 0
-    most: int = UINT32_MAX
+def at_least(least: int) -> Kind:
+    """An integer from `least` on; the bound above is the wire's, and stands in no message."""
 
-    @property
-    def range(self) -> str:
-        return f"[{self.least}, {self.most}]" if self.most < UINT32_MAX else f"{self.least} ..."
-
-    @property
-    def field(self) -> FieldKind:
-        return integer(self.least, self.most)
-
-    def check(self, value: int, name: str, vocab_size: int) -> int | None:
-        if self.most == UINT32_MAX and value < self.least:
-            raise _invalid(f"{name} must be at least {self.least}", name)
-        if not self.least <= value <= self.most:
-            raise _invalid(f"{name} must lie in {self.range}, not {value}", name)
+    def check(value: int, name: str, vocab_size: int) -> int:
+        if value < least:
+            raise _invalid(f"{name} must be at least {least}", name)
         return value
 
+    return Kind(f"{least} ...", integer(least, UINT32_MAX), check)
 
-class Count(Integer):
-    """How many of something to send; over HTTP too the check of both fronts says what is most."""
 
-    @property
-    def field(self) -> FieldKind:
-        return integer(self.least, UINT32_MAX).within(maximum=self.most)
+def between(least: int, most: int) -> Kind:
+    """An integer in [least, most]."""
+    interval = f"[{least}, {most}]"
 
-    def check(self, value: int, name: str, vocab_size: int) -> int:
-        if value > self.most:
-            raise _invalid(f"{name} can be {self.most} at most, not {value}", name)
+    def check(value: int, name: str, vocab_size: int) -> int:
+        if not least <= value <= most:
+            raise _invalid(f"{name} must lie in {interval}, not {value}", name)
         return value
 
-
-class Limit(Integer):
-    """A count that may be unlimited: None here, 0 on the wire, 0 or vLLM's -1 over HTTP."""
-
-    @property
-    def field(self) -> FieldKind:
-        any_limit = integer(-1, UINT32_MAX)
-        return FieldKind(any_limit.schema, lambda value, name: max(0, any_limit.read(value, name)))
-
-    def check(self, value: int, name: str, vocab_size: int) -> int | None:
-        return value or None
+    return Kind(interval, integer(least, most), check)
 
 
-class Seed(Kind):
-    """An integer of 63 bits."""
+def count(most: int) -> Kind:
+    """How many of something to send; over HTTP too the check of both fronts has what is most."""
 
-    range = "[0, 2**63)"
-    field = integer(0, 2**63 - 1)
-
-    def check(self, value: int, name: str, vocab_size: int) -> int:
-        if value >> 63:
-            raise _invalid(f"{name} must lie in {self.range}", name)
+    def check(value: int, name: str, vocab_size: int) -> int:
+        if value > most:
+            raise _invalid(f"{name} can be {most} at most, not {value}", name)
         return value
 
+    return Kind(f"[0, {most}]", integer(0, UINT32_MAX).within(maximum=most), check)
 
-@dataclass(frozen=True, slots=True)
-class Name(Kind):
-    """A text that this pattern matches whole; `words` says which these are."""
 
-    pattern: str
-    words: str
+def _limit() -> Kind:
+    any_limit = integer(-1, UINT32_MAX)
+    field = FieldKind(any_limit.schema, lambda value, name: max(0, any_limit.read(value, name)))
+    return Kind("0 ...", field, lambda value, name, vocab_size: value or None)
 
-    @property
-    def range(self) -> str:
-        return self.words
 
-    @property
-    def field(self) -> FieldKind:
-        return STRING.within(pattern=f"^{self.pattern}$")
+LIMIT = _limit()  # a count that may be unlimited: None here, 0 on the wire, 0 or vLLM's -1 in HTTP
 
-    def check(self, value: str, name: str, vocab_size: int) -> str:
-        if not re.fullmatch(self.pattern, value):
-            raise invalid(name, self.words)
+
+def _check_seed(value: int, name: str, vocab_size: int) -> int:
+    if value >> 63:
+        raise _invalid(f"{name} must lie in {SEED.range}", name)
+    return value
+
+
+SEED = Kind("[0, 2**63)", integer(0, 2**63 - 1), _check_seed)
+
+
+def text_like(pattern: str, description: str) -> Kind:
+    """A text that this pattern matches whole; `description`: which these are."""
+
+    def check(value: str, name: str, vocab_size: int) -> str:
+        if not re.fullmatch(pattern, value):
+            raise invalid(name, description)
         return value
 
+    return Kind(description, STRING.within(pattern=f"^{pattern}$"), check)
 
-@dataclass(frozen=True, slots=True)
-class StopStrings(Kind):
-    max_items: int
-    max_bytes: int
 
-    @property
-    def range(self) -> str:
-        return f"{self.max_items} strings of 1 to {self.max_bytes} bytes"
+def stop_strings(max_items: int, max_bytes: int) -> Kind:
+    """Texts of 1 to `max_bytes` bytes of UTF-8."""
 
-    @property
-    def field(self) -> FieldKind:
-        text = STRING.within(minLength=1, maxLength=self.max_bytes)
-        return one_or_list_of(text, self.max_items)
-
-    def check(self, value: Sequence[str], name: str, vocab_size: int) -> tuple[str, ...]:
-        _check_length(value, self.max_items, name, "stop strings")
+    def check(value: Sequence[str], name: str, vocab_size: int) -> tuple[str, ...]:
+        _check_length(value, max_items, name, "stop strings")
         for i, text in enumerate(value):
-            if not 0 < len(text.encode()) <= self.max_bytes:
-                raise _invalid(f"{name}[{i}] must have 1 to {self.max_bytes} bytes", f"{name}[{i}]")
+            if not 0 < len(text.encode()) <= max_bytes:
+                raise _invalid(f"{name}[{i}] must have 1 to {max_bytes} bytes", f"{name}[{i}]")
         return tuple(value)
 
+    field = one_or_list_of(STRING.within(minLength=1, maxLength=max_bytes), max_items)
+    return Kind(f"{max_items} strings of 1 to {max_bytes} bytes", field, check)
 
-@dataclass(frozen=True, slots=True)
-class TokenIds(Kind):
-    max_items: int
 
-    @property
-    def range(self) -> str:
-        return f"{self.max_items} ids"
+def token_ids(max_items: int) -> Kind:
+    """Ids of the vocabulary."""
 
-    @property
-    def field(self) -> FieldKind:
-        return TOKEN_IDS.within(maxItems=self.max_items)
-
-    def check(self, value: Sequence[int], name: str, vocab_size: int) -> tuple[int, ...]:
-        _check_length(value, self.max_items, name, "stop ids")
+    def check(value: Sequence[int], name: str, vocab_size: int) -> tuple[int, ...]:
+        _check_length(value, max_items, name, "stop ids")
         check_in_vocabulary(value, vocab_size, name)
         return tuple(dict.fromkeys(value))
 
+    return Kind(f"{max_items} ids", TOKEN_IDS.within(maxItems=max_items), check)
 
-@dataclass(frozen=True, slots=True)
-class LogitBias(Kind):
+
+def token_biases(max_items: int, most: float) -> Kind:
     """Pairs of a token id and a float in [-most, most]."""
+    interval = f"[-{most:g}, {most:g}]"
 
-    max_items: int
-    most: float
-
-    @property
-    def range(self) -> str:
-        return f"id -> [-{self.most:g}, {self.most:g}], at most {self.max_items}"
-
-    @property
-    def field(self) -> FieldKind:
-        schema = {
-            "type": "object",
-            "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"},
-            "additionalProperties": {"type": "number", "minimum": -self.most, "maximum": self.most},
-            "maxProperties": self.max_items,
-        }
-        return FieldKind(schema, self._read)
-
-    def _read(self, value: Any, name: str) -> dict[int, float]:
+    def read(value: Any, name: str) -> dict[int, float]:
         if not isinstance(value, dict):
             raise invalid(name, "an object of token ids and numbers")
-        _check_length(value, self.max_items, name, "biased tokens")
+        _check_length(value, max_items, name, "biased tokens")
         found = {}
         for key, bias in value.items():
             if not _TOKEN_ID.match(key) or int(key) > UINT32_MAX:
@@ -236,20 +170,27 @@ class LogitBias(Kind):
         return found
 
     def check(
-        self, value: Mapping[int, float], name: str, vocab_size: int
+        value: Mapping[int, float], name: str, vocab_size: int
     ) -> tuple[tuple[int, float], ...]:
-        _check_length(value, self.max_items, name, "biased tokens")
+        _check_length(value, max_items, name, "biased tokens")
         biases = []
         for token_id, bias in sorted(value.items()):
             bias = _as_sampled(bias, f"{name}[{token_id}]", name)
             if token_id >= vocab_size:
                 message = f"{name} names token {token_id}; the vocabulary has {vocab_size} ids"
                 raise _invalid(message, name, "invalid_token_id")
-            if not math.fabs(bias) <= self.most:
-                within = f"[-{self.most:g}, {self.most:g}]"
-                raise _invalid(f"{name}[{token_id}] must lie in {within}, not {bias:g}", name)
+            if not math.fabs(bias) <= most:
+                raise _invalid(f"{name}[{token_id}] must lie in {interval}, not {bias:g}", name)
             biases.append((token_id, bias))
         return tuple(biases)
+
+    schema = {
+        "type": "object",
+        "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"},
+        "additionalProperties": {"type": "number", "minimum": -most, "maximum": most},
+        "maxProperties": max_items,
+    }
+    return Kind(f"id -> {interval}, at most {max_items}", FieldKind(schema, read), check)
 
 
 def _as_sampled(value: float, name: str, param: str) -> float:
@@ -281,9 +222,9 @@ def _invalid(message: str, param: str, code: str = "invalid_value") -> InvalidRe
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """`absent`: what an absent field means, in words, where that is not `default`.
+    """`absent`: what an absent field means, as text, where that is not `default`.
 
-    `over_http`: how HTTP bodies have it, in words, where not by the same name and meaning.
+    `over_http`: how HTTP bodies have it, as text, where not by the same name and meaning.
     """
 
     default: Any

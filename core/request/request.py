@@ -9,18 +9,19 @@ from dataclasses import dataclass, replace
 
 from .constraint import Constraint
 from .parameters import (
-    Count,
-    Flag,
-    Integer,
-    Limit,
-    LogitBias,
-    Name,
-    Number,
-    Seed,
-    StopStrings,
-    TokenIds,
+    FLAG,
+    LIMIT,
+    SEED,
+    at_least,
+    between,
+    count,
+    number,
     parameter,
     parameters_of,
+    stop_strings,
+    text_like,
+    token_biases,
+    token_ids,
 )
 from .token_ids import column
 
@@ -34,70 +35,70 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose tokens: the table of what a client may ask, of what parameters.py explains.
+    """How to choose tokens: the table of what a client may request, as parameters.py describes.
 
-    An instance is validated; `None` means "no limit" or "not asked for". `stop` strings are judged
+    An instance is validated; `None` means "no limit" or "not requested". `stop` strings are judged
     at the gateway, all else on the node. `constraint`: what the whole output must look like, given
     as json_schema, regex, choice or grammar. docs/sampling.md has the order in which these act.
     """
 
     max_tokens: int = parameter(
         16,
-        Integer(1),
+        at_least(1),
         "prompt and output fit the context",
         absent="what is left of the context; /v1/completions: 16",
         over_http="/v1/chat/completions: also `max_completion_tokens`",
     )
     temperature: float = parameter(
-        1.0, Number(0, 2), "0 is greedy: no filter, no chance; the lowest id of equals"
+        1.0, number(0, 2), "0 is greedy: no filter, no chance; the lowest id of equals"
     )
     top_p: float = parameter(
         1.0,
-        Number(0, 1, is_open=True),
+        number(0, 1, is_open=True),
         "keeps the likeliest tokens that together have this probability",
     )
     top_k: int | None = parameter(
-        None, Limit(), "keeps the k likeliest, and what equals the k-th", absent="0: no limit"
+        None, LIMIT, "keeps the k likeliest, and what equals the k-th", absent="0: no limit"
     )
-    seed: int = parameter(0, Seed(), "the result says which was used", absent="drawn")
+    seed: int = parameter(0, SEED, "the result shows which was used", absent="drawn")
     stop: tuple[str, ...] = parameter(
-        (), StopStrings(4, 256), "ends the output in front of the first match"
+        (), stop_strings(4, 256), "ends the output in front of the first match"
     )
-    stop_token_ids: tuple[int, ...] = parameter((), TokenIds(256), "ends the output behind the id")
+    stop_token_ids: tuple[int, ...] = parameter((), token_ids(256), "ends the output behind the id")
     ignore_eos: bool = parameter(
-        False, Flag(), "EOS does not end the output; `min_tokens` forbids it all the same"
+        False, FLAG, "EOS does not end the output; `min_tokens` forbids it all the same"
     )
     min_p: float = parameter(
-        0.0, Number(0, 1), "drops what is less likely than this part of the likeliest"
+        0.0, number(0, 1), "drops what is less likely than this part of the likeliest"
     )
     repetition_penalty: float = parameter(
         1.0,
-        Number(0, 2, is_open=True),
+        number(0, 2, is_open=True),
         "on tokens of prompt and output: logits > 0 are divided, others multiplied",
     )
     presence_penalty: float = parameter(
-        0.0, Number(-2, 2), "subtracted once from tokens of the output"
+        0.0, number(-2, 2), "subtracted once from tokens of the output"
     )
     frequency_penalty: float = parameter(
-        0.0, Number(-2, 2), "subtracted from tokens of the output, times their count"
+        0.0, number(-2, 2), "subtracted from tokens of the output, times their count"
     )
     logit_bias: tuple[tuple[int, float], ...] = parameter(
-        (), LogitBias(1024, 100), "added to the logits"
+        (), token_biases(1024, 100), "added to the logits"
     )
     min_tokens: int = parameter(
         0,
-        Integer(),
+        at_least(0),
         "`max_tokens` at most: before so many tokens neither EOS nor a stop id can be chosen, "
         "and no stop string is looked for",
     )
     logprobs: int | None = parameter(
         None,
-        Count(0, 20),
+        count(20),
         "with each token its log-probability and so many of the likeliest",
         over_http="/v1/chat/completions: true, and `top_logprobs`",
     )
     prompt_logprobs: int | None = parameter(
-        None, Count(0, 20), "the same for the prompt's second token and all behind it"
+        None, count(20), "the same for the prompt's second token and all behind it"
     )
     constraint: Constraint | None = None
 
@@ -119,28 +120,28 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """What a client may ask beside how tokens are chosen: more of the table, for the gateway alone.
+    """What a client may request beside how tokens are chosen: the gateway's part of the table.
 
     `cache_salt`: once the gateway has keyed it with the tenant, not as the client wrote it.
     """
 
     n: int = parameter(
-        1, Integer(1, 8), "samples of the prompt, each with a stream and a result of its own"
+        1, between(1, 8), "samples of the prompt, each with a stream and a result of its own"
     )
     cache_salt: str = parameter(
         "",
-        Name("[A-Za-z0-9_.-]{1,64}", "1 to 64 of A-Z a-z 0-9 _ . -"),
+        text_like("[A-Za-z0-9_.-]{1,64}", "1 to 64 of A-Z a-z 0-9 _ . -"),
         "cached prefixes are shared with requests of the same salt alone",
     )
     include_stop_str_in_output: bool = parameter(
-        False, Flag(), "the text ends behind the stop string"
+        False, FLAG, "the text ends behind the stop string"
     )
     skip_special_tokens: bool = parameter(
-        True, Flag(), "false: special tokens show in the text, those that end it excepted"
+        True, FLAG, "false: special tokens show in the text, those that end it excepted"
     )
     add_special_tokens: bool = parameter(
         True,
-        Flag(),
+        FLAG,
         "false: a text's prompt gets none of the tokenizer's own",
         absent="true; of a chat: false",
     )
@@ -159,7 +160,7 @@ class Request:
     already streamed: the node computes them like prompt, and continues at their position. Both are
     columns of token_ids.py wherever a prompt may be long.
 
-    `sample_index` tells the samples of one prompt apart. `fork_ids` are the request ids of further
+    `sample_index`: which sample of the prompt this is. `fork_ids` are the request ids of further
     samples, of the indices that follow: they share this one's prompt and its blocks until their
     first tokens are sampled, and are requests of their own from then on. `caller_id`: whose it is;
     queues are fair between callers.

@@ -2,15 +2,28 @@
 
 Objects cost a long prompt's way milliseconds: 32k ids as a tuple take 0.4 ms to make and as much
 to read. A column of them is copied in 10 us, and numpy reads it where it lies.
+
+The chained hash of full KV blocks is what makes two blocks on two machines the same block:
+
+    root    = blake2b(model fingerprint, cache salt)          the salt carries tenant and adapter
+    hash[i] = blake2b(hash[i-1] or root, token ids of block i as little-endian uint32)
+
+A hash covers everything its block's KV depends on. 128 bits, stable across processes and hosts.
 """
 
 from __future__ import annotations
 
+import hashlib
+import struct
 import sys
 from array import array
 from collections.abc import Iterable
+from typing import NewType, cast
+
+BlockHash = NewType("BlockHash", bytes)
 
 NUM_BYTES = 4  # of an id
+_HASH_BYTES = 16
 
 
 def column(token_ids: Iterable[int] = ()) -> array[int]:
@@ -38,3 +51,27 @@ def _little_endian(token_ids: array[int]) -> array[int]:
     if sys.byteorder == "big":
         token_ids.byteswap()
     return token_ids
+
+
+def root_hash(fingerprint: str, cache_salt: str = "") -> BlockHash:
+    """The hash before the first block."""
+    salted = f"{len(fingerprint)}:{fingerprint}{cache_salt}".encode()
+    return BlockHash(hashlib.blake2b(salted, digest_size=_HASH_BYTES).digest())
+
+
+def block_hashes(root: BlockHash, token_ids: Iterable[int], block_size: int) -> list[BlockHash]:
+    """The hashes of all full blocks of `token_ids` behind `root`, which may be a block's hash too.
+
+    A partial last block has none.
+    """
+    packed, block_bytes = pack(token_ids), NUM_BYTES * block_size
+    full = packed[: len(packed) // block_bytes * block_bytes]
+    fresh = hashlib.blake2b(digest_size=_HASH_BYTES).copy  # twice as fast as to make a new one
+    hashes: list[bytes] = []
+    parent: bytes = root
+    for (block,) in struct.iter_unpack(f"{block_bytes}s", full):
+        block_hash = fresh()
+        block_hash.update(parent + block)
+        parent = block_hash.digest()
+        hashes.append(parent)
+    return cast(list[BlockHash], hashes)

@@ -2,8 +2,8 @@
 where a step makes hundreds: a frozen dataclass takes three times as long to make.
 
 A step is a flat batch: the slices' tokens lie behind each other, no padding. Slice i computes
-positions [start, start + len(token_ids)) of its sequence; their KV goes where the block table says,
-and attention sees positions 0..start+len-1 through the same table.
+positions [start, start + len(token_ids)) of its sequence; their KV goes where the block table has
+it, and attention sees positions 0..start+len-1 through the same table.
 """
 
 from __future__ import annotations
@@ -12,38 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ...core.request.logprobs import TokenLogprobs
-from ...core.request.request import SamplingParams
-
-
-class Counts(Protocol):
-    """What penalties look at, as parallel arrays: see token_counts.py."""
-
-    @property
-    def token_ids(self) -> NDArray[np.int64]: ...
-
-    @property
-    def counts(self) -> NDArray[np.int64]: ...
-
-
-class SampleSpec(NamedTuple):
-    """How to sample the token behind a slice's last position.
-
-    `forbidden_ids` must not be chosen (min_tokens). `counts` is what penalties look at: there if
-    the parameters have any, and valid until `launch` returns. Each of `fork_keys` asks for one more
-    sample from the same logits. `allowed` [words]: bit i % 32 of word i // 32 says whether token i
-    may be chosen; None: each may.
-    """
-
-    params: SamplingParams
-    key: int  # core.sampling.token_key of the position that is sampled; 0 where none is drawn
-    forbidden_ids: Sequence[int] = ()
-    counts: Counts | None = None
-    fork_keys: tuple[int, ...] = ()
-    allowed: NDArray[np.int32] | None = None
+from ...kernels.sampling.sample_spec import SampleSpec
 
 
 class SequenceSlice(NamedTuple):

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...kernels.attention.attention import AttentionBackend, AttentionMetadata
+from ...kernels.attention.attention import AttentionBackend
 from ...kernels.sampling.sampling import sample
 from ..kv.block_pool import PADDING_BLOCK
 from ..model.decoder import Decoder
 from .batch import CompletedStep, SampledToken, SequenceSlice
-from .step_arrays import flatten, row_sampling
-from .step_extras import compute_extras
+from .step_parts import compute_extras, flatten, metadata_of
 
 # BLAS multiplies a single row by another routine, whose sums round differently: with this second
 # row a decode alone gives bit for bit what it gives in a batch.
@@ -43,7 +42,7 @@ class CpuSteps:
         logits = None
         if rows:
             logits = self._logits(hidden.index_select(0, torch.tensor(last_tokens)))
-            token_ids, logprobs = sample(logits, [row_sampling(spec) for spec in specs])
+            token_ids, logprobs = sample(logits, specs)
             tokens = zip(token_ids.tolist(), logprobs.tolist(), strict=True)
             for index, (token_id, logprob) in zip(rows, tokens, strict=True):
                 results[index] = SampledToken(token_id, logprob)
@@ -58,18 +57,11 @@ class CpuSteps:
         if len(batch) == 1 and batch[0].num_scheduled_tokens == 1:
             batch = (*batch, _PADDING_SLICE)
         token_ids, positions, slots = map(torch.from_numpy, flatten(batch, self._block_size))
-        self._attention.plan(
-            AttentionMetadata(
-                query_lens=[piece.num_scheduled_tokens for piece in batch],
-                seq_lens=[piece.start + piece.num_scheduled_tokens for piece in batch],
-                block_tables=[piece.block_table for piece in batch],
-                slot_mapping=slots,
-            )
-        )
+        self._attention.plan(metadata_of(batch, slots))
         return self.model.forward(token_ids, positions, self._attention)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab]; one row is computed twice, as in `_PADDING_SLICE`."""
         if len(hidden) > 1:
-            return self.model.logits(hidden)
-        return self.model.logits(hidden.expand(2, -1).contiguous())[:1]
+            return self.model.lm_head.project(hidden)
+        return self.model.lm_head.project(hidden.expand(2, -1).contiguous())[:1]

@@ -10,16 +10,11 @@ from torch import Tensor
 
 from ...core.config import EngineConfig
 from ...core.errors import StartupFailed
-from ...kernels.attention.attention import AttentionBackend
-from ...kernels.attention.attention_torch import TorchAttention
+from ...kernels.attention.attention import AttentionBackend, TorchAttention
 from ..model.layers import Placement
 from ..model.model_config import ModelConfig
 
-_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)
 
 
@@ -118,18 +113,19 @@ def choose_attention(
 def make_attention(
     choice: AttentionChoice,
     pool: Tensor,
+    num_heads: int,
     max_num_seqs: int,
     model: ModelConfig,
     max_model_len: int,
 ) -> AttentionBackend:
-    """The backend over `pool`."""
+    """The backend over `pool`, of a rank with `num_heads` heads."""
     if choice.decode == "torch":
         return TorchAttention(pool, model.windows)
     from ...kernels.attention.attention_gpu import make_gpu_attention
 
     return make_gpu_attention(
         pool,
-        model.num_heads,
+        num_heads,
         max_num_seqs,
         max_model_len,
         decode=choice.decode,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...core.errors import EngineFailed
 from ...core.request.logprobs import TokenLogprobs
-from ...kernels.attention.attention import AttentionBackend, AttentionMetadata
+from ...kernels.attention.attention import AttentionBackend
 from ...kernels.attention.attention_triton import MAX_GRAPH_SLICES, MAX_GRAPH_TOKENS
 from ...kernels.sampling.sampling import as_signed, sample
 from ...kernels.sampling.sampling_triton import VocabularyPart, sample_unfiltered
@@ -31,8 +31,7 @@ from ..kv.cuda_step_count import CudaStepCount
 from ..model.decoder import Decoder
 from .batch import SampledToken, SequenceSlice
 from .cuda_graphs import StepGraph, StepGraphs, decode_sizes
-from .step_arrays import Int64s, flatten, row_sampling
-from .step_extras import Extras, compute_extras
+from .step_parts import Extras, Int64s, compute_extras, flatten, metadata_of
 
 # Longer contexts are better off with FA3, and long enough to hide what launching costs.
 _MAX_GRAPH_CONTEXT = 4096
@@ -113,17 +112,17 @@ class GpuSteps:
             batch = [_PADDING_SLICE] * size
             inputs = self.graphs.inputs(size)
             upload_into(inputs.flatten(), self._decode_arrays(batch).ravel())
-            self._plan(batch, inputs[2], is_graph=True)
+            self._attention.plan(metadata_of(batch, inputs[2], is_graph=True))
             self.graphs.capture(size, partial(self._decode, inputs))
         for size in reversed(self.prefill_graphs.sizes):
             token_ids, positions, slots = self.prefill_graphs.inputs(size)
-            self._plan([_PADDING_SLICE], slots, is_prefill_graph=True)
+            self._attention.plan(metadata_of([_PADDING_SLICE], slots, is_prefill_graph=True))
             self.prefill_graphs.capture(
                 size, partial(self.model.forward, token_ids, positions, self._attention)
             )
 
     def count_in(self, count: CudaStepCount) -> None:
-        """From now on `count` says which steps have written their KV."""
+        """From now on `count` has the number of the last step that has written its KV."""
         self._count = count
 
     def launch(self, batch: Sequence[SequenceSlice]) -> GpuStep:
@@ -141,7 +140,7 @@ class GpuSteps:
         inputs = self.graphs.inputs(graph.size)
         upload_into(inputs.flatten(), self._decode_arrays(padded).ravel())
         self._follow(batch, inputs[0])
-        self._plan(padded, inputs[2], is_graph=True)
+        self._attention.plan(metadata_of(padded, inputs[2], is_graph=True))
         graph.replay()
         number = self._mark()
         rows = list(range(len(batch)))
@@ -162,7 +161,7 @@ class GpuSteps:
         n = inputs.shape[1]
         token_ids, positions, _slots, keys, temperatures = inputs
         hidden = self.model.forward(token_ids, positions, self._attention)
-        logits = self.model.logits_part(hidden)
+        logits = self.model.lm_head.project_part(hidden)
         sample_unfiltered(
             logits,
             temperatures.view(torch.float64),
@@ -183,14 +182,14 @@ class GpuSteps:
         if graph is None:
             token_ids, positions, slots = upload(arrays, self._device)
             self._follow(batch, token_ids)
-            self._plan(batch, slots)
+            self._attention.plan(metadata_of(batch, slots))
             return self.model.forward(token_ids, positions, self._attention)
         inputs = self.prefill_graphs.inputs(graph.size)
         padded = np.zeros(inputs.shape, np.int64)
         padded[:, :num_tokens] = arrays
         upload_into(inputs.flatten(), padded.ravel())
         self._follow(batch, inputs[0])
-        self._plan(batch, inputs[2], is_prefill_graph=True)
+        self._attention.plan(metadata_of(batch, inputs[2], is_prefill_graph=True))
         graph.replay()
         return graph.output
 
@@ -205,7 +204,7 @@ class GpuSteps:
         sampling = [batch[row] for row in rows]
         arrays = np.vstack([np.array(rows), last_tokens, _sampling_arrays(sampling)])
         slices, tokens, keys, temperatures = upload(arrays, self._device)
-        logits = self.model.logits_part(hidden.index_select(0, tokens))
+        logits = self.model.lm_head.project_part(hidden.index_select(0, tokens))
         sampled, logprobs = self._sampled.new_empty(len(rows)), self._logprobs[: len(rows)]
         sample_unfiltered(
             logits, temperatures.view(torch.float64), keys, sampled, logprobs, self._part
@@ -235,38 +234,19 @@ class GpuSteps:
             place, source = upload(np.array([places, sources], np.int64), self._device)
             token_ids.index_copy_(0, place, self._sampled.index_select(0, source))
 
-    def _plan(
-        self,
-        batch: Sequence[SequenceSlice],
-        slots: Tensor,
-        *,
-        is_graph: bool = False,
-        is_prefill_graph: bool = False,
-    ) -> None:
-        self._attention.plan(
-            AttentionMetadata(
-                query_lens=[piece.num_scheduled_tokens for piece in batch],
-                seq_lens=[piece.start + piece.num_scheduled_tokens for piece in batch],
-                block_tables=[piece.block_table for piece in batch],
-                slot_mapping=slots,
-                is_graph=is_graph,
-                is_prefill_graph=is_prefill_graph,
-            )
-        )
-
     def _resample(self, batch: Sequence[SequenceSlice], rows: list[int], logits: Tensor) -> None:
-        """Sample again what asks for filters or changed logits. This rank's logits are parallel to
-        `rows`; of those that ask, all ranks' are gathered."""
+        """Sample again what needs filters or changed logits. This rank's logits are parallel to
+        `rows`; of those rows, all ranks' are gathered."""
         special = []
         for index, row in enumerate(rows):
             spec = batch[row].sample
-            if spec is not None and not (wanted := row_sampling(spec)).is_plain:
-                special.append((index, row, wanted))
+            if spec is not None and not spec.is_plain:
+                special.append((index, row, spec))
         if special:
             places = np.array([(index, row) for index, row, _ in special], np.int64).T
             index, row = upload(np.ascontiguousarray(places), self._device)
-            whole = self.model.gather_logits(logits.index_select(0, index))
-            token_ids, logprobs = sample(whole, [wanted for _, _, wanted in special])
+            whole = self.model.lm_head.gather(logits.index_select(0, index))
+            token_ids, logprobs = sample(whole, [spec for _, _, spec in special])
             # Unlike the plain sampler's, sums over a sorted row may differ in the last bit from run
             # to run, and all ranks must go on with the same token.
             self.model.communicator.broadcast(token_ids)
@@ -280,8 +260,8 @@ class GpuSteps:
         logits: Tensor | None,
         hidden: Tensor | None,
     ) -> Extras | None:
-        model = self.model
-        return compute_extras(batch, rows, logits, hidden, model.logits, model.gather_logits)
+        head = self.model.lm_head
+        return compute_extras(batch, rows, logits, hidden, head.project, head.gather)
 
     def _bring_back(
         self,

@@ -19,25 +19,24 @@ import torch
 from ...core.config import EngineConfig
 from ...core.errors import EngineFailed, StartupFailed
 from ...core.model_dir import eos_token_ids, resolve_model_dir
-from ...core.request.parameters import Number
 from ...core.request.request import SAMPLING, SamplingParams
 from ...kernels.attention.attention import AttentionBackend
 from ...kernels.kv.kv_blocks import copy_blocks
+from ...kernels.sampling.sample_spec import SampleSpec
 from ..kv import cuda_kv_memory, kv_memory
-from ..kv.block_pool import CANARY_BLOCK, PADDING_BLOCK
-from ..kv.canary import canary_bytes
+from ..kv.block_pool import CANARY_BLOCK, PADDING_BLOCK, canary_bytes
 from ..kv.cuda_kv_memory import CudaKvMemory
 from ..kv.cuda_step_count import CudaStepCount, count_steps
 from ..kv.generations import SharedGenerations
 from ..kv.kv_memory import CpuKvMemory, KvLayout
 from ..kv.limits import seqs_for_pool, spare_tokens
 from ..model.checkpoint import OnProgress, fill_dummy_weights, load_weights, weights_identity
-from ..model.communicator import Alone, Communicator
+from ..model.communicator import Communicator
 from ..model.decoder import Decoder
 from ..model.fingerprint import fingerprint_fields
 from ..model.model_config import ModelConfig, read_model_config
 from ..model.sharding import check_divisible, heads_of_rank
-from .batch import LaunchedStep, SampledToken, SampleSpec, SequenceSlice
+from .batch import LaunchedStep, SampledToken, SequenceSlice
 from .cpu_steps import CpuSteps
 from .device import choose_attention, choose_placement, make_attention
 
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
     from .gpu_steps import GpuSteps  # needs Triton
 
 # What a step may need most memory for: every row sampled with all there is.
-_NUMBERS: dict[str, Any] = {n: 0.5 for n, one in SAMPLING.items() if isinstance(one.kind, Number)}
+_NUMBERS: dict[str, Any] = {n: 0.5 for n, one in SAMPLING.items() if isinstance(one.default, float)}
 _DEAREST_PARAMS = SamplingParams(top_k=50, logit_bias=((0, 1.0),), logprobs=20, **_NUMBERS)
 
 
@@ -67,7 +66,7 @@ class ModelRunner:
 
         `config.device` is this rank's own; without a communicator it is the only rank.
         """
-        communicator = communicator or Alone()
+        communicator = communicator or Communicator()
         assert communicator.size == config.tensor_parallel_size
         torch.set_num_threads(config.num_threads or 1)
         self.model_dir = resolve_model_dir(config.model)
@@ -95,7 +94,7 @@ class ModelRunner:
             dtype=self._placement.dtype,
         )
         if self._placement.device.type == "cpu":
-            # Before the weights: whoever asks for too much memory should not wait for them.
+            # Before the weights: an error over too little memory should not wait for them.
             num_blocks = kv_memory.choose_num_blocks(config, layout, self.max_model_len)
             self.max_num_seqs = self._choose_max_num_seqs(num_blocks)
         model, weights = self._load(on_progress)
@@ -180,13 +179,8 @@ class ModelRunner:
         self._steps = steps
 
     def _make_attention(self, pool: torch.Tensor) -> AttentionBackend:
-        heads = self.heads
-        of_rank = dataclasses.replace(
-            self.model_config, num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads
-        )
-        return make_attention(
-            self._attention_choice, pool, self.max_num_seqs, of_rank, self.max_model_len
-        )
+        sizes = (self.heads.num_heads, self.max_num_seqs, self.model_config, self.max_model_len)
+        return make_attention(self._attention_choice, pool, *sizes)
 
     def _choose_max_num_seqs(self, num_blocks: int | None) -> int:
         """See `EngineLimits`. All ranks choose alike: their pools have equally many blocks."""
@@ -220,7 +214,7 @@ class ModelRunner:
     def count_steps(self, page: SharedGenerations) -> None:
         """Let those who read `page` see which steps have completed, if this device can."""
         if isinstance(self._steps, CpuSteps):
-            return  # its steps have completed when anybody hears of them
+            return  # its steps have completed when they are reported
         self._count = count_steps(page, self._placement.device)
         if self._count is not None:
             self._steps.count_in(self._count)
@@ -245,7 +239,7 @@ class ModelRunner:
             torch.cuda.current_stream(device).synchronize()
 
     def write_canary(self, incarnation: str) -> None:
-        """Fill the canary block, so that a puller can tell whether it reads this pool rightly."""
+        """Fill the canary block, so that a puller can check that it reads this pool rightly."""
         pattern = bytearray(canary_bytes(incarnation, self.kv.block_bytes))
         block = self.kv.tensor[CANARY_BLOCK].view(torch.uint8)
         block.copy_(torch.frombuffer(pattern, dtype=torch.uint8).view(block.shape))
@@ -280,12 +274,7 @@ def _largest_batch(
     dearest = SampleSpec(_DEAREST_PARAMS, key=1, fork_keys=(2, 3), allowed=all_allowed)
     return [
         SequenceSlice(
-            [0] * length,
-            0,
-            table,
-            dearest,
-            prompt_targets=[0] * (length - 1),
-            num_prompt_top=20,
+            [0] * length, 0, table, dearest, prompt_targets=[0] * (length - 1), num_prompt_top=20
         )
         for length in sorted(lens)
     ]

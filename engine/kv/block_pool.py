@@ -13,17 +13,18 @@
         ▲                       eviction                   │
         └──────────────────────────────────────────────────┘
 
-Knows no request, no hash, no memory. Belongs to the scheduler's thread.
+Knows no request and no memory. Belongs to the scheduler's thread.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...core.request.block_hash import BlockHash
+from ...core.request.token_ids import BlockHash
 from .generations import Generations
 
 PADDING_BLOCK = 0
@@ -204,3 +205,12 @@ class BlockPool:
 def _expect(is_so: bool, message: str) -> None:
     if not is_so:  # not `assert`: integrity is also checked under python -O
         raise AssertionError(message)
+
+
+def canary_bytes(incarnation: str, block_bytes: int) -> bytes:
+    """What the canary block of `incarnation` holds: a stream in which every position differs.
+
+    It is written once at start; a puller copies it and compares before it trusts its window. A
+    wrong offset, stride, length, byte order or process shows as a difference.
+    """
+    return hashlib.shake_128(f"baton canary {incarnation}".encode()).digest(block_bytes)

@@ -16,13 +16,13 @@ import torch
 from ...core.config import EngineConfig
 from ...core.errors import StartupFailed
 from .cuda_memory import CudaAllocation
-from .kv_memory import KvLayout, check_num_blocks
+from .kv_memory import KvLayout, KvMemory, check_num_blocks
 
 _CONTEXT_BYTES = 1 << 30  # its kernels and the libraries' buffers too
 _LATER_BYTES, _LATER_BYTES_A_SEQ = 512 << 20, 4 << 20  # buffers; graphs, 0.9 GB of 256 sequences
 
 
-class CudaKvMemory:
+class CudaKvMemory(KvMemory):
     """A pool in one cudaMalloc; `address` and `num_bytes` are what an IPC handle is made of."""
 
     def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
@@ -34,10 +34,6 @@ class CudaKvMemory:
         flat = self._allocation.tensor().view(layout.dtype)
         # Kernels multiply what they mask by zero: the memory may not begin as NaN.
         self.tensor = flat.zero_().view(num_blocks, *layout.block_shape)
-
-    @property
-    def block_bytes(self) -> int:
-        return self.layout.block_bytes
 
     def close(self) -> None:
         """Give the memory back, once the device is done with it."""

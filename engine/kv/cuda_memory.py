@@ -1,7 +1,12 @@
-"""One plain cudaMalloc as a tensor, outside torch's caching allocator.
+"""A GPU's memory outside torch's caching allocator: one plain cudaMalloc as a tensor, which alone
+can be passed to another process whole and by itself (CUDA IPC).
 
-Only such memory can be handed to another process whole and by itself (CUDA IPC). Calls the CUDA
-runtime that torch has loaded already.
+    cudaMalloc ─► IPC handle ──(any channel)──► another process: its own GPU current, open
+                                                   │
+                                address that kernels and copies of its GPU can read
+
+Opened with the reader's GPU current: opened with the owner's, as torch does it, kernels of the
+reader's GPU could not read it. Calls the CUDA runtime that torch has loaded already.
 """
 
 from __future__ import annotations
@@ -17,6 +22,8 @@ from ...core.errors import StartupFailed
 
 # A CUDA IPC handle opens whole pages of this size: nothing of others may lie in the last one.
 _PAGE_BYTES = 2 << 20
+_HANDLE_BYTES = 64  # sizeof(cudaIpcMemHandle_t)
+_LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 
 
 class CudaAllocation:
@@ -52,7 +59,7 @@ class CudaAllocation:
 
 
 class _Exported:
-    """What numba's array interface asks of a piece of device memory."""
+    """What numba's array interface needs of a piece of device memory."""
 
     def __init__(self, memory: CudaAllocation) -> None:
         self.__cuda_array_interface__: dict[str, Any] = {
@@ -61,6 +68,59 @@ class _Exported:
             "data": (memory.address, False),
             "version": 3,
         }
+
+
+class MappingFailed(Exception):
+    """With the runtime's message for a handle that it does not open."""
+
+
+class _Handle(ctypes.Structure):
+    """cudaIpcMemHandle_t, which is passed by value."""
+
+    _fields_ = [("reserved", ctypes.c_ubyte * _HANDLE_BYTES)]
+
+
+def export_handle(address: int, device: torch.device) -> bytes:
+    """What opens the allocation at `address`, once all work on `device` is done: who opens it
+    finds what was written. Raises StartupFailed."""
+    handle = _Handle()
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()
+        status = runtime().cudaIpcGetMemHandle(ctypes.byref(handle), ctypes.c_void_p(address))
+    if status != 0:
+        forget_error()
+        raise StartupFailed(
+            f"cannot share memory of {device} with other processes: {describe_error(status)}"
+        )
+    return bytes(handle.reserved)
+
+
+class MappedMemory:
+    """Another process's memory as `device` sees it at `address`, until `close`."""
+
+    def __init__(self, address: int, device: torch.device) -> None:
+        self.address = address
+        self._device = device
+
+    def close(self) -> None:
+        """Unmap it; nothing on the device may still read it."""
+        with torch.cuda.device(self._device):
+            if runtime().cudaIpcCloseMemHandle(ctypes.c_void_p(self.address)) != 0:
+                forget_error()  # its owner is gone, and the mapping with it
+
+
+def map_handle(handle: bytes, device: torch.device) -> MappedMemory:
+    """Map another process's memory with `device` current. Raises MappingFailed."""
+    address = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()  # makes the device's context, if this is the first use of it
+        status = runtime().cudaIpcOpenMemHandle(
+            ctypes.byref(address), _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS
+        )
+    if status != 0 or address.value is None:
+        forget_error()
+        raise MappingFailed(describe_error(status))
+    return MappedMemory(address.value, device)
 
 
 @functools.cache

@@ -3,7 +3,7 @@
     stream   | model of step n | n ► page |  sampling ...      no event, no message, no thread
 
 A write in stream order is seen some microseconds after the kernels before it; the host sees a step
-complete when it looks, and a puller hears of it later still. Of several ranks the first counts for
+complete when it looks, and a puller is notified later still. Of several ranks the first counts for
 all: its model ends with a sum of what every rank computed behind its own last KV store.
 """
 
@@ -77,7 +77,7 @@ def count_steps(page: SharedGenerations, device: torch.device) -> CudaStepCount 
             torch.cuda.synchronize(device)
             opened.pop_all()
     except (RuntimeError, OSError, AttributeError) as error:
-        _log.warning("pullers are told of blocks when they are computed, not before: %s", error)
+        _log.warning("pullers get blocks when they are computed, not before: %s", error)
         return None
     return count
 

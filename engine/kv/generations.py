@@ -7,7 +7,7 @@ The page lies in shared memory. Its owner draws a generation at reallocation, be
 overwrite the block; pullers read it before and after a copy. Nobody can guess one: over a network
 blocks go to those alone who know their generations. 0: the block was never handed out. `num_steps`
 is how many steps have written their KV, if the owner's device counts them there
-(cuda_step_count.py): a puller that was told of blocks while they were computed sees that they are.
+(cuda_step_count.py): a puller that got blocks while they were computed sees that they are.
 Knows no block's state: that is block_pool.py.
 """
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -41,7 +40,7 @@ class KvLayout:
         return math.prod(self.block_shape) * self.dtype.itemsize
 
 
-class KvMemory(Protocol):
+class KvMemory:
     """A pool on some device."""
 
     layout: KvLayout
@@ -49,12 +48,11 @@ class KvMemory(Protocol):
     tensor: torch.Tensor  # [num_blocks, *layout.block_shape]
 
     @property
-    def block_bytes(self) -> int: ...
+    def block_bytes(self) -> int:
+        return self.layout.block_bytes
 
-    def close(self) -> None: ...
 
-
-class CpuKvMemory:
+class CpuKvMemory(KvMemory):
     """A pool in shared host memory. `fd` is what a puller must be passed."""
 
     def __init__(self, layout: KvLayout, num_blocks: int) -> None:
@@ -65,10 +63,6 @@ class CpuKvMemory:
         self.view = memoryview(memory)
         flat = torch.frombuffer(memory, dtype=layout.dtype)
         self.tensor = flat.view(num_blocks, *layout.block_shape)
-
-    @property
-    def block_bytes(self) -> int:
-        return self.layout.block_bytes
 
     def close(self) -> None:
         """Close `fd` and let go of the memory.

@@ -8,7 +8,7 @@ from ...core.errors import ContextLengthExceeded, InvalidRequest, PromptTooLarge
 from ...core.request.request import Request
 from .block_pool import NUM_RESERVED_BLOCKS
 
-MAX_NUM_SEQS = 512  # unless the operator says otherwise
+MAX_NUM_SEQS = 512  # unless the operator sets another
 _SHORT_SEQ_TOKENS = 64
 
 
@@ -69,7 +69,7 @@ class EngineLimits:
         return min(request.sampling.max_tokens, room)
 
     def check(self, request: Request) -> None:
-        """Raise the InvalidRequest that says why this engine can never serve the request."""
+        """Raise the InvalidRequest with the reason why this engine can never serve the request."""
         if not request.prompt_token_ids:
             raise InvalidRequest("the prompt is empty", param="prompt")
         num_tokens = request.num_known_tokens

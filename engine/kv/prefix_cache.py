@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from ...core.request.block_hash import BlockHash
+from ...core.request.token_ids import BlockHash
 from .block_pool import BlockPool
 
 
 class CacheObserver(Protocol):
-    """Hears what this engine could serve from its cache: what a cluster-wide index is made of."""
+    """Receives what this engine could serve from its cache: a cluster-wide index is made of it."""
 
     def stored(self, block_hashes: Iterable[BlockHash]) -> None: ...
 

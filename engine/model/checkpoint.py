@@ -1,7 +1,7 @@
 """Weights from a Hugging Face directory into a model's tensors, or seeded random ones.
 
 Reads safetensors only, mapped, each tensor once; sharded by its index or not. A pickle is never
-opened. Knows no architecture: a model says by name which tensors it must have and where they go,
+opened. Knows no architecture: a model names the tensors it must have and where they go,
 or which part of them; of a part no more than that is read.
 """
 
@@ -75,11 +75,7 @@ def load_weights(
 
 
 def fill_dummy_weights(
-    targets: Mapping[str, Target],
-    *,
-    std: float,
-    seed: int,
-    on_progress: OnProgress | None = None,
+    targets: Mapping[str, Target], *, std: float, seed: int, on_progress: OnProgress | None = None
 ) -> None:
     """Random weights: matrices normal(0, std), norms 1, biases 0.
 
@@ -101,7 +97,7 @@ def fill_dummy_weights(
 
 
 def weights_identity(model_dir: Path) -> str:
-    """A hex digest that tells checkpoints apart without reading them whole.
+    """A hex digest that distinguishes checkpoints without reading them whole.
 
     Of each file: name, size, header (names, types, shapes, offsets) and evenly spread samples.
     """

@@ -7,13 +7,13 @@ gave on each. Knows no request, no block and no file.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ...kernels.attention.attention import AttentionBackend
 from .communicator import Summand
 from .layers import Embedding, Linear, Outputs, Placement, RMSNorm, RowLinear, Targets
-from .mlp import MLP, Experts
-from .model_config import ModelConfig
+from .model_config import ExpertsConfig, ModelConfig
 from .rope_angles import RotaryEmbedding
 from .sharding import Heads, heads_of_rank
 
@@ -39,23 +39,26 @@ class Attention:
             placement,
             has_bias=config.has_output_bias,
         )
-        self.head_norms = None
-        if config.has_qk_norm:
-            self.head_norms = HeadNorms(prefix, config, heads.num_kv_heads, placement)
+        self._ops, self._eps = placement.ops, config.rms_norm_eps
+        self._kv_heads = heads.num_kv_heads
+        names = ("q_norm", "k_norm") if config.has_qk_norm else ()
+        self.head_norms = [RMSNorm(f"{prefix}.{name}", dim, self._eps, placement) for name in names]
 
     def __call__(
         self, x: Tensor, rope: tuple[Tensor, Tensor], attention: AttentionBackend
     ) -> Summand:
         qkv = self.qkv(x).view(len(x), -1, self._head_dim)  # [tokens, heads + 2 kv_heads, dim]
-        if self.head_norms is not None:
-            qkv = self.head_norms(qkv)
+        if self.head_norms:
+            q_norm, k_norm = self.head_norms
+            weights = (q_norm.weight, k_norm.weight)
+            qkv = self._ops.norm_heads(qkv, weights, self._kv_heads, self._eps)
         return self.out(attention.run(self._layer, qkv, rope).view(len(x), -1))
 
     def targets(self) -> Targets:
         yield from self.qkv.targets()
         yield from self.out.targets()
-        if self.head_norms is not None:
-            yield from self.head_norms.targets()
+        for norm in self.head_norms:
+            yield from norm.targets()
 
 
 def _qkv_of_rank(prefix: str, config: ModelConfig, heads: Heads) -> list[Outputs]:
@@ -66,25 +69,78 @@ def _qkv_of_rank(prefix: str, config: ModelConfig, heads: Heads) -> list[Outputs
     return [Outputs(f"{prefix}.{name}", *part) for name, part in parts.items()]
 
 
-class HeadNorms:
-    """One norm for each head of q, another for each head of k."""
+class MLP:
+    """The gated feed-forward part. Each rank has an even part of the inner dimension, and gives a
+    summand of the output."""
 
     def __init__(
-        self, prefix: str, config: ModelConfig, num_kv_heads: int, placement: Placement
+        self, prefix: str, hidden: int, inner: int, placement: Placement, *, has_bias: bool = False
     ) -> None:
-        self._ops, self._kv_heads = placement.ops, num_kv_heads
-        dim, self._eps = config.head_dim, config.rms_norm_eps
-        self.q_norm = RMSNorm(f"{prefix}.q_norm", dim, self._eps, placement)
-        self.k_norm = RMSNorm(f"{prefix}.k_norm", dim, self._eps, placement)
+        names = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
+        self.gate_up = Linear(
+            [Outputs.of_rank(name, inner, placement.communicator) for name in names],
+            hidden,
+            placement,
+            has_bias=has_bias,
+        )
+        self.down = RowLinear(f"{prefix}.down_proj", hidden, inner, placement, has_bias=has_bias)
 
-    def __call__(self, qkv: Tensor) -> Tensor:
-        """[tokens, heads + 2 kv_heads, dim] -> the same, contiguous; qkv may be overwritten."""
-        weights = (self.q_norm.weight, self.k_norm.weight)
-        return self._ops.norm_heads(qkv, weights, self._kv_heads, self._eps)
+    def __call__(self, x: Tensor) -> Summand:
+        return self.down(self.gate_up.gated(x))
+
+    def product(self, x: Tensor) -> Tensor:
+        """The same: see RowLinear."""
+        return self.down.product(self.gate_up.gated(x))
 
     def targets(self) -> Targets:
-        yield from self.q_norm.targets()
-        yield from self.k_norm.targets()
+        yield from self.gate_up.targets()
+        yield from self.down.targets()
+
+
+class Experts:
+    """Each token goes through the few of many MLPs that a router likes best (Shazeer et al. 2017).
+
+    The reference: one expert after the other over the tokens that chose it. The router is the same
+    on all ranks, and so is its choice.
+    """
+
+    def __init__(
+        self, prefix: str, hidden: int, config: ExpertsConfig, placement: Placement
+    ) -> None:
+        self._config = config
+        router = Outputs.whole(f"{prefix}.gate", config.num_experts)
+        self.router = Linear([router], hidden, placement)
+        inner = config.intermediate_size
+        self.experts = [
+            MLP(f"{prefix}.experts.{index}", hidden, inner, placement)
+            for index in range(config.num_experts)
+        ]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weights, chosen = self._route(x)
+        out = torch.zeros_like(x)
+        for index in torch.unique(chosen).tolist():
+            tokens, place = torch.where(chosen == index)
+            inputs = x[tokens]
+            if len(tokens) == 1:
+                # BLAS multiplies a single row by another routine: see cpu_steps.
+                inputs = inputs.expand(2, -1)
+            computed = self.experts[index].product(inputs)[: len(tokens)]
+            out.index_add_(0, tokens, computed * weights[tokens, place, None])
+        return out
+
+    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[tokens, hidden] -> weights and experts, [tokens, num_experts_per_token] each."""
+        shares = torch.softmax(self.router(x), dim=-1, dtype=torch.float32)
+        weights, chosen = shares.topk(self._config.num_experts_per_token, dim=-1)
+        if self._config.has_normed_weights:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights.to(x.dtype), chosen
+
+    def targets(self) -> Targets:
+        yield from self.router.targets()
+        for expert in self.experts:
+            yield from expert.targets()
 
 
 class DecoderLayer:
@@ -156,18 +212,6 @@ class Decoder:
         for layer in self.layers:
             x = layer(x, residual, rope, attention)
         return self.norm(residual) if x is None else self.norm.add(x, residual)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, vocab], the same on all ranks."""
-        return self.lm_head.project(hidden)
-
-    def logits_part(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, ceil(vocab / ranks)]: this rank's, perhaps with padding."""
-        return self.lm_head.project_part(hidden)
-
-    def gather_logits(self, parts: Tensor) -> Tensor:
-        """What `logits` gives, of rows of all ranks' `logits_part`."""
-        return self.lm_head.gather(parts)
 
     def targets(self) -> Targets:
         """Every tensor a checkpoint must have, and where it goes."""

@@ -20,7 +20,7 @@ LAYOUT_VERSION = "1"  # of [num_blocks, num_layers, 2, kv_heads, block_size, hea
 def fingerprint_fields(model: ModelConfig, weights: str, layout: KvLayout) -> dict[str, str]:
     """The fields of one engine, however many ranks hold its layers and heads.
 
-    `weights` tells the weights apart: checkpoint.weights_identity, or the seed of dummy ones.
+    `weights` identifies the weights: checkpoint.weights_identity, or the seed of dummy ones.
     """
     return {
         "model": _model_hash(model, weights),

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels.layers.ops import Ops, TorchOps
-from .communicator import Alone, Communicator, Summand
+from ...kernels.layers.ops import Ops
+from .communicator import Communicator, Summand
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ class Placement:
 
     device: torch.device
     dtype: torch.dtype
-    ops: Ops = field(default_factory=TorchOps)
-    communicator: Communicator = field(default_factory=Alone)
+    ops: Ops = field(default_factory=Ops)
+    communicator: Communicator = field(default_factory=Communicator)
 
     def vector(self, size: int) -> Tensor:
         return torch.empty(size, dtype=self.dtype, device=self.device)
@@ -215,7 +215,7 @@ class Embedding:
         return self._communicator.all_reduce(vectors.masked_fill_(is_elsewhere[:, None], 0))
 
     def project(self, x: Tensor) -> Tensor:
-        """The products with every vector, [rows, vocab]: what an LM head computes."""
+        """What an LM head computes: [rows, hidden] -> [rows, vocab], the same on all ranks."""
         return self.gather(self.project_part(x))
 
     def project_part(self, x: Tensor) -> Tensor:

@@ -1,18 +1,62 @@
-"""What config.json says about a model, checked once: sizes, RoPE, windows, which weights there are.
+"""A model's config.json, checked once: sizes, RoPE, windows, which weights there are.
 
 Reads what transformers 5 writes (`dtype`, `layer_types`) and what came before it (`torch_dtype`,
-`max_window_layers`). Knows no tensor; refuses by name what this engine cannot compute.
+`max_window_layers`). ARCHITECTURES is what an architecture's name alone decides. Knows no tensor;
+refuses by name what this engine cannot compute.
 """
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...core.model_dir import read_json
-from .architectures import ARCHITECTURES, Architecture, Bias, SlidingWindow
 from .config_fields import Fields
 from .rope_config import FULL_ATTENTION, SLIDING_ATTENTION, DynamicScaling, RopeConfig, read_rope
+
+
+class Bias(enum.Enum):
+    """Which projections of the attention have a bias."""
+
+    NONE = "none"
+    QKV = "q, k and v"
+    BY_CONFIG = "all four, if attention_bias is set"
+
+
+class SlidingWindow(enum.Enum):
+    """Which layers see the last `sliding_window` positions only."""
+
+    NONE = "none"
+    ALL = "all, if sliding_window is set"
+    ALL_IF_ASKED = "all, if use_sliding_window is set"
+    BY_LAYER = "by layer, if use_sliding_window is set"
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """How a decoder differs from the plainest one."""
+
+    bias: Bias = Bias.NONE
+    has_mlp_bias_field: bool = False
+    has_qk_norm: bool = False  # RMSNorm of each head of q and k, before RoPE
+    window: SlidingWindow = SlidingWindow.NONE
+    has_experts: bool = False
+    default_head_dim: int | None = None  # None: hidden_size / num_attention_heads
+
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "LlamaForCausalLM": Architecture(bias=Bias.BY_CONFIG, has_mlp_bias_field=True),
+    "MistralForCausalLM": Architecture(window=SlidingWindow.ALL),
+    "Qwen2ForCausalLM": Architecture(bias=Bias.QKV, window=SlidingWindow.BY_LAYER),
+    "Qwen3ForCausalLM": Architecture(
+        bias=Bias.BY_CONFIG, has_qk_norm=True, window=SlidingWindow.BY_LAYER, default_head_dim=128
+    ),
+    "Qwen3MoeForCausalLM": Architecture(
+        bias=Bias.BY_CONFIG, has_qk_norm=True, window=SlidingWindow.ALL_IF_ASKED, has_experts=True
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)

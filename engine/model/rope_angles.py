@@ -11,12 +11,12 @@ import math
 import torch
 from torch import Tensor
 
-from ...kernels.kv.rope import rope_angles
+from ...kernels.kv.kv_blocks import rope_angles
 from .rope_config import DynamicScaling, LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 
 
 class RotaryEmbedding:
-    """Positions to what `kernels.rope.apply_rope` takes, once per step."""
+    """Positions to what `kernels.kv.kv_blocks.apply_rope` takes, once per step."""
 
     def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device) -> None:
         scaling = rope.scaling

@@ -1,4 +1,4 @@
-"""Which rotary embedding a config.json asks for: base, and how it is stretched to longer contexts.
+"""Which rotary embedding a config.json sets: base, and how it is stretched to longer contexts.
 
 Values only; the angles are computed by rope_angles.py. Reads `rope_parameters` of transformers 5,
 also by layer type, and the older `rope_theta` and `rope_scaling`, which wins as it does there.
@@ -66,8 +66,8 @@ class RopeConfig:
     scaling: Scaling | None
 
     def max_tokens(self, max_position_embeddings: int) -> int:
-        """The longest context that the scaling is made for; `max_position_embeddings` if it says
-        so itself (Llama 3.1's is that of the stretched model)."""
+        """The longest context that the scaling is made for; `max_position_embeddings` if that is
+        it already (Llama 3.1's is that of the stretched model)."""
         match self.scaling:
             case LinearScaling(factor) | DynamicScaling(factor):
                 return int(max_position_embeddings * factor)

@@ -51,7 +51,7 @@ class _ParallelStep:
 
 
 class ParallelRunner:
-    """`mine` is rank 0's. A step that fails is told with the words of the rank that caused it."""
+    """`mine` is rank 0's. A step that fails raises what was reported by the rank that caused it."""
 
     def __init__(self, mine: Runner, followers: RankGroup) -> None:
         self._mine = mine
@@ -62,13 +62,13 @@ class ParallelRunner:
         return self._mine.runs_ahead
 
     def launch(self, batch: Sequence[SequenceSlice]) -> LaunchedStep:
-        self._followers.tell(MessageKind.STEP, encode(batch))
+        self._followers.send(MessageKind.STEP, encode(batch))
         try:
             return _ParallelStep(self._mine.launch(batch), self._followers)
         except EngineFailed as error:
             raise self._followers.explain(error) from error
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """On the others it is done before whatever they are told next."""
-        self._followers.tell(MessageKind.COPY_BLOCKS, np.array(pairs, np.int64).T.tobytes())
+        """On the others it is done before whatever is sent to them next."""
+        self._followers.send(MessageKind.COPY_BLOCKS, np.array(pairs, np.int64).T.tobytes())
         self._mine.copy_blocks(pairs)

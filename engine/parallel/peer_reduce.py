@@ -26,8 +26,7 @@ from ...kernels.peer_reduce_triton import (
     peer_sum,
     prepare_exchange,
 )
-from ..kv.cuda_memory import CudaAllocation
-from ..kv.cuda_sharing import MappedMemory, MappingFailed, map_handle
+from ..kv.cuda_memory import CudaAllocation, MappedMemory, MappingFailed, map_handle
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""What rank 0 and the other ranks of an engine say to each other, over one socket pair each.
+"""Messages between rank 0 and the other ranks of an engine, over one socket pair each.
 
     | kind, order: uint32 | length: uint64 | payload |      perhaps with file descriptors
 
@@ -24,13 +24,13 @@ class MessageKind(enum.IntEnum):
     """What a message is about."""
 
     # rank 0 to the others
-    CONFIGURE = 1  # JSON; answered once the weights are loaded, with the rank's word
-    CONNECT = 2  # all ranks are loaded: their words
+    CONFIGURE = 1  # JSON; answered once the weights are loaded, with the rank's handle
+    CONNECT = 2  # all ranks are loaded: their handles, msgpack
     STEP = 3  # step_message.py
     COPY_BLOCKS = 4  # int64 [2, pairs]
-    EXPORT_POOL = 5  # JSON, with the generation page
-    OPEN_WINDOW = 6  # JSON: the pool that this rank will pull from
-    PULL = 7  # kv_transfer/ranks/rank_messages.py
+    EXPORT_POOL = 5  # MessagePack, with the generation page
+    OPEN_WINDOW = 6  # MessagePack: the pool that this rank will pull from
+    PULL = 7  # kv_transfer/ranks/rank_pulls.py
     CANCEL_PULL = 8
     CLOSE_WINDOW = 9
     # the others to rank 0

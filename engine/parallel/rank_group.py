@@ -1,7 +1,7 @@
-"""Rank 0's end of the other ranks: tells them what to do, hears their answers, notices their loss.
+"""Rank 0's end of the other ranks: sends their orders, receives answers, notices their loss.
 
-    engine thread ── tell, order ──► all ranks, in one order      (what a step does, all do)
-    watch thread  ◄─ words, answers, lines, failures; end of a channel; no progress for too long
+    engine thread ── send, order ──► all ranks, in one order      (what a step does, all do)
+    watch thread  ◄─ answers, lines, failures; end of a channel; no progress for too long
 
 A rank that fails, dies or hangs takes the engine down: `on_lost` is called once, on the watch
 thread, because the engine's own may be waiting on a device that will never be done. Knows no
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import mmap
 import os
 import selectors
 import threading
@@ -19,18 +20,55 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from ...core import errors
 from ...core.errors import BatonError, EngineFailed, StartupFailed
 from .rank_channel import MessageKind, RankChannel, RankMessage
-from .rank_progress import RankProgress
 
 log = logging.getLogger(__name__)
 
 _LOOKS_PER_TIMEOUT = 4
 _LOOK_S = 0.1  # how often who waits for an answer looks whether there can be one
-_LAST_WORDS_S = 2.0  # how long a loss may take to be noticed once a step has failed over it
+_LAST_MESSAGE_S = 2.0  # how long a loss may take to be noticed once a step has failed over it
+
+_WORD_BYTES = 8
 
 OnLost = Callable[[BatonError], None]
+
+
+class RankProgress:
+    """How many messages each rank has taken: a shared page that ranks write and rank 0 watches, one
+    uint64 for each rank from 1 on.
+
+    A rank that stands still while there is something to take is hung; to look costs no message a
+    step. `fd` may be passed to the other ranks.
+    """
+
+    def __init__(self, fd: int, num_ranks: int) -> None:
+        """Map `fd`, which becomes this object's."""
+        self.fd = fd
+        self._memory = mmap.mmap(fd, num_ranks * _WORD_BYTES)
+        # An aligned 8-byte store is never seen half done.
+        self._counts = memoryview(self._memory).cast("Q")
+
+    @classmethod
+    def create(cls, num_ranks: int) -> RankProgress:
+        fd = os.memfd_create("baton-ranks", os.MFD_CLOEXEC)
+        os.ftruncate(fd, num_ranks * _WORD_BYTES)
+        return cls(fd, num_ranks)
+
+    def add(self, rank: int) -> None:
+        """One more message was taken by `rank`, which alone writes its count."""
+        self._counts[rank - 1] += 1
+
+    def read(self, rank: int) -> int:
+        return self._counts[rank - 1]
+
+    def close(self) -> None:
+        self._counts.release()
+        self._memory.close()
+        os.close(self.fd)
 
 
 @dataclass(slots=True)
@@ -55,14 +93,14 @@ class RankGroup:
         self._channels = dict(enumerate(channels, start=1))
         self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
         self._on_lost, self._on_line = on_lost, on_line
-        self._telling = threading.Lock()
-        self._num_told = self._num_orders = 0
+        self._sending = threading.Lock()
+        self._num_sent = self._num_orders = 0
         self._orders: dict[int, _Order] = {}
         self._error: BatonError | None = None
         self._is_over = threading.Event()  # lost, or closed
         self._loaded = threading.Event()
-        self._words: list[bytes] = []  # once loaded
-        self._starting: dict[int, float] = {}  # who owes a sign of life, and when it last gave one
+        self._handles: list[bytes] = []  # once loaded
+        self._starting: dict[int, float] = {}  # who loads yet, and when it last came further
         self._progress = RankProgress.create(len(channels))
         self._looked = dict.fromkeys(self._channels, (0, time.monotonic()))
         self._wake, self._woken = os.pipe2(os.O_CLOEXEC)
@@ -76,11 +114,11 @@ class RankGroup:
         """How many there are beside rank 0."""
         return len(self._channels)
 
-    # -- telling ----------------------------------------------------------------------------------
+    # -- sending ----------------------------------------------------------------------------------
 
-    def tell(self, kind: MessageKind, payload: bytes = b"") -> None:
-        """All ranks do this, behind all that they were told before. Raises EngineFailed."""
-        self._send(dict.fromkeys(self._channels, payload), kind, 0, ())
+    def send(self, kind: MessageKind, payload: bytes = b"") -> None:
+        """All ranks do this, behind all that was sent before. Raises EngineFailed."""
+        self._send_to_all(dict.fromkeys(self._channels, payload), kind, 0, ())
 
     def order(
         self,
@@ -89,18 +127,18 @@ class RankGroup:
         on_done: Callable[[list[bytes]], None],
         fds: Sequence[int] = (),
     ) -> int:
-        """As `tell`, each rank its own payload; `on_done` gets the answers on the watch thread.
+        """As `send`, each rank its own payload; `on_done` gets the answers on the watch thread.
 
         Returns the order's number. There is no answer once a rank is lost.
         """
-        with self._telling:
+        with self._sending:
             self._num_orders += 1
             number = self._num_orders
             self._orders[number] = _Order(on_done)
-        self._send(dict(zip(self._channels, payloads, strict=True)), kind, number, fds)
+        self._send_to_all(dict(zip(self._channels, payloads, strict=True)), kind, number, fds)
         return number
 
-    def ask(
+    def order_and_wait(
         self, kind: MessageKind, payloads: Sequence[bytes], fds: Sequence[int] = ()
     ) -> tuple[int, list[bytes]]:
         """As `order`, but wait for the answers; from any thread but the watch's.
@@ -122,25 +160,24 @@ class RankGroup:
     def configure(self, payloads: Sequence[bytes]) -> None:
         """Start all ranks loading; `meet` waits for them."""
 
-        def loaded(words: list[bytes]) -> None:
-            self._words = words
+        def loaded(handles: list[bytes]) -> None:
+            self._handles = handles
             self._loaded.set()
 
         self._starting = dict.fromkeys(self._channels, time.monotonic())
         self.order(MessageKind.CONFIGURE, payloads, loaded, [self._progress.fd])
 
-    def meet(self, word: bytes) -> list[bytes]:
-        """Wait until all ranks are loaded, and let them connect.
+    def meet(self, handle: bytes) -> list[bytes]:
+        """Wait until all ranks are loaded, and let them connect: `torch_communicator.Meet`.
 
-        Returns the words of all ranks, which all get; `word` is rank 0's. Raises what a rank was
-        lost by.
+        Raises what a rank was lost by.
         """
         while not self._loaded.wait(_LOOK_S):
             self.check()
-        words = [word, *self._words]
+        handles = [handle, *self._handles]
         self._starting = dict.fromkeys(self._channels, time.monotonic())
-        self.tell(MessageKind.CONNECT, pack_words(words))
-        return words
+        self.send(MessageKind.CONNECT, msgspec.msgpack.encode(handles))
+        return handles
 
     @property
     def is_lost(self) -> bool:
@@ -153,16 +190,16 @@ class RankGroup:
 
     def explain(self, error: BatonError) -> BatonError:
         """Why a step failed: what a rank was lost by, if that was it, else `error`."""
-        self._is_over.wait(_LAST_WORDS_S)
+        self._is_over.wait(_LAST_MESSAGE_S)
         return self._error or error
 
-    def _send(
+    def _send_to_all(
         self, payloads: dict[int, bytes], kind: MessageKind, order: int, fds: Sequence[int]
     ) -> None:
         self.check()
         try:
-            with self._telling:
-                self._num_told += 1
+            with self._sending:
+                self._num_sent += 1
                 for rank, payload in payloads.items():
                     self._channels[rank].send(kind, payload, order=order, fds=fds)
         except OSError as error:
@@ -172,12 +209,12 @@ class RankGroup:
 
     def _watch(self) -> None:
         try:
-            self._listen()
+            self._receive_all()
         except Exception as error:  # nobody would notice a loss any more
             log.exception("the watch over the ranks ends")
             self._lose(EngineFailed(f"{type(error).__name__}: {error}"))
 
-    def _listen(self) -> None:
+    def _receive_all(self) -> None:
         look_s = min(self._timeout_s, self._start_timeout_s) / _LOOKS_PER_TIMEOUT
         with selectors.DefaultSelector() as selector:
             for rank, channel in self._channels.items():
@@ -186,10 +223,10 @@ class RankGroup:
             while not self._is_over.is_set():
                 for key, _ in selector.select(look_s):
                     if key.data is not None:
-                        self._hear(key.data)
+                        self._receive(key.data)
                 self._look()
 
-    def _hear(self, rank: int) -> None:
+    def _receive(self, rank: int) -> None:
         try:
             message = self._channels[rank].receive()
         except (OSError, ValueError) as error:
@@ -220,10 +257,10 @@ class RankGroup:
 
         Until it serves it takes nothing, but shows signs of life where it does not wait for others.
         """
-        now_s, num_told, starting = time.monotonic(), self._num_told, self._starting
+        now_s, num_sent, starting = time.monotonic(), self._num_sent, self._starting
         for rank, (num_taken, since_s) in self._looked.items():
             found = self._progress.read(rank)
-            is_idle = found == num_told or found == 0
+            is_idle = found == num_sent or found == 0
             if found == 0 and now_s - starting.get(rank, now_s) > self._start_timeout_s:
                 self._lose(_start_failure(rank, self._start_timeout_s))
             elif is_idle or found != num_taken:
@@ -250,16 +287,6 @@ class RankGroup:
         self._progress.close()
         os.close(self._wake)
         os.close(self._woken)
-
-
-def pack_words(words: Sequence[bytes]) -> bytes:
-    """The payload of `MessageKind.CONNECT`."""
-    return json.dumps([word.hex() for word in words]).encode()
-
-
-def read_words(payload: memoryview) -> list[bytes]:
-    """What `pack_words` made the payload of."""
-    return [bytes.fromhex(word) for word in json.loads(bytes(payload))]
 
 
 def pack_failure(error: BatonError) -> bytes:

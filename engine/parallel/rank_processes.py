@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from ...core.config import EngineConfig
 from ...core.process.children import bound_to_us
 from ..execution.device import devices_of_ranks
-from ..model.communicator import Alone, Communicator
+from ..model.communicator import Communicator
 from .rank_channel import RankChannel
 from .rank_group import OnLost, RankGroup
 from .torch_communicator import make_communicator, make_store
@@ -38,7 +38,7 @@ class Ranks:
     processes: tuple[subprocess.Popen[bytes], ...] = ()
 
     def kill(self) -> None:
-        """End the other ranks at once, whatever they wait for; they need not be told why."""
+        """End the other ranks at once, whatever they wait for."""
         self._end(at_once=True)
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ def start_ranks(
     devices = devices_of_ranks(config)
     configs = [dataclasses.replace(config, device=device) for device in devices]
     if len(configs) == 1:
-        return Ranks(configs[0], Alone(), None)
+        return Ranks(configs[0], Communicator(), None)
     started = [_start(module) for _ in configs[1:]]
     followers = RankGroup(
         [channel for _, channel in started],
@@ -87,7 +87,7 @@ def start_ranks(
         followers.configure([json.dumps(each).encode() for each in settings[1:]])
         communicator = make_communicator(configs[0], 0, store, followers.meet)
     except BaseException:  # a Ctrl-C too: nobody else would end the processes
-        Ranks(configs[0], Alone(), followers, processes).close()
+        Ranks(configs[0], Communicator(), followers, processes).close()
         raise
     return Ranks(configs[0], communicator, followers, processes)
 

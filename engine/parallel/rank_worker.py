@@ -1,10 +1,10 @@
-"""A rank other than 0: a process that launches the steps that rank 0 tells it, and decides nothing.
+"""A rank other than 0: a process that launches the steps that rank 0 sends, and decides nothing.
 
     configure ─► weights ─► connect ─► pool, graphs ─► steps, copies, orders ... ─► rank 0 is gone
 
 `python -m baton.engine.parallel.rank_worker FD` is such a rank of an engine that passes its
-KV to nobody; nodes have their own, with more orders. What goes wrong is told to rank 0, which then
-ends the engine.
+KV to nobody; nodes have their own, with more orders. Rank 0 gets what goes wrong, and ends the
+engine.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 
+import msgspec
 import numpy as np
 
 from ...core import flags
@@ -25,10 +26,9 @@ from ...core.config import EngineConfig
 from ...core.errors import BatonError, EngineFailed
 from ..execution.batch import LaunchedStep
 from ..execution.runner import ModelRunner
-from ..model.checkpoint import LoadProgress
+from ..model.checkpoint import LoadProgress, OnProgress
 from .rank_channel import MessageKind, RankChannel, RankMessage
-from .rank_group import pack_failure, read_words
-from .rank_progress import RankProgress
+from .rank_group import RankProgress, pack_failure
 from .step_message import decode
 from .torch_communicator import connect_store, make_communicator
 
@@ -38,7 +38,7 @@ Handlers = Mapping[MessageKind, Callable[[RankMessage], None]]
 BuildHandlers = Callable[[ModelRunner, RankChannel], Handlers]
 
 _NUM_START_MESSAGES = 2  # configure, connect
-_SIGN_S = 0.5  # between two signs of life while loading
+_PROGRESS_S = 0.5  # between two reports while loading
 
 
 def main(build_handlers: BuildHandlers = lambda runner, channel: {}) -> int:
@@ -54,7 +54,7 @@ def main(build_handlers: BuildHandlers = lambda runner, channel: {}) -> int:
 
 
 def follow(channel: RankChannel, build_handlers: BuildHandlers) -> None:
-    """Be the rank at the other end of `channel` until that is gone; tell it what goes wrong."""
+    """Be the rank at the other end of `channel` until that is gone; report what goes wrong."""
     try:
         _follow(channel, build_handlers)
     except ConnectionError:
@@ -78,16 +78,16 @@ def _follow(channel: RankChannel, build_handlers: BuildHandlers) -> None:
     size = config.tensor_parallel_size
     progress = RankProgress(first.fds[0], size - 1)
 
-    def meet(word: bytes) -> list[bytes]:
-        channel.send(MessageKind.ANSWER, word, order=first.order)
+    def meet(handle: bytes) -> list[bytes]:
+        channel.send(MessageKind.ANSWER, handle, order=first.order)
         message = channel.receive()
         if message is None:
             raise ConnectionError("rank 0 did not start")
         assert message.kind is MessageKind.CONNECT
-        return read_words(message.payload)
+        return msgspec.msgpack.decode(message.payload, type=list[bytes])
 
     communicator = make_communicator(config, rank, connect_store(settings["store_port"]), meet)
-    runner = ModelRunner(config, _SignsOfLife(channel).on_progress, communicator)
+    runner = ModelRunner(config, _progress_to(channel), communicator)
     for note in runner.startup_notes:
         channel.send(MessageKind.LINE, note.encode())
     handlers = build_handlers(runner, channel)
@@ -97,18 +97,17 @@ def _follow(channel: RankChannel, build_handlers: BuildHandlers) -> None:
         progress.close()
 
 
-class _SignsOfLife:
-    """Tells rank 0 that loading goes on, though not of every tensor."""
+def _progress_to(channel: RankChannel) -> OnProgress:
+    """Reports to rank 0 that loading goes on, though not of every tensor."""
+    last_s = time.monotonic()
 
-    def __init__(self, channel: RankChannel) -> None:
-        self._channel = channel
-        self._last_s = time.monotonic()
+    def on_progress(_: LoadProgress) -> None:
+        nonlocal last_s
+        if time.monotonic() - last_s > _PROGRESS_S:
+            last_s = time.monotonic()
+            channel.send(MessageKind.LOADING)
 
-    def on_progress(self, progress: LoadProgress) -> None:
-        now_s = time.monotonic()
-        if now_s - self._last_s > _SIGN_S:
-            self._last_s = now_s
-            self._channel.send(MessageKind.LOADING)
+    return on_progress
 
 
 def _serve(

@@ -1,193 +1,118 @@
-"""A step as bytes: what rank 0 tells the other ranks, so that all launch the same.
+"""A step as bytes: what rank 0 sends to the other ranks, so that all launch the same.
 
-    | header: counts | slices [n, 8] | keys, temperatures [n] | tokens | tables | targets | rest |
-
-Little-endian int64, int32 for block ids, uint32 for tokens and targets. `rest` holds, for the few
-slices that ask for more than a temperature, one record each. What comes back is equal to what was
-sent, its sequences views of the bytes. Decoding trusts the sender: both ends are one engine.
+MessagePack: a list of slices, each the fields of a SequenceSlice. Tokens and targets are bytes of
+uint32, block ids of int32. Decoding trusts the sender: both ends are one engine.
 """
 
 from __future__ import annotations
 
-import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ...core.request.parameters import Number
 from ...core.request.request import SAMPLING, SamplingParams
-from ...core.request.token_ids import column
-from ..execution.batch import SampleSpec, SequenceSlice
+from ...kernels.sampling.sample_spec import SampleSpec
+from ..execution.batch import SequenceSlice
 
-_HEADER = struct.Struct("<4Q")  # slices, tokens, blocks, targets
-_SLICE = ("tokens", "start", "blocks", "follows", "kind", "targets", "first_target", "num_top")
-_ALL, _PLAIN, _NOTHING = 2, 1, 0  # the kinds of a slice's sampling
-# Every parameter that is a number; the others beside them are judged by rank 0, or are temperature,
-# top_k, logprobs and logit_bias.
-_NUMBERS = [n for n, p in SAMPLING.items() if isinstance(p.kind, Number) and n != "temperature"]
-_numbers_of = attrgetter(*_NUMBERS)
-_PLAIN_NUMBERS = _numbers_of(SamplingParams())
-# _NUMBERS; top_k, logprobs; entries of bias, forbidden, counts, forks; words of the mask of allowed
-# tokens, which is padded to an even number.
-_RECORD = struct.Struct(f"<{len(_NUMBERS)}d2q5Q")
-_ABSENT = 0  # top_k, logprobs and follows are sent plus one
+# What a sampler looks at; the other parameters are rank 0's to judge. Those behind the temperature
+# are sent where one of them is set.
+_PARAMETERS = [
+    *(name for name, one in SAMPLING.items() if isinstance(one.default, float)),
+    *("top_k", "logprobs", "logit_bias"),
+]
+_PARAMETERS.sort(key="temperature".__ne__)  # the first
+_values_of = attrgetter(*_PARAMETERS)
+_UNSET = _values_of(SamplingParams())[1:]
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=bytes)  # of arrays
+_decoder = msgspec.msgpack.Decoder()
 
 
 @dataclass(frozen=True, slots=True)
 class _SentCounts:
-    """`batch.Counts` of another rank."""
+    """`sample_spec.Counts` of another rank."""
 
     token_ids: NDArray[np.int64]
     counts: NDArray[np.int64]
 
 
 def encode(batch: Sequence[SequenceSlice]) -> bytes:
-    """The message of one step; all that the counts of penalties say is copied."""
-    slices, keys, temperatures = array("q"), array("Q"), array("d")
-    tokens, tables, targets = column(), array("i"), column()
-    rest: list[bytes] = []
-    for piece in batch:
-        spec, kind = piece.sample, _NOTHING
-        if spec is not None:
-            kind = _PLAIN if _is_plain(spec) else _ALL
-            if kind == _ALL:
-                rest.append(_encode_spec(spec))
-        keys.append(0 if spec is None else spec.key)
-        temperatures.append(0.0 if spec is None else spec.params.temperature)
-        tokens.extend(piece.token_ids)
-        tables.extend(piece.block_table)
-        targets.extend(piece.prompt_targets)
-        slices.extend(
+    """The message of one step; the counts of penalties are copied."""
+    return _encoder.encode(
+        [
             (
-                len(piece.token_ids),
+                array("I", piece.token_ids),
                 piece.start,
-                len(piece.block_table),
-                _ABSENT if piece.follows is None else piece.follows + 1,
-                kind,
-                len(piece.prompt_targets),
+                array("i", piece.block_table),
+                None if piece.sample is None else _sent(piece.sample),
+                piece.follows,
+                array("I", piece.prompt_targets),
                 piece.first_prompt_target,
                 piece.num_prompt_top,
             )
-        )
-    header = _HEADER.pack(len(batch), len(tokens), len(tables), len(targets))
-    arrays = (slices, keys, temperatures, tokens, tables, targets)
-    return b"".join((header, *(part.tobytes() for part in arrays), *rest))
+            for piece in batch
+        ]
+    )
+
+
+def _sent(spec: SampleSpec) -> tuple[Any, ...]:
+    values = _values_of(spec.params)
+    counts = None if spec.counts is None else (spec.counts.token_ids, spec.counts.counts)
+    return (
+        values[:1] if values[1:] == _UNSET else values,
+        spec.key,
+        spec.forbidden_ids,
+        counts,
+        spec.fork_keys,
+        spec.allowed,
+    )
 
 
 def decode(message: memoryview) -> list[SequenceSlice]:
-    """The batch again. Its sequences are views of `message`, which must stay as it is."""
-    num_slices, num_tokens, num_blocks, num_targets = _HEADER.unpack_from(message)
-    reader = _Reader(message, _HEADER.size)
-    slices = np.frombuffer(reader.take("q", num_slices * len(_SLICE)), np.int64)
-    keys, temperatures = reader.take("Q", num_slices), reader.take("d", num_slices)
-    tokens, tables = reader.take("I", num_tokens), reader.take("i", num_blocks)
-    targets = reader.take("I", num_targets)
-    token, block, target = 0, 0, 0
-    batch = []
-    for index, row in enumerate(slices.reshape(num_slices, -1).tolist()):
-        length, start, blocks, follows, kind, wanted, first_target, num_top = row
-        spec = None
-        if kind != _NOTHING:
-            read = _plain_spec if kind == _PLAIN else reader.spec
-            spec = read(keys[index], temperatures[index])
-        batch.append(
-            SequenceSlice(
-                tokens[token : token + length],
-                start,
-                tables[block : block + blocks],
-                spec,
-                None if follows == _ABSENT else follows - 1,
-                targets[target : target + wanted],
-                first_target,
-                num_top,
-            )
+    """The batch again, its sequences as views of bytes."""
+    return [
+        SequenceSlice(
+            memoryview(tokens).cast("I"),
+            start,
+            memoryview(table).cast("i"),
+            None if spec is None else _received(*spec),
+            follows,
+            memoryview(targets).cast("I") if targets else (),
+            first_target,
+            num_top,
         )
-        token, block, target = token + length, block + blocks, target + wanted
-    return batch
+        for tokens, start, table, spec, follows, targets, first_target, num_top in _decoder.decode(
+            message
+        )
+    ]
 
 
-def _is_plain(spec: SampleSpec) -> bool:
-    """Whether key and temperature are all that sampling looks at."""
-    if spec.forbidden_ids or spec.counts is not None or spec.fork_keys or spec.allowed is not None:
-        return False
-    params = spec.params
-    return (
-        not params.logit_bias
-        and params.logprobs is None
-        and params.top_k is None
-        and _numbers_of(params) == _PLAIN_NUMBERS
-    )
-
-
-def _plain_spec(key: int, temperature: float) -> SampleSpec:
-    return SampleSpec(SamplingParams(temperature=temperature), key)
-
-
-def _encode_spec(spec: SampleSpec) -> bytes:
-    params = spec.params
-    bias_ids, biases = zip(*params.logit_bias, strict=True) if params.logit_bias else ((), ())
-    num_counts = 0 if spec.counts is None else len(spec.counts.token_ids) + 1
-    record = _RECORD.pack(
-        *_numbers_of(params),
-        _ABSENT if params.top_k is None else params.top_k + 1,
-        _ABSENT if params.logprobs is None else params.logprobs + 1,
-        len(params.logit_bias),
-        len(spec.forbidden_ids),
-        num_counts,
-        len(spec.fork_keys),
-        0 if spec.allowed is None else len(spec.allowed),
-    )
-    parts = [array("q", bias_ids), array("d", biases), array("q", spec.forbidden_ids)]
-    counts = () if spec.counts is None else (spec.counts.token_ids, spec.counts.counts)
-    forks = array("Q", spec.fork_keys)
-    mask = () if spec.allowed is None else (_whole_pairs(spec.allowed),)
-    return b"".join((record, *(part.tobytes() for part in (*parts, *counts, forks, *mask))))
-
-
-def _whole_pairs(mask: NDArray[np.int32]) -> NDArray[np.int32]:
-    return np.pad(mask, (0, len(mask) % 2))
-
-
-class _Reader:
-    """Takes arrays from a message, one behind the other."""
-
-    def __init__(self, message: memoryview, offset: int) -> None:
-        self._message = message
-        self._offset = offset
-
-    def take(self, kind: str, count: int) -> memoryview:
-        """`count` numbers of the struct format `kind`."""
-        num_bytes = count * struct.calcsize(kind)
-        part = self._message[self._offset : self._offset + num_bytes]
-        self._offset += num_bytes
-        return part.cast(kind)  # type: ignore[call-overload, no-any-return]
-
-    def spec(self, key: int, temperature: float) -> SampleSpec:
-        """What `_encode_spec` wrote."""
-        record = _RECORD.unpack_from(self._message, self._offset)
-        self._offset += _RECORD.size
-        numbers, (top_k, logprobs, *sizes) = record[: len(_NUMBERS)], record[len(_NUMBERS) :]
-        num_bias, num_forbidden, num_counts, num_forks, num_words = sizes
-        bias = zip(self.take("q", num_bias), self.take("d", num_bias), strict=True)
+def _received(
+    values: list[Any],
+    key: int,
+    forbidden_ids: list[int],
+    counts: list[bytes] | None,
+    fork_keys: list[int],
+    allowed: bytes | None,
+) -> SampleSpec:
+    if len(values) == 1:
+        params = SamplingParams(temperature=values[0])
+    else:
+        *numbers, bias = values
         params = SamplingParams(
-            temperature=temperature,
-            **dict(zip(_NUMBERS, numbers, strict=True)),
-            top_k=None if top_k == _ABSENT else top_k - 1,
-            logprobs=None if logprobs == _ABSENT else logprobs - 1,
-            logit_bias=tuple(bias),
+            **dict(zip(_PARAMETERS, numbers, strict=False)), logit_bias=tuple(map(tuple, bias))
         )
-        forbidden = tuple(self.take("q", num_forbidden))
-        counts = None
-        if num_counts:
-            halves = (self.take("q", num_counts - 1) for _ in range(2))
-            counts = _SentCounts(*(np.array(half, np.int64) for half in halves))
-        forks = tuple(self.take("Q", num_forks))
-        allowed = None
-        if num_words:
-            words = self.take("i", num_words + num_words % 2)
-            allowed = np.frombuffer(words, np.int32)[:num_words]
-        return SampleSpec(params, key, forbidden, counts, forks, allowed)
+    return SampleSpec(
+        params,
+        key,
+        tuple(forbidden_ids),
+        None if counts is None else _SentCounts(*(np.frombuffer(one, np.int64) for one in counts)),
+        tuple(fork_keys),
+        None if allowed is None else np.frombuffer(allowed, np.int32),
+    )

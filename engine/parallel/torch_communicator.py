@@ -22,7 +22,7 @@ from torch._C import _distributed_c10d as c10d
 from ...core.config import EngineConfig
 from ...core.errors import StartupFailed
 from ...kernels.layers.ops import Ops
-from ..kv.cuda_sharing import export_handle
+from ..kv.cuda_memory import export_handle
 from ..model.communicator import Communicator, Sent, Summand
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 _LOOPBACK = "127.0.0.1"
 _STORE_TIMEOUT = timedelta(seconds=60)
 
-# Gives this rank's word for the others; once all ranks have called it, the words of all in their
-# order. It goes by channels that no other process can read, unlike the store.
+# Sends this rank's handle of its exchange memory (empty on a CPU) to the others; returns those of
+# all in their order, once all ranks have called it. Unlike the store no other process can read it.
 Meet = Callable[[bytes], list[bytes]]
 
 
@@ -71,7 +71,7 @@ def make_communicator(
     return NcclCommunicator(store, rank, size, device, meet)
 
 
-class GlooCommunicator:
+class GlooCommunicator(Communicator):
     """Ranks on CPUs. Every sum is over the ranks in their order, whatever the shape: a row's sum
     does not depend on the rows around it."""
 
@@ -109,15 +109,6 @@ class GlooCommunicator:
             first += other
         return first
 
-    def linear(self, ops: Ops, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return ops.linear(x, weight, bias)
-
-    def add_rms_norm(
-        self, ops: Ops, x: Summand, residual: Tensor, weight: Tensor, eps: float
-    ) -> Tensor:
-        assert isinstance(x, Tensor)
-        return ops.add_rms_norm(self.all_reduce(x), residual, weight, eps)
-
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.cat(self._gather(x).unbind(), dim=1)
 
@@ -138,7 +129,7 @@ class GlooCommunicator:
         self._group = None
 
 
-class NcclCommunicator:
+class NcclCommunicator(Communicator):
     """Ranks on GPUs of one host. Operations are launched on the current stream, none is waited for,
     and they can be captured in CUDA graphs. Sums of small tensors do not depend on their shape."""
 

@@ -19,8 +19,8 @@ from array import array
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from ...core.request.block_hash import BlockHash, block_hashes
 from ...core.request.request import FinishReason, Request
+from ...core.request.token_ids import BlockHash, block_hashes
 from ..execution.constraints import Constrained
 from ..execution.token_counts import TokenCounts
 

@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterable, Mapping
 
 from ...core.errors import InvalidRequest
 from ...core.request.sampling import token_key
-from ..execution.batch import SampleSpec, SequenceSlice
+from ...kernels.sampling.sample_spec import SampleSpec
+from ..execution.batch import SequenceSlice
 from ..execution.constraints import Constraints, Mask, without
 from .outputs import ChunkLaunched
 from .schedule import ScheduledSequence

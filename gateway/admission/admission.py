@@ -1,4 +1,5 @@
-"""May a request wait? Refuses at once what would only fail later, or wait longer than it may.
+"""When a call may come in. QueueLimit refuses at once what would only fail later, or wait longer
+than it may; LoopPacing spaces calls at the event loop.
 
     prompt tokens ahead, and its own, by the engine's own cost ─┐ the longer of the two
     requests ahead that wait for a decode place, by how many    ├─► longer than what is left of its
@@ -7,11 +8,18 @@
 What is ahead is reckoned in an order fair between callers: of each other caller, no more than this
 one has waiting itself. So a light caller is not refused for what bulk callers have queued. Nothing
 is refused on a guess: a time that no engine has measured yet counts as none.
+
+    calls ──► [waiting] ── one ──► its work │ other turns: steps are read and written │ ── one ──►
+To take a call in, or to account for its end, needs the loop for up to a millisecond. Many at once
+would be one long pause for all streams; so each begins some turns of the loop behind the one before
+it. Where there is nothing else to do, a turn takes no time.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
+from collections import deque
 from collections.abc import Mapping
 
 from ...core.errors import DeadlineExceeded, Overloaded
@@ -19,14 +27,14 @@ from ..engines.engine_table import EngineTable
 from ..request.dispatch_queue import SEQUENCE_TOKENS, CallerShare, DispatchQueue
 
 _SOON_S = 0.1  # no retry sooner
+_APART = 3  # gRPC needs two turns to read a step, and the third passes it on
 
 
 class QueueLimit:
     """The rule of one gateway. `max_queue_s` None: a request's deadline alone bounds its wait."""
 
     def __init__(self, table: EngineTable, queue: DispatchQueue, max_queue_s: float | None) -> None:
-        self._table = table
-        self._queue = queue
+        self._table, self._queue = table, queue
         self._max_queue_s = math.inf if max_queue_s is None else max_queue_s
 
     def check(
@@ -43,8 +51,9 @@ class QueueLimit:
         """
         if remaining_s <= 0:
             raise DeadlineExceeded("the request's deadline passed")
+        held = {caller: share.num_tokens for caller, share in self._queue.shares.items()}
         wait_s = max(
-            self._prefill_s(caller_id, num_tokens, cached_tokens),
+            self._table.predicted_prefill_s(caller_id, num_tokens, cached_tokens, held),
             self._place_s(caller_id, num_tokens),
         )
         allowed_s = min(self._max_queue_s, remaining_s)
@@ -55,12 +64,6 @@ class QueueLimit:
             f"the prompt would be computed in about {wait_s:.1f} s, {bound} is {allowed_s:.1f} s",
             retry_after_s=max(_SOON_S, wait_s - allowed_s),
         )
-
-    def _prefill_s(
-        self, caller_id: int, num_tokens: int, cached_tokens: Mapping[str, int]
-    ) -> float:
-        held = {caller: share.num_tokens for caller, share in self._queue.shares.items()}
-        return self._table.predicted_prefill_s(caller_id, num_tokens, cached_tokens, held)
 
     def _place_s(self, caller_id: int, num_tokens: int) -> float:
         """Until as many decode places are free as requests are served before this one, and one."""
@@ -76,3 +79,37 @@ class QueueLimit:
             if other != caller_id
         )
         return (num_ahead + 1) / places_per_s
+
+
+class LoopPacing:
+    """First come, first served. Use from one event loop."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._num_left = 0  # turns of the loop until the next may begin
+
+    async def take(self) -> None:
+        """Wait for one's turn: none, if nobody began a moment ago."""
+        if not self._num_left:
+            self._begin()
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        await turn
+
+    def _begin(self) -> None:
+        self._num_left = _APART
+        asyncio.get_running_loop().call_soon(self._pass)
+
+    def _pass(self) -> None:
+        """A turn of the loop is over."""
+        self._num_left -= 1
+        if self._num_left:
+            asyncio.get_running_loop().call_soon(self._pass)
+            return
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():  # whoever waited may be gone
+                turn.set_result(None)
+                self._begin()
+                return

@@ -10,26 +10,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
 
-from ...core.errors import BatonError, Cancelled, Unavailable
+from ...core.errors import BatonError, Cancelled, InvalidRequest, Unavailable, public_error
 from ...core.ports import Clock, Entropy
 from ...core.request.timeline import Event, Stamp
 from ...proto.v1 import inference_pb2
 from ..engines.engine_table import EngineTable
 from ..engines.prompt_router import PromptRouter, route_prompt
-from ..request.caller import ADMIN, INFER, Caller
-from ..request.chunk_queue import ChunkQueue
-from ..request.output_chunk import OutputChunk
-from ..request.public_error import public_error
+from ..request.output_chunk import ChunkQueue, OutputChunk
 from ..request.session import GATEWAY, Session, SessionLimits
 from ..request.session_table import SessionTable
-from ..security.tenancy import Tenancy, TenantAdmission
-from ..telemetry.calls.call_records import CallObserver, CallRecord
+from ..security.tenancy import ADMIN, INFER, Caller, Tenancy, TenantAdmission
+from ..telemetry.call_feed import CallFeed
+from ..telemetry.calls.call_record import CallRecord
 from ..text.special_tokens import Spans
 from ..text.text_stream import TextStream
-from ..validation.constraint_check import unsupported
 from ..validation.served_model import ServedModel
 from ..validation.validation import (
     ModelLimits,
@@ -39,32 +36,23 @@ from ..validation.validation import (
     check_token_ids,
     complete_request,
 )
-from .admission import QueueLimit
-from .loop_pacing import LoopPacing
+from .admission import LoopPacing, QueueLimit
 
 log = logging.getLogger(__name__)
 
 _LAST_WRITE_S = 0.25  # how long a failed stream may take to deliver what waits
 
 
+@dataclass(frozen=True, slots=True)
 class RunningCall:
     """A running call. `chunks` may be iterated once."""
 
-    def __init__(
-        self,
-        record: CallRecord,
-        request: ValidatedRequest,
-        queue: ChunkQueue,
-        clock: Clock,
-        observers: CallObserver,
-        ends: LoopPacing,
-    ) -> None:
-        self.record = record
-        self.request = request
-        self._queue = queue
-        self._clock = clock
-        self._observers = observers
-        self._ends = ends
+    record: CallRecord
+    request: ValidatedRequest
+    _queue: ChunkQueue
+    _clock: Clock
+    _feed: CallFeed
+    _ends: LoopPacing
 
     @property
     def call_id(self) -> str:
@@ -74,7 +62,7 @@ class RunningCall:
     def push_to(self, write: Callable[[OutputChunk], bool]) -> None:
         """Offer chunks to `write` as they come: True if it has written this one to the client.
 
-        It is asked only while all before is delivered. What it declines, and every sample's last
+        It is called only while all before is delivered. What it declines, and every sample's last
         chunk, comes out of `chunks`.
         """
 
@@ -87,9 +75,9 @@ class RunningCall:
         self._queue.push = push
 
     async def chunks(self) -> AsyncIterator[OutputChunk]:
-        """What the samples bring, until each one's last; raises the first error, in public words.
+        """What the samples bring, until each one's last; raises the first error as public_error.
 
-        A chunk counts as delivered when the next is asked for.
+        A chunk counts as delivered when the next is requested.
         """
         num_open = self.request.options.n
         while num_open:
@@ -110,57 +98,32 @@ class RunningCall:
             times.append((now_s, len(chunk.token_ids)))
         if chunk.result is not None:
             self.record.results[chunk.sample_index] = chunk.result
-        self._observers.chunk_delivered(self.record, chunk, now_s)
+        self._feed.chunk_delivered(self.record, chunk, now_s)
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """What the sessions of one call share."""
-
-    request: ValidatedRequest
-    router: PromptRouter
-    queue: ChunkQueue
-    arrived: Stamp
-    deadline_s: float
-
-
+@dataclass(eq=False)
 class FrontDoor:
     """The service behind all fronts. `is_draining`: set it, and new generations are refused.
 
     `arrivals`: where a front has a new call wait before it looks at it; `large_bodies`: held while
-    one is parsed.
+    one is parsed. `_ends` spaces the ends of calls: none waits for calls that arrive.
     """
 
-    def __init__(
-        self,
-        model: ServedModel,
-        sessions: SessionTable,
-        table: EngineTable,
-        tenancy: Tenancy,
-        clock: Clock,
-        entropy: Entropy,
-        session_limits: SessionLimits,
-        max_request_s: float,
-        observers: CallObserver,
-        *,
-        max_queue_s: float | None = None,
-        keeps_prompts: bool = False,
-    ) -> None:
-        self.is_draining = False
-        self.arrivals = LoopPacing()
-        self.large_bodies = asyncio.Lock()
-        self._ends = LoopPacing()  # of their own: no end waits for calls that arrive
-        self.model = model
-        self._sessions = sessions
-        self._table = table
-        self._tenancy = tenancy
-        self._clock = clock
-        self._entropy = entropy
-        self._session_limits = session_limits
-        self._max_request_s = max_request_s
-        self._observers = observers
-        self._queue_limit = QueueLimit(table, sessions.queue, max_queue_s)
-        self._keeps_prompts = keeps_prompts
+    model: ServedModel
+    _sessions: SessionTable
+    _table: EngineTable
+    _tenancy: Tenancy
+    _clock: Clock
+    _entropy: Entropy
+    _session_limits: SessionLimits
+    _max_request_s: float
+    _feed: CallFeed
+    _queue_limit: QueueLimit
+    keeps_prompts: bool = False
+    is_draining: bool = False
+    arrivals: LoopPacing = field(default_factory=LoopPacing)
+    large_bodies: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _ends: LoopPacing = field(default_factory=LoopPacing)
 
     @property
     def limits(self) -> ModelLimits:
@@ -193,16 +156,18 @@ class FrontDoor:
         Raises InvalidRequest kin, ModelNotFound, Overloaded, Unavailable before the block, and
         inside it whatever ended the call, even where a write to a stuck client hangs.
         """
-        arrived = Stamp(Event.ARRIVED, self._clock.unix_ns(), GATEWAY)
-        arrived_s = self._clock.monotonic_s()
+        arrived_unix_ns, arrived_s = self._clock.unix_ns(), self._clock.monotonic_s()
         allowed_s = self._max_request_s
         deadline_s = arrived_s + (allowed_s if timeout_s is None else min(timeout_s, allowed_s))
-        async with AsyncExitStack() as stack:
+        with ExitStack() as stack:
             try:
-                admission = self._admit(caller, stack)
-                self._check_queue(caller, deadline_s)  # what comes too late is not even tokenised
+                if self.is_draining:
+                    raise Unavailable("this gateway is shutting down")
+                admission = stack.enter_context(self._admitted(caller))
+                # What comes too late, by what its caller has ahead of it, is not even tokenised.
+                self._queue_limit.check(caller.caller_id, 0, {}, deadline_s - arrived_s)
                 request = await self._prepare(wire, caller, admission, special_at)
-                began_s = self._clock.monotonic_s()
+                num_tokens, began_s = len(request.prompt_token_ids), self._clock.monotonic_s()
                 router = await route_prompt(
                     self._table,
                     request.prompt_token_ids,
@@ -211,10 +176,11 @@ class FrontDoor:
                     is_constrained=request.sampling.constraint is not None,
                     computes_all=request.sampling.prompt_logprobs is not None,
                 )
-                lookup_s = self._clock.monotonic_s() - began_s
-                self._check_queue(caller, deadline_s, request, router)
+                routed_s = self._clock.monotonic_s()
+                cached, remaining_s = router.cached_tokens(num_tokens), deadline_s - routed_s
+                self._queue_limit.check(caller.caller_id, num_tokens, cached, remaining_s)
             except BatonError as error:
-                self._observers.call_refused(caller, error)
+                self._feed.call_refused(caller, error)
                 raise
             record = CallRecord(
                 call_id="",
@@ -222,17 +188,20 @@ class FrontDoor:
                 caller=caller,
                 model=self.model.limits.model,
                 num_samples=request.options.n,
-                prompt_tokens=len(request.prompt_token_ids),
+                prompt_tokens=num_tokens,
                 arrived_s=arrived_s,
-                arrived_unix_ns=arrived.unix_ns,
-                lookup_s=lookup_s,
+                arrived_unix_ns=arrived_unix_ns,
+                lookup_s=routed_s - began_s,
                 traceparent=traceparent,
                 tracestate=tracestate,
                 sampling=request.sampling,
-                prompt=_prompt_of(wire, request) if self._keeps_prompts else None,
+                # What the client sent, as text: ids as such.
+                prompt=(wire.text or str(request.prompt_token_ids.tolist()))
+                if self.keeps_prompts
+                else None,
                 token_times=[[] for _ in range(request.options.n)],
             )
-            async with self._running(request, record, router, arrived, deadline_s) as generation:
+            async with self._running(request, record, router, deadline_s) as generation:
                 try:
                     yield generation
                 finally:
@@ -259,7 +228,7 @@ class FrontDoor:
         param: str = "text",
     ) -> tuple[int, ...]:
         """Raises ModelNotFound, InvalidRequest kin, PermissionDenied, RateLimited."""
-        with self._text_admitted(caller):
+        with self._admitted(caller):
             self._check_model(caller, model)
             return await self.model.tokenizer.encode(
                 text,
@@ -273,39 +242,30 @@ class FrontDoor:
         self, model: str, token_ids: Sequence[int], caller: Caller, *, param: str = "ids"
     ) -> str:
         """Raises ModelNotFound, InvalidRequest kin, PermissionDenied, RateLimited."""
-        with self._text_admitted(caller):
+        with self._admitted(caller):
             self._check_model(caller, model)
             check_token_ids(token_ids, self.model.limits.vocab_size, param)
             return await self.model.tokenizer.decode(
                 token_ids, max_tokens=self.limits.max_model_len, param=param
             )
 
+    def turned_away(self, front: str, error: BatonError) -> None:
+        """Count a call that no known caller made."""
+        self._feed.call_refused(Caller("", frozenset(), front), error)
+
     @contextmanager
-    def _text_admitted(self, caller: Caller) -> Iterator[None]:
-        """A call that needs no engine counts as any other, or long texts would wait unbounded."""
+    def _admitted(self, caller: Caller) -> Iterator[TenantAdmission]:
+        """Take a call in for the block; raises before anything of it was looked at.
+
+        A call that needs no engine counts as any other, or long texts would wait unbounded.
+        """
         caller.check_scope(INFER)
-        with self._tenancy.admitted(caller):
+        with self._tenancy.admitted(caller) as admission:
             self._sessions.admit(caller.caller_id)
             try:
-                yield
+                yield admission
             finally:
                 self._sessions.leave(caller.caller_id)
-
-    def turned_away(self, front: str, error: BatonError) -> None:
-        """Tell the observers of a call that no known caller made."""
-        self._observers.call_refused(Caller("", frozenset(), front), error)
-
-    # --- one call ---------------------------------------------------------------------------------
-
-    def _admit(self, caller: Caller, stack: AsyncExitStack) -> TenantAdmission:
-        """Take the call in until the stack ends; raises before anything of it was looked at."""
-        caller.check_scope(INFER)
-        if self.is_draining:
-            raise Unavailable("this gateway is shutting down")
-        admission = stack.enter_context(self._tenancy.admitted(caller))
-        self._sessions.admit(caller.caller_id)
-        stack.callback(self._sessions.leave, caller.caller_id)
-        return admission
 
     def _check_model(self, caller: Caller, model: str) -> None:
         check_model(model, self.model.limits)
@@ -328,7 +288,7 @@ class FrontDoor:
         request = check_request(wire, limits)
         if request.sampling.constraint is not None:
             if (refusal := self.constraint_refusal) is not None:
-                raise unsupported(refusal)
+                raise InvalidRequest(refusal, "constraint", "unsupported_parameter")
             await self.model.constraints.check(request.sampling.constraint)
         prompt = await self.model.prompt_token_ids(
             request, wire.text, limits.max_model_len, special_at
@@ -341,26 +301,12 @@ class FrontDoor:
         options = replace(request.options, cache_salt=salt)
         return replace(request, tenant=caller.tenant, caller_id=caller.caller_id, options=options)
 
-    def _check_queue(
-        self,
-        caller: Caller,
-        deadline_s: float,
-        request: ValidatedRequest | None = None,
-        router: PromptRouter | None = None,
-    ) -> None:
-        """Raises Overloaded. Without a request: for what its caller has ahead of it alone."""
-        num_tokens = len(request.prompt_token_ids) if request is not None else 0
-        cached = router.cached_tokens(num_tokens) if router is not None else {}
-        remaining_s = deadline_s - self._clock.monotonic_s()
-        self._queue_limit.check(caller.caller_id, num_tokens, cached, remaining_s)
-
     @asynccontextmanager
     async def _running(
         self,
         request: ValidatedRequest,
         record: CallRecord,
         router: PromptRouter,
-        arrived: Stamp,
         deadline_s: float,
     ) -> AsyncIterator[RunningCall]:
         """The sessions of a valid call, and its record from beginning to end."""
@@ -369,63 +315,63 @@ class FrontDoor:
             async with asyncio.timeout(None) as patience:
                 # The write of a stuck reader never ends: after a failure it is left behind.
                 queue = ChunkQueue(lambda: patience.reschedule(loop.time() + _LAST_WRITE_S))
-                sessions = self._make_sessions(_Call(request, router, queue, arrived, deadline_s))
+                sessions = self._make_sessions(request, record, router, queue, deadline_s)
                 record.call_id = sessions[0].call_id
-                self._observers.call_began(record)
+                self._feed.call_began(record)
                 try:
                     for session in reversed(sessions):  # the first dispatches for all
                         self._sessions.start(session)
-                    yield RunningCall(
-                        record, request, queue, self._clock, self._observers, self._ends
-                    )
+                    yield RunningCall(record, request, queue, self._clock, self._feed, self._ends)
                 finally:
                     for session in sessions:
                         self._sessions.cancel(session, Cancelled("the client went away"))
-                    self._over(record, queue.error)
+                    self._end(record, queue.error)
         except TimeoutError:
             raise public_error(queue.error or Cancelled("the stream was ended")) from None
 
-    def _over(self, record: CallRecord, error: BatonError | None) -> None:
+    def _end(self, record: CallRecord, error: BatonError | None) -> None:
         if len(record.results) < record.num_samples:
             record.error = error or Cancelled("the client went away")
-            if public_error(record.error) is not record.error:  # the caller is not told the words
+            if public_error(record.error) is not record.error:  # the caller does not see its text
                 log.warning("call %s: %s: %s", record.call_id, record.error.code, record.error)
         record.ended_s = self._clock.monotonic_s()
-        self._observers.call_ended(record)
+        self._feed.call_ended(record)
 
-    def _make_sessions(self, call: _Call) -> list[Session]:
+    def _make_sessions(
+        self,
+        request: ValidatedRequest,
+        record: CallRecord,
+        router: PromptRouter,
+        queue: ChunkQueue,
+        deadline_s: float,
+    ) -> list[Session]:
         """One for each sample; the first leads the others."""
-        siblings = [self._session(call, index) for index in range(1, call.request.options.n)]
-        return [self._session(call, 0, siblings), *siblings]
+        options, sampling = request.options, request.sampling
 
-    def _session(self, call: _Call, sample_index: int, siblings: Sequence[Session] = ()) -> Session:
-        request = call.request
-        detokenizer = self.model.tokenizer.detokenizer(
-            request.prompt_token_ids, skips_special_tokens=request.options.skip_special_tokens
-        )
-        sampling = request.sampling
-        return Session(
-            self._entropy.new_id(),
-            request,
-            deadline_s=call.deadline_s,
-            arrived=call.arrived,
-            text=TextStream(
-                detokenizer,
-                sampling.stop,
-                min_tokens=sampling.min_tokens,
-                includes_stop=request.options.include_stop_str_in_output,
-            ),
-            sink=call.queue,
-            router=call.router,
-            clock=self._clock,
-            entropy=self._entropy,
-            limits=self._session_limits,
-            suspects=self._table.suspects,
-            sample_index=sample_index,
-            siblings=siblings,
-        )
+        def session(sample_index: int, siblings: Sequence[Session] = ()) -> Session:
+            detokenizer = self.model.tokenizer.detokenizer(
+                request.prompt_token_ids, skips_special_tokens=options.skip_special_tokens
+            )
+            return Session(
+                self._entropy.new_id(),
+                request,
+                deadline_s=deadline_s,
+                arrived=Stamp(Event.ARRIVED, record.arrived_unix_ns, GATEWAY),
+                text=TextStream(
+                    detokenizer,
+                    sampling.stop,
+                    min_tokens=sampling.min_tokens,
+                    includes_stop=options.include_stop_str_in_output,
+                ),
+                sink=queue,
+                router=router,
+                clock=self._clock,
+                entropy=self._entropy,
+                limits=self._session_limits,
+                suspects=self._table.suspects,
+                sample_index=sample_index,
+                siblings=siblings,
+            )
 
-
-def _prompt_of(wire: inference_pb2.GenerateRequest, request: ValidatedRequest) -> str:
-    """What the client sent, as text: ids as such."""
-    return wire.text or str(request.prompt_token_ids.tolist())
+        siblings = [session(index) for index in range(1, options.n)]
+        return [session(0, siblings), *siblings]

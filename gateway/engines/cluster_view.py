@@ -1,6 +1,6 @@
 """The cluster as this gateway sees it: follows the directory and keeps a link to every engine.
 
-The directory says whom to try; a link's own stream says who lives. So an engine that vanished from
+The directory lists whom to try; a link's stream shows who lives. So an engine that vanished from
 the directory is used as long as its stream lives, and one that the directory still lists but that
 does not answer is tried again, with back-off.
 """
@@ -9,64 +9,45 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
-from typing import Protocol
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
 
 from ...cluster.secret import ClusterSecret
 from ...cluster.tls import ClusterTls
 from ...core.membership import Member
 from ...core.ports import Clock, Directory
 from ..request.engine_link import EngineOutput, PlainToken
+from ..request.session_table import SessionTable
 from .engine_connection import EngineConnection
 from .engine_table import EngineTable, LinkedEngine, ReportedLoad
 
 log = logging.getLogger(__name__)
 
-_TELL_S = 0.1  # of loads alone
+_REPORT_S = 0.1  # of loads alone
 _RETRY_MIN_S = 0.05
 _RETRY_MAX_S = 2.0
 
 
-class EngineEvents(Protocol):
-    """Whom the view tells (sessions.SessionTable)."""
-
-    def engine_outputs(self, incarnation: str, outputs: Sequence[EngineOutput]) -> None: ...
-
-    def engine_tokens(self, incarnation: str, tokens: Sequence[PlainToken]) -> None: ...
-
-    def engine_lost(self, incarnation: str, *, has_died: bool) -> None: ...
-
-    def cluster_changed(self, *, is_load_only: bool) -> None:
-        """`is_load_only`: the same engines, links and roles as before."""
-        ...
-
-
+@dataclass(eq=False)
 class ClusterView:
-    """`run` follows the directory until cancelled; `close` ends all links."""
+    """`run` follows the directory until cancelled; `close` ends all links.
 
-    def __init__(
-        self,
-        directory: Directory,
-        model: str,
-        secret: ClusterSecret,
-        clock: Clock,
-        table: EngineTable,
-        events: EngineEvents,
-        silence_s: float,
-        tls: ClusterTls | None = None,
-    ) -> None:
-        self._tls = tls
-        self._directory = directory
-        self._model = model
-        self._secret = secret
-        self._clock = clock
-        self._table = table
-        self._events = events
-        self._silence_s = silence_s
-        self._listed: dict[str, Member] = {}
-        self._foreign: set[str] = set()
-        self._told_s = -_TELL_S
-        self._keepers: dict[str, asyncio.Task[None]] = {}
+    `_on_change`: called when engines, links, roles or loads have changed, before sessions see it.
+    """
+
+    _directory: Directory
+    _model: str
+    _secret: ClusterSecret
+    _clock: Clock
+    _table: EngineTable
+    _sessions: SessionTable
+    _on_change: Callable[[], None]
+    _silence_s: float
+    _tls: ClusterTls | None = None
+    _listed: dict[str, Member] = field(default_factory=dict)
+    _foreign: set[str] = field(default_factory=set)
+    _reported_s: float = -_REPORT_S
+    _keepers: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
     def members(self) -> list[Member]:
         """Every engine of this model that is listed or linked."""
@@ -86,7 +67,7 @@ class ClusterView:
                 await watch.aclose()
 
     def _list(self, members: Sequence[Member]) -> None:
-        """Take over the directory's word, as far as it is about our model."""
+        """Take over what the directory lists of our model."""
         self._listed = {m.incarnation: m for m in members if m.model == self._model}
         for member in members:
             if member.model != self._model and member.incarnation not in self._foreign:
@@ -118,7 +99,7 @@ class ClusterView:
                     log.warning("engine %s at %s: %s", member.name, member.address, reason)
                 last_reason = reason
                 if self._clock.monotonic_s() - began_s > _RETRY_MAX_S:
-                    delay_s = _RETRY_MIN_S  # it was up for a while: a new story
+                    delay_s = _RETRY_MIN_S  # it was up for a while
                 await asyncio.sleep(delay_s)
                 delay_s = min(2 * delay_s, _RETRY_MAX_S)
         finally:
@@ -141,20 +122,24 @@ class ClusterView:
             load.links,
             load.is_draining,
         )
-        if is_same and now_s < self._told_s + _TELL_S:
+        if is_same and now_s < self._reported_s + _REPORT_S:
             return  # a busy engine's heartbeats are many
-        self._told_s = now_s
-        self._events.cluster_changed(is_load_only=is_same)
+        self._reported_s = now_s
+        self._changed(is_load_only=is_same)
 
     def outputs(
         self, link: EngineConnection, outputs: Sequence[EngineOutput], tokens: Sequence[PlainToken]
     ) -> None:
         incarnation = link.member.incarnation
         self._table.engines[incarnation].settle(outputs, tokens)
-        self._events.engine_tokens(incarnation, tokens)
-        self._events.engine_outputs(incarnation, outputs)
+        self._sessions.engine_tokens(incarnation, tokens)
+        self._sessions.engine_outputs(incarnation, outputs)
 
     def lost(self, link: EngineConnection, reason: str, *, has_died: bool) -> None:
         self._table.remove(link.member.incarnation)
-        self._events.engine_lost(link.member.incarnation, has_died=has_died)
-        self._events.cluster_changed(is_load_only=False)
+        self._sessions.engine_lost(link.member.incarnation, has_died=has_died)
+        self._changed(is_load_only=False)
+
+    def _changed(self, *, is_load_only: bool) -> None:
+        self._on_change()
+        self._sessions.cluster_changed(is_load_only=is_load_only)

@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError
 
 from ...cluster.secret import ClusterSecret
 from ...cluster.tls import ClusterTls, role_name
+from ...core.channels.addresses import host_id, require_same_user, socket_address
 from ...core.channels.admission import (
     GATEWAY,
     MAX_REFUSAL_BYTES,
@@ -27,16 +28,15 @@ from ...core.channels.admission import (
     check_verdict,
     tune,
 )
-from ...core.channels.channel import MAX_UNSENT_BYTES
-from ...core.channels.framing import (
+from ...core.channels.channel import (
     LENGTH_BYTES,
+    MAX_UNSENT_BYTES,
     BrokenStream,
     FrameBuffer,
     decode_length,
     encode_payload,
 )
 from ...core.channels.handshake import CHALLENGE_BYTES, Dialer
-from ...core.channels.same_host import host_id, require_same_user, socket_address
 from ...core.errors import BatonError, EngineFailed, NodeLost
 from ...core.membership import Member
 from ...core.ports import Clock
@@ -45,8 +45,7 @@ from ...proto import codec
 from ...proto.v1 import node_pb2
 from ..request.engine_link import EngineOutput, PlainToken, Work
 from .engine_table import ReportedLoad
-from .node_clock import NodeClock
-from .wire import dispatch_message, load_from_wire, output_from_wire, tokens_from_wire
+from .wire import WORK_TO_WIRE, NodeClock, load_from_wire, output_from_wire, tokens_from_wire
 
 _CONNECT_TIMEOUT_S = 3.0
 _PROBE_S = 0.3
@@ -110,7 +109,8 @@ class EngineConnection(asyncio.Protocol):
     def dispatch(
         self, request: Request, work: Work, ticket: Ticket | None, deadline_remaining_s: float
     ) -> None:
-        self._send(dispatch_message(request, work, ticket, deadline_remaining_s))
+        wire = codec.dispatch_to_wire(request, WORK_TO_WIRE[work], ticket, deadline_remaining_s)
+        self._send(node_pb2.GatewayMessage(dispatch=wire))
 
     def cancel(self, request_id: str, attempt: int) -> None:
         cancel = node_pb2.Cancel(request_id=request_id, attempt=attempt)
@@ -243,22 +243,16 @@ class EngineConnection(asyncio.Protocol):
         """Whether nobody listens for this engine any more, while its node does."""
         try:
             async with asyncio.timeout(_PROBE_S):
-                if await self._listens():
-                    return False
-                (await self._open_tcp(self.member.address)).close()
+                for pause_s in _PROBE_PAUSES_S:
+                    await asyncio.sleep(pause_s)
+                    try:
+                        (await self._open_socket()).close()
+                    except ConnectionRefusedError:
+                        (await self._open_tcp(self.member.address)).close()
+                        return True
         except (OSError, BatonError):  # TimeoutError too
-            return False
-        return True
-
-    async def _listens(self) -> bool:
-        """Whether the engine goes on to let others in. Raises OSError, HandoffFailed."""
-        for pause_s in _PROBE_PAUSES_S:
-            await asyncio.sleep(pause_s)
-            try:
-                (await self._open_socket()).close()
-            except ConnectionRefusedError:
-                return False
-        return True
+            pass
+        return False
 
     async def _watch_silence(self) -> str:
         """Return once the engine was silent for too long.

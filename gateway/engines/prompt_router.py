@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ...core.errors import Unavailable
 from ...core.membership import Role
-from ...core.request.block_hash import BlockHash, block_hashes, root_hash
+from ...core.request.token_ids import BlockHash, block_hashes, root_hash
 from ..request.engine_link import Avoid, Demand, Route
 from .engine_table import EngineTable
 

@@ -1,37 +1,41 @@
-"""Between the gateway's values and the messages of both its sides. Knows both, decides nothing."""
+"""Between the gateway's values and the messages of both its sides. Knows both, decides nothing.
+
+A node's times come on its monotonic clock; what hosts have as the time of day is never read:
+
+    same host      the clock is one: a stamp is as long ago as it shows
+    another host   the newest stamp of a message is from when the message came, the others as much
+                   older as the node shows: what is between them is exact, the delivery counts as
+                   waiting before them
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from ...core.errors import EngineFailed, InvalidRequest
-from ...core.request.request import Request, Ticket
+from ...core.ports import Clock
+from ...core.request.timeline import NodeStamp, Stamp
 from ...core.step_cost import StepCost, StepShape
 from ...proto import codec
 from ...proto.v1 import inference_pb2, node_pb2
 from ..request.engine_link import EngineOutput, PlainToken, TransferSummary, Work
-from ..request.output_chunk import OutputChunk, RequestResult
+from ..request.output_chunk import OutputChunk
 from .engine_table import EngineCounters, ReportedLoad
-from .node_clock import NodeClock
 
-_WORK = {
+WORK_TO_WIRE = {
     Work.PREFILL: node_pb2.WORK_PREFILL,
     Work.DECODE: node_pb2.WORK_DECODE,
     Work.LOCAL: node_pb2.WORK_LOCAL,
 }
 
 
-def dispatch_message(
-    request: Request, work: Work, ticket: Ticket | None, deadline_remaining_s: float
-) -> node_pb2.GatewayMessage:
-    """A dispatch for an engine."""
-    dispatch = codec.dispatch_to_wire(request, _WORK[work], ticket, deadline_remaining_s)
-    return node_pb2.GatewayMessage(dispatch=dispatch)
-
-
 def load_from_wire(wire: node_pb2.Heartbeat) -> ReportedLoad:
-    fields = codec.same_fields(wire, ReportedLoad)
-    fields |= {
+    counters = codec.same_fields(wire.counters, EngineCounters)
+    counters["failed_transfers"] = dict(wire.counters.failed_transfers)
+    fields = codec.same_fields(wire, ReportedLoad) | {
         "links": frozenset(link.incarnation for link in wire.links),
-        "counters": _counters_from_wire(wire.counters),
+        "counters": EngineCounters(**counters),
         "link_gbytes_per_s": {link.incarnation: link.gbytes_per_s for link in wire.links},
         "step_cost": _cost_from_wire(wire),
         "step_cost_error": wire.step_cost.relative_error
@@ -58,41 +62,29 @@ def _cost_from_wire(wire: node_pb2.Heartbeat) -> StepCost | None:
     return cost if cost.is_sane else None
 
 
-def _counters_from_wire(wire: node_pb2.Counters) -> EngineCounters:
-    fields = codec.same_fields(wire, EngineCounters)
-    return EngineCounters(**fields | {"failed_transfers": dict(wire.failed_transfers)})
+@dataclass(frozen=True, slots=True)
+class NodeClock:
+    """`is_ours`: the node is on this host."""
+
+    node: str
+    clock: Clock
+    is_ours: bool = False
+
+    def stamps(self, received: Sequence[NodeStamp]) -> tuple[Stamp, ...]:
+        """Those of a message that comes now."""
+        if not received:
+            return ()
+        now_ns, newest_ns = self.clock.unix_ns(), max(stamp.monotonic_ns for stamp in received)
+        our_ns = int(self.clock.monotonic_s() * 1e9)
+        read_ns = our_ns if self.is_ours and newest_ns <= our_ns else newest_ns
+        return tuple(
+            Stamp(stamp.event, now_ns - (read_ns - stamp.monotonic_ns), self.node)
+            for stamp in received
+        )
 
 
 def output_from_wire(wire: node_pb2.RequestOutput, clock: NodeClock) -> EngineOutput:
     """An engine's output, which comes now; one that cannot be read fails its attempt."""
-    if (
-        wire.events
-        or wire.logprobs
-        or wire.prompt_logprobs
-        or wire.HasField("error")
-        or wire.HasField("transfer")
-    ):
-        return _full_output(wire, clock)
-    return EngineOutput(
-        wire.request_id,
-        wire.attempt,
-        wire.first_index,
-        tuple(wire.token_ids),
-        codec.finish_from_wire(wire.finish_reason) if wire.finish_reason else None,
-        cached_tokens=wire.cached_tokens if wire.HasField("cached_tokens") else None,
-    )
-
-
-def tokens_from_wire(wire: node_pb2.PlainTokens) -> list[PlainToken]:
-    """A step's plain tokens. Raises EngineFailed if the columns do not match."""
-    try:
-        return [*zip(wire.request_ids, wire.attempts, wire.indices, wire.token_ids, strict=True)]
-    except ValueError as error:
-        raise EngineFailed("its columns of tokens do not match") from error
-
-
-def _full_output(wire: node_pb2.RequestOutput, clock: NodeClock) -> EngineOutput:
-    """One with more than tokens in it."""
     try:
         stamps = clock.stamps(codec.node_stamps_from_wire(wire.events))
         logprobs = tuple(map(codec.logprobs_from_wire, wire.logprobs))
@@ -100,7 +92,10 @@ def _full_output(wire: node_pb2.RequestOutput, clock: NodeClock) -> EngineOutput
     except InvalidRequest as error:
         broken = EngineFailed(f"unreadable output: {error.message}")
         return EngineOutput(wire.request_id, wire.attempt, error=broken)
-    transfer = wire.transfer
+    transfer = None
+    if wire.HasField("transfer"):
+        moved = wire.transfer
+        transfer = TransferSummary(moved.bytes, moved.cached_tokens, moved.transport)
     return EngineOutput(
         request_id=wire.request_id,
         attempt=wire.attempt,
@@ -110,13 +105,19 @@ def _full_output(wire: node_pb2.RequestOutput, clock: NodeClock) -> EngineOutput
         error=codec.error_from_wire(wire.error) if wire.HasField("error") else None,
         stamps=stamps,
         cached_tokens=wire.cached_tokens if wire.HasField("cached_tokens") else None,
-        transfer=TransferSummary(transfer.bytes, transfer.cached_tokens, transfer.transport)
-        if wire.HasField("transfer")
-        else None,
+        transfer=transfer,
         logprobs=logprobs,
         first_prompt_index=wire.first_prompt_index,
         prompt_logprobs=prompt_logprobs,
     )
+
+
+def tokens_from_wire(wire: node_pb2.PlainTokens) -> list[PlainToken]:
+    """A step's plain tokens. Raises EngineFailed if the columns do not match."""
+    try:
+        return [*zip(wire.request_ids, wire.attempts, wire.indices, wire.token_ids, strict=True)]
+    except ValueError as error:
+        raise EngineFailed("its columns of tokens do not match") from error
 
 
 def chunk_to_wire(request_id: str, chunk: OutputChunk) -> inference_pb2.GenerateChunk:
@@ -132,25 +133,23 @@ def chunk_to_wire(request_id: str, chunk: OutputChunk) -> inference_pb2.Generate
         wire.logprobs.extend(map(codec.logprobs_to_wire, chunk.logprobs))
     if chunk.prompt_logprobs:
         wire.prompt_logprobs.extend(map(codec.logprobs_to_wire, chunk.prompt_logprobs))
-    if chunk.result is not None:
-        wire.finish_reason = codec.finish_to_wire(chunk.result.finish_reason)
-        wire.matched_stop = chunk.result.matched_stop or ""
-        wire.result.CopyFrom(_result_to_wire(chunk.result))
+    if (result := chunk.result) is not None:
+        transfer = result.transfer
+        wire.finish_reason = codec.finish_to_wire(result.finish_reason)
+        wire.matched_stop = result.matched_stop or ""
+        wire.result.CopyFrom(
+            inference_pb2.Result(
+                prompt_tokens=result.prompt_tokens,
+                completion_tokens=result.completion_tokens,
+                cached_tokens=result.cached_tokens,
+                prefill_node=result.prefill_node,
+                decode_node=result.decode_node or "",
+                transfer_bytes=transfer.num_bytes if transfer else 0,
+                transfer_cached_tokens=transfer.cached_tokens if transfer else 0,
+                transport=transfer.transport if transfer else "",
+                attempts=result.attempts,
+                seed=result.seed,
+                timeline=codec.stamps_to_wire(result.timeline),
+            )
+        )
     return wire
-
-
-def _result_to_wire(result: RequestResult) -> inference_pb2.Result:
-    transfer = result.transfer
-    return inference_pb2.Result(
-        prompt_tokens=result.prompt_tokens,
-        completion_tokens=result.completion_tokens,
-        cached_tokens=result.cached_tokens,
-        prefill_node=result.prefill_node,
-        decode_node=result.decode_node or "",
-        transfer_bytes=transfer.num_bytes if transfer else 0,
-        transfer_cached_tokens=transfer.cached_tokens if transfer else 0,
-        transport=transfer.transport if transfer else "",
-        attempts=result.attempts,
-        seed=result.seed,
-        timeline=codec.stamps_to_wire(result.timeline),
-    )

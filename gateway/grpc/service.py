@@ -1,9 +1,16 @@
 """The public gRPC service, baton.v1.Inference: a front of the gateway.
 
 Owns the translation between its messages and the front door; calls as such are grpc_calls.py's.
+Beside it there is vLLM's, where its stubs are installed: with the extra `smg`.
 """
 
 from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.runtime_version import VersionError
 
 from ...core.membership import Member
 from ...core.request.token_ids import column
@@ -13,36 +20,32 @@ from ..admission.front_door import FrontDoor
 from ..engines.cluster_view import ClusterView
 from ..engines.engine_table import EngineTable
 from ..engines.wire import chunk_to_wire
-from ..request.caller import METRICS, Caller
 from ..security.gate import Gate
+from ..security.tenancy import METRICS, Caller
 from ..validation.validation import check_names
-from .grpc_calls import Context, answering, caller_of, tell_nodes, trace
+from .grpc_calls import Context, answering, call_options, caller_of, send_node_names
+
+log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class InferenceService(inference_pb2_grpc.InferenceServicer):
     """baton.v1.Inference."""
 
-    def __init__(self, door: FrontDoor, gate: Gate, table: EngineTable, view: ClusterView) -> None:
-        self._door = door
-        self._gate = gate
-        self._table = table
-        self._view = view
+    _door: FrontDoor
+    _gate: Gate
+    _table: EngineTable
+    _view: ClusterView
 
     async def Generate(self, wire: inference_pb2.GenerateRequest, context: Context) -> None:
         await self._door.arrivals.take()
         async with (
             answering(context),
-            self._door.generate(
-                wire,
-                self._caller(context),
-                timeout_s=context.time_remaining(),
-                traceparent=trace(context, "traceparent"),
-                tracestate=trace(context, "tracestate"),
-            ) as generation,
+            self._door.generate(wire, self._caller(context), **call_options(context)) as generation,
         ):
             async for chunk in generation.chunks():
                 if chunk.result is not None:
-                    tell_nodes(context, chunk.result)
+                    send_node_names(context, chunk.result)
                 await context.write(chunk_to_wire(generation.call_id, chunk))
 
     async def Abort(
@@ -100,3 +103,19 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             block_size=member.block_size,
             links=() if engine is None or engine.load is None else sorted(engine.load.links),
         )
+
+
+def add_extra_services(
+    server: Any, door: FrontDoor, gate: Gate, table: EngineTable
+) -> tuple[str, ...]:
+    """Add what can be added to `server`, a gRPC server or what stands before one; their names."""
+    try:
+        from . import vllm_engine
+    except ImportError:
+        return ()
+    except VersionError as error:
+        log.warning("smg-grpc-proto is installed, but does not fit protobuf here: %s", error)
+        return ()
+    service = vllm_engine.VllmEngineService(door, gate, table)
+    vllm_engine.add_to_server(service, server)
+    return (vllm_engine.SERVICE_NAME,)

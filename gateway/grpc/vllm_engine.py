@@ -24,9 +24,9 @@ from ...core.model_dir import read_json
 from ...core.version import version
 from ..admission.front_door import FrontDoor
 from ..engines.engine_table import EngineTable, LinkedEngine
-from ..request.caller import INFER, METRICS, Caller
 from ..security.gate import Gate
-from .grpc_calls import Context, answering, caller_of, tell_nodes, trace
+from ..security.tenancy import INFER, METRICS, Caller
+from .grpc_calls import Context, answering, call_options, caller_of, send_node_names
 from .vllm_wire import Answer, request_from_vllm
 
 SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
@@ -54,19 +54,13 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         async with answering(context):
             caller = self._caller(context)
             request = request_from_vllm(wire)
-            async with self._door.generate(
-                request,
-                caller,
-                timeout_s=context.time_remaining(),
-                traceparent=trace(context, "traceparent"),
-                tracestate=trace(context, "tracestate"),
-            ) as generation:
+            async with self._door.generate(request, caller, **call_options(context)) as generation:
                 prompt = generation.request.prompt_token_ids
                 samples = range(generation.request.options.n)
                 answers = [Answer(prompt, wire.stream) for _ in samples]
                 async for chunk in generation.chunks():
                     if chunk.result is not None:
-                        tell_nodes(context, chunk.result)
+                        send_node_names(context, chunk.result)
                     for message in answers[chunk.sample_index].messages(chunk):
                         await context.write(message)
 
@@ -134,7 +128,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
                 await context.write(common_pb2.GetTokenizerChunk(data=piece, sha256=digest))
 
     async def _unimplemented(self, wire: Any, context: Context) -> None:
-        """What smg asks for and can do without, like the events of our prefix caches."""
+        """What smg calls and can do without, like the events of our prefix caches."""
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Baton has no such method")
 
     Embed = FlushCache = StartProfile = StopProfile = SubscribeKvEvents = _unimplemented

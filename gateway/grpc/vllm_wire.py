@@ -21,7 +21,7 @@ from ...proto.v1 import common_pb2, inference_pb2
 from ..request.output_chunk import OutputChunk, RequestResult
 
 _ANY_OBJECT = '{"type": "object"}'
-# What we would have to do otherwise than asked, or must not be told by a client.
+# What we would have to do otherwise, or must not take from a client.
 _UNSUPPORTED = (
     *("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "extra_mm_inputs"),
     "media_refs",
@@ -29,7 +29,7 @@ _UNSUPPORTED = (
 
 
 def request_from_vllm(theirs: Any) -> inference_pb2.GenerateRequest:
-    """vLLM's GenerateRequest as ours. Raises InvalidRequest for what ours cannot say."""
+    """vLLM's GenerateRequest as ours. Raises InvalidRequest for what ours cannot carry."""
     given = {descriptor.name for descriptor, _ in theirs.ListFields()}
     if unsupported := sorted(given.intersection(_UNSUPPORTED)):
         raise _unsupported(unsupported[0])

@@ -1,1 +1,1 @@
-"""The HTTP front: OpenAI's API over the front door, health, and what else a browser may ask."""
+"""The HTTP front: OpenAI's API over the front door, health, and the live page."""

@@ -9,15 +9,15 @@ from aiohttp import web
 from ...cluster.tls import CertificateFiles
 from ...core.errors import StartupFailed
 from ...core.ports import SystemClock
-from . import health, login, metrics, models, openapi, tokenization
+from . import login, openapi, server_info, tokenization
 from .chat import chat
 from .chat.chat import CHAT_MODEL, ChatModel
-from .dashboard.routes import Viewers, add_dashboard, feed_of
+from .dashboard.routes import add_dashboard, feed_of
 from .generate import completions
 from .protocol.access import ACCESS, Access, check_access
 from .protocol.app_state import APP_STATE, AppState
 from .protocol.connections import MAX_HEADER_BYTES, MAX_URL_BYTES, Connections
-from .protocol.error_middleware import answering, echo_request_id
+from .protocol.errors import answering, echo_request_id
 from .protocol.event_stream import BURST, Burst
 
 _LAST_WRITE_S = 0.2
@@ -31,14 +31,12 @@ _CONNECTION_OPTIONS = {
 }
 
 ROUTE_GROUPS: tuple[web.RouteTableDef, ...] = (
-    health.ROUTES,
-    models.ROUTES,
+    server_info.ROUTES,
     completions.ROUTES,
     chat.ROUTES,
     tokenization.ROUTES,
     openapi.ROUTES,
     login.ROUTES,
-    metrics.ROUTES,
 )  # fmt: skip
 
 
@@ -52,7 +50,7 @@ def build_app(parts: AppState, access: Access) -> web.Application:
     app.on_response_prepare.append(echo_request_id)
     for routes in ROUTE_GROUPS:
         app.add_routes(routes)
-    add_dashboard(app, Viewers(feed_of(parts, SystemClock())))
+    add_dashboard(app, feed_of(parts, SystemClock()))
     return app
 
 
@@ -122,7 +120,7 @@ class HttpServer:
         return int(server.sockets[0].getsockname()[1])
 
     async def stop(self) -> None:
-        """Close; what is still open is cut off after a moment for its last words."""
+        """Close; what is still open is cut off after a moment for its last write."""
         for server in self._servers:
             server.close()
         await self._runner.cleanup()

@@ -1,4 +1,4 @@
-"""The gateway process: builds all parts, listens, tells its health, and stops in order.
+"""The gateway process: builds all parts, listens, publishes its health, and stops in order.
 
 `serve` gives a running Gateway (tests, embedding); `run` is the process around it.
 """
@@ -10,7 +10,6 @@ import gc
 import logging
 import math
 import sys
-from collections.abc import Sequence
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -18,7 +17,7 @@ from grpc_reflection.v1alpha import reflection
 
 from ...cluster.exposure import check_secret
 from ...cluster.known_nodes import KnownNodes
-from ...cluster.member_calls import MemberCalls
+from ...cluster.node_calls import MemberCalls
 from ...cluster.redis_directory import RedisDirectory
 from ...cluster.secret import ClusterSecret
 from ...cluster.tls import CertificateFiles, watch_ends
@@ -27,32 +26,29 @@ from ...core.errors import StartupFailed, Unavailable
 from ...core.membership import Role
 from ...core.ports import Clock, Directory, Entropy, SystemClock, SystemEntropy
 from ...core.process import descriptors
+from ...core.process.event_loop import StopSignals, show_turns
 from ...core.process.logs import set_up_logging
-from ...core.process.loop_watch import show_turns
-from ...core.process.stop_signals import StopSignals
-from ...prefix_index.follower import Follower
-from ...prefix_index.mirror import PrefixMirror
+from ...prefix_index.mirror import Follower, PrefixMirror
 from ...prefix_index.redis_link import RedisIndexLink
 from ...proto.v1 import inference_pb2, inference_pb2_grpc
+from ..admission.admission import QueueLimit
 from ..admission.front_door import FrontDoor
 from ..engines.cluster_view import ClusterView
 from ..engines.engine_table import EngineTable
-from ..grpc.extra_services import add_extra_services
-from ..grpc.grpc_calls import abort
-from ..grpc.parsing import Parsing
-from ..grpc.service import InferenceService
+from ..grpc.grpc_calls import Parsing
+from ..grpc.service import InferenceService, add_extra_services
 from ..http.app import HttpServer, build_app
 from ..http.chat.chat import CHAT_MODEL
 from ..http.protocol.access import Access
 from ..http.protocol.app_state import AppState
 from ..request.dispatch_queue import DispatchQueue
-from ..request.engine_link import Avoid, Demand, EngineOutput, PlainToken
+from ..request.engine_link import Avoid, Demand
 from ..request.session import SessionLimits
 from ..request.session_table import SessionTable
 from ..security.setup import Security
 from ..telemetry.setup import Telemetry
 from ..validation.served_model import ServedModel
-from .startup_message import Greeting
+from .startup_message import StartupMessage
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +59,7 @@ SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 _NUM_YOUNG = 20_000
 _SWITCH_S = 0.0005  # a thread with a large body or text keeps the loop's for no longer
 _STOP_GRACE_S = 5.0
-_LAST_WORD_S, _LAST_STATUS_S = 1.0, 0.2
+_LAST_OUTPUTS_S, _LAST_STATUS_S = 1.0, 0.2
 
 _MAX_METADATA_BYTES = 16 << 10
 _SPARE_STREAMS = 128  # of a connection: for calls that are refused, and such as Abort
@@ -75,7 +71,7 @@ _SERVER_OPTIONS = (
         "grpc.absolute_max_metadata_size",
         _MAX_METADATA_BYTES,
     ),  # else refused at random above the other
-    ("grpc.server_handshake_timeout_ms", 10000),  # who connects says something, or goes
+    ("grpc.server_handshake_timeout_ms", 10000),  # who connects sends something, or is closed
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_ping_strikes", 2),  # pings more frequent than below, while we send nothing
     ("grpc.http2.min_ping_interval_without_data_ms", 10000),
@@ -114,7 +110,8 @@ class Gateway:
             secret,
             clock,
             self._table,
-            self,
+            self._sessions,
+            self._note_readiness,
             config.heartbeat_timeout_s,
             security.cluster_tls,
         )
@@ -138,8 +135,8 @@ class Gateway:
             entropy,
             session_limits,
             config.max_request_s,
-            self._telemetry.observers,
-            max_queue_s=config.max_queue_s,
+            self._telemetry.feed,
+            QueueLimit(self._table, queue, config.max_queue_s),
             keeps_prompts=config.log_prompts,
         )
         self._service = InferenceService(self._door, security.gate, self._table, self._view)
@@ -189,7 +186,7 @@ class Gateway:
 
     async def start(self) -> None:
         """Begin to listen and to look for engines."""
-        parsing = Parsing(self._server, abort)
+        parsing = Parsing(self._server)
         inference_pb2_grpc.add_InferenceServicer_to_server(self._service, parsing)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, parsing)  # type: ignore[no-untyped-call]
         door, gate, table = self._door, self._gate, self._table
@@ -197,7 +194,7 @@ class Gateway:
         names = (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)  # type: ignore[no-untyped-call]
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
-        await self._tell_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._http.start()
         await self._server.start()
         self._tasks = [
@@ -216,11 +213,11 @@ class Gateway:
             # Raises, naming what is missing, unless it came this very moment.
             self._table.choose(Demand(1), avoid=Avoid(), fingerprint=None)
 
-    async def greeting(self) -> Greeting:
-        """Wait until a linked pair of engines can serve, however long; then what to tell people."""
+    async def startup_message(self) -> StartupMessage:
+        """Wait until a linked pair of engines can serve, however long; then what to print."""
         await self._is_ready.wait()
         config = self._config
-        return Greeting(
+        return StartupMessage(
             self.host,
             self.http_port,
             self.port,
@@ -228,7 +225,7 @@ class Gateway:
             knows_chats=self._knows_chats,
             knows_text=not config.skip_tokenizer_init,
             has_tls=config.tls_cert is not None,
-            asks_for_keys=config.api_keys is not None,
+            needs_keys=config.api_keys is not None,
             own_http_port=self.own_http_port,
         )
 
@@ -236,13 +233,13 @@ class Gateway:
         self, grace_s: float = _STOP_GRACE_S, hurry: asyncio.Event | None = None
     ) -> None:
         """Refuse new requests, let those in flight end within `grace_s` or until `hurry`, and end
-        the rest, telling their callers."""
+        the rest with an error to their callers."""
         self._door.is_draining = True
         await self._health.enter_graceful_shutdown()
         if not await self._becomes_idle(grace_s, hurry):
             log.warning("cut off: requests that have not ended (%d)", len(self._sessions))
             self._sessions.end_all(Unavailable("this gateway is shutting down"))
-            await self._becomes_idle(_LAST_WORD_S)
+            await self._becomes_idle(_LAST_OUTPUTS_S)
         await asyncio.gather(self._server.stop(_LAST_STATUS_S), self._http.stop())
         for task in self._tasks:
             task.cancel()
@@ -274,36 +271,24 @@ class Gateway:
             task.result()
 
     async def _publish_readiness(self) -> None:
-        """Tell every change of readiness to who watches our health."""
+        """Publish every change of readiness to those who watch our health."""
         while True:
             await self._readiness_changed.wait()
             self._readiness_changed.clear()
             is_ready = self._is_ready.is_set()
             log.info("ready" if is_ready else "not ready")
             status = health_pb2.HealthCheckResponse
-            await self._tell_health(status.SERVING if is_ready else status.NOT_SERVING)
+            await self._set_health(status.SERVING if is_ready else status.NOT_SERVING)
 
-    async def _tell_health(self, status: int) -> None:
+    async def _set_health(self, status: int) -> None:
         for name in self._service_names:
             await self._health.set(name, status)
 
-    # --- cluster_view.EngineEvents ----------------------------------------------------------------
-
-    def engine_outputs(self, incarnation: str, outputs: Sequence[EngineOutput]) -> None:
-        self._sessions.engine_outputs(incarnation, outputs)
-
-    def engine_tokens(self, incarnation: str, tokens: Sequence[PlainToken]) -> None:
-        self._sessions.engine_tokens(incarnation, tokens)
-
-    def engine_lost(self, incarnation: str, *, has_died: bool) -> None:
-        self._sessions.engine_lost(incarnation, has_died=has_died)
-
-    def cluster_changed(self, *, is_load_only: bool) -> None:
+    def _note_readiness(self) -> None:
         is_ready = not self._table.why_not_ready()
         if is_ready != self._is_ready.is_set():
             self._is_ready.set() if is_ready else self._is_ready.clear()
             self._readiness_changed.set()
-        self._sessions.cluster_changed(is_load_only=is_load_only)
 
 
 def _server_options(max_num_requests: int, *, shares_port: bool) -> tuple[tuple[str, int], ...]:
@@ -385,19 +370,19 @@ async def run(config: GatewayConfig, cluster: ClusterConfig) -> int:
     scheme = "https" if config.tls_cert else "http"
     http = " ".join(f"{scheme}://{gateway.host}:{port}" for port in ports)
     print(f"ready: gateway gateway {http} {gateway.host}:{gateway.port}", flush=True)
-    greeting = asyncio.create_task(_greet(gateway))
+    starting = asyncio.create_task(_print_startup_message(gateway))
     turning = asyncio.create_task(show_turns())
     try:
         await gateway.run_until(signals.stop)
     finally:
-        greeting.cancel()
+        starting.cancel()
         turning.cancel()
         await gateway.stop(config.shutdown_timeout_s, signals.hurry)
     return 0
 
 
-async def _greet(gateway: Gateway) -> None:
+async def _print_startup_message(gateway: Gateway) -> None:
     """Once it can serve, which may be long after it listens."""
     print("waiting for a prefill and a decode node", flush=True)
-    for line in (await gateway.greeting()).lines():
+    for line in (await gateway.startup_message()).lines():
         print(line, flush=True)

@@ -1,4 +1,4 @@
-"""What a gateway says to whoever started it, once it can serve: where it is, and a line to try."""
+"""What a gateway prints for whoever started it, once it can serve: addresses, a line to try."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # how to dial who listens e
 
 
 @dataclass(frozen=True, slots=True)
-class Greeting:
+class StartupMessage:
     """A gateway that serves, as far as its first caller has to know it."""
 
     host: str
@@ -23,7 +23,7 @@ class Greeting:
     knows_chats: bool
     knows_text: bool = True
     has_tls: bool = False
-    asks_for_keys: bool = False
+    needs_keys: bool = False
     own_http_port: int | None = None
 
     @property
@@ -31,19 +31,19 @@ class Greeting:
         return self._http_url(self.http_port)
 
     def lines(self) -> tuple[str, str]:
-        """The addresses, and a request for curl; each begins with its word, READY and TRY."""
+        """The addresses, and a request for curl; they begin with READY and TRY."""
         grpc_url = f"grpc{self._s}://{self._address(self.grpc_port)}"
         own_url = self._http_url(self.own_http_port or self.http_port)
         addresses = f"{self.http_url} {grpc_url} dashboard {own_url}/dashboard"
         return f"{READY}{addresses}", f"{TRY}{self._curl()}"
 
     def _curl(self) -> str:
-        asked: dict[str, object] = {"prompt": "hello" if self.knows_text else [1, 2, 3]}
+        content: dict[str, object] = {"prompt": "hello" if self.knows_text else [1, 2, 3]}
         if self.knows_chats:
-            asked = {"messages": [{"role": "user", "content": "hello"}]}
+            content = {"messages": [{"role": "user", "content": "hello"}]}
         path = "chat/completions" if self.knows_chats else "completions"
-        body = json.dumps({"model": self.model, **asked, "max_tokens": 32}, ensure_ascii=False)
-        key = ' -H "Authorization: Bearer $BATON_API_KEY"' if self.asks_for_keys else ""
+        body = json.dumps({"model": self.model, **content, "max_tokens": 32}, ensure_ascii=False)
+        key = ' -H "Authorization: Bearer $BATON_API_KEY"' if self.needs_keys else ""
         return (
             f"curl {self.http_url}/v1/{path}{key} -H 'Content-Type: application/json' "
             f"-d {shlex.quote(body)}"

@@ -1,11 +1,11 @@
-"""One dispatch of a request to a pair of engines, or to one that does all: who still owes an
-answer, and what doubt there is.
+"""One dispatch of a request to a pair of engines, or to one that does all: whose messages are due,
+and what doubt there is.
 
 A *doubt* is a state that one of the engines must clear up soon: who is right becomes known by the
 next message of the other, or, after a fixed time, the attempt counts as failed.
 
     the prefill engine is gone, its token is here   the decode engine may have all KV already
-    the decode engine says "cancelled"              the prefill engine ended the request itself?
+    the decode engine sends "cancelled"             the prefill engine ended the request itself?
     the last token is here, an earlier one is not   it is under way on the other stream
 """
 
@@ -21,7 +21,7 @@ from ...core.request.timeline import Event
 from .engine_link import EngineOutput, Route
 from .token_order import TokenSplice
 
-OutputToken: TypeAlias = tuple[int, TokenLogprobs | None]  # the second if it was asked for
+OutputToken: TypeAlias = tuple[int, TokenLogprobs | None]  # the second if it was requested
 
 _DOUBT_S = 0.25
 _AFTER_HANDOFF = frozenset({Event.TRANSFER_ENDED, Event.DECODE_STARTED})
@@ -126,7 +126,7 @@ class Attempt:
         self._holders.pop(incarnation, None)
 
     def cancel(self, request_id: str) -> None:
-        """Tell every engine that may still hold something to drop it."""
+        """Send a Cancel to every engine that may still hold something."""
         for link in self._holders.values():
             link.cancel(request_id, self.number)
         self._holders.clear()

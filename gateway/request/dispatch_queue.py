@@ -9,13 +9,13 @@
                        stranded: no pair of engines may serve it; tried when engines come or go
 So prompts wait here, and engines get what they compute soon: a light caller finds places, and few
 prompts ahead of its own. A session that was dispatched before tries by itself, and goes first.
-Knows no engine: sessions try, and say why they could not.
+Knows no engine: sessions try, and show why they could not.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...core.fair_queue import FairQueue
@@ -42,7 +42,7 @@ class DispatchQueue:
         self._eligible: FairQueue[Session] = FairQueue()
         self._held: dict[int, OrderedDict[Session, None]] = {}
         self._stranded: dict[Session, None] = {}
-        self._shares: dict[int, CallerShare] = {}
+        self.shares: dict[int, CallerShare] = {}  # by caller, of callers that wait
         self._counted: dict[Session, tuple[int, int]] = {}  # of all that wait: tokens, cost
         self._tried: Session | None = None
         self._has_changed = False  # since `advance`
@@ -51,28 +51,17 @@ class DispatchQueue:
     def __len__(self) -> int:
         return len(self._counted)
 
-    def __contains__(self, session: Session) -> bool:
-        return session in self._counted
-
     @property
-    def shares(self) -> Mapping[int, CallerShare]:
-        """By caller, of callers that wait."""
-        return self._shares
-
-    @property
-    def has_news(self) -> bool:
+    def is_due(self) -> bool:
         """Whether what waits may find a place since `advance`."""
         return bool(self._counted) and (self._has_changed or bool(self._released))
-
-    # --- sessions come and go ---------------------------------------------------------------------
 
     def add(self, session: Session) -> None:
         """A new session, behind its caller's others."""
         if not self._counted:
             self._released.clear()
         self._count(session)
-        held = self._held.get(session.request.caller_id)
-        if held is not None:
+        if (held := self._held.get(session.request.caller_id)) is not None:
             held[session] = None
         else:
             self._make_eligible(session)
@@ -107,12 +96,9 @@ class DispatchQueue:
         elif session in self._stranded:
             del self._stranded[session]
         else:
-            held = self._held[caller_id]
-            del held[session]
-            if not held:
+            del self._held[caller_id][session]
+            if not self._held[caller_id]:
                 del self._held[caller_id]
-
-    # --- dispatching ------------------------------------------------------------------------------
 
     def advance(self, try_dispatch: Callable[[Session], None]) -> None:
         """Let sessions try, in their order, until one finds no place."""
@@ -168,29 +154,25 @@ class DispatchQueue:
 
     def _release(self, caller_id: int) -> None:
         """Let the caller's next held session try."""
-        held = self._held.get(caller_id)
-        if held:
-            session, _ = held.popitem(last=False)
-            self._make_eligible(session)
+        if held := self._held.get(caller_id):
+            self._make_eligible(held.popitem(last=False)[0])
         if not held:
             self._held.pop(caller_id, None)
-
-    # --- counting ---------------------------------------------------------------------------------
 
     def _count(self, session: Session) -> None:
         demand = session.demand
         cost = demand.num_tokens + SEQUENCE_TOKENS * demand.num_sequences
         self._counted[session] = demand.num_tokens, cost
-        share = self._shares.setdefault(session.request.caller_id, CallerShare())
+        share = self.shares.setdefault(session.request.caller_id, CallerShare())
         share.num_requests += 1
         share.num_tokens += demand.num_tokens
         share.cost += cost
 
     def _uncount(self, session: Session) -> None:
         num_tokens, cost = self._counted.pop(session)
-        share = self._shares[session.request.caller_id]
+        share = self.shares[session.request.caller_id]
         share.num_requests -= 1
         share.num_tokens -= num_tokens
         share.cost -= cost
         if not share.num_requests:
-            del self._shares[session.request.caller_id]
+            del self.shares[session.request.caller_id]

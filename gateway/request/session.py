@@ -9,7 +9,7 @@ An *attempt* is one dispatch to a prefill and a decode engine. When one fails, t
 streamed go with the next as `output_token_ids`, and both engines of the old one get a Cancel; what
 still comes from them is dropped by its attempt number. Of several samples of one prompt the first
 dispatches for all, once; from then on each is a session like any other. When a waiting session
-tries to dispatch is its owner's to say, but for a retry, which goes first (dispatch_queue.py). Sees
+tries to dispatch is its owner's choice, but for a retry, which goes first (dispatch_queue.py). Sees
 clock, entropy, engines and the client only through Protocols; never blocks: the owner calls `tick`
 at `next_wakeup_s`.
 """
@@ -47,9 +47,9 @@ from .engine_link import (
     TransferSummary,
     Work,
 )
-from .output_chunk import OutputChunk, RequestResult, Sink
-from .prompt_scores import PromptScores
+from .output_chunk import ChunkQueue, OutputChunk, RequestResult
 from .suspects import EngineDeaths, Suspects
+from .token_order import PromptScores
 
 GATEWAY = "gateway"
 
@@ -62,7 +62,7 @@ class SessionLimits:
     unless it has got further in between (suspects.py).
     `recovery_wait_s`: wait for an engine where none can take it. `avoid_s`: how long a failed
     engine is left out even if it is the only one; covers the age of heartbeats. `settle_s`: the end
-    of a node is noticed on several streams, in any order; a retry waits until all were heard.
+    of a node is noticed on several streams, in any order; a retry waits until all were received.
     `max_queue_s`: wait for a place on engines that are there, of what was never dispatched.
     """
 
@@ -89,7 +89,7 @@ class Session:
         deadline_s: float,
         arrived: Stamp,
         text: TextStream,
-        sink: Sink,
+        sink: ChunkQueue,
         router: Router,
         clock: Clock,
         entropy: Entropy,
@@ -134,7 +134,7 @@ class Session:
     # --- what the owner calls ---------------------------------------------------------------------
 
     def try_dispatch(self) -> None:
-        """Find engines and dispatch, or wait; `blocked` says why. Does nothing unless it waits."""
+        """Find engines and dispatch, or wait; `blocked` is why. Does nothing unless it waits."""
         if self.is_waiting:
             self._try_dispatch()
 
@@ -183,7 +183,7 @@ class Session:
     def engine_lost(self, incarnation: str, *, has_died: bool = False) -> None:
         """An engine's stream ended: what it still owed will not come.
 
-        `has_died`: its supervisor lives and says that the engine process ended.
+        `has_died`: its supervisor lives and reports that the engine process ended.
         """
         attempt = self._attempt
         if attempt is None or incarnation not in attempt.pair:
@@ -203,7 +203,7 @@ class Session:
 
     @property
     def demand(self) -> Demand:
-        """What the next dispatch asks for."""
+        """What the next dispatch needs."""
         return Demand(
             num_tokens=len(self.request.prompt_token_ids) + len(self._output_ids),
             num_sequences=1 if self.is_retry else 1 + len(self._siblings),
@@ -246,7 +246,9 @@ class Session:
         if now_s >= self._deadline_s:
             self._end_badly(DeadlineExceeded("the request's deadline passed"))
         elif attempt is not None and now_s >= attempt.doubt_until_s:
-            self._fail_attempt(attempt, attempt.doubt or HandoffFailed("no word"), blamed=None)
+            self._fail_attempt(
+                attempt, attempt.doubt or HandoffFailed("no message came"), blamed=None
+            )
         elif self._waits_for_its_first_place:
             if now_s >= self._queue_until_s:
                 longest_s = self._limits.max_queue_s
@@ -338,7 +340,7 @@ class Session:
         decode.dispatch(request, Work.DECODE, ticket, remaining_s)
 
     def _wanted_sampling(self) -> SamplingParams:
-        """Without what is known already, or another sample's to ask for."""
+        """Without what is known already, or another sample's to request."""
         sampling = self.request.sampling
         if self.sample_index or self._prompt_scores.is_complete:
             return replace(sampling, prompt_logprobs=None)
@@ -369,7 +371,7 @@ class Session:
             self.call_id, attempt.pair, blamed, error, num_tokens=num_tokens, now_s=now_s
         )
         if num_tokens == self.request.sampling.max_tokens:
-            # All tokens are out: only the word "done" was lost.
+            # All tokens are out: only the message that ends it was lost.
             self._finish(attempt, FinishReason.LENGTH, self._text.flush(), [])
         elif error.is_retryable and self._may_try_again:
             self._try_dispatch()
@@ -394,7 +396,7 @@ class Session:
     # --- tokens -----------------------------------------------------------------------------------
 
     def _note(self, attempt: Attempt, incarnation: str, output: EngineOutput) -> None:
-        """Keep what an output says beside its tokens. Terminal events are ours alone to give."""
+        """Keep what an output has beside its tokens. Terminal events are ours alone to give."""
         if output.stamps:
             self.timeline += [stamp for stamp in output.stamps if stamp.event not in TERMINAL]
         if output.cached_tokens is not None and incarnation == attempt.pair[0]:

@@ -85,8 +85,7 @@ class SessionTable:
         for output in outputs:
             if session := self._sessions.get(output.request_id):
                 self._do(session, session.engine_output, incarnation, output)
-        if self.queue.has_news:
-            self._dispatch_waiting()
+        self._dispatch_due()
 
     def engine_tokens(self, incarnation: str, tokens: Iterable[PlainToken]) -> None:
         """One step's plain tokens. Most are what their sessions wait for, and take a short way."""
@@ -119,11 +118,10 @@ class SessionTable:
     def cancel(self, session: Session, error: BatonError) -> None:
         """End a session early; one that is over stays as it ended."""
         self._do(session, session.cancel, error)
-        if self.queue.has_news:
-            self._dispatch_waiting()
+        self._dispatch_due()
 
     def end_all(self, error: BatonError) -> None:
-        """End every session: each caller hears the error. Nothing that waits is dispatched."""
+        """End every session with the error. Nothing that waits is dispatched."""
         for session in list(self._sessions.values()):
             self._do(session, session.cancel, error)
 
@@ -143,12 +141,13 @@ class SessionTable:
             self.cancel(session, Cancelled("aborted"))
         return len({session.call_id for session in found})
 
+    def _dispatch_due(self) -> None:
+        if self.queue.is_due:
+            self._dispatch_waiting()
+
     def _dispatch_waiting(self) -> None:
         if self.queue:
-            self.queue.advance(self._try_dispatch)
-
-    def _try_dispatch(self, session: Session) -> None:
-        self._do(session, session.try_dispatch)
+            self.queue.advance(lambda session: self._do(session, session.try_dispatch))
 
     def _do(self, session: Session, call: Callable[..., None], *arguments: object) -> None:
         """Let a session act, then note its end or its next wake-up."""
@@ -184,5 +183,4 @@ class SessionTable:
     def _wake(self, session: Session) -> None:
         self._timers.pop(session.request_id, None)
         self._do(session, session.tick)
-        if self.queue.has_news:
-            self._dispatch_waiting()
+        self._dispatch_due()

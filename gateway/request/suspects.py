@@ -5,35 +5,20 @@
                                                         └─ the engine dies: it has killed two
 So what kills engines takes no other suspect with it, which would count as having killed two as
 well. Others are sent to engines without a trial, if any. Knows of this gateway's requests alone.
-An engine's partner may notice its death first, and fail the attempt for that: the news that
-explains it comes behind.
+An engine's partner may notice its death first, and fail the attempt for that: the report of the
+death that explains it comes behind.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ...core.errors import BatonError, EngineFailed
 from .engine_link import Avoid
 
 _MAX_CONVICTED = 256
-_LATE_S = 1.0  # by which that news may come
-
-
-@dataclass(frozen=True, slots=True)
-class Suspicion:
-    """`side`: of a (prefill, decode) pair, the engine that died; cleared with so many tokens."""
-
-    side: int
-    cleared_at: int
-
-    @classmethod
-    def of(cls, pair: tuple[str, str], blamed: str, num_tokens: int) -> Suspicion:
-        """A request with `num_tokens` output tokens, whose engine `blamed` died. The next token is
-        the prefill engine's, the one behind it the decode engine's."""
-        side = pair.index(blamed)
-        return cls(side, num_tokens + 1 + side)
+_LATE_S = 1.0  # by which that report may come
 
 
 class Suspects:
@@ -41,40 +26,25 @@ class Suspects:
     and `convicted` are the errors of calls of which one was given up."""
 
     def __init__(self) -> None:
-        self._trials: dict[str, tuple[str, str]] = {}  # call and engine, by request id
+        self.trials: dict[str, tuple[str, str]] = {}  # call and engine, by request id
         self.convicted: OrderedDict[str, BatonError] = OrderedDict()
 
     @property
     def engines(self) -> frozenset[str]:
-        return frozenset([engine for _, engine in self._trials.values()])
+        return frozenset([engine for _, engine in self.trials.values()])
 
     def keep_clear(self, avoid: Avoid) -> Avoid:
         """`avoid`, and every engine with a trial."""
-        if not self._trials:
+        if not self.trials:
             return avoid
         return Avoid(avoid.incarnations | self.engines, avoid.pairs)
 
     def tries(self, call_id: str) -> bool:
         """Whether a sample of this call is on trial."""
-        return any(call == call_id for call, _ in self._trials.values())
-
-    def try_on(self, request_id: str, call_id: str, engine: str) -> None:
-        """A suspect is dispatched; pair with `end`."""
-        self._trials[request_id] = (call_id, engine)
-
-    def end(self, request_id: str) -> None:
-        """Its trial is over, however it ended; nothing if there is none."""
-        self._trials.pop(request_id, None)
-
-    def convict(self, call_id: str, error: BatonError) -> None:
-        """It has killed as many engines as one may; remembered while samples of it may wait."""
-        self.convicted[call_id] = error
-        if len(self.convicted) > _MAX_CONVICTED:
-            self.convicted.popitem(last=False)
+        return any(call == call_id for call, _ in self.trials.values())
 
 
-@dataclass(frozen=True, slots=True)
-class _Unexplained:
+class _Unexplained(NamedTuple):
     """An attempt that failed with neither engine to blame."""
 
     pair: tuple[str, str]
@@ -83,19 +53,23 @@ class _Unexplained:
 
 
 class EngineDeaths:
-    """One request's: how many engines died under it, and whether it is a suspect for that."""
+    """One request's: how many engines died under it, and whether it is a suspect for that.
+
+    Pairs are of (prefill, decode); `num_tokens` are its output tokens so far.
+    """
 
     def __init__(self, request_id: str, suspects: Suspects, max_deaths: int) -> None:
         self._request_id = request_id
         self._suspects = suspects
         self._max_deaths = max_deaths
         self._num_deaths = 0
-        self._suspicion: Suspicion | None = None
+        self._suspect_side: int | None = None  # of a pair: where it is on trial
+        self._cleared_at = 0  # output tokens
         self._unexplained: _Unexplained | None = None
 
     @property
     def is_suspect(self) -> bool:
-        return self._suspicion is not None
+        return self._suspect_side is not None
 
     @property
     def is_convicted(self) -> bool:
@@ -103,8 +77,8 @@ class EngineDeaths:
 
     def attempt_began(self, call_id: str, pair: tuple[str, str]) -> None:
         """On these engines; a suspect's trial begins."""
-        if self._suspicion is not None:
-            self._suspects.try_on(self._request_id, call_id, pair[self._suspicion.side])
+        if self._suspect_side is not None:
+            self._suspects.trials[self._request_id] = (call_id, pair[self._suspect_side])
 
     def attempt_failed(
         self,
@@ -116,8 +90,8 @@ class EngineDeaths:
         num_tokens: int,
         now_s: float,
     ) -> None:
-        """With so many output tokens; `blamed` None: the pair."""
-        self._suspects.end(self._request_id)
+        """`blamed` None: the pair."""
+        self.ended()
         self._unexplained = None
         if blamed is None:
             self._unexplained = _Unexplained(pair, num_tokens, now_s)
@@ -141,24 +115,24 @@ class EngineDeaths:
 
     def got_to(self, num_tokens: int) -> None:
         """Further than where its engine died: what killed that was another request."""
-        if self._suspicion is not None and num_tokens >= self._suspicion.cleared_at:
-            self._suspicion = None
+        if self._suspect_side is not None and num_tokens >= self._cleared_at:
+            self._suspect_side = None
             self._num_deaths = 0
-            self._suspects.end(self._request_id)
+            self.ended()
 
     def ended(self) -> None:
-        """The request has, however."""
-        self._suspects.end(self._request_id)
+        """Its attempt or its trial has, however."""
+        self._suspects.trials.pop(self._request_id, None)
 
     def _suspect(
-        self,
-        call_id: str,
-        pair: tuple[str, str],
-        died: str,
-        num_tokens: int,
-        error: EngineFailed,
+        self, call_id: str, pair: tuple[str, str], died: str, num_tokens: int, error: EngineFailed
     ) -> None:
         self._num_deaths += 1
-        self._suspicion = Suspicion.of(pair, died, num_tokens)
+        self._suspect_side = pair.index(died)
+        # The next token is the prefill engine's, the one behind it the decode engine's.
+        self._cleared_at = num_tokens + 1 + self._suspect_side
         if self._num_deaths == self._max_deaths:
-            self._suspects.convict(call_id, error)
+            convicted = self._suspects.convicted
+            convicted[call_id] = error  # remembered while samples of the call may wait
+            if len(convicted) > _MAX_CONVICTED:
+                convicted.popitem(last=False)

@@ -1,11 +1,12 @@
-"""Tokens of one attempt, put in order by their position in the request's output.
+"""Tokens of one attempt, and log-probabilities of a prompt, put in order by their position.
 
         known already │ next_index
     0 1 2 3 4 5 6 7 8 │ 9  _  11        9 can go out; 11 is held until 10 comes
     └ doubles: dropped ┘
 
 Two streams race: the decode node's first token may overtake the prefill node's. The first value
-seen for a position stays; streamed tokens never change.
+seen for a position stays; streamed tokens never change. A prompt's log-probabilities come by
+chunks, and again on a retry.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from ...core.errors import EngineFailed
+from ...core.request.logprobs import TokenLogprobs
 
 T = TypeVar("T")
 
@@ -57,3 +59,25 @@ class TokenSplice(Generic[T]):
             return False
         self.next_index += 1
         return True
+
+
+class PromptScores:
+    """Of the prompt's second token and all behind it: what came first for a position stays."""
+
+    def __init__(self, num_prompt_tokens: int) -> None:
+        self._num_wanted = num_prompt_tokens - 1
+        self._known: list[TokenLogprobs] = []
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self._known) >= self._num_wanted
+
+    def add(self, first_index: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Take those of positions from `first_index` on. Raises EngineFailed on nonsense."""
+        num_doubles = len(self._known) - (first_index - 1)
+        if num_doubles < 0 or first_index + len(logprobs) > self._num_wanted + 1:
+            raise EngineFailed("an engine sent log-probabilities that do not fit the prompt")
+        self._known += logprobs[num_doubles:]
+
+    def all(self) -> tuple[TokenLogprobs, ...]:
+        return tuple(self._known)

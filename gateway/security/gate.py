@@ -1,29 +1,41 @@
 """Who is calling? The one place where a credential becomes a Caller, for both fronts.
 
 Reads the key file anew when it has changed; a file that cannot be used leaves the last keys in
-force, and says so. Errors tell nothing about which part of a credential was wrong.
+force, and is logged. No error shows which part of a credential was wrong.
+
+A browser holds a cookie in place of a key after the login, for some hours:
+
+    cookie = expiry . reference of the key . tag of both
+
+Reference and tag are HMACs with a secret of this gateway, or of those that share a port: nothing
+about the key can be learnt from a cookie. Nothing is kept here: a cookie ends by its time, with its
+key, or with that secret. It never carries more than the scope `metrics`, so a page that misuses it
+changes nothing.
 """
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import logging
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ...cluster.secret import ClusterSecret, operator_key
 from ...cluster.watched_files import WatchedFiles
 from ...core.errors import StartupFailed, Unauthenticated
-from ..request.caller import ADMIN, METRICS, Caller, Limits, anyone
-from .key_file import ApiKey, BadKeyFile, Tenant, digest_of, load_keys
+from ...core.ports import Clock
+from .key_file import ApiKey, BadKeyFile, digest_of, load_keys
+from .tenancy import ADMIN, METRICS, Caller, anyone, caller_id_of
 
 log = logging.getLogger(__name__)
 
 MAX_CREDENTIAL_CHARS = 512
 OPERATOR = "@operator"  # no name that a key file could give
-_CALLER_ID_BYTES = 8
+COOKIE = "baton_session"
+SESSION_S = 12 * 3600
+_MAX_COOKIE_CHARS = 256
 
 
 class KeyRing:
@@ -54,7 +66,7 @@ class KeyRing:
 
 
 class Gate:
-    """`ring` None: no keys are asked for, and everybody may do everything."""
+    """`ring` None: no keys are required, and everybody may do everything."""
 
     def __init__(self, ring: KeyRing | None, cluster_secret: ClusterSecret) -> None:
         self._ring = ring
@@ -62,18 +74,18 @@ class Gate:
         self._connection_key = secrets.token_bytes(16)  # no other gateway gives the same ids
 
     @property
-    def asks_for_keys(self) -> bool:
+    def requires_keys(self) -> bool:
         return self._ring is not None
 
     def caller(self, authorization: Sequence[str | bytes], front: str, peer: str = "") -> Caller:
         """The caller by its `Authorization` headers; raises Unauthenticated.
 
-        `peer`: the address at the other end of its connection, where nothing else tells callers
-        apart.
+        `peer`: the address at the other end of its connection, where nothing else
+        distinguishes callers.
         """
         if self._ring is None:
-            return anyone(front, _caller_id(peer.encode(), self._connection_key))
-        return as_caller(self.key(_bearer(authorization)), front)
+            return anyone(front, caller_id_of(peer.encode(), self._connection_key))
+        return replace(self.key(_bearer(authorization)).caller, front=front)
 
     def key(self, text: str) -> ApiKey:
         """The key that was shown; raises Unauthenticated."""
@@ -85,7 +97,7 @@ class Gate:
     def find(self, is_it: Callable[[ApiKey], bool]) -> ApiKey:
         """The key in force of which this is true; raises Unauthenticated.
 
-        Asks of every key: it takes as long whichever it is, or if there is none.
+        Compares every key: it takes as long whichever it is, or if there is none.
         """
         ring = () if self._ring is None else self._ring.current()
         found = [key for key in (*ring, *self._operators) if is_it(key)]
@@ -94,21 +106,11 @@ class Gate:
         return found[-1]
 
 
-def as_caller(key: ApiKey, front: str) -> Caller:
-    tenant = key.tenant
-    caller_id = _caller_id(key.digest)
-    return Caller(tenant.name, key.scopes, front, tenant.models, tenant.limits, caller_id)
-
-
-def _caller_id(name: bytes, key: bytes = b"") -> int:
-    digest = hashlib.blake2b(name, digest_size=_CALLER_ID_BYTES, key=key).digest()
-    return int.from_bytes(digest, "little")
-
-
 def _operator(cluster_secret: str) -> ApiKey:
     """Who knows the cluster secret may look and administer: `baton up` does, at its own gateway."""
     digest = digest_of(operator_key(cluster_secret))
-    return ApiKey("operator", digest, Tenant(OPERATOR, None, Limits()), frozenset({METRICS, ADMIN}))
+    scopes = frozenset({METRICS, ADMIN})
+    return ApiKey(digest, Caller(OPERATOR, scopes, caller_id=caller_id_of(digest)))
 
 
 def _bearer(authorization: Sequence[str | bytes]) -> str:
@@ -126,3 +128,40 @@ def _bearer(authorization: Sequence[str | bytes]) -> str:
     if scheme.lower() != "bearer" or not key.strip():
         raise Unauthenticated("an API key is needed: Authorization: Bearer KEY")
     return key.strip()
+
+
+class BrowserSessions:
+    """Gives and judges cookies. Times are of the monotonic clock, which a host has in common."""
+
+    def __init__(self, gate: Gate, clock: Clock, secret: bytes | None = None) -> None:
+        self._gate = gate
+        self._clock = clock
+        self._secret = secret or secrets.token_bytes(32)
+
+    def open(self, key: str) -> str:
+        """A cookie for who shows a key; raises Unauthenticated, PermissionDenied."""
+        found = self._gate.key(key)
+        found.caller.check_scope(METRICS)
+        until = str(int(self._clock.monotonic_s() + SESSION_S))
+        text = f"{until}.{self._reference(found)}"
+        return f"{text}.{self._tag(text)}"
+
+    def caller(self, cookie: str) -> Caller:
+        """Who holds this cookie; raises Unauthenticated."""
+        text, _, tag = cookie.rpartition(".")
+        if len(cookie) > _MAX_COOKIE_CHARS or not hmac.compare_digest(
+            tag.encode("utf-8", "surrogatepass"), self._tag(text).encode()
+        ):
+            raise Unauthenticated("the session is over: log in again")
+        until, _, reference = text.partition(".")
+        if self._clock.monotonic_s() >= int(until):
+            raise Unauthenticated("the session is over: log in again")
+        key = self._gate.find(lambda key: hmac.compare_digest(self._reference(key), reference))
+        return replace(key.caller, front="http", scopes=key.caller.scopes & {METRICS})
+
+    def _reference(self, key: ApiKey) -> str:
+        return hmac.digest(self._secret, b"reference" + key.digest, "sha256").hex()
+
+    def _tag(self, text: str) -> str:
+        message = b"tag" + text.encode("utf-8", "surrogatepass")
+        return hmac.digest(self._secret, message, "sha256").hex()

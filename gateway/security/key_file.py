@@ -20,43 +20,57 @@ import secrets
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Raw, Struct
 
 from ...core.errors import StartupFailed
-from ..request.caller import SCOPES, Limits
+from .tenancy import Caller, Limits, caller_id_of
+
+_T = TypeVar("_T")
 
 KEY_PREFIX = "bk-"
 MAX_FILE_BYTES = 4 << 20
 
 _KEY_BYTES = 32
 _TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
-_DIGEST = re.compile(r"[0-9a-f]{64}\Z")
-_LIMITS = tuple(field.name for field in fields(Limits))
-
-
-@dataclass(frozen=True, slots=True)
-class Tenant:
-    """`models`: the names it may ask for; None: all."""
-
-    name: str
-    models: frozenset[str] | None
-    limits: Limits
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """`key_id` names a key to people: the first digits of its hash."""
+    """The SHA-256 of a key, and who its holder is."""
 
-    key_id: str
     digest: bytes
-    tenant: Tenant
-    scopes: frozenset[str]
+    caller: Caller
+
+
+Count = Annotated[int, Meta(ge=1)]
+
+
+class _Tenant(Struct, forbid_unknown_fields=True):
+    models: list[str] | None = None
+    requests_per_minute: Count | None = None
+    tokens_per_minute: Count | None = None
+    max_concurrent_requests: Count | None = None
+
+
+class _Key(Struct, forbid_unknown_fields=True):
+    sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+    tenant: str
+    scopes: list[Literal["infer", "metrics", "admin"]]
+    id: Any = None  # for people: the first digits of the hash
+
+
+class _File(Struct, forbid_unknown_fields=True):
+    tenants: dict[str, Raw]
+    keys: list[Raw]
 
 
 class BadKeyFile(Exception):
-    """The file is not what it should be; the text says where."""
+    """The file is not what it should be; the text has where."""
 
 
 def digest_of(key: str) -> bytes:
@@ -80,13 +94,9 @@ def load_keys(path: Path) -> tuple[ApiKey, ...]:
 
 def parse_keys(raw: bytes) -> tuple[ApiKey, ...]:
     """The keys in the file's bytes; raises BadKeyFile."""
-    document = _object(_json(raw), "the file", {"tenants", "keys"})
-    listed = _object(document.get("tenants"), "tenants")
-    tenants = {name: _tenant(name, entry) for name, entry in listed.items()}
-    entries = document.get("keys")
-    if not isinstance(entries, list):
-        raise BadKeyFile("keys is not a list")
-    return tuple(_key(entry, tenants, f"keys[{i}]") for i, entry in enumerate(entries))
+    file = _decode(raw, _File, "the file")
+    tenants = {name: _tenant(name, entry) for name, entry in file.tenants.items()}
+    return tuple(_key(entry, tenants, f"keys[{i}]") for i, entry in enumerate(file.keys))
 
 
 def add_key(
@@ -106,7 +116,10 @@ def add_key(
     entry = {"id": digest[:8], "sha256": digest, "tenant": tenant, "scopes": sorted(scopes)}
     try:
         with _locked(path):
-            document = _read_document(path)
+            document: dict[str, Any] = {"tenants": {}, "keys": []}
+            if path.exists():
+                load_keys(path)
+                document = json.loads(path.read_bytes())
             settings = document["tenants"].setdefault(tenant, {})
             settings.update(limits or {})
             if models is not None:
@@ -118,13 +131,6 @@ def add_key(
     except (BadKeyFile, OSError) as error:
         raise StartupFailed(f"cannot add a key to {path}: {error}") from error
     return key
-
-
-def _read_document(path: Path) -> Any:
-    if not path.exists():
-        return {"tenants": {}, "keys": []}
-    load_keys(path)
-    return json.loads(path.read_bytes())
 
 
 @contextlib.contextmanager
@@ -154,49 +160,27 @@ def _replace(path: Path, raw: bytes) -> None:
         raise
 
 
-def _json(raw: bytes) -> Any:
+def _decode(raw: bytes | Raw, kind: type[_T], where: str) -> _T:
     try:
-        return json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise BadKeyFile("not JSON") from error
+        return msgspec.json.decode(raw, type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise BadKeyFile(f"{where}: {error}") from error
 
 
-def _object(value: Any, where: str, known: set[str] | None = None) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise BadKeyFile(f"{where} is not an object")
-    if known is not None and (unknown := value.keys() - known):
-        raise BadKeyFile(f"{where} has unknown fields: {', '.join(sorted(unknown))}")
-    return value
-
-
-def _tenant(name: str, entry: Any) -> Tenant:
+def _tenant(name: str, entry: Raw) -> Caller:
+    """The caller of the tenant's keys, without what is a key's own."""
     where = f"tenant {name!r:.80}"
     if not _TENANT.match(name):
         raise BadKeyFile(f"{where}: a name is 1 to 64 of A-Z a-z 0-9 _ . -")
-    settings = _object(entry, where, {"models", *_LIMITS})
-    for limit in _LIMITS:
-        value = settings.get(limit)
-        if value is not None and (type(value) is not int or value < 1):
-            raise BadKeyFile(f"{where}: {limit} is not a positive number")
-    models = settings.get("models")
-    limits = Limits(**{limit: settings.get(limit) for limit in _LIMITS})
-    return Tenant(name, None if models is None else _names(models, f"{where}: models"), limits)
+    found = _decode(entry, _Tenant, where)
+    limits = Limits(*(getattr(found, field.name) for field in fields(Limits)))
+    models = None if found.models is None else frozenset(found.models)
+    return Caller(name, frozenset(), models=models, limits=limits)
 
 
-def _key(entry: Any, tenants: Mapping[str, Tenant], where: str) -> ApiKey:
-    settings = _object(entry, where, {"id", "sha256", "tenant", "scopes"})
-    digest, tenant = settings.get("sha256"), settings.get("tenant")
-    if not isinstance(digest, str) or not _DIGEST.match(digest):
-        raise BadKeyFile(f"{where}: sha256 is not 64 hex digits")
-    if not isinstance(tenant, str) or tenant not in tenants:
+def _key(entry: Raw, tenants: Mapping[str, Caller], where: str) -> ApiKey:
+    found = _decode(entry, _Key, where)
+    if (tenant := tenants.get(found.tenant)) is None:
         raise BadKeyFile(f"{where}: its tenant is not in tenants")
-    scopes = _names(settings.get("scopes"), f"{where}: scopes")
-    if not scopes <= SCOPES:
-        raise BadKeyFile(f"{where}: scopes are {', '.join(sorted(SCOPES))}")
-    return ApiKey(digest[:8], bytes.fromhex(digest), tenants[tenant], scopes)
-
-
-def _names(value: Any, where: str) -> frozenset[str]:
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise BadKeyFile(f"{where} is not a list of names")
-    return frozenset(value)
+    digest, scopes = bytes.fromhex(found.sha256), frozenset(found.scopes)
+    return ApiKey(digest, replace(tenant, scopes=scopes, caller_id=caller_id_of(digest)))

@@ -9,11 +9,10 @@ from pathlib import Path
 from ...cluster.exposure import check_exposure
 from ...cluster.secret import ClusterSecret, salt_key, session_key
 from ...cluster.tls import CertificateFiles, ClusterTls
-from ...core.channels.same_host import host_id
+from ...core.channels.addresses import host_id
 from ...core.config import ClusterConfig, GatewayConfig
 from ...core.ports import Clock
-from .browser_session import BrowserSessions
-from .gate import Gate, KeyRing
+from .gate import BrowserSessions, Gate, KeyRing
 from .tenancy import Tenancy
 
 _PROTECTION = {"tls_cert": "--tls-cert", "tls_key": "--tls-key", "api_keys": "--api-keys"}
@@ -36,13 +35,21 @@ class Security:
         missing = [flag for name, flag in _PROTECTION.items() if getattr(config, name) is None]
         check_exposure("gateway", config.host, missing, is_accepted=config.insecure_bind)
         ring = None if config.api_keys is None else KeyRing(Path(config.api_keys))
-        gate = Gate(ring, ClusterSecret.of(cluster))
+        gate, secret = Gate(ring, ClusterSecret.of(cluster)), cluster.cluster_secret
+        certificate = None
+        if config.tls_cert is not None and config.tls_key is not None:
+            chain, key = Path(config.tls_cert), Path(config.tls_key)
+            certificate = CertificateFiles(chain, key, None, "--tls-cert, --tls-key")
+        # Gateways that share a port take each other's logins; else each takes its own alone.
+        cookie_key = session_key(secret, host_id()) if config.reuse_port and secret else None
+        # Without a secret of the deployment, each gateway has its own part of the prefix caches.
+        salts = salt_key(secret) if secret else secrets.token_bytes(_SALT_KEY_BYTES)
         return cls(
-            _certificate(config),
+            certificate,
             ClusterTls.of(cluster),
             gate,
-            BrowserSessions(gate, clock, _session_secret(config, cluster)),
-            _tenancy(config, cluster, clock),
+            BrowserSessions(gate, clock, cookie_key),
+            Tenancy(clock, salts, shares_prefixes=config.share_prefix_across_tenants),
         )
 
     @property
@@ -55,23 +62,3 @@ class Security:
         """By file, the Unix time at which its certificate ends."""
         ends = (files.current().ends_s for files in self.certificates)
         return {file: ends_s for each in ends for file, ends_s in each.items()}
-
-
-def _certificate(config: GatewayConfig) -> CertificateFiles | None:
-    if config.tls_cert is None or config.tls_key is None:
-        return None
-    chain, key = Path(config.tls_cert), Path(config.tls_key)
-    return CertificateFiles(chain, key, None, "--tls-cert, --tls-key")
-
-
-def _session_secret(config: GatewayConfig, cluster: ClusterConfig) -> bytes | None:
-    """Gateways that share a port take each other's logins; None: this one alone takes its own."""
-    secret = cluster.cluster_secret
-    return session_key(secret, host_id()) if config.reuse_port and secret else None
-
-
-def _tenancy(config: GatewayConfig, cluster: ClusterConfig, clock: Clock) -> Tenancy:
-    """Without a secret of the deployment, each gateway has its own part of the prefix caches."""
-    secret = cluster.cluster_secret
-    key = salt_key(secret) if secret else secrets.token_bytes(_SALT_KEY_BYTES)
-    return Tenancy(clock, key, shares_prefixes=config.share_prefix_across_tenants)

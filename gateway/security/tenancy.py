@@ -1,12 +1,13 @@
-"""What sets tenants apart at this gateway: their limits, and their shares of the prefix cache.
+"""Callers and their tenants: what one may do, its limits at this gateway, its part of the prefix
+cache.
 
     admitted ──► charge(prompt + all it may generate) ──► used_tokens = what it was ──► left
     a request,   or RateLimited                           the difference is given back
     one of those
     at once
 
-Knows no key: a Caller brings its tenant and limits. Each gateway counts for itself, also where
-several share a port.
+A limit per minute is a bucket that fills steadily and holds one minute's worth. Each gateway counts
+for itself, also where several share a port.
 """
 
 from __future__ import annotations
@@ -15,15 +16,97 @@ import hashlib
 import hmac
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from ...core.errors import RateLimited
+from ...core.errors import ModelNotFound, PermissionDenied, RateLimited
 from ...core.ports import Clock
-from ..request.caller import Caller
-from .token_bucket import TokenBucket
 
+_CALLER_ID_BYTES = 8
+_MINUTE_S = 60.0
 _SALT_DIGITS = 32
 _TOO_MANY_AT_ONCE_S = 1.0  # what is running ends when it ends: a guess
+
+
+INFER, METRICS, ADMIN = "infer", "metrics", "admin"
+SCOPES = frozenset({INFER, METRICS, ADMIN})
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a tenant may use at one gateway; None: as much as there is."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_concurrent_requests: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who makes a call. `tenant`: whose limits and whose prefix cache; empty where no keys are
+    required. `front`: "grpc" or "http", empty in a key file.
+
+    `models`: the names that it may use; None: all. `caller_id`: 64 bits between which queues are
+    fair: of the API key, the same at all gateways, or of the connection.
+    """
+
+    tenant: str
+    scopes: frozenset[str]
+    front: str = ""
+    models: frozenset[str] | None = None
+    limits: Limits = Limits()
+    caller_id: int = 0
+
+    def check_scope(self, scope: str) -> None:
+        """Raise PermissionDenied unless the credential has this scope."""
+        if scope not in self.scopes:
+            raise PermissionDenied(f"this API key has no scope `{scope}`")
+
+    def may_use(self, model: str) -> bool:
+        return self.models is None or model in self.models
+
+    def check_model(self, requested: str, served: str) -> None:
+        """Raise ModelNotFound, as for one that is not there, unless `served` is allowed.
+
+        `requested` is the name in the request, which may be empty.
+        """
+        if not self.may_use(served):
+            raise ModelNotFound(f"The model `{requested[:64]}` does not exist.", param="model")
+
+
+def anyone(front: str, caller_id: int = 0) -> Caller:
+    """The caller of a deployment without API keys: everybody may do everything."""
+    return Caller("", SCOPES, front, caller_id=caller_id)
+
+
+def caller_id_of(name: bytes, key: bytes = b"") -> int:
+    """64 bits that stand for a key's digest, or for an address, which only `key` can reckon."""
+    digest = hashlib.blake2b(name, digest_size=_CALLER_ID_BYTES, key=key).digest()
+    return int.from_bytes(digest, "little")
+
+
+class TokenBucket:
+    """What lies in it can be spent at once; it begins full. Times are monotonic seconds."""
+
+    def __init__(self, per_minute: int, now_s: float) -> None:
+        self.per_minute = per_minute
+        self._level = float(per_minute)
+        self._filled_s = now_s
+
+    def wait_s(self, cost: int, now_s: float) -> float:
+        """How long until `cost` can be spent; 0: now. More than it holds is due when it is full."""
+        self._fill(now_s)
+        missing = min(cost, self.per_minute) - self._level
+        return max(0.0, missing * _MINUTE_S / self.per_minute)
+
+    def spend(self, cost: int, now_s: float) -> None:
+        """Take `cost` out, into debt if need be; negative `cost` puts back what was not used."""
+        self._fill(now_s)
+        self._level = min(self._level - cost, float(self.per_minute))
+
+    def _fill(self, now_s: float) -> None:
+        gained = (now_s - self._filled_s) * self.per_minute / _MINUTE_S
+        self._level = min(self._level + gained, float(self.per_minute))
+        self._filled_s = now_s
 
 
 @dataclass(slots=True)
@@ -35,14 +118,14 @@ class _Usage:
     tokens: TokenBucket | None = None
 
 
+@dataclass(slots=True)
 class TenantAdmission:
     """One request of a tenant. `used_tokens`: set it before the end; None keeps the charge."""
 
-    def __init__(self, tokens: TokenBucket | None, clock: Clock) -> None:
-        self._tokens = tokens
-        self._clock = clock
-        self._charged_tokens = 0
-        self.used_tokens: int | None = None
+    _tokens: TokenBucket | None
+    _clock: Clock
+    _charged_tokens: int = 0
+    used_tokens: int | None = None
 
     def charge(self, num_tokens: int) -> None:
         """The prompt and all that may be generated; raises RateLimited."""
@@ -59,24 +142,24 @@ class TenantAdmission:
             self._tokens.spend(self.used_tokens - self._charged_tokens, now_s)
 
 
+@dataclass(slots=True)
 class Tenancy:
     """`salt_key`: what all gateways of the deployment key salts with; nodes do not need it.
 
     `shares_prefixes`: tenants may hit each other's cached prefixes.
     """
 
-    def __init__(self, clock: Clock, salt_key: bytes, *, shares_prefixes: bool = False) -> None:
-        self._clock = clock
-        self._salt_key = salt_key
-        self._shares_prefixes = shares_prefixes
-        self._usage: dict[str, _Usage] = {}
+    clock: Clock
+    salt_key: bytes
+    shares_prefixes: bool = False
+    _usage: dict[str, _Usage] = field(default_factory=dict)
 
     @contextmanager
     def admitted(self, caller: Caller) -> Iterator[TenantAdmission]:
         """A request of this caller, for as long as it runs. Raises RateLimited at once, if at all:
         nothing of the request was looked at yet."""
         usage = self._usage_of(caller)
-        now_s = self._clock.monotonic_s()
+        now_s = self.clock.monotonic_s()
         most = caller.limits.max_concurrent_requests
         if most is not None and usage.num_running >= most:
             raise RateLimited(
@@ -87,7 +170,7 @@ class Tenancy:
         if usage.requests is not None:
             _check(usage.requests, 1, now_s, "requests per minute")
             usage.requests.spend(1, now_s)
-        admission = TenantAdmission(usage.tokens, self._clock)
+        admission = TenantAdmission(usage.tokens, self.clock)
         usage.num_running += 1
         try:
             yield admission
@@ -95,17 +178,17 @@ class Tenancy:
             usage.num_running -= 1
             admission.settle()
 
-    def cache_salt(self, caller: Caller, asked: str) -> str:
+    def cache_salt(self, caller: Caller, requested: str) -> str:
         """What goes into the hashes of a prompt's blocks; empty: shared by all who have it empty.
 
-        `asked` is the client's own salt, which narrows further; never used as it is, so that no
+        `requested` is the client's own salt, which narrows further; never used as it is, so that no
         client can name another's.
         """
-        tenant = caller.tenant if asked or not self._shares_prefixes else ""
-        if not tenant and not asked:
+        tenant = caller.tenant if requested or not self.shares_prefixes else ""
+        if not tenant and not requested:
             return ""
-        message = f"{len(tenant)}:{tenant}{asked}".encode()
-        return hmac.new(self._salt_key, message, hashlib.sha256).hexdigest()[:_SALT_DIGITS]
+        message = f"{len(tenant)}:{tenant}{requested}".encode()
+        return hmac.new(self.salt_key, message, hashlib.sha256).hexdigest()[:_SALT_DIGITS]
 
     def _usage_of(self, caller: Caller) -> _Usage:
         """With the limits as they are now: the key file may have changed."""
@@ -118,8 +201,8 @@ class Tenancy:
         if per_minute is None:
             return None
         if bucket is None:
-            return TokenBucket(per_minute, self._clock.monotonic_s())
-        bucket.change_rate(per_minute)
+            return TokenBucket(per_minute, self.clock.monotonic_s())
+        bucket.per_minute = per_minute  # the key file may have another now
         return bucket
 
 

@@ -1,1 +1,1 @@
-"""What the gateway tells of its work: metrics, traces, logs, and the numbers of the dashboard."""
+"""What the gateway measures of its work: metrics, traces, logs, and the live page's numbers."""

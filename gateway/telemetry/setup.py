@@ -1,4 +1,4 @@
-"""All that a gateway tells of itself, put together from its configuration."""
+"""All that a gateway measures and logs of itself, put together from its configuration."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from ...core.config import GatewayConfig
 from ...core.ports import Clock
 from ..engines.cluster_view import ClusterView
 from ..engines.engine_table import EngineTable
-from .calls.call_log import CallLog
-from .calls.call_records import CallObserver
-from .calls.observers import Observers
-from .calls.token_gaps import TokenGaps
+from .call_feed import CallFeed, OnEnded
+from .calls.call_log import log_ended, log_refused
+from .calls.call_record import SloTargets
 from .calls.traces import CallTraces, open_traces
-from .metrics.prometheus import Exporter, SloTargets
+from .metrics.metric_store import MetricStore
+from .metrics.metric_table import ALL
+from .metrics.prometheus import Exporter, full_prefix
 from .window.window import TelemetryWindow
 
 
 @dataclass(frozen=True, slots=True)
 class Telemetry:
-    """`observers` are told of every call; `window` and `exporter` are read by routes."""
+    """`feed` takes every call; `window` and `exporter` are read by routes."""
 
+    feed: CallFeed
     window: TelemetryWindow
     exporter: Exporter
     traces: CallTraces | None
-    observers: Observers
 
     @staticmethod
     def of(
@@ -39,23 +40,21 @@ class Telemetry:
         num_queued: Callable[[], int],
         certificate_ends_s: Callable[[], Mapping[str, float]],
     ) -> Telemetry:
-        """Raises StartupFailed where what was asked for is not installed."""
-        gaps = TokenGaps()
-        window = TelemetryWindow(clock, gaps)
-        targets = SloTargets(config.slo_ttft_s, config.slo_tbt_s)
-        exporter = Exporter(
-            *(config.metrics_prefix, model, targets, engines, view, clock, is_index_up, num_queued),
-            gaps,
-            certificate_ends_s,
-        )
-        observers: list[CallObserver] = [window, exporter.calls]
+        """Raises StartupFailed where what is configured is not installed."""
+        window = TelemetryWindow(clock)
+        store = MetricStore(ALL, full_prefix(config.metrics_prefix), model)
         traces = None
+        on_ended: list[OnEnded] = []
         if config.otlp_traces_endpoint is not None:
             traces = open_traces(config.otlp_traces_endpoint, config.otlp_traces_ratio)
-            observers.append(traces)
+            on_ended.append(traces.call_ended)
         if config.log_json:
-            observers.append(CallLog())
-        return Telemetry(window, exporter, traces, Observers(observers, gaps))
+            on_ended.append(log_ended)
+        on_refused = [log_refused] if config.log_json else []
+        targets = SloTargets(config.slo_ttft_s, config.slo_tbt_s)
+        feed = CallFeed(clock, targets, window, store, on_refused, on_ended)
+        of_engines = (engines, view, clock, is_index_up, num_queued, certificate_ends_s)
+        return Telemetry(feed, window, Exporter(store, feed.settle, *of_engines), traces)
 
     async def close(self) -> None:
         """Send what is still to be sent."""

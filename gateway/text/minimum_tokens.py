@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .token_text import BYTE_TOKEN, byte_of_letter
+from .text_stream import BYTE_TOKEN, byte_of_letter
 
 _SLICE_CHARS = 1 << 16
 _COMPOSED = 12  # bytes of what Unicode could compose across a slice's end

@@ -69,9 +69,6 @@ class MarkedEncoder:
         self.library = tokenizers.Tokenizer.from_str(json.dumps(_renamed(spec, self._names)))
         self.library.no_truncation()
         self.library.no_padding()
-        self._check_ids(spec)
-
-    def _check_ids(self, spec: Mapping[str, Any]) -> None:
         for token in spec.get("added_tokens") or ():
             name = self._names.get(token["content"], token["content"])
             if self.library.token_to_id(name) != token["id"]:

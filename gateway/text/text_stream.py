@@ -1,15 +1,36 @@
-"""A request's tokens as text that may be shown: detokenised, and cut at the first stop string."""
+"""Token ids to text: a request's tokens as they come, cut at a stop string; one token alone.
+
+What could be the beginning of a stop string is held back. The match that is complete first wins; of
+those that end at the same character, the longest. So the outcome does not depend on how the text
+was cut into pieces.
+
+    stop "END"     fed "a E"  ->  shown "a "   held "E"
+                   fed "N"    ->  shown ""     held "EN"
+                   fed "x D"  ->  shown "ENx D"
+"""
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from .stop_strings import StopMatcher
+import tokenizers
+from tokenizers import decoders, pre_tokenizers
+from tokenizers.decoders import DecodeStream
+
+from ...core.errors import is_failure
+
+_NUM_CONTEXT_TOKENS = 8
+_REPLACEMENT = "\ufffd"
+_WORD_START = "\u2581"  # how SentencePiece writes a leading space
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>\Z")
 
 
 class Detokenize(Protocol):
-    """detokenizer.Detokenizer, or a fake."""
+    """Detokenizer, or a fake."""
 
     def step(self, token_id: int) -> str: ...
 
@@ -23,7 +44,7 @@ class TextPiece(NamedTuple):
 
 
 class TextStream:
-    """One request's text so far: what is held back lies here.
+    """One request's text so far: with what is held back.
 
     The text of the first `min_tokens` tokens is not searched for stop strings. The one that is
     found is not shown, unless `includes_stop`.
@@ -66,3 +87,190 @@ class TextStream:
     def flush(self) -> str:
         """The last of the text, once no more tokens come."""
         return self._matcher.flush()
+
+
+@dataclass(slots=True)
+class StopMatcher:
+    """One request's matcher. After a match nothing more may be fed."""
+
+    stops: Sequence[str]
+    _held: str = ""
+
+    def feed(self, text: str) -> tuple[str, str | None]:
+        """Take more text; return what can be shown now, and the stop string that matched."""
+        if not self.stops:
+            return text, None
+        buffer = self._held + text
+        found = [(buffer.find(stop), stop) for stop in self.stops]
+        ends = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
+        if ends:
+            _, start, stop = min(ends)
+            self._held = ""
+            return buffer[:start], stop
+        num_shown = len(buffer) - self._num_held(buffer)
+        self._held = buffer[num_shown:]
+        return buffer[:num_shown], None
+
+    def flush(self) -> str:
+        """The text ended: what was held back was no stop string after all."""
+        held, self._held = self._held, ""
+        return held
+
+    def _num_held(self, buffer: str) -> int:
+        """Length of the longest end of `buffer` that begins a stop string."""
+        longest = max((len(stop) for stop in self.stops), default=0) - 1
+        for length in range(min(longest, len(buffer)), 0, -1):
+            end = buffer[-length:]
+            if any(stop.startswith(end) for stop in self.stops):
+                return length
+        return 0
+
+
+# --- one request's text, not cut ------------------------------------------------------------------
+
+
+class WholeTexts(dict[int, str | None]):
+    """By token id, a token's text wherever it stands; None for one that depends on the others.
+
+    With byte-level vocabularies (GPT-2's) a text's bytes are its tokens' bytes, one by one, and
+    a token of whole characters is always the same text. Filled as ids are looked up, so at
+    most as long as the vocabulary.
+    """
+
+    def __init__(self, library: tokenizers.Tokenizer, hidden_ids: frozenset[int]) -> None:
+        super().__init__()
+        self._library = library
+        self._is_byte_level = isinstance(library.decoder, decoders.ByteLevel)
+        # Special tokens are shown or not, as a request wants.
+        self._left_out = hidden_ids | library.get_added_tokens_decoder().keys()
+
+    def __missing__(self, token_id: int) -> str | None:
+        text = ""
+        if self._is_byte_level and token_id not in self._left_out:
+            text = decode_few(self._library, [token_id])
+        self[token_id] = text if text and _REPLACEMENT not in text else None
+        return self[token_id]
+
+
+class Detokenizer:
+    """One request's text, token by token.
+
+    A character whose bytes are not all there yet is held back; a text that ends inside one loses
+    it. The prompt's last tokens are the context: some tokenizers write a word's leading space
+    only behind another word. `hidden_ids` never show up as text.
+    """
+
+    def __init__(
+        self,
+        library: tokenizers.Tokenizer,
+        whole_texts: WholeTexts,
+        hidden_ids: frozenset[int],
+        prompt_token_ids: Sequence[int],
+        skips_special_tokens: bool = True,
+    ) -> None:
+        self._library = library
+        self._whole_texts = whole_texts
+        self._hidden_ids = hidden_ids
+        context = list(prompt_token_ids[-_NUM_CONTEXT_TOKENS:])
+        if decode_few(library, context).endswith(_REPLACEMENT):
+            context = []  # ends inside a character: the stream would repeat it as output
+        self._skips_special_tokens = skips_special_tokens
+        self._stream = self._stream_after(context)
+        self._holds_none = True  # of the last token's text
+
+    def step(self, token_id: int) -> str:
+        """The text that this token completes: often a word, sometimes nothing."""
+        if self._holds_none:
+            text = self._whole_texts[token_id]
+            if text is not None:  # nearly always; the stream's context may miss such tokens
+                return text
+        return self._step(token_id)
+
+    def _step(self, token_id: int) -> str:
+        if token_id in self._hidden_ids:
+            return ""
+        try:
+            text = self._stream.step(self._library, token_id)
+        except BaseException as error:  # where bytes are no UTF-8, text that was shown changed
+            if not is_failure(error):
+                raise
+            self._stream = self._stream_after([])
+            text = self._stepped_alone(token_id)
+        self._holds_none = text is not None
+        return text or ""
+
+    def _stepped_alone(self, token_id: int) -> str | None:
+        """A token that the library fails at even alone must not end what others' tokens need."""
+        try:
+            text: str | None = self._stream.step(self._library, token_id)
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            return _REPLACEMENT
+        return text
+
+    def _stream_after(self, context: Sequence[int]) -> DecodeStream:
+        return DecodeStream(ids=context, skip_special_tokens=self._skips_special_tokens)
+
+
+# --- one token alone -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """`text` has U+FFFD where the token's bytes alone are no character; `data` are these bytes."""
+
+    text: str
+    data: bytes
+
+    @property
+    def name(self) -> str:
+        """The text, or the bytes spelled out: no two tokens of other bytes have the same."""
+        if _REPLACEMENT not in self.text:
+            return self.text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.data)
+
+
+def decode_few(
+    library: tokenizers.Tokenizer, token_ids: Sequence[int], *, skip_special_tokens: bool = True
+) -> str:
+    """The text of a few tokens; U+FFFD for those that the library fails at."""
+    try:
+        text: str = library.decode(token_ids, skip_special_tokens=skip_special_tokens)
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        return _REPLACEMENT
+    return text
+
+
+def token_text(library: tokenizers.Tokenizer, token_id: int) -> TokenText:
+    """Empty for an id that the tokenizer does not know: models may have more than it."""
+    piece = library.id_to_token(token_id)
+    if piece is None:
+        return TokenText("", b"")
+    text = decode_few(library, [token_id], skip_special_tokens=False)
+    if _REPLACEMENT in text:
+        return TokenText(text, _bytes_of(piece) or text.encode())
+    if piece.startswith(_WORD_START) and not text.startswith(" "):
+        text = f" {text}"  # a decoder strips the space of a text's first token
+    return TokenText(text, text.encode())
+
+
+def _bytes_of(piece: str) -> bytes | None:
+    """The bytes of a token that ends inside a character; None if it is not written as bytes."""
+    if match := BYTE_TOKEN.match(piece):
+        return bytes([int(match[1], 16)])
+    byte_of = byte_of_letter()
+    if all(letter in byte_of for letter in piece):
+        return bytes(byte_of[letter] for letter in piece)
+    return None
+
+
+@functools.cache
+def byte_of_letter() -> dict[str, int]:
+    """GPT-2's alphabet: printable bytes stand for themselves, others for letters from U+0100."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    themselves = {letter: ord(letter) for letter in letters if ord(letter) < 256}
+    others = [byte for byte in range(256) if byte not in themselves.values()]
+    return themselves | dict(zip([c for c in letters if ord(c) >= 256], others, strict=True))

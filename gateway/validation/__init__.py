@@ -1,1 +1,1 @@
-"""What a client may ask."""
+"""What a client may request."""

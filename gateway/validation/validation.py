@@ -1,4 +1,4 @@
-"""The one validator of requests: what a client may ask, and what absent fields mean.
+"""The one validator of requests: what a client may request, and what absent fields mean.
 
 Two steps, since a text's length is known only after tokenisation:
 
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from ...constraints.limits import MAX_CHOICES
+from ...constraints.grammar_text import MAX_CHOICES
 from ...core.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, PromptTooLarge
 from ...core.request.constraint import Constraint, ConstraintKind
 from ...core.request.parameters import Parameter, check_in_vocabulary
@@ -160,9 +160,9 @@ def _fitting_max_tokens(num_prompt: int, max_tokens: int | None, limits: ModelLi
     """`max_tokens` or its default; raises where prompt and output cannot fit."""
     context = limits.max_model_len
     if num_prompt + (max_tokens or 1) > context:
-        asked = "1 token at least" if max_tokens is None else f"max_tokens {max_tokens}"
+        wanted = "1 token at least" if max_tokens is None else f"max_tokens {max_tokens}"
         raise ContextLengthExceeded(
-            f"prompt ({num_prompt} tokens) + {asked} is more than the context of {context} tokens",
+            f"prompt ({num_prompt} tokens) + {wanted} is more than the context of {context} tokens",
             param="prompt" if num_prompt >= context else "max_tokens",
         )
     prompt_room = context if limits.max_prompt_tokens is None else limits.max_prompt_tokens
@@ -174,9 +174,6 @@ def _fitting_max_tokens(num_prompt: int, max_tokens: int | None, limits: ModelLi
             param="prompt",
         )
     return min(context, total_room) - num_prompt if max_tokens is None else max_tokens
-
-
-# --- parameters -----------------------------------------------------------------------------------
 
 
 def check_sampling(wire: common_pb2.SamplingParams, vocab_size: int) -> SamplingParams:
@@ -203,7 +200,7 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> No
 
 
 def _constraint(wire: common_pb2.SamplingParams) -> Constraint | None:
-    """Whether it can be compiled is for constraint_check.py."""
+    """Whether it can be compiled is for served_model.py."""
     constraint = constraint_from_wire(wire)
     if constraint is None:
         return None
@@ -211,16 +208,13 @@ def _constraint(wire: common_pb2.SamplingParams) -> Constraint | None:
         message = "ignore_eos cannot go with a constraint: EOS ends what matches"
         raise InvalidRequest(message, "ignore_eos", "invalid_value")
     if constraint.kind is ConstraintKind.CHOICE:
-        _check_choices(wire.choice.values)
+        values = wire.choice.values
+        if len(values) > MAX_CHOICES:
+            message = f"constraint has more than {MAX_CHOICES} choices"
+            raise InvalidRequest(message, "constraint", "array_too_long")
+        if not values or not all(values):
+            message = "constraint must have choices, and none of them empty"
+            raise InvalidRequest(message, "constraint", "invalid_schema")
     elif not constraint.source:
         raise InvalidRequest("constraint is empty", "constraint", "invalid_schema")
     return constraint
-
-
-def _check_choices(values: Sequence[str]) -> None:
-    if len(values) > MAX_CHOICES:
-        message = f"constraint has more than {MAX_CHOICES} choices"
-        raise InvalidRequest(message, "constraint", "array_too_long")
-    if not values or not all(values):
-        message = "constraint must have choices, and none of them empty"
-        raise InvalidRequest(message, "constraint", "invalid_schema")

@@ -53,7 +53,7 @@ class PrefillPart(Protocol):
 
 
 class GpuAttention:
-    """An AttentionBackend over `pool`. `windows`: see attention_torch.TorchAttention."""
+    """An AttentionBackend over `pool`. `windows`: see attention.TorchAttention."""
 
     def __init__(
         self,

@@ -1,7 +1,10 @@
-"""Moving KV in and out of the block-major pool; the torch reference.
+"""Rotate, store and copy keys and values; the torch reference.
 
-pool [num_blocks, num_layers, 2, kv_heads, block_size, dim]
-slot = block_id * block_size + offset in the block
+    pool [num_blocks, num_layers, 2, kv_heads, block_size, dim]
+    slot = block_id * block_size + offset in the block
+
+Rotary position embedding (Su et al. 2021) in Llama's layout: i turns together with i + dim/2. Its
+angles are float32 whatever the model's type: bf16 cannot distinguish neighbouring positions.
 """
 
 from __future__ import annotations
@@ -10,53 +13,40 @@ import torch
 from torch import Tensor
 
 
-def store_kv(pool: Tensor, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-    """Write one layer's k and v [tokens, kv_heads, dim] to the slots [tokens], int64."""
-    block_size = pool.shape[4]
-    blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
-    store_kv_at(pool, layer, k, v, blocks, offsets)
+def rope_angles(positions: Tensor, inv_freq: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """`scale` times cos and signed sin for `apply_rope`, computed once per step.
+
+    positions [tokens], inv_freq [dim/2] or [tokens, dim/2] float32 -> two of [tokens, 1, dim]
+    float32.
+    """
+    angles = positions[:, None].float() * inv_freq
+    cos, sin = angles.cos(), angles.sin()
+    if scale != 1:
+        cos, sin = cos * scale, sin * scale
+    return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
 
 
-def store_kv_at(
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x [tokens, heads, dim]: (a, b) -> (a cos - b sin, b cos + a sin) on its halves."""
+    x32 = x.float()
+    swapped = x32.roll(x.shape[-1] // 2, -1)  # (a, b) -> (b, a); the sign is in sin
+    return torch.addcmul(x32 * cos, swapped, sin).type_as(x)
+
+
+def store_kv(
     pool: Tensor, layer: int, k: Tensor, v: Tensor, blocks: Tensor, offsets: Tensor
 ) -> None:
-    """`store_kv` with the slots already split, which is the same for all layers of a step."""
+    """Write one layer's k and v [tokens, kv_heads, dim] to the offsets [tokens] in blocks [tokens],
+    int64: the slots, split once for all layers of a step."""
     layer_pool = pool[:, layer]
     layer_pool[blocks, 0, :, offsets] = k
     layer_pool[blocks, 1, :, offsets] = v
 
 
-def gather_blocks(pool: Tensor, block_ids: Tensor) -> Tensor:
-    """Whole blocks as one contiguous tensor [n, num_layers, 2, kv_heads, block_size, dim]."""
-    return pool.index_select(0, block_ids)
-
-
-def scatter_blocks(pool: Tensor, block_ids: Tensor, blocks: Tensor) -> None:
-    """The reverse of `gather_blocks`; `block_ids` must not repeat."""
-    pool.index_copy_(0, block_ids, blocks)
-
-
 def copy_blocks(pool: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
-    """Copy blocks within the pool, as if all were read before any is written."""
-    scatter_blocks(pool, target_ids, gather_blocks(pool, source_ids))
-
-
-def copy_heads(
-    source: Tensor,
-    source_ids: Tensor,
-    source_head: int,
-    target: Tensor,
-    target_ids: Tensor,
-    target_head: int,
-    num_heads: int,
-) -> None:
-    """Copy `num_heads` KV heads of blocks between pools that differ in `kv_heads` alone.
-
-    source_ids, target_ids [n]; `target_ids` must not repeat. The heads that begin with
-    `source_head` there go to those that begin with `target_head`.
-    """
-    heads = source[source_ids, :, :, source_head : source_head + num_heads]
-    target[target_ids, :, :, target_head : target_head + num_heads] = heads
+    """Copy blocks within the pool, as if all were read before any is written; ids [n] int64, no
+    target may repeat."""
+    pool.index_copy_(0, target_ids, pool.index_select(0, source_ids))
 
 
 def block_rows(pool: Tensor, block_ids: Tensor) -> Tensor:

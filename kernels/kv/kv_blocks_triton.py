@@ -1,4 +1,4 @@
-"""Moving KV blocks in Triton, whole or some of their heads. The reference is kv_blocks.py.
+"""Pulling KV blocks out of a peer's memory in Triton, whole or some of their heads.
 
 A block of all layers is one contiguous piece, so these are plain copies of words: as fast as the
 memory, whatever the layout inside a block. Some heads are a piece of each of its rows: a layer's K
@@ -18,18 +18,6 @@ _CHUNK_WORDS = 4096
 _PULL_PROGRAMS, _PULL_WORDS = 32, 8192
 # One kernel wherever ids lie and however many there are: none is compiled in the midst of serving.
 _IDS = ["source_ids", "block_ids"]
-
-
-def gather_blocks(pool: Tensor, block_ids: Tensor) -> Tensor:
-    """`kv_blocks.gather_blocks`; block_ids [n] int64 on the pool's device."""
-    blocks = torch.empty((len(block_ids), *pool.shape[1:]), dtype=pool.dtype, device=pool.device)
-    _copy(pool, blocks, block_ids, is_gather=True)
-    return blocks
-
-
-def scatter_blocks(pool: Tensor, block_ids: Tensor, blocks: Tensor) -> None:
-    """`kv_blocks.scatter_blocks`; `block_ids` must not repeat, `blocks` is contiguous."""
-    _copy(blocks, pool, block_ids, is_gather=False)
 
 
 def pull_blocks(
@@ -71,9 +59,9 @@ def pull_heads(
     block_ids: Tensor,
     num_programs: int = _PULL_PROGRAMS,
 ) -> None:
-    """`kv_blocks.copy_heads` from a pool at `source_address` with `source_heads` in its blocks.
+    """Copy `num_heads` KV heads of blocks, from a pool at `source_address` that has `source_heads`.
 
-    Address and ids as for `pull_blocks`.
+    Those from `source_head` on go to those from `my_head` on. Address and ids as for `pull_blocks`.
     """
     _, num_layers, _, my_heads, block_size, dim = pool.shape
     word = _word(block_size * dim * pool.itemsize)
@@ -101,14 +89,6 @@ def pull_heads(
     )
 
 
-def _copy(source: Tensor, target: Tensor, block_ids: Tensor, *, is_gather: bool) -> None:
-    source, target = _words(source), _words(target)
-    num_words = source.shape[1]
-    _copy_words[(len(block_ids), triton.cdiv(num_words, _CHUNK_WORDS))](
-        source, target, block_ids, num_words, IS_GATHER=is_gather, CHUNK=_CHUNK_WORDS, num_warps=4
-    )
-
-
 def _words(blocks: Tensor) -> Tensor:
     """[n, words of 8 bytes], or of 4 or 2 where a block is no multiple of that."""
     flat = blocks.view(len(blocks), -1).view(torch.uint8)
@@ -123,36 +103,9 @@ def _word(num_bytes: int) -> torch.dtype:
     return torch.uint8
 
 
-@triton.jit
-def _copy_words(
-    source,
-    target,
-    block_ids,
-    num_words,
-    IS_GATHER: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    index = tl.program_id(0).to(tl.int64)
-    block_id = tl.load(block_ids + index)
-    words = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    mask = words < num_words
-    if IS_GATHER:
-        read, written = block_id, index
-    else:
-        read, written = index, block_id
-    content = tl.load(source + read * num_words + words, mask=mask)
-    tl.store(target + written * num_words + words, content, mask=mask)
-
-
 @triton.jit(do_not_specialize=["num_chunks"], do_not_specialize_on_alignment=_IDS)
 def _pull_words(
-    source_address,
-    target,
-    source_ids,
-    block_ids,
-    num_words,
-    num_chunks,
-    CHUNK: tl.constexpr,
+    source_address, target, source_ids, block_ids, num_words, num_chunks, CHUNK: tl.constexpr
 ):
     """Few programs take chunk after chunk: the copy is bound by the link, not by processors."""
     source = tl.cast(source_address, tl.int64).to(target.dtype)

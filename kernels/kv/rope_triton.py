@@ -1,6 +1,6 @@
 """Rotate q and k in place and store k and v into the paged pool, in one Triton kernel.
 
-The reference is rope.apply_rope followed by kv_blocks.store_kv.
+The reference is apply_rope and store_kv of kv_blocks.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def rotate_and_store(
 ) -> None:
     """Rotates q and k where they lie; k and v go to the slots [tokens], int64, too.
 
-    qkv [tokens, heads + 2 kv_heads, dim] contiguous, rope from `rope.rope_angles`, layer_pool
+    qkv [tokens, heads + 2 kv_heads, dim] contiguous, rope from `kv_blocks.rope_angles`, layer_pool
     [num_blocks, 2, kv_heads, block_size, dim]: one layer of the pool.
     """
     num_tokens, all_heads, dim = qkv.shape

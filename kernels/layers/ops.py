@@ -1,61 +1,54 @@
-"""The element-wise and linear parts of a model, as one small set that each kind of device fills.
+"""The element-wise and linear parts of a model, as one small set of operations.
 
-`TorchOps` serves CPUs and is the reference; ops_triton.TritonOps serves GPUs.
+`Ops` is in plain torch: it serves CPUs and is the reference. ops_triton.TritonOps serves GPUs.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
-
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .activation import silu_and_mul
-from .norm import norm_heads, rms_norm
 
-
-class Ops(Protocol):
+class Ops:
     """All tensors are contiguous, [tokens, ...], and of the model's type."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x @ weight^T + bias; weight [outputs, inputs]."""
-        ...
+        return F.linear(x, weight, bias)
+
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`silu_and_mul` of `linear`."""
+        return silu_and_mul(self.linear(x, weight, bias))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """norm.rms_norm."""
-        ...
+        """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang & Sennrich 2019).
+
+        The mean is taken in float32 whatever the type of `x`.
+        """
+        return F.rms_norm(x, weight.shape, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Add x to `residual` in place; the norm of the sum."""
-        ...
+        return self.rms_norm(residual.add_(x), weight, eps)
 
     def norm_heads(
         self, qkv: Tensor, weights: tuple[Tensor, Tensor], kv_heads: int, eps: float
     ) -> Tensor:
-        """norm.norm_heads; `qkv` may be overwritten."""
-        ...
+        """Norm each head of q by the first weight [dim], each of k by the second; v stays.
 
-    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """activation.silu_and_mul of `linear`."""
-        ...
+        qkv [tokens, heads + 2 kv_heads, dim], which may be overwritten -> the same, contiguous.
+        """
+        q, k, v = qkv.tensor_split((-2 * kv_heads, -kv_heads), dim=1)
+
+        def normed(heads: Tensor, weight: Tensor) -> Tensor:
+            # Over rows behind each other, as everywhere: the order of sums may depend on it.
+            return self.rms_norm(heads.reshape(-1, heads.shape[-1]), weight, eps).view(heads.shape)
+
+        return torch.cat((normed(q, weights[0]), normed(k, weights[1]), v), dim=1)
 
 
-class TorchOps:
-    """Ops in plain torch."""
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, weight, bias)
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return rms_norm(x, weight, eps)
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return rms_norm(residual.add_(x), weight, eps)
-
-    def norm_heads(
-        self, qkv: Tensor, weights: tuple[Tensor, Tensor], kv_heads: int, eps: float
-    ) -> Tensor:
-        return norm_heads(qkv, weights, kv_heads, eps)
-
-    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return silu_and_mul(F.linear(x, weight, bias))
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """SwiGLU (Shazeer 2020): silu(gate) * up. [tokens, 2 * dim], gate first -> [tokens, dim]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)

@@ -1,4 +1,7 @@
-"""`ops.Ops` for GPUs: Triton where fusing or few rows pay, cuBLAS for all other products."""
+"""`ops.Ops` for GPUs: Triton where fusing or few rows pay, cuBLAS for all other products.
+
+The products are in products/, the kernels of norms and of the gated activation here.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,21 @@ from types import ModuleType
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
 
+from ..dependent_launch import launch_options, let_next_in, wait_for_previous
 from ..peer_reduce_triton import Exchange
 from ..products.gemv_triton import few_rows_product, few_rows_tiling, gemv
 from ..products.streamed_product import choose_stages
-from .activation_triton import silu_and_mul
-from .norm_triton import add_rms_norm, norm_heads, rms_norm
+from ..row_room import empty_rows
+from .ops import Ops
 
 log = logging.getLogger(__name__)
+
+_ACTIVATION_BLOCK = 1024
+_TILE_HEADS = 8
 
 
 @functools.cache
@@ -46,7 +55,7 @@ def send_product(
     return True
 
 
-class TritonOps:
+class TritonOps(Ops):
     """Ops in Triton and cuBLAS."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -60,20 +69,139 @@ class TritonOps:
             return product
         return F.linear(x, weight, bias)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return rms_norm(x, weight, eps)
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return add_rms_norm(x, residual, weight, eps)
-
-    def norm_heads(
-        self, qkv: Tensor, weights: tuple[Tensor, Tensor], kv_heads: int, eps: float
-    ) -> Tensor:
-        return norm_heads(qkv, weights, kv_heads, eps)
-
     def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         stages = choose_stages(x, weight, is_gated=True)
         if stages is not None and (streamed := _streamed(x.device)):
             product: Tensor = streamed.streamed_product(x, weight, bias, stages, is_gated=True)
             return product
         return silu_and_mul(self.linear(x, weight, bias))
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return _launch_norm(x, x, weight, eps, has_residual=False)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return _launch_norm(x, residual, weight, eps, has_residual=True)
+
+    def norm_heads(
+        self, qkv: Tensor, weights: tuple[Tensor, Tensor], kv_heads: int, eps: float
+    ) -> Tensor:
+        num_tokens, all_heads, dim = qkv.shape
+        normed_heads = all_heads - kv_heads
+        _norm_heads[(num_tokens, triton.cdiv(normed_heads, _TILE_HEADS))](
+            qkv,
+            *weights,
+            all_heads,
+            normed_heads,
+            normed_heads - kv_heads,
+            eps,
+            DIM=dim,
+            DIM_PADDED=triton.next_power_of_2(dim),
+            TILE_HEADS=_TILE_HEADS,
+            num_warps=2,
+            **launch_options(qkv.device),
+        )
+        return qkv
+
+
+def _launch_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, has_residual: bool
+) -> Tensor:
+    num_tokens, dim = x.shape
+    out = empty_rows(x.shape, x)
+    block = triton.next_power_of_2(dim)
+    _add_rms_norm[(num_tokens,)](
+        x,
+        residual,
+        weight,
+        out,
+        dim,
+        eps,
+        HAS_RESIDUAL=has_residual,
+        BLOCK=block,
+        num_warps=min(8, max(1, block // 512)),
+        **launch_options(x.device),
+    )
+    return out
+
+
+@triton.jit
+def _add_rms_norm(
+    x,
+    residual,
+    weight,
+    out,
+    dim,
+    eps,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * dim
+    cols = tl.arange(0, BLOCK)
+    mask = cols < dim
+    scales = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
+    let_next_in(PDL)
+    wait_for_previous(PDL)
+    value = tl.load(x + row + cols, mask=mask, other=0.0)
+    if HAS_RESIDUAL:
+        earlier = tl.load(residual + row + cols, mask=mask, other=0.0)
+        value = (value.to(tl.float32) + earlier.to(tl.float32)).to(value.dtype)
+        tl.store(residual + row + cols, value, mask=mask)
+    wide = value.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / dim + eps)
+    normed = wide * scale * scales
+    tl.store(out + row + cols, normed.to(value.dtype), mask=mask)
+
+
+@triton.jit
+def _norm_heads(
+    qkv,
+    q_weight,
+    k_weight,
+    all_heads,
+    normed_heads,
+    q_heads,
+    eps,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    heads = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)[:, None]
+    dims = tl.arange(0, DIM_PADDED)[None, :]
+    mask = (heads < normed_heads) & (dims < DIM)
+    of_q = tl.load(q_weight + dims, mask=dims < DIM, other=0.0).to(tl.float32)
+    of_k = tl.load(k_weight + dims, mask=dims < DIM, other=0.0).to(tl.float32)
+    let_next_in(PDL)
+    wait_for_previous(PDL)
+    at = qkv + (tl.program_id(0).to(tl.int64) * all_heads + heads) * DIM + dims
+    value = tl.load(at, mask=mask, other=0.0)
+    wide = value.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / DIM + eps)[:, None]
+    normed = wide * scale * tl.where(heads < q_heads, of_q, of_k)
+    tl.store(at, normed.to(value.dtype), mask=mask)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """`ops.silu_and_mul`: contiguous [tokens, 2 * dim] -> [tokens, dim]."""
+    num_tokens, width = gate_up.shape
+    dim = width // 2
+    out = empty_rows((num_tokens, dim), gate_up)
+    grid = (num_tokens, triton.cdiv(dim, _ACTIVATION_BLOCK))
+    options = launch_options(gate_up.device)
+    _silu_and_mul[grid](gate_up, out, dim, BLOCK=_ACTIVATION_BLOCK, num_warps=4, **options)
+    return out
+
+
+@triton.jit
+def _silu_and_mul(gate_up, out, dim, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    let_next_in(PDL)
+    wait_for_previous(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < dim
+    row = gate_up + token * 2 * dim + cols
+    gate = tl.load(row, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(row + dim, mask=mask, other=0.0)
+    gated = (gate / (1.0 + tl.exp(-gate))).to(up.dtype).to(tl.float32)
+    tl.store(out + token * dim + cols, (gated * up.to(tl.float32)).to(up.dtype), mask=mask)

@@ -71,14 +71,7 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @triton.jit
 def _gemv(
-    x,
-    weight,
-    bias,
-    out,
-    num_inputs,
-    HAS_BIAS: tl.constexpr,
-    COLS: tl.constexpr,
-    PDL: tl.constexpr,
+    x, weight, bias, out, num_inputs, HAS_BIAS: tl.constexpr, COLS: tl.constexpr, PDL: tl.constexpr
 ):
     # One row to a program: thousands of small programs keep more loads in flight than few large.
     row = tl.program_id(0)

@@ -11,7 +11,7 @@ stages' worth. To fill more of them early slows down what is in front, which wai
 A product that ranks add up goes from here to the ranks that add it up: 64 rows of 8192 outputs
 are there 1.4 to 3 us earlier than if the sum's kernel had to read and send them.
 
-Gluon is the lower level of Triton, where a kernel says itself what is in flight.
+Gluon is the lower level of Triton, where a kernel itself decides what is in flight.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def streamed_product(
 ) -> Tensor:
     """x [rows, inputs] @ weight [outputs, inputs]^T + bias -> [rows, outputs], of two bytes each.
 
-    At most 64 rows, with room for 64. `is_gated`: `activation.silu_and_mul` of the same, half as
+    At most 64 rows, with room for 64. `is_gated`: `ops.silu_and_mul` of the same, half as
     many outputs. Sums in float32; a row's do not depend on the others.
     """
     num_outputs = len(weight) // (2 if is_gated else 1)
@@ -260,7 +260,7 @@ def _streamed_product(
         if IS_GATED:
             up_bias = gl.load(bias + num_outputs + outputs, mask=is_output, other=0.0)
             up_sums += up_bias.to(gl.float32)[None, :]
-    if IS_GATED:  # as in activation_triton.py, the products rounded as if they had been stored
+    if IS_GATED:  # as in ops_triton.py, the products rounded as if they had been stored
         gate = sums.to(type).to(gl.float32)
         gated = (gate / (1.0 + gl.exp(-gate))).to(type).to(gl.float32)
         sums = gated * up_sums.to(type).to(gl.float32)

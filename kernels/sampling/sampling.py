@@ -11,65 +11,139 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from ..upload import upload
-from .logit_adjustment import LogitAdjustment, adjust_logits
-from .logprobs import token_logprobs
+from .sample_spec import SampleSpec
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIN_TEMPERATURE = 1e-5  # below it is greedy in float32, and division would overflow
 _LARGEST_BELOW_ONE = 1 - 2.0**-24
+_LOW_32 = 0xFFFF_FFFF
+_NO_IDS = np.empty(0, np.int64)
+
+Int64s = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class RowSampling:
-    """How to sample one row. `temperature` 0 is greedy and ignores filters and key."""
-
-    temperature: float
-    top_k: int | None
-    top_p: float
-    key: int  # unsigned 64-bit
-    min_p: float = 0.0
-    adjustment: LogitAdjustment | None = None
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether temperature and noise are all there is to it."""
-        has_filter = self.top_k is not None or self.top_p < 1 or self.min_p > 0
-        return self.adjustment is None and not (has_filter and self.temperature > 0)
-
-
-def sample(logits: Tensor, rows: Sequence[RowSampling]) -> tuple[Tensor, Tensor]:
+def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> tuple[Tensor, Tensor]:
     """logits [rows, vocab] -> token ids [rows] int64 and their log-probabilities [rows] float32.
 
-    Greedy takes the lowest id of equals. The log-probability is under the unadjusted, unfiltered
-    distribution at temperature 1, whatever the row asks for; it is NaN if the logits are no
-    distribution (NaN or +inf among them), and the token then means nothing.
+    A temperature of 0 is greedy: it ignores filters and key, and takes the lowest id of equals. The
+    log-probability is under the unadjusted, unfiltered distribution at temperature 1, whatever the
+    row asks for; it is NaN if the logits are no distribution (NaN or +inf among them), and the
+    token then means nothing.
     """
     logits = logits.float()
     scores = logits
-    adjusted = [i for i, row in enumerate(rows) if row.adjustment is not None]
+    adjusted = [i for i, spec in enumerate(specs) if spec.changes_logits]
     if adjusted:
         index = _on_device(adjusted, logits.device)
-        adjustments = [rows[i].adjustment or LogitAdjustment() for i in adjusted]
-        changed = adjust_logits(logits.index_select(0, index), adjustments)
+        changed = adjust_logits(logits.index_select(0, index), [specs[i] for i in adjusted])
         scores = logits.index_copy(0, index, changed)
-    drawn = [i for i, row in enumerate(rows) if row.temperature > 0]
+    drawn = [i for i, spec in enumerate(specs) if spec.params.temperature > 0]
     if drawn:
         index = _on_device(drawn, logits.device)
-        noisy = _noisy(scores.index_select(0, index), [rows[i] for i in drawn])
+        noisy = _noisy(scores.index_select(0, index), [specs[i] for i in drawn])
         scores = scores.index_copy(0, index, noisy)
     token_ids = scores.argmax(-1)
     return token_ids, token_logprobs(logits, token_ids)
 
 
-def _noisy(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:
+def adjust_logits(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
+    """Change logits [rows, vocab] float32 in place, one spec a row; returns them.
+
+    In this order, and sparse: the cost is that of the tokens named, and of the vocabulary only for
+    rows that have a mask of allowed tokens. The formulas are those of vLLM and transformers;
+    repetition is of Keskar et al. 2019 (CTRL, section 4.1):
+
+        logit += bias
+        logit  = logit / repetition if logit > 0 else logit * repetition   seen in prompt or output
+        logit -= frequency * count + presence * (count > 0)                count: in the output
+        logit  = -inf                                                      forbidden, not allowed
+    """
+    device = logits.device
+
+    def gathered(arrays: list[ArrayLike], dtype: type[np.generic]) -> Tensor:
+        return upload(np.concatenate(arrays, dtype=dtype, casting="same_kind"), device)
+
+    def places(ids_of_rows: list[Sequence[int] | Int64s]) -> tuple[Tensor, Tensor] | None:
+        lengths = [len(ids) for ids in ids_of_rows]
+        if not any(lengths):
+            return None
+        rows = np.repeat(np.arange(len(lengths)), lengths)
+        ids = [np.asarray(ids, np.int64) for ids in ids_of_rows]
+        return upload(rows, device), gathered([*ids], np.int64)
+
+    bias_of_rows = [spec.params.logit_bias for spec in specs]
+    if at := places([[token_id for token_id, _ in pairs] for pairs in bias_of_rows]):
+        biases = [np.array([bias for _, bias in pairs], np.float32) for pairs in bias_of_rows]
+        logits[at] += gathered([*biases], np.float32)
+    counted = [spec.counts for spec in specs]
+    if at := places([_NO_IDS if one is None else one.token_ids for one in counted]):
+
+        def spread(penalty: str) -> Tensor:
+            values = [
+                np.full(len(one.counts), getattr(spec.params, penalty), np.float32)
+                for spec, one in zip(specs, counted, strict=True)
+                if one is not None
+            ]
+            return gathered([*values], np.float32)
+
+        repetition = spread("repetition_penalty")
+        counts = gathered([one.counts for one in counted if one is not None], np.int64)
+        old = logits[at]
+        new = torch.where(old > 0, old / repetition, old * repetition)
+        new -= spread("frequency_penalty") * counts
+        logits[at] = new - spread("presence_penalty") * (counts > 0)
+    if at := places([spec.forbidden_ids for spec in specs]):
+        logits[at] = -math.inf
+    _drop_not_allowed(logits, [spec.allowed for spec in specs])
+    return logits
+
+
+def _drop_not_allowed(logits: Tensor, masks: Sequence[NDArray[np.int32] | None]) -> None:
+    rows = [row for row, mask in enumerate(masks) if mask is not None]
+    if not rows:
+        return
+    words = np.stack([mask for mask in masks if mask is not None])
+    # As bytes: spread out, a bit takes the place of one, not of four.
+    packed = upload(words.astype("<i4", copy=False).view(np.uint8), logits.device)
+    bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    is_allowed = (packed[:, :, None] >> bits & 1).flatten(1)[:, : logits.shape[-1]].bool()
+    index = upload(np.array(rows, np.int64), logits.device)
+    logits[index] = logits.index_select(0, index).masked_fill_(~is_allowed, -math.inf)
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """logits [rows, vocab], token_ids [rows] int64 -> [rows] float32."""
+    logits = logits.float()
+    return logits.gather(-1, token_ids[:, None])[:, 0] - logits.logsumexp(-1)
+
+
+def top_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k likeliest ids [rows, k] int64 and their log-probabilities [rows, k] float32.
+
+    Falling; equal logits by rising id, which `topk` alone leaves open: it sorts by unique keys, the
+    logit's bits above the id's.
+    """
+    logits = logits.float() + 0.0  # -0.0 is 0.0
+    vocab_size = logits.shape[-1]
+    bits = logits.view(torch.int32).long()
+    rising = torch.where(bits < 0, bits ^ 0x7FFF_FFFF, bits)
+    ids = torch.arange(vocab_size - 1, -1, -1, device=logits.device)
+    keys = ((rising << 32) | ids).topk(min(k, vocab_size)).values
+    top_ids = vocab_size - 1 - (keys & _LOW_32)
+    return top_ids, logits.gather(-1, top_ids) - logits.logsumexp(-1, keepdim=True)
+
+
+def _noisy(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
     """The rows' scaled, filtered logits plus their noise."""
     device, vocab_size = logits.device, logits.shape[-1]
+    rows = [spec.params for spec in specs]
     temperatures = _on_device([max(row.temperature, _MIN_TEMPERATURE) for row in rows], device)
     scaled = logits / temperatures[:, None]
     limited = [i for i, row in enumerate(rows) if row.min_p > 0]
@@ -85,7 +159,7 @@ def _noisy(logits: Tensor, rows: Sequence[RowSampling]) -> Tensor:
         top_p = _on_device([rows[i].top_p for i in filtered], device)
         kept = filter_logits(scaled.index_select(0, index), top_k, top_p)
         scaled.index_copy_(0, index, kept)
-    keys = _on_device([as_signed(row.key) for row in rows], device)
+    keys = _on_device([as_signed(spec.key) for spec in specs], device)
     return scaled.add_(gumbel_noise(keys, vocab_size))
 
 

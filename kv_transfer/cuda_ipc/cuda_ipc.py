@@ -10,6 +10,7 @@ What is copied, judged and reported is cuda_window.py's.
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from contextlib import ExitStack
 
 from ...core.errors import HandoffFailed
@@ -17,33 +18,53 @@ from ...engine.kv.cuda_kv_memory import CudaKvMemory
 from ..export.pool_address import CudaMemory, receive
 from ..window.head_ranges import HeadPiece
 from ..window.network_address import RemotePool
-from .cuda_ipc_copy import CopyMethod, EngineCopy, KernelCopy
+from .cuda_ipc_copy import CopyMethod, EngineCopy, KernelCopy, StagedCopy
 from .cuda_ipc_memory import find_gpu, map_memory, require_peer_access
-from .cuda_staging import StagedCopy
-from .cuda_window import CudaWindow, Reach, cut_of
+from .cuda_window import CudaWindow, cut_of
 
 _LEAST_ENGINE_BYTES = 256 << 10  # pieces smaller than this: not worth measuring, 78 GB/s at 64 KiB
 
 
-class CudaIpcTransport:
-    """Opens windows onto the pools of engines on GPUs of this host that ours can read."""
+class _MappingTransport(ABC):
+    """Opens windows onto the pools of engines on GPUs of this host."""
 
-    name = "cuda_ipc"
+    name: str
 
-    def __init__(self, kv: CudaKvMemory, method: str | None = None) -> None:
-        """`kv` is where blocks are copied to. `method`: "kernel" or "copy-engine"; None measures
-        and chooses, for each window."""
+    def __init__(self, kv: CudaKvMemory) -> None:
+        """`kv` is where blocks are copied to."""
         self._kv = kv
-        self._method = method
 
     def connect(
         self, incarnation: str, piece: HeadPiece | None = None, remote: RemotePool | None = None
     ) -> CudaWindow:
-        """Raises HandoffFailed: nobody exports it, it lies elsewhere, or this GPU cannot read it.
+        """Raises HandoffFailed: nobody exports it, it lies elsewhere, or it cannot be read.
 
         Takes up to a second, or as long as the first copy has to be compiled.
         """
-        return _connect(self.name, incarnation, piece, remote, self._kv, self._reach)
+        description, fds = receive(incarnation, remote)
+        try:
+            description.require(incarnation, cut_of(piece, self._kv).source_block_bytes)
+            return CudaWindow(self.name, description, fds, self._kv, piece, self._reach)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    @abstractmethod
+    def _reach(
+        self, opened: ExitStack, memory: CudaMemory, num_bytes: int, piece: HeadPiece | None
+    ) -> list[CopyMethod]:
+        """See `cuda_window.Reach`."""
+
+
+class CudaIpcTransport(_MappingTransport):
+    """For pools that our GPU can read."""
+
+    name = "cuda_ipc"
+
+    def __init__(self, kv: CudaKvMemory, method: str | None = None) -> None:
+        """`method`: "kernel" or "copy-engine"; None measures and chooses, for each window."""
+        super().__init__(kv)
+        self._method = method
 
     def _reach(
         self, opened: ExitStack, memory: CudaMemory, num_bytes: int, piece: HeadPiece | None
@@ -63,23 +84,10 @@ class CudaIpcTransport:
         return [method(mapping.address, device, piece) for method in wanted]
 
 
-class CudaStagedTransport:
-    """Opens windows onto the pools of engines on any GPU of this host."""
+class CudaStagedTransport(_MappingTransport):
+    """For pools on any GPU of this host; takes some hundred MB there, for our context."""
 
     name = "cuda_staged"
-
-    def __init__(self, kv: CudaKvMemory) -> None:
-        """`kv` is where blocks are copied to."""
-        self._kv = kv
-
-    def connect(
-        self, incarnation: str, piece: HeadPiece | None = None, remote: RemotePool | None = None
-    ) -> CudaWindow:
-        """Raises HandoffFailed: nobody exports it, or it lies elsewhere.
-
-        Takes some hundred MB of the source's GPU, for this process's context there.
-        """
-        return _connect(self.name, incarnation, piece, remote, self._kv, self._reach)
 
     def _reach(
         self, opened: ExitStack, memory: CudaMemory, num_bytes: int, piece: HeadPiece | None
@@ -91,20 +99,3 @@ class CudaStagedTransport:
             return [StagedCopy(mapping.address, source, self._kv, cut_of(piece, self._kv))]
         except RuntimeError as error:  # no pinned memory left
             raise HandoffFailed(f"no staging memory: {error}") from error
-
-
-def _connect(
-    transport: str,
-    incarnation: str,
-    piece: HeadPiece | None,
-    remote: RemotePool | None,
-    kv: CudaKvMemory,
-    reach: Reach,
-) -> CudaWindow:
-    description, fds = receive(incarnation, remote)
-    try:
-        description.require(incarnation, cut_of(piece, kv).source_block_bytes)
-        return CudaWindow(transport, description, fds, kv, piece, reach)
-    finally:
-        for fd in fds:
-            os.close(fd)

@@ -1,7 +1,11 @@
-"""Two ways to copy blocks out of mapped peer memory, and the choice between them by measurement.
+"""The ways to copy blocks out of mapped peer memory, and the choice between them by measurement.
 
     kernel    one Triton kernel reads all blocks over the link: fastest, but takes multiprocessors
     engine    one cudaMemcpyBatchAsync for all pieces: the copy engines work, the processors do not
+    staged    through pinned host memory: for GPUs that cannot read each other's
+
+        source GPU ──stream there──► slot 0   slot 1   slot 2 ...  ──stream here──► our GPU
+                     fills slot i+1             while slot i is emptied
 
 Knows addresses and block ids; generations and threads are cuda_window.py's.
 """
@@ -9,7 +13,10 @@ Knows addresses and block ids; generations and threads are cuda_window.py's.
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -17,11 +24,11 @@ import torch
 from torch import Tensor
 
 from ...core.errors import HandoffFailed
+from ...engine.kv.cuda_kv_memory import CudaKvMemory
 from ...engine.kv.cuda_memory import describe_error, forget_error, runtime
 from ...kernels.kv.kv_blocks_triton import pull_blocks, pull_heads
 from ...kernels.upload import upload
-from ..window.block_pairs import Ids
-from ..window.contiguous_runs import Runs, find_runs
+from ..window.block_pairs import Ids, Runs, find_runs
 from ..window.head_ranges import BlockCut, HeadPiece
 
 MAX_BLOCKS = 1024  # of one launch
@@ -29,6 +36,8 @@ _ANY_DIRECTION = 4  # cudaMemcpyDefault
 _STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
 _BATCH_SINCE = 13  # the major version of the runtime whose cudaMemcpyBatchAsync we call
 _KERNEL_MUST_BE_FASTER_BY = 1.1  # or decode steps keep all their multiprocessors
+_NUM_SLOTS = 4
+_SLOT_BYTES = 8 << 20
 
 
 class CopyMethod(Protocol):
@@ -199,6 +208,82 @@ def choose(names: Sequence[str], gbytes_per_s: Sequence[float]) -> int:
         if name == EngineCopy.name and best < rate * _KERNEL_MUST_BE_FASTER_BY:
             return index
     return gbytes_per_s.index(best)
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """Pinned memory for some blocks; the events come when it is full, and when empty again."""
+
+    memory: Tensor
+    is_full: torch.cuda.Event
+    is_empty: torch.cuda.Event
+
+
+class StagedCopy:
+    """A `CopyMethod` that needs no peer access; takes 32 MB of pinned memory, or four blocks.
+
+    Both directions are copy engines' work, ordered by events: the host only submits.
+    """
+
+    name = "staged"
+    launches_at_once = False
+
+    def __init__(self, address: int, source: torch.device, kv: CudaKvMemory, cut: BlockCut) -> None:
+        """`address` is that of the source's pool as `source`, its GPU, sees it."""
+        self._address = address
+        self._source = source
+        self._cut = cut
+        self._blocks_per_slot = max(1, _SLOT_BYTES // cut.piece_bytes)
+        slot_bytes = self._blocks_per_slot * cut.piece_bytes
+        slots = []
+        with torch.cuda.device(source):
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            full = [torch.cuda.Event() for _ in range(_NUM_SLOTS)]  # type: ignore[no-untyped-call]
+        for is_full in full:
+            memory = torch.empty(slot_bytes, dtype=torch.uint8, pin_memory=True)
+            is_empty = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            slots.append(_Slot(memory, is_full, is_empty))
+        self._slots = itertools.cycle(slots)
+
+    def prepare(self, ids: Ids, pool: Tensor, stream: torch.cuda.Stream) -> Callable[[], None]:
+        """See `CopyMethod`."""
+        return partial(self._launch, ids, pool, stream)
+
+    def _launch(self, ids: Ids, pool: Tensor, stream: torch.cuda.Stream) -> None:
+        for begin in range(0, ids.shape[1], self._blocks_per_slot):
+            part = ids[:, begin : begin + self._blocks_per_slot]
+            self._launch_slot(next(self._slots), part, pool, stream)
+
+    def _launch_slot(self, slot: _Slot, ids: Ids, pool: Tensor, here: torch.cuda.Stream) -> None:
+        with torch.cuda.device(self._source), torch.cuda.stream(self._stream):
+            self._stream.wait_event(slot.is_empty)
+            self._fill(slot.memory.data_ptr(), ids[0])
+            slot.is_full.record(self._stream)
+        here.wait_event(slot.is_full)
+        self._empty(slot.memory.data_ptr(), ids[1], pool.data_ptr(), here)
+        slot.is_empty.record(here)
+
+    def _fill(self, slot: int, source_ids: Ids) -> None:
+        cut = self._cut
+        if cut.is_whole:
+            runs = find_runs(np.stack([source_ids, np.arange(len(source_ids))]))
+            copy_pieces(self._address, slot, runs, cut.piece_bytes, self._stream)
+            return
+        shape = (cut.width, cut.width, cut.num_rows, self._stream)  # tight in the slot
+        for index, block_id in enumerate(source_ids.tolist()):
+            source = self._address + block_id * cut.source_block_bytes + cut.source_offset
+            copy_2d(source, cut.source_pitch, slot + index * cut.piece_bytes, *shape)
+
+    def _empty(self, slot: int, block_ids: Ids, pool: int, stream: torch.cuda.Stream) -> None:
+        cut = self._cut
+        if cut.is_whole:
+            runs = find_runs(np.stack([np.arange(len(block_ids)), block_ids]))
+            copy_pieces(slot, pool, runs, cut.piece_bytes, stream)
+            return
+        for index, block_id in enumerate(block_ids.tolist()):
+            source = slot + index * cut.piece_bytes
+            target = pool + block_id * cut.num_rows * cut.pitch + cut.offset
+            copy_2d(source, cut.width, target, cut.pitch, cut.width, cut.num_rows, stream)
 
 
 class _Location(ctypes.Structure):

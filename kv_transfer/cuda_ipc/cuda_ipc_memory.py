@@ -1,8 +1,8 @@
 """A pool's GPU memory in other processes: exported by the source, found and mapped by pullers.
 
-    source    cudaMalloc ─► handle ──(pool_exporter.py)──► puller    readable from its GPU? map it
+    source    cudaMalloc ─► handle ──(PoolExporter)──► puller    readable from its GPU? map it
 
-Handles and mappings themselves are engine/kv/cuda_sharing.py's. Knows no block and no window.
+Handles and mappings themselves are engine/kv/cuda_memory.py's. Knows no block and no window.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import torch
 
 from ...core.errors import HandoffFailed
 from ...engine.kv.cuda_kv_memory import CudaKvMemory
-from ...engine.kv.cuda_sharing import MappedMemory, MappingFailed, export_handle, map_handle
-from ..export.pool_address import CudaMemory, PoolDescription, PoolPart
-from ..export.pool_exporter import PoolExporter
+from ...engine.kv.cuda_memory import MappedMemory, MappingFailed, export_handle, map_handle
+from ..export.pool_address import CudaMemory, PoolDescription, PoolExporter, PoolPart
 
 
 def export_cuda_pool(

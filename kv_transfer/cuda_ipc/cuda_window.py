@@ -13,27 +13,24 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import statistics
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...core.errors import HandoffFailed
-from ...engine.kv.block_pool import CANARY_BLOCK
-from ...engine.kv.canary import canary_bytes
+from ...engine.kv.block_pool import CANARY_BLOCK, canary_bytes
 from ...engine.kv.cuda_kv_memory import CudaKvMemory
 from ...engine.kv.generations import GenerationsReader
 from ..export.pool_address import CudaMemory, PoolDescription
 from ..window.block_pairs import BlockPairs, Generations, Ids
 from ..window.head_ranges import BlockCut, HeadPiece
-from ..window.transport import PullOutcome
+from ..window.threaded_window import Pull, PullThread
+from ..window.transport import PullOutcome, Starter
 from .cuda_ipc_copy import MAX_BLOCKS, CopyMethod, choose
 
 _log = logging.getLogger(__name__)
@@ -51,17 +48,6 @@ def cut_of(piece: HeadPiece | None, kv: CudaKvMemory) -> BlockCut:
     return BlockCut.of(piece, 2 * kv.layout.num_layers, kv.block_bytes)
 
 
-class _Pull:
-    """One `start_pull`; the handle that its caller gets."""
-
-    def __init__(self, on_done: Callable[[PullOutcome], None]) -> None:
-        self.on_done = on_done
-        self.is_cancelled = False
-
-    def cancel(self) -> None:
-        self.is_cancelled = True  # a copy that was launched ends all the same
-
-
 @dataclass(frozen=True, slots=True)
 class _Part:
     """Some blocks of the source with the generations that it announced; `start` copies them."""
@@ -71,20 +57,18 @@ class _Part:
     start: Callable[[], None]
 
 
-@dataclass(slots=True)
-class _Copy:
-    """A pull whose `parts` were launched; `outcome` is what is known already."""
+class _Copy(Pull):
+    """A pull of which `parts` were launched; `outcome` is what is known already."""
 
-    pull: _Pull
-    outcome: PullOutcome = PullOutcome.OK
-    parts: list[_Part] = field(default_factory=list)
-    is_done: torch.cuda.Event = field(default_factory=torch.cuda.Event)
-
-
-_Unlaunched: TypeAlias = tuple[_Pull, BlockPairs]
+    def __init__(self, pairs: BlockPairs, on_done: Callable[[PullOutcome], None]) -> None:
+        super().__init__(pairs, on_done)
+        self.is_launched = False
+        self.outcome = PullOutcome.OK
+        self.parts: list[_Part] = []
+        self.is_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
-class CudaWindow:
+class CudaWindow(PullThread):
     """A mapped pool, and the thread that waits for copies from it. `method` is how it copies."""
 
     def __init__(
@@ -117,11 +101,7 @@ class CudaWindow:
                 self._copy, self.gbytes_per_s = self._choose(methods)
             self._opened = opened.pop_all()
         self.method = self._copy.name
-        self._is_closed = False
-        self._pulls: queue.SimpleQueue[_Copy | _Unlaunched | None] = queue.SimpleQueue()
-        name = f"kv-pull-{self._incarnation[:8]}"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        super().__init__(self._incarnation)
 
     # -- opening ----------------------------------------------------------------------------------
 
@@ -173,27 +153,36 @@ class CudaWindow:
     # -- pulling ----------------------------------------------------------------------------------
 
     @property
-    def num_steps(self) -> int:
+    def num_steps(self) -> int | None:
         """See `transport.PoolWindow`; not behind `close`."""
         return self._generations.num_steps()
 
-    def start_pull(self, pairs: BlockPairs, on_done: Callable[[PullOutcome], None]) -> _Pull:
+    def start_pull(self, pairs: BlockPairs, on_done: Callable[[PullOutcome], None]) -> Pull:
         """Launches on the caller's thread where that is short: another would have to be woken."""
-        pull = _Pull(on_done)
-        if self._copy.launches_at_once:
-            parts = (self._part(pairs[begin:end]) for begin, end in _cut(len(pairs)))
-            return self._start(pull, parts)
-        assert not self._is_closed, "a pull through a closed window"
-        self._pulls.put((pull, pairs))
-        return pull
+        copy = _Copy(pairs, on_done)
+        if not self._copy.launches_at_once:
+            return self._put(copy)
+        return self._start(copy, self._parts_of(pairs))
 
-    def prepare(self, pairs: BlockPairs) -> Callable[[Callable[[PullOutcome], None]], _Pull]:
+    def prepare(self, pairs: BlockPairs) -> Starter:
         """See `transport.PoolWindow`."""
         if not self._copy.launches_at_once:
             return partial(self.start_pull, pairs)
         with torch.cuda.device(self._device):
-            parts = [self._part(pairs[begin:end]) for begin, end in _cut(len(pairs))]
-        return lambda on_done: self._start(_Pull(on_done), parts)
+            parts = list(self._parts_of(pairs))
+        return lambda on_done: self._start(_Copy(pairs, on_done), parts)
+
+    def _start(self, copy: _Copy, parts: Iterable[_Part]) -> Pull:
+        assert not self._is_closed, "a pull through a closed window"
+        self._launch(copy, parts)
+        return self._put(copy)
+
+    def _parts_of(self, pairs: BlockPairs) -> Iterator[_Part]:
+        """A small one first, so that the link has work at once."""
+        begin, size = 0, _FIRST_PART
+        while begin < len(pairs):
+            yield self._part(pairs[begin : begin + size])
+            begin, size = begin + size, _PART
 
     def _part(self, pairs: BlockPairs) -> _Part:
         """Raises HandoffFailed if there is no such block."""
@@ -203,23 +192,9 @@ class CudaWindow:
         start = self._copy.prepare(pairs.ids, self._pool, self._stream)
         return _Part(source_ids, pairs.generations, start)
 
-    def _start(self, pull: _Pull, parts: Iterable[_Part]) -> _Pull:
-        assert not self._is_closed, "a pull through a closed window"
-        self._pulls.put(self._launch(pull, parts))
-        return pull
-
-    def close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            self._pulls.put(None)
-
-    def join(self) -> None:
-        """Wait until a closed window has reported all its pulls and unmapped the memory."""
-        self._thread.join()
-
-    def _launch(self, pull: _Pull, parts: Iterable[_Part]) -> _Copy:
+    def _launch(self, copy: _Copy, parts: Iterable[_Part]) -> None:
         """Start the copy, part by part; whatever stops it, what was started is waited for."""
-        copy = _Copy(pull)
+        copy.is_launched = True
         with torch.cuda.device(self._device):
             try:
                 for part in parts:
@@ -232,11 +207,10 @@ class CudaWindow:
                 copy.outcome = PullOutcome.FAILED
             with contextlib.suppress(RuntimeError):  # a dead device: found again by the wait
                 copy.is_done.record(self._stream)
-        return copy
 
     def _launch_part(self, copy: _Copy, part: _Part) -> bool:
         """Start one part; False if the pull is to end here."""
-        if copy.pull.is_cancelled:
+        if copy.is_cancelled:
             return False
         copy.outcome = self._judge(part)
         if copy.outcome is not PullOutcome.OK:
@@ -246,37 +220,26 @@ class CudaWindow:
         return True
 
     def _run(self) -> None:
-        """The window's thread. Only when all copies have ended is the memory unmapped."""
         with torch.cuda.device(self._device):
-            while (pull := self._pulls.get()) is not None:
-                self._finish(pull if isinstance(pull, _Copy) else self._launch_late(*pull))
+            super()._run()
+
+    def copy_blocks(self, pull: Pull) -> PullOutcome:
+        """Wait for a copy, which is launched now if it was not by its caller."""
+        assert isinstance(pull, _Copy)
+        if not pull.is_launched:
+            self._launch(pull, self._parts_of(pull.pairs))
+        outcome = pull.outcome
+        pull.is_done.synchronize()  # without the GIL
+        for part in pull.parts:
+            if outcome is PullOutcome.OK:
+                outcome = self._judge(part)
+        return PullOutcome.CANCELLED if pull.is_cancelled else outcome
+
+    def let_go(self) -> None:
+        """Only when all copies have ended is the memory unmapped."""
         self._opened.close()
-
-    def _launch_late(self, pull: _Pull, pairs: BlockPairs) -> _Copy:
-        return self._launch(pull, (self._part(pairs[begin:end]) for begin, end in _cut(len(pairs))))
-
-    def _finish(self, copy: _Copy) -> None:
-        """Wait for a copy and report it."""
-        outcome = copy.outcome
-        try:
-            copy.is_done.synchronize()  # without the GIL
-            for part in copy.parts:
-                if outcome is PullOutcome.OK:
-                    outcome = self._judge(part)
-        except RuntimeError:
-            _log.exception("a pull from %s broke", self._incarnation)
-            outcome = PullOutcome.FAILED
-        copy.pull.on_done(PullOutcome.CANCELLED if copy.pull.is_cancelled else outcome)
 
     def _judge(self, part: _Part) -> PullOutcome:
         """Whether the source's blocks are still what was announced."""
         found = self._generations.read_many(part.source_ids)
         return PullOutcome.OK if np.array_equal(found, part.announced) else PullOutcome.STALE
-
-
-def _cut(num_pairs: int) -> Iterator[tuple[int, int]]:
-    """[begin, end) of each part: a small one first, so that the link has work at once."""
-    begin, size = 0, _FIRST_PART
-    while begin < num_pairs:
-        yield begin, min(begin + size, num_pairs)
-        begin, size = begin + size, _PART

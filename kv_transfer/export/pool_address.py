@@ -19,62 +19,71 @@ by kill -9.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
-import struct
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Annotated, TypeAlias
 
-from ...core.channels.handshake import CHALLENGE_BYTES, Dialer
-from ...core.channels.same_host import require_same_user, socket_address
-from ...core.errors import HandoffFailed, Unauthenticated
+import msgspec
+
+from ...core.channels.accept_thread import AcceptThread, Newcomers
+from ...core.channels.addresses import require_same_user, socket_address
+from ...core.channels.handshake import (
+    ANSWER_BYTES,
+    CHALLENGE_BYTES,
+    OPENING_BYTES,
+    Dialer,
+    Listener,
+    Opening,
+)
+from ...core.errors import HandoffFailed, StartupFailed, Unauthenticated
 from ...engine.kv.block_pool import CANARY_BLOCK
-from ..window.network_address import RemotePool
+from ..window.network_address import RemotePool, pair_key
 
-PURPOSE = b"pool"  # of the handshake; its address is the same everywhere: the name has the rest
-ADDRESS = "this host"
+PURPOSE = b"pool 4"  # of the handshake, with the description's version
+ADDRESS = "this host"  # the same everywhere: the name has the rest
+MAX_DESCRIPTION_BYTES = 4096
+_MAX_FDS = 2
+_BACKLOG = 64
+_TIMEOUT_S = 1.0  # for each message
+_log = logging.getLogger(__name__)
 
-_IPC_HANDLE_BYTES = 64  # sizeof(cudaIpcMemHandle_t)
-
-_SHAPE = struct.Struct("=8s16sQQHH")  # ..., whether on a GPU, number of parts
-_ON_GPU = struct.Struct(f"=16s{_IPC_HANDLE_BYTES}s")
-_PART = struct.Struct("=16sHHH")
-_MAX_PARTS = 64
-_MAGIC = b"BATONKV3"
-_CONNECT_TIMEOUT_S = 1.0
+_PoolName: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 
 
-@dataclass(frozen=True, slots=True)
-class CudaMemory:
+class CudaMemory(msgspec.Struct, frozen=True, array_like=True):
     """Memory of a GPU that another process can open."""
 
-    gpu_uuid: bytes  # 16: which GPU, however processes number them
-    ipc_handle: bytes
+    # Which GPU, however processes number them.
+    gpu_uuid: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    # cudaIpcMemHandle_t
+    ipc_handle: Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
 
 
-@dataclass(frozen=True, slots=True)
-class PoolPart:
+class PoolPart(msgspec.Struct, frozen=True, array_like=True):
     """One rank's pool: KV heads [first_kv_head, first_kv_head + num_kv_heads) of all blocks.
 
-    `port`: where it is served to other hosts, as far as whoever says this knows.
+    `port`: where it is served to other hosts, as far as the sender knows.
     """
 
-    pool: str  # 32 hex digits
-    first_kv_head: int
-    num_kv_heads: int
-    port: int = 0
+    pool: _PoolName
+    first_kv_head: _Count
+    num_kv_heads: _Count
+    port: _Count = 0
 
 
-@dataclass(frozen=True, slots=True)
-class PoolDescription:
-    """What an exporter says of the memory that it passes; without `cuda` it is host memory.
+class PoolDescription(msgspec.Struct, frozen=True, array_like=True):
+    """The memory that an exporter passes; without `cuda` it is host memory.
 
     `incarnation` names this pool. `parts` are those of the whole engine in the order of its ranks;
     none stands for an engine of one rank.
     """
 
-    incarnation: str
-    block_bytes: int
-    num_blocks: int
+    incarnation: _PoolName
+    block_bytes: Annotated[int, msgspec.Meta(gt=0)]
+    num_blocks: Annotated[int, msgspec.Meta(gt=CANARY_BLOCK)]
     cuda: CudaMemory | None = None
     parts: tuple[PoolPart, ...] = ()
 
@@ -89,67 +98,44 @@ class PoolDescription:
         return self.parts[0].pool if self.parts else self.incarnation
 
     def pack(self) -> bytes:
-        incarnation = bytes.fromhex(self.incarnation)
-        sizes = (self.block_bytes, self.num_blocks, self.cuda is not None, len(self.parts))
-        packed = [_SHAPE.pack(_MAGIC, incarnation, *sizes)]
-        if self.cuda is not None:
-            packed.append(_ON_GPU.pack(self.cuda.gpu_uuid, self.cuda.ipc_handle))
-        for part in self.parts:
-            pool = bytes.fromhex(part.pool)
-            packed.append(_PART.pack(pool, part.first_kv_head, part.num_kv_heads, part.port))
-        return b"".join(packed)
+        return msgspec.msgpack.encode(self)
 
     @classmethod
     def unpack(cls, packed: bytes) -> PoolDescription:
         """Raises HandoffFailed if it is not a description of this version."""
-        if len(packed) < _SHAPE.size:
-            raise HandoffFailed("the exporter hung up or speaks another version")
-        magic, incarnation, block_bytes, num_blocks, is_on_gpu, num_parts = _SHAPE.unpack_from(
-            packed
-        )
-        parts_at = _SHAPE.size + is_on_gpu * _ON_GPU.size
-        if magic != _MAGIC or is_on_gpu > 1 or len(packed) != parts_at + num_parts * _PART.size:
-            raise HandoffFailed("the exporter speaks another version")
-        if not block_bytes or num_blocks <= CANARY_BLOCK:
-            raise HandoffFailed("the exporter speaks another version")
-        cuda = CudaMemory(*_ON_GPU.unpack_from(packed, _SHAPE.size)) if is_on_gpu else None
-        parts = tuple(
-            PoolPart(pool.hex(), first, count, port)
-            for pool, first, count, port in _PART.iter_unpack(packed[parts_at:])
-        )
-        return cls(incarnation.hex(), block_bytes, num_blocks, cuda, parts)
+        try:
+            return msgspec.msgpack.decode(packed, type=cls)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise HandoffFailed(f"the exporter hung up or has another version: {error}") from error
 
-    def require(self, incarnation: str, block_bytes: int) -> None:
-        """Raises HandoffFailed unless it is this incarnation's pool, in blocks of this size."""
+    def require(self, incarnation: str, block_bytes: int | None) -> None:
+        """Raises HandoffFailed unless it is this incarnation's pool, in blocks of this size, if
+        one is given."""
         if self.incarnation != incarnation:
             raise HandoffFailed(f"the exporter is {self.incarnation}")
-        if self.block_bytes != block_bytes:
+        if block_bytes not in (None, self.block_bytes):
             raise HandoffFailed(f"a block has {self.block_bytes} bytes there, {block_bytes} here")
 
 
-_MAX_DESCRIPTION_BYTES = _SHAPE.size + _ON_GPU.size + _MAX_PARTS * _PART.size
-_MAX_FDS = 2
-
-
 def receive(incarnation: str, access: RemotePool | None) -> tuple[PoolDescription, list[int]]:
-    """Ask the exporter of `incarnation`. The caller closes the descriptors.
+    """From the exporter of `incarnation`. The caller closes the descriptors.
 
     Raises HandoffFailed: nobody exports it, another user does, it does not hold the key, or what
     came is no description. Blocks for up to a second if the exporter hangs.
     """
     if access is None:
-        raise HandoffFailed("the source has not said how its pools are reached")
+        raise HandoffFailed("the source has not sent how its pools are reached")
     address, fds = socket_address(incarnation), list[int]()
     ours = Dialer(access.key, PURPOSE, dialer=access.puller, listener=incarnation, address=ADDRESS)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        connection.settimeout(_CONNECT_TIMEOUT_S)
+        connection.settimeout(_TIMEOUT_S)
         try:
             connection.connect(address)
             require_same_user(connection)
             connection.send(ours.opening)
             connection.send(ours.answer(connection.recv(CHALLENGE_BYTES)))
             packed, fds, _, _ = socket.recv_fds(
-                connection, _MAX_DESCRIPTION_BYTES, _MAX_FDS, socket.MSG_CMSG_CLOEXEC
+                connection, MAX_DESCRIPTION_BYTES, _MAX_FDS, socket.MSG_CMSG_CLOEXEC
             )
             description = PoolDescription.unpack(packed)
             if len(fds) != description.num_fds:
@@ -171,3 +157,48 @@ def describe(incarnation: str, access: RemotePool) -> PoolDescription:
     for fd in fds:
         os.close(fd)
     return description
+
+
+class PoolExporter:
+    """Passes a description and file descriptors to processes of the same user that hold a puller's
+    key, until `close`. What is described and the descriptors must stay open as long.
+    """
+
+    def __init__(self, description: PoolDescription, fds: Sequence[int], key: bytes) -> None:
+        """`key`: what pullers' keys are made from. Raises StartupFailed if the incarnation is
+        exported already."""
+        self._incarnation = description.incarnation
+        self._packed = description.pack()
+        self._fds = list(fds)
+        self._key = key
+        self._newcomers = Newcomers()
+        # SEQPACKET: each message arrives as one or not at all, descriptors with it.
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            listener.bind(socket_address(description.incarnation))
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            listener.close()
+            raise StartupFailed(f"cannot export the KV pool: {error}") from error
+        self._accepting = AcceptThread(listener, "kv-exporter", self._newcomers, self._hand_over)
+
+    def close(self) -> None:
+        """Stop serving. Mappings that pullers hold stay valid."""
+        self._accepting.close()
+        self._newcomers.close(_TIMEOUT_S)
+
+    def _hand_over(self, connection: socket.socket) -> None:
+        with connection:
+            connection.settimeout(_TIMEOUT_S)
+            try:
+                require_same_user(connection)
+                theirs = Listener(self._key_of, (PURPOSE,), (ADDRESS,))
+                connection.send(theirs.challenge(connection.recv(OPENING_BYTES)))
+                theirs.check(connection.recv(ANSWER_BYTES))
+                socket.send_fds(connection, [self._packed], self._fds)
+            except (OSError, HandoffFailed, Unauthenticated) as error:
+                _log.warning("the KV pool was not passed to a peer: %s", error)
+
+    def _key_of(self, opening: Opening) -> bytes | None:
+        is_ours = opening.listener == self._incarnation
+        return pair_key(self._key, opening.dialer) if is_ours else None

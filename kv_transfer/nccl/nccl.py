@@ -84,7 +84,7 @@ class NcclTransport:
         Takes seconds: NCCL looks for a way.
         """
         if remote is None or not remote.port:
-            raise HandoffFailed("the source said of no port")
+            raise HandoffFailed("the source has no port")
         cut, wrap, address = self._cut_of(piece), self._wrap, remote
 
         def open_pair() -> tuple[DataClient, Lane]:

@@ -30,7 +30,7 @@ _UINT8 = 1  # ncclUint8
 _MAGIC = 0xCAFEBEEF
 _VERSION = 21_800  # of the fields below that count: 2.18
 _UNDEFINED = -(2**31)
-_LOOK_S = 20e-6  # NCCL tells nobody when it is done: it has to be asked
+_LOOK_S = 20e-6  # NCCL has no event for when it is done: it has to be polled
 _ABORT_S = 20.0  # on a dead device it may never end
 _RECORD_S = 10.0  # half a millisecond, where nothing is wrong
 _QUICK_LOOKS = 100  # a transfer is launched within some 10 us, less than the shortest sleep
@@ -43,7 +43,7 @@ class _UniqueId(ctypes.Structure):
 
 
 class _Config(ctypes.Structure):
-    """The beginning of ncclConfig_t; `size` and `version` say how much of it there is."""
+    """The beginning of ncclConfig_t; by `size` and `version` NCCL knows how much of it there is."""
 
     _fields_ = [
         ("size", ctypes.c_size_t),
@@ -64,7 +64,7 @@ def _library() -> ctypes.CDLL:
     """Raises HandoffFailed where there is none."""
     # On hosts whose GPUs are shared, a program that multicasts can take them all down.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    # What is recorded would map our memory into the peer, and ask it to; measured: no faster.
+    # What is recorded would map our memory into the peer, and the reverse; measured: no faster.
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     try:
         library = ctypes.CDLL("libnccl.so.2")
@@ -85,7 +85,7 @@ class NcclPair:
     """One end. Work goes to its `stream`, in order; the other end must do the counterparts."""
 
     def __init__(self, unique_id: bytes, rank: int, device: torch.device) -> None:
-        """Begin to connect; `wait_ready` says when it is done.
+        """Begin to connect; `wait_ready` returns when it is done.
 
         Raises HandoffFailed or RuntimeError.
         """

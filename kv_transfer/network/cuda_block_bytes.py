@@ -7,9 +7,9 @@ from torch import Tensor
 
 from ...core.errors import HandoffFailed
 from ...engine.kv.cuda_kv_memory import CudaKvMemory
-from ..shm.block_bytes import Bytes
 from ..window.block_pairs import Ids
 from ..window.head_ranges import BlockCut
+from .tcp import Bytes
 
 
 class CudaBlockBytes:

@@ -1,4 +1,4 @@
-"""The puller's end of a data connection: proves itself, then asks for blocks and hears verdicts.
+"""The puller's end of a data connection: proves itself, then requests blocks and receives verdicts.
 
 Owns one connection at a time; what it carries, and where to, is for its user, as is what follows
 when it breaks (ConnectionBroken).
@@ -33,7 +33,7 @@ class DataClient:
     mode: wire.Mode
     description: PoolDescription
 
-    def ask(
+    def request(
         self,
         ids: Ids,
         generations: Generations,
@@ -46,7 +46,7 @@ class DataClient:
         """
         deadline = Deadline(SILENCE_S)
         self.stream.write(wire.pack_request(ids, generations), deadline)
-        answer = self._frame(deadline) if self.mode.says_begin else None
+        answer = self._frame(deadline) if self.mode.sends_begin else None
         if answer is None:
             receive(Deadline(_SPARE_S + num_bytes / _SLOWEST_BYTES_PER_S))
             answer = self._frame(Deadline(SILENCE_S))
@@ -60,10 +60,10 @@ class DataClient:
         while num_bytes < len(target):
             frame = self._frame(deadline)
             if not isinstance(frame, wire.DataFrame):
-                raise HandoffFailed("the source sent less than it was asked for")
+                raise HandoffFailed("the source sent less than was requested")
             part = target[num_bytes : num_bytes + frame.num_bytes]
             if len(part) < frame.num_bytes:
-                raise HandoffFailed("the source sent more than it was asked for")
+                raise HandoffFailed("the source sent more than was requested")
             self.stream.read_into(part, deadline)
             is_intact &= wire.checksum(part) == frame.crc
             num_bytes += frame.num_bytes
@@ -137,18 +137,13 @@ def _introduce(
         remote.key, wire.PURPOSE, dialer=remote.puller, listener=pool, address=remote.address
     )
     stream.write(ours.opening, deadline)
-    said = wire.pack_said(mode, cut, pair_id)
+    terms = wire.pack_terms(mode, cut, pair_id)
     try:
-        answer = ours.answer(bytes(stream.read(CHALLENGE_BYTES, deadline)), said)
+        answer = ours.answer(bytes(stream.read(CHALLENGE_BYTES, deadline)), terms)
     except Unauthenticated as error:
         raise HandoffFailed(f"the source at {remote.address}: {error.message}") from error
-    stream.write(answer + said, deadline)
+    stream.write(answer + terms, deadline)
     length = wire.unpack_length(stream.read(wire.LENGTH_BYTES, deadline))
     description = PoolDescription.unpack(bytes(stream.read(length, deadline)))
-    if description.incarnation != pool:
-        raise HandoffFailed(f"the source is {description.incarnation}")
-    if cut is not None and description.block_bytes != cut.source_block_bytes:
-        raise HandoffFailed(
-            f"a block has {description.block_bytes} bytes there, not {cut.source_block_bytes}"
-        )
+    description.require(pool, None if cut is None else cut.source_block_bytes)
     return description

@@ -11,14 +11,13 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from ...core.channels.accept_thread import AcceptThread
+from ...core.channels.accept_thread import AcceptThread, Newcomers
 from ...core.channels.engine_tls import WrapSocket
 from ...core.channels.handshake import ANSWER_BYTES, OPENING_BYTES, Listener, Opening
 from ...core.errors import HandoffFailed, StartupFailed, Unauthenticated
@@ -35,7 +34,6 @@ from .stream import Deadline, Stream
 _log = logging.getLogger(__name__)
 
 OPENING_S = 2.0
-_MAX_OPENING = 64  # connections that have proven nothing yet
 _MAX_PULLERS = 256
 _CLOSE_S = 3.0
 _REQUEST_S = 2.0  # for the rest of a request that has begun
@@ -87,9 +85,8 @@ class DataServer:
         self._wrap = wrap
         self._pool: ServedPool | None = None
         self._lock = threading.Lock()
-        self._opening: dict[Stream, None] = {}  # the eldest first
+        self._newcomers = Newcomers()
         self._pullers: set[Stream] = set()
-        self._attending: set[threading.Thread] = set()
         self._is_closed = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
@@ -102,36 +99,20 @@ class DataServer:
     def start(self, pool: ServedPool) -> None:
         """Answer from now on: the ports of all ranks are in the description."""
         self._pool = pool
-        self._accepting = AcceptThread(self._listener, "kv-data", self._admit)
+        self._accepting = AcceptThread(self._listener, "kv-data", self._newcomers, self._attend)
 
     def close(self) -> None:
         """Hang up on everybody; what was being sent is over then, or takes too long to wait."""
         self._accepting.close()
         with self._lock:
             self._is_closed = True
-            for stream in (*self._opening, *self._pullers):
+            for stream in self._pullers:
                 stream.hang_up()
-            attending = list(self._attending)
-        by_s = time.monotonic() + _CLOSE_S
-        for thread in attending:
-            thread.join(max(0.0, by_s - time.monotonic()))
+        self._newcomers.close(_CLOSE_S)
 
-    def _admit(self, connection: socket.socket) -> None:
-        stream = Stream(connection)
-        with self._lock:
-            while len(self._opening) >= _MAX_OPENING:
-                eldest = next(iter(self._opening))
-                del self._opening[eldest]
-                eldest.hang_up()
-            self._opening[stream] = None
-            thread = threading.Thread(
-                target=self._attend, args=(stream,), name="kv-puller", daemon=True
-            )
-            thread.start()
-            self._attending.add(thread)
-
-    def _attend(self, stream: Stream) -> None:
+    def _attend(self, connection: socket.socket) -> None:
         """One connection's thread."""
+        stream = Stream(connection)
         try:
             mode, outlet = self._open(stream)
             try:
@@ -146,9 +127,7 @@ class DataServer:
             _log.exception("a puller's connection broke")
         finally:
             with self._lock:
-                self._opening.pop(stream, None)
                 self._pullers.discard(stream)
-                self._attending.discard(threading.current_thread())
             stream.close()
 
     def _open(self, stream: Stream) -> tuple[wire.Mode, Outlet]:
@@ -160,14 +139,14 @@ class DataServer:
         opening = bytes(stream.read(OPENING_BYTES, deadline))
         stream.write(theirs.challenge(opening), deadline)
         answer = bytes(stream.read(ANSWER_BYTES, deadline))
-        said = bytes(stream.read(wire.SAID_BYTES, deadline))
-        mode, cut = wire.unpack_said(said, pool.description.block_bytes)
+        terms = bytes(stream.read(wire.TERMS_BYTES, deadline))
+        mode, cut = wire.unpack_terms(terms, pool.description.block_bytes)
         pair_id = bytes(stream.read(mode.id_bytes, deadline))
-        theirs.check(answer, said + pair_id)
+        theirs.check(answer, terms + pair_id)
         if mode not in self._outlets:
             raise HandoffFailed(f"there is no {mode.name} here")
+        self._newcomers.proven()
         with self._lock:
-            self._opening.pop(stream, None)
             if self._is_closed:
                 raise HandoffFailed("the port is closed")
             if len(self._pullers) >= _MAX_PULLERS:
@@ -194,14 +173,14 @@ class DataServer:
         ids, announced = wire.unpack_body(body, num_blocks, crc)
         assert self._pool is not None
         if ids.view(np.uint64).max() >= self._pool.description.num_blocks:  # or below zero
-            raise HandoffFailed("it asks for a block outside the pool")
+            raise HandoffFailed("it requests a block outside the pool")
         outcome = self._judge(ids, announced)
         if outcome is PullOutcome.OK:
-            if mode.says_begin:
+            if mode.sends_begin:
                 stream.write(wire.pack_begin(), Deadline(_REQUEST_S))
             outlet.send(ids)
             outcome = self._judge(ids, announced)
-        elif not mode.says_begin:
+        elif not mode.sends_begin:
             outlet.send(np.full_like(ids, PADDING_BLOCK))  # it waits for so many blocks
         stream.write(wire.pack_end(outcome), Deadline(_REQUEST_S))
 

@@ -1,4 +1,4 @@
-"""What puller and source say on a data connection: fixed headers, raw bytes, lengths with caps.
+"""What puller and source send on a data connection: fixed headers, raw bytes, lengths with caps.
 
     puller                                   source
       │ core/channels/handshake.py             │  with the key that the source gave this puller over
@@ -12,8 +12,8 @@
       │   begin │ data, CRC-32 ... │ verdict   │  still, behind the last byte?
       │ ◄───────────────────────────────────── │
 
-Generations are drawn at random: who was not told of a block cannot ask for it.
-Between GPUs both ends launch at once: nothing is said before the verdict, and in place of blocks
+Generations are drawn at random: who did not get a block's announcement cannot request it.
+Between GPUs both ends launch at once: nothing is sent before the verdict, and in place of blocks
 that are not what was announced the padding block is sent. All numbers are little-endian. Trusts
 nothing that it decodes; opens no socket.
 """
@@ -26,18 +26,18 @@ import zlib
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from ...core.errors import HandoffFailed
+from ..export.pool_address import MAX_DESCRIPTION_BYTES
+from ..window.block_pairs import Generations, Ids
 from ..window.head_ranges import BlockCut
 from ..window.transport import PullOutcome
 
 MAX_FRAME_BYTES = 1 << 20
 MAX_REQUEST_BLOCKS = 16_384
-MAX_DESCRIPTION_BYTES = 4096
 PAIR_ID_BYTES = 128  # sizeof(ncclUniqueId)
 
-PURPOSE = b"kv data 4"  # of the handshake; the number is the version of what is said here
+PURPOSE = b"kv data 5"  # of the handshake; the number is the version of what is sent here
 _MODE = struct.Struct("<H")
 _CUT = struct.Struct("<4I")  # rows, width, pitch and offset in the source's blocks
 _LENGTH = struct.Struct("<I")
@@ -45,7 +45,7 @@ _REQUEST = struct.Struct("<4sII")  # tag, number of blocks, CRC-32
 _FRAME = struct.Struct("<4sII")  # tag, length or outcome, CRC-32 of the data
 _TAG_REQUEST, _TAG_BEGIN, _TAG_DATA, _TAG_END = b"PULL", b"BEGN", b"DATA", b"DONE"
 
-SAID_BYTES = _MODE.size + _CUT.size
+TERMS_BYTES = _MODE.size + _CUT.size
 LENGTH_BYTES = _LENGTH.size
 _NO_CUT = bytes(_CUT.size)  # in place of a piece: the description is all that is wanted
 REQUEST_BYTES = _REQUEST.size
@@ -67,22 +67,22 @@ class Mode(enum.IntEnum):
         return PAIR_ID_BYTES if self is Mode.NCCL else 0
 
     @property
-    def says_begin(self) -> bool:
-        """Whether the source first says if it has the blocks."""
+    def sends_begin(self) -> bool:
+        """Whether the source first confirms that it has the blocks."""
         return self is Mode.BYTES
 
 
-def pack_said(mode: Mode, cut: BlockCut | None, pair_id: bytes) -> bytes:
+def pack_terms(mode: Mode, cut: BlockCut | None, pair_id: bytes) -> bytes:
     """What goes with a puller's answer. `cut` None: it wants the description alone."""
     return _MODE.pack(mode) + (_NO_CUT if cut is None else _pack_cut(cut)) + pair_id
 
 
-def unpack_said(packed: bytes | bytearray, block_bytes: int) -> tuple[Mode, BlockCut | None]:
-    """The first SAID_BYTES of it; the mode's id follows. Raises HandoffFailed."""
+def unpack_terms(packed: bytes | bytearray, block_bytes: int) -> tuple[Mode, BlockCut | None]:
+    """The first TERMS_BYTES of it; the mode's id follows. Raises HandoffFailed."""
     (mode,) = _MODE.unpack_from(packed)
     if mode not in set(Mode):
         raise HandoffFailed("it wants blocks in a way that there is not")
-    cut = packed[_MODE.size : SAID_BYTES]
+    cut = packed[_MODE.size : TERMS_BYTES]
     return Mode(mode), _unpack_cut(cut, block_bytes) if any(cut) else None
 
 
@@ -111,7 +111,7 @@ def _unpack_cut(packed: bytes | bytearray, block_bytes: int) -> BlockCut:
     return BlockCut(num_rows, width, pitch, offset, width, 0)
 
 
-def pack_request(ids: npt.NDArray[np.int64], generations: npt.NDArray[np.uint64]) -> bytes:
+def pack_request(ids: Ids, generations: Generations) -> bytes:
     body = ids.tobytes() + generations.tobytes()
     return _REQUEST.pack(_TAG_REQUEST, len(ids), zlib.crc32(body)) + body
 
@@ -124,9 +124,7 @@ def unpack_request(packed: bytes | bytearray) -> tuple[int, int]:
     return num_blocks, crc
 
 
-def unpack_body(
-    body: bytes | bytearray, num_blocks: int, crc: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
+def unpack_body(body: bytes | bytearray, num_blocks: int, crc: int) -> tuple[Ids, Generations]:
     """Ids and generations; raises HandoffFailed if they were damaged on the way."""
     if zlib.crc32(body) != crc:
         raise HandoffFailed("a request was damaged on the way")
@@ -153,7 +151,7 @@ def checksum(data: memoryview) -> int:
 
 
 def pack_end(outcome: PullOutcome) -> bytes:
-    """The verdict on all that was sent; the last word on a request."""
+    """The verdict on all that was sent; the end of a request."""
     return _FRAME.pack(_TAG_END, _OUTCOMES.index(outcome), 0)
 
 

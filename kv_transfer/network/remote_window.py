@@ -1,11 +1,11 @@
-"""One source's pool behind a network: asks for blocks, and trusts them after the source's verdict.
+"""One source's pool behind a network: requests blocks, and trusts them after the source's verdict.
 
     start_pull ─► the window's thread: request ─► carrier receives ─► verdict OK? ─► commit
                                           ▲             │ damaged: once more
                                           └── connect ◄─┤ the connection broke
                                                         └ silence: the pull fails
 The source looks at the generations behind its last byte, since they cannot be seen from here. What
-was asked for on a connection that broke is asked for anew, all of it; what has been committed is
+was requested on a connection that broke is requested anew, all of it; what has been committed is
 not. A carrier that takes long to connect fails the pull instead, and the next one connects.
 """
 
@@ -22,8 +22,7 @@ from typing import Protocol
 import numpy as np
 
 from ...core.errors import HandoffFailed
-from ...engine.kv.block_pool import CANARY_BLOCK
-from ...engine.kv.canary import canary_bytes
+from ...engine.kv.block_pool import CANARY_BLOCK, canary_bytes
 from ..window.block_pairs import Generations, Ids
 from ..window.head_ranges import BlockCut
 from ..window.threaded_window import Pull, PullThread
@@ -34,7 +33,7 @@ from .stream import ConnectionBroken, Deadline, Recovery
 _log = logging.getLogger(__name__)
 
 _MEASURED_BYTES = 8 << 20
-_TRIES = 2  # a block that is damaged on the way is asked for once more
+_TRIES = 2  # a block that is damaged on the way is requested once more
 
 
 class Carrier(Protocol):
@@ -71,7 +70,7 @@ class Carrier(Protocol):
 
 
 class RemoteWindow(PullThread):
-    """A source's pool, and the thread that asks for its blocks."""
+    """A source's pool, and the thread that requests its blocks."""
 
     def __init__(self, incarnation: str, carrier: Carrier, cut: BlockCut) -> None:
         """Connect, check the canary, measure. Raises HandoffFailed."""
@@ -90,8 +89,8 @@ class RemoteWindow(PullThread):
 
     def _check_and_measure(self, recovery: Recovery) -> float:
         """GB/s of the canary block, many times over, once it is found to be right."""
-        canary, ask = np.array([CANARY_BLOCK]), partial(self._request, recovery)
-        if ask(canary, np.zeros(1, np.uint64), None) is not PullOutcome.OK:
+        canary, request = np.array([CANARY_BLOCK]), partial(self._request, recovery)
+        if request(canary, np.zeros(1, np.uint64), None) is not PullOutcome.OK:
             raise HandoffFailed("the canary block cannot be read")
         expected = canary_bytes(self._incarnation, self._cut.source_block_bytes)
         if self._carrier.first_piece() != self._cut.of_source(expected):
@@ -100,11 +99,11 @@ class RemoteWindow(PullThread):
         most = self._carrier.max_request_blocks
         num_blocks = min(max(1, _MEASURED_BYTES // piece_bytes), most)
         begin_s = time.perf_counter()
-        ask(canary.repeat(num_blocks), np.zeros(num_blocks, np.uint64), None)
+        request(canary.repeat(num_blocks), np.zeros(num_blocks, np.uint64), None)
         return num_blocks * piece_bytes / (time.perf_counter() - begin_s) / 1e9
 
     def copy_blocks(self, pull: Pull) -> PullOutcome:
-        if pull.asked_s < self._failed_s:
+        if pull.started_s < self._failed_s:
             raise HandoffFailed("the source was lost while the pull waited")
         most = num_at_once = self._carrier.max_request_blocks
         begin, recovery = 0, Recovery()
@@ -151,7 +150,7 @@ class RemoteWindow(PullThread):
         generations: Generations,
         block_ids: Ids | None,
     ) -> PullOutcome:
-        """Ask for blocks until they are not damaged, or twice. Raises HandoffFailed."""
+        """Request blocks until they are not damaged, or twice. Raises HandoffFailed."""
         for _ in range(_TRIES):
             if self._client is None:
                 if self._is_closed:
@@ -165,7 +164,7 @@ class RemoteWindow(PullThread):
                 is_intact = self._carrier.receive(client, num_blocks, block_ids, deadline)
 
             num_bytes = len(source_ids) * self._cut.piece_bytes
-            outcome = client.ask(source_ids, generations, num_bytes, receive)
+            outcome = client.request(source_ids, generations, num_bytes, receive)
             if outcome is not PullOutcome.OK:
                 return outcome
             if is_intact:

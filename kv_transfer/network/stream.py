@@ -1,7 +1,7 @@
 """A byte stream on which every wait has an end: exact reads and writes by a deadline.
 
 A wait ends early when nothing passes for `SILENCE_S`. Knows sockets, plain or with TLS, and nothing
-of what is said.
+of what is sent.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...core.errors import HandoffFailed
 SILENCE_S = 1.2  # a peer of whom nothing comes for so long is lost, as engines are to gateways
 _FIRST_PAUSE_S = 0.005
 _FOREVER_S = 365 * 86400.0
-_KEEPALIVE = (  # where nothing is said for long, both ends notice within 5 s that the other is gone
+_KEEPALIVE = (  # where nothing is sent for long, both ends notice within 5 s that the other is gone
     (socket.TCP_KEEPIDLE, 2),
     (socket.TCP_KEEPINTVL, 1),
     (socket.TCP_KEEPCNT, 3),
@@ -79,7 +79,7 @@ class _WatchedDeadline(Deadline):
     def __init__(self, seconds: float, fd: int) -> None:
         super().__init__(seconds)
         self._poll = select.poll()
-        self._poll.register(fd, select.POLLRDHUP)  # and what is always told: errors
+        self._poll.register(fd, select.POLLRDHUP)  # and errors, which always come
 
     def remaining_s(self) -> float:
         if self._poll.poll(0):

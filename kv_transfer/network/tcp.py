@@ -8,12 +8,14 @@ A GPU's blocks pass through host memory at both ends.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from ...core.channels.engine_tls import WrapSocket
 from ...core.errors import HandoffFailed
-from ..shm.block_bytes import BlockBytes, Bytes
+from ..shm.shm import HostPool
 from ..window.block_pairs import Ids
 from ..window.head_ranges import BlockCut, HeadPiece
 from ..window.network_address import RemotePool
@@ -26,6 +28,57 @@ from .stream import Deadline, Stream
 _REQUEST_BYTES = 16 << 20  # what a puller stages
 _SENT_AT_ONCE_BYTES = 2 << 20
 _SEND_S = 10.0  # for a frame that passes slowly, without a silence
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class BlockBytes(Protocol):
+    """Pieces of one pool's blocks as plain bytes. Any thread, one at a time for each object.
+
+    pool  [blocks, rows, pitch] ── read ──► tight [blocks, rows, width] ── write ──► pool
+    """
+
+    def read(self, block_ids: Ids) -> Bytes:
+        """[blocks * piece_bytes], valid until the next call: a copy, however the pool changes."""
+        ...
+
+    def write(self, block_ids: Ids, data: Bytes) -> None:
+        """Put what `read` gave into blocks of ours."""
+        ...
+
+
+class HostBlockBytes:
+    """Of a pool in host memory, whose blocks are cut as at the source (read) or here (write)."""
+
+    def __init__(self, pool: HostPool, cut: BlockCut) -> None:
+        self._pool = pool
+        self._cut = cut
+        self._buffer: Bytes = np.empty(0, np.uint8)  # kept: new pages cost as much as the copy
+
+    def read(self, block_ids: Ids) -> Bytes:
+        cut = self._cut
+        rows = self._rows(cut.source_pitch)[:, :, cut.source_offset :][:, :, : cut.width]
+        num_bytes = len(block_ids) * cut.piece_bytes
+        if len(self._buffer) < num_bytes:
+            self._buffer = np.empty(num_bytes, np.uint8)
+        data = self._buffer[:num_bytes]
+        pieces = data.reshape(len(block_ids), cut.num_rows, cut.width)
+        for piece, block_id in zip(pieces, block_ids.tolist(), strict=True):
+            piece[:] = rows[block_id]
+        return data
+
+    def write(self, block_ids: Ids, data: Bytes) -> None:
+        cut = self._cut
+        rows = self._rows(cut.pitch)[:, :, cut.offset :][:, :, : cut.width]
+        pieces = data.reshape(len(block_ids), cut.num_rows, cut.width)
+        for piece, block_id in zip(pieces, block_ids.tolist(), strict=True):
+            rows[block_id] = piece
+
+    def _rows(self, pitch: int) -> Bytes:
+        """[blocks, rows, pitch]; made for each call, or the pool could not be closed."""
+        flat = np.frombuffer(self._pool.view, np.uint8)
+        return flat.reshape(self._pool.num_blocks, -1, pitch)
+
 
 # The blocks of this rank's pool, in pieces of that cut.
 MakeBytes = Callable[[BlockCut], BlockBytes]
@@ -83,7 +136,7 @@ class TcpTransport:
     ) -> RemoteWindow:
         """Raises HandoffFailed: the source has no port, hides it, or there are better ways."""
         if remote is None or not remote.port:
-            raise HandoffFailed("the source said of no port")
+            raise HandoffFailed("the source has no port")
         if not (remote.is_elsewhere or self._anywhere):
             raise HandoffFailed("the source is on this host: only --kv-transport tcp takes it")
         cut = self._cut_of(piece)

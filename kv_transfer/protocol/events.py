@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ...core.errors import BatonError
-from ...core.request.block_hash import BlockHash
 from ...core.request.request import Ticket
+from ...core.request.token_ids import BlockHash
 from ...engine.kv.block_pool import BlockRef
 from ..window.block_pairs import BlockPairs
 from ..window.transport import PullOutcome
@@ -187,7 +187,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class ClosePeer:
-    """Refuse this pair: end its stream and say why."""
+    """Refuse this pair: end its stream, with the reason."""
 
     incarnation: str
     error: BatonError = field(compare=False)
@@ -231,7 +231,7 @@ class CloseWindow:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Ask the engine for the memory of this request, all or nothing. Answered exactly once."""
+    """Request the memory of this request from the engine, all or nothing. Answered exactly once."""
 
     transfer_id: str
     key: str

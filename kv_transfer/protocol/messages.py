@@ -1,4 +1,4 @@
-"""What source and puller say to each other, as values. The same names as in proto/v1/handoff.proto.
+"""What source and puller send each other, as values. The same names as in proto/v1/handoff.proto.
 
 Knows no wire format (wire.py does) and no order of events (source.py, puller.py).
 """
@@ -18,7 +18,7 @@ PROTOCOL = 3
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Both ways, first: who speaks, and everything that must be equal on both sides."""
+    """Both ways, first: the sender, and everything that must be equal on both sides."""
 
     incarnation: str
     fingerprint: Mapping[str, str]  # field -> value, compared field by field

@@ -1,81 +1,90 @@
-"""How far each pair has come: linked, greeted, ready. Compares fingerprints; sends nothing.
+"""What each side of the hand-off remembers of its peers, and of transfers that are over.
 
 PeerLinked         Hello fits            window is open (puller only)
-    └──► LINKED ──────────────► GREETED ───────────────────────────► READY
+    └──► LINKED ──────────────► MATCHED ───────────────────────────► READY
             └── Hello differs: the pair is refused and forgotten
+
+Compares fingerprints; sends nothing.
 """
 
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 
-from ...core.errors import FingerprintMismatch, HandoffFailed
+from ...core.errors import BatonError, FingerprintMismatch, HandoffFailed
 from .messages import Hello, Message
+
+TOMBSTONE_S = 30.0
+_MAX_TOMBSTONES = 65_536  # a peer that invents ids must not fill our memory
 
 
 class PairState(enum.Enum):
     """Of one peer with an open stream."""
 
     LINKED = "linked"  # a puller's Hello is out; a source waits for it
-    GREETED = "greeted"  # theirs fits ours: transfers may be spoken of
+    MATCHED = "matched"  # theirs fits ours: messages about transfers count
     READY = "ready"  # and its pool can be read
+
+
+@dataclass(slots=True)
+class _Pair:
+    link: int
+    state: PairState = PairState.LINKED
+    sees_steps: bool = False  # its count of steps can be read from here
 
 
 class Pairs:
     """The peers with an open stream. A peer without one is not here."""
 
     def __init__(self, hello: Hello) -> None:
-        self.hello = hello  # what this side says of itself
+        self.hello = hello  # ours
         self._num_links = 0  # streams opened so far, to all peers
-        self._states: dict[str, PairState] = {}
-        self._links: dict[str, int] = {}
-        self._seen: set[str] = set()  # ready peers whose count of steps we read
+        self._pairs: dict[str, _Pair] = {}
 
     def add(self, incarnation: str) -> None:
         """A stream to this peer is open; it has come no further."""
         self._num_links += 1
-        self._links[incarnation] = self._num_links
-        self._seen.discard(incarnation)
-        self._states[incarnation] = PairState.LINKED
+        self._pairs[incarnation] = _Pair(self._num_links)
 
     def remove(self, incarnation: str) -> PairState | None:
         """Forget the peer; returns how far it had come."""
-        self._links.pop(incarnation, None)
-        self._seen.discard(incarnation)
-        return self._states.pop(incarnation, None)
+        pair = self._pairs.pop(incarnation, None)
+        return None if pair is None else pair.state
 
     def get(self, incarnation: str) -> PairState | None:
-        return self._states.get(incarnation)
+        pair = self._pairs.get(incarnation)
+        return None if pair is None else pair.state
 
-    def is_audible(self, incarnation: str, message: Message) -> bool:
-        """Whether a message counts: its stream is open and Hello was, or is, said on it.
+    def accepts(self, incarnation: str, message: Message) -> bool:
+        """Whether a message counts: its stream is open and Hello came on it, or comes now.
 
         What comes before Hello was sent by a peer that had not noticed yet that its stream was
         replaced; it will, and fails on its side what the message was about.
         """
-        state = self._states.get(incarnation)
+        state = self.get(incarnation)
         return state is not None and (state is not PairState.LINKED or isinstance(message, Hello))
 
     def link(self, incarnation: str) -> int:
         """The number of the peer's present stream: an answer about an earlier one is void."""
-        return self._links[incarnation]
+        return self._pairs[incarnation].link
 
     def is_opening(self, incarnation: str, link: int) -> bool:
-        """Whether this stream's pair is greeted and waits for its window."""
-        is_greeted = self._states.get(incarnation) is PairState.GREETED
-        return is_greeted and self._links[incarnation] == link
+        """Whether this stream's pair is matched and waits for its window."""
+        pair = self._pairs.get(incarnation)
+        return pair is not None and pair.state is PairState.MATCHED and pair.link == link
 
     def set_ready(self, incarnation: str, *, sees_steps: bool) -> None:
-        assert self._states[incarnation] is PairState.GREETED
-        self._states[incarnation] = PairState.READY
-        if sees_steps:
-            self._seen.add(incarnation)
+        assert self._pairs[incarnation].state is PairState.MATCHED
+        self._pairs[incarnation].state = PairState.READY
+        self._pairs[incarnation].sees_steps = sees_steps
 
     def sees_steps(self, incarnation: str) -> bool:
-        """Whether its count of steps can be read from here."""
-        return incarnation in self._seen
+        """Whether a ready peer's count of steps can be read from here."""
+        pair = self._pairs.get(incarnation)
+        return pair is not None and pair.sees_steps
 
-    def greet(self, incarnation: str, hello: Hello) -> bool:
+    def match(self, incarnation: str, hello: Hello) -> bool:
         """Take in a linked peer's Hello; True if it is the first.
 
         Raises FingerprintMismatch that names the first differing field, HandoffFailed if the
@@ -84,13 +93,14 @@ class Pairs:
         if hello.incarnation != incarnation:
             raise HandoffFailed(f"the stream to {incarnation} is answered by {hello.incarnation}")
         _require_equal(self.hello, hello)
-        is_first = self._states[incarnation] is PairState.LINKED
+        pair = self._pairs[incarnation]
+        is_first = pair.state is PairState.LINKED
         if is_first:
-            self._states[incarnation] = PairState.GREETED
+            pair.state = PairState.MATCHED
         return is_first
 
     def ledger(self) -> dict[str, str]:
-        return {incarnation: state.value for incarnation, state in self._states.items()}
+        return {incarnation: pair.state.value for incarnation, pair in self._pairs.items()}
 
 
 def _require_equal(ours: Hello, theirs: Hello) -> None:
@@ -101,3 +111,35 @@ def _require_equal(ours: Hello, theirs: Hello) -> None:
         there = theirs.fingerprint.get(name)
         if here != there:
             raise FingerprintMismatch(f"{name}: {here!r} here, {there!r} there")
+
+
+class Tombstones:
+    """Transfers that are over, and why: nothing that arrives late revives one.
+
+    All live equally long, so the oldest expires first.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[str, tuple[float, BatonError]] = {}
+
+    def add(self, transfer_id: str, error: BatonError, now_s: float) -> None:
+        """Bury a transfer. The first burial counts."""
+        self.purge(now_s)
+        self._entries.setdefault(transfer_id, (now_s + TOMBSTONE_S, error))
+        if len(self._entries) > _MAX_TOMBSTONES:
+            del self._entries[next(iter(self._entries))]
+
+    def get(self, transfer_id: str) -> BatonError | None:
+        entry = self._entries.get(transfer_id)
+        return None if entry is None else entry[1]
+
+    def purge(self, now_s: float) -> None:
+        """Forget what is older than `TOMBSTONE_S`."""
+        while self._entries:
+            oldest = next(iter(self._entries))
+            if self._entries[oldest][0] > now_s:
+                return
+            del self._entries[oldest]
+
+    def __len__(self) -> int:
+        return len(self._entries)

@@ -46,13 +46,10 @@ from .events import (
     WindowFailed,
     WindowOpened,
 )
-from .manifest_sequence import ManifestSequence
 from .messages import Attach, CancelTransfer, Hello, Manifest, Message, Release, Renew, Revoked
-from .pairing import Pairs, PairState
-from .puller_transfer import PullerState, PullerTransfer
-from .renewals import Renewals
-from .reserve_queue import ReserveQueue
-from .tombstones import Tombstones
+from .pairing import Pairs, PairState, Tombstones
+from .puller_transfer import ManifestSequence, PullerState, PullerTransfer
+from .puller_waits import Renewals, ReserveQueue
 
 
 class Puller:
@@ -75,7 +72,7 @@ class Puller:
         """Take in one event; returns what is to be done now, in this order. Never raises on what
         a peer or a gateway sent."""
         self._dispatch(event)
-        head = self._queue.question()
+        head = self._queue.next_request()
         if head is not None:
             self._effects.append(Reserve(head, self._transfers[head].intent.key))
         effects, self._effects = self._effects, []
@@ -171,7 +168,7 @@ class Puller:
     def _on_reserved(self, reserved: Reserved) -> None:
         self._queue.answered(reserved.transfer_id, was_granted=True)
         transfer = self._transfers.get(reserved.transfer_id)
-        if transfer is None:  # it ended while the engine was asked
+        if transfer is None:  # it ended before the answer came
             self._effects.append(DropReservation(reserved.transfer_id))
             return
         assert transfer.state is PullerState.QUEUED
@@ -217,7 +214,7 @@ class Puller:
     # ---- the source's side
 
     def _on_message(self, source: str, message: Message) -> None:
-        if not self._pairs.is_audible(source, message):
+        if not self._pairs.accepts(source, message):
             return
         match message:
             case Hello():
@@ -225,16 +222,16 @@ class Puller:
             case Manifest():
                 self._on_manifest(source, message)
             case Revoked(transfer_id, error):
-                if self._is_listening(source, transfer_id):
-                    self._give_up(transfer_id, error, must_tell=False)
+                if self._takes_messages(source, transfer_id):
+                    self._give_up(transfer_id, error, notify=False)
             case Attach() | Renew() | Release() | CancelTransfer():
-                self._refuse(source, HandoffFailed("a source spoke like a puller"))
+                self._refuse(source, HandoffFailed("a source sent what only pullers send"))
             case _:
                 assert_never(message)
 
     def _on_hello(self, source: str, hello: Hello) -> None:
         try:
-            is_first = self._pairs.greet(source, hello)
+            is_first = self._pairs.match(source, hello)
         except HandoffFailed as error:
             self._refuse(source, error)
             return
@@ -247,8 +244,8 @@ class Puller:
             if transfer.source == source and transfer.state is PullerState.WAITING:
                 self._attach(transfer)
 
-    def _is_listening(self, source: str, transfer_id: str) -> bool:
-        """Whether this source may still speak of this transfer."""
+    def _takes_messages(self, source: str, transfer_id: str) -> bool:
+        """Whether this source's messages about this transfer count."""
         transfer = self._transfers.get(transfer_id)
         return (
             transfer is not None
@@ -258,7 +255,7 @@ class Puller:
 
     def _on_manifest(self, source: str, manifest: Manifest) -> None:
         transfer_id = manifest.transfer_id
-        if not self._is_listening(source, transfer_id):
+        if not self._takes_messages(source, transfer_id):
             return
         transfer = self._transfers[transfer_id]
         try:
@@ -297,8 +294,8 @@ class Puller:
                 transfer.is_orphaned = True
                 self._renewals.stop(source, transfer_id)
             else:
-                self._give_up(transfer_id, error, must_tell=False)
-        if self._pairs.remove(source) in (PairState.GREETED, PairState.READY):
+                self._give_up(transfer_id, error, notify=False)
+        if self._pairs.remove(source) in (PairState.MATCHED, PairState.READY):
             self._effects.append(CloseWindow(source))
 
     # ---- time
@@ -326,9 +323,7 @@ class Puller:
         self._forget(transfer_id, UnknownTransfer("the transfer is over: it completed"))
         del self._transfers[transfer_id]
 
-    def _give_up(
-        self, transfer_id: str, error: BatonError | None, *, must_tell: bool = True
-    ) -> None:
+    def _give_up(self, transfer_id: str, error: BatonError | None, *, notify: bool = True) -> None:
         """End a transfer badly: `Failed` with `error`, or silence if the gateway cancelled it.
 
         The reservation outlives it until the last copy in flight has ended.
@@ -338,7 +333,7 @@ class Puller:
             return
         if error is not None:
             self._effects.append(Failed(transfer_id, transfer.intent.key, error))
-        if must_tell and not transfer.is_orphaned and transfer.state is not PullerState.WAITING:
+        if notify and not transfer.is_orphaned and transfer.state is not PullerState.WAITING:
             self._send(transfer.source, CancelTransfer(transfer_id))
         if transfer.in_flight:
             self._effects.append(CancelPull(transfer_id))

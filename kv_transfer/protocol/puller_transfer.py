@@ -1,4 +1,4 @@
-"""One transfer as the puller keeps it: how far it is, and what it still waits for.
+"""One transfer as the puller keeps it: how far it is, and which manifests of it have come.
 
 Plain bookkeeping: what an event changes is decided in puller.py.
 """
@@ -6,12 +6,67 @@ Plain bookkeeping: what an event changes is decided in puller.py.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ...core.errors import BatonError, DeadlineExceeded, NodeLost
+from ...core.errors import BatonError, DeadlineExceeded, HandoffFailed, NodeLost
+from ...core.request.token_ids import BlockHash
 from .events import Intended, Reserved
-from .manifest_sequence import ManifestSequence
-from .messages import Manifest
+from .messages import HandoffState, Manifest
+
+
+class ManifestSequence:
+    """The manifests of one transfer: in order, gap-free, of the prompt that the puller knows.
+
+    `block_hashes` are those of the full blocks; `num_blocks` counts the partial last one too.
+    """
+
+    def __init__(self, block_hashes: Sequence[BlockHash], num_blocks: int) -> None:
+        self._block_hashes = block_hashes
+        self._num_blocks = num_blocks
+        self._next_seq = 0
+        self._next_index = 0
+        self.state: HandoffState | None = None  # set by the last manifest
+
+    @property
+    def is_complete(self) -> bool:
+        return self.state is not None
+
+    def accept(self, manifest: Manifest) -> bool:
+        """Take in the next manifest; False for a double of an earlier one, which changes nothing.
+
+        Raises HandoffFailed on a gap, on another prompt's blocks, or if the end does not fit.
+        """
+        if manifest.seq < self._next_seq:
+            return False
+        if self.is_complete:
+            raise HandoffFailed(f"manifest {manifest.seq} came after the last one")
+        if manifest.seq > self._next_seq:
+            raise HandoffFailed(f"manifest {manifest.seq} came where {self._next_seq} was due")
+        for index, ref in enumerate(manifest.blocks, start=self._next_index):
+            if ref.index != index or index >= self._num_blocks:
+                raise HandoffFailed(f"block {ref.index} was announced where {index} was due")
+            if ref.hash != self._expected_hash(index):
+                raise HandoffFailed(f"block {index} holds another prompt's KV")
+        self._check_end(manifest)
+        self._next_seq += 1
+        self._next_index += len(manifest.blocks)
+        self.state = manifest.state
+        return True
+
+    def _expected_hash(self, index: int) -> BlockHash | None:
+        return self._block_hashes[index] if index < len(self._block_hashes) else None
+
+    def _check_end(self, manifest: Manifest) -> None:
+        state = manifest.state
+        if state is None:
+            return
+        announced = self._next_index + len(manifest.blocks)
+        if not announced == state.num_blocks == self._num_blocks:
+            raise HandoffFailed(
+                f"{announced} blocks were announced and {state.num_blocks} promised, "
+                f"but the prompt has {self._num_blocks}"
+            )
 
 
 class PullerState(enum.Enum):
@@ -28,7 +83,7 @@ class PullerState(enum.Enum):
                                               last one ended
     """
 
-    WAITING = "waiting"  # the pair is not ready; the source has not been asked
+    WAITING = "waiting"  # the pair is not ready; no Attach was sent
     ATTACHED = "attached"  # the source computes; no manifest yet
     QUEUED = "queued"  # there is something to pull and nowhere to put it
     PULLING = "pulling"  # reserved; chunks are copied as they are announced

@@ -38,8 +38,7 @@ from .events import (
     Withdrawn,
 )
 from .messages import Attach, CancelTransfer, Hello, Manifest, Message, Release, Renew, Revoked
-from .pairing import Pairs
-from .tombstones import Tombstones
+from .pairing import Pairs, Tombstones
 
 
 class SourceState(enum.Enum):
@@ -57,7 +56,7 @@ class SourceState(enum.Enum):
     HELD; one lease without an offer ends AWAITED.
     """
 
-    AWAITED = "awaited"  # its puller asks for it, its prompt has not come
+    AWAITED = "awaited"  # its puller has attached, its prompt has not come
     COMPUTING = "computing"  # the blocks are the running request's: no lease can expire under it
     HELD = "held"  # computed; the lease runs, and only the puller renews it
 
@@ -76,7 +75,7 @@ class _Transfer:
     num_tokens: int = 0  # computed so far
 
     def take_next(self) -> tuple[ChunkAnnounced | ChunkReady, int] | None:
-        """The next chunk that its puller may hear of now, and the step that it must wait for."""
+        """The next chunk that may be sent to its puller now, and the step that it must wait for."""
         if not self.is_attached or not self.unsent:
             return None
         chunk = self.unsent[0]
@@ -204,14 +203,14 @@ class Source:
 
     def _on_withdrawn(self, transfer_id: str, error: BatonError) -> None:
         if transfer_id in self._transfers:
-            self._end(transfer_id, error, must_tell=True)
+            self._end(transfer_id, error, notify=True)
         else:
             self._tombstones.add(transfer_id, error, self._clock.monotonic_s())
 
     # ---- the puller's side
 
     def _on_message(self, puller: str, message: Message) -> None:
-        if not self._pairs.is_audible(puller, message):
+        if not self._pairs.accepts(puller, message):
             return
         match message:
             case Hello():
@@ -226,14 +225,14 @@ class Source:
             case CancelTransfer(transfer_id):
                 self._on_cancel(puller, transfer_id)
             case Manifest() | Revoked():
-                self._refuse(puller, HandoffFailed("a puller spoke like a source"))
+                self._refuse(puller, HandoffFailed("a puller sent what only sources send"))
             case _:
                 assert_never(message)
 
     def _on_hello(self, puller: str, hello: Hello) -> None:
-        """Ours says where our pools are: it is for a puller that has said what it is, and fits."""
+        """Ours has the address of our pools: it is for a puller whose own came first, and fits."""
         try:
-            is_first = self._pairs.greet(puller, hello)
+            is_first = self._pairs.match(puller, hello)
         except HandoffFailed as error:
             self._refuse(puller, error)
             return
@@ -277,20 +276,20 @@ class Source:
         if transfer is None:
             return  # a double, or it ended here first
         if transfer.state is SourceState.HELD and not transfer.unsent:
-            self._end(transfer_id, None, must_tell=False)
+            self._end(transfer_id, None, notify=False)
         else:
             error = HandoffFailed("the puller released what was not computed yet")
-            self._end(transfer_id, error, must_tell=True)
+            self._end(transfer_id, error, notify=True)
 
     def _on_cancel(self, puller: str, transfer_id: str) -> None:
         error = Cancelled("the puller cancelled the transfer")
         if self._owned(puller, transfer_id) is not None:
-            self._end(transfer_id, error, must_tell=False)
+            self._end(transfer_id, error, notify=False)
         elif transfer_id not in self._transfers:
             self._tombstones.add(transfer_id, error, self._clock.monotonic_s())
 
     def _owned(self, puller: str, transfer_id: str) -> _Transfer | None:
-        """The transfer, if it is this puller's to speak of."""
+        """The transfer, if it is this puller's."""
         transfer = self._transfers.get(transfer_id)
         return transfer if transfer is not None and transfer.puller == puller else None
 
@@ -299,9 +298,9 @@ class Source:
         self._effects.append(ClosePeer(puller, error))
 
     def _drop_peer(self, puller: str, error: BatonError) -> None:
-        """End everything with a puller whose stream is gone: there is nobody to tell."""
+        """End everything with a puller whose stream is gone: nothing is sent to it."""
         self._pairs.remove(puller)
-        self._end_all(lambda t: error if t.puller == puller else None, must_tell=False)
+        self._end_all(lambda t: error if t.puller == puller else None, notify=False)
 
     # ---- leases
 
@@ -314,7 +313,7 @@ class Source:
     def _on_tick(self) -> None:
         now_s = self._clock.monotonic_s()
         self._tombstones.purge(now_s)
-        self._end_all(lambda t: self._expiry(t, now_s), must_tell=True)
+        self._end_all(lambda t: self._expiry(t, now_s), notify=True)
 
     def _expiry(self, transfer: _Transfer, now_s: float) -> BatonError | None:
         """Why the transfer must end now, if it must."""
@@ -331,7 +330,7 @@ class Source:
     # ---- effects
 
     def _flush(self, transfer: _Transfer) -> None:
-        """Announce the chunks that the puller has not heard of, if it listens."""
+        """Announce the chunks that the puller may get now."""
         now_s = self._clock.monotonic_s()
         expires_s = now_s + self._lease_s if transfer.expires_s is None else transfer.expires_s
         while (taken := transfer.take_next()) is not None:
@@ -348,23 +347,21 @@ class Source:
             transfer.num_sent += 1
             self._send(transfer.puller, manifest)
 
-    def _end_all(
-        self, reason: Callable[[_Transfer], BatonError | None], *, must_tell: bool
-    ) -> None:
+    def _end_all(self, reason: Callable[[_Transfer], BatonError | None], *, notify: bool) -> None:
         """End every transfer for which `reason` gives one."""
         for transfer_id, transfer in list(self._transfers.items()):
             error = reason(transfer)
             if error is not None:
-                self._end(transfer_id, error, must_tell=must_tell)
+                self._end(transfer_id, error, notify=notify)
 
-    def _end(self, transfer_id: str, error: BatonError | None, *, must_tell: bool) -> None:
-        """The only way out: blocks back if there are any, a word to the puller, a tombstone."""
+    def _end(self, transfer_id: str, error: BatonError | None, *, notify: bool) -> None:
+        """The only way out: blocks back if there are any, Revoked to the puller, a tombstone."""
         transfer = self._transfers.pop(transfer_id)
         epitaph = error or UnknownTransfer("the transfer is over: its blocks were released")
         self._tombstones.add(transfer_id, epitaph, self._clock.monotonic_s())
         if transfer.offer is not None:
             self._effects.append(ReleaseBlocks(transfer_id, transfer.offer.key, error))
-        if must_tell and transfer.is_attached:
+        if notify and transfer.is_attached:
             self._revoke(transfer.puller, transfer_id, epitaph)
 
     def _revoke(self, puller: str, transfer_id: str, error: BatonError) -> None:
@@ -375,5 +372,5 @@ class Source:
 
 
 def _not_yours() -> BatonError:
-    # The same words whether or not somebody else has it: a puller learns nothing of others.
+    # The same text whether or not somebody else has it: a puller learns nothing of others.
     return UnknownTransfer("no such transfer here")

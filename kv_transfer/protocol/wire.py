@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from itertools import chain, repeat
 from typing import Any, TypeVar, assert_never
 
-from ...core.channels.same_host import HOST_ID_BYTES
+from ...core.channels.addresses import HOST_ID_BYTES
 from ...core.errors import HandoffFailed
 from ...engine.kv.block_pool import BlockRef
 from ...proto import codec

@@ -1,24 +1,70 @@
-"""Windows and copies of a rank other than 0: what ranked.py orders is done here and reported.
+"""Windows and copies of a rank other than 0, and rank 0's orders about them as bytes.
 
-    open    aside, since it takes time ─► answer     pull ─► the window's thread copies ─► answer
+    open      MessagePack: its pieces     aside, since it takes time ─► answer: Opened
+    pull      | window: uint64 | source ids: int64 [n] | ours: int64 [n] | generations: uint64 [n] |
+                                          the window's thread copies ─► answer: the outcome
+    cancel    | the pull's order: uint64 |
+    close     | window: uint64 |          a window's number is that of the order to open it
 
-Belongs to the thread that receives the orders; answers go out from whichever thread has them.
+Both ends are of one engine.
 """
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
 
 from ...core.errors import HandoffFailed
 from ...engine.parallel.rank_channel import MessageKind, RankChannel, RankMessage
+from ..window.block_pairs import BlockPairs
 from ..window.transport import PoolWindow, PullHandle, PullOutcome, Transport
-from .joined import open_pieces
-from .rank_messages import Opened, unpack_number, unpack_open, unpack_pull
+from .joined import SourcePiece, open_pieces
+
+_NUMBER = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What a rank answers: its window stands, or `error` is why not."""
+
+    error: str = ""
+    gbytes_per_s: float = 0.0
+
+    def require(self, rank: int) -> None:
+        """Raises HandoffFailed if the window does not stand."""
+        if self.error:
+            raise HandoffFailed(f"rank {rank}: {self.error}")
+
+
+def pack_number(number: int) -> bytes:
+    return _NUMBER.pack(number)
+
+
+def unpack_number(packed: memoryview) -> int:
+    number: int = _NUMBER.unpack_from(packed)[0]
+    return number
+
+
+def pack_pull(window: int, pairs: BlockPairs) -> bytes:
+    return b"".join((_NUMBER.pack(window), pairs.ids.tobytes(), pairs.generations.tobytes()))
+
+
+def unpack_pull(packed: memoryview) -> tuple[int, BlockPairs]:
+    """The window and the pairs, which lie in a copy of their own."""
+    rows = np.frombuffer(packed[_NUMBER.size :], np.int64).reshape(3, -1).copy()
+    return unpack_number(packed), BlockPairs(rows[:2], rows[2].view(np.uint64))
 
 
 class RankPulls:
-    """All windows of one rank, by the numbers of the orders that opened them."""
+    """All windows of one rank, by the numbers of the orders that opened them.
+
+    Belongs to the thread that receives the orders; answers go out from whichever thread has them.
+    """
 
     def __init__(self, transports: Sequence[Transport], channel: RankChannel) -> None:
         self._transports = transports
@@ -28,17 +74,18 @@ class RankPulls:
         self._pulls: dict[int, PullHandle] = {}
 
     def open(self, message: RankMessage) -> None:
-        pieces, order = unpack_open(message.payload), message.order
+        pieces = msgspec.msgpack.decode(message.payload, type=list[SourcePiece])
+        order = message.order
 
         def connect() -> None:
             try:
                 window = open_pieces(self._transports, pieces)
             except HandoffFailed as error:
-                self._answer(order, Opened(error.message).pack())
+                self._answer(order, msgspec.msgpack.encode(Opened(error.message)))
                 return
             with self._lock:
                 self._windows[order] = window
-            self._answer(order, Opened("", window.gbytes_per_s).pack())
+            self._answer(order, msgspec.msgpack.encode(Opened("", window.gbytes_per_s)))
 
         threading.Thread(target=connect, name="connect-window", daemon=True).start()
 

@@ -1,7 +1,7 @@
 """A pull by all ranks of an engine: each reads its heads, on whichever of the source's ranks.
 
     connect     which heads lie where? ─► each rank opens its windows ─► one window of all
-    start_pull  rank 0 tells the others, copies its own part ─► done when all have reported
+    start_pull  rank 0 orders it of the others, copies its own part ─► done when all have reported
 
 Each rank judges its own copies by the source's one page of generations, and the worst outcome
 counts. Knows no transport by name.
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from ...core.channels.engine_tls import WrapSocket
 from ...core.errors import EngineFailed, HandoffFailed
@@ -22,8 +24,8 @@ from ..window.block_pairs import BlockPairs
 from ..window.head_ranges import HeadPiece, pieces_of
 from ..window.network_address import RemotePool, Routes
 from ..window.transport import PoolWindow, PullHandle, PullOutcome, Transport, worst
-from .joined import JoinedWindow, SourcePiece, open_pieces
-from .rank_messages import Opened, pack_number, pack_open, pack_pull
+from .joined import JoinedPull, JoinedWindow, SourcePiece, open_pieces
+from .rank_pulls import Opened, pack_number, pack_pull
 
 
 class RankedTransport:
@@ -62,9 +64,8 @@ class RankedTransport:
         except (HandoffFailed, EngineFailed):
             mine.close()
             raise
-        others = OtherRanks(mine, self._followers, number)
         speed = mine.gbytes_per_s + sum(each.gbytes_per_s for each in answers)
-        window = JoinedWindow([others, mine], speed)
+        window = RankedWindow(mine, speed, self._followers, number)
         try:
             for rank, opened in enumerate(answers, start=1):
                 opened.require(rank)
@@ -78,7 +79,7 @@ class RankedTransport:
         num_heads = max(part.first_kv_head + part.num_kv_heads for part in self._parts)
         remote = self._routes.get(incarnation)
         if remote is None:
-            raise HandoffFailed("the source has not said how its pools are reached")
+            raise HandoffFailed("the source has not sent how its pools are reached")
         if remote.port:
             described = describe_remote(incarnation, remote, self._wrap)
         elif remote.is_elsewhere:
@@ -100,44 +101,40 @@ class RankedTransport:
     def _open_on_followers(
         followers: RankGroup, by_rank: Sequence[Sequence[SourcePiece]]
     ) -> tuple[int, list[Opened]]:
-        payloads = [pack_open(pieces) for pieces in by_rank]
-        number, answers = followers.ask(MessageKind.OPEN_WINDOW, payloads)
-        return number, [Opened.unpack(answer) for answer in answers]
+        payloads = [msgspec.msgpack.encode(pieces) for pieces in by_rank]
+        number, answers = followers.order_and_wait(MessageKind.OPEN_WINDOW, payloads)
+        return number, [msgspec.msgpack.decode(answer, type=Opened) for answer in answers]
 
 
-class OtherRanks(PoolWindow):
-    """The windows of ranks other than 0: `number` is what they know theirs by, `mine` is rank 0's.
+class RankedWindow(JoinedWindow):
+    """Rank 0's window and those of the other ranks, which know theirs by `number`.
 
     They have the same source, so that what rank 0 sees of it holds for them.
     """
 
-    def __init__(self, mine: PoolWindow, followers: RankGroup, number: int) -> None:
+    def __init__(
+        self, mine: PoolWindow, gbytes_per_s: float, followers: RankGroup, number: int
+    ) -> None:
+        super().__init__([mine], gbytes_per_s)
         self._mine = mine
         self._followers = followers
         self._number = number
 
-    @property
-    def transport(self) -> str:
-        return self._mine.transport
-
-    @property
-    def gbytes_per_s(self) -> float:
-        return self._mine.gbytes_per_s
-
-    @property
-    def num_steps(self) -> int | None:
-        return self._mine.num_steps
-
     def start_pull(self, pairs: BlockPairs, on_done: Callable[[PullOutcome], None]) -> PullHandle:
+        pull = JoinedPull(2, on_done)
+
         def ended(answers: list[bytes]) -> None:
-            on_done(worst([PullOutcome(answer.decode()) for answer in answers]))
+            pull.ended(worst([PullOutcome(answer.decode()) for answer in answers]))
 
         messages = [pack_pull(self._number, pairs)] * self._followers.num_ranks
         order = self._followers.order(MessageKind.PULL, messages, ended)
-        return _Order(self._followers, order)
+        pull.add(_Order(self._followers, order))
+        pull.add(self._mine.start_pull(pairs, pull.ended))
+        return pull
 
     def close(self) -> None:
-        self._followers.tell(MessageKind.CLOSE_WINDOW, pack_number(self._number))
+        self._followers.send(MessageKind.CLOSE_WINDOW, pack_number(self._number))
+        super().close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,4 +145,4 @@ class _Order:
     number: int
 
     def cancel(self) -> None:
-        self.followers.tell(MessageKind.CANCEL_PULL, pack_number(self.number))
+        self.followers.send(MessageKind.CANCEL_PULL, pack_number(self.number))

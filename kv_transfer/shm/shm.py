@@ -7,7 +7,7 @@ Two things are checked for every block:
 
 With both memories in reach, comparing is stronger than any checksum over them, and cheaper than
 CRC32 (5-7 against 3 GB/s): it finds a torn or misdirected copy and a writer that forgot to bump.
-Like every check on this side it cannot tell whether the source computed the right bytes.
+Like every check on this side it cannot know whether the source computed the right bytes.
 """
 
 from __future__ import annotations
@@ -24,11 +24,9 @@ import numpy.typing as npt
 
 from ...core.errors import HandoffFailed
 from ...engine.kv import memfd
-from ...engine.kv.block_pool import CANARY_BLOCK
-from ...engine.kv.canary import canary_bytes
+from ...engine.kv.block_pool import CANARY_BLOCK, canary_bytes
 from ...engine.kv.generations import GenerationsReader
-from ..export.pool_address import PoolDescription, PoolPart, receive
-from ..export.pool_exporter import PoolExporter
+from ..export.pool_address import PoolDescription, PoolExporter, PoolPart, receive
 from ..window.block_pairs import BlockPair
 from ..window.head_ranges import BlockCut, HeadPiece
 from ..window.network_address import RemotePool
@@ -121,7 +119,7 @@ class ShmWindow(PullThread):
         except HandoffFailed:
             self._mapping.close()
             raise
-        self._destination = our_pieces(pool, cut)
+        self._destination = pieces(pool.view, pool.num_blocks, cut.pitch, cut.offset, cut.width)
         super().__init__(description.incarnation)
 
     def copy_blocks(self, pull: Pull) -> PullOutcome:
@@ -152,10 +150,8 @@ class _SourceMapping:
         except HandoffFailed:
             self._memory.close()
             raise
-        rows = as_rows(self._memory, num_blocks, cut.source_pitch, cut.width)
-        word_bytes = rows.itemsize
-        begin = cut.source_offset // word_bytes
-        self._blocks = rows[:, :, begin : begin + cut.width // word_bytes]
+        shape = (num_blocks, cut.source_pitch, cut.source_offset, cut.width)
+        self._blocks = pieces(self._memory, *shape)
 
     def check_canary(self) -> None:
         """Raises HandoffFailed if this is not the memory, or not the layout, that we think."""
@@ -201,18 +197,13 @@ class _SourceMapping:
         self._generations.close()
 
 
-def our_pieces(pool: HostPool, cut: BlockCut) -> Blocks:
-    """Of every block of ours, what `cut` fills."""
-    rows = as_rows(pool.view, pool.num_blocks, cut.pitch, cut.width)
-    begin = cut.offset // rows.itemsize
-    return rows[:, :, begin : begin + cut.width // rows.itemsize]
-
-
-def as_rows(memory: memoryview | mmap.mmap, num_blocks: int, pitch: int, width: int) -> Blocks:
-    """[num_blocks, rows, words]: rows of `pitch` bytes, in words that divide `width`.
+def pieces(
+    memory: memoryview | mmap.mmap, num_blocks: int, pitch: int, offset: int, width: int
+) -> Blocks:
+    """[num_blocks, rows, words]: of each row of `pitch` bytes, `width` from `offset` on.
 
     In 8-byte words where they fit: comparing is faster so.
     """
-    if pitch % 8 == 0 and width % 8 == 0:
-        return np.frombuffer(memory, dtype=np.uint64).reshape(num_blocks, -1, pitch // 8)
-    return np.frombuffer(memory, dtype=np.uint8).reshape(num_blocks, -1, pitch)
+    word = 1 if (pitch | offset | width) % 8 else 8  # bytes
+    rows = np.frombuffer(memory, dtype=f"u{word}").reshape(num_blocks, -1, pitch // word)
+    return rows[:, :, offset // word : (offset + width) // word]

@@ -22,7 +22,7 @@ def pair_key(engine_key: bytes, puller: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class PoolAccess:
-    """What a source says in its Hello to one puller: how its pools are reached, with which key.
+    """What a source sends in its Hello to one puller: how its pools are reached, with which key.
 
     `port` is 0 where they are not reached over a network.
     """
@@ -60,9 +60,9 @@ class RemotePool:
 
 
 class Routes:
-    """How each source is reached over a network, from what its link and its Hello say.
+    """How each source is reached over a network, by its link and its Hello.
 
-    The engine's thread tells it; those that open windows ask.
+    Written by the engine's thread, read by those that open windows.
     """
 
     def __init__(self, here: bytes, puller: str) -> None:
@@ -77,7 +77,7 @@ class Routes:
         self._hosts[incarnation] = host
 
     def greeted(self, incarnation: str, access: PoolAccess | None) -> None:
-        """The source has said what it is."""
+        """The source's Hello has come."""
         host = self._hosts.get(incarnation, "")
         if access is not None and host:
             is_elsewhere = access.host_id != self._here

@@ -26,7 +26,7 @@ class Pull:
     def __init__(self, pairs: BlockPairs, on_done: Callable[[PullOutcome], None]) -> None:
         self.pairs = pairs
         self.on_done = on_done
-        self.asked_s = time.monotonic()
+        self.started_s = time.monotonic()
         self.is_cancelled = False
 
     def cancel(self) -> None:
@@ -34,10 +34,9 @@ class Pull:
 
 
 class PullThread(ABC):
-    """A window (transport.PoolWindow) whose copies keep a CPU busy."""
+    """A `transport.PoolWindow` with a thread that copies, or waits for copies."""
 
     _is_closed = False
-    num_steps: int | None = None  # nobody counts them in host memory, or for other hosts
 
     def __init__(self, incarnation: str) -> None:
         """Start the thread; what it copies with must be ready."""
@@ -55,9 +54,16 @@ class PullThread(ABC):
     def let_go(self) -> None:
         """On the thread, at its end: the window is closed, and all is reported."""
 
+    @property
+    def num_steps(self) -> int | None:
+        """None: they are not counted in host memory, or for other hosts."""
+        return None
+
     def start_pull(self, pairs: BlockPairs, on_done: Callable[[PullOutcome], None]) -> Pull:
+        return self._put(Pull(pairs, on_done))
+
+    def _put(self, pull: Pull) -> Pull:
         assert not self._is_closed, "a pull through a closed window"
-        pull = Pull(pairs, on_done)
         self._pulls.put(pull)
         return pull
 

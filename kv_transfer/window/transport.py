@@ -24,32 +24,24 @@ _log = logging.getLogger(__name__)
 
 
 class PullOutcome(enum.Enum):
-    """How a pull ended. Only OK makes its destination blocks readable."""
+    """How a pull ended, the worst last. Only OK makes its destination blocks readable."""
 
     OK = "ok"
-    STALE = "stale"  # a generation differed before or after the copy
     CANCELLED = "cancelled"
+    STALE = "stale"  # a generation differed before or after the copy
     FAILED = "failed"  # the copy differs from its source, or the transport broke
-
-
-_WORST_FIRST = (
-    PullOutcome.FAILED,
-    PullOutcome.STALE,
-    PullOutcome.CANCELLED,
-    PullOutcome.OK,
-)
 
 
 def worst(outcomes: Iterable[PullOutcome]) -> PullOutcome:
     """How a pull in several parts ended, by how they did."""
-    return min(outcomes, key=_WORST_FIRST.index)
+    return max(outcomes, key=tuple(PullOutcome).index)
 
 
 class PullHandle(Protocol):
     """One pull in flight."""
 
     def cancel(self) -> None:
-        """Ask it to end early. It still reports, and may still report OK."""
+        """Make it end early. It still reports, and may still report OK."""
         ...
 
 
@@ -104,8 +96,8 @@ class Transport(Protocol):
     ) -> PoolWindow:
         """Open the pool of exactly this incarnation, to copy that piece of its blocks, or all.
 
-        `remote`: how it is reached over a network, if it can be. Raises HandoffFailed and says why
-        not.
+        `remote`: how it is reached over a network, if it can be. Raises HandoffFailed with the
+        reason.
         """
         ...
 
@@ -128,7 +120,7 @@ def open_window(
             _log.warning("source %s: no %s: %s", incarnation, transport.name, error.message)
             reasons.append(f"{transport.name}: {error.message}")
         except Exception as error:
-            # Who asked would wait for ever for an answer that does not come.
+            # The caller would wait for ever for an answer that does not come.
             _log.exception("source %s: no %s", incarnation, transport.name)
             reasons.append(f"{transport.name}: {type(error).__name__}: {error}")
     tried = "; ".join(reasons) or "none is configured"

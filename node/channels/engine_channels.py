@@ -22,8 +22,7 @@ from typing import Any, Protocol, TypeAlias
 from google.protobuf.message import DecodeError
 
 from ...core.channels.admission import LOST_S
-from ...core.channels.channel import Channel, ChannelBroken
-from ...core.channels.framing import BrokenStream
+from ...core.channels.channel import BrokenStream, Channel, ChannelBroken
 from ...core.errors import BatonError, HandoffFailed, InvalidRequest, NodeLost
 from ...proto import codec
 from ...proto.v1 import engine_pb2, handoff_pb2, node_pb2
@@ -31,7 +30,7 @@ from .inbox import Inbox
 
 log = logging.getLogger(__name__)
 
-_LAST_WORDS_S = 0.3
+_END_S = 0.3
 
 
 class Kind(enum.Enum):
@@ -82,7 +81,7 @@ class FromPeer:
 
 @dataclass(frozen=True, slots=True)
 class LinkOver:
-    """Nothing more will come: `error` says why, which the other end is not told."""
+    """Nothing more will come: `error` is why, which is not sent to the other end."""
 
     link: Link
     error: BatonError
@@ -123,7 +122,7 @@ class EngineChannels:
         self._followers = followers
         self._welcome = node_pb2.NodeMessage(welcome=welcome).SerializeToString()
         self._heartbeat: bytes | None = None  # the last one
-        self._beating = threading.Lock()  # a new gateway hears Welcome first, and no older numbers
+        self._beating = threading.Lock()  # a new gateway gets Welcome first, and no older numbers
         self._gateways: dict[str, Link] = {}
         self._peers: dict[str, Link] = {}
 
@@ -240,12 +239,12 @@ class EngineChannels:
                 self._inbox.put(LinkOver(link, NodeLost(reason)))
 
     def end(self, error: BatonError) -> None:
-        """Tell all gateways that the process ends, and why; returns when they know, or have had
-        their time. Nothing more is sent after it. Any thread.
+        """Report to all gateways why the process ends; returns when they know, or have had their
+        time. Nothing more is sent after it. Any thread.
         """
         message = node_pb2.NodeMessage(engine_ended=codec.error_to_wire(error))
         payload = message.SerializeToString()
-        until_s = time.monotonic() + _LAST_WORDS_S
+        until_s = time.monotonic() + _END_S
         with self._beating:
             gateways = list(self._gateways.values())
             for link in self._links():
@@ -297,7 +296,7 @@ def _wait_for_ends(channels: Sequence[Channel]) -> None:
 
     The end of a connection with something unread costs the other side what it has not read yet.
     """
-    until_s = time.monotonic() + _LAST_WORDS_S
+    until_s = time.monotonic() + _END_S
     poll, by_fd = select.poll(), {channel.fileno(): channel for channel in channels}
     by_fd.pop(-1, None)  # the loop's thread has closed them
     for fd in by_fd:

@@ -43,7 +43,7 @@ class Inbox(Generic[T]):
         os.eventfd_write(self._bell, 1)
 
     def watch(self, socket: Watchable, read: Callable[[], Iterable[T]]) -> None:
-        """From now on `read` is asked for items whenever there is something to do at the socket."""
+        """From now on `read` is called for items when there is something to do at the socket."""
         self._sources[socket.fileno()] = read
         self._epoll.register(socket.fileno(), select.EPOLLIN)
 

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ...core.errors import BatonError
-from ...core.request.block_hash import BlockHash
-from ...prefix_index.messages import join_hashes
-from ...prefix_index.net_changes import NetChanges
+from ...core.request.token_ids import BlockHash
+from ...prefix_index.journal import NetChanges
 from ...proto.v1 import engine_pb2, handoff_pb2, node_pb2
 
 Send = Callable[[engine_pb2.EngineOutput], None]
@@ -114,6 +113,6 @@ class Outbox:
             else:
                 self._channels.to_peer(incarnation, message)
         if self._cache_changes:
-            removed, stored = map(join_hashes, self._cache_changes.take())
+            removed, stored = map(b"".join, self._cache_changes.take())
             changes = engine_pb2.CacheChanges(removed=removed, stored=stored)
             self._send(engine_pb2.EngineOutput(cache_changes=changes))

@@ -1,4 +1,5 @@
-"""A puller's channels to every source that the directory lists: dialled, and dialled again.
+"""What the directory's list of engines, as the supervisor sends it, means for an engine's channels:
+who may dial it (`MemberList`), and whom a puller dials, and dials again (`SourceDialer`).
 
     members ─► sources of the same model ─► a thread each: dial, wait for the end, back off
 
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 
 FIRST_DELAY_S = 0.1
 LONGEST_DELAY_S = 5.0
+_WAIT_S = 1.0  # an engine may dial a moment before its entry arrives here
 STEADY_S = 1.0  # a link that stood so long was fine: its end begins a new series of tries
 
 
@@ -151,3 +153,32 @@ class SourceDialer:
     def _pause(self, seconds: float) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed, seconds)
+
+
+class MemberList:
+    """Which engines the directory lists now. `has` is for any thread."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._incarnations: frozenset[str] = frozenset()
+        self._is_away = False
+
+    def list_members(self, members: engine_pb2.Members) -> None:
+        with self._changed:
+            self._incarnations = frozenset(engine.incarnation for engine in members.engines)
+            self._is_away = members.is_away
+            self._changed.notify_all()
+
+    def link_over(self, link: Link) -> None:
+        """Changes nothing in the list."""
+
+    def has(self, incarnation: str) -> bool:
+        """Whether the engine is listed, or is within a second.
+
+        While the directory is away nobody can be: then whoever proves the cluster's
+        key is believed.
+        """
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: incarnation in self._incarnations or self._is_away, _WAIT_S
+            )

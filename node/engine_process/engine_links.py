@@ -3,39 +3,34 @@
 from __future__ import annotations
 
 import logging
-import socket
-import ssl
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ...core.channels.addresses import engine_addresses_of
+from ...core.channels.addresses import engine_addresses_of, host_id
 from ...core.channels.admission import GATEWAY, LOST_S, PULLER
 from ...core.channels.channel import Channel
 from ...core.channels.channel_listener import Admission, ChannelListener
 from ...core.channels.engine_tls import EngineTls
 from ...core.channels.handshake import Opening
-from ...core.channels.same_host import host_id
 from ...core.channels.tls_pump import wait_for_pumps
 from ...core.config import NodeConfig
 from ...core.errors import BatonError, PermissionDenied, StartupFailed
 from ...proto.v1 import engine_pb2, node_pb2
 from ..channels.engine_channels import Connected, EngineChannels, Follower, Kind, Link
 from ..channels.inbox import Inbox
-from ..channels.member_list import MemberList
-from ..channels.source_dialer import Puller, SourceDialer
+from ..channels.source_dialer import MemberList, Puller, SourceDialer
 
 log = logging.getLogger(__name__)
 
-_LAST_WORDS_S = 1.0  # within which what was said last is encrypted and sent
+_FLUSH_S = 1.0  # within which what was sent last is encrypted
 _HEARTBEATS_MISSED = 4  # of a peer, whose interval is taken for ours
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """What the engine proves to whom it dials, and by id what is proven to it."""
+    """What the engine proves where it dials, and by id what is proven to it."""
 
     dialing: bytes
     accepted: Mapping[bytes, bytes]
@@ -61,18 +56,21 @@ class EngineLinks:
         self._dialer: SourceDialer | None = None
         followers: list[Follower] = [self._members]
         if not is_source:
-            secure = None if tls is None else tls.puller_wrap()
-            self._dialer = SourceDialer(_puller(welcome, keys, secure), self._connected)
+            puller = Puller(
+                incarnation=welcome.incarnation,
+                model=welcome.model,
+                fingerprint=welcome.fingerprint,
+                host_id=host_id(),
+                key=keys.dialing,
+                secure=None if tls is None else tls.puller_wrap(),
+            )
+            self._dialer = SourceDialer(puller, self._connected)
             followers.append(self._dialer)
         silence_s = max(LOST_S, _HEARTBEATS_MISSED * node.heartbeat_s)
         self.channels = EngineChannels(inbox, welcome, followers, silence_s)
         purposes = (GATEWAY, PULLER) if is_source else (GATEWAY,)
-        self._listener = _listen(
-            welcome.incarnation,
-            node,
-            Admission(keys.accepted, purposes, self._check),
-            tls,
-        )
+        admission = Admission(keys.accepted, purposes, self._check)
+        self._listener = _listen(welcome.incarnation, node, admission, tls)
 
     def ready(self, welcome: node_pb2.Welcome) -> engine_pb2.Ready:
         """What the supervisor makes known."""
@@ -82,9 +80,9 @@ class EngineLinks:
         self._listener.start(self._accepted)
 
     def end(self, error: BatonError) -> None:
-        """Tell all gateways why the process ends, which it may do now. Any thread."""
+        """Report to all gateways why the process ends, which it may do now. Any thread."""
         self.channels.end(error)
-        wait_for_pumps(_LAST_WORDS_S)
+        wait_for_pumps(_FLUSH_S)
 
     def close(self) -> None:
         """Nobody receives from the inbox any more."""
@@ -95,7 +93,7 @@ class EngineLinks:
             if isinstance(item, Connected):  # too late
                 item.link.channel.close()
         self.channels.close()
-        wait_for_pumps(_LAST_WORDS_S)
+        wait_for_pumps(_FLUSH_S)
 
     def _check(self, opening: Opening, names: frozenset[str] | None) -> None:
         """Raises PermissionDenied."""
@@ -115,21 +113,6 @@ class EngineLinks:
         self._inbox.put(Connected(link))
 
 
-def _puller(
-    welcome: node_pb2.Welcome,
-    keys: Keys,
-    secure: Callable[[socket.socket], ssl.SSLSocket] | None,
-) -> Puller:
-    return Puller(
-        incarnation=welcome.incarnation,
-        model=welcome.model,
-        fingerprint=welcome.fingerprint,
-        host_id=host_id(),
-        key=keys.dialing,
-        secure=secure,
-    )
-
-
 def _listen(
     incarnation: str, node: NodeConfig, admission: Admission, tls: EngineTls | None
 ) -> ChannelListener:
@@ -137,15 +120,17 @@ def _listen(
 
     Raises StartupFailed.
     """
-    addresses = partial(engine_addresses_of, node)
-    secure = None if tls is None else tls.accept()
-
-    def listen(port: int) -> ChannelListener:
-        return ChannelListener(incarnation, node.host, port, addresses, admission, secure)
-
-    if node.engine_port and node.advertise_engine is None:
-        with suppress(StartupFailed):
-            return listen(node.engine_port)
+    listen = partial(
+        ChannelListener,
+        *(incarnation, node.host),
+        addresses=partial(engine_addresses_of, node),
+        admission=admission,
+        secure=None if tls is None else tls.accept(),
+    )
+    try:
+        return listen(node.engine_port)
+    except StartupFailed:
+        if not node.engine_port or node.advertise_engine is not None:
+            raise
         log.warning("port %d is taken: the engine listens on another", node.engine_port)
         return listen(0)
-    return listen(node.engine_port)

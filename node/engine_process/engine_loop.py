@@ -50,7 +50,7 @@ MAX_CALLERS = 64  # of those with most waiting tokens, in a heartbeat
 
 @dataclass(frozen=True, slots=True)
 class Callback:
-    """Something that another thread has finished: `run` tells the role."""
+    """Something that another thread has finished: `run` passes it to the role."""
 
     run: Callable[[], None]
 
@@ -70,27 +70,26 @@ class Items(Protocol):
 
 
 class EngineLoop:
-    """Runs until it is told to shut down, has drained, or the engine fails (it raises then)."""
+    """Runs until a shutdown, until it has drained, or until the engine fails (it raises then)."""
 
     def __init__(
         self,
         engine: Engine,
         role: EngineRole,
-        desk: RequestIO,
+        requests: RequestIO,
         outbox: Outbox,
         inbox: Items,
         send: Send,
         pulse: HeartbeatSender,
         clock: Clock,
         channels: EngineChannels,
-        gate: GrammarGate | None = None,
+        gate: GrammarGate,
     ) -> None:
-        """Without a gate, grammars are compiled here, while all others wait."""
         self._gate = gate
         self._channels = channels
         self._engine = engine
         self._role = role
-        self._desk = desk
+        self._requests = requests
         self._outbox = outbox
         self._inbox = inbox
         self._send = send
@@ -116,20 +115,23 @@ class EngineLoop:
         """
         items = self._inbox.receive(timeout_s)
         self._pulse.turn_started()
-        self._handle_all(items)
+        for item in items:
+            self._handle(item)
         deadline_s = self._role.tick()  # after the inbox: a renewal that waited there still counts
         self._is_watching = self._role.poll()
         has_work = self._engine.has_work and not self._is_over
         if has_work:
-            self._desk.begin_step()
+            self._requests.begin_step()
             output = self._engine.step(self._meanwhile)
             self._num_steps += 1
             self._role.after_step(output)
         self._outbox.flush()
         self._is_watching = self._role.poll()
-        is_idle = self._role.is_idle() and (self._gate is None or self._gate.is_empty)
-        self._is_over |= self._desk.is_draining and is_idle and not self._channels.has_unsent
-        wait_s = self._wait_s(deadline_s, self._rest())
+        is_idle = self._role.is_idle() and self._gate.is_empty
+        self._is_over |= self._requests.is_draining and is_idle and not self._channels.has_unsent
+        count_s = self._recount()
+        self._pulse.turn_ended()
+        wait_s = self._wait_s(deadline_s, count_s)
         if has_work:
             return 0.0
         if self._is_watching:
@@ -140,7 +142,8 @@ class EngineLoop:
         """Handle what comes while a step is on the device: a hand-off need not wait for its end."""
         self._outbox.flush()  # what is queued need not wait for the step's end
         items = self._inbox.receive(WATCH_S if self._is_watching else LOOK_S)
-        self._handle_all(items)
+        for item in items:
+            self._handle(item)
         self._is_watching = self._role.poll()
         if items:
             self._outbox.flush()
@@ -148,12 +151,6 @@ class EngineLoop:
         if self._is_uncounted:
             self._recount()
         return bool(items)
-
-    def _rest(self) -> float | None:
-        """End a turn for the pulse; returns when to come back to count, if it is too early now."""
-        due_s = self._recount()
-        self._pulse.turn_ended()
-        return due_s
 
     def _recount(self) -> float | None:
         """Give the pulse new numbers; returns when to do that, if it is too early now.
@@ -177,10 +174,6 @@ class EngineLoop:
         due_s = min((due_s for due_s in deadlines_s if due_s is not None), default=None)
         return None if due_s is None else max(0.0, due_s - self._clock.monotonic_s())
 
-    def _handle_all(self, items: Sequence[Item]) -> None:
-        for item in items:
-            self._handle(item)
-
     def _handle(self, item: Item) -> None:
         """Whatever one request does to us, the others go on."""
         try:
@@ -200,7 +193,7 @@ class EngineLoop:
                 case HasUnsent(link):
                     self._channels.watch_writes(link)
                 case CompiledDispatch():
-                    if self._gate is not None and self._gate.is_wanted(item):
+                    if self._gate.is_wanted(item):
                         self._role.dispatch(item.gateway, item.dispatch)
                 case InputEnded():
                     self._is_over = True
@@ -220,7 +213,7 @@ class EngineLoop:
             case "members":
                 self._channels.list_members(message.members)
             case "drain":
-                self._desk.is_draining = True
+                self._requests.is_draining = True
             case "shutdown":
                 self._is_over = True
             case body:
@@ -234,7 +227,7 @@ class EngineLoop:
         if older is not None:
             self._lost(older)
         if link.kind is not Kind.GATEWAY:
-            self._role.peer_linked(link.name, link.kind is Kind.SOURCE, link.host)
+            self._role.peer_linked(link.name, link.host)
 
     def _end(self, link: Link, error: BatonError) -> None:
         if not link.channel.is_closed:
@@ -245,8 +238,7 @@ class EngineLoop:
 
     def _lost(self, link: Link) -> None:
         if link.kind is Kind.GATEWAY:
-            if self._gate is not None:
-                self._gate.gateway_lost(link.name)
+            self._gate.gateway_lost(link.name)
             self._role.gateway_lost(link.name)
             return
         self._role.peer_lost(link.name)
@@ -271,7 +263,7 @@ class EngineLoop:
         match message.WhichOneof("body"):
             case "dispatch":
                 dispatch = message.dispatch
-                if self._gate is None or self._gate.admits(gateway, dispatch):
+                if self._gate.admits(gateway, dispatch):
                     self._role.dispatch(gateway, dispatch)
             case "cancel":
                 self._role.cancel(_key(message.cancel))
@@ -296,7 +288,6 @@ class EngineLoop:
             prefix_hit_tokens=totals.prefix_hit_tokens,
         )
         counters.MergeFrom(vitals.counters)
-        num_in_gate = 0 if self._gate is None else self._gate.num_waiting
         callers, decodes = load.waiting_by_caller.items(), load.decodes
         largest = heapq.nlargest(MAX_CALLERS, callers, key=operator.itemgetter(1))
         return node_pb2.Heartbeat(
@@ -307,11 +298,11 @@ class EngineLoop:
             num_blocks=self._engine.limits.num_blocks,
             credit_blocks=load.credit_blocks,
             waiting_tokens=load.waiting_tokens,
-            is_draining=self._desk.is_draining,
+            is_draining=self._requests.is_draining,
             links=vitals.links,
             held_blocks=load.held_blocks,
             counters=counters,
-            num_requests=len(self._desk.book) + num_in_gate,
+            num_requests=len(self._requests.book) + self._gate.num_waiting,
             room_blocks=load.room_blocks,
             output_tokens=load.output_tokens,
             step_cost=self._step_cost(),
@@ -335,7 +326,7 @@ class EngineLoop:
 
 
 def _key(message: node_pb2.Dispatch | node_pb2.Cancel) -> str:
-    """`core.request.request.Request.key` of the request that a gateway speaks of."""
+    """`core.request.request.Request.key` of the request that a gateway names."""
     return f"{message.request_id}/{message.attempt}"
 
 

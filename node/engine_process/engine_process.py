@@ -1,9 +1,9 @@
-"""The engine process: loads the model, says so, runs the loop, and never outlives its supervisor.
+"""The engine process: loads the model, runs the loop, and never outlives its supervisor.
 
     configure ─► model, KV pool, generations ─► exporter ─► role ─► listen, ready ─► loop ─► end
 
 `main` is what `python -m baton.prefill_node.engine_main FD` and its decode twin call, each with its
-own role. What goes wrong is reported in a `failed` frame, in words for people, and to gateways.
+own role. What goes wrong is reported in a `failed` frame, as text for people, and to gateways.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ from google.protobuf.message import DecodeError
 
 from ...constraints.grammars import Grammars
 from ...core import flags
+from ...core.channels.channel import BrokenStream, FrameSocket
 from ...core.channels.engine_tls import EngineTls
-from ...core.channels.framing import BrokenStream
 from ...core.config import EngineConfig, NodeConfig
 from ...core.errors import BatonError, EngineFailed, StartupFailed
 from ...core.membership import Role as RoleName
 from ...core.ports import Clock, SystemClock, SystemEntropy
-from ...core.process.children import end_with_parent
+from ...core.process.children import end_waits_on_time, end_with_parent
 from ...core.process.logs import set_up_logging
-from ...core.process.timer_slack import end_waits_on_time
 from ...engine.engine import Engine
 from ...engine.execution.runner import ModelRunner
 from ...engine.kv.generations import SharedGenerations
@@ -48,7 +47,6 @@ from ...kv_transfer.protocol.messages import Hello
 from ...kv_transfer.window.network_address import PoolAccess
 from ...proto import codec
 from ...proto.v1 import engine_pb2, node_pb2
-from ..channels.frames import FrameSocket
 from ..channels.inbox import Inbox
 from ..channels.outbox import Outbox
 from ..requests.request_io import RequestIO
@@ -77,7 +75,7 @@ class EngineParts:
     runner: ModelRunner
     pool_parts: tuple[PoolPart, ...]
     followers: RankGroup | None
-    desk: RequestIO
+    requests: RequestIO
     outbox: Outbox
     clock: Clock
     hello: Hello
@@ -99,10 +97,10 @@ class RolePlan:
 
 
 def main(plan: RolePlan) -> int:
-    """Run until the supervisor says so or is gone; returns the exit code."""
+    """Run until the supervisor ends it or is gone; returns the exit code."""
     end_with_parent(signal.SIGKILL)
     end_waits_on_time()
-    # A pull's thread asks for the interpreter for some microseconds, many times a copy; the loop's
+    # A pull's thread wants the interpreter for some microseconds, many times a copy; the loop's
     # thread would keep it for 5 ms each time.
     sys.setswitchinterval(_SWITCH_S)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's: it ends us in order
@@ -112,7 +110,7 @@ def main(plan: RolePlan) -> int:
         _run(plan, frames)
     except ConnectionError as error:
         log.warning("the supervisor is gone: %s", error)
-    except Exception as error:  # the process's last word, whatever ends it
+    except Exception as error:  # reported, whatever ends the process
         if not isinstance(error, StartupFailed):
             log.exception("the engine process ends")
         _report_failure(frames, error)
@@ -140,7 +138,7 @@ def _run(plan: RolePlan, frames: FrameSocket) -> None:
     ranks = start_ranks(engine_config, _FOLLOWER_MODULE, lost, report.line)
     try:
         _serve(plan, frames, ranks, settings, report, links)
-    except BaseException:  # a Ctrl-C too: ranks in a step would not hear a close
+    except BaseException:  # a Ctrl-C too: ranks in a step would not notice a close
         ranks.kill()
         raise
     ranks.close()
@@ -198,14 +196,14 @@ def _serve(
     engine.tbt_target_s = engine_config.tbt_target_s
     report.line(describe_pool(limits))
     name = node_config.name or plan.name.value
-    desk = RequestIO(outbox, clock, name, runner.model_config.vocab_size)
+    requests = RequestIO(outbox, clock, name, runner.model_config.vocab_size)
     role = plan.build(
         EngineParts(
             engine=engine,
             runner=runner,
             pool_parts=parts,
             followers=ranks.followers,
-            desk=desk,
+            requests=requests,
             outbox=outbox,
             clock=clock,
             hello=Hello(incarnation, runner.fingerprint),
@@ -216,7 +214,7 @@ def _serve(
         )
     )
     inbox.watch(frames, lambda: _read(frames))
-    for item in _read(frames):  # what came with the last frame of the start: nothing tells of it
+    for item in _read(frames):  # what came with the last frame of the start: no event follows
         inbox.put(item)
     links.start()
     frames.send(engine_pb2.EngineOutput(ready=links.ready(welcome)))
@@ -233,7 +231,7 @@ def _serve(
     gc.freeze()  # what was loaded stays: no collection need look at it again
     gc.set_threshold(_NUM_YOUNG, 20, 20)
     loop = EngineLoop(
-        engine, role, desk, outbox, inbox, frames.send, pulse, clock, links.channels, gate
+        engine, role, requests, outbox, inbox, frames.send, pulse, clock, links.channels, gate
     )
     try:
         loop.run()
@@ -337,7 +335,7 @@ class LoadReport:
 
 
 def _read(frames: FrameSocket) -> Iterable[Item]:
-    """Whatever the supervisor has said, in order; at last, that it is gone."""
+    """Whatever the supervisor has sent, in order; at last, that it is gone."""
     items: list[Item] = []
     try:
         payloads, is_over = frames.receive_ready()
@@ -349,7 +347,7 @@ def _read(frames: FrameSocket) -> Iterable[Item]:
 
 
 def _report_failure(frames: FrameSocket, error: Exception) -> None:
-    """Tell the supervisor; a hint travels as the message's second line."""
+    """To the supervisor; a hint travels as the message's second line."""
     public = _public(error)
     if isinstance(error, StartupFailed):
         public = StartupFailed(f"{error.message}\n{error.hint}")

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CompiledDispatch:
-    """Its grammar is compiled, or cannot be: the engine will say so."""
+    """Its grammar is compiled, or cannot be: the engine will report that."""
 
     gateway: str
     dispatch: node_pb2.Dispatch
@@ -62,7 +62,7 @@ class GrammarGate:
         try:
             self._grammars.compile(constraint)
         except BatonError as error:
-            log.info("%s: %s", waiting.dispatch.request_id, error.message)  # the engine tells it
+            log.info("%s: %s", waiting.dispatch.request_id, error.message)  # the engine reports it
         finally:
             waited_us = int((time.monotonic() - began_s) * 1e6)
             left_us = waiting.dispatch.deadline_remaining_us - waited_us

@@ -1,6 +1,6 @@
 """Heartbeats from a thread of their own, so that a long step is not taken for a hang.
 
-The engine loop leaves its latest numbers here and says when a turn begins and ends; the thread
+The engine loop leaves its latest numbers here and marks when a turn begins and ends; the thread
 sends them at a steady beat, and at once if another number of prompt tokens waits, a step with some
 of them has ended, or a link came or went: gateways route by that. A turn that takes longer than
 `STALL_S` is a hang: the pulse stops, the gateways look elsewhere, and the supervisor replaces the

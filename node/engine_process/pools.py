@@ -7,16 +7,16 @@ pool to this host, and serves it to other hosts on a port of its own, if that ca
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import msgspec
+from msgspec.structs import replace
+
 from ...cluster.exposure import is_loopback
-from ...core.channels.addresses import engine_addresses_of, host_of
+from ...core.channels.addresses import engine_addresses_of, host_id, host_of
 from ...core.channels.engine_tls import EngineTls
-from ...core.channels.same_host import host_id
 from ...core.config import NodeConfig
 from ...core.ports import Entropy
 from ...engine.execution.runner import ModelRunner
@@ -27,8 +27,7 @@ from ...engine.parallel.rank_channel import MessageKind
 from ...engine.parallel.rank_group import RankGroup
 from ...kv_transfer.cuda_ipc.cuda_ipc_memory import export_cuda_pool
 from ...kv_transfer.device_transports import outlets
-from ...kv_transfer.export.pool_address import PoolDescription, PoolPart
-from ...kv_transfer.export.pool_exporter import PoolExporter
+from ...kv_transfer.export.pool_address import PoolDescription, PoolExporter, PoolPart
 from ...kv_transfer.network.data_server import DataServer, ServedPool
 from ...kv_transfer.shm.shm import export_host_pool
 from ...kv_transfer.window.network_address import KEY_BYTES, PoolAccess
@@ -45,18 +44,6 @@ class ExportOrder:
     node: NodeConfig
     tls: EngineTls | None
     key: bytes | None
-
-    def pack(self) -> bytes:
-        key = None if self.key is None else self.key.hex()
-        return json.dumps(dataclasses.asdict(self) | {"key": key}).encode()
-
-    @classmethod
-    def unpack(cls, packed: memoryview) -> ExportOrder:
-        told = json.loads(bytes(packed))
-        parts = tuple(PoolPart(**part) for part in told["parts"])
-        key = None if told["key"] is None else bytes.fromhex(told["key"])
-        tls = None if told["tls"] is None else EngineTls(**told["tls"])
-        return cls(told["pool"], parts, NodeConfig(**told["node"]), tls, key)
 
 
 def pool_parts(
@@ -92,14 +79,13 @@ def exported(
         offered.callback(mine.close)
         ports = [mine.port]
         if followers is not None:
-            orders = [
-                ExportOrder(part.pool, tuple(parts), node, tls, key).pack() for part in parts[1:]
-            ]
-            _, answers = followers.ask(MessageKind.EXPORT_POOL, orders, [generations_fd])
+            orders = [ExportOrder(part.pool, tuple(parts), node, tls, key) for part in parts[1:]]
+            payloads = [msgspec.msgpack.encode(order) for order in orders]
+            _, answers = followers.order_and_wait(
+                MessageKind.EXPORT_POOL, payloads, [generations_fd]
+            )
             ports += [int(answer) for answer in answers]
-        known = [
-            dataclasses.replace(part, port=port) for part, port in zip(parts, ports, strict=True)
-        ]
+        known = [replace(part, port=port) for part, port in zip(parts, ports, strict=True)]
         mine.begin(parts[0].pool, generations_fd, known)
         yield None if key is None else PoolAccess(host_id(), mine.port, key)
 

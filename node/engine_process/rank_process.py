@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from ...core.process.timer_slack import end_waits_on_time
+import msgspec
+
+from ...core.process.children import end_waits_on_time
 from ...engine.execution.runner import ModelRunner
 from ...engine.parallel.rank_channel import MessageKind, RankChannel, RankMessage
 from ...engine.parallel.rank_worker import Handlers, main
@@ -27,7 +29,7 @@ class PoolOrders:
         self._pulls: RankPulls | None = None
 
     def export(self, message: RankMessage) -> None:
-        order = ExportOrder.unpack(message.payload)
+        order = msgspec.msgpack.decode(message.payload, type=ExportOrder)
         self._offer = Offer(self._runner, order.node, order.tls, order.key)
         self._offer.begin(order.pool, os.dup(message.fds[0]), order.parts)
         port = self._offer.port

@@ -1,9 +1,10 @@
-"""The supervisor's end of one engine process: its start, its frames, its death.
+"""The supervisor's end of an engine process: its start, its frames, its death, its replacement.
 
     members, orders ──► frames ──► engine process
     ledgers, journal, heartbeat ◄── frames ◄──┘
 
-Holds no request. Restarting is the slot's business (engine_slot.py).
+The first start must succeed, or the node does not start. Later ones are tried for ever: 0.5 s after
+the first death, doubling to 60 s, and from the beginning after a minute of health.
 """
 
 from __future__ import annotations
@@ -14,17 +15,22 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
+from ...core.channels.channel import encode_payload, read_frame
 from ...core.errors import BatonError, NodeLost, StartupFailed
 from ...core.ports import Clock
 from ...prefix_index.journal import CacheJournal
 from ...prefix_index.messages import split_hashes
 from ...proto import codec
 from ...proto.v1 import engine_pb2, node_pb2
-from ..channels.frames import encode, read_frame
 
 HEARTBEATS_MISSED = 6  # silent for so many intervals: not progressing
+FIRST_DELAY_S = 0.5
+LONGEST_DELAY_S = 60.0
+HEALTHY_S = 60.0
+HUNG_S = 30.0  # no heartbeat for so long: not a pause, the process is replaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +91,10 @@ class EngineHandle:
     def send(self, message: engine_pb2.EngineInput) -> None:
         """Queue a frame; to a process that is gone it is lost, and its end is noticed elsewhere."""
         if not self._writer.is_closing():
-            self._writer.write(encode(message))
+            self._writer.write(encode_payload(message.SerializeToString()))
 
     async def run(self, on_over: Callable[[], None] = lambda: None) -> BatonError | None:
-        """Route frames until the process has ended; says why, or None after an orderly end.
+        """Route frames until the process has ended; returns why, or None after an orderly end.
 
         `on_over` is called once its frames have ended: the process may take its time to follow.
         """
@@ -162,7 +168,7 @@ async def start_engine(
 ) -> EngineHandle:
     """Start an engine process and wait until it is ready; `report` gets its progress lines.
 
-    Raises StartupFailed with the engine's own words. A cancel kills the process.
+    Raises StartupFailed with the engine's own text. A cancel kills the process.
     """
     ours, theirs = socket.socketpair()
     with theirs:
@@ -173,7 +179,8 @@ async def start_engine(
             env={**os.environ, **command.environment},
         )
     reader, writer = await asyncio.open_connection(sock=ours)
-    writer.write(encode(engine_pb2.EngineInput(configure=command.configuration)))
+    first = engine_pb2.EngineInput(configure=command.configuration)
+    writer.write(encode_payload(first.SerializeToString()))
     try:
         ready = await _wait_ready(reader, process, report)
     except BaseException:  # a cancel too: nobody else would end the process
@@ -206,3 +213,111 @@ async def _wait_ready(
 
 def _describe(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+class Backoff:
+    """How long to wait before the next start."""
+
+    def __init__(self) -> None:
+        self._delay_s = FIRST_DELAY_S
+
+    def after(self, lived_s: float) -> float:
+        """The delay after an engine that lived for `lived_s`."""
+        if lived_s >= HEALTHY_S:
+            self._delay_s = FIRST_DELAY_S
+        delay_s = self._delay_s
+        self._delay_s = min(2 * delay_s, LONGEST_DELAY_S)
+        return delay_s
+
+
+class EngineSlot:
+    """Holds the engine of the moment.
+
+    `on_change` is called whenever it comes or goes; `presence` is entered while it lives: what
+    others know of it.
+    """
+
+    def __init__(
+        self,
+        command: EngineCommand,
+        report: Callable[[str], None],
+        on_change: Callable[[], None],
+        presence: Callable[[EngineHandle], AbstractAsyncContextManager[None]],
+        clock: Clock,
+    ) -> None:
+        self.engine: EngineHandle | None = None
+        self._command = command
+        self._report = report
+        self._on_change = on_change
+        self._presence = presence
+        self._clock = clock
+        self._is_stopping = False
+
+    @property
+    def is_ready(self) -> bool:
+        return self.engine is not None and self.engine.is_progressing
+
+    async def start(self) -> None:
+        """The first start. Raises StartupFailed."""
+        self._replace(await self._start_engine())
+
+    async def run(self) -> None:
+        """Keep an engine in the slot until `stop`; call after `start`."""
+        backoff = Backoff()
+        while True:
+            lived_s = await self._live()
+            if self._is_stopping:
+                return
+            delay_s = backoff.after(lived_s)
+            self._report(f"starting the engine again in {delay_s:g} s")
+            await asyncio.sleep(delay_s)
+            try:
+                self._replace(await self._start_engine())
+            except StartupFailed as failure:
+                self._report(f"the engine did not start: {failure.message}")
+
+    async def _start_engine(self) -> EngineHandle:
+        return await start_engine(self._command, self._report, self._clock)
+
+    def _replace(self, engine: EngineHandle | None) -> None:
+        self.engine = engine
+        self._on_change()
+
+    async def _live(self) -> float:
+        """Run the engine of the moment to its end, if there is one; returns how long it lived."""
+        if self.engine is None:
+            return 0.0
+        started_s = self._clock.monotonic_s()
+        async with self._presence(self.engine):
+            error = await self._run_engine(self.engine)
+            self._replace(None)
+        if not self._is_stopping:
+            self._report(f"engine lost: {error.message if error else 'the process ended'}")
+        return self._clock.monotonic_s() - started_s
+
+    async def _run_engine(self, engine: EngineHandle) -> BatonError | None:
+        """Why it ended; a process that went silent is ended."""
+        running = asyncio.create_task(engine.run(self._on_change))
+        while not (await asyncio.wait({running}, timeout=HUNG_S / 10))[0]:
+            if engine.silent_s > HUNG_S:
+                self._report(f"engine silent for {engine.silent_s:.0f} s: ending it")
+                engine.kill()
+        return running.result()
+
+    def drain(self) -> None:
+        """Take nothing new; the engine ends when it holds nothing, and is not replaced."""
+        self._is_stopping = True
+        if self.engine is not None:
+            self.engine.drain()
+
+    async def stop(self, running: asyncio.Task[None], grace_s: float) -> None:
+        """End the engine and the task of `run`: in order, then by force."""
+        self._is_stopping = True
+        if self.engine is None:
+            running.cancel()  # between two lives: nothing to end but the waiting
+        for order in (EngineHandle.shut_down, EngineHandle.kill):
+            if self.engine is not None and not running.done():
+                order(self.engine)
+                await asyncio.wait({running}, timeout=grace_s)
+        with contextlib.suppress(asyncio.CancelledError):
+            await running

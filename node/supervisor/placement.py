@@ -2,7 +2,7 @@
 
     --gpus 0,1,2,3 --tp 2     engine 0 on GPUs 0 and 1, engine 1 on GPUs 2 and 3
 
-Every process sees all GPUs and is told which one is its own: an engine that pulls must be able to
+Every process sees all GPUs and gets which one is its own: an engine that pulls must be able to
 name the GPU that it pulls from.
 """
 

@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2_grpc
 
 from ...cluster.exposure import check_exposure, check_secret
 from ...cluster.known_nodes import KnownNodes
-from ...cluster.member_calls import MemberCalls
+from ...cluster.node_calls import MemberCalls
 from ...cluster.redis_directory import RedisDirectory
 from ...cluster.secret import ClusterSecret
 from ...cluster.tls import GATEWAY, ClusterTls, role_name, watch_ends
@@ -32,24 +32,19 @@ from ...core.membership import Member, Role
 from ...core.model_dir import resolve_model_dir
 from ...core.ports import Directory, SystemClock
 from ...core.process import descriptors
+from ...core.process.event_loop import StopSignals, show_turns
 from ...core.process.logs import set_up_logging
-from ...core.process.loop_watch import show_turns
-from ...core.process.stop_signals import StopSignals
-from ...prefix_index.link import PublisherLink
-from ...prefix_index.publisher import Publisher
+from ...prefix_index.publisher import Publisher, PublisherLink
 from ...prefix_index.redis_link import RedisIndexLink
 from ...proto.v1 import engine_pb2, node_pb2_grpc
-from .callers import Callers
-from .engine_handle import EngineCommand, EngineHandle
-from .engine_slot import EngineSlot
-from .grpc_channels import make_server
-from .health import NodeHealth
+from .engine_handle import EngineCommand, EngineHandle, EngineSlot
+from .grpc_server import NodeHealth, make_server
 from .placement import engine_configs, engine_environment
-from .rpc import NodeServicer
+from .rpc import Callers, NodeServicer
 
 ENTRY_TTL_S = 6.0
 DRAIN_S = 20.0  # what runs may take so long after SIGTERM
-GRACE_S = 2.0  # an engine that was told to end may take so long
+GRACE_S = 2.0  # an engine that is to end may take so long
 _LOOK_S = 0.25  # how often it is looked whether Redis is away
 
 
@@ -63,7 +58,7 @@ async def run(role: Role, engine: EngineConfig, node: NodeConfig, cluster: Clust
     )  # first: asyncio's own Ctrl-C would cancel a server that is starting
     set_up_logging(f"{node.name or role.value} supervisor", as_json=node.log_json)
     descriptors.raise_limit()
-    resolve_model_dir(engine.model)  # a wrong path is told before an engine process is started
+    resolve_model_dir(engine.model)  # a wrong path is reported before an engine process is started
     tls = ClusterTls.of(cluster)
     missing = () if tls else ("--cluster-ca", "--cluster-cert", "--cluster-key")
     check_exposure(f"{role.value} node", node.host, missing, is_accepted=node.insecure_bind)
@@ -90,7 +85,7 @@ async def run(role: Role, engine: EngineConfig, node: NodeConfig, cluster: Clust
 
 
 def _listen(node: NodeConfig, tls: ClusterTls | None) -> tuple[grpc.aio.Server, int]:
-    """A server at --port, or at a free one where that is taken: the directory says which it is."""
+    """A server at --port, or at a free one where that is taken: the directory has which it is."""
     try:
         return make_server(node.host, node.port, tls)
     except StartupFailed as error:
@@ -122,7 +117,7 @@ class Supervisor:
         self._index = index
         self._addresses = addresses_of(node)
         self._address = self._addresses[0]
-        self._members = engine_pb2.Members()  # as all engines were told last
+        self._members = engine_pb2.Members()  # as sent to all engines last
         self._is_draining = False
         self._health = NodeHealth(self._is_ready, node.heartbeat_s)
         configs = engine_configs(engine, node)
@@ -146,7 +141,7 @@ class Supervisor:
         return not self._is_draining and all(slot.is_ready for slot in self._slots)
 
     def _make_slot(self, engine: EngineConfig, index: int | None) -> EngineSlot:
-        """`index` tells several engines of a node apart."""
+        """`index` distinguishes several engines of a node."""
         name = f"{self._node.name}" if index is None else f"{self._node.name}.{index}"
         node = _node_of_engine(self._node, name, index or 0)
         self._configs[name] = node
@@ -196,7 +191,7 @@ class Supervisor:
                 engine.send(engine_pb2.EngineInput(members=members))
 
     async def serve(self, server: grpc.aio.Server, signals: StopSignals) -> None:
-        """Run the node until it is told to stop. Raises StartupFailed."""
+        """Run the node until it is to stop. Raises StartupFailed."""
         callers = Callers(self._secret, self._addresses, has_tls=self._tls is not None)
         _add_services(server, self, callers, self._health)
         await server.start()
@@ -219,7 +214,7 @@ class Supervisor:
             await server.stop(None)
 
     async def _start_engines(self, stopping: asyncio.Task[bool]) -> bool:
-        """All at once; False if the node was told to stop meanwhile. Raises StartupFailed."""
+        """All at once; False if the node is to stop meanwhile. Raises StartupFailed."""
         starting = [asyncio.create_task(slot.start()) for slot in self._slots]
         all_started = asyncio.gather(*starting)
         try:

@@ -51,7 +51,7 @@ class NodeServicer(object):
 
     def GetLedgers(self, request_iterator, context):
         """What `baton fsck` asks: every engine's ledger, leases and transfers, as JSON. A handshake first
-        (cluster/link_handshake.py).
+        (node/supervisor/rpc.py).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,6 +1,6 @@
 """A gateway's page over invented traffic: real window, roster, feed and routes, no engines.
 
-Minutes of history exist at once, since the traffic is told to the window on a clock of its own.
+Minutes of history exist at once, since the traffic is counted on a clock of its own.
 `python tests/browser/synthetic.py PORT` serves it, for those who work on the page.
 """
 
@@ -24,13 +24,15 @@ from baton.core.request.request import FinishReason
 from baton.core.request.timeline import Event, Stamp
 from baton.gateway.engines.engine_table import EngineTable, LinkedEngine, ReportedLoad
 from baton.gateway.http.dashboard.roster import EngineRoster
-from baton.gateway.http.dashboard.routes import Viewers, add_dashboard
-from baton.gateway.http.dashboard.snapshot import SnapshotFeed, Targets
-from baton.gateway.request.caller import Caller
+from baton.gateway.http.dashboard.routes import add_dashboard
+from baton.gateway.http.dashboard.snapshot import SnapshotFeed
 from baton.gateway.request.engine_link import TransferSummary
 from baton.gateway.request.output_chunk import OutputChunk, RequestResult
-from baton.gateway.telemetry.calls.call_records import CallRecord
-from baton.gateway.telemetry.calls.token_gaps import TokenGaps
+from baton.gateway.security.tenancy import Caller
+from baton.gateway.telemetry.call_feed import CallFeed
+from baton.gateway.telemetry.calls.call_record import CallRecord, SloTargets
+from baton.gateway.telemetry.metrics.metric_store import MetricStore
+from baton.gateway.telemetry.metrics.metric_table import ALL
 from baton.gateway.telemetry.window.window import TelemetryWindow
 from baton.prefix_index.mirror import PrefixMirror
 
@@ -59,7 +61,9 @@ class SyntheticGateway:
     ) -> None:
         self.clock = TravelClock()
         self.clock.at_s = time.monotonic() - 320
-        self.window = TelemetryWindow(self.clock, TokenGaps())
+        self.window = TelemetryWindow(self.clock)
+        targets, store = SloTargets(0.5, 0.05), MetricStore(ALL, "baton_", model)
+        self.calls = CallFeed(self.clock, targets, self.window, store)
         self.clock.at_s = None
         self.table = EngineTable(PrefixMirror(self.clock))
         self.members: dict[str, Member] = {}
@@ -67,7 +71,7 @@ class SyntheticGateway:
         self._random = random.Random(7)
         self._num_calls = 0
         roster = EngineRoster(self.table, lambda: list(self.members.values()), self.clock)
-        self.feed = SnapshotFeed(self.window, roster, self._about, Targets(0.5, 0.05), self.clock)
+        self.feed = SnapshotFeed(self.window, roster, self._about, targets, self.clock)
 
     def _about(self) -> dict[str, Any]:
         return {"model": self.model, "version": "0.1.0", "is_ready": True, "is_draining": False}
@@ -127,11 +131,11 @@ class SyntheticGateway:
             token_times=[[]],
         )
         if fate < 0.01:
-            return [(arrived_s, lambda: self.window.call_refused(record.caller, RateLimited("no")))]
+            return [(arrived_s, lambda: self.calls.call_refused(record.caller, RateLimited("no")))]
         stamps = [0.0, 4e-4 * scale]
         for spent_s in (queue_s, prefill_s, 1e-4 * scale, transfer_s, admit_s):
             stamps.append(stamps[-1] + spent_s)
-        steps: list[tuple[float, Any]] = [(arrived_s, lambda: self.window.call_began(record))]
+        steps: list[tuple[float, Any]] = [(arrived_s, lambda: self.calls.call_began(record))]
         at_s = arrived_s + stamps[3] + 3e-4 * scale
         steps.append((at_s, lambda: self._deliver(record, 0)))
         at_s = arrived_s + stamps[6]
@@ -170,7 +174,7 @@ class SyntheticGateway:
     def _deliver(self, record: CallRecord, index: int) -> None:
         now_s = self.clock.monotonic_s()
         record.token_times[0].append((now_s, 1))
-        self.window.chunk_delivered(record, OutputChunk("", (1,), index), now_s)
+        self.calls.chunk_delivered(record, OutputChunk("", (1,), index), now_s)
 
     def _end(self, record: CallRecord, result: RequestResult, error: BatonError | None) -> None:
         now_s = self.clock.monotonic_s()
@@ -178,7 +182,7 @@ class SyntheticGateway:
         if error is None:
             last = Stamp(Event.FINISHED, self.clock.unix_ns(), result.decode_node or "")
             record.results[0] = replace(result, timeline=(*result.timeline, last))
-        self.window.call_ended(record)
+        self.calls.call_ended(record)
 
     def live_through(self, seconds: float, rps: float) -> None:
         """Traffic of the last `seconds`, all at once."""
@@ -232,7 +236,7 @@ class SyntheticGateway:
                     await task
 
         app = web.Application()
-        add_dashboard(app, Viewers(self.feed))
+        add_dashboard(app, self.feed)
         app.cleanup_ctx.append(calling)
         return app
 

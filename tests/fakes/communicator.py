@@ -7,8 +7,7 @@ import threading
 import torch
 from torch import Tensor
 
-from baton.engine.model.communicator import Summand
-from baton.kernels.layers.ops import Ops
+from baton.engine.model.communicator import Communicator
 
 
 class ThreadGroup:
@@ -43,7 +42,7 @@ class ThreadGroup:
         self._barrier.abort()
 
 
-class ThreadCommunicator:
+class ThreadCommunicator(Communicator):
     """One rank's end."""
 
     def __init__(self, group: ThreadGroup, rank: int) -> None:
@@ -60,15 +59,6 @@ class ThreadCommunicator:
             total += other
         return total
 
-    def linear(self, ops: Ops, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return ops.linear(x, weight, bias)
-
-    def add_rms_norm(
-        self, ops: Ops, x: Summand, residual: Tensor, weight: Tensor, eps: float
-    ) -> Tensor:
-        assert isinstance(x, Tensor)
-        return ops.add_rms_norm(self.all_reduce(x), residual, weight, eps)
-
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.cat(self._group.exchange(self.rank, x), dim=1)
 
@@ -77,5 +67,3 @@ class ThreadCommunicator:
 
     def least(self, value: int) -> int:
         return min(int(part) for part in self._group.exchange(self.rank, torch.tensor(value)))
-
-    def close(self) -> None: ...

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 
 from baton.engine.kv import memfd
-from baton.engine.kv.block_pool import CANARY_BLOCK
-from baton.engine.kv.canary import canary_bytes
+from baton.engine.kv.block_pool import CANARY_BLOCK, canary_bytes
 from baton.engine.kv.generations import SharedGenerations
 
 

@@ -1,11 +1,11 @@
-"""The index's broker in memory: both sides of prefix_index/link.py, with faults on order."""
+"""The index's broker in memory: both sides of the prefix index, with faults on order."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
-from baton.prefix_index.link import IndexAway
+from baton.prefix_index.messages import IndexAway
 
 
 class FakeIndexLink:
@@ -34,7 +34,7 @@ class FakeIndexLink:
         self._check()
         self.chunks |= {(incarnation, index): chunk for index, chunk in enumerate(chunks)}
 
-    async def questions(self, incarnation: str) -> AsyncGenerator[bytes]:
+    async def snapshot_requests(self, incarnation: str) -> AsyncGenerator[bytes]:
         queue = self._listeners[incarnation] = asyncio.Queue()
         while True:
             yield await queue.get()
@@ -45,7 +45,7 @@ class FakeIndexLink:
         while True:
             yield await queue.get()
 
-    async def ask(self, incarnation: str) -> None:
+    async def request_snapshot(self, incarnation: str) -> None:
         self._check()
         self.asked.append(incarnation)
         if queue := self._listeners.get(incarnation):

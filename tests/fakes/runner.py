@@ -16,7 +16,8 @@ import numpy as np
 from baton.core.request.logprobs import TokenLogprobs
 from baton.core.request.request import SamplingParams
 from baton.core.request.sampling import mix64, token_key
-from baton.engine.execution.batch import SampledToken, SampleSpec, SequenceSlice
+from baton.engine.execution.batch import SampledToken, SequenceSlice
+from baton.kernels.sampling.sample_spec import SampleSpec
 
 _SLOT = struct.Struct("<QQ")  # token id, chain
 GREEDY = SamplingParams(temperature=0.0)

@@ -30,8 +30,7 @@ from fault_scenes.fault_cluster import MODEL, Cluster
 from node_driver import SECRET, abstract_sockets, is_idle
 
 from baton.cli.cluster.survey import ask_ledgers
-from baton.client import AsyncClient, Result
-from baton.client.aio import AsyncGeneration
+from baton.client import AsyncClient, AsyncGeneration, Result
 from baton.cluster.secret import ClusterSecret
 from baton.core.config import EngineConfig
 from baton.core.errors import BatonError

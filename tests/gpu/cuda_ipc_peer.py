@@ -16,8 +16,7 @@ import time
 import numpy as np
 import torch
 
-from baton.engine.kv.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS
-from baton.engine.kv.canary import canary_bytes
+from baton.engine.kv.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS, canary_bytes
 from baton.engine.kv.cuda_kv_memory import CudaKvMemory
 from baton.engine.kv.generations import SharedGenerations
 from baton.engine.kv.kv_memory import KvLayout

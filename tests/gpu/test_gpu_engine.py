@@ -17,11 +17,12 @@ from baton.core.config import EngineConfig
 from baton.core.errors import EngineFailed, StartupFailed
 from baton.core.model_dir import resolve_model_dir
 from baton.core.request.request import Request, SamplingParams
-from baton.engine.execution.batch import SampleSpec, SequenceSlice
+from baton.engine.execution.batch import SequenceSlice
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.kv.cuda_memory import CudaAllocation
 from baton.engine.kv.generations import GenerationsReader, SharedGenerations
 from baton.engine.local import LocalEngine
+from baton.kernels.sampling.sample_spec import SampleSpec
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,9 +16,10 @@ from transformers import PreTrainedModel
 from baton.core.config import EngineConfig
 from baton.core.errors import StartupFailed
 from baton.core.request.request import Request, SamplingParams
-from baton.engine.execution.batch import SampleSpec, SequenceSlice
+from baton.engine.execution.batch import SequenceSlice
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.local import LocalEngine
+from baton.kernels.sampling.sample_spec import SampleSpec
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,10 +16,11 @@ from checkpoints import write_checkpoint
 
 from baton.core.config import EngineConfig
 from baton.core.request.request import Request, SamplingParams
-from baton.engine.execution.batch import SampleSpec, SequenceSlice
+from baton.engine.execution.batch import SequenceSlice
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.local import LocalEngine
 from baton.engine.scheduling.outputs import TokenOutput
+from baton.kernels.sampling.sample_spec import SampleSpec
 
 pytestmark = [
     pytest.mark.gpu,
@@ -191,7 +192,8 @@ import sys
 from baton.core.config import EngineConfig
 from baton.core.errors import EngineFailed
 from baton.core.request.request import SamplingParams
-from baton.engine.execution.batch import SampleSpec, SequenceSlice
+from baton.kernels.sampling.sample_spec import SampleSpec
+from baton.engine.execution.batch import SequenceSlice
 from baton.engine.execution.runner import ModelRunner
 
 runner = ModelRunner(EngineConfig(model=sys.argv[1], device="cuda", num_kv_blocks=40))

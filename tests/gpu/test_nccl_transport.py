@@ -24,8 +24,7 @@ from gpu_source import LAYOUT, NUM_BLOCKS, PULLER_GPU, Source, holds, pull
 
 from baton.core.config import NodeConfig
 from baton.core.errors import HandoffFailed
-from baton.engine.kv.block_pool import CANARY_BLOCK, BlockRef
-from baton.engine.kv.canary import canary_bytes
+from baton.engine.kv.block_pool import CANARY_BLOCK, BlockRef, canary_bytes
 from baton.engine.kv.cuda_kv_memory import CudaKvMemory
 from baton.kv_transfer.window.block_pairs import BlockPair, BlockPairs
 from baton.kv_transfer.window.head_ranges import BlockCut, HeadPiece

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 
 import numpy as np
@@ -22,11 +21,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from baton.core.request.request import SamplingParams
 from baton.core.request.sampling import token_key
 from baton.engine.execution.token_counts import TokenCounts
-from baton.kernels.sampling.logit_adjustment import LogitAdjustment, Penalties, adjust_logits
-from baton.kernels.sampling.logprobs import token_logprobs, top_logprobs
-from baton.kernels.sampling.sampling import RowSampling, sample
+from baton.kernels.sampling.sample_spec import SampleSpec
+from baton.kernels.sampling.sampling import adjust_logits, sample, token_logprobs, top_logprobs
 
 VOCAB_SIZE = 60
 allowed_ids = st.sets(st.integers(0, VOCAB_SIZE - 1), min_size=1)
@@ -38,10 +37,10 @@ def random_logits(seed: int, rows: int = 1) -> torch.Tensor:
     return torch.from_numpy(values)
 
 
-def counted(prompt: list[int], output: list[int], **penalties: float) -> Penalties:
+def counted(prompt: list[int], output: list[int]) -> TokenCounts:
     counts = TokenCounts(prompt)
     counts.catch_up([*prompt, *output])
-    return Penalties(counts.token_ids, counts.counts, **penalties)
+    return counts
 
 
 @settings(max_examples=50, deadline=None)
@@ -59,12 +58,11 @@ def test_bias_repetition_and_min_tokens_equal_transformers(
         ]
     )
     theirs = processors(torch.tensor([[*prompt, *output]]), random_logits(seed))
-    adjustment = LogitAdjustment(
-        [(token_id, bias) for token_id in biased],
-        counted(prompt, output, repetition=repetition),
-        forbidden,
+    params = SamplingParams(
+        logit_bias=tuple((token_id, bias) for token_id in biased), repetition_penalty=repetition
     )
-    ours = adjust_logits(random_logits(seed), [adjustment])
+    spec = SampleSpec(params, 0, forbidden, counted(prompt, output))
+    ours = adjust_logits(random_logits(seed), [spec])
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-5)
 
 
@@ -77,8 +75,9 @@ def test_presence_and_frequency_are_openais_formula(
     wanted = random_logits(seed)[0].double()
     for token_id, count in Counter(output).items():
         wanted[token_id] -= count * frequency + presence
-    penalties = counted(prompt, output, presence=presence, frequency=frequency)
-    ours = adjust_logits(random_logits(seed), [LogitAdjustment(penalties=penalties)])[0]
+    params = SamplingParams(presence_penalty=presence, frequency_penalty=frequency)
+    spec = SampleSpec(params, 0, counts=counted(prompt, output))
+    ours = adjust_logits(random_logits(seed), [spec])[0]
     torch.testing.assert_close(ours.double(), wanted, rtol=1e-6, atol=1e-5)
 
 
@@ -98,9 +97,8 @@ def test_filters_keep_what_transformers_keep(
     warpers += [TopKLogitsWarper(top_k)] if top_k else []
     warpers += [TopPLogitsWarper(top_p)]
     kept = LogitsProcessorList(warpers)(torch.tensor([[0]]), logits).isfinite()[0]
-    rows = [
-        RowSampling(temperature, top_k, top_p, token_key(seed, 0, i), min_p) for i in range(300)
-    ]
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    rows = [SampleSpec(params, token_key(seed, 0, i)) for i in range(300)]
     drawn = set(sample(logits.expand(300, -1), rows)[0].tolist())
     outside = [token_id for token_id in drawn if not kept[token_id]]
     # Rounding may decide about the one token at a filter's edge, about no other.
@@ -125,18 +123,27 @@ def reference_probs(logits: np.ndarray, prompt: list[int], output: list[int]) ->
     return probs / probs.sum()
 
 
-def all_at_once(prompt: list[int], output: list[int], key: int) -> RowSampling:
-    penalties = counted(prompt, output, repetition=1.3, presence=0.6, frequency=0.4)
-    return RowSampling(
-        0.8, 12, 1.0, key, 0.05, adjustment=LogitAdjustment([(5, 2.5)], penalties, [9])
+def all_at_once(prompt: list[int], output: list[int], key: int) -> SampleSpec:
+    params = SamplingParams(
+        temperature=0.8,
+        top_k=12,
+        min_p=0.05,
+        logit_bias=((5, 2.5),),
+        repetition_penalty=1.3,
+        presence_penalty=0.6,
+        frequency_penalty=0.4,
     )
+    return SampleSpec(params, key, [9], counted(prompt, output))
+
+
+GREEDY = SampleSpec(SamplingParams(temperature=0.0), 0)
 
 
 def test_tokens_follow_the_adjusted_distribution() -> None:
     num_draws, prompt, output = 10_000, [1, 5, 8, 8], [2, 2, 20, 5, 2]
     logits = random_logits(4)
     row = all_at_once(prompt, output, 0)
-    rows = [dataclasses.replace(row, key=token_key(3, 0, i)) for i in range(num_draws)]
+    rows = [row._replace(key=token_key(3, 0, i)) for i in range(num_draws)]
     drawn = sample(logits.expand(num_draws, -1), rows)[0]
     counts = np.bincount(drawn.numpy(), minlength=VOCAB_SIZE)
     probs = reference_probs(logits[0].numpy(), prompt, output)
@@ -150,10 +157,7 @@ def test_tokens_follow_the_adjusted_distribution() -> None:
 
 def test_an_adjusted_row_does_not_depend_on_its_batch() -> None:
     logits = random_logits(8, rows=6)
-    rows = [
-        all_at_once([1, 2, 3 + i], [4] * i, 77 + i) if i % 2 else RowSampling(0.0, None, 1.0, 0)
-        for i in range(6)
-    ]
+    rows = [all_at_once([1, 2, 3 + i], [4] * i, 77 + i) if i % 2 else GREEDY for i in range(6)]
     ids, logprobs = sample(logits, rows)
     for i, row in enumerate(rows):
         alone = sample(logits[i : i + 1], [row])
@@ -162,8 +166,15 @@ def test_an_adjusted_row_does_not_depend_on_its_batch() -> None:
 
 def test_greedy_takes_adjustments_but_no_filter() -> None:
     logits = torch.tensor([[5.0, 4.0, 3.0, 0.0]])
-    penalties = counted([0], [0], frequency=1.5)
-    row = RowSampling(0.0, 1, 0.1, 0, 1.0, adjustment=LogitAdjustment([(3, 9.0)], penalties, [3]))
+    params = SamplingParams(
+        temperature=0.0,
+        top_k=1,
+        top_p=0.1,
+        min_p=1.0,
+        logit_bias=((3, 9.0),),
+        frequency_penalty=1.5,
+    )
+    row = SampleSpec(params, 0, [3], counted([0], [0]))
     ids, logprobs = sample(logits, [row])
     assert ids.tolist() == [1]
     assert logprobs.item() == pytest.approx(float(logits.log_softmax(-1)[0, 1]), abs=1e-6)
@@ -173,7 +184,7 @@ def test_greedy_takes_adjustments_but_no_filter() -> None:
 def test_logits_that_are_no_distribution_have_no_logprob(bad: float) -> None:
     logits = random_logits(1, rows=2)
     logits[1, 7] = bad
-    rows = [RowSampling(1.0, None, 1.0, 5), all_at_once([1], [2], 6)]
+    rows = [SampleSpec(SamplingParams(), 5), all_at_once([1], [2], 6)]
     logprobs = sample(logits, rows)[1]
     assert logprobs.isnan().tolist() == [False, True]
 
@@ -232,7 +243,7 @@ def test_what_is_not_allowed_is_impossible_and_all_else_unchanged(
     logits = random_logits(seed, len(rows))
     adjusted = adjust_logits(
         logits.clone(),
-        [LogitAdjustment(allowed=None if r is None else mask_of(r)) for r in rows],
+        [SampleSpec(SamplingParams(), 0, allowed=None if r is None else mask_of(r)) for r in rows],
     )
     for row, allowed in enumerate(rows):
         for token_id in range(VOCAB_SIZE):
@@ -251,9 +262,9 @@ def mask_of(allowed: set[int]) -> NDArray[np.int32]:
 def test_a_mask_comes_behind_everything_else() -> None:
     """A bias cannot bring back what is not allowed; filters judge what is left."""
     logits = torch.tensor([[5.0, 4.0, 3.0, 0.0]])
-    everything = LogitAdjustment([(0, 100.0)], allowed=np.array([0b1100], np.int32))
+    params = SamplingParams(top_k=1, top_p=0.5, min_p=0.5, logit_bias=((0, 100.0),))
     for key in range(20):
-        row = RowSampling(1.0, 1, 0.5, key, 0.5, adjustment=everything)
+        row = SampleSpec(params, key, allowed=np.array([0b1100], np.int32))
         ids, logprobs = sample(logits, [row])
         assert ids.tolist() == [2]
         assert logprobs.item() == pytest.approx(float(logits.log_softmax(-1)[0, 2]), abs=1e-6)

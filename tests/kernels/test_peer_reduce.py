@@ -23,7 +23,8 @@ pytest.importorskip("triton")
 
 from triton.runtime.interpreter import InterpreterBuilder
 
-from baton.kernels.layers.norm import rms_norm
+from baton.core.request.request import SamplingParams
+from baton.kernels.layers.ops import Ops
 from baton.kernels.peer_reduce_triton import (
     EXCHANGE_BYTES,
     MAX_PROGRAMS,
@@ -35,7 +36,8 @@ from baton.kernels.peer_reduce_triton import (
     peer_sum,
     prepare_exchange,
 )
-from baton.kernels.sampling.sampling import RowSampling, sample
+from baton.kernels.sampling.sample_spec import SampleSpec
+from baton.kernels.sampling.sampling import sample
 from baton.kernels.sampling.sampling_triton import VocabularyPart, sample_unfiltered
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the real thing")
@@ -60,7 +62,10 @@ def norm_inputs() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(3, 500, generator=generator), torch.rand(500, generator=generator)
 
 
-WISHES = [RowSampling(temperature, None, 1.0, key) for key, temperature in enumerate((0, 1.0, 0.7))]
+WISHES = [
+    SampleSpec(SamplingParams(temperature=temperature), key)
+    for key, temperature in enumerate((0.0, 1.0, 0.7))
+]
 
 
 def all_logits() -> torch.Tensor:
@@ -75,7 +80,7 @@ def sample_part(exchange: Exchange) -> list[torch.Tensor]:
     size, rank = exchange.num_ranks, exchange.rank
     padded = torch.nn.functional.pad(all_logits(), (0, -4501 % size), value=99.0)
     part = VocabularyPart(rank, size, 4501, lambda x: peer_sum(x, exchange, in_parts=False))
-    temperatures = torch.tensor([wish.temperature for wish in WISHES])
+    temperatures = torch.tensor([wish.params.temperature for wish in WISHES])
     keys = torch.tensor([wish.key for wish in WISHES])
     token_ids, logprobs = torch.zeros(3, dtype=torch.int64), torch.zeros(3)
     sample_unfiltered(padded.chunk(size, 1)[rank], temperatures, keys, token_ids, logprobs, part)
@@ -155,7 +160,7 @@ def check_sums(found: list[torch.Tensor], size: int) -> None:
     for normed, after in zip(found[len(SUMS) :: 2], found[len(SUMS) + 1 :: 2], strict=True):
         residual = residual + summand
         assert torch.equal(after, residual)
-        torch.testing.assert_close(normed, rms_norm(residual, weight, 1e-5))
+        torch.testing.assert_close(normed, Ops().rms_norm(residual, weight, 1e-5))
 
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])

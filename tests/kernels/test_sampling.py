@@ -8,15 +8,19 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from baton.core.request.request import SamplingParams
 from baton.core.request.sampling import mix64, token_key
 from baton.kernels.sampling import sampling
-from baton.kernels.sampling.sampling import RowSampling, sample
+from baton.kernels.sampling.sample_spec import SampleSpec
+from baton.kernels.sampling.sampling import sample
 
 WORDS = st.integers(0, 2**64 - 1)
 
 
-def drawn(key: int, *, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0):
-    return RowSampling(temperature, top_k, top_p, key)
+def drawn(
+    key: int, *, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0
+) -> SampleSpec:
+    return SampleSpec(SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p), key)
 
 
 @settings(max_examples=50, deadline=None)
@@ -151,13 +155,13 @@ def test_greedy_takes_the_lowest_id_of_equal_logits() -> None:
     logits = torch.zeros(3, 1000)
     logits[0, [17, 400, 999]] = 5.0
     logits[1, [999, 998]] = 2.0
-    greedy = RowSampling(0.0, None, 1.0, 3)
+    greedy = drawn(3, temperature=0.0)
     assert sample(logits, [greedy] * 3)[0].tolist() == [17, 998, 0]
 
 
 def test_logprob_is_of_the_unfiltered_distribution() -> None:
     logits = torch.from_numpy(np.random.default_rng(3).normal(0, 3, (2, 50)).astype(np.float32))
-    rows = [drawn(5, temperature=0.3, top_k=3, top_p=0.5), RowSampling(0.0, None, 1.0, 0)]
+    rows = [drawn(5, temperature=0.3, top_k=3, top_p=0.5), drawn(0, temperature=0.0)]
     token_ids, logprobs = sample(logits, rows)
     for row, token_id, logprob in zip(logits.double(), token_ids, logprobs, strict=True):
         wanted = row[token_id] - torch.log(torch.exp(row).sum())
@@ -176,11 +180,11 @@ def test_a_tiny_temperature_is_greedy_not_nan() -> None:
 def test_a_token_does_not_depend_on_its_batch(random) -> None:
     logits = torch.randn(12, 333, generator=torch.Generator().manual_seed(random.randrange(2**31)))
     rows = [
-        RowSampling(
-            random.choice([0.0, 0.5, 1.3]),
-            random.choice([None, 4, 1000]),
-            random.choice([1.0, 0.7]),
+        drawn(
             random.getrandbits(64),
+            temperature=random.choice([0.0, 0.5, 1.3]),
+            top_k=random.choice([None, 4, 1000]),
+            top_p=random.choice([1.0, 0.7]),
         )
         for _ in range(12)
     ]

@@ -25,9 +25,10 @@ from triton.runtime import interpreter
 
 from baton.core.config import EngineConfig
 from baton.core.request.request import SamplingParams
-from baton.engine.execution.batch import LaunchedStep, SampleSpec, SequenceSlice
+from baton.engine.execution.batch import LaunchedStep, SequenceSlice
 from baton.engine.execution.gpu_steps import GpuSteps
 from baton.engine.execution.runner import ModelRunner
+from baton.kernels.sampling.sample_spec import SampleSpec
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the real thing"),

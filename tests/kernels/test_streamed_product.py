@@ -12,8 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from baton.kernels.layers import activation, ops_triton
-from baton.kernels.layers.norm_triton import rms_norm
+from baton.kernels.layers import ops, ops_triton
 from baton.kernels.peer_reduce_triton import (
     EXCHANGE_BYTES,
     MAX_PROGRAMS,
@@ -159,7 +158,7 @@ def test_gated_products(
     dtype = torch.bfloat16
     x, weight, bias, expected = operands(num_rows, num_outputs, num_inputs, dtype, has_bias)
     gated = streamed(x, weight, bias, stages, is_gated=True)
-    close(gated, activation.silu_and_mul(expected))
+    close(gated, ops.silu_and_mul(expected))
 
 
 @pytest.mark.gpu
@@ -217,7 +216,9 @@ def test_chains_of_products_follow_their_inputs() -> None:
     def run(product) -> torch.Tensor:  # type: ignore[no-untyped-def]
         y = x
         for index, weight in enumerate(weights):
-            y = product(rms_norm(y, scales, 1e-5) if index % 3 else y, weight)
+            y = product(
+                ops_triton.TritonOps().rms_norm(y, scales, 1e-5) if index % 3 else y, weight
+            )
         return y
 
     def multiply(y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

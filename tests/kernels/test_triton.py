@@ -13,16 +13,18 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from baton.kernels.attention.attention import AttentionBackend, AttentionMetadata
+from baton.core.request.request import SamplingParams
+from baton.kernels.attention.attention import (
+    AttentionBackend,
+    AttentionMetadata,
+    TorchAttention,
+)
 from baton.kernels.attention.attention_gpu import GpuAttention, make_gpu_attention
-from baton.kernels.attention.attention_torch import TorchAttention
 from baton.kernels.attention.decode_attention_triton import divide, max_shares
-from baton.kernels.kv import kv_blocks, rope
-from baton.kernels.kv.kv_blocks_triton import gather_blocks, scatter_blocks
+from baton.kernels.kv import kv_blocks
 from baton.kernels.kv.rope_triton import rotate_and_store
-from baton.kernels.layers import activation, norm
-from baton.kernels.layers.activation_triton import silu_and_mul
-from baton.kernels.layers.norm_triton import add_rms_norm, norm_heads, rms_norm
+from baton.kernels.layers import ops
+from baton.kernels.layers.ops_triton import TritonOps, silu_and_mul
 from baton.kernels.products.gemv_triton import (
     MAX_FEW_ROWS,
     Tiling,
@@ -31,6 +33,7 @@ from baton.kernels.products.gemv_triton import (
     gemv,
 )
 from baton.kernels.sampling import sampling
+from baton.kernels.sampling.sample_spec import SampleSpec
 from baton.kernels.sampling.sampling_triton import VocabularyPart, sample_unfiltered
 
 HAS_GPU = torch.cuda.is_available()
@@ -67,9 +70,10 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def test_norms(tokens: int, dim: int, dtype: torch.dtype) -> None:
     x, residual, weight = (randn(n, dim, dtype=dtype) for n in (tokens, tokens, 1))
     weight = weight[0]
-    close(rms_norm(x, weight, 1e-5), norm.rms_norm(x, weight, 1e-5))
+    close(TritonOps().rms_norm(x, weight, 1e-5), ops.Ops().rms_norm(x, weight, 1e-5))
     summed = x + residual
-    close(add_rms_norm(x, residual, weight, 1e-5), norm.rms_norm(summed, weight, 1e-5))
+    normed = TritonOps().add_rms_norm(x, residual, weight, 1e-5)
+    close(normed, ops.Ops().rms_norm(summed, weight, 1e-5))
     assert torch.equal(residual, summed)
 
 
@@ -77,7 +81,7 @@ def test_norms(tokens: int, dim: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("tokens", "dim"), [(1, 160), (7, 1500)])
 def test_silu_and_mul(tokens: int, dim: int, dtype: torch.dtype) -> None:
     gate_up = randn(tokens, 2 * dim, dtype=dtype) * 3
-    close(silu_and_mul(gate_up), activation.silu_and_mul(gate_up))
+    close(silu_and_mul(gate_up), ops.silu_and_mul(gate_up))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -130,12 +134,13 @@ def test_rotate_and_store(heads: int, kv_heads: int, dim: int, dtype: torch.dtyp
     tokens, blocks, block_size = 9, 8, 4
     qkv = randn(tokens, heads + 2 * kv_heads, dim, dtype=dtype)
     positions = torch.randint(0, 100_000, (tokens,), device=DEVICE)
-    angles = rope.rope_angles(positions, torch.rand(dim // 2, device=DEVICE))
+    angles = kv_blocks.rope_angles(positions, torch.rand(dim // 2, device=DEVICE))
     slots = torch.randperm(blocks * block_size, device=DEVICE)[:tokens]
     pool = torch.full((blocks, 3, 2, kv_heads, block_size, dim), math.nan, device=DEVICE).to(dtype)
     expected_pool = pool.clone()
-    rotated = rope.apply_rope(qkv[:, : heads + kv_heads], *angles)
-    kv_blocks.store_kv(expected_pool, 1, rotated[:, heads:], qkv[:, heads + kv_heads :], slots)
+    rotated = kv_blocks.apply_rope(qkv[:, : heads + kv_heads], *angles)
+    k, v = rotated[:, heads:], qkv[:, heads + kv_heads :]
+    kv_blocks.store_kv(expected_pool, 1, k, v, slots // block_size, slots % block_size)
     values = qkv[:, heads + kv_heads :].clone()
     rotate_and_store(qkv, angles, pool[:, 1], slots)
     close(qkv[:, : heads + kv_heads], rotated)
@@ -149,28 +154,18 @@ def test_rotate_and_store(heads: int, kv_heads: int, dim: int, dtype: torch.dtyp
 def test_norm_heads(heads: int, kv_heads: int, dtype: torch.dtype) -> None:
     qkv = randn(5, heads + 2 * kv_heads, 80, dtype=dtype)
     weights = (randn(80, dtype=dtype), randn(80, dtype=dtype))
-    expected = norm.norm_heads(qkv.clone(), weights, kv_heads, 1e-5)
-    close(norm_heads(qkv, weights, kv_heads, 1e-5), expected)
+    expected = ops.Ops().norm_heads(qkv.clone(), weights, kv_heads, 1e-5)
+    close(TritonOps().norm_heads(qkv, weights, kv_heads, 1e-5), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("dim", [3, 16])
-def test_gather_and_scatter(dim: int, dtype: torch.dtype) -> None:
-    pool = randn(11, 2, 2, 3, 1, dim, dtype=dtype)
-    ids = torch.tensor([7, 2, 10], device=DEVICE)
-    blocks = gather_blocks(pool, ids)
-    assert torch.equal(blocks, kv_blocks.gather_blocks(pool, ids))
-    target = torch.zeros_like(pool)
-    scatter_blocks(target, ids, blocks)
-    expected = torch.zeros_like(pool)
-    kv_blocks.scatter_blocks(expected, ids, blocks)
-    assert torch.equal(target, expected)
+def drawn(temperature: float, key: int) -> SampleSpec:
+    return SampleSpec(SamplingParams(temperature=temperature), key)
 
 
 def sampled(
-    logits: torch.Tensor, rows: list[sampling.RowSampling], part: VocabularyPart | None = None
+    logits: torch.Tensor, rows: list[SampleSpec], part: VocabularyPart | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    temperatures = torch.tensor([row.temperature for row in rows], device=DEVICE)
+    temperatures = torch.tensor([row.params.temperature for row in rows], device=DEVICE)
     keys = torch.tensor([sampling.as_signed(row.key) for row in rows], device=DEVICE)
     token_ids = torch.full((len(rows),), -7, device=DEVICE)
     logprobs = torch.full((len(rows),), math.nan, device=DEVICE)
@@ -179,7 +174,7 @@ def sampled(
 
 
 def sampled_by_ranks(
-    logits: torch.Tensor, rows: list[sampling.RowSampling], num_ranks: int
+    logits: torch.Tensor, rows: list[SampleSpec], num_ranks: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What all ranks come to, one after the other: first what each has to add, then with the sum.
 
@@ -218,7 +213,7 @@ def test_ranks_that_share_the_vocabulary_sample_as_one_does(
     """The same tokens; the sums of their log-probabilities are over other chunks."""
     generator = random.Random(vocab_size)
     rows = [
-        sampling.RowSampling(generator.choice([0.0, 0.3, 1.0, 2.0]), None, 1.0, key)
+        drawn(generator.choice([0.0, 0.3, 1.0, 2.0]), key)
         for key in [0, (1 << 64) - 1, *(generator.getrandbits(64) for _ in range(NUM_DRAWN))]
     ]
     logits = randn(len(rows), vocab_size, dtype=torch.bfloat16).float() * 4
@@ -233,7 +228,7 @@ def test_of_equals_on_several_ranks_the_lowest_is_taken() -> None:
     logits = torch.full((3, 9000), -1.0, device=DEVICE)
     logits[0, [2999, 3000, 8999]] = 1.0
     logits[1, [6000, 8999]] = 0.0
-    ids, _ = sampled_by_ranks(logits, [sampling.RowSampling(0.0, None, 1.0, 0)] * 3, 3)
+    ids, _ = sampled_by_ranks(logits, [drawn(0.0, 0)] * 3, 3)
     assert ids.tolist() == [2999, 6000, 0]
 
 
@@ -241,7 +236,7 @@ def test_of_equals_on_several_ranks_the_lowest_is_taken() -> None:
 def test_what_is_no_number_on_one_rank_is_none_on_all() -> None:
     logits = randn(3, 90) * 4
     logits[0, 80], logits[1, 3] = math.nan, math.inf
-    ids, logprobs = sampled_by_ranks(logits, [sampling.RowSampling(0.0, None, 1.0, 0)] * 3, 3)
+    ids, logprobs = sampled_by_ranks(logits, [drawn(0.0, 0)] * 3, 3)
     assert logprobs.isnan().tolist() == [True, True, False]
     assert all(0 <= token_id < 90 for token_id in ids.tolist())
 
@@ -250,7 +245,7 @@ def test_what_is_no_number_on_one_rank_is_none_on_all() -> None:
 def test_samples_as_the_reference_does(vocab_size: int) -> None:
     generator = random.Random(vocab_size)
     rows = [
-        sampling.RowSampling(generator.choice([0.0, 0.3, 1.0, 2.0]), None, 1.0, key)
+        drawn(generator.choice([0.0, 0.3, 1.0, 2.0]), key)
         for key in [0, 1, (1 << 64) - 1, *(generator.getrandbits(64) for _ in range(13))]
     ]
     logits = randn(len(rows), vocab_size, dtype=torch.bfloat16) * 4
@@ -263,7 +258,7 @@ def test_samples_as_the_reference_does(vocab_size: int) -> None:
 def test_greedy_takes_the_lowest_of_equals() -> None:
     logits = torch.zeros(2, 9000, device=DEVICE)
     logits[0, [5000, 8999]] = 1.0
-    ids, _ = sampled(logits, [sampling.RowSampling(0.0, None, 1.0, 0)] * 2)
+    ids, _ = sampled(logits, [drawn(0.0, 0)] * 2)
     assert ids.tolist() == [5000, 0]
 
 
@@ -295,7 +290,7 @@ class Batch:
         )
         self.qkv = randn(len(slots), num_heads + 2 * kv_heads, dim, dtype=dtype)
         positions = torch.tensor([p for s, n in lens for p in range(s, s + n)], device=DEVICE)
-        self.rope = rope.rope_angles(positions, torch.rand(dim // 2, device=DEVICE))
+        self.rope = kv_blocks.rope_angles(positions, torch.rand(dim // 2, device=DEVICE))
 
     def run(self, backend: AttentionBackend) -> torch.Tensor:
         backend.plan(self.metadata)

@@ -20,19 +20,18 @@ from fakes.handoff import handoff_checks as checks
 from fakes.handoff.handoff_checks import search
 from fakes.handoff.memory_transport import MemoryPull
 
-from baton.core.request import block_hash
+from baton.core.request import token_ids
 from baton.decode_node.windows import Windows
 from baton.engine.kv.block_pool import BlockPool
 from baton.engine.kv.prefix_cache import PrefixCache
 from baton.engine.scheduling import sequence
 from baton.engine.scheduling.block_tables import BlockTables
 from baton.engine.scheduling.scheduler import Scheduler
-from baton.kv_transfer.protocol.manifest_sequence import ManifestSequence
+from baton.kv_transfer.protocol.pairing import Tombstones
 from baton.kv_transfer.protocol.puller import Puller
-from baton.kv_transfer.protocol.renewals import Renewals
-from baton.kv_transfer.protocol.reserve_queue import ReserveQueue
+from baton.kv_transfer.protocol.puller_transfer import ManifestSequence
+from baton.kv_transfer.protocol.puller_waits import Renewals, ReserveQueue
 from baton.kv_transfer.protocol.source import Source, _Transfer
-from baton.kv_transfer.protocol.tombstones import Tombstones
 from baton.kv_transfer.shm.shm import _SourceMapping
 
 Check = Callable[[], None]
@@ -288,7 +287,7 @@ BUGS = [
     Bug(
         "a small one overtakes in the queue for memory",
         "a large prompt starves behind small ones",
-        ReserveQueue.question,
+        ReserveQueue.next_request,
         [
             (
                 "self._waiting.head",
@@ -317,7 +316,7 @@ BUGS = [
     Bug(
         "a block's hash forgets what came before it",
         "equal words behind different beginnings share their KV",
-        block_hash.block_hashes,
+        token_ids.block_hashes,
         [("parent + block", "block")],
         checks.prompts_that_share_blocks_get_their_own_tokens,
         owner=sequence,

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core.request import block_hash
-from baton.core.request.block_hash import BlockHash, block_hashes, root_hash
+from baton.core.request import token_ids
+from baton.core.request.token_ids import BlockHash, block_hashes, root_hash
 from baton.engine.kv.block_pool import BlockPool
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.prefix_cache import PrefixCache
@@ -147,7 +147,7 @@ def recorded_inputs(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
             inputs.append(self.data)
             return hashlib.blake2b(self.data, digest_size=self.digest_size).digest()
 
-    monkeypatch.setattr(block_hash, "hashlib", SimpleNamespace(blake2b=Recorder))
+    monkeypatch.setattr(token_ids, "hashlib", SimpleNamespace(blake2b=Recorder))
     return inputs
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from baton.bench import report
-from baton.cli import contracts, made_parts, reference
+from baton.cli import reference
 from baton.core import errors
 from baton.core.config import GatewayConfig
 
@@ -104,7 +104,7 @@ def test_error_facts_are_fresh() -> None:
 
 def test_contracts_show_the_code_as_it_is() -> None:
     page = (DOCS / "contracts.md").read_text()
-    assert contracts.refresh_contracts_page(page) == page, STALE
+    assert reference.refresh_contracts_page(page) == page, STALE
 
 
 @pytest.mark.parametrize("page", report.PAGES, ids=lambda page: page.name)
@@ -113,7 +113,7 @@ def test_tables_of_results_are_fresh(page: Path) -> None:
 
 
 def test_every_table_is_on_a_page_and_every_result_in_a_table() -> None:
-    used = [name for page in report.PAGES for name in made_parts.names(page.read_text())]
+    used = [name for page in report.PAGES for name in reference.part_names(page.read_text())]
     assert sorted(used) == sorted(report.TABLES)
     named = "".join(page.read_text() for page in report.PAGES)
     results = (ROOT / "bench" / "results").glob("*.json")
@@ -122,19 +122,19 @@ def test_every_table_is_on_a_page_and_every_result_in_a_table() -> None:
 
 def test_parts_of_a_page_are_made_and_the_rest_is_left_alone() -> None:
     page = "a\n<!-- made: x -->\nold\n<!-- /made -->\nb <!-- /made -->"
-    made = made_parts.refresh(page, lambda name: f"new {name}\n")
+    made = reference.refresh_parts(page, lambda name: f"new {name}\n")
     assert made == "a\n<!-- made: x -->\n\nnew x\n\n<!-- /made -->\nb <!-- /made -->"
-    assert made_parts.refresh(made, lambda name: f"new {name}\n") == made
+    assert reference.refresh_parts(made, lambda name: f"new {name}\n") == made
 
 
 def test_what_the_contracts_show_of_a_class() -> None:
-    shown = contracts.code_of("kv_transfer/window/transport.py: PoolWindow")
+    shown = reference.code_of("kv_transfer/window/transport.py: PoolWindow")
     assert "    num_steps: int | None\n        # How many of the source's steps" in shown
     assert "def prepare(pairs: BlockPairs) -> Starter" in shown
-    value = contracts.code_of("engine/scheduling/outputs.py: ChunkLaunched")
+    value = reference.code_of("engine/scheduling/outputs.py: ChunkLaunched")
     assert "ChunkLaunched(key: str, num_tokens: int, is_last: bool, step: int)" in value
     with pytest.raises(KeyError):
-        contracts.code_of("engine/engine.py: NoSuchClass")
+        reference.code_of("engine/engine.py: NoSuchClass")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

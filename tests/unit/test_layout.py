@@ -18,7 +18,7 @@ NOT_PRODUCT = {"tests", "bench", "docs", "deploy", "build"}
 # folder -> the folders of ours that it may import, besides itself
 MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
-    "kernels": set(),
+    "kernels": {"core"},
     "models": set(),
     "proto": {"core"},
     "constraints": {"core"},

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.secret import ClusterSecret
+from baton.core.channels.addresses import host_id
 from baton.core.channels.admission import GATEWAY, dial
-from baton.core.channels.framing import LENGTH_BYTES, decode_length, encode_payload
-from baton.core.channels.same_host import host_id
+from baton.core.channels.channel import LENGTH_BYTES, decode_length, encode_payload
 from baton.core.membership import Member
 from baton.core.request.request import Request, SamplingParams
 from baton.proto import codec

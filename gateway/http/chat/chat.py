@@ -14,18 +14,16 @@ from ....core.ports import Entropy, SystemEntropy
 from ....core.request.json_fields import BOOLEAN, FieldKind
 from ...admission.front_door import RunningCall
 from ...request.output_chunk import OutputChunk
-from ..generate.logprobs import prompt_logprobs
 from ..generate.request_fields import COMMON, LOGPROBS, MAX_TOKENS, generate_request, read_body
-from ..generate.responses import Response, Sample
+from ..generate.responses import Response, Sample, prompt_logprobs
 from ..generate.structured import constraint_of
 from ..protocol.answers import ChatCompletion, ChatCompletionChunk
 from ..protocol.app_state import APP_STATE
-from .chat_shape import ChatOptions, ChatSample
+from .chat_shape import ChatSample
 from .chat_template import ChatPrompt, ChatTemplate
 from .messages import MESSAGES
-from .tool_constraints import call_grammar
 from .tool_formats import FORMATS, ToolFormat, format_of_template
-from .tools import TOOL_CHOICE, TOOLS, Tool, ToolChoice, chosen, shown_tools
+from .tools import TOOL_CHOICE, TOOLS, call_grammar, chosen, shown_tools
 
 ROUTES = web.RouteTableDef()
 
@@ -56,7 +54,7 @@ class ChatModel:
         """`tool_call_parser`: one of FORMATS, or auto: by the template."""
         template = ChatTemplate.load(model_dir)
         if tool_call_parser in FORMATS:
-            return cls(template, FORMATS[tool_call_parser](), SystemEntropy())
+            return cls(template, FORMATS[tool_call_parser], SystemEntropy())
         tool_format = None if template is None else format_of_template(template.text)
         return cls(template, tool_format, SystemEntropy())
 
@@ -66,7 +64,7 @@ CHAT_MODEL = web.AppKey("chat_model", ChatModel)
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A chat as a prompt; `opening` are its last words, which belong to the answer.
+    """A chat as a prompt; `opening` is its end, whose text belongs to the answer.
 
     `grammar` (Lark's) is of what follows them; None: it is free.
     """
@@ -100,25 +98,19 @@ async def prepare(
             "this model's chat template knows no tools", "tools", "unsupported_parameter"
         )
     opening, grammar = "", None
-    if choice.is_forced and constraint_refusal is None:
-        opening = model.tool_format.constrained_opening(choice.function)
-        grammar = call_grammar(tools, choice, model.tool_format.arguments_name)
-    elif choice.is_forced:
-        _check_not_strict(tools, choice, constraint_refusal)
-        opening = model.tool_format.opening(choice.function)
+    if choice.is_forced:
+        is_constrained = constraint_refusal is None
+        opening = model.tool_format.opening(choice.function, is_constrained=is_constrained)
+        if is_constrained:
+            grammar = call_grammar(tools, choice, model.tool_format.arguments_name)
+        elif any(tool.get("strict") for tool in choice.wanted(tools)):
+            raise InvalidRequest(
+                f"a strict tool cannot be forced: {constraint_refusal}",
+                "tools",
+                "unsupported_parameter",
+            )
     prompt = await model.template.render(messages, shown_tools(tools), opening=opening)
     return Prepared(prompt, opening, model.tool_format, grammar)
-
-
-def _check_not_strict(
-    tools: Sequence[Tool], choice: ToolChoice, constraint_refusal: str | None
-) -> None:
-    if any(t.get("strict") and choice.function in (None, t["function"]["name"]) for t in tools):
-        raise InvalidRequest(
-            f"a strict tool cannot be forced: {constraint_refusal}",
-            "tools",
-            "unsupported_parameter",
-        )
 
 
 @ROUTES.post("/v1/chat/completions")
@@ -148,14 +140,16 @@ class _Chat(Response):
 
     def __init__(self, request: web.Request, found: Mapping[str, Any], prepared: Prepared) -> None:
         super().__init__(request, found)
-        constraint, asked_by = constraint_of(found, prepared.grammar)
+        constraint, constrained_by = constraint_of(found, prepared.grammar)
         if constraint and prepared.tool_format and not prepared.grammar:
             raise InvalidRequest(
                 "an output of this shape cannot call tools: set tool_choice to none",
-                asked_by,
+                constrained_by,
                 "unsupported_parameter",
             )
-        max_tokens_name = _max_tokens_name(found)
+        max_tokens_name = "max_tokens"
+        if "max_completion_tokens" in found:
+            max_tokens_name = "max_completion_tokens"
         sampling: dict[str, Any] = {**constraint, "max_tokens": found.get(max_tokens_name)}
         if found.get("logprobs"):
             sampling["logprobs"] = found.get("top_logprobs", 0)
@@ -163,7 +157,7 @@ class _Chat(Response):
             "prompt": "messages",
             "max_tokens": max_tokens_name,
             "logprobs": "top_logprobs",
-            "constraint": asked_by,
+            "constraint": constrained_by,
         }
         wire = generate_request(
             found,
@@ -180,22 +174,16 @@ class _Chat(Response):
         self._prepared = prepared
         self._token_of = self.app[APP_STATE].door.model.tokenizer.token
         self._prompt_ids: Sequence[int] = ()
-        self._extra: dict[str, Any] = {}
 
     async def samples(self, calls: Sequence[RunningCall]) -> Sequence[Sample]:
         found, prepared = self._found, self._prepared
-        options = ChatOptions(
-            logprobs=found.get("logprobs", False),
-            return_token_ids=found.get("return_token_ids", False),
-            max_tool_calls=None if found.get("parallel_tool_calls", True) else 1,
-        )
         self._prompt_ids = calls[0].request.prompt_token_ids
-        if options.return_token_ids:
-            self._extra["prompt_token_ids"] = list(self._prompt_ids)
+        if found.get("return_token_ids"):
+            self.extra["prompt_token_ids"] = list(self._prompt_ids)
         return [
             ChatSample(
                 index,
-                options,
+                found,
                 self._token_of,
                 self.app[CHAT_MODEL].entropy.new_id,
                 parser=None if prepared.tool_format is None else prepared.tool_format.parser(),
@@ -207,11 +195,4 @@ class _Chat(Response):
     def first_chunk(self, prompt_index: int, chunk: OutputChunk) -> None:
         if "prompt_logprobs" in self._found:
             scores = prompt_logprobs(self._prompt_ids, chunk.prompt_logprobs, self._token_of)
-            self._extra["prompt_logprobs"] = scores
-
-    def extra(self) -> dict[str, Any]:
-        return self._extra
-
-
-def _max_tokens_name(found: Mapping[str, Any]) -> str:
-    return "max_completion_tokens" if "max_completion_tokens" in found else "max_tokens"
+            self.extra["prompt_logprobs"] = scores

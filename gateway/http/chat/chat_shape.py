@@ -2,55 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+from ....core.request.logprobs import TokenLogprobs
 from ....core.request.request import FinishReason
 from ...request.output_chunk import OutputChunk, RequestResult
-from ..generate.logprobs import TokenOf, chat_logprobs
+from ..generate.responses import Sample, TokenOf
 from ..protocol.answers import (
     ChatChoice,
     ChatDelta,
+    ChatLogprobs,
     ChatMessage,
     Function,
+    TokenLogprob,
     ToolCall,
+    TopLogprobs,
     json_text,
 )
-from ..protocol.text_event import TextEvent
-from .tool_parsing import Content, Delta, ToolCallParser, ToolDelta
+from ..protocol.event_stream import TextEvent
+from .tool_formats import ToolCallParser
+from .tool_parsing import Content, Delta, ToolDelta
 
 
-@dataclass(frozen=True, slots=True)
-class ChatOptions:
-    """What was asked for beside the message. `max_tool_calls`: None for any number."""
-
-    logprobs: bool = False
-    return_token_ids: bool = False
-    max_tool_calls: int | None = None
-
-
-class ChatSample:
+class ChatSample(Sample):
     """One sample. `parser` None: all text is content; `opening` is text that the prompt forced."""
 
     def __init__(
         self,
         index: int,
-        options: ChatOptions,
+        found: Mapping[str, Any],
         token_of: TokenOf,
         new_id: Callable[[], str],
         parser: ToolCallParser | None = None,
         opening: str = "",
     ) -> None:
-        self._index = index
-        self._options = options
-        self._token_of = token_of
+        super().__init__(index, found, token_of)
+        self._has_logprobs: bool = found.get("logprobs", False)
+        self._max_calls = math.inf if found.get("parallel_tool_calls", True) else 1
         self._new_id = new_id
         self._parser = parser
         self._opening = opening
-        self._is_first = True
         self._num_calls = 0
-        self.text_event: TextEvent | None = None
-        if parser is None and not (options.logprobs or options.return_token_ids):
+        if parser is None and not (self._has_logprobs or self._returns_ids):
             self.text_event = TextEvent(
                 f'{{"index":{index},"delta":{{"content":', '},"logprobs":null,"finish_reason":null}'
             )
@@ -58,7 +53,7 @@ class ChatSample:
     # --- in a stream ------------------------------------------------------------------------------
 
     def events(self, chunk: OutputChunk) -> list[str]:
-        """JSON of what a stream shows of this chunk; the role comes first of all."""
+        """The role comes first of all."""
         events = []
         if self._is_first:
             self._is_first = False
@@ -67,9 +62,7 @@ class ChatSample:
         if self.text_event is not None and chunk.result is None:
             return [*events, self.text_event.of(chunk.text)] if chunk.text else events
         deltas = [self._delta(delta) for delta in self._deltas(chunk)]
-        has_more = bool(chunk.token_ids) and (
-            self._options.logprobs or self._options.return_token_ids
-        )
+        has_more = bool(chunk.token_ids) and (self._has_logprobs or self._returns_ids)
         if not deltas and (has_more or chunk.result is not None):
             deltas.append(ChatMessage())
         choices = [ChatDelta(index=self._index, delta=delta) for delta in deltas]
@@ -117,16 +110,15 @@ class ChatSample:
         deltas = self._parser.feed(opening + chunk.text)
         if chunk.result is not None:
             deltas += self._parser.finish()
-        most = self._options.max_tool_calls
-        kept = [d for d in deltas if isinstance(d, Content) or most is None or d.index < most]
+        kept = [d for d in deltas if isinstance(d, Content) or d.index < self._max_calls]
         self._num_calls += sum(isinstance(d, ToolDelta) and d.name is not None for d in kept)
         return kept
 
     def _add_tokens(self, choice: ChatDelta | ChatChoice, chunk: OutputChunk) -> None:
         """What goes beside the text."""
-        if self._options.logprobs and chunk.token_ids:
+        if self._has_logprobs and chunk.token_ids:
             choice.logprobs = chat_logprobs(chunk.token_ids, chunk.logprobs, self._token_of)
-        if self._options.return_token_ids and chunk.token_ids:
+        if self._returns_ids and chunk.token_ids:
             choice.token_ids = chunk.token_ids
 
     def _add_ending(self, choice: ChatDelta | ChatChoice, result: RequestResult | None) -> None:
@@ -138,3 +130,22 @@ class ChatSample:
     def _new_call(self, name: str, arguments: str) -> ToolCall:
         call_id = f"call_{self._new_id()[:24]}"
         return ToolCall(Function(arguments, name), id=call_id, type="function")
+
+
+def chat_logprobs(
+    token_ids: Sequence[int], scores: Sequence[TokenLogprobs], token_of: TokenOf
+) -> ChatLogprobs:
+    """/v1/chat/completions: one object a token."""
+
+    def of(token_id: int, logprob: float) -> tuple[str, float, list[int]]:
+        token = token_of(token_id)
+        return token.text, logprob, list(token.data)
+
+    return ChatLogprobs(
+        [
+            TopLogprobs(
+                *of(token_id, score.logprob), [TokenLogprob(*of(*other)) for other in score.top]
+            )
+            for token_id, score in zip(token_ids, scores, strict=True)
+        ]
+    )

@@ -1,7 +1,7 @@
 """A model directory's chat template: messages and tools in, the prompt out.
 
 The prompt is a text and where it has special tokens: the template's own alone, whatever messages
-and tools say (template_marks.py).
+and tools contain (template_marks.py).
 
 The template comes with the model, so it runs in jinja2's immutable sandbox, and what it may cost is
 bounded. It has what transformers gives templates: tojson, raise_exception, strftime_now.
@@ -61,7 +61,7 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, model_dir: Path) -> ChatTemplate | None:
-        """None where there is none, or none that can be used: the log says why."""
+        """None where there is none, or none that can be used: the log has the reason."""
         path = model_dir / "tokenizer_config.json"
         config = read_json(path) if path.is_file() else {}
         text = _source(model_dir, config)
@@ -80,7 +80,7 @@ class ChatTemplate:
     async def render(
         self, messages: Sequence[Message], tools: Sequence[Tool], *, opening: str = ""
     ) -> ChatPrompt:
-        """The prompt, up to where the assistant speaks, and `opening`, the first of its words.
+        """The prompt, up to where the assistant's text begins, and `opening`, its beginning.
 
         Raises InvalidRequest.
         """
@@ -158,7 +158,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's words for training; here it only passes them on."""
+    """`{% generation %}` marks the assistant's text for training; here it only passes them on."""
 
     tags = {"generation"}  # noqa: RUF012  (as jinja2 declares it)
 

@@ -57,11 +57,11 @@ class TemplateMarks:
 
     def mark_template(self, template: nodes.Template) -> None:
         """Mark the strings that a parsed template is made of, in place."""
-        for parent, text in list(_texts(template)):
-            value = _value(text)
+        for parent, node, field in list(_texts(template)):
+            text = getattr(node, field)
             if isinstance(parent, nodes.Output | nodes.Add | nodes.Concat):
-                value = self._mark_pieces(value)
-            _set(text, self.mark_specials(value))
+                text = self._mark_pieces(text)
+            setattr(node, field, self.mark_specials(text))
 
     def _mark_pieces(self, text: str) -> str:
         """What begins or ends a token around a role, where the text is written out."""
@@ -99,30 +99,14 @@ def _around_roles(specials: Collection[str]) -> Iterator[tuple[str, str, str]]:
                 yield before, role, after
 
 
-def _texts(node: nodes.Node) -> Iterator[tuple[nodes.Node, nodes.Node]]:
-    """All strings below a node, each with the node that it is an operand of."""
+def _texts(node: nodes.Node) -> Iterator[tuple[nodes.Node, nodes.Node, str]]:
+    """All strings below a node: the node that it is an operand of, its own, and the field there."""
     for child in node.iter_child_nodes():
-        if _is_text(child):
-            yield node, child
+        field = "data" if isinstance(child, nodes.TemplateData) else "value"
+        is_leaf = isinstance(child, nodes.TemplateData | nodes.Const)
+        if is_leaf and isinstance(getattr(child, field), str):
+            yield node, child, field
         yield from _texts(child)
-
-
-def _is_text(node: nodes.Node) -> bool:
-    return isinstance(node, nodes.TemplateData) or (
-        isinstance(node, nodes.Const) and isinstance(node.value, str)
-    )
-
-
-def _value(node: nodes.Node) -> str:
-    text: str = node.data if isinstance(node, nodes.TemplateData) else node.value  # type: ignore[attr-defined]
-    return text
-
-
-def _set(node: nodes.Node, text: str) -> None:
-    if isinstance(node, nodes.TemplateData):
-        node.data = text
-    else:
-        node.value = text  # type: ignore[attr-defined]
 
 
 def compile_marked(

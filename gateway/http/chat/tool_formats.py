@@ -8,35 +8,17 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
-from .tool_parsing import CallScanner, Content, Delta, ToolCallParser, ToolDelta
+from .tool_parsing import CallScanner, Content, Delta, ToolDelta
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
 
 
-class ToolFormat(Protocol):
-    """One family's. `arguments_name`: its key of a call's arguments."""
-
-    @property
-    def arguments_name(self) -> str: ...
-
-    def parser(self) -> ToolCallParser: ...
-
-    def opening(self, function: str | None) -> str:
-        """The beginning of a call of this function, or of any: the prompt's last words where a call
-        is wanted in any case."""
-        ...
-
-    def constrained_opening(self, function: str | None) -> str:
-        """The same where a grammar rules what follows: it ends before the arguments."""
-        ...
-
-
-class _Parser(ABC):
-    """Content and calls in turns; a subclass says where a call begins."""
+class ToolCallParser(ABC):
+    """Of one sample: content and calls in turns; a subclass knows where a call begins."""
 
     def __init__(self) -> None:
         self._text = ""  # not judged yet
@@ -54,6 +36,7 @@ class _Parser(ABC):
         return deltas
 
     def finish(self) -> list[Delta]:
+        """No more text comes."""
         deltas: list[Delta] = []
         if self._scanner is not None and not self._is_named:
             self._content(self._given_up(self._scanner), deltas)
@@ -99,7 +82,7 @@ class _Parser(ABC):
         return False
 
 
-class _HermesParser(_Parser):
+class _HermesParser(ToolCallParser):
     def _read(self, deltas: list[Delta]) -> bool:
         if self._is_behind_call:
             self._text = self._text.lstrip().removeprefix(_END).lstrip()
@@ -125,7 +108,7 @@ class _HermesParser(_Parser):
         return _BEGIN + scanner.raw
 
 
-class _Llama3Parser(_Parser):
+class _Llama3Parser(ToolCallParser):
     """The first character decides: an answer that does not begin with a call is content."""
 
     _is_over = False  # what follows the last call is not one
@@ -153,52 +136,32 @@ class _Llama3Parser(_Parser):
         return True
 
 
-class Hermes:
-    """`ToolFormat`."""
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """One family's. `begin` stands before a call, whose arguments have the key `arguments_name`."""
 
-    arguments_name = "arguments"
+    begin: str
+    arguments_name: str
+    parser: Callable[[], ToolCallParser]
 
-    def parser(self) -> ToolCallParser:
-        return _HermesParser()
-
-    def opening(self, function: str | None) -> str:
-        return f"{self.constrained_opening(function)}{'' if function is None else ' {'}"
-
-    def constrained_opening(self, function: str | None) -> str:
-        return f"{_BEGIN}\n" + _opened(self.arguments_name, function)
-
-
-class Llama3Json:
-    """`ToolFormat`."""
-
-    arguments_name = "parameters"
-
-    def parser(self) -> ToolCallParser:
-        return _Llama3Parser()
-
-    def opening(self, function: str | None) -> str:
-        return f"{self.constrained_opening(function)}{'' if function is None else ' {'}"
-
-    def constrained_opening(self, function: str | None) -> str:
-        return _opened(self.arguments_name, function)
+    def opening(self, function: str | None, *, is_constrained: bool) -> str:
+        """The beginning of a call of this function, or of any: the prompt's end where a call
+        is wanted in any case. Where a grammar rules what follows, it ends before the arguments."""
+        if function is None:
+            return f'{self.begin}{{"name": "'
+        named = f'{self.begin}{{"name": {json.dumps(function)}, "{self.arguments_name}":'
+        return named if is_constrained else f"{named} {{"
 
 
-def _opened(arguments: str, function: str | None) -> str:
-    if function is None:
-        return '{"name": "'
-    return f'{{"name": {json.dumps(function)}, "{arguments}":'
-
-
-FORMATS: Mapping[str, type[Hermes] | type[Llama3Json]] = {
-    "hermes": Hermes,
-    "llama3_json": Llama3Json,
-}
+HERMES = ToolFormat(f"{_BEGIN}\n", "arguments", _HermesParser)
+LLAMA3_JSON = ToolFormat("", "parameters", _Llama3Parser)
+FORMATS: Mapping[str, ToolFormat] = {"hermes": HERMES, "llama3_json": LLAMA3_JSON}
 
 
 def format_of_template(template: str) -> ToolFormat | None:
     """The format that a chat template teaches its model; None if it knows no tools."""
     if _BEGIN in template:
-        return Hermes()
+        return HERMES
     if '"parameters"' in template and "tools" in template:
-        return Llama3Json()
+        return LLAMA3_JSON
     return None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Protocol
 
 _ARGUMENTS = ("arguments", "parameters")
 _SPACE = " \t\r\n"
@@ -32,16 +31,6 @@ class ToolDelta:
 
 
 Delta = Content | ToolDelta
-
-
-class ToolCallParser(Protocol):
-    """One sample's."""
-
-    def feed(self, text: str) -> list[Delta]: ...
-
-    def finish(self) -> list[Delta]:
-        """No more text comes."""
-        ...
 
 
 @dataclass(slots=True)

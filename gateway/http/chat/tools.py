@@ -1,20 +1,31 @@
-"""The tools that a chat request offers, and which of them it wants called.
+"""The tools that a chat request offers, which of them it wants called, and a forced call's grammar.
 
-A tool is {"type", "function": {...}}, and beside it `strict`: that its schema is to be kept to.
+A tool is {"type", "function": {...}}, and beside it `strict`: that its schema is to be kept to. The
+schemas are shown to the model, compiled for forced calls alone, never fetched. Each must be of
+bounded size, and its references must be such as structured output takes.
+
+A call that is wanted in any case is a grammar of what follows the prompt's end:
+
+    prompt ...{"name": "now", "arguments":      output  {"zone": "UTC"}}        one function
+    prompt ...{"name": "                        output  now", "arguments": {"zone": "UTC"}}
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ....constraints.grammar_text import JSON_OPTIONS
+from ....constraints.schema_references import BadReference, check_references
 from ....core.errors import InvalidRequest
 from ....core.request.json_fields import BOOLEAN, STRING, FieldKind, invalid, nullable, record
-from .tool_schemas import MAX_SCHEMA_VALUES, check_schema
 
 MAX_TOOLS = 128
+MAX_SCHEMA_VALUES = 16384  # of all tools of a request
+_MAX_DEPTH = 32
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
 _SHOWN = ("name", "description", "parameters")
 
@@ -29,6 +40,10 @@ class ToolChoice:
     is_forced: bool = False
     function: str | None = None
 
+    def wanted(self, tools: Sequence[Tool]) -> list[Tool]:
+        """Those of the tools that a forced call can be of."""
+        return [tool for tool in tools if self.function in (None, tool["function"]["name"])]
+
 
 def _tools(value: Any, name: str) -> list[Tool]:
     if not isinstance(value, list):
@@ -41,7 +56,7 @@ def _tools(value: Any, name: str) -> list[Tool]:
         schema = tools[-1]["function"].get("parameters", {})
         num_values += check_schema(schema, f"{name}[{i}].function.parameters")
         if num_values > MAX_SCHEMA_VALUES:
-            raise InvalidRequest(f"{name} are too large", name, "invalid_schema")
+            raise _bad(name, "are too large")
     return tools
 
 
@@ -60,6 +75,31 @@ def _tool(value: Any, name: str) -> Tool:
     shown = {key: function[key] for key in _SHOWN if function.get(key) is not None}
     tool = {"type": "function", "function": shown}
     return tool | {"strict": True} if function.get("strict") is True else tool
+
+
+def check_schema(schema: Mapping[str, Any], name: str) -> int:
+    """How many values it has; raises InvalidRequest."""
+    num_values = 0
+    pending: list[tuple[Any, int]] = [(schema, 0)]
+    while pending:
+        value, depth = pending.pop()
+        num_values += 1
+        if depth > _MAX_DEPTH:
+            raise _bad(name, f"is nested more than {_MAX_DEPTH} deep")
+        if num_values > MAX_SCHEMA_VALUES:
+            raise _bad(name, "is too large")
+        inside = value.values() if isinstance(value, dict) else value
+        if isinstance(value, dict | list):
+            pending += [(one, depth + 1) for one in inside]
+    try:
+        check_references(schema)
+    except BadReference as error:
+        raise _bad(name, str(error)) from None
+    return num_values
+
+
+def _bad(name: str, what: str) -> InvalidRequest:
+    return InvalidRequest(f"{name} {what}", name, "invalid_schema")
 
 
 def shown_tools(tools: Sequence[Tool]) -> list[Tool]:
@@ -94,6 +134,27 @@ def chosen(tools: Sequence[Tool], choice: ToolChoice | None) -> ToolChoice:
             "invalid_value",
         )
     return choice
+
+
+def call_grammar(tools: Sequence[Tool], choice: ToolChoice, arguments_name: str) -> str:
+    """Lark, for a call that is forced; `arguments_name` is the format's key of the arguments."""
+    calls, rules = [], []
+    for index, tool in enumerate(choice.wanted(tools)):
+        head = ""
+        if choice.function is None:
+            name = json.dumps(tool["function"]["name"])[1:]
+            head = json.dumps(f'{name}, "{arguments_name}":') + " "
+        calls.append(f'{head}" "? arguments_{index} "}}"')
+        rules.append(f"arguments_{index}: %json {json.dumps(_schema(tool))}")
+    return "\n".join([f"start: {' | '.join(calls)}", *rules])
+
+
+def _schema(tool: Tool) -> dict[str, object]:
+    """Of the arguments, which are an object whatever the schema has on that. What only a strict
+    compiler would refuse in a schema that is not called strict is left out of account."""
+    schema = tool["function"].get("parameters") or {"properties": {}, "additionalProperties": False}
+    options = {**JSON_OPTIONS, "lenient": not tool.get("strict")}
+    return {"type": "object", **schema, "x-guidance": options}
 
 
 _FUNCTION = record(

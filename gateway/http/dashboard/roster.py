@@ -19,6 +19,7 @@ from ...engines.engine_table import EngineTable
 
 _FORGET_S = 3600.0
 _MAX_GONE = 64
+_OF_LOAD = ("free_blocks", "credit_blocks", "num_running", "num_waiting", "waiting_tokens")
 
 
 @dataclass(slots=True)
@@ -43,7 +44,7 @@ class EngineRoster:
         self._seen: dict[str, _Seen] = {}
 
     def look(self) -> None:
-        """Take over what the directory and the links say now."""
+        """Take over the state of the directory and the links."""
         now_unix_s = self._clock.unix_ns() / 1e9
         present = {member.incarnation: member for member in self._members()}
         for incarnation, member in present.items():
@@ -75,7 +76,6 @@ class EngineRoster:
         member = seen.member
         engine = self._table.engines.get(member.incarnation)
         load = engine.load if engine is not None else None
-        links = load.links if load is not None else frozenset()
         return {
             "incarnation": member.incarnation,
             "name": member.name,
@@ -87,12 +87,8 @@ class EngineRoster:
             "restarts": seen.restarts,
             "block_size": member.block_size,
             "num_blocks": member.num_blocks,
-            "free_blocks": load.free_blocks if load else None,
-            "credit_blocks": load.credit_blocks if load else None,
-            "num_running": load.num_running if load else None,
-            "num_waiting": load.num_waiting if load else None,
-            "waiting_tokens": load.waiting_tokens if load else None,
-            "links": sorted(links),
+            **{name: getattr(load, name, None) for name in _OF_LOAD},
+            "links": sorted(load.links) if load is not None else [],
         }
 
     def _join_restarted(self) -> None:

@@ -1,33 +1,49 @@
 """The page, its files, and its data: a snapshot by GET, or a stream of server-sent events.
 
-Everything here is read-only. The page may load and run nothing but these files: no inline script or
+Everything here is read-only. The page's files are read once; whatever is not among them does not
+exist: no path is joined. The page may load and run nothing but these files: no inline script or
 style, nothing from elsewhere. Who may come in at all is judged before (http/protocol/access.py).
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import math
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
+from ....core.errors import InvalidRequest
 from ....core.ports import Clock
 from ....core.version import version
+from ...telemetry.calls.call_record import SloTargets
 from ..protocol.app_state import AppState
 from ..protocol.errors import Refusal
 from .roster import EngineRoster
-from .snapshot import SnapshotFeed, Targets, Update
-from .static_files import StaticFile, static_files
+from .snapshot import SnapshotFeed, Update
 
 ROUTES = web.RouteTableDef()
+
+_FOLDER = Path(__file__).parent / "static"
+_TYPES = {
+    ".css": "text/css",
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
 
 MAX_VIEWERS = 32
 PING_S = 15.0
 _STREAM_S = 300.0  # then the page comes back, and whether it may is judged anew
 _RETRY_MS = 1000
 _SLOWEST_WRITE_S = 10.0
+_LONGEST_TARGET_MS = 3_600_000.0
 
 _HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -44,16 +60,7 @@ _PAGE_HEADERS = {
 _DATA_HEADERS = {**_HEADERS, "Cache-Control": "no-store"}
 
 
-class Viewers:
-    """The feed, and how many follow it."""
-
-    def __init__(self, feed: SnapshotFeed, max_viewers: int = MAX_VIEWERS) -> None:
-        self.feed = feed
-        self.max_viewers = max_viewers
-        self.num_viewers = 0
-
-
-VIEWERS = web.AppKey("viewers", Viewers)
+FEED = web.AppKey("feed", SnapshotFeed)
 
 
 def feed_of(parts: AppState, clock: Clock) -> SnapshotFeed:
@@ -68,21 +75,21 @@ def feed_of(parts: AppState, clock: Clock) -> SnapshotFeed:
         }
 
     roster = EngineRoster(parts.table, parts.view.members, clock)
-    targets = Targets(parts.config.slo_ttft_s, parts.config.slo_tbt_s)
+    targets = SloTargets(parts.config.slo_ttft_s, parts.config.slo_tbt_s)
     return SnapshotFeed(parts.telemetry.window, roster, about, targets, clock)
 
 
-def add_dashboard(app: web.Application, viewers: Viewers) -> None:
+def add_dashboard(app: web.Application, feed: SnapshotFeed) -> None:
     """Give an application the page; the feed ticks for as long as the application runs."""
 
     async def ticking(_: web.Application) -> AsyncIterator[None]:
-        task = asyncio.create_task(viewers.feed.run())
+        task = asyncio.create_task(feed.run())
         yield
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
 
-    app[VIEWERS] = viewers
+    app[FEED] = feed
     app.add_routes(ROUTES)
     app.cleanup_ctx.append(ticking)
 
@@ -111,7 +118,7 @@ async def file(request: web.Request) -> web.Response:
 @ROUTES.get("/api/snapshot")
 async def snapshot(request: web.Request) -> web.Response:
     """The whole snapshot for the targets `ttft_ms` and `tbt_ms`, at most a second old."""
-    data = request.app[VIEWERS].feed.whole(_targets(request))
+    data = request.app[FEED].whole(_targets(request))
     response = web.Response(body=data, content_type="application/json", headers=_DATA_HEADERS)
     response.enable_compression()
     return response
@@ -121,19 +128,19 @@ async def snapshot(request: web.Request) -> web.Response:
 async def stream(request: web.Request) -> web.StreamResponse:
     """Events `snapshot`, then `update` every second; ends after a while, and the page returns."""
     targets = _targets(request)
-    viewers = request.app[VIEWERS]
-    if viewers.num_viewers >= viewers.max_viewers:
-        raise Refusal(
-            503, "too_many_viewers", f"{viewers.max_viewers} others are watching this gateway"
-        )
-    viewers.num_viewers += 1
+    feed = request.app[FEED]
+    if feed.num_viewers >= MAX_VIEWERS:
+        raise Refusal(503, "too_many_viewers", f"{MAX_VIEWERS} others are watching this gateway")
+    feed.num_viewers += 1
     try:
-        return await _send(request, viewers.feed, targets)
+        return await _send(request, feed, targets)
     finally:
-        viewers.num_viewers -= 1
+        feed.num_viewers -= 1
 
 
-async def _send(request: web.Request, feed: SnapshotFeed, targets: Targets) -> web.StreamResponse:
+async def _send(
+    request: web.Request, feed: SnapshotFeed, targets: SloTargets
+) -> web.StreamResponse:
     response = web.StreamResponse(headers=_DATA_HEADERS | {"X-Accel-Buffering": "no"})
     response.content_type = "text/event-stream"
     await response.prepare(request)
@@ -163,9 +170,24 @@ def _event(update: Update) -> bytes:
     return head + update.data + b"\n\n"
 
 
-def _targets(request: web.Request) -> Targets:
-    default = request.app[VIEWERS].feed.targets
-    return default.changed(request.query.get("ttft_ms"), request.query.get("tbt_ms"))
+def _targets(request: web.Request) -> SloTargets:
+    """The gateway's own, where the viewer names none; raises InvalidRequest."""
+    targets = request.app[FEED].targets
+    for name, field in (("ttft_ms", "ttft_slo_s"), ("tbt_ms", "tbt_slo_s")):
+        if (text := request.query.get(name)) is not None:
+            targets = replace(targets, **{field: target_s(text, name)})
+    return targets
+
+
+def target_s(text: str, name: str) -> float:
+    """In seconds, of a text in milliseconds; raises InvalidRequest."""
+    try:
+        target_ms = float(text[:32])
+    except ValueError:
+        target_ms = math.nan
+    if not 0 < target_ms <= _LONGEST_TARGET_MS:
+        raise InvalidRequest(f"{name} is a number of milliseconds above 0", name)
+    return target_ms / 1000
 
 
 def _file(request: web.Request, found: StaticFile, headers: dict[str, str]) -> web.Response:
@@ -175,3 +197,27 @@ def _file(request: web.Request, found: StaticFile, headers: dict[str, str]) -> w
     return web.Response(
         body=found.body, content_type=found.content_type, charset="utf-8", headers=headers
     )
+
+
+@dataclass(frozen=True, slots=True)
+class StaticFile:
+    """A file of the page. `etag` changes with the content."""
+
+    body: bytes
+    content_type: str
+    etag: str
+
+
+@cache
+def static_files() -> dict[str, StaticFile]:
+    """By path below static/, with forward slashes."""
+    return {
+        path.relative_to(_FOLDER).as_posix(): _load(path)
+        for path in sorted(_FOLDER.rglob("*"))
+        if path.suffix in _TYPES
+    }
+
+
+def _load(path: Path) -> StaticFile:
+    body = path.read_bytes()
+    return StaticFile(body, _TYPES[path.suffix], hashlib.sha256(body).hexdigest()[:32])

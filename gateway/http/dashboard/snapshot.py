@@ -1,4 +1,4 @@
-"""What the page is told: the telemetry window, the engines, the gateway itself, once a second.
+"""What the page receives: the telemetry window, the engines, the gateway itself, once a second.
 
     tick ──► whole snapshot   to who is new, or has missed a tick
          └─► update           to all others: series, heat maps and recent calls since the last tick
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....core import metrics
-from ....core.errors import InvalidRequest
 from ....core.ports import Clock
-from ...telemetry.calls.stages import STAGES
+from ...telemetry.calls.call_figures import STAGES
+from ...telemetry.calls.call_record import SloTargets
 from ...telemetry.window.snapshot import window_snapshot
 from ...telemetry.window.window import TelemetryWindow
 from .roster import EngineRoster
@@ -31,23 +31,7 @@ SERIES = frozenset(
     + [f"{stage}_mean_s" for stage in STAGES]
 )
 _TICK_AT_S = 0.25  # behind each whole second: that second's row is complete by then
-_LONGEST_TARGET_MS = 3_600_000.0
 _TIMES_BEGIN_S = 1e6  # no duration is as long, every unix time is longer
-
-
-@dataclass(frozen=True, slots=True)
-class Targets:
-    """What a viewer calls good: a call's TTFT, and each of its gaps."""
-
-    ttft_slo_s: float
-    tbt_slo_s: float
-
-    def changed(self, ttft_ms: str | None, tbt_ms: str | None) -> Targets:
-        """By texts in milliseconds, None for what stays; raises InvalidRequest."""
-        return Targets(
-            self.ttft_slo_s if ttft_ms is None else _seconds(ttft_ms, "ttft_ms"),
-            self.tbt_slo_s if tbt_ms is None else _seconds(tbt_ms, "tbt_ms"),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +44,9 @@ class Update:
 
 
 class SnapshotFeed:
-    """`run` ticks until cancelled; `about` tells of the gateway itself.
+    """`run` ticks until cancelled; `about` describes the gateway itself.
 
-    `targets`: the gateway's own, for viewers who name none.
+    `targets`: the gateway's own, for viewers who name none. `num_viewers` follow now.
     """
 
     def __init__(
@@ -70,17 +54,18 @@ class SnapshotFeed:
         window: TelemetryWindow,
         roster: EngineRoster,
         about: Callable[[], dict[str, Any]],
-        targets: Targets,
+        targets: SloTargets,
         clock: Clock,
     ) -> None:
         self.targets = targets
+        self.num_viewers = 0
         self._window = window
         self._roster = roster
         self._about = about
         self._clock = clock
         self._number = 0
         self._previous_unix_s, self._now_unix_s = 0.0, clock.unix_ns() / 1e9
-        self._made: dict[tuple[Targets, bool], bytes] = {}
+        self._made: dict[tuple[SloTargets, bool], bytes] = {}
         self._ticked = asyncio.Event()
 
     async def run(self) -> None:
@@ -99,11 +84,11 @@ class SnapshotFeed:
         self._ticked.set()
         self._ticked = asyncio.Event()
 
-    def whole(self, targets: Targets) -> bytes:
+    def whole(self, targets: SloTargets) -> bytes:
         """Everything of the window, at most a second old."""
         return self._make(targets, is_whole=True)
 
-    async def follow(self, targets: Targets) -> AsyncIterator[Update]:
+    async def follow(self, targets: SloTargets) -> AsyncIterator[Update]:
         """A whole snapshot, then an update a tick; whole again for a viewer who was too slow."""
         sent: int | None = None
         while True:
@@ -114,20 +99,16 @@ class SnapshotFeed:
             if sent == self._number:
                 await ticked.wait()
 
-    def _make(self, targets: Targets, *, is_whole: bool) -> bytes:
+    def _make(self, targets: SloTargets, *, is_whole: bool) -> bytes:
         made = self._made.get((targets, is_whole))
         if made is None:
             made = json.dumps(self._snapshot(targets, is_whole), separators=(",", ":")).encode()
             self._made[targets, is_whole] = made
         return made
 
-    def _snapshot(self, targets: Targets, is_whole: bool) -> dict[str, Any]:
-        snapshot = window_snapshot(
-            self._window,
-            ttft_slo_s=targets.ttft_slo_s,
-            tbt_slo_s=targets.tbt_slo_s,
-            since_unix_s=None if is_whole else self._previous_unix_s,
-        )
+    def _snapshot(self, targets: SloTargets, is_whole: bool) -> dict[str, Any]:
+        since_unix_s = None if is_whole else self._previous_unix_s
+        snapshot = window_snapshot(self._window, targets, since_unix_s)
         series, recent = snapshot["series"], snapshot["recent"]
         snapshot["series"] = {name: _drawn(series[name]) for name in series.keys() & SERIES}
         snapshot["recent"] = recent[:MAX_RECENT]
@@ -162,13 +143,3 @@ def _compact(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_compact(item) for item in value]
     return value
-
-
-def _seconds(text: str, name: str) -> float:
-    try:
-        target_ms = float(text[:32])
-    except ValueError:
-        target_ms = math.nan
-    if not 0 < target_ms <= _LONGEST_TARGET_MS:
-        raise InvalidRequest(f"{name} is a number of milliseconds above 0", name)
-    return target_ms / 1000

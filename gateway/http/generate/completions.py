@@ -1,27 +1,69 @@
-"""POST /v1/completions: a prompt, or several, continued."""
+"""POST /v1/completions: a prompt, or several, continued. A prompt is a text or token ids."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from aiohttp import web
 
 from ....core.errors import InvalidRequest
-from ....core.request.json_fields import BOOLEAN, FieldKind
+from ....core.request.json_fields import BOOLEAN, STRING, TOKEN_IDS, FieldKind, invalid, list_of
+from ....core.request.logprobs import TokenLogprobs
 from ....core.request.token_ids import pack
 from ....proto.v1 import inference_pb2
 from ...admission.front_door import RunningCall
 from ...request.output_chunk import OutputChunk
-from ..protocol.answers import Completion
+from ..protocol.answers import Completion, CompletionChoice, CompletionLogprobs, json_text
 from ..protocol.app_state import APP_STATE
-from .completion_shape import CompletionOptions, CompletionSample, EchoedPrompt
-from .prompts import PROMPTS, Prompt, prompt_name
+from ..protocol.event_stream import TextEvent
 from .request_fields import COMMON, LOGPROBS, MAX_TOKENS, generate_request, read_body
-from .responses import Response, Sample
+from .responses import Response, Sample, TokenOf, prompt_logprobs
 from .structured import constraint_of
 
 ROUTES = web.RouteTableDef()
+
+MAX_PROMPTS = 64
+
+Prompt = str | list[int]
+
+
+def _prompts(value: Any, name: str) -> list[Prompt]:
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise invalid(name, "a text, token ids, or a list of either")
+    if not value:
+        raise InvalidRequest(f"{name} is empty", name, "empty_prompt")
+    if not isinstance(value[0], str | list):
+        return [TOKEN_IDS.read(value, name)]
+    if len(value) > MAX_PROMPTS:
+        raise InvalidRequest(f"{name} has more than {MAX_PROMPTS} prompts", name, "array_too_long")
+    if isinstance(value[0], str):
+        return [_text(item, f"{name}[{i}]") for i, item in enumerate(value)]
+    return [TOKEN_IDS.read(item, f"{name}[{i}]") for i, item in enumerate(value)]
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise invalid(name, "a text, like the first of the list")
+    return value
+
+
+_TEXT = STRING.within(minLength=1)
+_IDS = TOKEN_IDS.within(minItems=1)
+PROMPTS = FieldKind(
+    {
+        "anyOf": [
+            _TEXT.schema,
+            _IDS.schema,
+            *(list_of(one, MAX_PROMPTS).within(minItems=1).schema for one in (_TEXT, _IDS)),
+        ]
+    },
+    _prompts,
+)
 
 REQUIRED = ("model", "prompt")
 FIELDS: Mapping[str, FieldKind] = {
@@ -41,25 +83,116 @@ async def completions(request: web.Request) -> web.StreamResponse:
     return await _Completions(request, await read_body(request, FIELDS, REQUIRED)).run()
 
 
+@dataclass(slots=True)
+class EchoedPrompt:
+    """A prompt that may be echoed; `scores` come with its first sample's first chunk."""
+
+    text: str
+    token_ids: Sequence[int]
+    scores: tuple[TokenLogprobs, ...] = ()
+
+
+class CompletionSample(Sample):
+    """One sample of one prompt: the same object in a stream and in a whole answer."""
+
+    def __init__(
+        self, index: int, found: Mapping[str, Any], prompt: EchoedPrompt, token_of: TokenOf
+    ) -> None:
+        super().__init__(index, found, token_of)
+        self._found = found
+        self._prompt = prompt
+        self._offset = 0
+        has_scores = "logprobs" in found or "prompt_logprobs" in found
+        if not (found.get("echo") or self._returns_ids or has_scores):
+            self.text_event = TextEvent(
+                f'{{"index":{index},"text":', ',"logprobs":null,"finish_reason":null}'
+            )
+
+    def events(self, chunk: OutputChunk) -> list[str]:
+        """Nothing while the text is held back."""
+        if self.text_event is not None and chunk.result is None:
+            return [self.text_event.of(chunk.text)] if chunk.text else []
+        return [json_text(self.choice(chunk))]
+
+    def choice(self, chunk: OutputChunk) -> CompletionChoice:
+        """The object for a chunk, which may be the only one."""
+        found, result, prompt = self._found, chunk.result, self._prompt
+        is_first, self._is_first = self._is_first, False
+        echoed = prompt if is_first and found.get("echo") else None
+        choice = CompletionChoice(
+            index=self._index,
+            text=(echoed.text if echoed else "") + chunk.text,
+            logprobs=self._logprobs(chunk, echoed) if "logprobs" in found else None,
+            finish_reason=None if result is None else result.finish_reason.value,
+            stop_reason=None if result is None else result.matched_stop,
+        )
+        if self._returns_ids:
+            choice.token_ids = chunk.token_ids
+            if is_first:
+                choice.prompt_token_ids = list(prompt.token_ids)
+        if "prompt_logprobs" in found and is_first:
+            scores = prompt_logprobs(prompt.token_ids, prompt.scores, self._token_of)
+            choice.prompt_logprobs = scores
+        return choice
+
+    def _logprobs(self, chunk: OutputChunk, echoed: EchoedPrompt | None) -> CompletionLogprobs:
+        ids: list[int] = []
+        scores: list[TokenLogprobs | None] = []
+        if echoed is not None:
+            ids, scores = list(echoed.token_ids), [None, *echoed.scores]
+        ids, scores = [*ids, *chunk.token_ids], [*scores, *chunk.logprobs]
+        shape = completion_logprobs(ids, scores, self._token_of, self._offset)
+        self._offset += sum(len(self._token_of(i).text) for i in ids)
+        return shape
+
+
+def completion_logprobs(
+    token_ids: Sequence[int],
+    scores: Sequence[TokenLogprobs | None],
+    token_of: TokenOf,
+    first_offset: int,
+) -> CompletionLogprobs:
+    """/v1/completions: the first token of a prompt has no score.
+
+    `top_logprobs` hold the token itself beside the likeliest, equals by name once.
+    `first_offset`: where in the text the first token begins, in characters.
+    """
+    tokens = [token_of(token_id) for token_id in token_ids]
+    lengths = (len(token.text) for token in tokens[:-1])
+    return CompletionLogprobs(
+        tokens=[token.name for token in tokens],
+        token_logprobs=[None if score is None else score.logprob for score in scores],
+        top_logprobs=[
+            None if score is None else _by_text(token.name, score, token_of)
+            for token, score in zip(tokens, scores, strict=True)
+        ],
+        text_offset=list(accumulate(lengths, initial=first_offset)) if tokens else [],
+    )
+
+
+def _by_text(token: str, score: TokenLogprobs, token_of: TokenOf) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for token_id, logprob in score.top:  # the likeliest of equal names stays
+        found.setdefault(token_of(token_id).name, logprob)
+    found.setdefault(token, score.logprob)
+    return found
+
+
 class _Completions(Response):
     id_prefix = "cmpl-"
     answer_type = chunk_type = Completion
 
     def __init__(self, request: web.Request, found: Mapping[str, Any]) -> None:
         self._texts = found["prompt"]
-        constraint, asked_by = constraint_of(found)
+        constraint, constrained_by = constraint_of(found)
         super().__init__(request, found)
-        self._options = CompletionOptions(
-            echo=found.get("echo", False),
-            logprobs=found.get("logprobs"),
-            prompt_logprobs=found.get("prompt_logprobs"),
-            return_token_ids=found.get("return_token_ids", False),
-        )
-        self._check(self._options)
-        self.names = {"constraint": asked_by}
+        self._found = found
+        self._echoes = found.get("echo", False)
+        self._check()
+        self.names = {"constraint": constrained_by}
         sampling = {"max_tokens": _DEFAULT_MAX_TOKENS} | constraint
         sampling |= {name: found[name] for name in ("max_tokens", "logprobs") if name in found}
-        if "logprobs" in found and self._options.echo and "prompt_logprobs" not in found:
+        if "logprobs" in found and self._echoes and "prompt_logprobs" not in found:
             sampling["prompt_logprobs"] = found["logprobs"]
             self.names["prompt_logprobs"] = "logprobs"
         self.prompts = [
@@ -68,33 +201,30 @@ class _Completions(Response):
         ]
         self._prompts: list[EchoedPrompt] = []
 
-    def _check(self, options: CompletionOptions) -> None:
+    def _check(self) -> None:
         """What the wire can carry, and this endpoint cannot answer."""
         if self.num_samples * len(self._texts) > _MAX_CHOICES:
             message = f"prompts times n are more than {_MAX_CHOICES}"
             raise InvalidRequest(message, "n", "invalid_value")
-        if (
-            self.is_stream
-            and options.echo
-            and options.logprobs is not None
-            and self.num_samples > 1
-        ):
+        scores_prompt = self._echoes and "logprobs" in self._found
+        if self.is_stream and scores_prompt and self.num_samples > 1:
             message = "echo with logprobs streams one sample of a prompt"
             raise InvalidRequest(message, "n", "invalid_value")
 
     def names_of(self, prompt_index: int) -> Mapping[str, str]:
-        return {"prompt": prompt_name(prompt_index, len(self._texts)), **self.names}
+        name = "prompt" if len(self._texts) == 1 else f"prompt[{prompt_index}]"
+        return {"prompt": name, **self.names}
 
     async def samples(self, calls: Sequence[RunningCall]) -> Sequence[Sample]:
         tokenizer = self.app[APP_STATE].door.model.tokenizer
         for text, call in zip(self._texts, calls, strict=True):
-            shown = text if self._options.echo else ""
+            shown = text if self._echoes else ""
             if not isinstance(shown, str):
                 shown = await tokenizer.decode(shown)
             self._prompts.append(EchoedPrompt(shown, call.request.prompt_token_ids))
         return [
             CompletionSample(
-                place * self.num_samples + sample, self._options, prompt, tokenizer.token
+                place * self.num_samples + sample, self._found, prompt, tokenizer.token
             )
             for place, prompt in enumerate(self._prompts)
             for sample in range(self.num_samples)

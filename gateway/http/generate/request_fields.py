@@ -64,7 +64,7 @@ FRONT: Mapping[str, FieldKind] = {
 
 COMMON = {**FRONT, **SAMPLING, **GENERATION, **STRUCTURED}  # of both endpoints that generate
 
-# Known, and not supported where an endpoint's table lacks them: (name, values that ask for nothing
+# Known, and not supported where an endpoint's table lacks them: (name, values that change nothing
 # and are let pass).
 UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     "bad_words": ([],),

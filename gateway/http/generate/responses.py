@@ -1,57 +1,113 @@
-"""From calls to an answer, for both endpoints that generate: a stream of events, or one object."""
+"""From calls to an answer, for both endpoints that generate: a stream of events, or one object.
+
+    prompt 0 ── generate ─┐ all accepted? ─► chunks ─┐
+    prompt 1 ── generate ─┤   (else none)   chunks ──┼─► on_chunk(prompt, chunk), one at a time
+    prompt 2 ── generate ─┘                 chunks ─┘
+The first failure ends all.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import re
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 from aiohttp import web
 
 from ....core.errors import BatonError, InvalidRequest
+from ....core.request.logprobs import TokenLogprobs
 from ....proto.v1 import inference_pb2
 from ...admission.front_door import RunningCall
-from ...request.chunk_queue import merged
-from ...request.output_chunk import OutputChunk
+from ...request.output_chunk import OutputChunk, merged
 from ...text.special_tokens import Spans
+from ...text.text_stream import TokenText
 from ...validation.validation import check_label
-from ..protocol.answers import Answer, Choice, answer, json_text
+from ..protocol.answers import (
+    Answer,
+    Choice,
+    PromptDetails,
+    PromptLogprob,
+    PromptLogprobs,
+    Usage,
+    answer,
+    json_text,
+)
 from ..protocol.app_state import APP_STATE, caller_of
-from ..protocol.error_middleware import REQUEST_ID, REQUEST_ID_HEADER
-from ..protocol.event_stream import EventStream
-from ..protocol.text_event import TextEvent
-from .run_prompts import run_prompts
-from .usage import TokenCounts
+from ..protocol.errors import REQUEST_ID, REQUEST_ID_HEADER
+from ..protocol.event_stream import EventStream, TextEvent
 
 _DONE = "data: [DONE]\n\n"
 _TAIL = "]}\n\n"  # behind the choices of an event
 _MAX_TRACE = 512  # characters of a header, as W3C has it for tracestate
 
+TokenOf = Callable[[int], TokenText]
+Generate = Callable[[int], AbstractAsyncContextManager[RunningCall]]
+OnStart = Callable[[Sequence[RunningCall]], Awaitable[None]]
+OnChunk = Callable[[int, OutputChunk], Awaitable[None]]
+Push = Callable[[OutputChunk], bool]
 
-class Sample(Protocol):
-    """One sample, as its endpoint writes it.
+
+class Sample(ABC):
+    """One sample, as its endpoint writes it; `index` counts samples over all prompts.
 
     `text_event`: what `events` gives for a chunk that only adds a text, of all chunks but the
     sample's first and last; None where more is written.
     """
 
-    text_event: TextEvent | None
+    text_event: TextEvent | None = None
 
+    def __init__(self, index: int, found: Mapping[str, Any], token_of: TokenOf) -> None:
+        """`found`: the request's fields."""
+        self._index = index
+        self._returns_ids: bool = found.get("return_token_ids", False)
+        self._token_of = token_of
+        self._is_first = True
+
+    @abstractmethod
     def events(self, chunk: OutputChunk) -> list[str]:
-        """JSON objects for a stream."""
-        ...
+        """JSON objects of what a stream shows of this chunk."""
 
+    @abstractmethod
     def choice(self, chunk: OutputChunk) -> Choice:
         """The object in a whole answer; `chunk` is all of the sample."""
-        ...
+
+
+@dataclass(slots=True)
+class TokenCounts:
+    """Of one HTTP request, over all of its prompts and samples.
+
+    `cached_tokens`: by prompt, known at its first sample's end.
+    """
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: dict[int, int] = field(default_factory=dict)
+
+    def add(self, prompt_index: int, chunk: OutputChunk) -> None:
+        self.completion_tokens += len(chunk.token_ids)
+        if chunk.result is not None:
+            known = self.cached_tokens.get(prompt_index, 0)
+            self.cached_tokens[prompt_index] = max(known, chunk.result.cached_tokens)
+
+    @property
+    def num_cached(self) -> int:
+        return sum(self.cached_tokens.values())
+
+    def usage(self) -> Usage:
+        num_prompt, num_output = self.prompt_tokens, self.completion_tokens
+        details = PromptDetails(self.num_cached)
+        return Usage(num_prompt, num_output, num_prompt + num_output, details)
 
 
 class Response(ABC):
     """One answer while it comes about; each endpoint has its own way of writing.
 
     `prompts`: what to run, at the same time. `names`: our names of fields, and the client's.
+    `extra`: what else stands in a whole answer.
     """
 
     id_prefix: str
@@ -78,6 +134,7 @@ class Response(ABC):
         self._includes_usage = options.get("include_usage", False)
         self._has_continuous_usage = self._includes_usage and options.get("continuous_usage_stats")
         self._request = request
+        self.extra: dict[str, Any] = {}
         self._counts = TokenCounts()
         self._samples: Sequence[Sample] = ()
         self._text_events: Sequence[TextEvent | None] = ()  # one a sample, whole
@@ -99,14 +156,10 @@ class Response(ABC):
         """`names` for errors about this prompt."""
         return self.names
 
-    def extra(self) -> dict[str, Any]:
-        """What else stands in a whole answer."""
-        return {}
-
     async def run(self) -> web.StreamResponse:
-        """Run the prompts; raises what ended them, in the client's words."""
+        """Run the prompts; raises what ended them, with the client's names of fields."""
         on_chunk, push = (self._send, self._push) if self.is_stream else (self._collect, None)
-        await run_prompts(self._generate, len(self.prompts), self._begin, on_chunk, push)
+        await _run_prompts(self._generate, len(self.prompts), self._begin, on_chunk, push)
         return await self._end_stream() if self.is_stream else self._whole()
 
     @asynccontextmanager
@@ -206,7 +259,7 @@ class Response(ABC):
 
     def _whole(self) -> web.Response:
         choices = [one.choice(merged(self._chunks[i])) for i, one in enumerate(self._samples)]
-        own = {"choices": choices, "usage": self._counts.usage()} | self.extra()
+        own = {"choices": choices, "usage": self._counts.usage()} | self.extra
         body = self.answer_type(**self._envelope | own)
         nodes = {f"x-{key.replace('_', '-')}": _ascii(name) for key, name in self._nodes.items()}
         return answer(body, headers=nodes | {"x-cached-tokens": str(self._counts.num_cached)})
@@ -224,3 +277,59 @@ def _rename(error: BatonError, names: Mapping[str, str]) -> None:
 def _ascii(name: str) -> str:
     """A node's name as a header can carry it."""
     return "".join(char if " " <= char <= "~" else "?" for char in name)
+
+
+async def _run_prompts(
+    generate: Generate, num_prompts: int, on_start: OnStart, on_chunk: OnChunk, push: Push | None
+) -> None:
+    """Run all to their ends; raises the first error.
+
+    `generate`: FrontDoor.generate of the prompt with this index. `push`: see RunningCall.push_to,
+    for the chunks of a single prompt.
+    """
+    if num_prompts == 1:
+        async with generate(0) as call:
+            await on_start([call])
+            if push is not None:
+                call.push_to(push)
+            async for chunk in call.chunks():
+                await on_chunk(0, chunk)
+        return
+    started: dict[int, RunningCall] = {}
+    all_accepted = asyncio.Event()
+    one_at_a_time = asyncio.Lock()
+
+    async def run(index: int) -> None:
+        async with generate(index) as call:
+            started[index] = call
+            if len(started) == num_prompts:
+                await on_start([started[i] for i in range(num_prompts)])
+                all_accepted.set()
+            await all_accepted.wait()
+            async for chunk in call.chunks():
+                async with one_at_a_time:
+                    await on_chunk(index, chunk)
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for index in range(num_prompts):
+                tasks.create_task(run(index))
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from None
+
+
+def prompt_logprobs(
+    token_ids: Sequence[int], scores: Sequence[TokenLogprobs], token_of: TokenOf
+) -> PromptLogprobs:
+    """vLLM's `prompt_logprobs`: null for the first token."""
+    found: PromptLogprobs = [None]
+    for token_id, score in zip(token_ids[1:], scores, strict=True):
+        ranks = {other: rank for rank, (other, _) in enumerate(score.top, 1)}
+        logprobs = {token_id: score.logprob} | dict(score.top)
+        found.append(
+            {
+                str(other): PromptLogprob(logprob, ranks.get(other), token_of(other).text)
+                for other, logprob in logprobs.items()
+            }
+        )
+    return found

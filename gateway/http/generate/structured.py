@@ -1,9 +1,9 @@
-"""The ways in which clients ask for structured output, and the constraint that each stands for.
+"""The ways in which clients request structured output, and the constraint that each stands for.
 
     response_format       OpenAI's: text, json_object, json_schema
     structured_outputs    vLLM's: one of json, json_object, regex, choice, grammar
     guided_*              vLLM's older names of these
-One of them at most. A forced tool call is constrained too: tool_constraints.py.
+One of them at most. A forced tool call is constrained too: chat/tools.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ....constraints.limits import MAX_CHOICES, MAX_SOURCE_BYTES
+from ....constraints.grammar_text import MAX_CHOICES, MAX_SOURCE_BYTES
 from ....core.errors import InvalidRequest
 from ....core.request.json_fields import (
     BOOLEAN,
@@ -118,17 +118,17 @@ STRUCTURED: Mapping[str, FieldKind] = {
 def constraint_of(
     found: Mapping[str, Any], call_grammar: str | None = None
 ) -> tuple[SamplingFields, str]:
-    """The constraint, as fields of the wire's SamplingParams, and how the client asked for it.
+    """The constraint, as fields of the wire's SamplingParams, and the client's field for it.
 
     `call_grammar`: of a tool call that tool_choice forces. Raises InvalidRequest where the client
-    asked for two.
+    used two.
     """
-    asked = {name: found[name] for name in STRUCTURED if found.get(name)}
+    given = {name: found[name] for name in STRUCTURED if found.get(name)}
     if call_grammar is not None:
-        asked = {"tool_choice": {"grammar": call_grammar}} | asked
-    if len(asked) > 1:
-        _, second, *_ = asked
-        raise InvalidRequest(f"give one of {' and '.join(asked)}", second, "invalid_value")
-    for name, fields in asked.items():
+        given = {"tool_choice": {"grammar": call_grammar}} | given
+    if len(given) > 1:
+        _, second, *_ = given
+        raise InvalidRequest(f"give one of {' and '.join(given)}", second, "invalid_value")
+    for name, fields in given.items():
         return fields, name
     return {}, "constraint"

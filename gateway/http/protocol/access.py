@@ -1,4 +1,4 @@
-"""Before every route: is this our host, our page, and may this caller go in there?
+"""Before every route: is this HTTP, our host, our page, and may this caller go in there?
 
     Host not ours ► 421     Origin not ours ► 403     no good credential ► 401     no scope ► 403
 
@@ -11,20 +11,18 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from aiohttp import web
 
 from ....core.config import GatewayConfig
 from ....core.errors import PermissionDenied, Unauthenticated
-from ...request.caller import ADMIN, INFER, METRICS, Caller, anyone
-from ...security.browser_session import COOKIE, BrowserSessions
-from ...security.gate import Gate
+from ...security.gate import COOKIE, BrowserSessions, Gate
+from ...security.tenancy import ADMIN, INFER, METRICS, Caller, anyone
 from .app_state import APP_STATE, CALLER
-from .errors import Refusal
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+from .connections import check_head
+from .errors import Handler, Refusal
 
 LOGIN_PATH = "/dashboard/login"
 _OPEN = frozenset({"/live", "/ready", "/health", "/version", LOGIN_PATH})
@@ -84,7 +82,7 @@ class Access:
         scope = scope_of(request.path, exists=request.match_info.http_exception is None)
         if scope is None:
             return anyone("http")
-        if not self._gate.asks_for_keys:
+        if not self._gate.requires_keys:
             return self._gate.caller((), "http", _peer(request))
         shown = request.headers.getall("Authorization", [])
         cookie = request.cookies.get(COOKIE)
@@ -102,6 +100,7 @@ ACCESS = web.AppKey("access", Access)
 @web.middleware
 async def check_access(request: web.Request, handler: Handler) -> web.StreamResponse:
     """The middleware: sets CALLER. Browsers without a session are shown the way to the login."""
+    check_head(request)
     access = request.app[ACCESS]
     hosts = request.headers.getall("Host", [])
     access.check_host(hosts)

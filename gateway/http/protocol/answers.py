@@ -70,7 +70,7 @@ class CompletionLogprobs(Struct):
 
 
 class PromptLogprob(Struct):
-    """vLLM's; `rank` is null for a token that is not among the likeliest that were asked for."""
+    """vLLM's; `rank` is null for a token that is not among the likeliest that were requested."""
 
     logprob: float
     rank: int | None

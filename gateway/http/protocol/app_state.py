@@ -11,7 +11,7 @@ from ....core.config import GatewayConfig
 from ...admission.front_door import FrontDoor
 from ...engines.cluster_view import ClusterView
 from ...engines.engine_table import EngineTable
-from ...request.caller import Caller
+from ...security.tenancy import Caller
 from ...telemetry.setup import Telemetry
 
 

@@ -1,4 +1,4 @@
-"""A request's body as a JSON object, or a refusal that says what is wrong with it.
+"""A request's body as a JSON object, or a refusal that names what is wrong with it.
 
 Stricter than json.loads: no name twice in an object, no NaN, infinity or -0, no lone surrogate, no
 BOM, nothing behind the object. Reading stops at the cap, whatever the headers promise.
@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable
 from typing import Any, NoReturn, TypeVar
 
 from aiohttp import web
@@ -34,7 +34,7 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 async def read_object(request: web.Request) -> dict[str, Any]:
     """Once the body is here, and it is the call's turn.
 
-    Raises Refusal (size, type, encoding of the body) or InvalidRequest (what it says).
+    Raises Refusal (size, type, encoding of the body) or InvalidRequest (its content).
     """
     _check_headers(request)
     body = await in_time(_read(request))
@@ -132,15 +132,11 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Of two values with one name readers would take different ones."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise _duplicate([name for name, _ in pairs])
+        counts = Counter(name for name, _ in pairs)
+        twice = next(name for name, count in counts.items() if count > 1)[:_MAX_SHOWN]
+        param = twice if twice.isprintable() else None
+        raise InvalidRequest(f"an object has {twice!r} twice", param, "duplicate_field")
     return found
-
-
-def _duplicate(names: Sequence[str]) -> InvalidRequest:
-    twice = next(name for name, count in Counter(names).items() if count > 1)[:_MAX_SHOWN]
-    return InvalidRequest(
-        f"an object has {twice!r} twice", twice if twice.isprintable() else None, "duplicate_field"
-    )
 
 
 def _float(literal: str) -> float:

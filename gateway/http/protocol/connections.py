@@ -1,16 +1,24 @@
 """What connections of the HTTP front may cost, and how bytes that are no HTTP are answered.
 
-    accepted ── HEAD_S to say what it wants, else closed ── requests, IDLE_S apart at most
+    accepted ── HEAD_S to send what it wants, else closed ── requests, IDLE_S apart at most
     one of more than there may be: 503 and closed, whatever it wanted
-    FIN while it waits for an answer: half_closed.py      FIN otherwise: closed
+    FIN while it waits for an answer: HalfClosed          FIN otherwise: closed
 Knows no route: what stands in a request is judged behind this.
+
+A client that ended its direction of the connection while it waits for an answer: is it there?
+
+    FIN ── our bytes ──┬─ taken: the client reads on (shutdown(SHUT_WR)), and gets its answer
+                       └─ RST: it closed the socket, or is no more; its request is cancelled
+The two look alike until something is sent, so something is sent: an interim answer before the
+answer's head, a comment in a stream of events. Behind other beginnings the rest is on its way.
+asyncio reads no more from such a connection, so the RST is looked for.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
+import socket
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -20,8 +28,7 @@ from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
 from ....core.errors import Unavailable
 from ....core.process import descriptors
 from .app_state import STREAM
-from .errors import Refusal, error_body, error_response
-from .half_closed import HalfClosed, WaitsFor
+from .errors import Refusal, error_response, error_text
 
 log = logging.getLogger(__name__)
 
@@ -34,10 +41,15 @@ MAX_URL_BYTES = 8189  # another number: the parser names the limit that was pass
 _LOG_EVERY_S = 10.0
 _LEAVING_S, _MAX_LEAVING = 0.25, 16
 _TOO_MANY = "Too many headers received"  # aiohttp has no class of its own for it
+_FIRST_LOOK_S, _LOOK_S = 0.01, 0.05
+_PROBE_LOOKS = 20  # looks between two probes: who half-closes first may go away later
+_TCP_CLOSE = 7  # tcpi_state, the first byte of the kernel's struct tcp_info
+_INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
+_COMMENT = b"3\r\n:\n\n\r\n"  # of server-sent events, as an HTTP chunk
 
 
 def _refused() -> bytes:
-    body = json.dumps(error_body(Unavailable("too many connections are open here"))).encode()
+    body = error_text(Unavailable("too many connections are open here")).encode()
     head = (
         "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
         f"Content-Length: {len(body)}\r\nServer: baton\r\nConnection: close\r\n\r\n"
@@ -45,7 +57,7 @@ def _refused() -> bytes:
     return head.encode() + body
 
 
-_REFUSED = _refused()  # whatever was asked for, which is not read
+_REFUSED = _refused()  # whatever the request is: it is not read
 
 
 class Connections:
@@ -153,19 +165,20 @@ class _Connection(web.RequestHandler):
             return False
         if self.transport is None:
             return False
-        if self._half_closed is None:  # uvloop says it twice
-            self._half_closed = HalfClosed(self.transport, self._waits_for)
+        if self._half_closed is None:  # uvloop calls this twice
+            self._half_closed = HalfClosed(self.transport, self._probe)
         return True
 
-    def _waits_for(self) -> WaitsFor:
+    def _probe(self) -> bytes | None:
+        """What can be sent before the rest of what the client waits for; None: it gets nothing."""
         request = self._current_request
         if request is None:
-            return WaitsFor.REST if self._waiter is None else WaitsFor.NOTHING
+            return b"" if self._waiter is None else None
         if not request.content.is_eof() or request.version < HttpVersion11:
-            return WaitsFor.NOTHING  # its request never ends, or it could not be asked who it is
+            return None  # its request never ends, or no probe can be sent
         if not request.writer.output_size:
-            return WaitsFor.HEAD
-        return WaitsFor.REST if request.get(STREAM) is None else WaitsFor.EVENT
+            return _INTERIM
+        return b"" if request.get(STREAM) is None else _COMMENT
 
     def _close_silent(self) -> None:
         if not self._request_count:
@@ -220,3 +233,40 @@ def check_head(request: web.BaseRequest) -> None:
         raise Refusal(400, "bad_http", message, is_fatal=True)
     if sum(len(name) + len(value) for name, value in request.raw_headers) > MAX_HEAD_BYTES:
         raise too_large_head()
+
+
+class HalfClosed:
+    """Watches one connection from its FIN on. `stop` it when the connection is lost."""
+
+    def __init__(self, transport: asyncio.Transport, probe: Callable[[], bytes | None]) -> None:
+        self._transport = transport
+        self._probe = probe
+        self._num_looks = 0
+        # What came with the FIN is on its way to its handler.
+        self._timer = asyncio.get_running_loop().call_later(_FIRST_LOOK_S, self._look)
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        if self._transport.is_closing():
+            return
+        probe = self._probe()
+        if probe is None:
+            self._transport.close()
+            return
+        if _was_reset(self._transport):
+            self._transport.abort()
+            return
+        if self._num_looks % _PROBE_LOOKS == 0 and probe:
+            self._transport.write(probe)
+        self._num_looks += 1
+        self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
+
+
+def _was_reset(transport: asyncio.Transport) -> bool:
+    try:
+        info = transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
+    except OSError:
+        return True
+    return bool(info[0] == _TCP_CLOSE)

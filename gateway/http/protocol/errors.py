@@ -1,79 +1,180 @@
-"""Errors as OpenAI's clients read them: one body for all, whatever raised it.
+"""Around every route: failures become errors as OpenAI's clients read them, one body for all.
 
-Knows no route. What only HTTP can refuse (a body's size, an unknown path) is a `Refusal`; all else
-is a BatonError of core/errors.py.
+What only HTTP can refuse (a body's size, an unknown path) is a `Refusal`. A stream that has begun
+cannot change its status any more: its failure is its last event. An unknown path is answered with
+what is here instead, by names alone: which routes exist is app.py's.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
-from typing import Any
 
 from aiohttp import web
 
-from ....core.errors import BatonError
-from .absent_routes import what_exists
+from ....core.errors import BatonError, Cancelled
+from ...validation.validation import is_label
+from .app_state import APP_STATE, STREAM
 
+log = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+REQUEST_ID_HEADER = "X-Request-ID"
+REQUEST_ID = web.RequestKey("request_id", str)  # the client's name for it, or ours
+
+_LAST_WRITE_S = 0.25
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _MAX_SHOWN_PATH = 200
 
+_CHAT = "use POST /v1/chat/completions"
+_TEXT = "use POST /v1/completions"
+_TEXT_ALONE = "this server generates text and nothing else"
+_STATELESS = "nothing is kept between requests: send the whole chat to POST /v1/chat/completions"
+_NO_FILES = "no files are taken: send requests one by one"
+_OPERATED = "a deployment is operated with `baton` and its nodes' own flags, not over HTTP"
 
-class Refusal(Exception):
+# By the path behind a leading /v1, in its first part or two.
+_INSTEAD: Mapping[str, str] = {
+    **dict.fromkeys(("responses", "messages", "chat", "api/chat", "interactions"), _CHAT),
+    "messages/count_tokens": "use POST /tokenize",
+    **dict.fromkeys(("complete", "generate", "generate_stream", "invocations", "infer"), _TEXT),
+    **dict.fromkeys(("api/generate", "engines", "inference"), _TEXT),
+    **dict.fromkeys(("embeddings", "embed", "api/embed", "api/embeddings"), _TEXT_ALONE),
+    **dict.fromkeys(("pooling", "score", "rerank", "classify", "moderations"), _TEXT_ALONE),
+    **dict.fromkeys(("audio", "images", "videos", "realtime"), _TEXT_ALONE),
+    **dict.fromkeys(("assistants", "threads", "conversations", "vector_stores"), _STATELESS),
+    **dict.fromkeys(("files", "uploads", "batches", "fine_tuning"), _NO_FILES),
+    **dict.fromkeys(("api/tags", "api/show", "get_model_info"), "use GET /v1/models"),
+    **dict.fromkeys(("info", "get_server_info", "load"), "use GET /server_info"),
+    **dict.fromkeys(("ping", "healthz", "livez"), "use GET /live"),
+    **dict.fromkeys(("readyz", "health_generate"), "use GET /ready"),
+    **dict.fromkeys(("docs", "redoc", "swagger"), "use GET /openapi.json"),
+    **dict.fromkeys(("pause", "resume", "sleep", "wake_up", "update_weights"), _OPERATED),
+    **dict.fromkeys(("load_lora_adapter", "unload_lora_adapter", "reset_prefix_cache"), _OPERATED),
+    **dict.fromkeys(("flush_cache", "collective_rpc", "start_profile", "stop_profile"), _OPERATED),
+}
+_RENAMED: Mapping[str, str] = {  # ours, without /v1 or with one too many
+    "chat/completions": "/v1/chat/completions",
+    "completions": "/v1/completions",
+    "models": "/v1/models",
+    "tokenize": "/tokenize",
+    "detokenize": "/detokenize",
+    "metrics": "/metrics",
+    "health": "/health",
+}
+_ROUTES = (
+    "there are /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize, and what "
+    "GET /openapi.json lists"
+)
+
+
+class Refusal(BatonError):
     """A request that HTTP itself refuses. The connection is closed if `is_fatal`: its rest is not
     worth reading."""
 
     def __init__(self, status: int, code: str, message: str, *, is_fatal: bool = False) -> None:
         super().__init__(message)
-        self.status = status
+        self.http_status = status
         self.code = code
-        self.message = message
         self.is_fatal = is_fatal
 
 
-def error_body(error: BatonError | Refusal) -> dict[str, Any]:
+def error_text(error: BatonError) -> str:
     """`{"error": {"message", "type", "param", "code"}}`"""
-    if isinstance(error, Refusal):
-        return _body(error.status, error.code, error.message, None)
-    return _body(error.http_status, error.code, error.message, error.param)
-
-
-def _body(status: int, code: str, message: str, param: str | None) -> dict[str, Any]:
+    status = error.http_status
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    details = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
+    return json.dumps({"error": details})
 
 
-def error_response(error: BatonError | Refusal) -> web.Response:
-    """A whole answer; says when to try again where that can help."""
+def error_response(error: BatonError) -> web.Response:
+    """A whole answer; names when to try again where that can help."""
     headers: dict[str, str] = {}
-    status = error.status if isinstance(error, Refusal) else error.http_status
-    if isinstance(error, BatonError) and error.is_retryable and status in (429, 503):
+    status = error.http_status
+    if error.is_retryable and status in (429, 503):
         headers["Retry-After"] = str(math.ceil(error.retry_after_s))
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    response = _json(status, error_body(error), headers)
+    response = web.Response(
+        text=error_text(error), status=status, headers=headers, content_type="application/json"
+    )
     if isinstance(error, Refusal) and error.is_fatal:
         response.force_close()
     return response
 
 
-def routing_error_response(request: web.Request, error: web.HTTPException) -> web.Response:
+@web.middleware
+async def answering(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """The outermost middleware."""
+    name = request.headers.get(REQUEST_ID_HEADER, "")
+    if is_label(name):  # others are not echoed, and refused where they would be used
+        request[REQUEST_ID] = name
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        return _routing_error(request, error)
+    except BatonError as error:
+        return await _refuse(request, error)
+    except ConnectionError:  # of the client's: it went away, and nobody reads what we answer
+        stream: web.StreamResponse | None = request.get(STREAM)
+        return web.Response(status=Cancelled.http_status) if stream is None else stream
+    except Exception:  # the edge: a bug costs one call, and its text stays here
+        log.exception("an HTTP call failed by a bug")
+        return await _refuse(request, BatonError("internal error"))
+
+
+async def _refuse(request: web.Request, error: BatonError) -> web.StreamResponse:
+    stream: web.StreamResponse | None = request.get(STREAM)
+    if stream is None:
+        response = error_response(error)
+        if request.app[APP_STATE].door.is_draining:
+            response.force_close()  # the next request finds another gateway
+        return response
+    stream.force_close()
+    try:
+        async with asyncio.timeout(_LAST_WRITE_S):  # whoever does not read receives nothing
+            await stream.write(f"data: {error_text(error)}\n\n".encode())
+            await stream.write_eof()
+    except (TimeoutError, OSError):
+        if request.transport is not None:
+            request.transport.abort()
+    return stream
+
+
+def _routing_error(request: web.Request, error: web.HTTPException) -> web.Response:
     """For what aiohttp itself refuses: unknown paths and methods."""
     path = request.raw_path[:_MAX_SHOWN_PATH]
-    headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+    message, code = HTTPStatus(error.status).phrase, "http_error"
     if error.status == 404:
-        exists = what_exists(request.path[:_MAX_SHOWN_PATH])
+        exists = _what_exists(request.path[:_MAX_SHOWN_PATH])
         message, code = f"Invalid URL ({request.method} {path}): {exists}", "not_found"
     elif error.status == 405:
         message, code = f"Not allowed to {request.method} on {path}", "method_not_allowed"
-    else:
-        message, code = HTTPStatus(error.status).phrase, "http_error"
-    return _json(error.status, _body(error.status, code, message, None), headers)
+    response = error_response(Refusal(error.status, code, message))
+    if "Allow" in error.headers:
+        response.headers["Allow"] = error.headers["Allow"]
+    return response
 
 
-def _json(status: int, body: Mapping[str, Any], headers: Mapping[str, str]) -> web.Response:
-    return web.Response(
-        text=json.dumps(body), status=status, headers=headers, content_type="application/json"
-    )
+def _what_exists(path: str) -> str:
+    """A sentence's second half, for people who looked for `path`."""
+    name = path.lower().strip("/")
+    while name == "v1" or name.startswith("v1/"):
+        name = name.removeprefix("v1").lstrip("/")
+    if name in _RENAMED:
+        return f"the path is {_RENAMED[name]}"
+    first_two = "/".join(name.split("/")[:2])
+    first = name.partition("/")[0]
+    return _INSTEAD.get(first_two) or _INSTEAD.get(first) or _ROUTES
+
+
+async def echo_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    """On every answer, errors too: what the client calls its request. Not what software we are."""
+    response.headers["Server"] = "baton"
+    if name := request.get(REQUEST_ID):
+        response.headers[REQUEST_ID_HEADER] = name

@@ -6,7 +6,9 @@ Headers go out with the first event, so a call that fails before it has a status
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
+from dataclasses import dataclass
 
 from aiohttp import HttpVersion11, web
 
@@ -16,6 +18,7 @@ from .app_state import STREAM
 _USER_BUFFER_BYTES = 16 << 10
 _SOCKET_BUFFER_BYTES = 64 << 10
 
+_quoted = json.encoder.encode_basestring_ascii  # what json.dumps does to a string, at once
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -113,3 +116,18 @@ class EventStream:
         await response.prepare(self._request)
         self._request[STREAM] = response
         return response
+
+
+@dataclass(frozen=True, slots=True)
+class TextEvent:
+    """An event that only adds a text, as most do: what stands before and behind it."""
+
+    before: str
+    behind: str
+
+    def of(self, text: str) -> str:
+        return f"{self.before}{_quoted(text)}{self.behind}"
+
+    def within(self, head: str, tail: str) -> TextEvent:
+        """With more around it."""
+        return TextEvent(head + self.before, self.behind + tail)

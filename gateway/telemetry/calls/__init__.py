@@ -1,1 +1,1 @@
-"""One call in figures: observers, stages, logs, traces."""
+"""One call: its record, figures, stages, log line, spans."""

@@ -1,4 +1,10 @@
-"""Works out the figures of one call that is over, by the definitions of core/metrics.py.
+"""The figures of one call that is over, by the definitions of core/metrics.py, and its stages.
+
+    arrived ─gateway_queue─ routed ─prefill_queue─ prefill_started ─prefill─ first_token
+      ─kv_transfer─ transfer_ended ─decode_queue─ decode_started ─first_decode─ second token
+`kv_transfer` is the part of the pull that the client waits for: a pull begins beside the prefill.
+The second token counts when it is delivered. All stamps are on the gateway's clock
+(engines/wire.py): no stage depends on two hosts' wall clocks. A stage that would be negative is 0.
 
 A delivery of several tokens is one point in time: the tokens behind its first have no gap of their
 own, so a client that reads slowly does not make the gaps look small.
@@ -6,23 +12,79 @@ own, so a client that reads slowly does not make the gaps look small.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import itemgetter, sub
 
 from ....core.errors import Cancelled
-from ....core.request.timeline import Event
-from .call_records import CallRecord
-from .call_values import CallFigures, TransferFigures
-from .stages import second_token_ns, stage_seconds, times_of
+from ....core.request.timeline import Event, Stamp
+from .call_record import CallFigures, CallRecord, TransferFigures
+
+STAGES = (
+    "gateway_queue",
+    "prefill_queue",
+    "prefill",
+    "kv_transfer",
+    "decode_queue",
+    "first_decode",
+)
+_BOUNDS = (
+    Event.ARRIVED,
+    Event.ROUTED,
+    Event.PREFILL_STARTED,
+    Event.FIRST_TOKEN,
+    Event.TRANSFER_ENDED,
+    Event.DECODE_STARTED,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """When what happened, in unix nanoseconds, of a sample's last attempt.
+
+    `routed_ns`: of its first: until then the gateway looked for engines.
+    """
+
+    routed_ns: int | None
+    by_event: dict[Event, int]
+
+    def between_ns(self, first: Event, last: Event) -> tuple[int, int] | None:
+        """From one event to another; None if one of them is not there."""
+        start_ns, end_ns = self.by_event.get(first), self.by_event.get(last)
+        if start_ns is None or end_ns is None:
+            return None
+        return start_ns, max(start_ns, end_ns)
+
+    def between_s(self, first: Event, last: Event) -> float | None:
+        """The same in seconds."""
+        return _seconds(self.by_event.get(first), self.by_event.get(last))
+
+
+def times_of(timeline: Sequence[Stamp]) -> Times:
+    """Sort a timeline out."""
+    routed = [stamp.unix_ns for stamp in timeline if stamp.event is Event.ROUTED]
+    by_event: dict[Event, int] = {}
+    for stamp in timeline:
+        if stamp.event is Event.ROUTED:
+            arrived_ns = by_event.get(Event.ARRIVED)
+            by_event = {} if arrived_ns is None else {Event.ARRIVED: arrived_ns}
+        by_event[stamp.event] = stamp.unix_ns
+    return Times(routed[0] if routed else None, by_event)
+
+
+def stage_seconds(times: Times, second_token_ns: int | None) -> dict[str, float]:
+    """Stages by name, those of which both ends are known."""
+    bounds_ns = [times.by_event.get(event) for event in _BOUNDS] + [second_token_ns]
+    found = {
+        name: _seconds(start_ns, end_ns)
+        for name, start_ns, end_ns in zip(STAGES, bounds_ns[:-1], bounds_ns[1:], strict=True)
+    }
+    found["gateway_queue"] = _seconds(times.by_event.get(Event.ARRIVED), times.routed_ns)
+    return {name: seconds for name, seconds in found.items() if seconds is not None}
 
 
 def call_figures(record: CallRecord) -> CallFigures:
-    """Of a record that is over; worked out for the first observer that asks."""
-    if record.figures is None:
-        record.figures = _work_out(record)
-    return record.figures
-
-
-def _work_out(record: CallRecord) -> CallFigures:
+    """Of a record that is over."""
     assert record.ended_s is not None, "the call still runs"
     firsts = [times[0][0] for times in record.token_times if times]
     results = [record.results[index] for index in sorted(record.results)]
@@ -31,7 +93,7 @@ def _work_out(record: CallRecord) -> CallFigures:
     stages = {}
     if first is not None:
         # After a retry the second token may be older than the decode that went on.
-        second_ns = second_token_ns(record, 0) if first.attempts == 1 else None
+        second_ns = _second_token_ns(record, 0) if first.attempts == 1 else None
         stages = stage_seconds(times_of(first.timeline), second_ns)
     return CallFigures(
         outcome=results[0].finish_reason.value if record.error is None else record.error.code,
@@ -81,3 +143,17 @@ def _transfer(record: CallRecord) -> TransferFigures | None:
                 result.transfer.cached_tokens,
             )
     return None
+
+
+def _second_token_ns(record: CallRecord, sample_index: int) -> int | None:
+    """When a sample's second token was delivered, on the wall clock; None: with its first."""
+    times = record.token_times[sample_index]
+    if len(times) < 2 or times[0][1] > 1:
+        return None
+    return record.arrived_unix_ns + round((times[1][0] - record.arrived_s) * 1e9)
+
+
+def _seconds(start_ns: int | None, end_ns: int | None) -> float | None:
+    if start_ns is None or end_ns is None:
+        return None
+    return max(0, end_ns - start_ns) / 1e9

@@ -10,10 +10,8 @@ import logging
 
 from ....core.errors import BatonError
 from ....core.process.logs import fields
-from ...request.caller import Caller
-from ...request.output_chunk import OutputChunk
-from .call_figures import call_figures
-from .call_records import CallRecord
+from ...security.tenancy import Caller
+from .call_record import CallFigures, CallRecord, description
 
 log = logging.getLogger(__name__)
 
@@ -21,54 +19,27 @@ _MAX_LABEL = 128  # a client's own name of a call
 _DIGITS = 6  # of seconds
 
 
-class CallLog:
-    """`CallObserver`."""
-
-    def call_refused(self, caller: Caller, error: BatonError) -> None:
-        values = {"tenant": caller.tenant, "front": caller.front, "outcome": error.code}
-        log.info("refused", extra=fields(values))
-
-    def call_began(self, record: CallRecord) -> None:
-        pass
-
-    def chunk_delivered(self, record: CallRecord, chunk: OutputChunk, now_s: float) -> None:
-        pass
-
-    def call_ended(self, record: CallRecord) -> None:
-        values = _values(record)
-        if record.prompt is not None:
-            values["prompt"] = record.prompt
-        log.info("call %s", record.call_id, extra=fields(values, is_unlimited=True))
+def log_refused(caller: Caller, error: BatonError) -> None:
+    """Of a call that ended before it was routed."""
+    values = {"tenant": caller.tenant, "front": caller.front, "outcome": error.code}
+    log.info("refused", extra=fields(values))
 
 
-def _values(record: CallRecord) -> dict[str, object]:
-    figures = call_figures(record)
-    result, transfer = record.results.get(0), figures.transfer
-    return {
+def log_ended(record: CallRecord, figures: CallFigures) -> None:
+    """Of a call that is over."""
+    transfer = figures.transfer
+    values = description(record, figures) | {
         "request_id": record.call_id,
         "label": record.label[:_MAX_LABEL],
-        "tenant": record.caller.tenant,
-        "front": record.caller.front,
         "model": record.model,
         "traceparent": record.traceparent[:_MAX_LABEL],
-        "outcome": figures.outcome,
-        "is_finished": figures.is_finished,
-        "num_samples": record.num_samples,
-        "prompt_tokens": figures.prompt_tokens,
-        "cached_tokens": figures.cached_tokens,
-        "output_tokens": figures.output_tokens,
-        "attempts": figures.attempts,
-        "prefill_node": result.prefill_node if result else None,
-        "decode_node": result.decode_node if result else None,
         "transport": transfer.transport if transfer else None,
         "transfer_bytes": transfer.num_bytes if transfer else 0,
-        "ttft_s": _rounded(figures.ttft_s),
-        "tpot_s": _rounded(figures.tpot_s[0]) if figures.tpot_s else None,
-        "max_gap_s": _rounded(figures.max_gap_s),
-        "e2e_s": _rounded(figures.e2e_s),
-        "stages_s": {name: _rounded(seconds) for name, seconds in figures.stages.items()},
+        "stages_s": {name: round(seconds, _DIGITS) for name, seconds in figures.stages.items()},
     }
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, _DIGITS)
+    for name in ("ttft_s", "tpot_s", "max_gap_s", "e2e_s"):
+        if values[name] is not None:
+            values[name] = round(values[name], _DIGITS)
+    if record.prompt is not None:
+        values["prompt"] = record.prompt
+    log.info("call %s", record.call_id, extra=fields(values, is_unlimited=True))

@@ -5,27 +5,23 @@
                      kv_transfer  decode          a pull may begin beside the prefill
 
 Attributes follow the GenAI semantic conventions. A caller's trace goes on (W3C traceparent and
-tracestate), and its word on sampling counts; calls without one are sampled at a rate.
+tracestate), and its sampling decision holds; calls without one are sampled at a rate.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from ....core.errors import BatonError, StartupFailed
+from ....core.errors import StartupFailed
 from ....core.request.timeline import Event
 from ....core.version import version
-from ...request.caller import Caller
-from ...request.output_chunk import OutputChunk, RequestResult
+from ...request.output_chunk import RequestResult
 from ...request.session import GATEWAY
-from .call_figures import call_figures
-from .call_records import CallRecord
-from .stages import Times, times_of
+from .call_figures import times_of
+from .call_record import CallFigures, CallRecord
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span
 
@@ -41,43 +37,42 @@ _SPANS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Api:
-    """What we use of the packages, which may not be there."""
-
-    provider: TracerProvider
-    propagator: Any
-    trace: Any
-
-
 class CallTraces:
-    """`CallObserver`. Export is on a thread of OpenTelemetry's own."""
+    """Traces to any exporter; `ratio` of the calls that come without a trace of their own.
 
-    def __init__(self, api: _Api) -> None:
-        self._api = api
-        self._tracer = api.provider.get_tracer("baton.gateway", version())
+    Export is on a thread of OpenTelemetry's own.
+    """
 
-    def call_refused(self, caller: Caller, error: BatonError) -> None:
-        pass
+    def __init__(self, exporter: SpanExporter, ratio: float) -> None:
+        """Imports the packages, which may not be there."""
+        from opentelemetry import trace
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-    def call_began(self, record: CallRecord) -> None:
-        pass
+        resource = Resource.create({"service.name": "baton-gateway", "service.version": version()})
+        sampler = ParentBased(TraceIdRatioBased(ratio))
+        self._provider = TracerProvider(resource=resource, sampler=sampler, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._propagator = TraceContextTextMapPropagator()
+        self._trace = trace
+        self._tracer = self._provider.get_tracer("baton.gateway", version())
 
-    def chunk_delivered(self, record: CallRecord, chunk: OutputChunk, now_s: float) -> None:
-        pass
-
-    def call_ended(self, record: CallRecord) -> None:
-        trace = self._api.trace
+    def call_ended(self, record: CallRecord, figures: CallFigures) -> None:
+        """Make the spans of a call that is over, if it is sampled."""
+        trace = self._trace
         carrier = {"traceparent": record.traceparent, "tracestate": record.tracestate}
         span: Span = self._tracer.start_span(
             f"{_OPERATION} {record.model}",
-            context=self._api.propagator.extract(carrier),
+            context=self._propagator.extract(carrier),
             kind=trace.SpanKind.SERVER,
             start_time=record.arrived_unix_ns,
         )
         if not span.is_recording():
             return
-        span.set_attributes(_attributes(record))
+        span.set_attributes(_attributes(record, figures))
         if record.error is not None:
             span.set_attribute("error.type", record.error.code)
             span.set_status(trace.StatusCode.ERROR, record.error.code)
@@ -88,7 +83,7 @@ class CallTraces:
     def _stages(self, parent: Any, result: RequestResult) -> None:
         times = times_of(result.timeline)
         for name, first, last in _SPANS:
-            bounds_ns = _bounds_ns(times, first, last)
+            bounds_ns = times.between_ns(first, last)
             if bounds_ns is None:
                 continue
             span = self._tracer.start_span(name, context=parent, start_time=bounds_ns[0])
@@ -100,8 +95,8 @@ class CallTraces:
 
     def close(self) -> None:
         """Send what waits; blocks for a moment at most."""
-        self._api.provider.force_flush(_CLOSE_MS)
-        self._api.provider.shutdown()
+        self._provider.force_flush(_CLOSE_MS)
+        self._provider.shutdown()
 
 
 def open_traces(endpoint: str, ratio: float) -> CallTraces:
@@ -121,28 +116,11 @@ def open_traces(endpoint: str, ratio: float) -> CallTraces:
         )
     if parts.path in ("", "/"):
         endpoint = endpoint.rstrip("/") + "/v1/traces"
-    return traces_to(OTLPSpanExporter(endpoint=endpoint, timeout=_CLOSE_MS / 1000), ratio)
+    return CallTraces(OTLPSpanExporter(endpoint=endpoint, timeout=_CLOSE_MS / 1000), ratio)
 
 
-def traces_to(exporter: SpanExporter, ratio: float) -> CallTraces:
-    """Traces to any exporter; `ratio` of the calls that come without a trace of their own."""
-    from opentelemetry import trace
-    from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
-    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-    resource = Resource.create({"service.name": "baton-gateway", "service.version": version()})
-    sampler = ParentBased(TraceIdRatioBased(ratio))
-    provider = TracerProvider(resource=resource, sampler=sampler, shutdown_on_exit=False)
-    provider.add_span_processor(BatchSpanProcessor(exporter))
-    return CallTraces(_Api(provider, TraceContextTextMapPropagator(), trace))
-
-
-def _attributes(record: CallRecord) -> dict[str, Any]:
+def _attributes(record: CallRecord, figures: CallFigures) -> dict[str, Any]:
     """gen_ai.*, as far as a gateway knows it."""
-    figures = call_figures(record)
     values: dict[str, Any] = {
         "gen_ai.operation.name": _OPERATION,
         "gen_ai.provider.name": _PROVIDER,
@@ -166,13 +144,6 @@ def _attributes(record: CallRecord) -> dict[str, Any]:
         if sampling.top_k is not None:
             values["gen_ai.request.top_k"] = sampling.top_k
     return values
-
-
-def _bounds_ns(times: Times, first: Event, last: Event) -> tuple[int, int] | None:
-    start_ns, end_ns = times.by_event.get(first), times.by_event.get(last)
-    if start_ns is None or end_ns is None:
-        return None
-    return start_ns, max(start_ns, end_ns)
 
 
 def _node_of(stage: str, result: RequestResult) -> str:

@@ -1,15 +1,13 @@
-"""The current values of all metrics, and how prometheus_client reads them.
+"""The values of all metrics since the start, and how prometheus_client reads them.
 
-One thread writes and reads, so a sample costs a bisection and two additions and takes no lock.
-Bounded: a metric has at most MAX_CHILDREN label sets; what is beyond is counted under "other".
+One thread writes and reads, without a lock. Bounded: a metric has at most MAX_CHILDREN label sets;
+what is beyond is counted under "other".
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from prometheus_client.core import (
@@ -22,6 +20,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from .metric_table import Metric
+from .tally import Histogram, Tally
 
 MAX_CHILDREN = 300
 OTHER = "other"
@@ -29,68 +28,39 @@ OTHER = "other"
 Labels: TypeAlias = tuple[str, ...]
 
 
-@dataclass(slots=True)
-class Number:
-    """A counter's or a gauge's value."""
-
-    value: float = 0.0
-
-
-@dataclass(slots=True)
-class Buckets:
-    """A histogram; `counts` are not cumulative, and have one more than there are bounds."""
-
-    bounds: tuple[float, ...]
-    counts: list[int] = field(init=False)
-    total: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.counts = [0] * (len(self.bounds) + 1)
-
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
-
-    def cumulative(self) -> list[tuple[str, float]]:
-        """(upper bound, samples up to it), as the exposition has it."""
-        found, seen = [], 0
-        for bound, count in zip((*self.bounds, math.inf), self.counts, strict=True):
-            seen += count
-            found.append((floatToGoString(bound), float(seen)))  # type: ignore[no-untyped-call]
-        return found
-
-
 class MetricStore(Collector):
     """Of a fixed set of metrics. `prefix` comes before every name."""
 
     def __init__(self, metrics: Iterable[Metric], prefix: str, model_name: str) -> None:
-        self._metrics = {metric.name: metric for metric in metrics}
+        self._metrics = tuple(metrics)
         self._prefix = prefix
         self._model_name = model_name
-        self._numbers: dict[str, dict[Labels, Number]] = {}
-        self._buckets: dict[str, dict[Labels, Buckets]] = {}
-        for metric in self._metrics.values():
-            if metric.buckets:
-                self._buckets[metric.name] = {}
-            else:
-                self._numbers[metric.name] = {}
-            if not metric.labels and metric.kind != "gauge":
-                self.histogram(metric) if metric.buckets else self.number(metric)
+        self._numbers: dict[str, dict[Labels, float]] = {m.name: {} for m in self._metrics}
+        self._histograms: dict[str, dict[Labels, Histogram]] = {m.name: {} for m in self._metrics}
+        for metric in self._metrics:
+            if metric.buckets and not metric.labels:
+                self._histograms[metric.name][()] = Histogram()
+            elif metric.kind == "counter" and not metric.labels:
+                self._numbers[metric.name][()] = 0.0
 
-    def number(self, metric: Metric, *labels: str) -> Number:
-        """The value to change; keep it where it is changed often."""
+    def take(self, tally: Tally) -> None:
+        """Add what was counted."""
+        for (name, *labels), number in tally.counts.items():
+            if name in self._numbers:
+                _add(self._numbers[name], tuple(labels), number)
+        for (name, *labels), histogram in tally.histograms.items():
+            children = self._histograms[name]
+            child = children.setdefault(_bounded(tuple(labels), children), Histogram())
+            child.add(histogram.counts, histogram.total)
+
+    def add(self, metric: Metric, *labels: str, value: float = 1) -> None:
+        """Add to a counter."""
+        _add(self._numbers[metric.name], labels, value)
+
+    def set(self, metric: Metric, *labels: str, value: float) -> None:
+        """Of a gauge, or a counter that is added up elsewhere."""
         children = self._numbers[metric.name]
-        labels = _bounded(labels, children)
-        return children.setdefault(labels, Number())
-
-    def histogram(self, metric: Metric, *labels: str) -> Buckets:
-        """Where to observe; keep it where it is done often."""
-        children = self._buckets[metric.name]
-        labels = _bounded(labels, children)
-        found = children.get(labels)
-        if found is None:
-            found = children[labels] = Buckets(metric.buckets)
-        return found
+        children[_bounded(labels, children)] = value
 
     def forget(self, metric: Metric, *labels: str) -> None:
         """Drop all series of a counter or gauge whose labels begin like this."""
@@ -99,21 +69,29 @@ class MetricStore(Collector):
             del children[values]
 
     def collect(self) -> Iterator[Family]:
-        for metric in self._metrics.values():
+        for metric in self._metrics:
             labels = ("model_name", *metric.labels)
             name = self._prefix + metric.name
             if metric.buckets:
+                bounds = [floatToGoString(bound) for bound in (*metric.buckets, math.inf)]  # type: ignore[no-untyped-call]
                 histogram = HistogramMetricFamily(name, metric.help, labels=labels)
-                for values, child in self._buckets[metric.name].items():
+                for values, child in self._histograms[metric.name].items():
                     own = (self._model_name, *values)
-                    histogram.add_metric(own, child.cumulative(), sum_value=child.total)
+                    counts = map(float, child.cumulative(metric.buckets))
+                    buckets = list(zip(bounds, counts, strict=True))
+                    histogram.add_metric(own, buckets, sum_value=child.total)
                 yield histogram
                 continue
             kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
             family = kind(name, metric.help, labels=labels)
             for values, number in self._numbers[metric.name].items():
-                family.add_metric((self._model_name, *values), number.value)
+                family.add_metric((self._model_name, *values), number)
             yield family
+
+
+def _add(children: dict[Labels, float], labels: Labels, value: float) -> None:
+    labels = _bounded(labels, children)
+    children[labels] = children.get(labels, 0) + value
 
 
 def _bounded(labels: Labels, children: Mapping[Labels, object]) -> Labels:

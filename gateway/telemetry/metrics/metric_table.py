@@ -1,5 +1,5 @@
-"""Every metric that a gateway exports, once: name, kind, labels, meaning. docs/metrics.md is made
-from it.
+"""Every metric that a gateway exports, once: name, kind, labels, meaning. the tables of
+docs/metrics.md are made from it.
 
 Names are without the prefix. Where vLLM has a metric of the same meaning, ours has its name, so
 that boards and autoscalers made for vLLM work. `model_name` is a label of all and is not listed.
@@ -7,7 +7,9 @@ that boards and autoscalers made for vLLM work. `model_name` is a label of all a
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 _LONG_S = (0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 TTFT_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, *_LONG_S)
@@ -163,6 +165,11 @@ CERTIFICATE_EXPIRES = Metric(
     ("file",),
 )
 
+# Counted for the live page alone.
+BEGAN = Metric("requests_began_total", "Calls that were admitted.")
+FINISHED_PROMPT_TOKENS = Metric("finished_prompt_tokens_total", "Prompt tokens of finished calls.")
+PULLER_CACHED_TOKENS = Metric("puller_cached_tokens_total", "Prompt tokens that no pull brought.")
+
 _NODE = ("role", "node")
 NODE_UP = Metric(
     "node_up", "1 while the engine is linked and beats; a lost one is 0 for ten minutes.", _NODE
@@ -194,19 +201,21 @@ PULL_FAILURES = Metric(
     (*_NODE, "reason"),
 )
 
-OF_CALLS = (
-    *(TTFT, INTER_TOKEN, HANDOFF_GAP, TPOT, E2E, QUEUE, PREFILL, DECODE, INFERENCE, STAGE),
-    *(PROMPT_LENGTH, OUTPUT_LENGTH, PROMPT_TOKENS, CACHED_TOKENS, OUTPUT_TOKENS, COALESCED_TOKENS),
-    *(SUCCESSES, FAILURES, REJECTIONS, CONNECTIONS_REFUSED, RETRIES, IN_FLIGHT),
-    *(SLO_JUDGED, SLO_GOOD),
-    *(TENANT_REQUESTS, TENANT_TOKENS, KV_SECONDS, KV_BYTES),
-)
-OF_ROUTING = (QUEUED, DECISIONS, LOOKUP, INDEX_HITS, INDEX_STALE, INDEX_UP)
-OF_ENGINES = (
-    *(NODE_UP, NODE_DRAINING, RUNNING, WAITING, WAITING_TOKENS),
-    *(KV_USAGE, KV_FREE, KV_LEASED, KV_CREDIT),
-    *(PREEMPTIONS, CACHE_QUERIES, CACHE_HITS, EXPIRED_LEASES),
-    *(PULLS, PULL_BYTES, PULL_SECONDS, PULL_FAILURES),
-)
-OF_CERTIFICATES = (CERTIFICATE_EXPIRES,)
-ALL = (*OF_CALLS, *OF_ROUTING, *OF_ENGINES, *OF_CERTIFICATES)
+GROUPS: Mapping[str, Sequence[Metric]] = {
+    "Calls": (
+        *(TTFT, INTER_TOKEN, HANDOFF_GAP, TPOT, E2E, QUEUE, PREFILL, DECODE, INFERENCE, STAGE),
+        *(PROMPT_LENGTH, OUTPUT_LENGTH),
+        *(PROMPT_TOKENS, CACHED_TOKENS, OUTPUT_TOKENS, COALESCED_TOKENS),
+        *(SUCCESSES, FAILURES, REJECTIONS, CONNECTIONS_REFUSED, RETRIES, IN_FLIGHT),
+        *(SLO_JUDGED, SLO_GOOD, TENANT_REQUESTS, TENANT_TOKENS, KV_SECONDS, KV_BYTES),
+    ),
+    "Routing": (QUEUED, DECISIONS, LOOKUP, INDEX_HITS, INDEX_STALE, INDEX_UP),
+    "Engines": (
+        *(NODE_UP, NODE_DRAINING, RUNNING, WAITING, WAITING_TOKENS),
+        *(KV_USAGE, KV_FREE, KV_LEASED, KV_CREDIT),
+        *(PREEMPTIONS, CACHE_QUERIES, CACHE_HITS, EXPIRED_LEASES),
+        *(PULLS, PULL_BYTES, PULL_SECONDS, PULL_FAILURES),
+    ),
+    "Certificates": (CERTIFICATE_EXPIRES,),
+}
+ALL = tuple(chain.from_iterable(GROUPS.values()))

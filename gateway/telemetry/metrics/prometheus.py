@@ -1,43 +1,63 @@
-"""The metrics of a gateway: what calls did, as they happen; what engines say, when asked.
+"""What Prometheus reads: the store's metrics of calls, and of engines when it scrapes.
 
-    observer ──► MetricStore ◄── EngineSeries.refresh at each scrape ── one registry ──► /metrics
+    CallFeed ──► MetricStore ◄── engines' heartbeats at each scrape ── one registry ──► /metrics
 The registry holds the process's own figures (memory, CPU, descriptors) too.
+
+An engine counts from zero in every incarnation, and its series goes by its name: what is exported
+adds up what each incarnation brought since it was last read, so that it never falls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
-from ....core.errors import BatonError
 from ....core.ports import Clock
-from ....core.request.timeline import Event
 from ...engines.cluster_view import ClusterView
-from ...engines.engine_table import EngineTable
-from ...request.caller import Caller
-from ...request.output_chunk import OutputChunk, RequestResult
-from ..calls.call_figures import call_figures
-from ..calls.call_records import CallRecord
-from ..calls.call_values import CallFigures
-from ..calls.stages import times_of
-from ..calls.token_gaps import TokenGaps
+from ...engines.engine_table import EngineCounters, EngineTable, LinkedEngine, ReportedLoad
 from . import metric_table as table
-from .engine_series import EngineSeries
-from .metric_store import OTHER, MetricStore
+from .metric_store import MetricStore
+from .metric_table import Metric
 
-MAX_TENANTS = 100
-NOBODY = "anonymous"  # where no keys are asked for
+FORGET_S = 600.0  # how long an engine that is gone is shown as down
+
+_COUNTERS: tuple[tuple[Metric, Callable[[EngineCounters], float]], ...] = (
+    (table.PREEMPTIONS, lambda c: c.num_preemptions),
+    (table.CACHE_QUERIES, lambda c: c.prefix_query_tokens),
+    (table.CACHE_HITS, lambda c: c.prefix_hit_tokens),
+    (table.EXPIRED_LEASES, lambda c: c.num_expired_leases),
+    (table.PULLS, lambda c: c.num_transfers),
+    (table.PULL_BYTES, lambda c: c.transfer_bytes),
+    (table.PULL_SECONDS, lambda c: c.transfer_s),
+)
+_GAUGES: tuple[tuple[Metric, Callable[[LinkedEngine, ReportedLoad], float]], ...] = (
+    (table.NODE_DRAINING, lambda engine, load: load.is_draining),
+    (table.RUNNING, lambda engine, load: load.num_running),
+    (table.WAITING, lambda engine, load: load.num_waiting),
+    (table.WAITING_TOKENS, lambda engine, load: load.waiting_tokens),
+    (table.KV_USAGE, lambda engine, load: 1 - load.free_blocks / max(1, engine.pool_blocks)),
+    (table.KV_FREE, lambda engine, load: load.free_blocks),
+    (table.KV_LEASED, lambda engine, load: load.held_blocks),
+    (table.KV_CREDIT, lambda engine, load: load.credit_blocks),
+)
+_NodeName = tuple[str, str]  # role, name
 
 
-@dataclass(frozen=True, slots=True)
-class SloTargets:
-    """What a call must keep to count as good."""
+@dataclass(slots=True)
+class _Read:
+    """What was added up of one incarnation already; `link` is whose counts of the index these are.
 
-    ttft_s: float
-    tbt_s: float
+    The engine counts on while its link is down, the gateway begins anew with each link.
+    """
+
+    known_s: float = 0.0
+    counters: EngineCounters = field(default_factory=EngineCounters)
+    link: LinkedEngine | None = None
+    num_index_hits: int = 0
+    num_stale_hits: int = 0
 
 
 def full_prefix(prefix: str) -> str:
@@ -47,140 +67,41 @@ def full_prefix(prefix: str) -> str:
     return prefix if prefix[-1] in "_:" else f"{prefix}_"
 
 
-class CallMetrics:
-    """`CallObserver`. Children that a chunk needs are looked up once."""
-
-    def __init__(self, store: MetricStore, targets: SloTargets, gaps: TokenGaps) -> None:
-        self._store = store
-        self._targets = targets
-        self._tenants: set[str] = set()
-        self._ttft = store.histogram(table.TTFT)
-        self._gaps = store.histogram(table.INTER_TOKEN)
-        self._handoff_gaps = store.histogram(table.HANDOFF_GAP)
-        self._output_tokens = store.number(table.OUTPUT_TOKENS)
-        self._coalesced_tokens = store.number(table.COALESCED_TOKENS)
-        self._in_flight = store.number(table.IN_FLIGHT)
-        gaps.tell(self._count_gaps)
-
-    def call_refused(self, caller: Caller, error: BatonError) -> None:
-        self._store.number(table.REJECTIONS, error.code).value += 1
-
-    def call_began(self, record: CallRecord) -> None:
-        self._in_flight.value += 1
-        self._store.number(table.PROMPT_TOKENS).value += record.prompt_tokens
-        self._store.histogram(table.LOOKUP).observe(record.lookup_s)
-
-    def chunk_delivered(self, record: CallRecord, chunk: OutputChunk, now_s: float) -> None:
-        num_tokens = len(chunk.token_ids)
-        times = record.token_times[chunk.sample_index]
-        num_deliveries = len(times)
-        if not num_tokens:
-            return
-        self._output_tokens.value += num_tokens
-        self._coalesced_tokens.value += num_tokens - 1
-        if num_deliveries > 1:
-            gap_s = now_s - times[-2][0]
-            self._gaps.observe(gap_s)
-            if num_deliveries == 2 and times[0][1] == 1:
-                self._handoff_gaps.observe(gap_s)
-        elif sum(map(bool, record.token_times)) == 1:
-            self._ttft.observe(now_s - record.arrived_s)
-
-    def _count_gaps(self, gaps_s: Sequence[float], _: float) -> None:
-        self._output_tokens.value += len(gaps_s)
-        for gap_s in gaps_s:
-            self._gaps.observe(gap_s)
-
-    def call_ended(self, record: CallRecord) -> None:
-        figures = call_figures(record)
-        self._in_flight.value -= 1
-        if figures.is_finished:
-            self._finished(record, figures)
-        else:
-            self._store.number(table.FAILURES, figures.outcome).value += 1
-        for tpot_s in figures.tpot_s:
-            self._store.histogram(table.TPOT).observe(tpot_s)
-        if not figures.is_cancelled:
-            targets = self._targets
-            is_good = figures.meets(ttft_slo_s=targets.ttft_s, tbt_slo_s=targets.tbt_s)
-            self._store.number(table.SLO_JUDGED).value += 1
-            self._store.number(table.SLO_GOOD).value += is_good
-        self._charge(record.caller.tenant, figures)
-
-    def _finished(self, record: CallRecord, figures: CallFigures) -> None:
-        store = self._store
-        store.number(table.SUCCESSES, figures.outcome).value += 1
-        store.number(table.RETRIES).value += max(0, figures.attempts - 1)
-        store.number(table.CACHED_TOKENS).value += figures.cached_tokens
-        store.histogram(table.E2E).observe(figures.e2e_s)
-        store.histogram(table.PROMPT_LENGTH).observe(figures.prompt_tokens)
-        store.histogram(table.OUTPUT_LENGTH).observe(figures.output_tokens)
-        for stage, seconds in figures.stages.items():
-            store.histogram(table.STAGE, stage).observe(seconds)
-        if transfer := figures.transfer:
-            edge = (transfer.transport, transfer.source, transfer.puller)
-            store.histogram(table.KV_SECONDS, *edge).observe(transfer.seconds)
-            store.number(table.KV_BYTES, *edge).value += transfer.num_bytes
-        if result := record.results.get(0):
-            self._phases(result)
-
-    def _phases(self, result: RequestResult) -> None:
-        """The first sample's phases, by vLLM's definitions as far as they fit two nodes."""
-        times = times_of(result.timeline)
-        for metric, first, last in (
-            (table.QUEUE, Event.ARRIVED, Event.PREFILL_STARTED),
-            (table.PREFILL, Event.PREFILL_STARTED, Event.FIRST_TOKEN),
-            (table.DECODE, Event.FIRST_TOKEN, Event.FINISHED),
-            (table.INFERENCE, Event.PREFILL_STARTED, Event.FINISHED),
-        ):
-            seconds = times.between_s(first, last)
-            if seconds is not None:
-                self._store.histogram(metric).observe(seconds)
-
-    def _charge(self, tenant: str, figures: CallFigures) -> None:
-        """Count for a tenant; those beyond MAX_TENANTS are one."""
-        tenant = tenant or NOBODY
-        if tenant not in self._tenants:
-            if len(self._tenants) >= MAX_TENANTS:
-                tenant = OTHER
-            else:
-                self._tenants.add(tenant)
-        store = self._store
-        store.number(table.TENANT_REQUESTS, tenant).value += 1
-        store.number(table.TENANT_TOKENS, tenant, "prompt").value += figures.prompt_tokens
-        store.number(table.TENANT_TOKENS, tenant, "generation").value += figures.output_tokens
-
-
 class Exporter:
-    """All of a gateway's metrics: `calls` observes, `render` answers a scrape."""
+    """All of a gateway's metrics: `render` answers a scrape."""
 
     def __init__(
         self,
-        prefix: str,
-        model: str,
-        targets: SloTargets,
+        store: MetricStore,
+        settle: Callable[[], None],
         engines: EngineTable,
         view: ClusterView,
         clock: Clock,
         is_index_up: Callable[[], bool],
         num_queued: Callable[[], int],
-        gaps: TokenGaps,
         certificate_ends_s: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """`certificate_ends_s`: by file, the Unix time at which its certificate ends."""
-        store = MetricStore(table.ALL, full_prefix(prefix), model)
-        self._store, self._certificate_ends_s = store, certificate_ends_s
-        self._gaps = gaps
-        self._connections_refused = store.number(table.CONNECTIONS_REFUSED)
-        self.calls = CallMetrics(store, targets, gaps)
-        self._series = EngineSeries(store, engines, view, clock, is_index_up, num_queued)
+        """`settle` brings the store's metrics of calls up to date (CallFeed.settle).
+
+        `certificate_ends_s`: by file, the Unix time at which its certificate ends.
+        """
+        self._store = store
+        self._settle = settle
+        self._engines = engines
+        self._view = view
+        self._clock = clock
+        self._is_index_up = is_index_up
+        self._num_queued = num_queued
+        self._certificate_ends_s = certificate_ends_s
+        self._last_known_s: dict[_NodeName, float] = {}
+        self._read: dict[str, _Read] = {}  # by incarnation
         self._registry = CollectorRegistry()
         self._registry.register(store)
         ProcessCollector(registry=self._registry)
 
     def connection_refused(self) -> None:
         """Count a connection of HTTP that was one too many."""
-        self._connections_refused.value += 1
+        self._store.add(table.CONNECTIONS_REFUSED)
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """The exposition and its content type, in the format that `accept` prefers."""
@@ -189,7 +110,54 @@ class Exporter:
         return encode(self._registry), content_type
 
     def _refresh(self) -> None:
-        self._gaps.settle()
-        self._series.refresh()
+        """Take over what was counted of calls, and the engines' heartbeats as they are now."""
+        self._settle()
+        now_s = self._clock.monotonic_s()
+        for metric in (table.NODE_UP, *(metric for metric, _ in _GAUGES)):
+            self._store.forget(metric)
+        for member in self._view.members():
+            self._last_known_s[member.role.value, member.name] = now_s
+            self._read.setdefault(member.incarnation, _Read()).known_s = now_s
+        for name in [n for n, known_s in self._last_known_s.items() if now_s - known_s > FORGET_S]:
+            self._forget(name)
+        for name in self._last_known_s:
+            self._store.set(table.NODE_UP, *name, value=0)
+        for incarnation, engine in self._engines.engines.items():
+            read = self._read[incarnation]
+            self._count_index(engine, read)
+            if engine.load is not None:
+                self._count(engine, engine.load, read)
+        self._read = {i: read for i, read in self._read.items() if now_s - read.known_s <= FORGET_S}
+        for reason, count in self._engines.decisions.items():
+            self._store.set(table.DECISIONS, reason, value=count)
+        self._store.set(table.QUEUED, value=self._num_queued())
+        self._store.set(table.INDEX_UP, value=self._is_index_up())
         for file, ends_s in self._certificate_ends_s().items():
-            self._store.number(table.CERTIFICATE_EXPIRES, file).value = ends_s
+            self._store.set(table.CERTIFICATE_EXPIRES, file, value=ends_s)
+
+    def _count(self, engine: LinkedEngine, load: ReportedLoad, read: _Read) -> None:
+        name = (engine.member.role.value, engine.name)
+        self._store.set(table.NODE_UP, *name, value=1)
+        for metric, gauge in _GAUGES:
+            self._store.set(metric, *name, value=gauge(engine, load))
+        before, read.counters = read.counters, load.counters
+        for metric, count in _COUNTERS:
+            more = count(load.counters) - count(before)
+            self._store.add(metric, *name, value=more)
+        failed, failed_before = load.counters.failed_transfers, before.failed_transfers
+        for reason in failed:
+            more = failed[reason] - failed_before.get(reason, 0)
+            self._store.add(table.PULL_FAILURES, *name, reason, value=more)
+
+    def _count_index(self, engine: LinkedEngine, read: _Read) -> None:
+        if read.link is not engine:
+            read.link, read.num_index_hits, read.num_stale_hits = engine, 0, 0
+        hits, stale = engine.num_index_hits, engine.num_stale_hits
+        self._store.add(table.INDEX_HITS, value=hits - read.num_index_hits)
+        self._store.add(table.INDEX_STALE, value=stale - read.num_stale_hits)
+        read.num_index_hits, read.num_stale_hits = hits, stale
+
+    def _forget(self, name: _NodeName) -> None:
+        del self._last_known_s[name]
+        for metric in (table.PULL_FAILURES, *(metric for metric, _ in _COUNTERS)):
+            self._store.forget(metric, *name)

@@ -12,11 +12,11 @@ from dataclasses import asdict
 from functools import cache
 from typing import Any
 
-from ..calls.stages import STAGES
-from .histogram import Histogram, middle_s
-from .second import COUNTS, LATENCIES, Second, Tally
-from .summaries import RecentCall, microseconds, summarise
-from .window import TelemetryWindow
+from ..calls.call_figures import STAGES
+from ..calls.call_record import CallFigures, CallRecord, SloTargets, description
+from ..metrics import metric_table as table
+from ..metrics.tally import Histogram, Tally, middle
+from .window import LATENCIES, Second, TelemetryWindow, counts_of, microseconds
 
 VERSION = 1
 RATE_SPAN_S = 10  # what "now" means for rates
@@ -33,11 +33,7 @@ _EMPTY = Second(0)
 
 
 def window_snapshot(
-    window: TelemetryWindow,
-    *,
-    ttft_slo_s: float,
-    tbt_slo_s: float,
-    since_unix_s: float | None = None,
+    window: TelemetryWindow, targets: SloTargets, since_unix_s: float | None = None
 ) -> dict[str, Any]:
     """All of the window, ready for JSON: docs/dashboard.md has the schema.
 
@@ -59,22 +55,41 @@ def window_snapshot(
         "span_s": window.span_s,
         "covered_s": window.covered_s,
         "num_running": window.num_running,
-        "counts": {name: total.counts[name] for name in COUNTS},
-        "errors": dict(total.errors),
-        "refusals": dict(total.refusals),
+        "counts": counts_of(total),
+        "errors": {code: number for (code,), number in total.labelled(table.FAILURES)},
+        "refusals": {code: number for (code,), number in total.labelled(table.REJECTIONS)},
         "rates": _rates(window, seconds, now),
-        "latency": {name: asdict(summarise(total.latencies[name])) for name in LATENCIES},
-        "stages": {name: asdict(summarise(total.stages.get(name, Histogram()))) for name in STAGES},
-        "slo": asdict(window.slo(ttft_slo_s, tbt_slo_s)),
+        "latency": {name: _summary(total.histogram(of)) for name, of in LATENCIES.items()},
+        "stages": {name: _summary(total.histogram(table.STAGE, name)) for name in STAGES},
+        "slo": _slo(window, targets),
         "prefix": _prefix(total),
         "transfers": _transfers(total),
-        "series": _series(seconds, numbers, offset_s, ttft_slo_s, tbt_slo_s),
+        "series": _series(seconds, numbers, offset_s, targets),
         "heatmaps": _heatmaps(seconds, numbers, offset_s),
         "recent": [
-            _recent(call, offset_s)
-            for call in reversed(window.recent)
-            if since_us is None or microseconds(call.ended_s) > since_us
+            _recent(record, figures, offset_s)
+            for record, figures in reversed(window.recent)
+            if since_us is None or microseconds(record.ended_s or 0.0) > since_us
         ],
+    }
+
+
+def _summary(histogram: Histogram) -> dict[str, float | int | None]:
+    """Of one kind of duration; None where there is no sample. Percentiles within 1 %."""
+    names = ("p50_s", "p90_s", "p99_s", "max_s")
+    percentiles = zip(names, histogram.percentiles(50, 90, 99, 100), strict=True)
+    return {"num_samples": histogram.num_samples, "mean_s": histogram.mean, **dict(percentiles)}
+
+
+def _slo(window: TelemetryWindow, targets: SloTargets) -> dict[str, float | int | None]:
+    """A failed call is judged, and is not good; one that was refused never began."""
+    num_judged = sum(len(second.calls) for second in window.seconds)
+    num_good = sum(second.num_good(targets) for second in window.seconds)
+    return asdict(targets) | {
+        "num_judged": num_judged,
+        "num_good": num_good,
+        "attainment": num_good / num_judged if num_judged else None,
+        "goodput_rps": num_good / window.covered_s,
     }
 
 
@@ -83,63 +98,61 @@ def _rates(window: TelemetryWindow, seconds: dict[int, Second], now: int) -> dic
     over_s = min(RATE_SPAN_S, int(window.covered_s))
     found: Counter[str] = Counter()
     for number in range(now - over_s, now):
-        found.update(seconds.get(number, _EMPTY).tally.counts)
+        found.update(counts_of(seconds.get(number, _EMPTY).tally))
     names = ("began", "finished", "failed", "refused", "prompt_tokens", "output_tokens")
     return {"over_s": over_s} | {f"{name}_per_s": found[name] / over_s for name in names}
 
 
 def _prefix(total: Tally) -> dict[str, float | int | None]:
     """What prefix caches saved: on prefill engines prompt tokens, on decode engines their pull."""
-    prompt_tokens, cached_tokens = (
-        total.counts["finished_prompt_tokens"],
-        total.counts["cached_tokens"],
-    )
+    counts = counts_of(total)
+    prompt_tokens, cached_tokens = counts["finished_prompt_tokens"], counts["cached_tokens"]
     return {
         "prompt_tokens": prompt_tokens,
         "cached_tokens": cached_tokens,
         "hit_rate": cached_tokens / prompt_tokens if prompt_tokens else None,
-        "puller_cached_tokens": sum(edge.puller_cached_tokens for edge in total.edges.values()),
+        "puller_cached_tokens": total.counts[table.PULLER_CACHED_TOKENS.name,],
     }
 
 
 def _transfers(total: Tally) -> list[dict[str, Any]]:
-    return [
-        {
-            "source": source,
-            "puller": puller,
-            "transport": transport,
-            "num_transfers": edge.num_transfers,
-            "bytes": edge.num_bytes,
-            "seconds": edge.seconds,
-            "gbytes_per_s": edge.num_bytes / edge.seconds / 1e9 if edge.seconds > 0 else None,
-        }
-        for (source, puller, transport), edge in sorted(total.edges.items())
-    ]
+    found = []
+    for (transport, source, puller), num_bytes in total.labelled(table.KV_BYTES):
+        spent = total.histogram(table.KV_SECONDS, transport, source, puller)
+        found.append(
+            {
+                "source": source,
+                "puller": puller,
+                "transport": transport,
+                "num_transfers": spent.num_samples,
+                "bytes": num_bytes,
+                "seconds": spent.total,
+                "gbytes_per_s": num_bytes / spent.total / 1e9 if spent.total > 0 else None,
+            }
+        )
+    return sorted(found, key=lambda edge: (edge["source"], edge["puller"], edge["transport"]))
 
 
 def _series(
-    seconds: dict[int, Second],
-    numbers: range,
-    offset_s: float,
-    ttft_slo_s: float,
-    tbt_slo_s: float,
+    seconds: dict[int, Second], numbers: range, offset_s: float, targets: SloTargets
 ) -> dict[str, list[Any]]:
     """Columns of equal length, one row a second."""
     rows = [seconds.get(number, _EMPTY) for number in numbers]
     columns: dict[str, list[Any]] = {"t_unix_s": [number + offset_s for number in numbers]}
-    for name in COUNTS:
-        columns[name] = [row.tally.counts[name] for row in rows]
+    counts = [counts_of(row.tally) for row in rows]
+    for name in counts_of(_EMPTY.tally):
+        columns[name] = [count[name] for count in counts]
     for name in _SERIES_LATENCIES:
-        tails = [row.tally.latencies[name].percentiles_s(50, 90, 99) for row in rows]
+        tails = [row.tally.histogram(LATENCIES[name]).percentiles(50, 90, 99) for row in rows]
         for index, q in enumerate((50, 90, 99)):
             columns[f"{name}_p{q}_s"] = [tail[index] for tail in tails]
     for name in STAGES:
-        stages = [row.tally.stages.get(name) for row in rows]
-        columns[f"{name}_mean_s"] = [stage.mean_s if stage else None for stage in stages]
-    edges = [row.tally.edges.values() for row in rows]
-    columns["transfer_bytes"] = [sum(edge.num_bytes for edge in of) for of in edges]
+        columns[f"{name}_mean_s"] = [row.tally.histogram(table.STAGE, name).mean for row in rows]
+    columns["transfer_bytes"] = [
+        sum(num_bytes for _, num_bytes in row.tally.labelled(table.KV_BYTES)) for row in rows
+    ]
     columns["slo_judged"] = [len(row.calls) for row in rows]
-    columns["slo_good"] = [row.num_good(ttft_slo_s, tbt_slo_s) for row in rows]
+    columns["slo_good"] = [row.num_good(targets) for row in rows]
     return columns
 
 
@@ -149,7 +162,7 @@ def _heatmaps(seconds: dict[int, Second], numbers: range, offset_s: float) -> di
     for name in _HEATMAPS:
         found[name] = []
         for number in numbers:
-            counts = seconds.get(number, _EMPTY).tally.latencies[name].counts
+            counts = seconds.get(number, _EMPTY).tally.histogram(LATENCIES[name]).counts
             by_row: Counter[int] = Counter()
             for bucket, count in counts.items():
                 by_row[_row_of(bucket)] += count
@@ -162,32 +175,18 @@ def _heatmaps(seconds: dict[int, Second], numbers: range, offset_s: float) -> di
 @cache
 def _row_of(bucket: int) -> int:
     """The row of a heat map that a histogram's bucket belongs to; the outer rows take the rest."""
-    row = math.floor((math.log10(middle_s(bucket)) - _LOWEST_DECADE) * _ROWS_PER_DECADE)
+    row = math.floor((math.log10(middle(bucket)) - _LOWEST_DECADE) * _ROWS_PER_DECADE)
     return min(max(row, 0), len(HEATMAP_EDGES_S) - 2)
 
 
-def _recent(call: RecentCall, offset_s: float) -> dict[str, Any]:
+def _recent(call: CallRecord, figures: CallFigures, offset_s: float) -> dict[str, Any]:
     """One call for the waterfall; `timeline` in seconds since it arrived, of its first sample."""
-    figures, result = call.figures, call.result
-    return {
+    result = call.results.get(0)
+    assert call.ended_s is not None, "it is over"
+    return description(call, figures) | {
         "call_id": call.call_id,
-        "tenant": call.tenant,
-        "front": call.front,
         "arrived_unix_s": call.arrived_unix_ns / 1e9,
         "ended_unix_s": call.ended_s + offset_s,
-        "outcome": figures.outcome,
-        "is_finished": figures.is_finished,
-        "num_samples": call.num_samples,
-        "prompt_tokens": figures.prompt_tokens,
-        "cached_tokens": figures.cached_tokens,
-        "output_tokens": figures.output_tokens,
-        "ttft_s": figures.ttft_s,
-        "tpot_s": figures.tpot_s[0] if figures.tpot_s else None,
-        "max_gap_s": figures.max_gap_s,
-        "e2e_s": figures.e2e_s,
-        "attempts": figures.attempts,
-        "prefill_node": result.prefill_node if result else None,
-        "decode_node": result.decode_node if result else None,
         "transfer": asdict(figures.transfer) if figures.transfer else None,
         "stages": figures.stages,
         "timeline": [

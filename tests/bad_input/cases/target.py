@@ -36,10 +36,9 @@ from baton.core.process.logs import set_up_logging
 from baton.gateway.http.protocol import body, connections
 from baton.gateway.process.server import serve
 from baton.gateway.request.session import SessionLimits
-from baton.node.supervisor.callers import Callers
 from baton.node.supervisor.engine_handle import EngineHandle
-from baton.node.supervisor.grpc_channels import make_server
-from baton.node.supervisor.rpc import NodeServicer
+from baton.node.supervisor.grpc_server import make_server
+from baton.node.supervisor.rpc import Callers, NodeServicer
 from baton.proto.v1 import node_pb2_grpc
 
 SECRET = "test secret"

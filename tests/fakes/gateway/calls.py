@@ -1,18 +1,21 @@
-"""Calls that observers are told of, without a front door: played on a fake clock."""
+"""Calls that are reported without a front door: played on a fake clock."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from fakes.clock import FakeClock
 
 from baton.core.errors import BatonError
+from baton.core.ports import Clock
 from baton.core.request.request import FinishReason, SamplingParams
 from baton.core.request.timeline import Event, Stamp
-from baton.gateway.request.caller import SCOPES, Caller
 from baton.gateway.request.engine_link import TransferSummary
 from baton.gateway.request.output_chunk import OutputChunk, RequestResult
-from baton.gateway.telemetry.calls.call_records import CallObserver, CallRecord
+from baton.gateway.security.tenancy import SCOPES, Caller
+from baton.gateway.telemetry.call_feed import CallFeed, OnEnded
+from baton.gateway.telemetry.calls.call_record import CallRecord, SloTargets
+from baton.gateway.telemetry.metrics.metric_store import MetricStore
+from baton.gateway.telemetry.metrics.metric_table import ALL
+from baton.gateway.telemetry.window.window import TelemetryWindow
 
 # When a stage's end is stamped, after arrival.
 STAMPS_S = (
@@ -32,20 +35,27 @@ def timeline(arrived_ns: int) -> tuple[Stamp, ...]:
     return tuple(Stamp(e, arrived_ns + round(s * 1e9), node) for e, s, node in STAMPS_S)
 
 
+def feed_of(clock: Clock, *on_ended: OnEnded, window: TelemetryWindow | None = None) -> CallFeed:
+    """A feed that counts into stores of its own, for who looks at a part of it alone."""
+    store = MetricStore(ALL, "baton_", "demo")
+    targets = SloTargets(ttft_slo_s=0.5, tbt_slo_s=0.05)
+    return CallFeed(clock, targets, window or TelemetryWindow(clock), store, (), on_ended)
+
+
 class PlayedCall:
     """One call; each method is something that happens now, by the clock."""
 
     def __init__(
         self,
         clock: FakeClock,
-        observers: Sequence[CallObserver],
+        feed: CallFeed,
         *,
         num_samples: int = 1,
         prompt_tokens: int = 7,
         tenant: str = "",
     ) -> None:
         self._clock = clock
-        self._observers = observers
+        self._feed = feed
         self._next_index = [0] * num_samples
         self.record = CallRecord(
             call_id=f"{id(self):032x}",
@@ -59,8 +69,7 @@ class PlayedCall:
             sampling=SamplingParams(max_tokens=9, temperature=0.5),
             token_times=[[] for _ in range(num_samples)],
         )
-        for observer in observers:
-            observer.call_began(self.record)
+        feed.call_began(self.record)
 
     def deliver(
         self, num_tokens: int, sample: int = 0, result: RequestResult | None = None
@@ -72,8 +81,7 @@ class PlayedCall:
             self.record.token_times[sample].append((now_s, num_tokens))
         if result is not None:
             self.record.results[sample] = result
-        for observer in self._observers:
-            observer.chunk_delivered(self.record, chunk, now_s)
+        self._feed.chunk_delivered(self.record, chunk, now_s)
 
     def finish(self, *, cached_tokens: int = 0, attempts: int = 1) -> None:
         """The last chunks, without tokens, and the end."""
@@ -99,5 +107,4 @@ class PlayedCall:
     def end(self, error: BatonError | None) -> None:
         self.record.error = error
         self.record.ended_s = self._clock.monotonic_s()
-        for observer in self._observers:
-            observer.call_ended(self.record)
+        self._feed.call_ended(self.record)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from baton.core.request.block_hash import BlockHash, block_hashes, root_hash
 from baton.core.request.request import Ticket
+from baton.core.request.token_ids import BlockHash, block_hashes, root_hash
 from baton.engine.kv.block_pool import BlockRef
 from baton.kv_transfer.protocol.messages import Hello
 

@@ -112,7 +112,7 @@ class JumpingClock(FakeClock):
         return super().unix_ns() - int(self.monotonic_s() * 3600e9)
 
 
-def greeted_source(clock: FakeClock) -> Source:
+def matched_source(clock: FakeClock) -> Source:
     source = Source(hello(SOURCE), clock, LEASE_S)
     source.handle(PeerLinked(PULLER))
     source.handle(PeerMessage(PULLER, hello(PULLER)))
@@ -129,7 +129,7 @@ def held(source: Source, number: int, deadline_s: float) -> None:
 
 def lease_ends_whatever_wall_time_does() -> None:
     clock = JumpingClock()
-    source = greeted_source(clock)
+    source = matched_source(clock)
     held(source, 1, deadline_s=1e12)
     clock.advance(LEASE_S)
     assert any(isinstance(e, ReleaseBlocks) for e in source.handle(Tick())), "the lease goes on"
@@ -137,7 +137,7 @@ def lease_ends_whatever_wall_time_does() -> None:
 
 def lease_ends_at_the_deadline() -> None:
     clock = FakeClock()
-    source = greeted_source(clock)
+    source = matched_source(clock)
     held(source, 1, deadline_s=2 * LEASE_S)
     effects: list[object] = []
     for _ in range(6):
@@ -150,7 +150,7 @@ def lease_ends_at_the_deadline() -> None:
 
 def a_waiting_puller_renews() -> None:
     clock = FakeClock()
-    puller = greeted_puller(clock)
+    puller = matched_puller(clock)
     announced(puller, 1)
     renewals = []
     for _ in range(9):
@@ -160,7 +160,7 @@ def a_waiting_puller_renews() -> None:
 
 
 def a_ticket_is_good_for_one_request() -> None:
-    source = greeted_source(FakeClock())
+    source = matched_source(FakeClock())
     source.handle(Offered(ticket(1), "first", 600.0))
     effects = source.handle(Offered(ticket(1), "second", 600.0))
     refused = [e.key for e in effects if isinstance(e, ReleaseBlocks)]
@@ -170,7 +170,7 @@ def a_ticket_is_good_for_one_request() -> None:
 # ---- the puller
 
 
-def greeted_puller(clock: FakeClock) -> Puller:
+def matched_puller(clock: FakeClock) -> Puller:
     puller = Puller(hello(PULLER), clock, LEASE_S)
     puller.handle(PeerLinked(SOURCE))
     puller.handle(PeerMessage(SOURCE, hello(SOURCE)))
@@ -187,14 +187,14 @@ def announced(puller: Puller, number: int, blocks: Sequence[BlockRef] = ()) -> l
 
 
 def nobody_overtakes() -> None:
-    puller = greeted_puller(FakeClock())
+    puller = matched_puller(FakeClock())
     assert Reserve(_ids(1)[0], "key1") in announced(puller, 1)
     effects = [*announced(puller, 2), *puller.handle(ReserveRefused(_ids(1)[0]))]
     assert Reserve(_ids(2)[0], "key2") not in effects, "a later one asks before the first has room"
 
 
 def another_prompt_s_blocks_are_refused() -> None:
-    puller = greeted_puller(FakeClock())
+    puller = matched_puller(FakeClock())
     effects = announced(puller, 1, refs(prompt_hashes(7, seed=1), 0, 1))
     assert not any(isinstance(e, (Reserve, StartPull, Complete)) for e in effects), "pulled"
     assert isinstance(only(effects, Failed).error, HandoffFailed)

@@ -17,8 +17,8 @@ from typing import NamedTuple
 from fakes.handoff.memory_transport import MemoryPool, MemoryPull, MemoryWindow
 
 from baton.core.errors import Cancelled
-from baton.core.request.block_hash import BlockHash, block_hashes, root_hash
 from baton.core.request.request import Ticket
+from baton.core.request.token_ids import BlockHash, block_hashes, root_hash
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, BlockPool, BlockRef
 from baton.kv_transfer.protocol.events import (
     CancelPull,
@@ -61,9 +61,9 @@ from baton.kv_transfer.protocol.messages import (
     Renew,
     Revoked,
 )
+from baton.kv_transfer.protocol.pairing import TOMBSTONE_S
 from baton.kv_transfer.protocol.puller import Puller
 from baton.kv_transfer.protocol.source import Source
-from baton.kv_transfer.protocol.tombstones import TOMBSTONE_S
 from baton.kv_transfer.window.transport import PullOutcome
 
 from ..clock import FakeClock

@@ -24,8 +24,8 @@ from fakes.handoff.memory_transport import (
 )
 
 from baton.core.errors import BatonError, Cancelled, HandoffFailed
-from baton.core.request.block_hash import BlockHash, block_hashes, root_hash
 from baton.core.request.request import Ticket
+from baton.core.request.token_ids import BlockHash, block_hashes, root_hash
 from baton.engine.kv.block_pool import BlockRef
 from baton.kv_transfer.protocol.events import (
     CancelPull,

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 from fakes.handoff.memory_transport import MemoryPool, MemoryTransport, MemoryWindow
 
-from baton.core.channels.same_host import HOST_ID_BYTES
+from baton.core.channels.addresses import HOST_ID_BYTES
 from baton.core.request.request import FinishReason, Request, SamplingParams, Ticket
 from baton.decode_node.role import DecodeRole
 from baton.decode_node.windows import Windows
@@ -45,6 +47,11 @@ BLOCK_SIZE = 4
 VOCAB_SIZE = 1000
 LEASE_S, LINK_WAIT_S = 10.0, 5.0
 GATEWAY = "gateway"
+
+# No grammar has to be compiled.
+_OPEN_GATE: Any = SimpleNamespace(
+    is_empty=True, num_waiting=0, admits=lambda *_: True, gateway_lost=lambda _: None
+)
 
 
 @dataclass
@@ -136,7 +143,7 @@ class Node:
         self.role = role
         self.loop = EngineLoop(
             self.engine, role, self.desk, self.outbox, self.inbox, self.frames.append, pulse,
-            self.clock, self.channels,
+            self.clock, self.channels, _OPEN_GATE,
         )  # fmt: skip
 
     def post(self, run: Callable[[], None]) -> None:

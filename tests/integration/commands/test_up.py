@@ -113,7 +113,7 @@ async def test_a_node_that_lived_long_may_end_once_more(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without processes in test_cli_deployment.py. The last, as it leaves a node dead."""
-    deployment.group.max_ends = 1
+    deployment.max_ends = 1
     monkeypatch.setattr("baton.cli.deployment.child_group._WELL_S", 0.0)
     keeping = asyncio.create_task(deployment.keep())
     async with asyncio.timeout(60):
@@ -124,7 +124,7 @@ async def test_a_node_that_lived_long_may_end_once_more(
             await deployment.wait_linked()
     assert not keeping.done()
     async with asyncio.timeout(10):
-        deployment.group.max_ends = 0
+        deployment.max_ends = 0
         kill(deployment, "decode-1")
         assert await keeping == "decode-1", "and one that keeps ending ends all"
 

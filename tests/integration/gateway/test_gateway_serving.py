@@ -47,8 +47,8 @@ from baton.gateway.engines.cluster_view import ClusterView
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.process.server import Gateway, serve
 from baton.gateway.request.session import SessionLimits
-from baton.gateway.telemetry.metrics.prometheus import CallMetrics
-from baton.gateway.telemetry.window.window import TelemetryWindow
+from baton.gateway.request.session_table import SessionTable
+from baton.gateway.telemetry.metrics.tally import Tally
 from baton.prefix_index.mirror import PrefixMirror
 from baton.proto.v1 import inference_pb2, inference_pb2_grpc
 
@@ -361,16 +361,10 @@ async def test_a_lost_node_is_replaced_under_the_stream(world: World, lost: str)
 
 
 async def test_engines_that_do_not_answer_are_tried_until_they_are_not_listed() -> None:
-    class NobodyListens:
-        def engine_outputs(self, incarnation: str, outputs: object) -> None: ...
-        def engine_tokens(self, incarnation: str, tokens: object) -> None: ...
-        def engine_lost(self, incarnation: str, *, has_died: bool) -> None: ...
-        def cluster_changed(self, *, is_load_only: bool) -> None: ...
-
-    directory, table = FakeDirectory(), EngineTable(PrefixMirror(SystemClock()))
-    view = ClusterView(
-        directory, "demo", ClusterSecret(SECRET), SystemClock(), table, NobodyListens(), 1.2
-    )
+    clock = SystemClock()
+    directory, table = FakeDirectory(), EngineTable(PrefixMirror(clock))
+    sessions, secret = SessionTable(clock, 1), ClusterSecret(SECRET)
+    view = ClusterView(directory, "demo", secret, clock, table, sessions, lambda: None, 1.2)
     following = asyncio.create_task(view.run())
     node = await FakeNode(Role.DECODE, "d", "1" * 32, secret=SECRET).start()
     await node.kill()
@@ -520,24 +514,21 @@ async def test_too_many_requests(world: World) -> None:
                 break
 
 
-async def test_an_observer_that_raises_costs_no_call(
+async def test_counting_that_fails_costs_no_call(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def raises(*_: object) -> None:
-        raise ZeroDivisionError("an observer's own")
+        raise ZeroDivisionError("a bug of our own")
 
-    told: list[str] = []
-    for name in ("call_refused", "call_began", "chunk_delivered", "call_ended"):
-        monkeypatch.setattr(TelemetryWindow, name, raises)
-        monkeypatch.setattr(CallMetrics, name, lambda *_, name=name: told.append(name))
+    monkeypatch.setattr(Tally, "count", raises)
     for _ in range(2 * world.config.max_num_requests):  # none keeps its place
         result = await world.client.generate(PROMPT, max_tokens=3).finish()
         assert result.text == expected_text(PROMPT, 3)
     with pytest.raises(ModelNotFound):
         await world.client.generate(PROMPT, model="other").finish()
-    assert {*told} == {"call_refused", "call_began", "chunk_delivered", "call_ended"}
-    (line,) = (r for r in caplog.records if "TelemetryWindow" in r.getMessage())
-    assert line.exc_info is not None and "an observer's own" in str(line.exc_info[1])
+    for what in ("_count_refused", "_count_began", "_count_chunk", "_count_ended"):
+        (line,) = (r for r in caplog.records if f"CallFeed.{what} failed" in r.getMessage())
+        assert line.exc_info is not None and "a bug of our own" in str(line.exc_info[1])
 
 
 async def test_a_reader_that_does_not_read(empty: World) -> None:

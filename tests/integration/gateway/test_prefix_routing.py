@@ -22,11 +22,10 @@ from baton.cluster.redis_server import RedisServer, find_redis_server
 from baton.cluster.secret import ClusterSecret
 from baton.core.config import EngineConfig, UpConfig
 from baton.core.ports import SystemClock
-from baton.core.request.block_hash import BlockHash
-from baton.prefix_index.follower import Follower
+from baton.core.request.token_ids import BlockHash
 from baton.prefix_index.journal import CacheJournal
 from baton.prefix_index.messages import MAX_MESSAGE_BYTES, Delta, decode, encode
-from baton.prefix_index.mirror import PrefixMirror
+from baton.prefix_index.mirror import Follower, PrefixMirror
 from baton.prefix_index.publisher import Publisher
 from baton.prefix_index.redis_link import RedisIndexLink
 
@@ -145,7 +144,8 @@ async def test_a_late_gateway_reads_a_snapshot_among_junk() -> None:
         following = asyncio.create_task(Follower(theirs, mirror).run())
         async with asyncio.timeout(20):
             while (
-                mirror.exact_seq(journal.incarnation) != journal.seq or not mirror.num_bad_messages
+                mirror._copies[journal.incarnation].seq != journal.seq
+                or not mirror.num_bad_messages
             ):
                 admin.publish("baton:default:prefix", b"junk")
                 await asyncio.sleep(0.02)

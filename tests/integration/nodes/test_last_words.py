@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from baton.cluster.secret import ClusterSecret
+from baton.core.channels.addresses import host_id
 from baton.core.channels.admission import GATEWAY
 from baton.core.channels.channel import Channel
 from baton.core.channels.channel_listener import Admission, ChannelListener
 from baton.core.channels.handshake import Opening
-from baton.core.channels.same_host import host_id
 from baton.core.errors import EngineFailed
 from baton.core.membership import Member, Role
 from baton.core.ports import SystemClock

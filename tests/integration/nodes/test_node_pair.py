@@ -323,7 +323,7 @@ async def test_killed_engine_ends_its_streams_and_is_replaced(
 async def test_ledger_of_both_nodes_names_the_peer(gateway: Gateway, nodes: Nodes) -> None:
     (source,) = await ledgers(nodes.prefill.address)
     (puller,) = await ledgers(nodes.decode.address)
-    assert source["peers"] == {gateway.puller: "greeted"}
+    assert source["peers"] == {gateway.puller: "matched"}
     assert puller["peers"] == {gateway.source: "ready"}
 
 

@@ -22,8 +22,7 @@ from patience import SOON_S
 from baton.client import AsyncClient
 from baton.cluster.entries import decode_entry
 from baton.cluster.known_nodes import Node
-from baton.cluster.link_handshake import ACCEPTED
-from baton.cluster.member_calls import MemberCalls
+from baton.cluster.node_calls import ACCEPTED, MemberCalls
 from baton.cluster.secret import ClusterSecret
 from baton.core.errors import BatonError, NodeLost, Unauthenticated, Unavailable
 from baton.core.membership import Role

@@ -29,14 +29,13 @@ from baton.cli.cluster.survey import ask_ledgers
 from baton.client import AsyncClient
 from baton.client.messages import NodeInfo
 from baton.cluster.known_nodes import Node
-from baton.cluster.link_handshake import ANY_ENGINE, LEDGERS, MEMBERS
-from baton.cluster.member_calls import MemberCalls
+from baton.cluster.node_calls import ANY_ENGINE, LEDGERS, MEMBERS, MemberCalls
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.secret import ClusterSecret, operator_key
+from baton.core.channels.addresses import socket_address
 from baton.core.channels.admission import GATEWAY, PULLER, SOCKET, THIS_HOST, dial
-from baton.core.channels.framing import encode_payload
+from baton.core.channels.channel import encode_payload
 from baton.core.channels.handshake import CHALLENGE_BYTES, OPENING_BYTES, Dialer, Opening
-from baton.core.channels.same_host import socket_address
 from baton.core.errors import HandoffFailed, NodeLost, Unauthenticated
 from baton.core.membership import Member, Role
 from baton.gateway.security.key_file import add_key

@@ -24,7 +24,7 @@ from baton.cli.cluster.survey import ask_ledgers, survey
 from baton.cli.host.certs import make_certificates, with_role_certificate
 from baton.client import Client
 from baton.cluster.known_nodes import Node
-from baton.cluster.member_calls import MemberCalls
+from baton.cluster.node_calls import MemberCalls
 from baton.cluster.secret import ClusterSecret
 from baton.cluster.tls import ClusterTls, role_name
 from baton.core.channels.admission import GATEWAY as PURPOSE_GATEWAY

@@ -25,12 +25,17 @@ from fakes.access import ENGINE_KEY, access
 from fakes.host_pool import HostPool
 from patience import AT_ONCE_S
 
+from baton.core.channels.addresses import socket_address
 from baton.core.channels.handshake import CHALLENGE_BYTES, OPENING_BYTES, Listener
-from baton.core.channels.same_host import socket_address
 from baton.core.errors import HandoffFailed, StartupFailed
 from baton.engine.kv.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS, BlockRef
-from baton.kv_transfer.export.pool_address import ADDRESS, PURPOSE, CudaMemory, PoolDescription
-from baton.kv_transfer.export.pool_exporter import PoolExporter
+from baton.kv_transfer.export.pool_address import (
+    ADDRESS,
+    PURPOSE,
+    CudaMemory,
+    PoolDescription,
+    PoolExporter,
+)
 from baton.kv_transfer.shm.shm import ShmTransport, ShmWindow, export_host_pool
 from baton.kv_transfer.window.block_pairs import BlockPair, BlockPairs
 from baton.kv_transfer.window.network_address import RemotePool, pair_key

@@ -29,8 +29,7 @@ from baton.kv_transfer.network import data_wire as wire
 from baton.kv_transfer.network.data_client import describe_remote
 from baton.kv_transfer.network.data_server import DataServer, ServedPool
 from baton.kv_transfer.network.remote_window import RemoteWindow
-from baton.kv_transfer.network.tcp import TcpTransport, tcp_outlet
-from baton.kv_transfer.shm.block_bytes import HostBlockBytes
+from baton.kv_transfer.network.tcp import HostBlockBytes, TcpTransport, tcp_outlet
 from baton.kv_transfer.window.block_pairs import BlockPair, BlockPairs, Ids
 from baton.kv_transfer.window.head_ranges import BlockCut
 from baton.kv_transfer.window.network_address import RemotePool
@@ -45,7 +44,7 @@ RESUME_S = 0.5
 
 # What passes on a connection, by direction: the header bytes of the opening, then of one request.
 OPENING = {
-    ON: OPENING_BYTES + ANSWER_BYTES + wire.SAID_BYTES,
+    ON: OPENING_BYTES + ANSWER_BYTES + wire.TERMS_BYTES,
     BACK: CHALLENGE_BYTES + wire.LENGTH_BYTES,
 }
 REQUEST = {
@@ -146,7 +145,7 @@ def served(tls: tuple[EngineTls, EngineTls] | None) -> Iterator[World]:
     proxy.close()
     server.close()
     until_s = time.monotonic() + 3
-    while any(thread.name == "kv-puller" for thread in threading.enumerate()):
+    while any(thread.name == "newcomer" for thread in threading.enumerate()):
         assert time.monotonic() < until_s, "a thread is left"
         time.sleep(0.005)
     reader.close()

@@ -24,9 +24,9 @@ from patience import AT_ONCE_S, SOON_S
 from baton.cli.host.certs import make_certificates, sign_certificates
 from baton.cluster.tls import role_name
 from baton.core.channels.accept_thread import BURST
+from baton.core.channels.addresses import host_id
 from baton.core.channels.engine_tls import EngineTls
 from baton.core.channels.handshake import CHALLENGE_BYTES, Dialer
-from baton.core.channels.same_host import host_id
 from baton.core.errors import HandoffFailed
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, BlockRef
 from baton.engine.kv.generations import GenerationsReader
@@ -36,8 +36,7 @@ from baton.kv_transfer.network.data_client import WrapSocket, connect, describe_
 from baton.kv_transfer.network.data_server import DataServer, ServedPool
 from baton.kv_transfer.network.remote_window import RemoteWindow
 from baton.kv_transfer.network.stream import Stream
-from baton.kv_transfer.network.tcp import TcpTransport, tcp_outlet
-from baton.kv_transfer.shm.block_bytes import HostBlockBytes
+from baton.kv_transfer.network.tcp import HostBlockBytes, TcpTransport, tcp_outlet
 from baton.kv_transfer.window.block_pairs import BlockPair, BlockPairs, Ids
 from baton.kv_transfer.window.head_ranges import BlockCut, HeadPiece
 from baton.kv_transfer.window.network_address import PoolAccess, RemotePool, Routes
@@ -91,7 +90,7 @@ def served(block_bytes: int) -> Iterator[Served]:
     server.start(ServedPool(description, reader, ENGINE_KEY))
     yield Served(pool, server, access(server.port, is_elsewhere=True), sabotage)
     server.close()
-    wait_for_threads("kv-puller")
+    wait_for_threads("newcomer")
     reader.close()
     pool.close()
 
@@ -279,7 +278,9 @@ def test_who_guesses_generations_gets_no_byte(served: Served, destination: HostP
     served.pool.generations.bump([5])
     for guess in (0, 1, 2, served.pool.generations.read(5) ^ 1):
         ids, generations = np.array([5]), np.array([guess], np.uint64)
-        outcome = client.ask(ids, generations, BLOCK_BYTES, lambda _: pytest.fail("blocks came"))
+        outcome = client.request(
+            ids, generations, BLOCK_BYTES, lambda _: pytest.fail("blocks came")
+        )
         assert outcome is PullOutcome.STALE
     client.close()
 
@@ -333,7 +334,7 @@ class TestWhoIsLetIn:
             pytest.raises(HandoffFailed),
             contextlib.closing(connect(SOURCE, served.remote, cut)) as client,
         ):
-            client.ask(ids, generations, 8, lambda deadline: None)
+            client.request(ids, generations, 8, lambda deadline: None)
 
     @pytest.mark.parametrize(
         "garbage",
@@ -377,7 +378,7 @@ class TestWhoIsLetIn:
                 crowd.enter_context(socket.create_connection(address, 5))
             with window_onto(served, destination) as window:
                 assert pull(window, pair(served.pool, 5, 3)) is PullOutcome.OK
-            assert len(served.server._opening) <= 64
+            assert len(served.server._newcomers._pending) <= 64
             assert threading.active_count() < 200
 
     @pytest.mark.parametrize("num_blocks", [0, wire.MAX_REQUEST_BLOCKS + 1, 2**32 - 1])

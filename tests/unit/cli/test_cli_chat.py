@@ -11,8 +11,14 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from baton.cli.chat import Shell, describe
-from baton.cli.conversation import Chat, Conversation, TextConversation, conversation_with
+from baton.cli.chat import (
+    Chat,
+    Conversation,
+    Shell,
+    TextConversation,
+    conversation_with,
+    describe,
+)
 from baton.client import Chunk, FinishReason, Result
 from baton.client.messages import GenerateParams
 from baton.core.errors import BatonError, Cancelled, ContextLengthExceeded, InvalidRequest

@@ -133,7 +133,7 @@ async def test_a_part_that_ends_before_all_are_linked_ends_the_start(
 
 
 class Mortal:
-    """A part that ends when it is told to."""
+    """A part that ends once `over` is set."""
 
     cluster = ClusterConfig()
 
@@ -165,7 +165,7 @@ async def test_a_part_that_lived_long_may_end_once_more(monkeypatch: pytest.Monk
     deployment = Deployment(
         UpConfig(), EngineConfig(), NodeConfig(), GatewayConfig(), lambda name, line: None
     )
-    deployment.group.max_ends = 2
+    deployment.max_ends = 2
     for name in ("gateway", "p-0"):
         await deployment._launch(name)
 

@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 
-from baton.cli.cluster.fsck import as_dict, examine
-from baton.cli.cluster.fsck_rules import judge
+from baton.cli.cluster.fsck import as_dict, examine, judge
 from baton.cli.cluster.ledger import BadLedger, Ledger, LedgerTransfer, parse_ledger
-from baton.cli.cluster.published import count_published
-from baton.cli.cluster.survey import EngineView, Survey
+from baton.cli.cluster.survey import EngineView, Survey, count_published
 from baton.cli.host.finding import Finding, Level
 from baton.core.membership import Member, Role
-from baton.core.request.block_hash import BlockHash
+from baton.core.request.token_ids import BlockHash
 from baton.prefix_index.journal import CacheJournal
 from baton.prefix_index.messages import encode
 
@@ -62,7 +60,7 @@ class Cluster:
             blocks=dict(counts),
             requests={KEY: request("held", 4)},
             transfers={TRANSFER: {"state": "held", "key": KEY, "puller": D}},
-            peers={D: "greeted"},
+            peers={D: "matched"},
         )
         self.decode = ledger(
             "d0",
@@ -184,7 +182,7 @@ def test_links_are_mutual() -> None:
 @pytest.mark.parametrize(
     ("num_published", "is_sound"), [(5, False), (6, True), (10, True), (11, False)]
 )
-def test_the_index_tells_of_all_that_is_cached(num_published: int, is_sound: bool) -> None:
+def test_the_index_lists_all_that_is_cached(num_published: int, is_sound: bool) -> None:
     cluster = Cluster()  # 6 cached, 4 held
     cluster.num_published = num_published
     assert (not cluster.wrong()) == is_sound
@@ -196,7 +194,7 @@ def test_an_engine_that_publishes_nothing() -> None:
     assert "p0: does not answer on the prefix index" in cluster.wrong()
 
 
-def test_junk_in_redis_and_an_empty_cluster_are_told() -> None:
+def test_junk_in_redis_and_an_empty_cluster_are_reported() -> None:
     assert wrong(Survey((), num_bad_entries=2)) == [
         "redis: 2 entries are junk or not signed with this secret",
         "redis: no engine is listed",
@@ -233,7 +231,9 @@ async def test_wrong_counts_need_no_second_look() -> None:
 def test_ledgers_parse() -> None:
     parsed = parse_ledger(json.dumps(Cluster().prefill))
     assert isinstance(parsed, Ledger)
-    assert parsed.transfers[TRANSFER] == LedgerTransfer(True, D, "held", KEY)
+    transfer = parsed.transfers[TRANSFER]
+    assert transfer == LedgerTransfer("held", KEY, puller=D)
+    assert (transfer.is_source, transfer.peer) == (True, D)
     assert parsed.requests[KEY].num_blocks == 4
 
 
@@ -259,7 +259,7 @@ class FakeIndexLink:
         while True:
             yield await self._published.get()
 
-    async def ask(self, incarnation: str) -> None:
+    async def request_snapshot(self, incarnation: str) -> None:
         if incarnation == self._journal.incarnation:
             chunks, snapshot = self._journal.snapshot()
             self._chunks = [encode(chunk) for chunk in chunks]

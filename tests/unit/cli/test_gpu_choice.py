@@ -11,7 +11,7 @@ from baton.cli.deployment import up
 from baton.cli.deployment.deployment import Deployment
 from baton.cli.host import doctor, gpu_choice, host_gpus
 from baton.cli.host.gpu_choice import GpuChoice, choose_gpus
-from baton.cli.host.host_gpus import HostGpu, HostGpus, _Device
+from baton.cli.host.host_gpus import HostGpu, HostGpus
 from baton.core.config import ClusterConfig, EngineConfig, GatewayConfig, NodeConfig, UpConfig
 from baton.core.errors import StartupFailed
 
@@ -25,7 +25,7 @@ GPU-cccc-3, [N/A], NVIDIA GH200
 
 def host(count: int, gib: int | None = 80) -> HostGpus:
     total_bytes = None if gib is None else gib * GIB
-    gpus = tuple(HostGpu(i, "NVIDIA H100", total_bytes) for i in range(count))
+    gpus = tuple(HostGpu("NVIDIA H100", total_bytes) for _ in range(count))
     return HostGpus(gpus, "" if gpus else "this host has no GPU")
 
 
@@ -165,7 +165,7 @@ def test_an_engine_of_several_gpus_is_waited_for_once(
     assert deployment.num_engines() == count
 
 
-# --- what the driver says -------------------------------------------------------------------------
+# --- what the driver reports ----------------------------------------------------------------------
 
 
 def playing(answer: str) -> Callable[[Sequence[str]], str]:
@@ -187,7 +187,7 @@ def test_a_driver_without_its_tools(tmp_path: Path) -> None:
         text = f"Model: \t\t NVIDIA {bus[5:7]}\nIRQ:   \t 9\nGPU UUID: \t GPU-{bus[5:7]}\n"
         (tmp_path / bus / "information").write_text(text)
     found = host_gpus._ask_proc(tmp_path)
-    assert found == [_Device("GPU-0a", "NVIDIA 0a", None), _Device("GPU-1b", "NVIDIA 1b", None)]
+    assert found == [HostGpu("NVIDIA 0a", None, "GPU-0a"), HostGpu("NVIDIA 1b", None, "GPU-1b")]
 
 
 @pytest.mark.parametrize(
@@ -207,15 +207,15 @@ def test_a_driver_without_its_tools(tmp_path: Path) -> None:
 def test_the_environment_hides_gpus_and_renumbers_them(
     wanted: str | None, names: list[str]
 ) -> None:
-    devices = [_Device(f"GPU-{name * 4}", name, GIB) for name in "abc"]
+    devices = [HostGpu(name, GIB, f"GPU-{name * 4}") for name in "abc"]
     environment = {} if wanted is None else {"CUDA_VISIBLE_DEVICES": wanted}
     found = host_gpus.usable(devices, environment, torch_has_cuda=True)
-    assert [(gpu.index, gpu.name) for gpu in found.gpus] == list(enumerate(names))
+    assert [gpu.name for gpu in found.gpus] == names
     assert bool(found.why_none) == (not names)
 
 
 def test_gpus_that_torch_cannot_use_are_none() -> None:
-    found = host_gpus.usable([_Device("GPU-a", "a", GIB)], {}, torch_has_cuda=False)
+    found = host_gpus.usable([HostGpu("a", GIB, "GPU-a")], {}, torch_has_cuda=False)
     assert found.gpus == () and "build for CPUs" in found.why_none
 
 

@@ -10,8 +10,8 @@ import grpc
 import pytest
 
 from baton.client import AsyncClient, Client, FinishReason
+from baton.client.client import Generation
 from baton.client.messages import Collector, GenerateParams, build_request, translate
-from baton.client.sync import Generation
 from baton.core.errors import (
     BatonError,
     DeadlineExceeded,
@@ -21,18 +21,7 @@ from baton.core.errors import (
     Unavailable,
 )
 from baton.core.request.constraint import ConstraintKind
-from baton.core.request.parameters import (
-    Count,
-    Flag,
-    Integer,
-    Limit,
-    LogitBias,
-    Name,
-    Number,
-    Seed,
-    StopStrings,
-    TokenIds,
-)
+from baton.core.request.parameters import Parameter
 from baton.core.request.request import OPTIONS, SAMPLING
 from baton.core.request.timeline import Event, Stamp
 from baton.proto.v1 import common_pb2, inference_pb2
@@ -65,29 +54,35 @@ def test_a_constraint_that_cannot_be_said_is_refused() -> None:
         build_request("hi", {"choice": [1]})  # type: ignore[list-item]
 
 
-EXAMPLES: dict[type, Any] = {
-    Number: 0.5, Integer: 7, Count: 3, Limit: 0, Seed: 7, Flag: True, Name: "ours",
-    StopStrings: ["END"], TokenIds: [1, 2], LogitBias: {4: -2.0},
+EXAMPLES: dict[str, Any] = {
+    "number": 0.5, "integer": 7, "boolean": True, "string": "ours",
+    "texts": ["END"], "array": [1, 2], "object": {4: -2.0},
 }  # fmt: skip
-TYPES: dict[type, Any] = {
-    Number: float, Integer: int, Count: int, Limit: int, Seed: int, Flag: bool, Name: str,
-    StopStrings: str | Sequence[str], TokenIds: Sequence[int], LogitBias: Mapping[int, float],
+TYPES: dict[str, Any] = {
+    "number": float, "integer": int, "boolean": bool, "string": str,
+    "texts": str | Sequence[str], "array": Sequence[int], "object": Mapping[int, float],
 }  # fmt: skip
+
+
+def shape(parameter: Parameter) -> str:
+    """Of its values in JSON."""
+    return str(parameter.field.schema.get("type", "texts"))
 
 
 def test_the_client_s_types_are_those_of_the_table() -> None:
     hints = get_type_hints(GenerateParams)
     table = {**SAMPLING, **OPTIONS}
     assert {name: hints[name] for name in table} == {
-        name: TYPES[type(one.kind)] for name, one in table.items()
+        name: TYPES[shape(one)] for name, one in table.items()
     }
     beside = {"prompt_token_ids", "model", "timeout_s", "request_id"}
     assert set(hints) - set(table) == beside | {kind.value for kind in ConstraintKind}
 
 
 def test_every_parameter_arrives() -> None:
-    sampling = {name: EXAMPLES[type(one.kind)] for name, one in SAMPLING.items()}
-    options = {name: EXAMPLES[type(one.kind)] for name, one in OPTIONS.items()}
+    sampling = {name: EXAMPLES[shape(one)] for name, one in SAMPLING.items()}
+    options = {name: EXAMPLES[shape(one)] for name, one in OPTIONS.items()}
+    sampling["top_k"] = 0
     params: Any = sampling | options | {"model": "m", "request_id": "mine"}
     request, timeout_s = build_request(
         None, params | {"prompt_token_ids": (3, 4), "timeout_s": 1.5, "stop": "END"}

@@ -19,13 +19,13 @@ import pytest
 
 from baton.cli.host.certs import make_certificates
 from baton.core.channels import admission, channel_listener
+from baton.core.channels.accept_thread import MAX_PENDING
+from baton.core.channels.addresses import socket_address
 from baton.core.channels.admission import GATEWAY, PULLER, SOCKET, THIS_HOST, dial
-from baton.core.channels.channel import Channel
-from baton.core.channels.channel_listener import MAX_PENDING, Admission, ChannelListener
+from baton.core.channels.channel import Channel, encode_payload
+from baton.core.channels.channel_listener import Admission, ChannelListener
 from baton.core.channels.engine_tls import EngineTls
-from baton.core.channels.framing import encode_payload
 from baton.core.channels.handshake import CHALLENGE_BYTES, Dialer, Opening, key_id
-from baton.core.channels.same_host import socket_address
 from baton.core.errors import BatonError, HandoffFailed, NodeLost, PermissionDenied, StartupFailed
 
 KEY, OLD_KEY, OTHER_KEY = os.urandom(32), os.urandom(32), os.urandom(32)
@@ -376,7 +376,7 @@ def settle() -> None:
     """Let threads of connections end."""
     until_s = time.monotonic() + 5
     while time.monotonic() < until_s and any(
-        "_admit" in thread.name for thread in threading.enumerate()
+        thread.name == "newcomer" for thread in threading.enumerate()
     ):
         time.sleep(0.01)
 

@@ -18,22 +18,10 @@ from baton.core import errors, flags
 from baton.core.config import ClusterConfig, EngineConfig, NodeConfig
 from baton.core.membership import Role
 from baton.core.metrics import TokenTimes, goodput_rps, percentile
-from baton.core.request.block_hash import block_hashes, root_hash
 from baton.core.request.constraint import Constraint, ConstraintKind
-from baton.core.request.parameters import (
-    Count,
-    Flag,
-    Integer,
-    Limit,
-    LogitBias,
-    Number,
-    Seed,
-    StopStrings,
-    TokenIds,
-)
 from baton.core.request.request import OPTIONS, SAMPLING, Request, SamplingParams, Ticket
 from baton.core.request.sampling import mix64, token_key
-from baton.core.request.token_ids import column, pack, unpack
+from baton.core.request.token_ids import block_hashes, column, pack, root_hash, unpack
 from baton.proto import codec
 from baton.proto.v1 import common_pb2, inference_pb2, node_pb2
 
@@ -206,14 +194,13 @@ def test_every_parameter_is_a_field_of_the_wire_and_the_other_way_round() -> Non
 
 
 def test_a_dispatch_carries_the_whole_request() -> None:
-    values: dict[type, Any] = {
-        Number: 0.5, Integer: 9, Count: 0, Limit: 4, Seed: 2**63 - 1, Flag: True,
-        StopStrings: ("a", "b"), TokenIds: (5, 6), LogitBias: ((2, -1.5), (7, 3.0)),
+    values: dict[str, Any] = {
+        "number": 0.5, "integer": 9, "boolean": True, "anyOf": ("a", "b"), "array": (5, 6),
+        "object": ((2, -1.5), (7, 3.0)),
     }  # fmt: skip
-    sampling = SamplingParams(
-        **{name: values[type(one.kind)] for name, one in SAMPLING.items()},
-        constraint=Constraint(ConstraintKind.REGEX, "a+"),
-    )
+    given = {n: values[one.field.schema.get("type", "anyOf")] for n, one in SAMPLING.items()}
+    given |= {"logprobs": 0, "seed": 2**63 - 1}
+    sampling = SamplingParams(**given, constraint=Constraint(ConstraintKind.REGEX, "a+"))
     plain = SamplingParams()
     assert not [n for n in SamplingParams.__slots__ if getattr(sampling, n) == getattr(plain, n)]
     for params in (sampling, plain):

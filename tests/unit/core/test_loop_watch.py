@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from baton.core.process import loop_watch
-from baton.core.process.loop_watch import LoopWatch
+from baton.core.process import event_loop as loop_watch
+from baton.core.process.event_loop import LoopWatch
 
 
 class Child:

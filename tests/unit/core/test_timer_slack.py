@@ -8,7 +8,7 @@ import sys
 PROGRAM = """
 import ctypes
 import threading
-from baton.core.process.timer_slack import end_waits_on_time
+from baton.core.process.children import end_waits_on_time
 
 def slack_ns():
     return ctypes.CDLL(None).prctl(30, 0, 0, 0, 0)  # PR_GET_TIMERSLACK

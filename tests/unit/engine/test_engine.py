@@ -22,8 +22,8 @@ from baton.core.errors import (
     InvalidRequest,
     PromptTooLarge,
 )
-from baton.core.request.block_hash import BlockHash, block_hashes, root_hash
 from baton.core.request.request import FinishReason, Request, SamplingParams
+from baton.core.request.token_ids import BlockHash, block_hashes, root_hash
 from baton.engine.engine import Engine
 from baton.engine.execution.batch import SequenceSlice
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS

@@ -344,7 +344,7 @@ def test_logits_that_are_not_numbers_fail_their_request_alone(models: Models) ->
     wanted = ids(alone(models, healthy))
     forked, _ = samples_of(new_request(21, EVERYTHING), 2)
     steps = models.runners[0]._steps
-    compute = steps.model.logits
+    compute = steps.model.lm_head.project
 
     def broken(hidden: torch.Tensor) -> torch.Tensor:
         logits = compute(hidden)
@@ -355,7 +355,7 @@ def test_logits_that_are_not_numbers_fail_their_request_alone(models: Models) ->
     engine.add(healthy)
     engine.add(forked)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps.model, "logits", broken)
+        patch.setattr(steps.model.lm_head, "project", broken)
         output = engine.step()
     assert [(key, error.code) for key, error in output.failed] == [
         (forked.key, "engine_failed"),

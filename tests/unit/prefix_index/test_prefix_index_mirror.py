@@ -11,8 +11,8 @@ from fakes.clock import FakeClock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core.request.block_hash import BlockHash, block_hashes, root_hash
-from baton.prefix_index.journal import CacheJournal
+from baton.core.request.token_ids import BlockHash, block_hashes, root_hash
+from baton.prefix_index.journal import CacheJournal, NetChanges
 from baton.prefix_index.messages import (
     MAX_HASHES,
     Delta,
@@ -22,8 +22,13 @@ from baton.prefix_index.messages import (
     SnapshotChunk,
     encode,
 )
-from baton.prefix_index.mirror import ASK_S, STALE_S, AskSnapshot, PrefixMirror, ReadSnapshot
-from baton.prefix_index.net_changes import NetChanges
+from baton.prefix_index.mirror import (
+    REQUEST_S,
+    STALE_S,
+    PrefixMirror,
+    ReadSnapshot,
+    RequestSnapshot,
+)
 
 A, B = "aa" * 16, "bb" * 16
 NUM_HASHES = 6
@@ -63,7 +68,7 @@ class Channel:
         self.snapshots[snapshot.seq] = chunks
         self.sent.append(snapshot)
 
-    def deliver(self, message: Message) -> AskSnapshot | ReadSnapshot | None:
+    def deliver(self, message: Message) -> RequestSnapshot | ReadSnapshot | None:
         """As the follower does."""
         need = self.mirror.take(encode(message))
         if isinstance(need, ReadSnapshot):
@@ -78,11 +83,11 @@ class Channel:
     def settle(self) -> None:
         """A channel that works again: heads come, questions are answered."""
         for _ in range(3):
-            self.clock.advance(ASK_S)
+            self.clock.advance(REQUEST_S)
             self.sent.clear()
             self.publish()
             for message in list(self.sent):
-                if isinstance(self.deliver(message), AskSnapshot):
+                if isinstance(self.deliver(message), RequestSnapshot):
                     self.offer_snapshot()
                     self.deliver(self.sent[-1])
 
@@ -112,10 +117,10 @@ def test_an_exact_mirror_is_right_and_every_mirror_becomes_exact(
             message = channel.sent[index] if verb == "double" else channel.sent.pop(index)
             if verb != "lose":
                 channel.deliver(message)
-        if (seq := channel.mirror.exact_seq(A)) is not None:
+        if (seq := channel.mirror._copies[A].seq) is not None:
             assert channel.mirrored() == channel.cache_at[seq]
     channel.settle()
-    assert channel.mirror.exact_seq(A) == channel.journal.seq
+    assert channel.mirror._copies[A].seq == channel.journal.seq
     assert channel.mirrored() == channel.cache
 
 
@@ -126,19 +131,19 @@ def test_a_gap_is_noticed_asked_about_and_closed() -> None:
     channel.sent.clear()  # lost
     channel.toggle(h(2))
     channel.publish()
-    assert channel.deliver(channel.sent[-1]) == AskSnapshot(A)
+    assert channel.deliver(channel.sent[-1]) == RequestSnapshot(A)
     assert channel.mirrored() == {h(2)}, "an inexact mirror is still a hint"
     assert channel.deliver(Head(A, 2)) is None, "one question is enough for a while"
     channel.offer_snapshot()
     assert isinstance(channel.deliver(channel.sent[-1]), ReadSnapshot)
     assert channel.mirrored() == {h(1), h(2)}
-    assert (channel.mirror.exact_seq(A), channel.mirror.num_gaps) == (2, 1)
+    assert (channel.mirror._copies[A].seq, channel.mirror.num_gaps) == (2, 1)
     assert channel.deliver(channel.sent[-1]) is None, "whoever is exact reads no snapshot"
 
 
 def test_an_absurd_number_costs_one_snapshot() -> None:
     channel = Channel()
-    assert channel.deliver(Head(A, 2**63)) == AskSnapshot(A)
+    assert channel.deliver(Head(A, 2**63)) == RequestSnapshot(A)
     channel.toggle(h(1))
     channel.settle()
     assert channel.mirrored() == {h(1)}
@@ -159,11 +164,11 @@ def test_the_unknown_are_dropped_and_the_gone_forgotten() -> None:
 def test_nobody_has_more_blocks_than_its_pool() -> None:
     channel = Channel()
     many = tuple(h(i) for i in range(NUM_HASHES + 1))
-    assert channel.deliver(Delta(A, 1, (), many)) == AskSnapshot(A)
+    assert channel.deliver(Delta(A, 1, (), many)) == RequestSnapshot(A)
     assert channel.mirrored() == set()
     assert channel.deliver(Snapshot(A, 9, 2**32 - 1)) is None
     channel.mirror.install(Snapshot(A, 9, 1), set(many))
-    assert channel.mirror.exact_seq(A) is None
+    assert channel.mirror._copies[A].seq is None
     channel.deliver(SnapshotChunk(A, 1, 0, ()))
     assert channel.mirror.num_bad_messages == 3
 

@@ -11,13 +11,12 @@ from fakes.clock import FakeClock
 from fakes.index_link import FakeIndexLink
 
 from baton.core.ports import SystemClock
-from baton.core.request.block_hash import BlockHash
+from baton.core.request.token_ids import BlockHash
 from baton.prefix_index import mirror as mirror_module
 from baton.prefix_index import publisher as publisher_module
-from baton.prefix_index.follower import Follower
 from baton.prefix_index.journal import CacheJournal
 from baton.prefix_index.messages import Delta, Head, Snapshot, SnapshotChunk, decode, encode
-from baton.prefix_index.mirror import PrefixMirror
+from baton.prefix_index.mirror import Follower, PrefixMirror
 from baton.prefix_index.publisher import Publisher
 
 A, B = "aa" * 16, "bb" * 16
@@ -28,7 +27,7 @@ def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publisher_module, "BATCH_S", 0.002)
     monkeypatch.setattr(publisher_module, "HEAD_S", 0.02)
     monkeypatch.setattr(publisher_module, "SNAPSHOT_S", 0.01)
-    monkeypatch.setattr(mirror_module, "ASK_S", 0.01)
+    monkeypatch.setattr(mirror_module, "REQUEST_S", 0.01)
 
 
 def h(number: int) -> BlockHash:
@@ -86,7 +85,7 @@ async def test_a_mirror_follows_through_losses_and_wipes() -> None:
         mirror.remove(A)
         mirror.add(A, 20)  # a gateway that comes late
         await until(lambda: mirrors(mirror, {2, 3, 4}))
-        assert mirror.exact_seq(A) == journal.seq
+        assert mirror._copies[A].seq == journal.seq
 
 
 async def test_changes_are_told_in_batches_and_idle_engines_are_heard_of() -> None:
@@ -106,7 +105,7 @@ async def test_many_questions_bring_few_snapshots(monkeypatch: pytest.MonkeyPatc
     async with publishing(journal, link):
         await until(lambda: bool(link.published))
         for _ in range(20):
-            await link.ask(A)
+            await link.request_snapshot(A)
             await asyncio.sleep(0.002)
         kinds = [type(decode(raw)) for raw in link.published]
         assert kinds.count(Snapshot) == 1

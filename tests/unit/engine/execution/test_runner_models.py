@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 
 from baton.core.config import EngineConfig
 from baton.core.request.request import SamplingParams
-from baton.engine.execution.batch import SampledToken, SampleSpec, SequenceSlice
+from baton.engine.execution.batch import SampledToken, SequenceSlice
 from baton.engine.execution.cpu_steps import CpuSteps
 from baton.engine.execution.runner import ModelRunner
+from baton.kernels.sampling.sample_spec import SampleSpec
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 80
 GREEDY = SampleSpec(SamplingParams(temperature=0.0), key=0)
@@ -94,7 +95,7 @@ def test_logits_equal_transformers(pair: Pair, rng: random.Random) -> None:
     steps = pair.ours._steps
     assert isinstance(steps, CpuSteps)
     with torch.inference_mode():
-        ours = steps.model.logits(steps._forward([piece]))
+        ours = steps.model.lm_head.project(steps._forward([piece]))
     theirs = pair.logits(token_ids)
     scale = float(theirs.abs().max())
     assert scale > 1  # the checkpoint says something

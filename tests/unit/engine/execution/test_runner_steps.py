@@ -14,12 +14,13 @@ from rounding import assert_same_but_for_rounding
 from baton.core.config import EngineConfig
 from baton.core.errors import EngineFailed, StartupFailed
 from baton.core.request.request import SamplingParams
-from baton.engine.execution.batch import SampledToken, SampleSpec, SequenceSlice
+from baton.engine.execution.batch import SampledToken, SequenceSlice
 from baton.engine.execution.runner import ModelRunner
-from baton.engine.kv.canary import canary_bytes
+from baton.engine.kv.block_pool import canary_bytes
 from baton.engine.kv.memfd import map_read_only
 from baton.engine.model.checkpoint import LoadProgress
 from baton.engine.model.fingerprint import short
+from baton.kernels.sampling.sample_spec import SampleSpec
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 64
 GREEDY = SamplingParams(temperature=0.0)
@@ -125,7 +126,7 @@ def test_a_peer_finds_the_canary_in_block_1(runner: ModelRunner) -> None:
     assert window[size : 2 * size] == canary_bytes("ef" * 16, size)
 
 
-def test_start_up_tells_facts_and_progress(config: EngineConfig) -> None:
+def test_start_up_reports_facts_and_progress(config: EngineConfig) -> None:
     seen: list[LoadProgress] = []
     runner = ModelRunner(config, on_progress=seen.append)
     assert runner.max_model_len == 512

@@ -15,7 +15,7 @@ import torch
 from baton.core.config import EngineConfig
 from baton.core.errors import HandoffFailed, StartupFailed
 from baton.engine.kv import memfd
-from baton.engine.kv.canary import canary_bytes
+from baton.engine.kv.block_pool import canary_bytes
 from baton.engine.kv.generations import (
     Generations,
     GenerationsReader,

@@ -13,9 +13,8 @@ import transformers
 from baton.core.errors import StartupFailed
 from baton.engine.execution.device import refuse_on_gpu
 from baton.engine.kv.kv_memory import KvLayout
-from baton.engine.model.architectures import ARCHITECTURES
 from baton.engine.model.fingerprint import fingerprint_fields, short
-from baton.engine.model.model_config import ModelConfig, read_model_config
+from baton.engine.model.model_config import ARCHITECTURES, ModelConfig, read_model_config
 from baton.engine.model.rope_config import LinearScaling, RopeConfig, YarnScaling
 
 SIZES: dict[str, Any] = {

@@ -16,11 +16,12 @@ from fakes.communicator import ThreadGroup
 from baton.core.config import EngineConfig
 from baton.core.errors import StartupFailed
 from baton.core.request.request import SamplingParams
-from baton.engine.execution.batch import SampledToken, SampleSpec, SequenceSlice
+from baton.engine.execution.batch import SampledToken, SequenceSlice
 from baton.engine.execution.cpu_steps import CpuSteps
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.model.model_config import read_model_config
 from baton.engine.model.sharding import Heads, check_divisible, heads_of_rank
+from baton.kernels.sampling.sample_spec import SampleSpec
 
 EIGHT_HEADS = {"num_attention_heads": 8, "head_dim": 16}
 MORE_VARIANTS = {
@@ -62,7 +63,7 @@ class Ranks:
             steps = runner._steps
             assert isinstance(steps, CpuSteps)
             with torch.inference_mode():
-                return steps.model.logits(steps._forward([piece]))
+                return steps.model.lm_head.project(steps._forward([piece]))
 
         return list(self._threads.map(compute, self.runners))
 

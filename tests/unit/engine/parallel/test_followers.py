@@ -10,23 +10,23 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import pytest
 
 from baton.core.config import EngineConfig
 from baton.core.errors import BatonError, EngineFailed, StartupFailed
-from baton.engine.model.communicator import Alone
+from baton.engine.model.communicator import Communicator
 from baton.engine.parallel.rank_channel import MessageKind, RankChannel, RankMessage
-from baton.engine.parallel.rank_group import RankGroup, pack_failure, read_words
+from baton.engine.parallel.rank_group import RankGroup, RankProgress, pack_failure
 from baton.engine.parallel.rank_processes import Ranks
-from baton.engine.parallel.rank_progress import RankProgress
 
 TIMEOUT_S = 0.2
 START_TIMEOUT_S = 0.6
-WORDS = [b"", bytes(range(256))]
+HANDLES = [b"", bytes(range(256))]
 
 
 class World:
-    """RankGroup over two channels; `lost` and `lines` get what is told of them."""
+    """RankGroup over two channels; `lost` and `lines` get what is reported of them."""
 
     def __init__(self) -> None:
         pairs = [socket.socketpair() for _ in range(2)]
@@ -46,13 +46,13 @@ class World:
     def connecting(self) -> RankProgress:
         """Let both ranks be loaded and meet; their progress."""
         messages = self.configured()
-        for rank, message, word in zip(self.ranks, messages, WORDS, strict=True):
-            rank.send(MessageKind.ANSWER, word, order=message.order)
-        assert self.followers.meet(b"rank 0's") == [b"rank 0's", *WORDS]
+        for rank, message, handle in zip(self.ranks, messages, HANDLES, strict=True):
+            rank.send(MessageKind.ANSWER, handle, order=message.order)
+        assert self.followers.meet(b"rank 0's") == [b"rank 0's", *HANDLES]
         for rank in self.ranks:
             message = rank.receive()
             assert message is not None and message.kind is MessageKind.CONNECT
-            assert read_words(message.payload) == [b"rank 0's", *WORDS]
+            assert msgspec.msgpack.decode(message.payload) == [b"rank 0's", *HANDLES]
         os.close(messages[1].fds[0])
         return RankProgress(messages[0].fds[0], 2)
 
@@ -122,14 +122,14 @@ def test_lines_are_told_with_their_rank(world: World) -> None:
         (StartupFailed("no such GPU", hint="--gpus 0"), "rank 2: no such GPU"),
     ],
 )
-def test_a_failure_is_told_in_the_ranks_words(
+def test_a_failure_carries_the_rank_s_message(
     world: World, error: BatonError, message: str
 ) -> None:
     world.ranks[1].send(MessageKind.FAILED, pack_failure(error))
     found = world.lost.get(timeout=5)
     assert (type(found), found.message) == (type(error), message)
     assert not isinstance(found, StartupFailed) or found.hint == "--gpus 0"
-    for act in (world.followers.check, lambda: world.followers.tell(MessageKind.STEP, b"")):
+    for act in (world.followers.check, lambda: world.followers.send(MessageKind.STEP, b"")):
         with pytest.raises(type(error), match="rank 2"):
             act()
     unexplained = EngineFailed("a sum was cut off")
@@ -140,11 +140,11 @@ def test_a_rank_that_ends_is_lost(world: World) -> None:
     world.ranks[0].close()
     assert world.lost.get(timeout=5).message == "rank 1 ended"
     with pytest.raises(EngineFailed, match="rank 1 ended"):
-        world.followers.ask(MessageKind.EXPORT_POOL, [b"", b""])
+        world.followers.order_and_wait(MessageKind.EXPORT_POOL, [b"", b""])
 
 
 def test_ranks_that_are_killed_on_purpose_are_not_lost() -> None:
-    """What ended the engine is told already; a second word for it would be another one."""
+    """What ended the engine is sent already; a second word for it would be another one."""
     world = World()
 
     class Process:
@@ -158,7 +158,7 @@ def test_ranks_that_are_killed_on_purpose_are_not_lost() -> None:
         def wait(self, timeout_s: float) -> None: ...
 
     processes = tuple(Process(rank) for rank in world.ranks)
-    Ranks(EngineConfig(), Alone(), world.followers, processes).kill()  # type: ignore[arg-type]
+    Ranks(EngineConfig(), Communicator(), world.followers, processes).kill()  # type: ignore[arg-type]
     assert world.lost.empty()
 
 
@@ -168,12 +168,12 @@ def test_a_rank_that_takes_nothing_is_lost_and_one_with_nothing_to_take_is_not(
     progress = world.serving()
     time.sleep(2 * TIMEOUT_S)
     for _ in range(4):
-        world.followers.tell(MessageKind.STEP, b"step")
+        world.followers.send(MessageKind.STEP, b"step")
         time.sleep(TIMEOUT_S / 2)
         progress.add(1)
         progress.add(2)
     assert world.lost.empty()
-    world.followers.tell(MessageKind.STEP, b"step")
+    world.followers.send(MessageKind.STEP, b"step")
     progress.add(1)
     found = world.lost.get(timeout=5)
     assert isinstance(found, EngineFailed)
@@ -213,10 +213,10 @@ def check_hung(world: World, *, rank: int) -> None:
         world.followers.meet(b"")
 
 
-def test_a_step_that_fails_by_itself_keeps_its_own_words(
+def test_a_step_that_fails_by_itself_keeps_its_own_message(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("baton.engine.parallel.rank_group._LAST_WORDS_S", 0.01)
+    monkeypatch.setattr("baton.engine.parallel.rank_group._LAST_MESSAGE_S", 0.01)
     error = EngineFailed("the step failed")
     assert world.followers.explain(error) is error
 
@@ -236,7 +236,7 @@ def test_who_learns_why_a_rank_cannot_be_reached_keeps_nobody_waiting(
     monkeypatch.setattr(RankChannel, "send", broken)
     monkeypatch.setattr(world.followers, "explain", explain)
     with ThreadPoolExecutor(2) as threads:
-        told = [threads.submit(world.followers.tell, MessageKind.STEP) for _ in range(2)]
-        for each in told:
+        sent = [threads.submit(world.followers.send, MessageKind.STEP) for _ in range(2)]
+        for each in sent:
             with pytest.raises(EngineFailed, match="rank 1 cannot be reached: no room"):
                 each.result()

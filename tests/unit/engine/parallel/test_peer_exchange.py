@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from baton.core.errors import StartupFailed
-from baton.engine.kv.cuda_sharing import MappingFailed
+from baton.engine.kv.cuda_memory import MappingFailed
 from baton.engine.parallel import peer_reduce
 from baton.engine.parallel.peer_reduce import allocate_exchange, connect_peers
 from baton.kernels import peer_reduce_triton

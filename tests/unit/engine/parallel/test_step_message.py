@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from baton.core.request.parameters import Number
 from baton.core.request.request import SAMPLING, SamplingParams
-from baton.engine.execution.batch import SampleSpec, SequenceSlice
+from baton.engine.execution.batch import SequenceSlice
 from baton.engine.execution.token_counts import TokenCounts
 from baton.engine.parallel.step_message import decode, encode
+from baton.kernels.sampling.sample_spec import SampleSpec
 
 
 def words(values: list[int]) -> NDArray[np.int32]:
@@ -32,7 +32,7 @@ params = st.builds(
     **{
         name: st.sampled_from([one.default, 0.1])
         for name, one in SAMPLING.items()
-        if isinstance(one.kind, Number)
+        if isinstance(one.default, float)
     },
 )
 counts = st.lists(st.integers(0, 500), max_size=20).map(TokenCounts)
@@ -120,6 +120,6 @@ def test_no_field_of_a_step_is_forgotten() -> None:
         *("constraint", "max_tokens", "seed", "stop", "stop_token_ids", "ignore_eos"),
         *("min_tokens", "prompt_logprobs"),
     }
-    numbers = {name for name, one in SAMPLING.items() if isinstance(one.kind, Number)}
+    numbers = {name for name, one in SAMPLING.items() if isinstance(one.default, float)}
     sent = numbers | {"top_k", "logit_bias", "logprobs"}
     assert {field.name for field in dataclasses.fields(SamplingParams)} == judged_by_rank_0 | sent

@@ -21,8 +21,8 @@ from baton.cli.host.certs import make_certificates
 from baton.cluster.secret import ClusterSecret, handshake_key
 from baton.cluster.tls import ClusterTls
 from baton.core.channels import admission
-from baton.core.channels.framing import MAX_FRAME_BYTES
-from baton.core.channels.same_host import host_id
+from baton.core.channels.addresses import host_id
+from baton.core.channels.channel import MAX_FRAME_BYTES
 from baton.core.errors import EngineFailed, HandoffFailed, InvalidRequest
 from baton.core.membership import Member, Role
 from baton.core.ports import SystemClock

@@ -10,9 +10,8 @@ from fakes.clock import FakeClock
 from baton.core.request.request import Request, SamplingParams
 from baton.core.request.timeline import Event, NodeStamp, Stamp
 from baton.engine.scheduling.outputs import TokenOutput
-from baton.gateway.engines.node_clock import NodeClock
-from baton.gateway.engines.wire import output_from_wire
-from baton.gateway.telemetry.calls.stages import stage_seconds, times_of
+from baton.gateway.engines.wire import NodeClock, output_from_wire
+from baton.gateway.telemetry.calls.call_figures import stage_seconds, times_of
 from baton.node.requests.request_io import RequestIO
 from baton.proto import codec
 from baton.proto.v1 import node_pb2

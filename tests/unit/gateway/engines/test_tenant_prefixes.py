@@ -14,9 +14,8 @@ from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
 from baton.gateway.engines.engine_table import EngineTable, LinkedEngine, ReportedLoad
 from baton.gateway.engines.prompt_router import route_prompt
-from baton.gateway.request.caller import INFER, Caller
 from baton.gateway.request.engine_link import Avoid, Demand
-from baton.gateway.security.tenancy import Tenancy
+from baton.gateway.security.tenancy import INFER, Caller, Tenancy
 from baton.prefix_index.messages import Delta, encode
 from baton.prefix_index.mirror import PrefixMirror
 from baton.proto import codec

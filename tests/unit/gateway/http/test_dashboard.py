@@ -17,15 +17,14 @@ from baton.core.membership import Member, Role
 from baton.gateway.engines.engine_table import EngineTable, LinkedEngine, ReportedLoad
 from baton.gateway.http.dashboard import routes
 from baton.gateway.http.dashboard.roster import EngineRoster
-from baton.gateway.http.dashboard.routes import Viewers, add_dashboard
-from baton.gateway.http.dashboard.snapshot import SnapshotFeed, Targets, definitions
-from baton.gateway.http.dashboard.static_files import static_files
+from baton.gateway.http.dashboard.routes import MAX_VIEWERS, add_dashboard, static_files
+from baton.gateway.http.dashboard.snapshot import SnapshotFeed, definitions
 from baton.gateway.http.protocol.errors import Refusal
-from baton.gateway.telemetry.calls.token_gaps import TokenGaps
+from baton.gateway.telemetry.calls.call_record import SloTargets
 from baton.gateway.telemetry.window.window import TelemetryWindow
 from baton.prefix_index.mirror import PrefixMirror
 
-TARGETS = Targets(0.5, 0.05)
+TARGETS = SloTargets(0.5, 0.05)
 IDLE = ReportedLoad(0, 0, 0, 90, 40, False, frozenset())
 
 
@@ -38,7 +37,7 @@ class Cluster:
         self.members: list[Member] = []
         self.roster = EngineRoster(self.table, lambda: self.members, self.clock)
         self.feed = SnapshotFeed(
-            TelemetryWindow(self.clock, TokenGaps()),
+            TelemetryWindow(self.clock),
             self.roster,
             lambda: {"model": "m"},
             TARGETS,
@@ -119,8 +118,8 @@ async def test_first_all_then_what_is_new_then_all_for_the_slow(cluster: Cluster
 
 
 def test_viewers_of_the_same_targets_share(cluster: Cluster) -> None:
-    assert cluster.feed.whole(TARGETS) is cluster.feed.whole(Targets(0.5, 0.05))
-    other = cluster.feed.whole(Targets(0.1, 0.05))
+    assert cluster.feed.whole(TARGETS) is cluster.feed.whole(SloTargets(0.5, 0.05))
+    other = cluster.feed.whole(SloTargets(0.1, 0.05))
     assert json.loads(other)["slo"]["ttft_slo_s"] == 0.1
     before = cluster.feed.whole(TARGETS)
     cluster.tick()
@@ -130,8 +129,8 @@ def test_viewers_of_the_same_targets_share(cluster: Cluster) -> None:
 @pytest.mark.parametrize("text", ["", "x", "0", "-1", "nan", "inf", "1e9", "9" * 5000])
 def test_targets_are_judged(text: str) -> None:
     with pytest.raises(InvalidRequest):
-        TARGETS.changed(text, None)
-    assert TARGETS.changed("250", None) == Targets(0.25, 0.05)
+        routes.target_s(text, "ttft_ms")
+    assert routes.target_s("250", "ttft_ms") == 0.25
 
 
 def test_definitions_are_the_ones_of_the_code() -> None:
@@ -175,11 +174,12 @@ async def client_of(cluster: Cluster, max_viewers: int = 2) -> TestClient[Any, A
         try:
             return await handler(request)  # type: ignore[no-any-return]
         except (Refusal, InvalidRequest) as error:
-            status = error.status if isinstance(error, Refusal) else error.http_status
+            status = error.http_status
             return web.Response(status=status)
 
     app = web.Application(middlewares=[refusing])
-    add_dashboard(app, Viewers(cluster.feed, max_viewers))
+    cluster.feed.num_viewers = MAX_VIEWERS - max_viewers
+    add_dashboard(app, cluster.feed)
     client = TestClient(TestServer(app, handler_cancellation=True))
     await client.start_server()
     return client
@@ -220,11 +220,10 @@ async def test_a_stream_and_its_limits(cluster: Cluster, monkeypatch: Any) -> No
     assert (await client.get("/api/stream?ttft_ms=no")).status == 400
     whole = await client.get("/api/snapshot")
     assert (await whole.json())["gateway"] == {"model": "m"}
-    viewers = client.server.app[routes.VIEWERS]  # type: ignore[union-attr]
-    assert viewers.num_viewers == 1
+    assert cluster.feed.num_viewers == MAX_VIEWERS
     stream.close()
     await client.close()
-    assert viewers.num_viewers == 0
+    assert cluster.feed.num_viewers == MAX_VIEWERS - 1
 
 
 async def test_a_viewer_that_does_not_read_is_cut_off(
@@ -233,7 +232,6 @@ async def test_a_viewer_that_does_not_read_is_cut_off(
     """Its place is free again, and nothing of it stays behind."""
     monkeypatch.setattr(routes, "_SLOWEST_WRITE_S", 0.05)
     client = await client_of(cluster, max_viewers=1)
-    viewers = client.server.app[routes.VIEWERS]  # type: ignore[union-attr]
     monkeypatch.setattr(cluster.feed, "_make", lambda *_, **__: bytes(16 << 20))
     _, writer = await asyncio.open_connection("127.0.0.1", client.server.port, limit=1)
     writer.write(b"GET /api/stream HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -241,6 +239,6 @@ async def test_a_viewer_that_does_not_read_is_cut_off(
         for is_connected in (True, False):
             while bool(client.server.handler.connections) != is_connected:  # type: ignore[union-attr]  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-    assert viewers.num_viewers == 0
+    assert cluster.feed.num_viewers == MAX_VIEWERS - 1
     writer.close()
     await client.close()

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from baton.core.errors import InvalidRequest
 from baton.gateway.http.chat.chat import FIELDS as CHAT
-from baton.gateway.http.chat.tool_schemas import check_schema
-from baton.gateway.http.chat.tools import chosen
+from baton.gateway.http.chat.tools import check_schema, chosen
 from baton.gateway.http.generate.completions import FIELDS as COMPLETIONS
 from baton.gateway.http.generate.request_fields import (
     INSTEAD,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -14,18 +16,18 @@ from baton.core.errors import InvalidRequest
 from baton.core.model_dir import resolve_model_dir
 from baton.core.request.logprobs import TokenLogprobs
 from baton.core.request.request import FinishReason
-from baton.gateway.http.chat.chat_shape import ChatOptions, ChatSample
+from baton.gateway.http.chat.chat_shape import ChatSample, chat_logprobs
 from baton.gateway.http.chat.chat_template import ChatTemplate
-from baton.gateway.http.chat.tool_formats import Hermes
-from baton.gateway.http.generate.completion_shape import (
-    CompletionOptions,
+from baton.gateway.http.chat.tool_formats import HERMES
+from baton.gateway.http.generate.completions import (
     CompletionSample,
     EchoedPrompt,
+    completion_logprobs,
 )
-from baton.gateway.http.generate.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from baton.gateway.http.generate.responses import prompt_logprobs
 from baton.gateway.http.protocol.answers import json_text
 from baton.gateway.request.output_chunk import OutputChunk, RequestResult
-from baton.gateway.text.token_text import TokenText
+from baton.gateway.text.text_stream import TokenText
 from baton.gateway.text.tokenizer import Tokenizer
 
 
@@ -81,7 +83,7 @@ def test_logprobs_of_chats_and_prompts() -> None:
 
 
 def test_pieces_of_a_completion_add_up_to_the_whole() -> None:
-    options = CompletionOptions(echo=True, logprobs=0, return_token_ids=True)
+    options = {"echo": True, "logprobs": 0, "return_token_ids": True}
     prompt = EchoedPrompt("aabb", (A, B), (TokenLogprobs(-9.0),))
     chunks = [
         OutputChunk("cc", (C,), 0, logprobs=(TokenLogprobs(-1.0),)),
@@ -109,21 +111,20 @@ def test_pieces_of_a_completion_add_up_to_the_whole() -> None:
 def test_a_plain_piece_is_the_same_by_the_short_way() -> None:
     prompt = EchoedPrompt("", ())
     chunk = OutputChunk('say "é"\n', (A,), 0)
-    short = CompletionSample(0, CompletionOptions(), prompt, token_of).events(chunk)
-    long = CompletionSample(0, CompletionOptions(return_token_ids=True), prompt, token_of)
+    short = CompletionSample(0, {}, prompt, token_of).events(chunk)
+    long = CompletionSample(0, {"return_token_ids": True}, prompt, token_of)
     wanted = json.loads(long.events(chunk)[0])
     for extra in ("token_ids", "prompt_token_ids", "stop_reason"):
         del wanted[extra]
     assert [json.loads(event) for event in short] == [wanted]
-    assert (
-        CompletionSample(0, CompletionOptions(), prompt, token_of).events(OutputChunk("", (A,), 0))
-        == []
-    )
+    assert CompletionSample(0, {}, prompt, token_of).events(OutputChunk("", (A,), 0)) == []
+    for extra in ("logprobs", "prompt_logprobs"):
+        assert CompletionSample(0, {extra: 0}, prompt, token_of).text_event is None
 
 
-def chat(options: ChatOptions = ChatOptions(), **more: Any) -> ChatSample:  # noqa: B008
+def chat(found: Mapping[str, Any] = MappingProxyType({}), **more: Any) -> ChatSample:
     ids = iter(range(100))
-    return ChatSample(0, options, token_of, lambda: f"{next(ids):024x}", **more)
+    return ChatSample(0, found, token_of, lambda: f"{next(ids):024x}", **more)
 
 
 def test_a_chat_streams_its_role_first() -> None:
@@ -148,16 +149,16 @@ CALLS = (
 
 @pytest.mark.parametrize("most", [None, 1])
 def test_tool_calls_streamed_and_whole(most: int | None) -> None:
-    options = ChatOptions(max_tool_calls=most)
+    found = {"parallel_tool_calls": most is None}
     wanted = [("f", '{"a": 1}'), ("g", "{}")][:most]
     whole = OutputChunk(CALLS, (A,), 0, result())
-    message = written(chat(options, parser=Hermes().parser()).choice(whole))
+    message = written(chat(found, parser=HERMES.parser()).choice(whole))
     assert message["finish_reason"] == "tool_calls"
     assert message["message"]["content"] == "Look: "
-    told = [(c["function"]["name"], c["function"]["arguments"])
+    called = [(c["function"]["name"], c["function"]["arguments"])
             for c in message["message"]["tool_calls"]]  # fmt: skip
-    assert told == wanted
-    choice = chat(options, parser=Hermes().parser())
+    assert called == wanted
+    choice = chat(found, parser=HERMES.parser())
     events: list[str] = []
     for index, letter in enumerate(CALLS):
         last = result() if index == len(CALLS) - 1 else None
@@ -175,8 +176,8 @@ def test_tool_calls_streamed_and_whole(most: int | None) -> None:
 
 
 def test_a_call_that_is_cut_off_ends_by_length() -> None:
-    opening = Hermes().opening("f")
-    choice = chat(parser=Hermes().parser(), opening=opening)
+    opening = HERMES.opening("f", is_constrained=False)
+    choice = chat(parser=HERMES.parser(), opening=opening)
     whole = OutputChunk('"a": ', (A,), 0, result(FinishReason.LENGTH))
     body = written(choice.choice(whole))
     assert (body["finish_reason"], body["message"]["content"]) == ("length", None)
@@ -275,6 +276,6 @@ async def test_tokens_alone_as_bytes() -> None:
     assert b"".join(tokenizer.token(i).data for i in ids) == text.encode()
     assert tokenizer.token(0).text == "<|endoftext|>"
     assert tokenizer.token(10**6) == TokenText("", b"")
-    names = {tokenizer.token(i).name for i in range(tokenizer.vocab_size)}
-    assert len(names) == tokenizer.vocab_size
+    num_ids = tokenizer._library.get_vocab_size()
+    assert len({tokenizer.token(i).name for i in range(num_ids)}) == num_ids
     tokenizer.close()

@@ -15,12 +15,11 @@ from baton.core.membership import Member, Role
 from baton.core.request.constraint import Constraint, ConstraintKind
 from baton.gateway.engines.engine_table import EngineTable, LinkedEngine
 from baton.gateway.http.chat.chat import FIELDS
-from baton.gateway.http.chat.tool_constraints import call_grammar
 from baton.gateway.http.chat.tool_formats import FORMATS
-from baton.gateway.http.chat.tools import TOOLS, ToolChoice
+from baton.gateway.http.chat.tools import TOOLS, ToolChoice, call_grammar
 from baton.gateway.http.generate.request_fields import read_fields
 from baton.gateway.http.generate.structured import constraint_of
-from baton.gateway.validation.constraint_check import ConstraintCheck
+from baton.gateway.validation.served_model import ConstraintCheck
 from baton.gateway.validation.validation import check_sampling
 from baton.proto.v1 import common_pb2
 
@@ -157,7 +156,7 @@ OFFERED = [
 def test_a_forced_call_is_one_of_the_tools_with_arguments_of_its_schema(
     grammars: Grammars, name: str, function: str | None, rest: str, is_good: bool
 ) -> None:
-    tool_format = FORMATS[name]()
+    tool_format = FORMATS[name]
     rest = rest.replace("ARGUMENTS", tool_format.arguments_name)
     choice = ToolChoice(True, True, function)
     source = call_grammar(TOOLS.read(OFFERED, "tools"), choice, tool_format.arguments_name)
@@ -169,7 +168,9 @@ def test_a_forced_call_is_one_of_the_tools_with_arguments_of_its_schema(
         return
     assert is_good
     parser = tool_format.parser()
-    deltas = parser.feed(tool_format.constrained_opening(function) + rest) + parser.finish()
+    deltas = (
+        parser.feed(tool_format.opening(function, is_constrained=True) + rest) + parser.finish()
+    )
     called = [delta.name for delta in deltas if getattr(delta, "name", None)]
     assert called == [function or rest.partition('"')[0]]
     arguments = "".join(getattr(delta, "arguments", "") for delta in deltas)
@@ -252,7 +253,7 @@ def test_a_recursive_schema_works_as_a_format_and_in_a_forced_call(grammars: Gra
 
 
 async def test_the_check_is_bounded(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.gateway.validation.constraint_check._MAX_WAITING", 0)
+    monkeypatch.setattr("baton.gateway.validation.served_model._MAX_WAITING", 0)
     check = ConstraintCheck(grammars)
     with pytest.raises(Overloaded):
         await check.check(Constraint(KIND.REGEX, "new"))

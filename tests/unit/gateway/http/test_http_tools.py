@@ -11,31 +11,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.gateway.http.chat.tool_formats import Hermes, Llama3Json, ToolFormat, format_of_template
+from baton.gateway.http.chat.tool_formats import HERMES, LLAMA3_JSON, ToolFormat, format_of_template
 from baton.gateway.http.chat.tool_parsing import Content
 
 
 @dataclass
-class Heard:
+class Received:
     """Deltas added up."""
 
     content: str = ""
     calls: list[list[str]] = field(default_factory=list)  # [name, arguments]
 
 
-def hear(tool_format: ToolFormat, pieces: list[str]) -> Heard:
-    parser, heard = tool_format.parser(), Heard()
+def parsed(tool_format: ToolFormat, pieces: list[str]) -> Received:
+    parser, found = tool_format.parser(), Received()
     deltas = [delta for piece in pieces for delta in parser.feed(piece)]
     for delta in deltas + parser.finish():
         if isinstance(delta, Content):
-            heard.content += delta.text
+            found.content += delta.text
         elif delta.name is not None:
-            assert delta.index == len(heard.calls)
-            heard.calls.append([delta.name, delta.arguments])
+            assert delta.index == len(found.calls)
+            found.calls.append([delta.name, delta.arguments])
         else:
-            assert delta.index == len(heard.calls) - 1
-            heard.calls[-1][1] += delta.arguments
-    return heard
+            assert delta.index == len(found.calls) - 1
+            found.calls[-1][1] += delta.arguments
+    return found
 
 
 def hermes(name: str, arguments: Any) -> str:
@@ -43,7 +43,7 @@ def hermes(name: str, arguments: Any) -> str:
     return f"<tool_call>\n{call}\n</tool_call>"
 
 
-HERMES = [
+HERMES_CASES = [
     ("just text", "just text", []),
     ("", "", []),
     (" \n", " \n", []),
@@ -81,36 +81,36 @@ LLAMA = [
      '{"some": "json"} {"name": "a", "parameters": {}}', []),
     ('text {"name": "a", "parameters": {}}', 'text {"name": "a", "parameters": {}}', []),
 ]  # fmt: skip
-CASES = [(Hermes(), *case) for case in HERMES] + [(Llama3Json(), *case) for case in LLAMA]
+CASES = [(HERMES, *case) for case in HERMES_CASES] + [(LLAMA3_JSON, *case) for case in LLAMA]
 
 
 @pytest.mark.parametrize(("tool_format", "text", "content", "calls"), CASES)
 def test_calls_in_text(tool_format: ToolFormat, text: str, content: str, calls: Any) -> None:
-    whole = hear(tool_format, [text])
+    whole = parsed(tool_format, [text])
     assert (whole.content.strip(), whole.calls) == (content.strip(), calls)
-    assert hear(tool_format, list(text)) == whole, "letter by letter"
+    assert parsed(tool_format, list(text)) == whole, "letter by letter"
 
 
 @pytest.mark.parametrize(
     ("tool_format", "begun", "rest"),
     [
-        (Hermes(), "Well. " + hermes("a", {})[:-12], "\n</tool_call>\n<tool_call>"),
-        (Llama3Json(), '{"name": "a", "parameters": {}}', " ; <|python_tag|>"),
+        (HERMES, "Well. " + hermes("a", {})[:-12], "\n</tool_call>\n<tool_call>"),
+        (LLAMA3_JSON, '{"name": "a", "parameters": {}}', " ; <|python_tag|>"),
     ],
 )
 def test_no_piece_of_a_tag_behind_a_call_is_content(
     tool_format: ToolFormat, begun: str, rest: str
 ) -> None:
     """Wherever the generation was cut."""
-    whole = hear(tool_format, [begun])
+    whole = parsed(tool_format, [begun])
     assert whole.calls == [["a", "{}"]]
     for end in range(len(rest)):
-        assert hear(tool_format, [begun + rest[:end]]) == whole
+        assert parsed(tool_format, [begun + rest[:end]]) == whole
 
 
 @settings(max_examples=120, deadline=None)
 @given(
-    st.sampled_from([Hermes(), Llama3Json()]),
+    st.sampled_from([HERMES, LLAMA3_JSON]),
     st.lists(
         st.sampled_from(
             ["<tool_call>", "</tool_call>", "\n", " ", '{"name": "f", "arguments": {"a": 1}}', "{",
@@ -124,29 +124,31 @@ def test_cuts_do_not_matter(tool_format: ToolFormat, words: list[str], data: Any
     text = "".join(words)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    assert hear(tool_format, pieces) == hear(tool_format, [text])
+    assert parsed(tool_format, pieces) == parsed(tool_format, [text])
 
 
 def test_a_long_call_takes_time_by_its_length() -> None:
     """Not by the square of it: that would be half a minute, in which nobody else is served."""
     text = hermes("write", {"text": "a" * 1_500_000})
     began_s = time.perf_counter()
-    assert len(hear(Hermes(), [text]).calls[0][1]) > 1_500_000
+    assert len(parsed(HERMES, [text]).calls[0][1]) > 1_500_000
     assert time.perf_counter() - began_s < 8
 
 
-@pytest.mark.parametrize("tool_format", [Hermes(), Llama3Json()])
+@pytest.mark.parametrize("tool_format", [HERMES, LLAMA3_JSON])
 def test_openings_are_read_as_the_beginning_of_a_call(tool_format: ToolFormat) -> None:
-    assert hear(tool_format, [tool_format.opening("f"), '"a": 1}', "}"]).calls == [
-        ["f", '{"a": 1}']
-    ]
-    name = "parameters" if isinstance(tool_format, Llama3Json) else "arguments"
+    assert parsed(
+        tool_format, [tool_format.opening("f", is_constrained=False), '"a": 1}', "}"]
+    ).calls == [["f", '{"a": 1}']]
+    name = "parameters" if tool_format is LLAMA3_JSON else "arguments"
     rest = f'g", "{name}": {{}}}}'
-    assert hear(tool_format, [tool_format.opening(None), rest]).calls == [["g", "{}"]]
+    assert parsed(tool_format, [tool_format.opening(None, is_constrained=False), rest]).calls == [
+        ["g", "{}"]
+    ]
 
 
 def test_the_template_tells_the_format() -> None:
-    assert isinstance(format_of_template("... <tool_call> ..."), Hermes)
+    assert format_of_template("... <tool_call> ...") is HERMES
     llama = '{% if tools %}{"name": function name, "parameters": dictionary}{% endif %}'
-    assert isinstance(format_of_template(llama), Llama3Json)
+    assert format_of_template(llama) is LLAMA3_JSON
     assert format_of_template("{{ messages }}") is None

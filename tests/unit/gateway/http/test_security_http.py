@@ -18,12 +18,10 @@ from baton.gateway.http.app import ROUTE_GROUPS
 from baton.gateway.http.login import log_in
 from baton.gateway.http.protocol.access import ACCESS, LOGIN_PATH, Access, check_access, scope_of
 from baton.gateway.http.protocol.app_state import APP_STATE, caller_of
-from baton.gateway.http.protocol.error_middleware import answering
-from baton.gateway.http.protocol.errors import Refusal
-from baton.gateway.request.caller import ADMIN, INFER, METRICS, SCOPES
-from baton.gateway.security.browser_session import COOKIE, BrowserSessions
-from baton.gateway.security.gate import Gate, KeyRing
+from baton.gateway.http.protocol.errors import Refusal, answering
+from baton.gateway.security.gate import COOKIE, BrowserSessions, Gate, KeyRing
 from baton.gateway.security.key_file import add_key, digest_of
+from baton.gateway.security.tenancy import ADMIN, INFER, METRICS, SCOPES
 
 
 @pytest.fixture
@@ -90,7 +88,7 @@ def test_hosts_that_are_ours(access: Access, host: str) -> None:
 def test_foreign_hosts(access: Access, hosts: list[str]) -> None:
     with pytest.raises(Refusal) as raised:
         access.check_host(hosts)
-    assert raised.value.status == 421
+    assert raised.value.http_status == 421
 
 
 def test_all_hosts_may_be_allowed() -> None:
@@ -108,7 +106,7 @@ def test_origins(access: Access) -> None:
                    "http://["):  # fmt: skip
         with pytest.raises(Refusal) as raised:
             access.check_origin([origin], "localhost:8000")
-        assert raised.value.status == 403
+        assert raised.value.http_status == 403
     with pytest.raises(Refusal):
         access.check_origin(["http://localhost:8000"] * 2, "localhost:8000")
 

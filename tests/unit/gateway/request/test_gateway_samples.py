@@ -14,11 +14,10 @@ from baton.core.errors import BatonError, Cancelled, EngineFailed, NodeLost, Una
 from baton.core.request.logprobs import TokenLogprobs
 from baton.core.request.request import FinishReason, RequestOptions, SamplingParams
 from baton.core.request.timeline import Event, Stamp
-from baton.gateway.request.chunk_queue import ChunkQueue
 from baton.gateway.request.engine_link import Demand, EngineOutput, Work
-from baton.gateway.request.output_chunk import OutputChunk, RequestResult
-from baton.gateway.request.prompt_scores import PromptScores
+from baton.gateway.request.output_chunk import ChunkQueue, OutputChunk, RequestResult
 from baton.gateway.request.session import Session, SessionLimits
+from baton.gateway.request.token_order import PromptScores
 from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
 

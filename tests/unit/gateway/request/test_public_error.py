@@ -8,9 +8,8 @@ import grpc
 import pytest
 
 from baton.core import errors
-from baton.core.errors import BatonError, InvalidRequest
+from baton.core.errors import BatonError, InvalidRequest, public_error
 from baton.gateway.grpc.grpc_calls import answering
-from baton.gateway.request.public_error import public_error
 
 INSIDE = "File /srv/baton/secret.py at 10.0.0.7:4711: cudaErrorIllegalAddress"
 # Raised by our own words alone, or about the request.

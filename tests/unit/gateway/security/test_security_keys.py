@@ -19,11 +19,16 @@ from hypothesis import strategies as st
 from baton.cluster.secret import ClusterSecret, operator_key, session_key
 from baton.core.config import ClusterConfig, GatewayConfig
 from baton.core.errors import ModelNotFound, PermissionDenied, StartupFailed, Unauthenticated
-from baton.gateway.request.caller import ADMIN, INFER, METRICS, Caller, Limits, anyone
-from baton.gateway.security.browser_session import SESSION_S, BrowserSessions
-from baton.gateway.security.gate import MAX_CREDENTIAL_CHARS, Gate, KeyRing
+from baton.gateway.security.gate import (
+    MAX_CREDENTIAL_CHARS,
+    SESSION_S,
+    BrowserSessions,
+    Gate,
+    KeyRing,
+)
 from baton.gateway.security.key_file import BadKeyFile, add_key, load_keys, parse_keys
 from baton.gateway.security.setup import Security
+from baton.gateway.security.tenancy import ADMIN, INFER, METRICS, Caller, Limits, anyone
 
 ALL = frozenset({INFER, METRICS, ADMIN})
 
@@ -46,14 +51,14 @@ def test_a_key_is_shown_once_and_filed_as_its_hash(path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert not [p for p in path.parent.iterdir() if p != path], "no half-written file is left"
     (found,) = load_keys(path)
-    assert found.tenant.limits == Limits(requests_per_minute=60)
+    assert found.caller.limits == Limits(requests_per_minute=60)
 
 
 def test_another_key_keeps_what_is_there_and_may_change_the_tenant(path: Path) -> None:
     first = add_key(path, "acme", frozenset({INFER}), limits={"tokens_per_minute": 9})
     add_key(path, "globex", frozenset({METRICS}))
     add_key(path, "acme", frozenset({ADMIN}), models=frozenset({"demo"}))
-    assert [k.tenant.name for k in load_keys(path)] == ["acme", "globex", "acme"]
+    assert [k.caller.tenant for k in load_keys(path)] == ["acme", "globex", "acme"]
     caller = gate_of(path).caller([f"Bearer {first}"], "http")
     assert replace(caller, caller_id=0) == Caller(
         "acme", frozenset({INFER}), "http", frozenset({"demo"}), Limits(tokens_per_minute=9)
@@ -169,7 +174,7 @@ def test_every_entry_is_compared_whichever_fits(
 
 def test_without_a_file_everybody_is_anyone() -> None:
     gate = Gate(None, ClusterSecret("secret"))
-    assert not gate.asks_for_keys
+    assert not gate.requires_keys
     assert replace(gate.caller(["nonsense"], "http"), caller_id=0) == anyone("http")
 
 
@@ -191,10 +196,10 @@ def test_a_changed_file_counts_at_once_and_a_broken_one_not_at_all(
     old = add_key(path, "acme", ALL)
     gate = gate_of(path)
     new = add_key(path, "globex", ALL)
-    assert gate.key(new).tenant.name == "globex"
+    assert gate.key(new).caller.tenant == "globex"
     path.write_text("{")
-    assert gate.key(old).tenant.name == "acme"
-    assert gate.key(new).tenant.name == "globex"
+    assert gate.key(old).caller.tenant == "acme"
+    assert gate.key(new).caller.tenant == "globex"
     assert [r.levelname for r in caplog.records].count("ERROR") == 1, "said once"
     path.unlink()
     assert gate.key(old), "a file that is being replaced is not an empty one"

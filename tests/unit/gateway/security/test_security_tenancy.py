@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import RateLimited
-from baton.gateway.request.caller import INFER, Caller, Limits, anyone
-from baton.gateway.security.tenancy import Tenancy
-from baton.gateway.security.token_bucket import TokenBucket
+from baton.gateway.security.tenancy import INFER, Caller, Limits, Tenancy, TokenBucket, anyone
 
 
 def caller(tenant: str = "acme", **limits: int) -> Caller:

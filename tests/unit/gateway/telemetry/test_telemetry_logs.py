@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 from fakes.clock import FakeClock
-from fakes.gateway.calls import PlayedCall
+from fakes.gateway.calls import PlayedCall, feed_of
 
 from baton.core.config import GatewayConfig
 from baton.core.errors import EngineFailed, InvalidRequest, StartupFailed
 from baton.core.process.logs import ALIKE_S, MAX_ALIKE, FloodGate, JsonLines, fields, set_up_logging
-from baton.gateway.request.caller import anyone
-from baton.gateway.telemetry.calls.call_log import CallLog
+from baton.gateway.security.tenancy import anyone
+from baton.gateway.telemetry.calls.call_log import log_ended, log_refused
 
 
 class Lines(logging.Handler):
@@ -44,7 +44,7 @@ def written() -> Iterator[Lines]:
 
 def finished_call(prompt: str | None = None) -> PlayedCall:
     clock = FakeClock()
-    call = PlayedCall(clock, [CallLog()], tenant="acme")
+    call = PlayedCall(clock, feed_of(clock, log_ended), tenant="acme")
     call.record.prompt = prompt
     clock.advance(0.112)
     call.deliver(1)
@@ -84,8 +84,9 @@ def test_prompts_only_where_they_were_kept(written: Lines) -> None:
 
 
 def test_failures_tell_their_code_and_not_their_words(written: Lines) -> None:
-    PlayedCall(FakeClock(), [CallLog()]).end(EngineFailed("prompt was: hush"))
-    CallLog().call_refused(anyone("http"), InvalidRequest("no such field: hush"))
+    clock = FakeClock()
+    PlayedCall(clock, feed_of(clock, log_ended)).end(EngineFailed("prompt was: hush"))
+    log_refused(anyone("http"), InvalidRequest("no such field: hush"))
     assert [line["outcome"] for line in written.lines] == ["engine_failed", "invalid_request"]
     assert "hush" not in json.dumps(written.lines)
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_open
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
+from baton.cli import reference
 from baton.core.errors import Cancelled, EngineFailed, Overloaded
 from baton.core.membership import Member, Role
 from baton.gateway.engines.engine_table import (
@@ -22,13 +23,14 @@ from baton.gateway.engines.engine_table import (
     LinkedEngine,
     ReportedLoad,
 )
-from baton.gateway.request.caller import anyone
-from baton.gateway.telemetry.calls.observers import Observers
-from baton.gateway.telemetry.calls.token_gaps import TokenGaps
+from baton.gateway.security.tenancy import anyone
+from baton.gateway.telemetry.call_feed import CallFeed
+from baton.gateway.telemetry.calls.call_record import SloTargets
 from baton.gateway.telemetry.metrics import metric_store, metric_table
-from baton.gateway.telemetry.metrics.metric_store import Buckets, MetricStore
-from baton.gateway.telemetry.metrics.metrics_page import metrics_page
-from baton.gateway.telemetry.metrics.prometheus import Exporter, SloTargets, full_prefix
+from baton.gateway.telemetry.metrics.metric_store import MetricStore
+from baton.gateway.telemetry.metrics.prometheus import Exporter, full_prefix
+from baton.gateway.telemetry.metrics.tally import Histogram
+from baton.gateway.telemetry.window.window import TelemetryWindow
 from baton.prefix_index.mirror import PrefixMirror
 
 DOCS = Path(__file__).resolve().parents[4] / "docs"
@@ -55,20 +57,19 @@ class World:
         self.index_up = True
         self.num_queued = 0
         self.certificate_ends_s: dict[str, float] = {}
-        gaps = TokenGaps()
+        store = MetricStore(metric_table.ALL, full_prefix(prefix), "demo")
+        targets = SloTargets(ttft_slo_s=0.5, tbt_slo_s=0.05)
+        self.feed = CallFeed(self.clock, targets, TelemetryWindow(self.clock), store)
         self.exporter = Exporter(
-            prefix,
-            "demo",
-            SloTargets(0.5, 0.05),
+            store,
+            self.feed.settle,
             self.table,
             self.view,  # type: ignore[arg-type]
             self.clock,
             lambda: self.index_up,
             lambda: self.num_queued,
-            gaps,
             lambda: self.certificate_ends_s,
         )
-        self.observers = Observers([self.exporter.calls], gaps)
 
     def link(self, incarnation: str, name: str, load: ReportedLoad) -> LinkedEngine:
         member = Member(incarnation, Role.DECODE, name, "a:1", "demo", "f", 100, 16, 102)
@@ -99,13 +100,14 @@ LOAD = ReportedLoad(3, 2, 40, 75, 50, False, frozenset(), 11)
 
 @given(st.lists(st.floats(0, 20), max_size=50))
 def test_buckets_count_as_prometheus_defines_them(samples: list[float]) -> None:
-    buckets = Buckets(metric_table.GAP_S)
+    histogram = Histogram()
     for sample in samples:
-        buckets.observe(sample)
-    for bound, (_, count) in zip(metric_table.GAP_S, buckets.cumulative(), strict=False):
+        histogram.observe(sample)
+    *counts, num_samples = histogram.cumulative(metric_table.GAP_S)
+    for bound, count in zip(metric_table.GAP_S, counts, strict=True):
         assert count == bisect_right(sorted(samples), bound)
-    assert buckets.cumulative()[-1] == ("+Inf", len(samples))
-    assert buckets.total == pytest.approx(sum(samples))
+    assert num_samples == len(samples)
+    assert histogram.total == pytest.approx(sum(samples))
 
 
 def test_when_certificates_end() -> None:
@@ -120,8 +122,8 @@ def test_when_certificates_end() -> None:
 
 def test_calls() -> None:
     world = World()
-    observer = world.observers
-    call = PlayedCall(world.clock, [observer], prompt_tokens=40, tenant="acme")
+    observer = world.feed
+    call = PlayedCall(world.clock, observer, prompt_tokens=40, tenant="acme")
     assert world.value("baton_num_requests_in_flight") == 1
     world.clock.advance(0.112)
     call.deliver(1)
@@ -131,7 +133,7 @@ def test_calls() -> None:
     call.deliver(3)
     call.finish(cached_tokens=32, attempts=2)
     for error in (Cancelled("gone"), EngineFailed("broke")):
-        PlayedCall(world.clock, [observer]).end(error)
+        PlayedCall(world.clock, observer).end(error)
     observer.call_refused(anyone("grpc"), Overloaded("full"))
     value = world.value
     assert value("baton_num_requests_in_flight") == 0
@@ -241,7 +243,7 @@ def test_a_lost_engine_is_down_for_ten_minutes_and_then_forgotten() -> None:
 
 def test_tokens_of_a_running_call() -> None:
     world = World()
-    call = PlayedCall(world.clock, [world.observers])
+    call = PlayedCall(world.clock, world.feed)
     for _ in range(50):
         world.clock.advance(0.06)
         call.deliver(1)
@@ -254,13 +256,13 @@ def test_tokens_of_a_running_call() -> None:
 def test_labels_are_bounded() -> None:
     world = World()
     for number in range(metric_store.MAX_CHILDREN + 50):
-        PlayedCall(world.clock, [world.observers], tenant=f"t{number}").end(Cancelled("x"))
+        PlayedCall(world.clock, world.feed, tenant=f"t{number}").end(Cancelled("x"))
     series = [key for key in world.scrape() if key[0] == "baton_tenant_requests_total"]
     assert len(series) <= 101
     assert world.value("baton_tenant_requests_total", tenant="other") == 250
     store = MetricStore(metric_table.ALL, "x_", "m")
     for number in range(metric_store.MAX_CHILDREN + 50):
-        store.number(metric_table.FAILURES, f"r{number}").value += 1
+        store.add(metric_table.FAILURES, f"r{number}")
     [family] = [f for f in store.collect() if f.name == "x_request_failure"]
     assert len(family.samples) == metric_store.MAX_CHILDREN + 1
     assert sum(sample.value for sample in family.samples) == metric_store.MAX_CHILDREN + 50
@@ -272,7 +274,7 @@ def test_labels_are_bounded() -> None:
 )
 def test_prefix(prefix: str, name: str) -> None:
     world = World(prefix)
-    PlayedCall(world.clock, [world.observers]).end(EngineFailed("x"))
+    PlayedCall(world.clock, world.feed).end(EngineFailed("x"))
     assert world.value(f"{name}_count") == 0
     assert full_prefix("baton") == "baton_"
 
@@ -288,4 +290,5 @@ def test_open_metrics_is_well_formed_and_has_every_metric() -> None:
 
 
 def test_page_is_fresh() -> None:
-    assert (DOCS / "metrics.md").read_text() == metrics_page(), "make docs"
+    page = (DOCS / "metrics.md").read_text()
+    assert reference.refresh_metrics_page(page) == page, "make docs"

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 from fakes.clock import FakeClock
-from fakes.gateway.calls import STAMPS_S, PlayedCall
+from fakes.gateway.calls import STAMPS_S, PlayedCall, feed_of
 
 from baton.core.errors import EngineFailed, StartupFailed
-from baton.gateway.telemetry.calls.traces import CallTraces, open_traces, traces_to
+from baton.gateway.telemetry.calls.traces import CallTraces, open_traces
 
 pytest.importorskip("opentelemetry.sdk")
 from opentelemetry.sdk.trace import ReadableSpan
@@ -24,7 +24,7 @@ class Traced:
 
     def __init__(self, ratio: float = 1.0) -> None:
         self.exporter = InMemorySpanExporter()
-        self.traces: CallTraces = traces_to(self.exporter, ratio)
+        self.traces = CallTraces(self.exporter, ratio)
         self.clock = FakeClock()
 
     def spans(self) -> dict[str, ReadableSpan]:
@@ -32,7 +32,7 @@ class Traced:
         return {span.name: span for span in self.exporter.get_finished_spans()}
 
     def call(self, traceparent: str = "", tracestate: str = "") -> PlayedCall:
-        call = PlayedCall(self.clock, [self.traces])
+        call = PlayedCall(self.clock, feed_of(self.clock, self.traces.call_ended))
         call.record.traceparent, call.record.tracestate = traceparent, tracestate
         return call
 

@@ -10,18 +10,18 @@ from itertools import pairwise
 
 import pytest
 from fakes.clock import FakeClock
-from fakes.gateway.calls import PlayedCall
+from fakes.gateway.calls import PlayedCall, feed_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.errors import Cancelled, EngineFailed, InvalidRequest
 from baton.core.metrics import TokenTimes, percentile
-from baton.gateway.request.caller import anyone
-from baton.gateway.telemetry.calls.observers import Observers
-from baton.gateway.telemetry.calls.token_gaps import TokenGaps
-from baton.gateway.telemetry.window.histogram import MAX_ERROR, Histogram, bucket_of
+from baton.gateway.security.tenancy import anyone
+from baton.gateway.telemetry.call_feed import CallFeed
+from baton.gateway.telemetry.calls.call_record import SloTargets
+from baton.gateway.telemetry.metrics.tally import MAX_ERROR, Histogram
 from baton.gateway.telemetry.window.snapshot import window_snapshot
-from baton.gateway.telemetry.window.window import TelemetryWindow
+from baton.gateway.telemetry.window.window import LATENCIES, TelemetryWindow, counts_of
 
 SPAN_S = 4
 
@@ -30,8 +30,8 @@ SPAN_S = 4
 def test_percentiles_are_nearest_ranks_within_one_percent(samples: list[float], q: float) -> None:
     histogram = Histogram()
     for sample in samples:
-        histogram.add(sample, bucket_of(sample))
-    [found] = histogram.percentiles_s(q)
+        histogram.observe(sample)
+    [found] = histogram.percentiles(q)
     assert found == pytest.approx(percentile(samples, q), rel=MAX_ERROR + 1e-9)
     assert MAX_ERROR < 0.01
 
@@ -44,14 +44,14 @@ def test_what_is_subtracted_was_never_there(seconds: list[list[float]]) -> None:
         part = Histogram()
         for sample in samples:
             for histogram in (part, total):
-                histogram.add(sample, bucket_of(sample))
+                histogram.observe(sample)
         parts.append(part)
     for sample in seconds[-1]:
-        rest.add(sample, bucket_of(sample))
+        rest.observe(sample)
     for part in parts[:-1]:
         total.subtract(part)
     assert (total.counts, total.num_samples) == (rest.counts, rest.num_samples)
-    assert total.sum_s == pytest.approx(rest.sum_s, abs=1e-9)
+    assert total.total == pytest.approx(rest.total, abs=1e-9)
 
 
 # What happens next: time passes, a call begins, a stream gets tokens, a call ends, one is refused.
@@ -99,14 +99,13 @@ class Oracle:
         return len(judged), sum(good)
 
 
-def watched(clock: FakeClock, **limits: int) -> tuple[TelemetryWindow, Observers]:
-    """A window, and who tells it of calls."""
-    gaps = TokenGaps()
-    window = TelemetryWindow(clock, gaps, **limits)
-    return window, Observers([window], gaps)
+def watched(clock: FakeClock, **limits: int) -> tuple[TelemetryWindow, CallFeed]:
+    """A window, and who counts calls into it."""
+    window = TelemetryWindow(clock, **limits)
+    return window, feed_of(clock, window=window)
 
 
-def play(observers: Observers, clock: FakeClock, oracle: Oracle, happenings: list[object]) -> None:
+def play(feed: CallFeed, clock: FakeClock, oracle: Oracle, happenings: list[object]) -> None:
     calls: list[PlayedCall] = []
     for what, how in happenings:  # type: ignore[misc]
         now_s = clock.monotonic_s()
@@ -114,10 +113,10 @@ def play(observers: Observers, clock: FakeClock, oracle: Oracle, happenings: lis
             case "wait":
                 clock.advance(how)
             case "begin":
-                calls.append(PlayedCall(clock, [observers], num_samples=how))
+                calls.append(PlayedCall(clock, feed, num_samples=how))
                 oracle.counts += [(now_s, "began", 1), (now_s, "prompt_tokens", 7)]
             case "refuse":
-                observers.call_refused(anyone("grpc"), InvalidRequest("no"))
+                feed.call_refused(anyone("grpc"), InvalidRequest("no"))
                 oracle.counts.append((now_s, "refused", 1))
             case "deliver" if calls:
                 call = calls[how[0] % len(calls)]
@@ -171,53 +170,53 @@ def test_window_equals_brute_force(
     happenings: list[object], ttft_slo_s: float, tbt_slo_s: float
 ) -> None:
     clock, oracle = FakeClock(), Oracle()
-    window, observers = watched(clock, span_s=SPAN_S)
-    play(observers, clock, oracle, happenings)
+    window, feed = watched(clock, span_s=SPAN_S)
+    play(feed, clock, oracle, happenings)
     now_s = clock.monotonic_s()
-    assert +Counter(window.total().counts) == oracle.count(now_s)
+    snapshot = window_snapshot(window, SloTargets(ttft_slo_s, tbt_slo_s))
+    assert +Counter(counts_of(window.total())) == oracle.count(now_s)
     for name in ("ttft", "tbt", "handoff_gap", "tpot", "e2e"):
-        samples, found = oracle.latency(now_s, name), window.latency(name)
-        assert found.num_samples == len(samples), name
-        for q, value in ((50, found.p50_s), (90, found.p90_s), (99, found.p99_s)):
+        samples, found = oracle.latency(now_s, name), snapshot["latency"][name]
+        assert found["num_samples"] == len(samples), name
+        for q in (50, 90, 99):
             if samples:
                 expected = max(1e-6, percentile(samples, q) or 0)
-                assert value == pytest.approx(expected, rel=0.01), name
-    slo = window.slo(ttft_slo_s, tbt_slo_s)
-    assert (slo.num_judged, slo.num_good) == oracle.slo(now_s, ttft_slo_s, tbt_slo_s)
-    snapshot = window_snapshot(window, ttft_slo_s=ttft_slo_s, tbt_slo_s=tbt_slo_s)
+                assert found[f"p{q}_s"] == pytest.approx(expected, rel=0.01), name
+    slo = snapshot["slo"]
+    assert (slo["num_judged"], slo["num_good"]) == oracle.slo(now_s, ttft_slo_s, tbt_slo_s)
     json.dumps(snapshot, allow_nan=False)
     assert len({len(column) for column in snapshot["series"].values()}) == 1
 
 
 def test_gaps_and_coalesced_tokens_add_up_to_all_tokens() -> None:
     clock = FakeClock()
-    window, observers = watched(clock)
+    window, feed = watched(clock)
     rng = random.Random(0)
-    calls = [PlayedCall(clock, [observers]) for _ in range(5)]
+    calls = [PlayedCall(clock, feed) for _ in range(5)]
     for _ in range(300):
         clock.advance(rng.random() / 100)
         rng.choice(calls).deliver(rng.randint(1, 3))
-    counts = window.total().counts
+    counts = counts_of(window.total())
     num_streams = sum(1 for call in calls if call.record.token_times[0])
-    gaps = window.latency("tbt").num_samples
+    gaps = window.total().histogram(LATENCIES["tbt"]).num_samples
     assert gaps + counts["coalesced_tokens"] + num_streams == counts["output_tokens"]
 
 
 def test_a_page_that_asks_again_gets_every_second_once() -> None:
     clock = FakeClock()
-    window, observers = watched(clock, span_s=20)
+    window, feed = watched(clock, span_s=20)
     seconds: list[float] = []
     tokens = 0
     since_unix_s = None
     recent: list[str] = []
     for _ in range(60):
-        call = PlayedCall(clock, [observers])
+        call = PlayedCall(clock, feed)
         clock.advance(0.1)
         call.deliver(1)
         clock.advance(0.13)
         call.deliver(2)
         call.finish()
-        new = window_snapshot(window, ttft_slo_s=1, tbt_slo_s=1, since_unix_s=since_unix_s)
+        new = window_snapshot(window, SloTargets(1, 1), since_unix_s)
         since_unix_s = new["now_unix_s"]
         seconds += new["series"]["t_unix_s"]
         tokens += sum(new["series"]["output_tokens"])
@@ -225,7 +224,7 @@ def test_a_page_that_asks_again_gets_every_second_once() -> None:
     assert [b - a for a, b in pairwise(seconds)] == pytest.approx([1.0] * (len(seconds) - 1))
     assert len(seconds) == int(clock.monotonic_s())
     assert len(recent) == 60
-    whole = window_snapshot(window, ttft_slo_s=1, tbt_slo_s=1)
+    whole = window_snapshot(window, SloTargets(1, 1))
     assert tokens == sum(whole["series"]["output_tokens"])
     heat = sum(sum(column[2::2]) for column in whole["heatmaps"]["tbt"])
     assert heat == sum(whole["series"]["output_tokens"]) - sum(whole["series"]["began"]) - sum(
@@ -235,14 +234,14 @@ def test_a_page_that_asks_again_gets_every_second_once() -> None:
 
 def test_stages_and_transfers_of_a_call() -> None:
     clock = FakeClock()
-    window, observers = watched(clock)
-    call = PlayedCall(clock, [observers])
+    window, feed = watched(clock)
+    call = PlayedCall(clock, feed)
     clock.advance(0.112)
     call.deliver(1)
     clock.advance(0.012)
     call.deliver(1)
     call.finish(cached_tokens=4)
-    snapshot = window_snapshot(window, ttft_slo_s=0.5, tbt_slo_s=0.05)
+    snapshot = window_snapshot(window, SloTargets(0.5, 0.05))
     [recent] = snapshot["recent"]
     assert recent["stages"] == pytest.approx(
         {
@@ -274,16 +273,15 @@ def test_stages_and_transfers_of_a_call() -> None:
 
 def test_memory_does_not_grow_with_load() -> None:
     clock = FakeClock()
-    window, observers = watched(clock, span_s=2, max_recent=5)
+    window, feed = watched(clock, span_s=2, max_recent=5)
     for _ in range(2000):
-        PlayedCall(clock, [observers]).end(EngineFailed("x"))
+        PlayedCall(clock, feed).end(EngineFailed("x"))
     for _ in range(10):
         clock.advance(1)
-        PlayedCall(clock, [observers]).end(EngineFailed("x"))
+        PlayedCall(clock, feed).end(EngineFailed("x"))
     assert len(window.seconds) <= 3
     assert len(window.recent) == 5
     assert window.num_running == 0
     clock.advance(100)
     empty = window.total()
-    assert not empty.counts and not empty.errors
-    assert all(not histogram.num_samples for histogram in empty.latencies.values())
+    assert not empty.counts and not empty.histograms

@@ -16,8 +16,7 @@ from tokenizers.decoders import DecodeStream
 
 from baton.core.errors import EngineFailed, StartupFailed
 from baton.gateway.request.token_order import TokenSplice
-from baton.gateway.text.stop_strings import StopMatcher
-from baton.gateway.text.text_stream import TextStream
+from baton.gateway.text.text_stream import StopMatcher, TextStream
 from baton.gateway.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).parents[4] / "models" / "demo"
@@ -180,7 +179,7 @@ def test_each_step_is_what_the_library_says(
 
 
 def test_both_directions(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    assert tokenizer.vocab_size == 257
+    assert tokenizer._library.get_vocab_size() == 257
     short, long = "naïve", "naïve " * 1000
     for text in (short, long):
         assert asyncio.run(tokenizer.encode(text)) == tuple(text.encode())

@@ -20,9 +20,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from baton.core.errors import ContextLengthExceeded, InvalidRequest
 from baton.core.request.constraint import Constraint, ConstraintKind
 from baton.gateway.text.minimum_tokens import least_tokens
-from baton.gateway.text.text_lanes import INLINE_CHARS, LONG_CHARS
-from baton.gateway.text.tokenizer import Tokenizer
-from baton.gateway.validation.constraint_check import ConstraintCheck
+from baton.gateway.text.tokenizer import INLINE_CHARS, LONG_CHARS, Tokenizer
+from baton.gateway.validation.served_model import ConstraintCheck
 
 DEMO = Path(__file__).parents[4] / "models" / "demo"
 LONG, MIDDLE, SHORT = "x" * (LONG_CHARS + 1), "y" * (INLINE_CHARS + 1), "z"

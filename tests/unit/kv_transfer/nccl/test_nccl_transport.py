@@ -23,12 +23,12 @@ from baton.engine.kv.block_pool import BlockRef
 from baton.engine.kv.generations import GenerationsReader
 from baton.kv_transfer.export.pool_address import PoolDescription
 from baton.kv_transfer.nccl.nccl import NcclTransport, nccl_outlet
-from baton.kv_transfer.nccl.request_parts import RequestParts
+from baton.kv_transfer.nccl.nccl_lane import RequestParts
 from baton.kv_transfer.network import data_wire as wire
 from baton.kv_transfer.network.data_server import DataServer, ServedPool
 from baton.kv_transfer.network.remote_window import RemoteWindow
 from baton.kv_transfer.network.stream import Deadline
-from baton.kv_transfer.shm.block_bytes import HostBlockBytes
+from baton.kv_transfer.network.tcp import HostBlockBytes
 from baton.kv_transfer.window.block_pairs import BlockPair, BlockPairs, Ids
 from baton.kv_transfer.window.head_ranges import BlockCut, HeadPiece
 from baton.kv_transfer.window.network_address import KEY_BYTES, RemotePool
@@ -139,7 +139,7 @@ def world(our_block_bytes: int = BLOCK_BYTES) -> Iterator[World]:
     server.start(ServedPool(PoolDescription(SOURCE, BLOCK_BYTES, NUM_BLOCKS), reader, ENGINE_KEY))
     yield World(fabric, source, ours, access(server.port))
     server.close()
-    while any(thread.name == "kv-puller" for thread in threading.enumerate()):
+    while any(thread.name == "newcomer" for thread in threading.enumerate()):
         pass
     assert fabric.num_open == 0  # whatever happened, both ends of every pair were closed
     reader.close()

@@ -66,7 +66,7 @@ from baton.kv_transfer.protocol.messages import (
     Revoked,
 )
 from baton.kv_transfer.protocol.puller import Puller
-from baton.kv_transfer.protocol.reserve_queue import ReserveQueue
+from baton.kv_transfer.protocol.puller_waits import ReserveQueue
 from baton.kv_transfer.window.block_pairs import BlockPairs
 from baton.kv_transfer.window.transport import PullOutcome
 
@@ -206,16 +206,16 @@ def test_the_queue_for_memory_is_fair_between_callers_but_for_its_head() -> None
     queue = ReserveQueue()
     for transfer_id in ("a", "b", "c"):
         queue.join(transfer_id, caller_id=1, num_blocks=9)
-    assert queue.question() == "a"
+    assert queue.next_request() == "a"
     queue.join("light", caller_id=2, num_blocks=1)
     queue.answered("a", was_granted=False)
     queue.retry()
-    assert queue.question() == "a", "whoever has asked is passed by nobody"
+    assert queue.next_request() == "a", "whoever has requested is passed by nobody"
     queue.leave("a")
     queue.answered("a", was_granted=True)
-    assert queue.question() == "light"
+    assert queue.next_request() == "light"
     queue.answered("light", was_granted=True)
-    assert queue.question() == "b" and len(queue) == 2
+    assert queue.next_request() == "b" and len(queue) == 2
 
 
 def test_the_next_in_the_queue_asks_when_the_head_gives_up(world: World) -> None:

@@ -51,8 +51,8 @@ from baton.kv_transfer.protocol.messages import (
     Renew,
     Revoked,
 )
+from baton.kv_transfer.protocol.pairing import TOMBSTONE_S
 from baton.kv_transfer.protocol.source import Source
-from baton.kv_transfer.protocol.tombstones import TOMBSTONE_S
 
 LEASE_S = 10.0
 DEADLINE_S = 600.0

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import HandoffFailed, StaleBlocks
-from baton.core.request.block_hash import BlockHash
+from baton.core.request.token_ids import BlockHash
 from baton.engine.kv.block_pool import BlockRef
 from baton.kv_transfer.protocol import wire
 from baton.kv_transfer.protocol.messages import (

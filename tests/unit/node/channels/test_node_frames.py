@@ -9,8 +9,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.core.channels.framing import MAX_FRAME_BYTES, BrokenStream
-from baton.node.channels.frames import FrameSocket, encode, read_frame
+from baton.core.channels.channel import (
+    MAX_FRAME_BYTES,
+    BrokenStream,
+    FrameSocket,
+    encode_payload,
+    read_frame,
+)
 from baton.proto.v1 import engine_pb2
 
 MESSAGE = engine_pb2.EngineInput(configure="{}" * 1000)
@@ -38,7 +43,7 @@ def test_messages_arrive_in_order(pair: tuple[socket.socket, socket.socket]) -> 
 def test_frame_that_is_cut_off_is_an_end(
     pair: tuple[socket.socket, socket.socket], num_bytes: int
 ) -> None:
-    pair[0].sendall(encode(MESSAGE)[:num_bytes])
+    pair[0].sendall(encode_payload(MESSAGE.SerializeToString())[:num_bytes])
     pair[0].close()
     receiver = FrameSocket(pair[1])
     assert receiver.receive() is None
@@ -56,7 +61,7 @@ def test_absurd_length_breaks_the_stream(pair: tuple[socket.socket, socket.socke
 async def test_asyncio_side_reads_the_same(pair: tuple[socket.socket, socket.socket]) -> None:
     sender = FrameSocket(pair[0])
     sender.send(MESSAGE)
-    pair[0].sendall(encode(MESSAGE)[:7])
+    pair[0].sendall(encode_payload(MESSAGE.SerializeToString())[:7])
     sender.close()
     reader, writer = await asyncio.open_connection(sock=pair[1])
     assert await read_frame(reader) == MESSAGE.SerializeToString()
@@ -72,7 +77,7 @@ async def test_a_write_that_fails_ends_the_stream(
     reader, writer = await asyncio.open_connection(sock=pair[1])
     pair[0].close()
     for _ in range(100):
-        writer.write(encode(MESSAGE))
+        writer.write(encode_payload(MESSAGE.SerializeToString()))
     assert await read_frame(reader) is None
     reader.set_exception(BrokenPipeError())
     assert await read_frame(reader) is None

@@ -13,17 +13,16 @@ from pathlib import Path
 import pytest
 
 from baton.cli.host.certs import make_certificates
+from baton.core.channels.addresses import host_id
 from baton.core.channels.admission import PULLER
 from baton.core.channels.channel import Channel
 from baton.core.channels.channel_listener import Admission, ChannelListener
 from baton.core.channels.engine_tls import EngineTls
 from baton.core.channels.handshake import Opening, key_id
-from baton.core.channels.same_host import host_id
 from baton.core.errors import PermissionDenied
 from baton.node.channels import source_dialer
 from baton.node.channels.engine_channels import Kind, Link
-from baton.node.channels.member_list import MemberList
-from baton.node.channels.source_dialer import Puller, SourceDialer
+from baton.node.channels.source_dialer import MemberList, Puller, SourceDialer
 from baton.proto.v1 import engine_pb2
 
 KEY = os.urandom(32)
@@ -370,7 +369,7 @@ def members(*incarnations: str, is_away: bool = False) -> engine_pb2.Members:
 
 
 def test_who_is_listed_may_come_and_others_not_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.node.channels.member_list._WAIT_S", 0.05)
+    monkeypatch.setattr("baton.node.channels.source_dialer._WAIT_S", 0.05)
     listed = MemberList()
     assert not listed.has("a")
     listed.list_members(members("a"))
@@ -392,7 +391,7 @@ def test_who_comes_a_moment_too_early_is_waited_for(later: engine_pb2.Members) -
 
 
 def test_without_a_directory_everybody_may_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.node.channels.member_list._WAIT_S", 0.05)
+    monkeypatch.setattr("baton.node.channels.source_dialer._WAIT_S", 0.05)
     listed = MemberList()
     listed.list_members(members("a", is_away=True))
     assert listed.has("b")

@@ -15,15 +15,14 @@ import pytest
 
 from baton.cli.host.certs import make_certificates
 from baton.core.channels import tls_pump
+from baton.core.channels.addresses import host_id
 from baton.core.channels.admission import GATEWAY, PULLER, dial
-from baton.core.channels.channel import Channel
+from baton.core.channels.channel import Channel, FrameBuffer
 from baton.core.channels.engine_tls import EngineTls
-from baton.core.channels.framing import FrameBuffer
 from baton.core.channels.handshake import key_id
-from baton.core.channels.same_host import host_id
 from baton.core.config import NodeConfig
 from baton.core.errors import EngineFailed, NodeLost, PermissionDenied
-from baton.node.channels import member_list
+from baton.node.channels import source_dialer
 from baton.node.channels.engine_channels import Connected, Kind, LinkOver
 from baton.node.channels.inbox import Inbox
 from baton.node.engine_process.engine_links import EngineLinks, Keys
@@ -106,7 +105,7 @@ def test_the_supervisor_is_told_where_the_engine_listens(source: Engine) -> None
 def test_a_gateway_needs_the_key_alone_and_a_puller_its_entry(
     source: Engine, is_local: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(member_list, "_WAIT_S", 0.05)
+    monkeypatch.setattr(source_dialer, "_WAIT_S", 0.05)
     with source.dial(is_local=is_local):
         assert source.add_next().link.kind is Kind.GATEWAY
     with pytest.raises(PermissionDenied, match=f"engine {CALLER} is not in the directory"):

@@ -24,7 +24,7 @@ from baton.node.channels.outbox import Outbox
 from baton.node.engine_process.engine_process import describe_pool
 from baton.node.engine_process.heartbeat import STALL_S, HeartbeatSender
 from baton.node.requests.request_table import TOMBSTONE_S, Entry, RequestTable
-from baton.node.supervisor.engine_slot import Backoff
+from baton.node.supervisor.engine_handle import Backoff
 from baton.node.supervisor.placement import engine_configs
 from baton.prefill_node import policy as prefill_policy
 from baton.proto.v1 import engine_pb2, handoff_pb2, node_pb2

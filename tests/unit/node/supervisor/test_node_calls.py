@@ -12,16 +12,15 @@ import grpc
 import pytest
 from fakes.clock import FakeClock
 
-from baton.cluster.link_handshake import ACCEPTED, ANY_ENGINE, LEDGERS, MEMBERS
+from baton.cluster.node_calls import ACCEPTED, ANY_ENGINE, LEDGERS, MEMBERS
 from baton.cluster.secret import ClusterSecret, handshake_key
+from baton.core.channels.channel import encode_payload, read_frame
 from baton.core.channels.handshake import Dialer
 from baton.core.errors import NodeLost, Unauthenticated
 from baton.core.membership import Member, Role
-from baton.node.channels.frames import encode, read_frame
-from baton.node.supervisor import callers, rpc
-from baton.node.supervisor.callers import Callers
+from baton.node.supervisor import rpc
 from baton.node.supervisor.engine_handle import HEARTBEATS_MISSED, EngineHandle
-from baton.node.supervisor.rpc import NodeServicer
+from baton.node.supervisor.rpc import Callers, NodeServicer
 from baton.proto.v1 import common_pb2, engine_pb2, node_pb2
 
 ENGINE, CALLER = "a" * 32, "b" * 32
@@ -51,7 +50,7 @@ class FakeEngine:
         return engine_pb2.EngineInput.FromString(payload)
 
     def say(self, **body: Any) -> None:
-        self._writer.write(encode(engine_pb2.EngineOutput(**body)))
+        self._writer.write(encode_payload(engine_pb2.EngineOutput(**body).SerializeToString()))
 
     def end(self) -> None:
         self._writer.close()
@@ -277,11 +276,11 @@ async def test_what_is_no_message_is_refused_like_any_stranger(node: Node) -> No
 async def test_callers_that_prove_nothing_are_few_and_short(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(callers, "ADMIT_S", 0.05)
-    contexts: list[Any] = [FakeContext() for _ in range(callers.MAX_PENDING + 1)]
+    monkeypatch.setattr(rpc, "ADMIT_S", 0.05)
+    contexts: list[Any] = [FakeContext() for _ in range(rpc.MAX_PENDING + 1)]
     calls = [node.servicer.GetLedgers(never(), context) for context in contexts]
     assert all(isinstance(e, Aborted) for e in await asyncio.gather(*calls, return_exceptions=True))
     statuses = [context.status for context in contexts]
     assert statuses.count(grpc.StatusCode.RESOURCE_EXHAUSTED) == 1
-    assert statuses.count(grpc.StatusCode.UNAUTHENTICATED) == callers.MAX_PENDING
+    assert statuses.count(grpc.StatusCode.UNAUTHENTICATED) == rpc.MAX_PENDING
     assert node.callers.num_pending == 0

@@ -1,0 +1,281 @@
+"""The clients, blocking and asyncio: how they reach a gateway, and how they read its streams.
+
+A `Client` is thread-safe: one serves any number of threads and streams at once. An `AsyncClient` is
+made inside a running event loop, and used from that loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, Unpack
+
+import grpc
+
+from ..core.errors import BatonError, Cancelled, InvalidRequest
+from ..proto.v1 import inference_pb2_grpc
+from . import messages
+from .messages import Call, Chunk, Collector, GenerateParams, ModelInfo, Result, translate
+
+T = TypeVar("T")
+
+_CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.keepalive_time_ms", 15000),
+    ("grpc.http2.ping_timeout_ms", 5000),
+)
+
+
+def target_of(address: str) -> str:
+    """What gRPC dials: HOST:PORT, also behind grpc://, or a name as gRPC spells them.
+
+    Raises InvalidRequest for what has no port, and for an HTTP address.
+    """
+    target = address.removeprefix("grpc://")
+    if target.startswith(("http://", "https://")):
+        raise InvalidRequest(f"{address} is HTTP: give the gRPC port, HOST:PORT", "address")
+    host, _, port = target.rpartition(":")
+    if "://" not in target and not target.startswith("unix:") and not (host and port.isdigit()):
+        raise InvalidRequest(f"{address!r} is not HOST:PORT", "address")
+    return target
+
+
+class _Connection:
+    """What both clients have in common; arguments: see Client."""
+
+    _grpc: Any  # grpc, or grpc.aio
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        api_key: str | None = None,
+        tls: bool = False,
+        ca_file: str | Path | None = None,
+    ) -> None:
+        """Raises InvalidRequest for an address or a key that cannot be one."""
+        target = target_of(address)
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise InvalidRequest("an API key is printable ASCII", "api_key")
+        self._metadata = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
+        if tls or ca_file is not None:
+            roots = None if ca_file is None else Path(ca_file).read_bytes()
+            credentials = grpc.ssl_channel_credentials(roots)  # type: ignore[no-untyped-call]
+            self._channel = self._grpc.secure_channel(target, credentials, _CHANNEL_OPTIONS)
+        else:
+            self._channel = self._grpc.insecure_channel(target, _CHANNEL_OPTIONS)
+        self._stub = inference_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]
+
+    def _start(self, prompt: str | None, params: GenerateParams) -> tuple[Any, Collector]:
+        request, timeout_s = messages.build_request(prompt, params)
+        collector = Collector()
+        return self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata), collector
+
+
+class _RunningStream:
+    """One running request."""
+
+    def __init__(self, call: Any, collector: Collector) -> None:
+        self._call = call
+        self._collector = collector
+
+    @property
+    def id(self) -> str:
+        """The gateway's id; empty before the first chunk."""
+        return self._collector.id
+
+    def cancel(self) -> None:
+        """End the request on the server; a request that is over stays as it ended."""
+        self._call.cancel()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # the loop or the interpreter may be gone
+            self._call.cancel()
+
+
+class Generation(_RunningStream, Iterator[Chunk]):
+    """One running request: iterate over its chunks, or read its `result`.
+
+    Leaving early (`with`, `close`, losing the last reference) cancels it on the server.
+    """
+
+    @property
+    def result(self) -> Result:
+        """The first sample's whole result; reads what is left first. Raises typed errors."""
+        for _ in self:
+            pass
+        if self._collector.result is None:
+            raise BatonError("the stream ended without a result")
+        return self._collector.result
+
+    @property
+    def results(self) -> tuple[Result, ...]:
+        """All samples' results; reads what is left of the stream first. Raises typed errors."""
+        for _ in self:
+            pass
+        return self._collector.results
+
+    def __next__(self) -> Chunk:
+        try:
+            return self._collector.add(next(self._call))
+        except grpc.RpcError as error:
+            raise translate(error) from error
+
+    def close(self) -> None:
+        """For contextlib.closing."""
+        self.cancel()
+
+    def __enter__(self) -> Generation:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.cancel()
+
+
+class AsyncGeneration(_RunningStream, AsyncIterator[Chunk]):
+    """One running request: `async for chunk in generation`, or `await generation.finish()`.
+
+    Leaving early (`async with`, `cancel`, losing the last reference) cancels it on the server.
+    """
+
+    _is_cancelled = False
+
+    @property
+    def result(self) -> Result:
+        """The first sample's whole result, once the stream was read to its end."""
+        if self._collector.result is None:
+            raise RuntimeError("the stream is not at its end: iterate, or await finish()")
+        return self._collector.result
+
+    @property
+    def results(self) -> tuple[Result, ...]:
+        """The results of the samples that are finished: of all, at the stream's end."""
+        return self._collector.results
+
+    async def finish(self) -> Result:
+        """Read what is left of the stream; returns the result or raises a typed error."""
+        async for _ in self:
+            pass
+        return self.result
+
+    async def __anext__(self) -> Chunk:
+        try:
+            message = await self._call.read()
+        except grpc.RpcError as error:
+            raise translate(error) from error
+        except asyncio.CancelledError:
+            if self._is_cancelled:  # the call, not our task
+                raise Cancelled("the request was cancelled") from None
+            raise
+        if message is grpc.aio.EOF:
+            raise StopAsyncIteration
+        return self._collector.add(message)
+
+    def cancel(self) -> None:
+        """End the request on the server; a request that is over stays as it ended."""
+        self._is_cancelled = True
+        super().cancel()
+
+    async def aclose(self) -> None:
+        """For contextlib.aclosing."""
+        self.cancel()
+
+    async def __aenter__(self) -> AsyncGeneration:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self.cancel()
+
+
+class Client(_Connection):
+    """`with Client("127.0.0.1:50051") as client: client.generate("def f(").result.text`
+
+    `api_key`: where the gateway requires one. `ca_file`: who signed its certificate, PEM; `tls`
+    alone trusts the system's CAs.
+    """
+
+    _grpc = grpc
+
+    def generate(self, prompt: str | None = None, **params: Unpack[GenerateParams]) -> Generation:
+        """Start a request; see GenerateParams. Raises InvalidRequest for what cannot be sent."""
+        return Generation(*self._start(prompt, params))
+
+    def tokenize(self, text: str) -> tuple[int, ...]:
+        """The ids of a text as the gateway would tokenise a prompt."""
+        return self._unary(messages.tokenize_call(text))
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of these ids."""
+        return self._unary(messages.detokenize_call(token_ids))
+
+    def model_info(self) -> ModelInfo:
+        """The model that is served, and the nodes that do it."""
+        return self._unary(messages.model_info_call())
+
+    def abort(self, *ids: str) -> int:
+        """Cancel requests by gateway id or label; returns how many were in flight."""
+        return self._unary(messages.abort_call(ids))
+
+    def close(self) -> None:
+        """Cancel what is running and close the connection."""
+        self._channel.close()
+
+    def _unary(self, call: Call[T]) -> T:
+        method, request, read = call
+        try:
+            return read(getattr(self._stub, method)(request, metadata=self._metadata))
+        except grpc.RpcError as error:
+            raise translate(error) from error
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+class AsyncClient(_Connection):
+    """`async with AsyncClient("127.0.0.1:50051") as client: await client.generate("x").finish()`
+
+    Its arguments and methods are those of Client.
+    """
+
+    _grpc = grpc.aio
+
+    def generate(
+        self, prompt: str | None = None, **params: Unpack[GenerateParams]
+    ) -> AsyncGeneration:
+        """See Client, as for the methods below."""
+        return AsyncGeneration(*self._start(prompt, params))
+
+    async def tokenize(self, text: str) -> tuple[int, ...]:
+        return await self._unary(messages.tokenize_call(text))
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        return await self._unary(messages.detokenize_call(token_ids))
+
+    async def model_info(self) -> ModelInfo:
+        return await self._unary(messages.model_info_call())
+
+    async def abort(self, *ids: str) -> int:
+        return await self._unary(messages.abort_call(ids))
+
+    async def close(self) -> None:
+        """Cancel what is running and close the connection."""
+        await self._channel.close()
+
+    async def _unary(self, call: Call[T]) -> T:
+        method, request, read = call
+        try:
+            return read(await getattr(self._stub, method)(request, metadata=self._metadata))
+        except grpc.RpcError as error:
+            raise translate(error) from error
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()

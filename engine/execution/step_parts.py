@@ -1,0 +1,238 @@
+"""What steps on either device share: the batch as arrays, and extras of few requests.
+
+Further samples, alternatives and the prompt's scores are computed behind the ordinary sampling,
+from the same logits, for those rows alone; they come to the host with the step's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...core.request.logprobs import TokenLogprobs
+from ...kernels.attention.attention import AttentionMetadata
+from ...kernels.sampling.sample_spec import SampleSpec
+from ...kernels.sampling.sampling import sample, token_logprobs, top_logprobs
+from ...kernels.upload import upload
+from .batch import SampledToken, SequenceSlice
+
+Int64s = NDArray[np.int64]
+WholeLogits = Callable[[Sequence[int]], Tensor]  # of some of the rows
+
+_MAX_ROWS = 64  # worked on at once: a whole chunk's logits would not fit beside the pool
+
+
+def flatten(batch: Sequence[SequenceSlice], block_size: int) -> Int64s:
+    """[3, tokens] int64: token ids, positions, slots (block_id * block_size + offset)."""
+    num_tokens = sum(piece.num_scheduled_tokens for piece in batch)
+    arrays = np.empty((3, num_tokens), np.int64)
+    token_ids, positions, slots = arrays
+    first = 0
+    for piece in batch:
+        n, start = piece.num_scheduled_tokens, piece.start
+        if n == 1:  # a decode: numpy would take longer than all the rest
+            table = piece.block_table
+            token_ids[first] = piece.token_ids[0]
+            positions[first] = start
+            slots[first] = table[start // block_size] * block_size + start % block_size
+        else:
+            mine = slice(first, first + n)
+            token_ids[mine] = piece.token_ids
+            positions[mine] = np.arange(start, start + n)
+            blocks = np.array(
+                piece.block_table[start // block_size : -(-(start + n) // block_size)]
+            )
+            blocks_of_tokens = blocks[positions[mine] // block_size - start // block_size]
+            slots[mine] = blocks_of_tokens * block_size + positions[mine] % block_size
+        first += n
+    return arrays
+
+
+def metadata_of(
+    batch: Sequence[SequenceSlice],
+    slots: Tensor,
+    *,
+    is_graph: bool = False,
+    is_prefill_graph: bool = False,
+) -> AttentionMetadata:
+    """What attention plans a step by; `slots` [tokens] lie on the device."""
+    return AttentionMetadata(
+        query_lens=[piece.num_scheduled_tokens for piece in batch],
+        seq_lens=[piece.start + piece.num_scheduled_tokens for piece in batch],
+        block_tables=[piece.block_table for piece in batch],
+        slot_mapping=slots,
+        is_graph=is_graph,
+        is_prefill_graph=is_prefill_graph,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _PromptPart:
+    """Rows [first, first + num_rows) of the prompt tokens' results belong to the slice."""
+
+    slice_index: int
+    first: int
+    num_rows: int
+    num_top: int
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """Tensors in host memory that are written once the step has completed."""
+
+    forks: list[int]  # slices, one entry a further sample
+    tops: list[tuple[int, int]]  # (slice, number of alternatives)
+    prompt: list[_PromptPart]
+    fork_tokens: tuple[Tensor, ...] | None  # ids, logprobs [forks]
+    top_tokens: tuple[Tensor, ...] | None  # ids, logprobs [tops, most]
+    prompt_tokens: tuple[Tensor, ...] | None  # logprobs [rows]; ids, logprobs of tops
+
+    def add_to(self, results: list[SampledToken | None]) -> None:
+        """Complete the sampled tokens, which are parallel to the batch. The step has completed."""
+        if self.top_tokens is not None:
+            ids, logprobs = (part.tolist() for part in self.top_tokens)
+            for row, (index, num_top) in enumerate(self.tops):
+                top = tuple(zip(ids[row][:num_top], logprobs[row][:num_top], strict=True))
+                results[index] = _present(results[index])._replace(top=top)
+        if self.fork_tokens is not None:
+            ids, logprobs = (part.tolist() for part in self.fork_tokens)
+            for index, token_id, logprob in zip(self.forks, ids, logprobs, strict=True):
+                one = _present(results[index])
+                fork = SampledToken(token_id, logprob, one.top)
+                results[index] = one._replace(forks=(*one.forks, fork))
+
+    def prompt_logprobs(self) -> dict[int, tuple[TokenLogprobs, ...]]:
+        """By slice, of its `prompt_targets`. The step has completed."""
+        if self.prompt_tokens is None:
+            return {}
+        logprobs, top_ids, tops = (part.tolist() for part in self.prompt_tokens)
+
+        def one(row: int, num_top: int) -> TokenLogprobs:
+            pairs = zip(top_ids[row][:num_top], tops[row][:num_top], strict=True)
+            return TokenLogprobs(logprobs[row], tuple(pairs))
+
+        return {
+            part.slice_index: tuple(
+                one(row, part.num_top) for row in range(part.first, part.first + part.num_rows)
+            )
+            for part in self.prompt
+        }
+
+
+def _present(sampled: SampledToken | None) -> SampledToken:
+    assert sampled is not None, "more of a slice that sampled nothing"
+    return sampled
+
+
+def compute_extras(
+    batch: Sequence[SequenceSlice],
+    rows: Sequence[int],
+    logits: Tensor | None,
+    hidden: Tensor | None,
+    project: Callable[[Tensor], Tensor],
+    gather: Callable[[Tensor], Tensor],
+) -> Extras | None:
+    """`rows`: the slices that sample, `logits` this rank's of them; None where there are none.
+
+    `hidden` [tokens, hidden] of all slices (None: none asks for its prompt). `project` makes whole
+    logits [n, vocab] of rows of it, `gather` of rows of `logits`. None if nobody asks for anything;
+    waits for nothing.
+    """
+    specs = [(row, index, spec) for row, index in enumerate(rows) if (spec := batch[index].sample)]
+    forks = [(row, index, spec) for row, index, spec in specs for _ in spec.fork_keys]
+    tops = [one for one in specs if one[2].params.logprobs]
+    prompt = [index for index, piece in enumerate(batch) if piece.prompt_targets]
+    if not (forks or tops or prompt):
+        return None
+
+    def whole(wanted: Sequence[int]) -> Tensor:
+        assert logits is not None
+        return gather(logits.index_select(0, _index(wanted, logits.device)))
+
+    fork_tokens = top_tokens = None
+    if forks:
+        fork_tokens = _sample_forks(specs, [row for row, _, _ in forks], whole)
+    num_tops = [spec.params.logprobs or 0 for _, _, spec in tops]
+    if tops:
+        top_tokens = _find_tops([row for row, _, _ in tops], whole, max(num_tops))
+    parts, prompt_tokens = _score_prompts(batch, prompt, hidden, project)
+    return Extras(
+        [index for _, index, _ in forks],
+        [(index, num_top) for (_, index, _), num_top in zip(tops, num_tops, strict=True)],
+        parts,
+        fork_tokens,
+        top_tokens,
+        prompt_tokens,
+    )
+
+
+def _sample_forks(
+    specs: list[tuple[int, int, SampleSpec]], rows: list[int], whole: WholeLogits
+) -> tuple[Tensor, ...]:
+    """Sample `rows` (one entry a fork) again, each under its own key."""
+    wanted = [spec._replace(key=key) for _, _, spec in specs for key in spec.fork_keys]
+    parts = [sample(whole(rows[part]), wanted[part]) for part in _parts(len(rows))]
+    return _joined(parts)
+
+
+def _find_tops(rows: list[int], whole: WholeLogits, most: int) -> tuple[Tensor, ...]:
+    """The `most` likeliest of each of the rows."""
+    parts = [top_logprobs(whole(rows[part]), most) for part in _parts(len(rows))]
+    return _joined(parts)
+
+
+def _score_prompts(
+    batch: Sequence[SequenceSlice],
+    asking: list[int],
+    hidden: Tensor | None,
+    project: Callable[[Tensor], Tensor],
+) -> tuple[list[_PromptPart], tuple[Tensor, ...] | None]:
+    if not asking:
+        return [], None
+    assert hidden is not None, "a step of decodes has no prompt"
+    begins = np.cumsum([0, *(piece.num_scheduled_tokens for piece in batch)]).tolist()
+    parts: list[_PromptPart] = []
+    rows: list[int] = []
+    targets: list[int] = []
+    for index in asking:
+        piece = batch[index]
+        num_top = piece.num_prompt_top
+        parts.append(_PromptPart(index, len(rows), len(piece.prompt_targets), num_top))
+        first = begins[index] + piece.first_prompt_target
+        rows += range(first, first + len(piece.prompt_targets))
+        targets += piece.prompt_targets
+    most = max(part.num_top for part in parts)
+    scores = []
+    for part in _parts(len(rows)):
+        wanted = _index(targets[part], hidden.device)
+        logits = project(hidden.index_select(0, _index(rows[part], hidden.device)))
+        scores.append((token_logprobs(logits, wanted), *top_logprobs(logits, most)))
+    return parts, _joined(scores)
+
+
+def _parts(num_rows: int) -> list[slice]:
+    return [slice(start, start + _MAX_ROWS) for start in range(0, num_rows, _MAX_ROWS)]
+
+
+def _joined(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """One tensor of each kind, on its way to the host."""
+    return _to_host(*(torch.cat(kind) for kind in zip(*parts, strict=True)))
+
+
+def _index(values: Sequence[int], device: torch.device) -> Tensor:
+    return upload(np.array(values, np.int64), device)
+
+
+def _to_host(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Without waiting: a GPU's go to pinned memory, which is valid once the step has completed."""
+    return tuple(_pinned_copy(tensor) if tensor.is_cuda else tensor for tensor in tensors)
+
+
+def _pinned_copy(tensor: Tensor) -> Tensor:
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

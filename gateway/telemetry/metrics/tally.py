@@ -1,0 +1,140 @@
+"""Counts and histograms of some stretch of time, by metric and labels: what is added up of calls.
+
+A histogram has logarithmic buckets of 2 %, split where a metric has a bound: so percentiles are
+right within 1 %, and Prometheus' buckets are sums of these. Knows no time.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from itertools import accumulate
+from typing import TypeAlias
+
+from ..calls.call_record import JudgedCall
+from .metric_table import ALL, Metric
+
+Key: TypeAlias = tuple[str, ...]  # a metric's name, and its labels
+
+_GROWTH = 1.02
+_SMALLEST = 1e-6  # what is smaller counts as this
+_NUM_STEPS = 1280  # up to 1e5: what is larger counts as this
+MAX_ERROR = math.sqrt(_GROWTH) - 1
+# Bucket i has what is above BOUNDS[i - 1], up to BOUNDS[i] and that included.
+BOUNDS = sorted(
+    {_SMALLEST * _GROWTH**step for step in range(_NUM_STEPS)}.union(*(m.buckets for m in ALL))
+)
+bucket_of: Callable[[float], int] = partial(bisect_left, BOUNDS)
+
+
+@lru_cache(4096)
+def _key(name: str, *labels: str) -> Key:
+    """One object for equal keys: every second of the window has them."""
+    return name, *labels
+
+
+def middle(bucket: int) -> float:
+    """What the samples of a bucket are reported as: its geometric middle."""
+    if bucket == 0 or bucket == len(BOUNDS):
+        return BOUNDS[max(0, bucket - 1)]
+    return math.sqrt(BOUNDS[bucket - 1] * BOUNDS[bucket])
+
+
+@dataclass(slots=True)
+class Histogram:
+    """`counts` by bucket, without empty ones; `total` is of the samples as they were."""
+
+    counts: dict[int, int] = field(default_factory=dict)
+    num_samples: int = 0
+    total: float = 0.0
+
+    def observe(self, value: float) -> None:
+        self.add({bucket_of(value): 1}, value)
+
+    def add(self, counts: Mapping[int, int], total: float) -> None:
+        """Many samples: how many in which bucket, and their sum."""
+        for bucket, count in counts.items():
+            self.counts[bucket] = self.counts.get(bucket, 0) + count
+            self.num_samples += count
+        self.total += total
+
+    def subtract(self, other: Histogram) -> None:
+        """Take back samples that were added to both."""
+        for bucket, count in other.counts.items():
+            self.counts[bucket] -= count
+            if not self.counts[bucket]:
+                del self.counts[bucket]
+        self.num_samples -= other.num_samples
+        self.total = self.total - other.total if self.num_samples else 0.0  # rounding ends here
+
+    def percentiles(self, *qs: float) -> list[float | None]:
+        """Nearest-rank percentiles, `qs` ascending in (0, 100]; None each without samples."""
+        if not self.num_samples:
+            return [None] * len(qs)
+        ranks = [max(1, math.ceil(q / 100 * self.num_samples)) for q in qs]
+        found: list[float | None] = []
+        seen = 0
+        for bucket in sorted(self.counts):
+            seen += self.counts[bucket]
+            while len(found) < len(ranks) and ranks[len(found)] <= seen:
+                found.append(middle(bucket))
+        return found
+
+    def cumulative(self, bounds: tuple[float, ...]) -> list[int]:
+        """How many samples are up to each of a metric's `bounds`, and in all."""
+        counts = [0] * (len(bounds) + 1)
+        for bucket, count in self.counts.items():
+            bound = BOUNDS[bucket] if bucket < len(BOUNDS) else math.inf
+            counts[bisect_left(bounds, bound)] += count
+        return list(accumulate(counts))
+
+    @property
+    def mean(self) -> float | None:
+        return self.total / self.num_samples if self.num_samples else None
+
+
+@dataclass(slots=True)
+class Tally:
+    """`calls`: what SLOs are judged by, of those that ended."""
+
+    counts: Counter[Key] = field(default_factory=Counter)
+    histograms: defaultdict[Key, Histogram] = field(default_factory=lambda: defaultdict(Histogram))
+    calls: list[JudgedCall] = field(default_factory=list)
+
+    def count(self, metric: Metric, number: int = 1, *labels: str) -> None:
+        self.counts[_key(metric.name, *labels)] += number
+
+    def observe(self, metric: Metric, value: float, *labels: str) -> None:
+        self.histograms[_key(metric.name, *labels)].observe(value)
+
+    def add(self, other: Tally, metrics: Collection[str]) -> None:
+        """Counts and histograms of these metrics, by name."""
+        for key, number in other.counts.items():
+            if key[0] in metrics:
+                self.counts[key] += number
+        for key, histogram in other.histograms.items():
+            if key[0] in metrics:
+                self.histograms[key].add(histogram.counts, histogram.total)
+
+    def subtract(self, other: Tally) -> None:
+        """Take back counts and histograms that were added to both."""
+        for key, number in other.counts.items():
+            self.counts[key] -= number
+            if not self.counts[key]:
+                del self.counts[key]
+        for key, histogram in other.histograms.items():
+            self.histograms[key].subtract(histogram)
+            if not self.histograms[key].num_samples:
+                del self.histograms[key]
+
+    def histogram(self, metric: Metric, *labels: str) -> Histogram:
+        """To read; empty where nothing was observed."""
+        return self.histograms.get((metric.name, *labels)) or Histogram()
+
+    def labelled(self, metric: Metric) -> Iterable[tuple[Key, int]]:
+        """A counter's children: labels, and the count."""
+        return [(key[1:], n) for key, n in self.counts.items() if key[0] == metric.name]

@@ -1,0 +1,55 @@
+"""How one token is to be sampled: a request's parameters, and what its sequence adds to them.
+
+Made by the scheduler, read by the samplers of both devices. Needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...core.request.request import SamplingParams
+
+
+class Counts(Protocol):
+    """What penalties look at, as parallel arrays: every token id that occurred, once, and how often
+    in the output, perhaps 0."""
+
+    @property
+    def token_ids(self) -> NDArray[np.int64]: ...
+
+    @property
+    def counts(self) -> NDArray[np.int64]: ...
+
+
+class SampleSpec(NamedTuple):
+    """How to sample the token behind a slice's last position. A tuple: a step makes hundreds.
+
+    `forbidden_ids` must not be chosen (min_tokens). `counts` is there if the parameters have any
+    penalty, and valid until `launch` returns. Each of `fork_keys` asks for one more sample from the
+    same logits. `allowed` [words]: bit i % 32 of word i // 32 says whether token i may be chosen;
+    None: each may.
+    """
+
+    params: SamplingParams
+    key: int  # core.sampling.token_key of the position that is sampled; 0 where none is drawn
+    forbidden_ids: Sequence[int] = ()
+    counts: Counts | None = None
+    fork_keys: tuple[int, ...] = ()
+    allowed: NDArray[np.int32] | None = None
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether anything is to be added to, or taken from, the logits."""
+        is_sparse = bool(self.params.logit_bias or self.forbidden_ids)
+        return is_sparse or self.counts is not None or self.allowed is not None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether temperature and noise are all there is to its token."""
+        params = self.params
+        has_filter = params.top_k is not None or params.top_p < 1 or params.min_p > 0
+        return not self.changes_logits and not (has_filter and params.temperature > 0)
