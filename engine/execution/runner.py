@@ -174,8 +174,8 @@ class ModelRunner:
         self.startup_notes.append(
             f"{len(steps.graphs.sizes)} graphs of up to {steps.graphs.sizes[-1]} decodes, "
             f"{len(steps.prefill_graphs.sizes)} of up to {steps.prefill_graphs.sizes[-1]} prefill "
-            f"tokens in {steps.graphs.capture_s + steps.prefill_graphs.capture_s:.1f} s, "
-            f"{(free_before - free_after) / 1e6:.0f} MB"
+            f"tokens, {sum(len(mixed.sizes) for mixed in steps.mixed_graphs.values())} of both in "
+            f"{steps.capture_s:.1f} s, {(free_before - free_after) / 1e6:.0f} MB"
         )
         self._steps = steps
 
