@@ -85,7 +85,7 @@ def test_others_see_when_a_step_has_written_its_kv() -> None:
     page.close()
 
 
-@pytest.mark.parametrize("num_decodes", [1, 17, 24])
+@pytest.mark.parametrize("num_decodes", [17, 22])
 @pytest.mark.parametrize("prompts", [(70,), (3, 200), (512,)], ids=str)
 def test_decodes_beside_prompts_by_a_graph_are_as_kernel_by_kernel(
     num_decodes: int, prompts: tuple[int, ...]
