@@ -250,6 +250,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--part-of", type=int, default=1, help="a rank's part of so many, alone")
     parser.add_argument("--only", nargs="*", default=[], help="cases, as 'decode 64 x 4096'; mixed")
     parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--mixed-graph-tokens", type=int, default=512)
     parser.add_argument("--growth", action="store_true", help="decode over batch and context")
     parser.add_argument("--load", action="store_true", help="start-up from a written checkpoint")
     parser.add_argument("--kernels", action="store_true", help="what decode steps consist of")
@@ -268,6 +269,7 @@ def main(argv: list[str]) -> int:
         attention_backend=arguments.attention_backend,
         tensor_parallel_size=arguments.tp,
         max_num_seqs=arguments.max_num_seqs,
+        mixed_graph_tokens=arguments.mixed_graph_tokens,
     )
     local = LocalEngine.load(config, print)
     runner = local.runner

@@ -76,6 +76,11 @@ class EngineConfig:
         "most tokens of a prompt in one step on a prefill node's GPU; of a longer one half of "
         "--max-num-batched-tokens stay for the last; default: 8192, unless that flag is set",
     )
+    mixed_graph_tokens: int = flag(
+        0,
+        "on a GPU: most prompt tokens beside decodes in a step that is replayed from a CUDA graph, "
+        "64 to 512; 0: such steps are launched kernel by kernel",
+    )
     enable_prefix_caching: bool = flag(True, "reuse KV of equal prefixes")
     attention_backend: str = flag(
         "auto", "attention kernels", choices=("auto", "torch", "triton", "flashinfer")
@@ -92,6 +97,8 @@ class EngineConfig:
         ):
             if (number := getattr(self, name)) is not None and number < 1:
                 raise StartupFailed(f"--{name.replace('_', '-')} must be at least 1")
+        if not 0 <= self.mixed_graph_tokens <= 512:
+            raise StartupFailed("--mixed-graph-tokens must lie in [0, 512]")
         if self.block_size & (self.block_size - 1):
             raise StartupFailed("--block-size must be a power of two", hint="16 suits most models")
         if not 0 < self.gpu_memory_utilization <= 1:

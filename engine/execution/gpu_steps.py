@@ -93,12 +93,20 @@ class device_errors:
 
 
 class GpuSteps:
-    """Steps of `model` over the pool of `attention`, with at most `max_num_seqs` slices."""
+    """Steps of `model` over the pool of `attention`, with at most `max_num_seqs` slices.
+
+    Graphs of both have up to `mixed_tokens` tokens of prompts, 0 to MAX_GRAPH_TOKENS.
+    """
 
     runs_ahead = True
 
     def __init__(
-        self, model: Decoder, attention: AttentionBackend, block_size: int, max_num_seqs: int
+        self,
+        model: Decoder,
+        attention: AttentionBackend,
+        block_size: int,
+        max_num_seqs: int,
+        mixed_tokens: int = 0,
     ) -> None:
         self.model = model
         self._attention = attention
@@ -111,9 +119,10 @@ class GpuSteps:
         self.graphs = StepGraphs(decode_sizes(max_num_seqs), 5, self._device)
         self.prefill_graphs = StepGraphs(range(64, MAX_GRAPH_TOKENS + 1, 64), 3, self._device)
         self.mixed_graphs: dict[int, StepGraphs] = {}  # by decodes, the largest first
+        prompt_sizes = [size for size in _MIXED_PROMPT_TOKENS if size <= mixed_tokens]
         largest: StepGraphs | None = None
-        for size in reversed(mixed_decode_sizes(max_num_seqs)):
-            sizes = [size + num_tokens for num_tokens in _MIXED_PROMPT_TOKENS]
+        for size in reversed(mixed_decode_sizes(max_num_seqs)) if prompt_sizes else ():
+            sizes = [size + num_tokens for num_tokens in prompt_sizes]
             self.mixed_graphs[size] = StepGraphs(sizes, 3, self._device, beside=largest)
             largest = largest or self.mixed_graphs[size]
 

@@ -148,7 +148,13 @@ class ModelRunner:
 
         def new_steps(pool: torch.Tensor) -> GpuSteps:
             attention = self._make_attention(pool)
-            return GpuSteps(model, attention, config.block_size, self.max_num_seqs)
+            return GpuSteps(
+                model,
+                attention,
+                config.block_size,
+                self.max_num_seqs,
+                config.mixed_graph_tokens,
+            )
 
         def run_largest_step() -> None:
             pool = torch.zeros(1, *layout.block_shape, dtype=layout.dtype, device=device)

@@ -90,7 +90,9 @@ def test_others_see_when_a_step_has_written_its_kv() -> None:
 def test_decodes_beside_prompts_by_a_graph_are_as_kernel_by_kernel(
     num_decodes: int, prompts: tuple[int, ...]
 ) -> None:
-    runner = ModelRunner(config_of(resolve_model_dir("demo"), num_kv_blocks=3000))
+    runner = ModelRunner(
+        config_of(resolve_model_dir("demo"), num_kv_blocks=3000, mixed_graph_tokens=512)
+    )
     steps: Any = runner._steps
     rng, spec = random.Random(1), SampleSpec(SamplingParams(temperature=0.0), key=1)
 
