@@ -23,8 +23,10 @@ import torch
 
 from baton.core.config import EngineConfig
 from baton.core.request.request import Request, SamplingParams
+from baton.engine.execution.batch import SequenceSlice
 from baton.engine.execution.cuda_graphs import StepGraph
 from baton.engine.local import LocalEngine
+from baton.kernels.sampling.sample_spec import SampleSpec
 
 from .floors.figures import ROOT, Figure, command_line, commit, machine, table
 from .floors.gpu_shapes import BYTES_PER_S, FLOPS, LINK_BYTES_PER_S, SHAPES, Shape
@@ -38,6 +40,10 @@ _TARGETS = {
     "decode 1 x 1024": 4.3,
     "decode 64 x 4096": 12.8,
     "decode 256 x 1024": 15.2,
+    "decode 64 x 2048 beside 256 behind 1024": 13.0,
+    "decode 64 x 2048 beside 512 behind 1024": 19.0,
+    "decode 64 x 2048 beside 256 behind 8192": 15.0,
+    "decode 64 x 2048 beside 512 behind 8192": 23.0,
     "prefill 1 x 1024": 24.5,
     "prefill 1 x 8192": 207.0,
     "prefill 16 x 512": 180.0,
@@ -49,6 +55,13 @@ _TARGETS_OF_SEVERAL = {
 }
 _DECODES = [(1, 1024), (64, 2048), (64, 4096), (256, 1024)]
 _PREFILLS = [(1, 128), (1, 512), (1, 1024), (1, 8192), (16, 512)]
+_MIXED = [  # decodes, their context, tokens of a prompt, those before them
+    (64, 2048, 256, 1024),
+    (64, 2048, 512, 1024),
+    (64, 2048, 256, 8192),
+    (64, 2048, 512, 8192),
+    (256, 1024, 256, 1024),
+]
 _GROWTH = [(batch, 1024) for batch in (1, 2, 4, 8, 16, 32, 64, 128, 256)] + [
     (16, context) for context in (256, 2048, 4096, 8192, 16_384, 32_768)
 ]
@@ -90,6 +103,7 @@ class Bench:
         self._shape = shape
         self._num_gpus = num_gpus
         self._engine = local.engine
+        self._steps = local.steps
         self._rng = random.Random(0)
         self._num_requests = 0
         self._fill_pools(local)
@@ -165,6 +179,32 @@ class Bench:
             Figure(f"{name}: off the GPU", "ms", off_gpu, 0.0, target=0.03 * min(samples)),
         )
 
+    def mixed(self, batch: int, context: int, num_tokens: int, prompt_context: int) -> Figure:
+        """Wall time of a step of decodes with a part of a prompt behind them, one after the other,
+        each launched while the one before is on the GPU. The runner's: nothing is scheduled."""
+        size, limits = self._engine.limits.block_size, self._engine.limits
+        longest = max(context, prompt_context + num_tokens) // size + 1
+        tables = [
+            [self._rng.randrange(2, limits.num_blocks) for _ in range(longest)]
+            for _ in range(batch + 1)
+        ]
+        spec = SampleSpec(SamplingParams(temperature=0.0), key=1)
+        step = [SequenceSlice((5,), context - 1, table, spec) for table in tables[:batch]]
+        prompt = tuple(self._rng.randrange(self._shape.vocab) for _ in range(num_tokens))
+        step.append(SequenceSlice(prompt, prompt_context, tables[batch], None))
+        samples = []
+        for _ in range(_REPEATS + 1):
+            begin_s, before = time.perf_counter(), self._steps.launch(step)
+            for _ in range(_STEPS - 1):
+                launched = self._steps.launch(step)
+                before.collect()
+                before = launched
+            before.collect()
+            samples.append((time.perf_counter() - begin_s) / _STEPS * 1e3)
+        name = f"decode {batch} x {context} beside {num_tokens} behind {prompt_context}"
+        floor_ms = self._shape.decode_floor_ms(batch, context)
+        return self._figure(name, samples[1:], floor_ms, batch + num_tokens)
+
     def _step_ms(self, batch: int) -> float:
         begin_s = time.perf_counter()
         for _ in range(_STEPS):
@@ -208,8 +248,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--tp", type=int, default=1, help="GPUs of the engine")
     parser.add_argument("--part-of", type=int, default=1, help="a rank's part of so many, alone")
-    parser.add_argument("--only", nargs="*", default=[], help="cases, as 'decode 64 x 4096'")
+    parser.add_argument("--only", nargs="*", default=[], help="cases, as 'decode 64 x 4096'; mixed")
     parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--mixed-graph-tokens", type=int, default=512)
     parser.add_argument("--growth", action="store_true", help="decode over batch and context")
     parser.add_argument("--load", action="store_true", help="start-up from a written checkpoint")
     parser.add_argument("--kernels", action="store_true", help="what decode steps consist of")
@@ -228,6 +269,7 @@ def main(argv: list[str]) -> int:
         attention_backend=arguments.attention_backend,
         tensor_parallel_size=arguments.tp,
         max_num_seqs=arguments.max_num_seqs,
+        mixed_graph_tokens=arguments.mixed_graph_tokens,
     )
     local = LocalEngine.load(config, print)
     runner = local.runner
@@ -240,6 +282,9 @@ def main(argv: list[str]) -> int:
     for one in chosen("decode", decodes, arguments.only):
         figures += bench.decode(*one)
     notes = list(runner.startup_notes)
+    for mixed in _MIXED:
+        if not arguments.only or "mixed" in arguments.only:
+            figures.append(bench.mixed(*mixed))
     if arguments.load:
         num_bytes = write_checkpoint(folder, runner.model)
         runner.close()

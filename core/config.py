@@ -27,6 +27,9 @@ def flag(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+TBT_TARGET_MS = 25.0  # of engines that take whole requests, unless the operator says otherwise
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """One engine: model, memory, batch."""
@@ -82,6 +85,11 @@ class EngineConfig:
         "promise to running requests: a step takes no longer, if prompts can be cut for it; an "
         "engine with a promise takes whole requests, whatever its role; default: none",
     )
+    mixed_graph_tokens: int = flag(
+        0,
+        "on a GPU: most prompt tokens beside decodes in a step that is replayed from a CUDA graph, "
+        "64 to 512; 0: such steps are launched kernel by kernel",
+    )
     enable_prefix_caching: bool = flag(True, "reuse KV of equal prefixes")
     attention_backend: str = flag(
         "auto", "attention kernels", choices=("auto", "torch", "triton", "flashinfer")
@@ -100,6 +108,8 @@ class EngineConfig:
                 raise StartupFailed(f"--{name.replace('_', '-')} must be at least 1")
         if self.tbt_target_ms is not None and not 0 < self.tbt_target_ms < math.inf:
             raise StartupFailed("--tbt-target-ms must be above 0")
+        if not 0 <= self.mixed_graph_tokens <= 512:
+            raise StartupFailed("--mixed-graph-tokens must lie in [0, 512]")
         if self.block_size & (self.block_size - 1):
             raise StartupFailed("--block-size must be a power of two", hint="16 suits most models")
         if not 0 < self.gpu_memory_utilization <= 1:
@@ -282,6 +292,12 @@ class UpConfig:
     )
     decode_gpus: str | None = flag(
         None, "GPU ids of the decode node, e.g. 2,3; default: half of them, or what is left"
+    )
+    mode: str = flag(
+        "disaggregated",
+        "disaggregated: prefill engines hand all KV to decode engines; aggregated: every engine "
+        "does both; auto: both roles, and each request where it is done first",
+        choices=("disaggregated", "aggregated", "auto"),
     )
     num_prefill_nodes: int = flag(1, "prefill nodes on a CPU")
     num_decode_nodes: int = flag(1, "decode nodes on a CPU")

@@ -80,7 +80,7 @@ class DecodeRole(RequestRole):
     def __init__(
         self,
         engine: Engine,
-        desk: RequestIO,
+        request_io: RequestIO,
         outbox: Outbox,
         puller: Puller,
         windows: Windows,
@@ -90,7 +90,7 @@ class DecodeRole(RequestRole):
         fingerprint: str,
         block_bytes: int,
     ) -> None:
-        super().__init__(engine, desk)
+        super().__init__(engine, request_io)
         self._outbox = outbox
         self._puller = puller
         self._windows = windows
@@ -118,11 +118,11 @@ class DecodeRole(RequestRole):
         )
 
     def _end(self, key: str, error: BatonError | None) -> None:
-        self._desk.end(key, error)
+        self._request_io.end(key, error)
         intent = self._intents.get(key)
         if intent is None:
             self._engine.abort(key)
-        elif not any(self._desk.book.get(sample.key) for sample in intent.samples):
+        elif not any(self._request_io.book.get(sample.key) for sample in intent.samples):
             self._forget(intent)
             # Its reservation stays until the last copy into it has ended: the puller says when.
             self._feed(IntentCancelled(intent.ticket.transfer_id))
@@ -146,14 +146,14 @@ class DecodeRole(RequestRole):
         return Event.DECODE_STARTED if entry.ticket else Event.PREFILL_STARTED
 
     def _on_token(self, token: TokenOutput) -> None:
-        entry = self._desk.book.get(token.key)
+        entry = self._request_io.book.get(token.key)
         if entry is None:
             return
         if entry.ticket is None and token.index == len(entry.request.output_token_ids):
-            self._desk.stamp(entry, Event.FIRST_TOKEN)
-        self._desk.emit(entry, token)
+            self._request_io.stamp(entry, Event.FIRST_TOKEN)
+        self._request_io.emit(entry, token)
         if token.finish_reason is not None:
-            self._desk.end(token.key, None)
+            self._request_io.end(token.key, None)
 
     # -- sources -------------------------------------------------------------------------------
 
@@ -193,7 +193,7 @@ class DecodeRole(RequestRole):
                 if intent := self._intents.get(key):
                     self._forget(intent)
                     for sample in intent.samples:
-                        self._desk.end(sample.key, error)
+                        self._request_io.end(sample.key, error)
             case DropReservation(transfer_id):
                 self._counts.dropped(transfer_id)
                 self._engine.drop(self._reservations.pop(transfer_id))
@@ -237,8 +237,8 @@ class DecodeRole(RequestRole):
 
     def _stamp(self, intent: _Intent, event: Event) -> None:
         for sample in intent.samples:
-            if entry := self._desk.book.get(sample.key):
-                self._desk.stamp(entry, event)
+            if entry := self._request_io.book.get(sample.key):
+                self._request_io.stamp(entry, event)
 
     def _start_pull(self, pull: StartPull) -> None:
         def ended(outcome: PullOutcome) -> None:
@@ -271,7 +271,7 @@ class DecodeRole(RequestRole):
         self, sample: Request, reservation: Reservation, token_id: int, summary: TransferSummary
     ) -> None:
         """Let a sample decode, unless it was cancelled or has ended with its first token."""
-        entry = self._desk.book.get(sample.key)
+        entry = self._request_io.book.get(sample.key)
         if entry is None:
             return
         is_fork = sample.key != reservation.key
@@ -286,7 +286,7 @@ class DecodeRole(RequestRole):
             self.fail(sample.key, error if is_alone else Cancelled(error.message))
             return
         entry.transfer = summary
-        self._desk.stamp(entry, Event.TRANSFER_ENDED)
+        self._request_io.stamp(entry, Event.TRANSFER_ENDED)
 
     # -- time and looking in -------------------------------------------------------------------
 
@@ -295,7 +295,7 @@ class DecodeRole(RequestRole):
         return self._windows.poll()
 
     def tick(self) -> float | None:
-        for key, error in self._desk.overdue():
+        for key, error in self._request_io.overdue():
             self.fail(key, error)
         if self._is_memory_short:
             self._feed(MemoryFreed())  # perhaps; the engine knows without asking its pool again
@@ -303,7 +303,7 @@ class DecodeRole(RequestRole):
         if due_s is not None and due_s <= self._clock.monotonic_s():
             self._feed(Tick())
             due_s = self._puller.next_deadline()
-        deadlines = (due_s, self._desk.book.next_deadline_s())
+        deadlines = (due_s, self._request_io.book.next_deadline_s())
         return min((d for d in deadlines if d is not None), default=None)
 
     def vitals(self) -> Vitals:
@@ -320,7 +320,7 @@ class DecodeRole(RequestRole):
         )
 
     def is_idle(self) -> bool:
-        return not (self._desk.book or self._reservations or self._windows.num_pulls)
+        return not (self._request_io.book or self._reservations or self._windows.num_pulls)
 
     def ledger(self) -> dict[str, object]:
-        return {"node": self._desk.node_name} | self._engine.ledger() | self._puller.ledger()
+        return {"node": self._request_io.node_name} | self._engine.ledger() | self._puller.ledger()

@@ -70,14 +70,14 @@ class PrefillRole(RequestRole):
     def __init__(
         self,
         engine: Engine,
-        desk: RequestIO,
+        request_io: RequestIO,
         outbox: Outbox,
         source: Source,
         clock: Clock,
         access: PoolAccess,
     ) -> None:
         """`access`: how the engine's pools are reached; pullers' keys are made from its key."""
-        super().__init__(engine, desk)
+        super().__init__(engine, request_io)
         self._outbox = outbox
         self._source = source
         self._clock = clock
@@ -94,7 +94,7 @@ class PrefillRole(RequestRole):
         self._feed(Offered(ticket, entry.key, entry.deadline_s))
 
     def _end(self, key: str, error: BatonError | None) -> None:
-        self._desk.end(key, error)
+        self._request_io.end(key, error)
         offer = self._offers.get(key)
         if offer is None:
             self._engine.abort(key)
@@ -105,7 +105,7 @@ class PrefillRole(RequestRole):
 
     def _is_wanted(self, offer: _Offer) -> bool:
         """Whether a request that shares the prompt goes on."""
-        return any(self._desk.book.get(key) for key in offer.keys)
+        return any(self._request_io.book.get(key) for key in offer.keys)
 
     # -- the engine's results ------------------------------------------------------------------
 
@@ -124,17 +124,17 @@ class PrefillRole(RequestRole):
         return Event.PREFILL_STARTED
 
     def _on_token(self, token: TokenOutput) -> None:
-        entry = self._desk.book.get(token.key)
+        entry = self._request_io.book.get(token.key)
         if entry is None:
             return
         if token.index == len(entry.request.output_token_ids):
-            self._desk.stamp(entry, Event.FIRST_TOKEN)
-        self._desk.emit(entry, token)
+            self._request_io.stamp(entry, Event.FIRST_TOKEN)
+        self._request_io.emit(entry, token)
         offer = self._offers.get(token.key)
         if offer is not None:
             offer.is_first_token_out = True
         if token.finish_reason is not None:
-            self._desk.end(token.key, None)
+            self._request_io.end(token.key, None)
             if offer is not None and not self._is_wanted(offer):
                 ended = Cancelled("the request ended with its first token")
                 self._feed(Withdrawn(offer.ticket.transfer_id, ended))
@@ -202,7 +202,7 @@ class PrefillRole(RequestRole):
         self._num_expired_leases += isinstance(error, LeaseExpired)
         for each in self._offers[key].keys:
             offer = self._offers.pop(each)
-            self._desk.end(each, None if offer.is_first_token_out else error)
+            self._request_io.end(each, None if offer.is_first_token_out else error)
         self._engine.abort(key)
 
     # -- time and looking in -------------------------------------------------------------------
@@ -212,20 +212,20 @@ class PrefillRole(RequestRole):
         return False
 
     def tick(self) -> float | None:
-        for key, error in self._desk.overdue():
+        for key, error in self._request_io.overdue():
             self.fail(key, error)
         lease_s = self._source.next_deadline()
         if lease_s is not None and lease_s <= self._clock.monotonic_s():
             self._feed(Tick())
             lease_s = self._source.next_deadline()
-        deadlines = (lease_s, self._desk.book.next_deadline_s())
+        deadlines = (lease_s, self._request_io.book.next_deadline_s())
         return min((d for d in deadlines if d is not None), default=None)
 
     def vitals(self) -> Vitals:
         return Vitals(counters=node_pb2.Counters(num_expired_leases=self._num_expired_leases))
 
     def is_idle(self) -> bool:
-        return not self._desk.book and not self._offers
+        return not self._request_io.book and not self._offers
 
     def ledger(self) -> dict[str, object]:
-        return {"node": self._desk.node_name} | self._engine.ledger() | self._source.ledger()
+        return {"node": self._request_io.node_name} | self._engine.ledger() | self._source.ledger()

@@ -167,7 +167,7 @@ class Simulation:
 
     def _beat(self) -> None:
         for engine in self.engines.values():
-            self.table.engines[engine.name].heard(engine.load())
+            self.table.engines[engine.name].receive_heartbeat(engine.load())
         self.sessions.cluster_changed(is_load_only=self.clock.now_s > 0)
         if not self.clock.now_s or self.sessions or self._events:
             self.at(self.clock.now_s + HEARTBEAT_S, self._beat)

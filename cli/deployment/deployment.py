@@ -21,7 +21,14 @@ from ...client import AsyncClient
 from ...cluster.redis_client import require_redis
 from ...cluster.redis_server import RedisServer
 from ...cluster.secret import operator_key
-from ...core.config import ClusterConfig, EngineConfig, GatewayConfig, NodeConfig, UpConfig
+from ...core.config import (
+    TBT_TARGET_MS,
+    ClusterConfig,
+    EngineConfig,
+    GatewayConfig,
+    NodeConfig,
+    UpConfig,
+)
 from ...core.errors import BatonError, StartupFailed
 from ...node.supervisor.placement import engine_configs
 from ..host.certs import ca_of, with_role_certificate, with_server_certificate
@@ -51,7 +58,8 @@ class Deployment(ChildGroup):
         cluster: ClusterConfig | None = None,
     ) -> None:
         super().__init__(report, _MOST_ENDS)
-        self.up, self.engine, self.node, self.gateway = up, engine, node, gateway
+        self.up, self.node, self.gateway = up, node, gateway
+        self.engine = _with_promise(engine, up)
         self.cluster = cluster or ClusterConfig()
         self.address = ""
         self.greeting: tuple[str, ...] = ()  # gateway/process/startup_message.py
@@ -110,12 +118,12 @@ class Deployment(ChildGroup):
         return self._redis.url
 
     def _nodes(self) -> list[tuple[str, NodeConfig]]:
-        """One node per role over its GPUs; without GPUs, as many nodes as were asked for."""
+        """One node per role over its GPUs; without GPUs, as many nodes as were asked for. Engines
+        that all do both are decode nodes'."""
         up, nodes = self.up, []
-        for role, gpus, count in (
-            ("prefill", up.prefill_gpus, up.num_prefill_nodes),
-            ("decode", up.decode_gpus, up.num_decode_nodes),
-        ):
+        prefill = ("prefill", up.prefill_gpus, up.num_prefill_nodes)
+        decode = ("decode", up.decode_gpus, up.num_decode_nodes)
+        for role, gpus, count in [decode] if up.mode == "aggregated" else [prefill, decode]:
             for i in range(1 if gpus else count):
                 name = f"{role}-{i}"
                 nodes.append((name, replace(self.node, gpus=gpus, name=name, port=0)))
@@ -197,6 +205,15 @@ class Deployment(ChildGroup):
         if self._redis is not None:
             self._redis.stop()
             self._redis = None
+
+
+def _with_promise(engine: EngineConfig, up: UpConfig) -> EngineConfig:
+    """Engines that promise something take whole requests: so do all, or none."""
+    if up.mode != "disaggregated":
+        return replace(engine, tbt_target_ms=engine.tbt_target_ms or TBT_TARGET_MS)
+    if engine.tbt_target_ms is not None:
+        raise StartupFailed("--tbt-target-ms goes with --mode auto or aggregated")
+    return engine
 
 
 @contextmanager

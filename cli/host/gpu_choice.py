@@ -5,6 +5,8 @@
     1                           it, by half          it, by half
     N                           N/2, and an odd one  N/2
 
+Where every engine does both they get all; --mode auto has one engine's worth of GPUs do both.
+
 `choose_gpus` is a pure function of flags and GPUs; `choose_here` applies it to this host. An odd
 engine computes prompts: by the README's figures a request of 1024 tokens and 256 more takes 23 ms
 of a prefill engine and 15 ms of a decode engine.
@@ -64,6 +66,9 @@ def choose_gpus(
     pool = _pool(node.gpus, host)
     if not pool and not all(named.values()):
         return _on_cpu(up, engine, [f for f, text in named.items() if text], node, host)
+    is_one = len(pool) < 2 * engine.tensor_parallel_size and not any(named.values())
+    if up.mode == "aggregated" or (up.mode == "auto" and is_one):
+        return _for_all(up, engine, pool, named, host, weights_bytes_of)
     prefill, decode, why = _split(
         _ids("--prefill-gpus", up.prefill_gpus, engine, host),
         _ids("--decode-gpus", up.decode_gpus, engine, host),
@@ -88,6 +93,33 @@ def choose_gpus(
         share = engine.gpu_memory_utilization
         line += f"; on a shared GPU each engine takes {share:g} of its memory"
     return GpuChoice(up, engine, line)
+
+
+def _for_all(
+    up: UpConfig,
+    engine: EngineConfig,
+    pool: _Ids,
+    named: dict[str, str | None],
+    host: HostGpus,
+    weights_bytes_of: Callable[[EngineConfig], int],
+) -> GpuChoice:
+    """Engines that prefill and decode."""
+    for flag, text in named.items():
+        if text is not None:
+            raise StartupFailed(
+                f"{flag} {text}: with --mode aggregated every engine does both",
+                hint=f"--gpus {text}",
+            )
+    size = engine.tensor_parallel_size
+    gpus = pool[: len(pool) // size * size]
+    if not gpus:
+        raise StartupFailed(
+            f"--tensor-parallel-size {size}, and there are {len(pool)} GPUs", hint="a smaller --tp"
+        )
+    names = _check_memory(set(gpus), False, engine, host, weights_bytes_of)
+    why = f"--mode {up.mode}" if up.mode == "aggregated" else "there is no second engine's worth"
+    up = replace(up, mode="aggregated", prefill_gpus=None, decode_gpus=_text(gpus))
+    return GpuChoice(up, engine, f"prefill and decode on GPU {_text(gpus)}{names}: {why}")
 
 
 def _on_cpu(

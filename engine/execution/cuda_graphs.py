@@ -32,13 +32,28 @@ class StepGraph:
 
 
 class StepGraphs:
-    """The graphs of one kind by size, each over `num_inputs` inputs a token."""
+    """The graphs of one kind by size, each over `num_inputs` inputs a token.
 
-    def __init__(self, sizes: Sequence[int], num_inputs: int, device: torch.device) -> None:
+    `beside`: larger graphs of another kind, with as many inputs a token, whose inputs and memory
+    these share: the output of neither is valid behind a replay of the other.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        num_inputs: int,
+        device: torch.device,
+        beside: StepGraphs | None = None,
+    ) -> None:
         self.sizes = sizes
         self.capture_s = 0.0
         self._num_inputs = num_inputs
-        self._inputs = torch.zeros(num_inputs * sizes[-1], dtype=torch.int64, device=device)
+        self._beside = beside
+        self._inputs: Tensor = (
+            torch.zeros(num_inputs * sizes[-1], dtype=torch.int64, device=device)
+            if beside is None
+            else beside._inputs
+        )
         self._graphs: dict[int, StepGraph] = {}
         self._memory: Any = None
 
@@ -54,6 +69,8 @@ class StepGraphs:
     def capture(self, size: int, step: Callable[[], Tensor]) -> None:
         """Capture `step`, which reads `inputs(size)` and returns its output."""
         begin_s = time.perf_counter()
+        if self._beside is not None:
+            self._memory = self._beside._memory
         with torch.inference_mode(), _blas_for(size):
             step()  # compiles kernels and makes lazy buffers, neither of which a capture may do
             graph = torch.cuda.CUDAGraph()
@@ -89,4 +106,10 @@ def _blas_for(num_rows: int) -> Iterator[None]:
 def decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
     """Batch sizes to capture: closer together where a padded row costs a larger share."""
     steps = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_num_seqs, 32)]
+    return (*(size for size in steps if size < max_num_seqs), max_num_seqs)
+
+
+def mixed_decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Numbers of decodes to capture beside prompts: padding costs attention alone, of one block."""
+    steps = (16, 32, 64, 96, 128, 192, 256, 384)
     return (*(size for size in steps if size < max_num_seqs), max_num_seqs)

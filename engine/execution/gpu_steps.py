@@ -5,8 +5,12 @@
                                                    ▲                  │
                                     last sampled tokens, by slice ◄───┘  never leave the device
 
-A step of decodes alone is replayed from a CUDA graph of the next larger size, and so is the model
-of a short prefill; anything else is launched kernel by kernel, which its length hides.
+A step of decodes alone is replayed from a CUDA graph of the next larger size. So is the model of a
+short prefill, and of decodes with some tokens of prompts behind them:
+
+    tokens of such a graph:  | decodes | padding | tokens of prompts | padding |
+
+Anything else is launched kernel by kernel, which its length hides.
 """
 
 from __future__ import annotations
@@ -30,11 +34,12 @@ from ..kv.block_pool import PADDING_BLOCK
 from ..kv.cuda_step_count import CudaStepCount
 from ..model.decoder import Decoder
 from .batch import SampledToken, SequenceSlice
-from .cuda_graphs import StepGraph, StepGraphs, decode_sizes
+from .cuda_graphs import StepGraph, StepGraphs, decode_sizes, mixed_decode_sizes
 from .step_parts import Extras, Int64s, compute_extras, flatten, metadata_of
 
 # Longer contexts are better off with FA3, and long enough to hide what launching costs.
 _MAX_GRAPH_CONTEXT = 4096
+_MIXED_PROMPT_TOKENS = (64, 128, 256, 512)  # beside decodes
 _PADDING_SLICE = SequenceSlice(token_ids=(0,), start=0, block_table=(PADDING_BLOCK,), sample=None)
 
 
@@ -88,12 +93,20 @@ class device_errors:
 
 
 class GpuSteps:
-    """Steps of `model` over the pool of `attention`, with at most `max_num_seqs` slices."""
+    """Steps of `model` over the pool of `attention`, with at most `max_num_seqs` slices.
+
+    Graphs of both have up to `mixed_tokens` tokens of prompts, 0 to MAX_GRAPH_TOKENS.
+    """
 
     runs_ahead = True
 
     def __init__(
-        self, model: Decoder, attention: AttentionBackend, block_size: int, max_num_seqs: int
+        self,
+        model: Decoder,
+        attention: AttentionBackend,
+        block_size: int,
+        max_num_seqs: int,
+        mixed_tokens: int = 0,
     ) -> None:
         self.model = model
         self._attention = attention
@@ -105,6 +118,13 @@ class GpuSteps:
         self._count: CudaStepCount | None = None
         self.graphs = StepGraphs(decode_sizes(max_num_seqs), 5, self._device)
         self.prefill_graphs = StepGraphs(range(64, MAX_GRAPH_TOKENS + 1, 64), 3, self._device)
+        self.mixed_graphs: dict[int, StepGraphs] = {}  # by decodes, the largest first
+        prompt_sizes = [size for size in _MIXED_PROMPT_TOKENS if size <= mixed_tokens]
+        largest: StepGraphs | None = None
+        for size in reversed(mixed_decode_sizes(max_num_seqs)) if prompt_sizes else ():
+            sizes = [size + num_tokens for num_tokens in prompt_sizes]
+            self.mixed_graphs[size] = StepGraphs(sizes, 3, self._device, beside=largest)
+            largest = largest or self.mixed_graphs[size]
 
     def capture_graphs(self) -> None:
         """Capture all graphs, largest first: the smaller ones then fit into its memory."""
@@ -120,6 +140,21 @@ class GpuSteps:
             self.prefill_graphs.capture(
                 size, partial(self.model.forward, token_ids, positions, self._attention)
             )
+
+        for num_decodes, graphs in self.mixed_graphs.items():
+            batch = [_PADDING_SLICE] * (num_decodes + 1)
+            for size in reversed(graphs.sizes):
+                token_ids, positions, slots = graphs.inputs(size)
+                self._plan_mixed(batch, slots, num_decodes)
+                graphs.capture(
+                    size, partial(self.model.forward, token_ids, positions, self._attention)
+                )
+
+    @property
+    def capture_s(self) -> float:
+        """What it took to capture all graphs."""
+        kinds = (self.graphs, self.prefill_graphs, *self.mixed_graphs.values())
+        return sum(kind.capture_s for kind in kinds)
 
     def count_in(self, count: CudaStepCount) -> None:
         """From now on `count` has the number of the last step that has written its KV."""
@@ -174,9 +209,62 @@ class GpuSteps:
 
     # -- anything else ----------------------------------------------------------------------------
 
-    def _hidden(self, batch: Sequence[SequenceSlice]) -> Tensor:
-        """The hidden states of the batch's tokens, and perhaps more behind them."""
+    def _hidden(self, batch: Sequence[SequenceSlice]) -> tuple[Tensor, Int64s]:
+        """The hidden states of the batch's tokens, others between and behind them, and the row of
+        each slice's last token."""
         arrays = flatten(batch, self._block_size)
+        last_tokens = np.cumsum([piece.num_scheduled_tokens for piece in batch]) - 1
+        if not _fits_graph(batch) and (found := self._find_mixed(batch)) is not None:
+            num_decodes, num_padded, graph = found
+            hidden = self._replay_mixed(batch, arrays, num_decodes, num_padded, graph)
+            last_tokens[num_decodes:] += num_padded - num_decodes
+            return hidden, last_tokens
+        return self._hidden_of_prefill(batch, arrays), last_tokens
+
+    def _find_mixed(self, batch: Sequence[SequenceSlice]) -> tuple[int, int, StepGraph] | None:
+        """A graph for these decodes and tokens of prompts: (decodes, with padding, the graph)."""
+        if any(piece.prompt_targets for piece in batch):
+            return None  # which are looked for where there is no padding
+        lens = [piece.num_scheduled_tokens for piece in batch]
+        num_decodes = next((i for i, length in enumerate(lens) if length > 1), len(lens))
+        num_prompt_tokens = sum(lens[num_decodes:])
+        if not 0 < len(batch) - num_decodes <= MAX_GRAPH_SLICES:
+            return None
+        sizes = [size for size in self.mixed_graphs if size >= num_decodes]
+        if not num_decodes or not sizes:
+            return None
+        num_padded = min(sizes)
+        graph = self.mixed_graphs[num_padded].find(num_padded + num_prompt_tokens)
+        return None if graph is None else (num_decodes, num_padded, graph)
+
+    def _replay_mixed(
+        self,
+        batch: Sequence[SequenceSlice],
+        arrays: Int64s,
+        num_decodes: int,
+        num_padded: int,
+        graph: StepGraph,
+    ) -> Tensor:
+        inputs = self.mixed_graphs[num_padded].inputs(graph.size)
+        padded = np.zeros(inputs.shape, np.int64)
+        padded[:, :num_decodes] = arrays[:, :num_decodes]
+        num_prompt_tokens = arrays.shape[1] - num_decodes
+        padded[:, num_padded : num_padded + num_prompt_tokens] = arrays[:, num_decodes:]
+        upload_into(inputs.flatten(), padded.ravel())
+        self._follow(batch, inputs[0])
+        padding = [_PADDING_SLICE] * (num_padded - num_decodes)
+        self._plan_mixed(
+            [*batch[:num_decodes], *padding, *batch[num_decodes:]], inputs[2], num_padded
+        )
+        graph.replay()
+        return graph.output
+
+    def _plan_mixed(self, batch: Sequence[SequenceSlice], slots: Tensor, num_decodes: int) -> None:
+        self._attention.plan(
+            metadata_of(batch, slots, is_prefill_graph=True, num_graph_decodes=num_decodes)
+        )
+
+    def _hidden_of_prefill(self, batch: Sequence[SequenceSlice], arrays: Int64s) -> Tensor:
         num_tokens = arrays.shape[1]
         graph = self.prefill_graphs.find(num_tokens) if _fits_graph(batch) else None
         if graph is None:
@@ -194,15 +282,14 @@ class GpuSteps:
         return graph.output
 
     def _launch_eagerly(self, batch: Sequence[SequenceSlice]) -> GpuStep:
-        hidden = self._hidden(batch)
+        hidden, last_tokens = self._hidden(batch)
         number = self._mark()  # its KV is written: pullers need not wait for the sampler
         rows = [index for index, piece in enumerate(batch) if piece.sample is not None]
         if not rows:
             extras = self._extras(batch, rows, None, hidden)
             return self._bring_back(number, len(batch), rows, self._sampled, self._logprobs, extras)
-        last_tokens = np.cumsum([piece.num_scheduled_tokens for piece in batch])[rows] - 1
         sampling = [batch[row] for row in rows]
-        arrays = np.vstack([np.array(rows), last_tokens, _sampling_arrays(sampling)])
+        arrays = np.vstack([np.array(rows), last_tokens[rows], _sampling_arrays(sampling)])
         slices, tokens, keys, temperatures = upload(arrays, self._device)
         logits = self.model.lm_head.project_part(hidden.index_select(0, tokens))
         sampled, logprobs = self._sampled.new_empty(len(rows)), self._logprobs[: len(rows)]

@@ -147,7 +147,13 @@ class ModelRunner:
 
         def new_steps(pool: torch.Tensor) -> GpuSteps:
             attention = self._make_attention(pool)
-            return GpuSteps(model, attention, config.block_size, self.max_num_seqs)
+            return GpuSteps(
+                model,
+                attention,
+                config.block_size,
+                self.max_num_seqs,
+                config.mixed_graph_tokens,
+            )
 
         def run_largest_step() -> None:
             pool = torch.zeros(1, *layout.block_shape, dtype=layout.dtype, device=device)
@@ -173,8 +179,8 @@ class ModelRunner:
         self.startup_notes.append(
             f"{len(steps.graphs.sizes)} graphs of up to {steps.graphs.sizes[-1]} decodes, "
             f"{len(steps.prefill_graphs.sizes)} of up to {steps.prefill_graphs.sizes[-1]} prefill "
-            f"tokens in {steps.graphs.capture_s + steps.prefill_graphs.capture_s:.1f} s, "
-            f"{(free_before - free_after) / 1e6:.0f} MB"
+            f"tokens, {sum(len(mixed.sizes) for mixed in steps.mixed_graphs.values())} of both in "
+            f"{steps.capture_s:.1f} s, {(free_before - free_after) / 1e6:.0f} MB"
         )
         self._steps = steps
 

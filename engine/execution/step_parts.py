@@ -59,6 +59,7 @@ def metadata_of(
     *,
     is_graph: bool = False,
     is_prefill_graph: bool = False,
+    num_graph_decodes: int = 0,
 ) -> AttentionMetadata:
     """What attention plans a step by; `slots` [tokens] lie on the device."""
     return AttentionMetadata(
@@ -68,6 +69,7 @@ def metadata_of(
         slot_mapping=slots,
         is_graph=is_graph,
         is_prefill_graph=is_prefill_graph,
+        num_graph_decodes=num_graph_decodes,
     )
 
 

@@ -117,7 +117,7 @@ class ClusterView:
     def heartbeat(self, link: EngineConnection, load: ReportedLoad) -> None:
         engine = self._table.engines[link.member.incarnation]
         before, now_s = engine.load, self._clock.monotonic_s()
-        engine.heard(load)
+        engine.receive_heartbeat(load)
         is_same = before is not None and (before.links, before.is_draining) == (
             load.links,
             load.is_draining,

@@ -150,7 +150,7 @@ class LinkedEngine:
     def is_ready(self) -> bool:
         return self.load is not None and not self.load.is_draining
 
-    def heard(self, load: ReportedLoad) -> None:
+    def receive_heartbeat(self, load: ReportedLoad) -> None:
         """A heartbeat."""
         self.load = load
         self.backlog.heartbeat(

@@ -36,8 +36,8 @@ class AttentionMetadata:
 
     A block table may be longer than its sequence needs. `is_graph`: all slices are decodes, and the
     step is captured in, or replayed from, a CUDA graph of so many. `is_prefill_graph`: so is this
-    one, for as many tokens as `slot_mapping` has; its slices are all treated as prefill and may
-    leave tokens over.
+    one, for as many tokens as `slot_mapping` has; its slices, but for the first
+    `num_graph_decodes`, are all treated as prefill and may leave tokens over.
     """
 
     query_lens: Sequence[int]
@@ -46,12 +46,13 @@ class AttentionMetadata:
     slot_mapping: Tensor
     is_graph: bool = False
     is_prefill_graph: bool = False
+    num_graph_decodes: int = 0
 
     @property
     def num_decodes(self) -> int:
         """Slices of one token at the beginning; what follows them is treated as prefill."""
         if self.is_prefill_graph:
-            return 0
+            return self.num_graph_decodes
         lens = self.query_lens
         return next((i for i, length in enumerate(lens) if length > 1), len(lens))
 

@@ -76,11 +76,12 @@ class GpuAttention:
         self._slot_mapping = metadata.slot_mapping
         seq_lens, tables = metadata.seq_lens, metadata.block_tables
         if n:
-            self._decode.plan(seq_lens[:n], tables[:n], is_graph=metadata.is_graph)
+            is_graph = metadata.is_graph or metadata.is_prefill_graph
+            self._decode.plan(seq_lens[:n], tables[:n], is_graph=is_graph)
         self._active_prefill = self._prefill
         if metadata.is_prefill_graph:
             self._active_prefill = self._graph_prefill
-            self._graph_prefill.set_size(len(metadata.slot_mapping))
+            self._graph_prefill.set_size(len(metadata.slot_mapping) - n)
         if n < self._num_slices:
             self._active_prefill.plan(metadata.query_lens[n:], seq_lens[n:], tables[n:])
 

@@ -26,13 +26,13 @@ class RequestRole(ABC):
 
     ticket_work: node_pb2.Work
 
-    def __init__(self, engine: Engine, desk: RequestIO) -> None:
+    def __init__(self, engine: Engine, request_io: RequestIO) -> None:
         self._engine = engine
-        self._desk = desk
+        self._request_io = request_io
 
     def dispatch(self, gateway: str, dispatch: node_pb2.Dispatch) -> None:
         """See `role.Role`, as for the others."""
-        entry = self._desk.accept(gateway, dispatch)
+        entry = self._request_io.accept(gateway, dispatch)
         if entry is None:
             return
         samples = (entry.request, *entry.request.forks)
@@ -59,19 +59,19 @@ class RequestRole(ABC):
         self._end(key, error)
 
     def gateway_lost(self, gateway: str) -> None:
-        for key in self._desk.forget_gateway(gateway):
+        for key in self._request_io.forget_gateway(gateway):
             self.cancel(key)
 
     def _tell(self, output: StepOutput) -> None:
         """What a step brought for gateways: what began in it, prompts' scores, tokens."""
         for key, cached_tokens in output.started.items():
-            if entry := self._desk.book.get(key):
+            if entry := self._request_io.book.get(key):
                 event = self._start_of(entry)
-                self._desk.stamp_started(entry, event)
+                self._request_io.stamp_started(entry, event)
                 if event is Event.PREFILL_STARTED:
                     entry.cached_tokens = cached_tokens
         for prompt in output.prompt_logprobs:
-            self._desk.emit_prompt(prompt)
+            self._request_io.emit_prompt(prompt)
         for token in output.tokens:
             self._on_token(token)
 

@@ -85,6 +85,38 @@ def test_others_see_when_a_step_has_written_its_kv() -> None:
     page.close()
 
 
+@pytest.mark.parametrize("num_decodes", [17, 22])
+@pytest.mark.parametrize("prompts", [(70,), (3, 200), (512,)], ids=str)
+def test_decodes_beside_prompts_by_a_graph_are_as_kernel_by_kernel(
+    num_decodes: int, prompts: tuple[int, ...]
+) -> None:
+    runner = ModelRunner(
+        config_of(resolve_model_dir("demo"), num_kv_blocks=3000, mixed_graph_tokens=512)
+    )
+    steps: Any = runner._steps
+    rng, spec = random.Random(1), SampleSpec(SamplingParams(temperature=0.0), key=1)
+
+    def piece(index: int, start: int, num_tokens: int) -> SequenceSlice:
+        tokens = [rng.randrange(3, 500) for _ in range(num_tokens)]
+        return SequenceSlice(tokens, start, range(2 + 64 * index, 66 + 64 * index), spec)
+
+    contexts = [rng.randrange(1, 400) for _ in range(num_decodes + len(prompts))]
+    for index, context in enumerate(contexts):
+        runner.launch([piece(index, 0, context)]).collect()
+    lens = [*[1] * num_decodes, *prompts]
+    batch = [piece(index, contexts[index], n) for index, n in enumerate(lens)]
+    assert steps._find_mixed(batch) is not None
+    steps.prefill_graphs._graphs.clear()  # which would do for a few decodes
+    with_graph = runner.launch(batch).collect()
+    steps.mixed_graphs.clear()
+    without = runner.launch(batch).collect()
+    for one, other in zip(with_graph, without, strict=True):
+        assert one is not None and other is not None
+        assert one.token_id == other.token_id
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+    runner.close()
+
+
 def requests_of(folder: Path, vocab_size: int, **sampling: Any) -> list[Request]:
     rng = random.Random(str(folder.name[:4]))
     params = SamplingParams(**({"max_tokens": 24, "temperature": 0.0} | sampling))

@@ -141,7 +141,7 @@ class PlayedCluster:
 
     def _beat(self) -> None:
         for engine in (self.prefill, self.decode):
-            self.table.engines[engine.name].heard(engine.load())
+            self.table.engines[engine.name].receive_heartbeat(engine.load())
         self.sessions.cluster_changed(is_load_only=self.clock.monotonic_s() > 0)
         if self._events or not self.clock.monotonic_s() or self.sessions:
             self.at(HEARTBEAT_S, self._beat)

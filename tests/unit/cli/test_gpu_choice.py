@@ -12,7 +12,14 @@ from baton.cli.deployment.deployment import Deployment
 from baton.cli.host import doctor, gpu_choice, host_gpus
 from baton.cli.host.gpu_choice import GpuChoice, choose_gpus
 from baton.cli.host.host_gpus import HostGpu, HostGpus
-from baton.core.config import ClusterConfig, EngineConfig, GatewayConfig, NodeConfig, UpConfig
+from baton.core.config import (
+    TBT_TARGET_MS,
+    ClusterConfig,
+    EngineConfig,
+    GatewayConfig,
+    NodeConfig,
+    UpConfig,
+)
 from baton.core.errors import StartupFailed
 
 GIB = 1 << 30
@@ -70,6 +77,51 @@ def test_gpus_are_split_and_it_says_why(
     assert (choice.up.prefill_gpus, choice.up.decode_gpus) == (prefill, decode)
     assert choice.line.startswith(f"prefill on GPU {prefill}, decode on GPU {decode} (NVIDIA H100")
     assert why in choice.line and "\n" not in choice.line
+
+
+@pytest.mark.parametrize(
+    ("mode", "count", "tp", "gpus", "why"),
+    [
+        ("aggregated", 1, 1, "0", "--mode aggregated"),
+        ("aggregated", 3, 1, "0,1,2", "--mode aggregated"),
+        ("aggregated", 5, 2, "0,1,2,3", "--mode aggregated"),
+        ("auto", 1, 1, "0", "no second engine"),
+        ("auto", 3, 2, "0,1", "no second engine"),
+    ],
+)
+def test_engines_that_do_both_have_their_gpus_for_themselves(
+    mode: str, count: int, tp: int, gpus: str, why: str
+) -> None:
+    choice = chosen(host(count), UpConfig(mode=mode), tp=tp)
+    assert (choice.up.mode, choice.up.prefill_gpus) == ("aggregated", None)
+    assert choice.up.decode_gpus == gpus and choice.engine.gpu_memory_utilization == 0.9
+    assert choice.line.startswith(f"prefill and decode on GPU {gpus} (NVIDIA H100")
+    assert why in choice.line
+
+
+def test_auto_has_both_roles_where_there_are_gpus_for_them() -> None:
+    choice = chosen(host(2), UpConfig(mode="auto"))
+    assert (choice.up.mode, choice.up.prefill_gpus, choice.up.decode_gpus) == ("auto", "0", "1")
+
+
+def test_with_engines_that_do_both_gpus_have_no_role() -> None:
+    error = refused(host(2), UpConfig(mode="aggregated", decode_gpus="1"))
+    assert "every engine does both" in error.message and error.hint == "--gpus 1"
+
+
+def test_a_promise_is_for_engines_that_take_whole_requests() -> None:
+    def deployed(mode: str, tbt_target_ms: float | None) -> Deployment:
+        engine = EngineConfig(tbt_target_ms=tbt_target_ms)
+        configs = (NodeConfig(), GatewayConfig())
+        return Deployment(UpConfig(mode=mode), engine, *configs, lambda *_: None)
+
+    assert deployed("disaggregated", None).engine.tbt_target_ms is None
+    assert deployed("auto", None).engine.tbt_target_ms == TBT_TARGET_MS
+    assert deployed("aggregated", 9.0).engine.tbt_target_ms == 9.0
+    with pytest.raises(StartupFailed, match="--mode auto or aggregated"):
+        deployed("disaggregated", 9.0)
+    nodes = [name for name, _ in deployed("aggregated", None)._nodes()]
+    assert nodes == ["decode-0"]
 
 
 def test_two_engines_of_one_gpu_take_half_each() -> None:

@@ -61,7 +61,7 @@ class Cluster:
             step_cost=self.costs[name],
             waiting_by_caller=by_caller or {},
         )
-        self.table.engines[name].heard(load)
+        self.table.engines[name].receive_heartbeat(load)
 
     def dispatch(
         self, name: str, request_id: str, num_tokens: int, caller_id: int = ME, cached: int = 0

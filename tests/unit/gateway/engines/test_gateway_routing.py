@@ -309,7 +309,7 @@ def test_limits_are_those_of_the_engines() -> None:
 
 def test_an_engine_that_does_all_has_both_a_prompt_and_a_place_taken() -> None:
     d = linked("d", Role.DECODE)
-    d.heard(replace(LOAD, tbt_target_s=0.05, step_cost=linear_cost(0.005, 20e-6)))
+    d.receive_heartbeat(replace(LOAD, tbt_target_s=0.05, step_cost=linear_cost(0.005, 20e-6)))
     table = table_of(d)
     route = table.choose(Demand(3), avoid=Avoid(), fingerprint=None)
     assert route.is_local and not table.why_not_ready()
@@ -328,7 +328,7 @@ def test_an_engine_whose_steps_would_be_too_long_has_no_place() -> None:
     for num_decodes, has_place in [(0, True), (44, True), (46, False)]:
         decodes = StepShape(num_decodes=num_decodes)
         load = replace(LOAD, tbt_target_s=0.05, step_cost=cost, decodes=decodes, num_requests=1)
-        d.heard(replace(load, room_blocks=50))
+        d.receive_heartbeat(replace(load, room_blocks=50))
         if has_place:
             table.choose(Demand(3), avoid=Avoid(), fingerprint=None)
         else:

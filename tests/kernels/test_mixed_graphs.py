@@ -1,0 +1,99 @@
+"""Decodes beside tokens of prompts as a CUDA graph has them, without a GPU: padded in between, over
+the arrays of graphs. What is played: events, and graphs, which run their step again."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import write_checkpoint
+from kernels.test_steps_by_ranks import Event, Graph
+
+pytest.importorskip("triton")
+
+from baton.core.config import EngineConfig
+from baton.core.request.request import SamplingParams
+from baton.engine.execution.batch import SampledToken, SequenceSlice
+from baton.engine.execution.gpu_steps import GpuSteps
+from baton.engine.execution.runner import ModelRunner
+from baton.kernels.attention.attention_gpu import make_gpu_attention
+from baton.kernels.sampling.sample_spec import SampleSpec
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the real thing")
+
+MAX_NUM_SEQS, MAX_LEN = 24, 128
+PLAIN = SampleSpec(SamplingParams(temperature=0.0), key=1)
+
+
+@pytest.fixture
+def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
+    def unpinned(*shape: int, pin_memory: bool = False, **options: object) -> torch.Tensor:
+        return torch.zeros(*shape, **options)  # type: ignore[call-overload,no-any-return]
+
+    monkeypatch.setattr(torch, "empty", unpinned)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    write_checkpoint(tmp_path, seed=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+    return ModelRunner(EngineConfig(model=str(tmp_path), device="cpu", num_kv_blocks=300))
+
+
+def steps_of(runner: ModelRunner, *, has_graphs: bool) -> GpuSteps:
+    heads = runner.heads.num_heads
+    attention = make_gpu_attention(
+        runner.kv.tensor, heads, MAX_NUM_SEQS, MAX_LEN, decode="triton", prefill="triton"
+    )
+    mixed_tokens = 64 if has_graphs else 0
+    steps = GpuSteps(runner.model, attention, 16, MAX_NUM_SEQS, mixed_tokens)
+    for graphs in steps.mixed_graphs.values():
+        for size in graphs.sizes:
+            token_ids, positions, _ = graphs.inputs(size)
+            step = partial(steps.model.forward, token_ids, positions, attention)
+            graphs._graphs[size] = Graph(size, step)  # type: ignore[assignment]
+    return steps
+
+
+@pytest.mark.parametrize(("num_decodes", "prompts"), [(17, (40,)), (22, (3, 9))])
+def test_the_tokens_are_those_of_a_step_without_padding(
+    runner: ModelRunner, num_decodes: int, prompts: tuple[int, ...]
+) -> None:
+    rng = random.Random(2)
+    contexts = [rng.randrange(1, 60) for _ in range(num_decodes + len(prompts))]
+    lens = [*[1] * num_decodes, *prompts]
+    ids = [
+        [rng.randrange(3, 200) for _ in range(c + n)] for c, n in zip(contexts, lens, strict=True)
+    ]
+
+    def piece(index: int, first: int, last: int) -> SequenceSlice:
+        table = range(2 + 8 * index, 10 + 8 * index)
+        return SequenceSlice(ids[index][first:last], first, table, PLAIN)
+
+    for index, context in enumerate(contexts):
+        runner.launch([piece(index, 0, context)]).collect()
+    pieces = [piece(i, c, c + n) for i, (c, n) in enumerate(zip(contexts, lens, strict=True))]
+    pieces[-1] = pieces[-1]._replace(sample=None)  # not its last chunk
+    padded = steps_of(runner, has_graphs=True)
+    assert padded._find_mixed(pieces) is not None
+    found = padded.launch(pieces).collect()
+    expected = runner.launch(pieces).collect()
+    assert found[-1] is None
+    for one, other in zip(found[:-1], expected[:-1], strict=True):
+        assert isinstance(one, SampledToken) and isinstance(other, SampledToken)
+        assert one.token_id == other.token_id
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+def test_other_steps_have_no_such_graph(runner: ModelRunner) -> None:
+    steps = steps_of(runner, has_graphs=True)
+    decodes = [SequenceSlice([5], 3, [2], PLAIN)] * 17
+
+    def fits(*more: SequenceSlice) -> bool:
+        return steps._find_mixed([*decodes, *more]) is not None
+
+    assert fits(SequenceSlice([5] * 64, 0, range(2, 6), None))
+    assert not fits(), "decodes alone"
+    assert not fits(SequenceSlice([5] * 65, 0, range(2, 7), None)), "more tokens than captured"
+    scored = SequenceSlice([5] * 9, 0, [2], None, prompt_targets=[5] * 8)
+    assert not fits(scored)
+    assert not steps_of(runner, has_graphs=False).mixed_graphs
