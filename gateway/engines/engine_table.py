@@ -80,11 +80,13 @@ class ReportedLoad:
         chunk = self.step_tokens or _STEP_TOKENS
         return self.step_cost.prompt_speed(chunk, self.decodes, self.tbt_target_s)
 
-    def keeps_promise_with(self, num_sequences: int) -> bool:
-        """Whether steps would keep the promise with so many more decodes like those that run."""
+    def keeps_promise_with(self, num_sequences: int, tbt_target_s: float) -> bool:
+        """Whether steps would keep the promise, and a target of theirs if that is not 0, with so
+        many more decodes like those that run."""
         cost, target_s, now = self.step_cost, self.tbt_target_s, self.decodes
         if cost is None or target_s is None or not now.num_decodes:
             return True
+        target_s = min(target_s, tbt_target_s or target_s)
         num_decodes = now.num_decodes + num_sequences
         keys = now.keys * num_decodes // now.num_decodes
         return cost.seconds(StepShape(num_decodes=num_decodes, keys=keys)) <= target_s
@@ -253,7 +255,7 @@ class LinkedEngine:
             keeps_promise=load.tbt_target_s is not None,
             takes_prompt=demand.is_retry or self.backlog.takes_more_of(caller_id),
             has_place=self.places.has_place(demand.num_sequences, num_blocks)
-            and load.keeps_promise_with(demand.num_sequences),
+            and load.keeps_promise_with(demand.num_sequences, demand.tbt_target_s),
         )
 
     @property
