@@ -29,6 +29,7 @@ from .routing import EngineState, choose_plan
 
 _RESERVED_BLOCKS = 2  # padding and canary
 _STEP_TOKENS = 2048  # of an engine that does not say
+_MEASURED_ROWS = 256  # an engine that took a step of so many knows what prompts take it
 _NOTHING_CACHED: Mapping[str, int] = MappingProxyType({})
 _NOTHING_HELD: Mapping[int, int] = MappingProxyType({})
 
@@ -75,10 +76,16 @@ class ReportedLoad:
     @property
     def prompt_speed(self) -> PromptSpeed | None:
         """At which it computes prompts beside the decodes that it has; None: not measured yet."""
-        if self.step_cost is None:
-            return None
-        chunk = self.step_tokens or _STEP_TOKENS
-        return self.step_cost.prompt_speed(chunk, self.decodes, self.tbt_target_s)
+        return None if self.step_cost is None else self.prompt_speed_by(self.step_cost)
+
+    @property
+    def max_rows(self) -> int:
+        """Of the steps that its cost was measured on: few where it never had a prompt."""
+        return 0 if self.step_cost is None else self.step_cost.max_rows
+
+    def prompt_speed_by(self, cost: StepCost) -> PromptSpeed:
+        """The same, were its steps to cost as much as this."""
+        return cost.prompt_speed(self.step_tokens or _STEP_TOKENS, self.decodes, self.tbt_target_s)
 
     def keeps_promise_with(self, num_sequences: int, tbt_target_s: float) -> bool:
         """Whether steps would keep the promise, and a target of theirs if that is not 0, with so
@@ -231,9 +238,21 @@ class LinkedEngine:
         return -(-num_tokens // size) + num_sequences * -(-(num_growth + 1) // size)
 
     def state(
-        self, load: ReportedLoad, demand: Demand, caller_id: int, cached_tokens: int
+        self,
+        load: ReportedLoad,
+        demand: Demand,
+        caller_id: int,
+        cached_tokens: int,
+        others_cost: StepCost | None = None,
     ) -> EngineState:
-        """For routing one request of this caller, of which so much should be cached here."""
+        """For routing one request of this caller, of which so much should be cached here.
+
+        `others_cost`: of engines like it, for one that had no prompts to measure: it would never be
+        given any.
+        """
+        speed = self.backlog.speed
+        if others_cost is not None and load.max_rows < _MEASURED_ROWS:
+            speed = load.prompt_speed_by(others_cost)
         num_blocks = self.blocks_for(
             demand.num_tokens - cached_tokens, demand.max_output_tokens, demand.num_sequences
         )
@@ -251,7 +270,7 @@ class LinkedEngine:
             link_gbytes_per_s=load.link_gbytes_per_s,
             num_dispatched=self.num_dispatched,
             cached_tokens=cached_tokens,
-            speed=self.backlog.speed,
+            speed=speed,
             keeps_promise=load.tbt_target_s is not None,
             takes_prompt=demand.is_retry or self.backlog.takes_more_of(caller_id),
             has_place=self.places.has_place(demand.num_sequences, num_blocks)
@@ -334,8 +353,15 @@ class EngineTable:
         `cached_tokens`: by incarnation, what engines are likely to have of the request.
         `is_constrained`: it is for engines alone that take constraints.
         """
+        costs = self._costs()
         states = [
-            engine.state(engine.load, demand, caller_id, cached_tokens.get(engine.incarnation, 0))
+            engine.state(
+                engine.load,
+                demand,
+                caller_id,
+                cached_tokens.get(engine.incarnation, 0),
+                costs.get(engine.fingerprint),
+            )
             for engine in self.engines.values()
             if engine.load is not None and (engine.member.can_constrain or not is_constrained)
         ]
@@ -351,6 +377,19 @@ class EngineTable:
             ChosenEngine(self.engines[prefill], cached_tokens.get(prefill, 0)),
             ChosenEngine(self.engines[decode], cached_tokens.get(decode, 0)),
         )
+
+    def _costs(self) -> Mapping[str, StepCost]:
+        """By fingerprint, the cost that was measured on the largest steps, where some engine is to
+        borrow one."""
+        loads = [(e.fingerprint, e.load) for e in self.engines.values() if e.load is not None]
+        if all(load.max_rows >= _MEASURED_ROWS for _, load in loads):
+            return {}
+        found: dict[str, StepCost] = {}
+        for fingerprint, load in loads:
+            cost, best = load.step_cost, found.get(fingerprint)
+            if cost is not None and (best is None or cost.max_rows > best.max_rows):
+                found[fingerprint] = cost
+        return found
 
     def why_not_ready(self) -> str:
         """What is missing before any request can be served; empty if nothing is."""
