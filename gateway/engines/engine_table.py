@@ -29,6 +29,7 @@ from .routing import EngineState, choose_plan
 
 _RESERVED_BLOCKS = 2  # padding and canary
 _STEP_TOKENS = 2048  # of an engine that does not say
+_MANY = 1 << 16  # decodes
 _MEASURED_ROWS = 256  # an engine that took a step of so many knows what prompts take it
 _NOTHING_CACHED: Mapping[str, int] = MappingProxyType({})
 _NOTHING_HELD: Mapping[int, int] = MappingProxyType({})
@@ -87,16 +88,21 @@ class ReportedLoad:
         """The same, were its steps to cost as much as this."""
         return cost.prompt_speed(self.step_tokens or _STEP_TOKENS, self.decodes, self.tbt_target_s)
 
-    def keeps_promise_with(self, num_sequences: int, tbt_target_s: float) -> bool:
-        """Whether steps would keep the promise, and a target of theirs if that is not 0, with so
-        many more decodes like those that run."""
-        cost, target_s, now = self.step_cost, self.tbt_target_s, self.decodes
-        if cost is None or target_s is None or not now.num_decodes:
-            return True
-        target_s = min(target_s, tbt_target_s or target_s)
-        num_decodes = now.num_decodes + num_sequences
-        keys = now.keys * num_decodes // now.num_decodes
-        return cost.seconds(StepShape(num_decodes=num_decodes, keys=keys)) <= target_s
+    def decodes_within(self, seconds: float) -> int:
+        """How many like those that run a step may have that takes no longer; one at least."""
+        cost, now = self.step_cost, self.decodes
+        if cost is None or not now.num_decodes:
+            return _MANY
+        low, high = 1, 2
+        while high < _MANY and cost.seconds(now.scaled_to(high)) <= seconds:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            if cost.seconds(now.scaled_to(middle)) <= seconds:
+                low = middle
+            else:
+                high = middle
+        return low
 
 
 class EngineSender(Protocol):
@@ -132,6 +138,7 @@ class LinkedEngine:
     places: DecodePlaces = field(init=False)
     _promised: dict[Key, int] = field(default_factory=dict)  # cached tokens, by the index
     _callers: dict[Key, int] = field(default_factory=dict)  # of what is open
+    _num_promised: int = _MANY  # decodes of a step that keeps its promise
 
     def __post_init__(self) -> None:
         self.backlog = PrefillBacklog(self.clock)
@@ -166,6 +173,8 @@ class LinkedEngine:
             Backlog(load.waiting_tokens, load.waiting_by_caller, load.num_steps, load.prompt_speed)
         )
         self.places.heartbeat(load.num_requests, load.room_blocks)
+        target_s = load.tbt_target_s
+        self._num_promised = _MANY if target_s is None else load.decodes_within(target_s)
 
     def dispatch(
         self,
@@ -274,8 +283,16 @@ class LinkedEngine:
             keeps_promise=load.tbt_target_s is not None,
             takes_prompt=demand.is_retry or self.backlog.takes_more_of(caller_id),
             has_place=self.places.has_place(demand.num_sequences, num_blocks)
-            and load.keeps_promise_with(demand.num_sequences, demand.tbt_target_s),
+            and self._keeps_promise_with(load, demand),
         )
+
+    def _keeps_promise_with(self, load: ReportedLoad, demand: Demand) -> bool:
+        """Whether its steps would, with these sequences too; theirs counts if it is stricter."""
+        most = self._num_promised
+        if demand.tbt_target_s and load.tbt_target_s is not None:
+            most = min(most, load.decodes_within(demand.tbt_target_s))
+        num_decodes = load.decodes.num_decodes
+        return not num_decodes or num_decodes + demand.num_sequences <= most
 
     @property
     def pool_blocks(self) -> int:
