@@ -28,7 +28,8 @@ from baton.engine.execution.batch import SampledToken, SequenceSlice
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.scheduling.outputs import StepOutput
-from baton.gateway.engines.engine_table import EngineTable, LinkedEngine, ReportedLoad
+from baton.gateway.engines.engine_table import EngineTable
+from baton.gateway.engines.linked_engine import LinkedEngine, ReportedLoad
 from baton.gateway.engines.prompt_router import PromptRouter
 from baton.gateway.request.dispatch_queue import DispatchQueue
 from baton.gateway.request.engine_link import EngineOutput, Work

@@ -19,7 +19,8 @@ from ...core.ports import Clock, Directory
 from ..request.engine_link import EngineOutput, PlainToken
 from ..request.session_table import SessionTable
 from .engine_connection import EngineConnection
-from .engine_table import EngineTable, LinkedEngine, ReportedLoad
+from .engine_table import EngineTable
+from .linked_engine import LinkedEngine, ReportedLoad
 
 log = logging.getLogger(__name__)
 

@@ -44,7 +44,7 @@ from ...core.request.request import Request, Ticket
 from ...proto import codec
 from ...proto.v1 import node_pb2
 from ..request.engine_link import EngineOutput, PlainToken, Work
-from .engine_table import ReportedLoad
+from .linked_engine import ReportedLoad
 from .wire import WORK_TO_WIRE, NodeClock, load_from_wire, output_from_wire, tokens_from_wire
 
 _CONNECT_TIMEOUT_S = 3.0

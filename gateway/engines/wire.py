@@ -21,7 +21,7 @@ from ...proto import codec
 from ...proto.v1 import inference_pb2, node_pb2
 from ..request.engine_link import EngineOutput, PlainToken, TransferSummary, Work
 from ..request.output_chunk import OutputChunk
-from .engine_table import EngineCounters, ReportedLoad
+from .linked_engine import EngineCounters, ReportedLoad
 
 WORK_TO_WIRE = {
     Work.PREFILL: node_pb2.WORK_PREFILL,

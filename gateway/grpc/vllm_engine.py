@@ -23,7 +23,8 @@ from ...core.membership import Role
 from ...core.model_dir import read_json
 from ...core.version import version
 from ..admission.front_door import FrontDoor
-from ..engines.engine_table import EngineTable, LinkedEngine
+from ..engines.engine_table import EngineTable
+from ..engines.linked_engine import LinkedEngine
 from ..security.gate import Gate
 from ..security.tenancy import INFER, METRICS, Caller
 from .grpc_calls import Context, answering, call_options, caller_of, send_node_names

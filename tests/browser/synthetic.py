@@ -22,7 +22,8 @@ from baton.core.errors import BatonError, EngineFailed, RateLimited
 from baton.core.membership import Member, Role
 from baton.core.request.request import FinishReason
 from baton.core.request.timeline import Event, Stamp
-from baton.gateway.engines.engine_table import EngineTable, LinkedEngine, ReportedLoad
+from baton.gateway.engines.engine_table import EngineTable
+from baton.gateway.engines.linked_engine import LinkedEngine, ReportedLoad
 from baton.gateway.http.dashboard.roster import EngineRoster
 from baton.gateway.http.dashboard.routes import add_dashboard
 from baton.gateway.http.dashboard.snapshot import SnapshotFeed

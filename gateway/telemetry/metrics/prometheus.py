@@ -17,7 +17,8 @@ from prometheus_client.exposition import choose_encoder
 
 from ....core.ports import Clock
 from ...engines.cluster_view import ClusterView
-from ...engines.engine_table import EngineCounters, EngineTable, LinkedEngine, ReportedLoad
+from ...engines.engine_table import EngineTable
+from ...engines.linked_engine import EngineCounters, LinkedEngine, ReportedLoad
 from . import metric_table as table
 from .metric_store import MetricStore
 from .metric_table import Metric

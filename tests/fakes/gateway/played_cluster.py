@@ -23,7 +23,8 @@ from baton.core.request.request import FinishReason, Request, SamplingParams, Ti
 from baton.core.request.timeline import Event, Stamp
 from baton.core.step_cost import StepCost, StepShape
 from baton.gateway.admission.admission import QueueLimit
-from baton.gateway.engines.engine_table import EngineTable, LinkedEngine, ReportedLoad
+from baton.gateway.engines.engine_table import EngineTable
+from baton.gateway.engines.linked_engine import LinkedEngine, ReportedLoad
 from baton.gateway.engines.prompt_router import PromptRouter
 from baton.gateway.request.dispatch_queue import DispatchQueue
 from baton.gateway.request.engine_link import EngineOutput, Work

@@ -12,7 +12,8 @@ from baton.engine.engine import Engine
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
-from baton.gateway.engines.engine_table import EngineTable, LinkedEngine, ReportedLoad
+from baton.gateway.engines.engine_table import EngineTable
+from baton.gateway.engines.linked_engine import LinkedEngine, ReportedLoad
 from baton.gateway.engines.prompt_router import route_prompt
 from baton.gateway.request.engine_link import Avoid, Demand
 from baton.gateway.security.tenancy import INFER, Caller, Tenancy

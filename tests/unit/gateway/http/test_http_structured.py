@@ -13,7 +13,8 @@ from baton.constraints.grammars import Grammars, accept
 from baton.core.errors import BatonError, InvalidRequest, Overloaded
 from baton.core.membership import Member, Role
 from baton.core.request.constraint import Constraint, ConstraintKind
-from baton.gateway.engines.engine_table import EngineTable, LinkedEngine
+from baton.gateway.engines.engine_table import EngineTable
+from baton.gateway.engines.linked_engine import LinkedEngine
 from baton.gateway.http.chat.chat import FIELDS
 from baton.gateway.http.chat.tool_formats import FORMATS
 from baton.gateway.http.chat.tools import TOOLS, ToolChoice, call_grammar
