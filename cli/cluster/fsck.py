@@ -21,8 +21,7 @@ from dataclasses import dataclass
 
 from ...core.config import ClusterConfig
 from ..host.finding import Finding, exit_code, ok, problem, render, warning
-from .ledger import Ledger
-from .survey import EngineView, Survey, survey
+from .survey import EngineView, Ledger, Survey, survey
 
 _SETTLE_S = 1.0
 

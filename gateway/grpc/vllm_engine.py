@@ -26,7 +26,7 @@ from ..admission.front_door import FrontDoor
 from ..engines.engine_table import EngineTable, LinkedEngine
 from ..security.gate import Gate
 from ..security.tenancy import INFER, METRICS, Caller
-from .grpc_calls import Context, answering, call_options, caller_of, send_node_names
+from .service import Context, answering, call_options, caller_of, send_node_names
 from .vllm_wire import Answer, request_from_vllm
 
 SERVICE_NAME = "vllm.grpc.engine.VllmEngine"

@@ -35,18 +35,16 @@ from ..admission.admission import QueueLimit
 from ..admission.front_door import FrontDoor
 from ..engines.cluster_view import ClusterView
 from ..engines.engine_table import EngineTable
-from ..grpc.grpc_calls import Parsing
-from ..grpc.service import InferenceService, add_extra_services
+from ..grpc.service import InferenceService, Parsing, add_extra_services
 from ..http.app import HttpServer, build_app
 from ..http.chat.chat import CHAT_MODEL
 from ..http.protocol.access import Access
 from ..http.protocol.app_state import AppState
-from ..request.dispatch_queue import DispatchQueue
 from ..request.engine_link import Avoid, Demand
 from ..request.session import SessionLimits
-from ..request.session_table import SessionTable
-from ..security.setup import Security
-from ..telemetry.setup import Telemetry
+from ..request.session_table import DispatchQueue, SessionTable
+from ..security.gate import Security
+from ..telemetry.call_feed import Telemetry
 from ..validation.served_model import ServedModel
 from .startup_message import StartupMessage
 
@@ -145,7 +143,7 @@ class Gateway:
         self._readiness_changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         options = _server_options(config.max_num_requests, shares_port=config.reuse_port)
-        self._server = grpc.aio.server(options=options)
+        self._server = grpc.aio.server(interceptors=[Parsing()], options=options)
         self.host = config.host
         self.port = _bind(self._server, config.host, config.grpc_port, security.certificate)
         started_unix_s = clock.unix_ns() // 1_000_000_000
@@ -186,13 +184,12 @@ class Gateway:
 
     async def start(self) -> None:
         """Begin to listen and to look for engines."""
-        parsing = Parsing(self._server)
-        inference_pb2_grpc.add_InferenceServicer_to_server(self._service, parsing)  # type: ignore[no-untyped-call]
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, parsing)  # type: ignore[no-untyped-call]
-        door, gate, table = self._door, self._gate, self._table
-        self._service_names = (SERVICE_NAME, *add_extra_services(parsing, door, gate, table))
+        server, door, gate, table = self._server, self._door, self._gate, self._table
+        inference_pb2_grpc.add_InferenceServicer_to_server(self._service, server)  # type: ignore[no-untyped-call]
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)  # type: ignore[no-untyped-call]
+        self._service_names = (SERVICE_NAME, *add_extra_services(server, door, gate, table))
         names = (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)  # type: ignore[no-untyped-call]
+        reflection.enable_server_reflection(names, server)  # type: ignore[no-untyped-call]
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._http.start()

@@ -15,8 +15,7 @@ import math
 from typing import TypeAlias
 
 from ...core.errors import BatonError, Cancelled, EngineFailed, HandoffFailed
-from ...core.request.logprobs import TokenLogprobs
-from ...core.request.request import FinishReason
+from ...core.request.request import FinishReason, TokenLogprobs
 from ...core.request.timeline import Event
 from .engine_link import EngineOutput, Route
 from .token_order import TokenSplice

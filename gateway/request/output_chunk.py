@@ -14,8 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...core.errors import BatonError
-from ...core.request.logprobs import TokenLogprobs
-from ...core.request.request import FinishReason
+from ...core.request.request import FinishReason, TokenLogprobs
 from ...core.request.timeline import Stamp
 from .engine_link import TransferSummary
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from ...core.errors import EngineFailed
-from ...core.request.logprobs import TokenLogprobs
+from ...core.request.request import TokenLogprobs
 
 T = TypeVar("T")
 

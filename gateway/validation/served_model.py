@@ -14,7 +14,7 @@ from ...constraints.grammars import Grammars
 from ...core.config import GatewayConfig
 from ...core.errors import InvalidRequest, Overloaded, StartupFailed, refusing
 from ...core.model_dir import eos_token_ids, read_json, resolve_model_dir
-from ...core.request.constraint import Constraint
+from ...core.request.request import Constraint
 from ..text.special_tokens import Spans
 from ..text.tokenizer import NoTokenizer, Tokenizer, no_text
 from .validation import ModelLimits, ValidatedRequest

@@ -22,9 +22,15 @@ import numpy as np
 
 from ...constraints.grammar_text import MAX_CHOICES
 from ...core.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, PromptTooLarge
-from ...core.request.constraint import Constraint, ConstraintKind
 from ...core.request.parameters import Parameter, check_in_vocabulary
-from ...core.request.request import OPTIONS, SAMPLING, RequestOptions, SamplingParams
+from ...core.request.request import (
+    OPTIONS,
+    SAMPLING,
+    Constraint,
+    ConstraintKind,
+    RequestOptions,
+    SamplingParams,
+)
 from ...core.request.token_ids import column, unpack
 from ...proto.codec import constraint_from_wire, given_fields, given_sampling
 from ...proto.v1 import common_pb2, inference_pb2

@@ -19,7 +19,7 @@ from typing import Any
 from aiohttp import web
 
 from ....core.errors import BatonError, InvalidRequest
-from ....core.request.logprobs import TokenLogprobs
+from ....core.request.request import TokenLogprobs
 from ....proto.v1 import inference_pb2
 from ...admission.front_door import RunningCall
 from ...request.output_chunk import OutputChunk, merged

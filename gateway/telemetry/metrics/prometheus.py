@@ -19,8 +19,8 @@ from ....core.ports import Clock
 from ...engines.cluster_view import ClusterView
 from ...engines.engine_table import EngineCounters, EngineTable, LinkedEngine, ReportedLoad
 from . import metric_table as table
-from .metric_store import MetricStore
 from .metric_table import Metric
+from .tally import MetricStore
 
 FORGET_S = 600.0  # how long an engine that is gone is shown as down
 
