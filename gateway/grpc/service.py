@@ -170,7 +170,6 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             caller.check_model("", self._door.limits.model)
         limits = self._door.limits
         members = self._view.members() if METRICS in caller.scopes else []
-        members.sort(key=lambda m: (m.role.value, m.name, m.incarnation))
         return inference_pb2.ModelInfo(
             model=limits.model,
             max_model_len=limits.max_model_len,

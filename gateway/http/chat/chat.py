@@ -97,14 +97,13 @@ class Prepared:
     grammar: str | None = None
 
 
-async def prepare(
-    model: ChatModel, found: Mapping[str, Any], constraint_refusal: str | None
-) -> Prepared:
+async def prepare(app: web.Application, found: Mapping[str, Any]) -> Prepared:
     """Messages, tools and the choice among them as a prompt. Raises InvalidRequest.
 
-    `constraint_refusal`: why no grammar can be followed here, or None. A forced call of a strict
-    tool then cannot be had, one of another is only begun.
+    Where no grammar can be followed, a forced call of a strict tool cannot be had, one of another
+    is only begun.
     """
+    model, constraint_refusal = app[CHAT_MODEL], app[APP_STATE].door.constraint_refusal
     messages, tools = found["messages"], found.get("tools", [])
     choice = chosen(tools, found.get("tool_choice"))
     if model.template is None:
@@ -140,9 +139,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Answer a chat."""
     found = await read_body(request, FIELDS, REQUIRED)
     _check(found)
-    refusal = request.app[APP_STATE].door.constraint_refusal
-    prepared = await prepare(request.app[CHAT_MODEL], found, refusal)
-    return await _Chat(request, found, prepared).run()
+    return await _Chat(request, found, await prepare(request.app, found)).run()
 
 
 def _check(found: Mapping[str, Any]) -> None:

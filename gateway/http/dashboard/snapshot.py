@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ....core import metrics
@@ -147,6 +147,7 @@ def _compact(value: Any) -> Any:
 
 _FORGET_S = 3600.0
 _MAX_GONE = 64
+_OF_MEMBER = ("incarnation", "name", "address", "device", "block_size", "num_blocks")
 _OF_LOAD = ("free_blocks", "credit_blocks", "num_running", "num_waiting", "waiting_tokens")
 
 
@@ -160,6 +161,7 @@ class _Seen:
     restarts: int = 0
 
 
+@dataclass(eq=False)
 class EngineRoster:
     """Every engine that this gateway has seen, and what became of it.
 
@@ -167,16 +169,13 @@ class EngineRoster:
             ▲                     │ link down
             └──────link up── unlinked ──out of the directory──► gone
     An engine that is gone stays listed until it is back under its name, or for an hour: a page must
-    never lose one silently. `members`: every engine that is listed or linked.
+    never lose one silently. `_members`: every engine that is listed or linked.
     """
 
-    def __init__(
-        self, table: EngineTable, members: Callable[[], Sequence[Member]], clock: Clock
-    ) -> None:
-        self._table = table
-        self._members = members
-        self._clock = clock
-        self._seen: dict[str, _Seen] = {}
+    _table: EngineTable
+    _members: Callable[[], Sequence[Member]]
+    _clock: Clock
+    _seen: dict[str, _Seen] = field(default_factory=dict)  # by incarnation
 
     def look(self) -> None:
         """Take over the state of the directory and the links."""
@@ -212,16 +211,9 @@ class EngineRoster:
         engine = self._table.engines.get(member.incarnation)
         load = engine.load if engine is not None else None
         return {
-            "incarnation": member.incarnation,
-            "name": member.name,
             "role": member.role.value,
-            "address": member.address,
-            "device": member.device,
-            "state": seen.state,
-            "since_unix_s": seen.since_unix_s,
-            "restarts": seen.restarts,
-            "block_size": member.block_size,
-            "num_blocks": member.num_blocks,
+            **{name: getattr(member, name) for name in _OF_MEMBER},
+            **{name: getattr(seen, name) for name in ("state", "since_unix_s", "restarts")},
             **{name: getattr(load, name, None) for name in _OF_LOAD},
             "links": sorted(load.links) if load is not None else [],
         }
