@@ -18,7 +18,7 @@ from ...core.errors import BatonError, Cancelled, EngineFailed, HandoffFailed
 from ...core.request.request import FinishReason, TokenLogprobs
 from ...core.request.timeline import Event
 from .engine_link import EngineOutput, Route
-from .token_order import TokenSplice
+from .output_chunk import TokenSplice
 
 OutputToken: TypeAlias = tuple[int, TokenLogprobs | None]  # the second if it was requested
 

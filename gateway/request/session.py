@@ -47,9 +47,8 @@ from .engine_link import (
     TransferSummary,
     Work,
 )
-from .output_chunk import ChunkQueue, OutputChunk, RequestResult
+from .output_chunk import ChunkQueue, OutputChunk, PromptScores, RequestResult
 from .suspects import EngineDeaths, Suspects
-from .token_order import PromptScores
 
 GATEWAY = "gateway"
 
