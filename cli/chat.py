@@ -16,6 +16,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
@@ -113,24 +114,17 @@ def conversation_with(served: str, model: str, served_model_name: str | None) ->
     return TextConversation() if template is None else Chat(template)
 
 
+@dataclass(eq=False)
 class Shell:
-    """One conversation at a terminal."""
+    """One conversation at a terminal. `_read` is given what to show before the line; it raises
+    EOFError at the end of input."""
 
-    def __init__(
-        self,
-        conversation: Conversation,
-        generate: Generate,
-        read: Callable[[str], str],
-        write: Callable[[str], None],
-        params: GenerateParams,
-    ) -> None:
-        """`read` is given what to show before the line; it raises EOFError at the end of input."""
-        self._conversation = conversation
-        self._generate = generate
-        self._read = read
-        self._write = write
-        self._params = params
-        self._last: Result | None = None
+    _conversation: Conversation
+    _generate: Generate
+    _read: Callable[[str], str]
+    _write: Callable[[str], None]
+    _params: GenerateParams
+    _last: Result | None = None
 
     def run(self) -> None:
         """Until /quit or the end of input."""

@@ -304,11 +304,6 @@ def refresh_parts(page: str, make: Callable[[str], str]) -> str:
     return _PART.sub(made, page)
 
 
-def part_names(page: str) -> list[str]:
-    """The parts of a page, in its order."""
-    return [name for _, name, _ in _PART.findall(page)]
-
-
 def main(folder: Path) -> int:
     """Write the pages."""
     (folder / "reference.md").write_text(reference_page())

@@ -9,8 +9,7 @@
 Errors are those of `baton.core.errors`, raised while reading the stream.
 """
 
-from ..core.request.logprobs import TokenLogprobs
-from ..core.request.request import FinishReason
+from ..core.request.request import FinishReason, TokenLogprobs
 from .client import AsyncClient, AsyncGeneration, Client, Generation
 from .messages import Chunk, ModelInfo, NodeInfo, Result
 

@@ -17,8 +17,7 @@ from google.protobuf.message import Message
 
 from ..core.errors import BatonError, InvalidRequest, from_code, from_grpc_status
 from ..core.metrics import TokenTimes
-from ..core.request.logprobs import TokenLogprobs
-from ..core.request.request import FinishReason
+from ..core.request.request import FinishReason, TokenLogprobs
 from ..core.request.timeline import Stamp
 from ..core.request.token_ids import pack
 from ..proto import codec

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from ..core.request.constraint import Constraint, ConstraintKind
+from ..core.request.request import Constraint, ConstraintKind
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions

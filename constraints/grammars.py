@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..core.errors import InvalidRequest
-from ..core.request.constraint import Constraint, ConstraintKind
+from ..core.request.request import Constraint, ConstraintKind
 from .grammar_text import MAX_SOURCE_BYTES, grammar_text
 from .schema_references import BadReference, check_references
 

@@ -15,9 +15,16 @@ from google.protobuf.message import Message
 
 from ..core import errors
 from ..core.errors import BatonError, InvalidRequest
-from ..core.request.constraint import Constraint, ConstraintKind
-from ..core.request.logprobs import TokenLogprobs
-from ..core.request.request import SAMPLING, FinishReason, Request, SamplingParams, Ticket
+from ..core.request.request import (
+    SAMPLING,
+    Constraint,
+    ConstraintKind,
+    FinishReason,
+    Request,
+    SamplingParams,
+    Ticket,
+    TokenLogprobs,
+)
 from ..core.request.timeline import Event, NodeStamp, Stamp
 from ..core.request.token_ids import pack, unpack
 from .v1 import common_pb2, node_pb2

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from baton.core.config import EngineConfig
-from baton.core.request.request import Request, SamplingParams
-from baton.core.request.sampling import token_key
+from baton.core.request.request import Request, SamplingParams, token_key
 from baton.engine.local import LocalEngine
 from baton.engine.model.model_config import ModelConfig
 from baton.kernels.sampling.sample_spec import SampleSpec

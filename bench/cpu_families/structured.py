@@ -15,8 +15,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from baton.constraints.grammars import Grammars
-from baton.core.request.constraint import Constraint, ConstraintKind
-from baton.core.request.request import SamplingParams
+from baton.core.request.request import Constraint, ConstraintKind, SamplingParams
 from baton.engine.execution.constraints import Constraints, Sample
 from baton.kernels.sampling.sample_spec import SampleSpec
 from baton.kernels.sampling.sampling import adjust_logits

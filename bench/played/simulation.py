@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 
 from baton.core.errors import BatonError
 from baton.core.membership import Member, Role
-from baton.core.request.logprobs import TokenLogprobs
-from baton.core.request.request import Request, SamplingParams, Ticket
+from baton.core.request.request import Request, SamplingParams, Ticket, TokenLogprobs
 from baton.core.request.timeline import Event, Stamp
 from baton.core.step_cost import StepCost, StepShape, pairs_of
 from baton.engine.engine import Engine
@@ -31,11 +30,10 @@ from baton.engine.scheduling.outputs import StepOutput
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine, ReportedLoad
 from baton.gateway.engines.prompt_router import PromptRouter
-from baton.gateway.request.dispatch_queue import DispatchQueue
 from baton.gateway.request.engine_link import EngineOutput, Work
 from baton.gateway.request.output_chunk import OutputChunk
 from baton.gateway.request.session import Session, SessionLimits
-from baton.gateway.request.session_table import SessionTable
+from baton.gateway.request.session_table import DispatchQueue, SessionTable
 from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
 from baton.prefix_index.mirror import PrefixMirror

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 
 from ...core.config import ClusterConfig
 from ..host.finding import Finding, exit_code, ok, problem, render, warning
-from .ledger import Ledger
-from .survey import EngineView, Survey, survey
+from .survey import EngineView, Ledger, Survey, survey
 
 _SETTLE_S = 1.0
 
@@ -55,11 +54,8 @@ async def examine(look: Callable[[], Awaitable[Survey]], settle_s: float) -> lis
         return [judged.finding for judged in first]
     await asyncio.sleep(settle_s)
     before = {judged.finding for judged in first}
-    return [judged.finding for judged in judge(await look()) if _lasts(judged, before)]
-
-
-def _lasts(judged: Judged, before: set[Finding]) -> bool:
-    return not judged.is_momentary or judged.finding in before
+    second = judge(await look())
+    return [one.finding for one in second if not one.is_momentary or one.finding in before]
 
 
 def as_dict(finding: Finding) -> dict[str, str]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import grpc
+import msgspec
 
 from ...cluster.node_calls import LEDGERS, dial
 from ...cluster.redis_client import require_redis
@@ -32,7 +33,75 @@ from ...prefix_index.messages import BadMessage, IndexAway, Snapshot, decode
 from ...prefix_index.mirror import FollowerLink, read_snapshot
 from ...prefix_index.redis_link import RedisIndexLink
 from ...proto.v1 import node_pb2, node_pb2_grpc
-from .ledger import BadLedger, Ledger, parse_ledger
+
+
+class BadLedger(Exception):
+    """Not a ledger of a known form; the text gives the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Every block of a pool is in exactly one of the first four states."""
+
+    free: int
+    cached: int
+    held: int
+    reserved: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRequest:
+    """A request as an engine has it."""
+
+    state: str  # waiting, running, held, reserved
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerTransfer:
+    """One side's view of a hand-off. `key`: the request, unless its prompt has not come.
+
+    A source names its `puller`, a puller its `source`: incarnations.
+    """
+
+    state: str
+    key: str | None
+    puller: str | None = None
+    source: str | None = None
+
+    @property
+    def is_source(self) -> bool:
+        return self.puller is not None
+
+    @property
+    def peer(self) -> str | None:
+        return self.puller or self.source
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """What an engine reports of itself. `peers`: incarnations with an open link, and how far each
+    pair has come."""
+
+    node: str
+    blocks: Blocks
+    requests: Mapping[str, HeldRequest]
+    transfers: Mapping[str, LedgerTransfer]
+    peers: Mapping[str, str]
+    num_fences: int
+
+
+def parse_ledger(text: str) -> Ledger:
+    """Raises BadLedger for JSON of another form: the engine may be of another version."""
+    try:
+        raw = msgspec.json.decode(text)
+        if isinstance(raw, dict) and "error" in raw:
+            raise BadLedger(f"engine {raw.get('incarnation')}: {raw['error']}")
+        return msgspec.convert(raw, Ledger)
+    except msgspec.MsgspecError as error:
+        raise BadLedger(f"a ledger that is not understood: {error}") from error
+
 
 _CHANNEL_OPTIONS = (("grpc.use_local_subchannel_pool", 1),)
 _ANSWER_S = 3.0

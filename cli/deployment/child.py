@@ -1,8 +1,8 @@
 """One part of a deployment as a child process: its start, the lines that it prints, its end.
 
 A child prints one line `ready: <role> <name> <addresses>` when it can serve. Its other lines go to
-`report`; a gateway's greeting is kept too, for the end of the start. Which children there are, and
-which are started again, is decided elsewhere (deployment.py, gateways.py, child_group.py).
+`report`; a gateway's startup lines are kept too, for the end of the start. Which children there
+are, and which are started again, is decided elsewhere (deployment.py, gateways.py, child_group.py).
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Child:
     reader: asyncio.Task[None] | None = None
     addresses: list[str] = field(default_factory=list)
     last_lines: list[str] = field(default_factory=list)
-    greeting: list[str] = field(default_factory=list)
-    is_greeting_over: asyncio.Event = field(default_factory=asyncio.Event)
+    startup_lines: list[str] = field(default_factory=list)
+    are_startup_lines_complete: asyncio.Event = field(default_factory=asyncio.Event)
 
     @classmethod
     async def start(
@@ -108,11 +108,11 @@ class Child:
                 self.addresses = line.split()[3:]
                 self.ready.set_result(self.addresses[-1])
             if line.startswith((READY, TRY)):
-                self.greeting.append(line)
+                self.startup_lines.append(line)
             report(self.name, line)
             if line.startswith(TRY):
-                self.is_greeting_over.set()
-        self.is_greeting_over.set()
+                self.are_startup_lines_complete.set()
+        self.are_startup_lines_complete.set()
         await self.process.wait()
         if not self.ready.done():
             self.ready.set_exception(self.failure())

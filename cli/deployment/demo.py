@@ -72,7 +72,7 @@ async def run(max_tokens: int, *, verbose: bool) -> int:
     )
     async with deployment:
         print(f"ready in {time.monotonic() - began_s:.1f} s; while it runs:")
-        print(*deployment.greeting[:1], "", sep="\n", flush=True)
+        print(*deployment.startup_lines[:1], "", sep="\n", flush=True)
         results = await _stream_all(deployment.address, max_tokens)
     print_table(results)
     return 0

@@ -62,7 +62,7 @@ class Deployment(ChildGroup):
         self.engine = _with_promise(engine, up)
         self.cluster = cluster or ClusterConfig()
         self.address = ""
-        self.greeting: tuple[str, ...] = ()  # gateway/process/startup_message.py
+        self.startup_lines: tuple[str, ...] = ()  # gateway/process/startup_message.py
         self._redis: RedisServer | None = None
         self._ports = ExitStack()
 
@@ -107,8 +107,8 @@ class Deployment(ChildGroup):
         self.address = self.gateways[0].ready.result()
         await self._until_linked()
         for child in self.gateways:
-            await child.is_greeting_over.wait()
-        self.greeting = tuple(self.gateways[0].greeting)
+            await child.are_startup_lines_complete.wait()
+        self.startup_lines = tuple(self.gateways[0].startup_lines)
 
     async def _redis_url(self) -> str:
         if self.up.redis_url != SPAWN_URL:

@@ -46,6 +46,6 @@ async def _print_topology(deployment: Deployment) -> None:
             print(f"  {GATEWAY:8} {child.name:12} {child.addresses[0]} alone")
     ca_file = ca_of(deployment.up.certs)
     print()
-    for line in deployment.greeting:
+    for line in deployment.startup_lines:
         print(line if ca_file is None else line.replace("curl ", f"curl --cacert {ca_file} ", 1))
     print("Ctrl-C stops everything", flush=True)

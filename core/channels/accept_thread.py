@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from ..pace import Pace
-
 _log = logging.getLogger(__name__)
 
 _RETRY_S = 0.1  # after accept failed, e.g. for want of file descriptors
@@ -129,3 +127,25 @@ class AcceptThread:
                 continue
             pace.take()
             self._newcomers.admit(connection, self._serve)
+
+
+class Pace:
+    """How many of something may begin: so many at once, then so many a second. For one thread."""
+
+    def __init__(
+        self, per_s: float, burst: int, now_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._per_s, self._burst = per_s, burst
+        self._now_s = now_s
+        self._num_left, self._at_s = float(burst), now_s()
+
+    def wait_s(self) -> float:
+        """How long until one may begin; 0: now."""
+        now_s = self._now_s()
+        self._num_left = min(self._burst, self._num_left + (now_s - self._at_s) * self._per_s)
+        self._at_s = now_s
+        return max(0.0, (1 - self._num_left) / self._per_s)
+
+    def take(self) -> None:
+        """One begins."""
+        self._num_left -= 1

@@ -1,13 +1,15 @@
-"""One request as every part of Baton sees it: prompt, sampling parameters, why it ended."""
+"""One request as every part of Baton sees it: prompt, sampling parameters, why it ended; the random
+key and the log-probabilities of its tokens.
+"""
 
 from __future__ import annotations
 
 import enum
+import json
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .constraint import Constraint
 from .parameters import (
     FLAG,
     LIMIT,
@@ -24,6 +26,32 @@ from .parameters import (
     token_ids,
 )
 from .token_ids import column
+
+
+class ConstraintKind(enum.Enum):
+    """What the source is written in."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"  # Rust's syntax; the whole output must match
+    CHOICE = "choice"  # one of these texts; the source is a JSON list
+    GRAMMAR = "grammar"  # Lark's syntax, as llguidance reads it
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What an output must look like, not compiled; equal ones allow the same outputs.
+
+    Two nodes that know it and the tokens so far allow the same next tokens: nothing else has to
+    travel with a hand-off or a retry.
+    """
+
+    kind: ConstraintKind
+    source: str
+
+    @classmethod
+    def choice(cls, values: Sequence[str]) -> Constraint:
+        """One of these texts."""
+        return cls(ConstraintKind.CHOICE, json.dumps(list(values)))
 
 
 class FinishReason(enum.Enum):
@@ -214,3 +242,40 @@ class Ticket:
     transfer_id: str
     source_incarnation: str
     puller_incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Of the model's own distribution: temperature 1, before bias, penalties, masks and filters.
+
+    `logprob` is the token's own; `top` are (token id, logprob), likeliest first, equals by id.
+
+    `top` is as long as was requested, and holds the token itself only if it is among these.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+_MASK = (1 << 64) - 1
+GOLDEN = 0x9E3779B97F4A7C15
+
+
+def mix64(value: int) -> int:
+    """splitmix64's finaliser (Steele, Lea & Flood 2014): a bijection of the 64-bit integers that
+    scatters neighbours, exact on every device."""
+    value &= _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def token_key(seed: int, sample_index: int, position: int) -> int:
+    """The unsigned 64-bit key for one token of one sample: a pure function, so that a token never
+    depends on its batch. `position`: the token's index in the sequence.
+
+    noise = gumbel(mix(key, vocabulary id)) in kernels/sampling/sampling.py; argmax(logits + noise)
+    """
+    key = mix64(seed + GOLDEN)
+    key = mix64(key ^ (sample_index + 2 * GOLDEN))
+    return mix64(key ^ (position + 3 * GOLDEN))

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from ...core.request.logprobs import TokenLogprobs
+from ...core.request.request import TokenLogprobs
 from ...kernels.sampling.sample_spec import SampleSpec
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ...constraints.grammars import Grammar, Grammars, accept, cannot_go_on
 from ...core.errors import InvalidRequest
-from ...core.request.constraint import Constraint
+from ...core.request.request import Constraint
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ...core.errors import EngineFailed
-from ...core.request.logprobs import TokenLogprobs
+from ...core.request.request import TokenLogprobs
 from ...kernels.attention.attention import AttentionBackend
 from ...kernels.attention.attention_triton import MAX_GRAPH_SLICES, MAX_GRAPH_TOKENS
 from ...kernels.sampling.sampling import as_signed, sample

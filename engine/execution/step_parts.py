@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...core.request.logprobs import TokenLogprobs
+from ...core.request.request import TokenLogprobs
 from ...kernels.attention.attention import AttentionMetadata
 from ...kernels.sampling.sample_spec import SampleSpec
 from ...kernels.sampling.sampling import sample, token_logprobs, top_logprobs

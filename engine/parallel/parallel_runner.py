@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...core.errors import EngineFailed
-from ...core.request.logprobs import TokenLogprobs
+from ...core.request.request import TokenLogprobs
 from ..execution.batch import LaunchedStep, Runner, SampledToken, SequenceSlice
 from .rank_channel import MessageKind
 from .rank_group import RankGroup

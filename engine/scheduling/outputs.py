@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ...core.errors import BatonError
-from ...core.request.logprobs import TokenLogprobs
-from ...core.request.request import FinishReason
+from ...core.request.request import FinishReason, TokenLogprobs
 from ...core.step_cost import StepShape
 from .sequence import Sequence
 

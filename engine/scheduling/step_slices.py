@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from ...core.errors import InvalidRequest
-from ...core.request.sampling import token_key
+from ...core.request.request import token_key
 from ...kernels.sampling.sample_spec import SampleSpec
 from ..execution.batch import SequenceSlice
 from ..execution.constraints import Constraints, Mask, without

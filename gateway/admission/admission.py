@@ -24,7 +24,7 @@ from collections.abc import Mapping
 
 from ...core.errors import DeadlineExceeded, Overloaded
 from ..engines.engine_table import EngineTable
-from ..request.dispatch_queue import SEQUENCE_TOKENS, CallerShare, DispatchQueue
+from ..request.session_table import SEQUENCE_TOKENS, CallerShare, DispatchQueue
 
 _SOON_S = 0.1  # no retry sooner
 _APART = 3  # gRPC needs two turns to read a step, and the third passes it on

@@ -27,9 +27,9 @@ from ..telemetry.call_feed import CallFeed
 from ..telemetry.calls.call_record import CallRecord
 from ..text.special_tokens import Spans
 from ..text.text_stream import TextStream
-from ..validation.served_model import ServedModel
 from ..validation.validation import (
     ModelLimits,
+    ServedModel,
     ValidatedRequest,
     check_model,
     check_request,

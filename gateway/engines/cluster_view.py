@@ -51,9 +51,10 @@ class ClusterView:
     _keepers: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
     def members(self) -> list[Member]:
-        """Every engine of this model that is listed or linked."""
+        """Every engine of this model that is listed or linked, by role and name."""
         linked = {i: engine.member for i, engine in self._table.engines.items()}
-        return list((self._listed | linked).values())
+        every = (self._listed | linked).values()
+        return sorted(every, key=lambda m: (m.role.value, m.name, m.incarnation))
 
     async def run(self) -> None:
         """Follow the directory."""

@@ -45,8 +45,13 @@ from ...proto import codec
 from ...proto.v1 import node_pb2
 from ..request.engine_link import EngineOutput, PlainToken, Work
 from .linked_engine import ReportedLoad
-from .wire import WORK_TO_WIRE, NodeClock, load_from_wire, output_from_wire, tokens_from_wire
+from .wire import NodeClock, load_from_wire, output_from_wire, tokens_from_wire
 
+_WORK_TO_WIRE = {
+    Work.PREFILL: node_pb2.WORK_PREFILL,
+    Work.DECODE: node_pb2.WORK_DECODE,
+    Work.LOCAL: node_pb2.WORK_LOCAL,
+}
 _CONNECT_TIMEOUT_S = 3.0
 _PROBE_S = 0.3
 _PROBE_PAUSES_S = (0.0, 0.005, 0.02, 0.08)  # a process that ends closes its sockets one by one
@@ -109,7 +114,7 @@ class EngineConnection(asyncio.Protocol):
     def dispatch(
         self, request: Request, work: Work, ticket: Ticket | None, deadline_remaining_s: float
     ) -> None:
-        wire = codec.dispatch_to_wire(request, WORK_TO_WIRE[work], ticket, deadline_remaining_s)
+        wire = codec.dispatch_to_wire(request, _WORK_TO_WIRE[work], ticket, deadline_remaining_s)
         self._send(node_pb2.GatewayMessage(dispatch=wire))
 
     def cancel(self, request_id: str, attempt: int) -> None:

@@ -19,15 +19,9 @@ from ...core.request.timeline import NodeStamp, Stamp
 from ...core.step_cost import StepCost, StepShape
 from ...proto import codec
 from ...proto.v1 import inference_pb2, node_pb2
-from ..request.engine_link import EngineOutput, PlainToken, TransferSummary, Work
+from ..request.engine_link import EngineOutput, PlainToken, TransferSummary
 from ..request.output_chunk import OutputChunk
 from .linked_engine import EngineCounters, ReportedLoad
-
-WORK_TO_WIRE = {
-    Work.PREFILL: node_pb2.WORK_PREFILL,
-    Work.DECODE: node_pb2.WORK_DECODE,
-    Work.LOCAL: node_pb2.WORK_LOCAL,
-}
 
 
 def load_from_wire(wire: node_pb2.Heartbeat) -> ReportedLoad:
@@ -42,15 +36,10 @@ def load_from_wire(wire: node_pb2.Heartbeat) -> ReportedLoad:
         if wire.step_cost.HasField("relative_error")
         else None,
         "decodes": StepShape(num_decodes=wire.num_decodes, keys=wire.decode_keys),
-        "tbt_target_s": _promise_from_wire(wire),
+        "tbt_target_s": wire.tbt_target_s if wire.tbt_target_s > 0 else None,
         "waiting_by_caller": {one.caller_id: one.num_tokens for one in wire.waiting_by_caller},
     }
     return ReportedLoad(**fields)
-
-
-def _promise_from_wire(wire: node_pb2.Heartbeat) -> float | None:
-    is_promised = wire.HasField("tbt_target_s") and wire.tbt_target_s > 0
-    return wire.tbt_target_s if is_promised else None
 
 
 def _cost_from_wire(wire: node_pb2.Heartbeat) -> StepCost | None:

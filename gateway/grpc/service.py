@@ -1,17 +1,24 @@
-"""The public gRPC service, baton.v1.Inference: a front of the gateway.
+"""The public gRPC service, baton.v1.Inference: a front of the gateway; and what any service of the
+gateway does with a call: who makes it, how it fails, its traces.
 
-Owns the translation between its messages and the front door; calls as such are grpc_calls.py's.
-Beside it there is vLLM's, where its stubs are installed: with the extra `smg`.
+Owns the translation between its messages and the front door. Beside it there is vLLM's, where its
+stubs are installed: with the extra `smg`.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import grpc
+from google.protobuf.message import DecodeError
 from google.protobuf.runtime_version import VersionError
 
+from ...core.errors import BatonError, InvalidRequest, Unauthenticated
 from ...core.membership import Member
 from ...core.request.token_ids import column
 from ...core.version import version
@@ -20,12 +27,111 @@ from ..admission.front_door import FrontDoor
 from ..engines.cluster_view import ClusterView
 from ..engines.engine_table import EngineTable
 from ..engines.wire import chunk_to_wire
+from ..request.output_chunk import RequestResult
 from ..security.gate import Gate
 from ..security.tenancy import METRICS, Caller
 from ..validation.validation import check_names
-from .grpc_calls import Context, answering, call_options, caller_of, send_node_names
 
 log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_PUSHBACK = "grpc-retry-pushback-ms"  # what gRPC's own retries obey, where a client has them
+_MAX_TRACE = 512  # characters
+
+
+@asynccontextmanager
+async def answering(context: Context) -> AsyncIterator[None]:
+    """End the call with a typed error's status; no trace or path of ours reaches the caller."""
+    try:
+        yield
+    except BatonError as error:
+        await abort(context, error)
+    except Exception:  # the edge: a bug costs one call, and its text stays here
+        log.exception("a call failed by a bug")
+        await abort(context, BatonError("internal error"))
+
+
+async def abort(context: Context, error: BatonError) -> None:
+    """End a call with the error's status; what programs want to know is in the trailers."""
+    metadata = [("baton-error-code", error.code)]
+    if error.param:
+        metadata.append(("baton-error-param", error.param))
+    if error.is_retryable and error.grpc_status in ("RESOURCE_EXHAUSTED", "UNAVAILABLE"):
+        after_ms = str(math.ceil(error.retry_after_s * 1000))
+        metadata += [("retry-after-ms", after_ms), (_PUSHBACK, after_ms)]
+    status = grpc.StatusCode[error.grpc_status]
+    await context.abort(status, error.message, tuple(metadata))
+
+
+def caller_of(context: Context, gate: Gate, door: FrontDoor) -> Caller:
+    """Raises Unauthenticated."""
+    metadata = context.invocation_metadata() or ()
+    try:
+        shown = [v for k, v in metadata if k == "authorization"]
+        return gate.caller(shown, "grpc", context.peer())
+    except Unauthenticated as error:
+        door.turned_away("grpc", error)
+        raise
+
+
+def call_options(context: Context) -> dict[str, Any]:
+    """For FrontDoor.generate: the client's deadline, and the W3C trace context of the call."""
+
+    def trace(key: str) -> str:
+        values = [value for name, value in context.invocation_metadata() or () if name == key]
+        if len(values) != 1 or not isinstance(values[0], str) or len(values[0]) > _MAX_TRACE:
+            return ""
+        return values[0]
+
+    traces = {key: trace(key) for key in ("traceparent", "tracestate")}
+    return {"timeout_s": context.time_remaining(), **traces}
+
+
+def send_node_names(context: Context, result: RequestResult) -> None:
+    """Who served the call, in its trailers: as ASCII, which is what metadata can carry."""
+    names = {"x-prefill-node": result.prefill_node, "x-decode-node": result.decode_node or ""}
+    ascii_names = [(key, name.encode("ascii", "replace").decode()) for key, name in names.items()]
+    context.set_trailing_metadata(tuple(ascii_names))
+
+
+class Parsing(grpc.aio.ServerInterceptor):
+    """Answers bytes that are no message with INVALID_ARGUMENT, in our text. Left to itself, gRPC
+    answers UNKNOWN with a Python class' name, and logs a trace for each."""
+
+    def __init__(self) -> None:
+        self._handlers: dict[str, Any] = {}  # by method
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        found = self._handlers.get(details.method)
+        if found is None and (handler := await continuation(details)) is not None:
+            found = self._handlers[details.method] = _tolerant(handler)
+        return found
+
+
+def _tolerant(handler: Any) -> Any:
+    """The same with a parser that does not raise; a stream of requests keeps its own."""
+    if handler.request_streaming:
+        return handler
+    parse: Any = handler.request_deserializer
+    make: Any = grpc.unary_unary_rpc_method_handler
+    behavior = handler.unary_unary
+    if handler.response_streaming:
+        make, behavior = grpc.unary_stream_rpc_method_handler, handler.unary_stream
+
+    def parse_or_none(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except DecodeError:
+            return None
+
+    async def judged(request: Any, context: Any) -> Any:
+        if request is None:
+            message = "the bytes are no message of this method"
+            await abort(context, InvalidRequest(message, code="invalid_encoding"))
+        return await behavior(request, context)
+
+    return make(judged, parse_or_none, handler.response_serializer)
 
 
 @dataclass(eq=False)
@@ -64,7 +170,6 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             caller.check_model("", self._door.limits.model)
         limits = self._door.limits
         members = self._view.members() if METRICS in caller.scopes else []
-        members.sort(key=lambda m: (m.role.value, m.name, m.incarnation))
         return inference_pb2.ModelInfo(
             model=limits.model,
             max_model_len=limits.max_model_len,

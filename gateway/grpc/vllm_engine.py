@@ -27,7 +27,7 @@ from ..engines.engine_table import EngineTable
 from ..engines.linked_engine import LinkedEngine
 from ..security.gate import Gate
 from ..security.tenancy import INFER, METRICS, Caller
-from .grpc_calls import Context, answering, call_options, caller_of, send_node_names
+from .service import Context, answering, call_options, caller_of, send_node_names
 from .vllm_wire import Answer, request_from_vllm
 
 SERVICE_NAME = "vllm.grpc.engine.VllmEngine"

@@ -73,7 +73,6 @@ async def server_info(request: web.Request) -> web.Response:
     """The model's limits and the nodes that serve it."""
     parts = request.app[APP_STATE]
     limits = parts.door.limits
-    members = sorted(parts.view.members(), key=lambda m: (m.role.value, m.name, m.incarnation))
     return answer(
         ServerInfo(
             version=version(),
@@ -81,7 +80,7 @@ async def server_info(request: web.Request) -> web.Response:
             max_model_len=limits.max_model_len,
             vocab_size=limits.vocab_size,
             eos_token_ids=tuple(parts.door.model.eos_token_ids),
-            nodes=[_node(parts, member) for member in members],
+            nodes=[_node(parts, member) for member in parts.view.members()],
         )
     )
 

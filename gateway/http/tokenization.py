@@ -10,7 +10,7 @@ from msgspec import UNSET
 
 from ...core.errors import InvalidRequest
 from ...core.request.json_fields import BOOLEAN, STRING, TOKEN_IDS, FieldKind
-from .chat.chat import CHAT_MODEL, prepare
+from .chat.chat import prepare
 from .chat.messages import MESSAGES
 from .chat.tools import TOOLS
 from .generate.request_fields import read_body, require
@@ -40,8 +40,7 @@ async def tokenize(request: web.Request) -> web.Response:
     if "messages" in found:
         if "prompt" in found:
             raise InvalidRequest("give a prompt or messages", "prompt", "invalid_value")
-        refusal = request.app[APP_STATE].door.constraint_refusal
-        prompt = (await prepare(request.app[CHAT_MODEL], found, refusal)).prompt
+        prompt = (await prepare(request.app, found)).prompt
         param, text, special_at = "messages", prompt.text, prompt.special_at
     else:
         param, text, special_at = "prompt", require(found, "prompt"), None

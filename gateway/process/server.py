@@ -24,7 +24,7 @@ from ...cluster.tls import CertificateFiles, watch_ends
 from ...core.config import ClusterConfig, GatewayConfig
 from ...core.errors import StartupFailed, Unavailable
 from ...core.membership import Role
-from ...core.ports import Clock, Directory, Entropy, SystemClock, SystemEntropy
+from ...core.ports import SystemClock, SystemEntropy
 from ...core.process import descriptors
 from ...core.process.event_loop import StopSignals, show_turns
 from ...core.process.logs import set_up_logging
@@ -35,20 +35,18 @@ from ..admission.admission import QueueLimit
 from ..admission.front_door import FrontDoor
 from ..engines.cluster_view import ClusterView
 from ..engines.engine_table import EngineTable
-from ..grpc.grpc_calls import Parsing
-from ..grpc.service import InferenceService, add_extra_services
+from ..grpc.service import InferenceService, Parsing, add_extra_services
 from ..http.app import HttpServer, build_app
 from ..http.chat.chat import CHAT_MODEL
 from ..http.protocol.access import Access
 from ..http.protocol.app_state import AppState
-from ..request.dispatch_queue import DispatchQueue
 from ..request.engine_link import Avoid, Demand
 from ..request.session import SessionLimits
-from ..request.session_table import SessionTable
-from ..security.setup import Security
-from ..telemetry.setup import Telemetry
-from ..validation.served_model import ServedModel
-from .startup_message import StartupMessage
+from ..request.session_table import DispatchQueue, SessionTable
+from ..security.gate import Security
+from ..telemetry.call_feed import Telemetry
+from ..validation.validation import ServedModel
+from .startup_message import startup_lines
 
 log = logging.getLogger(__name__)
 
@@ -85,21 +83,20 @@ class Gateway:
         self,
         config: GatewayConfig,
         cluster: ClusterConfig,
-        directory: Directory,
-        index: RedisIndexLink,
-        clock: Clock,
-        entropy: Entropy,
-        session_limits: SessionLimits,
+        session_limits: SessionLimits | None = None,
     ) -> None:
+        """`session_limits` None: by the configuration. Raises StartupFailed."""
+        clock = SystemClock()
         security = Security.of(config, cluster, clock)
         self._config = config
         self._gate = security.gate
         self._service_names: tuple[str, ...] = (SERVICE_NAME,)
         self._model = ServedModel.load(config)
         secret = ClusterSecret.of(cluster)
+        redis = (cluster.redis_url, cluster.cluster, secret)
         calls = MemberCalls(secret, security.cluster_tls)
-        self._directory = KnownNodes(directory, tuple(Role), calls, secret, clock)
-        self._index = index
+        self._directory = KnownNodes(RedisDirectory(*redis), tuple(Role), calls, secret, clock)
+        self._index = index = RedisIndexLink(*redis)
         self._table = EngineTable(PrefixMirror(clock))
         self._follower = Follower(index, self._table.mirror)
         queue = DispatchQueue(self._table.released)
@@ -132,8 +129,8 @@ class Gateway:
             self._table,
             security.tenancy,
             clock,
-            entropy,
-            session_limits,
+            SystemEntropy(),
+            session_limits or _session_limits(config),
             config.max_request_s,
             self._telemetry.feed,
             QueueLimit(self._table, queue, config.max_queue_s),
@@ -145,7 +142,7 @@ class Gateway:
         self._readiness_changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         options = _server_options(config.max_num_requests, shares_port=config.reuse_port)
-        self._server = grpc.aio.server(options=options)
+        self._server = grpc.aio.server(interceptors=[Parsing()], options=options)
         self.host = config.host
         self.port = _bind(self._server, config.host, config.grpc_port, security.certificate)
         started_unix_s = clock.unix_ns() // 1_000_000_000
@@ -186,13 +183,12 @@ class Gateway:
 
     async def start(self) -> None:
         """Begin to listen and to look for engines."""
-        parsing = Parsing(self._server)
-        inference_pb2_grpc.add_InferenceServicer_to_server(self._service, parsing)  # type: ignore[no-untyped-call]
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, parsing)  # type: ignore[no-untyped-call]
-        door, gate, table = self._door, self._gate, self._table
-        self._service_names = (SERVICE_NAME, *add_extra_services(parsing, door, gate, table))
+        server, door, gate, table = self._server, self._door, self._gate, self._table
+        inference_pb2_grpc.add_InferenceServicer_to_server(self._service, server)  # type: ignore[no-untyped-call]
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)  # type: ignore[no-untyped-call]
+        self._service_names = (SERVICE_NAME, *add_extra_services(server, door, gate, table))
         names = (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)  # type: ignore[no-untyped-call]
+        reflection.enable_server_reflection(names, server)  # type: ignore[no-untyped-call]
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._http.start()
@@ -213,20 +209,16 @@ class Gateway:
             # Raises, naming what is missing, unless it came this very moment.
             self._table.choose(Demand(1), avoid=Avoid(), fingerprint=None)
 
-    async def startup_message(self) -> StartupMessage:
+    async def startup_lines(self) -> tuple[str, str]:
         """Wait until a linked pair of engines can serve, however long; then what to print."""
         await self._is_ready.wait()
-        config = self._config
-        return StartupMessage(
-            self.host,
-            self.http_port,
-            self.port,
+        return startup_lines(
+            self._config,
             self._model.limits.model,
-            knows_chats=self._knows_chats,
-            knows_text=not config.skip_tokenizer_init,
-            has_tls=config.tls_cert is not None,
-            needs_keys=config.api_keys is not None,
+            http_port=self.http_port,
+            grpc_port=self.port,
             own_http_port=self.own_http_port,
+            knows_chats=self._knows_chats,
         )
 
     async def stop(
@@ -291,6 +283,14 @@ class Gateway:
             self._readiness_changed.set()
 
 
+def _session_limits(config: GatewayConfig) -> SessionLimits:
+    return SessionLimits(
+        max_attempts=config.max_attempts,
+        recovery_wait_s=config.recovery_wait_s,
+        max_queue_s=math.inf if config.max_queue_s is None else config.max_queue_s,
+    )
+
+
 def _server_options(max_num_requests: int, *, shares_port: bool) -> tuple[tuple[str, int], ...]:
     """Of a connection's streams as many as there may be requests: a client's channel multiplexes
     all of its own, and a client's streams beyond wait unseen where a refusal would be an answer.
@@ -332,21 +332,7 @@ async def serve(
     session_limits: SessionLimits | None = None,
 ) -> Gateway:
     """Build and start a gateway; raises StartupFailed."""
-    secret = ClusterSecret.of(cluster)
-    directory = RedisDirectory(cluster.redis_url, cluster.cluster, secret)
-    index = RedisIndexLink(cluster.redis_url, cluster.cluster, secret)
-    limits = session_limits or SessionLimits(
-        max_attempts=config.max_attempts,
-        recovery_wait_s=config.recovery_wait_s,
-        max_queue_s=math.inf if config.max_queue_s is None else config.max_queue_s,
-    )
-    clock, entropy = SystemClock(), SystemEntropy()
-    try:
-        gateway = Gateway(config, cluster, directory, index, clock, entropy, limits)
-    except StartupFailed:
-        await directory.close()
-        await index.close()
-        raise
+    gateway = Gateway(config, cluster, session_limits)
     try:
         await gateway.start()
     except StartupFailed:
@@ -384,5 +370,5 @@ async def run(config: GatewayConfig, cluster: ClusterConfig) -> int:
 async def _print_startup_message(gateway: Gateway) -> None:
     """Once it can serve, which may be long after it listens."""
     print("waiting for a prefill and a decode node", flush=True)
-    for line in (await gateway.startup_message()).lines():
+    for line in await gateway.startup_lines():
         print(line, flush=True)

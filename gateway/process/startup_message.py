@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import dataclass
+
+from ...core.config import GatewayConfig
 
 READY = "Ready: "
 TRY = "Try: "
@@ -12,50 +13,27 @@ TRY = "Try: "
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # how to dial who listens everywhere
 
 
-@dataclass(frozen=True, slots=True)
-class StartupMessage:
-    """A gateway that serves, as far as its first caller has to know it."""
-
-    host: str
-    http_port: int
-    grpc_port: int
-    model: str
-    knows_chats: bool
-    knows_text: bool = True
-    has_tls: bool = False
-    needs_keys: bool = False
-    own_http_port: int | None = None
-
-    @property
-    def http_url(self) -> str:
-        return self._http_url(self.http_port)
-
-    def lines(self) -> tuple[str, str]:
-        """The addresses, and a request for curl; they begin with READY and TRY."""
-        grpc_url = f"grpc{self._s}://{self._address(self.grpc_port)}"
-        own_url = self._http_url(self.own_http_port or self.http_port)
-        addresses = f"{self.http_url} {grpc_url} dashboard {own_url}/dashboard"
-        return f"{READY}{addresses}", f"{TRY}{self._curl()}"
-
-    def _curl(self) -> str:
-        content: dict[str, object] = {"prompt": "hello" if self.knows_text else [1, 2, 3]}
-        if self.knows_chats:
-            content = {"messages": [{"role": "user", "content": "hello"}]}
-        path = "chat/completions" if self.knows_chats else "completions"
-        body = json.dumps({"model": self.model, **content, "max_tokens": 32}, ensure_ascii=False)
-        key = ' -H "Authorization: Bearer $BATON_API_KEY"' if self.needs_keys else ""
-        return (
-            f"curl {self.http_url}/v1/{path}{key} -H 'Content-Type: application/json' "
-            f"-d {shlex.quote(body)}"
-        )
-
-    @property
-    def _s(self) -> str:
-        return "s" if self.has_tls else ""
-
-    def _http_url(self, port: int) -> str:
-        return f"http{self._s}://{self._address(port)}"
-
-    def _address(self, port: int) -> str:
-        host = _EVERYWHERE.get(self.host, self.host)
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+def startup_lines(
+    config: GatewayConfig,
+    model: str,
+    *,
+    http_port: int,
+    grpc_port: int,
+    own_http_port: int | None,
+    knows_chats: bool,
+) -> tuple[str, str]:
+    """The addresses, and a request for curl; they begin with READY and TRY. `model` is its name."""
+    host = _EVERYWHERE.get(config.host, config.host)
+    host = f"[{host}]" if ":" in host else host
+    s = "s" if config.tls_cert is not None else ""
+    url = f"http{s}://{host}:{http_port}"
+    grpc_url = f"grpc{s}://{host}:{grpc_port}"
+    own_url = f"http{s}://{host}:{own_http_port or http_port}"
+    content: dict[str, object] = {"prompt": [1, 2, 3] if config.skip_tokenizer_init else "hello"}
+    if knows_chats:
+        content = {"messages": [{"role": "user", "content": "hello"}]}
+    path = "chat/completions" if knows_chats else "completions"
+    body = json.dumps({"model": model, **content, "max_tokens": 32}, ensure_ascii=False)
+    key = ' -H "Authorization: Bearer $BATON_API_KEY"' if config.api_keys is not None else ""
+    curl = f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    return f"{READY}{url} {grpc_url} dashboard {own_url}/dashboard", f"{TRY}{curl}"

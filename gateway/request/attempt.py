@@ -15,11 +15,10 @@ import math
 from typing import TypeAlias
 
 from ...core.errors import BatonError, Cancelled, EngineFailed, HandoffFailed
-from ...core.request.logprobs import TokenLogprobs
-from ...core.request.request import FinishReason
+from ...core.request.request import FinishReason, TokenLogprobs
 from ...core.request.timeline import Event
 from .engine_link import EngineOutput, Route
-from .token_order import TokenSplice
+from .output_chunk import TokenSplice
 
 OutputToken: TypeAlias = tuple[int, TokenLogprobs | None]  # the second if it was requested
 

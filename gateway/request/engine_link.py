@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
 from ...core.errors import BatonError
-from ...core.request.logprobs import TokenLogprobs
-from ...core.request.request import FinishReason, Request, Ticket
+from ...core.request.request import FinishReason, Request, Ticket, TokenLogprobs
 from ...core.request.timeline import Stamp
 
 

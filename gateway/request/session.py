@@ -9,7 +9,7 @@ An *attempt* is one dispatch to a prefill and a decode engine. When one fails, t
 streamed go with the next as `output_token_ids`, and both engines of the old one get a Cancel; what
 still comes from them is dropped by its attempt number. Of several samples of one prompt the first
 dispatches for all, once; from then on each is a session like any other. When a waiting session
-tries to dispatch is its owner's choice, but for a retry, which goes first (dispatch_queue.py). Sees
+tries to dispatch is its owner's choice, but for a retry, which goes first (session_table.py). Sees
 clock, entropy, engines and the client only through Protocols; never blocks: the owner calls `tick`
 at `next_wakeup_s`.
 """
@@ -47,9 +47,8 @@ from .engine_link import (
     TransferSummary,
     Work,
 )
-from .output_chunk import ChunkQueue, OutputChunk, RequestResult
+from .output_chunk import ChunkQueue, OutputChunk, PromptScores, RequestResult
 from .suspects import EngineDeaths, Suspects
-from .token_order import PromptScores
 
 GATEWAY = "gateway"
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ...constraints.grammars import Grammars
 from ...core.errors import BatonError
-from ...core.request.constraint import Constraint
+from ...core.request.request import Constraint
 from ...proto.codec import constraint_from_wire
 from ...proto.v1 import node_pb2
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from ...core.errors import BatonError, Cancelled, DeadlineExceeded, InvalidRequest, Unavailable
 from ...core.ports import Clock
-from ...core.request.logprobs import TokenLogprobs
+from ...core.request.request import TokenLogprobs
 from ...core.request.timeline import Event, NodeStamp
 from ...engine.scheduling.outputs import PromptLogprobs, TokenOutput
 from ...proto import codec

@@ -21,7 +21,7 @@ from baton.engine.model.checkpoint import load_weights
 from baton.engine.model.layers import Target
 from baton.engine.model.model_config import read_model_config
 from baton.engine.model.weight_files import weight_files
-from baton.gateway.validation.served_model import ServedModel
+from baton.gateway.validation.validation import ServedModel
 
 _PARSER_OF = {
     "gateway": (GatewayConfig, ClusterConfig),

@@ -123,7 +123,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             with process(*argv, environment=plain):
                 address = f"127.0.0.1:{ports[0]}"
                 wait_for_model(address)
-                own = system.deployment.greeting[0].split()[1]
+                own = system.deployment.startup_lines[0].split()[1]
                 yield World(system, address, urlsplit(own).netloc)
 
 

@@ -13,9 +13,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from baton.core.request.logprobs import TokenLogprobs
-from baton.core.request.request import SamplingParams
-from baton.core.request.sampling import mix64, token_key
+from baton.core.request.request import SamplingParams, TokenLogprobs, mix64, token_key
 from baton.engine.execution.batch import SampledToken, SequenceSlice
 from baton.kernels.sampling.sample_spec import SampleSpec
 

@@ -27,8 +27,7 @@ from baton.core.channels.admission import PULLER, dial
 from baton.core.channels.channel import FrameBuffer, encode_payload
 from baton.core.errors import Cancelled, EngineFailed, PermissionDenied, Unavailable
 from baton.core.membership import Member, Role
-from baton.core.request.constraint import Constraint, ConstraintKind
-from baton.core.request.request import Request, SamplingParams, Ticket
+from baton.core.request.request import Constraint, ConstraintKind, Request, SamplingParams, Ticket
 from baton.kv_transfer.protocol.messages import PROTOCOL
 from baton.proto.v1 import handoff_pb2, node_pb2
 

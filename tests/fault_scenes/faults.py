@@ -34,8 +34,7 @@ from baton.client import AsyncClient, AsyncGeneration, Result
 from baton.cluster.secret import ClusterSecret
 from baton.core.config import EngineConfig
 from baton.core.errors import BatonError
-from baton.core.request.request import Request, SamplingParams
-from baton.core.request.sampling import token_key
+from baton.core.request.request import Request, SamplingParams, token_key
 from baton.core.request.timeline import Event
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.local import LocalEngine

@@ -8,8 +8,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from baton.core.request.request import SamplingParams
-from baton.core.request.sampling import mix64, token_key
+from baton.core.request.request import SamplingParams, mix64, token_key
 from baton.kernels.sampling import sampling
 from baton.kernels.sampling.sample_spec import SampleSpec
 from baton.kernels.sampling.sampling import sample

@@ -24,7 +24,7 @@ KEYWORDS = {"shell": True, "trust_remote_code": True, "check_hostname": False}
 EDGES = (
     "gateway/http", "gateway/security", "gateway/grpc/service.py", "gateway/grpc/vllm_wire.py",
     "gateway/validation/validation.py", "core/request/parameters.py", "core/request/json_fields.py",
-    "gateway/engines/wire.py", "gateway/grpc/grpc_calls.py", "gateway/grpc/vllm_engine.py",
+    "gateway/engines/wire.py", "gateway/grpc/vllm_engine.py",
     "cluster", "node/supervisor/rpc.py",
     "kv_transfer/protocol/wire.py", "kv_transfer/export/pool_address.py", "core/model_dir.py",
     "engine/model/checkpoint.py", "engine/model/model_config.py",

@@ -25,8 +25,7 @@ from ....core.version import version
 from ...telemetry.calls.call_record import SloTargets
 from ..protocol.app_state import AppState
 from ..protocol.errors import Refusal
-from .roster import EngineRoster
-from .snapshot import SnapshotFeed, Update
+from .snapshot import EngineRoster, SnapshotFeed, Update
 
 ROUTES = web.RouteTableDef()
 

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from ....core.errors import InvalidRequest
 from ....core.request.json_fields import BOOLEAN, STRING, TOKEN_IDS, FieldKind, invalid, list_of
-from ....core.request.logprobs import TokenLogprobs
+from ....core.request.request import TokenLogprobs
 from ....core.request.token_ids import pack
 from ....proto.v1 import inference_pb2
 from ...admission.front_door import RunningCall

@@ -1,7 +1,7 @@
 """From calls to an answer, for both endpoints that generate: a stream of events, or one object.
 
     prompt 0 ── generate ─┐ all accepted? ─► chunks ─┐
-    prompt 1 ── generate ─┤   (else none)   chunks ──┼─► on_chunk(prompt, chunk), one at a time
+    prompt 1 ── generate ─┤   (else none)   chunks ──┼─► _take(prompt, chunk), one at a time
     prompt 2 ── generate ─┘                 chunks ─┘
 The first failure ends all.
 """
@@ -11,15 +11,15 @@ from __future__ import annotations
 import asyncio
 import re
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
 
 from ....core.errors import BatonError, InvalidRequest
-from ....core.request.logprobs import TokenLogprobs
+from ....core.request.request import TokenLogprobs
 from ....proto.v1 import inference_pb2
 from ...admission.front_door import RunningCall
 from ...request.output_chunk import OutputChunk, merged
@@ -45,10 +45,6 @@ _TAIL = "]}\n\n"  # behind the choices of an event
 _MAX_TRACE = 512  # characters of a header, as W3C has it for tracestate
 
 TokenOf = Callable[[int], TokenText]
-Generate = Callable[[int], AbstractAsyncContextManager[RunningCall]]
-OnStart = Callable[[Sequence[RunningCall]], Awaitable[None]]
-OnChunk = Callable[[int, OutputChunk], Awaitable[None]]
-Push = Callable[[OutputChunk], bool]
 
 
 class Sample(ABC):
@@ -158,9 +154,40 @@ class Response(ABC):
 
     async def run(self) -> web.StreamResponse:
         """Run the prompts; raises what ended them, with the client's names of fields."""
-        on_chunk, push = (self._send, self._push) if self.is_stream else (self._collect, None)
-        await _run_prompts(self._generate, len(self.prompts), self._begin, on_chunk, push)
+        if len(self.prompts) == 1:
+            async with self._generate(0) as call:
+                await self._begin([call])
+                if self.is_stream:
+                    call.push_to(self._push)
+                async for chunk in call.chunks():
+                    await self._take(0, chunk)
+        else:
+            await self._run_several()
         return await self._end_stream() if self.is_stream else self._whole()
+
+    async def _run_several(self) -> None:
+        """All to their ends; raises the first error."""
+        started: dict[int, RunningCall] = {}
+        all_accepted = asyncio.Event()
+        one_at_a_time = asyncio.Lock()
+
+        async def run(index: int) -> None:
+            async with self._generate(index) as call:
+                started[index] = call
+                if len(started) == len(self.prompts):
+                    await self._begin([started[i] for i in range(len(self.prompts))])
+                    all_accepted.set()
+                await all_accepted.wait()
+                async for chunk in call.chunks():
+                    async with one_at_a_time:
+                        await self._take(index, chunk)
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for index in range(len(self.prompts)):
+                    tasks.create_task(run(index))
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
 
     @asynccontextmanager
     async def _generate(self, prompt_index: int) -> AsyncIterator[RunningCall]:
@@ -205,6 +232,13 @@ class Response(ABC):
             for sample in self._samples
         ]
 
+    async def _take(self, prompt_index: int, chunk: OutputChunk) -> None:
+        """Write a chunk to the stream, or keep it for the whole answer."""
+        if not self.is_stream:
+            self._chunks.setdefault(self._note(prompt_index, chunk), []).append(chunk)
+        elif events := self._events(prompt_index, chunk):
+            await self._stream.send(events)
+
     def _note(self, prompt_index: int, chunk: OutputChunk) -> int:
         """Count a chunk; returns whose it is."""
         self._counts.add(prompt_index, chunk)
@@ -217,10 +251,6 @@ class Response(ABC):
         return prompt_index * self.num_samples + chunk.sample_index
 
     # --- a stream ---------------------------------------------------------------------------------
-
-    async def _send(self, prompt_index: int, chunk: OutputChunk) -> None:
-        if events := self._events(prompt_index, chunk):
-            await self._stream.send(events)
 
     def _push(self, chunk: OutputChunk) -> bool:
         """Write the only prompt's next chunk now, if the client takes what is written."""
@@ -254,9 +284,6 @@ class Response(ABC):
 
     # --- whole ------------------------------------------------------------------------------------
 
-    async def _collect(self, prompt_index: int, chunk: OutputChunk) -> None:
-        self._chunks.setdefault(self._note(prompt_index, chunk), []).append(chunk)
-
     def _whole(self) -> web.Response:
         choices = [one.choice(merged(self._chunks[i])) for i, one in enumerate(self._samples)]
         own = {"choices": choices, "usage": self._counts.usage()} | self.extra
@@ -277,45 +304,6 @@ def _rename(error: BatonError, names: Mapping[str, str]) -> None:
 def _ascii(name: str) -> str:
     """A node's name as a header can carry it."""
     return "".join(char if " " <= char <= "~" else "?" for char in name)
-
-
-async def _run_prompts(
-    generate: Generate, num_prompts: int, on_start: OnStart, on_chunk: OnChunk, push: Push | None
-) -> None:
-    """Run all to their ends; raises the first error.
-
-    `generate`: FrontDoor.generate of the prompt with this index. `push`: see RunningCall.push_to,
-    for the chunks of a single prompt.
-    """
-    if num_prompts == 1:
-        async with generate(0) as call:
-            await on_start([call])
-            if push is not None:
-                call.push_to(push)
-            async for chunk in call.chunks():
-                await on_chunk(0, chunk)
-        return
-    started: dict[int, RunningCall] = {}
-    all_accepted = asyncio.Event()
-    one_at_a_time = asyncio.Lock()
-
-    async def run(index: int) -> None:
-        async with generate(index) as call:
-            started[index] = call
-            if len(started) == num_prompts:
-                await on_start([started[i] for i in range(num_prompts)])
-                all_accepted.set()
-            await all_accepted.wait()
-            async for chunk in call.chunks():
-                async with one_at_a_time:
-                    await on_chunk(index, chunk)
-
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            for index in range(num_prompts):
-                tasks.create_task(run(index))
-    except BaseExceptionGroup as group:
-        raise group.exceptions[0] from None
 
 
 def prompt_logprobs(

@@ -116,7 +116,7 @@ async def check_access(request: web.Request, handler: Handler) -> web.StreamResp
 
 
 def scope_of(path: str, *, exists: bool) -> str | None:
-    """The scope that a path needs; None: open to all, as is hearing that it does not exist."""
+    """The scope that a path needs; None: open to all, as is the answer that it does not exist."""
     if path in _OPEN:
         return None
     return _SCOPE_OF.get(path.lstrip("/").partition("/")[0], ADMIN if exists else None)

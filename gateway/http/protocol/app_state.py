@@ -12,7 +12,7 @@ from ...admission.front_door import FrontDoor
 from ...engines.cluster_view import ClusterView
 from ...engines.engine_table import EngineTable
 from ...security.tenancy import Caller
-from ...telemetry.setup import Telemetry
+from ...telemetry.call_feed import Telemetry
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,7 @@ from ....core.request.timeline import Event
 from ....core.version import version
 from ...request.output_chunk import RequestResult
 from ...request.session import GATEWAY
-from .call_figures import times_of
-from .call_record import CallFigures, CallRecord
+from .call_record import CallFigures, CallRecord, times_of
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter

@@ -20,8 +20,8 @@ from ...engines.cluster_view import ClusterView
 from ...engines.engine_table import EngineTable
 from ...engines.linked_engine import EngineCounters, LinkedEngine, ReportedLoad
 from . import metric_table as table
-from .metric_store import MetricStore
 from .metric_table import Metric
+from .tally import MetricStore
 
 FORGET_S = 600.0  # how long an engine that is gone is shown as down
 
@@ -68,36 +68,28 @@ def full_prefix(prefix: str) -> str:
     return prefix if prefix[-1] in "_:" else f"{prefix}_"
 
 
+@dataclass(eq=False)
 class Exporter:
-    """All of a gateway's metrics: `render` answers a scrape."""
+    """All of a gateway's metrics: `render` answers a scrape.
 
-    def __init__(
-        self,
-        store: MetricStore,
-        settle: Callable[[], None],
-        engines: EngineTable,
-        view: ClusterView,
-        clock: Clock,
-        is_index_up: Callable[[], bool],
-        num_queued: Callable[[], int],
-        certificate_ends_s: Callable[[], Mapping[str, float]] = dict,
-    ) -> None:
-        """`settle` brings the store's metrics of calls up to date (CallFeed.settle).
+    `_settle` brings the store's metrics of calls up to date (CallFeed.settle).
+    `_certificate_ends_s`: by file, the Unix time at which its certificate ends.
+    """
 
-        `certificate_ends_s`: by file, the Unix time at which its certificate ends.
-        """
-        self._store = store
-        self._settle = settle
-        self._engines = engines
-        self._view = view
-        self._clock = clock
-        self._is_index_up = is_index_up
-        self._num_queued = num_queued
-        self._certificate_ends_s = certificate_ends_s
-        self._last_known_s: dict[_NodeName, float] = {}
-        self._read: dict[str, _Read] = {}  # by incarnation
-        self._registry = CollectorRegistry()
-        self._registry.register(store)
+    _store: MetricStore
+    _settle: Callable[[], None]
+    _engines: EngineTable
+    _view: ClusterView
+    _clock: Clock
+    _is_index_up: Callable[[], bool]
+    _num_queued: Callable[[], int]
+    _certificate_ends_s: Callable[[], Mapping[str, float]] = dict
+    _last_known_s: dict[_NodeName, float] = field(default_factory=dict)
+    _read: dict[str, _Read] = field(default_factory=dict)  # by incarnation
+    _registry: CollectorRegistry = field(default_factory=CollectorRegistry)
+
+    def __post_init__(self) -> None:
+        self._registry.register(self._store)
         ProcessCollector(registry=self._registry)
 
     def connection_refused(self) -> None:

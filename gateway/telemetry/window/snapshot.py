@@ -12,8 +12,7 @@ from dataclasses import asdict
 from functools import cache
 from typing import Any
 
-from ..calls.call_figures import STAGES
-from ..calls.call_record import CallFigures, CallRecord, SloTargets, description
+from ..calls.call_record import STAGES, CallFigures, CallRecord, SloTargets, description
 from ..metrics import metric_table as table
 from ..metrics.tally import Histogram, Tally, middle
 from .window import LATENCIES, Second, TelemetryWindow, counts_of, microseconds

@@ -9,7 +9,7 @@ but their names in results; snapshot.py makes it JSON.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from ....core.errors import Cancelled
@@ -68,14 +68,17 @@ class TelemetryWindow:
         self.began_s = clock.monotonic_s()
         self._unix_offset_us = clock.unix_ns() // 1000 - microseconds(self.began_s)
         self._total = Tally()
-        self._seconds: deque[Second] = deque()  # without those in which nothing was
-        self._recent: deque[tuple[CallRecord, CallFigures]] = deque(maxlen=max_recent)
+        # As of the last `total`, oldest first, without those in which nothing was; the last one may
+        # still be growing.
+        self.seconds: deque[Second] = deque()
+        # Oldest first; of each call its first sample's result.
+        self.recent: deque[tuple[CallRecord, CallFigures]] = deque(maxlen=max_recent)
 
     def take(self, tally: Tally, number: int) -> None:
         """What was counted in this second, or in a part of it."""
         if not (tally.counts or tally.histograms):
             return
-        seconds = self._seconds
+        seconds = self.seconds
         if not seconds or seconds[-1].number < number:
             seconds.append(Second(number))
         seconds[-1].tally.add(tally, _KEPT)
@@ -88,7 +91,7 @@ class TelemetryWindow:
         """A call that is over: what is kept of it does not grow with its tokens."""
         results = {i: result for i, result in record.results.items() if i == 0}
         kept = replace(record, token_times=[], results=results, prompt=None)
-        self._recent.append((kept, figures))
+        self.recent.append((kept, figures))
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -103,16 +106,6 @@ class TelemetryWindow:
         """How much of the span this gateway has lived through: what rates are divided by."""
         return min(float(self.span_s), max(1.0, self._clock.monotonic_s() - self.began_s))
 
-    @property
-    def seconds(self) -> Sequence[Second]:
-        """As of the last `total`, oldest first; the last one may still be growing."""
-        return self._seconds
-
-    @property
-    def recent(self) -> Sequence[tuple[CallRecord, CallFigures]]:
-        """Oldest first; of each call its first sample's result."""
-        return self._recent
-
     def now_us(self) -> int:
         """The monotonic clock in microseconds: whole, so that a reader can give it back exactly."""
         return microseconds(self._clock.monotonic_s())
@@ -126,8 +119,8 @@ class TelemetryWindow:
 
     def _expire(self, now: int) -> None:
         """Drop what is older than the span."""
-        while self._seconds and self._seconds[0].number < now - self.span_s:
-            self._total.subtract(self._seconds.popleft().tally)
+        while self.seconds and self.seconds[0].number < now - self.span_s:
+            self._total.subtract(self.seconds.popleft().tally)
 
 
 def counts_of(tally: Tally) -> dict[str, int]:

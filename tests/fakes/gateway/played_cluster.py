@@ -26,11 +26,10 @@ from baton.gateway.admission.admission import QueueLimit
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine, ReportedLoad
 from baton.gateway.engines.prompt_router import PromptRouter
-from baton.gateway.request.dispatch_queue import DispatchQueue
 from baton.gateway.request.engine_link import EngineOutput, Work
 from baton.gateway.request.output_chunk import OutputChunk
 from baton.gateway.request.session import Session, SessionLimits
-from baton.gateway.request.session_table import SessionTable
+from baton.gateway.request.session_table import DispatchQueue, SessionTable
 from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
 from baton.prefix_index.mirror import PrefixMirror

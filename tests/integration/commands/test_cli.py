@@ -115,7 +115,7 @@ def test_a_chat_by_the_template_is_the_one_over_http(system: Running) -> None:
         timeout=30,
     )
     assert said.returncode == 0, said.stderr
-    (line,) = (line for line in system.deployment.greeting if line.startswith("Try: "))
+    (line,) = (line for line in system.deployment.startup_lines if line.startswith("Try: "))
     _, curl, url, *arguments = shlex.split(line)
     assert curl == "curl"
     body = json.loads(arguments[-1])

@@ -140,8 +140,8 @@ async def test_two_gateways_share_the_ports(monkeypatch: pytest.MonkeyPatch) -> 
         own, shared, addresses = zip(*(c.addresses for c in deployment.gateways), strict=True)
         assert len({*shared}) == len({*addresses}) == 1 and len({*own, *shared}) == 3
         assert addresses[0] == deployment.address
-        assert deployment.greeting[0].startswith(f"Ready: {shared[0]} ")
-        assert deployment.greeting[0].endswith(f"dashboard {own[0]}/dashboard")
+        assert deployment.startup_lines[0].startswith(f"Ready: {shared[0]} ")
+        assert deployment.startup_lines[0].endswith(f"dashboard {own[0]}/dashboard")
         keeping = asyncio.create_task(deployment.keep())
         body = {"model": "demo", "prompt": "hello", "max_tokens": 4}
         for url in (*own, shared[0]):

@@ -11,8 +11,15 @@ from typing import Any
 import pytest
 
 from baton.cli.cluster.fsck import as_dict, examine, judge
-from baton.cli.cluster.ledger import BadLedger, Ledger, LedgerTransfer, parse_ledger
-from baton.cli.cluster.survey import EngineView, Survey, count_published
+from baton.cli.cluster.survey import (
+    BadLedger,
+    EngineView,
+    Ledger,
+    LedgerTransfer,
+    Survey,
+    count_published,
+    parse_ledger,
+)
 from baton.cli.host.finding import Finding, Level
 from baton.core.membership import Member, Role
 from baton.core.request.token_ids import BlockHash

@@ -29,7 +29,7 @@ from baton.core.config import ClusterConfig, EngineConfig, GatewayConfig, NodeCo
 from baton.core.errors import PermissionDenied, StartupFailed
 from baton.core.membership import Role
 from baton.core.ports import SystemClock
-from baton.gateway.security.setup import Security
+from baton.gateway.security.gate import Security
 from baton.node.supervisor import supervisor
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from baton.constraints.grammar_text import MAX_SOURCE_BYTES
 from baton.constraints.grammars import Grammars, accept
 from baton.core.errors import InvalidRequest
-from baton.core.request.constraint import Constraint, ConstraintKind
+from baton.core.request.request import Constraint, ConstraintKind
 
 SCHEMA, REGEX = ConstraintKind.JSON_SCHEMA, ConstraintKind.REGEX
 GRAMMAR, CHOICE = ConstraintKind.GRAMMAR, ConstraintKind.CHOICE

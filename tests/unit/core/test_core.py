@@ -18,9 +18,17 @@ from baton.core import errors, flags
 from baton.core.config import ClusterConfig, EngineConfig, NodeConfig
 from baton.core.membership import Role
 from baton.core.metrics import TokenTimes, goodput_rps, percentile
-from baton.core.request.constraint import Constraint, ConstraintKind
-from baton.core.request.request import OPTIONS, SAMPLING, Request, SamplingParams, Ticket
-from baton.core.request.sampling import mix64, token_key
+from baton.core.request.request import (
+    OPTIONS,
+    SAMPLING,
+    Constraint,
+    ConstraintKind,
+    Request,
+    SamplingParams,
+    Ticket,
+    mix64,
+    token_key,
+)
 from baton.core.request.token_ids import block_hashes, column, pack, root_hash, unpack
 from baton.proto import codec
 from baton.proto.v1 import common_pb2, inference_pb2, node_pb2

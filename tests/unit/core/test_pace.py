@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.core.pace import Pace
+from baton.core.channels.accept_thread import Pace
 
 
 def num_begun(pace: Pace, num_wanted: int) -> int:

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from baton.core.request.logprobs import TokenLogprobs
-from baton.core.request.request import Request, SamplingParams
+from baton.core.request.request import Request, SamplingParams, TokenLogprobs
 from baton.core.step_cost import StepShape
 from baton.engine.engine import Engine
 from baton.engine.execution.batch import SampledToken, SequenceSlice

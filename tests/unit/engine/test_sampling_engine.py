@@ -14,8 +14,7 @@ from fakes.runner import FakeRunner, expected_tokens
 from transformers import LlamaForCausalLM
 
 from baton.core.config import EngineConfig
-from baton.core.request.logprobs import TokenLogprobs
-from baton.core.request.request import FinishReason, Request, SamplingParams
+from baton.core.request.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from baton.engine.engine import Engine
 from baton.engine.execution.batch import SequenceSlice
 from baton.engine.execution.runner import ModelRunner

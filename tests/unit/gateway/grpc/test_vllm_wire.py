@@ -8,8 +8,7 @@ import pytest
 from google.protobuf.runtime_version import VersionError
 
 from baton.core.errors import InvalidRequest
-from baton.core.request.logprobs import TokenLogprobs
-from baton.core.request.request import FinishReason
+from baton.core.request.request import FinishReason, TokenLogprobs
 from baton.core.request.token_ids import pack
 from baton.gateway.request.output_chunk import OutputChunk, RequestResult
 

@@ -17,9 +17,8 @@ from baton.core.membership import Member, Role
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine, ReportedLoad
 from baton.gateway.http.dashboard import routes
-from baton.gateway.http.dashboard.roster import EngineRoster
 from baton.gateway.http.dashboard.routes import MAX_VIEWERS, add_dashboard, static_files
-from baton.gateway.http.dashboard.snapshot import SnapshotFeed, definitions
+from baton.gateway.http.dashboard.snapshot import EngineRoster, SnapshotFeed, definitions
 from baton.gateway.http.protocol.errors import Refusal
 from baton.gateway.telemetry.calls.call_record import SloTargets
 from baton.gateway.telemetry.window.window import TelemetryWindow

@@ -11,8 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.gateway.http.chat.tool_formats import HERMES, LLAMA3_JSON, ToolFormat, format_of_template
-from baton.gateway.http.chat.tool_parsing import Content
+from baton.gateway.http.chat.tool_formats import (
+    HERMES,
+    LLAMA3_JSON,
+    Content,
+    ToolFormat,
+    format_of_template,
+)
 
 
 @dataclass

@@ -11,13 +11,11 @@ from fakes.gateway.engine_link import FakeLink, FakeRouter, Letters
 from fakes.gateway.step_outputs import give
 
 from baton.core.errors import BatonError, Cancelled, EngineFailed, NodeLost, Unavailable
-from baton.core.request.logprobs import TokenLogprobs
-from baton.core.request.request import FinishReason, RequestOptions, SamplingParams
+from baton.core.request.request import FinishReason, RequestOptions, SamplingParams, TokenLogprobs
 from baton.core.request.timeline import Event, Stamp
 from baton.gateway.request.engine_link import Demand, EngineOutput, Work
-from baton.gateway.request.output_chunk import ChunkQueue, OutputChunk, RequestResult
+from baton.gateway.request.output_chunk import ChunkQueue, OutputChunk, PromptScores, RequestResult
 from baton.gateway.request.session import Session, SessionLimits
-from baton.gateway.request.token_order import PromptScores
 from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
 

@@ -9,7 +9,7 @@ import pytest
 
 from baton.core import errors
 from baton.core.errors import BatonError, InvalidRequest, public_error
-from baton.gateway.grpc.grpc_calls import answering
+from baton.gateway.grpc.service import answering
 
 INSIDE = "File /srv/baton/secret.py at 10.0.0.7:4711: cudaErrorIllegalAddress"
 # Raised by our own words alone, or about the request.

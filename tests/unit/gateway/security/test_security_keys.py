@@ -25,9 +25,9 @@ from baton.gateway.security.gate import (
     BrowserSessions,
     Gate,
     KeyRing,
+    Security,
 )
 from baton.gateway.security.key_file import BadKeyFile, add_key, load_keys, parse_keys
-from baton.gateway.security.setup import Security
 from baton.gateway.security.tenancy import ADMIN, INFER, METRICS, Caller, Limits, anyone
 
 ALL = frozenset({INFER, METRICS, ADMIN})

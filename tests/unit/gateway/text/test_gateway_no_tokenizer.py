@@ -10,8 +10,7 @@ import pytest
 from baton.core.config import GatewayConfig
 from baton.core.errors import InvalidRequest, StartupFailed
 from baton.gateway.text.text_stream import TextStream
-from baton.gateway.validation.served_model import ServedModel
-from baton.gateway.validation.validation import ValidatedRequest, check_request
+from baton.gateway.validation.validation import ServedModel, ValidatedRequest, check_request
 from baton.proto.v1 import inference_pb2
 
 

@@ -15,7 +15,7 @@ from tokenizers import decoders
 from tokenizers.decoders import DecodeStream
 
 from baton.core.errors import EngineFailed, StartupFailed
-from baton.gateway.request.token_order import TokenSplice
+from baton.gateway.request.output_chunk import TokenSplice
 from baton.gateway.text.text_stream import StopMatcher, TextStream
 from baton.gateway.text.tokenizer import Tokenizer
 

@@ -13,7 +13,7 @@ from fakes.node.inbox import FakeInbox
 
 from baton.constraints.grammars import Grammar
 from baton.core.errors import InvalidRequest, NodeLost
-from baton.core.request.constraint import Constraint, ConstraintKind
+from baton.core.request.request import Constraint, ConstraintKind
 from baton.node.channels.engine_channels import EngineChannels, FromGateway, Kind, Link, LinkOver
 from baton.node.engine_process.engine_loop import EngineLoop
 from baton.node.engine_process.grammar_gate import GrammarGate
