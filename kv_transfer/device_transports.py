@@ -78,6 +78,6 @@ def _nccl(
 def _make_bytes(kv: CpuKvMemory | CudaKvMemory) -> MakeBytes:
     if isinstance(kv, CpuKvMemory):
         return lambda cut: HostBlockBytes(kv, cut)
-    from .network.cuda_block_bytes import CudaBlockBytes
+    from .network.tcp import CudaBlockBytes
 
     return lambda cut: CudaBlockBytes(kv, cut)

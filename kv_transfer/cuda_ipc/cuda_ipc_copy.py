@@ -28,8 +28,8 @@ from ...engine.kv.cuda_kv_memory import CudaKvMemory
 from ...engine.kv.cuda_memory import describe_error, forget_error, runtime
 from ...kernels.kv.kv_blocks_triton import pull_blocks, pull_heads
 from ...kernels.upload import upload
-from ..window.block_pairs import Ids, Runs, find_runs
 from ..window.head_ranges import BlockCut, HeadPiece
+from ..window.transport import Ids, Runs, find_runs
 
 MAX_BLOCKS = 1024  # of one launch
 _ANY_DIRECTION = 4  # cudaMemcpyDefault

@@ -18,8 +18,7 @@ from ...core.errors import (
     UnknownTransfer,
 )
 from ...core.ports import Clock
-from ..window.block_pairs import BlockPairs
-from ..window.transport import PullOutcome
+from ..window.transport import BlockPairs, PullOutcome
 from .events import (
     CancelPull,
     ClosePeer,
@@ -48,8 +47,7 @@ from .events import (
 )
 from .messages import Attach, CancelTransfer, Hello, Manifest, Message, Release, Renew, Revoked
 from .pairing import Pairs, PairState, Tombstones
-from .puller_transfer import ManifestSequence, PullerState, PullerTransfer
-from .puller_waits import Renewals, ReserveQueue
+from .puller_transfer import ManifestSequence, PullerState, PullerTransfer, Renewals, ReserveQueue
 
 
 class Puller:

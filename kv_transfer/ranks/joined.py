@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...core.errors import HandoffFailed
-from ..window.block_pairs import BlockPairs
 from ..window.head_ranges import HeadPiece
 from ..window.network_address import RemotePool
 from ..window.transport import (
+    BlockPairs,
     PoolWindow,
     PullHandle,
     PullOutcome,

@@ -21,8 +21,7 @@ import numpy as np
 
 from ...core.errors import HandoffFailed
 from ...engine.parallel.rank_channel import MessageKind, RankChannel, RankMessage
-from ..window.block_pairs import BlockPairs
-from ..window.transport import PoolWindow, PullHandle, PullOutcome, Transport
+from ..window.transport import BlockPairs, PoolWindow, PullHandle, PullOutcome, Transport
 from .joined import SourcePiece, open_pieces
 
 _NUMBER = struct.Struct("<Q")

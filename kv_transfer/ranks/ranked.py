@@ -20,10 +20,9 @@ from ...engine.parallel.rank_channel import MessageKind
 from ...engine.parallel.rank_group import RankGroup
 from ..export.pool_address import PoolPart, describe
 from ..network.data_client import describe_remote
-from ..window.block_pairs import BlockPairs
 from ..window.head_ranges import HeadPiece, pieces_of
 from ..window.network_address import RemotePool, Routes
-from ..window.transport import PoolWindow, PullHandle, PullOutcome, Transport, worst
+from ..window.transport import BlockPairs, PoolWindow, PullHandle, PullOutcome, Transport, worst
 from .joined import JoinedPull, JoinedWindow, SourcePiece, open_pieces
 from .rank_pulls import Opened, pack_number, pack_pull
 

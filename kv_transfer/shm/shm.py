@@ -27,11 +27,10 @@ from ...engine.kv import memfd
 from ...engine.kv.block_pool import CANARY_BLOCK, canary_bytes
 from ...engine.kv.generations import GenerationsReader
 from ..export.pool_address import PoolDescription, PoolExporter, PoolPart, receive
-from ..window.block_pairs import BlockPair
 from ..window.head_ranges import BlockCut, HeadPiece
 from ..window.network_address import RemotePool
 from ..window.threaded_window import Pull, PullThread
-from ..window.transport import PullOutcome
+from ..window.transport import BlockPair, PullOutcome
 
 _log = logging.getLogger(__name__)
 _MEASURED_BYTES = 4 << 20

@@ -19,7 +19,7 @@ from ...core.config import NodeConfig
 from ...core.errors import BatonError, PermissionDenied, StartupFailed
 from ...proto.v1 import engine_pb2, node_pb2
 from ..channels.engine_channels import Connected, EngineChannels, Follower, Kind, Link
-from ..channels.inbox import Inbox
+from ..channels.mailboxes import Inbox
 from ..channels.source_dialer import MemberList, Puller, SourceDialer
 
 log = logging.getLogger(__name__)

@@ -47,14 +47,12 @@ from ...kv_transfer.protocol.messages import Hello
 from ...kv_transfer.window.network_address import PoolAccess
 from ...proto import codec
 from ...proto.v1 import engine_pb2, node_pb2
-from ..channels.inbox import Inbox
-from ..channels.outbox import Outbox
+from ..channels.mailboxes import Inbox, Outbox
 from ..requests.request_io import RequestIO
-from ..requests.role import EngineRole
+from ..requests.request_role import EngineRole
 from .engine_links import EngineLinks, Keys
-from .engine_loop import Callback, EngineLoop, InputEnded, Item
+from .engine_loop import Callback, EngineLoop, HeartbeatSender, InputEnded, Item
 from .grammar_gate import GrammarGate
-from .heartbeat import HeartbeatSender
 from .pools import exported, pool_parts
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import grpc
 from google.protobuf.message import DecodeError
 
-from ...cluster.node_calls import ACCEPTED, LEDGERS, MEMBERS, answer_with
+from ...cluster.known_nodes import ACCEPTED, LEDGERS, MEMBERS, answer_with
 from ...cluster.secret import ClusterSecret
 from ...cluster.tls import GATEWAY, check_peer_role
 from ...core.channels.admission import ADMIT_S

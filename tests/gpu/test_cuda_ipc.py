@@ -27,8 +27,7 @@ from baton.engine.kv.cuda_kv_memory import CudaKvMemory
 from baton.engine.kv.generations import SharedGenerations
 from baton.kv_transfer.export.pool_address import CudaMemory, PoolDescription, PoolExporter
 from baton.kv_transfer.shm.shm import export_host_pool
-from baton.kv_transfer.window.block_pairs import BlockPair, BlockPairs
-from baton.kv_transfer.window.transport import PullOutcome
+from baton.kv_transfer.window.transport import BlockPair, BlockPairs, PullOutcome
 
 pytestmark = [
     pytest.mark.gpu,

@@ -42,9 +42,8 @@ from baton.kv_transfer.protocol.messages import Attach, HandoffState, Manifest, 
 from baton.kv_transfer.protocol.puller import Puller
 from baton.kv_transfer.protocol.source import Source
 from baton.kv_transfer.shm.shm import _SourceMapping
-from baton.kv_transfer.window.block_pairs import BlockPair, BlockPairs
 from baton.kv_transfer.window.head_ranges import BlockCut
-from baton.kv_transfer.window.transport import PullOutcome
+from baton.kv_transfer.window.transport import BlockPair, BlockPairs, PullOutcome
 
 from ..clock import FakeClock
 from ..host_pool import HostPool
