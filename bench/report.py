@@ -38,6 +38,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "front": host.front,
     "texts": host.texts,
     "callers": host.callers,
+    "simulated goodput": host.simulated_goodput,
     "soak": host.soak,
     "strangers": host.strangers,
     "fault sweep": host.fault_sweep,

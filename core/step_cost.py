@@ -34,6 +34,11 @@ class StepShape:
     def num_rows(self) -> int:
         return self.num_prompt_tokens + self.num_decodes
 
+    def scaled_to(self, num_decodes: int) -> StepShape:
+        """Decodes alone: so many with contexts like those here, of which there is one at least."""
+        keys = self.keys * num_decodes // self.num_decodes
+        return StepShape(num_decodes=num_decodes, keys=keys)
+
     def with_prompt(self, num_tokens: int, context: int) -> StepShape:
         """With so many more tokens of a prompt of which `context` are computed."""
         return StepShape(

@@ -442,6 +442,11 @@ class Engine:
     def tbt_target_s(self, seconds: float | None) -> None:
         self._scheduler.tbt_target_s = seconds
 
+    @property
+    def promise_s(self) -> float | None:
+        """That target, or the strictest of the requests that run, if that is less."""
+        return self._scheduler.promise_s
+
     def block_refs(self, key: str, first: int, last: int) -> list[BlockRef]:
         """Logical blocks [first, last) of a request that holds blocks (else KeyError).
 

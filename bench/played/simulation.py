@@ -4,8 +4,9 @@ steps that take as long as a `StepCost` says, in virtual time.
     call ─► Session ─► EngineTable.choose ─► Engine.add | reserve, start ─► step ─► tokens
                         ▲ heartbeats                     one event a step, at its end
 
-A hand-off takes `HANDOFF_S` and what its bytes take. Heartbeats come every quarter of a second, as
-they do. The gateway's own time, the network's and a step's launch are not played.
+Several gateways know of each other's requests what engines' heartbeats have, which come every
+quarter of a second. A hand-off takes `HANDOFF_S` and what its bytes take. The gateways' own time,
+the network's and a step's launch are not played.
 """
 
 from __future__ import annotations
@@ -115,21 +116,35 @@ class EngineSetup:
     prefill_chunk_tokens: int = 0
 
 
+class PlayedGateway:
+    """What of a gateway decides where requests go, and streams their tokens."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self.table = EngineTable(PrefixMirror(clock))
+        self.queue = DispatchQueue(self.table.released)
+        self.sessions = SessionTable(clock, 1 << 20, self.queue)
+
+    def received(self, name: str, outputs: Sequence[EngineOutput]) -> None:
+        """What it does with a step's outputs."""
+        self.table.engines[name].settle(outputs)
+        self.sessions.engine_tokens(name, ())
+        self.sessions.engine_outputs(name, outputs)
+
+
 class Simulation:
     """`at` plays something later; `run` moves the clock until nothing is left."""
 
-    def __init__(self, cost: StepCost, setups: Mapping[str, EngineSetup]) -> None:
+    def __init__(
+        self, cost: StepCost, setups: Mapping[str, EngineSetup], num_gateways: int = 1
+    ) -> None:
         self.clock = VirtualClock()
         self.calls: list[Call] = []
-        self.table = EngineTable(PrefixMirror(self.clock))
-        self.queue = DispatchQueue(self.table.released)
-        self.sessions = SessionTable(self.clock, 1 << 20, self.queue)
+        self.gateways = [PlayedGateway(self.clock) for _ in range(num_gateways)]
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._ids = _Ids()
         sources = frozenset(n for n, setup in setups.items() if setup.role is Role.PREFILL)
         self.engines = {n: PlayedEngine(self, n, cost, setups[n], sources) for n in setups}
-        self._is_ending = False
         self._beat()
 
     def at(self, due_s: float, play: Callable[[], None]) -> None:
@@ -141,7 +156,8 @@ class Simulation:
             play()
 
     def call(self, num_prompt_tokens: int, num_outputs: int) -> None:
-        """A request comes now."""
+        """A request comes now, to the gateways in turn."""
+        gateway = self.gateways[len(self.calls) % len(self.gateways)]
         call = Call(self.clock.now_s, num_outputs, self.clock)
         self.calls.append(call)
         sampling = SamplingParams(max_tokens=num_outputs, ignore_eos=True, temperature=0.0)
@@ -152,29 +168,26 @@ class Simulation:
             arrived=Stamp(Event.ARRIVED, 0, "gateway"),
             text=TextStream(_Letters(), ()),
             sink=call,
-            router=PromptRouter(self.table, {}, len(self.calls)),
+            router=PromptRouter(gateway.table, {}, len(self.calls)),
             clock=self.clock,
             entropy=self._ids,
             limits=SessionLimits(),
         )
-        self.sessions.start(session)
-
-    def received(self, name: str, outputs: Sequence[EngineOutput]) -> None:
-        """What the gateway does with a step's outputs."""
-        self.table.engines[name].settle(outputs)
-        self.sessions.engine_tokens(name, ())
-        self.sessions.engine_outputs(name, outputs)
+        gateway.sessions.start(session)
 
     def _beat(self) -> None:
-        for engine in self.engines.values():
-            self.table.engines[engine.name].receive_heartbeat(engine.load())
-        self.sessions.cluster_changed(is_load_only=self.clock.now_s > 0)
-        if not self.clock.now_s or self.sessions or self._events:
+        loads = {name: engine.load() for name, engine in self.engines.items()}
+        for gateway in self.gateways:
+            for name, load in loads.items():
+                gateway.table.engines[name].receive_heartbeat(load)
+            gateway.sessions.cluster_changed(is_load_only=self.clock.now_s > 0)
+        is_busy = self._events or any(gateway.sessions for gateway in self.gateways)
+        if is_busy or not self.clock.now_s:
             self.at(self.clock.now_s + HEARTBEAT_S, self._beat)
 
 
 class PlayedEngine:
-    """An `Engine` over a played device, with the hand-off's two ends; `EngineSender` of its link.
+    """An `Engine` over a played device, with the hand-off's two ends.
 
     Its own clock runs ahead within a step: what a step brings is sent at its end.
     """
@@ -216,13 +229,18 @@ class PlayedEngine:
         self._is_busy = False
         self._num_steps = 0
         member = Member(name, setup.role, name, "", "demo", "fp", 1 << 17, _BLOCK_SIZE, _NUM_BLOCKS)
-        simulation.table.add(
-            LinkedEngine(member, self, clock=simulation.clock, max_num_seqs=limits.max_num_seqs)
-        )
+        self._gateway_of: dict[str, PlayedGateway] = {}  # by key
+        for gateway in simulation.gateways:
+            link = _Link(self, gateway)
+            gateway.table.add(
+                LinkedEngine(member, link, clock=simulation.clock, max_num_seqs=limits.max_num_seqs)
+            )
 
-    def dispatch(
-        self, request: Request, work: Work, ticket: Ticket | None, deadline_remaining_s: float
+    def take(
+        self, gateway: PlayedGateway, request: Request, work: Work, ticket: Ticket | None
     ) -> None:
+        """A dispatch."""
+        self._gateway_of[request.key] = gateway
         if work is Work.DECODE:
             self._intents[request.key] = request
             return
@@ -230,9 +248,6 @@ class PlayedEngine:
             self._tickets[request.key] = ticket
         self.engine.add(request, hold=work is Work.PREFILL)
         self._step()
-
-    def cancel(self, request_id: str, attempt: int) -> None:
-        raise AssertionError("nothing is cancelled here")
 
     def load(self) -> ReportedLoad:
         load = self.engine.load(self._intents.values())
@@ -250,7 +265,7 @@ class PlayedEngine:
             output_tokens=load.output_tokens,
             step_cost=self.engine.step_cost(),
             decodes=load.decodes,
-            tbt_target_s=self.engine.tbt_target_s,
+            tbt_target_s=self.engine.promise_s,
             step_tokens=self.engine.limits.prompt_step_tokens,
             waiting_by_caller=load.waiting_by_caller,
         )
@@ -271,17 +286,21 @@ class PlayedEngine:
         while self._arrived and self._start(*self._arrived[0]):
             self._arrived.popleft()
         self._step()
-        outputs = []
+        outputs: dict[PlayedGateway, list[EngineOutput]] = {}
         for token in output.tokens:
             request_id, _, attempt = token.key.partition("/")
-            outputs.append(
+            ticket = self._tickets.pop(token.key, None)
+            outputs.setdefault(self._gateway_of[token.key], []).append(
                 EngineOutput(
                     request_id, int(attempt), token.index, (token.token_id,), token.finish_reason
                 )
             )
-            if token.finish_reason is None and (ticket := self._tickets.pop(token.key, None)):
+            if token.finish_reason is not None or ticket is not None:
+                del self._gateway_of[token.key]
+            if token.finish_reason is None and ticket is not None:
                 self._hand_off(token.key, ticket, token.token_id)
-        self._simulation.received(self.name, outputs)
+        for gateway, received in outputs.items():
+            gateway.received(self.name, received)
 
     def _hand_off(self, key: str, ticket: Ticket, token_id: int) -> None:
         puller = self._simulation.engines[ticket.puller_incarnation]
@@ -306,6 +325,22 @@ class PlayedEngine:
             return False
         self.engine.start(reservation, token_id)
         return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """`EngineSender` of one gateway."""
+
+    engine: PlayedEngine
+    gateway: PlayedGateway
+
+    def dispatch(
+        self, request: Request, work: Work, ticket: Ticket | None, deadline_remaining_s: float
+    ) -> None:
+        self.engine.take(self.gateway, request, work, ticket)
+
+    def cancel(self, request_id: str, attempt: int) -> None:
+        raise AssertionError("nothing is cancelled here")
 
 
 class _Device:

@@ -26,6 +26,23 @@ def callers() -> str:
     return figure_table(figures("callers").values()) + "\n" + source("callers")
 
 
+def simulated_goodput() -> str:
+    """Ways to use two cards, over steps that are played."""
+    found = load("simulated_goodput")
+    rows = [
+        (
+            f"{row['lengths']}, {row['y_ms']:g} ms, {row['rate_per_s']:g}/s",
+            row["mode"],
+            f"{row['good_share']:.2f}",
+            f"{row['ttft_p50_ms']:.0f} / {row['ttft_p90_ms']:.0f}",
+            f"{row['tbt_p50_ms']:.1f} / {row['tbt_p99_ms']:.1f}",
+        )
+        for row in found["rows"]
+    ]
+    head = ("in/out, Y, rate", "mode", "good", "TTFT p50 / p90, ms", "TBT p50 / p99, ms")
+    return table(head, rows) + "\n" + source("simulated_goodput")
+
+
 def soak() -> str:
     """Memory of each process under steady load."""
     found = load("soak")

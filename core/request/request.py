@@ -100,6 +100,13 @@ class SamplingParams:
     prompt_logprobs: int | None = parameter(
         None, count(20), "the same for the prompt's second token and all behind it"
     )
+    tbt_target_ms: float = parameter(
+        0.0,
+        number(0, 60_000),
+        "the longest step that it shall wait for where other prompts are computed beside it: they "
+        "are cut for it, if its engine takes prompts (`baton up --mode`)",
+        absent="0: the engine's own",
+    )
     constraint: Constraint | None = None
 
     @property

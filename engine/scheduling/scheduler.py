@@ -166,24 +166,32 @@ class Scheduler:
             if self._make_room(sequence, schedule):
                 schedule.plan(sequence)
         if self.tbt_target_s is not None and schedule.scheduled:
-            self._keep_promise(schedule, self.tbt_target_s)
+            self._keep_promise(schedule)
         self._plan_prefills(schedule, may_pass=may_pass)
         if not self._is_long_due:
             self._admit_waiting(schedule)
         return schedule
 
-    def _keep_promise(self, schedule: Schedule, tbt_target_s: float) -> None:
+    @property
+    def promise_s(self) -> float | None:
+        """What a step takes at most: its own target, or the strictest of those that decode."""
+        if self.tbt_target_s is None:
+            return None
+        targets_ms = (one.request.sampling.tbt_target_ms for one in self.running)
+        return min([self.tbt_target_s, *(ms / 1000 for ms in targets_ms if ms)])
+
+    def _keep_promise(self, schedule: Schedule) -> None:
         """Cut what the step has room for, beside its decodes, to what can be computed in time."""
         prefills = [one for one in self.running if one.is_prefilling]
         if not prefills and not self.waiting:
             return
-        cost = self._step_costs.estimate()
+        cost, promise_s = self._step_costs.estimate(), self.promise_s
         num_tokens = LEAST_PROMPT_TOKENS
-        if cost is not None:
+        if cost is not None and promise_s is not None:
             context = prefills[0].num_launched_tokens if prefills else 0
             most = max(schedule.num_budget_tokens, schedule.num_chunk_tokens)
             beside = step_shape(schedule.scheduled)
-            num_tokens = cost.promised_tokens(tbt_target_s, beside, context, most)
+            num_tokens = cost.promised_tokens(promise_s, beside, context, most)
         schedule.limit_prompts(num_tokens)
 
     def decodes(self) -> StepShape:

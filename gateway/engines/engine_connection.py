@@ -137,7 +137,7 @@ class EngineConnection(asyncio.Protocol):
             if self._is_linked and not self._has_died:
                 self._has_died = self._over.done() and await self._process_has_ended()
         finally:
-            if self._transport is not None:
+            if self._transport is not None and not self._transport.is_closing():
                 self._transport.abort()
             if self._is_linked:
                 self._is_linked = False

@@ -29,6 +29,8 @@ from .routing import EngineState, choose_plan
 
 _RESERVED_BLOCKS = 2  # padding and canary
 _STEP_TOKENS = 2048  # of an engine that does not say
+_MANY = 1 << 16  # decodes
+_MEASURED_ROWS = 256  # an engine that took a step of so many knows what prompts take it
 _NOTHING_CACHED: Mapping[str, int] = MappingProxyType({})
 _NOTHING_HELD: Mapping[int, int] = MappingProxyType({})
 
@@ -75,19 +77,32 @@ class ReportedLoad:
     @property
     def prompt_speed(self) -> PromptSpeed | None:
         """At which it computes prompts beside the decodes that it has; None: not measured yet."""
-        if self.step_cost is None:
-            return None
-        chunk = self.step_tokens or _STEP_TOKENS
-        return self.step_cost.prompt_speed(chunk, self.decodes, self.tbt_target_s)
+        return None if self.step_cost is None else self.prompt_speed_by(self.step_cost)
 
-    def keeps_promise_with(self, num_sequences: int) -> bool:
-        """Whether steps would keep the promise with so many more decodes like those that run."""
-        cost, target_s, now = self.step_cost, self.tbt_target_s, self.decodes
-        if cost is None or target_s is None or not now.num_decodes:
-            return True
-        num_decodes = now.num_decodes + num_sequences
-        keys = now.keys * num_decodes // now.num_decodes
-        return cost.seconds(StepShape(num_decodes=num_decodes, keys=keys)) <= target_s
+    @property
+    def max_rows(self) -> int:
+        """Of the steps that its cost was measured on: few where it never had a prompt."""
+        return 0 if self.step_cost is None else self.step_cost.max_rows
+
+    def prompt_speed_by(self, cost: StepCost) -> PromptSpeed:
+        """The same, were its steps to cost as much as this."""
+        return cost.prompt_speed(self.step_tokens or _STEP_TOKENS, self.decodes, self.tbt_target_s)
+
+    def decodes_within(self, seconds: float) -> int:
+        """How many like those that run a step may have that takes no longer; one at least."""
+        cost, now = self.step_cost, self.decodes
+        if cost is None or not now.num_decodes:
+            return _MANY
+        low, high = 1, 2
+        while high < _MANY and cost.seconds(now.scaled_to(high)) <= seconds:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            if cost.seconds(now.scaled_to(middle)) <= seconds:
+                low = middle
+            else:
+                high = middle
+        return low
 
 
 class EngineSender(Protocol):
@@ -123,6 +138,7 @@ class LinkedEngine:
     places: DecodePlaces = field(init=False)
     _promised: dict[Key, int] = field(default_factory=dict)  # cached tokens, by the index
     _callers: dict[Key, int] = field(default_factory=dict)  # of what is open
+    _num_promised: int = _MANY  # decodes of a step that keeps its promise
 
     def __post_init__(self) -> None:
         self.backlog = PrefillBacklog(self.clock)
@@ -157,6 +173,8 @@ class LinkedEngine:
             Backlog(load.waiting_tokens, load.waiting_by_caller, load.num_steps, load.prompt_speed)
         )
         self.places.heartbeat(load.num_requests, load.room_blocks)
+        target_s = load.tbt_target_s
+        self._num_promised = _MANY if target_s is None else load.decodes_within(target_s)
 
     def dispatch(
         self,
@@ -229,9 +247,21 @@ class LinkedEngine:
         return -(-num_tokens // size) + num_sequences * -(-(num_growth + 1) // size)
 
     def state(
-        self, load: ReportedLoad, demand: Demand, caller_id: int, cached_tokens: int
+        self,
+        load: ReportedLoad,
+        demand: Demand,
+        caller_id: int,
+        cached_tokens: int,
+        others_cost: StepCost | None = None,
     ) -> EngineState:
-        """For routing one request of this caller, of which so much should be cached here."""
+        """For routing one request of this caller, of which so much should be cached here.
+
+        `others_cost`: of engines like it, for one that had no prompts to measure: it would never be
+        given any.
+        """
+        speed = self.backlog.speed
+        if others_cost is not None and load.max_rows < _MEASURED_ROWS:
+            speed = load.prompt_speed_by(others_cost)
         num_blocks = self.blocks_for(
             demand.num_tokens - cached_tokens, demand.max_output_tokens, demand.num_sequences
         )
@@ -249,12 +279,20 @@ class LinkedEngine:
             link_gbytes_per_s=load.link_gbytes_per_s,
             num_dispatched=self.num_dispatched,
             cached_tokens=cached_tokens,
-            speed=self.backlog.speed,
+            speed=speed,
             keeps_promise=load.tbt_target_s is not None,
             takes_prompt=demand.is_retry or self.backlog.takes_more_of(caller_id),
             has_place=self.places.has_place(demand.num_sequences, num_blocks)
-            and load.keeps_promise_with(demand.num_sequences),
+            and self._keeps_promise_with(load, demand),
         )
+
+    def _keeps_promise_with(self, load: ReportedLoad, demand: Demand) -> bool:
+        """Whether its steps would, with these sequences too; theirs counts if it is stricter."""
+        most = self._num_promised
+        if demand.tbt_target_s and load.tbt_target_s is not None:
+            most = min(most, load.decodes_within(demand.tbt_target_s))
+        num_decodes = load.decodes.num_decodes
+        return not num_decodes or num_decodes + demand.num_sequences <= most
 
     @property
     def pool_blocks(self) -> int:
@@ -332,8 +370,15 @@ class EngineTable:
         `cached_tokens`: by incarnation, what engines are likely to have of the request.
         `is_constrained`: it is for engines alone that take constraints.
         """
+        costs = self._costs()
         states = [
-            engine.state(engine.load, demand, caller_id, cached_tokens.get(engine.incarnation, 0))
+            engine.state(
+                engine.load,
+                demand,
+                caller_id,
+                cached_tokens.get(engine.incarnation, 0),
+                costs.get(engine.fingerprint),
+            )
             for engine in self.engines.values()
             if engine.load is not None and (engine.member.can_constrain or not is_constrained)
         ]
@@ -349,6 +394,19 @@ class EngineTable:
             ChosenEngine(self.engines[prefill], cached_tokens.get(prefill, 0)),
             ChosenEngine(self.engines[decode], cached_tokens.get(decode, 0)),
         )
+
+    def _costs(self) -> Mapping[str, StepCost]:
+        """By fingerprint, the cost that was measured on the largest steps, where some engine is to
+        borrow one."""
+        loads = [(e.fingerprint, e.load) for e in self.engines.values() if e.load is not None]
+        if all(load.max_rows >= _MEASURED_ROWS for _, load in loads):
+            return {}
+        found: dict[str, StepCost] = {}
+        for fingerprint, load in loads:
+            cost, best = load.step_cost, found.get(fingerprint)
+            if cost is not None and (best is None or cost.max_rows > best.max_rows):
+                found[fingerprint] = cost
+        return found
 
     def why_not_ready(self) -> str:
         """What is missing before any request can be served; empty if nothing is."""

@@ -19,7 +19,7 @@ its queue is fair and a place that becomes free anywhere is the next one's.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ...core.errors import Unavailable
@@ -31,13 +31,13 @@ from ..request.engine_link import Avoid, Blocked, MustWait
 REQUEST_S = 0.0014
 PULL_TOKEN_S = REQUEST_S / 4096  # of an 8B model over NVLink
 _UNMEASURED = PromptSpeed(0.0, 1e-4)
+_NO_RATES: Mapping[str, float] = MappingProxyType({})
 
 # Links below this share of the fastest are another kind of link; above it, measured otherwise.
 SLOW_LINK_SHARE = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class EngineState:
+class EngineState(NamedTuple):
     """A live engine's last heartbeat, what this gateway has sent it since, and one request's share.
 
     `waiting_tokens`: prompt tokens to compute ahead of a new request, by our best estimate;
@@ -59,7 +59,7 @@ class EngineState:
     credit_blocks: int = 0
     is_draining: bool = False
     links: frozenset[str] = frozenset()
-    link_gbytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    link_gbytes_per_s: Mapping[str, float] = _NO_RATES
     num_dispatched: int = 0
     cached_tokens: int = 0
     speed: PromptSpeed | None = None
@@ -138,37 +138,39 @@ def choose_plan(
         and engine.incarnation not in avoid.incarnations
         and fingerprint in (None, engine.fingerprint)
     ]
-    pairs = _pairs(usable, avoid)
+    prefill = [engine for engine in usable if engine.role is Role.PREFILL]
+    decode = _linked([e for e in usable if e.role is Role.DECODE], prefill, avoid)
     alone = [engine for engine in usable if engine.keeps_promise]
-    if not pairs and not alone:
+    if not decode and not alone:
         raise Unavailable(_what_is_missing(usable))
-    pairs = [(prefill, decode) for prefill, decode in pairs if decode.has_place]
+    decode = [engine for engine in decode if engine.has_place]
     alone = [engine for engine in alone if engine.has_place]
-    if not pairs and not alone:
+    if not decode and not alone:
         raise MustWait(Blocked.PLACE)
-    pairs = [(prefill, decode) for prefill, decode in pairs if prefill.takes_prompt]
+    pair = _best_pair([e for e in prefill if e.takes_prompt], decode, num_tokens, avoid)
     alone = [engine for engine in alone if engine.takes_prompt]
-    if not pairs and not alone:
-        raise MustWait(Blocked.TURN)
-    pair = _best_pair(pairs, num_tokens) if pairs else None
     one = min(alone, key=lambda e: _alone_rank(e, num_tokens)) if alone else None
-    if one is None or (pair is not None and _is_better(pair, one, num_tokens)):
-        assert pair is not None
-        return Plan(pair[0].incarnation, pair[1].incarnation)
-    return Plan(one.incarnation, one.incarnation)
+    if one is not None and (pair is None or not _is_better(pair, one, num_tokens)):
+        return Plan(one.incarnation, one.incarnation)
+    if pair is None:
+        raise MustWait(Blocked.TURN)
+    return Plan(pair[0].incarnation, pair[1].incarnation)
 
 
 _Pair = tuple[EngineState, EngineState]
 
 
-def _pairs(engines: Iterable[EngineState], avoid: Avoid) -> list[_Pair]:
-    by_role = {role: [e for e in engines if e.role is role] for role in Role}
+def _linked(
+    decode: list[EngineState], prefill: list[EngineState], avoid: Avoid
+) -> list[EngineState]:
+    """The decode engines that are linked to one of these prefill engines, in a pair to be tried."""
+    names = frozenset(engine.incarnation for engine in prefill)
+    if not avoid.pairs:
+        return [engine for engine in decode if not names.isdisjoint(engine.links)]
     return [
-        (prefill, decode)
-        for prefill in by_role[Role.PREFILL]
-        for decode in by_role[Role.DECODE]
-        if prefill.incarnation in decode.links
-        and (prefill.incarnation, decode.incarnation) not in avoid.pairs
+        engine
+        for engine in decode
+        if any((name, engine.incarnation) not in avoid.pairs for name in names & engine.links)
     ]
 
 
@@ -179,18 +181,30 @@ def _what_is_missing(engines: Iterable[EngineState]) -> str:
     return "no decode node is linked to a prefill node"
 
 
-def _best_pair(pairs: list[_Pair], num_tokens: int) -> _Pair:
+def _best_pair(
+    prefill: list[EngineState], decode: list[EngineState], num_tokens: int, avoid: Avoid
+) -> _Pair | None:
     """First the prefill engine; of those linked to it, the decode engine."""
-    best = min((prefill for prefill, _ in pairs), key=lambda p: _prefill_rank(p, num_tokens))
-    source = best.incarnation
-    linked = [decode for prefill, decode in pairs if prefill is best]
+    for best in sorted(prefill, key=lambda engine: _prefill_rank(engine, num_tokens)):
+        source = best.incarnation
+        linked = [
+            engine
+            for engine in decode
+            if source in engine.links and (source, engine.incarnation) not in avoid.pairs
+        ]
+        if linked:
+            return best, _best_decode(source, linked, num_tokens)
+    return None
+
+
+def _best_decode(source: str, linked: list[EngineState], num_tokens: int) -> EngineState:
     fastest = max(decode.link_gbytes_per_s.get(source, 0.0) for decode in linked)
 
     def rank(decode: EngineState) -> tuple[bool, float, bool, int, int, str]:
         rate = decode.link_gbytes_per_s.get(source, 0.0)
         return _decode_rank(decode, num_tokens, is_slow=rate < SLOW_LINK_SHARE * fastest)
 
-    return best, min(linked, key=rank)
+    return min(linked, key=rank)
 
 
 def _is_better(pair: _Pair, one: EngineState, num_tokens: int) -> bool:

@@ -124,12 +124,14 @@ class Demand:
     may get `max_output_tokens` more each.
 
     `is_retry`: an engine failed it: it does not wait for its caller's other prompts.
+    `tbt_target_s`: of its own; 0: none.
     """
 
     num_tokens: int
     num_sequences: int = 1
     max_output_tokens: int = 1
     is_retry: bool = False
+    tbt_target_s: float = 0.0
 
 
 class Router(Protocol):

@@ -209,6 +209,7 @@ class Session:
             num_sequences=1 if self.is_retry else 1 + len(self._siblings),
             max_output_tokens=self.request.sampling.max_tokens - len(self._output_ids),
             is_retry=self.is_retry,
+            tbt_target_s=self.request.sampling.tbt_target_ms / 1000,
         )
 
     @property

@@ -308,7 +308,7 @@ class EngineLoop:
             step_cost=step_cost,
             num_decodes=decodes.num_decodes,
             decode_keys=decodes.keys,
-            tbt_target_s=self._engine.tbt_target_s,
+            tbt_target_s=self._engine.promise_s,
             step_tokens=self._engine.limits.prompt_step_tokens,
             waiting_by_caller=[
                 node_pb2.CallerTokens(caller_id=caller_id, num_tokens=num_tokens)

@@ -1,7 +1,8 @@
 """Imported by every Python process whose PYTHONPATH has this folder: which functions of Baton run?
 
-With BATON_CALL_TRACE=FOLDER, functions are noted from when FOLDER/start is there until FOLDER/stop
-is; then FOLDER/<pid>.json has the files, the functions of each, and the process's command line.
+With BATON_CALL_TRACE=FOLDER, functions are noted twice: from when FOLDER/idle is there until
+FOLDER/start is, while no request runs, and from then until FOLDER/stop is. Then FOLDER/<pid>.json
+has, for both, the files and the functions of each, and the process's command line.
 """
 
 from __future__ import annotations
@@ -21,24 +22,23 @@ _LOOK_S = 0.01
 class _Trace:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._is_on = False
-        self._seen: set[CodeType] = set()
+        self._seen: set[CodeType] | None = None
 
     def profile(self, frame: FrameType, event: str, _: Any) -> None:
-        if self._is_on and event == "call":
+        if self._seen is not None and event == "call":
             self._seen.add(frame.f_code)
 
     def run(self) -> None:
+        self._wait_for("idle")
+        self._seen = idle = set[CodeType]()
         self._wait_for("start")
-        self._is_on = True
+        self._seen = busy = set[CodeType]()
         self._wait_for("stop")
-        self._is_on = False
-        found: dict[str, set[str]] = {}
-        for code in list(self._seen):
-            found.setdefault(code.co_filename, set()).add(code.co_qualname)
+        self._seen = None
         told = {
             "command": Path("/proc/self/cmdline").read_bytes().decode().split("\0"),
-            "files": {name: sorted(functions) for name, functions in found.items()},
+            "idle": _by_file(idle),
+            "request": _by_file(busy),
         }
         whole = self._folder / f"{os.getpid()}.part"
         whole.write_text(json.dumps(told))
@@ -47,6 +47,13 @@ class _Trace:
     def _wait_for(self, name: str) -> None:
         while not (self._folder / name).exists():
             time.sleep(_LOOK_S)
+
+
+def _by_file(codes: set[CodeType]) -> dict[str, list[str]]:
+    found: dict[str, set[str]] = {}
+    for code in list(codes):
+        found.setdefault(code.co_filename, set()).add(code.co_qualname)
+    return {name: sorted(functions) for name, functions in found.items()}
 
 
 if folder := os.environ.get("BATON_CALL_TRACE"):

@@ -63,16 +63,22 @@ class Graph:
 
 @pytest.fixture(autouse=True)
 def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    one_at_a_time, run = threading.Lock(), interpreter.GridExecutor.__call__
+    one_at_a_time, run = threading.RLock(), interpreter.GridExecutor.__call__
+    rewrite = interpreter.InterpretedFunction.rewrite
 
     def run_alone(self: Any, *args: Any, **options: Any) -> None:
         with one_at_a_time:
             run(self, *args, **options)
 
+    def rewrite_alone(self: Any) -> Any:
+        with one_at_a_time:  # Python 3.11 cannot parse in several threads at once
+            return rewrite(self)
+
     def unpinned(*shape: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
         return torch.zeros(*shape, **options)
 
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", run_alone)
+    monkeypatch.setattr(interpreter.InterpretedFunction, "rewrite", rewrite_alone)
     monkeypatch.setattr(torch, "empty", unpinned)
     monkeypatch.setattr(torch.cuda, "Event", Event)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from fakes.gateway.step_costs import linear_cost
 from fakes.scheduler_bench import Bench
@@ -42,6 +44,19 @@ def test_prompts_take_what_the_promise_leaves(
     room = int((target_s - STEP_S) / TOKEN_S)
     fewest = -(-1200 // min(512, room))
     assert fewest <= num_steps <= fewest + 4, "and all of it"
+
+
+def test_the_strictest_request_that_decodes_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = bench(monkeypatch, 0.012)
+    strict = made.add(4)
+    made.step()
+    made.add(900, first_id=5000)
+    sampling = dataclasses.replace(strict.request.sampling, tbt_target_ms=5.0)
+    strict.request = dataclasses.replace(strict.request, sampling=sampling)
+    assert made.scheduler.promise_s == 0.005
+    assert step_s(made.step()) == pytest.approx(0.005)
+    made.scheduler.remove(strict)
+    assert made.scheduler.promise_s == 0.012
 
 
 def test_without_decodes_there_is_no_promise_to_keep(monkeypatch: pytest.MonkeyPatch) -> None:

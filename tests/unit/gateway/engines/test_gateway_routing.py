@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from baton.core.errors import Unavailable
 from baton.core.membership import Member, Role
 from baton.core.request.request import FinishReason, Request, SamplingParams, Ticket
-from baton.core.step_cost import PromptSpeed, StepShape
+from baton.core.step_cost import PromptSpeed, StepCost, StepShape
 from baton.gateway.engines.engine_table import EngineTable, LinkedEngine, ReportedLoad
 from baton.gateway.engines.routing import EngineState, choose_plan
 from baton.gateway.request.engine_link import Avoid, Blocked, Demand, EngineOutput, MustWait, Work
@@ -24,14 +24,14 @@ from baton.prefix_index.mirror import PrefixMirror
 
 def prefill(name: str, **fields: object) -> EngineState:
     state = EngineState(name, Role.PREFILL, "fp", 16, free_blocks=100, credit_blocks=50)
-    return replace(state, **fields)  # type: ignore[arg-type]
+    return state._replace(**fields)  # type: ignore[arg-type]
 
 
 def decode(name: str, links: str = "p q", **fields: object) -> EngineState:
     state = EngineState(
         name, Role.DECODE, "fp", 16, free_blocks=100, links=frozenset(links.split())
     )
-    return replace(state, **fields)  # type: ignore[arg-type]
+    return state._replace(**fields)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -198,12 +198,13 @@ def test_one_engine_that_failed_is_avoided() -> None:
     engines = [decode("d", keeps_promise=True), decode("e", num_requests=9, keeps_promise=True)]
     assert choose_plan(engines, 33, avoid=Avoid(frozenset("d"))) == ("e", "e")
     with pytest.raises(MustWait):
-        choose_plan([replace(e, has_place=False) for e in engines], 33)
+        choose_plan([e._replace(has_place=False) for e in engines], 33)
     with pytest.raises(Unavailable, match="no prefill and no decode node is ready"):
         choose_plan(engines, 33, avoid=Avoid(frozenset("de")))
 
 
 loads = st.integers(0, 3)
+DRAWN = {"num_requests", "waiting_tokens", "free_blocks", "credit_blocks", "is_draining"}
 states = st.lists(
     st.builds(
         EngineState,
@@ -216,6 +217,11 @@ states = st.lists(
         free_blocks=loads,
         credit_blocks=loads,
         is_draining=st.booleans(),
+        **{
+            name: st.just(default)
+            for name, default in EngineState._field_defaults.items()
+            if name not in DRAWN
+        },
     ),
     max_size=6,
     unique_by=lambda state: state.incarnation,
@@ -227,7 +233,7 @@ def test_any_answer_is_allowed_and_none_is_refused_for_nothing(
     engines: list[EngineState], data: st.DataObject
 ) -> None:
     sources = [e.incarnation for e in engines if e.role is Role.PREFILL]
-    engines = [replace(e, links=data.draw(st.frozensets(st.sampled_from(sources)))) if sources and
+    engines = [e._replace(links=data.draw(st.frozensets(st.sampled_from(sources)))) if sources and
                e.role is Role.DECODE else e for e in engines]  # fmt: skip
     allowed = {
         (p.incarnation, d.incarnation)
@@ -334,3 +340,18 @@ def test_an_engine_whose_steps_would_be_too_long_has_no_place() -> None:
         else:
             with pytest.raises(MustWait):
                 table.choose(Demand(3), avoid=Avoid(), fingerprint=None)
+
+
+def test_an_engine_that_had_no_prompts_is_taken_for_as_fast_as_others_like_it() -> None:
+    p, d = linked("p", Role.PREFILL), linked("d", Role.DECODE)
+    table = table_of(p, d)
+    fast = StepCost(0.005, (20e-6, 0.0, 0.0, 0.0, 0.0, 0.0), max_rows=2048)
+    unmeasured = StepCost(0.005, (0.0,) * 6, max_rows=8)
+    decodes = StepShape(num_decodes=8, keys=8000)
+    p.receive_heartbeat(replace(LOAD, step_cost=fast, waiting_tokens=100_000))
+    busy = replace(LOAD, tbt_target_s=0.02, decodes=decodes, step_cost=unmeasured)
+    d.receive_heartbeat(busy)
+    assert table.choose(Demand(8000), avoid=Avoid(), fingerprint=None).is_local
+    slow = StepCost(0.005, (1e-3, 0.0, 0.0, 0.0, 0.0, 0.0), max_rows=512)
+    d.receive_heartbeat(replace(busy, step_cost=slow))
+    assert not table.choose(Demand(8000), avoid=Avoid(), fingerprint=None).is_local

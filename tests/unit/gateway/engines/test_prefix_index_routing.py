@@ -27,7 +27,7 @@ BLOCK_SIZE = 16
 def state(name: str, role: Role, **fields: object) -> EngineState:
     links = frozenset("pq") if role is Role.DECODE else frozenset[str]()
     engine = EngineState(name, role, "fp", 16, free_blocks=500, credit_blocks=500, links=links)
-    return replace(engine, **fields)  # type: ignore[arg-type]
+    return engine._replace(**fields)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -71,15 +71,12 @@ def test_more_cached_never_makes_an_engine_less_preferred(
     partner = state("q" if role is Role.PREFILL else "p", Role.PREFILL)
     rest = [state("d", Role.DECODE)] if role is Role.PREFILL else []
     mine = state("p" if role is Role.PREFILL else "e", role, waiting_tokens=waiting)
-    mine = replace(mine, num_requests=running, cached_tokens=cached)
-    rival = replace(
-        state("q" if role is Role.PREFILL else "f", role),
-        waiting_tokens=other_waiting,
-        cached_tokens=other,
-    )
+    mine = mine._replace(num_requests=running, cached_tokens=cached)
+    rival = state("q" if role is Role.PREFILL else "f", role)
+    rival = rival._replace(waiting_tokens=other_waiting, cached_tokens=other)
     engines = [*rest, rival, *([] if role is Role.PREFILL else [partner])]
     was_chosen = mine.incarnation in choose_plan([mine, *engines], 400)
-    better = replace(mine, cached_tokens=cached + more)
+    better = mine._replace(cached_tokens=cached + more)
     assert not was_chosen or mine.incarnation in choose_plan([better, *engines], 400)
 
 
