@@ -26,13 +26,14 @@ from ..kv_transfer.protocol.events import (
     ChunkAnnounced,
     ChunkReady,
     ClosePeer,
+    HandoffState,
+    Hello,
     Offered,
     ReleaseBlocks,
     Send,
     SourceEvent,
     Withdrawn,
 )
-from ..kv_transfer.protocol.messages import HandoffState, Hello
 from ..kv_transfer.protocol.source import Source
 from ..kv_transfer.window.network_address import PoolAccess
 from ..node.channels.mailboxes import Outbox

@@ -26,12 +26,16 @@ from ...kernels.attention.attention import AttentionBackend
 from ...kernels.kv.kv_blocks import copy_blocks
 from ...kernels.sampling.sample_spec import SampleSpec
 from ...kernels.sampling.sampling import sample
-from ..kv import cuda_kv_memory, kv_memory
 from ..kv.block_pool import CANARY_BLOCK, PADDING_BLOCK, canary_bytes
-from ..kv.cuda_kv_memory import CudaKvMemory
 from ..kv.cuda_step_count import CudaStepCount, count_steps
 from ..kv.generations import SharedGenerations
-from ..kv.kv_memory import CpuKvMemory, KvLayout
+from ..kv.kv_memory import (
+    CpuKvMemory,
+    CudaKvMemory,
+    KvLayout,
+    choose_num_cpu_blocks,
+    choose_num_gpu_blocks,
+)
 from ..kv.limits import seqs_for_pool, spare_tokens
 from ..model.checkpoint import OnProgress, fill_dummy_weights, load_weights, weights_identity
 from ..model.communicator import Communicator
@@ -98,7 +102,7 @@ class ModelRunner:
         )
         if self._placement.device.type == "cpu":
             # Before the weights: an error over too little memory should not wait for them.
-            num_blocks = kv_memory.choose_num_blocks(config, layout, self.max_model_len)
+            num_blocks = choose_num_cpu_blocks(config, layout, self.max_model_len)
             self.max_num_seqs = self._choose_max_num_seqs(num_blocks)
         model, weights = self._load(on_progress)
         communicator.connect()
@@ -165,7 +169,7 @@ class ModelRunner:
             new_steps(pool).launch(batch).collect()
 
         begin_s = time.perf_counter()
-        num_blocks = cuda_kv_memory.choose_num_blocks(
+        num_blocks = choose_num_gpu_blocks(
             config, layout, self.max_num_seqs, self.max_model_len, device, run_largest_step
         )
         num_blocks = self._communicator.least(num_blocks)

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from ...constraints.grammar_text import MAX_CHOICES
+from ...constraints.grammars import MAX_CHOICES
 from ...core.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, PromptTooLarge
 from ...core.request.constraint import Constraint, ConstraintKind
 from ...core.request.parameters import Parameter, check_in_vocabulary

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from ...core.errors import HandoffFailed
-from ...engine.kv.cuda_kv_memory import CudaKvMemory
 from ...engine.kv.cuda_memory import describe_error, forget_error, runtime
+from ...engine.kv.kv_memory import CudaKvMemory
 from ...kernels.kv.kv_blocks_triton import pull_blocks, pull_heads
 from ...kernels.upload import upload
 from ..window.head_ranges import BlockCut, HeadPiece

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from ...core.errors import HandoffFailed
 from ...engine.kv.block_pool import CANARY_BLOCK, canary_bytes
-from ...engine.kv.cuda_kv_memory import CudaKvMemory
 from ...engine.kv.generations import GenerationsReader
+from ...engine.kv.kv_memory import CudaKvMemory
 from ..export.pool_address import CudaMemory, PoolDescription
 from ..window.head_ranges import BlockCut, HeadPiece
 from ..window.threaded_window import Pull, PullThread

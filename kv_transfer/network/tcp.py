@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ...core.channels.engine_tls import WrapSocket
 from ...core.errors import HandoffFailed
-from ...engine.kv.cuda_kv_memory import CudaKvMemory
-from ..shm.shm import HostPool
+from ...engine.kv.kv_memory import CpuKvMemory, CudaKvMemory
 from ..window.head_ranges import BlockCut, HeadPiece
 from ..window.network_address import RemotePool
 from ..window.transport import Ids
@@ -53,7 +52,7 @@ class BlockBytes(Protocol):
 class HostBlockBytes:
     """Of a pool in host memory, whose blocks are cut as at the source (read) or here (write)."""
 
-    def __init__(self, pool: HostPool, cut: BlockCut) -> None:
+    def __init__(self, pool: CpuKvMemory, cut: BlockCut) -> None:
         self._pool = pool
         self._cut = cut
         self._buffer: Bytes = np.empty(0, np.uint8)  # kept: new pages cost as much as the copy

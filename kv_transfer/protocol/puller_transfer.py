@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from ...core.errors import BatonError, DeadlineExceeded, HandoffFailed, NodeLost
 from ...core.fair_queue import FairQueue
 from ...core.request.token_ids import BlockHash
-from .events import Intended, Reserved
-from .messages import HandoffState, Manifest
+from .events import HandoffState, Intended, Manifest, Reserved
 
 
 class ManifestSequence:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
+from ...core.channels.channel import Channel, FrameSocket
 from ...core.errors import BatonError
 from ...core.request.token_ids import BlockHash
 from ...prefix_index.messages import NetChanges
@@ -131,12 +132,6 @@ T = TypeVar("T")
 _SHORT_S = 0.02  # epoll rounds up to whole milliseconds; a wait this short is timed exactly
 
 
-class Watchable(Protocol):
-    """A socket, or what owns one."""
-
-    def fileno(self) -> int: ...
-
-
 class Inbox(Generic[T]):
     """`put` is for any thread; all else belongs to the one that receives."""
 
@@ -153,19 +148,19 @@ class Inbox(Generic[T]):
         self._items.append(item)
         os.eventfd_write(self._bell, 1)
 
-    def watch(self, socket: Watchable, read: Callable[[], Iterable[T]]) -> None:
+    def watch(self, socket: Channel | FrameSocket, read: Callable[[], Iterable[T]]) -> None:
         """From now on `read` is called for items when there is something to do at the socket."""
         self._sources[socket.fileno()] = read
         self._epoll.register(socket.fileno(), select.EPOLLIN)
 
-    def watch_writes(self, socket: Watchable, is_wanted: bool) -> None:
+    def watch_writes(self, socket: Channel | FrameSocket, is_wanted: bool) -> None:
         """Whether room to write is something to do at a watched socket."""
         fd = socket.fileno()
         if is_wanted != (fd in self._writers):
             self._writers ^= {fd}
             self._epoll.modify(fd, select.EPOLLIN | (select.EPOLLOUT if is_wanted else 0))
 
-    def forget(self, socket: Watchable) -> None:
+    def forget(self, socket: Channel | FrameSocket) -> None:
         """Before a watched socket is closed."""
         del self._sources[socket.fileno()]
         self._writers.discard(socket.fileno())

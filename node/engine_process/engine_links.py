@@ -12,9 +12,8 @@ from ...core.channels.addresses import engine_addresses_of, host_id
 from ...core.channels.admission import GATEWAY, LOST_S, PULLER
 from ...core.channels.channel import Channel
 from ...core.channels.channel_listener import Admission, ChannelListener
-from ...core.channels.engine_tls import EngineTls
+from ...core.channels.engine_tls import EngineTls, wait_for_pumps
 from ...core.channels.handshake import Opening
-from ...core.channels.tls_pump import wait_for_pumps
 from ...core.config import NodeConfig
 from ...core.errors import BatonError, PermissionDenied, StartupFailed
 from ...proto.v1 import engine_pb2, node_pb2

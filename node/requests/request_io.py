@@ -200,9 +200,6 @@ class RequestTable:
             self._tombstones[key] = self._clock.monotonic_s() + TOMBSTONE_S
         return self._entries.pop(key, None)
 
-    def keys(self) -> list[str]:
-        return list(self._entries)
-
     def keys_of_gateway(self, gateway: str) -> list[str]:
         return [key for key, entry in self._entries.items() if entry.gateway == gateway]
 

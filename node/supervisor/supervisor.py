@@ -37,9 +37,8 @@ from ...prefix_index.publisher import Publisher
 from ...prefix_index.redis_link import RedisIndexLink
 from ...proto.v1 import engine_pb2, node_pb2_grpc
 from .engine_handle import EngineCommand, EngineHandle, EngineSlot
-from .grpc_server import NodeHealth, make_server
 from .placement import engine_configs, engine_environment
-from .rpc import Callers, NodeServicer
+from .rpc import Callers, NodeHealth, NodeServicer, make_server
 
 ENTRY_TTL_S = 6.0
 DRAIN_S = 20.0  # what runs may take so long after SIGTERM

@@ -29,7 +29,7 @@ from baton.core.errors import Cancelled, EngineFailed, PermissionDenied, Unavail
 from baton.core.membership import Member, Role
 from baton.core.request.constraint import Constraint, ConstraintKind
 from baton.core.request.request import Request, SamplingParams, Ticket
-from baton.kv_transfer.protocol.messages import PROTOCOL
+from baton.kv_transfer.protocol.events import PROTOCOL
 from baton.proto.v1 import handoff_pb2, node_pb2
 
 NUM_CHUNKS = 8

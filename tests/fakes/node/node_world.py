@@ -20,7 +20,7 @@ from baton.decode_node.role import DecodeRole
 from baton.decode_node.windows import Windows
 from baton.engine.engine import Engine
 from baton.engine.kv.limits import EngineLimits
-from baton.kv_transfer.protocol.messages import Hello
+from baton.kv_transfer.protocol.events import Hello
 from baton.kv_transfer.protocol.puller import Puller
 from baton.kv_transfer.protocol.source import Source
 from baton.kv_transfer.window.head_ranges import HeadPiece

@@ -18,7 +18,7 @@ from fakes.host_pool import HostPool
 from baton.core.errors import HandoffFailed
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, BlockRef
 from baton.kv_transfer.export.pool_address import PoolPart
-from baton.kv_transfer.ranks.joined import SourcePiece, open_pieces
+from baton.kv_transfer.ranks.ranked import SourcePiece, open_pieces
 from baton.kv_transfer.shm.shm import ShmTransport, export_host_pool
 from baton.kv_transfer.window.head_ranges import pieces_of
 from baton.kv_transfer.window.transport import BlockPair, BlockPairs, PoolWindow, PullOutcome

@@ -57,7 +57,7 @@ class Fabric:
 
 
 class FakeLane:
-    """See `nccl_lane.Lane`: over a queue."""
+    """See `nccl_lane.NcclLane`: over a queue."""
 
     def __init__(self, fabric: Fabric, pool: HostPool, cut: BlockCut, pair_id: bytes) -> None:
         self._fabric, self._wire = fabric, fabric.wire(pair_id)

@@ -15,7 +15,7 @@ from baton.core.errors import HandoffFailed
 from baton.engine.kv.block_pool import BlockRef
 from baton.engine.kv.generations import GenerationsReader, SharedGenerations
 from baton.kv_transfer.export.pool_address import CudaMemory, PoolDescription, PoolPart
-from baton.kv_transfer.ranks.rank_pulls import pack_pull, unpack_pull
+from baton.kv_transfer.ranks.ranked import pack_pull, unpack_pull
 from baton.kv_transfer.window.transport import BlockPair, BlockPairs, find_runs
 
 SOURCE = "5" * 32
