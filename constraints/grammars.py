@@ -176,7 +176,7 @@ def _reference_fault(constraint: Constraint) -> str | None:
         check_references(json.loads(constraint.source))
     except BadReference as error:
         return f"it {error}"
-    except (ValueError, RecursionError):  # no JSON, or too deep: the compiler has said so
+    except (ValueError, RecursionError):  # no JSON, or too deep: the compiler has reported that
         return None
     return None
 

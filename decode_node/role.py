@@ -117,7 +117,7 @@ class DecodeRole(EngineRole):
             self._engine.abort(key)
         elif not any(self._request_io.book.get(sample.key) for sample in intent.samples):
             self._forget(intent)
-            # Its reservation stays until the last copy into it has ended: the puller says when.
+            # Its reservation stays until the last copy into it has ended: DropReservation.
             self._feed(IntentCancelled(intent.ticket.transfer_id))
 
     def _forget(self, intent: _Intent) -> None:
@@ -212,7 +212,7 @@ class DecodeRole(EngineRole):
 
     def _reserve(self, transfer_id: str, key: str) -> None:
         intent = self._intents.get(key)
-        assert intent is not None, "the puller asks for a request that is over"
+        assert intent is not None, "the puller reserves for a request that is over"
         try:
             reservation = self._engine.reserve(intent.samples[0], intent.block_hashes)
         except BatonError as error:
@@ -278,7 +278,7 @@ class DecodeRole(EngineRole):
             else:
                 self._engine.start(reservation, token_id)
         except HandoffFailed as error:
-            # Among several, one may end with its first token: the source tells the gateway.
+            # Among several, one may end with its first token: the source reports it to the gateway.
             is_alone = not (is_fork or sample.fork_ids)
             self.fail(sample.key, error if is_alone else Cancelled(error.message))
             return

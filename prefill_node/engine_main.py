@@ -6,7 +6,7 @@ and 1024 tokens take 3 ms longer than 8192 of an 8B model, which in a queue dela
 there prompts of up to 8192 are computed whole.
 
 What may not wait to be pulled is for prompts that are being computed and for the prefix cache. Over
-the limit nothing more is admitted; the heartbeat says so, and gateways route around it.
+the limit nothing more is admitted; the heartbeat reports it, and gateways route around it.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def copy_pieces(
 
 
 def copy_piece(source: int, target: int, num_bytes: int, stream: torch.cuda.Stream) -> None:
-    """Between addresses of any kind that the driver can tell apart; torch does not know of it.
+    """Between addresses of any kind that the driver can distinguish; torch does not know of it.
 
     Raises HandoffFailed.
     """
