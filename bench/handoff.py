@@ -27,9 +27,8 @@ import torch
 from baton.core.config import NodeConfig
 from baton.core.process.children import end_waits_on_time
 from baton.engine.kv.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS, BlockRef, canary_bytes
-from baton.engine.kv.cuda_kv_memory import CudaKvMemory
 from baton.engine.kv.generations import GenerationsReader, SharedGenerations
-from baton.engine.kv.kv_memory import KvLayout
+from baton.engine.kv.kv_memory import CudaKvMemory, KvLayout
 from baton.kv_transfer.cuda_ipc.cuda_ipc import CudaIpcTransport, CudaStagedTransport
 from baton.kv_transfer.cuda_ipc.cuda_ipc_copy import EngineCopy, KernelCopy, StagedCopy
 from baton.kv_transfer.cuda_ipc.cuda_ipc_memory import export_cuda_pool
@@ -40,10 +39,9 @@ from baton.kv_transfer.nccl.nccl import NcclTransport
 from baton.kv_transfer.network.data_server import DataServer, ServedPool
 from baton.kv_transfer.network.remote_window import RemoteWindow
 from baton.kv_transfer.network.tcp import TcpTransport
-from baton.kv_transfer.window.block_pairs import BlockPairs
 from baton.kv_transfer.window.head_ranges import HeadPiece
 from baton.kv_transfer.window.network_address import KEY_BYTES, RemotePool, pair_key
-from baton.kv_transfer.window.transport import PullOutcome
+from baton.kv_transfer.window.transport import BlockPairs, PullOutcome
 
 from .floors.figures import ROOT, Figure, command_line, commit, machine, repeat_s, table, time_s
 

@@ -156,9 +156,6 @@ class ClusterTls:
             return None
         return cls(Path(ca), Path(chain), Path(key))
 
-    def server_credentials(self) -> grpc.ServerCredentials:
-        return self.files.server_credentials()
-
     def client_context(self) -> ssl.SSLContext:
         """To dial an engine with, under the name of its role."""
         return self._contexts.newest()

@@ -20,15 +20,24 @@ from typing import TYPE_CHECKING
 
 from ..core.errors import InvalidRequest
 from ..core.request.request import Constraint, ConstraintKind
-from .grammar_text import MAX_SOURCE_BYTES, grammar_text
 from .schema_references import BadReference, check_references
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
 
 log = logging.getLogger(__name__)
 
+MAX_SOURCE_BYTES = 64 << 10  # of one constraint
+MAX_CHOICES = 1024
 MAX_KEPT_BYTES = 64 << 20
+
+JSON_OPTIONS: JsonCompileOptions = {
+    # A model that is made to write JSON could otherwise write blanks for ever.
+    "whitespace_pattern": r"[ ]|\n[ ]{0,64}",
+    # Where two alternatives of a oneOf overlap the output may match both.
+    "coerce_one_of": True,
+}
 
 # Measured on llguidance 1.9.1, in resident memory: about 145 KB for the smallest grammars and 130
 # bytes a byte of a large schema. Taken for a little more.
@@ -167,7 +176,7 @@ def _reference_fault(constraint: Constraint) -> str | None:
         check_references(json.loads(constraint.source))
     except BadReference as error:
         return f"it {error}"
-    except (ValueError, RecursionError):  # no JSON, or too deep: the compiler has said so
+    except (ValueError, RecursionError):  # no JSON, or too deep: the compiler has reported that
         return None
     return None
 
@@ -191,3 +200,19 @@ def _limits() -> LLParserLimits:
     from llguidance import LLParserLimits
 
     return LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
+
+
+def grammar_text(constraint: Constraint) -> str:
+    """What LLMatcher takes. Raises ValueError for what cannot even be read."""
+    from llguidance import LLMatcher
+
+    match constraint.kind:
+        case ConstraintKind.JSON_SCHEMA:
+            return LLMatcher.grammar_from_json_schema(constraint.source, overrides=JSON_OPTIONS)
+        case ConstraintKind.REGEX:
+            return LLMatcher.grammar_from_regex(constraint.source)
+        case ConstraintKind.CHOICE:
+            choices = " | ".join(map(json.dumps, json.loads(constraint.source)))
+            return LLMatcher.grammar_from_lark(f"start: {choices}")
+        case ConstraintKind.GRAMMAR:
+            return LLMatcher.grammar_from_lark(constraint.source)

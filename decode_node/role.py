@@ -28,12 +28,11 @@ from ..kv_transfer.protocol.events import (
     Complete,
     DropReservation,
     Failed,
+    Hello,
     Intended,
     IntentCancelled,
     MemoryFreed,
     OpenWindow,
-    PeerLinked,
-    PeerLost,
     PeerMessage,
     PullEnded,
     PullerEffect,
@@ -43,21 +42,16 @@ from ..kv_transfer.protocol.events import (
     ReserveRefused,
     Send,
     StartPull,
-    Tick,
     WindowFailed,
     WindowOpened,
 )
-from ..kv_transfer.protocol.messages import Hello
 from ..kv_transfer.protocol.puller import Puller
 from ..kv_transfer.window.network_address import Routes
 from ..kv_transfer.window.transport import PullOutcome
-from ..node.channels.outbox import Outbox
-from ..node.requests.request_io import RequestIO
-from ..node.requests.request_role import RequestRole
-from ..node.requests.request_table import Entry, TransferSummary
-from ..node.requests.role import Vitals
+from ..node.channels.mailboxes import Outbox
+from ..node.requests.request_io import Entry, RequestIO
+from ..node.requests.request_role import EngineRole, Vitals
 from ..proto.v1 import handoff_pb2, node_pb2
-from .transfer_counts import TransferCounts
 from .windows import Windows
 
 log = logging.getLogger(__name__)
@@ -72,8 +66,8 @@ class _Intent:
     block_hashes: Sequence[BlockHash]  # of the known tokens' full blocks
 
 
-class DecodeRole(RequestRole):
-    """`node.requests.role.EngineRole` of a decode node's engine."""
+class DecodeRole(EngineRole):
+    """Of a decode node's engine."""
 
     ticket_work = node_pb2.WORK_DECODE
 
@@ -90,12 +84,11 @@ class DecodeRole(RequestRole):
         fingerprint: str,
         block_bytes: int,
     ) -> None:
-        super().__init__(engine, request_io)
+        super().__init__(engine, request_io, puller, clock)
         self._outbox = outbox
         self._puller = puller
         self._windows = windows
         self._routes = routes
-        self._clock = clock
         self._fingerprint = fingerprint
         self._block_bytes = block_bytes
         self._intents: dict[str, _Intent] = {}  # by each sample's key, until their KV is here
@@ -124,7 +117,7 @@ class DecodeRole(RequestRole):
             self._engine.abort(key)
         elif not any(self._request_io.book.get(sample.key) for sample in intent.samples):
             self._forget(intent)
-            # Its reservation stays until the last copy into it has ended: the puller says when.
+            # Its reservation stays until the last copy into it has ended: DropReservation.
             self._feed(IntentCancelled(intent.ticket.transfer_id))
 
     def _forget(self, intent: _Intent) -> None:
@@ -138,7 +131,7 @@ class DecodeRole(RequestRole):
     # -- the engine's results ------------------------------------------------------------------
 
     def after_step(self, output: StepOutput) -> None:
-        self._tell(output)
+        self._report_step(output)
         for key, error in output.failed:
             self.fail(key, error)
 
@@ -159,20 +152,20 @@ class DecodeRole(RequestRole):
 
     def peer_linked(self, incarnation: str, host: str) -> None:
         self._routes.linked(incarnation, host)
-        self._feed(PeerLinked(incarnation))
+        super().peer_linked(incarnation, host)
 
     def peer_message(self, incarnation: str, message: handoff_pb2.PeerMessage) -> None:
         decoded = wire.from_wire(message)
         if isinstance(decoded, Hello):
-            self._routes.greeted(incarnation, decoded.access)
+            self._routes.set_access(incarnation, decoded.access)
         self._feed(PeerMessage(incarnation, decoded))
 
     def peer_lost(self, incarnation: str) -> None:
         self._routes.lost(incarnation)
-        self._feed(PeerLost(incarnation))
+        super().peer_lost(incarnation)
 
     def _feed(self, event: PullerEvent) -> None:
-        """Tell the puller, and do what it says. A `Reserve` comes last: its answer may be fed."""
+        """A `Reserve` comes last: its answer may be fed."""
         for effect in self._puller.handle(event):
             self._apply(effect)
 
@@ -219,7 +212,7 @@ class DecodeRole(RequestRole):
 
     def _reserve(self, transfer_id: str, key: str) -> None:
         intent = self._intents.get(key)
-        assert intent is not None, "the puller asks for a request that is over"
+        assert intent is not None, "the puller reserves for a request that is over"
         try:
             reservation = self._engine.reserve(intent.samples[0], intent.block_hashes)
         except BatonError as error:
@@ -251,12 +244,12 @@ class DecodeRole(RequestRole):
         reservation = self._reservations.pop(complete.transfer_id)
         intent, state = self._intents[complete.key], complete.state
         self._forget(intent)
-        summary = TransferSummary(
-            num_bytes=complete.num_pulled_blocks * self._block_bytes,
+        summary = node_pb2.TransferInfo(
+            bytes=complete.num_pulled_blocks * self._block_bytes,
             cached_tokens=reservation.num_cached_blocks * self._engine.limits.block_size,
             transport=self._windows.transport_of(intent.ticket.source_incarnation),
         )
-        self._counts.completed(complete.transfer_id, summary.num_bytes)
+        self._counts.completed(complete.transfer_id, summary.bytes)
         first, *forks = intent.samples
         if len(state.fork_token_ids) != len(forks):
             self._engine.drop(reservation)
@@ -268,7 +261,11 @@ class DecodeRole(RequestRole):
         self._engine.drop(reservation)  # if the first sample is over, unlike its forks
 
     def _begin(
-        self, sample: Request, reservation: Reservation, token_id: int, summary: TransferSummary
+        self,
+        sample: Request,
+        reservation: Reservation,
+        token_id: int,
+        summary: node_pb2.TransferInfo,
     ) -> None:
         """Let a sample decode, unless it was cancelled or has ended with its first token."""
         entry = self._request_io.book.get(sample.key)
@@ -281,7 +278,7 @@ class DecodeRole(RequestRole):
             else:
                 self._engine.start(reservation, token_id)
         except HandoffFailed as error:
-            # Among several, one may end with its first token: the source tells the gateway.
+            # Among several, one may end with its first token: the source reports it to the gateway.
             is_alone = not (is_fork or sample.fork_ids)
             self.fail(sample.key, error if is_alone else Cancelled(error.message))
             return
@@ -291,20 +288,13 @@ class DecodeRole(RequestRole):
     # -- time and looking in -------------------------------------------------------------------
 
     def poll(self) -> bool:
-        """Begin the pulls of what sources have finished without a word."""
+        """Begin the pulls of what sources have finished."""
         return self._windows.poll()
 
     def tick(self) -> float | None:
-        for key, error in self._request_io.overdue():
-            self.fail(key, error)
         if self._is_memory_short:
             self._feed(MemoryFreed())  # perhaps; the engine knows without asking its pool again
-        due_s = self._puller.next_deadline()
-        if due_s is not None and due_s <= self._clock.monotonic_s():
-            self._feed(Tick())
-            due_s = self._puller.next_deadline()
-        deadlines = (due_s, self._request_io.book.next_deadline_s())
-        return min((d for d in deadlines if d is not None), default=None)
+        return super().tick()
 
     def vitals(self) -> Vitals:
         pending = (
@@ -316,11 +306,37 @@ class DecodeRole(RequestRole):
             num_pending=len(self._intents),
             pending=tuple(pending),
             links=self._windows.links(),
-            counters=self._counts.to_wire(),
+            counters=self._counts.wire,
         )
 
     def is_idle(self) -> bool:
         return not (self._request_io.book or self._reservations or self._windows.num_pulls)
 
-    def ledger(self) -> dict[str, object]:
-        return {"node": self._request_io.node_name} | self._engine.ledger() | self._puller.ledger()
+
+class TransferCounts:
+    """How many hand-offs came, with how many bytes and in what time, and why others failed: since
+    the engine's incarnation began. A hand-off's time begins when its memory is reserved; every one
+    that began is completed, failed or dropped."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._began_s: dict[str, float] = {}
+        self.wire = node_pb2.Counters()
+
+    def began(self, transfer_id: str) -> None:
+        self._began_s[transfer_id] = self._clock.monotonic_s()
+
+    def completed(self, transfer_id: str, num_bytes: int) -> None:
+        self.wire.transfer_s += self._clock.monotonic_s() - self._began_s.pop(transfer_id)
+        self.wire.num_transfers += 1
+        self.wire.transfer_bytes += num_bytes
+
+    def failed(self, transfer_id: str, error: BatonError) -> None:
+        """Before or after it began. One that was called off, by whomever, did not fail."""
+        self._began_s.pop(transfer_id, None)
+        if not isinstance(error, Cancelled):
+            self.wire.failed_transfers[error.code] += 1
+
+    def dropped(self, transfer_id: str) -> None:
+        """Its memory is given back; that it failed, if it did, was reported before."""
+        self._began_s.pop(transfer_id, None)

@@ -174,7 +174,7 @@ class Windows:
 
     @property
     def num_pulls(self) -> int:
-        """Copies in flight, or to come without a word from anybody."""
+        """Copies in flight, or prepared."""
         return len(self._pulls) + len(self._prepared)
 
     def links(self) -> tuple[node_pb2.PeerLink, ...]:

@@ -8,8 +8,7 @@ from functools import partial
 from ..core.channels.engine_tls import EngineTls, WrapSocket
 from ..core.config import NodeConfig
 from ..core.errors import StartupFailed
-from ..engine.kv.cuda_kv_memory import CudaKvMemory
-from ..engine.kv.kv_memory import CpuKvMemory
+from ..engine.kv.kv_memory import CpuKvMemory, CudaKvMemory
 from .network.data_server import MakeOutlet
 from .network.data_wire import Mode
 from .network.tcp import HostBlockBytes, MakeBytes, TcpTransport, tcp_outlet
@@ -78,6 +77,6 @@ def _nccl(
 def _make_bytes(kv: CpuKvMemory | CudaKvMemory) -> MakeBytes:
     if isinstance(kv, CpuKvMemory):
         return lambda cut: HostBlockBytes(kv, cut)
-    from .network.cuda_block_bytes import CudaBlockBytes
+    from .network.tcp import CudaBlockBytes
 
     return lambda cut: CudaBlockBytes(kv, cut)

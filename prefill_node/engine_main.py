@@ -1,18 +1,43 @@
-"""`python -m baton.prefill_node.engine_main FD`: an engine process with the prefill role."""
+"""`python -m baton.prefill_node.engine_main FD`: an engine process with the prefill role.
+
+A long prompt is computed in few steps: four of 2048 tokens take a GPU 9 % longer than one of 8192.
+Its last chunk is small, since that is what is left to pull when the first token is there. But 7168
+and 1024 tokens take 3 ms longer than 8192 of an 8B model, which in a queue delays all behind it:
+there prompts of up to 8192 are computed whole.
+
+What may not wait to be pulled is for prompts that are being computed and for the prefix cache. Over
+the limit nothing more is admitted; the heartbeat reports it, and gateways route around it.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import sys
 
 if __name__ == "__main__":
     gc.disable()  # while modules load, of which nothing is garbage: a sixth of the start
 
+from ..core.config import EngineConfig, NodeConfig
 from ..core.membership import Role
 from ..kv_transfer.protocol.source import Source
 from ..node.engine_process.engine_process import EngineParts, RolePlan, main
-from . import policy
 from .role import PrefillRole
+
+PREFILL_CHUNK_TOKENS = 8192
+
+
+def adjust(config: EngineConfig) -> EngineConfig:
+    """Large chunks, unless the operator chose a size of chunks or steps."""
+    is_chosen = config.max_num_batched_tokens != EngineConfig().max_num_batched_tokens
+    if is_chosen or config.prefill_chunk_tokens is not None:
+        return config
+    return dataclasses.replace(config, prefill_chunk_tokens=PREFILL_CHUNK_TOKENS)
+
+
+def max_held_blocks(config: NodeConfig, capacity: int) -> int:
+    """The credit in blocks: `--credit-fraction` of the pool, at least one."""
+    return max(1, int(capacity * config.credit_fraction))
 
 
 def build(parts: EngineParts) -> PrefillRole:
@@ -25,8 +50,8 @@ def build(parts: EngineParts) -> PrefillRole:
 
 PLAN = RolePlan(
     name=Role.PREFILL,
-    adjust=policy.adjust,
-    max_held_blocks=policy.max_held_blocks,
+    adjust=adjust,
+    max_held_blocks=max_held_blocks,
     build=build,
     is_source=True,
 )

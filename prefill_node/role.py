@@ -26,25 +26,20 @@ from ..kv_transfer.protocol.events import (
     ChunkAnnounced,
     ChunkReady,
     ClosePeer,
+    HandoffState,
+    Hello,
     Offered,
-    PeerLinked,
-    PeerLost,
-    PeerMessage,
     ReleaseBlocks,
     Send,
     SourceEvent,
-    Tick,
     Withdrawn,
 )
-from ..kv_transfer.protocol.messages import HandoffState, Hello
 from ..kv_transfer.protocol.source import Source
 from ..kv_transfer.window.network_address import PoolAccess
-from ..node.channels.outbox import Outbox
-from ..node.requests.request_io import RequestIO
-from ..node.requests.request_role import RequestRole
-from ..node.requests.request_table import Entry
-from ..node.requests.role import Vitals
-from ..proto.v1 import handoff_pb2, node_pb2
+from ..node.channels.mailboxes import Outbox
+from ..node.requests.request_io import Entry, RequestIO
+from ..node.requests.request_role import EngineRole, Vitals
+from ..proto.v1 import node_pb2
 
 log = logging.getLogger(__name__)
 
@@ -62,8 +57,8 @@ class _Offer:
     is_first_token_out: bool = False
 
 
-class PrefillRole(RequestRole):
-    """`node.requests.role.EngineRole` of a prefill node's engine."""
+class PrefillRole(EngineRole):
+    """Of a prefill node's engine."""
 
     ticket_work = node_pb2.WORK_PREFILL
 
@@ -77,10 +72,9 @@ class PrefillRole(RequestRole):
         access: PoolAccess,
     ) -> None:
         """`access`: how the engine's pools are reached; pullers' keys are made from its key."""
-        super().__init__(engine, request_io)
+        super().__init__(engine, request_io, source, clock)
         self._outbox = outbox
         self._source = source
-        self._clock = clock
         self._access = access
         self._offers: dict[str, _Offer] = {}  # by each of its keys
         self._num_expired_leases = 0
@@ -110,8 +104,8 @@ class PrefillRole(RequestRole):
     # -- the engine's results ------------------------------------------------------------------
 
     def after_step(self, output: StepOutput) -> None:
-        self._tell(output)
-        self._outbox.flush_gateways()  # users need not wait for what pullers are told
+        self._report_step(output)
+        self._outbox.flush_gateways()  # users need not wait for what is sent to pullers
         first_tokens = {token.key: token.token_id for token in output.tokens}
         for chunk in output.chunks:
             self._on_chunk(chunk, first_tokens)
@@ -172,17 +166,7 @@ class PrefillRole(RequestRole):
 
     # -- pullers -------------------------------------------------------------------------------
 
-    def peer_linked(self, incarnation: str, host: str) -> None:
-        self._feed(PeerLinked(incarnation))
-
-    def peer_message(self, incarnation: str, message: handoff_pb2.PeerMessage) -> None:
-        self._feed(PeerMessage(incarnation, wire.from_wire(message)))
-
-    def peer_lost(self, incarnation: str) -> None:
-        self._feed(PeerLost(incarnation))
-
     def _feed(self, event: SourceEvent) -> None:
-        """Tell the source, and do what it says."""
         for effect in self._source.handle(event):
             match effect:
                 case Send(incarnation, message):
@@ -205,27 +189,10 @@ class PrefillRole(RequestRole):
             self._request_io.end(each, None if offer.is_first_token_out else error)
         self._engine.abort(key)
 
-    # -- time and looking in -------------------------------------------------------------------
-
-    def poll(self) -> bool:
-        """Pullers look, a source tells: there is nothing to watch."""
-        return False
-
-    def tick(self) -> float | None:
-        for key, error in self._request_io.overdue():
-            self.fail(key, error)
-        lease_s = self._source.next_deadline()
-        if lease_s is not None and lease_s <= self._clock.monotonic_s():
-            self._feed(Tick())
-            lease_s = self._source.next_deadline()
-        deadlines = (lease_s, self._request_io.book.next_deadline_s())
-        return min((d for d in deadlines if d is not None), default=None)
+    # -- looking in ----------------------------------------------------------------------------
 
     def vitals(self) -> Vitals:
         return Vitals(counters=node_pb2.Counters(num_expired_leases=self._num_expired_leases))
 
     def is_idle(self) -> bool:
         return not self._request_io.book and not self._offers
-
-    def ledger(self) -> dict[str, object]:
-        return {"node": self._request_io.node_name} | self._engine.ledger() | self._source.ledger()

@@ -12,10 +12,9 @@ it from the broker.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from ..core.ports import Clock
 from ..core.request.token_ids import BlockHash
@@ -29,6 +28,7 @@ from .messages import (
     SnapshotChunk,
     decode,
 )
+from .redis_link import RedisIndexLink
 
 STALE_S = 60.0  # an engine of which no message came for so long counts as empty
 REQUEST_S = 0.5  # one request for a snapshot in so long
@@ -182,22 +182,6 @@ def _length_in(cached: set[BlockHash], hashes: Sequence[BlockHash]) -> int:
     return next(rest, len(hashes))
 
 
-class FollowerLink(Protocol):
-    """What a gateway needs of the broker (redis_link.py)."""
-
-    def messages(self) -> AsyncGenerator[bytes]:
-        """What engines publish, as far as it arrives; never ends, never raises."""
-        ...
-
-    async def request_snapshot(self, incarnation: str) -> None:
-        """Of an engine. Raises IndexAway."""
-        ...
-
-    async def read_chunk(self, incarnation: str, index: int) -> bytes:
-        """One piece of the last snapshot; empty if it is gone. Raises IndexAway."""
-        ...
-
-
 class Follower:
     """Keeps a mirror up to date; `run` follows until cancelled, through any loss of Redis.
 
@@ -205,7 +189,7 @@ class Follower:
     subscription, so that they fit.
     """
 
-    def __init__(self, link: FollowerLink, mirror: PrefixMirror) -> None:
+    def __init__(self, link: RedisIndexLink, mirror: PrefixMirror) -> None:
         self._link = link
         self._mirror = mirror
 
@@ -226,18 +210,13 @@ class Follower:
             return
 
 
-async def read_snapshot(link: FollowerLink, snapshot: Snapshot) -> set[BlockHash]:
+async def read_snapshot(link: RedisIndexLink, snapshot: Snapshot) -> set[BlockHash]:
     """Its hashes. Raises IndexAway, BadMessage if a chunk is gone or is not what it should be."""
     hashes: set[BlockHash] = set()
     for index in range(snapshot.num_chunks):
         wanted = (snapshot.incarnation, snapshot.seq, index)
-        match decode(await link.read_chunk(snapshot.incarnation, index)):
-            case SnapshotChunk(incarnation, seq, number, part) if (
-                incarnation,
-                seq,
-                number,
-            ) == wanted:
-                hashes.update(part)
-            case _:
-                raise BadMessage("no chunk of this snapshot")
+        chunk = decode(await link.read_chunk(snapshot.incarnation, index))
+        if not isinstance(chunk, SnapshotChunk) or chunk.place != wanted:
+            raise BadMessage("no chunk of this snapshot")
+        hashes.update(chunk.hashes)
     return hashes

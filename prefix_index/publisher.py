@@ -7,42 +7,21 @@ dropped, and the gap in the numbers makes gateways request a snapshot.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Protocol
 
 from ..core.ports import Clock
-from .journal import CacheJournal
-from .messages import Delta, Head, IndexAway, encode
+from .messages import CacheJournal, Delta, Head, IndexAway, encode
+from .redis_link import RedisIndexLink
 
 BATCH_S = 0.05  # changes wait so long for others
 HEAD_S = 1.0  # an engine publishes at least so often
 SNAPSHOT_S = 0.5  # at most one snapshot in so long, however many requests come
 
 
-class PublisherLink(Protocol):
-    """What an engine needs of the broker (redis_link.py)."""
-
-    async def publish(self, messages: Sequence[bytes]) -> None:
-        """To all gateways, in order. Raises IndexAway: some may have arrived."""
-        ...
-
-    async def write_chunks(self, incarnation: str, chunks: Sequence[bytes]) -> None:
-        """Put a snapshot's pieces where they can be read for a while, over the last one's.
-
-        Raises IndexAway.
-        """
-        ...
-
-    def snapshot_requests(self, incarnation: str) -> AsyncGenerator[bytes]:
-        """Yields whenever a gateway requests a snapshot of this engine; never ends or raises."""
-        ...
-
-
 class Publisher:
     """`run` publishes `journal` until cancelled."""
 
-    def __init__(self, journal: CacheJournal, link: PublisherLink, clock: Clock) -> None:
+    def __init__(self, journal: CacheJournal, link: RedisIndexLink, clock: Clock) -> None:
         self._journal = journal
         self._link = link
         self._clock = clock

@@ -1,4 +1,4 @@
-"""The index over Redis: its PublisherLink and FollowerLink, commands of Redis 2.6 or newer.
+"""The index over Redis, at engines and gateways: commands of Redis 2.6 or newer.
 
     baton:{cluster}:prefix                                  channel: what all engines publish
     baton:{cluster}:prefix:ask:{incarnation}                channel: requests for a snapshot
@@ -48,7 +48,10 @@ class RedisIndexLink:
         """Whether Redis answered the last time."""
         return not self._is_away
 
+    # -- an engine's -------------------------------------------------------------------------------
+
     async def publish(self, messages: Sequence[bytes]) -> None:
+        """To all gateways, in order. Raises IndexAway: some may have arrived."""
         try:
             async with self._redis.pipeline(transaction=False) as pipe:
                 for message in messages:
@@ -59,6 +62,8 @@ class RedisIndexLink:
         self._note_back()
 
     async def write_chunks(self, incarnation: str, chunks: Sequence[bytes]) -> None:
+        """Put a snapshot's pieces where they can be read for a while, over the last one's. Raises
+        IndexAway."""
         try:
             for index, chunk in enumerate(chunks):
                 key = self._chunk_key(incarnation, index)
@@ -67,18 +72,24 @@ class RedisIndexLink:
             raise self._away(error) from error
 
     def snapshot_requests(self, incarnation: str) -> AsyncGenerator[bytes]:
+        """Yields whenever a gateway requests a snapshot of this engine; never ends or raises."""
         return self._follow(self._request_channel(incarnation))
 
+    # -- a gateway's -------------------------------------------------------------------------------
+
     def messages(self) -> AsyncGenerator[bytes]:
+        """What engines publish, as far as it arrives; never ends, never raises."""
         return self._follow(self._channel, self._secret.unseal)
 
     async def request_snapshot(self, incarnation: str) -> None:
+        """Of an engine. Raises IndexAway."""
         try:
             await reply(self._redis.publish(self._request_channel(incarnation), b"snapshot"))
         except REDIS_ERRORS as error:
             raise self._away(error) from error
 
     async def read_chunk(self, incarnation: str, index: int) -> bytes:
+        """One piece of the last snapshot; empty if it is gone. Raises IndexAway."""
         key = self._chunk_key(incarnation, index)
         try:
             # Junk may be huge: never read all of it.

@@ -22,9 +22,8 @@ import numpy as np
 import torch
 
 from baton.engine.kv.block_pool import BlockRef
-from baton.engine.kv.cuda_kv_memory import CudaKvMemory
-from baton.kv_transfer.window.block_pairs import BlockPair, BlockPairs
-from baton.kv_transfer.window.transport import PoolWindow, PullOutcome
+from baton.engine.kv.kv_memory import CudaKvMemory
+from baton.kv_transfer.window.transport import BlockPair, BlockPairs, PoolWindow, PullOutcome
 
 SOURCE_GPU, PULLER_GPU = "cuda:0", f"cuda:{max(0, torch.cuda.device_count() - 1)}"
 FOLDER = Path(__file__).parent / "gpu"

@@ -30,7 +30,7 @@ from typing import Any
 from baton.client import Result
 from baton.core import flags
 from baton.core.config import EngineConfig, NodeConfig, UpConfig
-from baton.prefill_node import policy
+from baton.prefill_node import engine_main
 
 from ..floors.figures import command_line, commit, machine
 from ..floors.gpu_shapes import SHAPES
@@ -92,7 +92,7 @@ class Suite:
         print(f"{name}: {found}", flush=True)
 
     def _alone(self) -> None:
-        config, gpus = policy.adjust(self._engine), self._arguments.prefill_gpus
+        config, gpus = engine_main.adjust(self._engine), self._arguments.prefill_gpus
         if gpus is None or config.tensor_parallel_size > 1:
             self._alone_on(config)
             return

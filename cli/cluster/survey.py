@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 import msgspec
 
-from ...cluster.node_calls import LEDGERS, dial
+from ...cluster.known_nodes import LEDGERS, dial
 from ...cluster.redis_client import require_redis
 from ...cluster.redis_directory import RedisDirectory
 from ...cluster.secret import ClusterSecret
@@ -30,7 +30,7 @@ from ...core.config import ClusterConfig
 from ...core.errors import BatonError, Unauthenticated
 from ...core.membership import Member, Role
 from ...prefix_index.messages import BadMessage, IndexAway, Snapshot, decode
-from ...prefix_index.mirror import FollowerLink, read_snapshot
+from ...prefix_index.mirror import read_snapshot
 from ...prefix_index.redis_link import RedisIndexLink
 from ...proto.v1 import node_pb2, node_pb2_grpc
 
@@ -161,7 +161,7 @@ async def _count_published(cluster: ClusterConfig, members: Sequence[Member]) ->
 
 
 async def count_published(
-    link: FollowerLink, incarnations: Collection[str], timeout_s: float = _INDEX_ANSWER_S
+    link: RedisIndexLink, incarnations: Collection[str], timeout_s: float = _INDEX_ANSWER_S
 ) -> dict[str, int]:
     """How many blocks each engine lists in the prefix index, by the snapshot that it publishes when
     requested; without one an engine is absent."""
@@ -182,7 +182,7 @@ async def count_published(
 
 
 async def _request_snapshots(
-    link: FollowerLink, incarnations: Collection[str], counts: dict[str, int]
+    link: RedisIndexLink, incarnations: Collection[str], counts: dict[str, int]
 ) -> None:
     while True:
         for incarnation in set(incarnations) - counts.keys():
@@ -194,7 +194,7 @@ async def _request_snapshots(
 
 
 async def _take(
-    link: FollowerLink, raw: bytes, incarnations: Collection[str], counts: dict[str, int]
+    link: RedisIndexLink, raw: bytes, incarnations: Collection[str], counts: dict[str, int]
 ) -> None:
     """Of all that is published only snapshots of these engines count."""
     try:

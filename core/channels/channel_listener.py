@@ -21,9 +21,8 @@ from .accept_thread import AcceptThread, Newcomers
 from .addresses import require_same_user, socket_address
 from .admission import ADMIT_S, SOCKET, THIS_HOST, accept, admit, refuse, tune
 from .channel import Channel
-from .engine_tls import Secured
+from .engine_tls import Secured, plain_end
 from .handshake import Listener, Opening
-from .tls_pump import plain_end
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,5 @@
-"""Which tokens the constrained sequences of a step may be given, as bit masks for the sampler.
+"""Which tokens the constrained sequences of a step may be given, as bit masks for the sampler, and
+which tokens a sequence has seen, for penalties.
 
 A sequence's matcher follows its output tokens, however they came to it: sampled here, handed over,
 streamed by an earlier attempt or known from before a preemption. It is fed when a mask is needed,
@@ -101,3 +102,36 @@ def without(mask: Mask, forbidden_ids: Sequence[int]) -> Mask:
     for token_id in forbidden_ids:
         left.view(np.uint32)[token_id // _WORD_BITS] &= ~np.uint32(1 << token_id % _WORD_BITS)
     return left if left.any() else mask
+
+
+class TokenCounts:
+    """Parallel arrays: every token id that occurred, once, and its count in the output.
+
+    Grows with the sequence, so that a decode step costs one update and no pass over the prompt.
+    """
+
+    def __init__(self, prompt_token_ids: Sequence[int]) -> None:
+        ids = np.unique(np.asarray(prompt_token_ids, np.int64))
+        self._ids = np.resize(ids, 2 * len(ids) + 16)
+        self._counts = np.zeros(len(self._ids), np.int64)
+        self._places = {token_id: place for place, token_id in enumerate(ids.tolist())}
+        self._num_taken = len(prompt_token_ids)
+
+    def catch_up(self, token_ids: Sequence[int]) -> None:
+        """Count the outputs of the whole sequence's `token_ids` that are new."""
+        for token_id in token_ids[self._num_taken :]:
+            place = self._places.setdefault(token_id, len(self._places))
+            if place == len(self._ids):
+                self._ids = np.resize(self._ids, 2 * place)
+                self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+            self._ids[place] = token_id
+            self._counts[place] += 1
+        self._num_taken = len(token_ids)
+
+    @property
+    def token_ids(self) -> NDArray[np.int64]:
+        return self._ids[: len(self._places)]
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        return self._counts[: len(self._places)]

@@ -3,7 +3,8 @@
     config ─► placement ─► weights ─► largest step measured ─► KV pool ─► (GPU: graphs captured)
 
 Knows no request and no schedule: what is computed together is the scheduler's choice, and a
-slice's token must not depend on it.
+slice's token must not depend on it. A CPU executes steps here, one after the other; a GPU's are
+gpu_steps.py.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ...core.config import EngineConfig
 from ...core.errors import EngineFailed, StartupFailed
@@ -23,12 +25,17 @@ from ...core.request.request import SAMPLING, SamplingParams
 from ...kernels.attention.attention import AttentionBackend
 from ...kernels.kv.kv_blocks import copy_blocks
 from ...kernels.sampling.sample_spec import SampleSpec
-from ..kv import cuda_kv_memory, kv_memory
+from ...kernels.sampling.sampling import sample
 from ..kv.block_pool import CANARY_BLOCK, PADDING_BLOCK, canary_bytes
-from ..kv.cuda_kv_memory import CudaKvMemory
 from ..kv.cuda_step_count import CudaStepCount, count_steps
 from ..kv.generations import SharedGenerations
-from ..kv.kv_memory import CpuKvMemory, KvLayout
+from ..kv.kv_memory import (
+    CpuKvMemory,
+    CudaKvMemory,
+    KvLayout,
+    choose_num_cpu_blocks,
+    choose_num_gpu_blocks,
+)
 from ..kv.limits import seqs_for_pool, spare_tokens
 from ..model.checkpoint import OnProgress, fill_dummy_weights, load_weights, weights_identity
 from ..model.communicator import Communicator
@@ -36,9 +43,9 @@ from ..model.decoder import Decoder
 from ..model.fingerprint import fingerprint_fields
 from ..model.model_config import ModelConfig, read_model_config
 from ..model.sharding import check_divisible, heads_of_rank
-from .batch import LaunchedStep, SampledToken, SequenceSlice
-from .cpu_steps import CpuSteps
+from .batch import CompletedStep, LaunchedStep, SampledToken, SequenceSlice
 from .device import choose_attention, choose_placement, make_attention
+from .step_parts import compute_extras, flatten, metadata_of
 
 if TYPE_CHECKING:
     from .gpu_steps import GpuSteps  # needs Triton
@@ -95,7 +102,7 @@ class ModelRunner:
         )
         if self._placement.device.type == "cpu":
             # Before the weights: an error over too little memory should not wait for them.
-            num_blocks = kv_memory.choose_num_blocks(config, layout, self.max_model_len)
+            num_blocks = choose_num_cpu_blocks(config, layout, self.max_model_len)
             self.max_num_seqs = self._choose_max_num_seqs(num_blocks)
         model, weights = self._load(on_progress)
         communicator.connect()
@@ -162,7 +169,7 @@ class ModelRunner:
             new_steps(pool).launch(batch).collect()
 
         begin_s = time.perf_counter()
-        num_blocks = cuda_kv_memory.choose_num_blocks(
+        num_blocks = choose_num_gpu_blocks(
             config, layout, self.max_num_seqs, self.max_model_len, device, run_largest_step
         )
         num_blocks = self._communicator.least(num_blocks)
@@ -295,3 +302,56 @@ def _choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
             f"the model's context has {model.max_context_tokens} tokens"
         )
     return config.max_model_len
+
+
+# BLAS multiplies a single row by another routine, whose sums round differently: with this second
+# row a decode alone gives bit for bit what it gives in a batch.
+_PADDING_SLICE = SequenceSlice(token_ids=(0,), start=0, block_table=(PADDING_BLOCK,), sample=None)
+
+
+class CpuSteps:
+    """Steps of `model` over the pool of `attention`."""
+
+    runs_ahead = False
+
+    def __init__(self, model: Decoder, attention: AttentionBackend, block_size: int) -> None:
+        self.model = model
+        self._attention = attention
+        self._block_size = block_size
+
+    def launch(self, batch: Sequence[SequenceSlice]) -> CompletedStep:
+        hidden = self._forward(batch)
+        results: list[SampledToken | None] = [None] * len(batch)
+        rows, specs, last_tokens, last = [], [], [], -1
+        for index, piece in enumerate(batch):
+            last += piece.num_scheduled_tokens
+            if piece.sample is not None:
+                rows.append(index)
+                last_tokens.append(last)
+                specs.append(piece.sample)
+        logits = None
+        if rows:
+            logits = self._logits(hidden.index_select(0, torch.tensor(last_tokens)))
+            token_ids, logprobs = sample(logits, specs)
+            tokens = zip(token_ids.tolist(), logprobs.tolist(), strict=True)
+            for index, (token_id, logprob) in zip(rows, tokens, strict=True):
+                results[index] = SampledToken(token_id, logprob)
+        extras = compute_extras(batch, rows, logits, hidden, self._logits, lambda whole: whole)
+        if extras is None:
+            return CompletedStep(results)
+        extras.add_to(results)
+        return CompletedStep(results, extras.prompt_logprobs())
+
+    def _forward(self, batch: Sequence[SequenceSlice]) -> Tensor:
+        """Hidden states [tokens, hidden], perhaps with a padding row at the end."""
+        if len(batch) == 1 and batch[0].num_scheduled_tokens == 1:
+            batch = (*batch, _PADDING_SLICE)
+        token_ids, positions, slots = map(torch.from_numpy, flatten(batch, self._block_size))
+        self._attention.plan(metadata_of(batch, slots))
+        return self.model.forward(token_ids, positions, self._attention)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, vocab]; one row is computed twice, as in `_PADDING_SLICE`."""
+        if len(hidden) > 1:
+            return self.model.lm_head.project(hidden)
+        return self.model.lm_head.project(hidden.expand(2, -1).contiguous())[:1]

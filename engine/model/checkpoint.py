@@ -12,7 +12,6 @@ import json
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +28,7 @@ _DTYPES = {"F64", "F32", "F16", "BF16"}
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
-@dataclass(frozen=True, slots=True)
-class LoadProgress:
-    """How far loading is; bytes as they are in the model's memory."""
-
-    num_tensors: int
-    total_tensors: int
-    num_bytes: int
-    total_bytes: int
-
-
-OnProgress = Callable[[LoadProgress], None]
+OnProgress = Callable[[int, int], None]  # bytes loaded, as they are in the model's memory, of all
 
 
 def load_weights(
@@ -122,17 +111,13 @@ class _Progress:
     def __init__(self, targets: Mapping[str, Target], on_progress: OnProgress | None) -> None:
         self._sizes = {name: target.tensor.nbytes for name, target in targets.items()}
         self._total_bytes = sum(self._sizes.values())
-        self._num_tensors = self._num_bytes = 0
+        self._num_bytes = 0
         self._on_progress = on_progress
 
     def add(self, name: str) -> None:
-        self._num_tensors += 1
         self._num_bytes += self._sizes[name]
         if self._on_progress is not None:
-            total = len(self._sizes)
-            self._on_progress(
-                LoadProgress(self._num_tensors, total, self._num_bytes, self._total_bytes)
-            )
+            self._on_progress(self._num_bytes, self._total_bytes)
 
 
 @contextmanager

@@ -12,9 +12,17 @@ from torch import Tensor
 
 from ...kernels.attention.attention import AttentionBackend
 from .communicator import Summand
-from .layers import Embedding, Linear, Outputs, Placement, RMSNorm, RowLinear, Targets
+from .layers import (
+    Embedding,
+    Linear,
+    Outputs,
+    Placement,
+    RMSNorm,
+    RotaryEmbedding,
+    RowLinear,
+    Targets,
+)
 from .model_config import ExpertsConfig, ModelConfig
-from .rope_angles import RotaryEmbedding
 from .sharding import Heads, heads_of_rank
 
 
@@ -123,7 +131,7 @@ class Experts:
             tokens, place = torch.where(chosen == index)
             inputs = x[tokens]
             if len(tokens) == 1:
-                # BLAS multiplies a single row by another routine: see cpu_steps.
+                # BLAS multiplies a single row by another routine: see CpuSteps.
                 inputs = inputs.expand(2, -1)
             computed = self.experts[index].product(inputs)[: len(tokens)]
             out.index_add_(0, tokens, computed * weights[tokens, place, None])

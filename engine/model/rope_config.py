@@ -1,6 +1,6 @@
 """Which rotary embedding a config.json sets: base, and how it is stretched to longer contexts.
 
-Values only; the angles are computed by rope_angles.py. Reads `rope_parameters` of transformers 5,
+Values only; the angles are computed by layers.py. Reads `rope_parameters` of transformers 5,
 also by layer type, and the older `rope_theta` and `rope_scaling`, which wins as it does there.
 """
 

@@ -6,21 +6,30 @@
 All ranks sample the same token from the same bits, so a step that follows another one needs no
 token from rank 0. That this rank's step has completed means that every rank has done its part of it
 as far as KV goes: its last sum over the ranks lacked no rank.
+
+A step is sent as MessagePack: a list of slices, each the fields of a SequenceSlice. Tokens and
+targets are bytes of uint32, block ids of int32. Decoding trusts the sender: both ends are one
+engine.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
+import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from ...core.errors import EngineFailed
-from ...core.request.request import TokenLogprobs
+from ...core.request.request import SAMPLING, SamplingParams, TokenLogprobs
+from ...kernels.sampling.sample_spec import SampleSpec
 from ..execution.batch import LaunchedStep, Runner, SampledToken, SequenceSlice
 from .rank_channel import MessageKind
 from .rank_group import RankGroup
-from .step_message import encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +81,101 @@ class ParallelRunner:
         """On the others it is done before whatever is sent to them next."""
         self._followers.send(MessageKind.COPY_BLOCKS, np.array(pairs, np.int64).T.tobytes())
         self._mine.copy_blocks(pairs)
+
+
+# What a sampler looks at; the other parameters are rank 0's to judge. Those behind the temperature
+# are sent where one of them is set.
+_PARAMETERS = [
+    *(name for name, one in SAMPLING.items() if isinstance(one.default, float)),
+    *("top_k", "logprobs", "logit_bias"),
+]
+_PARAMETERS.sort(key="temperature".__ne__)  # the first
+_values_of = attrgetter(*_PARAMETERS)
+_UNSET = _values_of(SamplingParams())[1:]
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=bytes)  # of arrays
+_decoder = msgspec.msgpack.Decoder()
+
+
+@dataclass(frozen=True, slots=True)
+class _SentCounts:
+    """`sample_spec.Counts` of another rank."""
+
+    token_ids: NDArray[np.int64]
+    counts: NDArray[np.int64]
+
+
+def encode(batch: Sequence[SequenceSlice]) -> bytes:
+    """The message of one step; the counts of penalties are copied."""
+    return _encoder.encode(
+        [
+            (
+                array("I", piece.token_ids),
+                piece.start,
+                array("i", piece.block_table),
+                None if piece.sample is None else _sent(piece.sample),
+                piece.follows,
+                array("I", piece.prompt_targets),
+                piece.first_prompt_target,
+                piece.num_prompt_top,
+            )
+            for piece in batch
+        ]
+    )
+
+
+def _sent(spec: SampleSpec) -> tuple[Any, ...]:
+    values = _values_of(spec.params)
+    counts = None if spec.counts is None else (spec.counts.token_ids, spec.counts.counts)
+    return (
+        values[:1] if values[1:] == _UNSET else values,
+        spec.key,
+        spec.forbidden_ids,
+        counts,
+        spec.fork_keys,
+        spec.allowed,
+    )
+
+
+def decode(message: memoryview) -> list[SequenceSlice]:
+    """The batch again, its sequences as views of bytes."""
+    return [
+        SequenceSlice(
+            memoryview(tokens).cast("I"),
+            start,
+            memoryview(table).cast("i"),
+            None if spec is None else _received(*spec),
+            follows,
+            memoryview(targets).cast("I") if targets else (),
+            first_target,
+            num_top,
+        )
+        for tokens, start, table, spec, follows, targets, first_target, num_top in _decoder.decode(
+            message
+        )
+    ]
+
+
+def _received(
+    values: list[Any],
+    key: int,
+    forbidden_ids: list[int],
+    counts: list[bytes] | None,
+    fork_keys: list[int],
+    allowed: bytes | None,
+) -> SampleSpec:
+    if len(values) == 1:
+        params = SamplingParams(temperature=values[0])
+    else:
+        *numbers, bias = values
+        params = SamplingParams(
+            **dict(zip(_PARAMETERS, numbers, strict=False)), logit_bias=tuple(map(tuple, bias))
+        )
+    return SampleSpec(
+        params,
+        key,
+        tuple(forbidden_ids),
+        None if counts is None else _SentCounts(*(np.frombuffer(one, np.int64) for one in counts)),
+        tuple(fork_keys),
+        None if allowed is None else np.frombuffer(allowed, np.int32),
+    )

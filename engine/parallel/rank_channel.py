@@ -26,11 +26,11 @@ class MessageKind(enum.IntEnum):
     # rank 0 to the others
     CONFIGURE = 1  # JSON; answered once the weights are loaded, with the rank's handle
     CONNECT = 2  # all ranks are loaded: their handles, msgpack
-    STEP = 3  # step_message.py
+    STEP = 3  # parallel_runner.py
     COPY_BLOCKS = 4  # int64 [2, pairs]
     EXPORT_POOL = 5  # MessagePack, with the generation page
     OPEN_WINDOW = 6  # MessagePack: the pool that this rank will pull from
-    PULL = 7  # kv_transfer/ranks/rank_pulls.py
+    PULL = 7  # kv_transfer/ranks/ranked.py
     CANCEL_PULL = 8
     CLOSE_WINDOW = 9
     # the others to rank 0

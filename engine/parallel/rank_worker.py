@@ -26,10 +26,10 @@ from ...core.config import EngineConfig
 from ...core.errors import BatonError, EngineFailed
 from ..execution.batch import LaunchedStep
 from ..execution.runner import ModelRunner
-from ..model.checkpoint import LoadProgress, OnProgress
+from ..model.checkpoint import OnProgress
+from .parallel_runner import decode
 from .rank_channel import MessageKind, RankChannel, RankMessage
 from .rank_group import RankProgress, pack_failure
-from .step_message import decode
 from .torch_communicator import connect_store, make_communicator
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ def _progress_to(channel: RankChannel) -> OnProgress:
     """Reports to rank 0 that loading goes on, though not of every tensor."""
     last_s = time.monotonic()
 
-    def on_progress(_: LoadProgress) -> None:
+    def on_progress(num_bytes: int, total_bytes: int) -> None:
         nonlocal last_s
         if time.monotonic() - last_s > _PROGRESS_S:
             last_s = time.monotonic()

@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 
 from ...core.request.request import FinishReason, Request
 from ...core.request.token_ids import BlockHash, block_hashes
-from ..execution.constraints import Constrained
-from ..execution.token_counts import TokenCounts
+from ..execution.constraints import Constrained, TokenCounts
 
 
 class SequenceState(enum.Enum):

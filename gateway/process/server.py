@@ -16,8 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from ...cluster.exposure import check_secret
-from ...cluster.known_nodes import KnownNodes
-from ...cluster.node_calls import MemberCalls
+from ...cluster.known_nodes import KnownNodes, MemberCalls
 from ...cluster.redis_directory import RedisDirectory
 from ...cluster.secret import ClusterSecret
 from ...cluster.tls import CertificateFiles, watch_ends

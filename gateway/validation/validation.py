@@ -24,8 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from ...constraints.grammar_text import MAX_CHOICES
-from ...constraints.grammars import Grammars
+from ...constraints.grammars import MAX_CHOICES, Grammars
 from ...core.config import GatewayConfig
 from ...core.errors import (
     ContextLengthExceeded,

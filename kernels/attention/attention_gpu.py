@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ..kv.rope_triton import rotate_and_store
+from ..kv.kv_blocks_triton import rotate_and_store
 from ..row_room import empty_rows
 from .attention import AttentionMetadata, BlockTables
 from .attention_triton import TritonGraphPrefill, TritonPrefill

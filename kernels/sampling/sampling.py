@@ -203,7 +203,7 @@ def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
 
 
 def mix64(value: Tensor) -> Tensor:
-    """core.request.sampling.mix64 on int64 bit patterns; products wrap around."""
+    """core.request.request.mix64 on int64 bit patterns; products wrap around."""
     value = (value ^ _shift_right(value, 30)) * as_signed(0xBF58476D1CE4E5B9)
     value = (value ^ _shift_right(value, 27)) * as_signed(0x94D049BB133111EB)
     return value ^ _shift_right(value, 31)

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from contextlib import ExitStack
 
 from ...core.errors import HandoffFailed
-from ...engine.kv.cuda_kv_memory import CudaKvMemory
+from ...engine.kv.kv_memory import CudaKvMemory
 from ..export.pool_address import CudaMemory, receive
 from ..window.head_ranges import HeadPiece
 from ..window.network_address import RemotePool

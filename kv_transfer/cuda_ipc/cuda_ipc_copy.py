@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from ...core.errors import HandoffFailed
-from ...engine.kv.cuda_kv_memory import CudaKvMemory
 from ...engine.kv.cuda_memory import describe_error, forget_error, runtime
+from ...engine.kv.kv_memory import CudaKvMemory
 from ...kernels.kv.kv_blocks_triton import pull_blocks, pull_heads
 from ...kernels.upload import upload
-from ..window.block_pairs import Ids, Runs, find_runs
 from ..window.head_ranges import BlockCut, HeadPiece
+from ..window.transport import Ids, Runs, find_runs
 
 MAX_BLOCKS = 1024  # of one launch
 _ANY_DIRECTION = 4  # cudaMemcpyDefault
@@ -120,7 +120,7 @@ def copy_pieces(
 
 
 def copy_piece(source: int, target: int, num_bytes: int, stream: torch.cuda.Stream) -> None:
-    """Between addresses of any kind that the driver can tell apart; torch does not know of it.
+    """Between addresses of any kind that the driver can distinguish; torch does not know of it.
 
     Raises HandoffFailed.
     """

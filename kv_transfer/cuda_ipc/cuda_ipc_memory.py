@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 
 from ...core.errors import HandoffFailed
-from ...engine.kv.cuda_kv_memory import CudaKvMemory
 from ...engine.kv.cuda_memory import MappedMemory, MappingFailed, export_handle, map_handle
+from ...engine.kv.kv_memory import CudaKvMemory
 from ..export.pool_address import CudaMemory, PoolDescription, PoolExporter, PoolPart
 
 

@@ -24,13 +24,12 @@ from torch import Tensor
 
 from ...core.errors import HandoffFailed
 from ...engine.kv.block_pool import CANARY_BLOCK, canary_bytes
-from ...engine.kv.cuda_kv_memory import CudaKvMemory
 from ...engine.kv.generations import GenerationsReader
+from ...engine.kv.kv_memory import CudaKvMemory
 from ..export.pool_address import CudaMemory, PoolDescription
-from ..window.block_pairs import BlockPairs, Generations, Ids
 from ..window.head_ranges import BlockCut, HeadPiece
 from ..window.threaded_window import Pull, PullThread
-from ..window.transport import PullOutcome, Starter
+from ..window.transport import BlockPairs, Generations, Ids, PullOutcome, Starter
 from .cuda_ipc_copy import MAX_BLOCKS, CopyMethod, choose
 
 _log = logging.getLogger(__name__)

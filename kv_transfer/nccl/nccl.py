@@ -19,19 +19,19 @@ from ..network.data_client import DataClient, connect
 from ..network.data_server import MakeOutlet, Outlet
 from ..network.remote_window import RemoteWindow
 from ..network.stream import SILENCE_S, Deadline, Stream
-from ..window.block_pairs import Ids
 from ..window.head_ranges import BlockCut, HeadPiece
 from ..window.network_address import RemotePool
-from .nccl_lane import Lane
+from ..window.transport import Ids
+from .nccl_lane import NcclLane
 
 _SET_UP_S = 20.0  # to connect, and for first transfers, which connect further
 _SLOWEST_BYTES_PER_S = 1e9
 _MAX_REQUEST_BLOCKS = wire.MAX_REQUEST_BLOCKS
 
 # A source's end of a pair, for pieces of that cut and the pair's id. Raises HandoffFailed.
-OpenOutlet = Callable[[BlockCut, bytes, Deadline], Lane]
+OpenOutlet = Callable[[BlockCut, bytes, Deadline], NcclLane]
 # A puller's end, for its piece of blocks. Raises HandoffFailed.
-OpenCarrier = Callable[[HeadPiece | None, bytes, Deadline], Lane]
+OpenCarrier = Callable[[HeadPiece | None, bytes, Deadline], NcclLane]
 
 
 def nccl_outlet(open_lane: OpenOutlet) -> MakeOutlet:
@@ -45,7 +45,7 @@ def nccl_outlet(open_lane: OpenOutlet) -> MakeOutlet:
 
 
 class _NcclOutlet:
-    def __init__(self, stream: Stream, lane: Lane, piece_bytes: int) -> None:
+    def __init__(self, stream: Stream, lane: NcclLane, piece_bytes: int) -> None:
         self._stream = stream
         self._lane = lane
         self._piece_bytes = piece_bytes
@@ -87,7 +87,7 @@ class NcclTransport:
             raise HandoffFailed("the source has no port")
         cut, wrap, address = self._cut_of(piece), self._wrap, remote
 
-        def open_pair() -> tuple[DataClient, Lane]:
+        def open_pair() -> tuple[DataClient, NcclLane]:
             unique_id = self._new_id()
             client = connect(incarnation, address, cut, wire.Mode.NCCL, wrap, unique_id)
             try:
@@ -105,10 +105,10 @@ class _NcclCarrier:
     transport = "nccl"
     connects_quickly = False
 
-    def __init__(self, open_pair: Callable[[], tuple[DataClient, Lane]], cut: BlockCut) -> None:
+    def __init__(self, open_pair: Callable[[], tuple[DataClient, NcclLane]], cut: BlockCut) -> None:
         self._open_pair = open_pair
         self._cut = cut
-        self._lane: Lane | None = None
+        self._lane: NcclLane | None = None
         self.max_request_blocks = _MAX_REQUEST_BLOCKS
 
     def connect(self, deadline: Deadline | None = None) -> DataClient:

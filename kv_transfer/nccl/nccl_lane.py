@@ -17,19 +17,18 @@ import itertools
 import threading
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ...core.errors import HandoffFailed
-from ...engine.kv.cuda_kv_memory import CudaKvMemory
+from ...engine.kv.kv_memory import CudaKvMemory
 from ..cuda_ipc.cuda_ipc_copy import KernelCopy, copy_piece
 from ..cuda_ipc.launch_graph import LaunchGraph, give_back_stream, take_stream
 from ..network.data_wire import MAX_REQUEST_BLOCKS
 from ..network.stream import Deadline
-from ..window.block_pairs import Ids
 from ..window.head_ranges import BlockCut, HeadPiece
+from ..window.transport import Ids
 from .nccl_pair import PULLER_RANK, SOURCE_RANK, NcclPair
 
 _NUM_SLOTS = 2
@@ -43,25 +42,6 @@ _SMALL = 4  # first and last: a share of the largest
 
 # Compiling, taking memory and recording disturb each other.
 _one_at_a_time = threading.Lock()
-
-
-class Lane(Protocol):
-    """One end of a pair, ready to carry blocks."""
-
-    def send(self, block_ids: Ids, deadline: Deadline) -> None:
-        """Returns when the peer has them and the pool is read no more. Raises HandoffFailed."""
-        ...
-
-    def receive(self, num_blocks: int, block_ids: Ids | None, deadline: Deadline) -> None:
-        """Into these blocks, or nowhere; returns when they lie there. Raises HandoffFailed, after
-        which nothing writes to them."""
-        ...
-
-    def first_piece(self) -> bytes:
-        """Of the blocks that were last received, if they were few enough for one part."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class RequestParts:
@@ -192,7 +172,7 @@ class _Slot:
 
 
 class NcclLane:
-    """See `Lane`. Heads as for a slot."""
+    """One end of a pair, to carry blocks. Heads as for a slot."""
 
     def __init__(self, kv: CudaKvMemory, first: int, count: int, pair: NcclPair) -> None:
         """To be connected. Raises RuntimeError: no memory for staging."""
@@ -227,14 +207,16 @@ class NcclLane:
             self._pair.wait(self._over[0], deadline)
 
     def send(self, block_ids: Ids, deadline: Deadline) -> None:
-        """See `Lane`."""
+        """Returns when the peer has them and the pool is read no more. Raises HandoffFailed."""
         self._carry(len(block_ids), block_ids, deadline)
 
     def receive(self, num_blocks: int, block_ids: Ids | None, deadline: Deadline) -> None:
-        """See `Lane`."""
+        """Into these blocks, or nowhere; returns when they lie there. Raises HandoffFailed, after
+        which nothing writes to them."""
         self._carry(num_blocks, block_ids, deadline)
 
     def first_piece(self) -> bytes:
+        """Of the blocks that were last received, if they were few enough for one part."""
         piece: bytes = self._slots[0].blocks[0].view(torch.uint8).cpu().numpy().tobytes()
         return piece
 
@@ -281,7 +263,9 @@ def _events(count: int) -> list[torch.cuda.Event]:
     return [torch.cuda.Event() for _ in range(count)]  # type: ignore[no-untyped-call]
 
 
-def open_source_lane(kv: CudaKvMemory, cut: BlockCut, unique_id: bytes, deadline: Deadline) -> Lane:
+def open_source_lane(
+    kv: CudaKvMemory, cut: BlockCut, unique_id: bytes, deadline: Deadline
+) -> NcclLane:
     """The source's end, for the heads that `cut` takes of its blocks. Raises HandoffFailed."""
     layout = kv.layout
     first, count = 0, layout.num_kv_heads
@@ -295,7 +279,7 @@ def open_source_lane(kv: CudaKvMemory, cut: BlockCut, unique_id: bytes, deadline
 
 def open_puller_lane(
     kv: CudaKvMemory, piece: HeadPiece | None, unique_id: bytes, deadline: Deadline
-) -> Lane:
+) -> NcclLane:
     """The puller's end, for the heads that `piece` fills of ours. Raises HandoffFailed."""
     first, count = 0, kv.layout.num_kv_heads
     if piece is not None:
@@ -305,7 +289,7 @@ def open_puller_lane(
 
 def _open_lane(
     kv: CudaKvMemory, first: int, count: int, unique_id: bytes, rank: int, deadline: Deadline
-) -> Lane:
+) -> NcclLane:
     try:
         with contextlib.ExitStack() as opened:  # whatever happens, the peer must not wait for us
             pair = NcclPair(unique_id, rank, kv.tensor.device)

@@ -23,10 +23,9 @@ import numpy as np
 
 from ...core.errors import HandoffFailed
 from ...engine.kv.block_pool import CANARY_BLOCK, canary_bytes
-from ..window.block_pairs import Generations, Ids
 from ..window.head_ranges import BlockCut
 from ..window.threaded_window import Pull, PullThread
-from ..window.transport import PullOutcome
+from ..window.transport import Generations, Ids, PullOutcome
 from .data_client import DataClient
 from .stream import ConnectionBroken, Deadline, Recovery
 

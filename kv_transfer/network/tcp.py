@@ -12,13 +12,15 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from ...core.channels.engine_tls import WrapSocket
 from ...core.errors import HandoffFailed
-from ..shm.shm import HostPool
-from ..window.block_pairs import Ids
+from ...engine.kv.kv_memory import CpuKvMemory, CudaKvMemory
 from ..window.head_ranges import BlockCut, HeadPiece
 from ..window.network_address import RemotePool
+from ..window.transport import Ids
 from . import data_wire as wire
 from .data_client import DataClient, connect
 from .data_server import MakeOutlet, Outlet
@@ -50,7 +52,7 @@ class BlockBytes(Protocol):
 class HostBlockBytes:
     """Of a pool in host memory, whose blocks are cut as at the source (read) or here (write)."""
 
-    def __init__(self, pool: HostPool, cut: BlockCut) -> None:
+    def __init__(self, pool: CpuKvMemory, cut: BlockCut) -> None:
         self._pool = pool
         self._cut = cut
         self._buffer: Bytes = np.empty(0, np.uint8)  # kept: new pages cost as much as the copy
@@ -185,3 +187,47 @@ class _TcpCarrier:
         return self._staging[: self._cut.piece_bytes].tobytes()
 
     def hang_up(self) -> None: ...
+
+
+class CudaBlockBytes:
+    """See `BlockBytes`. Copies on a stream of its own."""
+
+    def __init__(self, kv: CudaKvMemory, cut: BlockCut) -> None:
+        self._kv = kv
+        self._cut = cut
+        self._device = kv.tensor.device
+        with torch.cuda.device(self._device):
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def read(self, block_ids: Ids) -> Bytes:
+        cut = self._cut
+        begin, end = cut.source_offset, cut.source_offset + cut.width
+        try:
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                ids = torch.from_numpy(block_ids.copy()).to(self._device)
+                pieces = self._rows(cut.source_pitch)[:, :, begin:end].index_select(0, ids)
+                host = torch.empty(pieces.shape, dtype=torch.uint8, pin_memory=True)
+                host.copy_(pieces, non_blocking=True)
+                self._stream.synchronize()
+        except RuntimeError as error:
+            raise HandoffFailed(f"the pool cannot be read: {error}") from error
+        data: Bytes = host.numpy().reshape(-1)
+        return data
+
+    def write(self, block_ids: Ids, data: Bytes) -> None:
+        cut = self._cut
+        begin, end = cut.offset, cut.offset + cut.width
+        pieces = torch.from_numpy(data).view(len(block_ids), cut.num_rows, cut.width)
+        try:
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                ids = torch.from_numpy(block_ids.copy()).to(self._device)
+                ours = self._rows(cut.pitch)[:, :, begin:end]
+                ours.index_copy_(0, ids, pieces.to(self._device))
+                self._stream.synchronize()
+        except RuntimeError as error:
+            raise HandoffFailed(f"the pool cannot be written: {error}") from error
+
+    def _rows(self, pitch: int) -> Tensor:
+        """[blocks, rows, pitch], bytes."""
+        flat = self._kv.tensor.view(-1).view(torch.uint8)
+        return flat.view(self._kv.num_blocks, -1, pitch)

@@ -13,7 +13,7 @@ import enum
 from dataclasses import dataclass
 
 from ...core.errors import BatonError, FingerprintMismatch, HandoffFailed
-from .messages import Hello, Message
+from .events import Hello, Message
 
 TOMBSTONE_S = 30.0
 _MAX_TOMBSTONES = 65_536  # a peer that invents ids must not fill our memory
@@ -28,7 +28,9 @@ class PairState(enum.Enum):
 
 
 @dataclass(slots=True)
-class _Pair:
+class Pair:
+    """`link`: the number of its present stream; an answer about an earlier one is void."""
+
     link: int
     state: PairState = PairState.LINKED
     sees_steps: bool = False  # its count of steps can be read from here
@@ -40,21 +42,19 @@ class Pairs:
     def __init__(self, hello: Hello) -> None:
         self.hello = hello  # ours
         self._num_links = 0  # streams opened so far, to all peers
-        self._pairs: dict[str, _Pair] = {}
+        self._pairs: dict[str, Pair] = {}
 
     def add(self, incarnation: str) -> None:
         """A stream to this peer is open; it has come no further."""
         self._num_links += 1
-        self._pairs[incarnation] = _Pair(self._num_links)
+        self._pairs[incarnation] = Pair(self._num_links)
 
-    def remove(self, incarnation: str) -> PairState | None:
+    def remove(self, incarnation: str) -> Pair | None:
         """Forget the peer; returns how far it had come."""
-        pair = self._pairs.pop(incarnation, None)
-        return None if pair is None else pair.state
+        return self._pairs.pop(incarnation, None)
 
-    def get(self, incarnation: str) -> PairState | None:
-        pair = self._pairs.get(incarnation)
-        return None if pair is None else pair.state
+    def get(self, incarnation: str) -> Pair | None:
+        return self._pairs.get(incarnation)
 
     def accepts(self, incarnation: str, message: Message) -> bool:
         """Whether a message counts: its stream is open and Hello came on it, or comes now.
@@ -62,30 +62,19 @@ class Pairs:
         What comes before Hello was sent by a peer that had not noticed yet that its stream was
         replaced; it will, and fails on its side what the message was about.
         """
-        state = self.get(incarnation)
-        return state is not None and (state is not PairState.LINKED or isinstance(message, Hello))
+        pair = self.get(incarnation)
+        return pair is not None and (
+            pair.state is not PairState.LINKED or isinstance(message, Hello)
+        )
 
-    def link(self, incarnation: str) -> int:
-        """The number of the peer's present stream: an answer about an earlier one is void."""
-        return self._pairs[incarnation].link
+    def opening(self, incarnation: str, link: int) -> Pair | None:
+        """This stream's pair, if it is matched and waits for its window."""
+        pair = self.get(incarnation)
+        is_opening = pair is not None and pair.state is PairState.MATCHED and pair.link == link
+        return pair if is_opening else None
 
-    def is_opening(self, incarnation: str, link: int) -> bool:
-        """Whether this stream's pair is matched and waits for its window."""
-        pair = self._pairs.get(incarnation)
-        return pair is not None and pair.state is PairState.MATCHED and pair.link == link
-
-    def set_ready(self, incarnation: str, *, sees_steps: bool) -> None:
-        assert self._pairs[incarnation].state is PairState.MATCHED
-        self._pairs[incarnation].state = PairState.READY
-        self._pairs[incarnation].sees_steps = sees_steps
-
-    def sees_steps(self, incarnation: str) -> bool:
-        """Whether a ready peer's count of steps can be read from here."""
-        pair = self._pairs.get(incarnation)
-        return pair is not None and pair.sees_steps
-
-    def match(self, incarnation: str, hello: Hello) -> bool:
-        """Take in a linked peer's Hello; True if it is the first.
+    def match(self, incarnation: str, hello: Hello) -> Pair | None:
+        """Take in a linked peer's Hello; the pair if it is the first.
 
         Raises FingerprintMismatch that names the first differing field, HandoffFailed if the
         peer is not who the stream was opened to.
@@ -94,10 +83,10 @@ class Pairs:
             raise HandoffFailed(f"the stream to {incarnation} is answered by {hello.incarnation}")
         _require_equal(self.hello, hello)
         pair = self._pairs[incarnation]
-        is_first = pair.state is PairState.LINKED
-        if is_first:
-            pair.state = PairState.MATCHED
-        return is_first
+        if pair.state is not PairState.LINKED:
+            return None
+        pair.state = PairState.MATCHED
+        return pair
 
     def ledger(self) -> dict[str, str]:
         return {incarnation: pair.state.value for incarnation, pair in self._pairs.items()}

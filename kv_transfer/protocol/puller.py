@@ -18,18 +18,22 @@ from ...core.errors import (
     UnknownTransfer,
 )
 from ...core.ports import Clock
-from ..window.block_pairs import BlockPairs
-from ..window.transport import PullOutcome
+from ..window.transport import BlockPairs, PullOutcome
 from .events import (
+    Attach,
     CancelPull,
+    CancelTransfer,
     ClosePeer,
     CloseWindow,
     Complete,
     DropReservation,
     Failed,
+    Hello,
     Intended,
     IntentCancelled,
+    Manifest,
     MemoryFreed,
+    Message,
     OpenWindow,
     PeerLinked,
     PeerLost,
@@ -37,19 +41,20 @@ from .events import (
     PullEnded,
     PullerEffect,
     PullerEvent,
+    Release,
+    Renew,
     Reserve,
     Reserved,
     ReserveRefused,
+    Revoked,
     Send,
     StartPull,
     Tick,
     WindowFailed,
     WindowOpened,
 )
-from .messages import Attach, CancelTransfer, Hello, Manifest, Message, Release, Renew, Revoked
-from .pairing import Pairs, PairState, Tombstones
-from .puller_transfer import ManifestSequence, PullerState, PullerTransfer
-from .puller_waits import Renewals, ReserveQueue
+from .pairing import Pair, Pairs, PairState, Tombstones
+from .puller_transfer import ManifestSequence, PullerState, PullerTransfer, Renewals, ReserveQueue
 
 
 class Puller:
@@ -105,10 +110,10 @@ class Puller:
             case PeerLost(incarnation):
                 self._drop_peer(incarnation, NodeLost("the stream to the source ended"))
             case WindowOpened(incarnation, link, sees_steps):
-                if self._pairs.is_opening(incarnation, link):
-                    self._on_ready(incarnation, sees_steps=sees_steps)
+                if pair := self._pairs.opening(incarnation, link):
+                    self._on_ready(incarnation, pair, sees_steps=sees_steps)
             case WindowFailed(incarnation, link, error):
-                if self._pairs.is_opening(incarnation, link):
+                if self._pairs.opening(incarnation, link):
                     self._refuse(incarnation, error)
             case _:
                 assert_never(event)
@@ -149,8 +154,9 @@ class Puller:
             expires_s=min(link_by_s, intent.deadline_s),
         )
         self._transfers[transfer_id] = transfer
-        if self._pairs.get(transfer.source) is PairState.READY:
-            self._attach(transfer)
+        pair = self._pairs.get(transfer.source)
+        if pair is not None and pair.state is PairState.READY:
+            self._attach(transfer, pair)
 
     def _refusal(self, intent: Intended) -> BatonError | None:
         if intent.ticket.puller_incarnation != self._pairs.hello.incarnation:
@@ -159,11 +165,10 @@ class Puller:
             return HandoffFailed("the ticket is in use by another request")
         return self._tombstones.get(intent.ticket.transfer_id)
 
-    def _attach(self, transfer: PullerTransfer) -> None:
+    def _attach(self, transfer: PullerTransfer, pair: Pair) -> None:
         transfer.state = PullerState.ATTACHED
         transfer.expires_s = transfer.intent.deadline_s
-        sees_steps = self._pairs.sees_steps(transfer.source)
-        self._send(transfer.source, Attach(transfer.intent.ticket.transfer_id, sees_steps))
+        self._send(transfer.source, Attach(transfer.intent.ticket.transfer_id, pair.sees_steps))
 
     def _on_reserved(self, reserved: Reserved) -> None:
         self._queue.answered(reserved.transfer_id, was_granted=True)
@@ -231,18 +236,16 @@ class Puller:
 
     def _on_hello(self, source: str, hello: Hello) -> None:
         try:
-            is_first = self._pairs.match(source, hello)
+            if pair := self._pairs.match(source, hello):
+                self._effects.append(OpenWindow(source, pair.link))
         except HandoffFailed as error:
             self._refuse(source, error)
-            return
-        if is_first:
-            self._effects.append(OpenWindow(source, self._pairs.link(source)))
 
-    def _on_ready(self, source: str, *, sees_steps: bool) -> None:
-        self._pairs.set_ready(source, sees_steps=sees_steps)
+    def _on_ready(self, source: str, pair: Pair, *, sees_steps: bool) -> None:
+        pair.state, pair.sees_steps = PairState.READY, sees_steps
         for transfer in self._transfers.values():
             if transfer.source == source and transfer.state is PullerState.WAITING:
-                self._attach(transfer)
+                self._attach(transfer, pair)
 
     def _takes_messages(self, source: str, transfer_id: str) -> bool:
         """Whether this source's messages about this transfer count."""
@@ -259,7 +262,8 @@ class Puller:
             return
         transfer = self._transfers[transfer_id]
         try:
-            if manifest.step and not self._pairs.sees_steps(source):
+            pair = self._pairs.get(source)
+            if manifest.step and not (pair and pair.sees_steps):
                 raise HandoffFailed("a chunk was announced before its end, which is not seen here")
             if not transfer.manifests.accept(manifest):
                 return
@@ -295,7 +299,8 @@ class Puller:
                 self._renewals.stop(source, transfer_id)
             else:
                 self._give_up(transfer_id, error, notify=False)
-        if self._pairs.remove(source) in (PairState.MATCHED, PairState.READY):
+        pair = self._pairs.remove(source)
+        if pair is not None and pair.state is not PairState.LINKED:
             self._effects.append(CloseWindow(source))
 
     # ---- time

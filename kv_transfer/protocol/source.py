@@ -23,21 +23,28 @@ from ...core.errors import (
 )
 from ...core.ports import Clock
 from .events import (
+    Attach,
+    CancelTransfer,
     ChunkAnnounced,
     ChunkReady,
     ClosePeer,
+    Hello,
+    Manifest,
+    Message,
     Offered,
     PeerLinked,
     PeerLost,
     PeerMessage,
+    Release,
     ReleaseBlocks,
+    Renew,
+    Revoked,
     Send,
     SourceEffect,
     SourceEvent,
     Tick,
     Withdrawn,
 )
-from .messages import Attach, CancelTransfer, Hello, Manifest, Message, Release, Renew, Revoked
 from .pairing import Pairs, Tombstones
 
 
@@ -232,12 +239,10 @@ class Source:
     def _on_hello(self, puller: str, hello: Hello) -> None:
         """Ours has the address of our pools: it is for a puller whose own came first, and fits."""
         try:
-            is_first = self._pairs.match(puller, hello)
+            if self._pairs.match(puller, hello):
+                self._send(puller, self._pairs.hello)
         except HandoffFailed as error:
             self._refuse(puller, error)
-            return
-        if is_first:
-            self._send(puller, self._pairs.hello)
 
     def _on_attach(self, puller: str, transfer_id: str, *, sees_steps: bool) -> None:
         transfer = self._transfers.get(transfer_id)

@@ -18,7 +18,7 @@ from ...engine.kv.block_pool import BlockRef
 from ...proto import codec
 from ...proto.v1 import handoff_pb2 as pb
 from ..window.network_address import KEY_BYTES, PoolAccess
-from .messages import (
+from .events import (
     Attach,
     CancelTransfer,
     HandoffState,

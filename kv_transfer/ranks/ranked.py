@@ -3,29 +3,216 @@
     connect     which heads lie where? ─► each rank opens its windows ─► one window of all
     start_pull  rank 0 orders it of the others, copies its own part ─► done when all have reported
 
-Each rank judges its own copies by the source's one page of generations, and the worst outcome
-counts. Knows no transport by name.
+KV heads that one rank needs may lie on several ranks of the source: then its window is several,
+whose copies go to other heads of the same blocks. Each rank judges its own copies by the source's
+one page of generations, and the worst outcome counts. Rank 0's orders as bytes:
+
+    open      MessagePack: its pieces     aside, since it takes time ─► answer: Opened
+    pull      | window: uint64 | source ids: int64 [n] | ours: int64 [n] | generations: uint64 [n] |
+                                          the window's thread copies ─► answer: the outcome
+    cancel    | the pull's order: uint64 |
+    close     | window: uint64 |          a window's number is that of the order to open it
+
+Knows no transport by name.
 """
 
 from __future__ import annotations
 
+import struct
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 
 from ...core.channels.engine_tls import WrapSocket
 from ...core.errors import EngineFailed, HandoffFailed
-from ...engine.parallel.rank_channel import MessageKind
+from ...engine.parallel.rank_channel import MessageKind, RankChannel, RankMessage
 from ...engine.parallel.rank_group import RankGroup
 from ..export.pool_address import PoolPart, describe
 from ..network.data_client import describe_remote
-from ..window.block_pairs import BlockPairs
 from ..window.head_ranges import HeadPiece, pieces_of
 from ..window.network_address import RemotePool, Routes
-from ..window.transport import PoolWindow, PullHandle, PullOutcome, Transport, worst
-from .joined import JoinedPull, JoinedWindow, SourcePiece, open_pieces
-from .rank_pulls import Opened, pack_number, pack_pull
+from ..window.transport import (
+    BlockPairs,
+    PoolWindow,
+    PullHandle,
+    PullOutcome,
+    Transport,
+    open_window,
+    worst,
+)
+
+_NUMBER = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class SourcePiece:
+    """A pool of a source, the piece of its blocks to pull, and how it is reached from afar."""
+
+    pool: str
+    piece: HeadPiece
+    remote: RemotePool | None = None
+
+
+def open_pieces(transports: Sequence[Transport], pieces: Sequence[SourcePiece]) -> PoolWindow:
+    """A window for all pieces; raises HandoffFailed if one of them cannot be had."""
+    windows: list[PoolWindow] = []
+    try:
+        for each in pieces:
+            windows.append(open_window(transports, each.pool, each.piece, each.remote))
+    except HandoffFailed:
+        for window in windows:
+            window.close()
+        raise
+    if len(windows) == 1:
+        return windows[0]
+    return JoinedWindow(windows, min(window.gbytes_per_s for window in windows))
+
+
+class JoinedWindow:
+    """Windows onto one source. `gbytes_per_s`: of all together."""
+
+    prepare = PoolWindow.prepare
+
+    def __init__(self, windows: Sequence[PoolWindow], gbytes_per_s: float) -> None:
+        self._windows = windows
+        self.gbytes_per_s = gbytes_per_s
+        self.transport = "+".join(sorted({window.transport for window in windows}))
+
+    @property
+    def num_steps(self) -> int | None:
+        """A source has one count for all its ranks."""
+        return self._windows[0].num_steps
+
+    def start_pull(self, pairs: BlockPairs, on_done: Callable[[PullOutcome], None]) -> PullHandle:
+        pull = JoinedPull(len(self._windows), on_done)
+        for window in self._windows:
+            pull.add(window.start_pull(pairs, pull.ended))
+        return pull
+
+    def close(self) -> None:
+        for window in self._windows:
+            window.close()
+
+
+class JoinedPull:
+    """`num_parts` pulls as one: done with the last of them, as the worst of them."""
+
+    def __init__(self, num_parts: int, on_done: Callable[[PullOutcome], None]) -> None:
+        self._num_parts = num_parts
+        self._on_done = on_done
+        self._lock = threading.Lock()
+        self._outcomes: list[PullOutcome] = []
+        self._handles: list[PullHandle] = []
+
+    def add(self, handle: PullHandle) -> None:
+        """A part to hurry to its end when this is cancelled; it may have ended."""
+        self._handles.append(handle)
+
+    def ended(self, outcome: PullOutcome) -> None:
+        """A part has ended; from any thread."""
+        with self._lock:
+            self._outcomes.append(outcome)
+            is_last = len(self._outcomes) == self._num_parts
+        if is_last:
+            self._on_done(worst(self._outcomes))
+
+    def cancel(self) -> None:
+        for handle in self._handles:
+            handle.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What a rank answers: its window stands, or `error` is why not."""
+
+    error: str = ""
+    gbytes_per_s: float = 0.0
+
+    def require(self, rank: int) -> None:
+        """Raises HandoffFailed if the window does not stand."""
+        if self.error:
+            raise HandoffFailed(f"rank {rank}: {self.error}")
+
+
+def pack_number(number: int) -> bytes:
+    return _NUMBER.pack(number)
+
+
+def unpack_number(packed: memoryview) -> int:
+    number: int = _NUMBER.unpack_from(packed)[0]
+    return number
+
+
+def pack_pull(window: int, pairs: BlockPairs) -> bytes:
+    return b"".join((_NUMBER.pack(window), pairs.ids.tobytes(), pairs.generations.tobytes()))
+
+
+def unpack_pull(packed: memoryview) -> tuple[int, BlockPairs]:
+    """The window and the pairs, which lie in a copy of their own."""
+    rows = np.frombuffer(packed[_NUMBER.size :], np.int64).reshape(3, -1).copy()
+    return unpack_number(packed), BlockPairs(rows[:2], rows[2].view(np.uint64))
+
+
+class RankPulls:
+    """All windows of one rank, by the numbers of the orders that opened them.
+
+    Belongs to the thread that receives the orders; answers go out from whichever thread has them.
+    """
+
+    def __init__(self, transports: Sequence[Transport], channel: RankChannel) -> None:
+        self._transports = transports
+        self._channel = channel
+        self._lock = threading.Lock()
+        self._windows: dict[int, PoolWindow] = {}
+        self._pulls: dict[int, PullHandle] = {}
+
+    def open(self, message: RankMessage) -> None:
+        pieces = msgspec.msgpack.decode(message.payload, type=list[SourcePiece])
+        order = message.order
+
+        def connect() -> None:
+            try:
+                window = open_pieces(self._transports, pieces)
+            except HandoffFailed as error:
+                self._answer(order, msgspec.msgpack.encode(Opened(error.message)))
+                return
+            with self._lock:
+                self._windows[order] = window
+            self._answer(order, msgspec.msgpack.encode(Opened("", window.gbytes_per_s)))
+
+        threading.Thread(target=connect, name="connect-window", daemon=True).start()
+
+    def pull(self, message: RankMessage) -> None:
+        number, pairs = unpack_pull(message.payload)
+        order = message.order
+
+        def ended(outcome: PullOutcome) -> None:
+            with self._lock:
+                del self._pulls[order]
+            self._answer(order, outcome.value.encode())
+
+        with self._lock:  # so that it is known before it ends
+            self._pulls[order] = self._windows[number].start_pull(pairs, ended)
+
+    def cancel(self, message: RankMessage) -> None:
+        """Hurry a pull to its end; it may have ended."""
+        with self._lock:
+            handle = self._pulls.get(unpack_number(message.payload))
+        if handle is not None:
+            handle.cancel()
+
+    def close(self, message: RankMessage) -> None:
+        """Start no more pulls; a window that never stood is no error."""
+        with self._lock:
+            window = self._windows.pop(unpack_number(message.payload), None)
+        if window is not None:
+            window.close()
+
+    def _answer(self, order: int, payload: bytes) -> None:
+        self._channel.send(MessageKind.ANSWER, payload, order=order)
 
 
 class RankedTransport:

@@ -17,7 +17,7 @@ import mmap
 import os
 import time
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -26,12 +26,12 @@ from ...core.errors import HandoffFailed
 from ...engine.kv import memfd
 from ...engine.kv.block_pool import CANARY_BLOCK, canary_bytes
 from ...engine.kv.generations import GenerationsReader
+from ...engine.kv.kv_memory import CpuKvMemory
 from ..export.pool_address import PoolDescription, PoolExporter, PoolPart, receive
-from ..window.block_pairs import BlockPair
 from ..window.head_ranges import BlockCut, HeadPiece
 from ..window.network_address import RemotePool
 from ..window.threaded_window import Pull, PullThread
-from ..window.transport import PullOutcome
+from ..window.transport import BlockPair, PullOutcome
 
 _log = logging.getLogger(__name__)
 _MEASURED_BYTES = 4 << 20
@@ -40,20 +40,9 @@ _MEASURED_BYTES = 4 << 20
 Blocks: TypeAlias = npt.NDArray[np.uint64] | npt.NDArray[np.uint8]
 
 
-class HostPool(Protocol):
-    """A KV pool in host memory, as far as this transport cares."""
-
-    num_blocks: int
-    view: memoryview  # all of it, writable
-    fd: int  # its memfd
-
-    @property
-    def block_bytes(self) -> int: ...
-
-
 def export_host_pool(
     incarnation: str,
-    pool: HostPool,
+    pool: CpuKvMemory,
     generations_fd: int,
     key: bytes,
     parts: Sequence[PoolPart] = (),
@@ -72,7 +61,7 @@ class ShmTransport:
 
     name = "shm"
 
-    def __init__(self, pool: HostPool, num_rows: int = 1) -> None:
+    def __init__(self, pool: CpuKvMemory, num_rows: int = 1) -> None:
         """`pool` is where blocks are copied to; it must outlive the windows.
 
         `num_rows` of a block, each with all its heads: two for a layer.
@@ -108,7 +97,7 @@ class ShmWindow(PullThread):
         self,
         description: PoolDescription,
         fds: Sequence[int],
-        pool: HostPool,
+        pool: CpuKvMemory,
         cut: BlockCut,
     ) -> None:
         """Map `fds` (they stay the caller's) and check the canary; raises HandoffFailed."""

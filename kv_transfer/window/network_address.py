@@ -76,7 +76,7 @@ class Routes:
         """A control stream to the source stands; it was dialled at `host`."""
         self._hosts[incarnation] = host
 
-    def greeted(self, incarnation: str, access: PoolAccess | None) -> None:
+    def set_access(self, incarnation: str, access: PoolAccess | None) -> None:
         """The source's Hello has come."""
         host = self._hosts.get(incarnation, "")
         if access is not None and host:

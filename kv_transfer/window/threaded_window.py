@@ -14,8 +14,7 @@ from collections.abc import Callable
 from functools import partial
 
 from ...core.errors import HandoffFailed
-from .block_pairs import BlockPairs
-from .transport import PullOutcome, Starter
+from .transport import BlockPairs, PullOutcome, Starter
 
 _log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from ...core.channels.channel import BrokenStream, Channel, ChannelBroken
 from ...core.errors import BatonError, HandoffFailed, InvalidRequest, NodeLost
 from ...proto import codec
 from ...proto.v1 import engine_pb2, handoff_pb2, node_pb2
-from .inbox import Inbox
+from .mailboxes import Inbox
 
 log = logging.getLogger(__name__)
 

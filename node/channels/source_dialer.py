@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from ...core.channels.addresses import host_of
 from ...core.channels.admission import PULLER, dial
 from ...core.channels.channel import Channel
-from ...core.channels.tls_pump import plain_end
+from ...core.channels.engine_tls import plain_end
 from ...core.errors import BatonError, HandoffFailed
 from ...core.membership import Role
 from ...proto.v1 import engine_pb2

@@ -12,14 +12,13 @@ from ...core.channels.addresses import engine_addresses_of, host_id
 from ...core.channels.admission import GATEWAY, LOST_S, PULLER
 from ...core.channels.channel import Channel
 from ...core.channels.channel_listener import Admission, ChannelListener
-from ...core.channels.engine_tls import EngineTls
+from ...core.channels.engine_tls import EngineTls, wait_for_pumps
 from ...core.channels.handshake import Opening
-from ...core.channels.tls_pump import wait_for_pumps
 from ...core.config import NodeConfig
 from ...core.errors import BatonError, PermissionDenied, StartupFailed
 from ...proto.v1 import engine_pb2, node_pb2
 from ..channels.engine_channels import Connected, EngineChannels, Follower, Kind, Link
-from ..channels.inbox import Inbox
+from ..channels.mailboxes import Inbox
 from ..channels.source_dialer import MemberList, Puller, SourceDialer
 
 log = logging.getLogger(__name__)

@@ -4,7 +4,8 @@
     gateways, peers ─────┼─► inbox ─► turn ───┤
     pulls ── completions ┘       tick, step   └─ numbers for the heartbeat
 Idle it waits for the inbox or the role's next deadline, busy it empties the inbox between steps.
-Blocks, leases and tokens are touched here and nowhere else.
+Blocks, leases and tokens are touched here and nowhere else. Heartbeats have a thread of their own,
+so that a long step is not taken for a hang.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import heapq
 import json
 import logging
 import operator
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from ...core.errors import BatonError, EngineFailed
 from ...core.ports import Clock
@@ -34,17 +36,17 @@ from ..channels.engine_channels import (
     Link,
     LinkOver,
 )
-from ..channels.outbox import Outbox, Send
+from ..channels.mailboxes import Inbox, Outbox, Send
 from ..requests.request_io import RequestIO
-from ..requests.role import EngineRole
+from ..requests.request_role import EngineRole
 from .grammar_gate import CompiledDispatch, GrammarGate
-from .heartbeat import HeartbeatSender
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.0002  # how long a step may have completed before it is seen
 WATCH_S = 0.00005  # how long what a role watches may have changed before it is seen
 RECOUNT_S = 0.02  # age of a heartbeat's numbers; to count them takes longer than a small step may
+STALL_S = 60.0
 MAX_CALLERS = 64  # of those with most waiting tokens, in a heartbeat
 
 
@@ -63,12 +65,6 @@ class InputEnded:
 Item: TypeAlias = engine_pb2.EngineInput | Callback | CompiledDispatch | ChannelItem | InputEnded
 
 
-class Items(Protocol):
-    """Where the loop's items come from: inbox.py."""
-
-    def receive(self, timeout_s: float | None) -> Sequence[Item]: ...
-
-
 class EngineLoop:
     """Runs until a shutdown, until it has drained, or until the engine fails (it raises then)."""
 
@@ -78,7 +74,7 @@ class EngineLoop:
         role: EngineRole,
         requests: RequestIO,
         outbox: Outbox,
-        inbox: Items,
+        inbox: Inbox[Item],
         send: Send,
         pulse: HeartbeatSender,
         clock: Clock,
@@ -288,6 +284,10 @@ class EngineLoop:
             prefix_hit_tokens=totals.prefix_hit_tokens,
         )
         counters.MergeFrom(vitals.counters)
+        step_cost = None
+        if (cost := self._engine.step_cost()) is not None:
+            error = self._engine.step_cost_error
+            step_cost = node_pb2.StepCost(**dataclasses.asdict(cost), relative_error=error)
         callers, decodes = load.waiting_by_caller.items(), load.decodes
         largest = heapq.nlargest(MAX_CALLERS, callers, key=operator.itemgetter(1))
         return node_pb2.Heartbeat(
@@ -305,7 +305,7 @@ class EngineLoop:
             num_requests=len(self._requests.book) + self._gate.num_waiting,
             room_blocks=load.room_blocks,
             output_tokens=load.output_tokens,
-            step_cost=self._step_cost(),
+            step_cost=step_cost,
             num_decodes=decodes.num_decodes,
             decode_keys=decodes.keys,
             tbt_target_s=self._engine.promise_s,
@@ -316,13 +316,6 @@ class EngineLoop:
                 if num_tokens
             ],
         )
-
-    def _step_cost(self) -> node_pb2.StepCost | None:
-        cost = self._engine.step_cost()
-        if cost is None:
-            return None
-        error = self._engine.step_cost_error
-        return node_pb2.StepCost(**dataclasses.asdict(cost), relative_error=error)
 
 
 def _key(message: node_pb2.Dispatch | node_pb2.Cancel) -> str:
@@ -337,3 +330,69 @@ def _key_of(item: Item) -> str | None:
         message = item.message
         return _key(message.dispatch if message.HasField("dispatch") else message.cancel)
     return None
+
+
+class HeartbeatSender:
+    """Sends the loop's latest numbers at a steady beat, and at once if another number of prompt
+    tokens waits, a step with some of them has ended, or a link came or went: gateways route by
+    that. A turn that takes longer than `STALL_S` is a hang: the pulse stops, the gateways look
+    elsewhere, and the supervisor replaces the process.
+
+    Written by the engine loop's thread, read by its own; each field is replaced whole.
+    """
+
+    def __init__(
+        self, beat: Callable[[node_pb2.Heartbeat], None], interval_s: float, clock: Clock
+    ) -> None:
+        self._beat = beat
+        self._interval_s = interval_s
+        self._clock = clock
+        self._numbers = node_pb2.Heartbeat()
+        self._turn_started_s: float | None = None
+        self._is_stopped = False
+        self._woken = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def turn_started(self) -> None:
+        self._turn_started_s = self._clock.monotonic_s()
+
+    def turn_ended(self) -> None:
+        """The loop is about to wait or to begin anew."""
+        self._turn_started_s = None
+
+    def count(self, numbers: node_pb2.Heartbeat) -> None:
+        """New numbers, which are never changed."""
+        has_moved = _progress(numbers) != _progress(self._numbers)
+        self._numbers = numbers
+        if has_moved:
+            self._woken.set()
+
+    def is_stalled(self) -> bool:
+        started_s = self._turn_started_s
+        return started_s is not None and self._clock.monotonic_s() - started_s > STALL_S
+
+    def stop(self) -> None:
+        self._is_stopped = True
+        self._woken.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            self._woken.wait(self._interval_s)
+            self._woken.clear()
+            if self._is_stopped:
+                return
+            if not self.is_stalled():
+                try:
+                    self._beat(self._numbers)
+                except OSError:
+                    return  # the supervisor is gone, and the loop is about to notice as well
+
+
+def _progress(numbers: node_pb2.Heartbeat) -> tuple[int, int, list[str]]:
+    """What gateways reckon with between two heartbeats."""
+    waiting_tokens, links = numbers.waiting_tokens, [link.incarnation for link in numbers.links]
+    return waiting_tokens, numbers.num_steps if waiting_tokens else 0, links

@@ -38,23 +38,20 @@ from ...engine.execution.runner import ModelRunner
 from ...engine.kv.generations import SharedGenerations
 from ...engine.kv.limits import EngineLimits
 from ...engine.model import fingerprint
-from ...engine.model.checkpoint import LoadProgress
 from ...engine.parallel.parallel_runner import ParallelRunner
 from ...engine.parallel.rank_group import RankGroup
 from ...engine.parallel.rank_processes import Ranks, start_ranks
 from ...kv_transfer.export.pool_address import PoolPart
-from ...kv_transfer.protocol.messages import Hello
+from ...kv_transfer.protocol.events import Hello
 from ...kv_transfer.window.network_address import PoolAccess
 from ...proto import codec
 from ...proto.v1 import engine_pb2, node_pb2
-from ..channels.inbox import Inbox
-from ..channels.outbox import Outbox
+from ..channels.mailboxes import Inbox, Outbox
 from ..requests.request_io import RequestIO
-from ..requests.role import EngineRole
+from ..requests.request_role import EngineRole
 from .engine_links import EngineLinks, Keys
-from .engine_loop import Callback, EngineLoop, InputEnded, Item
+from .engine_loop import Callback, EngineLoop, HeartbeatSender, InputEnded, Item
 from .grammar_gate import GrammarGate
-from .heartbeat import HeartbeatSender
 from .pools import exported, pool_parts
 
 log = logging.getLogger(__name__)
@@ -322,13 +319,12 @@ class LoadReport:
         self._frames = frames
         self._last_s = time.monotonic()
 
-    def on_progress(self, progress: LoadProgress) -> None:
+    def on_progress(self, num_bytes: int, total_bytes: int) -> None:
         now_s = time.monotonic()
-        is_done = progress.num_tensors == progress.total_tensors
-        if is_done or now_s - self._last_s > 1.0:
+        if num_bytes == total_bytes or now_s - self._last_s > 1.0:
             self._last_s = now_s
-            share = 100 * progress.num_bytes // max(1, progress.total_bytes)
-            self.line(f"weights {share} % of {progress.total_bytes / 1e6:,.1f} MB")
+            share = 100 * num_bytes // max(1, total_bytes)
+            self.line(f"weights {share} % of {total_bytes / 1e6:,.1f} MB")
 
     def line(self, text: str) -> None:
         self._frames.send(engine_pb2.EngineOutput(progress=text))

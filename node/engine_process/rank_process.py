@@ -15,7 +15,7 @@ from ...engine.execution.runner import ModelRunner
 from ...engine.parallel.rank_channel import MessageKind, RankChannel, RankMessage
 from ...engine.parallel.rank_worker import Handlers, main
 from ...kv_transfer.device_transports import transports
-from ...kv_transfer.ranks.rank_pulls import RankPulls
+from ...kv_transfer.ranks.ranked import RankPulls
 from .pools import ExportOrder, Offer
 
 

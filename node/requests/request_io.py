@@ -1,24 +1,28 @@
-"""The front desk of an engine: dispatches in, outputs out. Both roles stand behind it.
+"""The requests that an engine holds: dispatches in, outputs out, for whom and until when.
 
-It decodes and files dispatches, writes tokens and errors as RequestOutputs, stamps timelines and
-watches deadlines. It knows no transfer and gives no order to the engine.
+Decodes and files dispatches, writes tokens and errors as RequestOutputs, stamps timelines. An entry
+opens with a dispatch and closes with the request's end here, whichever it is. A closed key leaves a
+tombstone for 30 s, and so does a cancel that came first: a dispatch that arrives late is refused
+instead of running for nobody. Knows no block, and gives no order to the engine.
 """
 
 from __future__ import annotations
 
+import heapq
 import logging
+from collections import deque
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from ...core.errors import BatonError, Cancelled, DeadlineExceeded, InvalidRequest, Unavailable
+from ...core.errors import BatonError, Cancelled, InvalidRequest, Unavailable
 from ...core.ports import Clock
-from ...core.request.request import TokenLogprobs
+from ...core.request.request import Request, Ticket, TokenLogprobs
 from ...core.request.timeline import Event, NodeStamp
 from ...engine.scheduling.outputs import PromptLogprobs, TokenOutput
 from ...proto import codec
 from ...proto.v1 import node_pb2
-from ..channels.outbox import Outbox
-from .request_table import Entry, RequestTable
+from ..channels.mailboxes import Outbox
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +40,7 @@ class RequestIO:
         self._step_began_ns = 0
 
     def accept(self, gateway: str, dispatch: node_pb2.Dispatch) -> Entry | None:
-        """File a dispatch, and each of its forks. None: refused, and its gateway was told why."""
+        """File a dispatch, and each of its forks. None: refused, which is reported."""
         try:
             return self._open(gateway, dispatch)
         except BatonError as error:
@@ -66,7 +70,7 @@ class RequestIO:
         entry.stamps.append(NodeStamp(event, self._now_ns()))
 
     def begin_step(self) -> None:
-        """A step is about to run: what starts in it starts now, though it is told afterwards."""
+        """A step is about to run: what starts in it starts now, though it is reported later."""
         self._step_began_ns = self._now_ns()
 
     def stamp_started(self, entry: Entry, event: Event) -> None:
@@ -103,7 +107,7 @@ class RequestIO:
             self._outbox.to_gateway(entry.gateway, output)
 
     def end(self, key: str, error: BatonError | None) -> Entry | None:
-        """Close a request; with an error its gateway is told. None: it was not open."""
+        """Close a request; with an error that is reported. None: it was not open."""
         entry = self.book.close(key)
         if entry is not None and error is not None:
             if not isinstance(error, Cancelled):
@@ -118,22 +122,14 @@ class RequestIO:
         self._outbox.forget_gateway(gateway)
         return self.book.keys_of_gateway(gateway)
 
-    def overdue(self) -> list[tuple[str, DeadlineExceeded]]:
-        """Requests to fail because their time is up."""
-        error = DeadlineExceeded("the request's deadline passed")
-        return [(key, error) for key in self.book.overdue()]
-
     def _output(self, entry: Entry) -> node_pb2.RequestOutput:
         output = node_pb2.RequestOutput(
             request_id=entry.request.request_id,
             attempt=entry.request.attempt,
             events=codec.node_stamps_to_wire(entry.stamps),
             cached_tokens=entry.cached_tokens,
+            transfer=entry.transfer,
         )
-        if entry.transfer is not None:
-            output.transfer.bytes = entry.transfer.num_bytes
-            output.transfer.cached_tokens = entry.transfer.cached_tokens
-            output.transfer.transport = entry.transfer.transport
         entry.stamps.clear()
         entry.cached_tokens = entry.transfer = None
         return output
@@ -143,3 +139,83 @@ class RequestIO:
             request_id=request_id, attempt=attempt, error=codec.error_to_wire(error)
         )
         self._outbox.to_gateway(gateway, output)
+
+
+TOMBSTONE_S = 30.0
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One request on this engine. The lower half waits for the next output to carry it."""
+
+    request: Request
+    gateway: str
+    deadline_s: float  # monotonic
+    ticket: Ticket | None
+    accepted_ns: int = 0  # monotonic
+    stamps: list[NodeStamp] = field(default_factory=list)
+    cached_tokens: int | None = None
+    transfer: node_pb2.TransferInfo | None = None  # what its hand-off really moved
+
+    @property
+    def key(self) -> str:
+        return self.request.key
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing waits for the next output."""
+        return not self.stamps and self.cached_tokens is None and self.transfer is None
+
+
+class RequestTable:
+    """Belongs to the engine loop's thread."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._entries: dict[str, Entry] = {}
+        self._deadlines: list[tuple[float, str]] = []  # heap; keys of closed entries are skipped
+        self._tombstones: dict[str, float] = {}  # key -> when it may be forgotten
+        self._burials: deque[str] = deque()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def open(self, entry: Entry) -> None:
+        """File a new request. Raises Cancelled behind a tombstone, InvalidRequest on a double."""
+        if entry.key in self._entries:
+            raise InvalidRequest(f"request {entry.key} was dispatched twice")
+        if entry.key in self._tombstones:
+            raise Cancelled(f"request {entry.key} is already over here")
+        self._entries[entry.key] = entry
+        heapq.heappush(self._deadlines, (entry.deadline_s, entry.key))
+
+    def get(self, key: str) -> Entry | None:
+        return self._entries.get(key)
+
+    def close(self, key: str) -> Entry | None:
+        """End a request and bury its key; a key that never came is buried as well."""
+        if key not in self._tombstones:
+            self._burials.append(key)
+            self._tombstones[key] = self._clock.monotonic_s() + TOMBSTONE_S
+        return self._entries.pop(key, None)
+
+    def keys_of_gateway(self, gateway: str) -> list[str]:
+        return [key for key, entry in self._entries.items() if entry.gateway == gateway]
+
+    def overdue(self) -> list[str]:
+        """Keys whose deadline has passed; forgets old tombstones in passing."""
+        now = self._clock.monotonic_s()
+        while self._burials and self._tombstones[self._burials[0]] <= now:
+            del self._tombstones[self._burials.popleft()]
+        keys = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, key = heapq.heappop(self._deadlines)
+            if key in self._entries:
+                keys.append(key)
+        return keys
+
+    def next_deadline_s(self) -> float | None:
+        """When `overdue` has something to say next, on the monotonic clock."""
+        while self._deadlines and self._deadlines[0][1] not in self._entries:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None

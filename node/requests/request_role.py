@@ -1,37 +1,57 @@
-"""The half of a role that is the same for source and puller: requests of gateways, in and out.
+"""A role: a policy over one engine, what to do with dispatches, peers and the results of a step.
 
     Dispatch ─► filed ─► local: engine.add, one a sample    step ─► stamps, prompt's scores, tokens
                     └──► with a ticket: _take_up            Cancel, loss, error ─► _end
-Knows no transfer: what a ticket is for, and what ends with a request, its subclass says.
+
+All of it runs on the engine loop's thread and none of it blocks. Here is what source and puller
+have in common; `prefill_node/role.py` and `decode_node/role.py` are the two.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
-from ...core.errors import BatonError, InvalidRequest
+from ...core.errors import BatonError, DeadlineExceeded, InvalidRequest
+from ...core.ports import Clock
 from ...core.request.request import Request, Ticket
 from ...core.request.timeline import Event
 from ...engine.engine import Engine
 from ...engine.scheduling.outputs import StepOutput, TokenOutput
-from ...proto.v1 import node_pb2
-from .request_io import RequestIO
-from .request_table import Entry
+from ...kv_transfer.protocol import wire
+from ...kv_transfer.protocol.events import PeerLinked, PeerLost, PeerMessage, Tick
+from ...kv_transfer.protocol.puller import Puller
+from ...kv_transfer.protocol.source import Source
+from ...proto.v1 import handoff_pb2, node_pb2
+from .request_io import Entry, RequestIO
 
 
-class RequestRole(ABC):
-    """`ticket_work` is the work that this role does with a ticket."""
+@dataclass(frozen=True, slots=True)
+class Vitals:
+    """The role's part of a heartbeat: what the engine itself cannot know."""
 
-    ticket_work: node_pb2.Work
+    num_pending: int = 0  # requests that the engine has not seen yet
+    pending: tuple[Request, ...] = ()  # those of them that have no blocks, each with its forks
+    links: tuple[node_pb2.PeerLink, ...] = ()
+    counters: node_pb2.Counters = field(default_factory=node_pb2.Counters)
 
-    def __init__(self, engine: Engine, request_io: RequestIO) -> None:
+
+class EngineRole(ABC):
+    """Never raises because of one request: it fails that request. What it raises all the same, the
+    loop turns into `fail`."""
+
+    ticket_work: node_pb2.Work  # that this role does with a ticket
+
+    def __init__(
+        self, engine: Engine, request_io: RequestIO, handoff: Source | Puller, clock: Clock
+    ) -> None:
         self._engine = engine
         self._request_io = request_io
+        self._handoff = handoff
+        self._clock = clock
 
     def dispatch(self, gateway: str, dispatch: node_pb2.Dispatch) -> None:
-        """See `role.Role`, as for the others."""
         entry = self._request_io.accept(gateway, dispatch)
         if entry is None:
             return
@@ -53,16 +73,30 @@ class RequestRole(ABC):
             raise InvalidRequest(f"this engine takes WORK_LOCAL, or {name} with a ticket")
 
     def cancel(self, key: str) -> None:
+        """The gateway wants no more of it; not answered. Unknown keys leave a tombstone."""
         self._end(key, None)
 
     def fail(self, key: str, error: BatonError) -> None:
+        """End a request in any state and report to its gateway why."""
         self._end(key, error)
 
     def gateway_lost(self, gateway: str) -> None:
         for key in self._request_io.forget_gateway(gateway):
             self.cancel(key)
 
-    def _tell(self, output: StepOutput) -> None:
+    def peer_linked(self, incarnation: str, host: str) -> None:
+        self._feed(PeerLinked(incarnation))
+
+    def peer_message(self, incarnation: str, message: handoff_pb2.PeerMessage) -> None:
+        self._feed(PeerMessage(incarnation, wire.from_wire(message)))
+
+    def peer_lost(self, incarnation: str) -> None:
+        self._feed(PeerLost(incarnation))
+
+    @abstractmethod
+    def after_step(self, output: StepOutput) -> None: ...
+
+    def _report_step(self, output: StepOutput) -> None:
         """What a step brought for gateways: what began in it, prompts' scores, tokens."""
         for key, cached_tokens in output.started.items():
             if entry := self._request_io.book.get(key):
@@ -75,13 +109,45 @@ class RequestRole(ABC):
         for token in output.tokens:
             self._on_token(token)
 
+    def tick(self) -> float | None:
+        """Expire what is due; returns the next deadline on the monotonic clock."""
+        book = self._request_io.book
+        for key in book.overdue():
+            self.fail(key, DeadlineExceeded("the request's deadline passed"))
+        due_s = self._handoff.next_deadline()
+        if due_s is not None and due_s <= self._clock.monotonic_s():
+            self._feed(Tick())
+            due_s = self._handoff.next_deadline()
+        deadlines = (due_s, book.next_deadline_s())
+        return min((d for d in deadlines if d is not None), default=None)
+
+    def poll(self) -> bool:
+        """Called often, also while a step is on the device: looks at what changes without a
+        message.
+
+        Returns whether there is something to watch: then it is called again within a moment.
+        """
+        return False
+
+    @abstractmethod
+    def vitals(self) -> Vitals: ...
+
+    @abstractmethod
+    def is_idle(self) -> bool:
+        """No request, no lease, no pull: the process may end without loss."""
+
+    def ledger(self) -> dict[str, object]:
+        """Blocks, requests and transfers as JSON: what `baton fsck` and the tests look at."""
+        name = {"node": self._request_io.node_name}
+        return name | self._engine.ledger() | self._handoff.ledger()
+
     @abstractmethod
     def _take_up(self, entry: Entry, ticket: Ticket, samples: Sequence[Request]) -> None:
         """Take up the hand-off's end of a request. Raises BatonError: it fails, with its forks."""
 
     @abstractmethod
     def _end(self, key: str, error: BatonError | None) -> None:
-        """End a request in any state; with an error its gateway is told."""
+        """End a request in any state; with an error it is reported to its gateway."""
 
     @abstractmethod
     def _start_of(self, entry: Entry) -> Event:
@@ -89,3 +155,7 @@ class RequestRole(ABC):
 
     @abstractmethod
     def _on_token(self, token: TokenOutput) -> None: ...
+
+    @abstractmethod
+    def _feed(self, event: PeerLinked | PeerLost | PeerMessage | Tick) -> None:
+        """Pass an event to the hand-off, and carry out its effects."""

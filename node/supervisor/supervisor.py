@@ -19,8 +19,7 @@ import grpc
 from grpc_health.v1 import health_pb2_grpc
 
 from ...cluster.exposure import check_exposure, check_secret
-from ...cluster.known_nodes import KnownNodes
-from ...cluster.node_calls import MemberCalls
+from ...cluster.known_nodes import KnownNodes, MemberCalls
 from ...cluster.redis_directory import RedisDirectory
 from ...cluster.secret import ClusterSecret
 from ...cluster.tls import GATEWAY, ClusterTls, role_name, watch_ends
@@ -34,13 +33,12 @@ from ...core.ports import Directory, SystemClock
 from ...core.process import descriptors
 from ...core.process.event_loop import StopSignals, show_turns
 from ...core.process.logs import set_up_logging
-from ...prefix_index.publisher import Publisher, PublisherLink
+from ...prefix_index.publisher import Publisher
 from ...prefix_index.redis_link import RedisIndexLink
 from ...proto.v1 import engine_pb2, node_pb2_grpc
 from .engine_handle import EngineCommand, EngineHandle, EngineSlot
-from .grpc_server import NodeHealth, make_server
 from .placement import engine_configs, engine_environment
-from .rpc import Callers, NodeServicer
+from .rpc import Callers, NodeHealth, NodeServicer, make_server
 
 ENTRY_TTL_S = 6.0
 DRAIN_S = 20.0  # what runs may take so long after SIGTERM
@@ -106,7 +104,7 @@ class Supervisor:
         node: NodeConfig,
         secret: ClusterSecret,
         directory: Directory,
-        index: PublisherLink,
+        index: RedisIndexLink,
         tls: ClusterTls | None = None,
     ) -> None:
         self._tls = tls

@@ -17,9 +17,8 @@ import numpy as np
 import torch
 
 from baton.engine.kv.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS, canary_bytes
-from baton.engine.kv.cuda_kv_memory import CudaKvMemory
 from baton.engine.kv.generations import SharedGenerations
-from baton.engine.kv.kv_memory import KvLayout
+from baton.engine.kv.kv_memory import CudaKvMemory, KvLayout
 from baton.kv_transfer.cuda_ipc.cuda_ipc_memory import export_cuda_pool
 
 NUM_BLOCKS = 130

@@ -23,12 +23,11 @@ from gpu_source import LAYOUT, NUM_BLOCKS, PULLER_GPU, SOURCE_GPU, Source, holds
 
 from baton.core.errors import HandoffFailed
 from baton.engine.kv.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS, BlockRef
-from baton.engine.kv.cuda_kv_memory import CudaKvMemory
 from baton.engine.kv.generations import SharedGenerations
+from baton.engine.kv.kv_memory import CudaKvMemory
 from baton.kv_transfer.export.pool_address import CudaMemory, PoolDescription, PoolExporter
 from baton.kv_transfer.shm.shm import export_host_pool
-from baton.kv_transfer.window.block_pairs import BlockPair, BlockPairs
-from baton.kv_transfer.window.transport import PullOutcome
+from baton.kv_transfer.window.transport import BlockPair, BlockPairs, PullOutcome
 
 pytestmark = [
     pytest.mark.gpu,

@@ -25,10 +25,9 @@ from gpu_source import LAYOUT, NUM_BLOCKS, PULLER_GPU, Source, holds, pull
 from baton.core.config import NodeConfig
 from baton.core.errors import HandoffFailed
 from baton.engine.kv.block_pool import CANARY_BLOCK, BlockRef, canary_bytes
-from baton.engine.kv.cuda_kv_memory import CudaKvMemory
-from baton.kv_transfer.window.block_pairs import BlockPair, BlockPairs
+from baton.engine.kv.kv_memory import CudaKvMemory
 from baton.kv_transfer.window.head_ranges import BlockCut, HeadPiece
-from baton.kv_transfer.window.transport import PullOutcome
+from baton.kv_transfer.window.transport import BlockPair, BlockPairs, PullOutcome
 
 pytestmark = [
     pytest.mark.gpu,

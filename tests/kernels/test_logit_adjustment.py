@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from baton.core.request.request import SamplingParams, token_key
-from baton.engine.execution.token_counts import TokenCounts
+from baton.engine.execution.constraints import TokenCounts
 from baton.kernels.sampling.sample_spec import SampleSpec
 from baton.kernels.sampling.sampling import adjust_logits, sample, token_logprobs, top_logprobs
 

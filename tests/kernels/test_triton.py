@@ -22,7 +22,7 @@ from baton.kernels.attention.attention import (
 from baton.kernels.attention.attention_gpu import GpuAttention, make_gpu_attention
 from baton.kernels.attention.decode_attention_triton import divide, max_shares
 from baton.kernels.kv import kv_blocks
-from baton.kernels.kv.rope_triton import rotate_and_store
+from baton.kernels.kv.kv_blocks_triton import rotate_and_store
 from baton.kernels.layers import ops
 from baton.kernels.layers.ops_triton import TritonOps, silu_and_mul
 from baton.kernels.products.gemv_triton import (

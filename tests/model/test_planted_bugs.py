@@ -29,8 +29,7 @@ from baton.engine.scheduling.block_tables import BlockTables
 from baton.engine.scheduling.scheduler import Scheduler
 from baton.kv_transfer.protocol.pairing import Tombstones
 from baton.kv_transfer.protocol.puller import Puller
-from baton.kv_transfer.protocol.puller_transfer import ManifestSequence
-from baton.kv_transfer.protocol.puller_waits import Renewals, ReserveQueue
+from baton.kv_transfer.protocol.puller_transfer import ManifestSequence, Renewals, ReserveQueue
 from baton.kv_transfer.protocol.source import Source, _Transfer
 from baton.kv_transfer.shm.shm import _SourceMapping
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ....constraints.grammar_text import JSON_OPTIONS
+from ....constraints.grammars import JSON_OPTIONS
 from ....constraints.schema_references import BadReference, check_references
 from ....core.errors import InvalidRequest
 from ....core.request.json_fields import BOOLEAN, STRING, FieldKind, invalid, nullable, record

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ....constraints.grammar_text import MAX_CHOICES, MAX_SOURCE_BYTES
+from ....constraints.grammars import MAX_CHOICES, MAX_SOURCE_BYTES
 from ....core.errors import InvalidRequest
 from ....core.request.json_fields import (
     BOOLEAN,

@@ -37,8 +37,7 @@ from baton.gateway.http.protocol import body, connections
 from baton.gateway.process.server import serve
 from baton.gateway.request.session import SessionLimits
 from baton.node.supervisor.engine_handle import EngineHandle
-from baton.node.supervisor.grpc_server import make_server
-from baton.node.supervisor.rpc import Callers, NodeServicer
+from baton.node.supervisor.rpc import Callers, NodeServicer, make_server
 from baton.proto.v1 import node_pb2_grpc
 
 SECRET = "test secret"

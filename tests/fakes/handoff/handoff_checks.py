@@ -23,14 +23,18 @@ from baton.engine.kv.limits import EngineLimits
 from baton.engine.kv.prefix_cache import PrefixCache
 from baton.kv_transfer.export.pool_address import PoolDescription
 from baton.kv_transfer.protocol.events import (
+    Attach,
     ChunkReady,
     Complete,
     Failed,
+    HandoffState,
     Intended,
+    Manifest,
     Offered,
     PeerLinked,
     PeerMessage,
     ReleaseBlocks,
+    Renew,
     Reserve,
     ReserveRefused,
     Send,
@@ -38,13 +42,11 @@ from baton.kv_transfer.protocol.events import (
     Tick,
     WindowOpened,
 )
-from baton.kv_transfer.protocol.messages import Attach, HandoffState, Manifest, Renew
 from baton.kv_transfer.protocol.puller import Puller
 from baton.kv_transfer.protocol.source import Source
 from baton.kv_transfer.shm.shm import _SourceMapping
-from baton.kv_transfer.window.block_pairs import BlockPair, BlockPairs
 from baton.kv_transfer.window.head_ranges import BlockCut
-from baton.kv_transfer.window.transport import PullOutcome
+from baton.kv_transfer.window.transport import BlockPair, BlockPairs, PullOutcome
 
 from ..clock import FakeClock
 from ..host_pool import HostPool

@@ -35,6 +35,8 @@ from baton.kv_transfer.protocol.events import (
     Complete,
     DropReservation,
     Failed,
+    HandoffState,
+    Hello,
     Intended,
     IntentCancelled,
     MemoryFreed,
@@ -57,7 +59,6 @@ from baton.kv_transfer.protocol.events import (
     WindowOpened,
     Withdrawn,
 )
-from baton.kv_transfer.protocol.messages import HandoffState, Hello
 from baton.kv_transfer.protocol.puller import Puller
 from baton.kv_transfer.protocol.source import Source
 from baton.kv_transfer.window.transport import PullOutcome

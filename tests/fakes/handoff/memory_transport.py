@@ -11,10 +11,9 @@ from functools import partial
 
 from baton.core.errors import HandoffFailed
 from baton.engine.kv.generations import LocalGenerations
-from baton.kv_transfer.window.block_pairs import BlockPair, BlockPairs
 from baton.kv_transfer.window.head_ranges import HeadPiece
 from baton.kv_transfer.window.network_address import RemotePool
-from baton.kv_transfer.window.transport import PullOutcome, Starter
+from baton.kv_transfer.window.transport import BlockPair, BlockPairs, PullOutcome, Starter
 
 
 class MemoryPool:

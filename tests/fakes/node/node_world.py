@@ -20,15 +20,14 @@ from baton.decode_node.role import DecodeRole
 from baton.decode_node.windows import Windows
 from baton.engine.engine import Engine
 from baton.engine.kv.limits import EngineLimits
-from baton.kv_transfer.protocol.messages import Hello
+from baton.kv_transfer.protocol.events import Hello
 from baton.kv_transfer.protocol.puller import Puller
 from baton.kv_transfer.protocol.source import Source
 from baton.kv_transfer.window.head_ranges import HeadPiece
 from baton.kv_transfer.window.network_address import KEY_BYTES, PoolAccess, RemotePool, Routes
 from baton.node.channels.engine_channels import Connected, EngineChannels, Kind, Link
-from baton.node.channels.outbox import Outbox
-from baton.node.engine_process.engine_loop import Callback, EngineLoop
-from baton.node.engine_process.heartbeat import HeartbeatSender
+from baton.node.channels.mailboxes import Outbox
+from baton.node.engine_process.engine_loop import Callback, EngineLoop, HeartbeatSender
 from baton.node.requests.request_io import RequestIO
 from baton.prefill_node.role import PrefillRole
 from baton.proto import codec

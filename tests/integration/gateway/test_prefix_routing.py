@@ -23,8 +23,7 @@ from baton.cluster.secret import ClusterSecret
 from baton.core.config import EngineConfig, UpConfig
 from baton.core.ports import SystemClock
 from baton.core.request.token_ids import BlockHash
-from baton.prefix_index.journal import CacheJournal
-from baton.prefix_index.messages import MAX_MESSAGE_BYTES, Delta, decode, encode
+from baton.prefix_index.messages import MAX_MESSAGE_BYTES, CacheJournal, Delta, decode, encode
 from baton.prefix_index.mirror import Follower, PrefixMirror
 from baton.prefix_index.publisher import Publisher
 from baton.prefix_index.redis_link import RedisIndexLink

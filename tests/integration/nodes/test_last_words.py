@@ -22,7 +22,7 @@ from baton.core.membership import Member, Role
 from baton.core.ports import SystemClock
 from baton.gateway.engines.engine_connection import EngineConnection
 from baton.node.channels.engine_channels import Connected, EngineChannels, FromGateway, Kind, Link
-from baton.node.channels.inbox import Inbox
+from baton.node.channels.mailboxes import Inbox
 from baton.proto.v1 import node_pb2
 
 REASON = "the device does not answer"

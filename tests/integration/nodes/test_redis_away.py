@@ -21,8 +21,7 @@ from patience import SOON_S
 
 from baton.client import AsyncClient
 from baton.cluster.entries import decode_entry
-from baton.cluster.known_nodes import Node
-from baton.cluster.node_calls import ACCEPTED, MemberCalls
+from baton.cluster.known_nodes import ACCEPTED, MemberCalls, Node
 from baton.cluster.secret import ClusterSecret
 from baton.core.errors import BatonError, NodeLost, Unauthenticated, Unavailable
 from baton.core.membership import Role

@@ -28,8 +28,7 @@ from node_driver import CLUSTER, OUR_MARK, SECRET, members, session
 from baton.cli.cluster.survey import ask_ledgers
 from baton.client import AsyncClient
 from baton.client.messages import NodeInfo
-from baton.cluster.known_nodes import Node
-from baton.cluster.node_calls import ANY_ENGINE, LEDGERS, MEMBERS, MemberCalls
+from baton.cluster.known_nodes import ANY_ENGINE, LEDGERS, MEMBERS, MemberCalls, Node
 from baton.cluster.redis_directory import RedisDirectory
 from baton.cluster.secret import ClusterSecret, operator_key
 from baton.core.channels.addresses import socket_address

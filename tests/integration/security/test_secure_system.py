@@ -23,8 +23,7 @@ from deployments import Running, running
 from baton.cli.cluster.survey import ask_ledgers, survey
 from baton.cli.host.certs import make_certificates, with_role_certificate
 from baton.client import Client
-from baton.cluster.known_nodes import Node
-from baton.cluster.node_calls import MemberCalls
+from baton.cluster.known_nodes import MemberCalls, Node
 from baton.cluster.secret import ClusterSecret
 from baton.cluster.tls import ClusterTls, role_name
 from baton.core.channels.admission import GATEWAY as PURPOSE_GATEWAY

@@ -27,8 +27,7 @@ from fakes.host_pool import HostPool
 
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, BlockRef
 from baton.kv_transfer.shm.shm import ShmTransport, export_host_pool
-from baton.kv_transfer.window.block_pairs import BlockPair, BlockPairs
-from baton.kv_transfer.window.transport import PullOutcome
+from baton.kv_transfer.window.transport import BlockPair, BlockPairs, PullOutcome
 
 NUM_BLOCKS = 16
 BLOCK_BYTES = 256 << 10

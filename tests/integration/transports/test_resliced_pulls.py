@@ -18,11 +18,10 @@ from fakes.host_pool import HostPool
 from baton.core.errors import HandoffFailed
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, BlockRef
 from baton.kv_transfer.export.pool_address import PoolPart
-from baton.kv_transfer.ranks.joined import SourcePiece, open_pieces
+from baton.kv_transfer.ranks.ranked import SourcePiece, open_pieces
 from baton.kv_transfer.shm.shm import ShmTransport, export_host_pool
-from baton.kv_transfer.window.block_pairs import BlockPair, BlockPairs
 from baton.kv_transfer.window.head_ranges import pieces_of
-from baton.kv_transfer.window.transport import PoolWindow, PullOutcome
+from baton.kv_transfer.window.transport import BlockPair, BlockPairs, PoolWindow, PullOutcome
 
 NUM_BLOCKS, NUM_ROWS, HEAD_BYTES = 6, 4, 24  # two layers; 3 positions of 8 bytes
 SOURCE_IDS, BLOCK_IDS = (4, 2, 5), (2, 5, 3)

@@ -37,9 +37,8 @@ from baton.kv_transfer.export.pool_address import (
     PoolExporter,
 )
 from baton.kv_transfer.shm.shm import ShmTransport, ShmWindow, export_host_pool
-from baton.kv_transfer.window.block_pairs import BlockPair, BlockPairs
 from baton.kv_transfer.window.network_address import RemotePool, pair_key
-from baton.kv_transfer.window.transport import PullOutcome
+from baton.kv_transfer.window.transport import BlockPair, BlockPairs, PullOutcome
 
 PEER = Path(__file__).parent / "shm_peer.py"
 SOURCE, PULLER = "5" * 32, "9" * 32

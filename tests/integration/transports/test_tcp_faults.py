@@ -30,10 +30,9 @@ from baton.kv_transfer.network.data_client import describe_remote
 from baton.kv_transfer.network.data_server import DataServer, ServedPool
 from baton.kv_transfer.network.remote_window import RemoteWindow
 from baton.kv_transfer.network.tcp import HostBlockBytes, TcpTransport, tcp_outlet
-from baton.kv_transfer.window.block_pairs import BlockPair, BlockPairs, Ids
 from baton.kv_transfer.window.head_ranges import BlockCut
 from baton.kv_transfer.window.network_address import RemotePool
-from baton.kv_transfer.window.transport import PullOutcome
+from baton.kv_transfer.window.transport import BlockPair, BlockPairs, Ids, PullOutcome
 
 SOURCE, PULLER = "5" * 32, "9" * 32
 BLOCK_BYTES, NUM_BLOCKS = 1536, 40

@@ -37,10 +37,9 @@ from baton.kv_transfer.network.data_server import DataServer, ServedPool
 from baton.kv_transfer.network.remote_window import RemoteWindow
 from baton.kv_transfer.network.stream import Stream
 from baton.kv_transfer.network.tcp import HostBlockBytes, TcpTransport, tcp_outlet
-from baton.kv_transfer.window.block_pairs import BlockPair, BlockPairs, Ids
 from baton.kv_transfer.window.head_ranges import BlockCut, HeadPiece
 from baton.kv_transfer.window.network_address import PoolAccess, RemotePool, Routes
-from baton.kv_transfer.window.transport import PullOutcome
+from baton.kv_transfer.window.transport import BlockPair, BlockPairs, Ids, PullOutcome
 
 SOURCE, PULLER = "5" * 32, "9" * 32
 NUM_ROWS, HEAD_BYTES, NUM_HEADS = 4, 96, 4
@@ -497,12 +496,12 @@ def test_on_one_host_it_is_taken_only_when_told(served: Served, destination: Hos
 def test_a_route_is_the_directory_s_host_and_the_hello_s_port() -> None:
     routes = Routes(host_id(), PULLER)
     data = PoolAccess(bytes(16), 5, bytes(32))
-    routes.greeted(SOURCE, data)  # nobody was dialled
+    routes.set_access(SOURCE, data)  # nobody was dialled
     assert routes.get(SOURCE) is None
     routes.linked(SOURCE, "10.0.0.2")
-    routes.greeted(SOURCE, data)
+    routes.set_access(SOURCE, data)
     assert routes.get(SOURCE) == RemotePool("10.0.0.2", 5, bytes(32), True, PULLER)
-    routes.greeted(SOURCE, replace(data, host_id=host_id()))
+    routes.set_access(SOURCE, replace(data, host_id=host_id()))
     assert routes.get(SOURCE) == RemotePool("10.0.0.2", 5, bytes(32), False, PULLER)
     routes.lost(SOURCE)
     assert routes.get(SOURCE) is None

@@ -23,8 +23,7 @@ from baton.cli.cluster.survey import (
 from baton.cli.host.finding import Finding, Level
 from baton.core.membership import Member, Role
 from baton.core.request.token_ids import BlockHash
-from baton.prefix_index.journal import CacheJournal
-from baton.prefix_index.messages import encode
+from baton.prefix_index.messages import CacheJournal, encode
 
 P, D = "a" * 32, "b" * 32
 KEY = "c" * 32 + "/0"

@@ -11,8 +11,7 @@ from fakes.clock import FakeClock
 from fakes.directory import FakeDirectory
 
 from baton.cluster.entries import BadEntry, decode_entry
-from baton.cluster.known_nodes import KnownNodes, Node
-from baton.cluster.node_calls import answer_with
+from baton.cluster.known_nodes import KnownNodes, Node, answer_with
 from baton.cluster.secret import ClusterSecret
 from baton.core.errors import NodeLost
 from baton.core.membership import Member, Role

@@ -16,8 +16,7 @@ from fakes.gateway.byte_model import EOS_ID, VOCAB_SIZE, write_byte_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.constraints.grammar_text import MAX_SOURCE_BYTES
-from baton.constraints.grammars import Grammars, accept
+from baton.constraints.grammars import MAX_SOURCE_BYTES, Grammars, accept
 from baton.core.errors import InvalidRequest
 from baton.core.request.request import Constraint, ConstraintKind
 
@@ -257,7 +256,7 @@ _CODE = """
 import json, resource, sys
 from pathlib import Path
 from baton.constraints.grammars import Grammars
-from baton.core.request.constraint import Constraint, ConstraintKind
+from baton.core.request.request import Constraint, ConstraintKind
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

@@ -17,9 +17,8 @@ from pathlib import Path
 import pytest
 
 from baton.cli.host.certs import make_certificates
-from baton.core.channels import tls_pump
-from baton.core.channels.engine_tls import EngineTls
-from baton.core.channels.tls_pump import plain_end, wait_for_pumps
+from baton.core.channels import engine_tls
+from baton.core.channels.engine_tls import EngineTls, plain_end, wait_for_pumps
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +60,9 @@ def ends(certs: Path) -> Iterator[Ends]:
     plain.close()
     secured.close()
     until_s = time.monotonic() + 10
-    while tls_pump._running and time.monotonic() < until_s:
+    while engine_tls._running and time.monotonic() < until_s:
         time.sleep(0.01)
-    assert not tls_pump._running, "a pump's thread goes on"
+    assert not engine_tls._running, "a pump's thread goes on"
 
 
 def read_all(end: socket.socket, num_bytes: int, rng: random.Random) -> bytes:
@@ -163,12 +162,12 @@ def fill(end: socket.socket) -> int:
 
 def held_by_the_pump() -> tuple[int, int]:
     """How many bytes, to its owner and to the far end."""
-    (thread,) = tls_pump._running
+    (thread,) = engine_tls._running
     pump = thread._target.__self__  # type: ignore[attr-defined]
     return len(pump._to_plain), len(pump._to_secured)
 
 
-MOST_HELD = tls_pump._MAX_HELD_BYTES + tls_pump._CHUNK_BYTES
+MOST_HELD = engine_tls._MAX_HELD_BYTES + engine_tls._CHUNK_BYTES
 
 
 def test_a_reader_that_stops_bounds_what_is_held(ends: Ends) -> None:
@@ -178,13 +177,13 @@ def test_a_reader_that_stops_bounds_what_is_held(ends: Ends) -> None:
     with pytest.raises(BlockingIOError):
         ends.plain.send(b"x")
     assert time.monotonic() - started_s < 0.1, "the owner waited"
-    assert tls_pump._MAX_HELD_BYTES <= held_by_the_pump()[1] < MOST_HELD
+    assert engine_tls._MAX_HELD_BYTES <= held_by_the_pump()[1] < MOST_HELD
     assert len(read_all(ends.secured, num_sent, random.Random(0))) == num_sent
 
 
 def test_an_owner_that_stops_reading_bounds_what_is_held_and_may_leave(ends: Ends) -> None:
     fill(ends.secured)
-    assert tls_pump._MAX_HELD_BYTES <= held_by_the_pump()[0] < MOST_HELD
+    assert engine_tls._MAX_HELD_BYTES <= held_by_the_pump()[0] < MOST_HELD
     ends.plain.close()
 
 
@@ -210,7 +209,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> type[CountedPoll]:
     class Select:
         POLLIN, POLLOUT, poll = select.POLLIN, select.POLLOUT, CountedPoll
 
-    monkeypatch.setattr(tls_pump, "select", Select)
+    monkeypatch.setattr(engine_tls, "select", Select)
     return CountedPoll
 
 
@@ -248,7 +247,7 @@ def test_a_process_may_wait_for_last_words(ends: Ends) -> None:
     hearing.start()
     sending.join()
     wait_for_pumps(10.0)
-    assert not tls_pump._running
+    assert not engine_tls._running
     hearing.join()
     assert heard == [words]
 
@@ -269,4 +268,4 @@ def test_no_thread_no_pump(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with wrapped, theirs, pytest.raises(OSError, match="new thread"):
         plain_end(wrapped)
-    assert not tls_pump._running
+    assert not engine_tls._running

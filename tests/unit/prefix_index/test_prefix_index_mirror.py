@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.request.token_ids import BlockHash, block_hashes, root_hash
-from baton.prefix_index.journal import CacheJournal, NetChanges
 from baton.prefix_index.messages import (
     MAX_HASHES,
+    CacheJournal,
     Delta,
     Head,
     Message,
+    NetChanges,
     Snapshot,
     SnapshotChunk,
     encode,

@@ -14,8 +14,15 @@ from baton.core.ports import SystemClock
 from baton.core.request.token_ids import BlockHash
 from baton.prefix_index import mirror as mirror_module
 from baton.prefix_index import publisher as publisher_module
-from baton.prefix_index.journal import CacheJournal
-from baton.prefix_index.messages import Delta, Head, Snapshot, SnapshotChunk, decode, encode
+from baton.prefix_index.messages import (
+    CacheJournal,
+    Delta,
+    Head,
+    Snapshot,
+    SnapshotChunk,
+    decode,
+    encode,
+)
 from baton.prefix_index.mirror import Follower, PrefixMirror
 from baton.prefix_index.publisher import Publisher
 

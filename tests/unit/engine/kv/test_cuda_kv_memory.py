@@ -7,8 +7,7 @@ import torch
 
 from baton.core.config import EngineConfig
 from baton.core.errors import StartupFailed
-from baton.engine.kv.cuda_kv_memory import choose_num_blocks
-from baton.engine.kv.kv_memory import KvLayout
+from baton.engine.kv.kv_memory import KvLayout, choose_num_gpu_blocks
 
 GIB = 1 << 30
 LAYOUT = KvLayout(32, 8, 16, 128, torch.bfloat16)  # 2 MiB a block
@@ -35,7 +34,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 def choose(utilization: float, num_kv_blocks: int | None = None, max_len: int = 8192) -> int:
     config = EngineConfig(gpu_memory_utilization=utilization, num_kv_blocks=num_kv_blocks)
     device = torch.device("cuda", 0)
-    num_blocks = choose_num_blocks(config, LAYOUT, 256, max_len, device, lambda: None)
+    num_blocks = choose_num_gpu_blocks(config, LAYOUT, 256, max_len, device, lambda: None)
     return num_blocks * LAYOUT.block_bytes
 
 

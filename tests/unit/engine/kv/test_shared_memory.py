@@ -23,7 +23,7 @@ from baton.engine.kv.generations import (
     SharedGenerations,
     page_bytes,
 )
-from baton.engine.kv.kv_memory import CpuKvMemory, KvLayout, choose_num_blocks
+from baton.engine.kv.kv_memory import CpuKvMemory, KvLayout, choose_num_cpu_blocks
 
 INCARNATION, OTHER = "ab" * 16, "cd" * 16
 LAYOUT = KvLayout(num_layers=3, num_kv_heads=2, block_size=4, head_dim=8, dtype=torch.float32)
@@ -155,24 +155,24 @@ def config(**changes: object) -> EngineConfig:
 
 
 def test_the_pool_is_sized_by_blocks_or_by_memory() -> None:
-    assert choose_num_blocks(config(num_kv_blocks=27), LAYOUT, max_model_len=100) == 27
+    assert choose_num_cpu_blocks(config(num_kv_blocks=27), LAYOUT, max_model_len=100) == 27
     by_memory = config(cpu_kv_bytes=40 * LAYOUT.block_bytes + 1)
-    assert choose_num_blocks(by_memory, LAYOUT, max_model_len=100) == 40
+    assert choose_num_cpu_blocks(by_memory, LAYOUT, max_model_len=100) == 40
 
 
 def test_a_pool_too_small_for_the_context_says_what_would_fit() -> None:
     with pytest.raises(StartupFailed) as caught:
-        choose_num_blocks(config(num_kv_blocks=26), LAYOUT, max_model_len=100)
+        choose_num_cpu_blocks(config(num_kv_blocks=26), LAYOUT, max_model_len=100)
     needed, there = 27 * LAYOUT.block_bytes, 26 * LAYOUT.block_bytes
     assert f"{needed} bytes" in caught.value.message
     assert f"{there} " in caught.value.message
     fitting = int(re.findall(r"--max-model-len (\d+)", caught.value.hint)[0])
     assert fitting == 96
-    assert choose_num_blocks(config(num_kv_blocks=26), LAYOUT, max_model_len=fitting) == 26
+    assert choose_num_cpu_blocks(config(num_kv_blocks=26), LAYOUT, max_model_len=fitting) == 26
     with pytest.raises(StartupFailed):
-        choose_num_blocks(config(num_kv_blocks=26), LAYOUT, max_model_len=fitting + 1)
+        choose_num_cpu_blocks(config(num_kv_blocks=26), LAYOUT, max_model_len=fitting + 1)
     with pytest.raises(StartupFailed) as caught:
-        choose_num_blocks(config(num_kv_blocks=2), LAYOUT, max_model_len=8)
+        choose_num_cpu_blocks(config(num_kv_blocks=2), LAYOUT, max_model_len=8)
     assert "--max-model-len" not in caught.value.hint
 
 

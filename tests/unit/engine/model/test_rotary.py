@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from baton.engine.model.config_fields import Fields
-from baton.engine.model.rope_angles import RotaryEmbedding, inv_freq
+from baton.engine.model.layers import RotaryEmbedding, inv_freq
 from baton.engine.model.rope_config import DynamicScaling, RopeConfig, YarnScaling, read_rope
 
 HEAD_DIM, LENGTH = 48, 256

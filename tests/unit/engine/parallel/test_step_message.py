@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from baton.core.request.request import SAMPLING, SamplingParams
 from baton.engine.execution.batch import SequenceSlice
-from baton.engine.execution.token_counts import TokenCounts
-from baton.engine.parallel.step_message import decode, encode
+from baton.engine.execution.constraints import TokenCounts
+from baton.engine.parallel.parallel_runner import decode, encode
 from baton.kernels.sampling.sample_spec import SampleSpec
 
 

@@ -29,10 +29,9 @@ from baton.kv_transfer.network.data_server import DataServer, ServedPool
 from baton.kv_transfer.network.remote_window import RemoteWindow
 from baton.kv_transfer.network.stream import Deadline
 from baton.kv_transfer.network.tcp import HostBlockBytes
-from baton.kv_transfer.window.block_pairs import BlockPair, BlockPairs, Ids
 from baton.kv_transfer.window.head_ranges import BlockCut, HeadPiece
 from baton.kv_transfer.window.network_address import KEY_BYTES, RemotePool
-from baton.kv_transfer.window.transport import PullOutcome
+from baton.kv_transfer.window.transport import BlockPair, BlockPairs, Ids, PullOutcome
 
 SOURCE = "5" * 32
 BLOCK_BYTES, NUM_BLOCKS, NUM_ROWS = 768, 12, 4
@@ -58,7 +57,7 @@ class Fabric:
 
 
 class FakeLane:
-    """See `nccl_lane.Lane`: over a queue."""
+    """See `nccl_lane.NcclLane`: over a queue."""
 
     def __init__(self, fabric: Fabric, pool: HostPool, cut: BlockCut, pair_id: bytes) -> None:
         self._fabric, self._wire = fabric, fabric.wire(pair_id)

@@ -29,15 +29,21 @@ from baton.core.errors import (
     UnknownTransfer,
 )
 from baton.kv_transfer.protocol.events import (
+    Attach,
     CancelPull,
+    CancelTransfer,
     ClosePeer,
     CloseWindow,
     Complete,
     DropReservation,
     Failed,
+    HandoffState,
+    Hello,
     Intended,
     IntentCancelled,
+    Manifest,
     MemoryFreed,
+    Message,
     OpenWindow,
     PeerLinked,
     PeerLost,
@@ -45,30 +51,21 @@ from baton.kv_transfer.protocol.events import (
     PullEnded,
     PullerEffect,
     PullerEvent,
+    Release,
+    Renew,
     Reserve,
     Reserved,
     ReserveRefused,
+    Revoked,
     Send,
     StartPull,
     Tick,
     WindowFailed,
     WindowOpened,
 )
-from baton.kv_transfer.protocol.messages import (
-    Attach,
-    CancelTransfer,
-    HandoffState,
-    Hello,
-    Manifest,
-    Message,
-    Release,
-    Renew,
-    Revoked,
-)
 from baton.kv_transfer.protocol.puller import Puller
-from baton.kv_transfer.protocol.puller_waits import ReserveQueue
-from baton.kv_transfer.window.block_pairs import BlockPairs
-from baton.kv_transfer.window.transport import PullOutcome
+from baton.kv_transfer.protocol.puller_transfer import ReserveQueue
+from baton.kv_transfer.window.transport import BlockPairs, PullOutcome
 
 LEASE_S = 9.0
 LINK_WAIT_S = 10.0

@@ -11,10 +11,9 @@ from baton.core.errors import HandoffFailed
 from baton.decode_node.windows import Windows
 from baton.engine.kv.block_pool import BlockRef
 from baton.kv_transfer.protocol.events import StartPull
-from baton.kv_transfer.window.block_pairs import BlockPair, BlockPairs
 from baton.kv_transfer.window.head_ranges import HeadPiece
 from baton.kv_transfer.window.network_address import RemotePool
-from baton.kv_transfer.window.transport import PullOutcome, Starter
+from baton.kv_transfer.window.transport import BlockPair, BlockPairs, PullOutcome, Starter
 
 SOURCE = "a" * 32
 

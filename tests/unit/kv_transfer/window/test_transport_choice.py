@@ -10,10 +10,9 @@ from fakes.handoff.memory_transport import MemoryPool, MemoryTransport, MemoryWi
 
 from baton.core.errors import HandoffFailed
 from baton.engine.kv.block_pool import BlockRef
-from baton.kv_transfer.window.block_pairs import BlockPair, BlockPairs
 from baton.kv_transfer.window.head_ranges import HeadPiece
 from baton.kv_transfer.window.network_address import RemotePool
-from baton.kv_transfer.window.transport import PullOutcome, open_window
+from baton.kv_transfer.window.transport import BlockPair, BlockPairs, PullOutcome, open_window
 
 BLOCK_BYTES = 8
 PAIRS = (BlockPair(BlockRef(0, 2, 0, None), 3), BlockPair(BlockRef(1, 4, 0, None), 5))

@@ -26,7 +26,7 @@ from baton.node.channels.engine_channels import (
     Link,
     LinkOver,
 )
-from baton.node.channels.inbox import Inbox
+from baton.node.channels.mailboxes import Inbox
 from baton.proto.v1 import engine_pb2, handoff_pb2, node_pb2
 
 WELCOME = node_pb2.Welcome(incarnation="a" * 32)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.node.channels.inbox import Inbox
+from baton.node.channels.mailboxes import Inbox
 
 
 @pytest.fixture

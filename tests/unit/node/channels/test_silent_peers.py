@@ -11,7 +11,7 @@ import pytest
 from baton.core.channels.channel import Channel, encode_payload
 from baton.node.channels import engine_channels
 from baton.node.channels.engine_channels import EngineChannels, Kind, Link, LinkOver
-from baton.node.channels.inbox import Inbox
+from baton.node.channels.mailboxes import Inbox
 from baton.proto.v1 import node_pb2
 
 SILENCE_S = 1.2

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from baton.cli.host.certs import make_certificates
-from baton.core.channels import tls_pump
+from baton.core.channels import engine_tls
 from baton.core.channels.addresses import host_id
 from baton.core.channels.admission import GATEWAY, PULLER, dial
 from baton.core.channels.channel import Channel, FrameBuffer
@@ -24,7 +24,7 @@ from baton.core.config import NodeConfig
 from baton.core.errors import EngineFailed, NodeLost, PermissionDenied
 from baton.node.channels import source_dialer
 from baton.node.channels.engine_channels import Connected, Kind, LinkOver
-from baton.node.channels.inbox import Inbox
+from baton.node.channels.mailboxes import Inbox
 from baton.node.engine_process.engine_links import EngineLinks, Keys
 from baton.proto.v1 import engine_pb2, node_pb2
 
@@ -214,7 +214,7 @@ def test_last_words_pass_through_tls_before_the_process_ends(
         secured.links.close()
     else:
         secured.links.end(EngineFailed("out of memory"))
-    assert not tls_pump._running, "what follows is the end of all threads"
+    assert not engine_tls._running, "what follows is the end of all threads"
     thread.join()
     gateway.close()
     expected = ["welcome"] + ["outputs"] * 20 + ([] if is_closed else ["engine_ended"])

@@ -17,16 +17,16 @@ from baton.core.errors import (
     StartupFailed,
 )
 from baton.core.request.request import Request, SamplingParams
-from baton.decode_node import policy as decode_policy
+from baton.decode_node import engine_main as decode_main
 from baton.engine.kv.limits import EngineLimits
 from baton.gateway.engines.wire import tokens_from_wire
-from baton.node.channels.outbox import Outbox
+from baton.node.channels.mailboxes import Outbox
+from baton.node.engine_process.engine_loop import STALL_S, HeartbeatSender
 from baton.node.engine_process.engine_process import describe_pool
-from baton.node.engine_process.heartbeat import STALL_S, HeartbeatSender
-from baton.node.requests.request_table import TOMBSTONE_S, Entry, RequestTable
+from baton.node.requests.request_io import TOMBSTONE_S, Entry, RequestTable
 from baton.node.supervisor.engine_handle import Backoff
 from baton.node.supervisor.placement import engine_configs
-from baton.prefill_node import policy as prefill_policy
+from baton.prefill_node import engine_main as prefill_main
 from baton.proto.v1 import engine_pb2, handoff_pb2, node_pb2
 
 
@@ -224,23 +224,23 @@ def test_decode_steps_are_short_unless_the_operator_says_otherwise() -> None:
         (256, None, 512), (1000, None, 1128), (None, None, 640), (None, 202, 512),
     ):  # fmt: skip
         config = EngineConfig(max_num_seqs=max_num_seqs, num_kv_blocks=num_kv_blocks)
-        assert decode_policy.adjust(config).max_num_batched_tokens == num_tokens
+        assert decode_main.adjust(config).max_num_batched_tokens == num_tokens
     chosen = EngineConfig(max_num_batched_tokens=4096)
-    assert decode_policy.adjust(chosen) == chosen
+    assert decode_main.adjust(chosen) == chosen
     chunked = EngineConfig(prefill_chunk_tokens=8192)
-    assert decode_policy.adjust(chunked) == decode_policy.adjust(EngineConfig())
+    assert decode_main.adjust(chunked) == decode_main.adjust(EngineConfig())
 
 
 def test_credit_is_a_share_of_the_pool_and_never_nothing() -> None:
     node = NodeConfig(credit_fraction=0.25)
-    assert prefill_policy.max_held_blocks(node, 100) == 25
-    assert prefill_policy.max_held_blocks(node, 3) == 1
+    assert prefill_main.max_held_blocks(node, 100) == 25
+    assert prefill_main.max_held_blocks(node, 3) == 1
 
 
 def test_a_prefill_node_takes_long_prompts_in_large_chunks() -> None:
-    assert prefill_policy.adjust(EngineConfig()).prefill_chunk_tokens == 8192
+    assert prefill_main.adjust(EngineConfig()).prefill_chunk_tokens == 8192
     for chosen in (EngineConfig(max_num_batched_tokens=64), EngineConfig(prefill_chunk_tokens=1)):
-        assert prefill_policy.adjust(chosen) == chosen
+        assert prefill_main.adjust(chosen) == chosen
 
 
 def test_pool_is_described_in_tokens_and_requests() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fakes.clock import FakeClock
 
 from baton.core.errors import Cancelled, NodeLost, StaleBlocks
-from baton.decode_node.transfer_counts import TransferCounts
+from baton.decode_node.role import TransferCounts
 from baton.gateway.engines.wire import load_from_wire
 from baton.proto.v1 import node_pb2
 
@@ -24,7 +24,7 @@ def test_counts_reach_the_gateway() -> None:
     counts.failed("d", NodeLost("gone"))  # before it began
     counts.began("e")
     counts.failed("e", Cancelled("no more"))
-    beat = node_pb2.Heartbeat(held_blocks=7, counters=counts.to_wire())
+    beat = node_pb2.Heartbeat(held_blocks=7, counters=counts.wire)
     load = load_from_wire(node_pb2.Heartbeat.FromString(beat.SerializeToString()))
     assert load.held_blocks == 7
     assert load.counters.num_transfers == 2

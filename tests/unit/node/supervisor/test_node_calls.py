@@ -12,7 +12,7 @@ import grpc
 import pytest
 from fakes.clock import FakeClock
 
-from baton.cluster.node_calls import ACCEPTED, ANY_ENGINE, LEDGERS, MEMBERS
+from baton.cluster.known_nodes import ACCEPTED, ANY_ENGINE, LEDGERS, MEMBERS
 from baton.cluster.secret import ClusterSecret, handshake_key
 from baton.core.channels.channel import encode_payload, read_frame
 from baton.core.channels.handshake import Dialer

@@ -1,19 +1,28 @@
-"""What one turn of the engine loop sends, collected and sent at its end.
+"""Both ends of a turn of the engine loop: what it waits for, and what it sends.
 
-All outputs of a step for one gateway travel in one message, and gateways are sent to before peers:
-the first token is on its way before the manifest that follows from it. What the step changed in the
-cache goes last, to the supervisor's prefix index. Knows no request's state.
+    other threads ── put ──► items, bell ──┐
+    supervisor, peers, listener ── watch ──┴─► Inbox.receive ──► items, on the loop's thread
+    a step's outputs, messages, changes of the cache ──► Outbox, sent at the turn's end
+
+No thread stands between a socket and the loop: to wake one up takes longer than to handle most
+messages. All outputs of a step for one gateway travel in one message, and gateways are sent to
+before peers: the first token is on its way before the manifest that follows from it. What the step
+changed in the cache goes last, to the supervisor's prefix index. Knows no request's state.
 """
 
 from __future__ import annotations
 
+import os
+import select
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
+from ...core.channels.channel import Channel, FrameSocket
 from ...core.errors import BatonError
 from ...core.request.token_ids import BlockHash
-from ...prefix_index.journal import NetChanges
+from ...prefix_index.messages import NetChanges
 from ...proto.v1 import engine_pb2, handoff_pb2, node_pb2
 
 Send = Callable[[engine_pb2.EngineOutput], None]
@@ -116,3 +125,66 @@ class Outbox:
             removed, stored = map(b"".join, self._cache_changes.take())
             changes = engine_pb2.CacheChanges(removed=removed, stored=stored)
             self._send(engine_pb2.EngineOutput(cache_changes=changes))
+
+
+T = TypeVar("T")
+
+_SHORT_S = 0.02  # epoll rounds up to whole milliseconds; a wait this short is timed exactly
+
+
+class Inbox(Generic[T]):
+    """`put` is for any thread; all else belongs to the one that receives."""
+
+    def __init__(self) -> None:
+        """Make it early: `select` wants a small file descriptor."""
+        self._items: deque[T] = deque()
+        self._epoll = select.epoll()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._bell, select.EPOLLIN)
+        self._sources: dict[int, Callable[[], Iterable[T]]] = {}
+        self._writers: set[int] = set()  # watched for room to write, too
+
+    def put(self, item: T) -> None:
+        self._items.append(item)
+        os.eventfd_write(self._bell, 1)
+
+    def watch(self, socket: Channel | FrameSocket, read: Callable[[], Iterable[T]]) -> None:
+        """From now on `read` is called for items when there is something to do at the socket."""
+        self._sources[socket.fileno()] = read
+        self._epoll.register(socket.fileno(), select.EPOLLIN)
+
+    def watch_writes(self, socket: Channel | FrameSocket, is_wanted: bool) -> None:
+        """Whether room to write is something to do at a watched socket."""
+        fd = socket.fileno()
+        if is_wanted != (fd in self._writers):
+            self._writers ^= {fd}
+            self._epoll.modify(fd, select.EPOLLIN | (select.EPOLLOUT if is_wanted else 0))
+
+    def forget(self, socket: Channel | FrameSocket) -> None:
+        """Before a watched socket is closed."""
+        del self._sources[socket.fileno()]
+        self._writers.discard(socket.fileno())
+        self._epoll.unregister(socket.fileno())
+
+    def receive(self, timeout_s: float | None) -> list[T]:
+        """All items that are there; waits at most `timeout_s` for the first, None: for ever."""
+        if timeout_s and timeout_s < _SHORT_S:
+            select.select([self._epoll], [], [], timeout_s)
+            timeout_s = 0
+        items: list[T] = []
+        for fd, _ in self._epoll.poll(timeout_s):
+            if fd == self._bell:
+                os.eventfd_read(fd)  # first: what is put behind the last item rings anew
+                items.extend(self._put_items())
+            elif (read := self._sources.get(fd)) is not None:
+                items.extend(read())
+        return items
+
+    def _put_items(self) -> Iterable[T]:
+        while self._items:
+            yield self._items.popleft()
+
+    def close(self) -> None:
+        """Nobody puts any more. What is watched stays its owner's."""
+        self._epoll.close()
+        os.close(self._bell)
