@@ -16,7 +16,6 @@ from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
-from google.protobuf.runtime_version import VersionError
 
 from ...core.errors import BatonError, InvalidRequest, Unauthenticated
 from ...core.membership import Member
@@ -208,19 +207,3 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             block_size=member.block_size,
             links=() if engine is None or engine.load is None else sorted(engine.load.links),
         )
-
-
-def add_extra_services(
-    server: Any, door: FrontDoor, gate: Gate, table: EngineTable
-) -> tuple[str, ...]:
-    """Add what can be added to `server`, a gRPC server or what stands before one; their names."""
-    try:
-        from . import vllm_engine
-    except ImportError:
-        return ()
-    except VersionError as error:
-        log.warning("smg-grpc-proto is installed, but does not fit protobuf here: %s", error)
-        return ()
-    service = vllm_engine.VllmEngineService(door, gate, table)
-    vllm_engine.add_to_server(service, server)
-    return (vllm_engine.SERVICE_NAME,)

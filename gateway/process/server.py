@@ -10,8 +10,10 @@ import gc
 import logging
 import math
 import sys
+from typing import Any
 
 import grpc
+from google.protobuf.runtime_version import VersionError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -34,7 +36,7 @@ from ..admission.admission import QueueLimit
 from ..admission.front_door import FrontDoor
 from ..engines.cluster_view import ClusterView
 from ..engines.engine_table import EngineTable
-from ..grpc.service import InferenceService, Parsing, add_extra_services
+from ..grpc.service import InferenceService, Parsing
 from ..http.app import HttpServer, build_app
 from ..http.chat.chat import CHAT_MODEL
 from ..http.protocol.access import Access
@@ -42,7 +44,7 @@ from ..http.protocol.app_state import AppState
 from ..request.engine_link import Avoid, Demand
 from ..request.session import SessionLimits
 from ..request.session_table import DispatchQueue, SessionTable
-from ..security.gate import Security
+from ..security.gate import Gate, Security
 from ..telemetry.call_feed import Telemetry
 from ..validation.validation import ServedModel
 from .startup_message import startup_lines
@@ -185,7 +187,7 @@ class Gateway:
         server, door, gate, table = self._server, self._door, self._gate, self._table
         inference_pb2_grpc.add_InferenceServicer_to_server(self._service, server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)  # type: ignore[no-untyped-call]
-        self._service_names = (SERVICE_NAME, *add_extra_services(server, door, gate, table))
+        self._service_names = (SERVICE_NAME, *_add_extra_services(server, door, gate, table))
         names = (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)  # type: ignore[no-untyped-call]
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
@@ -371,3 +373,19 @@ async def _print_startup_message(gateway: Gateway) -> None:
     print("waiting for a prefill and a decode node", flush=True)
     for line in await gateway.startup_lines():
         print(line, flush=True)
+
+
+def _add_extra_services(
+    server: Any, door: FrontDoor, gate: Gate, table: EngineTable
+) -> tuple[str, ...]:
+    """Add what can be added to `server`, a gRPC server or what stands before one; their names."""
+    try:
+        from ..grpc import vllm_engine
+    except ImportError:
+        return ()
+    except VersionError as error:
+        log.warning("smg-grpc-proto is installed, but does not fit protobuf here: %s", error)
+        return ()
+    service = vllm_engine.VllmEngineService(door, gate, table)
+    vllm_engine.add_to_server(service, server)
+    return (vllm_engine.SERVICE_NAME,)
