@@ -126,6 +126,13 @@ ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]], str]]] = {
         ("Tokens waiting", "short", of_nodes("num_tokens_waiting"), "timeseries"),
         ("Preemptions/s", "short", node_rate("num_preemptions_total"), "timeseries"),
         ("Draining", "short", of_nodes("node_draining"), "timeseries"),
+        ("Longest step promised", "s", of_nodes("engine_tbt_target_seconds"), "timeseries"),
+        (
+            "Error of predicted steps",
+            "percentunit",
+            of_nodes("engine_step_cost_error"),
+            "timeseries",
+        ),
     ],
     "KV cache": [
         ("In use", "percentunit", of_nodes("kv_cache_usage_perc"), "usage"),

@@ -178,6 +178,12 @@ NODE_DRAINING = Metric("node_draining", "1 while the engine takes no new request
 RUNNING = Metric("num_requests_running", "Requests in the engine's batch.", _NODE)
 WAITING = Metric("num_requests_waiting", "Requests that wait at the engine.", _NODE)
 WAITING_TOKENS = Metric("num_tokens_waiting", "Known tokens that are not computed yet.", _NODE)
+TBT_TARGET = Metric(
+    "engine_tbt_target_seconds", "What steps with decodes take at most, if prompts allow.", _NODE
+)
+STEP_COST_ERROR = Metric(
+    "engine_step_cost_error", "Of steps' predicted times, relative, 90th percentile.", _NODE
+)
 KV_USAGE = Metric(
     "kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1; cached ones are free.", _NODE
 )
@@ -212,7 +218,7 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
     "Routing": (QUEUED, DECISIONS, LOOKUP, INDEX_HITS, INDEX_STALE, INDEX_UP),
     "Engines": (
         *(NODE_UP, NODE_DRAINING, RUNNING, WAITING, WAITING_TOKENS),
-        *(KV_USAGE, KV_FREE, KV_LEASED, KV_CREDIT),
+        *(TBT_TARGET, STEP_COST_ERROR, KV_USAGE, KV_FREE, KV_LEASED, KV_CREDIT),
         *(PREEMPTIONS, CACHE_QUERIES, CACHE_HITS, EXPIRED_LEASES),
         *(PULLS, PULL_BYTES, PULL_SECONDS, PULL_FAILURES),
     ),

@@ -34,11 +34,13 @@ _COUNTERS: tuple[tuple[Metric, Callable[[EngineCounters], float]], ...] = (
     (table.PULL_BYTES, lambda c: c.transfer_bytes),
     (table.PULL_SECONDS, lambda c: c.transfer_s),
 )
-_GAUGES: tuple[tuple[Metric, Callable[[LinkedEngine, ReportedLoad], float]], ...] = (
+_GAUGES: tuple[tuple[Metric, Callable[[LinkedEngine, ReportedLoad], float | None]], ...] = (
     (table.NODE_DRAINING, lambda engine, load: load.is_draining),
     (table.RUNNING, lambda engine, load: load.num_running),
     (table.WAITING, lambda engine, load: load.num_waiting),
     (table.WAITING_TOKENS, lambda engine, load: load.waiting_tokens),
+    (table.TBT_TARGET, lambda engine, load: load.tbt_target_s),
+    (table.STEP_COST_ERROR, lambda engine, load: load.step_cost_error),
     (table.KV_USAGE, lambda engine, load: 1 - load.free_blocks / max(1, engine.pool_blocks)),
     (table.KV_FREE, lambda engine, load: load.free_blocks),
     (table.KV_LEASED, lambda engine, load: load.held_blocks),
@@ -132,7 +134,8 @@ class Exporter:
         name = (engine.member.role.value, engine.name)
         self._store.set(table.NODE_UP, *name, value=1)
         for metric, gauge in _GAUGES:
-            self._store.set(metric, *name, value=gauge(engine, load))
+            if (value := gauge(engine, load)) is not None:
+                self._store.set(metric, *name, value=value)
         before, read.counters = read.counters, load.counters
         for metric, count in _COUNTERS:
             more = count(load.counters) - count(before)
