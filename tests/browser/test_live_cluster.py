@@ -79,6 +79,7 @@ def gateway_again(system: Running, http_port: int) -> Iterator[None]:
         process.wait(timeout=20)
 
 
+@pytest.mark.slow
 def test_load_a_killed_gateway_and_its_return(
     system: Running, open_page: Callable[..., Any]
 ) -> None:

@@ -34,7 +34,7 @@ def system(request: pytest.FixtureRequest) -> Iterator[Running]:
 
 def test_tokens_are_the_same_wherever_they_are_computed(system: Running) -> None:
     chance, oracle = random.Random(5), GreedyOracle(BUNDLED)
-    lengths = [chance.choice((3, 16, 40, 100, 257, 600)) for _ in range(16)]
+    lengths = [chance.choice((3, 16, 40, 100, 257, 600)) for _ in range(12)]
     prompts = [prompt_of(length, VOCAB_SIZE, seed) for seed, length in enumerate(lengths)]
     with Client(system.address) as client, ThreadPoolExecutor(24) as threads:
         jobs = [

@@ -54,7 +54,9 @@ def steps_of(runner: ModelRunner, *, has_graphs: bool) -> GpuSteps:
     return steps
 
 
-@pytest.mark.parametrize(("num_decodes", "prompts"), [(17, (40,)), (22, (3, 9))])
+@pytest.mark.parametrize(
+    ("num_decodes", "prompts"), [(22, (3, 9)), pytest.param(17, (40,), marks=pytest.mark.slow)]
+)
 def test_the_tokens_are_those_of_a_step_without_padding(
     runner: ModelRunner, num_decodes: int, prompts: tuple[int, ...]
 ) -> None:

@@ -129,6 +129,7 @@ async def test_a_node_that_lived_long_may_end_once_more(
         assert await keeping == "decode-1", "and one that keeps ending ends all"
 
 
+@pytest.mark.slow
 async def test_two_gateways_share_the_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment is for the flags of `baton up`: a gateway that read it would start more."""
     monkeypatch.setenv("BATON_NUM_GATEWAYS", "2")

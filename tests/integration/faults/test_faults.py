@@ -75,13 +75,11 @@ ROWS = (
     Row("F2-engine-chunk-4", partial(do.kill_prefill_at_chunk, 4, "engine"), AGAIN),
     Row("F3-F8", do.kill_prefill_after_the_pull, ONCE),
     Row("F5-node-edge", partial(do.kill_decode_at_token, BLOCK_SIZE, "node"), AGAIN),
-    Row("F6", do.kill_both_decodes, (2, 3), 30.0),  # 3: the other one's end was not heard yet
     Row("F37", do.kill_engines_under_one_request),
     Row("gateway-killed", do.kill_gateway),
     Row("F9-prefill-0.2s", partial(do.pause_prefill, 0.2, "node"), ONCE),
     Row("F9-gateway-0.2s", partial(do.pause_gateway, 0.2), ONCE),
     Row("F9-decode-engine", do.hang_decode_engine, AGAIN, SOON_S),
-    Row("F25", memory.ask_by_a_stale_index, ONCE),
     Row("F26", do.send_crafted_tickets),
     Row("F28-decode", memory.outgrow_the_pool, ONCE),
     Row("F29", memory.stop_the_pulls),
@@ -89,9 +87,11 @@ ROWS = (
     Row("F30-in-prefill", do.leave_in_the_prefill),
     Row("F30-before-pull", do.leave_before_the_pull),
     Row("F30-in-decode", do.leave_in_the_decode),
-    Row("F42", do.join_with_other_makes),
 )
 SLOW_ROWS = (
+    Row("F6", do.kill_both_decodes, (2, 3), 30.0),  # 3: the other one's end was not heard yet
+    Row("F25", memory.ask_by_a_stale_index, ONCE),
+    Row("F42", do.join_with_other_makes),
     Row("F11-F12-F16", network_faults.break_a_pair_in_every_way),
     Row("F27", link_faults.shuffle_messages),
     Row("F28-admission", memory.ask_for_more_than_fits, ONCE),

@@ -308,7 +308,7 @@ def recorded_at(member: Member) -> list[str]:
     return [ours.opening.hex(), answer.hex()]
 
 
-@pytest.mark.parametrize("who", ["intruder", "kin"])
+@pytest.mark.parametrize("who", ["intruder", pytest.param("kin", marks=pytest.mark.slow)])
 def test_an_engine_says_nothing_to_who_does_not_know_the_secret(world: World, who: str) -> None:
     """Nor does it end the link of the peer whose incarnation is claimed."""
     attacker: Intruder = getattr(world, who)
@@ -347,7 +347,7 @@ def test_an_engine_says_nothing_to_who_does_not_know_the_secret(world: World, wh
 @pytest.mark.parametrize(
     ("is_local", "who"),
     [
-        pytest.param(False, "intruder", id="tcp-intruder"),
+        pytest.param(False, "intruder", id="tcp-intruder", marks=pytest.mark.slow),
         pytest.param(True, "kin", id="unix-kin"),
         pytest.param(False, "kin", id="tcp-kin", marks=pytest.mark.slow),
         pytest.param(True, "intruder", id="unix-intruder", marks=pytest.mark.slow),

@@ -184,7 +184,10 @@ def cut(wire: Wire) -> Iterator[None]:
             ip(*where, "neigh", "del", address, "dev", device)
 
 
-@pytest.mark.parametrize("has_tls", [False, True], ids=["plain", "tls"])
+@pytest.mark.parametrize(
+    "has_tls",
+    [pytest.param(False, id="plain"), pytest.param(True, id="tls", marks=pytest.mark.slow)],
+)
 async def test_a_partition_is_noticed_on_both_sides_and_heals(
     wire: Wire, model_dir: Path, tmp_path: Path, has_tls: bool
 ) -> None:
