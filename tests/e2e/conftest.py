@@ -44,12 +44,12 @@ def _subject(config: EngineConfig, num_decode_nodes: int) -> Iterator[Subject]:
         yield Subject(system, GreedyOracle(Path(config.model)), local, vocab_size, num_decode_nodes)
 
 
-MHA = "tiny MHA, chunks of 40"
+TINY, MHA = "tiny, chunks of 16", "tiny MHA, chunks of 40"
 
 
 @pytest.fixture(
     scope="module",
-    params=["bundled", "tiny, chunks of 16", pytest.param(MHA, marks=pytest.mark.slow)],
+    params=["bundled", *(pytest.param(each, marks=pytest.mark.slow) for each in (TINY, MHA))],
 )
 def subject(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -63,7 +63,7 @@ def subject(
         return
     folder = tmp_path_factory.mktemp("checkpoint")
     write_byte_tokenizer(folder)
-    if request.param == "tiny, chunks of 16":
+    if request.param == TINY:
         write_checkpoint(folder, seed=3, max_position_embeddings=1024)
         yield from _subject(_engine_config(folder, max_num_batched_tokens=16), 1)
     else:

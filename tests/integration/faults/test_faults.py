@@ -81,7 +81,6 @@ ROWS = (
     Row("F9-gateway-0.2s", partial(do.pause_gateway, 0.2), ONCE),
     Row("F9-decode-engine", do.hang_decode_engine, AGAIN, SOON_S),
     Row("F26", do.send_crafted_tickets),
-    Row("F28-decode", memory.outgrow_the_pool, ONCE),
     Row("F29", memory.stop_the_pulls),
     Row("F30-before-prefill", do.leave_before_the_prefill),
     Row("F30-in-prefill", do.leave_in_the_prefill),
@@ -89,6 +88,7 @@ ROWS = (
     Row("F30-in-decode", do.leave_in_the_decode),
 )
 SLOW_ROWS = (
+    Row("F28-decode", memory.outgrow_the_pool, ONCE),
     Row("F6", do.kill_both_decodes, (2, 3), 30.0),  # 3: the other one's end was not heard yet
     Row("F25", memory.ask_by_a_stale_index, ONCE),
     Row("F42", do.join_with_other_makes),

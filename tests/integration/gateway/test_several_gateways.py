@@ -261,7 +261,9 @@ async def test_gateways_end_with_their_parent(ending: World) -> None:
             await asyncio.sleep(0.05)
 
 
-@pytest.mark.parametrize("flags", [("--num-gateways", "2"), ()])
+@pytest.mark.parametrize(
+    "flags", [("--num-gateways", "2"), pytest.param((), marks=pytest.mark.slow)]
+)
 async def test_a_taken_port_is_said_at_once(
     redis_server: RedisServer, flags: tuple[str, ...]
 ) -> None:
