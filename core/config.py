@@ -108,8 +108,8 @@ class EngineConfig:
                 raise StartupFailed(f"--{name.replace('_', '-')} must be at least 1")
         if self.tbt_target_ms is not None and not 0 < self.tbt_target_ms < math.inf:
             raise StartupFailed("--tbt-target-ms must be above 0")
-        if not 0 <= self.mixed_graph_tokens <= 512:
-            raise StartupFailed("--mixed-graph-tokens must lie in [0, 512]")
+        if self.mixed_graph_tokens and not 64 <= self.mixed_graph_tokens <= 512:
+            raise StartupFailed("--mixed-graph-tokens must be 0 or lie in [64, 512]")
         if self.block_size & (self.block_size - 1):
             raise StartupFailed("--block-size must be a power of two", hint="16 suits most models")
         if not 0 < self.gpu_memory_utilization <= 1:
@@ -313,3 +313,8 @@ class UpConfig:
     def __post_init__(self) -> None:
         if self.num_prefill_nodes < 1 or self.num_decode_nodes < 1:
             raise StartupFailed("a deployment needs at least one prefill and one decode node")
+        if self.mode == "aggregated" and self.num_prefill_nodes > 1:
+            raise StartupFailed(
+                "--num-prefill-nodes: with --mode aggregated every engine does both",
+                hint="--num-decode-nodes",
+            )

@@ -106,7 +106,8 @@ class StepCost:
         """Of prompts in chunks of up to `chunk` tokens, beside decodes that a promise may be kept
         to."""
         if promise_s is not None and beside.num_decodes:
-            size = self.promised_tokens(promise_s, beside, 0, chunk)
+            size = self.prompt_tokens_within(promise_s, beside, 0, chunk)
+            size = max(size, min(chunk, LEAST_PROMPT_TOKENS))
             token_s = self.seconds(replace(beside, num_prompt_tokens=size)) / size
             return PromptSpeed(self.seconds(beside), max(token_s, _LEAST_TOKEN_S), self.pair_s)
         small = max(1, chunk // 8)

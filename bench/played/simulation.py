@@ -200,7 +200,6 @@ class PlayedEngine:
         sources: frozenset[str],
     ) -> None:
         self.name = name
-        self.busy_s = 0.0
         self._simulation = simulation
         self._setup = setup
         self._links = sources if setup.role is Role.DECODE else frozenset[str]()
@@ -272,11 +271,10 @@ class PlayedEngine:
     def _step(self) -> None:
         if self._is_busy or not self.engine.has_work:
             return
-        self._device.now_s = began_s = self._simulation.clock.now_s
+        self._device.now_s = self._simulation.clock.now_s
         output = self.engine.step()
         self._num_steps += 1
         self._is_busy = True
-        self.busy_s += self._device.now_s - began_s
         self._simulation.at(self._device.now_s, lambda: self._step_ended(output))
 
     def _step_ended(self, output: StepOutput) -> None:

@@ -132,7 +132,8 @@ class SamplingParams:
         0.0,
         number(0, 60_000),
         "the longest step that it shall wait for where other prompts are computed beside it: they "
-        "are cut for it, if its engine takes prompts (`baton up --mode`)",
+        "are cut for it, if its engine takes prompts (`baton up --mode`); half of the engine's own "
+        "at least",
         absent="0: the engine's own",
     )
     constraint: Constraint | None = None

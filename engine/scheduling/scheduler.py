@@ -174,11 +174,13 @@ class Scheduler:
 
     @property
     def promise_s(self) -> float | None:
-        """What a step takes at most: its own target, or the strictest of those that decode."""
+        """What a step takes at most: its own target, or the strictest of those that decode, but no
+        less than half of its own: one request shall not hold up all prompts."""
         if self.tbt_target_s is None:
             return None
         targets_ms = (one.request.sampling.tbt_target_ms for one in self.running)
-        return min([self.tbt_target_s, *(ms / 1000 for ms in targets_ms if ms)])
+        strictest_s = min([self.tbt_target_s, *(ms / 1000 for ms in targets_ms if ms)])
+        return max(strictest_s, self.tbt_target_s / 2)
 
     def _keep_promise(self, schedule: Schedule) -> None:
         """Cut what the step has room for, beside its decodes, to what can be computed in time."""

@@ -22,7 +22,7 @@ from ...core.step_cost import KNOTS, StepCost, StepShape
 _NUM_SAMPLES = 15  # of a size
 _MIN_SAMPLES = 3
 _MAX_SIZES = 256
-_NUM_ERRORS = 512
+_NUM_ERRORS, _MIN_ERRORS = 512, 10
 _FIT_EVERY = 128  # samples: to fit takes a millisecond
 _LEAST_S = 1e-9
 _CONVERGED = 1e-9
@@ -47,9 +47,11 @@ class _Alike:
 
 
 class StepCostEstimator:
-    """One engine's."""
+    """One engine's. `relative_error`: the 90th percentile of how far the last steps were from what
+    was expected of them, when that was last fitted; None: too few."""
 
     def __init__(self) -> None:
+        self.relative_error: float | None = None
         self._sizes: OrderedDict[_Size, _Alike] = OrderedDict()
         self._estimate: StepCost | None = None
         self._num_unfitted = 0
@@ -77,6 +79,8 @@ class StepCostEstimator:
         if self._has_new_size or self._num_unfitted >= _FIT_EVERY:
             self._has_new_size, self._num_unfitted = False, 0
             self._estimate = self._fit() or self._estimate
+            if len(self._errors) >= _MIN_ERRORS:
+                self.relative_error = statistics.quantiles(self._errors, n=10)[-1]
         return self._estimate
 
     def expected_s(self, shape: StepShape) -> float | None:
@@ -88,13 +92,6 @@ class StepCostEstimator:
             return None
         seen, seconds = alike.find_middle()
         return shape.num_rows * seconds / seen.num_rows
-
-    @property
-    def relative_error(self) -> float | None:
-        """The 90th percentile of how far the last steps were from what was expected of them."""
-        if len(self._errors) < 10:
-            return None
-        return statistics.quantiles(self._errors, n=10)[-1]
 
     def _fit(self) -> StepCost | None:
         known = [alike for alike in self._sizes.values() if len(alike.samples) >= _MIN_SAMPLES]

@@ -79,9 +79,10 @@ class ReportedLoad:
         return cost.prompt_speed(self.step_tokens or _STEP_TOKENS, self.decodes, self.tbt_target_s)
 
     def decodes_within(self, seconds: float) -> int:
-        """How many like those that run a step may have that takes no longer; one at least."""
+        """How many like those that run a step may have that takes no longer; where not even one
+        may, it makes no difference."""
         cost, now = self.step_cost, self.decodes
-        if cost is None or not now.num_decodes:
+        if cost is None or not now.num_decodes or cost.seconds(now.scaled_to(1)) > seconds:
             return _MANY
         low, high = 1, 2
         while high < _MANY and cost.seconds(now.scaled_to(high)) <= seconds:
@@ -280,7 +281,8 @@ class LinkedEngine:
         """Whether its steps would, with these sequences too; theirs counts if it is stricter."""
         most = self._num_promised
         if demand.tbt_target_s and load.tbt_target_s is not None:
-            most = min(most, load.decodes_within(demand.tbt_target_s))
+            target_s = max(demand.tbt_target_s, load.tbt_target_s / 2)  # as the engine will
+            most = min(most, load.decodes_within(target_s))
         num_decodes = load.decodes.num_decodes
         return not num_decodes or num_decodes + demand.num_sequences <= most
 

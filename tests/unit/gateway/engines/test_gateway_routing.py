@@ -343,6 +343,14 @@ def test_an_engine_whose_steps_would_be_too_long_has_no_place() -> None:
                 table.choose(Demand(3), avoid=Avoid(), fingerprint=None)
 
 
+def test_a_promise_that_not_even_one_decode_keeps_holds_nobody_up() -> None:
+    d = linked("d", Role.DECODE)
+    slow = linear_cost(0.1, 1e-3)
+    load = replace(LOAD, tbt_target_s=0.02, step_cost=slow, decodes=StepShape(num_decodes=9))
+    d.receive_heartbeat(replace(load, num_requests=9, room_blocks=50))
+    assert table_of(d).choose(Demand(3), avoid=Avoid(), fingerprint=None).is_local
+
+
 def test_an_engine_that_had_no_prompts_is_taken_for_as_fast_as_others_like_it() -> None:
     p, d = linked("p", Role.PREFILL), linked("d", Role.DECODE)
     table = table_of(p, d)
