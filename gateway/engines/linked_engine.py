@@ -13,7 +13,7 @@ from typing import Protocol
 from ...core.membership import Member, Role
 from ...core.ports import Clock, SystemClock
 from ...core.request.request import Request, Ticket
-from ...core.step_cost import PromptSpeed, StepCost, StepShape
+from ...core.step_cost import LEAST_PROMPT_TOKENS, PromptSpeed, StepCost, StepShape
 from ..request.engine_link import Demand, EngineOutput, PlainToken, Work
 from .decode_places import DecodePlaces, Key
 from .prefill_backlog import Backlog, PrefillBacklog
@@ -66,8 +66,11 @@ class ReportedLoad:
 
     @property
     def prompt_speed(self) -> PromptSpeed | None:
-        """At which it computes prompts beside the decodes that it has; None: not measured yet."""
-        return None if self.step_cost is None else self.prompt_speed_by(self.step_cost)
+        """At which it computes prompts beside the decodes that it has; None: not measured yet, or
+        over a few decodes alone, which say nothing of prompts."""
+        if self.step_cost is None or self.max_rows < LEAST_PROMPT_TOKENS:
+            return None
+        return self.prompt_speed_by(self.step_cost)
 
     @property
     def max_rows(self) -> int:
