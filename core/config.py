@@ -259,6 +259,11 @@ class GatewayConfig:
     metrics_prefix: str = flag(
         "baton", "prefix of the metrics' names; vllm: as vLLM's own, for boards made for it"
     )
+    move_promises: bool = flag(
+        True,
+        "let the gateway that has the lease on Redis move promises between the engines that began "
+        "with one, as the mix of prompts and outputs changes",
+    )
     slo_ttft_s: float = flag(0.5, "TTFT of a call that slo_good_requests_total counts")
     slo_tbt_s: float = flag(0.05, "longest gap between tokens of such a call")
     otlp_traces_endpoint: str | None = flag(

@@ -48,6 +48,7 @@ from .scheduling.schedule import ScheduledSequence, step_shape
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Sequence, SequenceState, finish_reason
 from .scheduling.step_cost_estimator import StepCostEstimator
+from .scheduling.step_record import StepRecord
 from .scheduling.step_slices import constrained_masks, launch_slice, launched_chunks
 
 Meanwhile: TypeAlias = Callable[[], bool]
@@ -65,6 +66,7 @@ class _StepInFlight:
     shape: StepShape
     launched_s: float
     launching_s: float  # how long the launch took
+    promise_s: float | None
 
     def index_of(self) -> dict[Sequence, int]:
         return {one.sequence: index for index, one in enumerate(self.scheduled)}
@@ -98,11 +100,13 @@ class Engine:
         cache = PrefixCache(self.pool, is_enabled=enable_prefix_caching, observer=cache_observer)
         self._tables = BlockTables(self.pool, cache, generations, limits.block_size)
         self._step_costs = StepCostEstimator()
+        self._step_record = StepRecord()
         self._scheduler = Scheduler(
             limits, self.pool, self._tables, self._estimator, self._step_costs
         )
         self._sequences: dict[str, Sequence] = {}
         self._num_arrivals = 0
+        self._num_prompts = 0  # of them, those to compute here
         self._clock = clock or SystemClock()
         self._collected_s = 0.0  # when the last step was
         self._in_flight: _StepInFlight | None = None
@@ -122,6 +126,7 @@ class Engine:
         sequence = self._new_sequence(request, SequenceState.WAITING, is_held=hold)
         self._sequences[request.key] = sequence
         self._scheduler.add(sequence)
+        self._num_prompts += 1
         self._stalled_at = None
 
     def reserve(
@@ -275,7 +280,8 @@ class Engine:
         launched_s = self._clock.monotonic_s()
         launched = self._runner.launch(batch)
         took_s = self._clock.monotonic_s() - launched_s
-        step = _StepInFlight(planned, fence, launched, shape, launched_s, took_s)
+        promise_s = self._scheduler.promise_s if shape.num_decodes else None
+        step = _StepInFlight(planned, fence, launched, shape, launched_s, took_s, promise_s)
         for scheduled in planned:
             if scheduled.num_scheduled_tokens > 1:
                 self._tables.prepare_store(scheduled.sequence)
@@ -315,7 +321,9 @@ class Engine:
         """A step begins when it is launched, or when the one before it ends."""
         began_s = max(step.launched_s, self._collected_s)
         self._collected_s = self._clock.monotonic_s()
-        self._step_costs.observe(step.shape, self._collected_s - began_s)
+        took_s = self._collected_s - began_s
+        self._step_costs.observe(step.shape, took_s)
+        self._step_record.observe(step.shape, took_s, step.promise_s)
 
     def _advance(
         self, scheduled: ScheduledSequence, sampled: SampledToken | None, output: StepOutputBuilder
@@ -416,7 +424,17 @@ class Engine:
             num_preemptions=self._scheduler.num_preemptions,
             prefix_query_tokens=self._tables.num_queried_tokens,
             prefix_hit_tokens=self._tables.num_hit_tokens,
+            num_prompts=self._num_prompts,
+            num_prompt_tokens=self._step_record.num_prompt_tokens,
+            num_decode_tokens=self._step_record.num_decode_tokens,
+            num_promised_steps=self._step_record.num_promised_steps,
+            num_kept_steps=self._step_record.num_kept_steps,
         )
+
+    @property
+    def decode_step_p99_s(self) -> float | None:
+        """How long the last steps with decodes took, 99th percentile; None: there were none."""
+        return self._step_record.p99_s
 
     @property
     def has_prompts(self) -> bool:
@@ -443,8 +461,18 @@ class Engine:
         self._scheduler.tbt_target_s = seconds
 
     @property
+    def is_promising(self) -> bool:
+        """Whether what comes is promised its target too; what decodes was, and is kept to it."""
+        return self._scheduler.is_promising
+
+    @is_promising.setter
+    def is_promising(self, is_promising: bool) -> None:
+        self._scheduler.is_promising = is_promising
+
+    @property
     def promise_s(self) -> float | None:
-        """That target, or the strictest of the requests that run, if that is less."""
+        """That target, or the strictest of the requests that run, if that is less. None: no target,
+        or one that was withdrawn, and of those it was promised to none decodes any more."""
         return self._scheduler.promise_s
 
     def block_refs(self, key: str, first: int, last: int) -> list[BlockRef]:

@@ -28,7 +28,8 @@ from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.scheduling.outputs import StepOutput
 from baton.gateway.engines.engine_table import EngineTable
-from baton.gateway.engines.linked_engine import LinkedEngine, ReportedLoad
+from baton.gateway.engines.linked_engine import EngineCounters, LinkedEngine, ReportedLoad
+from baton.gateway.engines.promise_decider import PromiseDecider
 from baton.gateway.engines.prompt_router import PromptRouter
 from baton.gateway.request.engine_link import EngineOutput, Work
 from baton.gateway.request.output_chunk import OutputChunk
@@ -134,8 +135,14 @@ class Simulation:
     """`at` plays something later; `run` moves the clock until nothing is left."""
 
     def __init__(
-        self, cost: StepCost, setups: Mapping[str, EngineSetup], num_gateways: int = 1
+        self,
+        cost: StepCost,
+        setups: Mapping[str, EngineSetup],
+        num_gateways: int = 1,
+        ttft_s: float | None = None,
     ) -> None:
+        """`ttft_s`: where given, the first gateway moves promises between engines, so that first
+        tokens come within it."""
         self.clock = VirtualClock()
         self.calls: list[Call] = []
         self.gateways = [PlayedGateway(self.clock) for _ in range(num_gateways)]
@@ -144,6 +151,10 @@ class Simulation:
         self._ids = _Ids()
         sources = frozenset(n for n, setup in setups.items() if setup.role is Role.PREFILL)
         self.engines = {n: PlayedEngine(self, n, cost, setups[n], sources) for n in setups}
+        self.moves: list[tuple[float, str, bool]] = []  # when, which engine, whether it promises
+        self._decider = None
+        if ttft_s is not None:
+            self._decider = PromiseDecider(self.gateways[0].table, self.clock, ttft_s)
         self._beat()
 
     def at(self, due_s: float, play: Callable[[], None]) -> None:
@@ -180,6 +191,10 @@ class Simulation:
             for name, load in loads.items():
                 gateway.table.engines[name].receive_heartbeat(load)
             gateway.sessions.cluster_changed(is_load_only=self.clock.now_s > 0)
+        if self._decider is not None:
+            self._decider.look()
+            for name, target_s in self._decider.orders().items():
+                self.gateways[0].table.engines[name].outbox.set_promise(1, "", target_s)
         is_busy = self._events or any(gateway.sessions for gateway in self.gateways)
         if is_busy or not self.clock.now_s:
             self.at(self.clock.now_s + HEARTBEAT_S, self._beat)
@@ -231,7 +246,13 @@ class PlayedEngine:
         for gateway in simulation.gateways:
             link = _Link(self, gateway)
             gateway.table.add(
-                LinkedEngine(member, link, clock=simulation.clock, max_num_seqs=limits.max_num_seqs)
+                LinkedEngine(
+                    member,
+                    link,
+                    clock=simulation.clock,
+                    max_num_seqs=limits.max_num_seqs,
+                    own_target_s=setup.tbt_target_s or 0.0,
+                )
             )
 
     def take(
@@ -248,7 +269,7 @@ class PlayedEngine:
         self._step()
 
     def load(self) -> ReportedLoad:
-        load = self.engine.load(self._intents.values())
+        load, totals = self.engine.load(self._intents.values()), self.engine.totals()
         return ReportedLoad(
             num_running=load.num_running,
             num_waiting=load.num_waiting,
@@ -265,8 +286,19 @@ class PlayedEngine:
             decodes=load.decodes,
             tbt_target_s=self.engine.promise_s,
             step_tokens=self.engine.limits.prompt_step_tokens,
+            is_promise_withdrawn=not self.engine.is_promising,
+            counters=EngineCounters(
+                num_prompts=totals.num_prompts,
+                num_prompt_tokens=totals.num_prompt_tokens,
+                num_decode_tokens=totals.num_decode_tokens,
+            ),
             waiting_by_caller=load.waiting_by_caller,
         )
+
+    def set_promise(self, *, is_promising: bool) -> None:
+        """An order: from the next step on."""
+        self.engine.is_promising = is_promising
+        self._simulation.moves.append((self._simulation.clock.now_s, self.name, is_promising))
 
     def _step(self) -> None:
         if self._is_busy or not self.engine.has_work:
@@ -338,6 +370,9 @@ class _Link:
 
     def cancel(self, request_id: str, attempt: int) -> None:
         raise AssertionError("nothing is cancelled here")
+
+    def set_promise(self, epoch: int, leader: str, tbt_target_s: float | None) -> None:
+        self.engine.set_promise(is_promising=tbt_target_s is not None)
 
 
 class _Device:

@@ -118,12 +118,19 @@ class Totals:
     """Counted since the engine was made; none of them ever falls.
 
     `prefix_query_tokens` are the known tokens of all that was given blocks, `prefix_hit_tokens`
-    those of them that the prefix cache held. What was preempted counts again.
+    those of them that the prefix cache held. What was preempted counts again. `num_prompts` came to
+    be computed here, of which steps have had `num_prompt_tokens`. `num_promised_steps` had decodes
+    that were promised something, `num_kept_steps` of them took no longer.
     """
 
     num_preemptions: int
     prefix_query_tokens: int
     prefix_hit_tokens: int
+    num_prompts: int = 0
+    num_prompt_tokens: int = 0
+    num_decode_tokens: int = 0
+    num_promised_steps: int = 0
+    num_kept_steps: int = 0
 
 
 @dataclass(slots=True)

@@ -55,6 +55,7 @@ class Scheduler:
         step_costs: StepCostEstimator,
     ) -> None:
         self.tbt_target_s: float | None = None  # see Engine
+        self.is_promising = True
         self._step_costs = step_costs
         self._limits = limits
         self._pool = pool
@@ -174,9 +175,12 @@ class Scheduler:
 
     @property
     def promise_s(self) -> float | None:
-        """What a step takes at most: its own target, or the strictest of those that decode, but no
-        less than half of its own: one request shall not hold up all prompts."""
+        """What a step with decodes takes at most: its own target, or the strictest of those that
+        decode, but no less than half of its own: one request shall not hold up all prompts. None:
+        no target, or it was withdrawn, and nobody decodes to whom it was promised."""
         if self.tbt_target_s is None:
+            return None
+        if not self.is_promising and all(one.is_held for one in self.running):
             return None
         targets_ms = (one.request.sampling.tbt_target_ms for one in self.running)
         strictest_s = min([self.tbt_target_s, *(ms / 1000 for ms in targets_ms if ms)])

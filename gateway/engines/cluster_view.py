@@ -113,7 +113,13 @@ class ClusterView:
         member = link.member
         log.info("linked to %s engine %s at %s", member.role.value, member.name, member.address)
         self._table.add(
-            LinkedEngine(member, link, clock=self._clock, max_num_seqs=link.max_num_seqs)
+            LinkedEngine(
+                member,
+                link,
+                clock=self._clock,
+                max_num_seqs=link.max_num_seqs,
+                own_target_s=link.own_target_s,
+            )
         )
 
     def heartbeat(self, link: EngineConnection, load: ReportedLoad) -> None:

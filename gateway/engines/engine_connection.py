@@ -91,6 +91,7 @@ class EngineConnection(asyncio.Protocol):
     ) -> None:
         self.member = member
         self.max_num_seqs = 0  # by its Welcome
+        self.own_target_s = 0.0
         self._secret = secret
         self._events = events
         self._clock = clock
@@ -120,6 +121,11 @@ class EngineConnection(asyncio.Protocol):
     def cancel(self, request_id: str, attempt: int) -> None:
         cancel = node_pb2.Cancel(request_id=request_id, attempt=attempt)
         self._send(node_pb2.GatewayMessage(cancel=cancel))
+
+    def set_promise(self, epoch: int, leader: str, tbt_target_s: float | None) -> None:
+        """Order it to promise that, or nothing; its heartbeats show whether it does."""
+        order = node_pb2.SetPromise(epoch=epoch, leader=leader, tbt_target_s=tbt_target_s)
+        self._send(node_pb2.GatewayMessage(set_promise=order))
 
     def _send(self, message: node_pb2.GatewayMessage) -> None:
         """Never waits; where the connection is over, it goes nowhere."""
@@ -339,6 +345,7 @@ class EngineConnection(asyncio.Protocol):
                 return
         if not self._welcome.done():
             self.max_num_seqs = welcome.max_num_seqs
+            self.own_target_s = welcome.tbt_target_s
             self._is_linked = True
             self._events.linked(self)
             self._welcome.set_result(None)

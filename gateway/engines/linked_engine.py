@@ -37,6 +37,12 @@ class EngineCounters:
     transfer_s: float = 0.0
     num_expired_leases: int = 0
     failed_transfers: Mapping[str, int] = field(default_factory=dict)  # by error code
+    num_prompts: int = 0
+    num_prompt_tokens: int = 0
+    num_decode_tokens: int = 0
+    num_promised_steps: int = 0
+    num_kept_steps: int = 0
+    num_refusals: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +68,15 @@ class ReportedLoad:
     decodes: StepShape = field(default_factory=StepShape)
     tbt_target_s: float | None = None
     step_tokens: int = 0
+    is_promise_withdrawn: bool = False
+    promise_epoch: int = 0
+    decode_step_p99_s: float = 0.0
     waiting_by_caller: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def takes_whole(self) -> bool:
+        """Whether it may be given prompts and their decodes: it promises something to these."""
+        return self.tbt_target_s is not None and not self.is_promise_withdrawn
 
     @property
     def prompt_speed(self) -> PromptSpeed | None:
@@ -108,12 +122,15 @@ class EngineSender(Protocol):
 
     def cancel(self, request_id: str, attempt: int) -> None: ...
 
+    def set_promise(self, epoch: int, leader: str, tbt_target_s: float | None) -> None: ...
+
 
 @dataclass(slots=True)
 class LinkedEngine:
     """One engine behind a live link.
 
-    `max_num_seqs`: sequences that it runs at once; 0: it does not say. `released`: callers of which
+    `max_num_seqs`: sequences that it runs at once; 0: it does not say. `own_target_s`: the promise
+    that it began with; 0: none, and it is to have none. `released`: callers of which
     something ended here, or was answered, so that what waits may find a place; whoever dispatches
     what waits clears it. `num_index_hits`: dispatches for which the index promised cached tokens;
     `num_stale_hits`: those of them that found fewer.
@@ -127,6 +144,7 @@ class LinkedEngine:
     num_stale_hits: int = 0
     clock: Clock = field(default_factory=SystemClock)
     max_num_seqs: int = 0
+    own_target_s: float = 0.0
     released: set[int] = field(default_factory=set)
     backlog: PrefillBacklog = field(init=False)
     places: DecodePlaces = field(init=False)
@@ -153,7 +171,7 @@ class LinkedEngine:
     @property
     def takes_prompts(self) -> bool:
         """Whether it computes them: for others, or for itself, beside its decodes."""
-        promises = self.load is not None and self.load.tbt_target_s is not None
+        promises = self.load is not None and self.load.takes_whole
         return promises or self.member.role is Role.PREFILL
 
     @property
@@ -274,7 +292,7 @@ class LinkedEngine:
             num_dispatched=self.num_dispatched,
             cached_tokens=cached_tokens,
             speed=speed,
-            keeps_promise=load.tbt_target_s is not None,
+            keeps_promise=load.takes_whole,
             takes_prompt=demand.is_retry or self.backlog.takes_more_of(caller_id),
             has_place=self.places.has_place(demand.num_sequences, num_blocks)
             and self._keeps_promise_with(load, demand),

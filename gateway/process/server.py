@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection
 
 from ...cluster.exposure import check_secret
 from ...cluster.known_nodes import KnownNodes, MemberCalls
+from ...cluster.lease import RedisLease
 from ...cluster.redis_directory import RedisDirectory
 from ...cluster.secret import ClusterSecret
 from ...cluster.tls import CertificateFiles, watch_ends
@@ -36,6 +37,8 @@ from ..admission.admission import QueueLimit
 from ..admission.front_door import FrontDoor
 from ..engines.cluster_view import ClusterView
 from ..engines.engine_table import EngineTable
+from ..engines.promise_decider import PromiseDecider
+from ..engines.promise_leader import LEASE_S, PromiseLeader
 from ..grpc.service import InferenceService, Parsing
 from ..http.app import HttpServer, build_app
 from ..http.chat.chat import CHAT_MODEL
@@ -113,6 +116,12 @@ class Gateway:
             config.heartbeat_timeout_s,
             security.cluster_tls,
         )
+        self._leader = None
+        if config.move_promises:
+            name = SystemEntropy().new_id()
+            lease = RedisLease(*redis[:2], "promises", name, LEASE_S, clock)
+            decider = PromiseDecider(self._table, clock, config.slo_ttft_s, queue.num_tokens)
+            self._leader = PromiseLeader(decider, lease, name)
         self._telemetry = Telemetry.of(
             config,
             self._model.limits.model,
@@ -200,6 +209,8 @@ class Gateway:
             asyncio.create_task(self._publish_readiness()),
             asyncio.create_task(watch_ends(self._certificates)),
         ]
+        if self._leader is not None:
+            self._tasks.append(asyncio.create_task(self._leader.run()))
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Wait until a linked pair of engines can serve; raises Unavailable after `timeout_s`."""

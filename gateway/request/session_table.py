@@ -57,6 +57,10 @@ class DispatchQueue:
     def __len__(self) -> int:
         return len(self._counted)
 
+    def num_tokens(self) -> int:
+        """Of the prompts that wait."""
+        return sum(share.num_tokens for share in self.shares.values())
+
     @property
     def is_due(self) -> bool:
         """Whether what waits may find a place since `advance`."""

@@ -40,6 +40,7 @@ from ..channels.mailboxes import Inbox, Outbox, Send
 from ..requests.request_io import RequestIO
 from ..requests.request_role import EngineRole
 from .grammar_gate import CompiledDispatch, GrammarGate
+from .promise_orders import PromiseOrders
 
 log = logging.getLogger(__name__)
 
@@ -80,10 +81,12 @@ class EngineLoop:
         clock: Clock,
         channels: EngineChannels,
         gate: GrammarGate,
+        orders: PromiseOrders,
     ) -> None:
         self._gate = gate
         self._channels = channels
         self._engine = engine
+        self._orders = orders
         self._role = role
         self._requests = requests
         self._outbox = outbox
@@ -263,6 +266,8 @@ class EngineLoop:
                     self._role.dispatch(gateway, dispatch)
             case "cancel":
                 self._role.cancel(_key(message.cancel))
+            case "set_promise":
+                self._orders.take(message.set_promise)
             case body:
                 log.warning("a gateway sent %s", body)
 
@@ -282,6 +287,11 @@ class EngineLoop:
             num_preemptions=totals.num_preemptions,
             prefix_query_tokens=totals.prefix_query_tokens,
             prefix_hit_tokens=totals.prefix_hit_tokens,
+            num_prompts=totals.num_prompts,
+            num_prompt_tokens=totals.num_prompt_tokens,
+            num_decode_tokens=totals.num_decode_tokens,
+            num_promised_steps=totals.num_promised_steps,
+            num_kept_steps=totals.num_kept_steps,
         )
         counters.MergeFrom(vitals.counters)
         step_cost = None
@@ -310,6 +320,9 @@ class EngineLoop:
             decode_keys=decodes.keys,
             tbt_target_s=self._engine.promise_s,
             step_tokens=self._engine.limits.prompt_step_tokens,
+            is_promise_withdrawn=not self._engine.is_promising,
+            promise_epoch=self._orders.epoch,
+            decode_step_p99_s=self._engine.decode_step_p99_s,
             waiting_by_caller=[
                 node_pb2.CallerTokens(caller_id=caller_id, num_tokens=num_tokens)
                 for caller_id, num_tokens in largest
@@ -392,7 +405,8 @@ class HeartbeatSender:
                     return  # the supervisor is gone, and the loop is about to notice as well
 
 
-def _progress(numbers: node_pb2.Heartbeat) -> tuple[int, int, list[str]]:
+def _progress(numbers: node_pb2.Heartbeat) -> tuple[object, ...]:
     """What gateways reckon with between two heartbeats."""
     waiting_tokens, links = numbers.waiting_tokens, [link.incarnation for link in numbers.links]
-    return waiting_tokens, numbers.num_steps if waiting_tokens else 0, links
+    num_steps = numbers.num_steps if waiting_tokens else 0
+    return waiting_tokens, num_steps, links, numbers.is_promise_withdrawn, numbers.promise_epoch

@@ -53,6 +53,7 @@ from .engine_links import EngineLinks, Keys
 from .engine_loop import Callback, EngineLoop, HeartbeatSender, InputEnded, Item
 from .grammar_gate import GrammarGate
 from .pools import exported, pool_parts
+from .promise_orders import PromiseOrders
 
 log = logging.getLogger(__name__)
 
@@ -228,7 +229,17 @@ def _serve(
     gc.freeze()  # what was loaded stays: no collection need look at it again
     gc.set_threshold(_NUM_YOUNG, 20, 20)
     loop = EngineLoop(
-        engine, role, requests, outbox, inbox, frames.send, pulse, clock, links.channels, gate
+        engine,
+        role,
+        requests,
+        outbox,
+        inbox,
+        frames.send,
+        pulse,
+        clock,
+        links.channels,
+        gate,
+        PromiseOrders(engine),
     )
     try:
         loop.run()
@@ -300,6 +311,7 @@ def _welcome(
         vocab_size=runner.model_config.vocab_size,
         eos_token_ids=runner.eos_token_ids,
         max_num_seqs=limits.max_num_seqs,
+        tbt_target_s=engine.tbt_target_s or 0.0,
     )
 
 

@@ -19,15 +19,17 @@ WORK_DECODE: Work
 WORK_LOCAL: Work
 
 class GatewayMessage(_message.Message):
-    __slots__ = ("dispatch", "cancel")
+    __slots__ = ("dispatch", "cancel", "set_promise")
     DISPATCH_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
+    SET_PROMISE_FIELD_NUMBER: _ClassVar[int]
     dispatch: Dispatch
     cancel: Cancel
-    def __init__(self, dispatch: _Optional[_Union[Dispatch, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ...) -> None: ...
+    set_promise: SetPromise
+    def __init__(self, dispatch: _Optional[_Union[Dispatch, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., set_promise: _Optional[_Union[SetPromise, _Mapping]] = ...) -> None: ...
 
 class Dispatch(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_token_ids", "output_token_ids", "sampling", "cache_salt", "work", "ticket", "deadline_remaining_us", "sample_index", "fork_request_ids", "caller_id")
+    __slots__ = ("request_id", "attempt", "prompt_token_ids", "output_token_ids", "sampling", "cache_salt", "work", "ticket", "deadline_remaining_us", "sample_index", "fork_request_ids", "caller_id", "may_refuse")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +42,7 @@ class Dispatch(_message.Message):
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
     FORK_REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
     CALLER_ID_FIELD_NUMBER: _ClassVar[int]
+    MAY_REFUSE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt_token_ids: bytes
@@ -52,7 +55,18 @@ class Dispatch(_message.Message):
     sample_index: int
     fork_request_ids: _containers.RepeatedScalarFieldContainer[str]
     caller_id: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., output_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., work: _Optional[_Union[Work, str]] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ..., deadline_remaining_us: _Optional[int] = ..., sample_index: _Optional[int] = ..., fork_request_ids: _Optional[_Iterable[str]] = ..., caller_id: _Optional[int] = ...) -> None: ...
+    may_refuse: bool
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[bytes] = ..., output_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., work: _Optional[_Union[Work, str]] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ..., deadline_remaining_us: _Optional[int] = ..., sample_index: _Optional[int] = ..., fork_request_ids: _Optional[_Iterable[str]] = ..., caller_id: _Optional[int] = ..., may_refuse: bool = ...) -> None: ...
+
+class SetPromise(_message.Message):
+    __slots__ = ("epoch", "leader", "tbt_target_s")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LEADER_FIELD_NUMBER: _ClassVar[int]
+    TBT_TARGET_S_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    leader: str
+    tbt_target_s: float
+    def __init__(self, epoch: _Optional[int] = ..., leader: _Optional[str] = ..., tbt_target_s: _Optional[float] = ...) -> None: ...
 
 class Ticket(_message.Message):
     __slots__ = ("transfer_id", "source_incarnation", "puller_incarnation")
@@ -87,7 +101,7 @@ class NodeMessage(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., outputs: _Optional[_Union[StepOutputs, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., engine_ended: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., refused: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("incarnation", "role", "name", "model", "fingerprint", "max_model_len", "block_size", "num_blocks", "vocab_size", "eos_token_ids", "can_constrain", "max_num_seqs")
+    __slots__ = ("incarnation", "role", "name", "model", "fingerprint", "max_model_len", "block_size", "num_blocks", "vocab_size", "eos_token_ids", "can_constrain", "max_num_seqs", "tbt_target_s")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -100,6 +114,7 @@ class Welcome(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CAN_CONSTRAIN_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
+    TBT_TARGET_S_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     role: str
     name: str
@@ -112,7 +127,8 @@ class Welcome(_message.Message):
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     can_constrain: bool
     max_num_seqs: int
-    def __init__(self, incarnation: _Optional[str] = ..., role: _Optional[str] = ..., name: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., can_constrain: bool = ..., max_num_seqs: _Optional[int] = ...) -> None: ...
+    tbt_target_s: float
+    def __init__(self, incarnation: _Optional[str] = ..., role: _Optional[str] = ..., name: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., can_constrain: bool = ..., max_num_seqs: _Optional[int] = ..., tbt_target_s: _Optional[float] = ...) -> None: ...
 
 class StepOutputs(_message.Message):
     __slots__ = ("outputs", "tokens")
@@ -181,7 +197,7 @@ class TransferInfo(_message.Message):
     def __init__(self, bytes: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("num_steps", "num_running", "num_waiting", "free_blocks", "num_blocks", "credit_blocks", "waiting_tokens", "is_draining", "links", "held_blocks", "counters", "num_requests", "room_blocks", "step_cost", "waiting_by_caller", "output_tokens", "num_decodes", "decode_keys", "tbt_target_s", "step_tokens")
+    __slots__ = ("num_steps", "num_running", "num_waiting", "free_blocks", "num_blocks", "credit_blocks", "waiting_tokens", "is_draining", "links", "held_blocks", "counters", "num_requests", "room_blocks", "step_cost", "waiting_by_caller", "output_tokens", "num_decodes", "decode_keys", "tbt_target_s", "step_tokens", "is_promise_withdrawn", "promise_epoch", "decode_step_p99_s")
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -202,6 +218,9 @@ class Heartbeat(_message.Message):
     DECODE_KEYS_FIELD_NUMBER: _ClassVar[int]
     TBT_TARGET_S_FIELD_NUMBER: _ClassVar[int]
     STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IS_PROMISE_WITHDRAWN_FIELD_NUMBER: _ClassVar[int]
+    PROMISE_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    DECODE_STEP_P99_S_FIELD_NUMBER: _ClassVar[int]
     num_steps: int
     num_running: int
     num_waiting: int
@@ -222,7 +241,10 @@ class Heartbeat(_message.Message):
     decode_keys: int
     tbt_target_s: float
     step_tokens: int
-    def __init__(self, num_steps: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., credit_blocks: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., is_draining: bool = ..., links: _Optional[_Iterable[_Union[PeerLink, _Mapping]]] = ..., held_blocks: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., num_requests: _Optional[int] = ..., room_blocks: _Optional[int] = ..., step_cost: _Optional[_Union[StepCost, _Mapping]] = ..., waiting_by_caller: _Optional[_Iterable[_Union[CallerTokens, _Mapping]]] = ..., output_tokens: _Optional[int] = ..., num_decodes: _Optional[int] = ..., decode_keys: _Optional[int] = ..., tbt_target_s: _Optional[float] = ..., step_tokens: _Optional[int] = ...) -> None: ...
+    is_promise_withdrawn: bool
+    promise_epoch: int
+    decode_step_p99_s: float
+    def __init__(self, num_steps: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., credit_blocks: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., is_draining: bool = ..., links: _Optional[_Iterable[_Union[PeerLink, _Mapping]]] = ..., held_blocks: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., num_requests: _Optional[int] = ..., room_blocks: _Optional[int] = ..., step_cost: _Optional[_Union[StepCost, _Mapping]] = ..., waiting_by_caller: _Optional[_Iterable[_Union[CallerTokens, _Mapping]]] = ..., output_tokens: _Optional[int] = ..., num_decodes: _Optional[int] = ..., decode_keys: _Optional[int] = ..., tbt_target_s: _Optional[float] = ..., step_tokens: _Optional[int] = ..., is_promise_withdrawn: bool = ..., promise_epoch: _Optional[int] = ..., decode_step_p99_s: _Optional[float] = ...) -> None: ...
 
 class StepCost(_message.Message):
     __slots__ = ("base_s", "row_s", "pair_s", "key_s", "max_rows", "relative_error")
@@ -249,7 +271,7 @@ class CallerTokens(_message.Message):
     def __init__(self, caller_id: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class Counters(_message.Message):
-    __slots__ = ("num_preemptions", "prefix_query_tokens", "prefix_hit_tokens", "num_transfers", "transfer_bytes", "transfer_s", "failed_transfers", "num_expired_leases")
+    __slots__ = ("num_preemptions", "prefix_query_tokens", "prefix_hit_tokens", "num_transfers", "transfer_bytes", "transfer_s", "failed_transfers", "num_expired_leases", "num_prompts", "num_prompt_tokens", "num_decode_tokens", "num_promised_steps", "num_kept_steps", "num_refusals")
     class FailedTransfersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -265,6 +287,12 @@ class Counters(_message.Message):
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
     FAILED_TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     NUM_EXPIRED_LEASES_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DECODE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMISED_STEPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KEPT_STEPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REFUSALS_FIELD_NUMBER: _ClassVar[int]
     num_preemptions: int
     prefix_query_tokens: int
     prefix_hit_tokens: int
@@ -273,7 +301,13 @@ class Counters(_message.Message):
     transfer_s: float
     failed_transfers: _containers.ScalarMap[str, int]
     num_expired_leases: int
-    def __init__(self, num_preemptions: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., num_transfers: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_s: _Optional[float] = ..., failed_transfers: _Optional[_Mapping[str, int]] = ..., num_expired_leases: _Optional[int] = ...) -> None: ...
+    num_prompts: int
+    num_prompt_tokens: int
+    num_decode_tokens: int
+    num_promised_steps: int
+    num_kept_steps: int
+    num_refusals: int
+    def __init__(self, num_preemptions: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., num_transfers: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_s: _Optional[float] = ..., failed_transfers: _Optional[_Mapping[str, int]] = ..., num_expired_leases: _Optional[int] = ..., num_prompts: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_decode_tokens: _Optional[int] = ..., num_promised_steps: _Optional[int] = ..., num_kept_steps: _Optional[int] = ..., num_refusals: _Optional[int] = ...) -> None: ...
 
 class PeerLink(_message.Message):
     __slots__ = ("incarnation", "transport", "gbytes_per_s")

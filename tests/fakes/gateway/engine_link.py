@@ -18,6 +18,7 @@ class FakeLink:
     fingerprint: str = "fp"
     dispatched: list[tuple[Request, Work, Ticket | None, float]] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)  # attempts
+    promises: list[tuple[int, str, float | None]] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -30,6 +31,9 @@ class FakeLink:
 
     def cancel(self, request_id: str, attempt: int) -> None:
         self.cancelled.append(attempt)
+
+    def set_promise(self, epoch: int, leader: str, tbt_target_s: float | None) -> None:
+        self.promises.append((epoch, leader, tbt_target_s))
 
 
 @dataclass

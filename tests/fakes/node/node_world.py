@@ -28,6 +28,7 @@ from baton.kv_transfer.window.network_address import KEY_BYTES, PoolAccess, Remo
 from baton.node.channels.engine_channels import Connected, EngineChannels, Kind, Link
 from baton.node.channels.mailboxes import Outbox
 from baton.node.engine_process.engine_loop import Callback, EngineLoop, HeartbeatSender
+from baton.node.engine_process.promise_orders import PromiseOrders
 from baton.node.requests.request_io import RequestIO
 from baton.prefill_node.role import PrefillRole
 from baton.proto import codec
@@ -142,7 +143,7 @@ class Node:
         self.role = role
         self.loop = EngineLoop(
             self.engine, role, self.desk, self.outbox, self.inbox, self.frames.append, pulse,
-            self.clock, self.channels, _OPEN_GATE,
+            self.clock, self.channels, _OPEN_GATE, PromiseOrders(self.engine),
         )  # fmt: skip
 
     def post(self, run: Callable[[], None]) -> None:

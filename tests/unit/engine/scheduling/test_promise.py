@@ -91,3 +91,18 @@ def test_nothing_is_taken_for_granted_before_steps_were_measured() -> None:
     made.step()
     made.add(900, first_id=5000)
     assert made.step() == {"a": 1, "b": LEAST_PROMPT_TOKENS}
+
+
+def test_a_promise_that_is_withdrawn_is_kept_to_those_that_decode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = bench(monkeypatch, 0.008)
+    decoding = made.add(4)
+    made.step()
+    made.scheduler.is_promising = False
+    made.add(900, first_id=5000)
+    assert made.scheduler.promise_s == 0.008
+    assert step_s(made.step()) == pytest.approx(0.008)
+    made.scheduler.remove(decoding)
+    assert made.scheduler.promise_s is not None, "the other will decode here too"
+    assert sum(made.step().values()) == 512, "and prompts alone are computed in full steps"

@@ -89,7 +89,7 @@ class World:
         outbox: Any = SimpleNamespace(flush=lambda: None)
         self.loop = EngineLoop(
             engine, self.role, self.desk, outbox, self.inbox,  # type: ignore[arg-type]
-            lambda frame: None, pulse, FakeClock(), self.channels, self.gate,  # type: ignore[arg-type]
+            lambda frame: None, pulse, FakeClock(), self.channels, self.gate, engine,  # type: ignore[arg-type]
         )  # fmt: skip
         self.loop._numbers = node_pb2.Heartbeat  # type: ignore[method-assign]
 

@@ -1,0 +1,88 @@
+"""A lease on Redis: at most one process at a time, by Redis' clock, and an epoch that grows with
+each holder.
+
+    baton:{cluster}:{name}:holder   who has it, with a TTL
+    baton:{cluster}:{name}:epoch    that of the last holder
+
+Who was paused may believe in it for longer than it lasts, and a Redis that lost its data grants it
+again at once: what is ordered under a lease carries its epoch, and whoever obeys refuses an older
+one. A writer of Redis without the secret can keep everybody from having it, and no more: orders go
+over authenticated links.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from typing import Any
+
+from ..core.ports import Clock
+from .redis_client import REDIS_ERRORS, connect, key_prefix, reply
+
+log = logging.getLogger(__name__)
+
+_MAX_EPOCH = 1 << 53  # what Lua's numbers count to
+# Take it, or keep it. `ARGV[3]`: the newest epoch that anybody has seen: a new one is above.
+_TAKE = """
+local holder = redis.call('GET', KEYS[1])
+if holder and holder ~= ARGV[1] then return 0 end
+local epoch = tonumber(redis.call('GET', KEYS[2]) or '0') or 0
+local seen = tonumber(ARGV[3])
+if not holder or epoch < seen then
+  epoch = math.max(epoch, seen) + 1
+  redis.call('SET', KEYS[2], string.format('%.0f', epoch))
+end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return epoch
+"""
+_LEAVE = "if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end return 0"
+
+
+class RedisLease:
+    """One process's part in it. Raises StartupFailed on a bad URL or cluster name."""
+
+    def __init__(
+        self, url: str, cluster: str, name: str, holder: str, ttl_s: float, clock: Clock
+    ) -> None:
+        prefix = f"{key_prefix(cluster)}{name}"
+        self._keys = (f"{prefix}:holder", f"{prefix}:epoch")
+        self._redis: Any = connect(url)
+        self._holder = holder
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._epoch = 0
+        self._until_s = 0.0
+
+    @property
+    def epoch(self) -> int | None:
+        """While it is held, for all that this process can know; else None."""
+        return self._epoch if self._clock.monotonic_s() < self._until_s else None
+
+    async def take(self, seen_epoch: int) -> int | None:
+        """Take it or renew it: its epoch, above `seen_epoch` if it is new; None: somebody else has
+        it, or Redis does not answer. It lasts from when it was asked for."""
+        asked_s = self._clock.monotonic_s()
+        ttl_ms, seen = int(self._ttl_s * 1000), min(seen_epoch, _MAX_EPOCH)
+        try:
+            answer = await reply(
+                self._redis.eval(_TAKE, 2, *self._keys, self._holder, ttl_ms, seen)
+            )
+        except REDIS_ERRORS as error:
+            log.debug("the lease was not renewed: %s", error)
+            return self.epoch
+        if not isinstance(answer, int) or not 0 < answer <= _MAX_EPOCH:
+            self._until_s = 0.0
+            return None
+        self._epoch, self._until_s = answer, asked_s + self._ttl_s
+        return self.epoch
+
+    async def close(self) -> None:
+        """Leave it to others at once, if it is held, and close the connection."""
+        try:
+            if self.epoch is not None:
+                await reply(self._redis.eval(_LEAVE, 1, self._keys[0], self._holder))
+        except REDIS_ERRORS as error:
+            log.debug("leaving the lease: %s", error)
+        self._until_s = 0.0
+        with suppress(*REDIS_ERRORS):
+            await self._redis.aclose()

@@ -1,0 +1,174 @@
+"""Which engines should promise what now, by the heartbeats that this gateway has had.
+
+    heartbeats' counters ─► LoadMeter: the mix of the last seconds ─► promises.py ─► PromiseDecider:
+                                                                                     orders
+Every gateway looks, so that whoever comes to decide knows the last seconds; heartbeats count the
+requests of all gateways. Knows no lease and sends nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from ...core.membership import Role
+from ...core.ports import Clock
+from ...core.step_cost import StepCost
+from .engine_table import EngineTable
+from .linked_engine import MEASURED_ROWS, LinkedEngine, ReportedLoad
+from .promises import EnginePromise, Mix, Target, choose_num_pure, plan_moves
+
+SPAN_S = 4.0  # of the load that counts
+_LEAST_SPAN_S = 1.5
+_DRAIN_S = 5.0  # in which what waits is to be computed
+_CONFIRMATIONS = 2  # decisions alike, one after the other, before anything moves
+_STEP_TOKENS = 2048
+
+_Counts = tuple[int, int, int]  # prompts, prompt tokens, decode tokens
+
+
+class LoadMeter:
+    """What engines have computed in the last seconds; one look after the other."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, deque[tuple[float, _Counts]]] = {}
+
+    def look(self, engines: Iterable[LinkedEngine], now_s: float) -> None:
+        """Take over their counters; who is gone is forgotten."""
+        before, self._seen = self._seen, {}
+        for engine in engines:
+            if engine.load is None:
+                continue
+            of = engine.load.counters
+            seen = before.get(engine.incarnation, deque())
+            seen.append((now_s, (of.num_prompts, of.num_prompt_tokens, of.num_decode_tokens)))
+            while len(seen) > 2 and now_s - seen[1][0] >= SPAN_S:
+                seen.popleft()
+            self._seen[engine.incarnation] = seen
+
+    def mix(self, engines: Sequence[LinkedEngine], queued_tokens: int) -> Mix | None:
+        """Of these engines together; None: nothing came, or they are not known for long enough.
+        `queued_tokens`: of prompts that wait at the gateway."""
+        prompts = prompt_tokens = output_tokens = 0.0
+        for engine in engines:
+            seen = self._seen.get(engine.incarnation)
+            if not seen or seen[-1][0] - seen[0][0] < _LEAST_SPAN_S:
+                continue
+            (began_s, first), (ended_s, last) = seen[0], seen[-1]
+            rates = [(b - a) / (ended_s - began_s) for a, b in zip(first, last, strict=True)]
+            prompts, prompt_tokens = prompts + rates[0], prompt_tokens + rates[1]
+            output_tokens += rates[2]
+        if not prompts or not prompt_tokens:
+            return None
+        loads = [engine.load for engine in engines if engine.load is not None]
+        waiting = queued_tokens + sum(load.waiting_tokens for load in loads)
+        decodes = sum(load.decodes.num_decodes for load in loads)
+        keys = sum(load.decodes.keys for load in loads)
+        size = prompt_tokens / prompts
+        return Mix(
+            prompt_tokens=size,
+            prompt_tokens_per_s=prompt_tokens + waiting / _DRAIN_S,
+            output_tokens_per_s=output_tokens,
+            context=keys / decodes if decodes else size,
+        )
+
+
+@dataclass(eq=False)
+class PromiseDecider:
+    """`look` again and again; `orders` when this gateway is the one that decides. `ttft_s`: within
+    which first tokens are to come. `queued_tokens`: of prompts that wait here."""
+
+    table: EngineTable
+    clock: Clock
+    ttft_s: float
+    queued_tokens: Callable[[], int] = lambda: 0
+    _meter: LoadMeter = field(default_factory=LoadMeter)
+    _since: dict[str, tuple[bool, float]] = field(default_factory=dict)  # by incarnation
+    _wanted: dict[str, tuple[int, int]] = field(default_factory=dict)  # how many, how often
+
+    @property
+    def newest_epoch(self) -> int:
+        """Of all orders that engines have followed."""
+        loads = [e.load for e in self.table.engines.values() if e.load is not None]
+        return max((load.promise_epoch for load in loads), default=0)
+
+    def look(self) -> None:
+        """Take over what the heartbeats show now."""
+        now_s = self.clock.monotonic_s()
+        self._meter.look(self.table.engines.values(), now_s)
+        before, self._since = self._since, {}
+        for incarnation, engine in self.table.engines.items():
+            if engine.load is not None:
+                is_promising = not engine.load.is_promise_withdrawn
+                known = before.get(incarnation)
+                is_same = known is not None and known[0] == is_promising
+                self._since[incarnation] = known if is_same and known else (is_promising, now_s)
+
+    def orders(self) -> dict[str, float | None]:
+        """By incarnation, the targets of those that are to change theirs; None: no promise."""
+        found: dict[str, float | None] = {}
+        ready = [e for e in self.table.engines.values() if e.is_ready]
+        fingerprints = {engine.fingerprint for engine in ready}
+        for fingerprint in fingerprints:
+            found |= self._orders_of([e for e in ready if e.fingerprint == fingerprint])
+        self._wanted = {f: wanted for f, wanted in self._wanted.items() if f in fingerprints}
+        return found
+
+    def _orders_of(self, engines: list[LinkedEngine]) -> dict[str, float | None]:
+        """Of engines of one model that are ready."""
+        own = {e.incarnation: e.own_target_s for e in engines if e.own_target_s > 0}
+        found: dict[str, float | None] = {}
+        movable: list[EnginePromise] = []
+        num_others = 0
+        for engine in engines:
+            is_promising, since_s = self._since.get(engine.incarnation, (True, 0.0))
+            if engine.member.role is Role.DECODE:
+                num_others += 1
+                if not is_promising and engine.incarnation in own:
+                    found[engine.incarnation] = own[engine.incarnation]
+            elif engine.incarnation in own and engine.load is not None:
+                num_decodes = engine.load.decodes.num_decodes
+                movable.append(
+                    EnginePromise(engine.incarnation, is_promising, since_s, num_decodes)
+                )
+        if not movable:
+            return found
+        num_pure = self._num_pure(engines, movable, num_others)
+        now_s = self.clock.monotonic_s()
+        moves = plan_moves(movable, num_pure, now_s, must_serve=not num_others)
+        return found | {name: own[name] if promises else None for name, promises in moves.items()}
+
+    def _num_pure(
+        self, engines: list[LinkedEngine], movable: list[EnginePromise], num_others: int
+    ) -> int:
+        """How many are to promise nothing; as many as now, where that is not clear."""
+        now = sum(not engine.is_promising for engine in movable)
+        if not num_others:
+            return 0
+        mix = self._meter.mix(engines, self.queued_tokens())
+        loads = [engine.load for engine in engines if engine.load is not None]
+        cost = _cost_of(loads)
+        if cost is None or mix is None:
+            return now
+        names = {engine.incarnation for engine in movable}
+        movers = [e for e in engines if e.incarnation in names]
+        chunk = max((e.load.step_tokens for e in movers if e.load is not None), default=0)
+        target_s = min(engine.own_target_s for engine in movers)
+        target = Target(target_s, self.ttft_s, chunk or _STEP_TOKENS)
+        wanted = choose_num_pure(cost, mix, target, len(movable), num_others, now)
+        fingerprint = engines[0].fingerprint
+        before, times = self._wanted.get(fingerprint, (now, 0))
+        times = times + 1 if wanted == before else 1
+        self._wanted[fingerprint] = wanted, times
+        return wanted if times >= _CONFIRMATIONS else now
+
+
+def _cost_of(loads: Sequence[ReportedLoad]) -> StepCost | None:
+    """Measured on the largest steps, with what decodes cost where there were any. None: nobody has
+    had steps that show what prompts take."""
+    costs = [load.step_cost for load in loads if load.step_cost is not None]
+    best = max(costs, key=lambda cost: cost.max_rows, default=None)
+    if best is None or best.max_rows < MEASURED_ROWS:
+        return None
+    return replace(best, key_s=max(cost.key_s for cost in costs))

@@ -1,0 +1,176 @@
+"""How many engines should promise nothing to decodes: a pure function of what the steps take and of
+the load of the last seconds.
+
+Engines of the prefill role that began with a promise may have it or not. With one, an engine takes
+whole requests, and prompts a little a step beside their decodes; without one it computes prompts
+alone, in whole steps, for the others to decode. For each number of those without:
+
+    prompts   what all engines can compute, those with a promise beside their share of the decodes,
+              against what comes: the share whose wait stays within the TTFT that is wanted
+    decodes   as many as the promise leaves place for, against as many as run at once
+
+Their product is about the share of good requests. Where one number is better by LEAST_GAIN, it is
+taken. That all promise is the rule: they are back once they would serve HEAVIER prompts as well, so
+that chance in what arrives moves nothing to and fro.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ...core.step_cost import LEAST_PROMPT_TOKENS, StepCost, StepShape
+
+LEAST_GAIN = 0.05  # of the share of good requests, for another number of engines
+HEAVIER = 1.3
+_WELL, _LEAST_LOSS = 0.95, 0.01  # what is as good as all promising with that much more
+HOLD_S = 5.0  # a promise stays at least so long
+_MANY_DECODES = 1 << 16
+_LATE = 0.2  # what a request counts that is served, but too late
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """What came in the last seconds, of all gateways. Tokens of prompts are those that no cache
+    had; `prompt_tokens`: of one, on average. `context`: of a decode that runs, on average."""
+
+    prompt_tokens: float
+    prompt_tokens_per_s: float
+    output_tokens_per_s: float
+    context: float
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """`tbt_s`: the promise; `ttft_s`: within which first tokens are to come. `chunk`: most prompt
+    tokens of a step."""
+
+    tbt_s: float
+    ttft_s: float
+    chunk: int
+
+
+def good_share(cost: StepCost, mix: Mix, target: Target, num_pure: int, num_mixed: int) -> float:
+    """The estimated share of good requests with so many engines that compute prompts alone, and so
+    many that promise something; those that are served too late count a little."""
+    most = num_mixed * _decodes_within(cost, mix.context, target.tbt_s)
+    running = mix.output_tokens_per_s * _decode_step_s(cost, mix, target, num_mixed)
+    spread = math.sqrt(max(running, 1.0))  # arrivals are not even
+    decodes_share = 0.5 * (1 + math.erf((most - running) / spread / math.sqrt(2)))
+    pure_per_s = num_pure * _pure_tokens_per_s(cost, mix, target)
+    mixed_per_s = num_mixed * _mixed_tokens_per_s(cost, mix, target, num_mixed)
+    prompts_share = _within_ttft(cost, mix, target, pure_per_s, mixed_per_s, num_pure)
+    served = min(1.0, (pure_per_s + mixed_per_s) / max(mix.prompt_tokens_per_s, 1.0))
+    served = min(served, most / max(running, 1.0))
+    return (1 - _LATE) * decodes_share * prompts_share + _LATE * served
+
+
+def _decodes_within(cost: StepCost, context: float, seconds: float) -> int:
+    """How many decodes a step of that length has, at most."""
+    low, high = 0, _MANY_DECODES
+    while high - low > 1:
+        middle = (low + high) // 2
+        shape = StepShape(num_decodes=middle, keys=int(middle * context))
+        low, high = (middle, high) if cost.seconds(shape) <= seconds else (low, middle)
+    return low
+
+
+def _decode_step_s(cost: StepCost, mix: Mix, target: Target, num_mixed: int) -> float:
+    """How long steps of decodes alone are, at as many as that makes run at once; at most the
+    promise."""
+    seconds = cost.base_s
+    for _ in range(16):
+        decodes = mix.output_tokens_per_s * seconds / num_mixed
+        shape = StepShape(num_decodes=math.ceil(decodes), keys=int(decodes * mix.context))
+        longer = min(cost.seconds(shape), target.tbt_s)
+        if longer <= seconds:
+            break
+        seconds = longer
+    return seconds
+
+
+def _pure_tokens_per_s(cost: StepCost, mix: Mix, target: Target) -> float:
+    """Of one engine, in full steps."""
+    size = max(1, target.chunk)
+    pairs = int(size * min(mix.prompt_tokens, size) / 2)
+    return size / max(cost.seconds(StepShape(num_prompt_tokens=size, pairs=pairs)), 1e-9)
+
+
+def _mixed_tokens_per_s(cost: StepCost, mix: Mix, target: Target, num_mixed: int) -> float:
+    """Of one engine, in steps as long as the promise with its share of the decodes."""
+    decodes = mix.output_tokens_per_s * target.tbt_s / num_mixed
+    beside = StepShape(num_decodes=math.ceil(decodes), keys=int(decodes * mix.context))
+    context = int(mix.prompt_tokens / 2)
+    size = cost.prompt_tokens_within(target.tbt_s, beside, context, target.chunk)
+    if size >= LEAST_PROMPT_TOKENS:
+        return size / target.tbt_s
+    return LEAST_PROMPT_TOKENS / cost.seconds(beside.with_prompt(LEAST_PROMPT_TOKENS, context))
+
+
+def _within_ttft(
+    cost: StepCost,
+    mix: Mix,
+    target: Target,
+    pure_per_s: float,
+    mixed_per_s: float,
+    num_pure: int,
+) -> float:
+    """The share of first tokens that come in time: a queue of Poisson arrivals in front of all
+    engines, whose prompts take equally long (M/D/k: the tail of waits is exponential)."""
+    total_per_s = pure_per_s + mixed_per_s
+    load = mix.prompt_tokens_per_s / total_per_s
+    if load >= 1:
+        return 0.0
+    speed = cost.prompt_speed(target.chunk, StepShape(), None)
+    alone_s = speed.prompt_seconds(max(1, int(mix.prompt_tokens)), 0)
+    if not num_pure:  # beside decodes
+        alone_s *= max(1.0, _pure_tokens_per_s(cost, mix, target) / max(mixed_per_s, 1.0))
+    left_s = target.ttft_s - alone_s
+    if left_s <= 0:
+        return 0.0
+    prompts_per_s = total_per_s / max(mix.prompt_tokens, 1.0)
+    return 1 - load * math.exp(-2 * (1 - load) * prompts_per_s * left_s)
+
+
+def choose_num_pure(
+    cost: StepCost, mix: Mix, target: Target, num_movable: int, num_others: int, now: int
+) -> int:
+    """Of `num_movable` engines, how many should promise nothing; `now` do. `num_others` decode, and
+    always promise: where there are none, all do."""
+    if not num_others or not num_movable:
+        return 0
+    total, now = num_movable + num_others, min(now, num_movable)
+    shares = [good_share(cost, mix, target, n, total - n) for n in range(num_movable + 1)]
+    best = max(range(num_movable + 1), key=lambda count: (shares[count], -count))
+    if shares[best] >= shares[now] + LEAST_GAIN:
+        return best
+    heavier = replace(mix, prompt_tokens_per_s=HEAVIER * mix.prompt_tokens_per_s)
+    loaded = [good_share(cost, heavier, target, n, total - n) for n in range(now + 1)]
+    least = max(_WELL, loaded[now] - _LEAST_LOSS)
+    return next((count for count in range(now) if loaded[count] >= least), now)
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePromise:
+    """An engine that may be moved: whether it promises something now, since when (monotonic), and
+    its decodes."""
+
+    incarnation: str
+    is_promising: bool
+    since_s: float
+    num_decodes: int = 0
+
+
+def plan_moves(
+    engines: Sequence[EnginePromise], num_pure: int, now_s: float, *, must_serve: bool = False
+) -> dict[str, bool]:
+    """Which of these engines are to promise something or nothing, so that `num_pure` promise
+    nothing: as few changes as that takes, of those that have had theirs for HOLD_S, first those
+    with the fewest decodes. `must_serve`: nobody else decodes, so that none waits."""
+    pure = [engine for engine in engines if not engine.is_promising]
+    change = num_pure - len(pure)
+    candidates = [engine for engine in engines if engine.is_promising] if change > 0 else pure
+    ready = [engine for engine in candidates if must_serve or now_s - engine.since_s >= HOLD_S]
+    ready.sort(key=lambda engine: (engine.num_decodes, engine.incarnation))
+    return {engine.incarnation: change < 0 for engine in ready[: abs(change)]}

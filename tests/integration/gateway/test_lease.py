@@ -1,0 +1,104 @@
+"""The lease on a real Redis: one holder, epochs that grow, a Redis that goes or loses its data."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+from fakes.clock import FakeClock
+
+from baton.cluster.lease import RedisLease
+from baton.cluster.redis_client import connect
+from baton.cluster.redis_server import RedisServer
+
+TTL_S = 0.4
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisServer]:
+    server = RedisServer.start()
+    yield server
+    server.stop()
+
+
+def lease(
+    redis: RedisServer, name: str, cluster: str, clock: FakeClock | None = None
+) -> RedisLease:
+    return RedisLease(redis.url, cluster, "promises", name, TTL_S, clock or FakeClock())
+
+
+async def test_one_holder_and_the_next_has_a_higher_epoch(redis: RedisServer) -> None:
+    a, b = lease(redis, "a", "one"), lease(redis, "b", "one")
+    assert await a.take(0) == 1 and await b.take(0) is None
+    for _ in range(3):
+        await asyncio.sleep(TTL_S / 2)
+        assert await a.take(0) == 1 and await b.take(0) is None, "renewed"
+    await asyncio.sleep(TTL_S * 1.5)  # its holder died
+    assert await b.take(0) == 2 and await a.take(0) is None
+    assert a.epoch is None
+    await b.close()
+    assert await a.take(0) == 3, "left to others at once"
+    await a.close()
+
+
+async def test_who_was_paused_believes_in_it_for_no_longer_than_it_lasts(
+    redis: RedisServer,
+) -> None:
+    clock = FakeClock()
+    a = lease(redis, "a", "two", clock)
+    assert await a.take(0) == 1
+    clock.advance(TTL_S - 0.01)
+    assert a.epoch == 1
+    clock.advance(0.02)
+    assert a.epoch is None
+    await a.close()
+
+
+async def test_an_epoch_is_above_all_that_engines_have_seen(redis: RedisServer) -> None:
+    a = lease(redis, "a", "three")
+    assert await a.take(7) == 8 and await a.take(8) == 8
+    client = connect(redis.url)
+    await client.flushall()
+    assert await a.take(8) == 9, "Redis lost its data"
+    assert await a.take(12) == 13, "another gave orders meanwhile"
+    await client.aclose()
+    await a.close()
+
+
+@pytest.mark.parametrize("junk", [b"x", b"-1", b"1e400", b"9" * 40, b"nan"])
+async def test_junk_in_its_keys_costs_the_lease_and_no_more(
+    redis: RedisServer, junk: bytes
+) -> None:
+    client = connect(redis.url)
+    await client.flushall()
+    await client.set("baton:four:promises:epoch", junk)
+    a = lease(redis, "a", "four")
+    epoch = await a.take(3)
+    assert epoch is None or 3 < epoch < 1 << 54
+    await client.delete("baton:four:promises:holder", "baton:four:promises:epoch")
+    await client.lpush("baton:four:promises:holder", "no string")
+    b = lease(redis, "b", "four")
+    assert await b.take(0) is None
+    for each in (a, b):
+        await each.close()
+    await client.aclose()
+
+
+async def test_redis_goes_away_and_comes_back() -> None:
+    server = RedisServer.start()
+    clock = FakeClock()
+    a = lease(server, "a", "five", clock)
+    assert await a.take(0) == 1
+    server.process.kill()
+    server.process.wait()
+    assert await a.take(1) == 1, "it lasts as long as it was given"
+    clock.advance(TTL_S)
+    assert await a.take(1) is None and a.epoch is None
+    server.start_again()
+    clock.advance(5.0)
+    async with asyncio.timeout(10):
+        while await a.take(1) != 2:  # noqa: ASYNC110 (of another process)
+            await asyncio.sleep(0.05)
+    await a.close()
+    server.stop()

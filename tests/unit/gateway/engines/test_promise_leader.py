@@ -1,0 +1,189 @@
+"""A gateway that decides: heartbeats in, orders out; leases that come, go, and are believed in."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+
+import pytest
+from fakes.clock import FakeClock
+from fakes.gateway.engine_link import FakeLink
+
+from baton.core.membership import Member, Role
+from baton.core.step_cost import StepCost, StepShape
+from baton.gateway.engines.engine_table import EngineTable
+from baton.gateway.engines.linked_engine import EngineCounters, LinkedEngine, ReportedLoad
+from baton.gateway.engines.promise_decider import PromiseDecider
+from baton.gateway.engines.promise_leader import PERIOD_S, PromiseLeader
+from baton.prefix_index.mirror import PrefixMirror
+
+COST = StepCost(0.0046, (0.0, 0.0, 7.2e-6, 13.4e-6, 0.0, 0.0), 9e-10, 3.2e-8, max_rows=8192)
+TARGET_S = 0.024
+LONG, SHORT, HEAVY = (7, 8192, 256), (10, 256, 512), (10, 8192, 256)  # requests/s, prompt, output
+
+
+@dataclass
+class FakeLease:
+    """`granted`: the epoch that is given; None: somebody else has it, or Redis is away."""
+
+    granted: int | None = 1
+    epoch: int | None = None
+    seen: int = 0
+    is_closed: bool = False
+
+    async def take(self, seen_epoch: int) -> int | None:
+        self.seen, self.epoch = seen_epoch, self.granted
+        return self.epoch
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+class World:
+    """Engines that do what they are ordered, with counters as after `(per_s, prompt, output)`."""
+
+    def __init__(self, num_prefill: int = 1, num_decode: int = 1) -> None:
+        self.clock = FakeClock()
+        self.table = EngineTable(PrefixMirror(self.clock))
+        self.links: dict[str, FakeLink] = {}
+        for index in range(num_prefill):
+            self.join(f"p{index}", Role.PREFILL)
+        for index in range(num_decode):
+            self.join(f"d{index}", Role.DECODE)
+        self.counts = [0.0, 0.0, 0.0]
+        self.lease = FakeLease()
+        self.leader = self.gateway(self.lease, "us")
+
+    def gateway(self, lease: FakeLease, name: str) -> PromiseLeader:
+        return PromiseLeader(PromiseDecider(self.table, self.clock, 1.0), lease, name)
+
+    def join(self, name: str, role: Role, own_target_s: float = TARGET_S) -> None:
+        member = Member(name, role, name, "h:1", "demo", "fp", 1 << 17, 16, 1 << 15)
+        self.links[name] = FakeLink(name)
+        load = ReportedLoad(0, 0, 0, 1 << 15, 1 << 14, False, frozenset(), step_tokens=8192)
+        load = replace(load, tbt_target_s=own_target_s or None, step_cost=COST)
+        self.table.add(LinkedEngine(member, self.links[name], load, own_target_s=own_target_s))
+
+    def play(self, seconds: float, mix: tuple[float, float, float]) -> None:
+        """So long under this load, which engines share; the leader looks all the while."""
+        asyncio.run(self._play(seconds, mix))
+
+    async def _play(self, seconds: float, mix: tuple[float, float, float]) -> None:
+        per_s, prompt, output = mix
+        engines = self.table.engines
+        for _ in range(round(seconds / PERIOD_S)):
+            self.clock.advance(PERIOD_S)
+            rates = (per_s, per_s * prompt, per_s * output)
+            self.counts = [c + PERIOD_S * r for c, r in zip(self.counts, rates, strict=True)]
+            counters = EngineCounters(
+                num_prompts=int(self.counts[0] / len(engines)),
+                num_prompt_tokens=int(self.counts[1] / len(engines)),
+                num_decode_tokens=int(self.counts[2] / len(engines)),
+            )
+            for engine in engines.values():
+                assert engine.load is not None
+                num_decodes = int(per_s * output * 0.01)
+                decodes = StepShape(num_decodes=num_decodes, keys=num_decodes * int(prompt))
+                engine.load = replace(engine.load, counters=counters, decodes=decodes)
+            await self.leader.turn()
+            for name, engine in engines.items():
+                for epoch, _, target_s in self.links[name].promises[-1:]:
+                    assert engine.load is not None
+                    engine.load = replace(
+                        engine.load, is_promise_withdrawn=target_s is None, promise_epoch=epoch
+                    )
+
+    def orders(self, name: str) -> list[float | None]:
+        found = [target_s for _, _, target_s in self.links[name].promises]
+        self.links[name].promises.clear()
+        return found
+
+
+def test_the_mix_changes_and_promises_follow_within_ten_seconds() -> None:
+    world = World()
+    world.play(10, LONG)
+    assert world.orders("p0") == [None] and not world.orders("d0")
+    world.play(60, LONG)
+    assert not world.orders("p0"), "it stays"
+    world.play(10, SHORT)
+    assert world.orders("p0") == [TARGET_S]
+    world.play(60, SHORT)
+    assert not world.orders("p0")
+    world.play(10, LONG)
+    assert world.orders("p0") == [None] and not world.orders("d0")
+
+
+def test_nothing_is_known_at_first_and_nothing_moves() -> None:
+    world = World()
+    for engine in world.table.engines.values():
+        assert engine.load is not None
+        engine.load = replace(engine.load, step_cost=None)
+    world.play(20, LONG)
+    assert not world.orders("p0")
+
+
+def test_without_a_lease_nothing_is_ordered_and_promises_stay() -> None:
+    world = World()
+    world.lease.granted = None
+    world.play(20, LONG)
+    assert not world.orders("p0") and not world.leader.is_leading
+    world.lease.granted = 4
+    world.play(1, LONG)
+    assert world.links["p0"].promises == [(4, "us", None)], "it knows the last seconds"
+    world.orders("p0")
+    world.lease.granted = None  # Redis is away
+    world.play(20, SHORT)
+    assert not world.orders("p0") and world.lease.seen == 4
+
+
+def test_the_last_decode_engine_dies_and_another_decodes_at_once() -> None:
+    world = World()
+    world.play(8, LONG)
+    assert world.orders("p0") == [None]
+    world.table.remove("d0")
+    world.play(1, LONG)
+    assert world.orders("p0")[:1] == [TARGET_S]
+    world.join("d1", Role.DECODE)
+    world.play(10, LONG)
+    assert world.orders("p0")[-1:] == [None]
+
+
+def test_an_engine_that_comes_back_begins_with_its_promise() -> None:
+    world = World(num_prefill=2)
+    world.play(10, HEAVY)
+    moved = [name for name in ("p0", "p1") if world.orders(name)]
+    assert moved
+    world.table.remove(moved[0])
+    world.join(moved[0], Role.PREFILL)
+    world.play(4, HEAVY)
+    assert not world.orders(moved[0]), "held for a while"
+
+
+def test_a_decode_engine_that_promises_nothing_is_given_its_promise_back() -> None:
+    world = World()
+    engine = world.table.engines["d0"]
+    assert engine.load is not None
+    engine.load = replace(engine.load, is_promise_withdrawn=True)
+    world.play(1, SHORT)
+    assert world.orders("d0")[:1] == [TARGET_S]
+
+
+@pytest.mark.parametrize("num_decode", [0, 2])
+def test_engines_without_a_promise_of_their_own_are_left_alone(num_decode: int) -> None:
+    world = World(0, 0)
+    world.join("p0", Role.PREFILL, own_target_s=0.0)
+    for index in range(num_decode):
+        world.join(f"d{index}", Role.DECODE, own_target_s=0.0)
+    world.play(20, LONG)
+    assert not any(link.promises for link in world.links.values()) and world.lease.epoch is None
+
+
+async def test_a_leader_that_ends_leaves_the_lease() -> None:
+    world = World()
+    running = asyncio.create_task(world.leader.run())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert world.leader.is_leading
+    running.cancel()
+    await asyncio.wait({running})
+    assert world.lease.is_closed

@@ -1,0 +1,102 @@
+"""How many engines promise nothing, and which: by loads and costs that are known."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core.step_cost import StepCost
+from baton.gateway.engines.promises import (
+    HEAVIER,
+    HOLD_S,
+    EnginePromise,
+    Mix,
+    Target,
+    choose_num_pure,
+    good_share,
+    plan_moves,
+)
+
+# An 8B model on a GPU: 41,000 prompt tokens a second in full steps, 524 decodes within 24 ms.
+COST = StepCost(0.0046, (0.0, 0.0, 7.2e-6, 13.4e-6, 0.0, 0.0), 9e-10, 3.2e-8, max_rows=8192)
+TARGET = Target(0.024, 1.0, 8192)
+
+
+def mix(prompt_tokens: float, output_tokens: float, per_s: float) -> Mix:
+    context = prompt_tokens + output_tokens / 2
+    return Mix(prompt_tokens, per_s * prompt_tokens, per_s * output_tokens, context)
+
+
+def test_all_promise_where_prompts_are_few() -> None:
+    for wanted in (mix(8192, 256, 2), mix(256, 1024, 12), mix(1024, 512, 10)):
+        for now in range(3):
+            assert choose_num_pure(COST, wanted, TARGET, 2, 2, now) == 0
+
+
+def test_full_steps_where_prompts_fill_the_engines() -> None:
+    assert choose_num_pure(COST, mix(8192, 256, 14), TARGET, 2, 2, 0) == 2
+
+
+def test_decodes_get_all_engines_where_they_fill_them() -> None:
+    """22 requests/s of 1024 tokens are 540 decodes in steps of 24 ms."""
+    for per_s in (22, 26, 32):
+        assert choose_num_pure(COST, mix(256, 1024, per_s), TARGET, 1, 1, 1) == 0
+
+
+def test_chance_in_what_arrives_moves_nothing_to_and_fro() -> None:
+    """What a load moved stays through half of what it would take to move it back."""
+    entered = next(
+        per_s / 10
+        for per_s in range(10, 200)
+        if choose_num_pure(COST, mix(8192, 256, per_s / 10), TARGET, 2, 2, 0)
+    )
+    for share in (1.0, 0.95, 0.9):
+        assert choose_num_pure(COST, mix(8192, 256, share * entered), TARGET, 2, 2, 2) > 0
+    assert choose_num_pure(COST, mix(8192, 256, 0.9 * entered / HEAVIER), TARGET, 2, 2, 2) == 0
+
+
+def test_nobody_to_decode_for_or_nobody_to_move() -> None:
+    heavy = mix(8192, 256, 14)
+    assert choose_num_pure(COST, heavy, TARGET, 3, 0, 2) == 0
+    assert choose_num_pure(COST, heavy, TARGET, 0, 3, 0) == 0
+
+
+loads = st.builds(
+    mix, st.floats(1, 100_000), st.floats(1, 4000), st.floats(0.01, 1000)
+)  # fmt: skip
+
+
+@given(loads, st.integers(1, 6), st.integers(1, 6), st.integers(0, 6))
+def test_any_load_is_answered(load: Mix, num_movable: int, num_others: int, now: int) -> None:
+    share = good_share(COST, load, TARGET, min(now, num_movable), num_others)
+    assert 0 <= share <= 1
+    chosen = choose_num_pure(COST, load, TARGET, num_movable, num_others, now)
+    assert 0 <= chosen <= num_movable
+    again = choose_num_pure(COST, load, TARGET, num_movable, num_others, chosen)
+    third = choose_num_pure(COST, load, TARGET, num_movable, num_others, again)
+    assert third == again, "the same load moves nothing for ever"
+
+
+@given(loads, st.integers(1, 4))
+def test_more_engines_are_no_worse(load: Mix, num_mixed: int) -> None:
+    fewer = good_share(COST, load, TARGET, 0, num_mixed)
+    assert good_share(COST, load, TARGET, 0, num_mixed + 1) >= fewer - 0.01
+
+
+def promise(name: str, *, promises: bool, age_s: float = 60.0, decodes: int = 0) -> EnginePromise:
+    return EnginePromise(name, promises, 100.0 - age_s, decodes)
+
+
+def test_the_fewest_decodes_go_first() -> None:
+    engines = [promise(n, promises=True, decodes=d) for n, d in (("a", 5), ("b", 0), ("c", 2))]
+    assert plan_moves(engines, 2, 100.0) == {"b": False, "c": False}
+    assert plan_moves(engines, 0, 100.0) == {}
+
+
+@pytest.mark.parametrize("must_serve", [False, True])
+def test_a_promise_stays_a_while_unless_nobody_else_decodes(must_serve: bool) -> None:
+    engines = [promise("a", promises=False, age_s=HOLD_S - 0.1), promise("b", promises=True)]
+    moves = plan_moves(engines, 0, 100.0, must_serve=must_serve)
+    assert moves == ({"a": True} if must_serve else {})
+    assert plan_moves(engines, 0, 100.2) == {"a": True}
