@@ -10,7 +10,8 @@
     ├── Overloaded                     queue or credit full; retry later
     │   └── RateLimited                a limit of the caller's own; carries when to try again
     ├── Unavailable                    no node for a role, draining; retry later
-    │   └── NodeLost                   a node went away under the request; the gateway retries
+    │   ├── NodeLost                   a node went away under the request; the gateway retries
+    │   └── PromiseRefused             it would break an engine's promise; the gateway plans anew
     ├── DeadlineExceeded
     ├── Cancelled
     ├── HandoffFailed                  the KV could not be passed; the gateway retries elsewhere
@@ -138,6 +139,12 @@ class Unavailable(BatonError, code="unavailable", grpc="UNAVAILABLE", http=503, 
 
 class NodeLost(Unavailable, code="node_lost", public_text="a node was lost under the request"):
     """A node that held the request went away."""
+
+
+class PromiseRefused(
+    Unavailable, code="would_break_promise", public_text="no engine has room for the request"
+):
+    """With one more decode the engine's steps would take longer than it promised."""
 
 
 class DeadlineExceeded(BatonError, code="deadline_exceeded", grpc="DEADLINE_EXCEEDED", http=504):

@@ -98,6 +98,10 @@ class DecodeRole(EngineRole):
 
     # -- gateways ------------------------------------------------------------------------------
 
+    @property
+    def _num_coming(self) -> int:
+        return len(self._intents)
+
     def _take_up(self, entry: Entry, ticket: Ticket, samples: Sequence[Request]) -> None:
         self._engine.limits.check(entry.request)
         request, limits = entry.request, self._engine.limits

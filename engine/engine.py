@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ..constraints.grammars import Grammars
-from ..core.errors import EngineFailed, HandoffFailed, InvalidRequest
+from ..core.errors import EngineFailed, HandoffFailed, InvalidRequest, PromiseRefused
 from ..core.ports import Clock, SystemClock
 from ..core.request.request import FinishReason, Request
 from ..core.request.token_ids import BlockHash, root_hash
@@ -107,6 +107,7 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}
         self._num_arrivals = 0
         self._num_prompts = 0  # of them, those to compute here
+        self._num_refusals = 0
         self._clock = clock or SystemClock()
         self._collected_s = 0.0  # when the last step was
         self._in_flight: _StepInFlight | None = None
@@ -128,6 +129,23 @@ class Engine:
         self._scheduler.add(sequence)
         self._num_prompts += 1
         self._stalled_at = None
+
+    def check_promise(self, request: Request, num_coming: int = 0) -> None:
+        """Raises PromiseRefused if steps of all that will decode here, this request and
+        `num_coming` others beside, would break the promise by themselves. Where one alone would,
+        or nothing is measured or promised, it makes no difference."""
+        cost, promise_s = self._step_costs.estimate(), self._scheduler.promise_s
+        if cost is None or promise_s is None:
+            return
+        if own_ms := request.sampling.tbt_target_ms:
+            promise_s = max(min(promise_s, own_ms / 1000), (self.tbt_target_s or 0.0) / 2)
+        shape = self._scheduler.step_with(request, num_coming)
+        alone = StepShape(num_decodes=1, keys=request.num_known_tokens)
+        if cost.seconds(shape) > promise_s >= cost.seconds(alone):
+            self._num_refusals += 1
+            raise PromiseRefused(
+                f"a step of {shape.num_decodes} decodes takes longer than {promise_s * 1e3:.1f} ms"
+            )
 
     def reserve(
         self, request: Request, block_hashes: Collection[BlockHash] = ()
@@ -429,6 +447,7 @@ class Engine:
             num_decode_tokens=self._step_record.num_decode_tokens,
             num_promised_steps=self._step_record.num_promised_steps,
             num_kept_steps=self._step_record.num_kept_steps,
+            num_refusals=self._num_refusals,
         )
 
     @property

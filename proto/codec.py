@@ -154,6 +154,7 @@ def dispatch_to_wire(
         sample_index=request.sample_index,
         fork_request_ids=request.fork_ids,
         caller_id=request.caller_id,
+        may_refuse=request.may_refuse,
     )
 
 
@@ -171,6 +172,7 @@ def request_from_wire(wire: node_pb2.Dispatch) -> Request:
         sample_index=wire.sample_index,
         fork_ids=tuple(wire.fork_request_ids),
         caller_id=wire.caller_id,
+        may_refuse=wire.may_refuse,
     )
 
 

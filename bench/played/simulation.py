@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from baton.core.errors import BatonError
+from baton.core.errors import BatonError, PromiseRefused
 from baton.core.membership import Member, Role
 from baton.core.request.request import Request, SamplingParams, Ticket, TokenLogprobs
 from baton.core.request.timeline import Event, Stamp
@@ -241,6 +241,7 @@ class PlayedEngine:
         self._arrived: deque[tuple[Request, int]] = deque()  # KV that waits for blocks here
         self._is_busy = False
         self._num_steps = 0
+        self.num_refusals = 0
         member = Member(name, setup.role, name, "", "demo", "fp", 1 << 17, _BLOCK_SIZE, _NUM_BLOCKS)
         self._gateway_of: dict[str, PlayedGateway] = {}  # by key
         for gateway in simulation.gateways:
@@ -263,10 +264,23 @@ class PlayedEngine:
         if work is Work.DECODE:
             self._intents[request.key] = request
             return
+        if work is Work.LOCAL and request.may_refuse:
+            try:
+                self.engine.check_promise(request)
+            except PromiseRefused as refused:
+                self._refuse(request, refused)
+                return
         if ticket is not None:
             self._tickets[request.key] = ticket
         self.engine.add(request, hold=work is Work.PREFILL)
         self._step()
+
+    def _refuse(self, request: Request, error: PromiseRefused) -> None:
+        gateway = self._gateway_of.pop(request.key)
+        self.num_refusals += 1
+        answer = EngineOutput(request.request_id, request.attempt, error=error)
+        now_s = self._simulation.clock.now_s
+        self._simulation.at(now_s, lambda: gateway.received(self.name, [answer]))
 
     def load(self) -> ReportedLoad:
         load, totals = self.engine.load(self._intents.values()), self.engine.totals()

@@ -199,7 +199,8 @@ class Request:
     `sample_index`: which sample of the prompt this is. `fork_ids` are the request ids of further
     samples, of the indices that follow: they share this one's prompt and its blocks until their
     first tokens are sampled, and are requests of their own from then on. `caller_id`: whose it is;
-    queues are fair between callers.
+    queues are fair between callers. `may_refuse`: an engine whose promise it would break sends it
+    back.
     """
 
     request_id: str
@@ -211,6 +212,7 @@ class Request:
     sample_index: int = 0
     fork_ids: tuple[str, ...] = ()
     caller_id: int = 0
+    may_refuse: bool = False
 
     @property
     def forks(self) -> tuple[Request, ...]:

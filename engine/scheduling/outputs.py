@@ -120,7 +120,8 @@ class Totals:
     `prefix_query_tokens` are the known tokens of all that was given blocks, `prefix_hit_tokens`
     those of them that the prefix cache held. What was preempted counts again. `num_prompts` came to
     be computed here, of which steps have had `num_prompt_tokens`. `num_promised_steps` had decodes
-    that were promised something, `num_kept_steps` of them took no longer.
+    that were promised something, `num_kept_steps` of them took no longer; `num_refusals` requests
+    would have broken it.
     """
 
     num_preemptions: int
@@ -131,6 +132,7 @@ class Totals:
     num_decode_tokens: int = 0
     num_promised_steps: int = 0
     num_kept_steps: int = 0
+    num_refusals: int = 0
 
 
 @dataclass(slots=True)

@@ -206,6 +206,15 @@ class Scheduler:
             ScheduledSequence(one, 1) for one in self.running if not one.is_prefilling
         )
 
+    def step_with(self, request: Request, num_coming: int) -> StepShape:
+        """A step of all that will decode here once their prompts are computed, with this request,
+        its forks, and `num_coming` more like it that the engine does not have yet."""
+        others = chain(self.waiting, self.running)
+        lengths = [one.num_tokens for one in others if not one.is_held]
+        num_more = 1 + len(request.fork_ids) + num_coming
+        keys = sum(lengths) + num_more * request.num_known_tokens
+        return StepShape(num_decodes=len(lengths) + num_more, keys=keys)
+
     @property
     def has_prefills(self) -> bool:
         """Whether a prompt that runs is not computed whole."""

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from ...core.errors import PromiseRefused
 from ...core.membership import Member, Role
 from ...core.ports import Clock, SystemClock
 from ...core.request.request import Request, Ticket
@@ -151,6 +152,7 @@ class LinkedEngine:
     _promised: dict[Key, int] = field(default_factory=dict)  # cached tokens, by the index
     _callers: dict[Key, int] = field(default_factory=dict)  # of what is open
     _num_promised: int = _MANY  # decodes of a step that keeps its promise
+    _has_refused: bool = False  # since its last heartbeat
 
     def __post_init__(self) -> None:
         self.backlog = PrefillBacklog(self.clock)
@@ -180,7 +182,7 @@ class LinkedEngine:
 
     def receive_heartbeat(self, load: ReportedLoad) -> None:
         """A heartbeat."""
-        self.load = load
+        self.load, self._has_refused = load, False
         self.backlog.heartbeat(
             Backlog(load.waiting_tokens, load.waiting_by_caller, load.num_steps, load.prompt_speed)
         )
@@ -229,6 +231,7 @@ class LinkedEngine:
                 self.num_stale_hits += output.cached_tokens < promised
             if output.token_ids:
                 self._answered(key)
+            self._has_refused |= isinstance(output.error, PromiseRefused)
             if output.finish_reason is not None or output.error is not None:
                 self._ended(key)
 
@@ -300,6 +303,8 @@ class LinkedEngine:
 
     def _keeps_promise_with(self, load: ReportedLoad, demand: Demand) -> bool:
         """Whether its steps would, with these sequences too; theirs counts if it is stricter."""
+        if self._has_refused:
+            return False
         most = self._num_promised
         if demand.tbt_target_s and load.tbt_target_s is not None:
             target_s = max(demand.tbt_target_s, load.tbt_target_s / 2)  # as the engine will

@@ -44,13 +44,14 @@ class PromiseLeader:
         return self._is_leading
 
     async def run(self) -> None:
-        """Until cancelled; leaves the lease to others."""
-        try:
-            while True:
-                await self.turn()
-                await asyncio.sleep(PERIOD_S)
-        finally:
-            await self._lease.close()
+        """Until cancelled."""
+        while True:
+            await self.turn()
+            await asyncio.sleep(PERIOD_S)
+
+    async def close(self) -> None:
+        """Leave the lease to others. Not from `run`'s task: it is cancelled."""
+        await self._lease.close()
 
     async def turn(self) -> None:
         """Look once, and order what is to change if it is ours to do."""

@@ -249,6 +249,8 @@ class Gateway:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
+        if self._leader is not None:
+            await self._leader.close()
         await self._view.close()
         await self._telemetry.close()
         await self._directory.close()

@@ -28,6 +28,7 @@ from ...core.errors import (
     HandoffFailed,
     NodeLost,
     Overloaded,
+    PromiseRefused,
     Unavailable,
 )
 from ...core.ports import Clock, Entropy
@@ -51,6 +52,7 @@ from .output_chunk import ChunkQueue, OutputChunk, PromptScores, RequestResult
 from .suspects import EngineDeaths, Suspects
 
 GATEWAY = "gateway"
+_MAX_REFUSALS = 2  # of one request; then the next engine has to take it
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,7 @@ class Session:
         self._prompt_scores = PromptScores(len(request.prompt_token_ids))
         self._attempt: Attempt | None = None
         self._num_attempts = 0
+        self._num_refusals = 0  # of them: attempts that came to nothing at once
         self._suspects = Suspects() if suspects is None else suspects
         self._deaths = EngineDeaths(request_id, self._suspects, limits.max_engine_failures)
         self._fingerprint: str | None = None
@@ -145,6 +148,9 @@ class Session:
         self._note(attempt, incarnation, output)
         if output.finish_reason is not None:
             attempt.close(incarnation)
+        if isinstance(output.error, PromiseRefused):
+            self._was_refused(attempt, incarnation)
+            return
         if output.error is not None:
             # A hand-off fails between two engines: each may be fine with another partner.
             is_pair_fault = isinstance(output.error, HandoffFailed | NodeLost)
@@ -212,9 +218,14 @@ class Session:
         )
 
     @property
-    def is_retry(self) -> bool:
-        """Whether it was dispatched before."""
+    def was_dispatched(self) -> bool:
+        """Whether an engine had it, be it that it was sent back: its caller was charged for it."""
         return self._num_attempts > 0
+
+    @property
+    def is_retry(self) -> bool:
+        """Whether it was dispatched before, and taken."""
+        return self._num_attempts > self._num_refusals
 
     def cancel(self, error: BatonError) -> None:
         """End early: `Cancelled`, or what made the gateway give up on the client."""
@@ -330,6 +341,7 @@ class Session:
             sample_index=self.sample_index,
             fork_ids=fork_ids,
             caller_id=self.request.caller_id,
+            may_refuse=self._may_refuse,
         )
         remaining_s = self._deadline_s - now_s
         if attempt.route.is_local:
@@ -345,6 +357,29 @@ class Session:
         if self.sample_index or self._prompt_scores.is_complete:
             return replace(sampling, prompt_logprobs=None)
         return sampling
+
+    @property
+    def _may_refuse(self) -> bool:
+        """Whether an engine may send it back: not for ever, and not once it was taken."""
+        was_taken = self._num_attempts - 1 > self._num_refusals
+        return not was_taken and not self._siblings and self._num_refusals < _MAX_REFUSALS
+
+    def _was_refused(self, attempt: Attempt, incarnation: str) -> None:
+        """It would break an engine's promise: plan once more without that one, then wait in the
+        queue as if it had never been dispatched."""
+        attempt.close(incarnation)
+        attempt.cancel(self.request_id)
+        self._attempt = None
+        self._deaths.ended()
+        self._num_refusals += 1
+        if self._num_refusals == 1:
+            refused = Avoid(self._avoid.incarnations | {incarnation}, self._avoid.pairs)
+            before, self._avoid = self._avoid, refused
+            self._avoid_until_s = self._clock.monotonic_s() + self._limits.avoid_s
+            self._try_dispatch()
+            self._avoid = before
+        if self.is_waiting:
+            self.blocked, self._wait_until_s = Blocked.PLACE, None
 
     def _engine_gave_up(
         self, attempt: Attempt, incarnation: str, error: BatonError, *, is_pair_fault: bool
@@ -391,7 +426,8 @@ class Session:
 
     @property
     def _may_try_again(self) -> bool:
-        return self._num_attempts < self._limits.max_attempts and not self._deaths.is_convicted
+        num_taken = self._num_attempts - self._num_refusals
+        return num_taken < self._limits.max_attempts and not self._deaths.is_convicted
 
     # --- tokens -----------------------------------------------------------------------------------
 
@@ -458,7 +494,7 @@ class Session:
             prefill_node=attempt.route.prefill.name,
             decode_node=attempt.route.decode.name if attempt.is_handed_over else None,
             transfer=self._transfer,
-            attempts=self._num_attempts,
+            attempts=self._num_attempts - self._num_refusals,
             seed=self.request.sampling.seed,
             timeline=tuple(self.timeline),
         )

@@ -159,7 +159,7 @@ class DispatchQueue:
 
     def _make_eligible(self, session: Session) -> None:
         self._has_changed = True
-        add = self._eligible.add_first if session.is_retry else self._eligible.add
+        add = self._eligible.add_first if session.was_dispatched else self._eligible.add
         add(session, session.request.caller_id, self._counted[session][1])
 
     def _release(self, caller_id: int) -> None:

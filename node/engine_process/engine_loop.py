@@ -292,6 +292,7 @@ class EngineLoop:
             num_decode_tokens=totals.num_decode_tokens,
             num_promised_steps=totals.num_promised_steps,
             num_kept_steps=totals.num_kept_steps,
+            num_refusals=totals.num_refusals,
         )
         counters.MergeFrom(vitals.counters)
         step_cost = None

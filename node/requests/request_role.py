@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ...core.errors import BatonError, DeadlineExceeded, InvalidRequest
+from ...core.errors import BatonError, DeadlineExceeded, InvalidRequest, PromiseRefused
 from ...core.ports import Clock
 from ...core.request.request import Request, Ticket
 from ...core.request.timeline import Event
@@ -63,6 +63,10 @@ class EngineRole(ABC):
                 self.fail(sample.key, error)
 
     def _admit(self, entry: Entry, samples: Sequence[Request], work: node_pb2.Work) -> None:
+        if entry.request.may_refuse and work != node_pb2.WORK_PREFILL:
+            if work == node_pb2.WORK_LOCAL and not self._engine.is_promising:
+                raise PromiseRefused("this engine promises nothing now")
+            self._engine.check_promise(entry.request, self._num_coming)
         if work == node_pb2.WORK_LOCAL:
             for sample in samples:
                 self._engine.add(replace(sample, fork_ids=()))
@@ -71,6 +75,11 @@ class EngineRole(ABC):
         else:
             name = node_pb2.Work.Name(self.ticket_work)
             raise InvalidRequest(f"this engine takes WORK_LOCAL, or {name} with a ticket")
+
+    @property
+    def _num_coming(self) -> int:
+        """Requests that will decode here, and that the engine does not have yet."""
+        return 0
 
     def cancel(self, key: str) -> None:
         """The gateway wants no more of it; not answered. Unknown keys leave a tombstone."""

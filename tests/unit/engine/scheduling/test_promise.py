@@ -106,3 +106,14 @@ def test_a_promise_that_is_withdrawn_is_kept_to_those_that_decode(
     made.scheduler.remove(decoding)
     assert made.scheduler.promise_s is not None, "the other will decode here too"
     assert sum(made.step().values()) == 512, "and prompts alone are computed in full steps"
+
+
+def test_a_step_of_all_that_will_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = bench(monkeypatch, 0.008)
+    for index in range(3):
+        made.add(10, first_id=100 * index)
+    made.step()
+    waiting = made.add(40, first_id=1000)
+    shape = made.scheduler.step_with(waiting.request, 2)
+    known = sum(one.num_tokens for one in made.sequences)
+    assert shape == StepShape(num_decodes=7, keys=known + 3 * 40)

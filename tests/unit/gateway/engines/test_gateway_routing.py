@@ -11,7 +11,7 @@ from fakes.gateway.step_costs import linear_cost
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.errors import Unavailable
+from baton.core.errors import PromiseRefused, Unavailable
 from baton.core.membership import Member, Role
 from baton.core.request.request import FinishReason, Request, SamplingParams, Ticket
 from baton.core.step_cost import PromptSpeed, StepCost, StepShape
@@ -364,3 +364,39 @@ def test_an_engine_that_had_no_prompts_is_taken_for_as_fast_as_others_like_it() 
     slow = StepCost(0.005, (1e-3, 0.0, 0.0, 0.0, 0.0, 0.0), max_rows=512)
     d.receive_heartbeat(replace(busy, step_cost=slow))
     assert not table.choose(Demand(8000), avoid=Avoid(), fingerprint=None).is_local
+
+
+def test_an_engine_that_refused_has_no_place_until_its_next_heartbeat() -> None:
+    d, e = linked("d", Role.DECODE), linked("e", Role.DECODE)
+    table, load = (
+        table_of(d, e),
+        replace(LOAD, tbt_target_s=0.05, step_cost=linear_cost(0.004, 1e-6)),
+    )
+    for engine in (d, e):
+        engine.receive_heartbeat(load)
+    route = table.choose(Demand(3), avoid=Avoid(), fingerprint=None)
+    refused = EngineOutput("r", 0, error=PromiseRefused("no"))
+    for engine, other in ((d, "e"), (e, None)):
+        engine.settle([refused])
+        if other is not None:
+            chosen = table.choose(Demand(3), avoid=Avoid(), fingerprint=None).decode
+            assert chosen.incarnation == other
+    with pytest.raises(MustWait):
+        table.choose(Demand(3), avoid=Avoid(), fingerprint=None)
+    d.receive_heartbeat(load)
+    assert table.choose(Demand(3), avoid=Avoid(), fingerprint=None).decode.incarnation == "d"
+    assert route.is_local
+
+
+def test_a_promise_that_is_withdrawn_takes_no_whole_requests() -> None:
+    p, d = linked("p", Role.PREFILL), linked("d", Role.DECODE)
+    table, load = (
+        table_of(p, d),
+        replace(LOAD, tbt_target_s=0.05, step_cost=linear_cost(0.004, 1e-6)),
+    )
+    p.receive_heartbeat(load)
+    d.receive_heartbeat(replace(load, waiting_tokens=1 << 20))
+    assert table.choose(Demand(3), avoid=Avoid(), fingerprint=None).is_local
+    p.receive_heartbeat(replace(load, is_promise_withdrawn=True))
+    route = table.choose(Demand(3), avoid=Avoid(), fingerprint=None)
+    assert (route.prefill.incarnation, route.decode.incarnation) == ("p", "d")

@@ -186,4 +186,5 @@ async def test_a_leader_that_ends_leaves_the_lease() -> None:
     assert world.leader.is_leading
     running.cancel()
     await asyncio.wait({running})
+    await world.leader.close()
     assert world.lease.is_closed

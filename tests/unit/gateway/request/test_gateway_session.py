@@ -17,12 +17,13 @@ from baton.core.errors import (
     HandoffFailed,
     NodeLost,
     Overloaded,
+    PromiseRefused,
     PromptTooLarge,
     Unavailable,
 )
 from baton.core.request.request import FinishReason, SamplingParams
 from baton.core.request.timeline import TERMINAL, Event, Stamp
-from baton.gateway.request.engine_link import EngineOutput, TransferSummary, Work
+from baton.gateway.request.engine_link import Blocked, EngineOutput, TransferSummary, Work
 from baton.gateway.request.session import Session, SessionLimits
 from baton.gateway.text.text_stream import TextStream
 from baton.gateway.validation.validation import ValidatedRequest
@@ -509,3 +510,57 @@ def test_a_lost_node_says_so_when_nothing_is_left() -> None:
     rig.started().lose("d1")
     error: BatonError | None = rig.sink.error
     assert isinstance(error, NodeLost) and "node-d1" in error.message
+
+
+REFUSED = PromiseRefused("a step of 9 decodes takes longer than 25.0 ms")
+
+
+def may_refuse(rig: Rig, link: str) -> list[bool]:
+    return [request.may_refuse for request, *_ in rig.links[link].dispatched]
+
+
+def test_a_refusal_is_planned_anew_without_that_engine() -> None:
+    rig = Rig().started()
+    rig.send("d1", error=REFUSED)
+    assert rig.cancels() == {"p1": [0]}
+    assert (may_refuse(rig, "d1"), may_refuse(rig, "d2")) == ([True], [True])
+    assert not rig.router.demands[-1].is_retry, "its turn and its samples are as at first"
+    rig.send("p1", 0, "a", attempt=1)
+    rig.send("d2", 1, "bcde", attempt=1, finish_reason=LENGTH)
+    assert rig.sink.text == "abcde" and rig.sink.last and rig.sink.last.result
+    assert rig.sink.last.result.attempts == 1
+
+
+def test_a_second_refusal_waits_in_the_queue_and_the_third_engine_takes_it() -> None:
+    rig = Rig().started()
+    rig.send("d1", error=REFUSED)
+    rig.send("d2", attempt=1, error=REFUSED)
+    assert rig.session.is_waiting and rig.session.blocked is Blocked.PLACE
+    rig.wait(1.0)
+    assert rig.session.is_waiting, "its owner says when it tries"
+    rig.session.try_dispatch()
+    assert may_refuse(rig, "d1") == [True, False]
+    rig.lose("d1")
+    assert rig.session.is_retry and may_refuse(rig, "d2") == [True, False]
+    rig.send("p1", 0, "abcde", attempt=3, finish_reason=LENGTH)
+    assert rig.sink.text == "abcde"
+
+
+def test_where_the_only_engine_refuses_it_waits_for_a_place_there() -> None:
+    rig = one_engine()
+    rig.send("d1", error=REFUSED)
+    assert rig.session.is_waiting and rig.session.blocked is Blocked.PLACE
+    assert rig.session.next_wakeup_s > rig.clock.monotonic_s()
+    rig.session.try_dispatch()
+    assert may_refuse(rig, "d1") == [True, True]
+    rig.send("d1", attempt=1, error=REFUSED)
+    rig.session.try_dispatch()
+    rig.send("d1", 0, "abcde", attempt=2, finish_reason=LENGTH)
+    assert rig.sink.text == "abcde"
+
+
+def test_a_cancel_while_it_waits_after_a_refusal() -> None:
+    rig = one_engine()
+    rig.send("d1", error=REFUSED)
+    rig.session.cancel(Cancelled("no more"))
+    assert isinstance(rig.sink.error, Cancelled) and rig.events()[-1] is Event.CANCELLED
