@@ -29,6 +29,7 @@ from ..core.step_cost import StepCost, StepShape
 from .engine_ledger import check_owners, engine_ledger
 from .execution.batch import LaunchedStep, Runner, SampledToken
 from .execution.constraints import Constraints, Mask
+from .first_steps import measure_first_steps
 from .kv.block_pool import BlockPool, BlockRef
 from .kv.generations import Generations
 from .kv.limits import EngineLimits
@@ -217,6 +218,11 @@ class Engine:
         sequence = self._sequences.get(key)
         if sequence is not None:
             self._end(sequence)
+
+    def measure_first_steps(self, budget_s: float) -> float:
+        """See first_steps.py. Before the first request; returns the seconds that it took."""
+        assert not self._sequences, "their blocks would be overwritten"
+        return measure_first_steps(self._runner, self.limits, self._step_costs, budget_s)
 
     # -- stepping ---------------------------------------------------------------------------------
 

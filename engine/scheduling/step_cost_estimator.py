@@ -19,8 +19,8 @@ import numpy as np
 
 from ...core.step_cost import KNOTS, StepCost, StepShape
 
-_NUM_SAMPLES = 15  # of a size
-_MIN_SAMPLES = 3
+MIN_SAMPLES = 3  # of a size, before it counts
+_NUM_SAMPLES = 15
 _MAX_SIZES = 256
 _NUM_ERRORS, _MIN_ERRORS = 512, 10
 _FIT_EVERY = 128  # samples: to fit takes a millisecond
@@ -68,7 +68,7 @@ class StepCostEstimator:
         alike.samples.append((shape, seconds))
         alike.middle = None
         self._num_unfitted += 1
-        self._has_new_size |= len(alike.samples) == _MIN_SAMPLES
+        self._has_new_size |= len(alike.samples) == MIN_SAMPLES
         self._sizes.move_to_end(size)
         if len(self._sizes) > _MAX_SIZES:
             self._sizes.popitem(last=False)
@@ -88,13 +88,13 @@ class StepCostEstimator:
         if (cost := self.estimate()) is not None:
             return cost.seconds(shape)
         alike = self._sizes.get(_size_of(shape))
-        if alike is None or len(alike.samples) < _MIN_SAMPLES:
+        if alike is None or len(alike.samples) < MIN_SAMPLES:
             return None
         seen, seconds = alike.find_middle()
         return shape.num_rows * seconds / seen.num_rows
 
     def _fit(self) -> StepCost | None:
-        known = [alike for alike in self._sizes.values() if len(alike.samples) >= _MIN_SAMPLES]
+        known = [alike for alike in self._sizes.values() if len(alike.samples) >= MIN_SAMPLES]
         points = [alike.find_middle() for alike in known]
         rows = [shape.num_rows for shape, _ in points]
         if not points or max(rows) < 2 * min(rows):

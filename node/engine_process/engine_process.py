@@ -35,6 +35,7 @@ from ...core.process.children import end_waits_on_time, end_with_parent
 from ...core.process.logs import set_up_logging
 from ...engine.engine import Engine
 from ...engine.execution.runner import ModelRunner
+from ...engine.first_steps import BUDGET_S
 from ...engine.kv.generations import SharedGenerations
 from ...engine.kv.limits import EngineLimits
 from ...engine.model import fingerprint
@@ -193,6 +194,9 @@ def _serve(
     )
     engine.tbt_target_s = engine_config.tbt_target_s
     report.line(describe_pool(limits))
+    if runner.runs_ahead:
+        took_s = engine.measure_first_steps(BUDGET_S)
+        report.line(f"first steps measured in {took_s:.1f} s")
     name = node_config.name or plan.name.value
     requests = RequestIO(outbox, clock, name, runner.model_config.vocab_size)
     role = plan.build(

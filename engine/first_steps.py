@@ -1,0 +1,111 @@
+"""A few steps before the first request, so that what steps take is known from the first heartbeat.
+
+From the smallest to the largest: decodes alone, prompts alone, prompts behind a context, and both.
+Each once for what is compiled or loaded then, and as often as the estimate wants. What would take
+longer than the time that is left is not begun. The KV that they write is nobody's. For GPUs: a CPU
+takes longer for the larger steps alone, and learns by its requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from time import monotonic
+
+from ..core.request.request import SamplingParams
+from ..core.step_cost import StepShape, pairs_of
+from ..kernels.sampling.sample_spec import SampleSpec
+from .execution.batch import Runner, SequenceSlice
+from .kv.block_pool import NUM_RESERVED_BLOCKS
+from .kv.limits import EngineLimits
+from .scheduling.step_cost_estimator import MIN_SAMPLES, StepCostEstimator
+
+BUDGET_S = 1.5  # in all
+_SPEC = SampleSpec(SamplingParams(temperature=0.0), key=1)
+_MOST_TOKENS = 2048  # of a prompt: larger steps take as long for each token
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """Decodes with a context each, and a part of a prompt behind its own."""
+
+    num_decodes: int
+    context: int
+    num_tokens: int = 0
+    prompt_context: int = 0
+
+    @property
+    def shape(self) -> StepShape:
+        pairs = pairs_of(self.num_tokens, self.prompt_context)
+        keys = self.num_decodes * self.context
+        return StepShape(self.num_tokens, pairs, self.num_decodes, keys)
+
+    @property
+    def longest(self) -> int:
+        return max(self.context, self.num_tokens + self.prompt_context)
+
+
+def _cases(limits: EngineLimits) -> Iterator[_Case]:
+    """By rows, as far as the engine takes them."""
+    largest = min(limits.prompt_step_tokens, _MOST_TOKENS)
+    found = [
+        *(_Case(n, context) for n, context in ((1, 256), (8, 1024), (32, 512), (32, 2048))),
+        *(_Case(n, 256) for n in (64, 128, 256)),
+        *(_Case(0, 0, n) for n in (16, 64, 128, 256, 512, 1024, 2048)),
+        *(_Case(0, 0, n, 4096) for n in (128, 512)),
+        *(_Case(16, 1024, n) for n in (64, 256, 512)),
+    ]
+    for case in sorted(found, key=lambda case: case.shape.num_rows):
+        num_blocks = max(1, case.num_decodes) * limits.blocks_for(case.longest + 1)
+        is_small = case.num_decodes <= limits.max_num_seqs and case.num_tokens <= largest
+        if is_small and case.longest < limits.max_model_len and num_blocks <= limits.capacity:
+            yield case
+
+
+def _batch(case: _Case, limits: EngineLimits) -> list[SequenceSlice]:
+    """Block tables beside each other: caches of the device help no more than with requests."""
+    size, capacity = limits.blocks_for(case.longest + 1), limits.capacity
+    tables = [
+        [NUM_RESERVED_BLOCKS + (row * size + column) % capacity for column in range(size)]
+        for row in range(case.num_decodes + 1)
+    ]
+    batch = [SequenceSlice((5,), case.context - 1, table, _SPEC) for table in tables[:-1]]
+    if case.num_tokens:
+        tokens = (5,) * case.num_tokens
+        batch.append(SequenceSlice(tokens, case.prompt_context, tables[-1], _SPEC))
+    return batch
+
+
+def measure_first_steps(
+    runner: Runner, limits: EngineLimits, costs: StepCostEstimator, budget_s: float
+) -> float:
+    """Run what can be run in that time, for `costs` to observe; returns the seconds that it took.
+    No request may have blocks yet. Raises EngineFailed as the runner does."""
+    began_s = monotonic()
+    last_s, last_rows = 0.0, 1
+    for case in _cases(limits):
+        rows = case.shape.num_rows
+        expected_s = last_s * max(1.0, rows / last_rows)
+        if monotonic() - began_s + (MIN_SAMPLES + 2) * expected_s > budget_s:
+            break
+        last_s, last_rows = _measure(runner, _batch(case, limits), case.shape, costs), rows
+    return monotonic() - began_s
+
+
+def _measure(
+    runner: Runner, batch: list[SequenceSlice], shape: StepShape, costs: StepCostEstimator
+) -> float:
+    """The seconds of the last of a few steps; the first does not count. Each is launched before
+    the one in front of it is collected, as by the engine where the runner runs ahead."""
+    before = runner.launch(batch)
+    ended_s = took_s = 0.0
+    for number in range(MIN_SAMPLES + 1):
+        behind = runner.launch(batch)
+        before.collect()
+        before, now_s = behind, monotonic()
+        if number:
+            took_s = now_s - ended_s
+            costs.observe(shape, took_s)
+        ended_s = now_s
+    before.collect()
+    return took_s

@@ -1,0 +1,106 @@
+"""Steps that are measured before the first request, on runners whose steps take what is known."""
+
+from __future__ import annotations
+
+import pytest
+from fakes.clock import FakeClock
+from fakes.gateway.step_costs import linear_cost
+from fakes.runner import FakeRunner
+
+from baton.core.step_cost import StepShape, pairs_of
+from baton.engine import first_steps
+from baton.engine.engine import Engine
+from baton.engine.execution.batch import SequenceSlice
+from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
+from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.limits import EngineLimits
+
+BLOCK_SIZE = 16
+
+
+class TimedRunner(FakeRunner):
+    """Its steps take what a cost says, on a clock that they move; it keeps what they were."""
+
+    def __init__(self, num_blocks: int, clock: FakeClock, token_s: float) -> None:
+        super().__init__(num_blocks, BLOCK_SIZE, vocab_size=50)
+        self.clock, self.cost = clock, linear_cost(0.004, token_s)
+        self.shapes: list[StepShape] = []
+        self.blocks: set[int] = set()
+
+    def launch(self, batch: list[SequenceSlice]) -> _Done:  # type: ignore[override]
+        ones = [part for part in batch if part.num_scheduled_tokens == 1]
+        prompts = [part for part in batch if part.num_scheduled_tokens > 1]
+        shape = StepShape(
+            sum(part.num_scheduled_tokens for part in prompts),
+            sum(pairs_of(part.num_scheduled_tokens, part.start) for part in prompts),
+            len(ones),
+            sum(part.start + 1 for part in ones),
+        )
+        for part in batch:
+            num_slots = part.start + part.num_scheduled_tokens
+            assert num_slots <= len(part.block_table) * BLOCK_SIZE
+            self.blocks.update(part.block_table)
+        self.shapes.append(shape)
+        self.clock.advance(self.cost.seconds(shape))
+        return _Done()
+
+
+class _Done:
+    def collect(self) -> list[None]:
+        return []
+
+
+def measured(
+    monkeypatch: pytest.MonkeyPatch, budget_s: float, token_s: float = 20e-6, **options: int
+) -> tuple[Engine, TimedRunner, float]:
+    clock = FakeClock()
+    monkeypatch.setattr(first_steps, "monotonic", clock.monotonic_s)
+    num_blocks = options.pop("num_blocks", 8000)
+    runner = TimedRunner(num_blocks, clock, token_s)
+    limits = EngineLimits(num_blocks, BLOCK_SIZE, **({"max_model_len": 8192} | options))
+    engine = Engine(
+        runner, limits, LocalGenerations(num_blocks), fingerprint="f", eos_token_ids=()
+    )  # fmt: skip
+    return engine, runner, engine.measure_first_steps(budget_s)
+
+
+def test_the_first_heartbeat_has_what_steps_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, runner, took_s = measured(monkeypatch, 10.0)
+    cost = engine.step_cost()
+    assert cost is not None and cost.max_rows == 2048 and took_s < 10.0
+    for shape in (StepShape(1000, pairs_of(1000, 0)), StepShape(num_decodes=40, keys=40_000)):
+        assert cost.seconds(shape) == pytest.approx(runner.cost.seconds(shape), rel=0.02)
+    assert min(runner.blocks) == NUM_RESERVED_BLOCKS
+    engine.check_integrity()
+    assert engine.pool.num_available == engine.limits.capacity, "no block was taken"
+    assert engine.totals().num_prompt_tokens == 0
+
+
+@pytest.mark.parametrize("budget_s", [0.25, 1.5])
+@pytest.mark.parametrize("token_s", [2e-5, 2e-3, 2e-1])
+def test_it_takes_no_longer_than_it_may(
+    monkeypatch: pytest.MonkeyPatch, budget_s: float, token_s: float
+) -> None:
+    """But for the first step of a size."""
+    _, runner, took_s = measured(monkeypatch, budget_s, token_s)
+    assert took_s <= budget_s or len(set(runner.shapes)) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_blocks": 4},
+        {"max_model_len": 64},
+        {"max_num_seqs": 1, "max_num_batched_tokens": 16},
+        {"prefill_chunk_tokens": 8192},
+    ],
+)
+def test_small_engines_run_what_fits(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, int]
+) -> None:
+    engine, runner, _ = measured(monkeypatch, 10.0, **options)
+    limits = engine.limits
+    for shape in runner.shapes:
+        assert shape.num_decodes <= limits.max_num_seqs
+        assert shape.num_prompt_tokens <= limits.prompt_step_tokens
+    assert not runner.blocks or max(runner.blocks) < limits.num_blocks
