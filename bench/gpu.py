@@ -17,6 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -167,7 +168,7 @@ class Bench:
                 engine.step()
             samples = [self._step_ms(batch) for _ in range(_REPEATS)]
         if self._tells_kernels:
-            print(f"decode {batch} x {context}, by kernel:\n{self._kernels()}", flush=True)
+            self._print_kernels(f"decode {batch} x {context}", self._engine.step)
         for request in requests:
             engine.abort(request.key)
         while engine.has_work:
@@ -202,6 +203,8 @@ class Bench:
             before.collect()
             samples.append((time.perf_counter() - begin_s) / _STEPS * 1e3)
         name = f"decode {batch} x {context} beside {num_tokens} behind {prompt_context}"
+        if self._tells_kernels:
+            self._print_kernels(name, lambda: self._steps.launch(step).collect())
         floor_ms = self._shape.decode_floor_ms(batch, context)
         return self._figure(name, samples[1:], floor_ms, batch + num_tokens)
 
@@ -211,19 +214,18 @@ class Bench:
             assert len(self._engine.step().tokens) == batch
         return (time.perf_counter() - begin_s) / _STEPS * 1e3
 
-    def _kernels(self) -> str:
+    def _print_kernels(self, name: str, step: Callable[[], object]) -> None:
         """What a step has on this rank's GPU. One that is launched early waits for the one in front
         as long as it runs: they add up to more than the step."""
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for _ in range(_STEPS):
-                self._engine.step()
+                step()
             torch.cuda.synchronize()
         found = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
-        return "\n".join(
-            f"{event.self_device_time_total / _STEPS:9.1f} us {event.count / _STEPS:7.1f} x "
-            f"{event.key[:_NAME_CHARS]}"
-            for event in found[:_NUM_KERNELS]
-        )
+        print(f"{name}, by kernel:")
+        for event in found[:_NUM_KERNELS]:
+            each_us = event.self_device_time_total / _STEPS
+            print(f"{each_us:9.1f} us {event.count / _STEPS:7.1f} x {event.key[:_NAME_CHARS]}")
 
     def _figure(self, name: str, samples: list[float], floor_ms: float, num_tokens: int) -> Figure:
         """`floor_ms` is that of one GPU."""

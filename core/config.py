@@ -86,13 +86,13 @@ class EngineConfig:
         "engine with a promise takes whole requests, whatever its role; default: none",
     )
     mixed_graph_tokens: int = flag(
-        0,
+        512,
         "on a GPU: most prompt tokens beside decodes in a step that is replayed from a CUDA graph, "
         "64 to 512; 0: such steps are launched kernel by kernel",
     )
     enable_prefix_caching: bool = flag(True, "reuse KV of equal prefixes")
     attention_backend: str = flag(
-        "auto", "attention kernels", choices=("auto", "torch", "triton", "flashinfer")
+        "auto", "prefill attention kernels", choices=("auto", "torch", "triton", "flashinfer")
     )
     num_threads: int | None = flag(None, "CPU threads of an engine; default: 1")
 

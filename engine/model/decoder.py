@@ -7,6 +7,8 @@ gave on each. Knows no request, no block and no file.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -62,6 +64,10 @@ class Attention:
             qkv = self._ops.norm_heads(qkv, weights, self._kv_heads, self._eps)
         return self.out(attention.run(self._layer, qkv, rope).view(len(x), -1))
 
+    def products(self) -> list[tuple[int, Callable[[Tensor], Tensor]]]:
+        """See DecoderLayer."""
+        return [(self.qkv.weight.shape[1], self.qkv), (self.out.weight.shape[1], self.out.product)]
+
     def targets(self) -> Targets:
         yield from self.qkv.targets()
         yield from self.out.targets()
@@ -99,6 +105,13 @@ class MLP:
     def product(self, x: Tensor) -> Tensor:
         """The same: see RowLinear."""
         return self.down.product(self.gate_up.gated(x))
+
+    def products(self) -> list[tuple[int, Callable[[Tensor], Tensor]]]:
+        """See DecoderLayer."""
+        return [
+            (self.gate_up.weight.shape[1], self.gate_up.gated),
+            (self.down.weight.shape[1], self.down.product),
+        ]
 
     def targets(self) -> Targets:
         yield from self.gate_up.targets()
@@ -145,6 +158,10 @@ class Experts:
             weights = weights / weights.sum(-1, keepdim=True)
         return weights.to(x.dtype), chosen
 
+    def products(self) -> list[tuple[int, Callable[[Tensor], Tensor]]]:
+        """None that go by a library: see DecoderLayer."""
+        return []
+
     def targets(self) -> Targets:
         yield from self.router.targets()
         for expert in self.experts:
@@ -178,6 +195,10 @@ class DecoderLayer:
         normed = self.input_norm(residual) if x is None else self.input_norm.add(x, residual)
         attended = self.attention(normed, rope, attention)
         return self.mlp(self.post_attention_norm.add(attended, residual))
+
+    def products(self) -> list[tuple[int, Callable[[Tensor], Tensor]]]:
+        """The products of inputs with weights, as pairs of how many inputs and the product."""
+        return [*self.attention.products(), *self.mlp.products()]
 
     def targets(self) -> Targets:
         for part in (self.input_norm, self.attention, self.post_attention_norm, self.mlp):

@@ -105,10 +105,9 @@ def test_decodes_beside_prompts_by_a_graph_are_as_kernel_by_kernel(
         runner.launch([piece(index, 0, context)]).collect()
     lens = [*[1] * num_decodes, *prompts]
     batch = [piece(index, contexts[index], n) for index, n in enumerate(lens)]
-    assert steps._find_mixed(batch) is not None
-    steps.prefill_graphs._graphs.clear()  # which would do for a few decodes
+    assert steps._find_prefill_graph(batch) is not None
     with_graph = runner.launch(batch).collect()
-    steps.mixed_graphs.clear()
+    steps.prefill_graphs.clear()
     without = runner.launch(batch).collect()
     for one, other in zip(with_graph, without, strict=True):
         assert one is not None and other is not None
