@@ -21,6 +21,7 @@ from ..request.engine_link import Avoid, Demand, MustWait, Route, Work
 from ..request.suspects import Suspects
 from ..validation.validation import ModelLimits
 from .linked_engine import MEASURED_ROWS, LinkedEngine
+from .plan_record import PlanRecord
 from .routing import choose_plan
 
 _NOTHING_CACHED: Mapping[str, int] = MappingProxyType({})
@@ -59,11 +60,17 @@ class EngineTable:
     """All linked engines by incarnation; what is mirrored of the prefix index is theirs.
 
     `chance`: what plans that are alike are drawn by; without it gateways that know the same choose
-    the same.
+    the same. `plans`: what is noted of those that are chosen.
     """
 
-    def __init__(self, mirror: PrefixMirror, chance: random.Random | None = None) -> None:
+    def __init__(
+        self,
+        mirror: PrefixMirror,
+        chance: random.Random | None = None,
+        plans: PlanRecord | None = None,
+    ) -> None:
         self._chance = chance
+        self.plans = plans
         self.engines: dict[str, LinkedEngine] = {}
         self.mirror = mirror
         self.suspects = Suspects()
@@ -90,12 +97,14 @@ class EngineTable:
         caller_id: int = 0,
         cached_tokens: Mapping[str, int] = _NOTHING_CACHED,
         is_constrained: bool = False,
+        is_noted: bool = True,
     ) -> Route:
         """See engine_link.Router. An engine counts from its first heartbeat on; one where a suspect
         is on trial comes after all others.
 
         `cached_tokens`: by incarnation, what engines are likely to have of the request.
-        `is_constrained`: it is for engines alone that take constraints.
+        `is_constrained`: it is for engines alone that take constraints. `is_noted`: for a request,
+        not to know whether there is a plan.
         """
         costs = self._costs()
         states = [
@@ -119,6 +128,8 @@ class EngineTable:
             if clear == avoid:
                 raise
             prefill, decode = choose(avoid=avoid)
+        if self.plans is not None and is_noted:
+            self.plans.note(states, demand.num_tokens, prefill, decode)
         return Route(
             ChosenEngine(self.engines[prefill], cached_tokens.get(prefill, 0)),
             ChosenEngine(self.engines[decode], cached_tokens.get(decode, 0)),
@@ -141,7 +152,7 @@ class EngineTable:
     def why_not_ready(self) -> str:
         """What is missing before any request can be served; empty if nothing is."""
         try:
-            self.choose(Demand(1), avoid=Avoid(), fingerprint=None)
+            self.choose(Demand(1), avoid=Avoid(), fingerprint=None, is_noted=False)
         except Unavailable as error:
             return error.message
         except MustWait:

@@ -38,6 +38,7 @@ from ..admission.admission import QueueLimit
 from ..admission.front_door import FrontDoor
 from ..engines.cluster_view import ClusterView
 from ..engines.engine_table import EngineTable
+from ..engines.plan_record import PlanRecord
 from ..engines.promise_decider import PromiseDecider
 from ..engines.promise_leader import LEASE_S, PromiseLeader
 from ..grpc.service import InferenceService, Parsing
@@ -102,7 +103,7 @@ class Gateway:
         calls = MemberCalls(secret, security.cluster_tls)
         self._directory = KnownNodes(RedisDirectory(*redis), tuple(Role), calls, secret, clock)
         self._index = index = RedisIndexLink(*redis)
-        self._table = EngineTable(PrefixMirror(clock), random.Random())
+        self._table = EngineTable(PrefixMirror(clock), random.Random(), PlanRecord(clock))
         self._follower = Follower(index, self._table.mirror)
         queue = DispatchQueue(self._table.released)
         self._sessions = SessionTable(clock, config.max_num_requests, queue)

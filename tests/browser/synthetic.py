@@ -23,10 +23,11 @@ from baton.core.membership import Member, Role
 from baton.core.request.request import FinishReason
 from baton.core.request.timeline import Event, Stamp
 from baton.gateway.engines.engine_table import EngineTable
-from baton.gateway.engines.linked_engine import LinkedEngine, ReportedLoad
+from baton.gateway.engines.linked_engine import EngineCounters, LinkedEngine, ReportedLoad
+from baton.gateway.engines.plan_record import PlanRecord
 from baton.gateway.http.dashboard.routes import add_dashboard
 from baton.gateway.http.dashboard.snapshot import EngineRoster, SnapshotFeed
-from baton.gateway.request.engine_link import TransferSummary
+from baton.gateway.request.engine_link import Avoid, Demand, MustWait, TransferSummary
 from baton.gateway.request.output_chunk import OutputChunk, RequestResult
 from baton.gateway.security.tenancy import Caller
 from baton.gateway.telemetry.call_feed import CallFeed
@@ -65,7 +66,7 @@ class SyntheticGateway:
         targets, store = SloTargets(0.5, 0.05), MetricStore(ALL, "baton_", model)
         self.calls = CallFeed(self.clock, targets, self.window, store)
         self.clock.at_s = None
-        self.table = EngineTable(PrefixMirror(self.clock))
+        self.table = EngineTable(PrefixMirror(self.clock), plans=PlanRecord(self.clock))
         self.members: dict[str, Member] = {}
         self.model, self.tenant, self.scale = model, tenant, scale
         self._random = random.Random(7)
@@ -207,6 +208,9 @@ class SyntheticGateway:
                 loop.call_at(loop.time() + when_s - now_s, act)
             for engine in self.table.engines.values():
                 self._drift(engine)
+            with contextlib.suppress(BatonError, MustWait):
+                num_tokens = self._random.choice((300, 2000, 9000))
+                self.table.choose(Demand(num_tokens), avoid=Avoid(), fingerprint=None)
             await asyncio.sleep(self._random.expovariate(rps))
 
     def _drift(self, engine: LinkedEngine) -> None:
@@ -219,6 +223,19 @@ class SyntheticGateway:
         credit = load.credit_blocks
         engine.load = ReportedLoad(
             running, waiting, 4_000 * waiting, free, credit, False, load.links
+        )
+        if engine.name != "prefill-0.0":  # which promises nothing
+            self._promise(engine, load.counters)
+
+    def _promise(self, engine: LinkedEngine, before: EngineCounters) -> None:
+        """Forty steps, of which nearly all keep it."""
+        kept = before.num_kept_steps + 40 - (self._random.random() < 0.3)
+        counters = EngineCounters(
+            num_promised_steps=before.num_promised_steps + 40, num_kept_steps=kept
+        )
+        assert engine.load is not None
+        engine.load = replace(
+            engine.load, tbt_target_s=0.025, decode_step_p99_s=0.0247, counters=counters
         )
 
     def _drawn(self) -> int:

@@ -11,6 +11,7 @@ import asyncio
 import json
 import math
 import re
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -113,6 +114,7 @@ class SnapshotFeed:
         snapshot["series"] = {name: _drawn(series[name]) for name in series.keys() & SERIES}
         snapshot["recent"] = recent[:MAX_RECENT]
         snapshot |= {"gateway": self._about(), "engines": self._roster.rows()}
+        snapshot["plans"] = self._roster.plans()
         if is_whole:
             snapshot["definitions"] = definitions()
         compact: dict[str, Any] = _compact(snapshot)
@@ -148,7 +150,11 @@ def _compact(value: Any) -> Any:
 _FORGET_S = 3600.0
 _MAX_GONE = 64
 _OF_MEMBER = ("incarnation", "name", "address", "device", "block_size", "num_blocks")
-_OF_LOAD = ("free_blocks", "credit_blocks", "num_running", "num_waiting", "waiting_tokens")
+_OF_LOAD = (
+    *("free_blocks", "credit_blocks", "num_running", "num_waiting", "waiting_tokens"),
+    *("tbt_target_s", "is_promise_withdrawn"),
+)
+_KEPT_OVER = 30  # looks, of which there is one a second
 
 
 @dataclass(slots=True)
@@ -159,6 +165,15 @@ class _Seen:
     state: str
     since_unix_s: float
     restarts: int = 0
+    kept: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_KEPT_OVER))
+
+    @property
+    def kept_share(self) -> float | None:
+        """Of the last steps with decodes that were promised something; None: there were none."""
+        if len(self.kept) < 2:
+            return None
+        (steps, kept), (last_steps, last_kept) = self.kept[0], self.kept[-1]
+        return (last_kept - kept) / (last_steps - steps) if last_steps > steps else None
 
 
 @dataclass(eq=False)
@@ -187,6 +202,10 @@ class EngineRoster:
             state = self._state(incarnation) if incarnation in present else "gone"
             if state != seen.state:
                 seen.state, seen.since_unix_s = state, now_unix_s
+            engine = self._table.engines.get(incarnation)
+            if engine is not None and engine.load is not None:
+                counters = engine.load.counters
+                seen.kept.append((counters.num_promised_steps, counters.num_kept_steps))
         self._join_restarted()
         self._forget_old(now_unix_s)
 
@@ -197,6 +216,10 @@ class EngineRoster:
             key=lambda seen: (seen.member.role.value != "prefill", seen.member.name),
         )
         return [self._row(seen) for seen in order]
+
+    def plans(self) -> list[dict[str, Any]]:
+        """Which plans were chosen lately, and why."""
+        return [] if self._table.plans is None else self._table.plans.rows()
 
     def _state(self, incarnation: str) -> str:
         engine = self._table.engines.get(incarnation)
@@ -215,6 +238,8 @@ class EngineRoster:
             **{name: getattr(member, name) for name in _OF_MEMBER},
             **{name: getattr(seen, name) for name in ("state", "since_unix_s", "restarts")},
             **{name: getattr(load, name, None) for name in _OF_LOAD},
+            "kept_share": seen.kept_share,
+            "step_p99_s": (load.decode_step_p99_s or None) if load is not None else None,
             "links": sorted(load.links) if load is not None else [],
         }
 

@@ -3,7 +3,7 @@
 
 import { drawEdges } from "./edges.js";
 import { element, keyed, setAttribute, setStyle, setText } from "./dom.js";
-import { ago, bytesPerSecond, count, joined, percent, rate } from "./format.js";
+import { ago, bytesPerSecond, count, duration, joined, percent, rate } from "./format.js";
 
 const STATES = {
   ready: ["Ready", "good"],
@@ -43,13 +43,30 @@ function makeCard(kind, facts) {
   return card;
 }
 
+// What steps with decodes take at most, how many of the last half minute did, and the longest of a hundred.
+const PROMISE = { promise: "Promise", kept_share: "Kept", step_p99_s: "Step p99" };
+
 const FACTS = {
-  prefill: { num_running: "Running", num_waiting: "Waiting", waiting_tokens: "Queue", credit_blocks: "Credit" },
-  decode: { num_running: "Running", num_waiting: "Waiting", free_blocks: "Free blocks" },
+  prefill: { num_running: "Running", num_waiting: "Waiting", waiting_tokens: "Queue", credit_blocks: "Credit", ...PROMISE },
+  decode: { num_running: "Running", num_waiting: "Waiting", free_blocks: "Free blocks", ...PROMISE },
   gateway: { rps: "Requests", running: "Running", output: "Output" },
 };
 
 const UNITS = { waiting_tokens: " tok", credit_blocks: " blocks" };
+
+/** An engine without a promise computes prompts at full speed, or decodes alone. */
+function promiseText({ state, tbt_target_s: target, is_promise_withdrawn: isWithdrawn }) {
+  if (state !== "ready" && state !== "draining") return "–";
+  if (target === null) return "none";
+  return joined(duration(target)) + (isWithdrawn ? ", ending" : "");
+}
+
+function factText(engine, key) {
+  if (key === "promise") return promiseText(engine);
+  if (key === "kept_share") return joined(percent(engine.kept_share));
+  if (key === "step_p99_s") return joined(duration(engine.step_p99_s));
+  return engine[key] === null ? "–" : count(engine[key]) + (UNITS[key] ?? "");
+}
 
 function updateEngine(card, engine, state) {
   const { parts } = card;
@@ -63,7 +80,7 @@ function updateEngine(card, engine, state) {
   const since = engine.state === "ready" ? back : `, ${ago(state.now_unix_s - engine.since_unix_s)}${back}`;
   setText(parts.sub, place + since);
   for (const [key, [, value]] of Object.entries(parts.facts)) {
-    setText(value, engine[key] === null ? "–" : count(engine[key]) + (UNITS[key] ?? ""));
+    setText(value, factText(engine, key));
   }
   const used = engine.free_blocks === null ? null : 1 - engine.free_blocks / engine.num_blocks;
   setText(parts.fillText, used === null ? "unknown" : joined(percent(Math.max(0, used))));

@@ -1,0 +1,78 @@
+"""What is noted of plans, for people: against estimates of all plans, one after the other."""
+
+from __future__ import annotations
+
+from fakes.clock import FakeClock
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core.membership import Role
+from baton.core.step_cost import PromptSpeed
+from baton.gateway.engines.plan_record import ALONE, PAIR, SPAN_S, PlanRecord, estimates
+from baton.gateway.engines.routing import REQUEST_S, EngineState, choose_plan
+
+NUM_TOKENS = 2000
+
+
+def engine(name: str, role: Role, waiting: int, requests: int, promises: bool) -> EngineState:
+    links = frozenset("pqr") if role is Role.DECODE else frozenset[str]()
+    return EngineState(
+        *(name, role, "f", 16), num_requests=requests, waiting_tokens=waiting, free_blocks=1 << 20,
+        credit_blocks=1 << 20, links=links, keeps_promise=promises,
+        speed=PromptSpeed(0.004, 20e-6),
+    )  # fmt: skip
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> list[EngineState]:
+    number = st.integers(0, 40)
+    return [
+        engine(name, role, 1000 * draw(number), draw(number), draw(st.booleans()))
+        for names, role in (("pqr", Role.PREFILL), ("def", Role.DECODE))
+        for name in names[: draw(st.integers(1, 3))]
+    ]
+
+
+def all_plans(engines: list[EngineState]) -> dict[tuple[str, str], float]:
+    plans = {}
+    for one in engines:
+        prompt_s = one.prompt_seconds(NUM_TOKENS)
+        if one.keeps_promise:
+            plans[one.incarnation, one.incarnation] = prompt_s + one.num_requests * REQUEST_S
+        for other in engines if one.role is Role.PREFILL else ():
+            if other.role is Role.DECODE:
+                seconds = prompt_s + other.decode_seconds(NUM_TOKENS)
+                plans[one.incarnation, other.incarnation] = seconds
+    return plans
+
+
+@given(clusters())
+def test_the_chosen_and_the_next_best_of_all_plans(engines: list[EngineState]) -> None:
+    plan = choose_plan(engines, NUM_TOKENS)
+    plans = all_plans(engines)
+    chosen_s, next_s = estimates(engines, NUM_TOKENS, plan.prefill, plan.decode)
+    assert chosen_s == plans.pop((plan.prefill, plan.decode))
+    assert next_s == min(plans.values(), default=None)
+
+
+def test_counts_and_means_of_the_last_seconds() -> None:
+    clock = FakeClock()
+    record = PlanRecord(clock)
+    engines = [engine("p", Role.PREFILL, 0, 0, True), engine("d", Role.DECODE, 0, 10, True)]
+    empty = {"per_s": 0.0, "chosen_s": None, "next_s": None}
+    assert record.rows() == [{"plan": PAIR} | empty, {"plan": ALONE} | empty]
+    for _ in range(40):
+        clock.advance(0.1)
+        record.note(engines, NUM_TOKENS, "p", "p")
+    pair, alone = record.rows()
+    assert alone["per_s"] == 4.0 and pair["per_s"] == 0.0
+    assert abs(float(str(alone["chosen_s"])) - 0.044) < 1e-9
+    assert float(str(alone["next_s"])) > 0.044
+    clock.advance(SPAN_S + 2.0)
+    assert record.rows()[1] == {"plan": ALONE} | empty
+
+
+def test_nothing_but_what_was_chosen() -> None:
+    engines = [engine("d", Role.DECODE, 0, 0, True)]
+    chosen_s, next_s = estimates(engines, NUM_TOKENS, "d", "d")
+    assert (round(chosen_s, 9), next_s) == (0.044, None)
