@@ -21,15 +21,15 @@ function deviceName(device) {
   return device.startsWith("cuda:") ? `GPU ${device.slice(5).replaceAll(",", ", ")}` : device;
 }
 
-const fact = (name) => {
+const fact = (name, key) => {
   const value = element("dd", {}, "–");
-  return [element("div", {}, element("dt", {}, name), value), value];
+  return [element("div", { class: key }, element("dt", {}, name), value), value];
 };
 
 /** The card's parts are kept on it, to be updated in place. */
 function makeCard(kind, facts) {
   const parts = { name: element("h4"), badge: element("span", { class: "badge" }), sub: element("p", { class: "small sub" }) };
-  parts.facts = Object.fromEntries(Object.entries(facts).map(([key, name]) => [key, fact(name)]));
+  parts.facts = Object.fromEntries(Object.entries(facts).map(([key, name]) => [key, fact(name, key)]));
   parts.fill = element("i");
   parts.fillText = element("span");
   parts.links = element("ul", { class: "links small" });
