@@ -133,6 +133,9 @@ ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]], str]]] = {
             of_nodes("engine_step_cost_error"),
             "timeseries",
         ),
+        ("Promised steps/s", "short", node_rate("promised_steps_total"), "timeseries"),
+        ("Steps/s that kept it", "short", node_rate("kept_steps_total"), "timeseries"),
+        ("Refused by engines/s", "short", node_rate("promise_refusals_total"), "timeseries"),
     ],
     "KV cache": [
         ("In use", "percentunit", of_nodes("kv_cache_usage_perc"), "usage"),

@@ -195,6 +195,13 @@ CACHE_QUERIES = Metric(
     "prefix_cache_queries_total", "Known tokens of what was given KV blocks.", _NODE
 )
 CACHE_HITS = Metric("prefix_cache_hits_total", "Of them, those that the prefix cache held.", _NODE)
+PROMISED_STEPS = Metric(
+    "promised_steps_total", "Steps with decodes that were promised something.", _NODE
+)
+KEPT_STEPS = Metric("kept_steps_total", "Of them, those that took no longer.", _NODE)
+PROMISE_REFUSALS = Metric(
+    "promise_refusals_total", "Requests that would have broken the promise.", _NODE
+)
 EXPIRED_LEASES = Metric(
     "kv_expired_leases_total", "Hand-offs whose puller did not come or renew in time.", _NODE
 )
@@ -220,6 +227,7 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
         *(NODE_UP, NODE_DRAINING, RUNNING, WAITING, WAITING_TOKENS),
         *(TBT_TARGET, STEP_COST_ERROR, KV_USAGE, KV_FREE, KV_LEASED, KV_CREDIT),
         *(PREEMPTIONS, CACHE_QUERIES, CACHE_HITS, EXPIRED_LEASES),
+        *(PROMISED_STEPS, KEPT_STEPS, PROMISE_REFUSALS),
         *(PULLS, PULL_BYTES, PULL_SECONDS, PULL_FAILURES),
     ),
     "Certificates": (CERTIFICATE_EXPIRES,),
