@@ -126,10 +126,7 @@ class ClusterView:
         engine = self._table.engines[link.member.incarnation]
         before, now_s = engine.load, self._clock.monotonic_s()
         engine.receive_heartbeat(load)
-        is_same = before is not None and (before.links, before.is_draining) == (
-            load.links,
-            load.is_draining,
-        )
+        is_same = before is not None and _serves(before) == _serves(load)
         if is_same and now_s < self._reported_s + _REPORT_S:
             return  # a busy engine's heartbeats are many
         self._reported_s = now_s
@@ -151,3 +148,8 @@ class ClusterView:
     def _changed(self, *, is_load_only: bool) -> None:
         self._on_change()
         self._sessions.cluster_changed(is_load_only=is_load_only)
+
+
+def _serves(load: ReportedLoad) -> tuple[object, ...]:
+    """What decides which requests an engine may serve at all, however busy."""
+    return load.links, load.is_draining, load.takes_whole
