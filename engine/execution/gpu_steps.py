@@ -43,11 +43,11 @@ from .cuda_graphs import (
     StepGraphs,
     decode_sizes,
     measure_products,
+    prefill_sizes,
 )
 from .step_parts import Extras, Int64s, compute_extras, flatten, metadata_of
 
 _FEW_DECODES = 64  # beside prompts: room for more takes a percent of a step
-_TOKENS_APART = 64  # the sizes of graphs with prompts
 _PADDING_SLICE = SequenceSlice(token_ids=(0,), start=0, block_table=(PADDING_BLOCK,), sample=None)
 
 
@@ -131,9 +131,7 @@ class GpuSteps:
         if mixed_tokens:
             rooms |= {room: room + mixed_tokens for room in (few, max_num_seqs)}
         # Sizes of the graphs with prompts, by how many decodes they have room for.
-        self._prefill_sizes = {
-            room: [*range(_TOKENS_APART, most, _TOKENS_APART), most] for room, most in rooms.items()
-        }
+        self._prefill_sizes = {room: prefill_sizes(most) for room, most in rooms.items()}
         self.prefill_graphs: dict[int, StepGraphs] = {}
         self.make_graphs(ProductTimes({}, {}))
 
