@@ -61,6 +61,7 @@ _MIXED = [  # decodes, their context, tokens of a prompt, those before them
     (64, 2048, 512, 1024),
     (64, 2048, 256, 8192),
     (64, 2048, 512, 8192),
+    (64, 2048, 1024, 8192),
     (256, 1024, 256, 1024),
 ]
 _GROWTH = [(batch, 1024) for batch in (1, 2, 4, 8, 16, 32, 64, 128, 256)] + [
@@ -252,7 +253,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--part-of", type=int, default=1, help="a rank's part of so many, alone")
     parser.add_argument("--only", nargs="*", default=[], help="cases, as 'decode 64 x 4096'; mixed")
     parser.add_argument("--max-num-seqs", type=int, default=256)
-    parser.add_argument("--mixed-graph-tokens", type=int, default=512)
+    parser.add_argument("--mixed-graph-tokens", type=int, default=1024)
     parser.add_argument("--growth", action="store_true", help="decode over batch and context")
     parser.add_argument("--load", action="store_true", help="start-up from a written checkpoint")
     parser.add_argument("--kernels", action="store_true", help="what decode steps consist of")

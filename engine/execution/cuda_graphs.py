@@ -174,3 +174,9 @@ def decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
     """Batch sizes to capture: closer together where a padded row costs a larger share."""
     steps = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_num_seqs, 32)]
     return (*(size for size in steps if size < max_num_seqs), max_num_seqs)
+
+
+def prefill_sizes(most: int) -> tuple[int, ...]:
+    """Tokens to capture of steps with prompts, up to `most`."""
+    steps = [*range(64, 512, 64), *range(512, most, 128)]
+    return (*(size for size in steps if size < most), most)

@@ -27,7 +27,6 @@ from ...core.errors import EngineFailed
 from ...core.request.request import TokenLogprobs
 from ...kernels.attention.attention import (
     MAX_GRAPH_SLICES,
-    MAX_GRAPH_TOKENS,
     AttentionBackend,
 )
 from ...kernels.sampling.sampling import as_signed, sample
@@ -43,11 +42,13 @@ from .cuda_graphs import (
     StepGraphs,
     decode_sizes,
     measure_products,
+    prefill_sizes,
 )
 from .step_parts import Extras, Int64s, compute_extras, flatten, metadata_of
 
+# Prompts without decodes: longer ones are better off with FA3, and hide what launching costs.
+_MAX_PROMPT_TOKENS, _MAX_PROMPT_CONTEXT = 512, 4096
 _FEW_DECODES = 64  # beside prompts: room for more takes a percent of a step
-_TOKENS_APART = 64  # the sizes of graphs with prompts
 _PADDING_SLICE = SequenceSlice(token_ids=(0,), start=0, block_table=(PADDING_BLOCK,), sample=None)
 
 
@@ -127,13 +128,11 @@ class GpuSteps:
         self._decode_sizes = decode_sizes(max_num_seqs)
         self._mixed_tokens = mixed_tokens
         few = min(_FEW_DECODES, max_num_seqs)
-        rooms = {0: MAX_GRAPH_TOKENS}
+        rooms = {0: _MAX_PROMPT_TOKENS}
         if mixed_tokens:
             rooms |= {room: room + mixed_tokens for room in (few, max_num_seqs)}
         # Sizes of the graphs with prompts, by how many decodes they have room for.
-        self._prefill_sizes = {
-            room: [*range(_TOKENS_APART, most, _TOKENS_APART), most] for room, most in rooms.items()
-        }
+        self._prefill_sizes = {room: prefill_sizes(most) for room, most in rooms.items()}
         self.prefill_graphs: dict[int, StepGraphs] = {}
         self.make_graphs(ProductTimes({}, {}))
 
@@ -269,7 +268,12 @@ class GpuSteps:
         room = min((room for room in self.prefill_graphs if room >= num_decodes), default=None)
         if not 0 < len(batch) - num_decodes < MAX_GRAPH_SLICES or room is None:
             return None
-        if num_tokens - num_decodes > (self._mixed_tokens if room else MAX_GRAPH_TOKENS):
+        if num_tokens - num_decodes > (self._mixed_tokens if room else _MAX_PROMPT_TOKENS):
+            return None
+        if (
+            not room
+            and max(one.start + one.num_scheduled_tokens for one in batch) > _MAX_PROMPT_CONTEXT
+        ):
             return None
         graph = self.prefill_graphs[room].find(num_tokens)
         return None if graph is None else (num_decodes, room, graph)

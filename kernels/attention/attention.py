@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..kv.kv_blocks import apply_rope, block_rows, store_kv
 
-MAX_GRAPH_TOKENS, MAX_GRAPH_SLICES = 512, 16  # of prefill in a CUDA graph, with padding
+MAX_GRAPH_TOKENS, MAX_GRAPH_SLICES = 1024, 16  # of prefill in a CUDA graph, with padding
 _TILE_TOKENS = 128  # query rows at a time: skips most of the upper triangle
 
 BlockTables = Sequence[Sequence[int]]

@@ -65,7 +65,8 @@ class GraphPrefillPart(Protocol):
 class GpuAttention:
     """An AttentionBackend over `pool`. `windows`: see attention.TorchAttention.
 
-    `graph_prefill` replaces `prefill` in CUDA graphs.
+    In CUDA graphs `graph_prefill` replaces `prefill`, or where the graph has room for decodes
+    `graph_prefill_beside`.
     """
 
     def __init__(
@@ -74,12 +75,14 @@ class GpuAttention:
         decode: TritonDecode,
         prefill: PrefillPart,
         graph_prefill: GraphPrefillPart,
+        graph_prefill_beside: GraphPrefillPart,
         windows: Sequence[int | None] | None = None,
     ) -> None:
         self._layers = pool.unbind(1)  # [num_blocks, 2, kv_heads, block_size, dim] each
         self._windows = windows or [None] * len(self._layers)
         self._decode, self._prefill = decode, prefill
-        self._graph_prefill = graph_prefill
+        self._graph_prefill = self._alone = graph_prefill
+        self._beside_decodes = graph_prefill_beside
         self._num_slices = self._num_decodes = 0
         self._graph_decodes: int | None = None
         self._side: torch.cuda.Stream | None = None
@@ -97,6 +100,7 @@ class GpuAttention:
             self._decode.plan(seq_lens[:n], tables[:n], places)
         chunks = (metadata.query_lens[n:], seq_lens[n:], tables[n:])
         if graph_decodes is not None:
+            self._graph_prefill = self._beside_decodes if graph_decodes else self._alone
             self._graph_prefill.plan(*chunks, first_row=n)
         elif n < self._num_slices:
             self._prefill.plan(*chunks)
@@ -144,14 +148,15 @@ def make_gpu_attention(
 ) -> GpuAttention:
     """`prefill` is "triton" or, without a window in any layer, "flashinfer"."""
     prefill_part: PrefillPart
-    graph_prefill: GraphPrefillPart
+    graph_prefill = TritonGraphPrefill(pool, max_num_seqs, max_model_len)
+    beside: GraphPrefillPart = graph_prefill
     decode_part = TritonDecode(pool, max_num_seqs, max_model_len)
     if prefill == "triton":
         prefill_part = TritonPrefill(pool)
-        graph_prefill = TritonGraphPrefill(pool, max_num_seqs, max_model_len)
     else:
         from .attention_flashinfer import FlashInferGraphPrefill, FlashInferPrefill
 
         prefill_part = FlashInferPrefill(pool, num_heads)
-        graph_prefill = FlashInferGraphPrefill(pool, num_heads, max_num_seqs, max_model_len)
-    return GpuAttention(pool, decode_part, prefill_part, graph_prefill, windows)
+        # Its plan takes the host longer, which decodes hide and a short prompt alone would not.
+        beside = FlashInferGraphPrefill(pool, num_heads, max_num_seqs, max_model_len)
+    return GpuAttention(pool, decode_part, prefill_part, graph_prefill, beside, windows)
