@@ -22,7 +22,8 @@ async def test_a_mix_of_requests_while_nodes_are_killed(tmp_path: Path) -> None:
     asked = mixed_run.draw(NUM_MIXED, seed=2, max_prompt_tokens=120)
     kills = {20: "decode-0", 60: "prefill-0"}
     flags = {
-        "gateway_0": ("--recovery-wait-s", "30"),
+        # Who computes whole requests is to stay: moves have tests of their own.
+        "gateway_0": ("--recovery-wait-s", "30", "--no-move-promises"),
         "node": ("--num-kv-blocks", "100", "--tbt-target-ms", "4"),
     }
     config = EngineConfig(model=str(reference.model_dir), load_format="dummy", device="cpu")
