@@ -22,8 +22,7 @@ async def test_a_mix_of_requests_while_nodes_are_killed(tmp_path: Path) -> None:
     asked = mixed_run.draw(NUM_MIXED, seed=2, max_prompt_tokens=120)
     kills = {20: "decode-0", 60: "prefill-0"}
     flags = {
-        # Who computes whole requests is to stay: moves have tests of their own.
-        "gateway_0": ("--recovery-wait-s", "30", "--no-move-promises"),
+        "gateway_0": ("--recovery-wait-s", "30"),
         "node": ("--num-kv-blocks", "100", "--tbt-target-ms", "4"),
     }
     config = EngineConfig(model=str(reference.model_dir), load_format="dummy", device="cpu")
@@ -40,4 +39,6 @@ async def test_a_mix_of_requests_while_nodes_are_killed(tmp_path: Path) -> None:
     assert outcome.ended["finished"] + outcome.ended["cancelled"] == NUM_MIXED
     assert outcome.ended["finished"] > 0.8 * NUM_MIXED
     assert not outcome.near_ties
-    assert {first for first, then in plans if first == then} >= {"prefill-0", "decode-0"}
+    # Of either kind one at least: what a node that is killed soon has finished by then is chance.
+    kinds = {first.partition("-")[0] for first, then in plans if first == then}
+    assert kinds == {"prefill", "decode"}
