@@ -22,6 +22,7 @@ from .scheduling.step_cost_estimator import MIN_SAMPLES, StepCostEstimator
 
 BUDGET_S = 1.5  # in all
 _SPEC = SampleSpec(SamplingParams(temperature=0.0), key=1)
+_FIRST_TOKEN, _NUM_TOKENS = 3, 120  # various ones: a mixture's experts are chosen by them
 _MOST_TOKENS = 2048  # of a prompt: larger steps take as long for each token
 
 
@@ -53,7 +54,7 @@ def _cases(limits: EngineLimits) -> Iterator[_Case]:
         *(_Case(n, 256) for n in (64, 128, 256)),
         *(_Case(0, 0, n) for n in (16, 64, 128, 256, 512, 1024, 2048)),
         *(_Case(0, 0, n, 4096) for n in (128, 512)),
-        *(_Case(16, 1024, n) for n in (64, 256, 512)),
+        *(_Case(16, 1024, n) for n in (64, 256, 512, 1024)),
     ]
     for case in sorted(found, key=lambda case: case.shape.num_rows):
         num_blocks = max(1, case.num_decodes) * limits.blocks_for(case.longest + 1)
@@ -69,9 +70,12 @@ def _batch(case: _Case, limits: EngineLimits) -> list[SequenceSlice]:
         [NUM_RESERVED_BLOCKS + (row * size + column) % capacity for column in range(size)]
         for row in range(case.num_decodes + 1)
     ]
-    batch = [SequenceSlice((5,), case.context - 1, table, _SPEC) for table in tables[:-1]]
+    batch = [
+        SequenceSlice((_FIRST_TOKEN + row % _NUM_TOKENS,), case.context - 1, table, _SPEC)
+        for row, table in enumerate(tables[:-1])
+    ]
     if case.num_tokens:
-        tokens = (5,) * case.num_tokens
+        tokens = [_FIRST_TOKEN + i % _NUM_TOKENS for i in range(case.num_tokens)]
         batch.append(SequenceSlice(tokens, case.prompt_context, tables[-1], _SPEC))
     return batch
 
