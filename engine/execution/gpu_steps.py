@@ -138,7 +138,8 @@ class GpuSteps:
             token_ids, positions, slots = self.prefill_graphs.inputs(size)
             self._attention.plan(metadata_of([_PADDING_SLICE], slots, is_prefill_graph=True))
             self.prefill_graphs.capture(
-                size, partial(self.model.forward, token_ids, positions, self._attention)
+                size,
+                partial(self.model.forward, token_ids, positions, slots, self._attention),
             )
 
         for num_decodes, graphs in self.mixed_graphs.items():
@@ -147,7 +148,8 @@ class GpuSteps:
                 token_ids, positions, slots = graphs.inputs(size)
                 self._plan_mixed(batch, slots, num_decodes)
                 graphs.capture(
-                    size, partial(self.model.forward, token_ids, positions, self._attention)
+                    size,
+                    partial(self.model.forward, token_ids, positions, slots, self._attention),
                 )
 
     @property
@@ -194,8 +196,8 @@ class GpuSteps:
         """What a graph holds: model and sampler over the fixed inputs [5, decodes] -> this rank's
         logits."""
         n = inputs.shape[1]
-        token_ids, positions, _slots, keys, temperatures = inputs
-        hidden = self.model.forward(token_ids, positions, self._attention)
+        token_ids, positions, slots, keys, temperatures = inputs
+        hidden = self.model.forward(token_ids, positions, slots, self._attention)
         logits = self.model.lm_head.project_part(hidden)
         sample_unfiltered(
             logits,
@@ -271,7 +273,7 @@ class GpuSteps:
             token_ids, positions, slots = upload(arrays, self._device)
             self._follow(batch, token_ids)
             self._attention.plan(metadata_of(batch, slots))
-            return self.model.forward(token_ids, positions, self._attention)
+            return self.model.forward(token_ids, positions, slots, self._attention)
         inputs = self.prefill_graphs.inputs(graph.size)
         padded = np.zeros(inputs.shape, np.int64)
         padded[:, :num_tokens] = arrays

@@ -23,10 +23,11 @@ from ...core.errors import EngineFailed, StartupFailed
 from ...core.model_dir import eos_token_ids, resolve_model_dir
 from ...core.request.request import SAMPLING, SamplingParams
 from ...kernels.attention.attention import AttentionBackend
+from ...kernels.experts.experts import ExpertLoads
 from ...kernels.kv.kv_blocks import copy_blocks
 from ...kernels.sampling.sample_spec import SampleSpec
 from ...kernels.sampling.sampling import sample
-from ..kv.block_pool import CANARY_BLOCK, PADDING_BLOCK, canary_bytes
+from ..kv.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS, PADDING_BLOCK, canary_bytes
 from ..kv.cuda_step_count import CudaStepCount, count_steps
 from ..kv.generations import SharedGenerations
 from ..kv.kv_memory import (
@@ -37,9 +38,16 @@ from ..kv.kv_memory import (
     choose_num_gpu_blocks,
 )
 from ..kv.limits import seqs_for_pool, spare_tokens
-from ..model.checkpoint import OnProgress, fill_dummy_weights, load_weights, weights_identity
+from ..model.checkpoint import (
+    OnProgress,
+    fill_dummy_weights,
+    load_weights,
+    tensor_names,
+    weights_identity,
+)
 from ..model.communicator import Communicator
 from ..model.decoder import Decoder
+from ..model.experts import is_merged_name
 from ..model.fingerprint import fingerprint_fields
 from ..model.model_config import ModelConfig, read_model_config
 from ..model.sharding import check_divisible, heads_of_rank
@@ -53,6 +61,10 @@ if TYPE_CHECKING:
 # What a step may need most memory for: every row sampled with all there is.
 _NUMBERS: dict[str, Any] = {n: 0.5 for n, one in SAMPLING.items() if isinstance(one.default, float)}
 _DEAREST_PARAMS = SamplingParams(top_k=50, logit_bias=((0, 1.0),), logprobs=20, **_NUMBERS)
+
+
+# Tokens that differ more than what attention adds to all of them choose different experts.
+_DUMMY_STDS = {"model.embed_tokens.weight": 1.0}
 
 
 class ModelRunner:
@@ -118,13 +130,20 @@ class ModelRunner:
         """The model, its weights filled, and what identifies them."""
         config, begin_s = self._config, time.perf_counter()
         try:
-            model = Decoder(self.model_config, self._placement)
-            targets = dict(model.targets())
+            model = Decoder(self.model_config, self._placement, self._make_loads())
             if config.load_format == "dummy":
-                std = self.model_config.initializer_range
-                fill_dummy_weights(targets, std=std, seed=config.seed, on_progress=on_progress)
+                targets = dict(model.targets())
+                fill_dummy_weights(
+                    targets,
+                    std=self.model_config.initializer_range,
+                    seed=config.seed,
+                    stds=_DUMMY_STDS if self.model_config.experts else {},
+                    on_progress=on_progress,
+                )
                 identity = f"dummy:{config.seed}"
             else:
+                is_merged = any(map(is_merged_name, tensor_names(self.model_dir)))
+                targets = dict(model.targets(has_merged_experts=is_merged))
                 is_tied = self.model_config.has_tied_embeddings
                 ignored = frozenset({"lm_head.weight"}) if is_tied else frozenset()
                 load_weights(self.model_dir, targets, ignored=ignored, on_progress=on_progress)
@@ -143,6 +162,13 @@ class ModelRunner:
             f"{num_bytes / seconds / 1e9:.1f} GB/s"
         )
         return model, identity
+
+    def _make_loads(self) -> ExpertLoads | None:
+        experts = self.model_config.experts
+        if experts is None:
+            return None
+        first_slot = NUM_RESERVED_BLOCKS * self._config.block_size
+        return ExpertLoads(experts.num_experts, first_slot, self._placement.device)
 
     def _start_gpu(self, model: Decoder, layout: KvLayout) -> None:
         """Measure the largest step, take the rest as KV pool, capture the decode graphs."""
@@ -348,7 +374,7 @@ class CpuSteps:
             batch = (*batch, _PADDING_SLICE)
         token_ids, positions, slots = map(torch.from_numpy, flatten(batch, self._block_size))
         self._attention.plan(metadata_of(batch, slots))
-        return self.model.forward(token_ids, positions, self._attention)
+        return self.model.forward(token_ids, positions, slots, self._attention)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab]; one row is computed twice, as in `_PADDING_SLICE`."""

@@ -140,4 +140,6 @@ def _down(
             values = tl.load(vectors + first, mask=mask, other=0.0).to(tl.float32)
             sums += tl.load(matrix + first, mask=mask, other=0.0).to(tl.float32) * values
         total = tl.sum(tl.sum(sums, axis=1) * share, axis=0)
-        tl.store(out + token * hidden + output, total.to(out.dtype.element_ty), mask=output < hidden)
+        tl.store(
+            out + token * hidden + output, total.to(out.dtype.element_ty), mask=output < hidden
+        )

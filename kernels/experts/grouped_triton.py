@@ -4,12 +4,12 @@
                                          down ─ times the pair's weight ─► [pairs, hidden]
     sum over a token's pairs, in their order ─► [tokens, hidden]
 
-Sums are in float32 and no program adds to what another one wrote: the same step gives the same bits
-again. A row's result depends on the tiles' sizes, which follow from the number of tokens, and not on
-what the other rows hold.
+Sums are in float32 and no program adds to what another one wrote: the same step gives the same
+bits again. A row's result depends on the tiles' sizes, which follow from the number of tokens, and
+not on what the other rows hold.
 
-Programs that follow each other have the same expert: with tiles of its rows innermost up to GROUP of
-them, then outputs, so that weights come from memory once and from the L2 cache for the other tiles.
+Programs that follow each other have the same expert: up to GROUP tiles of its rows with the same
+outputs, then the next outputs, so that weights come from memory once and then from the L2 cache.
 """
 
 from __future__ import annotations

@@ -195,7 +195,14 @@ def _block_tokens(num_tokens: int, padded: int) -> int:
 
 @triton.jit
 def _logits_of_few(
-    x, router, out, num_experts, hidden, EXPERTS: tl.constexpr, COLS: tl.constexpr, PDL: tl.constexpr
+    x,
+    router,
+    out,
+    num_experts,
+    hidden,
+    EXPERTS: tl.constexpr,
+    COLS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     token = tl.program_id(0)
     experts = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
@@ -326,7 +333,17 @@ def _choose(
         _put_pairs(pairs, place, is_chosen, is_local, starts, tokens, K)
         tl.store(ends + experts - first_local, starts + sizes, mask=is_local)
         _cut_tiles(
-            tiles, experts, sizes, starts, first_local, num_tiles, 0, 1, EXPERTS, TILE_ROWS, TILE_BLOCK
+            tiles,
+            experts,
+            sizes,
+            starts,
+            first_local,
+            num_tiles,
+            0,
+            1,
+            EXPERTS,
+            TILE_ROWS,
+            TILE_BLOCK,
         )
     else:
         tl.store(counts + program * EXPERTS + experts, numbers_of)

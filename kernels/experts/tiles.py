@@ -4,8 +4,8 @@
     tiles    a program has some outputs of a tile of rows of one expert
     library  torch's grouped product over the same order of rows
 
-tiles.json has what was fastest on an H200: `python -m baton.bench.experts` writes it. A mixture that
-is not in it gets what mixtures of as many rows an expert were fastest with.
+tiles.json has what was fastest on an H200: `python -m baton.bench.experts` writes it. A mixture
+that is not in it gets a default by its rows an expert.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ TABLE = Path(__file__).with_name("tiles.json")
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How one of the two products of `tiles` is cut up: a program's outputs, a step of its loop, how
-    many steps are in flight; so many tiles of an expert follow each other for the same outputs."""
+    """How one of the two products of `tiles` is cut up: a program's outputs, a step of its loop,
+    steps in flight; and how many tiles follow each other for the same outputs."""
 
     outputs: int
     inputs: int
@@ -121,3 +121,9 @@ _DEFAULTS: list[tuple[int, Plan]] = [
     (1024, Tiles(64, Cut(128, 64, 3, 8), Cut(128, 64, 4, 4))),
     (1 << 30, Tiles(128, Cut(128, 64, 4, 8, 4), Cut(256, 64, 4, 8, 4))),
 ]
+
+
+def all_plans() -> list[Plan]:
+    """Every plan that is taken for weights of 2 bytes."""
+    steps = [*_DEFAULTS, *(step for steps in _table().values() for step in steps)]
+    return [plan for _, plan in steps]
