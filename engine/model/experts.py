@@ -74,7 +74,11 @@ class Experts:
         """[tokens, hidden] -> this rank's summand of the same shape."""
         out = self._ops.experts(x, self.mixture, self._loads)
         if self.shared is not None:
-            out += torch.sigmoid(self.shared_gate(x)) * self.shared.product(x)
+            # A product of a single output, and a vectorised exponential, round by the number of
+            # rows: in float64, rounded once, a row's gate does not depend on the others.
+            weighted = x.float() * self.shared_gate.weight.float()
+            gate = torch.sigmoid(weighted.sum(-1, keepdim=True, dtype=torch.float64))
+            out += gate.to(x.dtype) * self.shared.product(x)
         return out
 
     def targets(self) -> Targets:

@@ -54,7 +54,10 @@ class Ops:
 
         Here one expert after the other, over the tokens that chose it.
         """
-        weights, chosen = choose_experts(self.linear(x, mixture.router, None), mixture)
+        # BLAS sums few outputs in an order that depends on the number of rows: rounded from
+        # float64, a row's logits do not.
+        logits = F.linear(x.double(), mixture.router.double()).float()
+        weights, chosen = choose_experts(logits, mixture)
         weights = weights.to(x.dtype)
         if loads is not None:
             loads.add(chosen)

@@ -19,6 +19,7 @@ from baton.kernels.experts.grouped_triton import _grouped_product
 from baton.kernels.experts.tiles import Cut, Tiles, all_plans
 
 MAX_SHARED_BYTES = 227 << 10
+_PTX_VERSION = 87  # that the ptxas of every Triton since 3.6 knows
 
 
 def compile_for_hopper(rows: int, cut: Cut, is_gated: bool) -> tuple[str, int]:
@@ -49,7 +50,7 @@ def compile_for_hopper(rows: int, cut: Cut, is_gated: bool) -> tuple[str, int]:
     multiples = ("x", "weights", "out", "pairs", "tiles", "shares", "num_outputs", "num_inputs")
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in multiples}
     source = ASTSource(_grouped_product, signature, values, attributes)
-    options = {"num_warps": cut.warps, "num_stages": cut.stages}
+    options = {"num_warps": cut.warps, "num_stages": cut.stages, "ptx_version": _PTX_VERSION}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     return compiled.asm["ptx"], compiled.metadata.shared
 
@@ -62,7 +63,9 @@ def spilled(ptx: str) -> str:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)
         command = [nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", str(path), "-o", "/dev/null"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        found = subprocess.run(command, capture_output=True, text=True)
+    said = found.stdout + found.stderr
+    assert found.returncode == 0, said
     return " ".join(line.strip() for line in said.splitlines() if "spill" in line or "Used" in line)
 
 

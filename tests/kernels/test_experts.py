@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -204,3 +208,19 @@ def test_plans() -> None:
     assert kinds[0] == "Few" and set(kinds[1:]) == {"Tiles"}
     for plan in PLANS:
         assert from_json(as_json(plan)) == plan
+
+
+@pytest.mark.slow
+def test_the_products_compile_without_a_gpu() -> None:
+    """Whatever plan is in the table: no registers are spilled and shared memory suffices."""
+    program = Path(__file__).with_name("compile_experts.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    ended = subprocess.run(
+        [sys.executable, str(program)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr[-2000:]
