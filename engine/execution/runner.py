@@ -168,7 +168,8 @@ class ModelRunner:
         if experts is None:
             return None
         first_slot = NUM_RESERVED_BLOCKS * self._config.block_size
-        return ExpertLoads(experts.num_experts, first_slot, self._placement.device)
+        sizes = (len(experts.layers), experts.num_experts)
+        return ExpertLoads(*sizes, first_slot, self._placement.device)
 
     def _start_gpu(self, model: Decoder, layout: KvLayout) -> None:
         """Measure the largest step, take the rest as KV pool, capture the decode graphs."""

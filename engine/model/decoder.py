@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...kernels.attention.attention import AttentionBackend
-from ...kernels.experts.experts import ExpertLoads
+from ...kernels.experts.experts import ExpertLoads, LayerLoads
 from .communicator import Summand
 from .experts import Experts
 from .layers import (
@@ -123,7 +123,8 @@ def _make_mlp(
 ) -> MLP | Experts:
     experts, hidden = config.experts, config.hidden_size
     if experts is not None and index in experts.layers:
-        return Experts(prefix, hidden, experts, placement, loads)
+        of_layer = None if loads is None else LayerLoads(loads, experts.layers.index(index))
+        return Experts(prefix, hidden, experts, placement, of_layer)
     inner = config.intermediate_size
     return MLP(f"{prefix}.mlp", hidden, inner, placement, has_bias=config.has_mlp_bias)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...kernels.experts.experts import ExpertLoads, ExpertWeights, Mixture
+from ...kernels.experts.experts import ExpertWeights, LayerLoads, Mixture
 from .layers import Cut, Linear, Outputs, Placement, Target, Targets
 from .mlp import MLP
 from .model_config import ExpertsConfig
@@ -38,7 +38,7 @@ class Experts:
         hidden: int,
         config: ExpertsConfig,
         placement: Placement,
-        loads: ExpertLoads | None,
+        loads: LayerLoads | None,
     ) -> None:
         self._layer, self._config, self._ops = layer, config, placement.ops
         self._loads = loads

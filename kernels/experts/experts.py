@@ -70,22 +70,37 @@ class Mixture:
 
 
 class ExpertLoads:
-    """How many tokens have chosen each expert, summed over layers; counted where it is computed.
+    """How many tokens have chosen each expert of each layer, counted where it is computed.
 
-    `tokens` [experts] int64 only grows. `slots` are those of the step that is computed, or that is
-    captured: what lies in a slot before `first_slot` is padding and is not counted.
+    `tokens` [layers, experts] int64 only grows. `slots` are those of the step that is computed, or
+    that is captured: what lies in a slot before `first_slot` is padding and is not counted.
     """
 
-    def __init__(self, num_experts: int, first_slot: int, device: torch.device) -> None:
-        self.tokens = torch.zeros(num_experts, dtype=torch.int64, device=device)
+    def __init__(
+        self, num_layers: int, num_experts: int, first_slot: int, device: torch.device
+    ) -> None:
+        self.tokens = torch.zeros(num_layers, num_experts, dtype=torch.int64, device=device)
         self.first_slot = first_slot
         self.slots: Tensor | None = None
 
+
+@dataclass(frozen=True, slots=True)
+class LayerLoads:
+    """The counts of one layer, the `row`-th that has experts."""
+
+    whole: ExpertLoads
+    row: int
+
+    @property
+    def tokens(self) -> Tensor:
+        """[experts] int64."""
+        return self.whole.tokens[self.row]
+
     def add(self, chosen: Tensor) -> None:
         """Count `chosen` [tokens, experts a token] of the step."""
-        if self.slots is not None:
-            chosen = chosen[self.slots >= self.first_slot]
-        self.tokens += torch.bincount(chosen.flatten(), minlength=len(self.tokens))
+        if self.whole.slots is not None:
+            chosen = chosen[self.whole.slots >= self.whole.first_slot]
+        self.tokens.add_(torch.bincount(chosen.flatten(), minlength=len(self.tokens)))
 
 
 def choose_experts(logits: Tensor, mixture: Mixture) -> tuple[Tensor, Tensor]:

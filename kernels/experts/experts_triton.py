@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .experts import ExpertLoads, Mixture
+from .experts import LayerLoads, Mixture
 from .few_tokens_triton import experts_of_few
 from .grouped_triton import down_products, gated_products, sum_pairs
 from .routing_triton import Choice, Order, choose, choose_and_order, router_logits
@@ -17,7 +17,7 @@ from .tiles import Few, Library, Plan, Sizes, Tiles, choose_plan
 
 
 def compute_experts(
-    x: Tensor, mixture: Mixture, loads: ExpertLoads | None, plan: Plan | None = None
+    x: Tensor, mixture: Mixture, loads: LayerLoads | None, plan: Plan | None = None
 ) -> Tensor:
     """x [tokens, hidden] -> the weighted sum of each token's experts on this rank, like x.
 

@@ -8,7 +8,7 @@ Sums are in float32 and no program adds to what another one wrote: the same step
 bits again. A row's result depends on the tiles' sizes, which follow from the number of tokens, and
 not on what the other rows hold.
 
-Programs that follow each other have the same expert: up to GROUP tiles of its rows with the same
+Programs that follow each other have the same expert: up to `group` tiles of its rows with the same
 outputs, then the next outputs, so that weights come from memory once and then from the L2 cache.
 """
 
@@ -97,11 +97,11 @@ def _launch(
         num_chosen,
         num_outputs,
         num_inputs,
+        cut.group,
         IS_GATED=shares is None,
         ROWS=rows,
         OUTPUTS=cut.outputs,
         INPUTS=cut.inputs,
-        GROUP=cut.group,
         IS_TURNED=cut.is_turned,
         IS_WHOLE=num_outputs % cut.outputs == 0 and num_inputs % cut.inputs == 0,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
@@ -111,7 +111,7 @@ def _launch(
     )
 
 
-@triton.jit(do_not_specialize=["num_tiles", "num_experts", "num_chosen"])
+@triton.jit(do_not_specialize=["num_tiles", "num_experts", "num_chosen", "group"])
 def _grouped_product(
     x,
     weights,
@@ -124,20 +124,20 @@ def _grouped_product(
     num_chosen,
     num_outputs,
     num_inputs,
+    group,
     IS_GATED: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
-    GROUP: tl.constexpr,
     IS_TURNED: tl.constexpr,
     IS_WHOLE: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     program = tl.program_id(0)
-    per_group = tl.cdiv(num_outputs, OUTPUTS) * GROUP
-    first_tile = program // per_group * GROUP
-    group_size = tl.minimum(num_tiles - first_tile, GROUP)
+    per_group = tl.cdiv(num_outputs, OUTPUTS) * group
+    first_tile = program // per_group * group
+    group_size = tl.minimum(num_tiles - first_tile, group)
     tile = first_tile + program % per_group % group_size
     outputs = program % per_group // group_size * OUTPUTS + tl.arange(0, OUTPUTS)
     is_output = outputs < num_outputs

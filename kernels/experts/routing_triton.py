@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
-from .experts import ExpertLoads, Mixture
+from .experts import LayerLoads, Mixture
 
 _MAX_GEMV_TOKENS = 16
 _GEMV_EXPERTS = 4
@@ -96,13 +96,13 @@ def router_logits(x: Tensor, router: Tensor) -> Tensor:
     return out
 
 
-def choose(logits: Tensor, mixture: Mixture, loads: ExpertLoads | None) -> Choice:
+def choose(logits: Tensor, mixture: Mixture, loads: LayerLoads | None) -> Choice:
     """`experts.choose_experts`; of equal logits the first expert is chosen."""
     return _choose_and_order(logits, mixture, loads, None)[0]
 
 
 def choose_and_order(
-    logits: Tensor, mixture: Mixture, loads: ExpertLoads | None, tile_rows: int
+    logits: Tensor, mixture: Mixture, loads: LayerLoads | None, tile_rows: int
 ) -> tuple[Choice, Order]:
     """The choice, and its pairs cut into tiles of `tile_rows` rows."""
     choice, order = _choose_and_order(logits, mixture, loads, tile_rows)
@@ -111,7 +111,7 @@ def choose_and_order(
 
 
 def _choose_and_order(
-    logits: Tensor, mixture: Mixture, loads: ExpertLoads | None, tile_rows: int | None
+    logits: Tensor, mixture: Mixture, loads: LayerLoads | None, tile_rows: int | None
 ) -> tuple[Choice, Order | None]:
     num_tokens, num_experts = logits.shape
     k, device = mixture.num_chosen, logits.device
@@ -126,17 +126,16 @@ def _choose_and_order(
     pairs, ends, tiles, counts = _int32s(
         device, num_tokens * k, mixture.num_local, 3 * num_tiles, num_blocks * padded
     )
-    slots = None if loads is None else loads.slots
+    slots = None if loads is None else loads.whole.slots
     common = {
         "EXPERTS": padded,
         "TOKENS": block,
         "K": k,
-        "TILE_ROWS": tile_rows or 1,
         "TILE_BLOCK": _TILE_BLOCK,
         "num_warps": 4 if block * padded <= 2048 else 8,
         **launch_options(device),
     }
-    bounds = (num_tokens, num_experts, mixture.first, mixture.num_local, num_tiles)
+    bounds = (num_tokens, num_experts, mixture.first, mixture.num_local, num_tiles, tile_rows or 1)
     _choose[(num_blocks,)](
         logits,
         weights,
@@ -147,7 +146,7 @@ def _choose_and_order(
         tiles,
         counts if loads is None else loads.tokens,
         counts if slots is None else slots,
-        0 if loads is None else loads.first_slot,
+        0 if loads is None else loads.whole.first_slot,
         *bounds,
         K_PADDED=triton.next_power_of_2(k),
         IS_NORMED=mixture.has_normed_weights,
@@ -256,7 +255,7 @@ def _logits(
     tl.store(at, sums, mask=is_token & is_expert[None, :])
 
 
-@triton.jit(do_not_specialize=["first_slot", "num_tokens", "first_local", "num_tiles"])
+@triton.jit(do_not_specialize=["first_slot", "num_tokens", "first_local", "num_tiles", "tile_rows"])
 def _choose(
     logits,
     weights,
@@ -273,11 +272,11 @@ def _choose(
     first_local,
     num_local,
     num_tiles,
+    tile_rows,
     K: tl.constexpr,
     K_PADDED: tl.constexpr,
     EXPERTS: tl.constexpr,
     TOKENS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
     TILE_BLOCK: tl.constexpr,
     IS_NORMED: tl.constexpr,
     IS_COUNTED: tl.constexpr,
@@ -339,17 +338,17 @@ def _choose(
             starts,
             first_local,
             num_tiles,
+            tile_rows,
             0,
             1,
             EXPERTS,
-            TILE_ROWS,
             TILE_BLOCK,
         )
     else:
         tl.store(counts + program * EXPERTS + experts, numbers_of)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "first_local", "num_tiles", "num_blocks"])
+@triton.jit(do_not_specialize=["num_tokens", "first_local", "num_tiles", "tile_rows", "num_blocks"])
 def _order(
     chosen,
     counts,
@@ -361,12 +360,12 @@ def _order(
     first_local,
     num_local,
     num_tiles,
+    tile_rows,
     num_blocks,
     COUNT_BLOCK: tl.constexpr,
     K: tl.constexpr,
     EXPERTS: tl.constexpr,
     TOKENS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
     TILE_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -403,10 +402,10 @@ def _order(
         starts,
         first_local,
         num_tiles,
+        tile_rows,
         program,
         num_blocks,
         EXPERTS,
-        TILE_ROWS,
         TILE_BLOCK,
     )
 
@@ -427,21 +426,21 @@ def _cut_tiles(
     starts,
     first_local,
     num_tiles,
+    tile_rows,
     program,
     num_programs,
     EXPERTS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
     TILE_BLOCK: tl.constexpr,
 ):
     """This program's share of the tiles."""
-    num_of = (sizes + TILE_ROWS - 1) // TILE_ROWS
+    num_of = (sizes + tile_rows - 1) // tile_rows
     behind = tl.cumsum(num_of, axis=0)  # the tile behind the expert's last
     for first in range(program * TILE_BLOCK, num_tiles, num_programs * TILE_BLOCK):
         numbers = first + tl.arange(0, TILE_BLOCK)
         # A tile belongs to the first expert whose tiles end behind it.
         owner = tl.sum((behind[None, :] <= numbers[:, None]).to(tl.int32), axis=1)
         is_owner = experts[None, :] == owner[:, None]
-        rows = starts[None, :] + (numbers[:, None] - (behind - num_of)[None, :]) * TILE_ROWS
+        rows = starts[None, :] + (numbers[:, None] - (behind - num_of)[None, :]) * tile_rows
         begin = tl.sum(tl.where(is_owner, rows, 0), axis=1)
         end = tl.sum(tl.where(is_owner, (starts + sizes)[None, :], 0), axis=1)
         mask = numbers < num_tiles

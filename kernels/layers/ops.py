@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..experts.experts import ExpertLoads, Mixture, choose_experts
+from ..experts.experts import LayerLoads, Mixture, choose_experts
 
 
 class Ops:
@@ -49,7 +49,7 @@ class Ops:
 
         return torch.cat((normed(q, weights[0]), normed(k, weights[1]), v), dim=1)
 
-    def experts(self, x: Tensor, mixture: Mixture, loads: ExpertLoads | None) -> Tensor:
+    def experts(self, x: Tensor, mixture: Mixture, loads: LayerLoads | None) -> Tensor:
         """The weighted sum of each token's experts, of those that this rank has; like x.
 
         Here one expert after the other, over the tokens that chose it.

@@ -14,7 +14,13 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from baton.kernels.experts.experts import ExpertLoads, ExpertWeights, Mixture, choose_experts
+from baton.kernels.experts.experts import (
+    ExpertLoads,
+    ExpertWeights,
+    LayerLoads,
+    Mixture,
+    choose_experts,
+)
 from baton.kernels.experts.experts_triton import compute_experts, sizes_of
 from baton.kernels.experts.routing_triton import (
     choose,
@@ -191,8 +197,8 @@ def test_loads_leave_padding_out() -> None:
     mixture = make_mixture(6, 2)
     logits = torch.randn(40, 6, device=DEVICE)
     for slots in (None, torch.arange(40, device=DEVICE)):
-        loads = ExpertLoads(6, 10, DEVICE)
-        loads.slots = slots
+        whole = ExpertLoads(2, 6, 10, DEVICE)
+        whole.slots, loads = slots, LayerLoads(whole, 1)
         choice, _ = choose_and_order(logits, mixture, loads, 16)
         choose(logits, mixture, loads)
         chosen = choice.chosen if slots is None else choice.chosen[10:]
@@ -200,6 +206,7 @@ def test_loads_leave_padding_out() -> None:
         assert torch.equal(loads.tokens, 2 * once)
         loads.add(choice.chosen.long())
         assert torch.equal(loads.tokens, 3 * once)
+        assert not whole.tokens[0].any()
 
 
 def test_plans() -> None:
