@@ -23,7 +23,8 @@ def compute_experts(
 
     A token's result depends on the plan, hence on the number of tokens, and not on the others.
     """
-    plan = plan or choose_plan(sizes_of(mixture), len(x), x.itemsize)
+    is_whole = mixture.num_local == mixture.num_experts
+    plan = plan or choose_plan(sizes_of(mixture), len(x), x.itemsize, has_library=is_whole)
     logits = router_logits(x, mixture.router)
     match plan:
         case Few():

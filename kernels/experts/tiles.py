@@ -73,14 +73,20 @@ class Sizes:
         return f"{self.num_experts} experts, {self.num_chosen} chosen, {self.hidden} x {self.inner}"
 
 
-def choose_plan(sizes: Sizes, num_tokens: int, itemsize: int) -> Plan:
-    """What is fastest for so many tokens; of weights of `itemsize` bytes."""
+def choose_plan(sizes: Sizes, num_tokens: int, itemsize: int, *, has_library: bool = True) -> Plan:
+    """What is fastest for so many tokens; of weights of `itemsize` bytes.
+
+    Without `has_library` the best plan that is none of the library: a rank that lacks experts has
+    rows that belong to none of its own.
+    """
     if itemsize != 2:
         return _EXACT
     steps = _table().get(sizes.key) or _DEFAULTS
     if steps is _DEFAULTS:
         # By rows an expert, as a mixture of 128 experts and 8 choices has them.
         num_tokens = max(1, num_tokens * sizes.num_chosen * 16 // sizes.num_experts)
+    if not has_library:
+        steps = [step for step in steps if not isinstance(step[1], Library)] or _DEFAULTS
     return next((plan for most, plan in steps if num_tokens <= most), steps[-1][1])
 
 
