@@ -98,6 +98,8 @@ class Engine:
         cache = PrefixCache(self.pool, is_enabled=enable_prefix_caching, observer=cache_observer)
         self._tables = BlockTables(self.pool, cache, generations, limits.block_size)
         self._step_costs = StepCostEstimator()
+        self.count_experts: Callable[[], tuple[int, ...]] = tuple  # see Totals.expert_tokens
+        self.num_expert_ranks = 1  # that have experts whole, each as many
         self._scheduler = Scheduler(
             limits, self.pool, self._tables, self._estimator, self._step_costs
         )
@@ -416,6 +418,7 @@ class Engine:
             num_preemptions=self._scheduler.num_preemptions,
             prefix_query_tokens=self._tables.num_queried_tokens,
             prefix_hit_tokens=self._tables.num_hit_tokens,
+            expert_tokens=self.count_experts(),
         )
 
     @property

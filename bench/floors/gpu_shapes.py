@@ -3,10 +3,10 @@
     decode step   = max(bytes / bandwidth, operations / rate)
     prefill       = max(bytes / bandwidth, operations / rate)
 
-bytes: all weights but the input embedding once, of experts those that uniform routing touches, and for a decode the KV of all positions; a prefill
-computes the LM head for the last position of each prompt only; operations: 2 a weight
-and token, and 4 a head, dimension, query and key it sees. Bandwidth and rate are what an H200 gave
-for a large copy and a large product, not its data sheet.
+bytes: all weights but the input embedding once, of experts those that uniform routing touches, and
+for a decode the KV of all positions; a prefill computes the LM head for the last position of each
+prompt only; operations: 2 a weight and token, and 4 a head, dimension, query and key it sees.
+Bandwidth and rate are what an H200 gave for a large copy and a large product, not its data sheet.
 """
 
 from __future__ import annotations

@@ -53,6 +53,7 @@ from ..model.model_config import ModelConfig, read_model_config
 from ..model.sharding import check_divisible, heads_of_rank
 from .batch import CompletedStep, LaunchedStep, SampledToken, SequenceSlice
 from .device import choose_attention, choose_placement, make_attention
+from .expert_loads import ExpertLoadReader
 from .step_parts import compute_extras, flatten, metadata_of
 
 if TYPE_CHECKING:
@@ -95,10 +96,15 @@ class ModelRunner:
         self._config = config
         self._count: CudaStepCount | None = None
         self._communicator = communicator
-        check_divisible(self.model_config, communicator.size)
+        has_expert_parallel = config.enable_expert_parallel
+        check_divisible(
+            self.model_config, communicator.size, has_expert_parallel=has_expert_parallel
+        )
         self.heads = heads_of_rank(self.model_config, communicator.rank, communicator.size)
         placement = choose_placement(config, self.model_config)
-        self._placement = dataclasses.replace(placement, communicator=communicator)
+        self._placement = dataclasses.replace(
+            placement, communicator=communicator, has_expert_parallel=has_expert_parallel
+        )
         self._attention_choice = choose_attention(
             config, self.model_config, self._placement, self.max_model_len
         )
@@ -117,6 +123,7 @@ class ModelRunner:
             num_blocks = choose_num_cpu_blocks(config, layout, self.max_model_len)
             self.max_num_seqs = self._choose_max_num_seqs(num_blocks)
         model, weights = self._load(on_progress)
+        self._expert_loads = None if model.loads is None else ExpertLoadReader(model.loads)
         communicator.connect()
         self.fingerprint = fingerprint_fields(self.model_config, weights, layout)
         if self._placement.device.type == "cpu":
@@ -250,6 +257,11 @@ class ModelRunner:
                 return self._steps.launch(batch)
         except RuntimeError as error:  # torch's: out of memory, device lost
             raise EngineFailed(f"the step failed: {error}") from error
+
+    def expert_tokens(self) -> tuple[int, ...]:
+        """How many tokens chose each expert, over all layers; empty without experts. Never waits,
+        and is a little behind."""
+        return () if self._expert_loads is None else self._expert_loads.read()
 
     def count_steps(self, page: SharedGenerations) -> None:
         """Let those who read `page` see which steps have completed, if this device can."""

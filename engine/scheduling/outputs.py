@@ -118,12 +118,14 @@ class Totals:
     """Counted since the engine was made; none of them ever falls.
 
     `prefix_query_tokens` are the known tokens of all that was given blocks, `prefix_hit_tokens`
-    those of them that the prefix cache held. What was preempted counts again.
+    those of them that the prefix cache held. What was preempted counts again. `expert_tokens` are
+    those that chose each expert, over all layers; empty without experts, and a little behind.
     """
 
     num_preemptions: int
     prefix_query_tokens: int
     prefix_hit_tokens: int
+    expert_tokens: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)

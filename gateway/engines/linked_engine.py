@@ -37,6 +37,16 @@ class EngineCounters:
     transfer_s: float = 0.0
     num_expired_leases: int = 0
     failed_transfers: Mapping[str, int] = field(default_factory=dict)  # by error code
+    expert_tokens: tuple[int, ...] = ()
+
+    def expert_imbalance(self, num_parts: int) -> float | None:
+        """Of so many equal parts of the experts, in their order: tokens of the part with most of
+        them over the mean; None before there are any."""
+        size = len(self.expert_tokens) // max(1, num_parts)
+        if not size or not sum(self.expert_tokens):
+            return None
+        parts = [sum(self.expert_tokens[n * size : (n + 1) * size]) for n in range(num_parts)]
+        return max(parts) * num_parts / max(1, sum(parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +72,7 @@ class ReportedLoad:
     decodes: StepShape = field(default_factory=StepShape)
     tbt_target_s: float | None = None
     step_tokens: int = 0
+    expert_ranks: int = 0
     waiting_by_caller: Mapping[int, int] = field(default_factory=dict)
 
     @property

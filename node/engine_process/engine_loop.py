@@ -282,6 +282,7 @@ class EngineLoop:
             num_preemptions=totals.num_preemptions,
             prefix_query_tokens=totals.prefix_query_tokens,
             prefix_hit_tokens=totals.prefix_hit_tokens,
+            expert_tokens=totals.expert_tokens,
         )
         counters.MergeFrom(vitals.counters)
         step_cost = None
@@ -306,6 +307,7 @@ class EngineLoop:
             room_blocks=load.room_blocks,
             output_tokens=load.output_tokens,
             step_cost=step_cost,
+            expert_ranks=self._engine.num_expert_ranks,
             num_decodes=decodes.num_decodes,
             decode_keys=decodes.keys,
             tbt_target_s=self._engine.promise_s,

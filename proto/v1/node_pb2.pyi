@@ -181,7 +181,7 @@ class TransferInfo(_message.Message):
     def __init__(self, bytes: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("num_steps", "num_running", "num_waiting", "free_blocks", "num_blocks", "credit_blocks", "waiting_tokens", "is_draining", "links", "held_blocks", "counters", "num_requests", "room_blocks", "step_cost", "waiting_by_caller", "output_tokens", "num_decodes", "decode_keys", "tbt_target_s", "step_tokens")
+    __slots__ = ("num_steps", "num_running", "num_waiting", "free_blocks", "num_blocks", "credit_blocks", "waiting_tokens", "is_draining", "links", "held_blocks", "counters", "num_requests", "room_blocks", "step_cost", "waiting_by_caller", "output_tokens", "num_decodes", "decode_keys", "tbt_target_s", "step_tokens", "expert_ranks")
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -202,6 +202,7 @@ class Heartbeat(_message.Message):
     DECODE_KEYS_FIELD_NUMBER: _ClassVar[int]
     TBT_TARGET_S_FIELD_NUMBER: _ClassVar[int]
     STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_RANKS_FIELD_NUMBER: _ClassVar[int]
     num_steps: int
     num_running: int
     num_waiting: int
@@ -222,7 +223,8 @@ class Heartbeat(_message.Message):
     decode_keys: int
     tbt_target_s: float
     step_tokens: int
-    def __init__(self, num_steps: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., credit_blocks: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., is_draining: bool = ..., links: _Optional[_Iterable[_Union[PeerLink, _Mapping]]] = ..., held_blocks: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., num_requests: _Optional[int] = ..., room_blocks: _Optional[int] = ..., step_cost: _Optional[_Union[StepCost, _Mapping]] = ..., waiting_by_caller: _Optional[_Iterable[_Union[CallerTokens, _Mapping]]] = ..., output_tokens: _Optional[int] = ..., num_decodes: _Optional[int] = ..., decode_keys: _Optional[int] = ..., tbt_target_s: _Optional[float] = ..., step_tokens: _Optional[int] = ...) -> None: ...
+    expert_ranks: int
+    def __init__(self, num_steps: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., credit_blocks: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., is_draining: bool = ..., links: _Optional[_Iterable[_Union[PeerLink, _Mapping]]] = ..., held_blocks: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., num_requests: _Optional[int] = ..., room_blocks: _Optional[int] = ..., step_cost: _Optional[_Union[StepCost, _Mapping]] = ..., waiting_by_caller: _Optional[_Iterable[_Union[CallerTokens, _Mapping]]] = ..., output_tokens: _Optional[int] = ..., num_decodes: _Optional[int] = ..., decode_keys: _Optional[int] = ..., tbt_target_s: _Optional[float] = ..., step_tokens: _Optional[int] = ..., expert_ranks: _Optional[int] = ...) -> None: ...
 
 class StepCost(_message.Message):
     __slots__ = ("base_s", "row_s", "pair_s", "key_s", "max_rows", "relative_error")
@@ -249,7 +251,7 @@ class CallerTokens(_message.Message):
     def __init__(self, caller_id: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class Counters(_message.Message):
-    __slots__ = ("num_preemptions", "prefix_query_tokens", "prefix_hit_tokens", "num_transfers", "transfer_bytes", "transfer_s", "failed_transfers", "num_expired_leases")
+    __slots__ = ("num_preemptions", "prefix_query_tokens", "prefix_hit_tokens", "num_transfers", "transfer_bytes", "transfer_s", "failed_transfers", "num_expired_leases", "expert_tokens")
     class FailedTransfersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -265,6 +267,7 @@ class Counters(_message.Message):
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
     FAILED_TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     NUM_EXPIRED_LEASES_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_preemptions: int
     prefix_query_tokens: int
     prefix_hit_tokens: int
@@ -273,7 +276,8 @@ class Counters(_message.Message):
     transfer_s: float
     failed_transfers: _containers.ScalarMap[str, int]
     num_expired_leases: int
-    def __init__(self, num_preemptions: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., num_transfers: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_s: _Optional[float] = ..., failed_transfers: _Optional[_Mapping[str, int]] = ..., num_expired_leases: _Optional[int] = ...) -> None: ...
+    expert_tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, num_preemptions: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., num_transfers: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_s: _Optional[float] = ..., failed_transfers: _Optional[_Mapping[str, int]] = ..., num_expired_leases: _Optional[int] = ..., expert_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PeerLink(_message.Message):
     __slots__ = ("incarnation", "transport", "gbytes_per_s")
