@@ -29,7 +29,7 @@ from torch import Tensor
 
 from baton.kernels.experts.experts import ExpertWeights, Mixture
 from baton.kernels.experts.experts_triton import by_library, compute_experts, sizes_of
-from baton.kernels.experts.grouped_triton import down_products, gated_products, sum_pairs
+from baton.kernels.experts.grouped_triton import down_products, gated_products
 from baton.kernels.experts.routing_triton import Choice, Order, choose_and_order, router_logits
 from baton.kernels.experts.tiles import TABLE, Cut, Few, Library, Plan, Tiles, as_json, choose_plan
 
@@ -94,7 +94,8 @@ def cuts(rows: int, *, is_gated: bool) -> list[Cut]:
 def tile_rows(num_pairs: int, num_experts: int) -> list[int]:
     """Those worth a look for so many rows an expert."""
     mean = num_pairs / min(num_pairs, num_experts)
-    return [rows for rows in (16, 32, 64, 128) if rows <= max(16, 4 * mean) and 8 * rows >= mean]
+    fitting = [rows for rows in (16, 32, 64) if rows <= max(16, 4 * mean) and 4 * rows >= mean]
+    return fitting + ([128] if mean >= 32 else [])
 
 
 class Layer:
@@ -165,6 +166,15 @@ def _or_inf(measure: Callable[[Cut], float], cut: Cut) -> float:
         return float("inf")
 
 
+def library_us(layer: Layer, xs: list[Tensor]) -> float:
+    """Infinite where this torch cannot capture it."""
+    try:
+        return plan_us(layer, xs, Library())
+    except RuntimeError as error:
+        print(f"  library: {error}")
+        return float("inf")
+
+
 def best_tiles(layer: Layer, xs: list[Tensor], rows: int) -> Tiles:
     mixture, k = layer.mixture, layer.mixture.num_chosen
     routed = [layer.route(x, rows) for x in xs]
@@ -199,8 +209,7 @@ def plan_us(layer: Layer, xs: list[Tensor], plan: Plan) -> float:
     """Of the whole layer; infinite if its output is wrong."""
     found = compute_experts(xs[0], layer.mixture, None, plan).float()
     choice, order = layer.route(xs[0], 128)
-    products = by_library(xs[0], layer.mixture, choice, order)
-    expected = sum_pairs(products, choice, 0, layer.mixture.num_experts).float()
+    expected = by_library(xs[0], layer.mixture, choice, order).float()
     error = ((found - expected).norm() / expected.norm()).item()
     if not error < _TOLERANCE:
         print(f"  WRONG by {error:.1e}: {plan}")
@@ -224,11 +233,14 @@ def measure(layer: Layer, num_tokens: int) -> Plan:
     if num_tokens <= _MAX_FEW_TOKENS:
         plans += _FEW
     plans.append(Library())
-    times = {plan: plan_us(layer, xs, plan) for plan in plans}
+    times = {plan: plan_us(layer, xs, plan) for plan in plans[:-1]}
+    times[plans[-1]] = library_us(layer, xs)
     allowed = [
         plan for plan in plans if not isinstance(plan, Library) or num_tokens >= _MIN_LIBRARY_TOKENS
     ]
     best = min(allowed, key=times.__getitem__)
+    if times[best] == float("inf"):
+        raise SystemExit(f"no plan has the right output for {num_tokens} tokens")
     before = choose_plan(sizes_of(mixture), num_tokens, 2)
     touched = statistics.mean(len(layer.route(x, 16)[0].chosen.unique()) for x in xs)
     floor_us = layer.floor_us(num_tokens, touched)

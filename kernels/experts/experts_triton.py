@@ -6,12 +6,11 @@ Nothing waits for the device and no size depends on what was chosen: a CUDA grap
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .experts import LayerLoads, Mixture
 from .few_tokens_triton import experts_of_few
-from .grouped_triton import down_products, gated_products, sum_pairs
+from .grouped_triton import down_products, gate_rows, gated_products, sum_pairs
 from .routing_triton import Choice, Order, choose, choose_and_order, router_logits
 from .tiles import Few, Library, Plan, Sizes, Tiles, choose_plan
 
@@ -31,11 +30,10 @@ def compute_experts(
             return experts_of_few(x, mixture, choose(logits, mixture, loads), plan)
         case Tiles():
             choice, order = choose_and_order(logits, mixture, loads, plan.rows)
-            products = _by_tiles(x, mixture, choice, order, plan)
+            return _by_tiles(x, mixture, choice, order, plan)
         case Library():
             choice, order = choose_and_order(logits, mixture, loads, _ANY_TILE)
-            products = by_library(x, mixture, choice, order)
-    return sum_pairs(products, choice, mixture.first, mixture.num_local)
+            return by_library(x, mixture, choice, order)
 
 
 def sizes_of(mixture: Mixture) -> Sizes:
@@ -48,19 +46,20 @@ _ANY_TILE = 128
 def _by_tiles(x: Tensor, mixture: Mixture, choice: Choice, order: Order, plan: Tiles) -> Tensor:
     k, rows = mixture.num_chosen, plan.rows
     gated = gated_products(x, mixture.gate_up, order, k, rows, plan.gated)
-    return down_products(gated, mixture.down, order, choice, rows, plan.down)
+    products = down_products(gated, mixture.down, order, choice, rows, plan.down)
+    return sum_pairs(products, choice, mixture.first, mixture.num_local)
 
 
 def by_library(x: Tensor, mixture: Mixture, choice: Choice, order: Order) -> Tensor:
-    """[pairs, hidden], weighted: torch's grouped products, which are fast for thousands of rows.
+    """`compute_experts` by torch's grouped products, which are fast for thousands of rows.
 
     Only where this rank has all experts: rows of others are in no group.
     """
     pairs = order.pairs.long()
     rows = x.index_select(0, pairs // mixture.num_chosen)
     gate_up = torch._grouped_mm(rows, mixture.gate_up.values.transpose(1, 2), offs=order.ends)
-    gate, up = gate_up.chunk(2, dim=1)
-    gated = F.silu(gate).mul_(up)
+    gated = gate_rows(gate_up, order, choice)
     products = torch._grouped_mm(gated, mixture.down.values.transpose(1, 2), offs=order.ends)
-    products *= choice.weights.flatten().index_select(0, pairs)[:, None].to(x.dtype)
-    return torch.empty_like(products).index_copy_(0, pairs, products)
+    places = torch.empty_like(order.pairs)
+    places[pairs] = torch.arange(len(pairs), dtype=places.dtype, device=places.device)
+    return sum_pairs(products, choice, 0, mixture.num_experts, places)

@@ -294,7 +294,7 @@ def _choose(
     found = tl.load(logits + at, mask=is_token[:, None] & is_expert[None, :], other=0.0)
     # Whatever is loaded, every choice is an expert and none is made twice: addresses depend on it.
     found = tl.maximum(tl.where(found == found, found, -3.0e38), -3.0e38)
-    left = tl.where(is_expert[None, :], found, -float("inf"))
+    left = tl.where(is_expert[None, :], found, float("-inf"))
     best = tl.max(left, axis=1)
     total = tl.sum(tl.exp(left - best[:, None]), axis=1)
     place = tl.full((TOKENS, EXPERTS), -1, tl.int32)  # which of the token's choices it is
@@ -303,7 +303,7 @@ def _choose(
     for index in range(K):
         value, number = tl.max(left, axis=1, return_indices=True)
         is_best = experts[None, :] == number[:, None]
-        left = tl.where(is_best, -float("inf"), left)
+        left = tl.where(is_best, float("-inf"), left)
         place = tl.where(is_best, index, place)
         is_here = places[None, :] == index
         values = tl.where(is_here, tl.exp(value - best)[:, None], values)
