@@ -62,7 +62,11 @@ MIXTURES = {
     "mixtral-8x7b": Sizes(8, 2, 4096, 14_336, 32),
 }
 
-_FEW = [Few(*outputs, warps) for outputs in ((1, 1), (1, 2), (2, 2), (4, 2)) for warps in (2, 4)]
+_FEW = [
+    Few(*outputs, warps, inputs)
+    for outputs in ((1, 1), (2, 2), (4, 4))
+    for warps, inputs in ((2, 512), (4, 1024), (4, 256), (8, 1024))
+]
 
 
 def cuts(rows: int, *, is_gated: bool) -> list[Cut]:
@@ -269,8 +273,8 @@ def compile_all() -> None:
         for cut in cuts(rows, is_gated=is_gated)
     ]
     for whole in MIXTURES.values():
-        # What is compiled depends on neither size: both are multiples of 16, and no less than 1024.
-        sizes = replace(whole, hidden=1024 * (whole.hidden // 2048), inner=1024)
+        # The same kernels as for the whole sizes: multiples of 16, and no narrower steps.
+        sizes = replace(whole, hidden=2048, inner=1024)
         todo += [partial(_compile_plan, sizes, 1, plan) for plan in _FEW]
         any_plan = Tiles(16, *[Cut(32, 128, 3, 4)] * 2)
         todo += [partial(_compile_plan, sizes, num_tokens, any_plan) for num_tokens in _TOKENS]

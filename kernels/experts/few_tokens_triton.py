@@ -19,13 +19,14 @@ from .experts import Mixture
 from .routing_triton import Choice
 from .tiles import Few
 
-_COLS = 1024
+_PAIR_COLS = 8192  # inputs of all of a token's pairs, that a program has in registers
 
 
 def experts_of_few(x: Tensor, mixture: Mixture, choice: Choice, plan: Few) -> Tensor:
     """x [tokens, hidden] -> the weighted sum of each token's experts on this rank, like x."""
     num_tokens, hidden = x.shape
     k, inner = mixture.num_chosen, mixture.inner
+    padded = triton.next_power_of_2(k)
     gated = torch.empty((num_tokens * k, inner), dtype=x.dtype, device=x.device)
     options = {"num_warps": plan.warps, **launch_options(x.device)}
     local = (mixture.first, mixture.num_local)
@@ -39,7 +40,7 @@ def experts_of_few(x: Tensor, mixture: Mixture, choice: Choice, plan: Few) -> Te
         *local,
         K=k,
         OUTPUTS=plan.gated,
-        COLS=min(_COLS, triton.next_power_of_2(hidden)),
+        COLS=min(plan.inputs, triton.next_power_of_2(hidden)),
         **options,
     )
     out = torch.empty_like(x)
@@ -53,9 +54,9 @@ def experts_of_few(x: Tensor, mixture: Mixture, choice: Choice, plan: Few) -> Te
         inner,
         *local,
         K=k,
-        K_PADDED=triton.next_power_of_2(k),
+        K_PADDED=padded,
         OUTPUTS=plan.down,
-        COLS=max(16, min(_COLS, triton.next_power_of_2(inner), 8192 // triton.next_power_of_2(k))),
+        COLS=max(16, min(plan.inputs, triton.next_power_of_2(inner), _PAIR_COLS // padded)),
         **options,
     )
     return out

@@ -132,7 +132,6 @@ def _choose_and_order(
         "TOKENS": block,
         "K": k,
         "TILE_BLOCK": _TILE_BLOCK,
-        "num_warps": 4 if block * padded <= 2048 else 8,
         **launch_options(device),
     }
     bounds = (num_tokens, num_experts, mixture.first, mixture.num_local, num_tiles, tile_rows or 1)
@@ -153,6 +152,7 @@ def _choose_and_order(
         IS_COUNTED=loads is not None,
         HAS_SLOTS=slots is not None,
         IS_ORDERED=is_ordered and num_blocks == 1,
+        num_warps=_choosing_warps(block, padded, is_ordered=is_ordered),
         **common,
     )
     if is_ordered and num_blocks > 1:
@@ -165,6 +165,7 @@ def _choose_and_order(
             *bounds,
             num_blocks,
             COUNT_BLOCK=max(1, min(32, _BLOCK_ELEMENTS // padded)),
+            num_warps=_choosing_warps(block, padded, is_ordered=True),
             **common,
         )
     order = Order(pairs, ends, tiles.view(3, num_tiles)) if is_ordered else None
@@ -190,6 +191,13 @@ def _block_tokens(num_tokens: int, padded: int) -> int:
     if num_tokens <= most:
         return int(triton.next_power_of_2(num_tokens))
     return min(most, 16) if num_tokens <= 2048 else most
+
+
+def _choosing_warps(block: int, padded: int, *, is_ordered: bool) -> int:
+    """As few as hold the values: a row within one warp has no barrier in its reductions."""
+    if is_ordered:
+        return 4 if block * padded <= 2048 else 8
+    return int(max(1, min(8, block * padded // 512)))
 
 
 @triton.jit

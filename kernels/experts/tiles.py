@@ -35,11 +35,12 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Few:
-    """Outputs of a program, of the first and the second product."""
+    """Outputs of a program in the two products, and inputs of a step of its loop."""
 
     gated: int
     down: int
     warps: int = 4
+    inputs: int = 1024
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,6 +102,11 @@ def routing_cases() -> list[Case]:
     for tokens, experts in ((16, 16), (16, 64), (64, 64)):
         constants = {"TOKENS": tokens, "EXPERTS": experts, "COLS": 128, "PRECISION": "tf32"}
         cases.append(Case(f"logits {tokens} x {experts}", _logits, constants, 4, 4, _LOGITS))
+    for tokens, warps in ((1, 1), (4, 1), (8, 2)):
+        flags = {"IS_NORMED": True, "IS_COUNTED": True, "HAS_SLOTS": True, "IS_ORDERED": False}
+        sizes = {"K": 8, "K_PADDED": 8, "EXPERTS": 128, "TOKENS": tokens, "TILE_BLOCK": 64}
+        name = f"choose {tokens}, unordered"
+        cases.append(Case(name, _choose, sizes | flags, warps, types={"weights": "*fp32"}))
     for tokens in (1, 16, 32):
         sizes = {"K": 8, "EXPERTS": 128, "TOKENS": tokens, "TILE_BLOCK": 64}
         flags = {"IS_NORMED": True, "IS_COUNTED": True, "HAS_SLOTS": True, "IS_ORDERED": True}
