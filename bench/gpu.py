@@ -17,6 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -69,6 +70,7 @@ _MIXED = [  # decodes, their context, tokens of a prompt, those before them
     (64, 2048, 512, 1024),
     (64, 2048, 256, 8192),
     (64, 2048, 512, 8192),
+    (64, 2048, 1024, 8192),
     (256, 1024, 256, 1024),
 ]
 _GROWTH = [(batch, 1024) for batch in (1, 2, 4, 8, 16, 32, 64, 128, 256)] + [
@@ -178,7 +180,7 @@ class Bench:
                 engine.step()
             samples = [self._step_ms(batch) for _ in range(_REPEATS)]
         if self._tells_kernels:
-            print(f"decode {batch} x {context}, by kernel:\n{self._kernels()}", flush=True)
+            self._print_kernels(f"decode {batch} x {context}", self._engine.step)
         name = f"decode {batch} x {context}"
         touched = self._touched(name, batch)
         for request in requests:
@@ -214,7 +216,10 @@ class Bench:
             for _ in range(batch + 1)
         ]
         spec = SampleSpec(SamplingParams(temperature=0.0), key=1)
-        step = [SequenceSlice((5,), context - 1, table, spec) for table in tables[:batch]]
+        step = [
+            SequenceSlice((self._rng.randrange(self._shape.vocab),), context - 1, table, spec)
+            for table in tables[:batch]
+        ]
         prompt = tuple(self._rng.randrange(self._shape.vocab) for _ in range(num_tokens))
         step.append(SequenceSlice(prompt, prompt_context, tables[batch], None))
         samples = []
@@ -227,6 +232,8 @@ class Bench:
             before.collect()
             samples.append((time.perf_counter() - begin_s) / _STEPS * 1e3)
         name = f"decode {batch} x {context} beside {num_tokens} behind {prompt_context}"
+        if self._tells_kernels:
+            self._print_kernels(name, lambda: self._steps.launch(step).collect())
         floor_ms = self._shape.decode_floor_ms(batch, context)
         return self._figure(name, samples[1:], floor_ms, batch + num_tokens)
 
@@ -236,19 +243,18 @@ class Bench:
             assert len(self._engine.step().tokens) == batch
         return (time.perf_counter() - begin_s) / _STEPS * 1e3
 
-    def _kernels(self) -> str:
+    def _print_kernels(self, name: str, step: Callable[[], object]) -> None:
         """What a step has on this rank's GPU. One that is launched early waits for the one in front
         as long as it runs: they add up to more than the step."""
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for _ in range(_STEPS):
-                self._engine.step()
+                step()
             torch.cuda.synchronize()
         found = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
-        return "\n".join(
-            f"{event.self_device_time_total / _STEPS:9.1f} us {event.count / _STEPS:7.1f} x "
-            f"{event.key[:_NAME_CHARS]}"
-            for event in found[:_NUM_KERNELS]
-        )
+        print(f"{name}, by kernel:")
+        for event in found[:_NUM_KERNELS]:
+            each_us = event.self_device_time_total / _STEPS
+            print(f"{each_us:9.1f} us {event.count / _STEPS:7.1f} x {event.key[:_NAME_CHARS]}")
 
     def _figure(self, name: str, samples: list[float], floor_ms: float, num_tokens: int) -> Figure:
         """`floor_ms` is that of one GPU."""
@@ -275,7 +281,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--part-of", type=int, default=1, help="a rank's part of so many, alone")
     parser.add_argument("--only", nargs="*", default=[], help="cases, as 'decode 64 x 4096'; mixed")
     parser.add_argument("--max-num-seqs", type=int, default=256)
-    parser.add_argument("--mixed-graph-tokens", type=int, default=512)
+    parser.add_argument("--mixed-graph-tokens", type=int, default=1024)
     parser.add_argument("--growth", action="store_true", help="decode over batch and context")
     parser.add_argument("--load", action="store_true", help="start-up from a written checkpoint")
     parser.add_argument("--kernels", action="store_true", help="what decode steps consist of")

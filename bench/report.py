@@ -15,7 +15,7 @@ from pathlib import Path
 
 from baton.cli.reference import refresh_parts
 
-from .result_tables import gpu, host, serving
+from .result_tables import goodput, gpu, host, serving
 from .result_tables.results import ROOT
 
 PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
@@ -35,6 +35,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "two prefill": serving.two_prefill,
     "overload": serving.overload,
     "faults": serving.faults,
+    "goodput": goodput.highest,
+    "goodput by rate": goodput.by_rate,
     "front": host.front,
     "texts": host.texts,
     "callers": host.callers,

@@ -86,9 +86,9 @@ class EngineConfig:
         "engine with a promise takes whole requests, whatever its role; default: none",
     )
     mixed_graph_tokens: int = flag(
-        0,
+        1024,
         "on a GPU: most prompt tokens beside decodes in a step that is replayed from a CUDA graph, "
-        "64 to 512; 0: such steps are launched kernel by kernel",
+        "64 to 1024; 0: such steps are launched kernel by kernel",
     )
     enable_expert_parallel: bool = flag(
         False,
@@ -97,7 +97,7 @@ class EngineConfig:
     )
     enable_prefix_caching: bool = flag(True, "reuse KV of equal prefixes")
     attention_backend: str = flag(
-        "auto", "attention kernels", choices=("auto", "torch", "triton", "flashinfer")
+        "auto", "prefill attention kernels", choices=("auto", "torch", "triton", "flashinfer")
     )
     num_threads: int | None = flag(None, "CPU threads of an engine; default: 1")
 
@@ -113,8 +113,8 @@ class EngineConfig:
                 raise StartupFailed(f"--{name.replace('_', '-')} must be at least 1")
         if self.tbt_target_ms is not None and not 0 < self.tbt_target_ms < math.inf:
             raise StartupFailed("--tbt-target-ms must be above 0")
-        if self.mixed_graph_tokens and not 64 <= self.mixed_graph_tokens <= 512:
-            raise StartupFailed("--mixed-graph-tokens must be 0 or lie in [64, 512]")
+        if self.mixed_graph_tokens and not 64 <= self.mixed_graph_tokens <= 1024:
+            raise StartupFailed("--mixed-graph-tokens must be 0 or lie in [64, 1024]")
         if self.block_size & (self.block_size - 1):
             raise StartupFailed("--block-size must be a power of two", hint="16 suits most models")
         if not 0 < self.gpu_memory_utilization <= 1:

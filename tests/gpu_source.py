@@ -55,7 +55,7 @@ class Source:
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
 
-    def heard(self) -> str:
+    def receive(self) -> str:
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
@@ -79,7 +79,7 @@ def source_process(script: str, *arguments: str) -> Iterator[Source]:
         os.close(fd)
         source = Source(incarnation, process, published)
         try:
-            ready, _, source.said = source.heard().partition(" ")
+            ready, _, source.said = source.receive().partition(" ")
             assert ready == "ready"
             yield source
         finally:

@@ -6,18 +6,21 @@ steps that take as long as a `StepCost` says, in virtual time.
 
 Several gateways know of each other's requests what engines' heartbeats have, which come every
 quarter of a second. A hand-off takes `HANDOFF_S` and what its bytes take. The gateways' own time,
-the network's and a step's launch are not played.
+the network's, a step's launch and cached prefixes are not played. Needs an event loop, whose timers
+do not matter.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import math
+import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from baton.core.errors import BatonError
+from baton.core.errors import BatonError, Overloaded
 from baton.core.membership import Member, Role
 from baton.core.request.request import Request, SamplingParams, Ticket, TokenLogprobs
 from baton.core.request.timeline import Event, Stamp
@@ -27,6 +30,7 @@ from baton.engine.execution.batch import SampledToken, SequenceSlice
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.limits import EngineLimits
 from baton.engine.scheduling.outputs import StepOutput
+from baton.gateway.admission.admission import QueueLimit
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine, ReportedLoad
 from baton.gateway.engines.prompt_router import PromptRouter
@@ -43,12 +47,14 @@ HANDOFF_S = 0.003
 _KV_TOKEN_S = 131_072 / 300e9  # of an 8B model over NVLink
 _NUM_BLOCKS, _BLOCK_SIZE = 50_000, 16
 _TOKEN_ID = 97
+_DEADLINE_S = 1e6
 
 
 @dataclass
 class Call:
     """A request's stream. Times are of the virtual clock."""
 
+    caller_id: int
     arrived_s: float
     num_outputs: int
     clock: VirtualClock
@@ -107,21 +113,24 @@ class _Letters:
 
 @dataclass(frozen=True, slots=True)
 class EngineSetup:
-    """`tbt_target_s`: its promise, if it makes one."""
+    """`tbt_target_s`: its promise, if it makes one. `cost`: where it is not that of all."""
 
     role: Role
     tbt_target_s: float | None = None
     max_num_batched_tokens: int = 2048
     prefill_chunk_tokens: int = 0
+    max_num_seqs: int = 256
+    cost: StepCost | None = None
 
 
 class PlayedGateway:
     """What of a gateway decides where requests go, and streams their tokens."""
 
-    def __init__(self, clock: VirtualClock) -> None:
-        self.table = EngineTable(PrefixMirror(clock))
+    def __init__(self, clock: VirtualClock, seed: int, max_queue_s: float | None) -> None:
+        self.table = EngineTable(PrefixMirror(clock), random.Random(seed))
         self.queue = DispatchQueue(self.table.released)
         self.sessions = SessionTable(clock, 1 << 20, self.queue)
+        self.limit = QueueLimit(self.table, self.queue, max_queue_s)
 
     def received(self, name: str, outputs: Sequence[EngineOutput]) -> None:
         """What it does with a step's outputs."""
@@ -131,14 +140,25 @@ class PlayedGateway:
 
 
 class Simulation:
-    """`at` plays something later; `run` moves the clock until nothing is left."""
+    """`at` plays something later; `run` moves the clock until nothing is left, or for a while.
+
+    `max_queue_s`: gateways refuse what would wait longer, and count it in `num_refused`.
+    """
 
     def __init__(
-        self, cost: StepCost, setups: Mapping[str, EngineSetup], num_gateways: int = 1
+        self,
+        cost: StepCost,
+        setups: Mapping[str, EngineSetup],
+        num_gateways: int = 1,
+        max_queue_s: float | None = None,
     ) -> None:
         self.clock = VirtualClock()
         self.calls: list[Call] = []
-        self.gateways = [PlayedGateway(self.clock) for _ in range(num_gateways)]
+        self.num_refused = 0
+        self.gateways = [
+            PlayedGateway(self.clock, seed, max_queue_s) for seed in range(num_gateways)
+        ]
+        self._max_queue_s = math.inf if max_queue_s is None else max_queue_s
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._ids = _Ids()
@@ -149,30 +169,40 @@ class Simulation:
     def at(self, due_s: float, play: Callable[[], None]) -> None:
         heapq.heappush(self._events, (due_s, next(self._order), play))
 
-    def run(self) -> None:
-        while self._events:
+    def run(self, for_s: float = math.inf) -> None:
+        until_s = self.clock.now_s + for_s
+        while self._events and self._events[0][0] <= until_s:
             self.clock.now_s, _, play = heapq.heappop(self._events)
             play()
 
-    def call(self, num_prompt_tokens: int, num_outputs: int) -> None:
-        """A request comes now, to the gateways in turn."""
-        gateway = self.gateways[len(self.calls) % len(self.gateways)]
-        call = Call(self.clock.now_s, num_outputs, self.clock)
+    def call(self, num_prompt_tokens: int, num_outputs: int, caller_id: int | None = None) -> None:
+        """A request comes now, to the gateways in turn; without `caller_id` from somebody new."""
+        number, now_s = len(self.calls) + self.num_refused, self.clock.now_s
+        gateway = self.gateways[number % len(self.gateways)]
+        caller_id = number + 1 if caller_id is None else caller_id
+        try:
+            gateway.limit.check(caller_id, num_prompt_tokens, {}, _DEADLINE_S)
+        except Overloaded:
+            self.num_refused += 1
+            return
+        call = Call(caller_id, now_s, num_outputs, self.clock)
         self.calls.append(call)
         sampling = SamplingParams(max_tokens=num_outputs, ignore_eos=True, temperature=0.0)
         session = Session(
             self._ids.new_id(),
-            ValidatedRequest((1,) * num_prompt_tokens, sampling, "", caller_id=len(self.calls)),
-            deadline_s=1e9,
+            ValidatedRequest((1,) * num_prompt_tokens, sampling, "", caller_id=caller_id),
+            deadline_s=now_s + _DEADLINE_S,
             arrived=Stamp(Event.ARRIVED, 0, "gateway"),
             text=TextStream(_Letters(), ()),
             sink=call,
-            router=PromptRouter(gateway.table, {}, len(self.calls)),
+            router=PromptRouter(gateway.table, {}, caller_id),
             clock=self.clock,
             entropy=self._ids,
-            limits=SessionLimits(),
+            limits=SessionLimits(max_queue_s=self._max_queue_s),
         )
         gateway.sessions.start(session)
+        if self._max_queue_s < math.inf and session.is_waiting:
+            self.at(now_s + self._max_queue_s, lambda: gateway.sessions._wake(session))
 
     def _beat(self) -> None:
         loads = {name: engine.load() for name, engine in self.engines.items()}
@@ -203,11 +233,12 @@ class PlayedEngine:
         self._simulation = simulation
         self._setup = setup
         self._links = sources if setup.role is Role.DECODE else frozenset[str]()
-        self._device = _Device(cost)
+        self._device = _Device(setup.cost or cost)
         limits = EngineLimits(
             _NUM_BLOCKS,
             _BLOCK_SIZE,
             1 << 17,
+            max_num_seqs=setup.max_num_seqs,
             max_num_batched_tokens=setup.max_num_batched_tokens,
             prefill_chunk_tokens=setup.prefill_chunk_tokens,
         )
@@ -226,6 +257,7 @@ class PlayedEngine:
         self._arrived: deque[tuple[Request, int]] = deque()  # KV that waits for blocks here
         self._is_busy = False
         self._num_steps = 0
+        self.most_waiting = 0  # requests, at heartbeats
         member = Member(name, setup.role, name, "", "demo", "fp", 1 << 17, _BLOCK_SIZE, _NUM_BLOCKS)
         self._gateway_of: dict[str, PlayedGateway] = {}  # by key
         for gateway in simulation.gateways:
@@ -249,6 +281,7 @@ class PlayedEngine:
 
     def load(self) -> ReportedLoad:
         load = self.engine.load(self._intents.values())
+        self.most_waiting = max(self.most_waiting, load.num_waiting)
         return ReportedLoad(
             num_running=load.num_running,
             num_waiting=load.num_waiting,

@@ -8,8 +8,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from baton.core.process.children import bound_to_us
 
@@ -31,8 +33,10 @@ def apply(
     model: str = "",
     num_generators: int = 1,
     drain_s: float = 10.0,
+    fields: Mapping[str, Any] | None = None,
 ) -> list[Record]:
-    """Run the workload to its end; all requests' records, as they were due.
+    """Run the workload to its end; all requests' records, as they were due. `fields`: more of each
+    request's body, over HTTP.
 
     Raises RuntimeError if a generator breaks: half a load is none.
     """
@@ -51,6 +55,7 @@ def apply(
                 tuple(hand),
                 workload.background,
                 str(folder / f"{index}.npz"),
+                fields or {},
             )
             for index, hand in enumerate(hands)
         ]

@@ -1,7 +1,9 @@
 """Brings up a system to measure, and says how a driver reaches it.
 
-disaggregated    Redis, gateway, prefill and decode node, as `baton up` starts them
+deployed         Redis, gateway and nodes, as `baton up` starts them, over HTTP
+disaggregated    the same over gRPC, and no tokenizer
 mixed            the same engines, each prefilling and decoding; no gateway, no hand-off
+vllm             replicas of vLLM, one a GPU, that requests are dealt to in turn
 """
 
 from __future__ import annotations
@@ -9,12 +11,16 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from urllib.request import urlopen
 
 from baton.cli.deployment.deployment import Deployment, running_in_background
 from baton.cluster.redis_server import RedisServer
@@ -24,11 +30,23 @@ from baton.core.process.children import bound_to_us
 
 from .clients.node_driver import CLUSTER
 
+_SERVER_STOP_S = 20.0
 _MIXED_CHUNK_TOKENS = 1024  # what peers take when decodes must not wait long for a prefill
 
 
 def _say(name: str, line: str) -> None:
     print(f"{name} | {line}", flush=True)
+
+
+@contextmanager
+def deployed(
+    engine: EngineConfig, up: UpConfig, node: NodeConfig, gateway: GatewayConfig
+) -> Iterator[str]:
+    """The target of a deployment's gateways over HTTP, at ports of their own."""
+    gateway = replace(gateway, grpc_port=0, http_port=0, model=engine.model)
+    deployment = Deployment(up, engine, node, gateway, _say)
+    with running_in_background(deployment):
+        yield deployment.gateways[0].addresses[-2]
 
 
 @contextmanager
@@ -98,3 +116,63 @@ def _node(
         if rest.ident is not None:
             rest.join(20)
         process.stdout.close()
+
+
+@contextmanager
+def vllm(command: Sequence[str], gpus: Sequence[str], timeout_s: float = 600.0) -> Iterator[str]:
+    """The target of servers that `command` starts, one on each of these GPUs, once all are ready.
+
+    Raises RuntimeError if one ends before.
+    """
+    with ExitStack() as stack:
+        servers = [stack.enter_context(_Server(command, gpu)) for gpu in gpus]
+        for server in servers:
+            server.wait_until_ready(timeout_s)
+        yield ",".join(server.url for server in servers)
+
+
+class _Server:
+    """One process, with children of its own, that listens at `--port`."""
+
+    def __init__(self, command: Sequence[str], gpu: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self._command = [*command, "--port", str(port)]
+        self._environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (until we exit)
+
+    def __enter__(self) -> _Server:
+        self._process = subprocess.Popen(
+            bound_to_us(self._command, signal.SIGTERM),
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env=self._environment,
+            start_new_session=True,
+        )
+        return self
+
+    def wait_until_ready(self, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while not self._is_healthy():
+            if self._process.poll() is not None or time.monotonic() > deadline_s:
+                self._log.seek(0)
+                raise RuntimeError(f"{self._command[0]} is not ready:\n{self._log.read()[-4000:]}")
+            time.sleep(0.2)
+
+    def _is_healthy(self) -> bool:
+        try:
+            with urlopen(f"{self.url}/health", timeout=2) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_SERVER_STOP_S)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # what it left behind
+        self._process.wait()
+        self._log.close()

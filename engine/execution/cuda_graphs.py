@@ -1,14 +1,14 @@
 """CUDA graphs of steps: one for each of a few sizes in tokens, all of a kind in one pool of memory.
 
 A graph replays fixed kernels over fixed addresses: `inputs` is where every size reads what changes.
+How many rows a graph has, and by which library its products go, is chosen by measuring these.
 Knows neither model nor scheduler.
 """
 
 from __future__ import annotations
 
 import functools
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_MAX_ROWS_OF_CUBLASLT = 64
+_LIBRARIES = ("cublas", "cublaslt")
+_FEW_ROWS = 64  # or fewer go by our own kernels, and by cuBLASLt where there are none
+_MOST_PADDING = 127  # rows
+_WORTH_PADDING = 0.97  # of the time
+_TIMED_CALLS, _ROUNDS = 3, 3
+
+Product = Callable[[Tensor], Tensor]  # [rows, inputs] -> [rows, outputs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +52,6 @@ class StepGraphs:
         beside: StepGraphs | None = None,
     ) -> None:
         self.sizes = sizes
-        self.capture_s = 0.0
         self._num_inputs = num_inputs
         self._beside = beside
         self._inputs: Tensor = (
@@ -66,19 +71,18 @@ class StepGraphs:
         size = next((size for size in self.sizes if size >= num_tokens), None)
         return None if size is None else self._graphs.get(size)
 
-    def capture(self, size: int, step: Callable[[], Tensor]) -> None:
-        """Capture `step`, which reads `inputs(size)` and returns its output."""
-        begin_s = time.perf_counter()
+    def capture(self, size: int, step: Callable[[], Tensor], library: str) -> None:
+        """Capture `step`, which reads `inputs(size)` and returns its output; its products go by
+        `library`."""
         if self._beside is not None:
             self._memory = self._beside._memory
-        with torch.inference_mode(), _blas_for(size):
+        with torch.inference_mode(), _blas(library):
             step()  # compiles kernels and makes lazy buffers, neither of which a capture may do
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, self._memory, _capture_stream(self._inputs.device)):
                 output = step()
         self._memory = self._memory or graph.pool()
         self._graphs[size] = StepGraph(size, output, graph)
-        self.capture_s += time.perf_counter() - begin_s
 
 
 @functools.cache
@@ -87,16 +91,79 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-@contextmanager
-def _blas_for(num_rows: int) -> Iterator[None]:
-    """For few rows cuBLASLt's choice of kernels is the faster one, for more cuBLAS's own.
+@dataclass(frozen=True, slots=True)
+class ProductTimes:
+    """What the products of a layer take by rows, and the faster library for so many.
 
-    All products of an 8B model on an H200: 3.8 instead of 4.0 ms for 64 rows, but 6.2 instead of
-    5.8 ms for 256.
+    cuBLAS is not monotonic: of an 8B model on an H200, 13.2 ms for 448 rows and 9.7 for 512; for
+    96 rows cuBLASLt takes 4.1 where cuBLAS takes 4.4, for 256 5.9 where it takes 5.8.
     """
+
+    ms: Mapping[int, float]
+    libraries: Mapping[int, str]
+
+    def library(self, rows: int) -> str:
+        """The faster one for a graph of so many rows."""
+        return self.libraries.get(rows, _LIBRARIES[1])
+
+    def padded(self, rows: int) -> int:
+        """As many rows, or the few more that were measured to take less time."""
+        if rows not in self.ms:
+            return rows
+        more = [n for n in self.ms if rows < n <= rows + _MOST_PADDING]
+        best = min(more, key=self.ms.__getitem__, default=rows)
+        return best if self.ms[best] < _WORTH_PADDING * self.ms[rows] else rows
+
+
+def measure_products(
+    products: Sequence[tuple[int, Product]],
+    rows: Sequence[int],
+    like: Tensor,
+    share: Callable[[Tensor], None],
+) -> ProductTimes:
+    """Time `products`, pairs of inputs and product, for all `rows` and for what these round up to.
+    Few rows are not timed: launching would take longer than the products do.
+
+    `like` is of their inputs' type and device. `share` makes a tensor [..] that of the first rank.
+    """
+    many = [n for n in rows if n > _FEW_ROWS]
+    counts = sorted({*many, *(-(-n // unit) * unit for n in many for unit in (64, 128))})
+    if not counts or not products:
+        return ProductTimes({}, {})
+    taken = torch.empty((len(_LIBRARIES), len(counts)), device=like.device)
+    inputs = {size: torch.randn_like(like.new_empty(counts[-1], size)) for size, _ in products}
+    for library, row in zip(_LIBRARIES, taken, strict=True):
+        with torch.inference_mode(), _blas(library):
+            for index, count in enumerate(counts):
+                row[index] = _products_ms([(inputs[n][:count], run) for n, run in products])
+    share(taken)
+    best = taken.min(0)
+    chosen = [_LIBRARIES[index] for index in best.indices.tolist()]
+    times = zip(counts, best.values.tolist(), strict=True)
+    return ProductTimes(dict(times), dict(zip(counts, chosen, strict=True)))
+
+
+def _products_ms(products: Sequence[tuple[Tensor, Product]]) -> float:
+    for x, product in products:
+        product(x)
+    rounds = []
+    for _ in range(_ROUNDS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        for _ in range(_TIMED_CALLS):
+            for x, product in products:
+                product(x)
+        end.record()
+        end.synchronize()
+        rounds.append(begin.elapsed_time(end) / _TIMED_CALLS)
+    return float(min(rounds))
+
+
+@contextmanager
+def _blas(library: str) -> Iterator[None]:
+    """Products go by `library`."""
     before = torch.backends.cuda.preferred_blas_library()
-    if num_rows <= _MAX_ROWS_OF_CUBLASLT:
-        torch.backends.cuda.preferred_blas_library("cublaslt")
+    torch.backends.cuda.preferred_blas_library(library)
     try:
         yield
     finally:
@@ -109,7 +176,7 @@ def decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
     return (*(size for size in steps if size < max_num_seqs), max_num_seqs)
 
 
-def mixed_decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Numbers of decodes to capture beside prompts: padding costs attention alone, of one block."""
-    steps = (16, 32, 64, 96, 128, 192, 256, 384)
-    return (*(size for size in steps if size < max_num_seqs), max_num_seqs)
+def prefill_sizes(most: int) -> tuple[int, ...]:
+    """Tokens to capture of steps with prompts, up to `most`."""
+    steps = [*range(64, 512, 64), *range(512, most, 128)]
+    return (*(size for size in steps if size < most), most)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -69,26 +68,14 @@ def _check_gpu(device: str, num_gpus: int) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionChoice:
-    """Which kernels attend: torch on a CPU, else one kind for decodes and one for prefill."""
-
-    decode: str
-    prefill: str
-
-    def __str__(self) -> str:
-        if self.decode == self.prefill:
-            return f"{self.decode} attention"
-        return f"{self.prefill} attention for prefill, {self.decode} for decode"
-
-
 def choose_attention(
     config: EngineConfig, model: ModelConfig, placement: Placement, max_model_len: int
-) -> AttentionChoice:
-    """What `--attention-backend` means here.
+) -> str:
+    """What prefill attends by here: "torch", "triton" or "flashinfer". On a GPU decodes attend by
+    our own kernel, which reads KV as fast as FlashInfer's and needs no plan.
 
-    By itself: FlashInfer's FA3 for prefill where it can, and our decode kernel, which reads KV as
-    fast and needs no plan. Raises StartupFailed if the wanted one cannot compute this model.
+    By itself: FlashInfer's FA3 where it can. Raises StartupFailed if the wanted one cannot compute
+    this model.
     """
     wanted = config.attention_backend
     if placement.device.type == "cpu":
@@ -96,7 +83,7 @@ def choose_attention(
             raise StartupFailed(
                 f"--attention-backend {wanted} needs a GPU", hint="--attention-backend torch"
             )
-        return AttentionChoice("torch", "torch")
+        return "torch"
     if wanted == "torch":
         raise StartupFailed("--attention-backend torch is for CPUs", hint="leave the flag out")
     why_not = _why_not_flashinfer(model, placement, max_model_len)
@@ -105,20 +92,20 @@ def choose_attention(
             f"--attention-backend flashinfer: {why_not}", hint="--attention-backend triton"
         )
     if wanted == "auto":
-        return AttentionChoice("triton", "triton" if why_not else "flashinfer")
-    return AttentionChoice(wanted, wanted)
+        return "triton" if why_not else "flashinfer"
+    return wanted
 
 
 def make_attention(
-    choice: AttentionChoice,
+    prefill: str,
     pool: Tensor,
     num_heads: int,
     max_num_seqs: int,
     model: ModelConfig,
     max_model_len: int,
 ) -> AttentionBackend:
-    """The backend over `pool`, of a rank with `num_heads` heads."""
-    if choice.decode == "torch":
+    """The backend over `pool`, of a rank with `num_heads` heads; `prefill` by choose_attention."""
+    if prefill == "torch":
         return TorchAttention(pool, model.windows)
     from ...kernels.attention.attention_gpu import make_gpu_attention
 
@@ -127,8 +114,7 @@ def make_attention(
         num_heads,
         max_num_seqs,
         max_model_len,
-        decode=choice.decode,
-        prefill=choice.prefill,
+        prefill=prefill,
         windows=model.windows if model.smallest_window(max_model_len) else None,
     )
 

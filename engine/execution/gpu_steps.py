@@ -8,14 +8,14 @@
 A step of decodes alone is replayed from a CUDA graph of the next larger size. So is the model of a
 short prefill, and of decodes with some tokens of prompts behind them:
 
-    tokens of such a graph:  | decodes | padding | tokens of prompts | padding |
+    tokens of such a graph:  | decodes | tokens of prompts | a prompt of padding |
 
 Anything else is launched kernel by kernel, which its length hides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,8 +25,10 @@ from torch import Tensor
 
 from ...core.errors import EngineFailed
 from ...core.request.request import TokenLogprobs
-from ...kernels.attention.attention import AttentionBackend
-from ...kernels.attention.attention_triton import MAX_GRAPH_SLICES, MAX_GRAPH_TOKENS
+from ...kernels.attention.attention import (
+    MAX_GRAPH_SLICES,
+    AttentionBackend,
+)
 from ...kernels.sampling.sampling import as_signed, sample
 from ...kernels.sampling.sampling_triton import VocabularyPart, sample_unfiltered
 from ...kernels.upload import upload, upload_into
@@ -34,12 +36,19 @@ from ..kv.block_pool import PADDING_BLOCK
 from ..kv.cuda_step_count import CudaStepCount
 from ..model.decoder import Decoder
 from .batch import SampledToken, SequenceSlice
-from .cuda_graphs import StepGraph, StepGraphs, decode_sizes, mixed_decode_sizes
+from .cuda_graphs import (
+    ProductTimes,
+    StepGraph,
+    StepGraphs,
+    decode_sizes,
+    measure_products,
+    prefill_sizes,
+)
 from .step_parts import Extras, Int64s, compute_extras, flatten, metadata_of
 
-# Longer contexts are better off with FA3, and long enough to hide what launching costs.
-_MAX_GRAPH_CONTEXT = 4096
-_MIXED_PROMPT_TOKENS = (64, 128, 256, 512)  # beside decodes
+# Prompts without decodes: longer ones are better off with FA3, and hide what launching costs.
+_MAX_PROMPT_TOKENS, _MAX_PROMPT_CONTEXT = 512, 4096
+_FEW_DECODES = 64  # beside prompts: room for more takes a percent of a step
 _PADDING_SLICE = SequenceSlice(token_ids=(0,), start=0, block_table=(PADDING_BLOCK,), sample=None)
 
 
@@ -116,47 +125,56 @@ class GpuSteps:
         self._sampled = torch.zeros(max_num_seqs, dtype=torch.int64, device=self._device)
         self._logprobs = torch.zeros(max_num_seqs, dtype=torch.float32, device=self._device)
         self._count: CudaStepCount | None = None
-        self.graphs = StepGraphs(decode_sizes(max_num_seqs), 5, self._device)
-        self.prefill_graphs = StepGraphs(range(64, MAX_GRAPH_TOKENS + 1, 64), 3, self._device)
-        self.mixed_graphs: dict[int, StepGraphs] = {}  # by decodes, the largest first
-        prompt_sizes = [size for size in _MIXED_PROMPT_TOKENS if size <= mixed_tokens]
-        largest: StepGraphs | None = None
-        for size in reversed(mixed_decode_sizes(max_num_seqs)) if prompt_sizes else ():
-            sizes = [size + num_tokens for num_tokens in prompt_sizes]
-            self.mixed_graphs[size] = StepGraphs(sizes, 3, self._device, beside=largest)
-            largest = largest or self.mixed_graphs[size]
+        self._decode_sizes = decode_sizes(max_num_seqs)
+        self._mixed_tokens = mixed_tokens
+        few = min(_FEW_DECODES, max_num_seqs)
+        rooms = {0: _MAX_PROMPT_TOKENS}
+        if mixed_tokens:
+            rooms |= {room: room + mixed_tokens for room in (few, max_num_seqs)}
+        # Sizes of the graphs with prompts, by how many decodes they have room for.
+        self._prefill_sizes = {room: prefill_sizes(most) for room, most in rooms.items()}
+        self.prefill_graphs: dict[int, StepGraphs] = {}
+        self.make_graphs(ProductTimes({}, {}))
 
     def capture_graphs(self) -> None:
         """Capture all graphs, largest first: the smaller ones then fit into its memory."""
+        sizes = [size for each in self._prefill_sizes.values() for size in each]
+        times = measure_products(
+            self.model.layers[0].products(),
+            [*self._decode_sizes, *sizes],
+            self.model.embed.weight,
+            self.model.communicator.broadcast,
+        )
+        self.make_graphs(times)
         for size in reversed(self.graphs.sizes):
             batch = [_PADDING_SLICE] * size
             inputs = self.graphs.inputs(size)
             upload_into(inputs.flatten(), self._decode_arrays(batch).ravel())
             self._attention.plan(metadata_of(batch, inputs[2], is_graph=True))
-            self.graphs.capture(size, partial(self._decode, inputs))
-        for size in reversed(self.prefill_graphs.sizes):
-            token_ids, positions, slots = self.prefill_graphs.inputs(size)
-            self._attention.plan(metadata_of([_PADDING_SLICE], slots, is_prefill_graph=True))
-            self.prefill_graphs.capture(
-                size,
-                partial(self.model.forward, token_ids, positions, slots, self._attention),
-            )
-
-        for num_decodes, graphs in self.mixed_graphs.items():
-            batch = [_PADDING_SLICE] * (num_decodes + 1)
+            self.graphs.capture(size, partial(self._decode, inputs), times.library(size))
+        for room, graphs in self.prefill_graphs.items():
             for size in reversed(graphs.sizes):
                 token_ids, positions, slots = graphs.inputs(size)
-                self._plan_mixed(batch, slots, num_decodes)
-                graphs.capture(
-                    size,
-                    partial(self.model.forward, token_ids, positions, slots, self._attention),
-                )
+                padding = self._padding(size)
+                self._attention.plan(metadata_of([padding], slots, graph_decodes=min(room, size)))
+                step = partial(self.model.forward, token_ids, positions, slots, self._attention)
+                graphs.capture(size, step, times.library(size))
 
-    @property
-    def capture_s(self) -> float:
-        """What it took to capture all graphs."""
-        kinds = (self.graphs, self.prefill_graphs, *self.mixed_graphs.values())
-        return sum(kind.capture_s for kind in kinds)
+    def make_graphs(self, times: ProductTimes) -> None:
+        """All graphs, to be captured: of sizes that no larger one is faster than."""
+
+        def fast(sizes: Iterable[int]) -> list[int]:
+            return sorted({times.padded(size) for size in sizes})
+
+        largest = self._decode_sizes[-1]  # there are no places for more
+        sizes = [size for size in fast(self._decode_sizes) if size < largest]
+        self.graphs = StepGraphs([*sizes, largest], 5, self._device)
+        largest_kind: StepGraphs | None = None
+        kinds = sorted(self._prefill_sizes.items(), key=lambda kind: -kind[1][-1])
+        for room, each in kinds:
+            sizes = [size for size in fast(each) if size <= each[-1]]
+            self.prefill_graphs[room] = StepGraphs(sizes, 3, self._device, largest_kind)
+            largest_kind = largest_kind or self.prefill_graphs[room]
 
     def count_in(self, count: CudaStepCount) -> None:
         """From now on `count` has the number of the last step that has written its KV."""
@@ -212,76 +230,57 @@ class GpuSteps:
     # -- anything else ----------------------------------------------------------------------------
 
     def _hidden(self, batch: Sequence[SequenceSlice]) -> tuple[Tensor, Int64s]:
-        """The hidden states of the batch's tokens, others between and behind them, and the row of
-        each slice's last token."""
+        """The hidden states of the batch's tokens, others behind them, and the row of each slice's
+        last token."""
         arrays = flatten(batch, self._block_size)
         last_tokens = np.cumsum([piece.num_scheduled_tokens for piece in batch]) - 1
-        if not _fits_graph(batch) and (found := self._find_mixed(batch)) is not None:
-            num_decodes, num_padded, graph = found
-            hidden = self._replay_mixed(batch, arrays, num_decodes, num_padded, graph)
-            last_tokens[num_decodes:] += num_padded - num_decodes
-            return hidden, last_tokens
-        return self._hidden_of_prefill(batch, arrays), last_tokens
-
-    def _find_mixed(self, batch: Sequence[SequenceSlice]) -> tuple[int, int, StepGraph] | None:
-        """A graph for these decodes and tokens of prompts: (decodes, with padding, the graph)."""
-        if any(piece.prompt_targets for piece in batch):
-            return None  # which are looked for where there is no padding
-        lens = [piece.num_scheduled_tokens for piece in batch]
-        num_decodes = next((i for i, length in enumerate(lens) if length > 1), len(lens))
-        num_prompt_tokens = sum(lens[num_decodes:])
-        if not 0 < len(batch) - num_decodes <= MAX_GRAPH_SLICES:
-            return None
-        sizes = [size for size in self.mixed_graphs if size >= num_decodes]
-        if not num_decodes or not sizes:
-            return None
-        num_padded = min(sizes)
-        graph = self.mixed_graphs[num_padded].find(num_padded + num_prompt_tokens)
-        return None if graph is None else (num_decodes, num_padded, graph)
-
-    def _replay_mixed(
-        self,
-        batch: Sequence[SequenceSlice],
-        arrays: Int64s,
-        num_decodes: int,
-        num_padded: int,
-        graph: StepGraph,
-    ) -> Tensor:
-        inputs = self.mixed_graphs[num_padded].inputs(graph.size)
-        padded = np.zeros(inputs.shape, np.int64)
-        padded[:, :num_decodes] = arrays[:, :num_decodes]
-        num_prompt_tokens = arrays.shape[1] - num_decodes
-        padded[:, num_padded : num_padded + num_prompt_tokens] = arrays[:, num_decodes:]
-        upload_into(inputs.flatten(), padded.ravel())
-        self._follow(batch, inputs[0])
-        padding = [_PADDING_SLICE] * (num_padded - num_decodes)
-        self._plan_mixed(
-            [*batch[:num_decodes], *padding, *batch[num_decodes:]], inputs[2], num_padded
-        )
-        graph.replay()
-        return graph.output
-
-    def _plan_mixed(self, batch: Sequence[SequenceSlice], slots: Tensor, num_decodes: int) -> None:
-        self._attention.plan(
-            metadata_of(batch, slots, is_prefill_graph=True, num_graph_decodes=num_decodes)
-        )
-
-    def _hidden_of_prefill(self, batch: Sequence[SequenceSlice], arrays: Int64s) -> Tensor:
-        num_tokens = arrays.shape[1]
-        graph = self.prefill_graphs.find(num_tokens) if _fits_graph(batch) else None
-        if graph is None:
+        found = self._find_prefill_graph(batch)
+        if found is None:
             token_ids, positions, slots = upload(arrays, self._device)
             self._follow(batch, token_ids)
             self._attention.plan(metadata_of(batch, slots))
-            return self.model.forward(token_ids, positions, slots, self._attention)
-        inputs = self.prefill_graphs.inputs(graph.size)
+            return self.model.forward(token_ids, positions, slots, self._attention), last_tokens
+        num_decodes, room, graph = found
+        inputs = self.prefill_graphs[room].inputs(graph.size)
         padded = np.zeros(inputs.shape, np.int64)
+        num_tokens = arrays.shape[1]
         padded[:, :num_tokens] = arrays
         upload_into(inputs.flatten(), padded.ravel())
         self._follow(batch, inputs[0])
-        self._attention.plan(metadata_of(batch, inputs[2], is_prefill_graph=True))
+        padding = [self._padding(graph.size - num_tokens)] if num_tokens < graph.size else []
+        metadata = metadata_of(
+            [*batch, *padding],
+            inputs[2],
+            graph_decodes=min(room, graph.size),
+            num_graph_decodes=num_decodes,
+        )
+        self._attention.plan(metadata)
         graph.replay()
-        return graph.output
+        return graph.output, last_tokens
+
+    def _find_prefill_graph(
+        self, batch: Sequence[SequenceSlice]
+    ) -> tuple[int, int, StepGraph] | None:
+        """(decodes of the batch, how many its graph has room for, the graph)."""
+        lens = [piece.num_scheduled_tokens for piece in batch]
+        num_decodes = next((i for i, length in enumerate(lens) if length > 1), len(lens))
+        num_tokens = sum(lens)
+        room = min((room for room in self.prefill_graphs if room >= num_decodes), default=None)
+        if not 0 < len(batch) - num_decodes < MAX_GRAPH_SLICES or room is None:
+            return None
+        if num_tokens - num_decodes > (self._mixed_tokens if room else _MAX_PROMPT_TOKENS):
+            return None
+        if (
+            not room
+            and max(one.start + one.num_scheduled_tokens for one in batch) > _MAX_PROMPT_CONTEXT
+        ):
+            return None
+        graph = self.prefill_graphs[room].find(num_tokens)
+        return None if graph is None else (num_decodes, room, graph)
+
+    def _padding(self, num_tokens: int) -> SequenceSlice:
+        table = (PADDING_BLOCK,) * -(-num_tokens // self._block_size)
+        return SequenceSlice((0,) * num_tokens, start=0, block_table=table, sample=None)
 
     def _launch_eagerly(self, batch: Sequence[SequenceSlice]) -> GpuStep:
         hidden, last_tokens = self._hidden(batch)
@@ -382,11 +381,6 @@ def _part_of_rank(model: Decoder) -> VocabularyPart | None:
 
 def _is_decode(batch: Sequence[SequenceSlice]) -> bool:
     return all(piece.num_scheduled_tokens == 1 and piece.sample is not None for piece in batch)
-
-
-def _fits_graph(batch: Sequence[SequenceSlice]) -> bool:
-    longest = max(piece.start + piece.num_scheduled_tokens for piece in batch)
-    return len(batch) <= MAX_GRAPH_SLICES and longest <= _MAX_GRAPH_CONTEXT
 
 
 def _sampling_arrays(batch: Sequence[SequenceSlice]) -> Int64s:

@@ -105,10 +105,12 @@ class ModelRunner:
         self._placement = dataclasses.replace(
             placement, communicator=communicator, has_expert_parallel=has_expert_parallel
         )
-        self._attention_choice = choose_attention(
+        self._prefill_attention = choose_attention(
             config, self.model_config, self._placement, self.max_model_len
         )
-        self.startup_notes = [f"{self._placement.device}, {self._attention_choice}"]
+        self.startup_notes = [
+            f"{self._placement.device}, {self._prefill_attention} attention for prefill"
+        ]
         if config.device == "auto" and self._placement.device.type == "cpu":
             self.startup_notes.append("no GPU found: running on the CPU, as with --device cpu")
         layout = KvLayout(
@@ -214,20 +216,22 @@ class ModelRunner:
             f"largest step measured in {time.perf_counter() - begin_s:.1f} s"
         )
         steps = new_steps(self.kv.tensor)
+        torch.cuda.empty_cache()  # of what loading left, or the graphs would seem to take nothing
         free_before, _ = torch.cuda.mem_get_info(device)
+        begin_s = time.perf_counter()
         steps.capture_graphs()
         free_after, _ = torch.cuda.mem_get_info(device)
+        num_graphs = {n: len(graphs.sizes) for n, graphs in steps.prefill_graphs.items()}
         self.startup_notes.append(
             f"{len(steps.graphs.sizes)} graphs of up to {steps.graphs.sizes[-1]} decodes, "
-            f"{len(steps.prefill_graphs.sizes)} of up to {steps.prefill_graphs.sizes[-1]} prefill "
-            f"tokens, {sum(len(mixed.sizes) for mixed in steps.mixed_graphs.values())} of both in "
-            f"{steps.capture_s:.1f} s, {(free_before - free_after) / 1e6:.0f} MB"
+            f"{num_graphs.pop(0)} of prompts, {sum(num_graphs.values())} of both in "
+            f"{time.perf_counter() - begin_s:.1f} s, {(free_before - free_after) / 1e6:.0f} MB"
         )
         self._steps = steps
 
     def _make_attention(self, pool: torch.Tensor) -> AttentionBackend:
         sizes = (self.heads.num_heads, self.max_num_seqs, self.model_config, self.max_model_len)
-        return make_attention(self._attention_choice, pool, *sizes)
+        return make_attention(self._prefill_attention, pool, *sizes)
 
     def _choose_max_num_seqs(self, num_blocks: int | None) -> int:
         """See `EngineLimits`. All ranks choose alike: their pools have equally many blocks."""

@@ -58,7 +58,7 @@ def metadata_of(
     slots: Tensor,
     *,
     is_graph: bool = False,
-    is_prefill_graph: bool = False,
+    graph_decodes: int | None = None,
     num_graph_decodes: int = 0,
 ) -> AttentionMetadata:
     """What attention plans a step by; `slots` [tokens] lie on the device."""
@@ -68,7 +68,7 @@ def metadata_of(
         block_tables=[piece.block_table for piece in batch],
         slot_mapping=slots,
         is_graph=is_graph,
-        is_prefill_graph=is_prefill_graph,
+        graph_decodes=graph_decodes,
         num_graph_decodes=num_graph_decodes,
     )
 

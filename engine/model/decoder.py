@@ -7,6 +7,8 @@ gave on each. Knows no request, no block and no file.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from ...kernels.attention.attention import AttentionBackend
@@ -64,6 +66,10 @@ class Attention:
             qkv = self._ops.norm_heads(qkv, weights, self._kv_heads, self._eps)
         return self.out(attention.run(self._layer, qkv, rope).view(len(x), -1))
 
+    def products(self) -> list[tuple[int, Callable[[Tensor], Tensor]]]:
+        """See DecoderLayer."""
+        return [(self.qkv.weight.shape[1], self.qkv), (self.out.weight.shape[1], self.out.product)]
+
     def targets(self) -> Targets:
         yield from self.qkv.targets()
         yield from self.out.targets()
@@ -108,6 +114,10 @@ class DecoderLayer:
         normed = self.input_norm(residual) if x is None else self.input_norm.add(x, residual)
         attended = self.attention(normed, rope, attention)
         return self.mlp(self.post_attention_norm.add(attended, residual))
+
+    def products(self) -> list[tuple[int, Callable[[Tensor], Tensor]]]:
+        """The products of inputs with weights, as pairs of how many inputs and the product."""
+        return [*self.attention.products(), *self.mlp.products()]
 
     def targets(self, *, has_merged_experts: bool = False) -> Targets:
         for part in (self.input_norm, self.attention, self.post_attention_norm):

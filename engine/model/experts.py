@@ -12,6 +12,8 @@ In both cases the ranks' outputs add up. The router is the same on all ranks, an
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -80,6 +82,10 @@ class Experts:
             gate = torch.sigmoid(weighted.sum(-1, keepdim=True, dtype=torch.float64))
             out += gate.to(x.dtype) * self.shared.product(x)
         return out
+
+    def products(self) -> list[tuple[int, Callable[[Tensor], Tensor]]]:
+        """None that go by a library: see DecoderLayer."""
+        return []
 
     def targets(self) -> Targets:
         """Under the names of published checkpoints: three matrices of each expert."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from .communicator import Summand
@@ -30,6 +32,13 @@ class MLP:
     def product(self, x: Tensor) -> Tensor:
         """The same: see RowLinear."""
         return self.down.product(self.gate_up.gated(x))
+
+    def products(self) -> list[tuple[int, Callable[[Tensor], Tensor]]]:
+        """See DecoderLayer."""
+        return [
+            (self.gate_up.weight.shape[1], self.gate_up.gated),
+            (self.down.weight.shape[1], self.down.product),
+        ]
 
     def targets(self) -> Targets:
         yield from self.gate_up.targets()

@@ -5,6 +5,7 @@ Knows no grpc and no directory: cluster_view.py adds and removes engines.
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -55,9 +56,14 @@ class ChosenEngine:
 
 
 class EngineTable:
-    """All linked engines by incarnation; what is mirrored of the prefix index is theirs."""
+    """All linked engines by incarnation; what is mirrored of the prefix index is theirs.
 
-    def __init__(self, mirror: PrefixMirror) -> None:
+    `chance`: what plans that are alike are drawn by; without it gateways that know the same choose
+    the same.
+    """
+
+    def __init__(self, mirror: PrefixMirror, chance: random.Random | None = None) -> None:
+        self._chance = chance
         self.engines: dict[str, LinkedEngine] = {}
         self.mirror = mirror
         self.suspects = Suspects()
@@ -103,7 +109,9 @@ class EngineTable:
             for engine in self.engines.values()
             if engine.load is not None and (engine.member.can_constrain or not is_constrained)
         ]
-        choose = partial(choose_plan, states, demand.num_tokens, fingerprint=fingerprint)
+        choose = partial(
+            choose_plan, states, demand.num_tokens, fingerprint=fingerprint, chance=self._chance
+        )
         clear = self.suspects.keep_clear(avoid)
         try:
             prefill, decode = choose(avoid=clear)
@@ -120,7 +128,8 @@ class EngineTable:
         """By fingerprint, the cost that was measured on the largest steps, where some engine is to
         borrow one."""
         loads = [(e.fingerprint, e.load) for e in self.engines.values() if e.load is not None]
-        if all(load.max_rows >= MEASURED_ROWS for _, load in loads):
+        costs = [load.step_cost for _, load in loads]
+        if all(cost is not None and cost.max_rows >= MEASURED_ROWS for cost in costs):
             return {}
         found: dict[str, StepCost] = {}
         for fingerprint, load in loads:

@@ -116,11 +116,13 @@ class PrefillBacklog:
         The engine's queue is fair, so others' prompts do not matter: one that has nothing there
         may always send.
         """
+        own_tokens = self._own_tokens.get(caller_id, 0)
+        if not own_tokens:
+            return True
         limit, speed = _UNKNOWN_AHEAD_TOKENS, self.speed
         if speed is not None:
             limit = speed.tokens_in(_AHEAD_S + 2 * speed.step_s)
-        own_tokens = self._own_tokens.get(caller_id, 0)
-        return not own_tokens or own_tokens < limit
+        return own_tokens < limit
 
     @property
     def has_ours(self) -> bool:

@@ -6,6 +6,11 @@ All plans have an estimate in seconds, and the least is taken:
     pair    until the prefill engine is done with it  + requests on the decode engine + its pull
     alone   until the engine is done with it          + requests on it
 
+Each engine's part of an estimate is its own, so the best pair is found among engines in the order
+of their parts, not among all pairs. Plans that are alike, each part within ALIKE of the best, are
+drawn from where a source of chance is given: else gateways that have the same heartbeats would all
+send to the same engine until the next ones.
+
 How long a prompt takes follows from what its engine measured (core/step_cost.py): one that keeps a
 promise to its decodes (`tbt_target_s`) takes prompts beside them, a little a step; without decodes
 it is as fast as one without a promise. An engine without a promise does what its role says.
@@ -18,19 +23,22 @@ its queue is fair and a place that becomes free anywhere is the next one's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import random
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from ...core.errors import Unavailable
 from ...core.membership import Role
-from ...core.step_cost import PromptSpeed
+from ...core.step_cost import PromptSpeed, pairs_of
 from ..request.engine_link import Avoid, Blocked, MustWait
 
 # What one more request on an engine weighs: it makes every step to come a little longer.
 REQUEST_S = 0.0014
 PULL_TOKEN_S = REQUEST_S / 4096  # of an 8B model over NVLink
 _UNMEASURED = PromptSpeed(0.0, 1e-4)
+ALIKE = 1.05  # of the least estimate: what is measured is no more exact
+_LEAST_S = 1e-12
 _NO_RATES: Mapping[str, float] = MappingProxyType({})
 
 # Links below this share of the fastest are another kind of link; above it, measured otherwise.
@@ -67,17 +75,17 @@ class EngineState(NamedTuple):
     takes_prompt: bool = True
     has_place: bool = True
 
-    def has_blocks(self, num_tokens: int) -> bool:
-        return self.free_blocks >= self.blocks_for(num_tokens)
-
     def prompt_seconds(self, num_tokens: int) -> float:
         """Until it has computed the request's prompt, behind all that waits there."""
         speed, num_cached = self.speed or _UNMEASURED, min(self.cached_tokens, num_tokens - 1)
-        waiting_s = self.waiting_tokens * speed.token_s
-        return waiting_s + speed.prompt_seconds(num_tokens - num_cached, num_cached)
+        num_left = num_tokens - num_cached
+        pairs_s = speed.pair_s * pairs_of(num_left, num_cached)
+        return speed.step_s + (self.waiting_tokens + num_left) * speed.token_s + pairs_s
 
-    def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+    def decode_seconds(self, num_tokens: int) -> float:
+        """What its other requests, and the pull, cost a request that is decoded there."""
+        num_pulled = num_tokens - self.cached_tokens
+        return self.num_requests * REQUEST_S + num_pulled * PULL_TOKEN_S
 
 
 class Plan(NamedTuple):
@@ -87,36 +95,40 @@ class Plan(NamedTuple):
     decode: str
 
 
-def _prefill_rank(engine: EngineState, num_tokens: int) -> tuple[bool, float, int, str]:
-    has_credit = engine.credit_blocks >= engine.blocks_for(num_tokens)
-    seconds = engine.prompt_seconds(num_tokens)
-    return (not has_credit, seconds, engine.num_dispatched, engine.incarnation)
+# Plain tuples, in the order of what is better: there are hundreds in a choice.
+# lacks credit, seconds, num_dispatched, incarnation: a prefill engine's part of a plan.
+_Source: TypeAlias = tuple[bool, float, int, str]
+# lacks blocks, seconds, has a slow link, -free_blocks, num_dispatched, engine: a decode engine's.
+_Puller: TypeAlias = tuple[bool, float, bool, int, int, EngineState]
+# lacks blocks, seconds, num_dispatched, incarnation, seconds of the prompt: a whole plan.
+_Alone: TypeAlias = tuple[bool, float, int, str, float]
 
 
-def _decode_seconds(engine: EngineState, num_tokens: int) -> float:
-    """What its other requests, and the pull, cost a request that is decoded there."""
-    num_pulled = num_tokens - engine.cached_tokens
-    return engine.num_requests * REQUEST_S + num_pulled * PULL_TOKEN_S
+def _puller(engine: EngineState, num_tokens: int) -> _Puller:
+    free, seconds = engine.free_blocks, engine.decode_seconds(num_tokens)
+    lacks_blocks = free < -(-num_tokens // engine.block_size)
+    return lacks_blocks, seconds, False, -free, engine.num_dispatched, engine
 
 
-def _decode_rank(
-    engine: EngineState, num_tokens: int, *, is_slow: bool
-) -> tuple[bool, float, bool, int, int, str]:
-    seconds = _decode_seconds(engine, num_tokens)
-    return (
-        not engine.has_blocks(num_tokens),
-        seconds,
-        is_slow,
-        -engine.free_blocks,
-        engine.num_dispatched,
-        engine.incarnation,
-    )
-
-
-def _alone_rank(engine: EngineState, num_tokens: int) -> tuple[bool, float, int, str]:
-    seconds = engine.prompt_seconds(num_tokens) + engine.num_requests * REQUEST_S
-    has_blocks = engine.has_blocks(num_tokens)
-    return (not has_blocks, seconds, engine.num_dispatched, engine.incarnation)
+def _prompt_parts(
+    engines: Iterable[EngineState], num_tokens: int
+) -> tuple[list[_Source], list[_Alone]]:
+    """What those would do that may have the prompt: for another engine, and alone."""
+    sources: list[_Source] = []
+    ones: list[_Alone] = []
+    for engine in engines:
+        if not engine.takes_prompt:
+            continue
+        name, num_dispatched = engine.incarnation, engine.num_dispatched
+        num_blocks = -(-num_tokens // engine.block_size)
+        prompt_s = engine.prompt_seconds(num_tokens)
+        if engine.role is Role.PREFILL:
+            sources.append((engine.credit_blocks < num_blocks, prompt_s, num_dispatched, name))
+        if engine.keeps_promise and engine.has_place:
+            seconds = prompt_s + engine.num_requests * REQUEST_S
+            lacks_blocks = engine.free_blocks < num_blocks
+            ones.append((lacks_blocks, seconds, num_dispatched, name, prompt_s))
+    return sources, ones
 
 
 def choose_plan(
@@ -125,11 +137,13 @@ def choose_plan(
     *,
     avoid: Avoid = Avoid(),  # noqa: B008 (frozen)
     fingerprint: str | None = None,
+    chance: random.Random | None = None,
 ) -> Plan:
     """For a request of `num_tokens` known tokens.
 
     `fingerprint`: where given, its engines must have it; tokens already streamed came from such a
-    model. Raises Unavailable, naming the missing role or link, or MustWait.
+    model. `chance`: draws from plans that are alike; without it the first of them is taken. Raises
+    Unavailable, naming the missing role or link, or MustWait.
     """
     usable = [
         engine
@@ -147,17 +161,118 @@ def choose_plan(
     alone = [engine for engine in alone if engine.has_place]
     if not decode and not alone:
         raise MustWait(Blocked.PLACE)
-    pair = _best_pair([e for e in prefill if e.takes_prompt], decode, num_tokens, avoid)
-    alone = [engine for engine in alone if engine.takes_prompt]
-    one = min(alone, key=lambda e: _alone_rank(e, num_tokens)) if alone else None
-    if one is not None and (pair is None or not _is_better(pair, one, num_tokens)):
-        return Plan(one.incarnation, one.incarnation)
-    if pair is None:
+    sources, ones = _prompt_parts(
+        [e for e in usable if e.role is Role.PREFILL or e.keeps_promise], num_tokens
+    )
+    pairs = _Pairs(sources, [_puller(engine, num_tokens) for engine in decode], avoid)
+    pair, one = pairs.best(), min(ones, default=None)
+    if pair is None and one is None:
         raise MustWait(Blocked.TURN)
-    return Plan(pair[0].incarnation, pair[1].incarnation)
+    if chance is not None:
+        return _draw(pairs, pair, ones, one, chance)
+    if one is not None and (pair is None or one[:2] <= pair.rank):
+        return Plan(one[3], one[3])
+    assert pair is not None
+    return Plan(pair.source[3], pair.puller[5].incarnation)
 
 
-_Pair = tuple[EngineState, EngineState]
+class _Pair(NamedTuple):
+    source: _Source
+    puller: _Puller
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Beside that of one engine alone: lacks blocks, seconds."""
+        return self.puller[0], self.source[1] + self.puller[1]
+
+
+class _Pairs:
+    """All plans of two engines."""
+
+    def __init__(self, sources: list[_Source], pullers: list[_Puller], avoid: Avoid) -> None:
+        self._sources = sorted(sources)
+        self._pullers = sorted(pullers)
+        self._avoided = avoid.pairs
+
+    def best(self) -> _Pair | None:
+        """With credit if any has it; of those, with blocks; of those, the one with the least
+        estimate. No source behind one whose own part is too much can be in it."""
+        best: _Pair | None = None
+        least_s = min((puller[1] for puller in self._pullers), default=0.0)
+        for source in self._sources:
+            if best is not None:
+                lacks_blocks, seconds = best.rank
+                if source[0] > best.source[0] or (
+                    not lacks_blocks and source[1] + least_s >= seconds
+                ):
+                    break
+            linked = (p for p in self._pullers if self._is_linked(source[3], p[5]))
+            if (puller := next(linked, None)) is not None:
+                pair = _Pair(source, puller)
+                if best is None or pair.rank < best.rank:
+                    best = pair
+        return best and _Pair(best.source, min(self._linked(best.source[3])))
+
+    def alike_sources(self, best: _Pair, ratio: float) -> list[_Source]:
+        """Those as good as the best pair's, but for `ratio` of its seconds."""
+        lacks_credit, seconds, *_ = best.source
+        most_s = seconds * ratio
+        return [one for one in self._sources if one[1] <= most_s and one[0] == lacks_credit]
+
+    def alike_pullers(self, source: str, best: _Pair, ratio: float) -> list[EngineState]:
+        """The same, of those that are linked to the source; none if none is as good."""
+        lacks_blocks, seconds, is_slow, *_ = best.puller
+        most_s, kind = seconds * ratio, (lacks_blocks, is_slow)
+        linked = self._linked(source)
+        return [one[5] for one in linked if one[1] <= most_s and (one[0], one[2]) == kind]
+
+    def _linked(self, source: str) -> list[_Puller]:
+        """Those that are linked to the source, with what kind of link that is."""
+        linked = [puller for puller in self._pullers if self._is_linked(source, puller[5])]
+        rates = [puller[5].link_gbytes_per_s.get(source, 0.0) for puller in linked]
+        least = SLOW_LINK_SHARE * max(rates, default=0.0)
+        if min(rates, default=0.0) >= least:
+            return linked
+        pairs = zip(linked, rates, strict=True)
+        return [(*puller[:2], rate < least, *puller[3:]) for puller, rate in pairs]
+
+    def _is_linked(self, source: str, engine: EngineState) -> bool:
+        return source in engine.links and (source, engine.incarnation) not in self._avoided
+
+
+def _draw(
+    pairs: _Pairs,
+    pair: _Pair | None,
+    ones: Sequence[_Alone],
+    one: _Alone | None,
+    chance: random.Random,
+) -> Plan:
+    """One of the plans that are like the best."""
+    lacks_blocks, least_s = min(
+        plan for plan in (one and one[:2], pair and pair.rank) if plan is not None
+    )
+    most_s, pair_ratio = least_s * ALIKE, 0.0
+    drawn: list[tuple[str, bool]] = []  # who computes the prompt, and whether it goes on
+    if one is not None and one[0] == lacks_blocks and one[1] <= most_s:
+        ratio = most_s / max(one[1], _LEAST_S)
+        most_prompt_s, most_rest_s = one[4] * ratio, (one[1] - one[4]) * ratio
+        drawn += [
+            (name, True)
+            for lacks, seconds, _, name, prompt_s in ones
+            if prompt_s <= most_prompt_s
+            and seconds - prompt_s <= most_rest_s
+            and lacks == lacks_blocks
+        ]
+    if pair is not None and pair.rank[0] == lacks_blocks and pair.rank[1] <= most_s:
+        pair_ratio = most_s / max(pair.rank[1], _LEAST_S)
+        drawn += [(source[3], False) for source in pairs.alike_sources(pair, pair_ratio)]
+    while True:
+        name, is_alone = drawn.pop(chance.randrange(len(drawn)))
+        if is_alone:
+            return Plan(name, name)
+        assert pair is not None
+        if pullers := pairs.alike_pullers(name, pair, pair_ratio):
+            return Plan(name, chance.choice(pullers).incarnation)
 
 
 def _linked(
@@ -179,37 +294,3 @@ def _what_is_missing(engines: Iterable[EngineState]) -> str:
     if missing := [role.value for role in Role if role not in roles]:
         return f"no {' and no '.join(missing)} node is ready"
     return "no decode node is linked to a prefill node"
-
-
-def _best_pair(
-    prefill: list[EngineState], decode: list[EngineState], num_tokens: int, avoid: Avoid
-) -> _Pair | None:
-    """First the prefill engine; of those linked to it, the decode engine."""
-    for best in sorted(prefill, key=lambda engine: _prefill_rank(engine, num_tokens)):
-        source = best.incarnation
-        linked = [
-            engine
-            for engine in decode
-            if source in engine.links and (source, engine.incarnation) not in avoid.pairs
-        ]
-        if linked:
-            return best, _best_decode(source, linked, num_tokens)
-    return None
-
-
-def _best_decode(source: str, linked: list[EngineState], num_tokens: int) -> EngineState:
-    fastest = max(decode.link_gbytes_per_s.get(source, 0.0) for decode in linked)
-
-    def rank(decode: EngineState) -> tuple[bool, float, bool, int, int, str]:
-        rate = decode.link_gbytes_per_s.get(source, 0.0)
-        return _decode_rank(decode, num_tokens, is_slow=rate < SLOW_LINK_SHARE * fastest)
-
-    return min(linked, key=rank)
-
-
-def _is_better(pair: _Pair, one: EngineState, num_tokens: int) -> bool:
-    """Whether the pair is sooner done than the one engine; where only one has room, that one."""
-    prefill, decode = pair
-    pair_s = prefill.prompt_seconds(num_tokens) + _decode_seconds(decode, num_tokens)
-    one_s = one.prompt_seconds(num_tokens) + one.num_requests * REQUEST_S
-    return (not decode.has_blocks(num_tokens), pair_s) < (not one.has_blocks(num_tokens), one_s)

@@ -9,6 +9,7 @@ import asyncio
 import gc
 import logging
 import math
+import random
 import sys
 from typing import Any
 
@@ -98,7 +99,7 @@ class Gateway:
         calls = MemberCalls(secret, security.cluster_tls)
         self._directory = KnownNodes(RedisDirectory(*redis), tuple(Role), calls, secret, clock)
         self._index = index = RedisIndexLink(*redis)
-        self._table = EngineTable(PrefixMirror(clock))
+        self._table = EngineTable(PrefixMirror(clock), random.Random())
         self._follower = Follower(index, self._table.mirror)
         queue = DispatchQueue(self._table.released)
         self._sessions = SessionTable(clock, config.max_num_requests, queue)

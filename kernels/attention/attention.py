@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ..kv.kv_blocks import apply_rope, block_rows, store_kv
 
+MAX_GRAPH_TOKENS, MAX_GRAPH_SLICES = 1024, 16  # of prefill in a CUDA graph, with padding
 _TILE_TOKENS = 128  # query rows at a time: skips most of the upper triangle
 
 BlockTables = Sequence[Sequence[int]]
@@ -35,9 +36,10 @@ class AttentionMetadata:
     """One step. Host values, but `slot_mapping` [tokens] int64, which lies on the device.
 
     A block table may be longer than its sequence needs. `is_graph`: all slices are decodes, and the
-    step is captured in, or replayed from, a CUDA graph of so many. `is_prefill_graph`: so is this
-    one, for as many tokens as `slot_mapping` has; its slices, but for the first
-    `num_graph_decodes`, are all treated as prefill and may leave tokens over.
+    step is captured in, or replayed from, a CUDA graph of so many. `graph_decodes`: so is this one,
+    a graph of as many tokens as the slices have, with room for so many decodes; it has
+    `num_graph_decodes`, and the other slices are all treated as prefill: at most MAX_GRAPH_SLICES
+    with at most MAX_GRAPH_TOKENS together.
     """
 
     query_lens: Sequence[int]
@@ -45,13 +47,13 @@ class AttentionMetadata:
     block_tables: BlockTables
     slot_mapping: Tensor
     is_graph: bool = False
-    is_prefill_graph: bool = False
+    graph_decodes: int | None = None
     num_graph_decodes: int = 0
 
     @property
     def num_decodes(self) -> int:
         """Slices of one token at the beginning; what follows them is treated as prefill."""
-        if self.is_prefill_graph:
+        if self.graph_decodes is not None:
             return self.num_graph_decodes
         lens = self.query_lens
         return next((i for i, length in enumerate(lens) if length > 1), len(lens))

@@ -1,4 +1,4 @@
-"""Attention by FlashInfer: FA3 for prefill, its tensor-core path for decode. No sliding windows.
+"""Prefill attention by FlashInfer: FA3. No sliding windows.
 
 FlashInfer plans a step on the host, into pinned memory, and copies the plan to the device in the
 stream's order. Only what the host writes may not change before it is copied: an event guards that.
@@ -7,73 +7,21 @@ stream's order. Only what the host writes may not change before it is copied: an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from flashinfer import (
-    BatchDecodeWithPagedKVCacheWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
 )
 from torch import Tensor
 
 from ..upload import pin, upload
-from .attention import BlockTables, flatten_tables
+from .attention import MAX_GRAPH_SLICES, MAX_GRAPH_TOKENS, BlockTables, flatten_tables
 
 _LAYOUT = "HND"  # [blocks, 2, kv_heads, block_size, dim]
-_MIN_WORKSPACE_BYTES = 128 << 20
-_INT_WORKSPACE_BYTES = 8 << 20
-_QUERY_TILE = 16  # rows of a tile of decodes, to which a group of heads is padded
+_WORKSPACE_BYTES = 128 << 20
 _KEY_TILE = 128  # keys that prefill loads at once where they lie behind each other
-
-
-class FlashInferDecode:
-    """A DecodePart: one wrapper for each size of CUDA graph, and one for other steps."""
-
-    def __init__(self, pool: Tensor, num_heads: int, max_num_seqs: int, max_model_len: int) -> None:
-        kv_heads, block_size, dim = pool.shape[3:]
-        self._block_size, self._dtype = block_size, pool.dtype
-        self._shape = (num_heads, kv_heads, dim, block_size)
-        # Split decodes leave their partial results here, in float32.
-        partial_bytes = max_num_seqs * num_heads * _QUERY_TILE * (dim + 1) * 4
-        num_bytes = max(_MIN_WORKSPACE_BYTES, 2 * partial_bytes)
-        self._workspace = pool.new_zeros(num_bytes, dtype=torch.uint8)
-        self._int_workspace = pool.new_empty(_INT_WORKSPACE_BYTES, dtype=torch.uint8)
-        max_blocks = max_num_seqs * -(-max_model_len // block_size)
-        self._graph_indices = pool.new_zeros(max_blocks, dtype=torch.int32)
-        self._graph_wrappers: dict[int, Any] = {}
-        self._eager_wrapper = self._new_wrapper()
-        self._active = self._eager_wrapper
-        self._is_planned = torch.cuda.Event()  # type: ignore[no-untyped-call]
-
-    def plan(self, seq_lens: Sequence[int], block_tables: BlockTables, *, is_graph: bool) -> None:
-        n = len(seq_lens)
-        if is_graph and n not in self._graph_wrappers:
-            zeros = self._graph_indices.new_zeros
-            self._graph_wrappers[n] = self._new_wrapper(
-                use_cuda_graph=True,
-                paged_kv_indptr_buffer=zeros(n + 1),
-                paged_kv_indices_buffer=self._graph_indices,
-                paged_kv_last_page_len_buffer=zeros(n),
-            )
-        self._active = self._graph_wrappers[n] if is_graph else self._eager_wrapper
-        tables = _tables(seq_lens, block_tables, self._block_size, self._workspace.device)
-        self._is_planned.synchronize()
-        self._active.plan(*tables, *self._shape, q_data_type=self._dtype)
-        self._is_planned.record()
-
-    def run(self, q: Tensor, layer_pool: Tensor, out: Tensor, window: int | None) -> None:
-        assert window is None
-        self._active.run(q, layer_pool, out=out)
-
-    def _new_wrapper(self, **options: Any) -> Any:
-        """A wrapper that plans into the buffer of all others: a step has one of them."""
-        wrapper = BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace, _LAYOUT, use_tensor_cores=True, **options
-        )
-        wrapper.reset_workspace_buffer(self._workspace, self._int_workspace)
-        return wrapper
 
 
 class FlashInferPrefill:
@@ -88,9 +36,8 @@ class FlashInferPrefill:
         kv_heads, block_size, dim = pool.shape[3:]
         self._block_size, self._dtype = block_size, pool.dtype
         self._shape = (num_heads, kv_heads, dim)
-        self._workspace = pool.new_zeros(_MIN_WORKSPACE_BYTES, dtype=torch.uint8)
-        has_fa3 = torch.cuda.get_device_capability(pool.device)[0] == 9
-        backend = "fa3" if has_fa3 else "fa2"
+        self._workspace = pool.new_zeros(_WORKSPACE_BYTES, dtype=torch.uint8)
+        backend = _backend(pool)
         self._paged = BatchPrefillWithPagedKVCacheWrapper(self._workspace, _LAYOUT, backend=backend)
         self._ragged = BatchPrefillWithRaggedKVCacheWrapper(self._workspace, "NHD", backend=backend)
         self._is_ragged = False
@@ -120,6 +67,57 @@ class FlashInferPrefill:
             self._ragged.run(q, k, v, out=out)
         else:
             self._paged.run(q, layer_pool, out=out)
+
+
+class FlashInferGraphPrefill:
+    """A GraphPrefillPart: FlashInfer's plan lies in fixed places, of fixed sizes."""
+
+    def __init__(self, pool: Tensor, num_heads: int, max_num_seqs: int, max_model_len: int) -> None:
+        kv_heads, self._block_size, dim = pool.shape[3:]
+        self._shape, self._dtype = (num_heads, kv_heads, dim), pool.dtype
+        max_blocks = MAX_GRAPH_SLICES * -(-max_model_len // self._block_size)
+        indptrs = torch.zeros((2, MAX_GRAPH_SLICES + 1), dtype=torch.int32, device=pool.device)
+        self._device = pool.device
+        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(
+            pool.new_zeros(_WORKSPACE_BYTES, dtype=torch.uint8),
+            _LAYOUT,
+            backend=_backend(pool),
+            use_cuda_graph=True,
+            qo_indptr_buf=indptrs[0],
+            paged_kv_indptr_buf=indptrs[1],
+            paged_kv_indices_buf=pool.new_zeros(max_blocks, dtype=torch.int32),
+            paged_kv_last_page_len_buf=pool.new_zeros(MAX_GRAPH_SLICES, dtype=torch.int32),
+        )
+        self._is_planned = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        # No plan may have more rows than the first.
+        self.plan([1], [1], [[0]], first_row=max_num_seqs + MAX_GRAPH_TOKENS - 1)
+
+    def plan(
+        self,
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        block_tables: BlockTables,
+        first_row: int,
+    ) -> None:
+        num_empty = MAX_GRAPH_SLICES - len(query_lens)
+        query_lens, seq_lens = [*query_lens, *[0] * num_empty], [*seq_lens, *[0] * num_empty]
+        starts = pin(np.cumsum([first_row, *query_lens], dtype=np.int32), self._device)
+        tables = _tables(
+            seq_lens, [*block_tables, *[()] * num_empty], self._block_size, self._device
+        )
+        self._is_planned.synchronize()
+        self._wrapper.plan(
+            starts, *tables, *self._shape, self._block_size, causal=True, q_data_type=self._dtype
+        )
+        self._is_planned.record()
+
+    def run(self, qkv: Tensor, layer_pool: Tensor, out: Tensor, window: int | None) -> None:
+        assert window is None
+        self._wrapper.run(qkv[:, : self._shape[0]], layer_pool, out=out)
+
+
+def _backend(pool: Tensor) -> str:
+    return "fa3" if torch.cuda.get_device_capability(pool.device)[0] == 9 else "fa2"
 
 
 def has_own_keys(query_lens: Sequence[int], seq_lens: Sequence[int]) -> bool:

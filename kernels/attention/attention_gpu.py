@@ -1,16 +1,20 @@
 """Attention on a GPU: rotate and store, then the decodes by one part and the prefill by another.
 
     tokens of a step:  | decodes ....... | prefill chunks ........ |
-                       DecodePart        PrefillPart
+                       TritonDecode      PrefillPart: Triton's or FlashInfer's
 
-Either part may come from Triton or from FlashInfer: see `make_gpu_attention`.
+In a step that has
+both they run side by side: decodes are bound by memory, prefill by arithmetic. Prefill comes first,
+and decodes take what multiprocessors it leaves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from ..kv.kv_blocks_triton import rotate_and_store
@@ -19,20 +23,7 @@ from .attention import AttentionMetadata, BlockTables
 from .attention_triton import TritonGraphPrefill, TritonPrefill
 from .decode_attention_triton import TritonDecode
 
-
-class DecodePart(Protocol):
-    """Attention of slices of one token."""
-
-    def plan(self, seq_lens: Sequence[int], block_tables: BlockTables, *, is_graph: bool) -> None:
-        """Prepare a step; `is_graph` as in AttentionMetadata."""
-        ...
-
-    def run(self, q: Tensor, layer_pool: Tensor, out: Tensor, window: int | None) -> None:
-        """q [decodes, heads, dim], of which a token's heads lie together; out the same, contiguous.
-
-        layer_pool [blocks, 2, kv_heads, block_size, dim].
-        """
-        ...
+_HIGH_PRIORITY = -5  # the highest; torch's own streams have 0
 
 
 class PrefillPart(Protocol):
@@ -45,45 +36,74 @@ class PrefillPart(Protocol):
         ...
 
     def run(self, qkv: Tensor, layer_pool: Tensor, out: Tensor, window: int | None) -> None:
-        """qkv [tokens, heads + 2 kv_heads, dim], rotated; out [tokens, heads, dim].
+        """qkv [tokens, heads + 2 kv_heads, dim], rotated; out [tokens, heads, dim]; layer_pool
+        [blocks, 2, kv_heads, block_size, dim].
 
         The pool holds all K and V, those of qkv too.
         """
         ...
 
 
+class GraphPrefillPart(Protocol):
+    """A PrefillPart for CUDA graphs."""
+
+    def plan(
+        self,
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        block_tables: BlockTables,
+        first_row: int,
+    ) -> None:
+        """Prepare a step whose slices begin at `first_row` of what `run` is given."""
+        ...
+
+    def run(self, qkv: Tensor, layer_pool: Tensor, out: Tensor, window: int | None) -> None:
+        """See PrefillPart."""
+        ...
+
+
 class GpuAttention:
-    """An AttentionBackend over `pool`. `windows`: see attention.TorchAttention."""
+    """An AttentionBackend over `pool`. `windows`: see attention.TorchAttention.
+
+    In CUDA graphs `graph_prefill` replaces `prefill`, or where the graph has room for decodes
+    `graph_prefill_beside`.
+    """
 
     def __init__(
         self,
         pool: Tensor,
-        decode: DecodePart,
+        decode: TritonDecode,
         prefill: PrefillPart,
-        graph_prefill: TritonGraphPrefill,
+        graph_prefill: GraphPrefillPart,
+        graph_prefill_beside: GraphPrefillPart,
         windows: Sequence[int | None] | None = None,
     ) -> None:
         self._layers = pool.unbind(1)  # [num_blocks, 2, kv_heads, block_size, dim] each
         self._windows = windows or [None] * len(self._layers)
         self._decode, self._prefill = decode, prefill
-        self._graph_prefill = graph_prefill
-        self._active_prefill: PrefillPart = prefill
-        self._num_decodes = self._num_slices = 0
+        self._graph_prefill = self._alone = graph_prefill
+        self._beside_decodes = graph_prefill_beside
+        self._num_slices = self._num_decodes = 0
+        self._graph_decodes: int | None = None
+        self._side: torch.cuda.Stream | None = None
+        if pool.is_cuda:
+            self._side = torch.cuda.Stream(pool.device, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
 
     def plan(self, metadata: AttentionMetadata) -> None:
         n = self._num_decodes = metadata.num_decodes
         self._num_slices = len(metadata.query_lens)
         self._slot_mapping = metadata.slot_mapping
+        graph_decodes = self._graph_decodes = metadata.graph_decodes
         seq_lens, tables = metadata.seq_lens, metadata.block_tables
-        if n:
-            is_graph = metadata.is_graph or metadata.is_prefill_graph
-            self._decode.plan(seq_lens[:n], tables[:n], is_graph=is_graph)
-        self._active_prefill = self._prefill
-        if metadata.is_prefill_graph:
-            self._active_prefill = self._graph_prefill
-            self._graph_prefill.set_size(len(metadata.slot_mapping) - n)
-        if n < self._num_slices:
-            self._active_prefill.plan(metadata.query_lens[n:], seq_lens[n:], tables[n:])
+        if n or graph_decodes:
+            places = n if metadata.is_graph else graph_decodes
+            self._decode.plan(seq_lens[:n], tables[:n], places)
+        chunks = (metadata.query_lens[n:], seq_lens[n:], tables[n:])
+        if graph_decodes is not None:
+            self._graph_prefill = self._beside_decodes if graph_decodes else self._alone
+            self._graph_prefill.plan(*chunks, first_row=n)
+        elif n < self._num_slices:
+            self._prefill.plan(*chunks)
 
     def run(self, layer: int, qkv: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         layer_pool, window = self._layers[layer], self._windows[layer]
@@ -92,14 +112,29 @@ class GpuAttention:
         heads = all_heads - 2 * layer_pool.shape[2]
         shape = (num_tokens, heads, dim)
         out = empty_rows(shape, qkv)
-        if self._active_prefill is self._graph_prefill:
-            out.zero_()  # tokens that no slice has may not become NaN, which the pool would keep
-        n = self._num_decodes
+        n = self._num_decodes if self._graph_decodes is None else self._graph_decodes
+        has_prefill = self._num_decodes < self._num_slices
+        if has_prefill:
+            with self._beside(is_alone=n == 0):
+                if self._graph_decodes is None:
+                    self._prefill.run(qkv[n:], layer_pool, out[n:], window)
+                else:
+                    self._graph_prefill.run(qkv, layer_pool, out, window)
         if n:
             self._decode.run(qkv[:n, :heads], layer_pool, out[:n], window)
-        if n < self._num_slices:
-            self._active_prefill.run(qkv[n:], layer_pool, out[n:], window)
+            if has_prefill and self._side is not None:
+                torch.cuda.current_stream().wait_stream(self._side)
         return out
+
+    @contextmanager
+    def _beside(self, *, is_alone: bool) -> Iterator[None]:
+        """What is launched inside runs beside what follows, until this stream waits for it."""
+        if is_alone or self._side is None:
+            yield
+            return
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            yield
 
 
 def make_gpu_attention(
@@ -108,24 +143,20 @@ def make_gpu_attention(
     max_num_seqs: int,
     max_model_len: int,
     *,
-    decode: str,
     prefill: str,
     windows: Sequence[int | None] | None = None,
 ) -> GpuAttention:
-    """`decode` and `prefill` are "triton" or, without a window in any layer, "flashinfer"."""
-    decode_part: DecodePart
+    """`prefill` is "triton" or, without a window in any layer, "flashinfer"."""
     prefill_part: PrefillPart
-    if decode == "triton":
-        decode_part = TritonDecode(pool, max_num_seqs, max_model_len)
-    else:
-        from .attention_flashinfer import FlashInferDecode
-
-        decode_part = FlashInferDecode(pool, num_heads, max_num_seqs, max_model_len)
+    graph_prefill = TritonGraphPrefill(pool, max_num_seqs, max_model_len)
+    beside: GraphPrefillPart = graph_prefill
+    decode_part = TritonDecode(pool, max_num_seqs, max_model_len)
     if prefill == "triton":
         prefill_part = TritonPrefill(pool)
     else:
-        from .attention_flashinfer import FlashInferPrefill
+        from .attention_flashinfer import FlashInferGraphPrefill, FlashInferPrefill
 
         prefill_part = FlashInferPrefill(pool, num_heads)
-    graph_prefill = TritonGraphPrefill(pool, max_model_len)
-    return GpuAttention(pool, decode_part, prefill_part, graph_prefill, windows)
+        # Its plan takes the host longer, which decodes hide and a short prompt alone would not.
+        beside = FlashInferGraphPrefill(pool, num_heads, max_num_seqs, max_model_len)
+    return GpuAttention(pool, decode_part, prefill_part, graph_prefill, beside, windows)

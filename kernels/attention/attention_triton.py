@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
 from ..upload import upload, upload_into
-from .attention import BlockTables, flatten_tables
+from .attention import MAX_GRAPH_SLICES, MAX_GRAPH_TOKENS, BlockTables, flatten_tables
 
 Int32s = NDArray[np.int32]
 
@@ -27,11 +27,10 @@ LOG2_E = math.log2(math.e)
 _LOWEST = tl.constexpr(-1e30)  # a score that no key has; unlike -inf it can be subtracted from -inf
 _TILE_KEYS = 64
 _TILE_QUERIES = 64
-MAX_GRAPH_TOKENS, MAX_GRAPH_SLICES = 512, 16  # of a prefill in a CUDA graph
 
 
 class TritonPrefill:
-    """A PrefillPart. int32 device arrays of a step, rows counted from its first prefill token:
+    """A PrefillPart. int32 device arrays of a step, rows as `run` is given them:
 
     tiles   [tiles, 2]: slice, first query in it
     slices  [slices, 4]: first row, query_len, seq_len, first index of its block table
@@ -42,10 +41,14 @@ class TritonPrefill:
         self._tiles = self._slices = self._indices = pool.new_zeros(0, dtype=torch.int32)
 
     def plan(
-        self, query_lens: Sequence[int], seq_lens: Sequence[int], block_tables: BlockTables
+        self,
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        block_tables: BlockTables,
+        first_row: int = 0,
     ) -> None:
         indptr, indices = flatten_tables(seq_lens, block_tables, self._block_size)
-        starts = np.cumsum([0, *query_lens[:-1]])
+        starts = np.cumsum([first_row, *query_lens[:-1]])
         slices = np.stack([starts, query_lens, seq_lens, indptr[:-1]], axis=1)
         tiles = [
             (index, first)
@@ -90,26 +93,22 @@ class TritonPrefill:
 
 
 class TritonGraphPrefill(TritonPrefill):
-    """A PrefillPart for CUDA graphs: its arrays lie in fixed places, its tiles are so many.
-
-    A tile that a step does not need belongs to an empty slice.
+    """A GraphPrefillPart: its arrays lie in fixed places, and how many tiles there are depends on
+    the graph's number of tokens alone. A tile that a step does not need has an empty slice.
     """
 
-    def __init__(self, pool: Tensor, max_model_len: int) -> None:
+    def __init__(self, pool: Tensor, max_num_seqs: int, max_model_len: int) -> None:
         super().__init__(pool)
         max_blocks = -(-max_model_len // self._block_size)
-        self._num_tiles = 0
-        self._all_tiles = pool.new_zeros((_max_tiles(MAX_GRAPH_TOKENS), 2), dtype=torch.int32)
+        most = _max_tiles(max_num_seqs + MAX_GRAPH_TOKENS)
+        self._all_tiles = pool.new_zeros((most, 2), dtype=torch.int32)
         self._slices = pool.new_zeros((MAX_GRAPH_SLICES + 1, 4), dtype=torch.int32)
         self._indices = pool.new_zeros(MAX_GRAPH_SLICES * max_blocks, dtype=torch.int32)
 
-    def set_size(self, num_tokens: int) -> None:
-        """The graph that is planned next has so many tokens."""
-        self._num_tiles = _max_tiles(num_tokens)
-        self._tiles = self._all_tiles[: self._num_tiles]
-
     def _put(self, tiles: Int32s, slices: Int32s, indices: Int32s) -> None:
-        all_tiles = np.full((self._num_tiles, 2), (MAX_GRAPH_SLICES, 0), np.int32)
+        num_tiles = _max_tiles(int(slices[-1, 0] + slices[-1, 1]))
+        self._tiles = self._all_tiles[:num_tiles]
+        all_tiles = np.full((num_tiles, 2), (MAX_GRAPH_SLICES, 0), np.int32)
         all_tiles[: len(tiles)] = tiles
         upload_into(self._tiles, all_tiles)
         upload_into(self._slices, slices)

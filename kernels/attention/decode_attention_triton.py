@@ -50,6 +50,8 @@ def divide(seq_lens: Sequence[int], kv_heads: int) -> tuple[Int32s, Int32s]:
     Sequence i's shares are those from indptr[i] to indptr[i + 1]. They are whole tiles but for a
     sequence's last, equal within a tile, and at most `max_shares` in number.
     """
+    if not len(seq_lens):
+        return np.empty((0, 3), np.int32), np.zeros(1, np.int32)
     lens = np.asarray(seq_lens, np.int64)
     wanted = max_shares(len(lens), kv_heads) - len(lens)
     most = max(_TILE_KEYS, -(-int(lens.sum()) // wanted))
@@ -66,7 +68,7 @@ def divide(seq_lens: Sequence[int], kv_heads: int) -> tuple[Int32s, Int32s]:
 
 
 class TritonDecode:
-    """A DecodePart for at most `max_num_seqs` decodes."""
+    """Attention of slices of one token, of which there are at most `max_num_seqs`."""
 
     def __init__(self, pool: Tensor, max_num_seqs: int, max_model_len: int) -> None:
         self._kv_heads, self._block_size, self._head_dim = pool.shape[3:]
@@ -79,11 +81,18 @@ class TritonDecode:
         self._shares = pool.new_zeros((most, 3), dtype=torch.int32)
         self._indptr = pool.new_zeros(max_num_seqs + 1, dtype=torch.int32)
 
-    def plan(self, seq_lens: Sequence[int], block_tables: BlockTables, *, is_graph: bool) -> None:
+    def plan(
+        self, seq_lens: Sequence[int], block_tables: BlockTables, num_graph_decodes: int | None
+    ) -> None:
+        """Prepare a step; in a CUDA graph, one with room for so many decodes."""
+        n = len(seq_lens)
+        places = n if num_graph_decodes is None else num_graph_decodes
         tables, indices = flatten_tables(seq_lens, block_tables, self._block_size)
-        found, indptr = divide(seq_lens, self._kv_heads)
-        shares = np.zeros((max_shares(len(seq_lens), self._kv_heads), 3), np.int32)
+        found, found_indptr = divide(seq_lens, self._kv_heads)
+        shares = np.zeros((max_shares(places, self._kv_heads), 3), np.int32)
         shares[: len(found)] = found  # a share of no keys is none
+        indptr = np.full(places + 1, len(found), np.int32)  # and a sequence of no shares
+        indptr[: n + 1] = found_indptr
         upload_into(self._tables, tables)
         upload_into(self._indices, indices)
         upload_into(self._seq_lens, np.array(seq_lens, np.int32))
@@ -91,6 +100,11 @@ class TritonDecode:
         upload_into(self._indptr, indptr)
 
     def run(self, q: Tensor, layer_pool: Tensor, out: Tensor, window: int | None) -> None:
+        """q [decodes, heads, dim], of which a token's heads lie together; out the same, contiguous.
+        Of a graph as many rows as it has room for; those of no decode are left as they are.
+
+        layer_pool [blocks, 2, kv_heads, block_size, dim].
+        """
         n, heads, dim = q.shape
         shares, device = max_shares(n, self._kv_heads), q.device
         partial = torch.empty((shares, heads, dim), dtype=torch.float32, device=device)

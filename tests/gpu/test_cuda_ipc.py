@@ -91,7 +91,7 @@ def test_the_method_is_chosen_by_measurement(source: Source, kv: CudaKvMemory) -
 def test_a_reallocated_block_is_stale(source: Source, kv: CudaKvMemory) -> None:
     announced = source.pair(7, 3)
     source.tell("rewrite 7")
-    assert source.receive_heartbeat() == "rewritten"
+    assert source.receive() == "rewritten"
     with window_onto(source.incarnation, kv) as window:
         assert pull(window, source.pair(8, 2), announced) is PullOutcome.STALE
         assert pull(window, source.pair(7, 3)) is PullOutcome.OK
@@ -111,7 +111,7 @@ def test_a_prepared_pull_is_judged_when_it_starts(
             window.prepare(BlockPairs.of(*pairs)),
         ]
         source.tell("rewrite 11")
-        assert source.receive_heartbeat() == "rewritten"
+        assert source.receive() == "rewritten"
         for start in starters[:2]:  # the third is never wanted
             start(outcomes.put)
         assert [outcomes.get(timeout=10) for _ in range(2)] == [PullOutcome.OK, PullOutcome.STALE]
@@ -248,7 +248,7 @@ def test_kill_9_of_the_source_gives_its_memory_back(kv: CudaKvMemory) -> None:
 def test_a_wrong_canary_is_refused(kv: CudaKvMemory) -> None:
     with source_process() as source:
         source.tell(f"rewrite {CANARY_BLOCK}")
-        assert source.receive_heartbeat() == "rewritten"
+        assert source.receive() == "rewritten"
         with (
             pytest.raises(HandoffFailed, match="canary"),
             window_onto(source.incarnation, kv),

@@ -149,7 +149,7 @@ def test_windows_that_open_at_once_do_not_disturb_each_other(
 def test_a_reallocated_block_is_stale(source: Source, kv: CudaKvMemory, name: str) -> None:
     announced = source.pair(7, 3)
     source.tell("rewrite 7")
-    assert source.receive_heartbeat() == "rewritten"
+    assert source.receive() == "rewritten"
     with window_onto(source, kv, name) as window:
         assert pull(window, source.pair(8, 2), announced) is PullOutcome.STALE
         assert pull(window, source.pair(7, 3)) is PullOutcome.OK

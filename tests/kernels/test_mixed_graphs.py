@@ -19,6 +19,7 @@ from baton.core.request.request import SamplingParams
 from baton.engine.execution.batch import SampledToken, SequenceSlice
 from baton.engine.execution.gpu_steps import GpuSteps
 from baton.engine.execution.runner import ModelRunner
+from baton.engine.execution.step_parts import metadata_of
 from baton.kernels.attention.attention_gpu import make_gpu_attention
 from baton.kernels.sampling.sample_spec import SampleSpec
 
@@ -41,14 +42,14 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
 
 def steps_of(runner: ModelRunner, *, has_graphs: bool) -> GpuSteps:
     heads = runner.heads.num_heads
-    attention = make_gpu_attention(
-        runner.kv.tensor, heads, MAX_NUM_SEQS, MAX_LEN, decode="triton", prefill="triton"
-    )
+    attention = make_gpu_attention(runner.kv.tensor, heads, MAX_NUM_SEQS, MAX_LEN, prefill="triton")
     mixed_tokens = 64 if has_graphs else 0
     steps = GpuSteps(runner.model, attention, 16, MAX_NUM_SEQS, mixed_tokens)
-    for graphs in steps.mixed_graphs.values():
+    for room, graphs in steps.prefill_graphs.items():
         for size in graphs.sizes:
-            token_ids, positions, _ = graphs.inputs(size)
+            token_ids, positions, slots = graphs.inputs(size)
+            padding = [steps._padding(size)]
+            attention.plan(metadata_of(padding, slots, graph_decodes=min(room, size)))
             step = partial(steps.model.forward, token_ids, positions, attention)
             graphs._graphs[size] = Graph(size, step)  # type: ignore[assignment]
     return steps
@@ -76,7 +77,7 @@ def test_the_tokens_are_those_of_a_step_without_padding(
     pieces = [piece(i, c, c + n) for i, (c, n) in enumerate(zip(contexts, lens, strict=True))]
     pieces[-1] = pieces[-1]._replace(sample=None)  # not its last chunk
     padded = steps_of(runner, has_graphs=True)
-    assert padded._find_mixed(pieces) is not None
+    assert padded._find_prefill_graph(pieces) is not None
     found = padded.launch(pieces).collect()
     expected = runner.launch(pieces).collect()
     assert found[-1] is None
@@ -91,11 +92,10 @@ def test_other_steps_have_no_such_graph(runner: ModelRunner) -> None:
     decodes = [SequenceSlice([5], 3, [2], PLAIN)] * 17
 
     def fits(*more: SequenceSlice) -> bool:
-        return steps._find_mixed([*decodes, *more]) is not None
+        return steps._find_prefill_graph([*decodes, *more]) is not None
 
     assert fits(SequenceSlice([5] * 64, 0, range(2, 6), None))
     assert not fits(), "decodes alone"
     assert not fits(SequenceSlice([5] * 65, 0, range(2, 7), None)), "more tokens than captured"
-    scored = SequenceSlice([5] * 9, 0, [2], None, prompt_targets=[5] * 8)
-    assert not fits(scored)
-    assert not steps_of(runner, has_graphs=False).mixed_graphs
+    assert not fits(*[SequenceSlice([5] * 2, 0, [2], None)] * 16), "as many as with padding"
+    assert list(steps_of(runner, has_graphs=False).prefill_graphs) == [0]

@@ -1,14 +1,16 @@
 """Which driver goes with a target, and the one over Baton's own client.
 
 grpc://HOST:PORT       Baton's gateway, through its SDK
-http://HOST:PORT       any server of OpenAI's completions over HTTP  (openai_driver.py)
+http://HOST:PORT       any server of OpenAI's completions over HTTP  (openai_driver.py); several
+                       behind commas are dealt to in turn
 nodes:REDIS_URL        Baton's engines without a gateway, dealt to in turn  (node_driver.py)
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
+from typing import Any
 
 from baton.client import AsyncClient
 from baton.core.errors import BatonError
@@ -35,18 +37,23 @@ class GrpcDriver:
                 raise DriverError(f"{error.code}: {error.message}") from error
 
 
-def connect(target: str, model: str = "", first: int = 0) -> AbstractAsyncContextManager[Driver]:
+def connect(
+    target: str, model: str = "", first: int = 0, fields: Mapping[str, Any] | None = None
+) -> AbstractAsyncContextManager[Driver]:
     """The driver for `target`. `model`: the name to ask for where a server wants one.
 
     `first`: which of several engines gets the first request, where the driver deals them.
+    `fields`: more of each request's body, over HTTP only. Raises ValueError.
     """
     kind, _, address = target.partition(":")
+    if fields and kind not in ("http", "https"):
+        raise ValueError(f"{target}: only requests over HTTP can have further fields")
     if kind == "grpc":
         return _connect_grpc(address.removeprefix("//"))
     if kind in ("http", "https"):
         from .openai_driver import connect_openai  # aiohttp is not everybody's
 
-        return connect_openai(target, model)
+        return connect_openai(target.split(","), model, first, fields)
     if kind == "nodes":
         from .node_driver import connect_nodes
 

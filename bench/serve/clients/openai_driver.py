@@ -6,8 +6,9 @@ Counts tokens by `usage.completion_tokens` where the server tells it in every ch
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -19,12 +20,19 @@ _DATA, _DONE = b"data:", b"[DONE]"
 
 
 class OpenAiDriver:
-    """One session of connections, one connection a request in flight."""
+    """One session of connections, one connection a request in flight; servers in turn."""
 
-    def __init__(self, http: aiohttp.ClientSession, base_url: str, model: str) -> None:
+    def __init__(
+        self,
+        http: aiohttp.ClientSession,
+        base_urls: Sequence[str],
+        model: str,
+        fields: Mapping[str, Any],
+    ) -> None:
         self._http = http
-        self._url = f"{base_url.rstrip('/')}/v1/completions"
+        self._urls = itertools.cycle([f"{url.rstrip('/')}/v1/completions" for url in base_urls])
         self._model = model
+        self._fields = fields
 
     async def stream(self, prompt_ids: Sequence[int], num_tokens: int) -> AsyncIterator[int]:
         body = {
@@ -35,10 +43,11 @@ class OpenAiDriver:
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            **self._fields,
         }
         num_seen = 0
         try:
-            async with self._http.post(self._url, json=body) as response:
+            async with self._http.post(next(self._urls), json=body) as response:
                 if response.status != 200:
                     text = (await response.text())[:200]
                     raise DriverError(f"HTTP {response.status}: {text}")
@@ -72,11 +81,17 @@ def _tokens_so_far(event: dict[str, Any], num_seen: int) -> int:
 
 
 @asynccontextmanager
-async def connect_openai(base_url: str, model: str) -> AsyncIterator[Driver]:
-    """A driver without limits of its own on connections, time or the length of a line."""
+async def connect_openai(
+    base_urls: Sequence[str], model: str, first: int = 0, fields: Mapping[str, Any] | None = None
+) -> AsyncIterator[Driver]:
+    """A driver without limits of its own on connections, time or the length of a line.
+
+    Requests go to the servers in turn, from number `first` on; `fields`: more of their bodies.
+    """
+    first %= len(base_urls)
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
         timeout=aiohttp.ClientTimeout(total=None),
         read_bufsize=1 << 20,
     ) as http:
-        yield OpenAiDriver(http, base_url, model)
+        yield OpenAiDriver(http, [*base_urls[first:], *base_urls[:first]], model, fields or {})

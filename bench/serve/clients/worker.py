@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from .workloads import Background
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """What one generator does, JSON-able."""
+    """What one generator does, JSON-able. `fields`: more of each request's body, over HTTP."""
 
     target: str
     model: str
@@ -33,17 +34,18 @@ class WorkerPlan:
     arrivals: tuple[Arrival, ...]
     background: Background | None
     out: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> WorkerPlan:
-        fields: dict[str, Any] = json.loads(text)
-        background = fields.pop("background")
-        arrivals = tuple(map(_arrival, fields.pop("arrivals")))
+        plan: dict[str, Any] = json.loads(text)
+        background = plan.pop("background")
+        arrivals = tuple(map(_arrival, plan.pop("arrivals")))
         return cls(
-            **fields,
+            **plan,
             arrivals=arrivals,
             background=None if background is None else Background(**background),
         )
@@ -62,7 +64,7 @@ def _arrival(fields: dict[str, Any]) -> Arrival:
 
 
 async def _run(plan: WorkerPlan) -> list[records.Record]:
-    async with connect(plan.target, plan.model, plan.index) as driver:
+    async with connect(plan.target, plan.model, plan.index, plan.fields) as driver:
         print("connected", flush=True)
         start_s = float(await asyncio.to_thread(sys.stdin.readline))
         return await generator.run(

@@ -428,7 +428,7 @@ async def test_failed_handoffs_are_tried_elsewhere_then_told(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     world.nodes["d1"].error = HandoffFailed("the wire is cut")
-    results = [await world.client.generate(PROMPT, max_tokens=4).finish() for _ in range(4)]
+    results = [await world.client.generate(PROMPT, max_tokens=4).finish() for _ in range(20)]
     assert {r.text for r in results} == {expected_text(PROMPT, 4)}
     assert 2 in {r.attempts for r in results}
     world.nodes["d2"].error = HandoffFailed("the wire is cut")

@@ -1,0 +1,1 @@
+"""The rate at which requests keep their targets, of whole systems over HTTP."""

@@ -1,0 +1,317 @@
+"""python -m baton.bench.goodput --shape SHAPE --gpus 0,1 [--cells ...] [--modes ...] [...]
+
+Poisson arrivals over HTTP from several processes, at several rates, on every way to serve them:
+which rate keeps 90 % of its requests within TTFT 1 s and Y for the 99th percentile of their gaps.
+
+    disaggregated, aggregated, auto   as `baton up --mode`; the last two promise Y, less a margin
+    vllm-TOKENS                       a replica of vLLM on each card, with chunks of TOKENS
+    NAME                              of --running NAME=URL[,URL]: servers that are there already
+
+What it will take is printed first. The file of results is written after each rate; a later call
+with --resume goes on where an earlier one was cut off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from urllib.request import urlopen
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from baton.cli.host.gpu_choice import choose_here
+from baton.core import flags
+from baton.core.config import EngineConfig, GatewayConfig, NodeConfig, UpConfig
+from baton.core.model_dir import read_json, resolve_model_dir
+
+from ..floors.figures import ROOT, command_line, commit
+from ..floors.gpu_shapes import SHAPES, Shape
+from ..serve import load, systems
+from ..serve.clients import clocks
+from ..serve.report import ReportWindow
+from . import figures
+from .cells import CELLS, MODES, PROMISING, VLLM, Run, Start, Timing, cell_named, plan
+from .results import Results, key_of
+
+_MODEL = "m"  # its name for clients
+_WARM_UP_S = 5.0  # of requests behind a start
+_HOPELESS_SHARE = 0.5
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m baton.bench.goodput",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--cells", nargs="*", default=[*CELLS], help="of these, or IN/OUT")
+    parser.add_argument("--modes", nargs="*", default=[*MODES])
+    parser.add_argument("--running", nargs="*", default=[], help="NAME=URL[,URL]: more modes")
+    parser.add_argument("--y", nargs="*", type=float, default=[15.0, 25.0, 50.0], help="ms")
+    parser.add_argument("--rates", nargs="*", type=float, default=[], help="requests a second")
+    parser.add_argument(
+        "--factors", nargs="*", type=float, default=[0.85, 1.0, 1.15], help="of predicted rates"
+    )
+    parser.add_argument("--count-s", type=float, default=60.0, help="requests that count")
+    parser.add_argument("--warm-lifetimes", type=float, default=2.0, help="before they count")
+    parser.add_argument("--margin", type=float, default=0.04, help="of Y, below which a promise is")
+    parser.add_argument("--clients", type=int, default=6, help="processes that send and read")
+    parser.add_argument("--shape", choices=SHAPES, help="dummy weights of this shape as --model")
+    parser.add_argument("--vllm", default="vllm", help="the command that `serve` follows")
+    parser.add_argument(
+        "--vllm-flags",
+        default="--max-model-len 40000 --max-num-seqs 256 --no-enable-prefix-caching",
+    )
+    parser.add_argument("--start-s", type=float, default=60.0, help="of a start, for the plan")
+    parser.add_argument("--vllm-start-s", type=float, default=110.0, help="the same of vLLM")
+    parser.add_argument("--plan", action="store_true", help="print what it will take, and end")
+    parser.add_argument("--resume", action="store_true", help="leave out what the file has")
+    parser.add_argument("--budget-s", type=float, help="begin nothing that would end later")
+    parser.add_argument("--commit", help="what is measured, where git does not know")
+    default = ROOT / "bench" / "results" / "goodput.json"
+    parser.add_argument("--out", type=Path, default=default)
+    flags.add_flags(parser, EngineConfig, NodeConfig, GatewayConfig)
+    return parser
+
+
+class Sweep:
+    """All starts, one after the other."""
+
+    def __init__(self, arguments: argparse.Namespace, results: Results) -> None:
+        self._arguments = arguments
+        self._results = results
+        self._running = dict(one.split("=", 1) for one in arguments.running)
+        self._engine = flags.parse(EngineConfig, arguments)
+        config = read_json(resolve_model_dir(self._engine.model) / "config.json")
+        self._vocab_size = int(config["vocab_size"])
+        self._began_s = time.monotonic()
+
+    def start_s(self, start: Start) -> float:
+        """How long a system will take to come up, and to warm up."""
+        warm_s = _warm_up(start.runs[0]).most_s
+        if start.mode in self._running:
+            return warm_s
+        is_peer = start.mode.startswith(VLLM)
+        took_s = self._arguments.vllm_start_s if is_peer else self._arguments.start_s
+        return float(took_s) + warm_s
+
+    def measure(self, start: Start) -> None:
+        """Every run of a start; each is written at once."""
+        left_s = self._left_s()
+        if self.start_s(start) + start.runs[0].most_s > left_s:
+            print(f"{start.name}: not begun, {left_s:.0f} s are left", flush=True)
+            return
+        began_s = time.monotonic()
+        with self._system(start) as target:
+            self._send(start, target, _warm_up(start.runs[0]))
+            print(f"{start.name}: up in {time.monotonic() - began_s:.0f} s", flush=True)
+            hopeless: set[tuple[str, float | None]] = set()
+            for run in start.runs:
+                kind = (run.cell.name, run.y_ms)
+                if kind in hopeless:
+                    print(f"{start.name} {_name(run)}: left out, a lower rate fails", flush=True)
+                elif run.most_s > self._left_s():
+                    print(f"{start.name} {_name(run)}: not begun, no time is left", flush=True)
+                elif self._run(start, target, run) < _HOPELESS_SHARE:
+                    hopeless.add(kind)
+
+    def _left_s(self) -> float:
+        budget_s = self._arguments.budget_s
+        took_s = time.monotonic() - self._began_s
+        return float("inf") if budget_s is None else budget_s - took_s
+
+    def _run(self, start: Start, target: str, run: Run) -> float:
+        """One rate; the share of its requests that are good for their Y, or for any."""
+        seen: clocks.Clocks = {}
+        began_s = time.monotonic()
+        with clocks.recorded(seen):
+            records = self._send(start, target, run)
+        window = ReportWindow(run.warmup_s, run.warmup_s + run.timing.count_s)
+        found = figures.summarise(records, window, self._arguments.y)
+        found["step_cost_error"] = figures.step_cost_errors(_metrics(target))
+        found["took_s"] = round(time.monotonic() - began_s, 1)
+        found["clocks"] = seen
+        self._results.add(key_of(start.mode, run), found)
+        print(f"{start.name} {_name(run)}: {_line(found)}", flush=True)
+        attained: dict[str, float] = found["attained"]
+        return max(attained.values()) if run.y_ms is None else attained[f"{run.y_ms:g}"]
+
+    def _send(self, start: Start, target: str, run: Run) -> list[load.Record]:
+        margin, fields = 1 - self._arguments.margin, {}
+        if start.mode in PROMISING and run.y_ms is not None:
+            fields["tbt_target_ms"] = run.y_ms * margin
+        return load.apply(
+            run.workload(),
+            target,
+            vocab_size=self._vocab_size,
+            model=_MODEL,
+            num_generators=self._arguments.clients,
+            drain_s=run.drain_s,
+            fields=fields,
+        )
+
+    @contextmanager
+    def _system(self, start: Start) -> Iterator[str]:
+        if start.mode in self._running:
+            yield self._running[start.mode]
+            return
+        if start.mode.startswith(VLLM):
+            command = self._vllm_command(int(start.mode.removeprefix(VLLM)))
+            with systems.vllm(command, _gpus(self._arguments)) as target:
+                yield target
+            return
+        promise_ms = start.promise_ms and start.promise_ms * (1 - self._arguments.margin)
+        engine = replace(self._engine, tbt_target_ms=promise_ms)
+        node, gateway = flags.parse_all(self._arguments, NodeConfig, GatewayConfig)
+        up = UpConfig(mode=start.mode)
+        if self._engine.device == "cpu":
+            num_decode = num_cards(self._arguments) if start.mode == "aggregated" else 1
+            up = replace(up, num_decode_nodes=num_decode)
+        choice = choose_here(up, engine, node)
+        with systems.deployed(choice.engine, choice.up, node, gateway) as target:
+            yield target
+
+    def _vllm_command(self, chunk_tokens: int) -> list[str]:
+        engine = self._engine
+        return [
+            *shlex.split(self._arguments.vllm),
+            *("serve", str(engine.model), "--served-model-name", _MODEL),
+            *("--load-format", engine.load_format),
+            *("--max-num-batched-tokens", str(chunk_tokens)),
+            *shlex.split(self._arguments.vllm_flags),
+        ]
+
+
+def _warm_up(first: Run) -> Run:
+    """Some requests that nobody counts."""
+    timing = Timing(min(_WARM_UP_S, first.timing.count_s), 0.0)
+    return replace(first, timing=timing, rate_per_s=first.rate_per_s / 2)
+
+
+def _name(run: Run) -> str:
+    target = "" if run.y_ms is None else f", Y {run.y_ms:g} ms"
+    return f"{run.cell.name} at {run.rate_per_s:g}/s{target}"
+
+
+def _line(found: dict[str, object]) -> str:
+    groups: dict[str, dict[str, dict[str, float | None]]] = found["groups"]  # type: ignore[assignment]
+    parts = [f"good {json.dumps(found['attained'])}"]
+    for name, group in groups.items():
+        for key in ("ttft_ms", "tpot_ms", "tbt_ms", "handoff_gap_ms"):
+            numbers = "/".join("-" if v is None else f"{v:.1f}" for v in group[key].values())
+            parts.append(f"{name} {key.removesuffix('_ms')} {numbers}")
+    return "  ".join(parts)
+
+
+def _metrics(target: str) -> str:
+    """Of a gateway of ours; empty of a server that has none."""
+    try:
+        with urlopen(f"{target.split(',')[0]}/metrics", timeout=10) as answer:
+            return str(answer.read().decode())
+    except OSError:
+        return ""
+
+
+def _gpus(arguments: argparse.Namespace) -> list[str]:
+    return (arguments.gpus or "0").split(",")
+
+
+def num_cards(arguments: argparse.Namespace) -> int:
+    """GPUs, or the engines on a CPU."""
+    if arguments.device == "cpu":
+        return arguments.num_engines or 2
+    return len(_gpus(arguments))
+
+
+def _cards(arguments: argparse.Namespace) -> str:
+    """What the systems run on, for people."""
+    if arguments.device == "cpu":
+        return "CPU"
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return "GPU"
+    return said.splitlines()[0].strip()
+
+
+def write_model(shape: Shape, folder: Path) -> None:
+    """A directory for dummy weights, with a tokenizer of one word a token."""
+    shape.write_config(folder)
+    words = {f"t{index}": index for index in range(shape.vocab)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "t0", "eos_token": "t2"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+
+
+def without_measured(starts: Sequence[Start], results: Results) -> list[Start]:
+    """Those runs alone that the file does not have."""
+    rest = []
+    for start in starts:
+        runs = [run for run in start.runs if not results.has(key_of(start.mode, run))]
+        if runs:
+            rest.append(replace(start, runs=tuple(runs)))
+    return rest
+
+
+def main(argv: list[str]) -> int:
+    """Plan, measure, write."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    arguments.served_model_name = _MODEL
+    if arguments.shape:
+        folder = Path(tempfile.mkdtemp(prefix="baton-shape-"))
+        write_model(SHAPES[arguments.shape], folder)
+        arguments.model, arguments.load_format = str(folder), "dummy"
+    results = Results(
+        arguments.out,
+        arguments.commit or commit(),
+        command_line("goodput", argv),
+        _cards(arguments),
+    )
+    timing = Timing(arguments.count_s, arguments.warm_lifetimes)
+    modes = [*arguments.modes, *(one.split("=", 1)[0] for one in arguments.running)]
+    try:
+        starts = [
+            *plan(
+                modes,
+                [cell_named(name) for name in arguments.cells],
+                arguments.y,
+                arguments.rates,
+                arguments.factors,
+                timing,
+                num_cards(arguments),
+            )
+        ]
+    except ValueError as error:
+        parser.error(str(error))
+    if arguments.resume:
+        starts = without_measured(starts, results)
+    sweep = Sweep(arguments, results)
+    for start in starts:
+        print(f"{start.name}: {sweep.start_s(start):.0f} s to come up")
+        for run in start.runs:
+            print(f"  {_name(run)}: {run.most_s:.0f} s")
+    runs_s = sum(run.most_s for start in starts for run in start.runs)
+    total_s = runs_s + sum(map(sweep.start_s, starts))
+    print(f"{total_s / 60:.1f} minutes at most, {len(starts)} starts", flush=True)
+    if not arguments.plan:
+        for start in starts:
+            sweep.measure(start)
+        print(f"written to {arguments.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,208 @@
+"""What is measured: kinds of requests, the rates to try for each way to serve them, how long that
+takes. Pure.
+
+A start is a system that comes up once and serves all its runs. An engine's own promise is the
+largest Y of its start; a request carries its own, which counts down to half of the engine's.
+Without a promise one run of a rate says how many requests keep each Y.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..serve.clients.workloads import LoadShape, Workload, make_workload
+
+DISAGGREGATED, AGGREGATED, AUTO = "disaggregated", "aggregated", "auto"
+MODES = (DISAGGREGATED, AGGREGATED, AUTO)
+PROMISING = (AGGREGATED, AUTO)
+VLLM = "vllm-"  # and the tokens of a chunk
+PREDICTED_CARDS = 2  # of the rates below
+_RUN_OVERHEAD_S = 5.0  # generators start, draw prompts, write what they saw
+_TPOT_S = 0.02  # of requests that nothing is known of
+
+# By the mode, then by Y in ms: requests a second. 0 stands for any Y.
+Rates = Mapping[str, Mapping[float, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One kind of request. `lifetime_s`: of one, at a rate that is served well.
+
+    `fixed_rate`: on two cards, where one rate is measured and not the highest; `predicted`: by
+    simulation, on two H200s with the 8B shape. `num_streams`: that run all the time beside them.
+    """
+
+    name: str
+    shape: LoadShape
+    lifetime_s: float
+    fixed_rate: float | None = None
+    predicted: Rates | None = None
+
+    @property
+    def mix(self) -> str:
+        return "streams+8k" if self.shape.num_streams else "poisson"
+
+    def predicted_rate(self, mode: str, y_ms: float | None) -> float:
+        """On two cards. Raises ValueError where nothing is known of such requests."""
+        of_mode = (self.predicted or {}).get(mode)
+        if not of_mode:
+            raise ValueError(f"no rates are predicted for {self.name}, {mode}: give --rates")
+        if y_ms is None:
+            return sum(of_mode.values()) / len(of_mode)
+        return of_mode[min(of_mode, key=lambda known_ms: abs(known_ms - y_ms))]
+
+
+def _cell(num_prompt: int, num_output: int, lifetime_s: float, **more: object) -> Cell:
+    shape = LoadShape(num_prompt_tokens=num_prompt, num_output_tokens=num_output, num_streams=0)
+    return Cell(f"{num_prompt}/{num_output}", shape, lifetime_s, **more)  # type: ignore[arg-type]
+
+
+CELLS = {
+    cell.name: cell
+    for cell in (
+        _cell(
+            *(8192, 256, 3.0),
+            predicted={
+                DISAGGREGATED: {0: 3.1},
+                AGGREGATED: {15: 4.6, 25: 5.5, 50: 6.2},
+                AUTO: {15: 5.5, 25: 5.8, 50: 6.2},
+                f"{VLLM}256": {0: 3.0},
+                f"{VLLM}512": {0: 4.0},
+                f"{VLLM}1024": {0: 4.7},
+            },
+        ),
+        _cell(
+            *(1024, 512, 10.0),
+            predicted={
+                DISAGGREGATED: {15: 24, 25: 28, 50: 32},
+                AGGREGATED: {15: 32, 25: 34, 50: 38},
+                AUTO: {15: 32, 25: 34, 50: 38},
+                f"{VLLM}256": {0: 24},
+                f"{VLLM}512": {0: 28},
+                f"{VLLM}1024": {0: 30},
+            },
+        ),
+        _cell(256, 1024, 10.0, fixed_rate=16.0),
+        Cell("streams+8k", LoadShape(num_streams=64), 3.0, fixed_rate=3.7),
+    )
+}
+
+
+def cell_named(name: str) -> Cell:
+    """Of CELLS, or IN/OUT of any lengths. Raises ValueError."""
+    if name in CELLS:
+        return CELLS[name]
+    lengths = re.fullmatch(r"(\d+)/(\d+)", name)
+    if lengths is None:
+        raise ValueError(f"no cell {name!r}; there are {', '.join(CELLS)}, and IN/OUT")
+    num_prompt, num_output = map(int, lengths.groups())
+    return _cell(num_prompt, num_output, 1.0 + num_output * _TPOT_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """How long a rate is sent: requests of `count_s` count, behind `warm_lifetimes` of theirs; one
+    more follows, so that the last that count end under the same load."""
+
+    count_s: float = 60.0
+    warm_lifetimes: float = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One rate. `y_ms`: what its requests ask their engines for; None: nothing."""
+
+    cell: Cell
+    rate_per_s: float
+    y_ms: float | None
+    timing: Timing
+    num_cards: int
+
+    @property
+    def warmup_s(self) -> float:
+        return self.timing.warm_lifetimes * self.cell.lifetime_s
+
+    @property
+    def drain_s(self) -> float:
+        return self.cell.lifetime_s
+
+    @property
+    def most_s(self) -> float:
+        """From its begin to its end, if requests take as long as they may."""
+        return _RUN_OVERHEAD_S + self._sending_s + self.drain_s
+
+    @property
+    def _sending_s(self) -> float:
+        return self.warmup_s + self.timing.count_s + self.cell.lifetime_s
+
+    def workload(self) -> Workload:
+        """Prompts that no other run of a system has: nothing of them is cached."""
+        num_streams = self.cell.shape.num_streams * self.num_cards // PREDICTED_CARDS
+        shape = replace(
+            self.cell.shape,
+            rate_per_s=self.rate_per_s,
+            duration_s=self._sending_s,
+            num_streams=num_streams,
+            seed=zlib.crc32(f"{self.cell.name} {self.rate_per_s:g} {self.y_ms}".encode()),
+        )
+        return replace(make_workload(self.cell.mix, shape), warmup_s=self.warmup_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A system that comes up once. `promise_ms`: of its engines, the largest Y of its runs."""
+
+    mode: str
+    promise_ms: float | None
+    runs: tuple[Run, ...]
+
+    @property
+    def name(self) -> str:
+        return self.mode if self.promise_ms is None else f"{self.mode} for {self.promise_ms:g} ms"
+
+
+def promise_groups(ys_ms: Sequence[float]) -> list[list[float]]:
+    """What one start each can serve, the largest first."""
+    groups: list[list[float]] = []
+    for y_ms in sorted(set(ys_ms), reverse=True):
+        if groups and y_ms >= groups[-1][0] / 2:
+            groups[-1].append(y_ms)
+        else:
+            groups.append([y_ms])
+    return groups
+
+
+def plan(
+    modes: Sequence[str],
+    cells: Sequence[Cell],
+    ys_ms: Sequence[float],
+    rates: Sequence[float],
+    factors: Sequence[float],
+    timing: Timing,
+    num_cards: int,
+) -> Iterator[Start]:
+    """All starts, one after the other. `rates`, if any, take the place of the predicted ones times
+    `factors`; rates ascend. Raises ValueError where there are neither."""
+
+    def rates_of(cell: Cell, mode: str, y_ms: float | None) -> Sequence[float]:
+        if rates:
+            return sorted(rates)
+        share = num_cards / PREDICTED_CARDS
+        if cell.fixed_rate is not None:
+            return [cell.fixed_rate * share]
+        predicted = cell.predicted_rate(mode, y_ms) * share
+        return [round(predicted * factor, 2) for factor in sorted(factors)]
+
+    for mode in modes:
+        groups = promise_groups(ys_ms) if mode in PROMISING else [[None]]
+        for group in groups:
+            runs = tuple(
+                Run(cell, rate, y_ms, timing, num_cards)
+                for cell in cells
+                for y_ms in group
+                for rate in rates_of(cell, mode, y_ms)
+            )
+            yield Start(mode, group[0], runs)

@@ -1,0 +1,102 @@
+"""From the records of a run to its figures, and from those of several rates to goodput. Pure.
+
+A request is good for Y if all its tokens came, the first within a second, the 99th percentile of
+its own gaps is within Y, and its first gap, which a hand-off may be in, is within 4 Y. A rate is
+kept if 90 % of its requests are good, and goodput is the highest of which that is so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
+from statistics import median
+from typing import Any
+
+from baton.core.metrics import percentile
+
+from ..serve import report
+from ..serve.clients.records import Record
+from ..serve.clients.workloads import PROBE
+from ..serve.report import ReportWindow
+
+TTFT_S = 1.0
+KEPT_SHARE = 0.9
+HANDOFF_YS = 4.0
+_SPREADS = {
+    "ttft_ms": ("p50", "p90", "p99"),
+    "tpot_ms": ("p50", "p90"),
+    "tbt_ms": ("p50", "p99", "p99.9"),
+    "handoff_gap_ms": ("p50", "p99"),
+}
+_SLO = report.Slo(TTFT_S, 1.0)
+
+
+def is_good(record: Record, y_s: float) -> bool:
+    """Whether the request kept all its targets."""
+    times = record.times
+    if record.error or times.ttft_s is None or len(record.token_s) < record.num_output_tokens:
+        return False
+    gap_s = percentile(times.gaps_s, 99)
+    return (
+        times.ttft_s <= TTFT_S
+        and (gap_s or 0.0) <= y_s
+        and (times.handoff_gap_s or 0.0) <= HANDOFF_YS * y_s
+    )
+
+
+def counted(records: Iterable[Record], window: ReportWindow) -> list[Record]:
+    """The requests that were due in the window; streams of the background are none."""
+    return [one for one in records if one.group == PROBE and window.holds(one.due_s)]
+
+
+def attained(records: Sequence[Record], ys_ms: Sequence[float]) -> dict[str, float]:
+    """By Y, the share of these requests that are good; 0 of none."""
+    return {
+        f"{y_ms:g}": sum(is_good(one, y_ms / 1000) for one in records) / max(1, len(records))
+        for y_ms in ys_ms
+    }
+
+
+def summarise(
+    records: Sequence[Record], window: ReportWindow, ys_ms: Sequence[float]
+) -> dict[str, Any]:
+    """All figures of a run, times in ms; TTFT and gaps are of what came of them."""
+    whole = report.summarise(records, window, _SLO, num_prefills=0)
+    that_count = counted(records, window)
+    lifetimes_s = [one.times.e2e_s for one in that_count if one.times.e2e_s and not one.error]
+    return {
+        "window_s": whole["window_s"],
+        "num_counted": len(that_count),
+        "attained": attained(that_count, ys_ms),
+        "lifetime_p50_s": median(lifetimes_s) if lifetimes_s else None,
+        "generator_lag_p99_ms": whole["generator_lag_ms"]["p99"],
+        "groups": {
+            name: {key: group[key] for key in ("num_sent", "num_failed", "errors", "tokens_per_s")}
+            | {key: {q: group[key][q] for q in spread} for key, spread in _SPREADS.items()}
+            for name, group in whole["groups"].items()
+        },
+    }
+
+
+def goodput(points: Mapping[float, float]) -> tuple[float, float]:
+    """From rates and the share of good requests at each: the highest rate that is kept, as are all
+    below it, and where a line to the next one crosses KEPT_SHARE. 0 if none is kept; both are equal
+    if all are, and goodput is at least that."""
+    ordered = sorted(points.items())
+    kept = [rate for rate, _ in takewhile(lambda point: point[1] >= KEPT_SHARE, ordered)]
+    if len(kept) == len(ordered) or not kept:
+        return (kept[-1], kept[-1]) if kept else (0.0, 0.0)
+    (low, share), (high, missed) = ordered[len(kept) - 1 : len(kept) + 1]
+    return low, low + (high - low) * (share - KEPT_SHARE) / (share - missed)
+
+
+def step_cost_errors(metrics: str) -> dict[str, float]:
+    """By node, from a gateway's metrics: the relative error of predicted steps, 90th percentile."""
+    found = {}
+    for line in metrics.splitlines():
+        name, _, rest = line.partition("{")
+        if name == "baton_engine_step_cost_error":
+            labels, _, value = rest.partition("}")
+            node = labels.partition('node="')[2].partition('"')[0]
+            found[node] = float(value.split()[0])
+    return found

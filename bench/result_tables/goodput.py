@@ -1,0 +1,107 @@
+"""Tables of the rates that keep their targets, over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ..goodput.figures import goodput
+from ..serve.clients.workloads import BACKGROUND, PROBE
+from .results import Row, load, number, table
+
+_NAME = "goodput"
+
+
+def highest() -> str:
+    """By cards, requests and mode: the highest rate that is kept, for each Y."""
+    ys = _ys()
+    kinds = sorted({_kind(row) for row in _rows()}, key=_order)
+    rows: list[Row] = []
+    for kind in kinds:
+        of_kind = [row for row in _rows() if _kind(row) == kind]
+        if len({row["rate_per_s"] for row in of_kind}) > 1:
+            rows.append((*kind, *(_goodput(of_kind, y) for y in ys)))
+    head = ("cards", "in/out", "mode", *(f"Y {y} ms" for y in ys))
+    return table(head, rows)
+
+
+def _goodput(of_kind: list[dict[str, Any]], y: str) -> str:
+    """Where requests ask for a Y, of those that asked for this one."""
+    points = {
+        row["rate_per_s"]: row["attained"][y]
+        for row in of_kind
+        if y in row["attained"] and row["y_ms"] in (None, float(y))
+    }
+    if not points:
+        return ""
+    kept, crossed = goodput(points)
+    if not kept:
+        return f"< {min(points):g}"
+    return f"{kept:g} ({crossed:.2f})" if crossed > kept else f">= {kept:g}"
+
+
+def by_rate() -> str:
+    """Every run."""
+    ys = _ys()
+    rows = []
+    for row in sorted(_rows(), key=_place):
+        groups, asked = row["groups"], row["y_ms"]
+        probe = groups[PROBE]
+        streams = groups.get(BACKGROUND, probe)
+        errors = row["step_cost_error"].values()
+        rows.append(
+            (
+                *(*_kind(row), "" if asked is None else f"{asked:g}", f"{row['rate_per_s']:g}"),
+                " ".join(f"{row['attained'].get(y, 0):.2f}" for y in ys),
+                " / ".join(number(probe["ttft_ms"][q]) for q in ("p50", "p90", "p99")),
+                number(streams["tpot_ms"]["p50"]),
+                number(streams["tbt_ms"]["p99"]),
+                f"{max(errors):.2f}" if errors else "",
+            )
+        )
+    head = (
+        *("cards", "in/out", "mode", "Y asked, ms", "rate/s", f"good for {', '.join(ys)} ms"),
+        *("TTFT p50 / p90 / p99, ms", "TPOT p50, ms", "TBT p99, ms", "error of a step p90"),
+    )
+    return table(head, rows) + "\n" + _source()
+
+
+def _rows() -> list[dict[str, Any]]:
+    found = load(_NAME)
+    return [row | {"cards": _cards(row, found)} for row in found["rows"]]
+
+
+def _cards(row: dict[str, Any], found: dict[str, Any]) -> str:
+    return f"{row['num_cards']} x {found['calls'][row['call']]['machine']['cards']}"
+
+
+def _kind(row: dict[str, Any]) -> tuple[str, str, str]:
+    return row["cards"], row["cell"], row["mode"]
+
+
+def _order(kind: tuple[str, str, str]) -> tuple[str, str, bool, str]:
+    cards, cell, mode = kind
+    return cards, cell, mode.startswith("vllm"), mode
+
+
+def _place(row: dict[str, Any]) -> tuple[object, ...]:
+    return _order(_kind(row)), row["y_ms"] or 0.0, row["rate_per_s"]
+
+
+def _ys() -> list[str]:
+    return sorted({y for row in _rows() for y in row["attained"]}, key=float)
+
+
+def _source() -> str:
+    """The calls that some row comes from."""
+    return "".join(_lines())
+
+
+def _lines() -> Iterator[str]:
+    found = load(_NAME)
+    for number_ in sorted({row["call"] for row in found["rows"]}):
+        call = found["calls"][number_]
+        yield (
+            f"[{_NAME}.json]({{results}}/{_NAME}.json), {call['commit']}, {call['date']}, "
+            f"`{call['command']}`\n\n"
+        )

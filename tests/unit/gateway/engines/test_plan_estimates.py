@@ -1,0 +1,143 @@
+"""The chosen plan beside a search through all, and how plans that are alike are shared out."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core.errors import Unavailable
+from baton.core.membership import Role
+from baton.core.step_cost import PromptSpeed
+from baton.gateway.engines.routing import ALIKE, REQUEST_S, EngineState, Plan, choose_plan
+from baton.gateway.request.engine_link import MustWait
+
+SOURCES = [f"p{index}" for index in range(4)]
+PULLERS = [f"d{index}" for index in range(4)]
+NUM_TOKENS = 1000
+IDLE = PromptSpeed(0.005, 20e-6, 1e-9)
+
+speeds = st.builds(PromptSpeed, st.floats(0, 0.02), st.floats(1e-6, 1e-4), st.floats(0, 1e-8))
+
+
+def engines_of(names: Sequence[str], role: Role) -> st.SearchStrategy[list[EngineState]]:
+    """Some of these, in any state."""
+    states = [
+        st.builds(
+            EngineState,
+            incarnation=st.just(name),
+            role=st.just(role),
+            fingerprint=st.just("f"),
+            block_size=st.just(16),
+            num_requests=st.integers(0, 200),
+            waiting_tokens=st.integers(0, 20_000),
+            free_blocks=st.sampled_from([10, 1000]),
+            credit_blocks=st.sampled_from([10, 1000]),
+            is_draining=st.just(False),
+            links=st.frozensets(st.sampled_from(SOURCES)) if role is Role.DECODE else st.just(
+                frozenset()
+            ),
+            link_gbytes_per_s=st.dictionaries(st.sampled_from(SOURCES), st.sampled_from([10, 300])),
+            num_dispatched=st.integers(0, 3),
+            cached_tokens=st.sampled_from([0, 512, 1000]),
+            speed=st.none() | speeds,
+            keeps_promise=st.booleans(),
+            takes_prompt=st.sampled_from([True, True, False]),
+            has_place=st.sampled_from([True, True, False]),
+        )
+        for name in names
+    ]  # fmt: skip
+    return st.tuples(*states).map(list)
+
+
+clusters = st.tuples(engines_of(SOURCES, Role.PREFILL), engines_of(PULLERS, Role.DECODE)).map(
+    lambda both: both[0] + both[1]
+)
+
+
+def all_plans(engines: Sequence[EngineState]) -> Iterator[tuple[Plan, bool, bool, float]]:
+    """Every plan: lacks credit, lacks blocks, seconds."""
+    num_blocks = -(-NUM_TOKENS // 16)
+    for one in engines:
+        if not one.takes_prompt:
+            continue
+        prompt_s = one.prompt_seconds(NUM_TOKENS)
+        if one.keeps_promise and one.has_place:
+            seconds = prompt_s + one.num_requests * REQUEST_S
+            name = one.incarnation
+            yield Plan(name, name), False, one.free_blocks < num_blocks, seconds
+        for other in engines:
+            if one.incarnation in other.links and other.has_place:
+                yield (
+                    Plan(one.incarnation, other.incarnation),
+                    one.credit_blocks < num_blocks,
+                    other.free_blocks < num_blocks,
+                    prompt_s + other.decode_seconds(NUM_TOKENS),
+                )
+
+
+def best_of(plans: Sequence[tuple[Plan, bool, bool, float]]) -> tuple[bool, float]:
+    """Lacks blocks, seconds: of pairs first those with credit."""
+    pairs = [plan[1:] for plan in plans if plan[0].prefill != plan[0].decode]
+    alone = [plan[1:] for plan in plans if plan[0].prefill == plan[0].decode]
+    return min(min(group)[1:] for group in (pairs, alone) if group)
+
+
+@given(clusters, st.integers(0, 99))
+def test_no_plan_is_better_than_the_chosen_one(engines: list[EngineState], seed: int) -> None:
+    plans = list(all_plans(engines))
+    try:
+        chosen = choose_plan(engines, NUM_TOKENS)
+        drawn = choose_plan(engines, NUM_TOKENS, chance=random.Random(seed))
+    except (MustWait, Unavailable):
+        assert not plans
+        return
+    lacks_blocks, seconds = best_of(plans)
+    found = {plan[0]: plan[2:] for plan in plans}
+    assert found[chosen][0] == found[drawn][0] == lacks_blocks
+    assert found[chosen][1] <= seconds * 1.0001
+    assert found[drawn][1] <= seconds * ALIKE * 1.0001
+
+
+def idle(name: str, role: Role, num_requests: int = 0) -> EngineState:
+    links = frozenset(SOURCES) if role is Role.DECODE else frozenset[str]()
+    return EngineState(*(name, role, "f", 16, num_requests, 0, 1000, 1000), links=links, speed=IDLE)
+
+
+def drawn_plans(engines: Sequence[EngineState], count: int) -> Counter[Plan]:
+    chance = random.Random(3)
+    return Counter(choose_plan(engines, NUM_TOKENS, chance=chance) for _ in range(count))
+
+
+def test_plans_that_are_alike_are_drawn_evenly() -> None:
+    """Gateways that know the same do not all send to one engine."""
+    engines = [idle(name, Role.PREFILL) for name in SOURCES]
+    engines += [idle(name, Role.DECODE) for name in PULLERS]
+    counts = drawn_plans(engines, 1600)
+    assert len(counts) == 16
+    assert min(counts.values()) > 60 and max(counts.values()) < 140
+    assert drawn_plans(engines, 1600) == counts
+
+
+def test_an_engine_that_is_worse_is_not_drawn() -> None:
+    engines = [idle("p0", Role.PREFILL), idle("p1", Role.PREFILL)._replace(waiting_tokens=300)]
+    engines += [idle(name, Role.DECODE, 2 * index) for index, name in enumerate(PULLERS)]
+    assert set(drawn_plans(engines, 50)) == {("p0", "d0")}
+
+
+def test_many_requests_are_not_made_up_for_by_a_long_prompt() -> None:
+    """A twentieth of a long prompt's time is that of many decodes, and these have targets."""
+    engines = [
+        idle("d0", Role.DECODE, 10)._replace(keeps_promise=True, waiting_tokens=100_000),
+        idle("d1", Role.DECODE, 30)._replace(keeps_promise=True, waiting_tokens=100_000),
+    ]
+    assert set(drawn_plans(engines, 50)) == {("d0", "d0")}
+
+
+def test_a_slow_link_is_not_drawn_beside_a_fast_one() -> None:
+    fast = idle("d0", Role.DECODE)._replace(link_gbytes_per_s={"p0": 370.0})
+    slow = idle("d1", Role.DECODE)._replace(link_gbytes_per_s={"p0": 12.0})
+    assert set(drawn_plans([idle("p0", Role.PREFILL), slow, fast], 50)) == {("p0", "d0")}
