@@ -49,6 +49,15 @@ _TARGETS = {
     "prefill 1 x 8192": 207.0,
     "prefill 16 x 512": 180.0,
 }
+_TARGETS_OF_EXPERTS = {
+    "decode 1 x 1024": 2.6,
+    "decode 64 x 4096": 23.5,
+    "decode 256 x 1024": 25.0,
+    "prefill 1 x 1024": 30.0,
+    "prefill 1 x 8192": 132.0,
+    "prefill 16 x 512": 100.0,
+}
+_TARGETS_OF_ONE = {"llama-3.1-8b": _TARGETS, "qwen3-30b-a3b": _TARGETS_OF_EXPERTS}
 # By shape and GPUs.
 _TARGETS_OF_SEVERAL = {
     ("llama-3.1-8b", 2): {"decode 64 x 4096": 7.2},
@@ -106,6 +115,7 @@ class Bench:
         self._num_gpus = num_gpus
         self._engine = local.engine
         self._steps = local.steps
+        self._loads = local.runner.model.loads
         self._rng = random.Random(0)
         self._num_requests = 0
         self._fill_pools(local)
@@ -156,30 +166,45 @@ class Bench:
             engine.step()
         return (time.perf_counter() - begin_s) * 1e3
 
-    def decode(self, batch: int, context: int) -> tuple[Figure, Figure]:
-        """(wall time a step, time of a step that is not on the GPU)."""
+    def decode(self, batch: int, context: int) -> list[Figure]:
+        """Wall time a step, time of a step that is not on the GPU, experts that it touches."""
         engine = self._engine
         requests = [self._request(context - _WARMUP_STEPS, 200) for _ in range(batch)]
         for request in requests:
             reservation = engine.reserve(request)
             assert reservation is not None, "the pool is too small for this"
-            engine.start(reservation, token_id=5)
+            # Tokens that differ choose different experts.
+            engine.start(reservation, token_id=self._rng.randrange(self._shape.vocab))
         with GraphClock() as clock:
             for _ in range(_WARMUP_STEPS):
                 engine.step()
             samples = [self._step_ms(batch) for _ in range(_REPEATS)]
         if self._tells_kernels:
             self._print_kernels(f"decode {batch} x {context}", self._engine.step)
+        name = f"decode {batch} x {context}"
+        touched = self._touched(name, batch)
         for request in requests:
             engine.abort(request.key)
         while engine.has_work:
             engine.step()
-        name = f"decode {batch} x {context}"
         off_gpu = tuple(sample - clock.median_ms() for sample in samples)
-        return (
+        return [
             self._figure(name, samples, self._shape.decode_floor_ms(batch, context), batch),
             Figure(f"{name}: off the GPU", "ms", off_gpu, 0.0, target=0.03 * min(samples)),
-        )
+            *touched,
+        ]
+
+    def _touched(self, name: str, batch: int) -> list[Figure]:
+        """Experts of each layer that one more step chooses, beside what uniform routing would."""
+        if self._loads is None:
+            return []
+        torch.cuda.synchronize()
+        self._loads.tokens.zero_()
+        self._engine.step()
+        torch.cuda.synchronize()
+        by_layer = tuple(map(float, (self._loads.tokens > 0).sum(dim=1).tolist()))
+        uniform = self._shape.touched(batch)
+        return [Figure(f"{name}: experts touched", "", by_layer, uniform, "uniform routing")]
 
     def mixed(self, batch: int, context: int, num_tokens: int, prompt_context: int) -> Figure:
         """Wall time of a step of decodes with a part of a prompt behind them, one after the other,
@@ -191,7 +216,10 @@ class Bench:
             for _ in range(batch + 1)
         ]
         spec = SampleSpec(SamplingParams(temperature=0.0), key=1)
-        step = [SequenceSlice((5,), context - 1, table, spec) for table in tables[:batch]]
+        step = [
+            SequenceSlice((self._rng.randrange(self._shape.vocab),), context - 1, table, spec)
+            for table in tables[:batch]
+        ]
         prompt = tuple(self._rng.randrange(self._shape.vocab) for _ in range(num_tokens))
         step.append(SequenceSlice(prompt, prompt_context, tables[batch], None))
         samples = []
@@ -230,7 +258,7 @@ class Bench:
 
     def _figure(self, name: str, samples: list[float], floor_ms: float, num_tokens: int) -> Figure:
         """`floor_ms` is that of one GPU."""
-        targets = _TARGETS if self._shape.name == "llama-3.1-8b" else {}
+        targets = _TARGETS_OF_ONE.get(self._shape.name, {})
         if self._num_gpus > 1:
             targets = _TARGETS_OF_SEVERAL.get((self._shape.name, self._num_gpus), {})
         floor_ms /= self._num_gpus

@@ -90,6 +90,11 @@ class EngineConfig:
         "on a GPU: most prompt tokens beside decodes in a step that is replayed from a CUDA graph, "
         "64 to 1024; 0: such steps are launched kernel by kernel",
     )
+    enable_expert_parallel: bool = flag(
+        False,
+        "of a mixture of experts each of the --tensor-parallel-size ranks has some experts whole; "
+        "else a part of every one",
+    )
     enable_prefix_caching: bool = flag(True, "reuse KV of equal prefixes")
     attention_backend: str = flag(
         "auto", "prefill attention kernels", choices=("auto", "torch", "triton", "flashinfer")

@@ -102,6 +102,8 @@ class Engine:
         self._tables = BlockTables(self.pool, cache, generations, limits.block_size)
         self._step_costs = StepCostEstimator()
         self._step_record = StepRecord()
+        self.count_experts: Callable[[], tuple[int, ...]] = tuple  # see Totals.expert_tokens
+        self.num_expert_ranks = 1  # that have experts whole, each as many
         self._scheduler = Scheduler(
             limits, self.pool, self._tables, self._estimator, self._step_costs
         )
@@ -454,6 +456,7 @@ class Engine:
             num_promised_steps=self._step_record.num_promised_steps,
             num_kept_steps=self._step_record.num_kept_steps,
             num_refusals=self._num_refusals,
+            expert_tokens=self.count_experts(),
         )
 
     @property

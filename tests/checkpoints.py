@@ -84,6 +84,28 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "decoder_sparse_step": 2,
     },
+    "qwen3-moe, merged": {
+        "architecture": "Qwen3MoeForCausalLM",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "save_original_format": False,
+    },
+    "mixtral, moe": {
+        "architecture": "MixtralForCausalLM",
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "sliding_window": 40,
+    },
+    "qwen2-moe": {
+        "architecture": "Qwen2MoeForCausalLM",
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 64,
+        "mlp_only_layers": [1],
+        "num_hidden_layers": 3,
+    },
 }
 
 
@@ -94,12 +116,14 @@ def write_checkpoint(
     seed: int = 0,
     max_shard_size: str = "5GB",
     has_varied_vectors: bool = False,
+    save_original_format: bool = True,
     **changes: Any,
 ) -> PreTrainedModel:
     """Write a random model to `folder` and return it, in float32.
 
     Small, but with weights large enough that logits differ clearly and every block matters.
-    `has_varied_vectors`: norms are not all one, biases not all zero.
+    `has_varied_vectors`: norms are not all one, biases not all zero. Without `save_original_format`
+    a layer's experts are one tensor, as transformers holds them.
     """
     settings: dict[str, Any] = {
         "vocab_size": 320,
@@ -120,7 +144,9 @@ def write_checkpoint(
     model = model_class(model_class.config_class(**(settings | changes))).eval().float()
     if has_varied_vectors:
         _vary_vectors(model)
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    model.save_pretrained(
+        folder, max_shard_size=max_shard_size, save_original_format=save_original_format
+    )
     return model
 
 

@@ -3,10 +3,10 @@
     decode step   = max(bytes / bandwidth, operations / rate)
     prefill       = max(bytes / bandwidth, operations / rate)
 
-bytes: all weights but the input embedding once, and for a decode the KV of all positions; a prefill
-computes the LM head for the last position of each prompt only; operations: 2 a weight
-and token, and 4 a head, dimension, query and key it sees. Bandwidth and rate are what an H200 gave
-for a large copy and a large product, not its data sheet.
+bytes: all weights but the input embedding once, of experts those that uniform routing touches, and
+for a decode the KV of all positions; a prefill computes the LM head for the last position of each
+prompt only; operations: 2 a weight and token, and 4 a head, dimension, query and key it sees.
+Bandwidth and rate are what an H200 gave for a large copy and a large product, not its data sheet.
 """
 
 from __future__ import annotations
@@ -19,6 +19,11 @@ BYTES_PER_S = 4.3e12
 FLOPS = 790e12
 LINK_BYTES_PER_S = 450e9  # NVLink of one GPU, each way
 _BF16 = 2
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +40,26 @@ class Shape:
     vocab: int
     is_tied: bool = False
     has_qk_norm: bool = False  # Qwen3's, else Llama's architecture
+    experts: int = 0  # Qwen3-MoE's, each of `inner`; 0: one MLP
+    chosen: int = 0  # experts a token
+
+    def touched(self, num_tokens: int) -> float:
+        """How many experts of a layer so many tokens choose, if they choose uniformly."""
+        return self.experts * (1 - (1 - self.chosen / self.experts) ** num_tokens)
+
+    def _layer_weights(self, num_mlps: float) -> float:
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        router = self.hidden * self.experts
+        return self.layers * (attention + router + 3 * self.hidden * self.inner * num_mlps)
+
+    def layer_weights_read(self, num_tokens: int) -> float:
+        """Those that a step of so many tokens needs."""
+        return self._layer_weights(self.touched(num_tokens) if self.experts else 1)
 
     @property
-    def layer_weights(self) -> int:
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return self.layers * (attention + 3 * self.hidden * self.inner)
+    def layer_weights(self) -> float:
+        """Those that one token is multiplied with."""
+        return self._layer_weights(self.chosen if self.experts else 1)
 
     @property
     def head_weights(self) -> int:
@@ -48,6 +68,13 @@ class Shape:
     @property
     def kv_bytes_per_token(self) -> int:
         return 2 * self.layers * self.kv_heads * self.head_dim * _BF16
+
+    @property
+    def kind(self) -> str:
+        """As transformers calls it."""
+        if self.experts:
+            return "qwen3_moe"
+        return "qwen3" if self.has_qk_norm else "llama"
 
     def part(self, count: int) -> Shape:
         """What one of `count` ranks has, as a model of its own: fewer GPUs can run it."""
@@ -63,10 +90,11 @@ class Shape:
     def decode_floor_ms(self, batch: int, context: int) -> float:
         """One step of `batch` sequences that see `context` positions each."""
         weights = self.layer_weights + self.head_weights
-        num_bytes = weights * _BF16 + batch * context * self.kv_bytes_per_token
+        read = self.layer_weights_read(batch) + self.head_weights
+        num_bytes = read * _BF16 + batch * context * self.kv_bytes_per_token
         attention = 4 * self.layers * self.heads * self.head_dim * context * batch
         # The products are bound by arithmetic or by reading weights, attention by reading KV.
-        products_s = max(2 * weights * batch / FLOPS, weights * _BF16 / BYTES_PER_S)
+        products_s = max(2 * weights * batch / FLOPS, read * _BF16 / BYTES_PER_S)
         reading_s = batch * context * self.kv_bytes_per_token / BYTES_PER_S
         parts_s = products_s + max(reading_s, attention / FLOPS)
         return max(parts_s, num_bytes / BYTES_PER_S) * 1e3
@@ -76,7 +104,8 @@ class Shape:
         products = 2 * self.layer_weights * num_tokens + 2 * self.head_weights
         pairs = num_tokens * (num_tokens + 1) / 2
         attention = 4 * self.layers * self.heads * self.head_dim * pairs
-        reading_s = (self.layer_weights + self.head_weights) * _BF16 / BYTES_PER_S
+        read = self.layer_weights_read(num_prompts * num_tokens) + self.head_weights
+        reading_s = read * _BF16 / BYTES_PER_S
         return max(num_prompts * (products + attention) / FLOPS, reading_s) * 1e3
 
     def sums_floor_ms(self, num_tokens: int, num_gpus: int) -> float:
@@ -87,8 +116,8 @@ class Shape:
     def write_config(self, folder: Path) -> Path:
         """A model directory with a config.json alone, for `--load-format dummy`."""
         config = {
-            "architectures": ["Qwen3ForCausalLM" if self.has_qk_norm else "LlamaForCausalLM"],
-            "model_type": "qwen3" if self.has_qk_norm else "llama",
+            "architectures": [_ARCHITECTURES[self.kind]],
+            "model_type": self.kind,
             "vocab_size": self.vocab,
             "hidden_size": self.hidden,
             "intermediate_size": self.inner,
@@ -104,6 +133,13 @@ class Shape:
             "torch_dtype": "bfloat16",
             "eos_token_id": 2,
         }
+        if self.experts:
+            config |= {
+                "num_experts": self.experts,
+                "num_experts_per_tok": self.chosen,
+                "moe_intermediate_size": self.inner,
+                "norm_topk_prob": True,
+            }
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config))
         return folder
@@ -114,6 +150,12 @@ SHAPES = {
     for shape in (
         Shape("llama-3.1-8b", 32, 4096, 32, 8, 128, 14_336, 128_256),
         Shape("qwen3-8b", 36, 4096, 32, 8, 128, 12_288, 151_936, has_qk_norm=True),
+        Shape(
+            *("qwen3-30b-a3b", 48, 2048, 32, 4, 128, 768, 151_936),
+            has_qk_norm=True,
+            experts=128,
+            chosen=8,
+        ),
         Shape("llama-3.1-70b", 80, 8192, 64, 8, 128, 28_672, 128_256),
         Shape("llama-3.2-1b", 16, 2048, 32, 8, 64, 8_192, 128_256, is_tied=True),
     )

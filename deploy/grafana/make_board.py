@@ -55,6 +55,13 @@ CACHED = f"{rate('prompt_tokens_cached_total')} / {rate('prompt_tokens_total')}"
 PULL_SPEED = " / ".join(node_rate(f"kv_pull_{what}_total")[0][0] for what in ("bytes", "seconds"))
 PULL_FAILURES = f"rate(baton_kv_transfer_failed_total{OF_NODES}[$__rate_interval])"
 FAILURES_BY_NODE = [(f"max by (node, reason) ({PULL_FAILURES})", "{{node}} {{reason}}")]
+EXPERT_RATE = (
+    f"max by (role, node, expert) (rate(baton_expert_tokens_total{OF_NODES}[$__rate_interval]))"
+)
+EXPERTS = [
+    (f"max by (role, node) ({EXPERT_RATE})", "{{role}} {{node}}, the busiest"),
+    (f"avg by (role, node) ({EXPERT_RATE})", "{{role}} {{node}}, mean"),
+]
 STALE = f"{rate('index_stale_hits_total')} / {rate('index_hits_total')}"
 MEAN_STAGE = " / ".join(
     rate(f"request_stage_seconds_{what}", " by (stage)") for what in ("sum", "count")
@@ -136,6 +143,14 @@ ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]], str]]] = {
         ("Promised steps/s", "short", node_rate("promised_steps_total"), "timeseries"),
         ("Steps/s that kept it", "short", node_rate("kept_steps_total"), "timeseries"),
         ("Refused by engines/s", "short", node_rate("promise_refusals_total"), "timeseries"),
+        ("Tokens/s of an expert", "short", EXPERTS, "timeseries"),
+        ("Busiest expert over the mean", "short", of_nodes("expert_load_imbalance"), "timeseries"),
+        (
+            "Busiest expert rank over the mean",
+            "short",
+            of_nodes("expert_rank_load_imbalance"),
+            "timeseries",
+        ),
     ],
     "KV cache": [
         ("In use", "percentunit", of_nodes("kv_cache_usage_perc"), "usage"),

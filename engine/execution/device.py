@@ -86,7 +86,6 @@ def choose_attention(
         return "torch"
     if wanted == "torch":
         raise StartupFailed("--attention-backend torch is for CPUs", hint="leave the flag out")
-    refuse_on_gpu(model)
     why_not = _why_not_flashinfer(model, placement, max_model_len)
     if wanted == "flashinfer" and why_not:
         raise StartupFailed(
@@ -118,15 +117,6 @@ def make_attention(
         prefill=prefill,
         windows=model.windows if model.smallest_window(max_model_len) else None,
     )
-
-
-def refuse_on_gpu(model: ModelConfig) -> None:
-    """Raise StartupFailed for a model that only CPU engines compute."""
-    if model.experts is not None:
-        raise StartupFailed(
-            f"{model.architecture}: a mixture of experts is computed on CPUs only",
-            hint="--device cpu",
-        )
 
 
 def _why_not_flashinfer(model: ModelConfig, placement: Placement, max_model_len: int) -> str:

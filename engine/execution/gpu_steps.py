@@ -157,7 +157,7 @@ class GpuSteps:
                 token_ids, positions, slots = graphs.inputs(size)
                 padding = self._padding(size)
                 self._attention.plan(metadata_of([padding], slots, graph_decodes=min(room, size)))
-                step = partial(self.model.forward, token_ids, positions, self._attention)
+                step = partial(self.model.forward, token_ids, positions, slots, self._attention)
                 graphs.capture(size, step, times.library(size))
 
     def make_graphs(self, times: ProductTimes) -> None:
@@ -214,8 +214,8 @@ class GpuSteps:
         """What a graph holds: model and sampler over the fixed inputs [5, decodes] -> this rank's
         logits."""
         n = inputs.shape[1]
-        token_ids, positions, _slots, keys, temperatures = inputs
-        hidden = self.model.forward(token_ids, positions, self._attention)
+        token_ids, positions, slots, keys, temperatures = inputs
+        hidden = self.model.forward(token_ids, positions, slots, self._attention)
         logits = self.model.lm_head.project_part(hidden)
         sample_unfiltered(
             logits,
@@ -239,7 +239,7 @@ class GpuSteps:
             token_ids, positions, slots = upload(arrays, self._device)
             self._follow(batch, token_ids)
             self._attention.plan(metadata_of(batch, slots))
-            return self.model.forward(token_ids, positions, self._attention), last_tokens
+            return self.model.forward(token_ids, positions, slots, self._attention), last_tokens
         num_decodes, room, graph = found
         inputs = self.prefill_graphs[room].inputs(graph.size)
         padded = np.zeros(inputs.shape, np.int64)

@@ -23,10 +23,11 @@ from ...core.errors import EngineFailed, StartupFailed
 from ...core.model_dir import eos_token_ids, resolve_model_dir
 from ...core.request.request import SAMPLING, SamplingParams
 from ...kernels.attention.attention import AttentionBackend
+from ...kernels.experts.experts import ExpertLoads
 from ...kernels.kv.kv_blocks import copy_blocks
 from ...kernels.sampling.sample_spec import SampleSpec
 from ...kernels.sampling.sampling import sample
-from ..kv.block_pool import CANARY_BLOCK, PADDING_BLOCK, canary_bytes
+from ..kv.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS, PADDING_BLOCK, canary_bytes
 from ..kv.cuda_step_count import CudaStepCount, count_steps
 from ..kv.generations import SharedGenerations
 from ..kv.kv_memory import (
@@ -37,14 +38,22 @@ from ..kv.kv_memory import (
     choose_num_gpu_blocks,
 )
 from ..kv.limits import seqs_for_pool, spare_tokens
-from ..model.checkpoint import OnProgress, fill_dummy_weights, load_weights, weights_identity
+from ..model.checkpoint import (
+    OnProgress,
+    fill_dummy_weights,
+    load_weights,
+    tensor_names,
+    weights_identity,
+)
 from ..model.communicator import Communicator
 from ..model.decoder import Decoder
+from ..model.experts import is_merged_name
 from ..model.fingerprint import fingerprint_fields
 from ..model.model_config import ModelConfig, read_model_config
 from ..model.sharding import check_divisible, heads_of_rank
 from .batch import CompletedStep, LaunchedStep, SampledToken, SequenceSlice
 from .device import choose_attention, choose_placement, make_attention
+from .expert_loads import ExpertLoadReader
 from .step_parts import compute_extras, flatten, metadata_of
 
 if TYPE_CHECKING:
@@ -53,6 +62,10 @@ if TYPE_CHECKING:
 # What a step may need most memory for: every row sampled with all there is.
 _NUMBERS: dict[str, Any] = {n: 0.5 for n, one in SAMPLING.items() if isinstance(one.default, float)}
 _DEAREST_PARAMS = SamplingParams(top_k=50, logit_bias=((0, 1.0),), logprobs=20, **_NUMBERS)
+
+
+# Tokens that differ more than what attention adds to all of them choose different experts.
+_DUMMY_STDS = {"model.embed_tokens.weight": 1.0}
 
 
 class ModelRunner:
@@ -83,10 +96,15 @@ class ModelRunner:
         self._config = config
         self._count: CudaStepCount | None = None
         self._communicator = communicator
-        check_divisible(self.model_config, communicator.size)
+        has_expert_parallel = config.enable_expert_parallel
+        check_divisible(
+            self.model_config, communicator.size, has_expert_parallel=has_expert_parallel
+        )
         self.heads = heads_of_rank(self.model_config, communicator.rank, communicator.size)
         placement = choose_placement(config, self.model_config)
-        self._placement = dataclasses.replace(placement, communicator=communicator)
+        self._placement = dataclasses.replace(
+            placement, communicator=communicator, has_expert_parallel=has_expert_parallel
+        )
         self._prefill_attention = choose_attention(
             config, self.model_config, self._placement, self.max_model_len
         )
@@ -107,6 +125,7 @@ class ModelRunner:
             num_blocks = choose_num_cpu_blocks(config, layout, self.max_model_len)
             self.max_num_seqs = self._choose_max_num_seqs(num_blocks)
         model, weights = self._load(on_progress)
+        self._expert_loads = None if model.loads is None else ExpertLoadReader(model.loads)
         communicator.connect()
         self.fingerprint = fingerprint_fields(self.model_config, weights, layout)
         if self._placement.device.type == "cpu":
@@ -120,13 +139,20 @@ class ModelRunner:
         """The model, its weights filled, and what identifies them."""
         config, begin_s = self._config, time.perf_counter()
         try:
-            model = Decoder(self.model_config, self._placement)
-            targets = dict(model.targets())
+            model = Decoder(self.model_config, self._placement, self._make_loads())
             if config.load_format == "dummy":
-                std = self.model_config.initializer_range
-                fill_dummy_weights(targets, std=std, seed=config.seed, on_progress=on_progress)
+                targets = dict(model.targets())
+                fill_dummy_weights(
+                    targets,
+                    std=self.model_config.initializer_range,
+                    seed=config.seed,
+                    stds=_DUMMY_STDS if self.model_config.experts else {},
+                    on_progress=on_progress,
+                )
                 identity = f"dummy:{config.seed}"
             else:
+                is_merged = any(map(is_merged_name, tensor_names(self.model_dir)))
+                targets = dict(model.targets(has_merged_experts=is_merged))
                 is_tied = self.model_config.has_tied_embeddings
                 ignored = frozenset({"lm_head.weight"}) if is_tied else frozenset()
                 load_weights(self.model_dir, targets, ignored=ignored, on_progress=on_progress)
@@ -145,6 +171,14 @@ class ModelRunner:
             f"{num_bytes / seconds / 1e9:.1f} GB/s"
         )
         return model, identity
+
+    def _make_loads(self) -> ExpertLoads | None:
+        experts = self.model_config.experts
+        if experts is None:
+            return None
+        first_slot = NUM_RESERVED_BLOCKS * self._config.block_size
+        sizes = (len(experts.layers), experts.num_experts)
+        return ExpertLoads(*sizes, first_slot, self._placement.device)
 
     def _start_gpu(self, model: Decoder, layout: KvLayout) -> None:
         """Measure the largest step, take the rest as KV pool, capture the decode graphs."""
@@ -227,6 +261,11 @@ class ModelRunner:
                 return self._steps.launch(batch)
         except RuntimeError as error:  # torch's: out of memory, device lost
             raise EngineFailed(f"the step failed: {error}") from error
+
+    def expert_tokens(self) -> tuple[int, ...]:
+        """How many tokens chose each expert, over all layers; empty without experts. Never waits,
+        and is a little behind."""
+        return () if self._expert_loads is None else self._expert_loads.read()
 
     def count_steps(self, page: SharedGenerations) -> None:
         """Let those who read `page` see which steps have completed, if this device can."""
@@ -352,7 +391,7 @@ class CpuSteps:
             batch = (*batch, _PADDING_SLICE)
         token_ids, positions, slots = map(torch.from_numpy, flatten(batch, self._block_size))
         self._attention.plan(metadata_of(batch, slots))
-        return self.model.forward(token_ids, positions, self._attention)
+        return self.model.forward(token_ids, positions, slots, self._attention)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab]; one row is computed twice, as in `_PADDING_SLICE`."""

@@ -13,6 +13,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -64,9 +65,14 @@ def load_weights(
 
 
 def fill_dummy_weights(
-    targets: Mapping[str, Target], *, std: float, seed: int, on_progress: OnProgress | None = None
+    targets: Mapping[str, Target],
+    *,
+    std: float,
+    seed: int,
+    stds: Mapping[str, float] = MappingProxyType({}),
+    on_progress: OnProgress | None = None,
 ) -> None:
-    """Random weights: matrices normal(0, std), norms 1, biases 0.
+    """Random weights: norms 1, biases 0, matrices normal(0, std), or what `stds` has by name.
 
     Each tensor depends on the seed and its name alone, not on the order of loading; a part of one
     is that part of the whole.
@@ -74,15 +80,21 @@ def fill_dummy_weights(
     progress = _Progress(targets, on_progress)
     for name, target in targets.items():
         tensor = target.tensor
-        if tensor.ndim == 2:
+        if tensor.ndim == 2 and tensor.numel():
             digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
             generator = torch.Generator(tensor.device).manual_seed(int.from_bytes(digest))
             whole = torch.randn(target.full_shape, generator=generator, device=tensor.device)
-            tensor.copy_(whole[_wanted(target)])
-            tensor.mul_(std)
+            for part, wanted in target.parts():
+                part.copy_(whole[wanted])
+            tensor.mul_(stds.get(name, std))
         else:
             tensor.fill_(0.0 if name.endswith(".bias") else 1.0)
         progress.add(name)
+
+
+def tensor_names(model_dir: Path) -> frozenset[str]:
+    """Of all tensors of a checkpoint; raises StartupFailed."""
+    return frozenset(name for path in weight_files(model_dir) for name in _tensor_names(path))
 
 
 def weights_identity(model_dir: Path) -> str:
@@ -151,12 +163,5 @@ def _copy(path: Path, file: Any, name: str, target: Target) -> None:
     if target.cut is None or target.tensor.shape == shape:
         target.tensor.copy_(file.get_tensor(name))
     elif target.tensor.numel():
-        target.tensor.copy_(source[_wanted(target)])
-
-
-def _wanted(target: Target) -> tuple[slice, ...]:
-    """Which part of the checkpoint's tensor the target is."""
-    if target.cut is None:
-        return (slice(None),)
-    stop = target.cut.start + target.tensor.shape[target.cut.dim]
-    return (*[slice(None)] * target.cut.dim, slice(target.cut.start, stop))
+        for part, wanted in target.parts():
+            part.copy_(source[wanted])

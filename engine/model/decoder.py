@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from ...kernels.attention.attention import AttentionBackend
+from ...kernels.experts.experts import ExpertLoads, LayerLoads
 from .communicator import Summand
+from .experts import Experts
 from .layers import (
     Embedding,
     Linear,
@@ -24,7 +25,8 @@ from .layers import (
     RowLinear,
     Targets,
 )
-from .model_config import ExpertsConfig, ModelConfig
+from .mlp import MLP
+from .model_config import ModelConfig
 from .sharding import Heads, heads_of_rank
 
 
@@ -83,91 +85,6 @@ def _qkv_of_rank(prefix: str, config: ModelConfig, heads: Heads) -> list[Outputs
     return [Outputs(f"{prefix}.{name}", *part) for name, part in parts.items()]
 
 
-class MLP:
-    """The gated feed-forward part. Each rank has an even part of the inner dimension, and gives a
-    summand of the output."""
-
-    def __init__(
-        self, prefix: str, hidden: int, inner: int, placement: Placement, *, has_bias: bool = False
-    ) -> None:
-        names = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
-        self.gate_up = Linear(
-            [Outputs.of_rank(name, inner, placement.communicator) for name in names],
-            hidden,
-            placement,
-            has_bias=has_bias,
-        )
-        self.down = RowLinear(f"{prefix}.down_proj", hidden, inner, placement, has_bias=has_bias)
-
-    def __call__(self, x: Tensor) -> Summand:
-        return self.down(self.gate_up.gated(x))
-
-    def product(self, x: Tensor) -> Tensor:
-        """The same: see RowLinear."""
-        return self.down.product(self.gate_up.gated(x))
-
-    def products(self) -> list[tuple[int, Callable[[Tensor], Tensor]]]:
-        """See DecoderLayer."""
-        return [
-            (self.gate_up.weight.shape[1], self.gate_up.gated),
-            (self.down.weight.shape[1], self.down.product),
-        ]
-
-    def targets(self) -> Targets:
-        yield from self.gate_up.targets()
-        yield from self.down.targets()
-
-
-class Experts:
-    """Each token goes through the few of many MLPs that a router likes best (Shazeer et al. 2017).
-
-    The reference: one expert after the other over the tokens that chose it. The router is the same
-    on all ranks, and so is its choice.
-    """
-
-    def __init__(
-        self, prefix: str, hidden: int, config: ExpertsConfig, placement: Placement
-    ) -> None:
-        self._config = config
-        router = Outputs.whole(f"{prefix}.gate", config.num_experts)
-        self.router = Linear([router], hidden, placement)
-        inner = config.intermediate_size
-        self.experts = [
-            MLP(f"{prefix}.experts.{index}", hidden, inner, placement)
-            for index in range(config.num_experts)
-        ]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        weights, chosen = self._route(x)
-        out = torch.zeros_like(x)
-        for index in torch.unique(chosen).tolist():
-            tokens, place = torch.where(chosen == index)
-            inputs = x[tokens]
-            if len(tokens) == 1:
-                # BLAS multiplies a single row by another routine: see CpuSteps.
-                inputs = inputs.expand(2, -1)
-            computed = self.experts[index].product(inputs)[: len(tokens)]
-            out.index_add_(0, tokens, computed * weights[tokens, place, None])
-        return out
-
-    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[tokens, hidden] -> weights and experts, [tokens, num_experts_per_token] each."""
-        shares = torch.softmax(self.router(x), dim=-1, dtype=torch.float32)
-        weights, chosen = shares.topk(self._config.num_experts_per_token, dim=-1)
-        if self._config.has_normed_weights:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return weights.to(x.dtype), chosen
-
-    def products(self) -> list[tuple[int, Callable[[Tensor], Tensor]]]:
-        """None that go by a library: see DecoderLayer."""
-        return []
-
-    def targets(self) -> Targets:
-        yield from self.router.targets()
-        for expert in self.experts:
-            yield from expert.targets()
-
-
 class DecoderLayer:
     """Attention and MLP, each behind a norm.
 
@@ -175,14 +92,16 @@ class DecoderLayer:
     kernel on a GPU.
     """
 
-    def __init__(self, index: int, config: ModelConfig, placement: Placement) -> None:
+    def __init__(
+        self, index: int, config: ModelConfig, placement: Placement, loads: ExpertLoads | None
+    ) -> None:
         prefix, eps = f"model.layers.{index}", config.rms_norm_eps
         self.input_norm = RMSNorm(f"{prefix}.input_layernorm", config.hidden_size, eps, placement)
         self.attention = Attention(index, f"{prefix}.self_attn", config, placement)
         self.post_attention_norm = RMSNorm(
             f"{prefix}.post_attention_layernorm", config.hidden_size, eps, placement
         )
-        self.mlp = _make_mlp(index, f"{prefix}.mlp", config, placement)
+        self.mlp = _make_mlp(index, prefix, config, placement, loads)
 
     def __call__(
         self,
@@ -200,41 +119,58 @@ class DecoderLayer:
         """The products of inputs with weights, as pairs of how many inputs and the product."""
         return [*self.attention.products(), *self.mlp.products()]
 
-    def targets(self) -> Targets:
-        for part in (self.input_norm, self.attention, self.post_attention_norm, self.mlp):
+    def targets(self, *, has_merged_experts: bool = False) -> Targets:
+        for part in (self.input_norm, self.attention, self.post_attention_norm):
             yield from part.targets()
+        if has_merged_experts and isinstance(self.mlp, Experts):
+            yield from self.mlp.merged_targets()
+        else:
+            yield from self.mlp.targets()
 
 
-def _make_mlp(index: int, prefix: str, config: ModelConfig, placement: Placement) -> MLP | Experts:
+def _make_mlp(
+    index: int, prefix: str, config: ModelConfig, placement: Placement, loads: ExpertLoads | None
+) -> MLP | Experts:
     experts, hidden = config.experts, config.hidden_size
     if experts is not None and index in experts.layers:
-        return Experts(prefix, hidden, experts, placement)
+        of_layer = None if loads is None else LayerLoads(loads, experts.layers.index(index))
+        return Experts(prefix, hidden, experts, placement, of_layer)
     inner = config.intermediate_size
-    return MLP(prefix, hidden, inner, placement, has_bias=config.has_mlp_bias)
+    return MLP(f"{prefix}.mlp", hidden, inner, placement, has_bias=config.has_mlp_bias)
 
 
 class Decoder:
-    """The whole decoder. Its weights are uninitialised until a loader filled `targets()`."""
+    """The whole decoder. Its weights are uninitialised until a loader filled `targets()`.
 
-    def __init__(self, config: ModelConfig, placement: Placement) -> None:
+    `loads` counts what experts are chosen, if the model has any.
+    """
+
+    def __init__(
+        self, config: ModelConfig, placement: Placement, loads: ExpertLoads | None = None
+    ) -> None:
+        self.loads = loads
         self.device = placement.device
         self.communicator = placement.communicator
         self.vocab_size = config.vocab_size
         self.embed = Embedding(
             "model.embed_tokens", config.vocab_size, config.hidden_size, placement
         )
-        self.layers = [DecoderLayer(i, config, placement) for i in range(config.num_layers)]
+        self.layers = [DecoderLayer(i, config, placement, loads) for i in range(config.num_layers)]
         self.norm = RMSNorm("model.norm", config.hidden_size, config.rms_norm_eps, placement)
         self.lm_head = self.embed
         if not config.has_tied_embeddings:
             self.lm_head = Embedding("lm_head", config.vocab_size, config.hidden_size, placement)
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, placement.device)
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
-        """token_ids, positions [tokens] int64 -> hidden states [tokens, hidden], normed.
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, slots: Tensor, attention: AttentionBackend
+    ) -> Tensor:
+        """token_ids, positions, slots [tokens] int64 -> hidden states [tokens, hidden], normed.
 
         `attention` has been planned for this step.
         """
+        if self.loads is not None:
+            self.loads.slots = slots
         x: Summand | None = None
         residual = self.embed(token_ids)
         rope = self.rotary(positions)
@@ -242,11 +178,14 @@ class Decoder:
             x = layer(x, residual, rope, attention)
         return self.norm(residual) if x is None else self.norm.add(x, residual)
 
-    def targets(self) -> Targets:
-        """Every tensor a checkpoint must have, and where it goes."""
+    def targets(self, *, has_merged_experts: bool = False) -> Targets:
+        """Every tensor a checkpoint must have, and where it goes.
+
+        `has_merged_experts`: all experts of a layer are one tensor, as transformers holds them.
+        """
         yield from self.embed.targets()
         for layer in self.layers:
-            yield from layer.targets()
+            yield from layer.targets(has_merged_experts=has_merged_experts)
         yield from self.norm.targets()
         if self.lm_head is not self.embed:
             yield from self.lm_head.targets()

@@ -30,11 +30,15 @@ from .rope_config import DynamicScaling, LinearScaling, Llama3Scaling, RopeConfi
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A part of a checkpoint's tensor: from `start` on along `dim`, where that has `full`."""
+    """A part of a checkpoint's tensor: from `start` on along `dim`, where that has `full`.
+
+    `pieces`: that part of each of so many equal pieces of the dimension.
+    """
 
     dim: int
     start: int
     full: int
+    pieces: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,18 @@ class Target:
             shape[self.cut.dim] = self.cut.full
         return tuple(shape)
 
+    def parts(self) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
+        """Views of `tensor`, each with the slices of the checkpoint's tensor that it is."""
+        cut = self.cut
+        if cut is None:
+            yield self.tensor, (slice(None),)
+            return
+        count = self.tensor.shape[cut.dim] // cut.pieces
+        for piece in range(cut.pieces):
+            start = piece * (cut.full // cut.pieces) + cut.start
+            wanted = (*[slice(None)] * cut.dim, slice(start, start + count))
+            yield self.tensor.narrow(cut.dim, piece * count, count), wanted
+
 
 Targets = Iterator[tuple[str, Target]]
 
@@ -64,6 +80,7 @@ class Placement:
     dtype: torch.dtype
     ops: Ops = field(default_factory=Ops)
     communicator: Communicator = field(default_factory=Communicator)
+    has_expert_parallel: bool = False  # each rank has some experts whole
 
     def vector(self, size: int) -> Tensor:
         return torch.empty(size, dtype=self.dtype, device=self.device)
@@ -77,6 +94,12 @@ class Placement:
         if self.device.type == "cpu":
             return torch.empty(num_inputs, num_outputs, dtype=self.dtype).t()
         return torch.empty(num_outputs, num_inputs, dtype=self.dtype, device=self.device)
+
+    def matrices(self, count: int, num_outputs: int, num_inputs: int) -> Tensor:
+        """[count, num_outputs, num_inputs]: as many of `matrix`, behind each other."""
+        if self.device.type == "cpu":
+            return torch.empty(count, num_inputs, num_outputs, dtype=self.dtype).transpose(1, 2)
+        return torch.empty(count, num_outputs, num_inputs, dtype=self.dtype, device=self.device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ class Bias(enum.Enum):
 
     NONE = "none"
     QKV = "q, k and v"
+    QKV_BY_CONFIG = "q, k and v, unless qkv_bias is false"
     BY_CONFIG = "all four, if attention_bias is set"
 
 
@@ -35,6 +36,17 @@ class SlidingWindow(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsRule:
+    """How an architecture's mixture of experts differs from Qwen3-MoE's."""
+
+    part: str = "mlp"  # of a layer, in published checkpoints
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    inner_field: str = "moe_intermediate_size"
+    has_normed_weights: bool | None = None  # None: by norm_topk_prob
+    has_shared: bool = False  # and one more expert for all tokens, by a gate of its own
+
+
+@dataclass(frozen=True, slots=True)
 class Architecture:
     """How a decoder differs from the plainest one."""
 
@@ -42,7 +54,7 @@ class Architecture:
     has_mlp_bias_field: bool = False
     has_qk_norm: bool = False  # RMSNorm of each head of q and k, before RoPE
     window: SlidingWindow = SlidingWindow.NONE
-    has_experts: bool = False
+    experts: ExpertsRule | None = None
     default_head_dim: int | None = None  # None: hidden_size / num_attention_heads
 
 
@@ -54,7 +66,22 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         bias=Bias.BY_CONFIG, has_qk_norm=True, window=SlidingWindow.BY_LAYER, default_head_dim=128
     ),
     "Qwen3MoeForCausalLM": Architecture(
-        bias=Bias.BY_CONFIG, has_qk_norm=True, window=SlidingWindow.ALL_IF_ASKED, has_experts=True
+        bias=Bias.BY_CONFIG,
+        has_qk_norm=True,
+        window=SlidingWindow.ALL_IF_ASKED,
+        experts=ExpertsRule(),
+    ),
+    "Qwen2MoeForCausalLM": Architecture(
+        bias=Bias.QKV_BY_CONFIG, experts=ExpertsRule(has_shared=True)
+    ),
+    "MixtralForCausalLM": Architecture(
+        window=SlidingWindow.ALL,
+        experts=ExpertsRule(
+            part="block_sparse_moe",
+            projections=("w1", "w3", "w2"),
+            inner_field="intermediate_size",
+            has_normed_weights=True,
+        ),
     ),
 }
 
@@ -68,6 +95,9 @@ class ExpertsConfig:
     intermediate_size: int  # of one expert
     has_normed_weights: bool  # the chosen experts' weights sum to one
     layers: tuple[int, ...]
+    shared_intermediate_size: int | None  # of the expert that all tokens go through
+    part: str  # the name of a layer's experts in published checkpoints
+    projections: tuple[str, str, str]  # gate, up and down of an expert there
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +145,11 @@ def read_model_config(model_dir: Path) -> ModelConfig:
     hidden_size, num_heads = fields.positive("hidden_size"), fields.positive("num_attention_heads")
     num_layers = fields.positive("num_hidden_layers")
     has_bias = architecture.bias is Bias.BY_CONFIG and fields.flag("attention_bias")
+    has_qkv_bias = (
+        has_bias
+        or architecture.bias is Bias.QKV
+        or (architecture.bias is Bias.QKV_BY_CONFIG and fields.flag("qkv_bias", True))
+    )
     config = ModelConfig(
         architecture=name,
         vocab_size=fields.positive("vocab_size"),
@@ -130,9 +165,9 @@ def read_model_config(model_dir: Path) -> ModelConfig:
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope=read_rope(fields),
         windows=_windows(fields, architecture, num_layers),
-        experts=_experts(fields, num_layers) if architecture.has_experts else None,
+        experts=_experts(fields, architecture.experts, num_layers),
         has_tied_embeddings=fields.flag("tie_word_embeddings"),
-        has_qkv_bias=has_bias or architecture.bias is Bias.QKV,
+        has_qkv_bias=has_qkv_bias,
         has_output_bias=has_bias,
         has_mlp_bias=architecture.has_mlp_bias_field and fields.flag("mlp_bias"),
         has_qk_norm=architecture.has_qk_norm,
@@ -176,6 +211,8 @@ def _windows(fields: Fields, architecture: Architecture, num_layers: int) -> tup
     """The window of each layer; `layer_types` must be what the architecture computes."""
     rule, size = architecture.window, None
     is_asked = rule is SlidingWindow.ALL or fields.flag("use_sliding_window")
+    if rule is SlidingWindow.NONE and is_asked:
+        raise fields.error("use_sliding_window is not supported for this architecture")
     if rule is not SlidingWindow.NONE and is_asked and fields.get("sliding_window") is not None:
         size = fields.positive("sliding_window")
     first = fields.count("max_window_layers", 28) if rule is SlidingWindow.BY_LAYER else 0
@@ -194,16 +231,24 @@ def _windows(fields: Fields, architecture: Architecture, num_layers: int) -> tup
     return tuple(size if kind == SLIDING_ATTENTION else None for kind in kinds)
 
 
-def _experts(fields: Fields, num_layers: int) -> ExpertsConfig:
+def _experts(fields: Fields, rule: ExpertsRule | None, num_layers: int) -> ExpertsConfig | None:
+    if rule is None:
+        return None
     step, dense = fields.positive("decoder_sparse_step", 1), fields.counts("mlp_only_layers")
     layers = (n for n in range(num_layers) if n not in dense and (n + 1) % step == 0)
     old_name = fields.get("num_experts")  # transformers 5 writes num_local_experts
+    is_normed = rule.has_normed_weights
     config = ExpertsConfig(
         num_experts=fields.positive("num_local_experts" if old_name is None else "num_experts"),
         num_experts_per_token=fields.positive("num_experts_per_tok"),
-        intermediate_size=fields.positive("moe_intermediate_size"),
-        has_normed_weights=fields.flag("norm_topk_prob"),
+        intermediate_size=fields.positive(rule.inner_field),
+        has_normed_weights=fields.flag("norm_topk_prob") if is_normed is None else is_normed,
         layers=tuple(layers),
+        shared_intermediate_size=(
+            fields.positive("shared_expert_intermediate_size") if rule.has_shared else None
+        ),
+        part=rule.part,
+        projections=rule.projections,
     )
     if config.num_experts_per_token > config.num_experts:
         raise fields.error("num_experts_per_tok is larger than num_experts")

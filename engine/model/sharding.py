@@ -3,6 +3,7 @@
     heads         0 1 | 2 3 | 4 5 | 6 7      4 ranks, 8 heads, 2 KV heads: a KV head lies on all
     KV heads       0  |  0  |  1  |  1       ranks whose heads look at it
     vocabulary    ceil(vocab / 4) rows each, those of the last ranks perhaps in part padding
+    experts       a part of the inner dimension of each, or with --enable-expert-parallel some whole
 
 Knows no tensor and no process.
 """
@@ -33,18 +34,30 @@ def heads_of_rank(config: ModelConfig, rank: int, size: int) -> Heads:
     return Heads(rank * num_heads, num_heads, first_kv_head, num_kv_heads)
 
 
-def check_divisible(config: ModelConfig, size: int) -> None:
-    """Raise StartupFailed, naming both numbers, if `size` ranks cannot share the model."""
-    if why := _why_not(config, size):
-        others = " or ".join(str(n) for n in range(1, size) if not _why_not(config, n))
+def check_divisible(config: ModelConfig, size: int, *, has_expert_parallel: bool = False) -> None:
+    """Raise StartupFailed, naming both numbers, if `size` ranks cannot share the model.
+
+    `has_expert_parallel`: each is to have some of its experts whole.
+    """
+    if has_expert_parallel and config.experts is None:
+        raise StartupFailed(f"--enable-expert-parallel: {config.architecture} has no experts")
+    if why := _why_not(config, size, has_expert_parallel):
+        others = " or ".join(
+            str(n) for n in range(1, size) if not _why_not(config, n, has_expert_parallel)
+        )
         raise StartupFailed(f"--tensor-parallel-size {size} {why}", hint=f"--tp {others}")
 
 
-def _why_not(config: ModelConfig, size: int) -> str:
+def _why_not(config: ModelConfig, size: int, has_expert_parallel: bool) -> str:
     """Empty if `size` ranks can share the model."""
-    inners = {"intermediate_size": config.intermediate_size}
-    if config.experts is not None:
-        inners["moe_intermediate_size"] = config.experts.intermediate_size
+    inners, experts = {"intermediate_size": config.intermediate_size}, config.experts
+    if experts is not None:
+        if has_expert_parallel:
+            inners["num_experts"] = experts.num_experts
+        else:
+            inners["moe_intermediate_size"] = experts.intermediate_size
+        if experts.shared_intermediate_size is not None:
+            inners["shared_expert_intermediate_size"] = experts.shared_intermediate_size
     for name, count in {"num_attention_heads": config.num_heads, **inners}.items():
         if count % size:
             return f"does not divide the model's {name} of {count}"

@@ -83,7 +83,8 @@ def _num_dummy_weights(model: ModelConfig) -> int:
     if model.experts is not None:
         num_dense -= len(model.experts.layers)
         one = 3 * width * model.experts.intermediate_size + width  # and its row of the router
-        experts = len(model.experts.layers) * model.experts.num_experts * one
+        shared = 3 * width * (model.experts.shared_intermediate_size or 0)
+        experts = len(model.experts.layers) * (model.experts.num_experts * one + shared)
     mlps = num_dense * 3 * width * model.intermediate_size
     embeddings = (1 if model.has_tied_embeddings else 2) * model.vocab_size * width
     return embeddings + model.num_layers * attention + mlps + experts

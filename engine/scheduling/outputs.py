@@ -121,7 +121,8 @@ class Totals:
     those of them that the prefix cache held. What was preempted counts again. `num_prompts` came to
     be computed here, of which steps have had `num_prompt_tokens`. `num_promised_steps` had decodes
     that were promised something, `num_kept_steps` of them took no longer; `num_refusals` requests
-    would have broken it.
+    would have broken it. `expert_tokens` are those that chose each expert, over all layers; empty
+    without experts, and a little behind.
     """
 
     num_preemptions: int
@@ -133,6 +134,7 @@ class Totals:
     num_promised_steps: int = 0
     num_kept_steps: int = 0
     num_refusals: int = 0
+    expert_tokens: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)

@@ -44,6 +44,16 @@ class EngineCounters:
     num_promised_steps: int = 0
     num_kept_steps: int = 0
     num_refusals: int = 0
+    expert_tokens: tuple[int, ...] = ()
+
+    def expert_imbalance(self, num_parts: int) -> float | None:
+        """Of so many equal parts of the experts, in their order: tokens of the part with most of
+        them over the mean; None before there are any."""
+        size = len(self.expert_tokens) // max(1, num_parts)
+        if not size or not sum(self.expert_tokens):
+            return None
+        parts = [sum(self.expert_tokens[n * size : (n + 1) * size]) for n in range(num_parts)]
+        return max(parts) * num_parts / max(1, sum(parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +82,7 @@ class ReportedLoad:
     is_promise_withdrawn: bool = False
     promise_epoch: int = 0
     decode_step_p99_s: float = 0.0
+    expert_ranks: int = 0
     waiting_by_caller: Mapping[int, int] = field(default_factory=dict)
 
     @property

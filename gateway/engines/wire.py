@@ -27,6 +27,7 @@ from .linked_engine import EngineCounters, ReportedLoad
 def load_from_wire(wire: node_pb2.Heartbeat) -> ReportedLoad:
     counters = codec.same_fields(wire.counters, EngineCounters)
     counters["failed_transfers"] = dict(wire.counters.failed_transfers)
+    counters["expert_tokens"] = tuple(wire.counters.expert_tokens)
     fields = codec.same_fields(wire, ReportedLoad) | {
         "links": frozenset(link.incarnation for link in wire.links),
         "counters": EngineCounters(**counters),

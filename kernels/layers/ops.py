@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..experts.experts import LayerLoads, Mixture, choose_experts
+
 
 class Ops:
     """All tensors are contiguous, [tokens, ...], and of the model's type."""
@@ -46,6 +48,33 @@ class Ops:
             return self.rms_norm(heads.reshape(-1, heads.shape[-1]), weight, eps).view(heads.shape)
 
         return torch.cat((normed(q, weights[0]), normed(k, weights[1]), v), dim=1)
+
+    def experts(self, x: Tensor, mixture: Mixture, loads: LayerLoads | None) -> Tensor:
+        """The weighted sum of each token's experts, of those that this rank has; like x.
+
+        Here one expert after the other, over the tokens that chose it.
+        """
+        # BLAS sums few outputs in an order that depends on the number of rows: rounded from
+        # float64, a row's logits do not.
+        logits = F.linear(x.double(), mixture.router.double()).float()
+        weights, chosen = choose_experts(logits, mixture)
+        weights = weights.to(x.dtype)
+        if loads is not None:
+            loads.add(chosen)
+        out = torch.zeros_like(x)
+        for index in torch.unique(chosen).tolist():
+            local = index - mixture.first
+            if not 0 <= local < mixture.num_local:
+                continue
+            tokens, place = torch.where(chosen == index)
+            inputs = x[tokens]
+            if len(tokens) == 1:
+                # BLAS multiplies a single row by another routine: see CpuSteps.
+                inputs = inputs.expand(2, -1)
+            gated = self.gated_linear(inputs, mixture.gate_up.of(local), None)
+            product = self.linear(gated, mixture.down.of(local), None)[: len(tokens)]
+            out.index_add_(0, tokens, product * weights[tokens, place, None])
+        return out
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
+from ..experts.experts import LayerLoads, Mixture
+from ..experts.experts_triton import compute_experts
 from ..peer_reduce_triton import Exchange
 from ..products.gemv_triton import few_rows_product, few_rows_tiling, gemv
 from ..products.streamed_product import choose_stages
@@ -101,6 +103,9 @@ class TritonOps(Ops):
             **launch_options(qkv.device),
         )
         return qkv
+
+    def experts(self, x: Tensor, mixture: Mixture, loads: LayerLoads | None) -> Tensor:
+        return compute_experts(x, mixture, loads)
 
 
 def _launch_norm(

@@ -293,6 +293,7 @@ class EngineLoop:
             num_promised_steps=totals.num_promised_steps,
             num_kept_steps=totals.num_kept_steps,
             num_refusals=totals.num_refusals,
+            expert_tokens=totals.expert_tokens,
         )
         counters.MergeFrom(vitals.counters)
         step_cost = None
@@ -317,6 +318,7 @@ class EngineLoop:
             room_blocks=load.room_blocks,
             output_tokens=load.output_tokens,
             step_cost=step_cost,
+            expert_ranks=self._engine.num_expert_ranks,
             num_decodes=decodes.num_decodes,
             decode_keys=decodes.keys,
             tbt_target_s=self._engine.promise_s,

@@ -193,6 +193,9 @@ def _serve(
         grammars=grammars,
     )
     engine.tbt_target_s = engine_config.tbt_target_s
+    engine.count_experts = runner.expert_tokens
+    if engine_config.enable_expert_parallel:
+        engine.num_expert_ranks = engine_config.tensor_parallel_size
     report.line(describe_pool(limits))
     if runner.runs_ahead:
         took_s = engine.measure_first_steps(BUDGET_S)

@@ -28,7 +28,7 @@ pytestmark = [
 
 NEAR_TIE = 2e-3  # of the top two logits: float32 on two devices differs by about 1e-4 in a logit
 GREEDY = SampleSpec(SamplingParams(temperature=0.0), key=0)
-DENSE = {name: variant for name, variant in VARIANTS.items() if "moe" not in name} | {
+ALL = VARIANTS | {
     "dynamic rope, within its length": {
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
     },
@@ -55,12 +55,12 @@ def config_of(folder: Path, **changes: Any) -> EngineConfig:
     return EngineConfig(model=str(folder), **(settings | changes))
 
 
-@pytest.fixture(scope="module", params=DENSE)
+@pytest.fixture(scope="module", params=ALL)
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("checkpoint")
-    theirs = write_checkpoint(folder, seed=1, has_varied_vectors=True, **DENSE[request.param])
+    theirs = write_checkpoint(folder, seed=1, has_varied_vectors=True, **ALL[request.param])
     config = config_of(folder, max_num_batched_tokens=128)
     runner = ModelRunner(config)
     yield Pair(theirs, LocalEngine(config, runner))
@@ -95,12 +95,6 @@ def test_logprobs_are_those_of_transformers(pair: Pair) -> None:
     rows = pair.logprobs([*prompt, one.token_id])
     assert one.logprob == pytest.approx(float(rows[-2, one.token_id]), abs=1e-3)
     assert two.logprob == pytest.approx(float(rows[-1, two.token_id]), abs=1e-3)
-
-
-def test_a_mixture_of_experts_is_refused_by_name(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, **VARIANTS["qwen3-moe, a dense layer"])
-    with pytest.raises(StartupFailed, match="mixture of experts"):
-        ModelRunner(config_of(tmp_path))
 
 
 def test_flashinfer_refuses_what_it_cannot_compute(tmp_path: Path) -> None:

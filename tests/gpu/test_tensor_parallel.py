@@ -94,6 +94,33 @@ def test_tokens_are_those_of_one_gpu(tmp_path: Path, size: int) -> None:
     assert found[1][: len(WAYS)] == found[1][len(WAYS) :]
 
 
+EXPERTS = {
+    "architecture": "Qwen3MoeForCausalLM",
+    "num_attention_heads": 8,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 128,
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_experts_divided_or_whole_give_the_tokens_of_one_gpu(
+    tmp_path: Path, size: int, is_whole: bool
+) -> None:
+    write_checkpoint(tmp_path, has_varied_vectors=True, **EXPERTS)
+    found, counted = [], []
+    for each in (1, size):
+        config = config_of(tmp_path, each, enable_expert_parallel=is_whole)
+        engine = LocalEngine.load(config, print)
+        found.append(generate(engine, requests_of(320)))
+        assert engine.runner.model.loads is not None
+        counted.append(int(engine.runner.model.loads.tokens.sum()))
+        engine.close()
+    assert found[0] == found[1]
+    assert counted[0] > 0 and counted[0] % 8 == 0  # experts a token in two layers
+
+
 WIDE = {"hidden_size": 2560, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128}
 
 

@@ -50,7 +50,7 @@ def steps_of(runner: ModelRunner, *, has_graphs: bool) -> GpuSteps:
             token_ids, positions, slots = graphs.inputs(size)
             padding = [steps._padding(size)]
             attention.plan(metadata_of(padding, slots, graph_decodes=min(room, size)))
-            step = partial(steps.model.forward, token_ids, positions, attention)
+            step = partial(steps.model.forward, token_ids, positions, slots, attention)
             graphs._graphs[size] = Graph(size, step)  # type: ignore[assignment]
     return steps
 

@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 # folder -> its rooms from the top, "" for its own files: a file may import from below
 FLOORS: dict[str, tuple[str, ...]] = {
     "core": ("channels", "request", "", "process"),
-    "kernels": ("sampling", "layers", "attention", "kv", "products", ""),
+    "kernels": ("sampling", "layers", "experts", "attention", "kv", "products", ""),
     "engine": ("", "parallel", "scheduling", "execution", "model", "kv"),
     "kv_transfer": (
         *("ranks", "protocol", "", "nccl", "network"),

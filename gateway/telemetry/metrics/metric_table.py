@@ -213,6 +213,19 @@ PULL_FAILURES = Metric(
     "Hand-offs that failed at a decode engine, by error code.",
     (*_NODE, "reason"),
 )
+EXPERT_TOKENS = Metric(
+    "expert_tokens_total",
+    "Tokens that chose each expert of a mixture, over all its layers.",
+    (*_NODE, "expert"),
+)
+EXPERT_IMBALANCE = Metric(
+    "expert_load_imbalance", "Tokens of the expert with most of them over the mean expert's.", _NODE
+)
+EXPERT_RANK_IMBALANCE = Metric(
+    "expert_rank_load_imbalance",
+    "With --enable-expert-parallel: tokens of the rank with most of them over the mean rank's.",
+    _NODE,
+)
 
 GROUPS: Mapping[str, Sequence[Metric]] = {
     "Calls": (
@@ -229,6 +242,7 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
         *(PREEMPTIONS, CACHE_QUERIES, CACHE_HITS, EXPIRED_LEASES),
         *(PROMISED_STEPS, KEPT_STEPS, PROMISE_REFUSALS),
         *(PULLS, PULL_BYTES, PULL_SECONDS, PULL_FAILURES),
+        *(EXPERT_TOKENS, EXPERT_IMBALANCE, EXPERT_RANK_IMBALANCE),
     ),
     "Certificates": (CERTIFICATE_EXPIRES,),
 }

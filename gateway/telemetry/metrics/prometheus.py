@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
@@ -48,6 +49,16 @@ _GAUGES: tuple[tuple[Metric, Callable[[LinkedEngine, ReportedLoad], float | None
     (table.KV_FREE, lambda engine, load: load.free_blocks),
     (table.KV_LEASED, lambda engine, load: load.held_blocks),
     (table.KV_CREDIT, lambda engine, load: load.credit_blocks),
+    (
+        table.EXPERT_IMBALANCE,
+        lambda engine, load: load.counters.expert_imbalance(len(load.counters.expert_tokens)),
+    ),
+    (
+        table.EXPERT_RANK_IMBALANCE,
+        lambda engine, load: (
+            load.counters.expert_imbalance(load.expert_ranks) if load.expert_ranks > 1 else None
+        ),
+    ),
 )
 _NodeName = tuple[str, str]  # role, name
 
@@ -147,6 +158,10 @@ class Exporter:
         for reason in failed:
             more = failed[reason] - failed_before.get(reason, 0)
             self._store.add(table.PULL_FAILURES, *name, reason, value=more)
+        pairs = zip_longest(load.counters.expert_tokens, before.expert_tokens, fillvalue=0)
+        for expert, (tokens, tokens_before) in enumerate(pairs):
+            more = tokens - tokens_before
+            self._store.add(table.EXPERT_TOKENS, *name, str(expert), value=more)
 
     def _count_index(self, engine: LinkedEngine, read: _Read) -> None:
         if read.link is not engine:
@@ -158,5 +173,9 @@ class Exporter:
 
     def _forget(self, name: _NodeName) -> None:
         del self._last_known_s[name]
-        for metric in (table.PULL_FAILURES, *(metric for metric, _ in _COUNTERS)):
+        for metric in (
+            table.PULL_FAILURES,
+            table.EXPERT_TOKENS,
+            *(metric for metric, _ in _COUNTERS),
+        ):
             self._store.forget(metric, *name)

@@ -11,7 +11,6 @@ import torch
 import transformers
 
 from baton.core.errors import StartupFailed
-from baton.engine.execution.device import refuse_on_gpu
 from baton.engine.kv.kv_memory import KvLayout
 from baton.engine.model.fingerprint import fingerprint_fields, short
 from baton.engine.model.model_config import ARCHITECTURES, ModelConfig, read_model_config
@@ -28,6 +27,7 @@ SIZES: dict[str, Any] = {
 }
 SMALL_HEADS = {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "head_dim": 2}
 EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+SHARED: dict[str, Any] = {"shared_expert_intermediate_size": 64}
 
 
 def read(folder: Path, architecture: str, **changes: Any) -> ModelConfig:
@@ -57,8 +57,11 @@ def test_the_table_agrees_with_the_weights_of_transformers(
     tmp_path: Path, architecture: str, attention_bias: bool
 ) -> None:
     changes = {"attention_bias": attention_bias, "mlp_bias": attention_bias}
-    if architecture == "Qwen3MoeForCausalLM":
-        changes |= EXPERTS | {"mlp_only_layers": [1]}
+    experts = ARCHITECTURES[architecture].experts
+    if experts is not None:
+        changes |= EXPERTS | {"mlp_only_layers": [1]} | SHARED
+    if architecture == "MixtralForCausalLM":
+        changes = {"num_local_experts": 6, "num_experts_per_tok": 2}  # in all layers
     config = written(tmp_path, architecture, **changes)
     names = weight_names(tmp_path, architecture, **changes)
     attention = "model.layers.0.self_attn"
@@ -68,6 +71,8 @@ def test_the_table_agrees_with_the_weights_of_transformers(
     assert config.has_qk_norm == (f"{attention}.k_norm.weight" in names)
     sparse = {n for n in range(4) if f"model.layers.{n}.mlp.gate.weight" in names}
     assert set(config.experts.layers if config.experts else ()) == sparse
+    has_shared = "model.layers.0.mlp.shared_expert_gate.weight" in names
+    assert has_shared == (experts is not None and experts.has_shared)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +116,8 @@ def test_windows(tmp_path: Path, source: Any) -> None:
         ("MistralForCausalLM", {"sliding_window": 0}, "sliding_window"),
         ("Qwen2ForCausalLM", {"use_sliding_window": "yes"}, "use_sliding_window"),
         ("Qwen3MoeForCausalLM", {}, "num_local_experts"),
+        ("Qwen2MoeForCausalLM", EXPERTS, "shared_expert_intermediate_size"),
+        ("Qwen2MoeForCausalLM", EXPERTS | SHARED | {"use_sliding_window": True}, "sliding_window"),
         ("Qwen3MoeForCausalLM", EXPERTS | {"num_experts_per_tok": 7}, "num_experts_per_tok"),
         ("Qwen3MoeForCausalLM", EXPERTS | {"mlp_only_layers": [-1]}, "mlp_only_layers"),
         ("Qwen3MoeForCausalLM", EXPERTS | {"decoder_sparse_step": 0}, "decoder_sparse_step"),
@@ -139,6 +146,18 @@ def test_experts_of_old_and_new_names(tmp_path: Path) -> None:
     assert config.experts is not None and config.experts.layers == (1, 3)
     assert read(tmp_path, moe, **new, decoder_sparse_step=2) == config
     assert read(tmp_path, moe, **EXPERTS, norm_topk_prob=True).experts != config.experts
+
+
+def test_what_mixtures_of_experts_differ_in(tmp_path: Path) -> None:
+    few = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    mixtral = read(tmp_path, "MixtralForCausalLM", **few).experts
+    assert mixtral is not None and mixtral.has_normed_weights and mixtral.layers == (0, 1, 2, 3)
+    assert mixtral.intermediate_size == SIZES["intermediate_size"]
+    qwen2 = read(tmp_path, "Qwen2MoeForCausalLM", **EXPERTS, **SHARED)
+    assert qwen2.experts is not None and qwen2.experts.shared_intermediate_size == 64
+    assert qwen2.has_qkv_bias and not qwen2.has_output_bias
+    unbiased = read(tmp_path, "Qwen2MoeForCausalLM", **EXPERTS, **SHARED, qkv_bias=False)
+    assert not unbiased.has_qkv_bias
 
 
 def test_rope_parameters_by_layer_type(tmp_path: Path) -> None:
@@ -206,13 +225,6 @@ def test_fingerprints_cover_all_that_changes_the_kv(tmp_path: Path) -> None:
     # What changes no number: the limit, the type of the file, a window that is not used.
     assert fingerprint(llama, max_position_embeddings=256, torch_dtype="float16") == different[0]
     assert fingerprint(qwen, sliding_window=64, max_window_layers=1) == fingerprint(qwen)
-
-
-def test_gpu_engines_refuse_what_they_cannot_compute_and_name_the_way_out(tmp_path: Path) -> None:
-    refuse_on_gpu(read(tmp_path, "MistralForCausalLM", sliding_window=64))
-    with pytest.raises(StartupFailed, match="mixture of experts") as caught:
-        refuse_on_gpu(read(tmp_path, "Qwen3MoeForCausalLM", **EXPERTS))
-    assert "--device cpu" in caught.value.hint
 
 
 def test_the_documentation_lists_every_architecture() -> None:

@@ -34,6 +34,11 @@ CASES = [
     *((name, VARIANTS[name], 4) for name in ("qwen3", "qwen3-moe, a dense layer")),
     *((name, variant, 8) for name, variant in MORE_VARIANTS.items()),
 ]
+EXPERT_PARALLEL = [
+    "qwen3-moe, a dense layer",
+    "qwen3-moe, merged",
+    "qwen2-moe",
+]
 GREEDY = SampleSpec(SamplingParams(temperature=0.0), key=0)
 DRAWN = SampleSpec(SamplingParams(temperature=0.9, top_k=40), key=123)
 
@@ -80,15 +85,25 @@ class Pair:
     shared: Ranks
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}: {case[2]}")
+CASES += [(name, VARIANTS[name], 2) for name in EXPERT_PARALLEL]
+NUM_PLAIN = len(CASES) - len(EXPERT_PARALLEL)
+
+
+def name_of(index: int) -> str:
+    name, _, size = CASES[index]
+    return f"{name}: {size}{', experts whole' if index >= NUM_PLAIN else ''}"
+
+
+@pytest.fixture(scope="module", params=range(len(CASES)), ids=name_of)
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:
-    _, variant, size = request.param
+    _, variant, size = CASES[request.param]
     folder = tmp_path_factory.mktemp("checkpoint")
     write_checkpoint(folder, seed=1, has_varied_vectors=True, **variant)
     config = EngineConfig(model=str(folder), device="cpu", num_kv_blocks=40)
-    pair = Pair(Ranks(config, 1), Ranks(config, size))
+    shared = dataclasses.replace(config, enable_expert_parallel=request.param >= NUM_PLAIN)
+    pair = Pair(Ranks(config, 1), Ranks(shared, size))
     yield pair
     pair.alone.close()
     pair.shared.close()
@@ -201,6 +216,29 @@ def test_what_does_not_divide_is_named(
     write_checkpoint(tmp_path, **changes)
     with pytest.raises(StartupFailed, match=message):
         check_divisible(read_model_config(tmp_path), size)
+
+
+def test_experts_whole_need_experts_that_divide(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, **VARIANTS["mixtral, moe"])
+    with pytest.raises(StartupFailed, match=r"4 does not divide .* num_experts of 5"):
+        check_divisible(read_model_config(tmp_path), 4, has_expert_parallel=True)
+    write_checkpoint(tmp_path)
+    with pytest.raises(StartupFailed, match="LlamaForCausalLM has no experts"):
+        check_divisible(read_model_config(tmp_path), 1, has_expert_parallel=True)
+
+
+def test_all_ranks_count_the_same_choices(tmp_path: Path) -> None:
+    """And leave the padding out."""
+    write_checkpoint(tmp_path, **VARIANTS["qwen3-moe, a dense layer"])
+    config = EngineConfig(
+        model=str(tmp_path), device="cpu", num_kv_blocks=40, enable_expert_parallel=True
+    )
+    ranks = Ranks(config, 2)
+    ranks.execute([SequenceSlice([5, 6, 7], 0, [4], GREEDY)])
+    ranks.execute([SequenceSlice([9], 3, [4], GREEDY)])  # beside a row of padding
+    first, second = (runner.expert_tokens() for runner in ranks.runners)
+    assert first == second and sum(first) == 4 * 2 * 2  # tokens, experts a token, layers
+    ranks.close()
 
 
 def test_the_numbers_of_ranks_that_would_do_are_told(tmp_path: Path) -> None:

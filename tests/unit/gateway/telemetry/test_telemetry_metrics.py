@@ -192,6 +192,24 @@ def test_engines_are_read_from_their_heartbeats() -> None:
     assert world.value("baton_index_up") == 0
 
 
+def test_loads_of_experts_and_of_ranks_that_have_them_whole() -> None:
+    world = World()
+    node = {"role": "decode", "node": "d0"}
+    counters = EngineCounters(expert_tokens=(10, 20, 40, 10))
+    world.link("1", "d0", replace(LOAD, counters=counters, expert_ranks=2))
+    assert world.value("baton_expert_tokens_total", **node, expert="2") == 40
+    assert world.value("baton_expert_load_imbalance", **node) == 2
+    assert world.value("baton_expert_rank_load_imbalance", **node) == 1.25
+    world.unlink("1")
+    few = EngineCounters(expert_tokens=(1, 1, 1, 1))
+    world.link("2", "d0", replace(LOAD, counters=few, expert_ranks=1))
+    assert world.value("baton_expert_tokens_total", **node, expert="2") == 41
+    assert world.value("baton_expert_load_imbalance", **node) == 1
+    assert world.value("baton_expert_rank_load_imbalance", **node) is None
+    world.link("3", "p0", LOAD)
+    assert world.value("baton_expert_load_imbalance", role="prefill", node="p0") is None
+
+
 def test_an_engine_s_counters_go_on_over_its_restart() -> None:
     world = World()
     node = {"role": "decode", "node": "d0"}

@@ -1,0 +1,115 @@
+"""A mixture of experts as values: its stacked weights, how tokens choose, who counts the choices.
+
+Also the reference of the choice, in plain torch. Knows no layer and no checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """One matrix of each expert of this rank, behind each other.
+
+    All that multiplies takes them as this, so that a type with scales has one place to be added.
+    """
+
+    values: Tensor  # [experts, outputs, inputs]
+
+    @property
+    def num_experts(self) -> int:
+        return self.values.shape[0]
+
+    @property
+    def num_outputs(self) -> int:
+        return self.values.shape[1]
+
+    @property
+    def num_inputs(self) -> int:
+        return self.values.shape[2]
+
+    def of(self, expert: int) -> Tensor:
+        """[outputs, inputs] of one expert."""
+        return self.values[expert]
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """One layer's experts, as far as this rank has them.
+
+    `gate_up`: the gate's rows first. A rank that lacks experts has `num_local` from `first` on, and
+    its output is a summand that the others' complete.
+    """
+
+    router: Tensor  # [experts, hidden], of all experts
+    gate_up: ExpertWeights  # [local experts, 2 * inner, hidden]
+    down: ExpertWeights  # [local experts, hidden, inner]
+    num_chosen: int  # experts a token
+    has_normed_weights: bool  # the chosen experts' weights sum to one
+    first: int = 0
+
+    @property
+    def num_experts(self) -> int:
+        return self.router.shape[0]
+
+    @property
+    def num_local(self) -> int:
+        return self.gate_up.num_experts
+
+    @property
+    def hidden(self) -> int:
+        return self.router.shape[1]
+
+    @property
+    def inner(self) -> int:
+        return self.down.num_inputs
+
+
+class ExpertLoads:
+    """How many tokens have chosen each expert of each layer, counted where it is computed.
+
+    `tokens` [layers, experts] int64 only grows. `slots` are those of the step that is computed, or
+    that is captured: what lies in a slot before `first_slot` is padding and is not counted.
+    """
+
+    def __init__(
+        self, num_layers: int, num_experts: int, first_slot: int, device: torch.device
+    ) -> None:
+        self.tokens = torch.zeros(num_layers, num_experts, dtype=torch.int64, device=device)
+        self.first_slot = first_slot
+        self.slots: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLoads:
+    """The counts of one layer, the `row`-th that has experts."""
+
+    whole: ExpertLoads
+    row: int
+
+    @property
+    def tokens(self) -> Tensor:
+        """[experts] int64."""
+        return self.whole.tokens[self.row]
+
+    def add(self, chosen: Tensor) -> None:
+        """Count `chosen` [tokens, experts a token] of the step."""
+        if self.whole.slots is not None:
+            chosen = chosen[self.whole.slots >= self.whole.first_slot]
+        self.tokens.add_(torch.bincount(chosen.flatten(), minlength=len(self.tokens)))
+
+
+def choose_experts(logits: Tensor, mixture: Mixture) -> tuple[Tensor, Tensor]:
+    """[tokens, experts] -> weights, float32, and experts, int64: [tokens, num_chosen] each.
+
+    Softmax over all experts, then the best (Shazeer et al. 2017).
+    """
+    shares = torch.softmax(logits, dim=-1, dtype=torch.float32)
+    weights, chosen = shares.topk(mixture.num_chosen, dim=-1)
+    if mixture.has_normed_weights:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights, chosen

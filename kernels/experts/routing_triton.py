@@ -1,0 +1,459 @@
+"""Which experts each token goes to, and all tokens in the order of experts, on the device alone.
+
+    logits    x, router              ─► [tokens, experts] float32
+    choose    softmax, the best      ─► weights, chosen [tokens, k]; how often, by block of tokens
+    order     those counts           ─► pairs by expert, and the tiles of rows that cover them
+
+A pair is a token and one of its experts: number token * k + place. Few tokens are chosen and
+ordered by one program in one kernel. Nothing here has a size that depends on values: a CUDA graph
+can hold it. Within an expert pairs are in the order of tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..dependent_launch import launch_options, let_next_in, wait_for_previous
+from .experts import LayerLoads, Mixture
+
+_MAX_GEMV_TOKENS = 16
+_GEMV_EXPERTS = 4
+_BLOCK_ELEMENTS = 4096  # tokens times experts that a program has in registers
+_MAX_BLOCK_TOKENS = 32
+_TILE_BLOCK = 64
+_ALIGNED = 32  # elements
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """`weights` float32 and `chosen` int32, [tokens, k]."""
+
+    weights: Tensor
+    chosen: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Pairs by expert: `pairs` [tokens * k] int32; those of local expert n end at `ends[n]`.
+
+    `tiles` [3, most tiles] int32: expert, first row and end of each tile. A tile has rows of one
+    expert; of one that is not needed the expert is beyond the last. Rows behind the last expert's
+    (experts of other ranks) are not written.
+    """
+
+    pairs: Tensor
+    ends: Tensor
+    tiles: Tensor
+
+
+def most_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
+    """How many tiles the worst routing needs: each expert's last one may have a single row."""
+    touched = min(num_pairs, num_experts)
+    return (num_pairs + touched * (tile_rows - 1)) // tile_rows
+
+
+def router_logits(x: Tensor, router: Tensor) -> Tensor:
+    """x [tokens, hidden] @ router [experts, hidden]^T -> float32, whatever the type of `x`."""
+    num_tokens, hidden = x.shape
+    num_experts = len(router)
+    out = torch.empty((num_tokens, num_experts), dtype=torch.float32, device=x.device)
+    if num_tokens <= _MAX_GEMV_TOKENS:
+        _logits_of_few[(num_tokens, triton.cdiv(num_experts, _GEMV_EXPERTS))](
+            x,
+            router,
+            out,
+            num_experts,
+            hidden,
+            EXPERTS=_GEMV_EXPERTS,
+            COLS=min(2048, triton.next_power_of_2(hidden)),
+            num_warps=4,
+            **launch_options(x.device),
+        )
+        return out
+    tile_tokens = 16 if num_tokens <= 1024 else 64
+    tile_experts = min(16 if num_tokens <= 256 else 64, max(16, _padded(num_experts)))
+    grid = (triton.cdiv(num_tokens, tile_tokens), triton.cdiv(num_experts, tile_experts))
+    _logits[grid](
+        x,
+        router,
+        out,
+        num_tokens,
+        num_experts,
+        hidden,
+        TOKENS=tile_tokens,
+        EXPERTS=tile_experts,
+        COLS=128 if x.itemsize == 2 else 32,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        num_warps=4,
+        num_stages=4 if x.itemsize == 2 else 2,
+        **launch_options(x.device),
+    )
+    return out
+
+
+def choose(logits: Tensor, mixture: Mixture, loads: LayerLoads | None) -> Choice:
+    """`experts.choose_experts`; of equal logits the first expert is chosen."""
+    return _choose_and_order(logits, mixture, loads, None)[0]
+
+
+def choose_and_order(
+    logits: Tensor, mixture: Mixture, loads: LayerLoads | None, tile_rows: int
+) -> tuple[Choice, Order]:
+    """The choice, and its pairs cut into tiles of `tile_rows` rows."""
+    choice, order = _choose_and_order(logits, mixture, loads, tile_rows)
+    assert order is not None
+    return choice, order
+
+
+def _choose_and_order(
+    logits: Tensor, mixture: Mixture, loads: LayerLoads | None, tile_rows: int | None
+) -> tuple[Choice, Order | None]:
+    num_tokens, num_experts = logits.shape
+    k, device = mixture.num_chosen, logits.device
+    padded = _padded(num_experts)
+    block = _block_tokens(num_tokens, padded)
+    num_blocks = triton.cdiv(num_tokens, block)
+    weights = torch.empty((num_tokens, k), dtype=torch.float32, device=device)
+    chosen = torch.empty((num_tokens, k), dtype=torch.int32, device=device)
+    is_ordered = tile_rows is not None
+    num_tiles = most_tiles(num_tokens * k, mixture.num_local, tile_rows) if is_ordered else 0
+    # Pairs, ends, tiles, and how often each block of tokens has chosen each expert.
+    pairs, ends, tiles, counts = _int32s(
+        device, num_tokens * k, mixture.num_local, 3 * num_tiles, num_blocks * padded
+    )
+    slots = None if loads is None else loads.whole.slots
+    common = {
+        "EXPERTS": padded,
+        "TOKENS": block,
+        "K": k,
+        "TILE_BLOCK": _TILE_BLOCK,
+        **launch_options(device),
+    }
+    bounds = (num_tokens, num_experts, mixture.first, mixture.num_local, num_tiles, tile_rows or 1)
+    _choose[(num_blocks,)](
+        logits,
+        weights,
+        chosen,
+        counts,
+        pairs,
+        ends,
+        tiles,
+        counts if loads is None else loads.tokens,
+        counts if slots is None else slots,
+        0 if loads is None else loads.whole.first_slot,
+        *bounds,
+        K_PADDED=triton.next_power_of_2(k),
+        IS_NORMED=mixture.has_normed_weights,
+        IS_COUNTED=loads is not None,
+        HAS_SLOTS=slots is not None,
+        IS_ORDERED=is_ordered and num_blocks == 1,
+        num_warps=_choosing_warps(block, padded, is_ordered=is_ordered),
+        **common,
+    )
+    if is_ordered and num_blocks > 1:
+        _order[(num_blocks,)](
+            chosen,
+            counts,
+            pairs,
+            ends,
+            tiles,
+            *bounds,
+            num_blocks,
+            COUNT_BLOCK=max(1, min(32, _BLOCK_ELEMENTS // padded)),
+            num_warps=_choosing_warps(block, padded, is_ordered=True),
+            **common,
+        )
+    order = Order(pairs, ends, tiles.view(3, num_tiles)) if is_ordered else None
+    return Choice(weights, chosen), order
+
+
+def _int32s(device: torch.device, *sizes: int) -> list[Tensor]:
+    """Uninitialised vectors in one piece of memory, each aligned."""
+    begins = [0]
+    for size in sizes:
+        begins.append(begins[-1] + -(-size // _ALIGNED) * _ALIGNED)
+    whole = torch.empty(begins[-1], dtype=torch.int32, device=device)
+    return [whole[begin : begin + size] for begin, size in zip(begins, sizes, strict=False)]
+
+
+def _padded(num_experts: int) -> int:
+    return max(2, int(triton.next_power_of_2(num_experts)))
+
+
+def _block_tokens(num_tokens: int, padded: int) -> int:
+    """Tokens of a program: few, as long as the programs are few."""
+    most = max(1, min(_MAX_BLOCK_TOKENS, _BLOCK_ELEMENTS // padded))
+    if num_tokens <= most:
+        return int(triton.next_power_of_2(num_tokens))
+    return min(most, 16) if num_tokens <= 2048 else most
+
+
+def _choosing_warps(block: int, padded: int, *, is_ordered: bool) -> int:
+    """As few as hold the values: a row within one warp has no barrier in its reductions."""
+    if is_ordered:
+        return 4 if block * padded <= 2048 else 8
+    return int(max(1, min(8, block * padded // 512)))
+
+
+@triton.jit
+def _logits_of_few(
+    x,
+    router,
+    out,
+    num_experts,
+    hidden,
+    EXPERTS: tl.constexpr,
+    COLS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    token = tl.program_id(0)
+    experts = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
+    cols = tl.arange(0, COLS)
+    is_expert = experts < num_experts
+    vector = x + token.to(tl.int64) * hidden + cols
+    matrix = router + experts[:, None] * hidden + cols[None, :]
+    let_next_in(PDL)
+    # The router is constant: its first part is on the way before x is known.
+    mask = is_expert[:, None] & (cols < hidden)[None, :]
+    begin = tl.load(matrix, mask=mask, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
+    sums = begin * tl.load(vector, mask=cols < hidden, other=0.0).to(tl.float32)[None, :]
+    for first in range(COLS, hidden, COLS):
+        is_col = cols < hidden - first
+        values = tl.load(vector + first, mask=is_col, other=0.0).to(tl.float32)
+        mask = is_expert[:, None] & is_col[None, :]
+        sums += tl.load(matrix + first, mask=mask, other=0.0).to(tl.float32) * values[None, :]
+    tl.store(out + token * num_experts + experts, tl.sum(sums, axis=1), mask=is_expert)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _logits(
+    x,
+    router,
+    out,
+    num_tokens,
+    num_experts,
+    hidden,
+    TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    COLS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    experts = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
+    cols = tl.arange(0, COLS)[None, :]
+    is_token, is_expert = (tokens < num_tokens)[:, None], experts < num_experts
+    let_next_in(PDL)
+    wait_for_previous(PDL)
+    vectors = x + tokens.to(tl.int64)[:, None] * hidden + cols
+    matrix = router + experts[:, None] * hidden + cols
+    sums = tl.zeros((TOKENS, EXPERTS), tl.float32)
+    for first in range(0, hidden, COLS):
+        is_col = cols < hidden - first
+        values = tl.load(vectors + first, mask=is_token & is_col, other=0.0)
+        tile = tl.load(matrix + first, mask=is_expert[:, None] & is_col, other=0.0)
+        sums = tl.dot(values, tile.T, sums, input_precision=PRECISION)
+    at = out + tokens[:, None] * num_experts + experts[None, :]
+    tl.store(at, sums, mask=is_token & is_expert[None, :])
+
+
+@triton.jit(do_not_specialize=["first_slot", "num_tokens", "first_local", "num_tiles", "tile_rows"])
+def _choose(
+    logits,
+    weights,
+    chosen,
+    counts,
+    pairs,
+    ends,
+    tiles,
+    loads,
+    slots,
+    first_slot,
+    num_tokens,
+    num_experts,
+    first_local,
+    num_local,
+    num_tiles,
+    tile_rows,
+    K: tl.constexpr,
+    K_PADDED: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TILE_BLOCK: tl.constexpr,
+    IS_NORMED: tl.constexpr,
+    IS_COUNTED: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
+    IS_ORDERED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    program = tl.program_id(0)
+    tokens = program * TOKENS + tl.arange(0, TOKENS)
+    experts, places = tl.arange(0, EXPERTS), tl.arange(0, K_PADDED)
+    is_token, is_expert = tokens < num_tokens, experts < num_experts
+    let_next_in(PDL)
+    wait_for_previous(PDL)
+    at = tokens[:, None] * num_experts + experts[None, :]
+    found = tl.load(logits + at, mask=is_token[:, None] & is_expert[None, :], other=0.0)
+    # Whatever is loaded, every choice is an expert and none is made twice: addresses depend on it.
+    found = tl.maximum(tl.where(found == found, found, -3.0e38), -3.0e38)
+    left = tl.where(is_expert[None, :], found, float("-inf"))
+    best = tl.max(left, axis=1)
+    total = tl.sum(tl.exp(left - best[:, None]), axis=1)
+    place = tl.full((TOKENS, EXPERTS), -1, tl.int32)  # which of the token's choices it is
+    values = tl.zeros((TOKENS, K_PADDED), tl.float32)
+    numbers = tl.zeros((TOKENS, K_PADDED), tl.int32)
+    for index in range(K):
+        value, number = tl.max(left, axis=1, return_indices=True)
+        is_best = experts[None, :] == number[:, None]
+        left = tl.where(is_best, float("-inf"), left)
+        place = tl.where(is_best, index, place)
+        is_here = places[None, :] == index
+        values = tl.where(is_here, tl.exp(value - best)[:, None], values)
+        numbers = tl.where(is_here, number[:, None], numbers)
+    if IS_NORMED:
+        total = tl.sum(values, axis=1)
+    to = tokens[:, None] * K + places[None, :]
+    is_stored = is_token[:, None] & (places < K)[None, :]
+    tl.store(weights + to, values / total[:, None], mask=is_stored)
+    tl.store(chosen + to, numbers, mask=is_stored)
+    is_chosen = ((place >= 0) & is_token[:, None]).to(tl.int32)
+    if IS_COUNTED:
+        counted = is_chosen
+        if HAS_SLOTS:
+            of_tokens = tl.load(slots + tokens, mask=is_token, other=-1)
+            counted = tl.where((of_tokens >= first_slot)[:, None], is_chosen, 0)
+        num_counted = tl.sum(counted, axis=0)
+        tl.atomic_add(
+            loads + experts, num_counted.to(tl.int64), mask=num_counted > 0, sem="relaxed"
+        )
+    numbers_of = tl.sum(is_chosen, axis=0)
+    if IS_ORDERED:
+        is_local = (experts >= first_local) & (experts < first_local + num_local)
+        sizes = tl.where(is_local, numbers_of, 0)
+        starts = tl.cumsum(sizes, axis=0) - sizes
+        _put_pairs(pairs, place, is_chosen, is_local, starts, tokens, K)
+        tl.store(ends + experts - first_local, starts + sizes, mask=is_local)
+        _cut_tiles(
+            tiles,
+            experts,
+            sizes,
+            starts,
+            first_local,
+            num_tiles,
+            tile_rows,
+            0,
+            1,
+            EXPERTS,
+            TILE_BLOCK,
+        )
+    else:
+        tl.store(counts + program * EXPERTS + experts, numbers_of)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "first_local", "num_tiles", "tile_rows", "num_blocks"])
+def _order(
+    chosen,
+    counts,
+    pairs,
+    ends,
+    tiles,
+    num_tokens,
+    num_experts,
+    first_local,
+    num_local,
+    num_tiles,
+    tile_rows,
+    num_blocks,
+    COUNT_BLOCK: tl.constexpr,
+    K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TILE_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # Each program adds up all blocks' counts by itself: cheaper than one more kernel.
+    program = tl.program_id(0)
+    tokens = program * TOKENS + tl.arange(0, TOKENS)
+    experts, blocks = tl.arange(0, EXPERTS), tl.arange(0, COUNT_BLOCK)
+    is_token = tokens < num_tokens
+    let_next_in(PDL)
+    wait_for_previous(PDL)
+    sizes = tl.zeros((EXPERTS,), tl.int32)
+    before = tl.zeros((EXPERTS,), tl.int32)
+    for first in range(0, num_blocks, COUNT_BLOCK):
+        rows = first + blocks
+        at = counts + rows[:, None] * EXPERTS + experts[None, :]
+        some = tl.load(at, mask=(rows < num_blocks)[:, None], other=0)
+        sizes += tl.sum(some, axis=0)
+        before += tl.sum(tl.where((rows < program)[:, None], some, 0), axis=0)
+    is_local = (experts >= first_local) & (experts < first_local + num_local)
+    sizes = tl.where(is_local, sizes, 0)
+    starts = tl.cumsum(sizes, axis=0) - sizes
+    place = tl.full((TOKENS, EXPERTS), -1, tl.int32)
+    for index in range(K):
+        number = tl.load(chosen + tokens * K + index, mask=is_token, other=-1)
+        place = tl.where(experts[None, :] == number[:, None], index, place)
+    is_chosen = (place >= 0).to(tl.int32)
+    _put_pairs(pairs, place, is_chosen, is_local, starts + before, tokens, K)
+    if program == 0:
+        tl.store(ends + experts - first_local, starts + sizes, mask=is_local)
+    _cut_tiles(
+        tiles,
+        experts,
+        sizes,
+        starts,
+        first_local,
+        num_tiles,
+        tile_rows,
+        program,
+        num_blocks,
+        EXPERTS,
+        TILE_BLOCK,
+    )
+
+
+@triton.jit
+def _put_pairs(pairs, place, is_chosen, is_local, starts, tokens, K: tl.constexpr):
+    """A block's pairs to their rows, of each expert from `starts` on."""
+    rows = starts[None, :] + tl.cumsum(is_chosen, axis=0) - is_chosen
+    mask = (is_chosen > 0) & is_local[None, :]
+    tl.store(pairs + rows, tokens[:, None] * K + place, mask=mask)
+
+
+@triton.jit
+def _cut_tiles(
+    tiles,
+    experts,
+    sizes,
+    starts,
+    first_local,
+    num_tiles,
+    tile_rows,
+    program,
+    num_programs,
+    EXPERTS: tl.constexpr,
+    TILE_BLOCK: tl.constexpr,
+):
+    """This program's share of the tiles."""
+    num_of = (sizes + tile_rows - 1) // tile_rows
+    behind = tl.cumsum(num_of, axis=0)  # the tile behind the expert's last
+    for first in range(program * TILE_BLOCK, num_tiles, num_programs * TILE_BLOCK):
+        numbers = first + tl.arange(0, TILE_BLOCK)
+        # A tile belongs to the first expert whose tiles end behind it.
+        owner = tl.sum((behind[None, :] <= numbers[:, None]).to(tl.int32), axis=1)
+        is_owner = experts[None, :] == owner[:, None]
+        rows = starts[None, :] + (numbers[:, None] - (behind - num_of)[None, :]) * tile_rows
+        begin = tl.sum(tl.where(is_owner, rows, 0), axis=1)
+        end = tl.sum(tl.where(is_owner, (starts + sizes)[None, :], 0), axis=1)
+        mask = numbers < num_tiles
+        # Of a tile that is not needed the owner is EXPERTS: beyond the local ones.
+        local = tl.where(owner < EXPERTS, owner - first_local, EXPERTS)
+        tl.store(tiles + numbers, local, mask=mask)
+        tl.store(tiles + num_tiles + numbers, begin, mask=mask)
+        tl.store(tiles + 2 * num_tiles + numbers, end, mask=mask)

@@ -1,0 +1,136 @@
+"""How the products of a mixture of experts are cut up, by its sizes and the tokens of a step.
+
+    few      a program has some outputs of one pair, and multiplies without the matrix units
+    tiles    a program has some outputs of a tile of rows of one expert
+    library  torch's grouped product over the same order of rows
+
+tiles.json has what was fastest on an H200: `python -m baton.bench.experts` writes it. A mixture
+that is not in it gets a default by its rows an expert.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+TABLE = Path(__file__).with_name("tiles.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How one of the two products of `tiles` is cut up: a program's outputs, a step of its loop,
+    steps in flight; and how many tiles follow each other for the same outputs."""
+
+    outputs: int
+    inputs: int
+    stages: int
+    warps: int
+    group: int = 1
+    is_turned: bool = False  # outputs are the rows of the product: full tiles of the matrix units
+
+
+@dataclass(frozen=True, slots=True)
+class Few:
+    """Outputs of a program in the two products, and inputs of a step of its loop."""
+
+    gated: int
+    down: int
+    warps: int = 4
+    inputs: int = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Rows of a tile, and the two products over them."""
+
+    rows: int
+    gated: Cut
+    down: Cut
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """torch._grouped_mm."""
+
+
+Plan = Few | Tiles | Library
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of one rank's part of a mixture."""
+
+    num_experts: int
+    num_chosen: int
+    hidden: int
+    inner: int
+
+    @property
+    def key(self) -> str:
+        return f"{self.num_experts} experts, {self.num_chosen} chosen, {self.hidden} x {self.inner}"
+
+
+def choose_plan(sizes: Sizes, num_tokens: int, itemsize: int, *, has_library: bool = True) -> Plan:
+    """What is fastest for so many tokens; of weights of `itemsize` bytes.
+
+    Without `has_library` the best plan that is none of the library: a rank that lacks experts has
+    rows that belong to none of its own.
+    """
+    if itemsize != 2:
+        return _EXACT
+    steps = _table().get(sizes.key) or _DEFAULTS
+    if steps is _DEFAULTS:
+        # By rows an expert, as a mixture of 128 experts and 8 choices has them.
+        num_tokens = max(1, num_tokens * sizes.num_chosen * 16 // sizes.num_experts)
+    if not has_library:
+        steps = [step for step in steps if not isinstance(step[1], Library)] or _DEFAULTS
+    return next((plan for most, plan in steps if num_tokens <= most), steps[-1][1])
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """What `from_json` reads."""
+    return {"kind": type(plan).__name__.lower(), **asdict(plan)}
+
+
+def from_json(values: Mapping[str, Any]) -> Plan:
+    """Raises KeyError or TypeError for what is no plan."""
+    match values:
+        case {"kind": "few", **rest}:
+            return Few(**rest)
+        case {"kind": "tiles", "rows": rows, "gated": gated, "down": down}:
+            return Tiles(rows, Cut(**gated), Cut(**down))
+        case {"kind": "library"}:
+            return Library()
+    raise KeyError(f"no plan: {values!r}")
+
+
+@functools.cache
+def _table() -> Mapping[str, list[tuple[int, Plan]]]:
+    """By `Sizes.key`: plans, each with the most tokens that it is for."""
+    if not TABLE.is_file():
+        return {}
+    return {
+        key: [(int(step["tokens"]), from_json(step["plan"])) for step in steps]
+        for key, steps in json.loads(TABLE.read_text())["mixtures"].items()
+    }
+
+
+# float32 is for tests: whatever fits into any GPU.
+_EXACT = Tiles(16, Cut(32, 32, 2, 4), Cut(32, 32, 2, 4))
+_DEFAULTS: list[tuple[int, Plan]] = [
+    (4, Few(1, 2)),
+    (256, Tiles(16, Cut(64, 128, 4, 4), Cut(64, 128, 4, 4))),
+    (512, Tiles(32, Cut(64, 128, 3, 4), Cut(128, 128, 3, 4))),
+    (1024, Tiles(64, Cut(128, 64, 3, 8), Cut(128, 64, 4, 4))),
+    (1 << 30, Tiles(128, Cut(128, 64, 4, 8, 4), Cut(256, 64, 4, 8, 4))),
+]
+
+
+def all_plans() -> list[Plan]:
+    """Every plan that is taken for weights of 2 bytes."""
+    steps = [*_DEFAULTS, *(step for steps in _table().values() for step in steps)]
+    return [plan for _, plan in steps]

@@ -1,0 +1,157 @@
+"""Compiles the kernels of mixtures of experts for Hopper, on any machine: python THIS.
+
+Prints what each takes, as ptxas counts it; none may spill registers or need more shared memory than
+there is.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.knobs import nvidia
+
+from baton.kernels.experts.few_tokens_triton import _down, _gated
+from baton.kernels.experts.grouped_triton import _gate_rows, _grouped_product, _sum_pairs
+from baton.kernels.experts.routing_triton import _choose, _logits, _logits_of_few, _order
+from baton.kernels.experts.tiles import Cut, Few, Tiles, all_plans
+
+MAX_SHARED_BYTES = 227 << 10
+PTX_VERSION = 87  # that the ptxas of every Triton since 3.6 knows
+POINTERS = {
+    **dict.fromkeys(("x", "weights", "out", "router", "gated", "gate_up", "products"), "*bf16"),
+    **dict.fromkeys(("pairs", "places", "tiles", "chosen", "counts", "ends"), "*i32"),
+    **dict.fromkeys(("logits", "shares"), "*fp32"),
+    **dict.fromkeys(("slots", "loads"), "*i64"),
+}
+MULTIPLES = ("num_outputs", "num_inputs", "hidden", "inner")  # of 16, as in all models
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel, its constants, and how it is launched."""
+
+    name: str
+    kernel: Any
+    constants: dict[str, Any]
+    warps: int
+    stages: int = 3
+    types: dict[str, str] = field(default_factory=dict)  # where they differ from POINTERS
+    has_wgmma: bool = False
+
+    def compile(self) -> tuple[str, int]:
+        """PTX, and shared memory in bytes."""
+        constants = self.constants | {"PDL": True}
+        names = self.kernel.arg_names
+        types = POINTERS | self.types | dict.fromkeys(constants, "constexpr")
+        signature = {name: types.get(name, "i32") for name in names}
+        values = {(names.index(name),): value for name, value in constants.items()}
+        aligned = [name for name in names if signature[name][0] == "*" or name in MULTIPLES]
+        attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+        source = ASTSource(self.kernel, signature, values, attributes)
+        options = {
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+            "ptx_version": PTX_VERSION,
+        }
+        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        return made.asm["ptx"], made.metadata.shared
+
+
+def product_case(rows: int, cut: Cut, is_gated: bool) -> Case:
+    constants = {
+        "IS_GATED": is_gated,
+        "ROWS": rows,
+        "OUTPUTS": cut.outputs,
+        "INPUTS": cut.inputs,
+        "IS_TURNED": cut.is_turned,
+        "IS_WHOLE": True,
+        "PRECISION": "tf32",
+    }
+    types = {"shares": "*i32"} if is_gated else {}
+    has_wgmma = rows >= 64 or (cut.is_turned and cut.outputs >= 64)
+    name = f"{'gated' if is_gated else 'down'} {rows} rows, {cut}"
+    return Case(name, _grouped_product, constants, cut.warps, cut.stages, types, has_wgmma)
+
+
+def few_cases(plan: Few) -> list[Case]:
+    shared = {"K": 8, "COLS": 1024}
+    gated = {**shared, "OUTPUTS": plan.gated}
+    down = {**shared, "OUTPUTS": plan.down, "K_PADDED": 8}
+    return [
+        Case(f"gated {plan}", _gated, gated, plan.warps),
+        Case(f"down {plan}", _down, down, plan.warps),
+    ]
+
+
+def routing_cases() -> list[Case]:
+    cases = [
+        Case("logits of few", _logits_of_few, {"EXPERTS": 4, "COLS": 2048}, 4, types=_LOGITS),
+        Case("sum", _sum_pairs, {"K": 8, "BLOCK": 1024, "HAS_PLACES": False}, 4),
+        Case("sum by place", _sum_pairs, {"K": 8, "BLOCK": 1024, "HAS_PLACES": True}, 4),
+        Case("gate", _gate_rows, {"BLOCK": 1024}, 4),
+    ]
+    for tokens, experts in ((16, 16), (16, 64), (64, 64)):
+        constants = {"TOKENS": tokens, "EXPERTS": experts, "COLS": 128, "PRECISION": "tf32"}
+        cases.append(Case(f"logits {tokens} x {experts}", _logits, constants, 4, 4, _LOGITS))
+    for tokens, warps in ((1, 1), (4, 1), (8, 2)):
+        flags = {"IS_NORMED": True, "IS_COUNTED": True, "HAS_SLOTS": True, "IS_ORDERED": False}
+        sizes = {"K": 8, "K_PADDED": 8, "EXPERTS": 128, "TOKENS": tokens, "TILE_BLOCK": 64}
+        name = f"choose {tokens}, unordered"
+        cases.append(Case(name, _choose, sizes | flags, warps, types={"weights": "*fp32"}))
+    for tokens in (1, 16, 32):
+        sizes = {"K": 8, "EXPERTS": 128, "TOKENS": tokens, "TILE_BLOCK": 64}
+        flags = {"IS_NORMED": True, "IS_COUNTED": True, "HAS_SLOTS": True, "IS_ORDERED": True}
+        warps = 4 if tokens <= 16 else 8
+        constants = sizes | flags | {"K_PADDED": 8}
+        cases.append(
+            Case(f"choose {tokens}", _choose, constants, warps, types={"weights": "*fp32"})
+        )
+        cases.append(Case(f"order {tokens}", _order, sizes | {"COUNT_BLOCK": 32}, warps))
+    return cases
+
+
+_LOGITS = {"out": "*fp32"}
+
+
+def spills(ptx: str) -> str:
+    """What ptxas prints of registers and spills."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(ptx)
+        command = [nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", str(path), "-o", "/dev/null"]
+        found = subprocess.run(command, capture_output=True, text=True)
+    said = found.stdout + found.stderr
+    assert found.returncode == 0, said
+    return " ".join(line.strip() for line in said.splitlines() if "spill" in line or "Used" in line)
+
+
+def is_good(case: Case) -> bool:
+    ptx, shared = case.compile()
+    said = spills(ptx)
+    good = shared <= MAX_SHARED_BYTES and "0 bytes spill stores" in said
+    good &= "wgmma" in ptx or not case.has_wgmma
+    print("ok " if good else "BAD", case.name, f"{shared} bytes shared,", said)
+    return good
+
+
+if __name__ == "__main__":
+    products = {
+        (plan.rows, cut, is_gated)
+        for plan in all_plans()
+        if isinstance(plan, Tiles)
+        for cut, is_gated in ((plan.gated, True), (plan.down, False))
+    }
+    cases = [product_case(*product) for product in sorted(products, key=str)]
+    for few in {plan for plan in all_plans() if isinstance(plan, Few)}:
+        cases += few_cases(few)
+    with ThreadPoolExecutor(2) as pool:
+        sys.exit(0 if all(list(pool.map(is_good, cases + routing_cases()))) else 1)

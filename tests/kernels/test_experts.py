@@ -1,0 +1,244 @@
+"""Mixtures of experts: routing, order and products against plain float32 or float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+
+from baton.kernels.experts.experts import (
+    ExpertLoads,
+    ExpertWeights,
+    LayerLoads,
+    Mixture,
+    choose_experts,
+)
+from baton.kernels.experts.experts_triton import compute_experts, sizes_of
+from baton.kernels.experts.routing_triton import (
+    choose,
+    choose_and_order,
+    most_tiles,
+    router_logits,
+)
+from baton.kernels.experts.tiles import (
+    Cut,
+    Few,
+    Library,
+    Plan,
+    Tiles,
+    as_json,
+    choose_plan,
+    from_json,
+)
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+SMALL = Cut(16, 32, 2, 4)
+TILES = Tiles(16, SMALL, dataclasses.replace(SMALL, group=2))
+TURNED = Tiles(
+    16,
+    dataclasses.replace(SMALL, is_turned=True, group=4),
+    dataclasses.replace(SMALL, is_turned=True),
+)
+PLANS: list[Plan] = [Few(1, 1) if HAS_GPU else Few(8, 4), Few(4, 2), TILES, TURNED]
+# torch's grouped product takes float32 on a CPU alone; tests/gpu/ have it in bf16.
+ALL_PLANS: list[Plan] = PLANS if HAS_GPU else [*PLANS, Library()]
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def make_mixture(
+    num_experts: int = 6,
+    num_chosen: int = 2,
+    hidden: int = 40,
+    inner: int = 24,
+    *,
+    is_normed: bool = True,
+) -> Mixture:
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=DEVICE)
+
+    return Mixture(
+        randn(num_experts, hidden),
+        ExpertWeights(randn(num_experts, 2 * inner, hidden) * 0.2),
+        ExpertWeights(randn(num_experts, hidden, inner) * 0.2),
+        num_chosen,
+        is_normed,
+    )
+
+
+def expected_of(x: torch.Tensor, mixture: Mixture) -> torch.Tensor:
+    """One expert after the other, in float64."""
+    x = x.double()
+    weights, chosen = choose_experts(x @ mixture.router.double().t(), mixture)
+    out = torch.zeros_like(x)
+    for expert in range(mixture.num_local):
+        tokens, places = torch.where(chosen == mixture.first + expert)
+        gate, up = F.linear(x[tokens], mixture.gate_up.of(expert).double()).chunk(2, dim=1)
+        product = F.linear(F.silu(gate) * up, mixture.down.of(expert).double())
+        out.index_add_(0, tokens, product * weights[tokens, places, None].double())
+    return out
+
+
+def tokens_for(plan: Plan, mixture: Mixture, num_tokens: int) -> torch.Tensor:
+    """As many as asked for, or as few as the plan is for: the interpreter runs one at a time."""
+    return torch.randn(
+        min(num_tokens, 3 if isinstance(plan, Few) else 40), mixture.hidden, device=DEVICE
+    )
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("plan", ALL_PLANS, ids=str)
+@pytest.mark.parametrize(
+    ("num_experts", "num_chosen", "num_tokens"),
+    [(6, 2, 1), (6, 1, 5), (3, 3, 3), (5, 3, 18)],
+)
+def test_outputs(num_experts: int, num_chosen: int, num_tokens: int, plan: Plan) -> None:
+    mixture = make_mixture(num_experts, num_chosen, is_normed=num_tokens % 2 == 0)
+    x = tokens_for(plan, mixture, num_tokens)
+    assert_close(compute_experts(x, mixture, None, plan), expected_of(x, mixture))
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize(("hidden", "inner"), [(64, 16), (24, 20)])
+def test_sizes_that_tiles_divide_and_do_not(hidden: int, inner: int, plan: Plan) -> None:
+    mixture = make_mixture(4, 2, hidden, inner)
+    x = tokens_for(plan, mixture, 9)
+    assert_close(compute_experts(x, mixture, None, plan), expected_of(x, mixture))
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_all_tokens_with_one_expert(plan: Plan) -> None:
+    """The others have no token, and this one has several tiles."""
+    mixture = make_mixture(5, 1)
+    mixture.router[3] = mixture.router[3].abs() * 100
+    x = tokens_for(plan, mixture, 35).abs()
+    chosen = choose(router_logits(x, mixture.router), mixture, None).chosen
+    assert set(chosen.flatten().tolist()) == {3}
+    assert_close(compute_experts(x, mixture, None, plan), expected_of(x, mixture))
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_parts_of_ranks_with_some_experts_add_up(plan: Plan) -> None:
+    whole = make_mixture(6, 3)
+    x = tokens_for(plan, whole, 7)
+    total = torch.zeros_like(x)
+    for first, end in ((0, 2), (2, 3), (3, 6)):
+        part = dataclasses.replace(
+            whole,
+            gate_up=ExpertWeights(whole.gate_up.values[first:end]),
+            down=ExpertWeights(whole.down.values[first:end]),
+            first=first,
+        )
+        found = compute_experts(x, part, None, plan)
+        assert_close(found, expected_of(x, part))
+        total += found
+    assert_close(total, expected_of(x, whole))
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_a_row_has_the_same_bits_whatever_the_others_hold(plan: Plan) -> None:
+    mixture = make_mixture()
+    x = tokens_for(plan, mixture, 9)
+    other = torch.randn_like(x)
+    other[1] = x[1]
+    found = compute_experts(x, mixture, None, plan)
+    assert torch.equal(found, compute_experts(x, mixture, None, plan))
+    assert torch.equal(found[1], compute_experts(other, mixture, None, plan)[1])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 17, 70])
+def test_choices(num_tokens: int) -> None:
+    for num_experts, num_chosen in ((7, 3), (8, 8)):
+        mixture = make_mixture(num_experts, num_chosen, hidden=50, is_normed=num_chosen == 3)
+        x = torch.randn(num_tokens, 50, device=DEVICE)
+        logits = router_logits(x, mixture.router)
+        torch.testing.assert_close(logits, x @ mixture.router.t(), atol=1e-4, rtol=1e-4)
+        found, (weights, chosen) = choose(logits, mixture, None), choose_experts(logits, mixture)
+        assert torch.equal(found.chosen.long(), chosen)
+        torch.testing.assert_close(found.weights, weights)
+
+
+def test_whatever_the_logits_are_each_choice_is_an_expert_of_its_own() -> None:
+    mixture = make_mixture(6, 4)
+    logits = torch.full((3, 6), float("nan"), device=DEVICE)
+    logits[1], logits[2] = float("-inf"), 0.0
+    chosen = choose(logits, mixture, None).chosen
+    assert all(len({n for n in row if 0 <= n < 6}) == 4 for row in chosen.tolist())
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 33, 200])
+@pytest.mark.parametrize("tile_rows", [4, 16])
+def test_order(num_tokens: int, tile_rows: int) -> None:
+    """Each pair once, by expert and in the order of tokens, under tiles that cover them."""
+    mixture = make_mixture(6, 2)
+    logits = torch.randn(num_tokens, 6, device=DEVICE)
+    logits[:, 2] = -9.0  # nobody's
+    choice, order = choose_and_order(logits, mixture, None, tile_rows)
+    flat = choice.chosen.flatten().tolist()
+    wanted = sorted(range(len(flat)), key=lambda pair: (flat[pair], pair))
+    assert order.pairs.tolist() == wanted
+    sizes = [flat.count(expert) for expert in range(6)]
+    assert order.ends.tolist() == [sum(sizes[: n + 1]) for n in range(6)]
+    assert order.tiles.shape[1] == most_tiles(len(flat), 6, tile_rows)
+    rows = []
+    for expert, first, end in order.tiles.t().tolist():
+        if expert < 6:
+            assert end == order.ends[expert] and first < end
+            rows += range(first, min(first + tile_rows, end))
+            assert all(flat[wanted[row]] == expert for row in (first, end - 1))
+    assert rows == list(range(len(flat)))
+
+
+def test_loads_leave_padding_out() -> None:
+    mixture = make_mixture(6, 2)
+    logits = torch.randn(40, 6, device=DEVICE)
+    for slots in (None, torch.arange(40, device=DEVICE)):
+        whole = ExpertLoads(2, 6, 10, DEVICE)
+        whole.slots, loads = slots, LayerLoads(whole, 1)
+        choice, _ = choose_and_order(logits, mixture, loads, 16)
+        choose(logits, mixture, loads)
+        chosen = choice.chosen if slots is None else choice.chosen[10:]
+        once = torch.bincount(chosen.flatten().long(), minlength=6)
+        assert torch.equal(loads.tokens, 2 * once)
+        loads.add(choice.chosen.long())
+        assert torch.equal(loads.tokens, 3 * once)
+        assert not whole.tokens[0].any()
+
+
+def test_plans() -> None:
+    sizes = sizes_of(make_mixture(128, 8, 32, 16))
+    kinds = [type(choose_plan(sizes, n, 2)).__name__ for n in (1, 8, 64, 100_000)]
+    assert kinds[0] == "Few" and set(kinds[1:]) == {"Tiles"}
+    for plan in PLANS:
+        assert from_json(as_json(plan)) == plan
+
+
+@pytest.mark.slow
+def test_the_products_compile_without_a_gpu() -> None:
+    """Whatever plan is in the table: no registers are spilled and shared memory suffices."""
+    program = Path(__file__).with_name("compile_experts.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    ended = subprocess.run(
+        [sys.executable, str(program)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr[-2000:]
