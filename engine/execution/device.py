@@ -15,6 +15,7 @@ from ..model.layers import Placement
 from ..model.model_config import ModelConfig
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_FP8_CAPABILITY = (8, 9)  # from which on a GPU multiplies FP8
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)
 
 
@@ -43,7 +44,7 @@ def choose_placement(config: EngineConfig, model: ModelConfig) -> Placement:
         _check_gpu(config.device, num_gpus)
     if config.device == "cpu" or not num_gpus:
         dtype = "float32" if config.dtype == "auto" else config.dtype
-        return Placement(torch.device("cpu"), _DTYPES[dtype])
+        return Placement(torch.device("cpu"), _DTYPES[dtype], quantization=model.quantization)
     if not _has("triton"):
         raise StartupFailed("a GPU engine needs Triton", hint="pip install 'baton-serve[gpu]'")
     from ...kernels.layers.ops_triton import TritonOps
@@ -53,7 +54,13 @@ def choose_placement(config: EngineConfig, model: ModelConfig) -> Placement:
         raise StartupFailed(f"the checkpoint is in {dtype}", hint="--dtype bfloat16")
     device = torch.device("cuda:0" if config.device in ("auto", "cuda") else config.device)
     torch.cuda.set_device(device)
-    return Placement(device, _DTYPES[dtype], TritonOps())
+    return Placement(
+        device,
+        _DTYPES[dtype],
+        TritonOps(),
+        quantization=model.quantization,
+        has_fp8=dtype == "bfloat16" and torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY,
+    )
 
 
 def _check_gpu(device: str, num_gpus: int) -> None:

@@ -37,7 +37,13 @@ from ..kv.kv_memory import (
     choose_num_gpu_blocks,
 )
 from ..kv.limits import seqs_for_pool, spare_tokens
-from ..model.checkpoint import OnProgress, fill_dummy_weights, load_weights, weights_identity
+from ..model.checkpoint import (
+    OnProgress,
+    check_weights,
+    fill_dummy_weights,
+    load_weights,
+    weights_identity,
+)
 from ..model.communicator import Communicator
 from ..model.decoder import Decoder
 from ..model.fingerprint import fingerprint_fields
@@ -77,7 +83,7 @@ class ModelRunner:
         assert communicator.size == config.tensor_parallel_size
         torch.set_num_threads(config.num_threads or 1)
         self.model_dir = resolve_model_dir(config.model)
-        self.model_config = read_model_config(self.model_dir)
+        self.model_config = read_model_config(self.model_dir, config.quantization)
         self.eos_token_ids = eos_token_ids(self.model_dir)
         self.max_model_len = _choose_max_model_len(config, self.model_config)
         self._config = config
@@ -118,6 +124,7 @@ class ModelRunner:
         """The model, its weights filled, and what identifies them."""
         config, begin_s = self._config, time.perf_counter()
         try:
+            ignored = self._check_weights()
             model = Decoder(self.model_config, self._placement)
             targets = dict(model.targets())
             if config.load_format == "dummy":
@@ -125,8 +132,6 @@ class ModelRunner:
                 fill_dummy_weights(targets, std=std, seed=config.seed, on_progress=on_progress)
                 identity = f"dummy:{config.seed}"
             else:
-                is_tied = self.model_config.has_tied_embeddings
-                ignored = frozenset({"lm_head.weight"}) if is_tied else frozenset()
                 load_weights(self.model_dir, targets, ignored=ignored, on_progress=on_progress)
                 identity = weights_identity(self.model_dir)
         except torch.OutOfMemoryError as error:
@@ -136,13 +141,26 @@ class ModelRunner:
             ) from error
         if self._placement.device.type == "cuda":
             torch.cuda.synchronize()
-        num_bytes = sum(target.tensor.nbytes for target in targets.values())
+        num_bytes = sum(target.nbytes for target in targets.values())
         seconds = time.perf_counter() - begin_s
         self.startup_notes.append(
             f"weights: {num_bytes / 1e9:.1f} GB in {seconds:.1f} s, "
             f"{num_bytes / seconds / 1e9:.1f} GB/s"
         )
         return model, identity
+
+    def _check_weights(self) -> frozenset[str]:
+        """Whether the checkpoint fills this model, before any memory is taken for it. Returns the
+        tensors that it may have besides."""
+        placement = dataclasses.replace(self._placement, device=torch.device("meta"))
+        targets = dict(Decoder(self.model_config, placement).targets())
+        ignored = frozenset({"lm_head.weight"} if self.model_config.has_tied_embeddings else ())
+        if quantization := self.model_config.quantization:
+            names = [name.removesuffix(".weight") for name, t in targets.items() if t.quantised]
+            ignored |= quantization.ignored(names)
+        if self._config.load_format != "dummy":
+            check_weights(self.model_dir, targets, ignored=ignored)
+        return ignored
 
     def _start_gpu(self, model: Decoder, layout: KvLayout) -> None:
         """Measure the largest step, take the rest as KV pool, capture the decode graphs."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.attention.attention import AttentionBackend
+from ...kernels.products.weights import Activations
 from .communicator import Summand
 from .layers import (
     Embedding,
@@ -53,7 +54,7 @@ class Attention:
         self.head_norms = [RMSNorm(f"{prefix}.{name}", dim, self._eps, placement) for name in names]
 
     def __call__(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], attention: AttentionBackend
+        self, x: Activations, rope: tuple[Tensor, Tensor], attention: AttentionBackend
     ) -> Summand:
         qkv = self.qkv(x).view(len(x), -1, self._head_dim)  # [tokens, heads + 2 kv_heads, dim]
         if self.head_norms:
@@ -93,12 +94,12 @@ class MLP:
         )
         self.down = RowLinear(f"{prefix}.down_proj", hidden, inner, placement, has_bias=has_bias)
 
-    def __call__(self, x: Tensor) -> Summand:
-        return self.down(self.gate_up.gated(x))
+    def __call__(self, x: Activations) -> Summand:
+        return self.down(self.gate_up.gated(x, self.down.fp8_weight))
 
     def product(self, x: Tensor) -> Tensor:
         """The same: see RowLinear."""
-        return self.down.product(self.gate_up.gated(x))
+        return self.down.product(self.gate_up.gated(x, self.down.fp8_weight))
 
     def targets(self) -> Targets:
         yield from self.gate_up.targets()
@@ -124,7 +125,8 @@ class Experts:
             for index in range(config.num_experts)
         ]
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Activations) -> Tensor:
+        assert isinstance(x, Tensor), "more than one weight reads it"
         weights, chosen = self._route(x)
         out = torch.zeros_like(x)
         for index in torch.unique(chosen).tolist():
@@ -166,6 +168,7 @@ class DecoderLayer:
             f"{prefix}.post_attention_layernorm", config.hidden_size, eps, placement
         )
         self.mlp = _make_mlp(index, f"{prefix}.mlp", config, placement)
+        self._mlp_reader = self.mlp.gate_up.fp8_weight if isinstance(self.mlp, MLP) else None
 
     def __call__(
         self,
@@ -175,9 +178,13 @@ class DecoderLayer:
         attention: AttentionBackend,
     ) -> Summand:
         """x: what is to be added to `residual` yet, if anything; returns the same for the next."""
-        normed = self.input_norm(residual) if x is None else self.input_norm.add(x, residual)
+        reader = self.attention.qkv.fp8_weight
+        if x is None:
+            normed = self.input_norm(residual, reader)
+        else:
+            normed = self.input_norm.add(x, residual, reader)
         attended = self.attention(normed, rope, attention)
-        return self.mlp(self.post_attention_norm.add(attended, residual))
+        return self.mlp(self.post_attention_norm.add(attended, residual, self._mlp_reader))
 
     def targets(self) -> Targets:
         for part in (self.input_norm, self.attention, self.post_attention_norm, self.mlp):
@@ -206,7 +213,9 @@ class Decoder:
         self.norm = RMSNorm("model.norm", config.hidden_size, config.rms_norm_eps, placement)
         self.lm_head = self.embed
         if not config.has_tied_embeddings:
-            self.lm_head = Embedding("lm_head", config.vocab_size, config.hidden_size, placement)
+            self.lm_head = Embedding(
+                "lm_head", config.vocab_size, config.hidden_size, placement, is_head=True
+            )
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, placement.device)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
@@ -219,7 +228,9 @@ class Decoder:
         rope = self.rotary(positions)
         for layer in self.layers:
             x = layer(x, residual, rope, attention)
-        return self.norm(residual) if x is None else self.norm.add(x, residual)
+        hidden = self.norm(residual) if x is None else self.norm.add(x, residual)
+        assert isinstance(hidden, Tensor)
+        return hidden
 
     def targets(self) -> Targets:
         """Every tensor a checkpoint must have, and where it goes."""
