@@ -65,8 +65,8 @@ def weights_bytes(config: EngineConfig) -> int:
         counts = [_num_dummy_weights(model, quantization)]
     else:
         counts = [_num_weights(path, quantization) for path in weight_files(folder)]
-    num_floats, num_fp8 = (sum(column) for column in zip(*counts, strict=True))
-    return num_floats * _BYTES_OF.get(dtype, 2) + num_fp8
+    num_bytes = _BYTES_OF.get(dtype, 2)
+    return sum(num_floats * num_bytes + num_fp8 for num_floats, num_fp8 in counts)
 
 
 def _num_weights(path: Path, quantization: Quantization | None) -> tuple[int, int]:

@@ -72,11 +72,40 @@ class Fp8Rows:
     """
 
     data: Tensor  # [rows, inputs], e4m3
-    scale: Tensor  # [rows, groups], float32, of stride 1 along the rows
+    scale: Tensor  # [rows, groups], float32, group by group: strides (1, room)
     dtype: torch.dtype  # of what they were made of, and of products with them
+
+    @classmethod
+    def empty(cls, num_rows: int, weight: Fp8Weight, like: Tensor) -> Fp8Rows:
+        """Uninitialised, for the product with `weight`; of the type and device of `like`.
+
+        Behind the rows there is room for some more that kernels may read, see `room`.
+        """
+        num_inputs = weight.shape[1]
+        room = -(-num_rows // 16) * 16
+        if num_rows <= 64:
+            room = max(16, 1 << (num_rows - 1).bit_length())
+        groups = -(-num_inputs // BLOCK) if isinstance(weight, BlockScaled) else 1
+        data = torch.empty((room, num_inputs), dtype=FP8, device=like.device)
+        scale = torch.empty((groups, room), dtype=torch.float32, device=like.device).t()
+        return cls(data[:num_rows], scale[:num_rows], like.dtype)
 
     def __len__(self) -> int:
         return len(self.data)
+
+    @property
+    def room(self) -> int:
+        """Rows that there is memory for: 16, 32, 64, then multiples of 16, if made by `empty`."""
+        return self.scale.stride(1)
+
+    @property
+    def with_room(self) -> tuple[Tensor, Tensor]:
+        """data and scale with all rows that there is memory for."""
+        (_, inputs), (_, groups) = self.data.shape, self.scale.shape
+        return (
+            self.data.as_strided((self.room, inputs), self.data.stride()),
+            self.scale.as_strided((self.room, groups), self.scale.stride()),
+        )
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """[rows, inputs]"""
@@ -118,7 +147,7 @@ def quantise_activations(x: Tensor, weight: Fp8Weight) -> Fp8Rows:
     """x [rows, inputs] as products with `weight` take it."""
     if isinstance(weight, RowScaled):
         data, scale = quantise_rows(x)
-        return Fp8Rows(data, scale[:, None], x.dtype)
+        return Fp8Rows(data, scale[None].t(), x.dtype)
     inputs = x.shape[1]
     grouped = torch.nn.functional.pad(x.float(), (0, -inputs % BLOCK)).view(len(x), -1, BLOCK)
     scale = grouped.abs().amax(dim=2).clamp_(min=LEAST_MAXIMUM) / FP8_MAX
