@@ -4,7 +4,7 @@
     2 to 64 rows      in FP8: streamed (Hopper), else Triton
     more              torch's _scaled_mm, where it has the shape and type
 
-What is fastest was measured (`python -m baton.bench.products --fp8`): fp8_table.json has it for the
+What is fastest was measured (`python -m baton.bench.fp8_products`): fp8_table.json has it for the
 shapes that were, and what is none of them takes the nearest.
 """
 

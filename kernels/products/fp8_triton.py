@@ -41,7 +41,7 @@ class Fp8Tiling:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Stages:
-    """How fp8_streamed_gluon.fp8_streamed_product is cut up: a program's outputs, and what it has in flight."""
+    """How fp8_streamed_product is cut up: a program's outputs, and what it has in flight."""
 
     outputs: int
     chunks: int  # of 128 inputs, of a stage
