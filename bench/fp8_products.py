@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -49,12 +50,10 @@ _COMPILERS = 14
 _SHARED_BYTES = 220 << 10
 _KINDS: dict[str, type[Fp8Weight]] = {"row": RowScaled, "block": BlockScaled}
 
-Product = Callable[[Fp8Weight], Tensor]
-
 _GEMVS = [
     GemvTiling(*one)
     for one in itertools.product((1, 2, 4), (1024, 2048, 4096), (2, 4, 8))
-    if 4096 <= one[0] * one[1] * 4 // one[2] <= 16_384  # numbers of four threads' loads and more
+    if 512 <= one[0] * one[1] // one[2] <= 2048  # a load of 16 bytes for each thread, to four
 ]
 _TILINGS = [Fp8Tiling(*one) for one in itertools.product((64, 128), (4, 6))]
 _STAGES = [
@@ -184,10 +183,7 @@ def measure(shape: Shape, tp: int, rows: list[int]) -> tuple[list[Figure], list[
             found: list[tuple[Figure, Way]] = []
             for way in ways_of(num_rows, num_outputs):
                 chain.check(way, is_gated=is_gated)
-
-                def product(weight: Fp8Weight, way: Way = way) -> Tensor:
-                    return chain.product(weight, way, is_gated=is_gated)
-
+                product = partial(chain.product, way=way, is_gated=is_gated)
                 found.append((chain.figure(f"{title}: {way}", product), way))
             found.sort(key=lambda pair: pair[0].median)
             for way_name, way_type in WAYS.items():

@@ -6,7 +6,8 @@
 bytes: all weights but the input embedding once, and for a decode the KV of all positions; a prefill
 computes the LM head for the last position of each prompt only; operations: 2 a weight
 and token, and 4 a head, dimension, query and key it sees. Bandwidth and rate are what an H200 gave
-for a large copy and a large product, not its data sheet.
+for a large copy and a large product, not its data sheet. Weights in FP8 are a byte each, but for the
+LM head, whose products are in bf16; scales are not counted.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 
 BYTES_PER_S = 4.3e12
 FLOPS = 790e12
+FP8_FLOPS, FP8_BLOCK_FLOPS = 1400e12, 1100e12  # with a scale for each row, for each block
 LINK_BYTES_PER_S = 450e9  # NVLink of one GPU, each way
 _BF16 = 2
 
@@ -35,6 +37,7 @@ class Shape:
     vocab: int
     is_tied: bool = False
     has_qk_norm: bool = False  # Qwen3's, else Llama's architecture
+    quantization: str | None = None  # fp8: by row; fp8-block: by block, as a checkpoint has it
 
     @property
     def layer_weights(self) -> int:
@@ -49,6 +52,15 @@ class Shape:
     def kv_bytes_per_token(self) -> int:
         return 2 * self.layers * self.kv_heads * self.head_dim * _BF16
 
+    @property
+    def _layer_bytes(self) -> int:
+        return self.layer_weights * (1 if self.quantization else _BF16)
+
+    @property
+    def _layer_flops(self) -> float:
+        """Operations a second of products in layers."""
+        return {None: FLOPS, "fp8": FP8_FLOPS, "fp8-block": FP8_BLOCK_FLOPS}[self.quantization]
+
     def part(self, count: int) -> Shape:
         """What one of `count` ranks has, as a model of its own: fewer GPUs can run it."""
         return replace(
@@ -62,22 +74,27 @@ class Shape:
 
     def decode_floor_ms(self, batch: int, context: int) -> float:
         """One step of `batch` sequences that see `context` positions each."""
-        weights = self.layer_weights + self.head_weights
-        num_bytes = weights * _BF16 + batch * context * self.kv_bytes_per_token
+        head_bytes = self.head_weights * _BF16
+        num_bytes = self._layer_bytes + head_bytes + batch * context * self.kv_bytes_per_token
         attention = 4 * self.layers * self.heads * self.head_dim * context * batch
         # The products are bound by arithmetic or by reading weights, attention by reading KV.
-        products_s = max(2 * weights * batch / FLOPS, weights * _BF16 / BYTES_PER_S)
+        products_s = max(
+            2 * self.layer_weights * batch / self._layer_flops
+            + 2 * self.head_weights * batch / FLOPS,
+            (self._layer_bytes + head_bytes) / BYTES_PER_S,
+        )
         reading_s = batch * context * self.kv_bytes_per_token / BYTES_PER_S
         parts_s = products_s + max(reading_s, attention / FLOPS)
         return max(parts_s, num_bytes / BYTES_PER_S) * 1e3
 
     def prefill_floor_ms(self, num_prompts: int, num_tokens: int) -> float:
         """`num_prompts` prompts of `num_tokens` tokens each."""
-        products = 2 * self.layer_weights * num_tokens + 2 * self.head_weights
+        products_s = 2 * self.layer_weights * num_tokens / self._layer_flops
+        products_s += 2 * self.head_weights / FLOPS
         pairs = num_tokens * (num_tokens + 1) / 2
         attention = 4 * self.layers * self.heads * self.head_dim * pairs
-        reading_s = (self.layer_weights + self.head_weights) * _BF16 / BYTES_PER_S
-        return max(num_prompts * (products + attention) / FLOPS, reading_s) * 1e3
+        reading_s = (self._layer_bytes + self.head_weights * _BF16) / BYTES_PER_S
+        return max(num_prompts * (products_s + attention / FLOPS), reading_s) * 1e3
 
     def sums_floor_ms(self, num_tokens: int, num_gpus: int) -> float:
         """Adding up over the GPUs behind attention and MLP of every layer: bytes over the links."""
@@ -104,6 +121,12 @@ class Shape:
             "torch_dtype": "bfloat16",
             "eos_token_id": 2,
         }
+        if self.quantization == "fp8-block":
+            config["quantization_config"] = {
+                "quant_method": "fp8",
+                "activation_scheme": "dynamic",
+                "weight_block_size": [128, 128],
+            }
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config))
         return folder
