@@ -6,8 +6,8 @@
 bytes: all weights but the input embedding once, and for a decode the KV of all positions; a prefill
 computes the LM head for the last position of each prompt only; operations: 2 a weight
 and token, and 4 a head, dimension, query and key it sees. Bandwidth and rate are what an H200 gave
-for a large copy and a large product, not its data sheet. Weights in FP8 are a byte each, but for the
-LM head, whose products are in bf16; scales are not counted.
+for a large copy and a large product, not its data sheet. Weights in FP8 are a byte each, without
+the LM head, whose products are in bf16; scales are not counted.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import torch
 
 pytest.importorskip("triton")
 
+
 from baton.kernels.layers import ops
 from baton.kernels.layers.ops_triton import TritonOps
 from baton.kernels.layers.quantise_triton import quantise, silu_and_mul_quantised
@@ -226,6 +227,31 @@ def test_operations_are_those_of_the_reference(
     assert isinstance(gated, torch.Tensor) == (rows == 1)
     expected = reference.linear(reference.gated_linear(x, gate_up, None, down), down, None)
     close(triton_ops.linear(gated, down, None), expected.double(), 3 * limit)
+
+
+@pytest.mark.parametrize("name", ["compressed, channel", "block"])
+def test_a_model_computes_what_its_reference_does(tmp_path: Path, name: str) -> None:
+    """All of a decoder's layers, in both sets of operations, from one checkpoint."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 64, "vocab_size": 60}
+    write_fp8_checkpoint(tmp_path, name, num_attention_heads=2, **sizes)
+    config = read_model_config(tmp_path)
+    tokens = torch.tensor([7, 3, 50, 11], device=DEVICE)
+    for ids in (tokens, tokens[:1]):
+        outputs = []
+        for operations in (ops.Ops(), TritonOps()):
+            placement = Placement(
+                DEVICE, torch.float32, operations, quantization=config.quantization, has_fp8=True
+            )
+            model = Decoder(config, placement)
+            load_weights(tmp_path, dict(model.targets()))
+            assert model.layers[0].mlp.down.fp8_weight is not None
+            pool = torch.zeros(4, 2, 2, 2, 16, 64, device=DEVICE)
+            attention = TorchAttention(pool, [None, None])
+            positions = torch.arange(len(ids), device=DEVICE)
+            attention.plan(AttentionMetadata([len(ids)], [len(ids)], [[1]], 16 + positions))
+            hidden = model.forward(ids, positions, attention)
+            outputs.append(model.lm_head.project(hidden))
+        close(outputs[1], outputs[0].double(), 2 * KERNEL_NOISE if len(ids) > 1 else 1e-4)
 
 
 ALL_CASES = tuple(str(number) for number in range(13))
