@@ -2,9 +2,9 @@
 the file means: an explicit dequantisation.
 
 An engine in float32 dequantises as it loads, and must agree as any other. One in bfloat16 computes
-in FP8, and quantises activations too: its tokens are the oracle's, or on the average nearly tie with
-them. On a CPU the same arithmetic has means of 0.01 to 0.1, and with scales in the wrong place of
-0.9 and more.
+in FP8, and quantises activations too: its tokens are the oracle's, or on the average nearly tie
+with them. On a CPU the same arithmetic has means of 0.01 to 0.1, and with scales in the wrong place
+of 0.9 and more.
 """
 
 from __future__ import annotations

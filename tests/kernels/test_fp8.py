@@ -17,6 +17,13 @@ import torch
 pytest.importorskip("triton")
 
 
+from fp8_checkpoints import write_fp8_checkpoint
+
+from baton.engine.model.checkpoint import load_weights
+from baton.engine.model.decoder import Decoder
+from baton.engine.model.layers import Placement
+from baton.engine.model.model_config import read_model_config
+from baton.kernels.attention.attention import AttentionMetadata, TorchAttention
 from baton.kernels.layers import ops
 from baton.kernels.layers.ops_triton import TritonOps
 from baton.kernels.layers.quantise_triton import quantise, silu_and_mul_quantised
@@ -251,7 +258,8 @@ def test_a_model_computes_what_its_reference_does(tmp_path: Path, name: str) -> 
             attention.plan(AttentionMetadata([len(ids)], [len(ids)], [[1]], 16 + positions))
             hidden = model.forward(ids, positions, attention)
             outputs.append(model.lm_head.project(hidden))
-        close(outputs[1], outputs[0].double(), 2 * KERNEL_NOISE if len(ids) > 1 else 1e-4)
+        limit = 1e-4 if len(ids) == 1 else 0.05 if HAS_GPU else 0.3  # what is wrong is above 1
+        close(outputs[1], outputs[0].double(), limit)
 
 
 ALL_CASES = tuple(str(number) for number in range(13))
