@@ -68,7 +68,7 @@ def check_weights(
     another type than its target asks for, and a scale that is not above 0.
     """
     scaled = {
-        target.quantised.scale_name: name
+        target.quantised.scale_name: (name, target.quantised.scaling)
         for name, target in targets.items()
         if target.quantised is not None and target.quantised.scale_name is not None
     }
@@ -90,8 +90,9 @@ def check_weights(
                 if name in targets:
                     _check(path, file, name, targets[name])
                 elif name in scaled:
-                    weight = scaled[name]
-                    scales[name] = _read_scale(path, file, name, weight, targets[weight])
+                    weight, scaling = scaled[name]
+                    shape = targets[weight].full_shape
+                    scales[name] = _read_scale(path, file, name, weight, scaling, shape)
     return scales
 
 
@@ -117,7 +118,7 @@ def fill_dummy_weights(
                 is_blocked = target.quantised.scaling == BLOCK_SCALED
                 data, scale = (quantise_blocks if is_blocked else quantise_rows)(whole.mul_(std))
                 scaling = BLOCK_SCALED if is_blocked else ROW_SCALED
-                _store(target, data[_wanted(target)], scale, scaling)
+                _store(target, target.quantised, data[_wanted(target)], scale, scaling)
         else:
             tensor.fill_(0.0 if name.endswith(".bias") else 1.0)
         progress.add(name)
@@ -191,22 +192,22 @@ def _check(path: Path, file: Any, name: str, target: Target) -> None:
         raise StartupFailed(f"{name} in {path} is of type {dtype}, not a plain float")
 
 
-def _read_scale(path: Path, file: Any, name: str, weight: str, target: Target) -> Tensor:
+def _read_scale(
+    path: Path, file: Any, name: str, weight: str, scaling: str, full_shape: tuple[int, ...]
+) -> Tensor:
     """In float32, on the CPU: [1] for the whole weight, [outputs], or [blocks, blocks]."""
-    quantised = target.quantised
-    assert quantised is not None
     source = file.get_slice(name)
     shape, dtype = tuple(source.get_shape()), source.get_dtype()
-    outputs, inputs = target.full_shape
+    outputs, inputs = full_shape
     shapes: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1))
-    if quantised.scaling == ROW_SCALED:
+    if scaling == ROW_SCALED:
         shapes = ((outputs, 1), (outputs,))
-    elif quantised.scaling == BLOCK_SCALED:
+    elif scaling == BLOCK_SCALED:
         shapes = ((-(-outputs // BLOCK), -(-inputs // BLOCK)),)
     if shape not in shapes:
         raise StartupFailed(
             f"{name} in {path} has shape {list(shape)}: {weight} with a scale for each "
-            f"{quantised.scaling} asks for {' or '.join(str(list(one)) for one in shapes)}"
+            f"{scaling} asks for {' or '.join(str(list(one)) for one in shapes)}"
         )
     if dtype not in _DTYPES:
         raise StartupFailed(f"{name} in {path} is of type {dtype}, not a plain float")
@@ -218,27 +219,25 @@ def _read_scale(path: Path, file: Any, name: str, weight: str, target: Target) -
             f"{wrong[0].item()}",
             hint="download the file again",
         )
-    return scale if quantised.scaling == BLOCK_SCALED else scale.flatten()
+    return scale if scaling == BLOCK_SCALED else scale.flatten()
 
 
 def _copy(file: Any, name: str, target: Target, scales: Mapping[str, Tensor]) -> None:
     if not target.tensor.numel():
         return
-    is_whole = target.cut is None or tuple(target.tensor.shape) == target.full_shape
     quantised = target.quantised
-    if quantised is not None and quantised.scale_name is None:
-        # A row's scale is that of all its inputs, on whichever rank.
-        is_whole = is_whole or target.first[1] > 0 or target.tensor.shape[1] < target.full_shape[1]
-        read = file.get_tensor(name) if is_whole else file.get_slice(name)[_wanted(target)]
-        _quantise(target, quantised, read)
-        return
+    is_whole = target.cut is None or tuple(target.tensor.shape) == target.full_shape
+    if quantised is not None and quantised.scale_name is None and target.cut is not None:
+        # An output's scale is that of all its inputs, on whichever rank.
+        is_whole = is_whole or target.cut.dim == 1
     read = file.get_tensor(name) if is_whole else file.get_slice(name)[_wanted(target)]
     if quantised is None:
         target.tensor.copy_(read)
+    elif quantised.scale_name is None:
+        _quantise(target, quantised, read)
     else:
-        assert quantised.scale_name is not None
         scale = scales[quantised.scale_name].to(target.tensor.device)
-        _store(target, read, scale, quantised.scaling)
+        _store(target, quantised, read, scale, quantised.scaling)
 
 
 def _quantise(target: Target, quantised: Quantised, floats: Tensor) -> None:
@@ -250,13 +249,12 @@ def _quantise(target: Target, quantised: Quantised, floats: Tensor) -> None:
         rows = slice(first, min(first + step, num_rows))
         data, scale = quantise_rows(floats[rows])
         part = None if quantised.scale is None else quantised.scale[rows]
-        chunk = Target(target.tensor[rows], None, Quantised(ROW_SCALED, None, part))
-        _store(chunk, data[:, columns], scale, ROW_SCALED)
+        chunk = Quantised(ROW_SCALED, None, part)
+        _store(Target(target.tensor[rows]), chunk, data[:, columns], scale, ROW_SCALED)
 
 
-def _store(target: Target, data: Tensor, scale: Tensor, scaling: str) -> None:
+def _store(target: Target, quantised: Quantised, data: Tensor, scale: Tensor, scaling: str) -> None:
     """Fill the target with `data` [outputs, inputs], e4m3: its part of a weight with `scale`."""
-    assert target.quantised is not None
     (num_rows, width), (first_row, first_column) = data.shape, target.first
 
     def of_rows(first: int, count: int) -> Tensor:
@@ -266,7 +264,7 @@ def _store(target: Target, data: Tensor, scale: Tensor, scaling: str) -> None:
             return spread(scale, (count, width), (start, first_column))
         return (scale[start : start + count] if scaling == ROW_SCALED else scale)[:, None]
 
-    if target.quantised.scale is None:
+    if quantised.scale is None:
         step = max(1, _NUMBERS_AT_ONCE // width)
         for first in range(0, num_rows, step):
             some = data[first : first + step].float()
@@ -278,9 +276,9 @@ def _store(target: Target, data: Tensor, scale: Tensor, scaling: str) -> None:
             slice(start // BLOCK, -(-(start + size) // BLOCK))
             for start, size in zip(target.first, data.shape, strict=True)
         )
-        target.quantised.scale.copy_(scale[rows, columns])
+        quantised.scale.copy_(scale[rows, columns])
     else:
-        target.quantised.scale.copy_(of_rows(0, num_rows)[:, 0])
+        quantised.scale.copy_(of_rows(0, num_rows)[:, 0])
 
 
 def _wanted(target: Target) -> tuple[slice, ...]:
