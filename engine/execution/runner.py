@@ -147,6 +147,9 @@ class ModelRunner:
             f"weights: {num_bytes / 1e9:.1f} GB in {seconds:.1f} s, "
             f"{num_bytes / seconds / 1e9:.1f} GB/s"
         )
+        if quantization := self.model_config.quantization:
+            stays = "" if self._placement.has_fp8 else ", dequantised as they were loaded"
+            self.startup_notes.append(f"{quantization.name}{stays}")
         return model, identity
 
     def _check_weights(self) -> frozenset[str]:

@@ -97,8 +97,8 @@ def choose(x: Tensor | Fp8Rows, weight: Fp8Weight, *, is_gated: bool = False) ->
 def usual_stages(num_outputs: int) -> Fp8Stages:
     """Where nothing was measured."""
     if num_outputs >= 64 * 96:
-        return Fp8Stages(64, 2, 6, 3)
-    return Fp8Stages(32, 2, 8, 4)
+        return Fp8Stages(64, 2, 4, 3)
+    return Fp8Stages(32, 2, 6, 3)
 
 
 def _tiling(num_rows: int) -> Fp8Tiling:
