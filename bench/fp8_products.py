@@ -130,7 +130,9 @@ class Chain:
             gate, up = expected.chunk(2, dim=-1)
             expected = torch.nn.functional.silu(gate) * up
         difference = (found - expected).norm() / expected.norm()
-        assert difference < 1e-2, f"{way}: {difference:.1e}"
+        # torch has rows' products added up in 14 bits.
+        limit = 5e-2 if isinstance(way, ScaledMm) else 1e-2
+        assert difference < limit, f"{way}: {difference:.1e}"
 
 
 def ways_of(num_rows: int, num_outputs: int) -> list[Way]:

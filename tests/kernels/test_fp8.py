@@ -350,6 +350,7 @@ def test_all_ways_on_a_gpu(
     weight, x = weight_of(kind, outputs, inputs), activations(kind, rows, inputs, torch.bfloat16)
     bias = randn(outputs, dtype=torch.bfloat16) if has_bias else None
     expected = product(x.dequantised(torch.float64), weight, bias)
-    close(scaled_mm(x, weight, bias), expected, 1e-2)
-    close(multiply(x, weight, bias), expected, 1e-2)
+    limit = 3e-2  # of 14 bits, in which torch has rows' products added up
+    close(scaled_mm(x, weight, bias), expected, limit)
+    close(multiply(x, weight, bias), expected, limit)
     assert choose(x, weight) is not None
