@@ -140,8 +140,10 @@ def _fill(
 @gluon.jit
 def _scales(x_scale, scale, group, num_groups, room: gl.constexpr, rows):
     """Of a chunk's products: [64], that of each row times that of the block."""
-    of_rows = gl.load(x_scale + group * room + rows, mask=(rows < room) & (group < num_groups))
-    return of_rows * gl.load(scale + group, mask=group < num_groups, other=0.0)
+    is_there = group < num_groups
+    at = x_scale + group * room + rows
+    of_rows = gl.load(at, mask=(rows < room) & is_there, other=0.0)
+    return of_rows * gl.load(scale + group, mask=is_there, other=0.0)
 
 
 @gluon.jit

@@ -6,9 +6,11 @@ rounded up to a power of two, and halves it: what is quantised there is compared
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,7 +29,8 @@ from baton.kernels.attention.attention import AttentionMetadata, TorchAttention
 from baton.kernels.layers import ops
 from baton.kernels.layers.ops_triton import TritonOps
 from baton.kernels.layers.quantise_triton import quantise, silu_and_mul_quantised
-from baton.kernels.products.fp8_product import choose, multiply, multiply_by, scaled_mm
+from baton.kernels.products import fp8_product
+from baton.kernels.products.fp8_product import ScaledMm, choose, multiply, multiply_by, scaled_mm
 from baton.kernels.products.fp8_triton import (
     Fp8Stages,
     Fp8Tiling,
@@ -260,6 +263,48 @@ def test_a_model_computes_what_its_reference_does(tmp_path: Path, name: str) -> 
             outputs.append(torch.nn.functional.linear(hidden, model.lm_head.weight))
         limit = 1e-4 if len(ids) == 1 else 0.05 if HAS_GPU else 0.3  # what is wrong is above 1
         close(outputs[1], outputs[0].double(), limit)
+
+
+@pytest.fixture
+def no_table_is_kept() -> Iterator[None]:
+    kept = (fp8_product.measured, fp8_product._look_up_cached)
+    for one in kept:
+        one.cache_clear()
+    yield
+    for one in kept:
+        one.cache_clear()
+
+
+@pytest.mark.usefixtures("no_table_is_kept")
+def test_what_was_measured_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the ways that there are, the fastest for the nearest shape, for as many rows or more."""
+
+    def row(size: int, rows: int, kind: str, us: float, **way: int) -> dict[str, object]:
+        shape = {"weight": "row", "rows": rows, "outputs": size, "inputs": 4096}
+        return {**shape, "kind": kind, "way": way, "us": us}
+
+    stages = {"outputs": 32, "chunks": 2, "count": 6, "early": 3}
+    rows = [
+        row(4096, 1, "gemv", 4.0, outputs=4, columns=1024, warps=2),
+        row(4096, 16, "scaled_mm", 9.0),
+        row(4096, 16, "streamed", 7.0, **stages),
+        row(28_672, 16, "scaled_mm", 20.0),
+        row(28_672, 16, "streamed", 21.0, **stages),
+        row(4096, 64, "scaled_mm", 10.0),
+    ]
+    table = tmp_path / "table.json"
+    table.write_text(json.dumps(rows))
+    monkeypatch.setattr(fp8_product, "TABLE", table)
+    every = ("triton", "streamed", "scaled_mm")
+    look_up = fp8_product._look_up
+    assert look_up("row", 9, 5000, 4096, every) == Fp8Stages(**stages)
+    assert look_up("row", 16, 20_000, 4096, every) == ScaledMm()
+    assert look_up("row", 16, 20_000, 4096, ("streamed",)) == Fp8Stages(**stages)
+    assert look_up("row", 17, 20_000, 4096, every) == ScaledMm()
+    assert look_up("row", 500, 20_000, 4096, every) == ScaledMm()
+    assert look_up("block", 9, 4096, 4096, every) is None
+    weight = weight_of(RowScaled, 128, 128)
+    assert choose(randn(1, 128), weight) == GemvTiling(4, 1024, 2)
 
 
 ALL_CASES = tuple(str(number) for number in range(13))
