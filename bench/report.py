@@ -41,6 +41,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "texts": host.texts,
     "callers": host.callers,
     "simulated goodput": host.simulated_goodput,
+    "quality": host.quality,
     "soak": host.soak,
     "strangers": host.strangers,
     "fault sweep": host.fault_sweep,

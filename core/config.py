@@ -49,6 +49,12 @@ class EngineConfig:
         "dummy: random weights from config.json alone",
         choices=("auto", "safetensors", "dummy"),
     )
+    quantization: str | None = flag(
+        None,
+        "fp8: quantise the weights of projections as they are loaded; a checkpoint that is "
+        "quantised needs no flag",
+        choices=("fp8",),
+    )
     seed: int = flag(0, "seed of dummy weights")
     tensor_parallel_size: int = flag(1, "GPUs per engine", aliases=("tp",))
     rank_timeout_s: float = flag(

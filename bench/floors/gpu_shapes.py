@@ -7,6 +7,8 @@ bytes: all weights but the input embedding once, of experts those that uniform r
 for a decode the KV of all positions; a prefill computes the LM head for the last position of each
 prompt only; operations: 2 a weight and token, and 4 a head, dimension, query and key it sees.
 Bandwidth and rate are what an H200 gave for a large copy and a large product, not its data sheet.
+Weights in FP8 are a byte each, without the LM head, whose products are in bf16; scales are not
+counted.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from pathlib import Path
 
 BYTES_PER_S = 4.3e12
 FLOPS = 790e12
+FP8_FLOPS, FP8_BLOCK_FLOPS = 1400e12, 1100e12  # with a scale for each row, for each block
 LINK_BYTES_PER_S = 450e9  # NVLink of one GPU, each way
 _BF16 = 2
 _ARCHITECTURES = {
@@ -40,6 +43,7 @@ class Shape:
     vocab: int
     is_tied: bool = False
     has_qk_norm: bool = False  # Qwen3's, else Llama's architecture
+    quantization: str | None = None  # fp8: by row; fp8-block: by block, as a checkpoint has it
     experts: int = 0  # Qwen3-MoE's, each of `inner`; 0: one MLP
     chosen: int = 0  # experts a token
 
@@ -76,6 +80,16 @@ class Shape:
             return "qwen3_moe"
         return "qwen3" if self.has_qk_norm else "llama"
 
+    @property
+    def _weight_bytes(self) -> int:
+        """Of a weight of a layer."""
+        return 1 if self.quantization else _BF16
+
+    @property
+    def _layer_flops(self) -> float:
+        """Operations a second of products in layers."""
+        return {None: FLOPS, "fp8": FP8_FLOPS, "fp8-block": FP8_BLOCK_FLOPS}[self.quantization]
+
     def part(self, count: int) -> Shape:
         """What one of `count` ranks has, as a model of its own: fewer GPUs can run it."""
         return replace(
@@ -89,24 +103,29 @@ class Shape:
 
     def decode_floor_ms(self, batch: int, context: int) -> float:
         """One step of `batch` sequences that see `context` positions each."""
-        weights = self.layer_weights + self.head_weights
-        read = self.layer_weights_read(batch) + self.head_weights
-        num_bytes = read * _BF16 + batch * context * self.kv_bytes_per_token
+        head_bytes = self.head_weights * _BF16
+        read_bytes = self.layer_weights_read(batch) * self._weight_bytes + head_bytes
+        num_bytes = read_bytes + batch * context * self.kv_bytes_per_token
         attention = 4 * self.layers * self.heads * self.head_dim * context * batch
         # The products are bound by arithmetic or by reading weights, attention by reading KV.
-        products_s = max(2 * weights * batch / FLOPS, read * _BF16 / BYTES_PER_S)
+        products_s = max(
+            2 * self.layer_weights * batch / self._layer_flops
+            + 2 * self.head_weights * batch / FLOPS,
+            read_bytes / BYTES_PER_S,
+        )
         reading_s = batch * context * self.kv_bytes_per_token / BYTES_PER_S
         parts_s = products_s + max(reading_s, attention / FLOPS)
         return max(parts_s, num_bytes / BYTES_PER_S) * 1e3
 
     def prefill_floor_ms(self, num_prompts: int, num_tokens: int) -> float:
         """`num_prompts` prompts of `num_tokens` tokens each."""
-        products = 2 * self.layer_weights * num_tokens + 2 * self.head_weights
+        products_s = 2 * self.layer_weights * num_tokens / self._layer_flops
+        products_s += 2 * self.head_weights / FLOPS
         pairs = num_tokens * (num_tokens + 1) / 2
         attention = 4 * self.layers * self.heads * self.head_dim * pairs
-        read = self.layer_weights_read(num_prompts * num_tokens) + self.head_weights
-        reading_s = read * _BF16 / BYTES_PER_S
-        return max(num_prompts * (products + attention) / FLOPS, reading_s) * 1e3
+        read = self.layer_weights_read(num_prompts * num_tokens) * self._weight_bytes
+        reading_s = (read + self.head_weights * _BF16) / BYTES_PER_S
+        return max(num_prompts * (products_s + attention / FLOPS), reading_s) * 1e3
 
     def sums_floor_ms(self, num_tokens: int, num_gpus: int) -> float:
         """Adding up over the GPUs behind attention and MLP of every layer: bytes over the links."""
@@ -139,6 +158,12 @@ class Shape:
                 "num_experts_per_tok": self.chosen,
                 "moe_intermediate_size": self.inner,
                 "norm_topk_prob": True,
+            }
+        if self.quantization == "fp8-block":
+            config["quantization_config"] = {
+                "quant_method": "fp8",
+                "activation_scheme": "dynamic",
+                "weight_block_size": [128, 128],
             }
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config))

@@ -43,6 +43,16 @@ def simulated_goodput() -> str:
     return table(head, rows) + "\n" + source("simulated_goodput")
 
 
+def quality() -> str:
+    """Perplexity of the bundled model with its weights quantised."""
+    found = figures("quality", "perplexity")
+    rows = [
+        (name, f"{f['median']:.3f}", f"{f['target'] or f['median']:.3f}")
+        for name, f in found.items()
+    ]
+    return table(("", "perplexity", "at most"), rows) + "\n" + source("quality")
+
+
 def soak() -> str:
     """Memory of each process under steady load."""
     found = load("soak")

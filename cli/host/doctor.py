@@ -320,7 +320,8 @@ def check_model(subject: Subject) -> list[Finding]:
     if not (folder / "tokenizer.json").is_file():
         return [problem("model", f"{folder} has no tokenizer.json", "save it beside the weights")]
     layers, context = config.num_layers, config.max_position_embeddings
-    return [ok("model", f"{subject.model}: {layers} layers, context {context}, complete")]
+    stored = f", {config.quantization.name}" if config.quantization else ""
+    return [ok("model", f"{subject.model}: {layers} layers, context {context}{stored}, complete")]
 
 
 def check_placement(subject: Subject) -> list[Finding]:

@@ -12,8 +12,10 @@ from ...core.errors import StartupFailed
 from ...kernels.attention.attention import AttentionBackend, TorchAttention
 from ..model.layers import Placement
 from ..model.model_config import ModelConfig
+from ..model.quantization import stays_fp8
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_FP8_CAPABILITY = (8, 9)  # from which on a GPU multiplies FP8
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)
 
 
@@ -42,7 +44,7 @@ def choose_placement(config: EngineConfig, model: ModelConfig) -> Placement:
         _check_gpu(config.device, num_gpus)
     if config.device == "cpu" or not num_gpus:
         dtype = "float32" if config.dtype == "auto" else config.dtype
-        return Placement(torch.device("cpu"), _DTYPES[dtype])
+        return Placement(torch.device("cpu"), _DTYPES[dtype], quantization=model.quantization)
     if not _has("triton"):
         raise StartupFailed("a GPU engine needs Triton", hint="pip install 'baton-serve[gpu]'")
     from ...kernels.layers.ops_triton import TritonOps
@@ -52,7 +54,17 @@ def choose_placement(config: EngineConfig, model: ModelConfig) -> Placement:
         raise StartupFailed(f"the checkpoint is in {dtype}", hint="--dtype bfloat16")
     device = torch.device("cuda:0" if config.device in ("auto", "cuda") else config.device)
     torch.cuda.set_device(device)
-    return Placement(device, _DTYPES[dtype], TritonOps())
+    return Placement(
+        device,
+        _DTYPES[dtype],
+        TritonOps(),
+        quantization=model.quantization,
+        has_fp8=dtype == "bfloat16" and _has_fp8(device),
+    )
+
+
+def _has_fp8(device: torch.device) -> bool:
+    return stays_fp8() and torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY
 
 
 def _check_gpu(device: str, num_gpus: int) -> None:

@@ -40,6 +40,7 @@ from ..kv.kv_memory import (
 from ..kv.limits import seqs_for_pool, spare_tokens
 from ..model.checkpoint import (
     OnProgress,
+    check_weights,
     fill_dummy_weights,
     load_weights,
     tensor_names,
@@ -90,7 +91,7 @@ class ModelRunner:
         assert communicator.size == config.tensor_parallel_size
         torch.set_num_threads(config.num_threads or 1)
         self.model_dir = resolve_model_dir(config.model)
-        self.model_config = read_model_config(self.model_dir)
+        self.model_config = read_model_config(self.model_dir, config.quantization)
         self.eos_token_ids = eos_token_ids(self.model_dir)
         self.max_model_len = _choose_max_model_len(config, self.model_config)
         self._config = config
@@ -139,9 +140,13 @@ class ModelRunner:
         """The model, its weights filled, and what identifies them."""
         config, begin_s = self._config, time.perf_counter()
         try:
+            is_merged = config.load_format != "dummy" and any(
+                map(is_merged_name, tensor_names(self.model_dir))
+            )
+            ignored = self._check_weights(is_merged)
             model = Decoder(self.model_config, self._placement, self._make_loads())
+            targets = dict(model.targets(has_merged_experts=is_merged))
             if config.load_format == "dummy":
-                targets = dict(model.targets())
                 fill_dummy_weights(
                     targets,
                     std=self.model_config.initializer_range,
@@ -151,10 +156,6 @@ class ModelRunner:
                 )
                 identity = f"dummy:{config.seed}"
             else:
-                is_merged = any(map(is_merged_name, tensor_names(self.model_dir)))
-                targets = dict(model.targets(has_merged_experts=is_merged))
-                is_tied = self.model_config.has_tied_embeddings
-                ignored = frozenset({"lm_head.weight"}) if is_tied else frozenset()
                 load_weights(self.model_dir, targets, ignored=ignored, on_progress=on_progress)
                 identity = weights_identity(self.model_dir)
         except torch.OutOfMemoryError as error:
@@ -164,12 +165,15 @@ class ModelRunner:
             ) from error
         if self._placement.device.type == "cuda":
             torch.cuda.synchronize()
-        num_bytes = sum(target.tensor.nbytes for target in targets.values())
+        num_bytes = sum(target.nbytes for target in targets.values())
         seconds = time.perf_counter() - begin_s
         self.startup_notes.append(
             f"weights: {num_bytes / 1e9:.1f} GB in {seconds:.1f} s, "
             f"{num_bytes / seconds / 1e9:.1f} GB/s"
         )
+        if quantization := self.model_config.quantization:
+            stays = "" if self._placement.has_fp8 else ", dequantised as they were loaded"
+            self.startup_notes.append(f"{quantization.name}{stays}")
         return model, identity
 
     def _make_loads(self) -> ExpertLoads | None:
@@ -179,6 +183,20 @@ class ModelRunner:
         first_slot = NUM_RESERVED_BLOCKS * self._config.block_size
         sizes = (len(experts.layers), experts.num_experts)
         return ExpertLoads(*sizes, first_slot, self._placement.device)
+
+    def _check_weights(self, has_merged_experts: bool) -> frozenset[str]:
+        """Whether the checkpoint fills this model, before any memory is taken for it. Returns the
+        tensors that it may have besides."""
+        placement = dataclasses.replace(self._placement, device=torch.device("meta"))
+        model = Decoder(self.model_config, placement)
+        targets = dict(model.targets(has_merged_experts=has_merged_experts))
+        ignored = frozenset({"lm_head.weight"} if self.model_config.has_tied_embeddings else ())
+        if quantization := self.model_config.quantization:
+            names = [name.removesuffix(".weight") for name, t in targets.items() if t.quantised]
+            ignored |= quantization.ignored(names)
+        if self._config.load_format != "dummy":
+            check_weights(self.model_dir, targets, ignored=ignored)
+        return ignored
 
     def _start_gpu(self, model: Decoder, layout: KvLayout) -> None:
         """Measure the largest step, take the rest as KV pool, capture the decode graphs."""

@@ -2,7 +2,8 @@
 
 Reads safetensors only, mapped, each tensor once; sharded by its index or not. A pickle is never
 opened. Knows no architecture: a model names the tensors it must have and where they go,
-or which part of them; of a part no more than that is read.
+or which part of them; of a part no more than that is read. Quantised weights are dequantised, and
+floats quantised, where the target asks for it: matrix by matrix, some rows at a time.
 """
 
 from __future__ import annotations
@@ -18,14 +19,19 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from ...core.errors import StartupFailed
-from .layers import Target
+from ...kernels.products.weights import BLOCK, quantise_blocks, quantise_rows, spread
+from .layers import Quantised, Target
+from .quantization import BLOCK_SCALED, ROW_SCALED
 from .weight_files import weight_files
 
 # Old checkpoints carry these; they follow from config.json.
 _DERIVED_SUFFIXES = (".rotary_emb.inv_freq",)
 _DTYPES = {"F64", "F32", "F16", "BF16"}
+_FP8 = "F8_E4M3"
+_NUMBERS_AT_ONCE = 1 << 20  # that are quantised or dequantised, some times four bytes each
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
@@ -41,27 +47,54 @@ def load_weights(
 ) -> None:
     """Fill every target from the checkpoint, converting its type.
 
-    `ignored` tensors may be there and are not read. Raises StartupFailed naming the first tensor
-    that is missing, unexpected, mis-shaped or of a type that is no plain float.
+    `ignored` and the errors are those of `check_weights`, which is called first.
     """
+    scales = check_weights(model_dir, targets, ignored=ignored)
+    progress = _Progress(targets, on_progress)
+    for path in weight_files(model_dir):
+        with _open(path, next(iter(targets.values())).tensor.device) as file:
+            for name in file.keys():  # noqa: SIM118 (a handle, not a dict)
+                if name in targets:
+                    _copy(file, name, targets[name], scales)
+                    progress.add(name)
+
+
+def check_weights(
+    model_dir: Path, targets: Mapping[str, Target], *, ignored: frozenset[str] = frozenset()
+) -> dict[str, Tensor]:
+    """Whether the checkpoint can fill the targets, which may be on the device `meta`.
+
+    Returns the scales of quantised weights, by name, in float32. `ignored` tensors may be there.
+    Raises StartupFailed naming the first tensor that is missing, unexpected, mis-shaped or of
+    another type than its target asks for, and a scale that is not above 0.
+    """
+    scaled = {
+        target.quantised.scale_name: (name, target.quantised.scaling)
+        for name, target in targets.items()
+        if target.quantised is not None and target.quantised.scale_name is not None
+    }
     files = weight_files(model_dir)
     locations = {name: path for path in files for name in _tensor_names(path)}
-    for name in targets:
+    for name in (*targets, *scaled):
         if name not in locations:
             raise StartupFailed(f"{model_dir} lacks the tensor {name}")
-    for name in sorted(locations.keys() - targets.keys() - ignored):
+    for name in sorted(locations.keys() - targets.keys() - scaled.keys() - ignored):
         if not name.endswith(_DERIVED_SUFFIXES):
             raise StartupFailed(
                 f"{model_dir} has the tensor {name}, which its architecture does not know",
                 hint="config.json and the weights are not of one model",
             )
-    progress = _Progress(targets, on_progress)
+    scales: dict[str, Tensor] = {}
     for path in files:
-        with _open(path, next(iter(targets.values())).tensor.device) as file:
-            for name in file.keys():  # noqa: SIM118 (a handle, not a dict)
+        with _open(path) as file:
+            for name in file.keys():  # noqa: SIM118
                 if name in targets:
-                    _copy(path, file, name, targets[name])
-                    progress.add(name)
+                    _check(path, file, name, targets[name])
+                elif name in scaled:
+                    weight, scaling = scaled[name]
+                    shape = targets[weight].full_shape
+                    scales[name] = _read_scale(path, file, name, weight, scaling, shape)
+    return scales
 
 
 def fill_dummy_weights(
@@ -84,9 +117,15 @@ def fill_dummy_weights(
             digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
             generator = torch.Generator(tensor.device).manual_seed(int.from_bytes(digest))
             whole = torch.randn(target.full_shape, generator=generator, device=tensor.device)
-            for part, wanted in target.parts():
-                part.copy_(whole[wanted])
-            tensor.mul_(stds.get(name, std))
+            if target.quantised is None:
+                for part, wanted in target.parts():
+                    part.copy_(whole[wanted])
+                tensor.mul_(stds.get(name, std))
+            else:
+                is_blocked = target.quantised.scaling == BLOCK_SCALED
+                data, scale = (quantise_blocks if is_blocked else quantise_rows)(whole.mul_(std))
+                scaling = BLOCK_SCALED if is_blocked else ROW_SCALED
+                _store(target, target.quantised, data[_wanted(target)], scale, scaling)
         else:
             tensor.fill_(0.0 if name.endswith(".bias") else 1.0)
         progress.add(name)
@@ -121,7 +160,7 @@ class _Progress:
     """Counts loaded targets and reports each."""
 
     def __init__(self, targets: Mapping[str, Target], on_progress: OnProgress | None) -> None:
-        self._sizes = {name: target.tensor.nbytes for name, target in targets.items()}
+        self._sizes = {name: target.nbytes for name, target in targets.items()}
         self._total_bytes = sum(self._sizes.values())
         self._num_bytes = 0
         self._on_progress = on_progress
@@ -150,7 +189,7 @@ def _tensor_names(path: Path) -> list[str]:
         return list(file.keys())
 
 
-def _copy(path: Path, file: Any, name: str, target: Target) -> None:
+def _check(path: Path, file: Any, name: str, target: Target) -> None:
     source = file.get_slice(name)
     shape, dtype = tuple(source.get_shape()), source.get_dtype()
     if shape != target.full_shape:
@@ -158,10 +197,108 @@ def _copy(path: Path, file: Any, name: str, target: Target) -> None:
             f"{name} in {path} has shape {list(shape)}, "
             f"config.json asks for {list(target.full_shape)}"
         )
+    if target.quantised is not None and target.quantised.scale_name is not None:
+        if dtype != _FP8:
+            raise StartupFailed(f"{name} in {path} is of type {dtype}, config.json says {_FP8}")
+    elif dtype not in _DTYPES:
+        raise StartupFailed(f"{name} in {path} is of type {dtype}, not a plain float")
+
+
+def _read_scale(
+    path: Path, file: Any, name: str, weight: str, scaling: str, full_shape: tuple[int, ...]
+) -> Tensor:
+    """In float32, on the CPU: [1] for the whole weight, [outputs], or [blocks, blocks]."""
+    source = file.get_slice(name)
+    shape, dtype = tuple(source.get_shape()), source.get_dtype()
+    outputs, inputs = full_shape
+    shapes: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1))
+    if scaling == ROW_SCALED:
+        shapes = ((outputs, 1), (outputs,))
+    elif scaling == BLOCK_SCALED:
+        shapes = ((-(-outputs // BLOCK), -(-inputs // BLOCK)),)
+    if shape not in shapes:
+        raise StartupFailed(
+            f"{name} in {path} has shape {list(shape)}: {weight} with a scale for each "
+            f"{scaling} asks for {' or '.join(str(list(one)) for one in shapes)}"
+        )
     if dtype not in _DTYPES:
         raise StartupFailed(f"{name} in {path} is of type {dtype}, not a plain float")
-    if target.cut is None or target.tensor.shape == shape:
-        target.tensor.copy_(file.get_tensor(name))
-    elif target.tensor.numel():
+    scale: Tensor = file.get_tensor(name).float()
+    wrong = scale[~(scale.isfinite() & (scale > 0))]
+    if len(wrong):
+        raise StartupFailed(
+            f"{name} in {path} has {len(wrong)} scales that are no finite numbers above 0, such as "
+            f"{wrong[0].item()}",
+            hint="download the file again",
+        )
+    return scale if scaling == BLOCK_SCALED else scale.flatten()
+
+
+def _copy(file: Any, name: str, target: Target, scales: Mapping[str, Tensor]) -> None:
+    if not target.tensor.numel():
+        return
+    quantised = target.quantised
+    is_whole = target.cut is None or tuple(target.tensor.shape) == target.full_shape
+    if quantised is not None and quantised.scale_name is None and target.cut is not None:
+        # An output's scale is that of all its inputs, on whichever rank.
+        is_whole = is_whole or target.cut.dim == 1
+    source = file.get_slice(name)
+    if quantised is None:
         for part, wanted in target.parts():
-            part.copy_(source[wanted])
+            part.copy_(file.get_tensor(name) if is_whole else source[wanted])
+        return
+    read = file.get_tensor(name) if is_whole else source[_wanted(target)]
+    if quantised.scale_name is None:
+        _quantise(target, quantised, read)
+    else:
+        scale = scales[quantised.scale_name].to(target.tensor.device)
+        _store(target, quantised, read, scale, quantised.scaling)
+
+
+def _quantise(target: Target, quantised: Quantised, floats: Tensor) -> None:
+    """`floats` [outputs, inputs]: all inputs of the target's outputs."""
+    num_rows, width = target.tensor.shape
+    columns = slice(target.first[1], target.first[1] + width)
+    step = max(1, _NUMBERS_AT_ONCE // floats.shape[1])
+    for first in range(0, num_rows, step):
+        rows = slice(first, min(first + step, num_rows))
+        data, scale = quantise_rows(floats[rows])
+        part = None if quantised.scale is None else quantised.scale[rows]
+        chunk = Quantised(ROW_SCALED, None, part)
+        _store(Target(target.tensor[rows]), chunk, data[:, columns], scale, ROW_SCALED)
+
+
+def _store(target: Target, quantised: Quantised, data: Tensor, scale: Tensor, scaling: str) -> None:
+    """Fill the target with `data` [outputs, inputs], e4m3: its part of a weight with `scale`."""
+    (num_rows, width), (first_row, first_column) = data.shape, target.first
+
+    def of_rows(first: int, count: int) -> Tensor:
+        """The scale of each weight of some rows of the part."""
+        start = first_row + first
+        if scaling == BLOCK_SCALED:
+            return spread(scale, (count, width), (start, first_column))
+        return (scale[start : start + count] if scaling == ROW_SCALED else scale)[:, None]
+
+    if quantised.scale is None:
+        step = max(1, _NUMBERS_AT_ONCE // width)
+        for first in range(0, num_rows, step):
+            some = data[first : first + step].float()
+            target.tensor[first : first + len(some)].copy_(some * of_rows(first, len(some)))
+        return
+    target.tensor.copy_(data)
+    if scaling == BLOCK_SCALED:
+        rows, columns = (
+            slice(start // BLOCK, -(-(start + size) // BLOCK))
+            for start, size in zip(target.first, data.shape, strict=True)
+        )
+        quantised.scale.copy_(scale[rows, columns])
+    else:
+        quantised.scale.copy_(of_rows(0, num_rows)[:, 0])
+
+
+def _wanted(target: Target) -> tuple[slice, ...]:
+    """Which part of the checkpoint's tensor the target is."""
+    if target.cut is None:
+        return (slice(None),)
+    stop = target.cut.start + target.tensor.shape[target.cut.dim]
+    return (*[slice(None)] * target.cut.dim, slice(target.cut.start, stop))

@@ -12,6 +12,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from ...kernels.layers.ops import Ops
+from ...kernels.products.weights import Activations, Fp8Weight, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +39,22 @@ class Communicator:
         """The sum of all ranks' x: x itself, overwritten, or a new tensor."""
         return x
 
-    def linear(self, ops: Ops, x: Tensor, weight: Tensor, bias: Tensor | None) -> Summand:
+    def linear(self, ops: Ops, x: Activations, weight: Weight, bias: Tensor | None) -> Summand:
         """`ops.linear`, for `add_rms_norm`, which must be the next operation."""
         return ops.linear(x, weight, bias)
 
     def add_rms_norm(
-        self, ops: Ops, x: Summand, residual: Tensor, weight: Tensor, eps: float
-    ) -> Tensor:
+        self,
+        ops: Ops,
+        x: Summand,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        reader: Fp8Weight | None = None,
+    ) -> Activations:
         """`ops.add_rms_norm` of the sum of all ranks' x."""
         assert isinstance(x, Tensor)
-        return ops.add_rms_norm(self.all_reduce(x), residual, weight, eps)
+        return ops.add_rms_norm(self.all_reduce(x), residual, weight, eps, reader)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[rows, columns] -> [rows, size * columns]: the ranks' columns, in their order."""

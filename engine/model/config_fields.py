@@ -58,6 +58,9 @@ class Fields:
             raise self.error(f"{name} is no object")
         return Fields(self._path, value)
 
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._values)
+
     def __bool__(self) -> bool:
         return bool(self._values)
 

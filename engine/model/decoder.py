@@ -7,12 +7,11 @@ gave on each. Knows no request, no block and no file.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from ...kernels.attention.attention import AttentionBackend
 from ...kernels.experts.experts import ExpertLoads, LayerLoads
+from ...kernels.products.weights import Activations
 from .communicator import Summand
 from .experts import Experts
 from .layers import (
@@ -20,6 +19,7 @@ from .layers import (
     Linear,
     Outputs,
     Placement,
+    Product,
     RMSNorm,
     RotaryEmbedding,
     RowLinear,
@@ -57,7 +57,7 @@ class Attention:
         self.head_norms = [RMSNorm(f"{prefix}.{name}", dim, self._eps, placement) for name in names]
 
     def __call__(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], attention: AttentionBackend
+        self, x: Activations, rope: tuple[Tensor, Tensor], attention: AttentionBackend
     ) -> Summand:
         qkv = self.qkv(x).view(len(x), -1, self._head_dim)  # [tokens, heads + 2 kv_heads, dim]
         if self.head_norms:
@@ -66,7 +66,7 @@ class Attention:
             qkv = self._ops.norm_heads(qkv, weights, self._kv_heads, self._eps)
         return self.out(attention.run(self._layer, qkv, rope).view(len(x), -1))
 
-    def products(self) -> list[tuple[int, Callable[[Tensor], Tensor]]]:
+    def products(self) -> list[tuple[int, Product]]:
         """See DecoderLayer."""
         return [(self.qkv.weight.shape[1], self.qkv), (self.out.weight.shape[1], self.out.product)]
 
@@ -102,6 +102,7 @@ class DecoderLayer:
             f"{prefix}.post_attention_layernorm", config.hidden_size, eps, placement
         )
         self.mlp = _make_mlp(index, prefix, config, placement, loads)
+        self._mlp_reader = self.mlp.gate_up.fp8_weight if isinstance(self.mlp, MLP) else None
 
     def __call__(
         self,
@@ -111,11 +112,15 @@ class DecoderLayer:
         attention: AttentionBackend,
     ) -> Summand:
         """x: what is to be added to `residual` yet, if anything; returns the same for the next."""
-        normed = self.input_norm(residual) if x is None else self.input_norm.add(x, residual)
+        reader = self.attention.qkv.fp8_weight
+        if x is None:
+            normed = self.input_norm(residual, reader)
+        else:
+            normed = self.input_norm.add(x, residual, reader)
         attended = self.attention(normed, rope, attention)
-        return self.mlp(self.post_attention_norm.add(attended, residual))
+        return self.mlp(self.post_attention_norm.add(attended, residual, self._mlp_reader))
 
-    def products(self) -> list[tuple[int, Callable[[Tensor], Tensor]]]:
+    def products(self) -> list[tuple[int, Product]]:
         """The products of inputs with weights, as pairs of how many inputs and the product."""
         return [*self.attention.products(), *self.mlp.products()]
 
@@ -159,7 +164,9 @@ class Decoder:
         self.norm = RMSNorm("model.norm", config.hidden_size, config.rms_norm_eps, placement)
         self.lm_head = self.embed
         if not config.has_tied_embeddings:
-            self.lm_head = Embedding("lm_head", config.vocab_size, config.hidden_size, placement)
+            self.lm_head = Embedding(
+                "lm_head", config.vocab_size, config.hidden_size, placement, is_head=True
+            )
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, placement.device)
 
     def forward(
@@ -176,7 +183,9 @@ class Decoder:
         rope = self.rotary(positions)
         for layer in self.layers:
             x = layer(x, residual, rope, attention)
-        return self.norm(residual) if x is None else self.norm.add(x, residual)
+        hidden = self.norm(residual) if x is None else self.norm.add(x, residual)
+        assert isinstance(hidden, Tensor)
+        return hidden
 
     def targets(self, *, has_merged_experts: bool = False) -> Targets:
         """Every tensor a checkpoint must have, and where it goes.

@@ -12,13 +12,12 @@ In both cases the ranks' outputs add up. The router is the same on all ranks, an
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from ...kernels.experts.experts import ExpertWeights, LayerLoads, Mixture
-from .layers import Cut, Linear, Outputs, Placement, Target, Targets
+from ...kernels.products.weights import Activations
+from .layers import Cut, FloatLinear, Outputs, Placement, Product, Target, Targets
 from .mlp import MLP
 from .model_config import ExpertsConfig
 
@@ -42,7 +41,8 @@ class Experts:
         placement: Placement,
         loads: LayerLoads | None,
     ) -> None:
-        self._layer, self._config, self._ops = layer, config, placement.ops
+        self._layer, self._config = layer, config
+        self._placement, self._ops = placement, placement.ops
         self._loads = loads
         ranks = placement.communicator
         self._first, self._count = 0, config.num_experts
@@ -54,7 +54,7 @@ class Experts:
             self._inner //= ranks.size
             self._first_inner = ranks.rank * self._inner
         prefix = f"{layer}.{config.part}"
-        self.router = Linear(
+        self.router = FloatLinear(
             [Outputs.whole(f"{prefix}.gate", config.num_experts)], hidden, placement
         )
         self.mixture = Mixture(
@@ -70,10 +70,11 @@ class Experts:
             inner = config.shared_intermediate_size
             self.shared = MLP(f"{prefix}.shared_expert", hidden, inner, placement)
             gate = Outputs.whole(f"{prefix}.shared_expert_gate", 1)
-            self.shared_gate = Linear([gate], hidden, placement)
+            self.shared_gate = FloatLinear([gate], hidden, placement)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Activations) -> Tensor:
         """[tokens, hidden] -> this rank's summand of the same shape."""
+        assert isinstance(x, Tensor), "more than one weight reads it"
         out = self._ops.experts(x, self.mixture, self._loads)
         if self.shared is not None:
             # A product of a single output, and a vectorised exponential, round by the number of
@@ -83,7 +84,7 @@ class Experts:
             out += gate.to(x.dtype) * self.shared.product(x)
         return out
 
-    def products(self) -> list[tuple[int, Callable[[Tensor], Tensor]]]:
+    def products(self) -> list[tuple[int, Product]]:
         """None that go by a library: see DecoderLayer."""
         return []
 
@@ -99,9 +100,14 @@ class Experts:
             if 0 <= local < self._count:
                 gate, up = gate_up[local, :inner], gate_up[local, inner:]
                 rows, cols = Cut(0, first, full), Cut(1, first, full)
-                yield f"{prefix}.{gate_name}.weight", Target(gate, rows)
-                yield f"{prefix}.{up_name}.weight", Target(up, rows)
-                yield f"{prefix}.{down_name}.weight", Target(down[local], cols)
+                parts = (
+                    (gate_name, gate, rows),
+                    (up_name, up, rows),
+                    (down_name, down[local], cols),
+                )
+                for name, part, cut in parts:
+                    target = self._placement.target(f"{prefix}.{name}", part, cut, 0, len(part))
+                    yield f"{prefix}.{name}.weight", target
             else:  # another rank's, of which nothing is read
                 nothing = Cut(0, 0, full)
                 yield f"{prefix}.{gate_name}.weight", Target(gate_up[0, :0], nothing)

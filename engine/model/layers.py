@@ -15,16 +15,27 @@ Knows no file and no attention.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...core.errors import StartupFailed
 from ...kernels.kv.kv_blocks import rope_angles
 from ...kernels.layers.ops import Ops
+from ...kernels.products.weights import (
+    BLOCK,
+    FP8,
+    Activations,
+    BlockScaled,
+    Fp8Weight,
+    RowScaled,
+    Weight,
+)
 from .communicator import Communicator, Summand
+from .quantization import BLOCK_SCALED, Quantization
 from .rope_config import DynamicScaling, LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 
 
@@ -42,11 +53,21 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
+class Quantised:
+    """How the weight of a target is quantised."""
+
+    scaling: str  # as Quantization's
+    scale_name: str | None  # of the checkpoint's tensor; None: quantised as it is loaded
+    scale: Tensor | None  # [outputs] or [blocks, blocks] to fill; None: the target is of floats
+
+
+@dataclass(frozen=True, slots=True)
 class Target:
     """Where a checkpoint's tensor goes, or with `cut` as much of it as `tensor` has room for."""
 
     tensor: Tensor
     cut: Cut | None = None
+    quantised: Quantised | None = None
 
     @property
     def full_shape(self) -> tuple[int, ...]:
@@ -68,8 +89,21 @@ class Target:
             wanted = (*[slice(None)] * cut.dim, slice(start, start + count))
             yield self.tensor.narrow(cut.dim, piece * count, count), wanted
 
+    @property
+    def first(self) -> tuple[int, int]:
+        """Of a matrix: where the part begins in the checkpoint's tensor."""
+        if self.cut is None:
+            return 0, 0
+        return (self.cut.start, 0) if self.cut.dim == 0 else (0, self.cut.start)
+
+    @property
+    def nbytes(self) -> int:
+        scale = None if self.quantised is None else self.quantised.scale
+        return self.tensor.nbytes + (0 if scale is None else scale.nbytes)
+
 
 Targets = Iterator[tuple[str, Target]]
+Product = Callable[[Tensor], Activations]  # of inputs with a weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +115,8 @@ class Placement:
     ops: Ops = field(default_factory=Ops)
     communicator: Communicator = field(default_factory=Communicator)
     has_expert_parallel: bool = False  # each rank has some experts whole
+    quantization: Quantization | None = None
+    has_fp8: bool = False  # else quantised weights become `dtype` as they are loaded
 
     def vector(self, size: int) -> Tensor:
         return torch.empty(size, dtype=self.dtype, device=self.device)
@@ -100,6 +136,52 @@ class Placement:
         if self.device.type == "cpu":
             return torch.empty(count, num_inputs, num_outputs, dtype=self.dtype).transpose(1, 2)
         return torch.empty(count, num_outputs, num_inputs, dtype=self.dtype, device=self.device)
+
+    def weight(self, names: Sequence[str], num_outputs: int, num_inputs: int) -> Weight:
+        """An uninitialised weight of the checkpoint's projections `names`, one behind the other."""
+        scaling = self._scaling_of(names)
+        if scaling is None or not self.has_fp8:
+            return self.matrix(num_outputs, num_inputs)
+        data = torch.empty(num_outputs, num_inputs, dtype=FP8, device=self.device)
+        if scaling == BLOCK_SCALED:
+            return BlockScaled(
+                data, self._scales(-(-num_outputs // BLOCK), -(-num_inputs // BLOCK))
+            )
+        return RowScaled(data, self._scales(num_outputs))
+
+    def target(self, name: str, weight: Weight, cut: Cut, first: int, count: int) -> Target:
+        """Rows [first, first + count) of `weight`, made for the checkpoint's projection `name`."""
+        scaling, quantization = self._scaling_of([name]), self.quantization
+        if scaling is None or quantization is None:
+            assert isinstance(weight, Tensor)
+            return Target(weight[first : first + count], cut)
+        if isinstance(weight, Tensor):
+            scale, matrix = None, weight
+        elif isinstance(weight, RowScaled):
+            scale, matrix = weight.scale[first : first + count], weight.data
+        else:
+            if first % BLOCK or cut.start % BLOCK:
+                raise StartupFailed(
+                    f"{name}.weight: the scales are of blocks of {BLOCK}, and its part of the "
+                    f"merged weight begins at {first}, in the checkpoint at {cut.start}",
+                    hint="--dtype float32 dequantises it",
+                )
+            rows = slice(first // BLOCK, -(-(first + count) // BLOCK))
+            scale, matrix = weight.scale[rows], weight.data
+        quantised = Quantised(scaling, quantization.scale_of(name), scale)
+        return Target(matrix[first : first + count], cut, quantised)
+
+    def _scaling_of(self, names: Sequence[str]) -> str | None:
+        """None if the projections are not quantised."""
+        covered = {self.quantization is not None and self.quantization.covers(n) for n in names}
+        if len(covered) > 1:
+            raise StartupFailed(
+                f"only some of {', '.join(names)} are quantised, which is not supported"
+            )
+        return self.quantization.scaling if self.quantization and True in covered else None
+
+    def _scales(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,26 +219,42 @@ class Linear:
         has_bias: bool = False,
     ) -> None:
         self._outputs = outputs
-        self._ops = placement.ops
+        self._placement, self._ops = placement, placement.ops
         num_outputs = sum(part.count for part in outputs)
-        self.weight = placement.matrix(num_outputs, num_inputs)
+        self.weight: Weight = placement.weight(
+            [part.name for part in outputs], num_outputs, num_inputs
+        )
         self.bias = placement.vector(num_outputs) if has_bias else None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    @property
+    def fp8_weight(self) -> Fp8Weight | None:
+        return None if isinstance(self.weight, Tensor) else self.weight
+
+    def __call__(self, x: Activations) -> Tensor:
         return self._ops.linear(x, self.weight, self.bias)
 
-    def gated(self, x: Tensor) -> Tensor:
+    def gated(self, x: Activations, reader: Fp8Weight | None = None) -> Activations:
         """The first half of the outputs, by SiLU, times the second."""
-        return self._ops.gated_linear(x, self.weight, self.bias)
+        return self._ops.gated_linear(x, self.weight, self.bias, reader)
 
     def targets(self) -> Targets:
         first = 0
         for part in self._outputs:
             rows, cut = slice(first, first + part.count), Cut(0, part.first, part.full)
-            yield f"{part.name}.weight", Target(self.weight[rows], cut)
+            target = self._placement.target(part.name, self.weight, cut, first, part.count)
+            yield f"{part.name}.weight", target
             if self.bias is not None:
                 yield f"{part.name}.bias", Target(self.bias[rows], cut)
             first += part.count
+
+
+class FloatLinear(Linear):
+    """One whose weight is a tensor: what is quantised in the checkpoint is dequantised."""
+
+    weight: Tensor
+
+    def __init__(self, outputs: Sequence[Outputs], num_inputs: int, placement: Placement) -> None:
+        super().__init__(outputs, num_inputs, replace(placement, has_fp8=False))
 
 
 class RowLinear:
@@ -172,17 +270,21 @@ class RowLinear:
         has_bias: bool = False,
     ) -> None:
         self._name = name
-        self._ops = placement.ops
+        self._placement, self._ops = placement, placement.ops
         self._communicator = communicator = placement.communicator
         self._num_inputs = num_inputs
-        self.weight = placement.matrix(num_outputs, num_inputs // communicator.size)
+        self.weight = placement.weight([name], num_outputs, num_inputs // communicator.size)
         self.bias = placement.vector(num_outputs) if has_bias else None
 
-    def __call__(self, x: Tensor) -> Summand:
+    @property
+    def fp8_weight(self) -> Fp8Weight | None:
+        return None if isinstance(self.weight, Tensor) else self.weight
+
+    def __call__(self, x: Activations) -> Summand:
         """For the next RMSNorm.add."""
         return self._communicator.linear(self._ops, x, self.weight, self._bias_of_rank)
 
-    def product(self, x: Tensor) -> Tensor:
+    def product(self, x: Activations) -> Tensor:
         """The same, for whatever is to be made of it here."""
         return self._ops.linear(x, self.weight, self._bias_of_rank)
 
@@ -191,8 +293,10 @@ class RowLinear:
         return self.bias if self._communicator.rank == 0 else None  # added once
 
     def targets(self) -> Targets:
-        first = self._communicator.rank * self.weight.shape[1]
-        yield f"{self._name}.weight", Target(self.weight, Cut(1, first, self._num_inputs))
+        num_outputs, width = self.weight.shape
+        cut = Cut(1, self._communicator.rank * width, self._num_inputs)
+        target = self._placement.target(self._name, self.weight, cut, 0, num_outputs)
+        yield f"{self._name}.weight", target
         if self.bias is not None:
             yield f"{self._name}.bias", Target(self.bias)
 
@@ -207,23 +311,37 @@ class RMSNorm:
         self._communicator = placement.communicator
         self.weight = placement.vector(size)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._ops.rms_norm(x, self.weight, self._eps)
+    def __call__(self, x: Tensor, reader: Fp8Weight | None = None) -> Activations:
+        """`reader`: see Ops."""
+        return self._ops.rms_norm(x, self.weight, self._eps, reader)
 
-    def add(self, x: Summand, residual: Tensor) -> Tensor:
+    def add(self, x: Summand, residual: Tensor, reader: Fp8Weight | None = None) -> Activations:
         """Add all ranks' x to `residual` in place; the norm of the sum."""
-        return self._communicator.add_rms_norm(self._ops, x, residual, self.weight, self._eps)
+        weight, eps = self.weight, self._eps
+        return self._communicator.add_rms_norm(self._ops, x, residual, weight, eps, reader)
 
     def targets(self) -> Targets:
         yield f"{self._name}.weight", Target(self.weight)
 
 
 class Embedding:
-    """Token ids to vectors, and back to logits. Each rank has the same number of rows."""
+    """Token ids to vectors, and back to logits. Each rank has the same number of rows.
 
-    def __init__(self, name: str, vocab_size: int, size: int, placement: Placement) -> None:
+    An LM head that is quantised in the checkpoint becomes floats as it is loaded.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        vocab_size: int,
+        size: int,
+        placement: Placement,
+        *,
+        is_head: bool = False,
+    ) -> None:
         self._name = name
-        self._ops = placement.ops
+        self._is_head = is_head
+        self._placement, self._ops = placement, placement.ops
         self._communicator = communicator = placement.communicator
         self._vocab_size = vocab_size
         num_rows = -(-vocab_size // communicator.size)
@@ -254,7 +372,13 @@ class Embedding:
 
     def targets(self) -> Targets:
         cut = Cut(0, self._first, self._vocab_size)
-        yield f"{self._name}.weight", Target(self.weight[: self._num_ids], cut)
+        if self._is_head:
+            yield (
+                f"{self._name}.weight",
+                self._placement.target(self._name, self.weight, cut, 0, self._num_ids),
+            )
+        else:
+            yield f"{self._name}.weight", Target(self.weight[: self._num_ids], cut)
 
 
 class RotaryEmbedding:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
+from ...kernels.products.weights import Activations
 from .communicator import Summand
-from .layers import Linear, Outputs, Placement, RowLinear, Targets
+from .layers import Linear, Outputs, Placement, Product, RowLinear, Targets
 
 
 class MLP:
@@ -26,14 +25,14 @@ class MLP:
         )
         self.down = RowLinear(f"{prefix}.down_proj", hidden, inner, placement, has_bias=has_bias)
 
-    def __call__(self, x: Tensor) -> Summand:
-        return self.down(self.gate_up.gated(x))
+    def __call__(self, x: Activations) -> Summand:
+        return self.down(self.gate_up.gated(x, self.down.fp8_weight))
 
     def product(self, x: Tensor) -> Tensor:
         """The same: see RowLinear."""
-        return self.down.product(self.gate_up.gated(x))
+        return self.down.product(self.gate_up.gated(x, self.down.fp8_weight))
 
-    def products(self) -> list[tuple[int, Callable[[Tensor], Tensor]]]:
+    def products(self) -> list[tuple[int, Product]]:
         """See DecoderLayer."""
         return [
             (self.gate_up.weight.shape[1], self.gate_up.gated),

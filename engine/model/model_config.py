@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ...core.model_dir import read_json
 from .config_fields import Fields
+from .quantization import AT_LOAD, Quantization, read_quantization
 from .rope_config import FULL_ATTENTION, SLIDING_ATTENTION, DynamicScaling, RopeConfig, read_rope
 
 
@@ -124,6 +125,7 @@ class ModelConfig:
     has_qk_norm: bool
     initializer_range: float
     dtype: str  # the checkpoint's, e.g. "bfloat16"
+    quantization: Quantization | None = None
 
     @property
     def max_context_tokens(self) -> int:
@@ -136,8 +138,11 @@ class ModelConfig:
         return min(windows, default=None)
 
 
-def read_model_config(model_dir: Path) -> ModelConfig:
-    """Read config.json. Raises StartupFailed, naming the field, if it cannot be served."""
+def read_model_config(model_dir: Path, quantization: str | None = None) -> ModelConfig:
+    """Read config.json. Raises StartupFailed, naming the field, if it cannot be served.
+
+    `quantization`: --quantization, for a checkpoint that is not quantised.
+    """
     fields = Fields(model_dir / "config.json", read_json(model_dir / "config.json"))
     name = _architecture_name(fields)
     architecture = ARCHITECTURES[name]
@@ -173,6 +178,7 @@ def read_model_config(model_dir: Path) -> ModelConfig:
         has_qk_norm=architecture.has_qk_norm,
         initializer_range=fields.number("initializer_range", 0.02),
         dtype=str(fields.get("dtype", fields.get("torch_dtype", "float32"))),
+        quantization=read_quantization(fields) or AT_LOAD.get(quantization or ""),
     )
     _check_heads(config, fields)
     return config
@@ -201,8 +207,6 @@ def _architecture_name(fields: Fields) -> str:
 def _refuse_unsupported(fields: Fields) -> None:
     if fields.get("auto_map") is not None:
         raise fields.error("auto_map asks to run code from the checkpoint, which Baton never does")
-    if fields.get("quantization_config") is not None:
-        raise fields.error("quantised checkpoints are not supported")
     if fields.get("hidden_act", "silu") != "silu":
         raise fields.error(f"hidden_act {fields.get('hidden_act')!r} is not supported, only silu")
 

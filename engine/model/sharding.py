@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from ...core.errors import StartupFailed
 from .model_config import ModelConfig
+from .quantization import BLOCK, BLOCK_SCALED
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,4 +65,11 @@ def _why_not(config: ModelConfig, size: int, has_expert_parallel: bool) -> str:
     kv_heads = config.num_kv_heads
     if kv_heads % size and size % kv_heads:
         return f"neither divides the model's {kv_heads} KV heads nor is divided"
+    if size > 1 and config.quantization and config.quantization.scaling == BLOCK_SCALED:
+        heads = {"heads": config.num_heads // size, "KV heads": max(1, kv_heads // size)}
+        parts = {name: count * config.head_dim for name, count in heads.items()}
+        parts |= {name: count // size for name, count in inners.items()}
+        for name, count in parts.items():
+            if count % BLOCK:
+                return f"cuts the weights' blocks of {BLOCK}: {count} of the {name} a rank"
     return ""

@@ -15,6 +15,7 @@ from ...core.config import EngineConfig
 from ...core.errors import StartupFailed
 from ...core.model_dir import read_json, resolve_model_dir
 from .model_config import ModelConfig, read_model_config
+from .quantization import Quantization, stays_fp8
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -30,6 +31,7 @@ _UNREADABLE = (
     RecursionError,
 )
 _BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
+_FP8 = "F8_E4M3"
 
 
 def weight_files(model_dir: Path) -> tuple[Path, ...]:
@@ -51,32 +53,54 @@ def weight_files(model_dir: Path) -> tuple[Path, ...]:
 
 def weights_bytes(config: EngineConfig) -> int:
     """What the weights of `config.model` take on GPUs, over all ranks, in the type that `--dtype`
-    means there. Raises StartupFailed where there are none, or none that can be read."""
+    means there. Raises StartupFailed where there are none, or none that can be read.
+
+    Weights in FP8 become floats but where `stays_fp8` and in engines of bfloat16.
+    """
     folder = resolve_model_dir(config.model)
-    model = read_model_config(folder)
+    model = read_model_config(folder, config.quantization)
+    dtype = model.dtype if config.dtype == "auto" else config.dtype
+    quantization = model.quantization if dtype == "bfloat16" and stays_fp8() else None
     if config.load_format == "dummy":
-        count = _num_dummy_weights(model)
+        counts = [_num_dummy_weights(model, quantization)]
     else:
-        count = sum(map(_num_weights, weight_files(folder)))
-    return count * _BYTES_OF.get(model.dtype if config.dtype == "auto" else config.dtype, 2)
+        counts = [_num_weights(path, quantization) for path in weight_files(folder)]
+    num_bytes = _BYTES_OF.get(dtype, 2)
+    return sum(num_floats * num_bytes + num_fp8 for num_floats, num_fp8 in counts)
 
 
-def _num_weights(path: Path) -> int:
-    """By the file's header."""
+def _num_weights(path: Path, quantization: Quantization | None) -> tuple[int, int]:
+    """(floats, weights in FP8), by the file's header."""
     try:
         with path.open("rb") as file:
             (num_bytes,) = struct.unpack("<Q", file.read(8))
             if num_bytes > _MAX_HEADER_BYTES:
                 raise ValueError(f"a header of {num_bytes} bytes")
             header = json.loads(file.read(num_bytes))
-        return sum(math.prod(header[name]["shape"]) for name in header.keys() - {"__metadata__"})
+        num_floats = num_fp8 = 0
+        for name in header.keys() - {"__metadata__"}:
+            shape, dtype = header[name]["shape"], header[name]["dtype"]
+            if quantization is not None and _stays_fp8(name, len(shape), dtype, quantization):
+                num_fp8 += math.prod(shape)
+            else:
+                num_floats += math.prod(shape)
+        return num_floats, num_fp8
     except _UNREADABLE as error:
         hint = "is it whole? download it again"
         raise StartupFailed(f"cannot read {path}: {error}", hint=hint) from error
 
 
-def _num_dummy_weights(model: ModelConfig) -> int:
-    """Of the matrices alone: what else there is takes less than a thousandth."""
+def _stays_fp8(name: str, num_dims: int, dtype: str, quantization: Quantization) -> bool:
+    is_projection = ".layers." in name and num_dims == 2 and name.endswith(".weight")
+    is_projection &= ".experts." not in name
+    if quantization.scale_suffix is None:
+        return is_projection and quantization.covers(name.removesuffix(".weight"))
+    return is_projection and dtype == _FP8
+
+
+def _num_dummy_weights(model: ModelConfig, quantization: Quantization | None) -> tuple[int, int]:
+    """(floats, weights in FP8) of the matrices alone: what else there is takes less than a
+    thousandth."""
     width = model.hidden_size
     attention = 2 * width * model.head_dim * (model.num_heads + model.num_kv_heads)
     num_dense, experts = model.num_layers, 0
@@ -87,7 +111,8 @@ def _num_dummy_weights(model: ModelConfig) -> int:
         experts = len(model.experts.layers) * (model.experts.num_experts * one + shared)
     mlps = num_dense * 3 * width * model.intermediate_size
     embeddings = (1 if model.has_tied_embeddings else 2) * model.vocab_size * width
-    return embeddings + model.num_layers * attention + mlps + experts
+    projections = model.num_layers * attention + mlps + experts
+    return (embeddings + projections, 0) if quantization is None else (embeddings, projections)
 
 
 def _is_plain_file_name(name: object) -> bool:

@@ -22,6 +22,7 @@ from torch._C import _distributed_c10d as c10d
 from ...core.config import EngineConfig
 from ...core.errors import StartupFailed
 from ...kernels.layers.ops import Ops
+from ...kernels.products.weights import Activations, Fp8Weight, Weight
 from ..kv.cuda_memory import export_handle
 from ..model.communicator import Communicator, Sent, Summand
 
@@ -169,20 +170,33 @@ class NcclCommunicator(Communicator):
             return self._peers.all_reduce(x)
         return self.sum_by_nccl(x)
 
-    def linear(self, ops: Ops, x: Tensor, weight: Tensor, bias: Tensor | None) -> Summand:
-        if self._peers is not None and self._peers.send_product(x, weight, bias):
+    def linear(self, ops: Ops, x: Activations, weight: Weight, bias: Tensor | None) -> Summand:
+        peers = self._peers
+        # There is no kernel that sends a product with a weight in FP8.
+        if (
+            peers is not None
+            and isinstance(x, Tensor)
+            and isinstance(weight, Tensor)
+            and peers.send_product(x, weight, bias)
+        ):
             return Sent()
         return ops.linear(x, weight, bias)
 
     def add_rms_norm(
-        self, ops: Ops, x: Summand, residual: Tensor, weight: Tensor, eps: float
-    ) -> Tensor:
+        self,
+        ops: Ops,
+        x: Summand,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        reader: Fp8Weight | None = None,
+    ) -> Activations:
         if isinstance(x, Sent):
             assert self._peers is not None
             return self._peers.add_rms_norm(None, residual, weight, eps)
         if self._peers is not None and self._peers.can_reduce_rows(x):
             return self._peers.add_rms_norm(x, residual, weight, eps)
-        return ops.add_rms_norm(self.all_reduce(x), residual, weight, eps)
+        return ops.add_rms_norm(self.all_reduce(x), residual, weight, eps, reader)
 
     def sum_by_nccl(self, x: Tensor) -> Tensor:
         """`all_reduce` of any size: x itself, overwritten."""

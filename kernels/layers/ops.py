@@ -10,29 +10,59 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..experts.experts import LayerLoads, Mixture, choose_experts
+from ..products.weights import Activations, Fp8Weight, Weight, quantise_activations
 
 
 class Ops:
-    """All tensors are contiguous, [tokens, ...], and of the model's type."""
+    """All tensors are contiguous, [tokens, ...], and of the model's type.
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x @ weight^T + bias; weight [outputs, inputs]."""
-        return F.linear(x, weight, bias)
+    `reader`: the weight of the product that reads a result, and nothing else does: the result may
+    be quantised for it.
+    """
 
-    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(self, x: Activations, weight: Weight, bias: Tensor | None) -> Tensor:
+        """x @ weight^T + bias; weight [outputs, inputs].
+
+        With a weight in FP8 x is quantised for it too, unless it is a single row.
+        """
+        if isinstance(weight, Tensor):
+            assert isinstance(x, Tensor)
+            return F.linear(x, weight, bias)
+        if isinstance(x, Tensor) and len(x) > 1:
+            x = quantise_activations(x, weight)
+        if not isinstance(x, Tensor):
+            x = x.dequantised(x.dtype)
+        return F.linear(x, weight.dequantised(x.dtype), bias)
+
+    def gated_linear(
+        self,
+        x: Activations,
+        weight: Weight,
+        bias: Tensor | None,
+        reader: Fp8Weight | None = None,
+    ) -> Activations:
         """`silu_and_mul` of `linear`."""
         return silu_and_mul(self.linear(x, weight, bias))
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, reader: Fp8Weight | None = None
+    ) -> Activations:
         """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang & Sennrich 2019).
 
         The mean is taken in float32 whatever the type of `x`.
         """
         return F.rms_norm(x, weight.shape, weight, eps)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        reader: Fp8Weight | None = None,
+    ) -> Activations:
         """Add x to `residual` in place; the norm of the sum."""
-        return self.rms_norm(residual.add_(x), weight, eps)
+        return self.rms_norm(residual.add_(x), weight, eps, reader)
 
     def norm_heads(
         self, qkv: Tensor, weights: tuple[Tensor, Tensor], kv_heads: int, eps: float
@@ -45,7 +75,8 @@ class Ops:
 
         def normed(heads: Tensor, weight: Tensor) -> Tensor:
             # Over rows behind each other, as everywhere: the order of sums may depend on it.
-            return self.rms_norm(heads.reshape(-1, heads.shape[-1]), weight, eps).view(heads.shape)
+            flat = F.rms_norm(heads.reshape(-1, heads.shape[-1]), weight.shape, weight, eps)
+            return flat.view(heads.shape)
 
         return torch.cat((normed(q, weights[0]), normed(k, weights[1]), v), dim=1)
 

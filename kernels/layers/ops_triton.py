@@ -1,6 +1,7 @@
 """`ops.Ops` for GPUs: Triton where fusing or few rows pay, cuBLAS for all other products.
 
-The products are in products/, the kernels of norms and of the gated activation here.
+The products are in products/, the kernels of norms and of the gated activation here. For weights in
+FP8 norms and activations quantise what they compute, but for a single row, which stays in floats.
 """
 
 from __future__ import annotations
@@ -19,10 +20,14 @@ from ..dependent_launch import launch_options, let_next_in, wait_for_previous
 from ..experts.experts import LayerLoads, Mixture
 from ..experts.experts_triton import compute_experts
 from ..peer_reduce_triton import Exchange
+from ..products.fp8_product import choose, multiply
+from ..products.fp8_triton import GemvTiling, fp8_gemv
 from ..products.gemv_triton import few_rows_product, few_rows_tiling, gemv
 from ..products.streamed_product import choose_stages
+from ..products.weights import BLOCK, Activations, Fp8Rows, Fp8Weight, Weight
 from ..row_room import empty_rows
 from .ops import Ops
+from .quantise_triton import quantise, silu_and_mul_quantised, store_quantised, way_of
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +65,12 @@ def send_product(
 class TritonOps(Ops):
     """Ops in Triton and cuBLAS."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(self, x: Activations, weight: Weight, bias: Tensor | None) -> Tensor:
+        if not isinstance(weight, Tensor):
+            if isinstance(x, Tensor) and len(x) > 1:
+                x = quantise(x, weight)
+            return multiply(x, weight, bias)
+        assert isinstance(x, Tensor)
         if len(x) == 1:
             return gemv(x, weight, bias)
         if (tiling := few_rows_tiling(x, weight)) is not None:
@@ -71,18 +81,41 @@ class TritonOps(Ops):
             return product
         return F.linear(x, weight, bias)
 
-    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def gated_linear(
+        self,
+        x: Activations,
+        weight: Weight,
+        bias: Tensor | None,
+        reader: Fp8Weight | None = None,
+    ) -> Activations:
+        if not isinstance(weight, Tensor):
+            if isinstance(x, Tensor) and len(x) == 1:
+                tiling = choose(x, weight, is_gated=True)
+                assert isinstance(tiling, GemvTiling)
+                return fp8_gemv(x, weight, bias, tiling, is_gated=True)
+            product = self.linear(x, weight, bias)
+            return silu_and_mul_quantised(product, reader) if reader else silu_and_mul(product)
+        assert isinstance(x, Tensor)
         stages = choose_stages(x, weight, is_gated=True)
         if stages is not None and (streamed := _streamed(x.device)):
-            product: Tensor = streamed.streamed_product(x, weight, bias, stages, is_gated=True)
-            return product
+            gated: Tensor = streamed.streamed_product(x, weight, bias, stages, is_gated=True)
+            return gated
         return silu_and_mul(self.linear(x, weight, bias))
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return _launch_norm(x, x, weight, eps, has_residual=False)
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, reader: Fp8Weight | None = None
+    ) -> Activations:
+        return _launch_norm(x, x, weight, eps, reader, has_residual=False)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return _launch_norm(x, residual, weight, eps, has_residual=True)
+    def add_rms_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        reader: Fp8Weight | None = None,
+    ) -> Activations:
+        return _launch_norm(x, residual, weight, eps, reader, has_residual=True)
 
     def norm_heads(
         self, qkv: Tensor, weights: tuple[Tensor, Tensor], kv_heads: int, eps: float
@@ -109,18 +142,33 @@ class TritonOps(Ops):
 
 
 def _launch_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, has_residual: bool
-) -> Tensor:
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    reader: Fp8Weight | None,
+    *,
+    has_residual: bool,
+) -> Activations:
     num_tokens, dim = x.shape
-    out = empty_rows(x.shape, x)
     block = triton.next_power_of_2(dim)
+    out: Activations
+    if reader is None or num_tokens == 1:
+        out, way, room = empty_rows(x.shape, x), 0, 0
+        data = scale = out
+    else:
+        out, way, block = Fp8Rows.empty(num_tokens, reader, x), way_of(reader), max(BLOCK, block)
+        data, scale, room = out.data, out.scale, out.room
     _add_rms_norm[(num_tokens,)](
         x,
         residual,
         weight,
-        out,
+        data,
+        scale,
         dim,
+        room,
         eps,
+        WAY=way,
         HAS_RESIDUAL=has_residual,
         BLOCK=block,
         num_warps=min(8, max(1, block // 512)),
@@ -129,14 +177,17 @@ def _launch_norm(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["room"])
 def _add_rms_norm(
     x,
     residual,
     weight,
     out,
+    out_scale,
     dim,
+    room,
     eps,
+    WAY: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -154,8 +205,12 @@ def _add_rms_norm(
         tl.store(residual + row + cols, value, mask=mask)
     wide = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / dim + eps)
-    normed = wide * scale * scales
-    tl.store(out + row + cols, normed.to(value.dtype), mask=mask)
+    normed = (wide * scale * scales).to(value.dtype)
+    if WAY == 0:
+        tl.store(out + row + cols, normed, mask=mask)
+    else:
+        wide = normed.to(tl.float32)
+        store_quantised(wide, out, out_scale, tl.program_id(0), 0, dim, room, WAY, BLOCK)
 
 
 @triton.jit

@@ -31,8 +31,10 @@ PLAIN = SampleSpec(SamplingParams(temperature=0.0), key=1)
 
 @pytest.fixture
 def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
+    empty = torch.empty
+
     def unpinned(*shape: int, pin_memory: bool = False, **options: object) -> torch.Tensor:
-        return torch.zeros(*shape, **options)  # type: ignore[call-overload,no-any-return]
+        return empty(*shape, **options).zero_()  # type: ignore[call-overload,no-any-return]
 
     monkeypatch.setattr(torch, "empty", unpinned)
     monkeypatch.setattr(torch.cuda, "Event", Event)

@@ -74,8 +74,10 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
         with one_at_a_time:  # Python 3.11 cannot parse in several threads at once
             return rewrite(self)
 
+    empty = torch.empty
+
     def unpinned(*shape: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
-        return torch.zeros(*shape, **options)
+        return empty(*shape, **options).zero_()
 
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", run_alone)
     monkeypatch.setattr(interpreter.InterpretedFunction, "rewrite", rewrite_alone)

@@ -1,0 +1,138 @@
+"""What weights in FP8 cost in quality: perplexity of the bundled model on this repository's text.
+
+python -m baton.bench.cpu_families.quality [--windows N] [--out FILE]
+
+Computed in float32 on a CPU, in windows, each token from those before it in its window. "Weights"
+are dequantised as a CPU engine does it; with "activations" these are quantised too, as on a GPU.
+The text is the Python of core/, of the kind that the model was made of, and none of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+
+from baton.core.model_dir import resolve_model_dir
+from baton.engine.model.checkpoint import load_weights
+from baton.engine.model.decoder import Decoder
+from baton.engine.model.layers import Placement
+from baton.engine.model.model_config import read_model_config
+from baton.kernels.attention.attention import AttentionMetadata, TorchAttention
+from baton.kernels.products.weights import FP8, FP8_MAX, quantise_blocks
+
+from ..floors.figures import ROOT, Figure, machine, table, write
+
+_WINDOW, _BLOCK = 512, 16
+MAX_RATIO = 1.005  # of the perplexity of the weights as they are
+_BY_BLOCK = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+_BY_TENSOR = {"quant_method": "fp8"}
+
+
+def text_windows(count: int) -> torch.Tensor:
+    """Token ids [count, window + 1]."""
+    texts = [path.read_text() for path in sorted((ROOT / "core").rglob("*.py"))]
+    tokenizer = Tokenizer.from_file(str(resolve_model_dir("demo") / "tokenizer.json"))
+    ids = torch.tensor(tokenizer.encode("\n".join(texts)).ids)
+    return ids.unfold(0, _WINDOW + 1, _WINDOW)[:count]
+
+
+def perplexity(
+    folder: Path, windows: torch.Tensor, quantization: str | None = None, *, has_fp8: bool = False
+) -> float:
+    """Of the model in `folder`; `has_fp8`: activations are quantised too."""
+    config = read_model_config(folder, quantization)
+    placement = Placement(
+        torch.device("cpu"), torch.float32, quantization=config.quantization, has_fp8=has_fp8
+    )
+    model = Decoder(config, placement)
+    load_weights(folder, dict(model.targets()))
+    num_blocks = _WINDOW // _BLOCK
+    shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, _BLOCK, config.head_dim)
+    attention = TorchAttention(torch.zeros(shape), [None] * config.num_layers)
+    positions = torch.arange(_WINDOW)
+    losses = []
+    with torch.inference_mode():
+        for window in windows:
+            tables = [list(range(num_blocks))]
+            attention.plan(AttentionMetadata([_WINDOW], [_WINDOW], tables, positions))
+            hidden = model.forward(window[:-1], positions, attention)
+            logits = model.lm_head.project(hidden)
+            losses.append(torch.nn.functional.cross_entropy(logits, window[1:]))
+    return float(torch.stack(losses).mean().exp())
+
+
+def quantise_by_tensor(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = weight.float().abs().max() / FP8_MAX
+    return (weight.float() / scale).to(FP8), scale
+
+
+def write_fp8(
+    folder: Path,
+    config: dict[str, Any],
+    suffix: str,
+    quantise: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+) -> Path:
+    """The bundled model as a checkpoint in FP8."""
+    source = resolve_model_dir("demo")
+    tensors = load_file(source / "model.safetensors")
+    for name in [name for name, one in tensors.items() if ".layers." in name and one.ndim == 2]:
+        data, scale = quantise(tensors[name])
+        tensors |= {name: data, f"{name.removesuffix('.weight')}.{suffix}": scale}
+    save_file(tensors, folder / "model.safetensors")
+    settings = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"quantization_config": config}))
+    return folder
+
+
+def measure(num_windows: int) -> list[Figure]:
+    """The weights as they are, then each way to quantise them."""
+    windows, demo = text_windows(num_windows), resolve_model_dir("demo")
+    plain = perplexity(demo, windows)
+    found = {
+        "--quantization fp8, weights": perplexity(demo, windows, "fp8"),
+        "--quantization fp8, weights and activations": perplexity(
+            demo, windows, "fp8", has_fp8=True
+        ),
+    }
+    formats = {
+        "by block": (_BY_BLOCK, "weight_scale_inv", quantise_blocks),
+        "by tensor": (_BY_TENSOR, "weight_scale", quantise_by_tensor),
+    }
+    for name, form in formats.items():
+        with tempfile.TemporaryDirectory(prefix="baton-fp8-") as folder:
+            path = write_fp8(Path(folder), *form)
+            found[f"{name}, weights"] = perplexity(path, windows)
+            found[f"{name}, weights and activations"] = perplexity(path, windows, has_fp8=True)
+    limit = plain * MAX_RATIO
+    return [
+        Figure("weights as they are", "per token", (plain,)),
+        *(
+            Figure(f"{name}: {value / plain - 1:+.2%}", "per token", (value,), target=limit)
+            for name, value in found.items()
+        ),
+    ]
+
+
+def main(argv: list[str]) -> int:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--windows", type=int, default=40)
+    parser.add_argument("--out", type=Path, default=ROOT / "bench/results/quality.json")
+    arguments = parser.parse_args(argv)
+    figures = measure(arguments.windows)
+    print(table(figures))
+    write(arguments.out, {"perplexity": figures}, machine(), "cpu_families.quality")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,108 @@
+"""Activations to FP8 in Triton: of a norm, of a gated activation, or as they are.
+
+A row is quantised by its largest number (RowScaled), or each 128 of it by theirs (BlockScaled): see
+products/weights.py. What is quantised has been rounded to the type of the model, as if it had been
+stored: fused or not, the numbers are the same.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..dependent_launch import launch_options, let_next_in, wait_for_previous
+from ..products.weights import BLOCK, FP8_MAX, LEAST_MAXIMUM, BlockScaled, Fp8Rows, Fp8Weight
+
+BY_ROW, BY_GROUP = 1, 2
+_LARGEST = tl.constexpr(FP8_MAX)
+_LEAST = tl.constexpr(LEAST_MAXIMUM)
+_GROUP = tl.constexpr(BLOCK)
+_COLUMNS = 1024  # of a program that quantises by group
+
+
+def way_of(weight: Fp8Weight) -> int:
+    return BY_GROUP if isinstance(weight, BlockScaled) else BY_ROW
+
+
+def quantise(x: Tensor, weight: Fp8Weight) -> Fp8Rows:
+    """`quantise_activations`: contiguous x [rows, inputs] for the product with `weight`."""
+    return _launch(x, weight, x.shape[1], is_gated=False)
+
+
+def silu_and_mul_quantised(gate_up: Tensor, weight: Fp8Weight) -> Fp8Rows:
+    """The same of `ops.silu_and_mul`: contiguous [rows, 2 * inputs]."""
+    return _launch(gate_up, weight, gate_up.shape[1] // 2, is_gated=True)
+
+
+def _launch(x: Tensor, weight: Fp8Weight, dim: int, *, is_gated: bool) -> Fp8Rows:
+    out = Fp8Rows.empty(len(x), weight, x)
+    columns = max(BLOCK, triton.next_power_of_2(dim))
+    if way_of(weight) == BY_GROUP:
+        columns = min(columns, _COLUMNS)
+    _quantise[(len(x), triton.cdiv(dim, columns))](
+        x,
+        out.data,
+        out.scale,
+        dim,
+        out.room,
+        IS_GATED=is_gated,
+        WAY=way_of(weight),
+        COLS=columns,
+        num_warps=min(16, max(4, columns // 1024)),
+        **launch_options(x.device),
+    )
+    return out
+
+
+@triton.jit
+def store_quantised(
+    value, out, scale, row, first, dim, room, WAY: tl.constexpr, COLS: tl.constexpr
+):
+    """value [COLS] in float32, zeros behind `dim`: columns from `first` on of a row, which is all
+    that there is of it if WAY is BY_ROW."""
+    cols = first + tl.arange(0, COLS)
+    at = out + row.to(tl.int64) * dim + cols
+    if WAY == 1:
+        largest = tl.maximum(tl.max(tl.abs(value), axis=0), _LEAST)
+        one = largest / _LARGEST
+        tl.store(scale + row, one)
+        tl.store(at, (value * (1.0 / one)).to(out.dtype.element_ty), mask=cols < dim)
+    else:
+        NUM_GROUPS: tl.constexpr = COLS // _GROUP
+        grouped = tl.reshape(value, (NUM_GROUPS, _GROUP))
+        largest = tl.maximum(tl.max(tl.abs(grouped), axis=1), _LEAST)
+        groups = first // _GROUP + tl.arange(0, NUM_GROUPS)
+        is_group = groups * _GROUP < dim
+        each = largest / _LARGEST
+        tl.store(scale + groups * room + row, each, mask=is_group)
+        scaled = tl.reshape(grouped * (1.0 / each)[:, None], (COLS,))
+        tl.store(at, scaled.to(out.dtype.element_ty), mask=cols < dim)
+
+
+@triton.jit(do_not_specialize=["room"])
+def _quantise(
+    x,
+    out,
+    scale,
+    dim,
+    room,
+    IS_GATED: tl.constexpr,
+    WAY: tl.constexpr,
+    COLS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_in(PDL)
+    wait_for_previous(PDL)
+    row, first = tl.program_id(0), tl.program_id(1) * COLS
+    cols = first + tl.arange(0, COLS)
+    mask = cols < dim
+    if IS_GATED:  # as ops_triton._silu_and_mul
+        at = x + row.to(tl.int64) * 2 * dim + cols
+        gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(at + dim, mask=mask, other=0.0)
+        gated = (gate / (1.0 + tl.exp(-gate))).to(up.dtype).to(tl.float32)
+        value = (gated * up.to(tl.float32)).to(up.dtype).to(tl.float32)
+    else:
+        value = tl.load(x + row.to(tl.int64) * dim + cols, mask=mask, other=0.0).to(tl.float32)
+    store_quantised(value, out, scale, row, first, dim, room, WAY, COLS)

@@ -1,0 +1,201 @@
+"""Which kernel multiplies with a weight in FP8, by shape and rows.
+
+    1 row             of floats, in Triton
+    2 to 64 rows      in FP8: streamed (Hopper), else Triton
+    more              torch's _scaled_mm, where it has the shape and type
+
+What is fastest was measured (`python -m baton.bench.fp8_products`): fp8_table.json has it for the
+shapes that were, and what is none of them takes the nearest.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from .fp8_triton import Fp8Stages, Fp8Tiling, GemvTiling, fp8_few_rows, fp8_gemv
+from .weights import BLOCK, BlockScaled, Fp8Rows, Fp8Weight
+
+log = logging.getLogger(__name__)
+
+TABLE = Path(__file__).with_name("fp8_table.json")
+MAX_FEW_ROWS = 64
+_BLOCKS_APART = 4
+_ALIGNED = 16  # outputs and inputs of what _scaled_mm takes
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledMm:
+    """torch._scaled_mm."""
+
+
+Way: TypeAlias = GemvTiling | Fp8Tiling | Fp8Stages | ScaledMm
+WAYS: dict[str, type[Way]] = {
+    "gemv": GemvTiling,
+    "triton": Fp8Tiling,
+    "streamed": Fp8Stages,
+    "scaled_mm": ScaledMm,
+}
+
+
+def multiply(x: Tensor | Fp8Rows, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
+    """x [rows, inputs] @ weight [outputs, inputs]^T + bias -> [rows, outputs].
+
+    x in FP8, or a single row of floats.
+    """
+    way = choose(x, weight)
+    if isinstance(x, Tensor):
+        assert isinstance(way, GemvTiling)
+        return fp8_gemv(x, weight, bias, way)
+    return multiply_by(way, x, weight, bias)
+
+
+def multiply_by(way: Way, x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
+    """The same in the way that is said."""
+    if isinstance(way, Fp8Stages) and (module := streamed(x.data.device)):
+        product: Tensor = module.fp8_streamed_product(x, weight, bias, way)
+        return product
+    if isinstance(way, ScaledMm):
+        return scaled_mm(x, weight, bias)
+    return fp8_few_rows(x, weight, bias, way if isinstance(way, Fp8Tiling) else _tiling(len(x)))
+
+
+def choose(x: Tensor | Fp8Rows, weight: Fp8Weight, *, is_gated: bool = False) -> Way:
+    """What is fastest on an H200 of what this device can."""
+    num_outputs, num_inputs = weight.shape
+    kind = "block" if isinstance(weight, BlockScaled) else "row"
+    if isinstance(x, Tensor):
+        return _look_up(kind, 1, num_outputs, num_inputs, ("gemv",)) or GemvTiling(
+            1 if num_outputs > 8192 else 2, 2048, 4
+        )
+    num_rows, device = len(x), x.data.device
+    kinds = [
+        name
+        for name, is_there in (
+            ("triton", num_rows <= MAX_FEW_ROWS),
+            ("streamed", can_stream(x, weight)),
+            ("scaled_mm", can_scale(x, weight)),
+        )
+        if is_there
+    ]
+    if device.type == "cuda" and (way := _look_up(kind, num_rows, num_outputs, num_inputs, kinds)):
+        return way
+    if "streamed" in kinds:
+        return usual_stages(num_outputs)
+    return ScaledMm() if "scaled_mm" in kinds and num_rows > 32 else _tiling(num_rows)
+
+
+def usual_stages(num_outputs: int) -> Fp8Stages:
+    """Where nothing was measured."""
+    if num_outputs >= 64 * 96:
+        return Fp8Stages(64, 2, 4, 3)
+    return Fp8Stages(32, 2, 6, 3)
+
+
+def _tiling(num_rows: int) -> Fp8Tiling:
+    return Fp8Tiling(64, 4 if num_rows > 16 else 6)
+
+
+def can_stream(x: Fp8Rows, weight: Fp8Weight) -> bool:
+    """Whether fp8_streamed_gluon.py can compute it."""
+    num_outputs, num_inputs = weight.shape
+    is_small = len(x) <= MAX_FEW_ROWS and x.room in (16, 32, 64) and x.dtype == torch.bfloat16
+    is_whole = num_inputs % BLOCK == 0 and num_outputs % 32 == 0
+    return is_small and is_whole and streamed(x.data.device) is not None
+
+
+def can_scale(x: Fp8Rows, weight: Fp8Weight) -> bool:
+    """Whether _scaled_mm can compute it."""
+    step = BLOCK if isinstance(weight, BlockScaled) else _ALIGNED
+    is_whole = not any(size % step for size in weight.shape)
+    return x.data.is_cuda and x.dtype == torch.bfloat16 and is_whole
+
+
+def scaled_mm(x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
+    """`multiply` by torch: cuBLAS or CUTLASS."""
+    num_rows = len(x)
+    if isinstance(weight, BlockScaled):
+        data, scale = x.with_room  # in multiples of 16: strides must be aligned
+        of_weight, is_fast = weight.scale, False
+        if over := weight.scale.shape[1] % _BLOCKS_APART:  # cuBLAS steps over that many blocks
+            padded = torch.nn.functional.pad(weight.scale, (0, _BLOCKS_APART - over))
+            of_weight = padded[:, : weight.scale.shape[1]]
+        of_weight = of_weight.t()
+    else:
+        data, scale = x.data, x.scale.as_strided((num_rows, 1), (1, 1))
+        of_weight, is_fast = weight.scale[None], True
+    out = torch._scaled_mm(
+        data,
+        weight.data.t(),
+        scale_a=scale,
+        scale_b=of_weight,
+        out_dtype=x.dtype,
+        use_fast_accum=is_fast,
+    )[:num_rows]
+    return out if bias is None else out.add_(bias)
+
+
+@functools.cache
+def streamed(device: torch.device) -> ModuleType | None:
+    """What multiplies up to 64 rows on a Hopper GPU, if Gluon is what it knows: that may change."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return None
+    try:
+        from . import fp8_streamed_gluon
+    except (ImportError, AttributeError) as error:
+        log.warning("products in FP8 go by Triton: this Triton has another Gluon: %s", error)
+        return None
+    return fp8_streamed_gluon
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was fastest of its kind for a product."""
+
+    weight: str  # "row" or "block"
+    rows: int
+    outputs: int
+    inputs: int
+    kind: str  # of WAYS
+    way: Way
+    us: float
+
+
+@functools.cache
+def measured() -> tuple[Measured, ...]:
+    """The table; empty without its file."""
+    if not TABLE.is_file():
+        return ()
+    rows: list[dict[str, Any]] = json.loads(TABLE.read_text())
+    return tuple(Measured(**{**row, "way": WAYS[row["kind"]](**row["way"])}) for row in rows)
+
+
+@functools.cache
+def _look_up_cached(
+    weight: str, num_rows: int, num_outputs: int, num_inputs: int, kinds: tuple[str, ...]
+) -> Way | None:
+    found = [one for one in measured() if one.weight == weight and one.kind in kinds]
+    sizes = sorted({one.rows for one in found})
+    at = next((size for size in sizes if size >= num_rows), sizes[-1] if sizes else 0)
+    found = [one for one in found if one.rows == at]
+
+    def distance(one: Measured) -> float:
+        return abs(math.log(one.outputs / num_outputs)) + abs(math.log(one.inputs / num_inputs))
+
+    return min(found, key=lambda one: (round(distance(one), 6), one.us)).way if found else None
+
+
+def _look_up(
+    weight: str, num_rows: int, num_outputs: int, num_inputs: int, kinds: Sequence[str]
+) -> Way | None:
+    return _look_up_cached(weight, num_rows, num_outputs, num_inputs, tuple(kinds))

@@ -1,0 +1,285 @@
+"""A weight in FP8 times up to 64 vectors in FP8 on Hopper: streamed_product_gluon.py's way.
+
+    a warp     weight ─TMA─► early stages │ the kernel in front has ended │ vectors ─TMA─► them too
+               weight, vectors ─TMA─► each further stage, once it is empty
+    four more  a stage is full ─► wgmma ─► it is empty; what it gave, scaled, is added in float32
+
+wgmma takes 64 rows; of the vectors no more are read than there is room for, 16, 32 or 64: what
+lies in the other rows of a stage is nobody's. A stage is some chunks of 128 inputs, each summed up
+apart: the matrix units add FP8 products with fewer bits than float32 has, and scales of blocks
+belong to one.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..dependent_launch import launch_options, let_next_in, wait_for_previous
+from .fp8_triton import Fp8Stages
+from .weights import BLOCK, BlockScaled, Fp8Rows, Fp8Weight
+
+_TILE_ROWS = gl.constexpr(64)  # which a warp group multiplies
+_GROUP = gl.constexpr(BLOCK)
+_WARPS = 4
+_PRODUCER_REGISTERS = gl.constexpr(24)
+_ask = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # as of old
+
+
+def fp8_streamed_product(
+    x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, stages: Fp8Stages
+) -> Tensor:
+    """x [rows, inputs] @ weight [outputs, inputs]^T + bias -> [rows, outputs] in bfloat16.
+
+    At most 64 rows, with room for 16, 32 or 64; inputs a multiple of 128. A row's sums do not
+    depend on the others.
+    """
+    num_outputs, num_inputs = weight.shape
+    data, _ = x.with_room
+    out = torch.empty((len(x), num_outputs), dtype=x.dtype, device=data.device)
+    _fp8_streamed[(triton.cdiv(num_outputs, stages.outputs),)](
+        _boxes(data, x.room),
+        _boxes(weight.data, stages.outputs),
+        x.scale,
+        weight.scale,
+        weight.scale if bias is None else bias,
+        out,
+        len(x),
+        num_outputs,
+        num_inputs,
+        HAS_BIAS=bias is not None,
+        IS_BLOCKED=isinstance(weight, BlockScaled),
+        ROWS=x.room,
+        OUTPUTS=stages.outputs,
+        CHUNKS=stages.chunks,
+        STAGES=stages.count,
+        EARLY=stages.early,
+        num_warps=_WARPS,
+        maxnreg=registers(stages),
+        **launch_options(data.device),
+    )
+    return out
+
+
+def registers(stages: Fp8Stages) -> int:
+    """Of a thread that adds up: few, so that what is behind comes in early."""
+    return 64 + stages.outputs // 2 * (1 + stages.chunks)
+
+
+def _boxes(matrix: Tensor, num_rows: int) -> TensorDescriptor:
+    """What the copy engine of a multiprocessor (TMA) needs to know to load such boxes."""
+    return TensorDescriptor.from_tensor(matrix, [num_rows, BLOCK], _layout(num_rows))
+
+
+@functools.cache
+def _layout(num_rows: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([num_rows, BLOCK], gl.float8e4nv)
+
+
+@gluon.jit
+def _ask_weight(matrix, step, full, ws, stage, ROWS: gl.constexpr, CHUNKS: gl.constexpr):
+    """Begin to fill a stage with its part of the weight; `full` waits for the vectors too."""
+    OUTPUTS: gl.constexpr = matrix.block_shape[0]
+    num_bytes: gl.constexpr = (ROWS + OUTPUTS) * _GROUP * CHUNKS
+    mbarrier.expect(full.index(stage), num_bytes)
+    for chunk in gl.static_range(CHUNKS):
+        corner = [gl.program_id(0) * OUTPUTS, (step * CHUNKS + chunk) * _GROUP]
+        _ask(matrix, corner, full.index(stage), ws.index(stage * CHUNKS + chunk))
+
+
+@gluon.jit
+def _ask_vectors(vectors, step, full, xs, stage, ROWS: gl.constexpr, CHUNKS: gl.constexpr):
+    for chunk in gl.static_range(CHUNKS):
+        at = xs.index(stage * CHUNKS + chunk)
+        if ROWS < _TILE_ROWS:
+            at = at.slice(0, ROWS, 0)
+        _ask(vectors, [0, (step * CHUNKS + chunk) * _GROUP], full.index(stage), at)
+
+
+@gluon.jit
+def _fill(
+    vectors,
+    matrix,
+    xs,
+    ws,
+    full,
+    empty,
+    num_steps,
+    ROWS: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    EARLY: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """One warp: have stage after stage filled, as they become empty."""
+    STAGES: gl.constexpr = xs.shape[0] // CHUNKS
+    for step in range(gl.minimum(EARLY, num_steps)):
+        _ask_weight(matrix, step, full, ws, step, ROWS, CHUNKS)
+    wait_for_previous(PDL)
+    for step in range(gl.minimum(EARLY, num_steps)):
+        _ask_vectors(vectors, step, full, xs, step, ROWS, CHUNKS)
+    for step in range(EARLY, num_steps):
+        stage = step % STAGES
+        mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+        _ask_weight(matrix, step, full, ws, stage, ROWS, CHUNKS)
+        _ask_vectors(vectors, step, full, xs, stage, ROWS, CHUNKS)
+
+
+@gluon.jit
+def _scales(x_scale, scale, group, num_groups, room: gl.constexpr, rows):
+    """Of a chunk's products: [64], that of each row times that of the block."""
+    is_there = group < num_groups
+    at = x_scale + group * room + rows
+    of_rows = gl.load(at, mask=(rows < room) & is_there, other=0.0)
+    return of_rows * gl.load(scale + group, mask=is_there, other=0.0)
+
+
+@gluon.jit
+def _multiply(
+    xs,
+    ws,
+    full,
+    empty,
+    x_scale,
+    scale,
+    num_steps,
+    num_groups,
+    sums,
+    IS_BLOCKED: gl.constexpr,
+    ROWS: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """Four warps: add up stage after stage, as they become full."""
+    STAGES: gl.constexpr = xs.shape[0] // CHUNKS
+    layout: gl.constexpr = sums.type.layout
+    rows = gl.arange(0, _TILE_ROWS, gl.SliceLayout(1, layout))
+    zeros = gl.zeros((_TILE_ROWS, sums.shape[1]), gl.float32, layout)
+    first_scale = gl.full([_TILE_ROWS], 1.0, gl.float32, gl.SliceLayout(1, layout))
+    second_scale = first_scale
+    if IS_BLOCKED:
+        wait_for_previous(PDL)  # these warps read what other kernels wrote, too
+        first_scale = _scales(x_scale, scale, 0, num_groups, ROWS, rows)
+        if CHUNKS == 2:
+            second_scale = _scales(x_scale, scale, 1, num_groups, ROWS, rows)
+    for step in range(num_steps):
+        stage = step % STAGES
+        # Those of the next step: they are there by then.
+        next_first, next_second = first_scale, second_scale
+        if IS_BLOCKED:
+            group = (step + 1) * CHUNKS
+            next_first = _scales(x_scale, scale, group, num_groups, ROWS, rows)
+            if CHUNKS == 2:
+                next_second = _scales(x_scale, scale, group + 1, num_groups, ROWS, rows)
+        mbarrier.wait(full.index(stage), step // STAGES & 1)
+        x, tile = xs.index(stage * CHUNKS), ws.index(stage * CHUNKS).permute((1, 0))
+        first = warpgroup_mma(x, tile, zeros, use_acc=False, is_async=True)
+        if CHUNKS == 2:
+            x, tile = xs.index(stage * 2 + 1), ws.index(stage * 2 + 1).permute((1, 0))
+            second = warpgroup_mma(x, tile, zeros, use_acc=False, is_async=True)
+            first, second = warpgroup_mma_wait(0, deps=(first, second))
+            mbarrier.arrive(empty.index(stage), count=1)
+            if IS_BLOCKED:
+                sums += first * first_scale[:, None] + second * second_scale[:, None]
+            else:
+                sums += first + second
+        else:
+            first = warpgroup_mma_wait(0, deps=(first,))
+            mbarrier.arrive(empty.index(stage), count=1)
+            if IS_BLOCKED:
+                sums += first * first_scale[:, None]
+            else:
+                sums += first
+        first_scale, second_scale = next_first, next_second
+    return sums, rows  # older Triton takes apart whatever is returned
+
+
+@gluon.jit(do_not_specialize=["num_rows"])
+def _fp8_streamed(
+    vectors,
+    matrix,
+    x_scale,
+    scale,
+    bias,
+    out,
+    num_rows,
+    num_outputs,
+    num_inputs,
+    HAS_BIAS: gl.constexpr,
+    IS_BLOCKED: gl.constexpr,
+    ROWS: gl.constexpr,
+    OUTPUTS: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    STAGES: gl.constexpr,
+    EARLY: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OUTPUTS, 32])
+    type: gl.constexpr = vectors.dtype
+    chunks: gl.constexpr = STAGES * CHUNKS
+    xs = gl.allocate_shared_memory(type, [chunks, _TILE_ROWS, _GROUP], vectors.layout)
+    ws = gl.allocate_shared_memory(type, [chunks, OUTPUTS, _GROUP], matrix.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(STAGES):
+        mbarrier.init(full.index(index), count=1)
+        mbarrier.init(empty.index(index), count=1)
+    fence_async_shared()
+    let_next_in(PDL)
+    first_output = gl.program_id(0) * OUTPUTS
+    num_groups = gl.cdiv(num_inputs, _GROUP)
+    num_steps = gl.cdiv(num_groups, CHUNKS)
+    # All outputs of a program are of one row of blocks.
+    of_blocks = scale + first_output // _GROUP * num_groups
+    sums = gl.zeros((_TILE_ROWS, OUTPUTS), gl.float32, layout)
+    sums, rows = gl.warp_specialize(
+        [
+            (
+                _multiply,
+                (
+                    xs,
+                    ws,
+                    full,
+                    empty,
+                    x_scale,
+                    of_blocks,
+                    num_steps,
+                    num_groups,
+                    sums,
+                    IS_BLOCKED,
+                    ROWS,
+                    CHUNKS,
+                    PDL,
+                ),
+            ),
+            (
+                _fill,
+                (vectors, matrix, xs, ws, full, empty, num_steps, ROWS, CHUNKS, EARLY, PDL),
+            ),
+        ],
+        [1],
+        [_PRODUCER_REGISTERS],
+    )
+    outputs = first_output + gl.arange(0, OUTPUTS, gl.SliceLayout(0, layout))
+    is_row, is_output = rows < num_rows, outputs < num_outputs
+    if not IS_BLOCKED:
+        wait_for_previous(PDL)  # these warps read what other kernels wrote, too
+        of_rows = gl.load(x_scale + rows, mask=is_row, other=0.0)
+        of_outputs = gl.load(scale + outputs, mask=is_output, other=0.0)
+        sums *= of_rows[:, None] * of_outputs[None, :]
+    if HAS_BIAS:
+        sums += gl.load(bias + outputs, mask=is_output, other=0.0).to(gl.float32)[None, :]
+    at = out + rows[:, None] * num_outputs + outputs[None, :]
+    gl.store(at, sums.to(gl.bfloat16), mask=is_row[:, None] & is_output[None, :])

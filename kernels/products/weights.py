@@ -1,0 +1,155 @@
+"""Weights of a byte each (FP8, e4m3) with their scales, and activations of the same kind.
+
+    RowScaled      a scale for each output          activations: a scale for each token
+    BlockScaled    a scale for 128 x 128 weights    activations: a scale for 128 inputs of a token
+
+A weight in the type of the model is a plain tensor. What is here is plain torch, the reference of
+the kernels. Knows no file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+BLOCK = 128
+LEAST_MAXIMUM = 1e-10  # of what is scaled by its largest number: zeros stay zeros
+
+
+@dataclass(frozen=True, slots=True)
+class RowScaled:
+    """data[output] * scale[output]."""
+
+    data: Tensor  # [outputs, inputs], e4m3
+    scale: Tensor  # [outputs], float32
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.data.shape
+
+    def dequantised(self, dtype: torch.dtype) -> Tensor:
+        """[outputs, inputs]"""
+        return (self.data.float() * self.scale[:, None]).to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockScaled:
+    """data[output, input] * scale[output // 128, input // 128]."""
+
+    data: Tensor  # [outputs, inputs], e4m3
+    scale: Tensor  # [ceil(outputs / 128), ceil(inputs / 128)], float32
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.data.shape
+
+    def dequantised(self, dtype: torch.dtype) -> Tensor:
+        """[outputs, inputs]"""
+        return (self.data.float() * spread(self.scale, self.data.shape)).to(dtype)
+
+
+Fp8Weight: TypeAlias = RowScaled | BlockScaled
+Weight: TypeAlias = Tensor | Fp8Weight
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Rows:
+    """Activations: data[row, input] * scale[row, input // (inputs / groups)].
+
+    One group if a weight of RowScaled reads them, ceil(inputs / 128) if one of BlockScaled.
+    """
+
+    data: Tensor  # [rows, inputs], e4m3
+    scale: Tensor  # [rows, groups], float32, group by group: strides (1, room)
+    dtype: torch.dtype  # of what they were made of, and of products with them
+
+    @classmethod
+    def empty(cls, num_rows: int, weight: Fp8Weight, like: Tensor) -> Fp8Rows:
+        """Uninitialised, for the product with `weight`; of the type and device of `like`.
+
+        Behind the rows there is room for some more that kernels may read, see `room`.
+        """
+        num_inputs = weight.shape[1]
+        room = -(-num_rows // 16) * 16
+        if num_rows <= 64:
+            room = max(16, 1 << (num_rows - 1).bit_length())
+        groups = -(-num_inputs // BLOCK) if isinstance(weight, BlockScaled) else 1
+        data = torch.empty((room, num_inputs), dtype=FP8, device=like.device)
+        scale = torch.empty((groups, room), dtype=torch.float32, device=like.device).t()
+        return cls(data[:num_rows], scale[:num_rows], like.dtype)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    @property
+    def room(self) -> int:
+        """Rows that there is memory for: 16, 32, 64, then multiples of 16, if made by `empty`."""
+        return self.scale.stride(1)
+
+    @property
+    def with_room(self) -> tuple[Tensor, Tensor]:
+        """data and scale with all rows that there is memory for."""
+        (_, inputs), (_, groups) = self.data.shape, self.scale.shape
+        return (
+            self.data.as_strided((self.room, inputs), self.data.stride()),
+            self.scale.as_strided((self.room, groups), self.scale.stride()),
+        )
+
+    def dequantised(self, dtype: torch.dtype) -> Tensor:
+        """[rows, inputs]"""
+        groups, inputs = self.scale.shape[1], self.data.shape[1]
+        scale = self.scale
+        if groups > 1:
+            scale = scale.repeat_interleave(BLOCK, dim=1)[:, :inputs]
+        return (self.data.float() * scale).to(dtype)
+
+
+Activations: TypeAlias = Tensor | Fp8Rows
+
+
+def spread(scale: Tensor, shape: Sequence[int], first: tuple[int, int] = (0, 0)) -> Tensor:
+    """Scales of blocks for each weight of a part of `shape` that begins at `first`."""
+    rows, columns = (
+        torch.arange(start, start + size, device=scale.device) // BLOCK
+        for start, size in zip(first, shape, strict=True)
+    )
+    return scale[rows][:, columns]
+
+
+def quantise_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Floats [outputs, inputs] -> e4m3 of the same shape and the scale of each output."""
+    scale = weight.float().abs().amax(dim=1).clamp_(min=LEAST_MAXIMUM) / FP8_MAX
+    return (weight.float() / scale[:, None]).to(FP8), scale
+
+
+def quantise_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Floats [outputs, inputs] -> e4m3 of the same shape and the scales of blocks."""
+    outputs, inputs = weight.shape
+    padded = torch.nn.functional.pad(weight.float(), (0, -inputs % BLOCK, 0, -outputs % BLOCK))
+    blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
+    scale = blocks.abs().amax(dim=(1, 3)).clamp_(min=LEAST_MAXIMUM) / FP8_MAX
+    return (weight.float() / spread(scale, weight.shape)).to(FP8), scale
+
+
+def quantise_activations(x: Tensor, weight: Fp8Weight) -> Fp8Rows:
+    """x [rows, inputs] as products with `weight` take it."""
+    if isinstance(weight, RowScaled):
+        data, scale = quantise_rows(x)
+        return Fp8Rows(data, scale[None].t(), x.dtype)
+    inputs = x.shape[1]
+    grouped = torch.nn.functional.pad(x.float(), (0, -inputs % BLOCK)).view(len(x), -1, BLOCK)
+    scale = grouped.abs().amax(dim=2).clamp_(min=LEAST_MAXIMUM) / FP8_MAX
+    data = (grouped / scale[:, :, None]).view(len(x), -1)[:, :inputs]
+    return Fp8Rows(data.to(FP8), scale.t().contiguous().t(), x.dtype)

@@ -1,0 +1,128 @@
+"""Compiles the products with weights in FP8 for Hopper, on any machine: python THIS CASE..."""
+
+from __future__ import annotations
+
+import sys
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from baton.kernels.layers.ops_triton import _add_rms_norm
+from baton.kernels.layers.quantise_triton import _quantise
+from baton.kernels.products.fp8_streamed_gluon import _WARPS, _fp8_streamed, registers
+from baton.kernels.products.fp8_triton import Fp8Stages, _fp8_few_rows, _fp8_gemv
+
+TARGET = GPUTarget("cuda", 90, 32)
+POINTERS = {
+    "x": "*fp8e4nv",
+    "weight": "*fp8e4nv",
+    "out": "*bf16",
+    "bias": "*bf16",
+    "scale": "*fp32",
+    "x_scale": "*fp32",
+    "out_scale": "*fp32",
+    "residual": "*bf16",
+    "eps": "fp32",
+}
+NUMBERS = ("num_rows", "room", "num_ahead")  # which nothing is known of
+
+
+def compiled(kernel, constants, types, options, source=ASTSource):  # type: ignore[no-untyped-def]
+    names = kernel.arg_names
+    kinds = POINTERS | types | dict.fromkeys(constants, "constexpr")
+    signature = {name: kinds.get(name, "i32") for name in names}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    aligned = [n for n in names if n not in constants and n not in NUMBERS and n != "eps"]
+    aligned = [n for n in aligned if not signature[n].startswith("tensordesc")]
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    made = source(kernel, signature, values, attributes)
+    return triton.compile(made, target=TARGET, options=options).asm["ptx"]
+
+
+def boxes(num_rows: int) -> str:
+    layout = gl.NVMMASharedLayout.get_default_for([num_rows, 128], gl.float8e4nv)
+    return f"tensordesc<fp8e4nv[{num_rows}, 128],{layout!r}>"
+
+
+def streamed(stages: Fp8Stages, rows: int, is_blocked: bool) -> str:
+    constants = {
+        "HAS_BIAS": True,
+        "IS_BLOCKED": is_blocked,
+        "ROWS": rows,
+        "OUTPUTS": stages.outputs,
+        "CHUNKS": stages.chunks,
+        "STAGES": stages.count,
+        "EARLY": stages.early,
+        "PDL": True,
+    }
+    types = {"vectors": boxes(rows), "matrix": boxes(stages.outputs)}
+    options = {"num_warps": _WARPS, "maxnreg": registers(stages)}
+    ptx = compiled(_fp8_streamed, constants, types, options, GluonASTSource)
+    weight_asked, waited = ptx.index("cp.async.bulk.tensor"), ptx.rindex("griddepcontrol.wait")
+    assert weight_asked < waited, "the weight waits for what is in front"
+    assert f"wgmma.mma_async.sync.aligned.m64n{stages.outputs}k32.f32.e4m3.e4m3" in ptx
+    return str(ptx)
+
+
+def few_rows(outputs: int, rows: int, is_blocked: bool) -> str:
+    constants = {
+        "HAS_BIAS": False,
+        "IS_BLOCKED": is_blocked,
+        "IS_WHOLE": True,
+        "ROWS": rows,
+        "OUTPUTS": outputs,
+        "PDL": True,
+    }
+    ptx = compiled(_fp8_few_rows, constants, {}, {"num_warps": 4, "num_stages": 4})
+    assert "e4m3.e4m3" in ptx, "the matrix units multiply something else"
+    return str(ptx)
+
+
+def gemv(outputs: int, is_blocked: bool, is_gated: bool) -> str:
+    constants = {
+        "HAS_BIAS": False,
+        "IS_GATED": is_gated,
+        "IS_BLOCKED": is_blocked,
+        "OUTPUTS": outputs,
+        "COLS": 2048,
+        "PDL": True,
+    }
+    ptx = compiled(_fp8_gemv, constants, {"x": "*bf16"}, {"num_warps": 4})
+    assert "ld.global.v4" in ptx or "ld.global.L1::evict_first.v4" in ptx
+    return str(ptx)
+
+
+def quantise(way: int, is_gated: bool) -> str:
+    constants = {"IS_GATED": is_gated, "WAY": way, "COLS": 1024, "PDL": True}
+    return str(compiled(_quantise, constants, {"x": "*bf16", "out": "*fp8e4nv"}, {"num_warps": 4}))
+
+
+def norm(way: int) -> str:
+    constants = {"WAY": way, "HAS_RESIDUAL": True, "BLOCK": 4096, "PDL": True}
+    types = {"x": "*bf16", "weight": "*bf16", "out": "*fp8e4nv"}
+    return str(compiled(_add_rms_norm, constants, types, {"num_warps": 8}))
+
+
+CASES = [
+    lambda: streamed(Fp8Stages(32, 2, 4, 3), 64, False),
+    lambda: streamed(Fp8Stages(64, 1, 6, 3), 16, True),
+    lambda: streamed(Fp8Stages(32, 2, 4, 3), 32, True),
+    lambda: streamed(Fp8Stages(64, 2, 3, 2), 64, True),
+    lambda: streamed(Fp8Stages(128, 1, 4, 2), 64, True),
+    lambda: few_rows(64, 16, False),
+    lambda: few_rows(64, 64, True),
+    lambda: gemv(2, False, False),
+    lambda: gemv(1, True, True),
+    lambda: quantise(1, False),
+    lambda: quantise(2, True),
+    lambda: norm(1),
+    lambda: norm(2),
+]
+
+if __name__ == "__main__":
+    for number in sys.argv[1:]:
+        CASES[int(number)]()
+    print("compiled", len(sys.argv[1:]))

@@ -1,0 +1,401 @@
+"""Products with weights in FP8, and what quantises for them, against references in float32.
+
+On a GPU if there is one, else interpreted. Triton's interpreter loses the carry where a number is
+rounded up to a power of two, and halves it: what is quantised there is compared less closely.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+
+from fp8_checkpoints import write_fp8_checkpoint
+
+from baton.engine.model.checkpoint import load_weights
+from baton.engine.model.decoder import Decoder
+from baton.engine.model.layers import Placement
+from baton.engine.model.model_config import read_model_config
+from baton.kernels.attention.attention import AttentionMetadata, TorchAttention
+from baton.kernels.layers import ops
+from baton.kernels.layers.ops_triton import TritonOps
+from baton.kernels.layers.quantise_triton import quantise, silu_and_mul_quantised
+from baton.kernels.products import fp8_product
+from baton.kernels.products.fp8_product import ScaledMm, choose, multiply, multiply_by, scaled_mm
+from baton.kernels.products.fp8_triton import (
+    Fp8Stages,
+    Fp8Tiling,
+    GemvTiling,
+    fp8_few_rows,
+    fp8_gemv,
+)
+from baton.kernels.products.weights import (
+    FP8,
+    BlockScaled,
+    Fp8Rows,
+    Fp8Weight,
+    RowScaled,
+    quantise_activations,
+    quantise_blocks,
+    quantise_rows,
+)
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+DTYPES = [torch.float32, torch.bfloat16] if HAS_GPU else [torch.float32]
+IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
+needs_hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
+KINDS = [RowScaled, BlockScaled]
+# Of both, quantised: half a unit in the last of three bits is 1/16 of a number, at most.
+FP8_NOISE = 0.045
+KERNEL_NOISE = FP8_NOISE if HAS_GPU else 0.1
+
+
+TILINGS = [GemvTiling(32, 256, 4), GemvTiling(16, 128, 2)]  # the interpreter runs each program
+if HAS_GPU:
+    TILINGS += [GemvTiling(1, 2048, 4), GemvTiling(2, 1024, 8), GemvTiling(4, 4096, 4)]
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def weight_of(kind: type[Fp8Weight], outputs: int, inputs: int) -> Fp8Weight:
+    """Rows and columns of very different sizes, so that a scale in the wrong place shows."""
+    sizes = torch.exp(randn(outputs, 1)) * torch.exp(randn(1, inputs))
+    weight = randn(outputs, inputs) * sizes
+    make = quantise_blocks if kind is BlockScaled else quantise_rows
+    return kind(*make(weight))
+
+
+def activations(kind: type[Fp8Weight], rows: int, inputs: int, dtype: torch.dtype) -> Fp8Rows:
+    """Quantised by torch, with room as kernels have it."""
+    weight = kind(torch.empty(1, inputs, dtype=FP8, device=DEVICE), torch.empty(0))
+    x = randn(rows, inputs, dtype=dtype) * torch.exp(randn(rows, 1))
+    made, out = quantise_activations(x, weight), Fp8Rows.empty(rows, weight, x)
+    data, scale = out.with_room
+    data.copy_(torch.full(data.shape, torch.nan))  # nobody's rows
+    scale.fill_(torch.nan)
+    out.data.copy_(made.data)
+    out.scale.copy_(made.scale)
+    return out
+
+
+def product(x: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    """In double, of what both mean."""
+    found = torch.nn.functional.linear(x.double(), weight.dequantised(torch.float64))
+    return found + (0 if bias is None else bias.double())
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, limit: float | None = None) -> None:
+    if limit is None:
+        limit = 3e-6 if found.dtype == torch.float32 else 4e-3
+    difference = (found.double() - expected).norm() / expected.norm()
+    assert difference < limit, f"{difference:.2e}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_references_mean_what_they_quantise(kind: type[Fp8Weight]) -> None:
+    weight = randn(200, 300)
+    made = kind(*(quantise_blocks if kind is BlockScaled else quantise_rows)(weight))
+    close(made.dequantised(torch.float32), weight.double(), FP8_NOISE)
+    assert made.data.float().abs().max() == 448
+    x = randn(5, 300)
+    x[2] = 0
+    close(quantise_activations(x, made).dequantised(torch.float32), x.double(), FP8_NOISE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "has_bias"), [(256, 384, False), (128, 100, True), (130, 640, True)]
+)
+def test_gemv(
+    outputs: int,
+    inputs: int,
+    tiling: GemvTiling,
+    kind: type[Fp8Weight],
+    has_bias: bool,
+    dtype: torch.dtype,
+) -> None:
+    weight, x = weight_of(kind, outputs, inputs), randn(1, inputs, dtype=dtype)
+    bias = randn(outputs, dtype=dtype) if has_bias else None
+    close(fp8_gemv(x, weight, bias, tiling), product(x, weight, bias))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_gated_gemv(
+    tiling: GemvTiling, kind: type[Fp8Weight], has_bias: bool, dtype: torch.dtype
+) -> None:
+    weight, x = weight_of(kind, 2 * 256, 384), randn(1, 384, dtype=dtype) / 100
+    bias = randn(512, dtype=dtype) if has_bias else None
+    expected = ops.silu_and_mul(product(x, weight, bias))
+    close(fp8_gemv(x, weight, bias, tiling, is_gated=True), expected, 1e-2 if HAS_GPU else 1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [2, 17, 70, *((33, 64, 130) if HAS_GPU else ())])
+@pytest.mark.parametrize(("outputs", "inputs", "has_bias"), [(128, 256, False), (65, 200, True)])
+def test_few_rows(
+    outputs: int,
+    inputs: int,
+    rows: int,
+    kind: type[Fp8Weight],
+    has_bias: bool,
+    dtype: torch.dtype,
+) -> None:
+    weight, x = weight_of(kind, outputs, inputs), activations(kind, rows, inputs, dtype)
+    bias = randn(outputs, dtype=dtype) if has_bias else None
+    found = fp8_few_rows(x, weight, bias, Fp8Tiling(64, 3))
+    assert found.dtype == dtype
+    close(found, product(x.dequantised(torch.float64), weight, bias))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "inputs"), [(2, 384), (5, 100), (3, 1500), (66, 128)])
+def test_quantise(rows: int, inputs: int, kind: type[Fp8Weight], dtype: torch.dtype) -> None:
+    weight, x = weight_of(kind, 128, inputs), randn(rows, inputs, dtype=dtype)
+    x[1] = 0
+    expected = quantise_activations(x, weight)
+    found = quantise(x, weight)
+    torch.testing.assert_close(found.scale, expected.scale, rtol=1e-6, atol=0)
+    close(found.dequantised(torch.float32), x.double(), KERNEL_NOISE)
+    assert not found.data[1].float().any()
+    assert found.room in (16, 32, 64, 80)
+    gate_up = randn(rows, 2 * inputs, dtype=dtype)
+    gated = silu_and_mul_quantised(gate_up, weight)
+    close(gated.dequantised(torch.float32), ops.silu_and_mul(gate_up).double(), KERNEL_NOISE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dim", [96, 640])
+def test_norms_quantise_as_if_behind(dim: int, kind: type[Fp8Weight], dtype: torch.dtype) -> None:
+    x, residual, scales = (randn(7, dim, dtype=dtype) for _ in range(3))
+    reader, triton_ops = weight_of(kind, 128, dim), TritonOps()
+    summed = x + residual
+    plain = triton_ops.add_rms_norm(x, residual.clone(), scales[0], 1e-5)
+    assert isinstance(plain, torch.Tensor)
+    apart = quantise(plain, reader)
+    fused = triton_ops.add_rms_norm(x, residual, scales[0], 1e-5, reader)
+    assert isinstance(fused, Fp8Rows)
+    assert torch.equal(residual, summed)
+    assert torch.equal(fused.data.view(torch.uint8), apart.data.view(torch.uint8))
+    assert torch.equal(fused.scale, apart.scale)
+    one = triton_ops.rms_norm(x[:1], scales[0], 1e-5, reader)
+    assert isinstance(one, torch.Tensor) and one.dtype == dtype
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # by numpy, in the interpreter
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_what_is_no_number_stays_in_its_row(kind: type[Fp8Weight], rows: int) -> None:
+    """A broken request must be seen to be broken, and break no other."""
+    weight, x = weight_of(kind, 128, 256), randn(rows, 256)
+    is_kept = HAS_GPU or rows == 1  # the interpreter makes a number of what is none
+    for broken in (torch.inf, torch.nan) if is_kept else (torch.inf,):
+        x[rows - 1, 130] = broken
+        found = TritonOps().linear(x, weight, None)
+        assert not found[rows - 1].isfinite().any()
+        assert found[: rows - 1].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [1, 2, 40, 65])
+def test_operations_are_those_of_the_reference(
+    rows: int, kind: type[Fp8Weight], dtype: torch.dtype
+) -> None:
+    """From floats to floats: what is quantised on the way is quantised alike."""
+    x, triton_ops, reference = randn(rows, 256, dtype=dtype), TritonOps(), ops.Ops()
+    gate_up, down = weight_of(kind, 256, 256), weight_of(kind, 96, 128)
+    limit = 1e-2 if HAS_GPU or rows == 1 else KERNEL_NOISE
+    found = triton_ops.linear(x, gate_up, None)
+    close(found, reference.linear(x, gate_up, None).double(), limit)
+    x = x / 50
+    gated = triton_ops.gated_linear(x, gate_up, None, down)
+    assert isinstance(gated, torch.Tensor) == (rows == 1)
+    expected = reference.linear(reference.gated_linear(x, gate_up, None, down), down, None)
+    close(triton_ops.linear(gated, down, None), expected.double(), 3 * limit)
+
+
+@pytest.mark.parametrize("name", ["compressed, channel", "block"])
+def test_a_model_computes_what_its_reference_does(tmp_path: Path, name: str) -> None:
+    """All of a decoder's layers, in both sets of operations, from one checkpoint."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 64, "vocab_size": 60}
+    write_fp8_checkpoint(tmp_path, name, num_attention_heads=2, **sizes)
+    config = read_model_config(tmp_path)
+    tokens = torch.tensor([7, 3, 50, 11], device=DEVICE)
+    for ids in (tokens, tokens[:1]):
+        outputs = []
+        for operations in (ops.Ops(), TritonOps()):
+            placement = Placement(
+                DEVICE, torch.float32, operations, quantization=config.quantization, has_fp8=True
+            )
+            model = Decoder(config, placement)
+            load_weights(tmp_path, dict(model.targets()))
+            assert model.layers[0].mlp.down.fp8_weight is not None
+            pool = torch.zeros(4, 2, 2, 2, 16, 64, device=DEVICE)
+            attention = TorchAttention(pool, [None, None])
+            positions = torch.arange(len(ids), device=DEVICE)
+            attention.plan(AttentionMetadata([len(ids)], [len(ids)], [[1]], 16 + positions))
+            hidden = model.forward(ids, positions, attention)
+            outputs.append(torch.nn.functional.linear(hidden, model.lm_head.weight))
+        limit = 1e-4 if len(ids) == 1 else 0.05 if HAS_GPU else 0.3  # what is wrong is above 1
+        close(outputs[1], outputs[0].double(), limit)
+
+
+@pytest.fixture
+def no_table_is_kept() -> Iterator[None]:
+    kept = (fp8_product.measured, fp8_product._look_up_cached)
+    for one in kept:
+        one.cache_clear()
+    yield
+    for one in kept:
+        one.cache_clear()
+
+
+@pytest.mark.usefixtures("no_table_is_kept")
+def test_what_was_measured_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the ways that there are, the fastest for the nearest shape, for as many rows or more."""
+
+    def row(size: int, rows: int, kind: str, us: float, **way: int) -> dict[str, object]:
+        shape = {"weight": "row", "rows": rows, "outputs": size, "inputs": 4096}
+        return {**shape, "kind": kind, "way": way, "us": us}
+
+    stages = {"outputs": 32, "chunks": 2, "count": 6, "early": 3}
+    rows = [
+        row(4096, 1, "gemv", 4.0, outputs=4, columns=1024, warps=2),
+        row(4096, 16, "scaled_mm", 9.0),
+        row(4096, 16, "streamed", 7.0, **stages),
+        row(28_672, 16, "scaled_mm", 20.0),
+        row(28_672, 16, "streamed", 21.0, **stages),
+        row(4096, 64, "scaled_mm", 10.0),
+    ]
+    table = tmp_path / "table.json"
+    table.write_text(json.dumps(rows))
+    monkeypatch.setattr(fp8_product, "TABLE", table)
+    every = ("triton", "streamed", "scaled_mm")
+    look_up = fp8_product._look_up
+    assert look_up("row", 9, 5000, 4096, every) == Fp8Stages(**stages)
+    assert look_up("row", 16, 20_000, 4096, every) == ScaledMm()
+    assert look_up("row", 16, 20_000, 4096, ("streamed",)) == Fp8Stages(**stages)
+    assert look_up("row", 17, 20_000, 4096, every) == ScaledMm()
+    assert look_up("row", 500, 20_000, 4096, every) == ScaledMm()
+    assert look_up("block", 9, 4096, 4096, every) is None
+    weight = weight_of(RowScaled, 128, 128)
+    assert choose(randn(1, 128), weight) == GemvTiling(4, 1024, 2)
+
+
+ALL_CASES = tuple(str(number) for number in range(13))
+
+
+@pytest.mark.parametrize(
+    "cases", [("1", "2", "6"), pytest.param(ALL_CASES, marks=pytest.mark.slow)]
+)
+def test_the_kernels_compile_without_a_gpu(cases: tuple[str, ...]) -> None:
+    """With whatever Triton is installed: Gluon's interface is not settled."""
+    program = Path(__file__).with_name("compile_fp8.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, str(program), *cases]
+    ended = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert f"compiled {len(cases)}" in ended.stdout
+
+
+STAGES = [Fp8Stages(32, 2, 4, 3), Fp8Stages(64, 1, 6, 6), Fp8Stages(64, 2, 3, 0)]
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stages", [*STAGES, Fp8Stages(128, 1, 4, 2)], ids=str)
+@pytest.mark.parametrize("rows", [2, 16, 17, 33, 64])
+@pytest.mark.parametrize(("outputs", "inputs"), [(128, 128), (160, 640), (4096, 4096)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_streamed(
+    outputs: int,
+    inputs: int,
+    rows: int,
+    stages: Fp8Stages,
+    kind: type[Fp8Weight],
+    has_bias: bool,
+) -> None:
+    weight, x = weight_of(kind, outputs, inputs), activations(kind, rows, inputs, torch.bfloat16)
+    bias = randn(outputs, dtype=torch.bfloat16) if has_bias else None
+    together = multiply_by(stages, x, weight, bias)
+    close(together, product(x.dequantised(torch.float64), weight, bias))
+    alone = Fp8Rows.empty(2, weight, together)
+    alone.data.copy_(x.data[:2])
+    alone.scale.copy_(x.scale[:2])
+    assert torch.equal(multiply_by(stages, alone, weight, bias), together[:2])
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [1, 5, 48])
+def test_chains_in_a_graph_follow_their_inputs(kind: type[Fp8Weight], rows: int) -> None:
+    """Behind norms and one another, replayed: nothing is read before it is written."""
+    triton_ops = TritonOps()
+    weights = [
+        kind(*(quantise_blocks if kind is BlockScaled else quantise_rows)(randn(1024, 1024)))
+        for _ in range(6)
+    ]
+    scales, x = torch.rand(1024, device=DEVICE, dtype=torch.bfloat16), randn(rows, 1024).bfloat16()
+
+    def run(triton_ops: ops.Ops) -> torch.Tensor:
+        y = x
+        for weight in weights:
+            y = triton_ops.linear(triton_ops.rms_norm(y, scales, 1e-5, weight), weight, None)
+        return y
+
+    run(triton_ops)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run(triton_ops)
+    for seed in range(20):
+        torch.manual_seed(seed)
+        x.normal_()
+        graph.replay()
+        close(found, run(ops.Ops()).double(), 0.03)  # bfloat16's rounding, requantised six times
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [2, 16, 33, 64, 65, 127, 256, 1000])
+@pytest.mark.parametrize(("outputs", "inputs"), [(256, 384), (4096, 4096), (6144, 4096)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_all_ways_on_a_gpu(
+    outputs: int, inputs: int, rows: int, kind: type[Fp8Weight], has_bias: bool
+) -> None:
+    weight, x = weight_of(kind, outputs, inputs), activations(kind, rows, inputs, torch.bfloat16)
+    bias = randn(outputs, dtype=torch.bfloat16) if has_bias else None
+    expected = product(x.dequantised(torch.float64), weight, bias)
+    limit = 3e-2  # of 14 bits, in which torch has rows' products added up
+    close(scaled_mm(x, weight, bias), expected, limit)
+    close(multiply(x, weight, bias), expected, limit)
+    assert choose(x, weight) is not None

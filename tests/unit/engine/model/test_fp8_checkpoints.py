@@ -1,0 +1,395 @@
+"""FP8 checkpoints on a CPU: each format gives what an explicit dequantisation gives."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import VARIANTS, write_checkpoint
+from fp8_checkpoints import FORMATS, FP8, write_fp8_checkpoint
+from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from baton.core.config import EngineConfig
+from baton.core.errors import StartupFailed
+from baton.core.request.request import Request, SamplingParams
+from baton.engine.execution.runner import ModelRunner
+from baton.engine.local import LocalEngine
+from baton.engine.model.checkpoint import fill_dummy_weights, load_weights
+from baton.engine.model.communicator import Communicator
+from baton.engine.model.decoder import Decoder
+from baton.engine.model.layers import Placement
+from baton.engine.model.model_config import read_model_config
+from baton.engine.model.weight_files import weights_bytes
+from baton.kernels.products.weights import BlockScaled, RowScaled, quantise_rows
+
+# Aligned to blocks, as released models are.
+ALIGNED = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
+NEAR_TIE = 1e-3
+
+
+def config_of(folder: Path, **changes: Any) -> EngineConfig:
+    settings = {"device": "cpu", "num_kv_blocks": 60, "max_num_seqs": 8}
+    return EngineConfig(model=str(folder), **(settings | changes))
+
+
+def placement_of(folder: Path, quantization: str | None = None, **changes: Any) -> Placement:
+    """Where weights stay as they are in the file, or as --quantization makes them."""
+    found = read_model_config(folder, quantization).quantization
+    settings: dict[str, Any] = {
+        "device": torch.device("cpu"),
+        "dtype": torch.float32,
+        "quantization": found,
+        "has_fp8": True,
+    }
+    return Placement(**(settings | changes))
+
+
+def loaded(folder: Path, placement: Placement) -> Decoder:
+    model = Decoder(read_model_config(folder), placement)
+    targets = dict(model.targets())
+    quantised = [name.removesuffix(".weight") for name, t in targets.items() if t.quantised]
+    assert placement.quantization is not None
+    ignored = placement.quantization.ignored(quantised)
+    load_weights(folder, targets, ignored=ignored)
+    return model
+
+
+def weights_of(model: Decoder) -> dict[str, torch.Tensor]:
+    """All projections by their place, as floats."""
+    found = {}
+    for index, layer in enumerate(model.layers):
+        attention, mlp = layer.attention, layer.mlp
+        for name, part in {
+            "qkv": attention.qkv,
+            "out": attention.out,
+            "gate_up": mlp.gate_up,
+            "down": mlp.down,
+        }.items():
+            weight = part.weight
+            is_plain = isinstance(weight, torch.Tensor)
+            found[f"{index}.{name}"] = weight if is_plain else weight.dequantised(torch.float32)
+    return found
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_greedy_tokens_are_those_of_the_dequantised_model(
+    tmp_path: Path, name: str, is_sharded: bool
+) -> None:
+    # Of no multiple of 128 on purpose: a CPU takes any.
+    theirs = write_fp8_checkpoint(tmp_path, name, is_sharded=is_sharded, seed=2)
+    config = config_of(tmp_path)
+    engine = LocalEngine(config, ModelRunner(config))
+    rng = random.Random(1)
+    prompt = tuple(rng.choices(range(3, 320), k=40))
+    sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    request = Request(f"{1:032x}", 0, prompt, sampling)
+    tokens = engine.generate([request])[request.key]
+    with torch.inference_mode():
+        logits = theirs(torch.tensor([[*prompt, *tokens]])).logits[0]
+    for token, row in zip(tokens, logits[len(prompt) - 1 : -1], strict=True):
+        assert float(row.max() - row[token]) < NEAR_TIE
+    engine.runner.close()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_stay_as_they_are_in_the_file(tmp_path: Path, name: str) -> None:
+    theirs = write_fp8_checkpoint(tmp_path, name, **ALIGNED)
+    model = loaded(tmp_path, placement_of(tmp_path))
+    weight = model.layers[0].attention.qkv.weight
+    assert isinstance(weight, BlockScaled if "block" in name else RowScaled)
+    assert weight.data.dtype == FP8 and weight.scale.dtype == torch.float32
+    state = theirs.state_dict()
+    for key, found in weights_of(model).items():
+        index, part = key.split(".")
+        names = {
+            "qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+            "out": ["self_attn.o_proj"],
+            "gate_up": ["mlp.gate_proj", "mlp.up_proj"],
+            "down": ["mlp.down_proj"],
+        }[part]
+        expected = torch.cat([state[f"model.layers.{index}.{n}.weight"] for n in names])
+        assert torch.equal(found, expected)
+    assert torch.equal(model.lm_head.weight, state["lm_head.weight"])
+
+
+@pytest.mark.parametrize("name", ["block", "compressed, channel", "tensor, static activations"])
+@pytest.mark.parametrize("has_fp8", [False, True])
+def test_each_rank_has_its_part(tmp_path: Path, name: str, has_fp8: bool) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128}
+    write_fp8_checkpoint(tmp_path, name, **sizes)
+    whole = weights_of(loaded(tmp_path, placement_of(tmp_path)))
+    parts = []
+    for rank in range(2):
+        communicator = Communicator()
+        communicator.rank, communicator.size = rank, 2
+        placement = placement_of(tmp_path, communicator=communicator, has_fp8=has_fp8)
+        parts.append(weights_of(loaded(tmp_path, placement)))
+    for key in ("0.out", "1.down"):
+        assert torch.equal(torch.cat([part[key] for part in parts], dim=1), whole[key])
+    for first in (0, 256):  # gate, up
+        of_ranks = torch.cat([part["0.gate_up"][first : first + 256] for part in parts])
+        assert torch.equal(of_ranks, whole["0.gate_up"][2 * first : 2 * first + 512])
+
+
+def test_quantised_at_load_by_row_alike_on_all_ranks(tmp_path: Path) -> None:
+    state = write_checkpoint(tmp_path, **ALIGNED).state_dict()
+    model = loaded(tmp_path, placement_of(tmp_path, "fp8"))
+    down = model.layers[1].mlp.down.weight
+    assert isinstance(down, RowScaled)
+    data, scale = quantise_rows(state["model.layers.1.mlp.down_proj.weight"])
+    assert torch.equal(down.data.float(), data.float()) and torch.equal(down.scale, scale)
+    assert isinstance(model.embed.weight, torch.Tensor)
+    assert torch.equal(model.lm_head.weight, state["lm_head.weight"])
+    communicator = Communicator()
+    communicator.rank, communicator.size = 1, 2
+    part = loaded(tmp_path, placement_of(tmp_path, "fp8", communicator=communicator))
+    of_rank = part.layers[1].mlp.down.weight
+    assert isinstance(of_rank, RowScaled)
+    assert torch.equal(of_rank.scale, down.scale)
+    assert torch.equal(of_rank.data.float(), down.data[:, 192:].float())
+    floats = loaded(tmp_path, placement_of(tmp_path, "fp8", has_fp8=False))
+    assert torch.equal(weights_of(floats)["1.down"], down.dequantised(torch.float32))
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that tensors made in here had at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._storages: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor.untyped_storage())
+        return out
+
+    def _count(self, storage: Any) -> None:
+        address, size = storage.data_ptr(), storage.nbytes()
+        if not size or address in self._storages:
+            return
+        self._storages.add(address)
+        self.now += size
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._forget, address, size)
+
+    def _forget(self, address: int, size: int) -> None:
+        self._storages.discard(address)
+        self.now -= size
+
+
+def test_quantising_at_load_holds_the_result_and_a_layer(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6}
+    model = write_checkpoint(tmp_path, **sizes).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    layer_bytes = 2 * sum(p.numel() for p in model.model.layers[0].parameters())
+    del model
+    with LiveBytes() as live:
+        loaded_model = loaded(tmp_path, placement_of(tmp_path, "fp8", dtype=torch.bfloat16))
+        num_bytes = sum(target.nbytes for _, target in loaded_model.targets())
+    assert num_bytes < live.most < num_bytes + layer_bytes
+    assert 6 * layer_bytes > 1.8 * (num_bytes - loaded_model.embed.weight.nbytes * 2)
+
+
+@pytest.mark.parametrize("name", ["block", "compressed, channel"])
+def test_dummy_weights_are_the_same_with_or_without_fp8(tmp_path: Path, name: str) -> None:
+    write_fp8_checkpoint(tmp_path, name, **ALIGNED)
+    found = []
+    for has_fp8 in (False, True):
+        model = Decoder(read_model_config(tmp_path), placement_of(tmp_path, has_fp8=has_fp8))
+        fill_dummy_weights(dict(model.targets()), std=0.02, seed=3)
+        found.append(weights_of(model))
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+    assert found[0]["0.qkv"].std().item() == pytest.approx(0.02, rel=0.05)
+
+
+def damage(folder: Path, change: dict[str, torch.Tensor | None]) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file) | change
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, file)
+
+
+Q = "model.layers.1.self_attn.q_proj"
+BLOCK = f"{Q}.weight_scale_inv"
+CHANNEL = f"{Q}.weight_scale"
+
+
+def _holding(value: float, *shape: int) -> torch.Tensor:
+    scale = torch.full(shape, 0.01)
+    scale.view(-1)[1] = value
+    return scale
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("block", {BLOCK: None}, f"lacks the tensor {BLOCK}"),
+        ("block", {f"{Q}.weight": None}, rf"lacks the tensor {Q}\.weight"),
+        ("block", {BLOCK: _holding(0.0, 2, 2)}, rf"{BLOCK} in .*safetensors .*above 0, such as 0"),
+        ("block", {BLOCK: _holding(-1.0, 2, 2)}, "such as -1"),
+        ("block", {BLOCK: _holding(float("nan"), 2, 2)}, "such as nan"),
+        ("block", {BLOCK: _holding(float("inf"), 2, 2)}, "such as inf"),
+        ("block", {BLOCK: torch.ones(2, 3)}, rf"shape \[2, 3\].*{Q}.*\[2, 2\]"),
+        ("block", {BLOCK: torch.ones(2, 2, dtype=torch.int32)}, "type I32"),
+        ("block", {f"{Q}.weight": torch.ones(256, 256)}, r"type F32.*F8_E4M3"),
+        ("compressed, channel", {CHANNEL: torch.ones(255, 1)}, r"shape \[255, 1\].*\[256, 1\]"),
+        ("compressed, channel", {CHANNEL: _holding(0.0, 256, 1)}, "1 scales"),
+        ("compressed, tensor", {CHANNEL: torch.ones(2)}, r"shape \[2\]"),
+        ("compressed, tensor", {CHANNEL: None}, "lacks"),
+        ("block", {f"{Q}.k_scale": torch.ones(1)}, "k_scale, which its architecture"),
+        ("block", {f"{Q}.input_scale": torch.ones(1)}, "input_scale, which its architecture"),
+    ],
+)
+def test_what_is_wrong_is_named_before_memory_is_taken(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    change: dict[str, torch.Tensor | None],
+    message: str,
+) -> None:
+    write_fp8_checkpoint(tmp_path, name, **ALIGNED)
+    damage(tmp_path, change)
+    taken = []
+    matrix = Placement.matrix
+
+    def seen(placement: Placement, *sizes: int) -> torch.Tensor:
+        if placement.device.type != "meta":
+            taken.append(sizes)
+        return matrix(placement, *sizes)
+
+    monkeypatch.setattr(Placement, "matrix", seen)
+    with pytest.raises(StartupFailed, match=message):
+        ModelRunner(config_of(tmp_path))
+    assert not taken
+
+
+def test_a_truncated_file_is_named(tmp_path: Path) -> None:
+    write_fp8_checkpoint(tmp_path, "block", **ALIGNED)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(StartupFailed, match=r"model\.safetensors"):
+        ModelRunner(config_of(tmp_path))
+
+
+BLOCKS = FORMATS["block"][0]
+CHANNELS = FORMATS["compressed, channel"][0]
+GROUP = CHANNELS["config_groups"]["group_0"]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "awq"}, "quant_method 'awq'"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+        ({"bits": 4}, "quant_method None"),
+        (BLOCKS | {"weight_block_size": [64, 64]}, r"weight_block_size \[64, 64\]"),
+        (BLOCKS | {"weight_block_size": 128}, "weight_block_size 128"),
+        (BLOCKS | {"fmt": "e5m2"}, "e5m2"),
+        (BLOCKS | {"activation_scheme": "block"}, "activation_scheme 'block'"),
+        (BLOCKS | {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert"),
+        (CHANNELS | {"format": "pack-quantized"}, "pack-quantized"),
+        (CHANNELS | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+        (CHANNELS | {"config_groups": {"a": GROUP, "b": GROUP}}, "2 config_groups"),
+        (CHANNELS | {"config_groups": {}}, "0 config_groups"),
+        (CHANNELS | {"config_groups": {"a": GROUP | {"targets": ["re:.*"]}}}, "targets"),
+        (
+            CHANNELS | {"config_groups": {"a": GROUP | {"weights": {"num_bits": 4}}}},
+            "floats of 8 bits",
+        ),
+        (
+            CHANNELS
+            | {
+                "config_groups": {
+                    "a": GROUP | {"weights": GROUP["weights"] | {"strategy": "group"}}
+                }
+            },
+            "strategy 'group'",
+        ),
+        (CHANNELS | {"ignore": ["re:("]}, "no pattern"),
+        (CHANNELS | {"ignore": ["model.layers.0.self_attn.q_proj"]}, "only some of"),
+        ([1], "quantization_config"),
+    ],
+)
+def test_unsupported_formats_are_named(tmp_path: Path, config: Any, message: str) -> None:
+    write_checkpoint(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"quantization_config": config}))
+    with pytest.raises(StartupFailed, match=message):
+        ModelRunner(config_of(tmp_path))
+
+
+def test_engines_of_different_quantisation_have_different_fingerprints(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    found = []
+    for quantization in (None, "fp8"):
+        runner = ModelRunner(config_of(tmp_path, quantization=quantization))
+        found.append(runner.fingerprint)
+        runner.close()
+    assert found[0]["model"] != found[1]["model"]
+    assert {k for k in found[0] if found[0][k] != found[1][k]} == {"model"}
+
+
+def test_a_tensor_parallel_size_that_cuts_blocks_is_refused(tmp_path: Path) -> None:
+    write_fp8_checkpoint(tmp_path, "block", **ALIGNED)
+    with pytest.raises(StartupFailed, match="blocks of 128") as caught:
+        communicator = Communicator()
+        communicator.size = 2
+        ModelRunner(config_of(tmp_path, tensor_parallel_size=2), None, communicator)
+    assert "--tp 1" in caught.value.hint
+
+
+def test_merged_parts_that_share_a_block_are_refused_where_fp8_stays(tmp_path: Path) -> None:
+    write_fp8_checkpoint(tmp_path, "block", **(ALIGNED | {"intermediate_size": 192}))
+    with pytest.raises(StartupFailed, match=r"up_proj\.weight.*begins at 192"):
+        loaded(tmp_path, placement_of(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["block", "compressed, channel"])
+def test_the_bytes_of_weights_are_known_before_they_are_read(tmp_path: Path, name: str) -> None:
+    write_fp8_checkpoint(tmp_path, name, **ALIGNED)
+    placement = placement_of(tmp_path, dtype=torch.bfloat16)
+    model = Decoder(read_model_config(tmp_path), placement)
+    num_bytes = sum(target.nbytes for _, target in model.targets())
+    config = EngineConfig(model=str(tmp_path), dtype="bfloat16")
+    assert weights_bytes(config) == pytest.approx(num_bytes, rel=1e-2)
+    dummy = dataclasses.replace(config, load_format="dummy")
+    assert weights_bytes(dummy) == pytest.approx(num_bytes, rel=2e-2)
+    floats = EngineConfig(model=str(tmp_path), dtype="float32")
+    assert weights_bytes(floats) == pytest.approx(_floats_bytes(tmp_path), rel=2e-2)
+
+
+def test_the_bytes_of_weights_that_are_quantised_at_load(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, **ALIGNED)
+    placement = placement_of(tmp_path, "fp8", dtype=torch.bfloat16)
+    model = Decoder(read_model_config(tmp_path, "fp8"), placement)
+    num_bytes = sum(target.nbytes for _, target in model.targets())
+    config = EngineConfig(model=str(tmp_path), dtype="bfloat16", quantization="fp8")
+    assert weights_bytes(config) == pytest.approx(num_bytes, rel=2e-2)
+    dummy = dataclasses.replace(config, load_format="dummy")
+    assert weights_bytes(dummy) == pytest.approx(num_bytes, rel=2e-2)
+
+
+def _floats_bytes(folder: Path) -> int:
+    model = Decoder(read_model_config(folder), placement_of(folder, has_fp8=False))
+    return sum(target.nbytes for _, target in model.targets())
+
+
+def test_experts_are_dequantised(tmp_path: Path) -> None:
+    write_fp8_checkpoint(tmp_path, "block", **VARIANTS["qwen3-moe, a dense layer"])
+    model = loaded(tmp_path, placement_of(tmp_path, has_fp8=False))
+    file = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.experts.3.down_proj.weight"
+    assert file[f"{name}_scale_inv"].shape == (1, 1)
+    expected = file[name].float() * file[f"{name}_scale_inv"]
+    assert torch.equal(dict(model.targets())[name].tensor, expected)
+    assert torch.equal(model.layers[0].mlp.router.weight, file["model.layers.0.mlp.gate.weight"])
