@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 from baton.core.errors import BatonError, Overloaded
 from baton.core.membership import Member, Role
+from baton.core.metrics import TokenTimes
 from baton.core.request.request import Request, SamplingParams, Ticket, TokenLogprobs
 from baton.core.request.timeline import Event, Stamp
 from baton.core.step_cost import StepCost, StepShape, pairs_of
@@ -76,8 +77,9 @@ class Call:
     def ttft_s(self) -> float:
         return self.token_s[0] - self.arrived_s
 
-    def gaps_s(self) -> list[float]:
-        return [later - before for before, later in itertools.pairwise(self.token_s)]
+    @property
+    def times(self) -> TokenTimes:
+        return TokenTimes(self.arrived_s, tuple(self.token_s))
 
 
 class VirtualClock:
@@ -279,6 +281,11 @@ class PlayedEngine:
         self.engine.add(request, hold=work is Work.PREFILL)
         self._step()
 
+    def forget(self, key: str) -> None:
+        """A request was over with its first token: nothing is to be pulled."""
+        self._intents.pop(key, None)
+        self._gateway_of.pop(key, None)
+
     def load(self) -> ReportedLoad:
         load = self.engine.load(self._intents.values())
         self.most_waiting = max(self.most_waiting, load.num_waiting)
@@ -370,7 +377,7 @@ class _Link:
         self.engine.take(self.gateway, request, work, ticket)
 
     def cancel(self, request_id: str, attempt: int) -> None:
-        raise AssertionError("nothing is cancelled here")
+        self.engine.forget(f"{request_id}/{attempt}")
 
 
 class _Device:
