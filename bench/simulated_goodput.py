@@ -227,7 +227,7 @@ def main(argv: list[str]) -> int:
     # The longest first: both cores have something to do to the end.
     order = sorted(range(len(points)), key=lambda index: -points[index].num_cards)
     rows: list[list[dict[str, Any]]] = [[] for _ in points]
-    result = {
+    result: dict[str, Any] = {
         "commit": commit(),
         "command": command_line("simulated_goodput", argv),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
