@@ -209,6 +209,11 @@ def measure_point(point: Point) -> list[dict[str, Any]]:
     return [*rows, found[best_split(point.num_cards, share_of)]]
 
 
+def _measure_numbered(numbered: tuple[int, Point]) -> tuple[int, list[dict[str, Any]]]:
+    index, point = numbered
+    return index, measure_point(point)
+
+
 def main(argv: list[str]) -> int:
     """Simulate, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -235,8 +240,8 @@ def main(argv: list[str]) -> int:
     }
     began_s = time.monotonic()
     with multiprocessing.get_context("spawn").Pool(options.jobs, maxtasksperchild=4) as pool:
-        found = pool.imap(measure_point, [points[index] for index in order])
-        for index, of_point in zip(order, found, strict=True):
+        found = pool.imap_unordered(_measure_numbered, [(index, points[index]) for index in order])
+        for index, of_point in found:
             rows[index] = of_point
             for row in of_point:
                 print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
