@@ -1,10 +1,10 @@
-"""Which ways to use two cards serve how much, by simulation.
+"""Which ways to use some cards serve how much, by simulation.
 
     python -m baton.bench.simulated_goodput
 
-A request is good if its first token comes within a second, the 99th percentile of its own gaps is
-within Y, and none is longer than 4 Y. Arrivals are Poisson; requests of the first third of a run do
-not count. `auto` and `aggregated` promise Y, less a margin. bench/played/simulation.py says what is
+Good is what bench/goodput/figures.py says. Requests of the first third of a run do not count.
+`auto` and `aggregated` promise Y, less a margin; `disaggregated` has the split of the cards that a
+search finds to be best for the very requests that are sent. bench/played/simulation.py says what is
 played and what is the product.
 """
 
@@ -12,133 +12,243 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
+import multiprocessing
 import random
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from baton.core.membership import Role
+from baton.core.metrics import percentile
 from baton.core.step_cost import StepCost
 
 from .floors.figures import ROOT, command_line, commit, machine
+from .goodput.figures import keeps
 from .played.simulation import Call, EngineSetup, Simulation
+from .serve.clients.arrivals import from_trace
+from .serve.clients.workloads import TRACE
 
 # Llama-3.1-8B on an H200: steps of bench/results/gpu.json, fitted.
 H200_8B = StepCost(0.0046, (0.0, 0.0, 7.2e-6, 13.4e-6, 0.0, 0.0), 9e-10, 3.2e-8)
-MODES = ("disaggregated", "aggregated", "auto")
-TTFT_S = 1.0
+AUTO, AGGREGATED, DISAGGREGATED = "auto", "aggregated", "disaggregated"
 MARGIN = 0.04  # of Y
 DECODE_STEP_TOKENS = 640  # of a decode engine without a promise
+TRACE_S = 120.0
+_PHASES = 4  # of a mix that shifts
+_MOST_SEARCHED = 8  # splits; of many cards fewer, since a run is long
+_MOST_SEARCHED_OF_MANY, _MANY_CARDS = 4, 32
+_MOST_CHECKED = 4  # engines
+
+Lengths = tuple[int, int]
+Arrival = tuple[float, Lengths]  # when, and tokens in and out
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """Lengths of prompts and outputs, Y, and the rates that are tried."""
+class Point:
+    """Requests that come at a rate. `kinds`: lengths and rate, on two cards; of several kinds each
+    has a phase of the run; of none, the trace's requests come, `trace_speed` times as fast."""
 
-    lengths: tuple[int, int]
+    name: str
+    kinds: tuple[tuple[Lengths, float], ...]
     y_ms: float
-    rates: tuple[float, ...]
+    seconds: float = 40.0
+    num_cards: int = 2
+    num_gateways: int = 1
+    trace_speed: float = 0.0
 
-    @property
-    def name(self) -> str:
-        return "{}/{}".format(*self.lengths)
+    def arrivals(self) -> Iterator[Arrival]:
+        """As many for each pair of cards."""
+        num_pairs = self.num_cards / 2
+        if not self.kinds:
+            return self._of_trace(max(1, round(num_pairs)))
+        return self._poisson(num_pairs)
+
+    def _poisson(self, num_pairs: float) -> Iterator[Arrival]:
+        chance, due_s = random.Random(1), 0.0
+        while True:
+            phase = int(_PHASES * due_s / self.seconds)
+            lengths, rate = self.kinds[phase % len(self.kinds)]
+            due_s += chance.expovariate(rate * num_pairs)
+            if due_s >= self.seconds:
+                return
+            yield due_s, lengths
+
+    def _of_trace(self, num_copies: int) -> Iterator[Arrival]:
+        """Each copy begins elsewhere in the trace."""
+        requests = from_trace(TRACE, TRACE_S, speed=1.0, max_tokens=1 << 17)
+        for copy in range(num_copies):
+            shift_s = TRACE_S * copy / num_copies
+            for one in requests:
+                due_s = (one.at_s + shift_s) % TRACE_S / self.trace_speed
+                if due_s < self.seconds:
+                    yield due_s, (one.prompt.num_tokens, one.num_output_tokens)
 
 
-CELLS = [
-    *(Cell((8192, 256), y_ms, (3.0, 4.0, 5.0, 6.0)) for y_ms in (8, 15, 25, 50)),
-    *(Cell((1024, 512), y_ms, (26.0, 32.0)) for y_ms in (15, 25)),
-    Cell((256, 1024), 25, (16.0,)),
+def _steady(lengths: Lengths, rate: float, y_ms: float, **more: Any) -> Point:
+    return Point("{}/{}".format(*lengths), ((lengths, rate),), y_ms, **more)
+
+
+def _shifting(num_cards: int) -> Point:
+    kinds = (((8192, 128), 5.5), ((256, 512), 34.0))
+    return Point("8192/128 then 256/512", kinds, 25, num_cards=num_cards)
+
+
+def _trace(speed: float, **more: Any) -> Point:
+    return Point(f"trace x {speed:g}", (), 50, trace_speed=speed, **more)
+
+
+POINTS = [
+    *(
+        _steady((8192, 256), rate, y_ms)
+        for y_ms, rate in itertools.product((15, 25, 50), (4.0, 5.0, 6.0))
+    ),
+    *(_steady((1024, 512), 32.0, y_ms, seconds=15) for y_ms in (15, 25)),
+    _steady((256, 1024), 16.0, 25, seconds=20),
+    *(_trace(speed, seconds=100) for speed in (0.3, 0.5)),
+    *(_shifting(num_cards) for num_cards in (2, 4)),
+    *(_trace(0.4, seconds=60, num_cards=8, num_gateways=n) for n in (1, 2)),
+    *(
+        _steady((8192, 128), 5.0, 25, seconds=seconds, num_cards=cards, num_gateways=n)
+        for cards, seconds, n in ((8, 20, 1), (8, 20, 2), (32, 12, 2), (256, 2, 1), (256, 2, 2))
+    ),
 ]
 
 
-def setups(mode: str, promise_s: float, num_cards: int) -> dict[str, EngineSetup]:
-    """Half of the cards for each role, or all for both."""
+def setups(mode: str, promise_s: float, num_cards: int, num_prefill: int) -> dict[str, EngineSetup]:
+    """So many cards for prefill, or all for both."""
     names = [f"gpu{index}" for index in range(num_cards)]
     both = EngineSetup(Role.DECODE, promise_s)
-    if mode == "aggregated":
+    if mode == AGGREGATED:
         return dict.fromkeys(names, both)
     prefill = EngineSetup(Role.PREFILL, promise_s, 2048, 8192)
     decode = both
-    if mode == "disaggregated":
+    if mode == DISAGGREGATED:
         prefill = EngineSetup(Role.PREFILL, None, 2048, 8192)
         decode = EngineSetup(Role.DECODE, None, DECODE_STEP_TOKENS)
-    return {name: prefill if index < num_cards // 2 else decode for index, name in enumerate(names)}
+    return {name: prefill if index < num_prefill else decode for index, name in enumerate(names)}
 
 
-async def run(
-    simulation: Simulation, lengths: tuple[int, int], rate: float, seconds: float
-) -> list[Call]:
+async def run(simulation: Simulation, point: Point) -> list[Call]:
     """The calls that count."""
-    chance, due_s = random.Random(1), 0.0
-    while (due_s := due_s + chance.expovariate(rate)) < seconds:
-        simulation.at(due_s, lambda: simulation.call(*lengths))
+    for due_s, lengths in point.arrivals():
+        simulation.at(due_s, lambda lengths=lengths: simulation.call(*lengths))  # type: ignore[misc]
     simulation.run()
     assert all(call.is_served for call in simulation.calls)
-    for engine in simulation.engines.values():
-        engine.engine.check_integrity()
+    for index, engine in enumerate(simulation.engines.values()):
+        if index < _MOST_CHECKED:  # half a second each
+            engine.engine.check_integrity()
         assert not engine.engine.pool.counts.held
-    return [call for call in simulation.calls if call.arrived_s >= seconds / 3]
+    return [call for call in simulation.calls if call.arrived_s >= point.seconds / 3]
 
 
-def is_good(call: Call, y_s: float) -> bool:
-    gaps_s = sorted(call.gaps_s())
-    gap_s = gaps_s[int(0.99 * len(gaps_s))]
-    return call.ttft_s <= TTFT_S and gap_s <= y_s and gaps_s[-1] <= 4 * y_s
-
-
-def measure(mode: str, cell: Cell, rate: float, options: argparse.Namespace) -> dict[str, object]:
+def measure(point: Point, mode: str, num_prefill: int) -> dict[str, Any]:
     """One run's figures; times in ms."""
-    y_s, began_s = cell.y_ms / 1000, time.monotonic()
-    engines = setups(mode, y_s * (1 - MARGIN), options.cards)
-    simulation = Simulation(H200_8B, engines, options.gateways)
-    rate_of_all = rate * options.cards / 2
-    calls = asyncio.run(run(simulation, cell.lengths, rate_of_all, options.seconds))
-    ttfts_s = sorted(call.ttft_s for call in calls)
-    gaps_s = sorted(gap for call in calls for gap in call.gaps_s())
+    y_s, began_s = point.y_ms / 1000, time.monotonic()
+    engines = setups(mode, y_s * (1 - MARGIN), point.num_cards, num_prefill)
+    simulation = Simulation(H200_8B, engines, point.num_gateways)
+    calls = asyncio.run(run(simulation, point))
+    ttfts_s = [call.times.ttft_s or 0.0 for call in calls]
+    gaps_s = [gap for call in calls for gap in call.times.gaps_s]
+
+    def ms(values: list[float], q: float) -> float:
+        return round(1e3 * (percentile(values, q) or 0.0), 2)
+
     return {
         "mode": mode,
-        "lengths": cell.name,
-        "y_ms": cell.y_ms,
-        "rate_per_s": rate_of_all,
-        "good_share": round(sum(is_good(call, y_s) for call in calls) / len(calls), 3),
-        "ttft_p50_ms": round(1e3 * ttfts_s[len(ttfts_s) // 2], 1),
-        "ttft_p90_ms": round(1e3 * ttfts_s[len(ttfts_s) * 9 // 10], 1),
-        "tbt_p50_ms": round(1e3 * gaps_s[len(gaps_s) // 2], 2),
-        "tbt_p99_ms": round(1e3 * gaps_s[len(gaps_s) * 99 // 100], 2),
+        "requests": point.name,
+        "y_ms": point.y_ms,
+        "cards": point.num_cards,
+        "prefill_cards": None if mode == AGGREGATED else num_prefill,
+        "gateways": point.num_gateways,
+        "rate_per_s": round(len(calls) / (point.seconds * 2 / 3), 1),
+        "good_share": round(sum(keeps(call.times, y_s) for call in calls) / len(calls), 3),
+        "ttft_p50_ms": ms(ttfts_s, 50),
+        "ttft_p90_ms": ms(ttfts_s, 90),
+        "tbt_p50_ms": ms(gaps_s, 50),
+        "tbt_p99_ms": ms(gaps_s, 99),
         "num_requests": len(calls),
         "took_s": round(time.monotonic() - began_s, 1),
     }
 
 
+def best_split(num_cards: int, share_of: Callable[[int], float]) -> int:
+    """How many of the cards prefill, where the share of good requests has one peak: from the
+    middle, to the better side in ever smaller steps."""
+    shares: dict[int, float] = {}
+
+    def share(num_prefill: int) -> float:
+        if num_prefill not in shares:
+            shares[num_prefill] = share_of(num_prefill)
+        return shares[num_prefill]
+
+    most = _MOST_SEARCHED if num_cards < _MANY_CARDS else _MOST_SEARCHED_OF_MANY
+    best = step = num_cards // 2
+    while share(best) < 1.0 and step > 1 and len(shares) < most:
+        step = (step + 1) // 2
+        sides = [side for side in (best - step, best + step) if 0 < side < num_cards]
+        best = max([best, *sides], key=share)
+    return best
+
+
+def measure_point(point: Point) -> list[dict[str, Any]]:
+    """Auto, and what is fixed: all cards for both roles, and the best split."""
+    half = point.num_cards // 2
+    rows = [measure(point, mode, half) for mode in (AUTO, AGGREGATED)]
+    found: dict[int, dict[str, Any]] = {}
+
+    def share_of(num_prefill: int) -> float:
+        found[num_prefill] = measure(point, DISAGGREGATED, num_prefill)
+        share: float = found[num_prefill]["good_share"]
+        return share
+
+    return [*rows, found[best_split(point.num_cards, share_of)]]
+
+
+def _measure_numbered(numbered: tuple[int, Point]) -> tuple[int, list[dict[str, Any]]]:
+    index, point = numbered
+    return index, measure_point(point)
+
+
 def main(argv: list[str]) -> int:
     """Simulate, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="*", default=[], help="lengths, as 8192/256")
-    parser.add_argument("--modes", nargs="*", default=MODES)
-    parser.add_argument("--seconds", type=float, default=40.0, help="of arrivals")
-    parser.add_argument("--cards", type=int, default=2, help="rates are those of two")
-    parser.add_argument("--gateways", type=int, default=1)
+    parser.add_argument("--only", nargs="*", default=[], help="requests, as 8192/256")
+    parser.add_argument("--cards", type=int, nargs="*", default=[], help="numbers of them")
+    parser.add_argument("--jobs", type=int, default=2, help="points at a time")
     default = ROOT / "bench" / "results" / "simulated_goodput.json"
     parser.add_argument("--out", type=Path, default=default)
     options = parser.parse_args(argv)
-    rows = []
-    for cell in CELLS:
-        if options.only and cell.name not in options.only:
-            continue
-        for rate in cell.rates:
-            for mode in options.modes:
-                rows.append(measure(mode, cell, rate, options))
-                print("  ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
-    result = {
+    points = [
+        point
+        for point in POINTS
+        if (not options.only or point.name in options.only)
+        and (not options.cards or point.num_cards in options.cards)
+    ]
+    # The longest first: both cores have something to do to the end.
+    order = sorted(range(len(points)), key=lambda index: -points[index].num_cards)
+    rows: list[list[dict[str, Any]]] = [[] for _ in points]
+    result: dict[str, Any] = {
         "commit": commit(),
         "command": command_line("simulated_goodput", argv),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": machine(),
-        "rows": rows,
     }
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    began_s = time.monotonic()
+    with multiprocessing.get_context("spawn").Pool(options.jobs, maxtasksperchild=4) as pool:
+        found = pool.imap_unordered(_measure_numbered, [(index, points[index]) for index in order])
+        for index, of_point in found:
+            rows[index] = of_point
+            for row in of_point:
+                print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+            result["took_s"] = round(time.monotonic() - began_s)
+            result["rows"] = [row for of_point in rows for row in of_point]
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{result['took_s']} s")
     return 0
 
 

@@ -270,10 +270,16 @@ def main(argv: list[str]) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
     arguments.served_model_name = _MODEL
-    if arguments.shape:
-        folder = Path(tempfile.mkdtemp(prefix="baton-shape-"))
-        write_model(SHAPES[arguments.shape], folder)
-        arguments.model, arguments.load_format = str(folder), "dummy"
+    with tempfile.TemporaryDirectory(prefix="baton-shape-") as folder:
+        if arguments.shape:
+            write_model(SHAPES[arguments.shape], Path(folder))
+            arguments.model, arguments.load_format = folder, "dummy"
+        return _run_all(parser, arguments, argv)
+
+
+def _run_all(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: list[str]
+) -> int:
     results = Results(
         arguments.out,
         arguments.commit or commit(),

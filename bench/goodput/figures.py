@@ -12,7 +12,7 @@ from itertools import takewhile
 from statistics import median
 from typing import Any
 
-from baton.core.metrics import percentile
+from baton.core.metrics import TokenTimes, percentile
 
 from ..serve import report
 from ..serve.clients.records import Record
@@ -33,13 +33,16 @@ _SLO = report.Slo(TTFT_S, 1.0)
 
 def is_good(record: Record, y_s: float) -> bool:
     """Whether the request kept all its targets."""
-    times = record.times
-    if record.error or times.ttft_s is None or len(record.token_s) < record.num_output_tokens:
-        return False
-    gap_s = percentile(times.gaps_s, 99)
+    has_ended = not record.error and len(record.token_s) == record.num_output_tokens
+    return has_ended and keeps(record.times, y_s)
+
+
+def keeps(times: TokenTimes, y_s: float) -> bool:
+    """Whether the tokens that came did so in time."""
     return (
-        times.ttft_s <= TTFT_S
-        and (gap_s or 0.0) <= y_s
+        times.ttft_s is not None
+        and times.ttft_s <= TTFT_S
+        and (percentile(times.gaps_s, 99) or 0.0) <= y_s
         and (times.handoff_gap_s or 0.0) <= HANDOFF_YS * y_s
     )
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 from baton.core.errors import BatonError, Overloaded, PromiseRefused
 from baton.core.membership import Member, Role
+from baton.core.metrics import TokenTimes
 from baton.core.request.request import Request, SamplingParams, Ticket, TokenLogprobs
 from baton.core.request.timeline import Event, Stamp
 from baton.core.step_cost import StepCost, StepShape, pairs_of
@@ -77,8 +78,9 @@ class Call:
     def ttft_s(self) -> float:
         return self.token_s[0] - self.arrived_s
 
-    def gaps_s(self) -> list[float]:
-        return [later - before for before, later in itertools.pairwise(self.token_s)]
+    @property
+    def times(self) -> TokenTimes:
+        return TokenTimes(self.arrived_s, tuple(self.token_s))
 
 
 class VirtualClock:
@@ -311,6 +313,11 @@ class PlayedEngine:
         now_s = self._simulation.clock.now_s
         self._simulation.at(now_s, lambda: gateway.received(self.name, [answer]))
 
+    def forget(self, key: str) -> None:
+        """A request was over with its first token: nothing is to be pulled."""
+        self._intents.pop(key, None)
+        self._gateway_of.pop(key, None)
+
     def load(self) -> ReportedLoad:
         load, totals = self.engine.load(self._intents.values()), self.engine.totals()
         self.most_waiting = max(self.most_waiting, load.num_waiting)
@@ -413,7 +420,7 @@ class _Link:
         self.engine.take(self.gateway, request, work, ticket)
 
     def cancel(self, request_id: str, attempt: int) -> None:
-        raise AssertionError("nothing is cancelled here")
+        self.engine.forget(f"{request_id}/{attempt}")
 
     def set_promise(self, epoch: int, leader: str, tbt_target_s: float | None) -> None:
         self.engine.set_promise(is_promising=tbt_target_s is not None)

@@ -148,6 +148,7 @@ class _Server:
             stdout=self._log,
             stderr=subprocess.STDOUT,
             env=self._environment,
+            cwd=tempfile.gettempdir(),  # the folders of this package shall not be its modules
             start_new_session=True,
         )
         return self

@@ -243,9 +243,12 @@ def _copy(file: Any, name: str, target: Target, scales: Mapping[str, Tensor]) ->
         # An output's scale is that of all its inputs, on whichever rank.
         is_whole = is_whole or target.cut.dim == 1
     source = file.get_slice(name)
-    if quantised is None:
+    if quantised is None and is_whole:
+        target.tensor.copy_(file.get_tensor(name))
+    elif quantised is None:
         for part, wanted in target.parts():
-            part.copy_(file.get_tensor(name) if is_whole else source[wanted])
+            part.copy_(source[wanted])
+    if quantised is None:
         return
     read = file.get_tensor(name) if is_whole else source[_wanted(target)]
     if quantised.scale_name is None:

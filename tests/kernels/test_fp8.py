@@ -259,7 +259,7 @@ def test_a_model_computes_what_its_reference_does(tmp_path: Path, name: str) -> 
             attention = TorchAttention(pool, [None, None])
             positions = torch.arange(len(ids), device=DEVICE)
             attention.plan(AttentionMetadata([len(ids)], [len(ids)], [[1]], 16 + positions))
-            hidden = model.forward(ids, positions, attention)
+            hidden = model.forward(ids, positions, 16 + positions, attention)
             outputs.append(torch.nn.functional.linear(hidden, model.lm_head.weight))
         limit = 1e-4 if len(ids) == 1 else 0.05 if HAS_GPU else 0.3  # what is wrong is above 1
         close(outputs[1], outputs[0].double(), limit)
