@@ -42,6 +42,7 @@ class LocalEngine:
                 max_num_seqs=runner.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 prefill_chunk_tokens=runner.prefill_chunk_tokens,
+                graph_rows=runner.graph_rows,
             ),
             LocalGenerations(runner.kv.num_blocks),
             fingerprint=fingerprint.short(runner.fingerprint),

@@ -176,6 +176,12 @@ class GpuSteps:
             self.prefill_graphs[room] = StepGraphs(sizes, 3, self._device, largest_kind)
             largest_kind = largest_kind or self.prefill_graphs[room]
 
+    @property
+    def mixed_rows(self) -> tuple[int, ...]:
+        """Sizes of the graphs of decodes and prompts, ascending."""
+        kinds = (graphs.sizes for room, graphs in self.prefill_graphs.items() if room)
+        return tuple(sorted({size for sizes in kinds for size in sizes}))
+
     def count_in(self, count: CudaStepCount) -> None:
         """From now on `count` has the number of the last step that has written its KV."""
         self._count = count

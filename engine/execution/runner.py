@@ -268,6 +268,11 @@ class ModelRunner:
         return (self._config.prefill_chunk_tokens or 0) if is_gpu else 0
 
     @property
+    def graph_rows(self) -> tuple[int, ...]:
+        """See `EngineLimits`. A CPU pads nothing."""
+        return () if isinstance(self._steps, CpuSteps) else self._steps.mixed_rows
+
+    @property
     def runs_ahead(self) -> bool:
         """See `batch.Runner`."""
         return self._steps.runs_ahead

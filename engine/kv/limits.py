@@ -27,6 +27,7 @@ class EngineLimits:
     max_num_batched_tokens: int = 2048
     max_held_blocks: int | None = None
     prefill_chunk_tokens: int = 0  # of a step with one prompt alone, if that is more
+    graph_rows: tuple[int, ...] = ()  # that steps of decodes and prompts are padded to, ascending
 
     @property
     def capacity(self) -> int:
@@ -54,6 +55,11 @@ class EngineLimits:
         """Of prompts whose step no long prompt of another caller shall make several times longer.
         A GPU takes about as long for so many tokens as for one."""
         return self.max_num_batched_tokens // 8
+
+    def unpadded_rows(self, num_rows: int) -> int:
+        """The most rows, up to so many, whose step has no padding; as many, if none is known."""
+        fitting = [size for size in self.graph_rows if size <= num_rows]
+        return fitting[-1] if fitting and num_rows < self.graph_rows[-1] else num_rows
 
     @property
     def held_blocks_limit(self) -> int:

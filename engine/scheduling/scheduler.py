@@ -197,7 +197,10 @@ class Scheduler:
             context = prefills[0].num_launched_tokens if prefills else 0
             most = max(schedule.num_budget_tokens, schedule.num_chunk_tokens)
             beside = step_shape(schedule.scheduled)
+            promise_s /= self._step_costs.overrun
             num_tokens = cost.promised_tokens(promise_s, beside, context, most)
+            unpadded = self._limits.unpadded_rows(num_tokens + beside.num_decodes)
+            num_tokens = max(unpadded - beside.num_decodes, min(num_tokens, LEAST_PROMPT_TOKENS))
         schedule.limit_prompts(num_tokens)
 
     def decodes(self) -> StepShape:

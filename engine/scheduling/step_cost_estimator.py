@@ -23,6 +23,8 @@ MIN_SAMPLES = 3  # of a size, before it counts
 _NUM_SAMPLES = 15
 _MAX_SIZES = 256
 _NUM_ERRORS, _MIN_ERRORS = 512, 10
+_NUM_OVERRUNS, _MOST_OVERRUN = 256, 1.5
+_KEPT_SHARE = 0.98
 _FIT_EVERY = 128  # samples: to fit takes a millisecond
 _LEAST_S = 1e-9
 _CONVERGED = 1e-9
@@ -48,21 +50,28 @@ class _Alike:
 
 class StepCostEstimator:
     """One engine's. `relative_error`: the 90th percentile of how far the last steps were from what
-    was expected of them, when that was last fitted; None: too few."""
+    was expected of them, when that was last fitted; None: too few. `overrun`: by which factor steps
+    of decodes and prompts take longer than expected, as seldom as a promise to decodes may break;
+    1 or more."""
 
     def __init__(self) -> None:
         self.relative_error: float | None = None
+        self.overrun = 1.0
         self._sizes: OrderedDict[_Size, _Alike] = OrderedDict()
         self._estimate: StepCost | None = None
         self._num_unfitted = 0
         self._has_new_size = False
         self._errors: deque[float] = deque(maxlen=_NUM_ERRORS)
+        self._overruns: deque[float] = deque(maxlen=_NUM_OVERRUNS)
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """A step of this shape, of one row at least, took so long."""
         seconds = max(seconds, _LEAST_S)
         if self._estimate is not None:
-            self._errors.append(abs(self._estimate.seconds(shape) / seconds - 1))
+            expected_s = self._estimate.seconds(shape)
+            self._errors.append(abs(expected_s / seconds - 1))
+            if shape.num_decodes and shape.num_prompt_tokens:
+                self._overruns.append(seconds / expected_s)
         size = _size_of(shape)
         alike = self._sizes.setdefault(size, _Alike())
         alike.samples.append((shape, seconds))
@@ -81,6 +90,10 @@ class StepCostEstimator:
             self._estimate = self._fit() or self._estimate
             if len(self._errors) >= _MIN_ERRORS:
                 self.relative_error = statistics.quantiles(self._errors, n=10)[-1]
+            if len(self._overruns) >= _MIN_ERRORS:
+                ordered = sorted(self._overruns)
+                factor = ordered[int(_KEPT_SHARE * (len(ordered) - 1))]
+                self.overrun = min(max(1.0, factor), _MOST_OVERRUN)
         return self._estimate
 
     def expected_s(self, shape: StepShape) -> float | None:

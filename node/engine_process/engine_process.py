@@ -294,6 +294,7 @@ def _limits(
         max_num_seqs=runner.max_num_seqs,
         max_num_batched_tokens=engine.max_num_batched_tokens,
         prefill_chunk_tokens=runner.prefill_chunk_tokens,
+        graph_rows=runner.graph_rows,
     )
     return dataclasses.replace(limits, max_held_blocks=plan.max_held_blocks(node, limits.capacity))
 

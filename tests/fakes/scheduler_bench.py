@@ -42,13 +42,14 @@ class Bench:
     max_held_blocks: int | None = None
     guess: int = 1
     chunk: int = 0
+    graph_rows: tuple[int, ...] = ()
     sequences: list[Sequence] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         num_blocks = self.capacity + NUM_RESERVED_BLOCKS
         limits = EngineLimits(
             num_blocks, BLOCK_SIZE, 1000, self.max_num_seqs, self.budget, self.max_held_blocks,
-            self.chunk,
+            self.chunk, self.graph_rows,
         )  # fmt: skip
         generations = LocalGenerations(num_blocks)
         self.pool = BlockPool(num_blocks, generations)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from fakes.gateway.step_costs import linear_cost
@@ -14,7 +15,7 @@ STEP_S, TOKEN_S = 0.004, 20e-6
 COST = linear_cost(STEP_S, TOKEN_S)
 
 
-def bench(monkeypatch: pytest.MonkeyPatch, target_s: float | None, **fields: int) -> Bench:
+def bench(monkeypatch: pytest.MonkeyPatch, target_s: float | None, **fields: Any) -> Bench:
     made = Bench(**({"capacity": 2000, "budget": 512} | fields))
     made.scheduler.tbt_target_s = target_s
     monkeypatch.setattr(made.scheduler._step_costs, "estimate", lambda: COST)
@@ -117,3 +118,30 @@ def test_a_step_of_all_that_will_decode(monkeypatch: pytest.MonkeyPatch) -> None
     shape = made.scheduler.step_with(waiting.request, 2)
     known = sum(one.num_tokens for one in made.sequences)
     assert shape == StepShape(num_decodes=7, keys=known + 3 * 40)
+
+
+@pytest.mark.parametrize(("target_s", "rows"), [(0.012, 384), (0.0064, 120), (0.006, 64)])
+def test_a_step_fills_the_graph_that_it_is_padded_to(
+    monkeypatch: pytest.MonkeyPatch, target_s: float, rows: int
+) -> None:
+    """The promise leaves place for 400, 120 and 100 rows; what is beyond the largest is no graph's,
+    and what is below the smallest is padded to it."""
+    sizes = (128, 256, 384, 512) if rows == 120 else (64, 128, 256, 384, 512)
+    made = bench(monkeypatch, target_s, graph_rows=sizes)
+    for index in range(4):
+        made.add(4, first_id=100 * index)
+    made.step()
+    made.add(900, first_id=5000)
+    assert sum(made.step().values()) == rows
+    assert made.scheduler._limits.unpadded_rows(513) == 513
+
+
+def test_what_steps_take_longer_than_expected_is_kept_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = bench(monkeypatch, 0.012)
+    made.scheduler._step_costs.overrun = 1.2
+    made.add(4)
+    made.step()
+    made.add(900, first_id=5000)
+    assert step_s(made.step()) == pytest.approx(0.010, abs=TOKEN_S)
