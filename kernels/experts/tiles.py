@@ -4,8 +4,8 @@
     tiles    a program has some outputs of a tile of rows of one expert
     library  torch's grouped product over the same order of rows
 
-tiles.json has what was fastest on an H200: `python -m baton.bench.experts` writes it. A mixture
-that is not in it gets a default by its rows an expert.
+tiles.json has what was fastest on an H200: `python -m baton.bench.kernels.experts` writes it. A
+mixture that is not in it gets a default by its rows an expert.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     2 to 64 rows      in FP8: streamed (Hopper), else Triton
     more              torch's _scaled_mm, where it has the shape and type
 
-What is fastest was measured (`python -m baton.bench.fp8_products`): fp8_table.json has it for the
-shapes that were, and what is none of them takes the nearest.
+What is fastest was measured (`python -m baton.bench.kernels.fp8_products`): fp8_table.json has it
+for the shapes that were, and what is none of them takes the nearest.
 """
 
 from __future__ import annotations

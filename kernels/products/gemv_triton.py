@@ -2,8 +2,8 @@
 
 Bound by reading the matrix once, so that enough loads must be in flight on every multiprocessor.
 cuBLAS reaches less of the memory's speed on a single row, and for as many outputs as an LM head has
-(`python -m baton.bench.products`). A matrix is constant: its first part is on the way before the
-kernel in front has ended.
+(`python -m baton.bench.kernels.products`). A matrix is constant: its first part is on the way
+before the kernel in front has ended.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The products of decodes, each weight read once: cuBLAS beside our own, in a CUDA graph.
 
-python -m baton.bench.products [--shape NAME] [--tp N] [--rows N,N] [--out FILE]
+python -m baton.bench.kernels.products [--shape NAME] [--tp N] [--rows N,N] [--out FILE]
 
 As in a model, each product follows a norm and has a weight of its own, which no cache holds. Floor:
 reading the weight. Of all ways to cut it up the three best are told, and the one that models take.
@@ -33,8 +33,8 @@ from baton.kernels.products.streamed_product import Stages, choose_stages
 from baton.kernels.products.streamed_product_gluon import streamed_product
 from baton.kernels.row_room import LEAST_ROWS, ROWS_AT_ONCE, empty_rows
 
-from .floors.figures import ROOT, Figure, machine, table, write
-from .floors.gpu_shapes import BYTES_PER_S, SHAPES, Shape
+from ..floors.figures import ROOT, Figure, machine, table, write
+from ..floors.gpu_shapes import BYTES_PER_S, SHAPES, Shape
 
 _WEIGHT_BYTES = 400 << 20  # of all weights of a graph: more than the L2 cache has
 _MOST_WEIGHTS = 40
@@ -223,7 +223,7 @@ def main(argv: list[str]) -> int:
     where = machine() | {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
     compile_all(rows)
     figures = measure(SHAPES[arguments.shape], arguments.tp, rows)
-    write(arguments.out, {f"tp {arguments.tp}": figures}, where, "products")
+    write(arguments.out, {f"tp {arguments.tp}": figures}, where, "kernels.products")
     return 0
 
 

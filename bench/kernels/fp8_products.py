@@ -1,6 +1,7 @@
 """Products with weights in FP8, each read once: our kernels' ways beside torch's _scaled_mm.
 
-python -m baton.bench.fp8_products [--shape NAME] [--tp N] [--rows N,N] [--out FILE] [--table FILE]
+python -m baton.bench.kernels.fp8_products [--shape NAME] [--tp N] [--rows N,N] [--out FILE]
+                                           [--table FILE]
 
 As in a model: what a product reads comes from a norm that quantises, and each has a weight of its
 own, which no cache holds. Times are of both; floor: reading the weight, or its operations. What is
@@ -37,8 +38,8 @@ from baton.kernels.products.fp8_product import (
 from baton.kernels.products.fp8_triton import Fp8Stages, Fp8Tiling, GemvTiling, fp8_gemv
 from baton.kernels.products.weights import FP8, BlockScaled, Fp8Rows, Fp8Weight, RowScaled
 
-from .floors.figures import ROOT, Figure, machine, table, write
-from .floors.gpu_shapes import BYTES_PER_S, FP8_BLOCK_FLOPS, FP8_FLOPS, SHAPES, Shape
+from ..floors.figures import ROOT, Figure, machine, table, write
+from ..floors.gpu_shapes import BYTES_PER_S, FP8_BLOCK_FLOPS, FP8_FLOPS, SHAPES, Shape
 from .products import products_of
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -228,7 +229,7 @@ def main(argv: list[str]) -> int:
     compile_all(rows)
     print(f"compiled in {time.perf_counter() - begin_s:.0f} s", flush=True)
     figures, entries = measure(SHAPES[arguments.shape], arguments.tp, rows)
-    write(arguments.out, {f"tp {arguments.tp}": figures}, where, "fp8_products")
+    write(arguments.out, {f"tp {arguments.tp}": figures}, where, "kernels.fp8_products")
     lines = ",\n".join(" " + json.dumps(entry) for entry in entries)
     arguments.table.write_text(f"[\n{lines}\n]\n")
     print(f"{len(entries)} rows in {arguments.table}, {time.perf_counter() - begin_s:.0f} s")

@@ -1,6 +1,7 @@
 """Mixtures of experts on a GPU: which plan is fastest for how many tokens; writes the table.
 
-python -m baton.bench.experts [--mixtures NAME...] [--tokens N,N] [--tp N] [--dry] [--out FILE]
+python -m baton.bench.kernels.experts [--mixtures NAME...] [--tokens N,N] [--tp N] [--dry]
+                                      [--out FILE]
 
 Each product is measured by itself in a CUDA graph, over several routings (uniform, so that no cache
 holds the weights); then the whole layer with the best cuts of each tile size, by single pairs, and
@@ -33,8 +34,8 @@ from baton.kernels.experts.grouped_triton import down_products, gated_products
 from baton.kernels.experts.routing_triton import Choice, Order, choose_and_order, router_logits
 from baton.kernels.experts.tiles import TABLE, Cut, Few, Library, Plan, Tiles, as_json, choose_plan
 
-from .floors.figures import commit
-from .floors.gpu_shapes import BYTES_PER_S, FLOPS
+from ..floors.figures import commit
+from ..floors.gpu_shapes import BYTES_PER_S, FLOPS
 
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 _REPEATS = 5

@@ -1,0 +1,1 @@
+"""What single kernels take: products of weights, and mixtures of experts."""
