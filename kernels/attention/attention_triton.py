@@ -21,6 +21,7 @@ from ..dependent_launch import launch_options, let_next_in, wait_for_previous
 from ..kv.kv_8bit import is_8bit
 from ..upload import upload, upload_into
 from .attention import MAX_GRAPH_SLICES, MAX_GRAPH_TOKENS, BlockTables, flatten_tables
+from .attention_8bit_triton import HALF_ROOM, as_type, fit_half, load_scales, log2_and_inverse
 
 Int32s = NDArray[np.int32]
 
@@ -89,6 +90,7 @@ class TritonPrefill:
             TILE_KEYS=_TILE_KEYS if dim <= 128 and out.element_size() == 2 else 32,
             PRECISION=dot_precision(out),
             IS_8BIT=is_8bit(layer_pool),
+            HAS_PTX=out.is_cuda,
             num_warps=4,
             num_stages=2,
             **launch_options(out.device),
@@ -128,52 +130,9 @@ def dot_precision(q: Tensor) -> str:
     return "ieee" if q.dtype == torch.float32 else "tf32"
 
 
-# Over a pool of 8 bits (kv_8bit.py) both products are of float16, with sums in float32. e4m3 and
-# int8 fit into float16 exactly, two values of e4m3 by one instruction; into bfloat16 it takes five.
-# Products of e4m3 itself would be summed in 14 bits on Hopper: over a long context what a few keys
-# have is then less than the sum's last bit.
-#
-#   scores    (q / unit) (k / ks)^T * unit * ks          unit: a query's largest value
-#   weights   exp2(score + log2(vs) - best)              softmax's times vs, as v / vs needs them
-#   total     sum of weights / vs
-#
-# Whatever the scales are, the largest weight is so 2^15, where float16 ends with 2^16, and weights
-# down to 2^-29 of it keep all 11 bits.
-HALF_ROOM = tl.constexpr(15.0)
-
-
 def piece_elements(layer_pool: Tensor) -> int:
     """From one head of a block to the next, [.., block_size, dim]."""
     return layer_pool.shape[-2] * layer_pool.shape[-1]
-
-
-@triton.jit
-def fit_half(query):
-    """Queries [rows, dim] in units of their largest value, as float16, and the units [rows]
-    float32. float32 stays what it is."""
-    if query.dtype == tl.float32:
-        unit = tl.full((query.shape[0],), 1.0, tl.float32)
-        return query, unit
-    else:
-        values = query.to(tl.float32)
-        unit = tl.maximum(tl.max(tl.abs(values), axis=1), 1e-30)
-        return (values / unit[:, None]).to(tl.float16), unit
-
-
-@triton.jit
-def load_scales(
-    pieces,
-    positions,
-    is_key,
-    KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    PIECE: tl.constexpr,
-    DIM: tl.constexpr,
-):
-    """Those of K and of V, float32 [keys] each; `pieces` [keys] are K's, of the keys' blocks."""
-    at = (pieces + BLOCK_SIZE * DIM).to(tl.pointer_type(tl.float32)) + positions % BLOCK_SIZE
-    k_scale = tl.load(at, mask=is_key, other=1.0)
-    return k_scale, tl.load(at + KV_HEADS * PIECE // 4, mask=is_key, other=1.0)
 
 
 @triton.jit
@@ -199,6 +158,7 @@ def _prefill(
     TILE_KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
     IS_8BIT: tl.constexpr,
+    HAS_PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_in(PDL)
@@ -216,7 +176,7 @@ def _prefill(
     query = tl.load(q + rows * q_stride + head * DIM + dims[None, :], mask=mask_q, other=0.0)
     if IS_8BIT:
         query, unit = fit_half(query)
-        row_scale = scale * unit[:, None]
+        scale *= unit
     places = seq_len - query_len + queries  # positions in the sequence
     begin = 0
     if HAS_WINDOW:
@@ -232,13 +192,16 @@ def _prefill(
         keys = layer_pool + block * block_stride + kv_head * PIECE
         at = (keys + positions % BLOCK_SIZE * DIM)[:, None] + dims[None, :]
         mask = is_key[:, None] & (dims < DIM)[None, :]
-        k = tl.load(at, mask=mask, other=0.0).to(query.dtype)
+        k = tl.load(at, mask=mask, other=0.0)
+        if IS_8BIT:
+            k = as_type(k, query.dtype, HAS_PTX)
         scores = tl.dot(query, k.T, input_precision=PRECISION)
         if IS_8BIT:
             k_scale, v_scale = load_scales(
                 keys, positions, is_key, KV_HEADS, BLOCK_SIZE, PIECE, DIM
             )
-            scores = scores * row_scale * k_scale[None, :] + tl.log2(v_scale)[None, :]
+            log_scale, inverse = log2_and_inverse(v_scale, HAS_PTX)
+            scores = scores * (scale * k_scale)[None, :] + log_scale[None, :]
         else:
             scores *= scale
         is_seen = is_key[None, :] & (positions[None, :] <= places[:, None])
@@ -251,10 +214,12 @@ def _prefill(
         weights = tl.exp2(scores - larger[:, None])
         fade = tl.exp2(best - larger)
         if IS_8BIT:
-            total = total * fade + tl.sum(weights / v_scale[None, :], axis=1)
+            total = total * fade + tl.sum(weights * inverse[None, :], axis=1)
         else:
             total = total * fade + tl.sum(weights, axis=1)
-        v = tl.load(at + KV_HEADS * PIECE, mask=mask, other=0.0).to(query.dtype)
+        v = tl.load(at + KV_HEADS * PIECE, mask=mask, other=0.0)
+        if IS_8BIT:
+            v = as_type(v, query.dtype, HAS_PTX)
         acc = acc * fade[:, None]
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
         best = larger

@@ -27,14 +27,15 @@ from ..dependent_launch import launch_options, let_next_in, wait_for_previous
 from ..kv.kv_8bit import is_8bit
 from ..upload import upload_into
 from .attention import BlockTables, flatten_tables
-from .attention_triton import (
+from .attention_8bit_triton import (
     HALF_ROOM,
-    LOG2_E,
-    dot_precision,
+    as_type,
     fit_half,
+    load_pairs,
     load_scales,
-    piece_elements,
+    log2_and_inverse,
 )
+from .attention_triton import LOG2_E, dot_precision, piece_elements
 
 # A decode's programs are small, so that many of them keep loads in flight on each multiprocessor.
 _TILE_KEYS = 64
@@ -147,6 +148,7 @@ class TritonDecode:
             TILE_KEYS=_TILE_KEYS,
             PRECISION=dot_precision(q),
             IS_8BIT=is_8bit(layer_pool),
+            HAS_PTX=q.is_cuda,
             num_warps=_WARPS,
             num_stages=_STAGES,
             **launch_options(device),
@@ -194,6 +196,7 @@ def _attend_share(
     TILE_KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
     IS_8BIT: tl.constexpr,
+    HAS_PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_in(PDL)
@@ -216,7 +219,7 @@ def _attend_share(
     )
     if IS_8BIT:
         queries, unit = fit_half(queries)
-        row_scale = scale * unit[:, None]
+        scale *= unit
     table = indices + tl.load(tables + sequence)
     best = tl.full((GROUP_PADDED,), float("-inf"), tl.float32)
     total = tl.zeros((GROUP_PADDED,), tl.float32)
@@ -229,13 +232,16 @@ def _attend_share(
         keys = layer_pool + block * block_stride + kv_head * PIECE
         at = (keys + positions % BLOCK_SIZE * DIM)[:, None] + dims[None, :]
         mask = is_key[:, None] & is_dim[None, :]
-        k = tl.load(at, mask=mask, other=0.0).to(queries.dtype)
+        k = tl.load(at, mask=mask, other=0.0)
+        if IS_8BIT:
+            k = as_type(k, queries.dtype, HAS_PTX)
         scores = tl.dot(queries, k.T, input_precision=PRECISION)
         if IS_8BIT:
             k_scale, v_scale = load_scales(
                 keys, positions, is_key, KV_HEADS, BLOCK_SIZE, PIECE, DIM
             )
-            scores = scores * row_scale * k_scale[None, :] + tl.log2(v_scale)[None, :]
+            log_scale, inverse = log2_and_inverse(v_scale, HAS_PTX)
+            scores = scores * (scale * k_scale)[None, :] + log_scale[None, :]
         else:
             scores *= scale
         scores = tl.where(is_key[None, :], scores, float("-inf"))
@@ -244,9 +250,9 @@ def _attend_share(
         fade = tl.exp2(best - larger)
         acc = acc * fade[:, None]
         if IS_8BIT:
-            total = total * fade + tl.sum(weights / v_scale[None, :], axis=1)
+            total = total * fade + tl.sum(weights * inverse[None, :], axis=1)
             values = keys + KV_HEADS * PIECE + positions % BLOCK_SIZE * DIM
-            even, odd = _load_pairs(values, is_key, DIM, DIM_PADDED, queries.dtype)
+            even, odd = load_pairs(values, is_key, DIM, DIM_PADDED, queries.dtype, HAS_PTX)
             acc = tl.dot(weights.to(even.dtype), even, acc, input_precision=PRECISION)
             acc_odd = acc_odd * fade[:, None]
             acc_odd = tl.dot(weights.to(odd.dtype), odd, acc_odd, input_precision=PRECISION)
@@ -269,21 +275,6 @@ def _attend_share(
         tl.store(partial + at[:, None] * DIM + dims[None, :], result, mask)
         log_sum = tl.where(total > 0, best + tl.log2(share_sum), float("-inf"))
         tl.store(log_sums + at, log_sum, mask=is_row)
-
-
-@triton.jit
-def _load_pairs(values, is_key, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, TYPE: tl.constexpr):
-    """V at the pointers [keys], its even and its odd dimensions: of TYPE [keys, DIM_PADDED / 2].
-
-    The matrix units want V transposed, and shared memory can be read so in units of 16 bits alone.
-    """
-    dims = tl.arange(0, DIM_PADDED // 2)
-    at = values.to(tl.pointer_type(tl.int16))[:, None] + dims[None, :]
-    pairs = tl.load(at, mask=is_key[:, None] & (dims < DIM // 2)[None, :], other=0)
-    one: tl.constexpr = values.dtype.element_ty
-    even = (pairs & 0xFF).to(tl.int8).to(one, bitcast=True)
-    odd = (pairs >> 8).to(tl.int8).to(one, bitcast=True)
-    return even.to(TYPE), odd.to(TYPE)
 
 
 @triton.jit

@@ -248,13 +248,16 @@ def _rotate_and_store(
         slot = tl.load(slot_mapping + token)
         block = layer_pool + slot // BLOCK_SIZE * block_stride
         piece = block + ((part - 1) * kv_heads + head) * PIECE
-        if LARGEST is not None:
-            first, second, scale = _quantized(first, second, LARGEST)
+        kv = piece + slot % BLOCK_SIZE * DIM + dims
+        if LARGEST is None:
+            tl.store(kv, first, mask=mask)
+            tl.store(kv + half, second, mask=mask)
+        else:
+            low, high, scale = _quantized(first, second, LARGEST)
             scales = (piece + BLOCK_SIZE * DIM).to(tl.pointer_type(tl.float32))
             tl.store(scales + slot % BLOCK_SIZE, scale, mask=head < num_heads)
-        kv = piece + slot % BLOCK_SIZE * DIM + dims
-        tl.store(kv, first.to(layer_pool.dtype.element_ty), mask=mask)
-        tl.store(kv + half, second.to(layer_pool.dtype.element_ty), mask=mask)
+            tl.store(kv, low.to(layer_pool.dtype.element_ty), mask=mask)
+            tl.store(kv + half, high.to(layer_pool.dtype.element_ty), mask=mask)
 
 
 @triton.jit
