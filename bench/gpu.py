@@ -1,6 +1,7 @@
 """What one GPU gives through the real engine: scheduler, runner and sampler, beside its floors.
 
 python -m baton.bench.gpu [--shape NAME] [--tp N] [--part-of N] [--only NAME...] [--growth] [--load]
+    [--kv-cache-dtype fp8]
 
 A decode's context is reserved and started as a hand-off would do it, over KV of random numbers, so
 no prefill is waited for. A step is timed by the wall in steady state, its time on the GPU by
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -230,7 +232,8 @@ class Bench:
 
     def _figure(self, name: str, samples: list[float], floor_ms: float, num_tokens: int) -> Figure:
         """`floor_ms` is that of one GPU."""
-        targets = _TARGETS if self._shape.name == "llama-3.1-8b" else {}
+        is_known = self._shape.name == "llama-3.1-8b" and not self._shape.is_kv_8bit
+        targets = _TARGETS if is_known else {}
         if self._num_gpus > 1:
             targets = _TARGETS_OF_SEVERAL.get((self._shape.name, self._num_gpus), {})
         floor_ms /= self._num_gpus
@@ -258,10 +261,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--load", action="store_true", help="start-up from a written checkpoint")
     parser.add_argument("--kernels", action="store_true", help="what decode steps consist of")
     parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8", "int8"), default="auto")
     parser.add_argument("--commit", default=None, help="what is measured, where git does not know")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "gpu.json")
     arguments = parser.parse_args(argv)
-    shape = SHAPES[arguments.shape].part(arguments.part_of)
+    is_kv_8bit = arguments.kv_cache_dtype != "auto"
+    shape = replace(SHAPES[arguments.shape].part(arguments.part_of), is_kv_8bit=is_kv_8bit)
     folder = shape.write_config(Path(tempfile.mkdtemp(prefix="baton-shape-")))
     config = EngineConfig(
         model=str(folder),
@@ -270,6 +275,7 @@ def main(argv: list[str]) -> int:
         max_num_batched_tokens=8192,
         enable_prefix_caching=False,
         attention_backend=arguments.attention_backend,
+        kv_cache_dtype=arguments.kv_cache_dtype,
         tensor_parallel_size=arguments.tp,
         max_num_seqs=arguments.max_num_seqs,
         mixed_graph_tokens=arguments.mixed_graph_tokens,
@@ -304,6 +310,7 @@ def main(argv: list[str]) -> int:
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": machine(),
         "shape": shape.name,
+        "kv_cache_dtype": arguments.kv_cache_dtype,
         "gpus": arguments.tp,
         "floors_from": {
             "bytes_per_s": BYTES_PER_S,

@@ -19,6 +19,7 @@ BYTES_PER_S = 4.3e12
 FLOPS = 790e12
 LINK_BYTES_PER_S = 450e9  # NVLink of one GPU, each way
 _BF16 = 2
+_SCALE = 4  # of a token, head, K or V, beside values of a byte each
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class Shape:
     vocab: int
     is_tied: bool = False
     has_qk_norm: bool = False  # Qwen3's, else Llama's architecture
+    is_kv_8bit: bool = False
 
     @property
     def layer_weights(self) -> int:
@@ -47,7 +49,8 @@ class Shape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * _BF16
+        head_bytes = self.head_dim + _SCALE if self.is_kv_8bit else self.head_dim * _BF16
+        return 2 * self.layers * self.kv_heads * head_bytes
 
     def part(self, count: int) -> Shape:
         """What one of `count` ranks has, as a model of its own: fewer GPUs can run it."""

@@ -89,8 +89,9 @@ def load_scales(
 def log2_and_inverse(scales, HAS_PTX: tl.constexpr):
     """Of scales [keys]. Triton's own log2 takes 13 instructions, and scales are not small."""
     if HAS_PTX:
-        types: tl.constexpr = (tl.float32, tl.float32)
-        return tl.inline_asm_elementwise(_LOG2_AND_INVERSE, "=f,=f,f", [scales], types, True, 1)
+        return tl.inline_asm_elementwise(
+            _LOG2_AND_INVERSE, "=f,=f,f", [scales], (tl.float32, tl.float32), True, 1
+        )
     else:
         return tl.log2(scales), 1 / scales
 
@@ -122,9 +123,14 @@ def load_pairs(
     pairs = tl.load(at, mask=is_key[:, None] & (dims < DIM // 2)[None, :], other=0)
     one: tl.constexpr = values.dtype.element_ty
     if HAS_PTX:
-        asm: tl.constexpr = _INT8_PAIRS if one == tl.int8 else _E4M3_PAIRS
-        types: tl.constexpr = (tl.float16, tl.float16)
-        even, odd = tl.inline_asm_elementwise(asm, "=r,=r,r", [pairs], types, True, 2)
+        even, odd = tl.inline_asm_elementwise(
+            _INT8_PAIRS if one == tl.int8 else _E4M3_PAIRS,
+            "=r,=r,r",
+            [pairs],
+            (tl.float16, tl.float16),
+            True,
+            2,
+        )
     else:
         even = (pairs & 0xFF).to(tl.int8).to(one, bitcast=True)
         odd = (pairs >> 8).to(tl.int8).to(one, bitcast=True)

@@ -36,7 +36,7 @@ def values_and_scales(pool: Tensor) -> tuple[Tensor, Tensor]:
     block_size, dim = pool.shape[-2], head_dim_of(pool)
     pieces = pool.flatten(-2).view(torch.uint8)
     values, scales = pieces.tensor_split([block_size * dim], dim=-1)
-    return values.unflatten(-1, (block_size, dim)), scales.view(torch.float32)
+    return values.view(*pool.shape[:-1], dim), scales.view(torch.float32)
 
 
 def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -159,6 +159,7 @@ def _pull_rows(
 
 
 _TILE_HEADS = 8
+_INFINITY = tl.constexpr(float("inf"))
 _SMALLEST = tl.constexpr(SMALLEST)
 _ROUNDING = tl.constexpr(1.5 * 2.0**23)
 
@@ -264,13 +265,12 @@ def _rotate_and_store(
 def _quantized(first, second, LARGEST: tl.constexpr):
     """Both halves of each row in units of its scale, and the scales [rows, 1]: kv_8bit.quantize."""
     first, second = first.to(tl.float32), second.to(tl.float32)
-    infinity: tl.constexpr = float("inf")
     most = tl.maximum(tl.abs(first), tl.abs(second))
-    is_finite = (tl.abs(first) < infinity) & (tl.abs(second) < infinity)
-    most = tl.max(tl.where(is_finite, most, infinity), axis=1, keep_dims=True)
+    is_finite = (tl.abs(first) < _INFINITY) & (tl.abs(second) < _INFINITY)
+    most = tl.max(tl.where(is_finite, most, _INFINITY), axis=1, keep_dims=True)
     bounded = tl.maximum(most, _SMALLEST)
     factor = tl.div_rn(tl.full(bounded.shape, LARGEST, tl.float32), bounded)
-    scale = tl.where(most < infinity, bounded * (1 / LARGEST), float("nan"))
+    scale = tl.where(most < _INFINITY, bounded * (1 / LARGEST), float("nan"))
     first, second = first * factor, second * factor
     if LARGEST < 128:  # int8: added and taken away, this rounds to whole numbers, to even ones
         first, second = (first + _ROUNDING) - _ROUNDING, (second + _ROUNDING) - _ROUNDING

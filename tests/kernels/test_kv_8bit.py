@@ -267,6 +267,17 @@ def test_the_prefill_of_graphs(kv_dtype: torch.dtype) -> None:
     assert difference(out, step.expected()) < 4e-6
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", TYPES, ids=str)
+@pytest.mark.parametrize("lens", [[(0, 128), (0, 40)], [(30, 100), (7, 1), (300, 2000)]], ids=str)
+def test_flashinfer(lens: list[tuple[int, int]], kv_dtype: torch.dtype) -> None:
+    """It takes K and V as they were computed, where there is nothing before them."""
+    pytest.importorskip("flashinfer")
+    step = Step((32, 8), 128, lens, torch.bfloat16, kv_dtype)
+    out = step.run("flashinfer")
+    assert difference(out, step.expected()) < (0.05 if lens[0][0] == 0 else 0.01)
+
+
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
 @pytest.mark.parametrize("kv_dtype", TYPES, ids=str)
 @pytest.mark.parametrize("backend", ["torch", "triton"])
