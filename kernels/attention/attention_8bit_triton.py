@@ -81,8 +81,9 @@ def load_scales(
 ):
     """Those of K and of V, float32 [keys] each; `pieces` [keys] are K's, of the keys' blocks."""
     at = (pieces + BLOCK_SIZE * DIM).to(tl.pointer_type(tl.float32)) + positions % BLOCK_SIZE
-    k_scale = tl.load(at, mask=is_key, other=1.0)
-    return k_scale, tl.load(at + KV_HEADS * PIECE // 4, mask=is_key, other=1.0)
+    # Together they are as many as threads, or each thread would load what it computes with.
+    both = at[:, None] + tl.arange(0, 2)[None, :] * (KV_HEADS * PIECE // 4)
+    return tl.split(tl.load(both, mask=is_key[:, None], other=1.0))
 
 
 @triton.jit
