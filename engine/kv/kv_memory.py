@@ -132,9 +132,9 @@ class CudaKvMemory(KvMemory):
         self.num_blocks = num_blocks
         self._allocation = CudaAllocation(num_blocks * layout.block_bytes, device)
         self.address = self._allocation.address
-        flat = self._allocation.tensor().view(layout.dtype)
+        flat = self._allocation.tensor()
         # Kernels multiply what they mask by zero: the memory may not begin as NaN.
-        self.tensor = flat.zero_().view(num_blocks, *layout.block_shape)
+        self.tensor = flat.zero_().view(layout.dtype).view(num_blocks, *layout.block_shape)
 
     def close(self) -> None:
         """Give the memory back, once the device is done with it."""
