@@ -22,6 +22,7 @@ from baton.engine.local import LocalEngine
 from baton.engine.scheduling.admission import OutputLengthEstimator
 
 KINDS = ("fp8", "int8")
+ONE_IS_SLOW = ("fp8", pytest.param("int8", marks=pytest.mark.slow))
 NUM_TOKENS = 20
 
 
@@ -56,7 +57,7 @@ def tokens_of(config: EngineConfig, num_tokens: int, *, is_tight: bool = False) 
     return [outputs[request.key] for request in requests]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ONE_IS_SLOW)
 def test_tokens_after_a_hand_off_and_from_the_cache(kind: str) -> None:
     config = config_of(kind, cpu_kv_bytes=16 << 20)
     expected = tokens_of(config, NUM_TOKENS)
@@ -75,7 +76,7 @@ def test_tokens_after_a_hand_off_and_from_the_cache(kind: str) -> None:
         assert (second.cached_tokens > 0) == (len(prompt) > 16)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ONE_IS_SLOW)
 def test_preemption_changes_no_token(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     roomy = config_of(kind, cpu_kv_bytes=16 << 20)
     tight = dataclasses.replace(roomy, num_kv_blocks=45)

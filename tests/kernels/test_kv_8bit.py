@@ -12,7 +12,7 @@ from baton.kernels.attention.attention import AttentionBackend, AttentionMetadat
 from baton.kernels.kv import kv_blocks
 from baton.kernels.kv.kv_8bit import SMALLEST, dequantize, quantize, values_and_scales
 
-TYPES = [torch.float8_e4m3fn, torch.int8]
+TYPES = [torch.float8_e4m3fn, pytest.param(torch.int8, marks=pytest.mark.slow)]
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 BLOCK_SIZE = 16

@@ -239,7 +239,9 @@ def test_operations_are_those_of_the_reference(
     close(triton_ops.linear(gated, down, None), expected.double(), 3 * limit)
 
 
-@pytest.mark.parametrize("name", ["compressed, channel", "block"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("compressed, channel", marks=pytest.mark.slow), "block"]
+)
 def test_a_model_computes_what_its_reference_does(tmp_path: Path, name: str) -> None:
     """All of a decoder's layers, in both sets of operations, from one checkpoint."""
     sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 64, "vocab_size": 60}
