@@ -1,7 +1,7 @@
 """What one GPU gives through the real engine: scheduler, runner and sampler, beside its floors.
 
 python -m baton.bench.gpu [--shape NAME] [--tp N] [--part-of N] [--only NAME...] [--growth] [--load]
-                          [--quantization fp8|fp8-block]
+                          [--quantization fp8|fp8-block] [--kv-cache-dtype fp8]
 
 A decode's context is reserved and started as a hand-off would do it, over KV of random numbers, so
 no prefill is waited for. A step is timed by the wall in steady state, its time on the GPU by
@@ -281,7 +281,7 @@ class Bench:
 
     def _figure(self, name: str, samples: list[float], floor_ms: float, num_tokens: int) -> Figure:
         """`floor_ms` is that of one GPU."""
-        targets = _TARGETS_OF_ONE.get(self._shape.name, {})
+        targets = {} if self._shape.is_kv_8bit else _TARGETS_OF_ONE.get(self._shape.name, {})
         if self._num_gpus > 1:
             targets = _TARGETS_OF_SEVERAL.get((self._shape.name, self._num_gpus), {})
         if self._shape.quantization is not None:
@@ -313,11 +313,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--load", action="store_true", help="start-up from a written checkpoint")
     parser.add_argument("--kernels", action="store_true", help="what decode steps consist of")
     parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8", "int8"), default="auto")
     parser.add_argument("--commit", default=None, help="what is measured, where git does not know")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "gpu.json")
     arguments = parser.parse_args(argv)
-    shape = SHAPES[arguments.shape].part(arguments.part_of)
-    shape = dataclasses.replace(shape, quantization=arguments.quantization)
+    shape = dataclasses.replace(
+        SHAPES[arguments.shape].part(arguments.part_of),
+        quantization=arguments.quantization,
+        is_kv_8bit=arguments.kv_cache_dtype != "auto",
+    )
     os.environ[FP8_KERNELS] = "1"
     folder = shape.write_config(Path(tempfile.mkdtemp(prefix="baton-shape-")))
     config = EngineConfig(
@@ -328,6 +332,7 @@ def main(argv: list[str]) -> int:
         max_num_batched_tokens=8192,
         enable_prefix_caching=False,
         attention_backend=arguments.attention_backend,
+        kv_cache_dtype=arguments.kv_cache_dtype,
         tensor_parallel_size=arguments.tp,
         max_num_seqs=arguments.max_num_seqs,
         mixed_graph_tokens=arguments.mixed_graph_tokens,
@@ -363,6 +368,7 @@ def main(argv: list[str]) -> int:
         "machine": machine(),
         "shape": shape.name,
         "quantization": shape.quantization,
+        "kv_cache_dtype": arguments.kv_cache_dtype,
         "gpus": arguments.tp,
         "floors_from": {
             "bytes_per_s": BYTES_PER_S,

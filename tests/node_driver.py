@@ -142,13 +142,17 @@ def launch_program(
     return NodeProcess(name, process)
 
 
+_MEMBERS_S = 60.0  # in which engines start
+
+
 async def members(redis_url: str, wanted: Callable[[Sequence[Member]], bool]) -> list[Member]:
     """The directory's members once `wanted` holds of them."""
     directory = RedisDirectory(redis_url, CLUSTER, ClusterSecret(SECRET))
     try:
-        async for found in directory.watch():
-            if wanted(found):
-                return list(found)
+        async with asyncio.timeout(_MEMBERS_S):
+            async for found in directory.watch():
+                if wanted(found):
+                    return list(found)
     finally:
         await directory.close()
     raise AssertionError("the watch ended")

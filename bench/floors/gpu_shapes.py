@@ -22,6 +22,7 @@ FLOPS = 790e12
 FP8_FLOPS, FP8_BLOCK_FLOPS = 1400e12, 1100e12  # with a scale for each row, for each block
 LINK_BYTES_PER_S = 450e9  # NVLink of one GPU, each way
 _BF16 = 2
+_SCALE = 4  # of a token, head, K or V, beside values of a byte each
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -43,6 +44,7 @@ class Shape:
     vocab: int
     is_tied: bool = False
     has_qk_norm: bool = False  # Qwen3's, else Llama's architecture
+    is_kv_8bit: bool = False
     quantization: str | None = None  # fp8: by row; fp8-block: by block, as a checkpoint has it
     experts: int = 0  # Qwen3-MoE's, each of `inner`; 0: one MLP
     chosen: int = 0  # experts a token
@@ -71,7 +73,8 @@ class Shape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * _BF16
+        head_bytes = self.head_dim + _SCALE if self.is_kv_8bit else self.head_dim * _BF16
+        return 2 * self.layers * self.kv_heads * head_bytes
 
     @property
     def kind(self) -> str:

@@ -10,12 +10,14 @@ from torch import Tensor
 from ...core.config import EngineConfig
 from ...core.errors import StartupFailed
 from ...kernels.attention.attention import AttentionBackend, TorchAttention
+from ...kernels.kv.kv_8bit import SCALE_BYTES
 from ..model.layers import Placement
 from ..model.model_config import ModelConfig
 from ..model.quantization import stays_fp8
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_FP8_CAPABILITY = (8, 9)  # from which on a GPU multiplies FP8
+_KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+_FP8_CAPABILITY = (8, 9)  # from which on a GPU knows FP8
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)
 
 
@@ -80,6 +82,29 @@ def _check_gpu(device: str, num_gpus: int) -> None:
         )
 
 
+def choose_kv_dtype(config: EngineConfig, model: ModelConfig, placement: Placement) -> torch.dtype:
+    """The type of the KV pool that `--kv-cache-dtype` means here. Raises StartupFailed if the
+    device or the model cannot have it."""
+    wanted = config.kv_cache_dtype
+    if wanted == "auto":
+        return placement.dtype
+    if model.head_dim % SCALE_BYTES:
+        raise StartupFailed(
+            f"--kv-cache-dtype {wanted} with heads of {model.head_dim} dimensions: their number "
+            f"must be a multiple of {SCALE_BYTES}",
+            hint="--kv-cache-dtype auto",
+        )
+    if placement.device.type == "cuda" and wanted == "fp8":
+        capability = torch.cuda.get_device_capability(placement.device)
+        if capability < _FP8_CAPABILITY:
+            raise StartupFailed(
+                f"--kv-cache-dtype fp8 on {torch.cuda.get_device_name(placement.device)}, whose "
+                f"compute capability is {capability[0]}.{capability[1]}: fp8 needs 8.9",
+                hint="--kv-cache-dtype int8",
+            )
+    return _KV_DTYPES[wanted]
+
+
 def choose_attention(
     config: EngineConfig, model: ModelConfig, placement: Placement, max_model_len: int
 ) -> str:
@@ -115,10 +140,12 @@ def make_attention(
     max_num_seqs: int,
     model: ModelConfig,
     max_model_len: int,
+    dtype: torch.dtype,
 ) -> AttentionBackend:
-    """The backend over `pool`, of a rank with `num_heads` heads; `prefill` by choose_attention."""
+    """The backend over `pool`, of a rank with `num_heads` heads; `prefill` by choose_attention,
+    `dtype` that of the model."""
     if prefill == "torch":
-        return TorchAttention(pool, model.windows)
+        return TorchAttention(pool, model.windows, dtype)
     from ...kernels.attention.attention_gpu import make_gpu_attention
 
     return make_gpu_attention(
@@ -126,6 +153,7 @@ def make_attention(
         num_heads,
         max_num_seqs,
         max_model_len,
+        dtype,
         prefill=prefill,
         windows=model.windows if model.smallest_window(max_model_len) else None,
     )

@@ -53,7 +53,7 @@ from ..model.fingerprint import fingerprint_fields
 from ..model.model_config import ModelConfig, read_model_config
 from ..model.sharding import check_divisible, heads_of_rank
 from .batch import CompletedStep, LaunchedStep, SampledToken, SequenceSlice
-from .device import choose_attention, choose_placement, make_attention
+from .device import choose_attention, choose_kv_dtype, choose_placement, make_attention
 from .expert_loads import ExpertLoadReader
 from .step_parts import compute_extras, flatten, metadata_of
 
@@ -119,7 +119,7 @@ class ModelRunner:
             num_kv_heads=self.heads.num_kv_heads,
             block_size=config.block_size,
             head_dim=self.model_config.head_dim,
-            dtype=self._placement.dtype,
+            dtype=choose_kv_dtype(config, self.model_config, self._placement),
         )
         if self._placement.device.type == "cpu":
             # Before the weights: an error over too little memory should not wait for them.
@@ -128,7 +128,9 @@ class ModelRunner:
         model, weights = self._load(on_progress)
         self._expert_loads = None if model.loads is None else ExpertLoadReader(model.loads)
         communicator.connect()
-        self.fingerprint = fingerprint_fields(self.model_config, weights, layout)
+        self.fingerprint = fingerprint_fields(
+            self.model_config, weights, layout, self._placement.dtype, config.kv_cache_dtype
+        )
         if self._placement.device.type == "cpu":
             self.kv = CpuKvMemory(layout, num_blocks)
             attention = self._make_attention(self.kv.tensor)
@@ -248,8 +250,15 @@ class ModelRunner:
         self._steps = steps
 
     def _make_attention(self, pool: torch.Tensor) -> AttentionBackend:
-        sizes = (self.heads.num_heads, self.max_num_seqs, self.model_config, self.max_model_len)
-        return make_attention(self._prefill_attention, pool, *sizes)
+        return make_attention(
+            self._prefill_attention,
+            pool,
+            self.heads.num_heads,
+            self.max_num_seqs,
+            self.model_config,
+            self.max_model_len,
+            self._placement.dtype,
+        )
 
     def _choose_max_num_seqs(self, num_blocks: int | None) -> int:
         """See `EngineLimits`. All ranks choose alike: their pools have equally many blocks."""

@@ -2,9 +2,9 @@
 
     [num_blocks, num_layers, 2, kv_heads, block_size, head_dim]
                              K,V
-A block of all layers is one contiguous piece, which is what the hand-off copies. On a CPU the pool
-is a sealed memfd, so that a puller on the same host reads it directly. Knows no request and no
-block's owner. On a GPU:
+A block of all layers is one contiguous piece, which is what the hand-off copies; in 8 bits it holds
+its tokens' scales too (kernels/kv/kv_8bit.py). On a CPU the pool is a sealed memfd, so that a
+puller on the same host reads it directly. Knows no request and no block's owner. On a GPU:
 
     gpu_memory_utilization * total  =  context | weights | work of the largest step | pool
 
@@ -24,6 +24,7 @@ import torch
 
 from ...core.config import EngineConfig
 from ...core.errors import StartupFailed
+from ...kernels.kv.kv_8bit import LARGEST, SCALE_BYTES
 from . import memfd
 from .block_pool import NUM_RESERVED_BLOCKS
 from .cuda_memory import CudaAllocation
@@ -34,7 +35,8 @@ _LATER_BYTES, _LATER_BYTES_A_SEQ = 512 << 20, 4 << 20  # buffers; graphs, 0.9 GB
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """What one block holds: `num_layers` and `num_kv_heads` are those of this rank."""
+    """What one block holds: `num_layers` and `num_kv_heads` are those of this rank. A `dtype` of 8
+    bits is that of the values, which have scales."""
 
     num_layers: int
     num_kv_heads: int
@@ -44,7 +46,13 @@ class KvLayout:
 
     @property
     def block_shape(self) -> tuple[int, ...]:
-        return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
+        scale = SCALE_BYTES if self.dtype in LARGEST else 0
+        return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim + scale)
+
+    @property
+    def head_bytes(self) -> int:
+        """Of one head's K or V of a layer."""
+        return math.prod(self.block_shape[-2:]) * self.dtype.itemsize
 
     @property
     def block_bytes(self) -> int:
@@ -124,9 +132,9 @@ class CudaKvMemory(KvMemory):
         self.num_blocks = num_blocks
         self._allocation = CudaAllocation(num_blocks * layout.block_bytes, device)
         self.address = self._allocation.address
-        flat = self._allocation.tensor().view(layout.dtype)
+        flat = self._allocation.tensor()
         # Kernels multiply what they mask by zero: the memory may not begin as NaN.
-        self.tensor = flat.zero_().view(num_blocks, *layout.block_shape)
+        self.tensor = flat.zero_().view(layout.dtype).view(num_blocks, *layout.block_shape)
 
     def close(self) -> None:
         """Give the memory back, once the device is done with it."""

@@ -11,20 +11,26 @@ import hashlib
 import json
 from collections.abc import Mapping
 
+import torch
+
 from ..kv.kv_memory import KvLayout
 from .model_config import ModelConfig
 
 LAYOUT_VERSION = "1"  # of [num_blocks, num_layers, 2, kv_heads, block_size, head_dim]
 
 
-def fingerprint_fields(model: ModelConfig, weights: str, layout: KvLayout) -> dict[str, str]:
+def fingerprint_fields(
+    model: ModelConfig, weights: str, layout: KvLayout, dtype: torch.dtype, kv_cache_dtype: str
+) -> dict[str, str]:
     """The fields of one engine, however many ranks hold its layers and heads.
 
     `weights` identifies the weights: checkpoint.weights_identity, or the seed of dummy ones.
+    `dtype` is what the model computes in, `kv_cache_dtype` as in EngineConfig.
     """
     return {
         "model": _model_hash(model, weights),
-        "dtype": str(layout.dtype).removeprefix("torch."),
+        "dtype": str(dtype).removeprefix("torch."),
+        "kv_cache_dtype": kv_cache_dtype,
         "block_size": str(layout.block_size),
         "num_layers": str(model.num_layers),
         "num_kv_heads": str(model.num_kv_heads),

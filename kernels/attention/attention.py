@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..kv.kv_8bit import dequantize, head_dim_of, is_8bit
 from ..kv.kv_blocks import apply_rope, block_rows, store_kv
 
 MAX_GRAPH_TOKENS, MAX_GRAPH_SLICES = 1024, 16  # of prefill in a CUDA graph, with padding
@@ -111,16 +112,26 @@ class TorchAttention:
     A slice's K and V are gathered to exactly its length, so no other sequence and no stale slot
     behind its end can reach the result, not even as NaN times zero; and gathered pieces stay in the
     cache, which a padded batch of all decodes would not. `windows`: how many positions each layer
-    sees, the token's own included; None sees all.
+    sees, the token's own included; None sees all. `dtype` is what is computed in, over a pool of 8
+    bits; over any other the pool's own.
     """
 
-    def __init__(self, pool: Tensor, windows: Sequence[int | None] | None = None) -> None:
+    def __init__(
+        self,
+        pool: Tensor,
+        windows: Sequence[int | None] | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self._pool = pool
-        self._kv_heads, self._block_size, self._head_dim = pool.shape[3:]
-        self._pieces = pool.view(-1, self._block_size * self._head_dim)
+        self._kv_heads, self._block_size = pool.shape[3:5]
+        self._head_dim = head_dim_of(pool)
+        self._is_8bit = is_8bit(pool)
+        self._dtype = dtype if self._is_8bit else pool.dtype
+        self._pieces = pool.view(-1, *pool.shape[4:])
         self._slices: list[_Slice] = []
         self._windows = windows or [None] * pool.shape[1]
-        self._masks = {size: pool.new_empty(_TILE_TOKENS, 0) for size in set(self._windows)}
+        empty = pool.new_empty(_TILE_TOKENS, 0, dtype=self._dtype)
+        self._masks = dict.fromkeys(self._windows, empty)
 
     def plan(self, metadata: AttentionMetadata) -> None:
         block_size = self._block_size
@@ -149,6 +160,8 @@ class TorchAttention:
     def _run_slice(self, layer: int, s: _Slice, q: Tensor) -> Tensor:
         """q [query_len, heads, dim] of one slice -> the same shape."""
         gathered = self._pieces.index_select(0, s.rows[layer])
+        if self._is_8bit:
+            gathered = dequantize(gathered, self._dtype)
         kv = gathered.view(2, 1, self._kv_heads, -1, self._head_dim)
         k, v = kv.narrow(3, 0, s.seq_len).unbind(0)  # [1, kv_heads, seq_len, dim]
         window = self._windows[layer]

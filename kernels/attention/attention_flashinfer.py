@@ -16,6 +16,7 @@ from flashinfer import (
 )
 from torch import Tensor
 
+from ..kv.kv_8bit import head_dim_of, is_8bit
 from ..upload import pin, upload
 from .attention import (
     MAX_GRAPH_SLICES,
@@ -24,6 +25,7 @@ from .attention import (
     flatten_tables,
     max_graph_blocks,
 )
+from .attention_triton import TritonPrefill
 
 _LAYOUT = "HND"  # [blocks, 2, kv_heads, block_size, dim]
 _WORKSPACE_BYTES = 128 << 20
@@ -35,13 +37,15 @@ class FlashInferPrefill:
 
     Keys behind each other are loaded a tile at a time, those in blocks row by row: for 8192 tokens
     of 32 heads 0.83 instead of 0.99 ms on an H200. So what has no earlier context reads the step's
-    own K and V, and all else the pool.
+    own K and V, and all else the pool. FA3 reads no pool of 8 bits that has a scale a token: what
+    needs such a one goes by our own kernel.
     """
 
-    def __init__(self, pool: Tensor, num_heads: int) -> None:
-        kv_heads, block_size, dim = pool.shape[3:]
-        self._block_size, self._dtype = block_size, pool.dtype
-        self._shape = (num_heads, kv_heads, dim)
+    def __init__(self, pool: Tensor, num_heads: int, dtype: torch.dtype) -> None:
+        kv_heads, block_size = pool.shape[3:5]
+        self._block_size, self._dtype = block_size, dtype
+        self._shape = (num_heads, kv_heads, head_dim_of(pool))
+        self._of_pool = TritonPrefill(pool) if is_8bit(pool) else None
         self._workspace = pool.new_zeros(_WORKSPACE_BYTES, dtype=torch.uint8)
         backend = _backend(pool)
         self._paged = BatchPrefillWithPagedKVCacheWrapper(self._workspace, _LAYOUT, backend=backend)
@@ -59,6 +63,8 @@ class FlashInferPrefill:
         if self._is_ragged:
             self._is_planned.synchronize()
             self._ragged.plan(starts, starts, *self._shape, **options)
+        elif self._of_pool is not None:
+            self._of_pool.plan(query_lens, seq_lens, block_tables)
         else:
             tables = _tables(seq_lens, block_tables, self._block_size, device)
             self._is_planned.synchronize()
@@ -71,6 +77,8 @@ class FlashInferPrefill:
         q, k, v = qkv.tensor_split((heads, heads + kv_heads), dim=1)
         if self._is_ragged:
             self._ragged.run(q, k, v, out=out)
+        elif self._of_pool is not None:
+            self._of_pool.run(qkv, layer_pool, out, window)
         else:
             self._paged.run(q, layer_pool, out=out)
 

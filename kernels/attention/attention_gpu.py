@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..kv.kv_8bit import is_8bit
 from ..kv.kv_blocks_triton import rotate_and_store
 from ..row_room import empty_rows
 from .attention import AttentionMetadata, BlockTables
@@ -36,7 +37,7 @@ class PrefillPart(Protocol):
 
     def run(self, qkv: Tensor, layer_pool: Tensor, out: Tensor, window: int | None) -> None:
         """qkv [tokens, heads + 2 kv_heads, dim], rotated; out [tokens, heads, dim]; layer_pool
-        [blocks, 2, kv_heads, block_size, dim].
+        [blocks, 2, kv_heads, block_size, dim], or of 8 bits: see kv_8bit.py.
 
         The pool holds all K and V, those of qkv too.
         """
@@ -141,11 +142,13 @@ def make_gpu_attention(
     num_heads: int,
     max_num_seqs: int,
     max_model_len: int,
+    dtype: torch.dtype,
     *,
     prefill: str,
     windows: Sequence[int | None] | None = None,
 ) -> GpuAttention:
-    """`prefill` is "triton" or, without a window in any layer, "flashinfer"."""
+    """For q, k and v of `dtype`, over a pool of the same or of 8 bits. `prefill` is "triton" or,
+    without a window in any layer, "flashinfer"."""
     prefill_part: PrefillPart
     graph_prefill = TritonGraphPrefill(pool, max_num_seqs, max_model_len)
     beside: GraphPrefillPart = graph_prefill
@@ -153,9 +156,12 @@ def make_gpu_attention(
     if prefill == "triton":
         prefill_part = TritonPrefill(pool)
     else:
-        from .attention_flashinfer import FlashInferGraphPrefill, FlashInferPrefill
+        from .attention_flashinfer import FlashInferPrefill
 
-        prefill_part = FlashInferPrefill(pool, num_heads)
+        prefill_part = FlashInferPrefill(pool, num_heads, dtype)
+    if prefill != "triton" and not is_8bit(pool):
+        from .attention_flashinfer import FlashInferGraphPrefill
+
         # Its plan takes the host longer, which decodes hide and a short prompt alone would not.
         beside = FlashInferGraphPrefill(pool, num_heads, max_num_seqs, max_model_len)
     return GpuAttention(pool, decode_part, prefill_part, graph_prefill, beside, windows)

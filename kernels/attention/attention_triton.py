@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
+from ..kv.kv_8bit import is_8bit
 from ..upload import upload, upload_into
 from .attention import (
     MAX_GRAPH_SLICES,
@@ -26,6 +27,7 @@ from .attention import (
     flatten_tables,
     max_graph_blocks,
 )
+from .attention_8bit_triton import HALF_ROOM, as_type, fit_half, load_scales, log2_and_inverse
 
 Int32s = NDArray[np.int32]
 
@@ -87,11 +89,14 @@ class TritonPrefill:
             HEADS=heads,
             KV_HEADS=self._kv_heads,
             BLOCK_SIZE=self._block_size,
+            PIECE=piece_elements(layer_pool),
             DIM=dim,
             DIM_PADDED=triton.next_power_of_2(dim),
             TILE_QUERIES=_TILE_QUERIES,
             TILE_KEYS=_TILE_KEYS if dim <= 128 and out.element_size() == 2 else 32,
             PRECISION=dot_precision(out),
+            IS_8BIT=is_8bit(layer_pool),
+            HAS_PTX=out.is_cuda,
             num_warps=4,
             num_stages=2,
             **launch_options(out.device),
@@ -131,6 +136,11 @@ def dot_precision(q: Tensor) -> str:
     return "ieee" if q.dtype == torch.float32 else "tf32"
 
 
+def piece_elements(layer_pool: Tensor) -> int:
+    """From one head of a block to the next, [.., block_size, dim]."""
+    return layer_pool.shape[-2] * layer_pool.shape[-1]
+
+
 @triton.jit
 def _prefill(
     q,
@@ -147,11 +157,14 @@ def _prefill(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    PIECE: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
     TILE_QUERIES: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
+    IS_8BIT: tl.constexpr,
+    HAS_PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_in(PDL)
@@ -167,6 +180,9 @@ def _prefill(
     mask_q = (queries < query_len)[:, None] & (dims < DIM)[None, :]
     rows = (row + queries).to(tl.int64)[:, None]
     query = tl.load(q + rows * q_stride + head * DIM + dims[None, :], mask=mask_q, other=0.0)
+    if IS_8BIT:
+        query, unit = fit_half(query)
+        scale *= unit
     places = seq_len - query_len + queries  # positions in the sequence
     begin = 0
     if HAS_WINDOW:
@@ -179,23 +195,37 @@ def _prefill(
         positions = first + tl.arange(0, TILE_KEYS)
         is_key = positions < last
         block = tl.load(table + positions // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
-        keys = layer_pool + block * block_stride + positions % BLOCK_SIZE * DIM
-        keys += kv_head * BLOCK_SIZE * DIM
-        at = keys[:, None] + dims[None, :]
+        keys = layer_pool + block * block_stride + kv_head * PIECE
+        at = (keys + positions % BLOCK_SIZE * DIM)[:, None] + dims[None, :]
         mask = is_key[:, None] & (dims < DIM)[None, :]
         k = tl.load(at, mask=mask, other=0.0)
-        scores = tl.dot(query, k.T, input_precision=PRECISION) * scale
+        if IS_8BIT:
+            k = as_type(k, query.dtype, HAS_PTX)
+        scores = tl.dot(query, k.T, input_precision=PRECISION)
+        if IS_8BIT:
+            k_scale, v_scale = load_scales(
+                keys, positions, is_key, KV_HEADS, BLOCK_SIZE, PIECE, DIM
+            )
+            log_scale, inverse = log2_and_inverse(v_scale, HAS_PTX)
+            scores = scores * (scale * k_scale)[None, :] + log_scale[None, :]
+        else:
+            scores *= scale
         is_seen = is_key[None, :] & (positions[None, :] <= places[:, None])
         if HAS_WINDOW:
             is_seen &= positions[None, :] > places[:, None] - window
         scores = tl.where(is_seen, scores, float("-inf"))
-        larger = tl.maximum(best, tl.max(scores, axis=1))
+        larger = tl.maximum(best, tl.max(scores, axis=1) - (HALF_ROOM if IS_8BIT else 0))
         if HAS_WINDOW:  # a row may see none of the tile's first keys
             larger = tl.maximum(larger, _LOWEST)
         weights = tl.exp2(scores - larger[:, None])
         fade = tl.exp2(best - larger)
-        total = total * fade + tl.sum(weights, axis=1)
-        v = tl.load(at + KV_HEADS * BLOCK_SIZE * DIM, mask=mask, other=0.0)
+        if IS_8BIT:
+            total = total * fade + tl.sum(weights * inverse[None, :], axis=1)
+        else:
+            total = total * fade + tl.sum(weights, axis=1)
+        v = tl.load(at + KV_HEADS * PIECE, mask=mask, other=0.0)
+        if IS_8BIT:
+            v = as_type(v, query.dtype, HAS_PTX)
         acc = acc * fade[:, None]
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
         best = larger

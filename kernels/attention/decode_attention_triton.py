@@ -24,14 +24,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
+from ..kv.kv_8bit import is_8bit
 from ..upload import upload_into
 from .attention import BlockTables, flatten_tables
-from .attention_triton import LOG2_E, dot_precision
+from .attention_8bit_triton import (
+    HALF_ROOM,
+    as_type,
+    fit_half,
+    load_pairs,
+    load_scales,
+    log2_and_inverse,
+)
+from .attention_triton import LOG2_E, dot_precision, piece_elements
 
 # A decode's programs are small, so that many of them keep loads in flight on each multiprocessor.
 _TILE_KEYS = 64
 _WARPS = 2
-_STAGES = 3
+_STAGES, _STAGES_8BIT = 3, 5  # with 5 two tiles are loaded ahead: of 8 bits as many bytes as one
 _PROGRAMS_WANTED = 1320  # twice what an H200 holds at once: uneven shares even out
 _JOINS_AT_MOST = 2048  # programs
 _JOINED_AT_ONCE = tl.constexpr(32)
@@ -71,7 +80,7 @@ class TritonDecode:
     """Attention of slices of one token, of which there are at most `max_num_seqs`."""
 
     def __init__(self, pool: Tensor, max_num_seqs: int, max_model_len: int) -> None:
-        self._kv_heads, self._block_size, self._head_dim = pool.shape[3:]
+        self._kv_heads, self._block_size = pool.shape[3:5]
         max_blocks = max_num_seqs * -(-max_model_len // self._block_size)
         most = max_shares(max_num_seqs, self._kv_heads)
         # Fixed places: a CUDA graph reads them again at every replay.
@@ -103,7 +112,7 @@ class TritonDecode:
         """q [decodes, heads, dim], of which a token's heads lie together; out the same, contiguous.
         Of a graph as many rows as it has room for; those of no decode are left as they are.
 
-        layer_pool [blocks, 2, kv_heads, block_size, dim].
+        layer_pool [blocks, 2, kv_heads, block_size, dim], or of 8 bits: see kv_8bit.py.
         """
         n, heads, dim = q.shape
         shares, device = max_shares(n, self._kv_heads), q.device
@@ -133,12 +142,15 @@ class TritonDecode:
             GROUP=group,
             GROUP_PADDED=max(16, triton.next_power_of_2(group)),
             BLOCK_SIZE=self._block_size,
+            PIECE=piece_elements(layer_pool),
             DIM=dim,
             DIM_PADDED=dim_padded,
             TILE_KEYS=_TILE_KEYS,
             PRECISION=dot_precision(q),
+            IS_8BIT=is_8bit(layer_pool),
+            HAS_PTX=q.is_cuda,
             num_warps=_WARPS,
-            num_stages=_STAGES,
+            num_stages=_STAGES_8BIT if is_8bit(layer_pool) else _STAGES,
             **launch_options(device),
         )
         # Where there are many sequences most have one share, and nothing to join.
@@ -178,10 +190,13 @@ def _attend_share(
     GROUP: tl.constexpr,
     GROUP_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    PIECE: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
+    IS_8BIT: tl.constexpr,
+    HAS_PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_in(PDL)
@@ -202,29 +217,52 @@ def _attend_share(
         mask=is_row[:, None] & is_dim[None, :],
         other=0.0,
     )
+    if IS_8BIT:
+        queries, unit = fit_half(queries)
+        scale *= unit
     table = indices + tl.load(tables + sequence)
     best = tl.full((GROUP_PADDED,), float("-inf"), tl.float32)
     total = tl.zeros((GROUP_PADDED,), tl.float32)
-    acc = tl.zeros((GROUP_PADDED, DIM_PADDED), tl.float32)
+    acc = tl.zeros((GROUP_PADDED, DIM_PADDED // 2 if IS_8BIT else DIM_PADDED), tl.float32)
+    acc_odd = acc
     for first in range(begin, end, TILE_KEYS):
         positions = first + tl.arange(0, TILE_KEYS)
         is_key = positions < end
         block = tl.load(table + positions // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
-        keys = layer_pool + block * block_stride + positions % BLOCK_SIZE * DIM
-        keys += kv_head * BLOCK_SIZE * DIM
-        at = keys[:, None] + dims[None, :]
+        keys = layer_pool + block * block_stride + kv_head * PIECE
+        at = (keys + positions % BLOCK_SIZE * DIM)[:, None] + dims[None, :]
         mask = is_key[:, None] & is_dim[None, :]
         k = tl.load(at, mask=mask, other=0.0)
-        scores = tl.dot(queries, k.T, input_precision=PRECISION) * scale
+        if IS_8BIT:
+            k = as_type(k, queries.dtype, HAS_PTX)
+        scores = tl.dot(queries, k.T, input_precision=PRECISION)
+        if IS_8BIT:
+            k_scale, v_scale = load_scales(
+                keys, positions, is_key, KV_HEADS, BLOCK_SIZE, PIECE, DIM
+            )
+            log_scale, inverse = log2_and_inverse(v_scale, HAS_PTX)
+            scores = scores * (scale * k_scale)[None, :] + log_scale[None, :]
+        else:
+            scores *= scale
         scores = tl.where(is_key[None, :], scores, float("-inf"))
-        larger = tl.maximum(best, tl.max(scores, axis=1))
+        larger = tl.maximum(best, tl.max(scores, axis=1) - (HALF_ROOM if IS_8BIT else 0))
         weights = tl.exp2(scores - larger[:, None])
         fade = tl.exp2(best - larger)
-        total = total * fade + tl.sum(weights, axis=1)
-        v = tl.load(at + KV_HEADS * BLOCK_SIZE * DIM, mask=mask, other=0.0)
         acc = acc * fade[:, None]
-        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+        if IS_8BIT:
+            total = total * fade + tl.sum(weights * inverse[None, :], axis=1)
+            values = keys + KV_HEADS * PIECE + positions % BLOCK_SIZE * DIM
+            even, odd = load_pairs(values, is_key, DIM, DIM_PADDED, queries.dtype, HAS_PTX)
+            acc = tl.dot(weights.to(even.dtype), even, acc, input_precision=PRECISION)
+            acc_odd = acc_odd * fade[:, None]
+            acc_odd = tl.dot(weights.to(odd.dtype), odd, acc_odd, input_precision=PRECISION)
+        else:
+            total = total * fade + tl.sum(weights, axis=1)
+            v = tl.load(at + KV_HEADS * PIECE, mask=mask, other=0.0)
+            acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
         best = larger
+    if IS_8BIT:
+        acc = tl.interleave(acc, acc_odd)
     share_sum = tl.where(total > 0, total, 1.0)  # outside the window a share is nothing
     result = acc / share_sum[:, None]
     mask = is_row[:, None] & is_dim[None, :]

@@ -1,6 +1,6 @@
 """Rotate, store and copy keys and values; the torch reference.
 
-    pool [num_blocks, num_layers, 2, kv_heads, block_size, dim]
+    pool [num_blocks, num_layers, 2, kv_heads, block_size, dim], or of 8 bits: see kv_8bit.py
     slot = block_id * block_size + offset in the block
 
 Rotary position embedding (Su et al. 2021) in Llama's layout: i turns together with i + dim/2. Its
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from .kv_8bit import is_8bit, quantize, values_and_scales
 
 
 def rope_angles(positions: Tensor, inv_freq: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -39,21 +41,31 @@ def store_kv(
     """Write one layer's k and v [tokens, kv_heads, dim] to the offsets [tokens] in blocks [tokens],
     int64: the slots, split once for all layers of a step."""
     layer_pool = pool[:, layer]
-    layer_pool[blocks, 0, :, offsets] = k
-    layer_pool[blocks, 1, :, offsets] = v
+    if not is_8bit(pool):
+        layer_pool[blocks, 0, :, offsets] = k
+        layer_pool[blocks, 1, :, offsets] = v
+        return
+    all_values, all_scales = values_and_scales(layer_pool)
+    for which, x in enumerate((k, v)):
+        values, scales = quantize(x, pool.dtype)
+        all_values[blocks, which, :, offsets] = values.view(torch.uint8)
+        all_scales[blocks, which, :, offsets] = scales
 
 
 def copy_blocks(pool: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
     """Copy blocks within the pool, as if all were read before any is written; ids [n] int64, no
     target may repeat."""
+    if is_8bit(pool):
+        pool = pool.view(torch.int32)  # fewer elements, and of a type that all devices copy
     pool.index_copy_(0, target_ids, pool.index_select(0, source_ids))
 
 
 def block_rows(pool: Tensor, block_ids: Tensor) -> Tensor:
-    """Where the pieces [block_size, dim] of blocks lie in `pool.view(-1, block_size * dim)`.
+    """Where the pieces [block_size, dim] of blocks lie in `pool.view(-1, block_size, dim)`.
 
     block_ids [n] -> [num_layers, 2 * kv_heads * n]: for a layer, its K and V rows head by head, so
-    that one gather of rows gives [2, kv_heads, n * block_size, dim] contiguously.
+    that one gather of rows gives [2, kv_heads, n * block_size, dim] contiguously. In 8 bits with as
+    many bytes, scales included, in the place of dim.
     """
     _, num_layers, _, kv_heads, _, _ = pool.shape
     pieces = torch.arange(num_layers * 2 * kv_heads, device=pool.device)

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
+from .kv_8bit import LARGEST, SMALLEST
 
 _CHUNK_WORDS = 4096
 # Of 8192 words each, 32 programs fill NVLink (370 of 372 GB/s); with them a step in progress loses
@@ -158,6 +159,9 @@ def _pull_rows(
 
 
 _TILE_HEADS = 8
+_INFINITY = tl.constexpr(float("inf"))
+_SMALLEST = tl.constexpr(SMALLEST)
+_ROUNDING = tl.constexpr(1.5 * 2.0**23)
 
 
 def rotate_and_store(
@@ -166,10 +170,10 @@ def rotate_and_store(
     """Rotates q and k where they lie; k and v go to the slots [tokens], int64, too.
 
     qkv [tokens, heads + 2 kv_heads, dim] contiguous, rope from `kv_blocks.rope_angles`, layer_pool
-    [num_blocks, 2, kv_heads, block_size, dim]: one layer of the pool.
+    [num_blocks, 2, kv_heads, block_size, dim]: one layer of the pool, perhaps of 8 bits.
     """
     num_tokens, all_heads, dim = qkv.shape
-    _, _, kv_heads, block_size, _ = layer_pool.shape
+    _, _, kv_heads, block_size, width = layer_pool.shape
     heads = all_heads - 2 * kv_heads
     cos, sin = rope
     q_tiles, kv_tiles = triton.cdiv(heads, _TILE_HEADS), triton.cdiv(kv_heads, _TILE_HEADS)
@@ -185,9 +189,11 @@ def rotate_and_store(
         kv_tiles,
         layer_pool.stride(0),
         BLOCK_SIZE=block_size,
+        PIECE=block_size * width,
         DIM=dim,
         HALF_PADDED=triton.next_power_of_2(dim // 2),
         TILE_HEADS=_TILE_HEADS,
+        LARGEST=LARGEST.get(layer_pool.dtype),
         num_warps=2,
         **launch_options(qkv.device),
     )
@@ -206,9 +212,11 @@ def _rotate_and_store(
     kv_tiles,
     block_stride,
     BLOCK_SIZE: tl.constexpr,
+    PIECE: tl.constexpr,
     DIM: tl.constexpr,
     HALF_PADDED: tl.constexpr,
     TILE_HEADS: tl.constexpr,
+    LARGEST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_in(PDL)
@@ -240,7 +248,30 @@ def _rotate_and_store(
     if part > 0:
         slot = tl.load(slot_mapping + token)
         block = layer_pool + slot // BLOCK_SIZE * block_stride
-        place = ((part - 1) * kv_heads + head) * BLOCK_SIZE + slot % BLOCK_SIZE
-        kv = block + place * DIM + dims
-        tl.store(kv, first, mask=mask)
-        tl.store(kv + half, second, mask=mask)
+        piece = block + ((part - 1) * kv_heads + head) * PIECE
+        kv = piece + slot % BLOCK_SIZE * DIM + dims
+        if LARGEST is None:
+            tl.store(kv, first, mask=mask)
+            tl.store(kv + half, second, mask=mask)
+        else:
+            low, high, scale = _quantized(first, second, LARGEST)
+            scales = (piece + BLOCK_SIZE * DIM).to(tl.pointer_type(tl.float32))
+            tl.store(scales + slot % BLOCK_SIZE, scale, mask=head < num_heads)
+            tl.store(kv, low.to(layer_pool.dtype.element_ty), mask=mask)
+            tl.store(kv + half, high.to(layer_pool.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _quantized(first, second, LARGEST: tl.constexpr):
+    """Both halves of each row in units of its scale, and the scales [rows, 1]: kv_8bit.quantize."""
+    first, second = first.to(tl.float32), second.to(tl.float32)
+    most = tl.maximum(tl.abs(first), tl.abs(second))
+    is_finite = (tl.abs(first) < _INFINITY) & (tl.abs(second) < _INFINITY)
+    most = tl.max(tl.where(is_finite, most, _INFINITY), axis=1, keep_dims=True)
+    bounded = tl.maximum(most, _SMALLEST)
+    factor = tl.div_rn(tl.full(bounded.shape, LARGEST, tl.float32), bounded)
+    scale = tl.where(most < _INFINITY, bounded * (1 / LARGEST), float("nan"))
+    first, second = first * factor, second * factor
+    if LARGEST < 128:  # int8: added and taken away, this rounds to whole numbers, to even ones
+        first, second = (first + _ROUNDING) - _ROUNDING, (second + _ROUNDING) - _ROUNDING
+    return first, second, scale

@@ -270,7 +270,7 @@ def open_source_lane(
     layout = kv.layout
     first, count = 0, layout.num_kv_heads
     if not cut.is_whole:
-        head_bytes = layout.block_size * layout.head_dim * layout.dtype.itemsize
+        head_bytes = layout.head_bytes
         first, count = cut.source_offset // head_bytes, cut.width // head_bytes
         if cut.num_rows != 2 * layout.num_layers or (cut.source_offset | cut.width) % head_bytes:
             raise HandoffFailed("the piece does not consist of KV heads")

@@ -3,7 +3,7 @@
     source, 4 ranks   | 0 1 | 2 3 | 4 5 | 6 7 |      a block of one rank's pool holds its KV heads
     puller, 2 ranks   |  0 1 2 3  |  4 5 6 7  |      alone: a head range is a piece of each row
 
-    row = one layer's K or V of a block:  [ head | head | ... ], head = block_size * head_dim values
+    row = one layer's K or V of a block:  [ head | head | ... ], head = that of block_size tokens
 
 KV heads that are fewer than ranks lie on several: each puller reads one of the replicas, another
 than its neighbours do. Knows no pool and no transport.

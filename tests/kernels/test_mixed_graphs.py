@@ -47,7 +47,9 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
 
 def steps_of(runner: ModelRunner, *, has_graphs: bool) -> GpuSteps:
     heads = runner.heads.num_heads
-    attention = make_gpu_attention(runner.kv.tensor, heads, MAX_NUM_SEQS, MAX_LEN, prefill="triton")
+    attention = make_gpu_attention(
+        runner.kv.tensor, heads, MAX_NUM_SEQS, MAX_LEN, torch.float32, prefill="triton"
+    )
     mixed_tokens = 64 if has_graphs else 0
     steps = GpuSteps(runner.model, attention, 16, MAX_NUM_SEQS, mixed_tokens)
     for room, graphs in steps.prefill_graphs.items():

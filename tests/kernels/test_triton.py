@@ -310,7 +310,9 @@ def triton_attention(
     batch: Batch, prefill: str = "triton", window: int | None = None
 ) -> GpuAttention:
     heads = batch.qkv.shape[1] - 2 * batch.pool.shape[3]
-    return make_gpu_attention(batch.pool, heads, 8, 16_384, prefill=prefill, windows=[None, window])
+    return make_gpu_attention(
+        batch.pool, heads, 8, 16_384, batch.qkv.dtype, prefill=prefill, windows=[None, window]
+    )
 
 
 LENS = {

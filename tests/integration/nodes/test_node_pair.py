@@ -350,7 +350,7 @@ def test_start_failures_are_told_in_words(model_dir: Path, redis_url: str) -> No
         assert not any("Traceback" in line for line in node.said)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def crowded(model_dir: Path, redis_url: str) -> Iterator[tuple[NodeProcess, int]]:
     """A node with two engines, and the port that it was to have, which is taken."""
     flags = ("--model", str(model_dir), "--load-format", "dummy", "--num-engines", "2")

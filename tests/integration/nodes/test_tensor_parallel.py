@@ -31,7 +31,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     )
 
 
-def load(config: EngineConfig, size: int, **changes: float) -> LocalEngine:
+def load(config: EngineConfig, size: int, **changes: float | str) -> LocalEngine:
     fields = {name: getattr(config, name) for name in config.__dataclass_fields__}
     fields |= {"tensor_parallel_size": size, **changes}
     return LocalEngine.load(EngineConfig(**fields), print)
@@ -103,6 +103,18 @@ def test_tokens_are_those_of_one_process(
             assert [each.logprob for each in mine.logprobs] == pytest.approx(
                 [each.logprob for each in known.logprobs], abs=1e-4
             )
+
+
+@pytest.mark.slow
+def test_each_rank_has_the_scales_of_its_heads(config: EngineConfig) -> None:
+    tokens = []
+    for size in (1, 2):
+        engine = load(config, size, kv_cache_dtype="fp8")
+        try:
+            tokens.append(run(engine)[0])
+        finally:
+            engine.close()
+    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.parametrize(

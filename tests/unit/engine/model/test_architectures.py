@@ -190,7 +190,7 @@ def test_fingerprints_cover_all_that_changes_the_kv(tmp_path: Path) -> None:
     def fingerprint(architecture: str, **changes: Any) -> str:
         layout = KvLayout(4, 2, 16, 24, torch.float32)
         config = read(tmp_path, architecture, **({"head_dim": 24} | changes))
-        return short(fingerprint_fields(config, "weights", layout))
+        return short(fingerprint_fields(config, "weights", layout, torch.float32, "auto"))
 
     def scaled(kind: str, **changes: Any) -> dict[str, Any]:
         return {"rope_scaling": {"type": kind, "factor": 2.0} | changes}
