@@ -42,6 +42,10 @@ class _Case:
         return StepShape(self.num_tokens, pairs, self.num_decodes, keys)
 
     @property
+    def num_sequences(self) -> int:
+        return self.num_decodes + bool(self.num_tokens)
+
+    @property
     def longest(self) -> int:
         return max(self.context, self.num_tokens + self.prompt_context)
 
@@ -58,7 +62,7 @@ def _cases(limits: EngineLimits) -> Iterator[_Case]:
     ]
     for case in sorted(found, key=lambda case: case.shape.num_rows):
         num_blocks = max(1, case.num_decodes) * limits.blocks_for(case.longest + 1)
-        is_small = case.num_decodes <= limits.max_num_seqs and case.num_tokens <= largest
+        is_small = case.num_sequences <= limits.max_num_seqs and case.num_tokens <= largest
         if is_small and case.longest < limits.max_model_len and num_blocks <= limits.capacity:
             yield case
 

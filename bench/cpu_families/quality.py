@@ -64,7 +64,7 @@ def perplexity(
         for window in windows:
             tables = [list(range(num_blocks))]
             attention.plan(AttentionMetadata([_WINDOW], [_WINDOW], tables, positions))
-            hidden = model.forward(window[:-1], positions, attention)
+            hidden = model.forward(window[:-1], positions, positions, attention)
             logits = model.lm_head.project(hidden)
             losses.append(torch.nn.functional.cross_entropy(logits, window[1:]))
     return float(torch.stack(losses).mean().exp())

@@ -31,7 +31,7 @@ class ExpertLoadReader:
         self._stream: torch.cuda.Stream | None = None
 
     def read(self) -> tuple[int, ...]:
-        """By expert, summed over the layers, since the start; never waits."""
+        """By expert, summed over the layers, since the start or `forget`; never waits."""
         now_s = self._monotonic_s()
         if self._copy is not None:
             host, is_done = self._copy
@@ -44,6 +44,14 @@ class ExpertLoadReader:
             else:
                 self._latest = _summed(self._loads.tokens)
         return self._latest
+
+    def forget(self) -> None:
+        """Count from 0 again; waits for the device."""
+        self._loads.tokens.zero_()
+        if self._loads.tokens.is_cuda:
+            torch.cuda.synchronize(self._loads.tokens.device)
+        self._latest = (0,) * len(self._latest)
+        self._copy = self._asked_s = None
 
     def _begin_copy(self) -> tuple[Tensor, torch.cuda.Event]:
         """Beside the steps: what they count meanwhile may be in it or not."""

@@ -15,7 +15,7 @@ Anything else is launched kernel by kernel, which its length hides.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,10 +25,7 @@ from torch import Tensor
 
 from ...core.errors import EngineFailed
 from ...core.request.request import TokenLogprobs
-from ...kernels.attention.attention import (
-    MAX_GRAPH_SLICES,
-    AttentionBackend,
-)
+from ...kernels.attention.attention import MAX_GRAPH_SLICES, AttentionBackend
 from ...kernels.sampling.sampling import as_signed, sample
 from ...kernels.sampling.sampling_triton import VocabularyPart, sample_unfiltered
 from ...kernels.upload import upload, upload_into
@@ -161,19 +158,19 @@ class GpuSteps:
                 graphs.capture(size, step, times.library(size))
 
     def make_graphs(self, times: ProductTimes) -> None:
-        """All graphs, to be captured: of sizes that no larger one is faster than."""
+        """All graphs, to be captured: of sizes that no larger one is faster than, and the largest
+        of each kind, for more than which there are no places."""
 
-        def fast(sizes: Iterable[int]) -> list[int]:
-            return sorted({times.padded(size) for size in sizes})
+        def fast(sizes: Sequence[int]) -> list[int]:
+            largest = sizes[-1]
+            padded = {times.padded(size) for size in sizes}
+            return [*sorted(size for size in padded if size < largest), largest]
 
-        largest = self._decode_sizes[-1]  # there are no places for more
-        sizes = [size for size in fast(self._decode_sizes) if size < largest]
-        self.graphs = StepGraphs([*sizes, largest], 5, self._device)
+        self.graphs = StepGraphs(fast(self._decode_sizes), 5, self._device)
         largest_kind: StepGraphs | None = None
         kinds = sorted(self._prefill_sizes.items(), key=lambda kind: -kind[1][-1])
         for room, each in kinds:
-            sizes = [size for size in fast(each) if size <= each[-1]]
-            self.prefill_graphs[room] = StepGraphs(sizes, 3, self._device, largest_kind)
+            self.prefill_graphs[room] = StepGraphs(fast(each), 3, self._device, largest_kind)
             largest_kind = largest_kind or self.prefill_graphs[room]
 
     @property

@@ -299,6 +299,11 @@ class ModelRunner:
         and is a little behind."""
         return () if self._expert_loads is None else self._expert_loads.read()
 
+    def forget_expert_tokens(self) -> None:
+        """Count them from 0 again: what steps had before the first request was nobody's."""
+        if self._expert_loads is not None:
+            self._expert_loads.forget()
+
     def count_steps(self, page: SharedGenerations) -> None:
         """Let those who read `page` see which steps have completed, if this device can."""
         if isinstance(self._steps, CpuSteps):

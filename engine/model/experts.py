@@ -109,11 +109,14 @@ class Experts:
                     target = self._placement.target(f"{prefix}.{name}", part, cut, 0, len(part))
                     yield f"{prefix}.{name}.weight", target
             else:  # another rank's, of which nothing is read
-                nothing = Cut(0, 0, full)
-                yield f"{prefix}.{gate_name}.weight", Target(gate_up[0, :0], nothing)
-                yield f"{prefix}.{up_name}.weight", Target(gate_up[0, :0], nothing)
-                hidden = down.shape[1]
-                yield f"{prefix}.{down_name}.weight", Target(down[0, :0], Cut(0, 0, hidden))
+                for name, part, full_rows in (
+                    (gate_name, gate_up[0, :0], full),
+                    (up_name, gate_up[0, :0], full),
+                    (down_name, down[0, :0], down.shape[1]),
+                ):
+                    nothing = Cut(0, 0, full_rows)
+                    target = self._placement.target(f"{prefix}.{name}", part, nothing, 0, 0)
+                    yield f"{prefix}.{name}.weight", target
 
     def merged_targets(self) -> Targets:
         """Under the names of transformers 5: two tensors of all experts."""

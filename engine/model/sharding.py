@@ -52,14 +52,15 @@ def check_divisible(config: ModelConfig, size: int, *, has_expert_parallel: bool
 def _why_not(config: ModelConfig, size: int, has_expert_parallel: bool) -> str:
     """Empty if `size` ranks can share the model."""
     inners, experts = {"intermediate_size": config.intermediate_size}, config.experts
+    counts = {"num_attention_heads": config.num_heads}
     if experts is not None:
         if has_expert_parallel:
-            inners["num_experts"] = experts.num_experts
+            counts["num_experts"] = experts.num_experts
         else:
-            inners["moe_intermediate_size"] = experts.intermediate_size
+            counts["moe_intermediate_size"] = experts.intermediate_size
         if experts.shared_intermediate_size is not None:
             inners["shared_expert_intermediate_size"] = experts.shared_intermediate_size
-    for name, count in {"num_attention_heads": config.num_heads, **inners}.items():
+    for name, count in {**counts, **inners}.items():
         if count % size:
             return f"does not divide the model's {name} of {count}"
     kv_heads = config.num_kv_heads
@@ -68,6 +69,7 @@ def _why_not(config: ModelConfig, size: int, has_expert_parallel: bool) -> str:
     if size > 1 and config.quantization and config.quantization.scaling == BLOCK_SCALED:
         heads = {"heads": config.num_heads // size, "KV heads": max(1, kv_heads // size)}
         parts = {name: count * config.head_dim for name, count in heads.items()}
+        # Experts are dequantised, whose blocks any rank may cut.
         parts |= {name: count // size for name, count in inners.items()}
         for name, count in parts.items():
             if count % BLOCK:

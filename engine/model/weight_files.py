@@ -101,18 +101,20 @@ def _stays_fp8(name: str, num_dims: int, dtype: str, quantization: Quantization)
 def _num_dummy_weights(model: ModelConfig, quantization: Quantization | None) -> tuple[int, int]:
     """(floats, weights in FP8) of the matrices alone: what else there is takes less than a
     thousandth."""
-    width = model.hidden_size
+    width, experts = model.hidden_size, model.experts
     attention = 2 * width * model.head_dim * (model.num_heads + model.num_kv_heads)
-    num_dense, experts = model.num_layers, 0
-    if model.experts is not None:
-        num_dense -= len(model.experts.layers)
-        one = 3 * width * model.experts.intermediate_size + width  # and its row of the router
-        shared = 3 * width * (model.experts.shared_intermediate_size or 0)
-        experts = len(model.experts.layers) * (model.experts.num_experts * one + shared)
-    mlps = num_dense * 3 * width * model.intermediate_size
     embeddings = (1 if model.has_tied_embeddings else 2) * model.vocab_size * width
-    projections = model.num_layers * attention + mlps + experts
-    return (embeddings + projections, 0) if quantization is None else (embeddings, projections)
+    num_dense, routed, shared = model.num_layers, 0, 0
+    if experts is not None:
+        num_dense -= len(experts.layers)
+        one = 3 * width * experts.intermediate_size + width  # and its row of the router
+        routed = len(experts.layers) * experts.num_experts * one
+        shared = len(experts.layers) * 3 * width * (experts.shared_intermediate_size or 0)
+    mlps = num_dense * 3 * width * model.intermediate_size + shared
+    projections = model.num_layers * attention + mlps
+    if quantization is None:
+        return embeddings + routed + projections, 0
+    return embeddings + routed, projections  # experts stay floats
 
 
 def _is_plain_file_name(name: object) -> bool:

@@ -76,6 +76,13 @@ class AttentionBackend(Protocol):
         ...
 
 
+def max_graph_blocks(max_num_seqs: int, max_model_len: int, block_size: int) -> int:
+    """Of all prefill slices in a CUDA graph: prompts, and padding of up to all of its tokens."""
+    num_of_prompt = -(-max_model_len // block_size)
+    num_of_padding = -(-(max_num_seqs + MAX_GRAPH_TOKENS) // block_size)
+    return (MAX_GRAPH_SLICES - 1) * num_of_prompt + num_of_padding
+
+
 def flatten_tables(
     seq_lens: Sequence[int], block_tables: BlockTables, block_size: int
 ) -> tuple[NDArray[Any], NDArray[Any]]:

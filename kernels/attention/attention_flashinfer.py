@@ -18,7 +18,13 @@ from torch import Tensor
 
 from ..kv.kv_8bit import head_dim_of, is_8bit
 from ..upload import pin, upload
-from .attention import MAX_GRAPH_SLICES, MAX_GRAPH_TOKENS, BlockTables, flatten_tables
+from .attention import (
+    MAX_GRAPH_SLICES,
+    MAX_GRAPH_TOKENS,
+    BlockTables,
+    flatten_tables,
+    max_graph_blocks,
+)
 from .attention_triton import TritonPrefill
 
 _LAYOUT = "HND"  # [blocks, 2, kv_heads, block_size, dim]
@@ -83,7 +89,7 @@ class FlashInferGraphPrefill:
     def __init__(self, pool: Tensor, num_heads: int, max_num_seqs: int, max_model_len: int) -> None:
         kv_heads, self._block_size, dim = pool.shape[3:]
         self._shape, self._dtype = (num_heads, kv_heads, dim), pool.dtype
-        max_blocks = MAX_GRAPH_SLICES * -(-max_model_len // self._block_size)
+        max_blocks = max_graph_blocks(max_num_seqs, max_model_len, self._block_size)
         indptrs = torch.zeros((2, MAX_GRAPH_SLICES + 1), dtype=torch.int32, device=pool.device)
         self._device = pool.device
         self._wrapper = BatchPrefillWithPagedKVCacheWrapper(

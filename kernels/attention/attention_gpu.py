@@ -3,9 +3,8 @@
     tokens of a step:  | decodes ....... | prefill chunks ........ |
                        TritonDecode      PrefillPart: Triton's or FlashInfer's
 
-In a step that has
-both they run side by side: decodes are bound by memory, prefill by arithmetic. Prefill comes first,
-and decodes take what multiprocessors it leaves.
+In a step that has both they run side by side: decodes are bound by memory, prefill by arithmetic.
+Prefill comes first, and decodes take what multiprocessors it leaves.
 """
 
 from __future__ import annotations

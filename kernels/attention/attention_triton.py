@@ -20,7 +20,13 @@ from torch import Tensor
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
 from ..kv.kv_8bit import is_8bit
 from ..upload import upload, upload_into
-from .attention import MAX_GRAPH_SLICES, MAX_GRAPH_TOKENS, BlockTables, flatten_tables
+from .attention import (
+    MAX_GRAPH_SLICES,
+    MAX_GRAPH_TOKENS,
+    BlockTables,
+    flatten_tables,
+    max_graph_blocks,
+)
 from .attention_8bit_triton import HALF_ROOM, as_type, fit_half, load_scales, log2_and_inverse
 
 Int32s = NDArray[np.int32]
@@ -104,11 +110,11 @@ class TritonGraphPrefill(TritonPrefill):
 
     def __init__(self, pool: Tensor, max_num_seqs: int, max_model_len: int) -> None:
         super().__init__(pool)
-        max_blocks = -(-max_model_len // self._block_size)
+        max_blocks = max_graph_blocks(max_num_seqs, max_model_len, self._block_size)
         most = _max_tiles(max_num_seqs + MAX_GRAPH_TOKENS)
         self._all_tiles = pool.new_zeros((most, 2), dtype=torch.int32)
         self._slices = pool.new_zeros((MAX_GRAPH_SLICES + 1, 4), dtype=torch.int32)
-        self._indices = pool.new_zeros(MAX_GRAPH_SLICES * max_blocks, dtype=torch.int32)
+        self._indices = pool.new_zeros(max_blocks, dtype=torch.int32)
 
     def _put(self, tiles: Int32s, slices: Int32s, indices: Int32s) -> None:
         num_tiles = _max_tiles(int(slices[-1, 0] + slices[-1, 1]))

@@ -199,6 +199,7 @@ def _serve(
     report.line(describe_pool(limits))
     if runner.runs_ahead:
         took_s = engine.measure_first_steps(BUDGET_S)
+        runner.forget_expert_tokens()
         report.line(f"first steps measured in {took_s:.1f} s")
     name = node_config.name or plan.name.value
     requests = RequestIO(outbox, clock, name, runner.model_config.vocab_size)

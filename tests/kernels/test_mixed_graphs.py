@@ -17,10 +17,13 @@ pytest.importorskip("triton")
 from baton.core.config import EngineConfig
 from baton.core.request.request import SamplingParams
 from baton.engine.execution.batch import SampledToken, SequenceSlice
+from baton.engine.execution.cuda_graphs import ProductTimes
 from baton.engine.execution.gpu_steps import GpuSteps
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.execution.step_parts import metadata_of
+from baton.kernels.attention.attention import MAX_GRAPH_TOKENS
 from baton.kernels.attention.attention_gpu import make_gpu_attention
+from baton.kernels.attention.attention_triton import TritonGraphPrefill
 from baton.kernels.sampling.sample_spec import SampleSpec
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the real thing")
@@ -103,3 +106,20 @@ def test_other_steps_have_no_such_graph(runner: ModelRunner) -> None:
     assert not fits(SequenceSlice([5] * 65, 0, range(2, 7), None)), "more tokens than captured"
     assert not fits(*[SequenceSlice([5] * 2, 0, [2], None)] * 16), "as many as with padding"
     assert list(steps_of(runner, has_graphs=False).prefill_graphs) == [0]
+
+
+def test_the_largest_graph_of_a_kind_stays_where_more_rows_are_faster(runner: ModelRunner) -> None:
+    steps = steps_of(runner, has_graphs=True)
+    steps.make_graphs(ProductTimes({88: 2.0, 128: 1.0, 512: 2.0, 576: 1.0}, {}))
+    largest = {room: graphs.sizes[-1] for room, graphs in steps.prefill_graphs.items()}
+    assert largest == {0: 512, MAX_NUM_SEQS: MAX_NUM_SEQS + 64}
+    for graphs in steps.prefill_graphs.values():
+        assert [graphs.inputs(size).shape[1] for size in graphs.sizes] == graphs.sizes
+
+
+@pytest.mark.parametrize("max_model_len", [16, 100])
+def test_padding_alone_has_a_place_in_its_arrays(runner: ModelRunner, max_model_len: int) -> None:
+    """As in a capture: a single slice of all tokens, be it longer than any request."""
+    part = TritonGraphPrefill(runner.kv.tensor, MAX_NUM_SEQS, max_model_len)
+    num_tokens = MAX_NUM_SEQS + MAX_GRAPH_TOKENS
+    part.plan([num_tokens], [num_tokens], [[0] * -(-num_tokens // 16)], first_row=0)

@@ -12,7 +12,7 @@ from baton.cluster.lease import RedisLease
 from baton.cluster.redis_client import connect
 from baton.cluster.redis_server import RedisServer
 
-TTL_S = 0.4
+TTL_S = 1.0
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +31,10 @@ def lease(
 async def test_one_holder_and_the_next_has_a_higher_epoch(redis: RedisServer) -> None:
     a, b = lease(redis, "a", "one"), lease(redis, "b", "one")
     assert await a.take(0) == 1 and await b.take(0) is None
-    for _ in range(3):
-        await asyncio.sleep(TTL_S / 2)
+    for _ in range(5):  # longer than it lasts, and each far shorter
+        await asyncio.sleep(TTL_S / 4)
         assert await a.take(0) == 1 and await b.take(0) is None, "renewed"
-    await asyncio.sleep(TTL_S * 1.5)  # its holder died
+    await asyncio.sleep(TTL_S + 0.2)  # its holder died
     assert await b.take(0) == 2 and await a.take(0) is None
     assert a.epoch is None
     await b.close()

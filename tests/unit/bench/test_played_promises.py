@@ -39,7 +39,7 @@ async def test_the_mix_is_followed_there_and_back_within_ten_seconds() -> None:
         assert number * PHASE_S < moved_s <= number * PHASE_S + 10
     for call in simulation.calls:
         assert call.is_served and call.error is None
-        assert max(call.gaps_s()) <= 3 * TARGET_S
+        assert max(call.times.gaps_s) <= 3 * TARGET_S
     for engine in simulation.engines.values():
         engine.engine.check_integrity()
 

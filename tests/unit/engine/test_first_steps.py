@@ -25,6 +25,7 @@ class TimedRunner(FakeRunner):
         super().__init__(num_blocks, BLOCK_SIZE, vocab_size=50)
         self.clock, self.cost = clock, linear_cost(0.004, token_s)
         self.shapes: list[StepShape] = []
+        self.most_slices = 0
         self.blocks: set[int] = set()
 
     def launch(self, batch: list[SequenceSlice]) -> _Done:  # type: ignore[override]
@@ -41,6 +42,7 @@ class TimedRunner(FakeRunner):
             assert num_slots <= len(part.block_table) * BLOCK_SIZE
             self.blocks.update(part.block_table)
         self.shapes.append(shape)
+        self.most_slices = max(self.most_slices, len(batch))
         self.clock.advance(self.cost.seconds(shape))
         return _Done()
 
@@ -92,6 +94,7 @@ def test_it_takes_no_longer_than_it_may(
         {"num_blocks": 4},
         {"max_model_len": 64},
         {"max_num_seqs": 1, "max_num_batched_tokens": 16},
+        {"max_num_seqs": 16},
         {"prefill_chunk_tokens": 8192},
     ],
 )
@@ -100,7 +103,7 @@ def test_small_engines_run_what_fits(
 ) -> None:
     engine, runner, _ = measured(monkeypatch, 10.0, **options)
     limits = engine.limits
+    assert runner.most_slices <= limits.max_num_seqs
     for shape in runner.shapes:
-        assert shape.num_decodes <= limits.max_num_seqs
         assert shape.num_prompt_tokens <= limits.prompt_step_tokens
     assert not runner.blocks or max(runner.blocks) < limits.num_blocks

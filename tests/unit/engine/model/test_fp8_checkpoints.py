@@ -27,6 +27,7 @@ from baton.engine.model.decoder import Decoder
 from baton.engine.model.layers import Placement
 from baton.engine.model.model_config import read_model_config
 from baton.engine.model.quantization import FP8_KERNELS
+from baton.engine.model.sharding import check_divisible
 from baton.engine.model.weight_files import weights_bytes
 from baton.kernels.products.weights import BlockScaled, RowScaled, quantise_rows
 
@@ -402,3 +403,45 @@ def test_experts_are_dequantised(tmp_path: Path) -> None:
     expected = file[name].float() * file[f"{name}_scale_inv"]
     assert torch.equal(dict(model.targets())[name].tensor, expected)
     assert torch.equal(model.layers[0].mlp.router.weight, file["model.layers.0.mlp.gate.weight"])
+
+
+EXPERTS_IN_BLOCKS = VARIANTS["qwen3-moe, a dense layer"] | {
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "intermediate_size": 512,
+}
+
+
+@pytest.mark.parametrize("name", ["block", "compressed, channel"])
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_ranks_share_experts_that_are_dequantised(
+    tmp_path: Path, name: str, is_whole: bool
+) -> None:
+    """Whole ones, or a part of each that cuts blocks."""
+    write_fp8_checkpoint(tmp_path, name, **EXPERTS_IN_BLOCKS)
+    check_divisible(read_model_config(tmp_path), 2, has_expert_parallel=is_whole)
+    whole = loaded(tmp_path, placement_of(tmp_path, has_fp8=False)).layers[0].mlp.mixture
+    parts = []
+    for rank in range(2):
+        communicator = Communicator()
+        communicator.rank, communicator.size = rank, 2
+        changes = {"communicator": communicator, "has_expert_parallel": is_whole}
+        parts.append(loaded(tmp_path, placement_of(tmp_path, **changes)).layers[0].mlp.mixture)
+    down = torch.cat([part.down.values for part in parts], dim=0 if is_whole else 2)
+    assert torch.equal(down, whole.down.values)
+    if is_whole:
+        gate_up = torch.cat([part.gate_up.values for part in parts])
+        assert torch.equal(gate_up, whole.gate_up.values)
+
+
+def test_the_bytes_of_dummy_experts_are_those_of_floats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FP8_KERNELS, "1")
+    write_fp8_checkpoint(tmp_path, "block", **EXPERTS_IN_BLOCKS)
+    model = Decoder(read_model_config(tmp_path), placement_of(tmp_path, dtype=torch.bfloat16))
+    num_bytes = sum(target.nbytes for _, target in model.targets())
+    config = EngineConfig(model=str(tmp_path), dtype="bfloat16")
+    assert weights_bytes(config) == pytest.approx(num_bytes, rel=1e-2)
+    dummy = dataclasses.replace(config, load_format="dummy")
+    assert weights_bytes(dummy) == pytest.approx(num_bytes, rel=2e-2)
