@@ -208,6 +208,9 @@ class ModelRunner:
         # The pool's size is what a step leaves, and so is measured by as many as it may let run.
         self.max_num_seqs = self._choose_max_num_seqs(config.num_kv_blocks)
 
+        most_tokens = config.max_num_batched_tokens
+        most_tokens += spare_tokens(most_tokens)
+
         def new_steps(pool: torch.Tensor) -> GpuSteps:
             attention = self._make_attention(pool)
             return GpuSteps(
@@ -215,7 +218,7 @@ class ModelRunner:
                 attention,
                 config.block_size,
                 self.max_num_seqs,
-                config.mixed_graph_tokens,
+                min(config.mixed_graph_tokens, most_tokens) if self.max_num_seqs > 1 else 0,
             )
 
         def run_largest_step() -> None:

@@ -44,10 +44,14 @@ class PromiseLeader:
         return self._is_leading
 
     async def run(self) -> None:
-        """Until cancelled."""
-        while True:
-            await self.turn()
-            await asyncio.sleep(PERIOD_S)
+        """Until cancelled, or until a turn fails: then another gateway is to decide."""
+        try:
+            while True:
+                await self.turn()
+                await asyncio.sleep(PERIOD_S)
+        except Exception:
+            log.exception("decides no more what engines promise")
+            await self._lease.close()
 
     async def close(self) -> None:
         """Leave the lease to others. Not from `run`'s task: it is cancelled."""

@@ -188,3 +188,17 @@ async def test_a_leader_that_ends_leaves_the_lease() -> None:
     await asyncio.wait({running})
     await world.leader.close()
     assert world.lease.is_closed
+
+
+async def test_a_gateway_whose_turn_fails_leaves_the_lease(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World()
+
+    def fail() -> dict[str, float | None]:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(PromiseDecider, "orders", lambda _: fail())
+    async with asyncio.timeout(5):
+        await world.leader.run()
+    assert world.lease.is_closed and "decides no more" in caplog.text
