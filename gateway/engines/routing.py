@@ -7,9 +7,9 @@ All plans have an estimate in seconds, and the least is taken:
     alone   until the engine is done with it          + requests on it
 
 Each engine's part of an estimate is its own, so the best pair is found among engines in the order
-of their parts, not among all pairs. Plans that are alike, each part within ALIKE of the best, are
-drawn from where a source of chance is given: else gateways that have the same heartbeats would all
-send to the same engine until the next ones.
+of their parts, not among all pairs. Plans that are alike, each part within ALIKE of the best and
+with as much of the prompt in the cache, are drawn from where a source of chance is given: else
+gateways that have the same heartbeats would all send to the same engine until the next ones.
 
 How long a prompt takes follows from what its engine measured (core/step_cost.py): one that keeps a
 promise to its decodes (`tbt_target_s`) takes prompts beside them, a little a step; without decodes
@@ -96,12 +96,12 @@ class Plan(NamedTuple):
 
 
 # Plain tuples, in the order of what is better: there are hundreds in a choice.
-# lacks credit, seconds, num_dispatched, incarnation: a prefill engine's part of a plan.
-_Source: TypeAlias = tuple[bool, float, int, str]
+# lacks credit, seconds, num_dispatched, incarnation, cached tokens: a prefill engine's part.
+_Source: TypeAlias = tuple[bool, float, int, str, int]
 # lacks blocks, seconds, has a slow link, -free_blocks, num_dispatched, engine: a decode engine's.
 _Puller: TypeAlias = tuple[bool, float, bool, int, int, EngineState]
-# lacks blocks, seconds, num_dispatched, incarnation, seconds of the prompt: a whole plan.
-_Alone: TypeAlias = tuple[bool, float, int, str, float]
+# lacks blocks, seconds, num_dispatched, incarnation, cached tokens, seconds of the prompt: a plan.
+_Alone: TypeAlias = tuple[bool, float, int, str, int, float]
 
 
 def _puller(engine: EngineState, num_tokens: int) -> _Puller:
@@ -120,14 +120,16 @@ def _prompt_parts(
         if not engine.takes_prompt:
             continue
         name, num_dispatched = engine.incarnation, engine.num_dispatched
+        num_cached = engine.cached_tokens
         num_blocks = -(-num_tokens // engine.block_size)
         prompt_s = engine.prompt_seconds(num_tokens)
         if engine.role is Role.PREFILL:
-            sources.append((engine.credit_blocks < num_blocks, prompt_s, num_dispatched, name))
+            lacks_credit = engine.credit_blocks < num_blocks
+            sources.append((lacks_credit, prompt_s, num_dispatched, name, num_cached))
         if engine.keeps_promise and engine.has_place:
             seconds = prompt_s + engine.num_requests * REQUEST_S
             lacks_blocks = engine.free_blocks < num_blocks
-            ones.append((lacks_blocks, seconds, num_dispatched, name, prompt_s))
+            ones.append((lacks_blocks, seconds, num_dispatched, name, num_cached, prompt_s))
     return sources, ones
 
 
@@ -214,17 +216,21 @@ class _Pairs:
         return best and _Pair(best.source, min(self._linked(best.source[3])))
 
     def alike_sources(self, best: _Pair, ratio: float) -> list[_Source]:
-        """Those as good as the best pair's, but for `ratio` of its seconds."""
-        lacks_credit, seconds, *_ = best.source
-        most_s = seconds * ratio
-        return [one for one in self._sources if one[1] <= most_s and one[0] == lacks_credit]
+        """Those as good as the best pair's, with as much of the prompt, but for `ratio` of its
+        seconds."""
+        lacks_credit, seconds, _, _, num_cached = best.source
+        most_s, kind = seconds * ratio, (lacks_credit, num_cached)
+        return [one for one in self._sources if one[1] <= most_s and (one[0], one[4]) == kind]
 
     def alike_pullers(self, source: str, best: _Pair, ratio: float) -> list[EngineState]:
         """The same, of those that are linked to the source; none if none is as good."""
-        lacks_blocks, seconds, is_slow, *_ = best.puller
-        most_s, kind = seconds * ratio, (lacks_blocks, is_slow)
-        linked = self._linked(source)
-        return [one[5] for one in linked if one[1] <= most_s and (one[0], one[2]) == kind]
+        lacks_blocks, seconds, is_slow, *_, decode = best.puller
+        most_s, kind = seconds * ratio, (lacks_blocks, is_slow, decode.cached_tokens)
+        return [
+            one[5]
+            for one in self._linked(source)
+            if one[1] <= most_s and (one[0], one[2], one[5].cached_tokens) == kind
+        ]
 
     def _linked(self, source: str) -> list[_Puller]:
         """Those that are linked to the source, with what kind of link that is."""
@@ -248,22 +254,27 @@ def _draw(
     chance: random.Random,
 ) -> Plan:
     """One of the plans that are like the best."""
-    lacks_blocks, least_s = min(
-        plan for plan in (one and one[:2], pair and pair.rank) if plan is not None
-    )
+    ranks = [(one[:2], one[4])] if one is not None else []
+    if pair is not None:
+        ranks.append((pair.rank, pair.source[4]))
+    (lacks_blocks, least_s), num_cached = min(ranks)
     most_s, pair_ratio = least_s * ALIKE, 0.0
     drawn: list[tuple[str, bool]] = []  # who computes the prompt, and whether it goes on
-    if one is not None and one[0] == lacks_blocks and one[1] <= most_s:
-        ratio = most_s / max(one[1], _LEAST_S)
-        most_prompt_s, most_rest_s = one[4] * ratio, (one[1] - one[4]) * ratio
+    if one is not None and (one[0], one[4]) == (lacks_blocks, num_cached) and one[1] <= most_s:
+        ratio, prompt_s = most_s / max(one[1], _LEAST_S), one[5]
+        most_prompt_s, most_rest_s = prompt_s * ratio, (one[1] - prompt_s) * ratio
         drawn += [
             (name, True)
-            for lacks, seconds, _, name, prompt_s in ones
+            for lacks, seconds, _, name, cached, prompt_s in ones
             if prompt_s <= most_prompt_s
             and seconds - prompt_s <= most_rest_s
-            and lacks == lacks_blocks
+            and (lacks, cached) == (lacks_blocks, num_cached)
         ]
-    if pair is not None and pair.rank[0] == lacks_blocks and pair.rank[1] <= most_s:
+    if (
+        pair is not None
+        and (pair.rank[0], pair.source[4]) == (lacks_blocks, num_cached)
+        and pair.rank[1] <= most_s
+    ):
         pair_ratio = most_s / max(pair.rank[1], _LEAST_S)
         drawn += [(source[3], False) for source in pairs.alike_sources(pair, pair_ratio)]
     while True:

@@ -141,3 +141,14 @@ def test_a_slow_link_is_not_drawn_beside_a_fast_one() -> None:
     fast = idle("d0", Role.DECODE)._replace(link_gbytes_per_s={"p0": 370.0})
     slow = idle("d1", Role.DECODE)._replace(link_gbytes_per_s={"p0": 12.0})
     assert set(drawn_plans([idle("p0", Role.PREFILL), slow, fast], 50)) == {("p0", "d0")}
+
+
+def test_a_prefix_that_saves_little_time_is_looked_for_all_the_same() -> None:
+    """Elsewhere it would be computed, and kept, once more."""
+    engines = [idle("p0", Role.PREFILL), idle("p1", Role.PREFILL)._replace(cached_tokens=16)]
+    engines += [idle("d0", Role.DECODE), idle("d1", Role.DECODE)._replace(cached_tokens=16)]
+    assert set(drawn_plans(engines, 50)) == {("p1", "d1")}
+    engines[1] = engines[1]._replace(waiting_tokens=300)
+    assert set(drawn_plans(engines, 50)) == {("p0", "d1")}
+    whole = [one._replace(keeps_promise=True) for one in engines[2:]]
+    assert set(drawn_plans(whole, 50)) == {("d1", "d1")}
