@@ -54,7 +54,9 @@ class PlanRecord:
 
     def rows(self) -> list[dict[str, object]]:
         """For JSON, one a kind: how many a second, and means of the estimates in seconds."""
-        self._forget(self.clock.monotonic_s())
+        now_s = self.clock.monotonic_s()
+        self._forget(now_s)
+        span_s = max(SPAN_S, now_s - self._seconds[0][0] if self._seconds else 0.0)
         found: list[dict[str, object]] = []
         for kind in (PAIR, ALONE):
             sums = [second[kind] for _, second in self._seconds]
@@ -65,7 +67,7 @@ class PlanRecord:
             found.append(
                 {
                     "plan": kind,
-                    "per_s": sum(one.num for one in sums) / SPAN_S,
+                    "per_s": sum(one.num for one in sums) / span_s,
                     "chosen_s": sum(one.chosen_s for one in sums) / num_estimated
                     if num_estimated
                     else None,

@@ -374,10 +374,11 @@ class Session:
         self._num_refusals += 1
         if self._num_refusals == 1:
             refused = Avoid(self._avoid.incarnations | {incarnation}, self._avoid.pairs)
-            before, self._avoid = self._avoid, refused
+            before = self._avoid, self._avoid_until_s
+            self._avoid = refused
             self._avoid_until_s = self._clock.monotonic_s() + self._limits.avoid_s
             self._try_dispatch()
-            self._avoid = before
+            self._avoid, self._avoid_until_s = before
         if self.is_waiting:
             self.blocked, self._wait_until_s = Blocked.PLACE, None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from fakes.clock import FakeClock
 from hypothesis import given
 from hypothesis import strategies as st
@@ -76,3 +77,15 @@ def test_nothing_but_what_was_chosen() -> None:
     engines = [engine("d", Role.DECODE, 0, 0, True)]
     chosen_s, next_s = estimates(engines, NUM_TOKENS, "d", "d")
     assert (round(chosen_s, 9), next_s) == (0.044, None)
+
+
+def test_a_steady_rate_is_shown_as_it_is() -> None:
+    """Whatever part of a second has passed."""
+    clock = FakeClock()
+    record = PlanRecord(clock)
+    engines = [engine("p", Role.PREFILL, 0, 0, True), engine("d", Role.DECODE, 0, 10, True)]
+    for step in range(300):
+        clock.advance(0.1)
+        record.note(engines, NUM_TOKENS, "p", "p")
+        if step > 120:
+            assert record.rows()[1]["per_s"] == pytest.approx(10.0, abs=0.2)
