@@ -394,6 +394,7 @@ async def test_sigterm_lets_what_runs_finish(
         await busy.until(lambda: request.key in busy.heard)
         node.process.send_signal(signal.SIGTERM)
         await idle.until(lambda: idle.ended is not None)
+        await busy.until(lambda: busy.heartbeat.is_draining)
         await busy.dispatch(late, node_pb2.WORK_LOCAL, None)
         await busy.until(lambda: busy.heard[request.key].is_over)
         await busy.until(lambda: late.key in busy.heard)
