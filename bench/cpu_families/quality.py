@@ -46,12 +46,19 @@ def text_windows(count: int) -> torch.Tensor:
 
 
 def perplexity(
-    folder: Path, windows: torch.Tensor, quantization: str | None = None, *, has_fp8: bool = False
+    folder: Path,
+    windows: torch.Tensor,
+    quantization: str | None = None,
+    *,
+    stays_quantised: bool = False,
 ) -> float:
-    """Of the model in `folder`; `has_fp8`: activations are quantised too."""
+    """Of the model in `folder`; `stays_quantised`: activations are quantised too."""
     config = read_model_config(folder, quantization)
     placement = Placement(
-        torch.device("cpu"), torch.float32, quantization=config.quantization, has_fp8=has_fp8
+        torch.device("cpu"),
+        torch.float32,
+        quantization=config.quantization,
+        stays_quantised=stays_quantised,
     )
     model = Decoder(config, placement)
     load_weights(folder, dict(model.targets()))
@@ -100,7 +107,7 @@ def measure(num_windows: int) -> list[Figure]:
     found = {
         "--quantization fp8, weights": perplexity(demo, windows, "fp8"),
         "--quantization fp8, weights and activations": perplexity(
-            demo, windows, "fp8", has_fp8=True
+            demo, windows, "fp8", stays_quantised=True
         ),
     }
     formats = {
@@ -111,7 +118,9 @@ def measure(num_windows: int) -> list[Figure]:
         with tempfile.TemporaryDirectory(prefix="baton-fp8-") as folder:
             path = write_fp8(Path(folder), *form)
             found[f"{name}, weights"] = perplexity(path, windows)
-            found[f"{name}, weights and activations"] = perplexity(path, windows, has_fp8=True)
+            found[f"{name}, weights and activations"] = perplexity(
+                path, windows, stays_quantised=True
+            )
     limit = plain * MAX_RATIO
     return [
         Figure("weights as they are", "per token", (plain,)),

@@ -174,7 +174,7 @@ class ModelRunner:
             f"{num_bytes / seconds / 1e9:.1f} GB/s"
         )
         if quantization := self.model_config.quantization:
-            stays = "" if self._placement.has_fp8 else ", dequantised as they were loaded"
+            stays = "" if self._placement.stays_quantised else ", dequantised as they were loaded"
             self.startup_notes.append(f"{quantization.name}{stays}")
         return model, identity
 

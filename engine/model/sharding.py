@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...core.errors import StartupFailed
+from .int4_layout import NUMBERS_OF_WORD
 from .model_config import ModelConfig
 from .quantization import BLOCK, BLOCK_SCALED
 
@@ -66,12 +67,28 @@ def _why_not(config: ModelConfig, size: int, has_expert_parallel: bool) -> str:
     kv_heads = config.num_kv_heads
     if kv_heads % size and size % kv_heads:
         return f"neither divides the model's {kv_heads} KV heads nor is divided"
-    if size > 1 and config.quantization and config.quantization.scaling == BLOCK_SCALED:
-        heads = {"heads": config.num_heads // size, "KV heads": max(1, kv_heads // size)}
-        parts = {name: count * config.head_dim for name, count in heads.items()}
-        # Experts are dequantised, whose blocks any rank may cut.
-        parts |= {name: count // size for name, count in inners.items()}
-        for name, count in parts.items():
-            if count % BLOCK:
-                return f"cuts the weights' blocks of {BLOCK}: {count} of the {name} a rank"
+    return _why_not_quantised(config, size, inners) if size > 1 else ""
+
+
+def _why_not_quantised(config: ModelConfig, size: int, inners: dict[str, int]) -> str:
+    """Empty if the parts of `inners` and heads are whole blocks, or groups and words of int4."""
+    quantization = config.quantization
+    if quantization is None or quantization.scale_suffix is None:
+        return ""
+    unit_of_outputs = unit = BLOCK
+    if (int4 := quantization.int4) is not None:
+        unit, unit_of_outputs = int4.unit, NUMBERS_OF_WORD
+        if config.experts is not None:
+            inners = inners | {"moe_intermediate_size": config.experts.intermediate_size}
+    elif quantization.scaling != BLOCK_SCALED:
+        return ""
+    heads = config.num_heads // size * config.head_dim
+    kv_heads = max(1, config.num_kv_heads // size) * config.head_dim
+    parts = {"heads": (heads, unit), "KV heads": (kv_heads, unit_of_outputs)}
+    # Experts in FP8 are dequantised, whose blocks any rank may cut.
+    parts |= {name: (count // size, unit) for name, count in inners.items()}
+    for name, (count, divisor) in parts.items():
+        if count % divisor:
+            what = "blocks" if int4 is None else "groups"
+            return f"cuts the weights' {what} of {divisor}: {count} of the {name} a rank"
     return ""

@@ -14,8 +14,9 @@ from pathlib import Path
 from ...core.config import EngineConfig
 from ...core.errors import StartupFailed
 from ...core.model_dir import read_json, resolve_model_dir
+from .int4_layout import NUMBERS, NUMBERS_OF_WORD
 from .model_config import ModelConfig, read_model_config
-from .quantization import Quantization, stays_fp8
+from .quantization import Quantization, stays_packed
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -55,52 +56,59 @@ def weights_bytes(config: EngineConfig) -> int:
     """What the weights of `config.model` take on GPUs, over all ranks, in the type that `--dtype`
     means there. Raises StartupFailed where there are none, or none that can be read.
 
-    Weights in FP8 become floats but where `stays_fp8` and in engines of bfloat16.
+    Quantised weights become floats but where `stays_packed`.
     """
     folder = resolve_model_dir(config.model)
     model = read_model_config(folder, config.quantization)
     dtype = model.dtype if config.dtype == "auto" else config.dtype
-    quantization = model.quantization if dtype == "bfloat16" and stays_fp8() else None
+    quantization = model.quantization if stays_packed(model.quantization, dtype) else None
     if config.load_format == "dummy":
         counts = [_num_dummy_weights(model, quantization)]
     else:
         counts = [_num_weights(path, quantization) for path in weight_files(folder)]
-    num_bytes = _BYTES_OF.get(dtype, 2)
-    return sum(num_floats * num_bytes + num_fp8 for num_floats, num_fp8 in counts)
+    num_bytes, num_packed_bytes = _BYTES_OF.get(dtype, 2), 0.0
+    if quantization is not None:
+        num_packed_bytes = quantization.bytes_per_weight
+    return sum(int(floats * num_bytes + packed * num_packed_bytes) for floats, packed in counts)
 
 
 def _num_weights(path: Path, quantization: Quantization | None) -> tuple[int, int]:
-    """(floats, weights in FP8), by the file's header."""
+    """(floats, weights that stay quantised), by the file's header."""
     try:
         with path.open("rb") as file:
             (num_bytes,) = struct.unpack("<Q", file.read(8))
             if num_bytes > _MAX_HEADER_BYTES:
                 raise ValueError(f"a header of {num_bytes} bytes")
             header = json.loads(file.read(num_bytes))
-        num_floats = num_fp8 = 0
+        num_floats = num_packed = 0
         for name in header.keys() - {"__metadata__"}:
             shape, dtype = header[name]["shape"], header[name]["dtype"]
-            if quantization is not None and _stays_fp8(name, len(shape), dtype, quantization):
-                num_fp8 += math.prod(shape)
+            count = math.prod(shape) * (NUMBERS_OF_WORD if name.endswith(tuple(NUMBERS)) else 1)
+            if quantization is not None and _stays(name, len(shape), dtype, quantization):
+                num_packed += count
             else:
-                num_floats += math.prod(shape)
-        return num_floats, num_fp8
+                num_floats += count
+        return num_floats, num_packed
     except _UNREADABLE as error:
         hint = "is it whole? download it again"
         raise StartupFailed(f"cannot read {path}: {error}", hint=hint) from error
 
 
-def _stays_fp8(name: str, num_dims: int, dtype: str, quantization: Quantization) -> bool:
-    is_projection = ".layers." in name and num_dims == 2 and name.endswith(".weight")
-    is_projection &= ".experts." not in name
+def _stays(name: str, num_dims: int, dtype: str, quantization: Quantization) -> bool:
+    """Whether the tensor's weights stay quantised."""
+    if ".layers." not in name or ".experts." in name or num_dims != 2:
+        return False
     if quantization.scale_suffix is None:
-        return is_projection and quantization.covers(name.removesuffix(".weight"))
-    return is_projection and dtype == _FP8
+        is_weight = name.endswith(".weight")
+        return is_weight and quantization.covers(name.removesuffix(".weight"))
+    if quantization.int4 is not None:
+        return name.endswith(quantization.int4.layout.numbers.suffix)
+    return name.endswith(".weight") and dtype == _FP8
 
 
 def _num_dummy_weights(model: ModelConfig, quantization: Quantization | None) -> tuple[int, int]:
-    """(floats, weights in FP8) of the matrices alone: what else there is takes less than a
-    thousandth."""
+    """(floats, weights that stay quantised) of the matrices alone: what else there is takes less
+    than a thousandth."""
     width, experts = model.hidden_size, model.experts
     attention = 2 * width * model.head_dim * (model.num_heads + model.num_kv_heads)
     embeddings = (1 if model.has_tied_embeddings else 2) * model.vocab_size * width

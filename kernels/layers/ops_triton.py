@@ -23,6 +23,8 @@ from ..peer_reduce_triton import Exchange
 from ..products.fp8_product import choose, multiply
 from ..products.fp8_triton import GemvTiling, fp8_gemv
 from ..products.gemv_triton import few_rows_product, few_rows_tiling, gemv
+from ..products.int4_product import multiply as multiply_int4
+from ..products.int4_weights import Int4Weight
 from ..products.streamed_product import choose_stages
 from ..products.weights import BLOCK, Activations, Fp8Rows, Fp8Weight, Weight
 from ..row_room import empty_rows
@@ -66,6 +68,9 @@ class TritonOps(Ops):
     """Ops in Triton and cuBLAS."""
 
     def linear(self, x: Activations, weight: Weight, bias: Tensor | None) -> Tensor:
+        if isinstance(weight, Int4Weight):
+            assert isinstance(x, Tensor)
+            return multiply_int4(x, weight, bias)
         if not isinstance(weight, Tensor):
             if isinstance(x, Tensor) and len(x) > 1:
                 x = quantise(x, weight)
@@ -88,6 +93,8 @@ class TritonOps(Ops):
         bias: Tensor | None,
         reader: Fp8Weight | None = None,
     ) -> Activations:
+        if isinstance(weight, Int4Weight):
+            return silu_and_mul(self.linear(x, weight, bias))
         if not isinstance(weight, Tensor):
             if isinstance(x, Tensor) and len(x) == 1:
                 tiling = choose(x, weight, is_gated=True)

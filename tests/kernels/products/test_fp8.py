@@ -252,7 +252,11 @@ def test_a_model_computes_what_its_reference_does(tmp_path: Path, name: str) -> 
         outputs = []
         for operations in (ops.Ops(), TritonOps()):
             placement = Placement(
-                DEVICE, torch.float32, operations, quantization=config.quantization, has_fp8=True
+                DEVICE,
+                torch.float32,
+                operations,
+                quantization=config.quantization,
+                stays_quantised=True,
             )
             model = Decoder(config, placement)
             load_weights(tmp_path, dict(model.targets()))

@@ -48,7 +48,7 @@ def placement_of(folder: Path, quantization: str | None = None, **changes: Any) 
         "device": torch.device("cpu"),
         "dtype": torch.float32,
         "quantization": found,
-        "has_fp8": True,
+        "stays_quantised": True,
     }
     return Placement(**(settings | changes))
 
@@ -123,8 +123,8 @@ def test_weights_stay_as_they_are_in_the_file(tmp_path: Path, name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["block", "compressed, channel", "tensor, static activations"])
-@pytest.mark.parametrize("has_fp8", [False, True])
-def test_each_rank_has_its_part(tmp_path: Path, name: str, has_fp8: bool) -> None:
+@pytest.mark.parametrize("stays_quantised", [False, True])
+def test_each_rank_has_its_part(tmp_path: Path, name: str, stays_quantised: bool) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128}
     write_fp8_checkpoint(tmp_path, name, **sizes)
     whole = weights_of(loaded(tmp_path, placement_of(tmp_path)))
@@ -132,7 +132,9 @@ def test_each_rank_has_its_part(tmp_path: Path, name: str, has_fp8: bool) -> Non
     for rank in range(2):
         communicator = Communicator()
         communicator.rank, communicator.size = rank, 2
-        placement = placement_of(tmp_path, communicator=communicator, has_fp8=has_fp8)
+        placement = placement_of(
+            tmp_path, communicator=communicator, stays_quantised=stays_quantised
+        )
         parts.append(weights_of(loaded(tmp_path, placement)))
     for key in ("0.out", "1.down"):
         assert torch.equal(torch.cat([part[key] for part in parts], dim=1), whole[key])
@@ -157,7 +159,7 @@ def test_quantised_at_load_by_row_alike_on_all_ranks(tmp_path: Path) -> None:
     assert isinstance(of_rank, RowScaled)
     assert torch.equal(of_rank.scale, down.scale)
     assert torch.equal(of_rank.data.float(), down.data[:, 192:].float())
-    floats = loaded(tmp_path, placement_of(tmp_path, "fp8", has_fp8=False))
+    floats = loaded(tmp_path, placement_of(tmp_path, "fp8", stays_quantised=False))
     assert torch.equal(weights_of(floats)["1.down"], down.dequantised(torch.float32))
 
 
@@ -207,8 +209,10 @@ def test_quantising_at_load_holds_the_result_and_a_layer(tmp_path: Path) -> None
 def test_dummy_weights_are_the_same_with_or_without_fp8(tmp_path: Path, name: str) -> None:
     write_fp8_checkpoint(tmp_path, name, **ALIGNED)
     found = []
-    for has_fp8 in (False, True):
-        model = Decoder(read_model_config(tmp_path), placement_of(tmp_path, has_fp8=has_fp8))
+    for stays_quantised in (False, True):
+        model = Decoder(
+            read_model_config(tmp_path), placement_of(tmp_path, stays_quantised=stays_quantised)
+        )
         fill_dummy_weights(dict(model.targets()), std=0.02, seed=3)
         found.append(weights_of(model))
     assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
@@ -291,7 +295,7 @@ GROUP = CHANNELS["config_groups"]["group_0"]
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"quant_method": "awq"}, "quant_method 'awq'"),
+        ({"quant_method": "hqq"}, "quant_method 'hqq'"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
         ({"bits": 4}, "quant_method None"),
         (BLOCKS | {"weight_block_size": [64, 64]}, r"weight_block_size \[64, 64\]"),
@@ -299,7 +303,7 @@ GROUP = CHANNELS["config_groups"]["group_0"]
         (BLOCKS | {"fmt": "e5m2"}, "e5m2"),
         (BLOCKS | {"activation_scheme": "block"}, "activation_scheme 'block'"),
         (BLOCKS | {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert"),
-        (CHANNELS | {"format": "pack-quantized"}, "pack-quantized"),
+        (CHANNELS | {"format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized"),
         (CHANNELS | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         (CHANNELS | {"config_groups": {"a": GROUP, "b": GROUP}}, "2 config_groups"),
         (CHANNELS | {"config_groups": {}}, "0 config_groups"),
@@ -390,13 +394,13 @@ def test_the_bytes_of_weights_that_are_quantised_at_load(
 
 
 def _floats_bytes(folder: Path) -> int:
-    model = Decoder(read_model_config(folder), placement_of(folder, has_fp8=False))
+    model = Decoder(read_model_config(folder), placement_of(folder, stays_quantised=False))
     return sum(target.nbytes for _, target in model.targets())
 
 
 def test_experts_are_dequantised(tmp_path: Path) -> None:
     write_fp8_checkpoint(tmp_path, "block", **VARIANTS["qwen3-moe, a dense layer"])
-    model = loaded(tmp_path, placement_of(tmp_path, has_fp8=False))
+    model = loaded(tmp_path, placement_of(tmp_path, stays_quantised=False))
     file = load_file(tmp_path / "model.safetensors")
     name = "model.layers.0.mlp.experts.3.down_proj.weight"
     assert file[f"{name}_scale_inv"].shape == (1, 1)
@@ -420,7 +424,7 @@ def test_ranks_share_experts_that_are_dequantised(
     """Whole ones, or a part of each that cuts blocks."""
     write_fp8_checkpoint(tmp_path, name, **EXPERTS_IN_BLOCKS)
     check_divisible(read_model_config(tmp_path), 2, has_expert_parallel=is_whole)
-    whole = loaded(tmp_path, placement_of(tmp_path, has_fp8=False)).layers[0].mlp.mixture
+    whole = loaded(tmp_path, placement_of(tmp_path, stays_quantised=False)).layers[0].mlp.mixture
     parts = []
     for rank in range(2):
         communicator = Communicator()
