@@ -155,7 +155,7 @@ def tensors_of(made: Numbers, form: Format) -> dict[str, Tensor]:
     groups = made.scale.shape[1]
     numbers, scale, zero = made.numbers.t(), made.scale.t().contiguous(), made.zero.t()
     if form.method == "gptq":
-        is_old = form.config.get("checkpoint_format", "gptq") == "gptq"
+        is_old = int(form.config.get("checkpoint_format", "gptq") == "gptq")
         # Zeros of 0 become 15, as by AutoGPTQ: no tool makes weights that have them.
         return {
             "qweight": packed(numbers, 0),

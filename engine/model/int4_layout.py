@@ -58,6 +58,12 @@ class Layout:
     shape: str | None = None  # suffix: outputs and inputs
     has_spare_biases: bool = False  # of zeros, where the architecture has none
 
+    @property
+    def besides(self) -> tuple[str, ...]:
+        """Suffixes of what has no numbers."""
+        named = (self.zeros.suffix, self.scales.suffix, self.order, self.shape)
+        return tuple(suffix for suffix in named if suffix is not None)
+
 
 LAYOUTS = {
     "gptq": Layout(
@@ -80,7 +86,6 @@ LAYOUTS = {
         shape=".weight_shape",
     ),
 }
-NUMBERS = frozenset(layout.numbers.suffix for layout in LAYOUTS.values())  # suffixes
 
 
 @dataclass(frozen=True, slots=True)

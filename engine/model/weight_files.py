@@ -14,7 +14,7 @@ from pathlib import Path
 from ...core.config import EngineConfig
 from ...core.errors import StartupFailed
 from ...core.model_dir import read_json, resolve_model_dir
-from .int4_layout import NUMBERS, NUMBERS_OF_WORD
+from .int4_layout import NUMBERS_OF_WORD, Layout
 from .model_config import ModelConfig, read_model_config
 from .quantization import Quantization, stays_packed
 
@@ -61,54 +61,65 @@ def weights_bytes(config: EngineConfig) -> int:
     folder = resolve_model_dir(config.model)
     model = read_model_config(folder, config.quantization)
     dtype = model.dtype if config.dtype == "auto" else config.dtype
-    quantization = model.quantization if stays_packed(model.quantization, dtype) else None
+    quantization = model.quantization
     if config.load_format == "dummy":
         counts = [_num_dummy_weights(model, quantization)]
     else:
         counts = [_num_weights(path, quantization) for path in weight_files(folder)]
-    num_bytes, num_packed_bytes = _BYTES_OF.get(dtype, 2), 0.0
-    if quantization is not None:
-        num_packed_bytes = quantization.bytes_per_weight
-    return sum(int(floats * num_bytes + packed * num_packed_bytes) for floats, packed in counts)
+    num_bytes = _BYTES_OF.get(dtype, 2)
+    is_packed = quantization is not None and stays_packed(quantization, dtype)
+    of_quantised = quantization.bytes_per_weight if quantization and is_packed else num_bytes
+    return sum(int(floats * num_bytes + quantised * of_quantised) for floats, quantised in counts)
 
 
 def _num_weights(path: Path, quantization: Quantization | None) -> tuple[int, int]:
-    """(floats, weights that stay quantised), by the file's header."""
+    """(floats, weights that may stay quantised), by the file's header."""
     try:
         with path.open("rb") as file:
             (num_bytes,) = struct.unpack("<Q", file.read(8))
             if num_bytes > _MAX_HEADER_BYTES:
                 raise ValueError(f"a header of {num_bytes} bytes")
             header = json.loads(file.read(num_bytes))
-        num_floats = num_packed = 0
+        num_floats = num_quantised = 0
+        layout = _int4_layout(quantization)
         for name in header.keys() - {"__metadata__"}:
             shape, dtype = header[name]["shape"], header[name]["dtype"]
-            count = math.prod(shape) * (NUMBERS_OF_WORD if name.endswith(tuple(NUMBERS)) else 1)
-            if quantization is not None and _stays(name, len(shape), dtype, quantization):
-                num_packed += count
+            if layout is not None and name.endswith(layout.besides):
+                continue
+            is_word = layout is not None and name.endswith(layout.numbers.suffix)
+            count = math.prod(shape) * (NUMBERS_OF_WORD if is_word else 1)
+            if quantization is not None and _is_quantised(name, len(shape), dtype, quantization):
+                num_quantised += count
             else:
                 num_floats += count
-        return num_floats, num_packed
+        return num_floats, num_quantised
     except _UNREADABLE as error:
         hint = "is it whole? download it again"
         raise StartupFailed(f"cannot read {path}: {error}", hint=hint) from error
 
 
-def _stays(name: str, num_dims: int, dtype: str, quantization: Quantization) -> bool:
-    """Whether the tensor's weights stay quantised."""
+def _int4_layout(quantization: Quantization | None) -> Layout | None:
+    """None unless the checkpoint has weights of four bits."""
+    if quantization is None or quantization.int4 is None or quantization.scale_suffix is None:
+        return None
+    return quantization.int4.layout
+
+
+def _is_quantised(name: str, num_dims: int, dtype: str, quantization: Quantization) -> bool:
+    """Whether the tensor's weights may stay quantised."""
     if ".layers." not in name or ".experts." in name or num_dims != 2:
         return False
     if quantization.scale_suffix is None:
         is_weight = name.endswith(".weight")
         return is_weight and quantization.covers(name.removesuffix(".weight"))
-    if quantization.int4 is not None:
-        return name.endswith(quantization.int4.layout.numbers.suffix)
+    if layout := _int4_layout(quantization):
+        return name.endswith(layout.numbers.suffix)
     return name.endswith(".weight") and dtype == _FP8
 
 
 def _num_dummy_weights(model: ModelConfig, quantization: Quantization | None) -> tuple[int, int]:
-    """(floats, weights that stay quantised) of the matrices alone: what else there is takes less
-    than a thousandth."""
+    """(floats, weights that may stay quantised) of the matrices alone: what else there is takes
+    less than a thousandth."""
     width, experts = model.hidden_size, model.experts
     attention = 2 * width * model.head_dim * (model.num_heads + model.num_kv_heads)
     embeddings = (1 if model.has_tied_embeddings else 2) * model.vocab_size * width

@@ -404,7 +404,7 @@ def test_the_bytes_of_weights_are_known_before_they_are_read(
 
 
 def test_experts_are_dequantised(tmp_path: Path) -> None:
-    name, sizes = "gptq v2, groups of 32", VARIANTS["qwen3-moe, a dense layer"]
+    name, sizes = "gptq, channel", VARIANTS["qwen3-moe, a dense layer"]
     write_int4_checkpoint(tmp_path / "int4", name, **sizes)
     write_checkpoint(tmp_path / "plain", **sizes)
     model = loaded(tmp_path / "int4", placement_of(tmp_path / "int4"))
