@@ -20,7 +20,6 @@ from torch import Tensor
 CHUNK = 128  # inputs; groups are as many, half or a quarter
 PER_WORD = 4
 ZERO = 8  # of what is symmetric
-LARGEST_ZERO = 16
 GROUP_SIZES = (32, 64, 128)
 _WORDS = CHUNK // PER_WORD
 _LEAST_OUTPUTS = 16  # of a program of a kernel

@@ -1,4 +1,4 @@
-"""Compiles the products with weights in FP8 and int4 for Hopper, on any machine: python THIS CASE..."""
+"""Compiles the products with quantised weights for Hopper, on any machine: python THIS CASE..."""
 
 from __future__ import annotations
 
