@@ -159,9 +159,12 @@ def _unpacked(packed: Tensor, piece: Piece) -> Tensor:
     by_outputs = packed if piece.has_outputs_first else packed.t()
     if NUMBERS_OF_WORD not in (piece.inputs, piece.outputs):
         return by_outputs
-    shifts = torch.tensor(piece.order, dtype=torch.int32, device=packed.device) * _BITS
-    if piece.inputs == NUMBERS_OF_WORD:
-        numbers = (by_outputs[:, :, None] >> shifts).bitwise_and_(0xF).to(torch.uint8)
-        return numbers.flatten(1)
-    numbers = (by_outputs[:, None, :] >> shifts[:, None]).bitwise_and_(0xF).to(torch.uint8)
-    return numbers.flatten(0, 1)
+    is_of_inputs = piece.inputs == NUMBERS_OF_WORD
+    outputs, inputs = by_outputs.shape
+    eight = NUMBERS_OF_WORD
+    sizes = (outputs, inputs, eight) if is_of_inputs else (outputs, eight, inputs)
+    numbers = torch.empty(sizes, dtype=torch.uint8, device=packed.device)
+    for index, place in enumerate(piece.order):
+        of_word = numbers[..., index] if is_of_inputs else numbers[:, index]
+        of_word.copy_((by_outputs >> _BITS * place).bitwise_and_(0xF))
+    return numbers.flatten(1) if is_of_inputs else numbers.flatten(0, 1)

@@ -77,10 +77,11 @@ class Int4Weight:
 
     def fill(self, numbers: Tensor, scale: Tensor, zero: Tensor) -> None:
         """numbers [outputs, inputs] uint8; scale and zero [outputs, groups], or of one group."""
-        words = numbers.view(len(self), -1, PER_WORD, _WORDS).int()
-        packed = sum(words[:, :, index] << shift for index, shift in enumerate(_SHIFTS))
-        assert isinstance(packed, Tensor)
-        self.data.copy_(packed.short().transpose(0, 1))
+        each = numbers.view(len(self), -1, PER_WORD, _WORDS)
+        words = each[:, :, 0].short()
+        for index, shift in enumerate(_SHIFTS[1:], start=1):
+            words |= each[:, :, index].short() << shift
+        self.data.copy_(words.transpose(0, 1))
         self.groups.copy_(_joined(scale, zero).t().expand_as(self.groups))
 
     def numbers(self) -> Tensor:

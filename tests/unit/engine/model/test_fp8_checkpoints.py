@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ import pytest
 import torch
 from checkpoints import VARIANTS, write_checkpoint
 from fp8_checkpoints import FORMATS, FP8, write_fp8_checkpoint
+from live_bytes import LiveBytes
 from safetensors.torch import load_file, save_file
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton.core.config import EngineConfig
 from baton.core.errors import StartupFailed
@@ -161,35 +160,6 @@ def test_quantised_at_load_by_row_alike_on_all_ranks(tmp_path: Path) -> None:
     assert torch.equal(of_rank.data.float(), down.data[:, 192:].float())
     floats = loaded(tmp_path, placement_of(tmp_path, "fp8", stays_quantised=False))
     assert torch.equal(weights_of(floats)["1.down"], down.dequantised(torch.float32))
-
-
-class LiveBytes(TorchDispatchMode):
-    """The most bytes that tensors made in here had at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self._storages: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(tensor, torch.Tensor):
-                self._count(tensor.untyped_storage())
-        return out
-
-    def _count(self, storage: Any) -> None:
-        address, size = storage.data_ptr(), storage.nbytes()
-        if not size or address in self._storages:
-            return
-        self._storages.add(address)
-        self.now += size
-        self.most = max(self.most, self.now)
-        weakref.finalize(storage, self._forget, address, size)
-
-    def _forget(self, address: int, size: int) -> None:
-        self._storages.discard(address)
-        self.now -= size
 
 
 def test_quantising_at_load_holds_the_result_and_a_layer(tmp_path: Path) -> None:

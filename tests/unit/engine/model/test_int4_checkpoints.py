@@ -12,6 +12,7 @@ import pytest
 import torch
 from checkpoints import VARIANTS, write_checkpoint
 from int4_checkpoints import FORMATS, quantised, write_int4_checkpoint
+from live_bytes import LiveBytes
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear
 
@@ -210,6 +211,25 @@ def test_quantised_at_load_of_no_whole_groups(tmp_path: Path) -> None:
     engine = LocalEngine(config, ModelRunner(config))
     assert len(greedy(engine)[1]) == 12
     engine.runner.close()
+
+
+@pytest.mark.parametrize("name", ["gptq", "compressed", None])
+def test_loading_holds_the_result_and_a_layer(tmp_path: Path, name: str | None) -> None:
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6}
+    sizes |= {"head_dim": 64, "num_attention_heads": 4}
+    if name is None:
+        write_checkpoint(tmp_path, **sizes).to(torch.bfloat16).save_pretrained(tmp_path)
+    else:
+        write_int4_checkpoint(tmp_path, name, **sizes)
+    layer_bytes = 2 * (3 * 1024 * 4096 + 2 * 1024 * 256 + 2 * 1024 * 128)  # in bfloat16
+    quantization = "int4" if name is None else None
+    with LiveBytes() as live:
+        placement = placement_of(tmp_path, quantization, dtype=torch.bfloat16)
+        model = Decoder(read_model_config(tmp_path, quantization), placement)
+        load_weights(tmp_path, dict(model.targets()))
+        num_bytes = sum(target.nbytes for _, target in model.targets())
+    assert num_bytes < live.most < num_bytes + layer_bytes
+    assert 6 * layer_bytes > 3 * (num_bytes - model.embed.weight.nbytes * 2)
 
 
 def test_dummy_weights_are_the_same_packed_or_not(tmp_path: Path) -> None:
