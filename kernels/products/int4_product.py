@@ -33,11 +33,6 @@ Way: TypeAlias = Int4Tiling | Dequantised
 WAYS: dict[str, type[Way]] = {"int4": Int4Tiling, "dequantised": Dequantised}
 
 
-def multiply(x: Tensor, weight: Int4Weight, bias: Tensor | None) -> Tensor:
-    """x [rows, inputs] @ weight [outputs, inputs]^T + bias -> [rows, outputs]."""
-    return multiply_by(choose(len(x), weight), x, weight, bias)
-
-
 def multiply_by(way: Way, x: Tensor, weight: Int4Weight, bias: Tensor | None) -> Tensor:
     """The same in the way that is said."""
     if isinstance(way, Int4Tiling):

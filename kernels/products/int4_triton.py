@@ -24,7 +24,8 @@ from .int4_weights import CHUNK, PER_WORD, Int4Weight
 _CHUNK, _WORDS = tl.constexpr(CHUNK), tl.constexpr(CHUNK // PER_WORD)
 _PER_WORD = tl.constexpr(PER_WORD)
 _DEQUANTISED_AT_ONCE = 32  # outputs
-_AHEAD = tl.constexpr(8)  # chunks, which are on their way before the kernel in front has ended
+# What is on its way before the kernel in front has ended: chunks, each in so many pieces.
+_AHEAD, _PIECES = tl.constexpr(8), tl.constexpr(16)
 # Of two words the lowest numbers, plus what is in $3, as floats; and what is above them.
 _UNPACK_BF16 = tl.constexpr(
     """{
@@ -55,15 +56,24 @@ class Int4Tiling:
     warps: int = 4
 
 
-def int4_product(x: Tensor, weight: Int4Weight, bias: Tensor | None, tiling: Int4Tiling) -> Tensor:
+def int4_product(
+    x: Tensor,
+    weight: Int4Weight,
+    bias: Tensor | None,
+    tiling: Int4Tiling,
+    *,
+    is_gated: bool = False,
+) -> Tensor:
     """x [rows, inputs] @ weight [outputs, inputs]^T + bias -> [rows, outputs], like x.
 
+    `is_gated`: `ops.silu_and_mul` of the same, half as many outputs.
     Meant for up to 128 rows, and right for any number. Products of x's type, sums in float32; a
     row's do not depend on the others.
     """
     num_rows, num_inputs = x.shape
     num_outputs = len(weight)
-    out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
+    width = num_outputs // 2 if is_gated else num_outputs
+    out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
     rows = min(128, max(16, triton.next_power_of_2(num_rows)))
     tiles = (triton.cdiv(num_outputs, tiling.outputs), triton.cdiv(num_rows, rows))
     shares = min(tiling.shares, num_inputs // CHUNK)
@@ -71,7 +81,8 @@ def int4_product(x: Tensor, weight: Int4Weight, bias: Tensor | None, tiling: Int
         shares = 1
     parts = out
     if shares > 1:
-        parts = torch.empty((shares, num_rows, num_outputs), dtype=torch.float32, device=x.device)
+        size = (shares, num_rows, tiles[0] * tiling.outputs)
+        parts = torch.empty(size, dtype=torch.float32, device=x.device)
     _int4_product[(tiles[0], shares, tiles[1])](
         x,
         weight.data,
@@ -84,6 +95,7 @@ def int4_product(x: Tensor, weight: Int4Weight, bias: Tensor | None, tiling: Int
         num_outputs,
         num_inputs,
         HAS_BIAS=bias is not None,
+        IS_GATED=is_gated,
         IS_WHOLE=num_outputs % tiling.outputs == 0,
         GROUP=weight.group_size,
         ROWS=rows,
@@ -134,6 +146,7 @@ def _int4_product(
     num_outputs,
     num_inputs,
     HAS_BIAS: tl.constexpr,
+    IS_GATED: tl.constexpr,
     IS_WHOLE: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -144,18 +157,18 @@ def _int4_product(
 ):
     type: tl.constexpr = x.dtype.element_ty
     rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    places = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    is_row, is_output = rows < num_rows, places < num_outputs
+    outputs = places
+    if IS_GATED:  # a gate and what it is multiplied with are neighbours
+        outputs = places // 2 + places % 2 * (num_outputs // 2)
     cols = tl.arange(0, _WORDS)
-    is_row, is_output = rows < num_rows, outputs < num_outputs
     num_chunks = num_inputs // _CHUNK
     share = tl.program_id(1)
     begin, end = num_chunks * share // SHARES, num_chunks * (share + 1) // SHARES
     let_next_in(PDL)
     if PDL and IS_WHOLE:
-        ahead = tl.minimum(begin + tl.arange(0, _AHEAD), end - 1).to(tl.int64) * num_outputs
-        pieces = tl.arange(0, 16)[None, :] * (OUTPUTS * _WORDS // 16)
-        first = tl.program_id(0) * OUTPUTS * _WORDS
-        _prefetch(words + ahead[:, None] * _WORDS + first + pieces, OUTPUTS * _WORDS // 8)
+        _fetch_early(words, begin, end, num_outputs, IS_GATED, OUTPUTS)
     wait_for_previous(PDL)
     vectors = x + rows.to(tl.int64)[:, None] * num_inputs + cols[None, :]
     matrix = words + outputs[:, None] * _WORDS + cols[None, :]
@@ -180,31 +193,73 @@ def _int4_product(
             part = tl.dot(values, piece.T, part, input_precision="ieee")
             if (number + 1) * _WORDS % GROUP == 0:
                 sums += part * scale[:, None]
-    mask = is_row[:, None] & is_output[None, :]
-    places = rows.to(tl.int64)[:, None] * num_outputs + outputs[None, :]
     total = tl.trans(sums)
     if SHARES > 1:
-        of_share = num_rows.to(tl.int64) * num_outputs
-        tl.store(parts + share * of_share + places, total, mask=mask)
+        pitch = tl.num_programs(0) * OUTPUTS
+        at = parts + rows.to(tl.int64)[:, None] * pitch + places[None, :]
+        of_share = num_rows.to(tl.int64) * pitch
+        tl.store(at + share * of_share, total, mask=is_row[:, None])
         turn = turns + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
         tl.debug_barrier()  # what all threads have stored is there before the turn is taken
-        is_last = tl.atomic_add(turn, 1, sem="acq_rel") == SHARES - 1
-        if is_last:
+        if tl.atomic_add(turn, 1, sem="acq_rel") == SHARES - 1:
             tl.store(turn, 0)
             total = tl.zeros((ROWS, OUTPUTS), tl.float32)
             for index in tl.static_range(SHARES):
-                at = parts + index * of_share + places
-                total += tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
-            _store(total, bias, out + places, outputs, is_output, mask, HAS_BIAS)
+                of_part = at + index * of_share
+                total += tl.load(of_part, mask=is_row[:, None], other=0.0, cache_modifier=".cg")
+            _store(total, bias, out, rows, outputs, num_rows, num_outputs, HAS_BIAS, IS_GATED)
     else:
-        _store(total, bias, out + places, outputs, is_output, mask, HAS_BIAS)
+        _store(total, bias, out, rows, outputs, num_rows, num_outputs, HAS_BIAS, IS_GATED)
 
 
 @triton.jit
-def _store(total, bias, at, outputs, is_output, mask, HAS_BIAS: tl.constexpr):
+def _fetch_early(words, begin, end, num_outputs, IS_GATED: tl.constexpr, OUTPUTS: tl.constexpr):
+    """Bring a program's first chunks into the L2 cache: a piece for each thread, or fewer."""
+    chunks = tl.minimum(begin + tl.arange(0, _AHEAD), end - 1).to(tl.int64) * num_outputs * _WORDS
+    size: tl.constexpr = OUTPUTS * _WORDS // _PIECES
+    pieces = tl.arange(0, _PIECES)
+    at = tl.program_id(0) * OUTPUTS * _WORDS + pieces * size
+    if IS_GATED:  # half of them from each half of the weight
+        half = num_outputs // 2 * _WORDS
+        at = tl.program_id(0) * (OUTPUTS // 2) * _WORDS + pieces // 2 * size + pieces % 2 * half
+    _prefetch(words + chunks[:, None] + at[None, :], size * 2)
+
+
+@triton.jit
+def _store(
+    total,
+    bias,
+    out,
+    rows,
+    outputs,
+    num_rows,
+    num_outputs,
+    HAS_BIAS: tl.constexpr,
+    IS_GATED: tl.constexpr,
+):
+    """total [rows, outputs]; of one that is gated, gates are in front of what they multiply."""
+    type: tl.constexpr = out.dtype.element_ty
+    ROWS: tl.constexpr = total.shape[0]
+    OUTPUTS: tl.constexpr = total.shape[1]
     if HAS_BIAS:
-        total += tl.load(bias + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
-    tl.store(at, total.to(at.dtype.element_ty), mask=mask)
+        of_outputs = tl.load(bias + outputs, mask=outputs < num_outputs, other=0.0)
+        total += of_outputs.to(tl.float32)[None, :]
+    if IS_GATED:  # the products rounded as if they had been stored
+        gate, up = tl.split(tl.reshape(total.to(type), (ROWS, OUTPUTS // 2, 2)))
+        gate = gate.to(tl.float32)
+        gated = (gate / (1.0 + tl.exp(-gate))).to(type).to(tl.float32)
+        _store_tile(gated * up.to(tl.float32), out, rows, num_rows, num_outputs // 2)
+    else:
+        _store_tile(total, out, rows, num_rows, num_outputs)
+
+
+@triton.jit
+def _store_tile(tile, out, rows, num_rows, width):
+    COLUMNS: tl.constexpr = tile.shape[1]
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    at = out + rows.to(tl.int64)[:, None] * width + columns[None, :]
+    mask = (rows < num_rows)[:, None] & (columns < width)[None, :]
+    tl.store(at, tile.to(out.dtype.element_ty), mask=mask)
 
 
 def dequantised(weight: Int4Weight, dtype: torch.dtype) -> Tensor:

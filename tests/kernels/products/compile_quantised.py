@@ -111,9 +111,17 @@ def norm(way: int) -> str:
     return str(compiled(_add_rms_norm, constants, types, {"num_warps": 8}))
 
 
-def int4(rows: int, tiling: Int4Tiling, group_size: int, kind: str = "bf16") -> None:
+def int4(
+    rows: int,
+    tiling: Int4Tiling,
+    group_size: int,
+    kind: str = "bf16",
+    *,
+    is_gated: bool = False,
+) -> None:
     constants = {
         "HAS_BIAS": True,
+        "IS_GATED": is_gated,
         "IS_WHOLE": True,
         "GROUP": group_size,
         "ROWS": rows,
@@ -154,7 +162,7 @@ CASES = [
     lambda: norm(2),
     lambda: int4(16, Int4Tiling(64, 4, 6), 128),
     dequantise,
-    lambda: int4(64, Int4Tiling(128, 4, 4, 8), 128),
+    lambda: int4(64, Int4Tiling(128, 4, 4, 8), 128, is_gated=True),
     lambda: int4(16, Int4Tiling(64, 1, 6), 32),
     lambda: int4(128, Int4Tiling(128, 2, 3, 8), 128),
     lambda: int4(32, Int4Tiling(64, 2, 4), 128, "fp16"),

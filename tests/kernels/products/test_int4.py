@@ -20,7 +20,6 @@ from baton.kernels.layers.ops_triton import TritonOps
 from baton.kernels.products.int4_product import (
     Dequantised,
     choose,
-    multiply,
     multiply_by,
     usual_tiling,
 )
@@ -156,6 +155,21 @@ def test_int4_product(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+@pytest.mark.parametrize(("rows", "outputs", "has_bias"), [(3, 256, False), (17, 152, True)])
+def test_gated_product(
+    rows: int, outputs: int, has_bias: bool, tiling: Int4Tiling, dtype: torch.dtype
+) -> None:
+    weight, x = weight_of(outputs, 384, 64), randn(rows, 384, dtype=dtype) / 100
+    bias = randn(outputs, dtype=dtype) if has_bias else None
+    expected = ops.silu_and_mul(product(x, weight, bias))
+    found = int4_product(x, weight, bias, tiling, is_gated=True)
+    assert found.shape == (rows, outputs // 2)
+    close(found, expected, 1e-5 if dtype == torch.float32 else 1e-2)
+    assert not weight.turns.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("outputs", "group_size"), [(40, 128), (64, 32)])
 def test_dequantised(outputs: int, group_size: int, dtype: torch.dtype) -> None:
     weight = weight_of(outputs, 256, group_size)
@@ -197,7 +211,7 @@ def test_many_rows_go_by_floats() -> None:
     assert isinstance(choose(4096, weight), Dequantised)
     assert isinstance(choose(64, weight), Int4Tiling)
     x = randn(3, 128)
-    close(multiply_by(Dequantised(), x, weight, None), multiply(x, weight, None).double(), 1e-5)
+    close(multiply_by(Dequantised(), x, weight, None), product(x, weight, None), 1e-5)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 64, 128])
