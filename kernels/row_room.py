@@ -1,8 +1,9 @@
 """Memory behind the rows of a small tensor, from which a kernel may load more rows than there are.
 
-streamed_product_gluon.py loads 64 rows at once. Of rows beyond a tensor the hardware makes zeros,
-so slowly that a product of 16 rows took up to twice the time of one of 64. Rows that are there,
-whatever they hold, cost nothing: no row of a product depends on another.
+streamed_product_gluon.py loads 64 rows at once, int4_streamed_gluon.py 8, 16, 32 or 64. Of rows
+beyond a tensor the hardware makes zeros, so slowly that a product of 16 rows took up to twice the
+time of one of 64. Rows that are there, whatever they hold, cost nothing: no row of a product
+depends on another.
 """
 
 from __future__ import annotations
@@ -11,15 +12,23 @@ import torch
 from torch import Tensor
 
 LEAST_ROWS, ROWS_AT_ONCE = 33, 64  # with fewer, nobody loads 64
+_LEAST_ROOM = 8
+
+
+def room_of(num_rows: int) -> int:
+    """How many rows there are to be loaded: 8, 16, 32, 64, or as many as there are."""
+    if num_rows > ROWS_AT_ONCE:
+        return num_rows
+    return max(_LEAST_ROOM, 1 << max(0, num_rows - 1).bit_length())
 
 
 def empty_rows(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Uninitialised [rows, ...] of the type and device of `like`; with room for 64, if fewer."""
-    rows = ROWS_AT_ONCE if LEAST_ROWS <= shape[0] < ROWS_AT_ONCE else shape[0]
+    """Uninitialised [rows, ...] of the type and device of `like`; with room."""
+    rows = room_of(shape[0])
     return torch.empty((rows, *shape[1:]), dtype=like.dtype, device=like.device)[: shape[0]]
 
 
 def has_room(x: Tensor) -> bool:
-    """Whether 64 rows can be loaded from the first of x [rows, size] on."""
+    """Whether `room_of` its rows can be loaded from the first of x [rows, size] on."""
     num_elements = x.untyped_storage().nbytes() // x.itemsize - x.storage_offset()
-    return x.is_contiguous() and num_elements >= ROWS_AT_ONCE * x.shape[1]
+    return x.is_contiguous() and num_elements >= room_of(len(x)) * x.shape[1]

@@ -33,7 +33,7 @@ from baton.kernels.products import fp8_product, int4_product
 from baton.kernels.products.fp8_product import MAX_FEW_ROWS, ScaledMm, multiply_by
 from baton.kernels.products.fp8_triton import Fp8Stages, Fp8Tiling, GemvTiling, fp8_gemv
 from baton.kernels.products.int4_product import Dequantised
-from baton.kernels.products.int4_triton import Int4Tiling
+from baton.kernels.products.int4_triton import Int4Stages, Int4Tiling
 from baton.kernels.products.int4_weights import Int4Weight
 from baton.kernels.products.way_table import TABLE
 from baton.kernels.products.weights import (
@@ -60,7 +60,8 @@ _RATES = {"row": FP8_FLOPS, "block": FP8_BLOCK_FLOPS, "int4": FLOPS}
 _GROUP = 128  # of int4
 _WAYS = fp8_product.WAYS | int4_product.WAYS
 
-AnyWay: TypeAlias = fp8_product.Way | int4_product.Way
+Int4Way: TypeAlias = int4_product.Way
+AnyWay: TypeAlias = fp8_product.Way | Int4Way
 
 _GEMVS = [
     GemvTiling(*one)
@@ -114,12 +115,12 @@ class Chain:
         """A norm and a product."""
         x = self.norm(weight)
         if isinstance(weight, Int4Weight):
-            assert isinstance(way, Int4Tiling | Dequantised) and isinstance(x, Tensor)
+            assert isinstance(way, Int4Way) and isinstance(x, Tensor)
             return int4_product.multiply_by(way, x, weight, None)
         if isinstance(way, GemvTiling):
             assert isinstance(x, Tensor)
             return fp8_gemv(x, weight, None, way, is_gated=is_gated)
-        assert isinstance(x, Fp8Rows) and not isinstance(way, Int4Tiling | Dequantised)
+        assert isinstance(x, Fp8Rows) and not isinstance(way, Int4Way)
         return multiply_by(way, x, weight, None)
 
     def norm(self, weight: Fp8Weight | Int4Weight) -> Activations:

@@ -23,9 +23,9 @@ from ..peer_reduce_triton import Exchange
 from ..products.fp8_product import choose, multiply
 from ..products.fp8_triton import GemvTiling, fp8_gemv
 from ..products.gemv_triton import few_rows_product, few_rows_tiling, gemv
+from ..products.int4_product import Dequantised
 from ..products.int4_product import choose as choose_int4
 from ..products.int4_product import multiply_by as multiply_int4
-from ..products.int4_triton import Int4Tiling, int4_product
 from ..products.int4_weights import Int4Weight
 from ..products.streamed_product import choose_stages
 from ..products.weights import BLOCK, Activations, Fp8Rows, Fp8Weight, Weight
@@ -72,7 +72,7 @@ class TritonOps(Ops):
     def linear(self, x: Activations, weight: Weight, bias: Tensor | None) -> Tensor:
         if isinstance(weight, Int4Weight):
             assert isinstance(x, Tensor)
-            return multiply_int4(choose_int4(len(x), weight), x, weight, bias)
+            return multiply_int4(choose_int4(x, weight), x, weight, bias)
         if not isinstance(weight, Tensor):
             if isinstance(x, Tensor) and len(x) > 1:
                 x = quantise(x, weight)
@@ -97,10 +97,10 @@ class TritonOps(Ops):
     ) -> Activations:
         if isinstance(weight, Int4Weight):
             assert isinstance(x, Tensor)
-            way = choose_int4(len(x), weight)
-            if isinstance(way, Int4Tiling):
-                return int4_product(x, weight, bias, way, is_gated=True)
-            return silu_and_mul(multiply_int4(way, x, weight, bias))
+            way = choose_int4(x, weight)
+            if isinstance(way, Dequantised):
+                return silu_and_mul(multiply_int4(way, x, weight, bias))
+            return multiply_int4(way, x, weight, bias, is_gated=True)
         if not isinstance(weight, Tensor):
             if isinstance(x, Tensor) and len(x) == 1:
                 tiling = choose(x, weight, is_gated=True)

@@ -1,6 +1,6 @@
 """How a product with a weight in int4 is computed, by shape and rows.
 
-    few rows     packed: the kernel reads four bits a weight
+    few rows     packed: the kernel reads four bits a weight; on Hopper, up to 64, in Gluon
     more         the weight is dequantised into memory that the next product uses again, then cuBLAS
 
 What is fastest was measured (`python -m baton.bench.kernels.quantised_products`): see way_table.py.
@@ -8,20 +8,28 @@ What is fastest was measured (`python -m baton.bench.kernels.quantised_products`
 
 from __future__ import annotations
 
+import functools
+import logging
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TypeAlias
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .int4_triton import Int4Tiling, dequantised, int4_product
+from ..row_room import ROWS_AT_ONCE, has_room
+from .int4_triton import Int4Stages, Int4Tiling, dequantised, int4_product
 from .int4_weights import CHUNK, Int4Weight
 from .way_table import look_up
+
+log = logging.getLogger(__name__)
 
 MAX_FEW_ROWS = 256
 _USUAL_FEW_ROWS = 128  # where nothing was measured
 _PROGRAMS = 264  # two for each multiprocessor of an H200
 _LEAST_CHUNKS = 8  # of a share
+_ALIGNED = 16  # bytes, of what TMA loads
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,23 +37,39 @@ class Dequantised:
     """By cuBLAS."""
 
 
-Way: TypeAlias = Int4Tiling | Dequantised
-WAYS: dict[str, type[Way]] = {"int4": Int4Tiling, "dequantised": Dequantised}
+Way: TypeAlias = Int4Tiling | Int4Stages | Dequantised
+WAYS: dict[str, type[Way]] = {
+    "int4": Int4Tiling,
+    "int4_streamed": Int4Stages,
+    "dequantised": Dequantised,
+}
 
 
-def multiply_by(way: Way, x: Tensor, weight: Int4Weight, bias: Tensor | None) -> Tensor:
-    """The same in the way that is said."""
+def multiply_by(
+    way: Way, x: Tensor, weight: Int4Weight, bias: Tensor | None, *, is_gated: bool = False
+) -> Tensor:
+    """x [rows, inputs] @ weight [outputs, inputs]^T + bias -> [rows, outputs], in this way.
+
+    `is_gated`: `ops.silu_and_mul` of the same, if the weight stays packed.
+    """
+    if isinstance(way, Dequantised):
+        assert not is_gated
+        return F.linear(x, dequantised(weight, x.dtype), bias)
     if isinstance(way, Int4Tiling):
-        return int4_product(x, weight, bias, way)
-    return F.linear(x, dequantised(weight, x.dtype), bias)
+        return int4_product(x, weight, bias, way, is_gated=is_gated)
+    module = streamed(x.device)
+    assert module is not None
+    product: Tensor = module.int4_streamed_product(x, weight, bias, way, is_gated=is_gated)
+    return product
 
 
-def choose(num_rows: int, weight: Int4Weight) -> Way:
-    """What is fastest on an H200."""
+def choose(x: Tensor, weight: Int4Weight) -> Way:
+    """What is fastest on an H200 of what this device can."""
+    num_rows, (num_outputs, num_inputs) = len(x), weight.shape
     if num_rows > MAX_FEW_ROWS:
         return Dequantised()
-    num_outputs, num_inputs = weight.shape
-    found = look_up("int4", num_rows, num_outputs, num_inputs, tuple(WAYS))
+    kinds = [kind for kind in WAYS if kind != "int4_streamed" or can_stream(x, weight)]
+    found = look_up("int4", num_rows, num_outputs, num_inputs, kinds)
     if found is not None and weight.data.is_cuda:
         return WAYS[found.kind](**found.way)
     return (
@@ -53,6 +77,27 @@ def choose(num_rows: int, weight: Int4Weight) -> Way:
         if num_rows <= _USUAL_FEW_ROWS
         else Dequantised()
     )
+
+
+def can_stream(x: Tensor, weight: Int4Weight) -> bool:
+    """Whether int4_streamed_gluon.py can compute it."""
+    is_small = len(x) <= ROWS_AT_ONCE and x.itemsize == 2 and has_room(x)
+    is_whole = weight.group_size == CHUNK and weight.data.is_contiguous()
+    is_aligned = not (x.data_ptr() % _ALIGNED or len(weight) * 4 % _ALIGNED)
+    return is_small and is_whole and is_aligned and streamed(x.device) is not None
+
+
+@functools.cache
+def streamed(device: torch.device) -> ModuleType | None:
+    """What multiplies up to 64 rows on a Hopper GPU, if Gluon is what it knows: that may change."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return None
+    try:
+        from . import int4_streamed_gluon
+    except (ImportError, AttributeError) as error:
+        log.warning("products in int4 go by Triton: this Triton has another Gluon: %s", error)
+        return None
+    return int4_streamed_gluon
 
 
 def usual_tiling(num_rows: int, num_outputs: int, num_inputs: int) -> Int4Tiling:

@@ -29,9 +29,10 @@ _AHEAD, _PIECES = tl.constexpr(8), tl.constexpr(16)
 # Of two words the lowest numbers, plus what is in $3, as floats; and what is above them.
 _UNPACK_BF16 = tl.constexpr(
     """{
-    .reg .b32 number;
+    .reg .b32 number, one;
+    mov.b32 one, 0x3F803F80;
     lop3.b32 number, $2, 0x000F000F, 0x43004300, 0xEA;
-    fma.rn.bf16x2 $0, number, $4, $3;
+    fma.rn.bf16x2 $0, number, one, $3;
     shr.u32 $1, $2, 4;
     }"""
 )
@@ -53,6 +54,19 @@ class Int4Tiling:
     outputs: int
     shares: int
     stages: int
+    warps: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Stages:
+    """How int4_streamed_product is cut up: a program's outputs, 64 or more for each four warps,
+    shares of the inputs, and what a program has in flight."""
+
+    outputs: int
+    shares: int
+    chunks: int  # of 128 inputs, of a stage
+    count: int
+    early: int  # so many stages before the kernel in front has ended
     warps: int = 4
 
 
@@ -115,8 +129,8 @@ def _unpacked(words, zero, HAS_ASM: tl.constexpr, type: tl.constexpr):
     if HAS_ASM and type == tl.bfloat16:
         return tl.inline_asm_elementwise(
             _UNPACK_BF16,
-            "=r,=r,r,r,r",
-            [words, (-128 - zero).to(type), tl.full(words.shape, 1.0, type)],
+            "=r,=r,r,r",
+            [words, (-128 - zero).to(type)],
             dtype=(tl.bfloat16, tl.int16),
             is_pure=True,
             pack=2,

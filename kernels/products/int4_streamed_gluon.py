@@ -1,0 +1,371 @@
+"""A packed weight in int4 times up to 64 vectors on Hopper: streamed_product_gluon.py's way.
+
+    a warp     weight, groups ─TMA─► early stages │ what is in front has ended │ vectors ─TMA─► too
+               weight, groups, vectors ─TMA─► each further stage, once it is empty
+    the rest   a stage is full ─► words ─► registers ─► floats ─► wgmma ─► it is empty
+
+Outputs are the 64 rows of wgmma and vectors its columns, 8, 16, 32 or 64: the fewer, the cheaper.
+Four numbers of a word are of inputs 32 apart (int4_weights.py), so that words in the registers in
+which wgmma takes them from the left become four such tiles in place. A group's sum is scaled in
+float32.
+
+Shares of the inputs are added up by whichever program of an output comes last, in their order.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..dependent_launch import launch_options, let_next_in, wait_for_previous
+from ..row_room import empty_rows, room_of
+from .int4_triton import Int4Stages, _unpacked
+from .int4_weights import CHUNK, PER_WORD, Int4Weight
+
+_CHUNK, _WORDS = gl.constexpr(CHUNK), gl.constexpr(CHUNK // PER_WORD)
+_PER_WORD = gl.constexpr(PER_WORD)
+_PRODUCER_REGISTERS = gl.constexpr(24)
+_ask = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # as of old
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+def int4_streamed_product(
+    x: Tensor,
+    weight: Int4Weight,
+    bias: Tensor | None,
+    stages: Int4Stages,
+    *,
+    is_gated: bool = False,
+) -> Tensor:
+    """x [rows, inputs] @ weight [outputs, inputs]^T + bias -> [rows, outputs], of two bytes each.
+
+    At most 64 rows, with room for `room_of` as many; groups of 128 inputs. `is_gated`:
+    `ops.silu_and_mul` of the same, half as many outputs. Sums in float32; a row's do not depend
+    on the others.
+    """
+    num_rows, num_inputs = x.shape
+    num_outputs = len(weight)
+    width = num_outputs // 2 if is_gated else num_outputs
+    out = empty_rows((num_rows, width), x)
+    room = room_of(num_rows)
+    num_tiles = triton.cdiv(num_outputs, stages.outputs)
+    num_chunks = num_inputs // CHUNK
+    chunks = math.gcd(stages.chunks, num_chunks)
+    shares = min(stages.shares, num_chunks // chunks)
+    parts = out
+    if shares > 1:
+        size = shares * num_tiles * stages.outputs * room
+        parts = torch.empty(size, dtype=torch.float32, device=x.device)
+    box = stages.outputs // 2 if is_gated else stages.outputs
+    _int4_streamed[(num_tiles, shares)](
+        _boxes(torch.as_strided(x, (room, num_inputs), x.stride()), room, CHUNK),
+        _boxes(weight.data.view(-1, CHUNK // PER_WORD), box, CHUNK // PER_WORD),
+        _boxes(weight.groups, 1, box),
+        out if bias is None else bias,
+        out,
+        parts,
+        weight.turns,
+        num_rows,
+        num_outputs,
+        num_inputs,
+        HAS_BIAS=bias is not None,
+        IS_GATED=is_gated,
+        ROWS=room,
+        OUTPUTS=stages.outputs,
+        CHUNKS=chunks,
+        STAGES=stages.count * stages.chunks // chunks,
+        EARLY=stages.early * stages.chunks // chunks,
+        SHARES=shares,
+        WARPS=stages.warps,
+        num_warps=stages.warps,
+        maxnreg=registers(stages, room),
+        **launch_options(x.device),
+    )
+    return out
+
+
+def registers(stages: Int4Stages, room: int) -> int:
+    """Of a thread on average, the fewer the more programs are on a multiprocessor: of those that
+    multiply, and of a warp that does not, which Triton rounds up to four."""
+    sums = stages.outputs * room // (32 * stages.warps)
+    wanted = min(240, 80 + sums * (2 if stages.chunks == 1 else 3))
+    average = (wanted * stages.warps + 4 * 24) // (stages.warps + 4)
+    return -(-average // 8) * 8
+
+
+def _boxes(matrix: Tensor, num_rows: int, num_columns: int) -> TensorDescriptor:
+    """What the copy engine of a multiprocessor (TMA) needs to know to load such boxes."""
+    box = (num_rows, num_columns)
+    return TensorDescriptor.from_tensor(matrix, list(box), layout_of(box, matrix.dtype))
+
+
+_TYPES = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.int16: gl.int16,
+    torch.int32: gl.int32,
+}
+
+
+@functools.cache
+def layout_of(box: tuple[int, int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """In shared memory."""
+    if dtype == torch.int32:  # of groups, which lie in their order
+        return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return gl.NVMMASharedLayout.get_default_for(list(box), _TYPES[dtype])
+
+
+@gluon.jit
+def _ask_weight(
+    matrix, groups, num_outputs, chunk, full, ws, gs, stage, CHUNKS: gl.constexpr, ROWS: gl.constexpr
+):
+    """Begin to fill a stage with its part of the weight; `full` waits for the vectors too."""
+    BOX: gl.constexpr = matrix.block_shape[0]
+    HALVES: gl.constexpr = ws.shape[1] // BOX
+    num_bytes: gl.constexpr = CHUNKS * (HALVES * BOX * (_WORDS * 2 + 4) + ROWS * _CHUNK * 2)
+    mbarrier.expect(full.index(stage), num_bytes)
+    for index in gl.static_range(CHUNKS):
+        for half in gl.static_range(HALVES):
+            output = gl.program_id(0) * BOX + half * (num_outputs // 2)
+            at = ws.index(stage * CHUNKS + index).slice(half * BOX, BOX, 0)
+            corner = [(chunk + index) * num_outputs + output, 0]
+            _ask(matrix, corner, full.index(stage), at)
+            of_groups = gs.index(stage * CHUNKS + index).slice(half * BOX, BOX, 1)
+            _ask(groups, [chunk + index, output], full.index(stage), of_groups)
+
+
+@gluon.jit
+def _ask_vectors(vectors, chunk, full, xs, stage, CHUNKS: gl.constexpr):
+    for index in gl.static_range(CHUNKS):
+        corner = [0, (chunk + index) * _CHUNK]
+        _ask(vectors, corner, full.index(stage), xs.index(stage * CHUNKS + index))
+
+
+@gluon.jit
+def _fill(
+    vectors,
+    matrix,
+    groups,
+    xs,
+    ws,
+    gs,
+    full,
+    empty,
+    num_outputs,
+    begin,
+    num_steps,
+    CHUNKS: gl.constexpr,
+    EARLY: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """One warp: have stage after stage filled, as they become empty."""
+    STAGES: gl.constexpr = xs.shape[0] // CHUNKS
+    ROWS: gl.constexpr = xs.shape[1]
+    for step in range(gl.minimum(EARLY, num_steps)):
+        chunk = begin + step * CHUNKS
+        _ask_weight(matrix, groups, num_outputs, chunk, full, ws, gs, step, CHUNKS, ROWS)
+    wait_for_previous(PDL)
+    for step in range(gl.minimum(EARLY, num_steps)):
+        _ask_vectors(vectors, begin + step * CHUNKS, full, xs, step, CHUNKS)
+    for step in range(EARLY, num_steps):
+        stage = step % STAGES
+        chunk = begin + step * CHUNKS
+        mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+        _ask_weight(matrix, groups, num_outputs, chunk, full, ws, gs, stage, CHUNKS, ROWS)
+        _ask_vectors(vectors, chunk, full, xs, stage, CHUNKS)
+
+
+@gluon.jit
+def _multiply_chunk(x, words, both, zeros):
+    """The sum of a chunk, on its way: four tiles, each of a number of every word."""
+    of_sums: gl.constexpr = zeros.type.layout
+    layout: gl.constexpr = gl.DotOperandLayout(0, of_sums, 2)
+    of_zeros = both.load(gl.SliceLayout(1, layout))
+    packed = words.load(layout)
+    zero = gl.expand_dims(of_zeros & 0xFF, 1)
+    zero, packed = gl.broadcast(zero, packed)
+    part = zeros
+    for number in gl.static_range(_PER_WORD):
+        values, packed = _unpacked(packed, zero, True, x.dtype)
+        piece = x.slice(number * _WORDS, _WORDS, 1).permute((1, 0))
+        part = warpgroup_mma(values, piece, part, use_acc=number > 0, is_async=True)
+    return part
+
+
+@gluon.jit
+def _scaled(part, both):
+    layout: gl.constexpr = part.type.layout
+    scale = (both.load(gl.SliceLayout(1, layout)) & -256).to(gl.float32, bitcast=True)
+    return part * scale[:, None]
+
+
+@gluon.jit
+def _multiply(xs, ws, gs, full, empty, num_steps, sums, CHUNKS: gl.constexpr):
+    """All warps but one: add up stage after stage, as they become full."""
+    STAGES: gl.constexpr = xs.shape[0] // CHUNKS
+    layout: gl.constexpr = sums.type.layout
+    zeros = gl.zeros((sums.shape[0], sums.shape[1]), gl.float32, layout)
+    for step in range(num_steps):
+        stage = step % STAGES
+        mbarrier.wait(full.index(stage), step // STAGES & 1)
+        both = gs.index(stage * CHUNKS).reshape((gs.shape[2],))
+        part = _multiply_chunk(xs.index(stage * CHUNKS), ws.index(stage * CHUNKS), both, zeros)
+        for index in gl.static_range(1, CHUNKS):
+            at = stage * CHUNKS + index
+            next_both = gs.index(at).reshape((gs.shape[2],))
+            next_part = _multiply_chunk(xs.index(at), ws.index(at), next_both, zeros)
+            part = warpgroup_mma_wait(_PER_WORD, deps=(part,))
+            sums += _scaled(part, both)
+            part, both = next_part, next_both
+        part = warpgroup_mma_wait(0, deps=(part,))
+        sums += _scaled(part, both)
+        mbarrier.arrive(empty.index(stage), count=1)
+    return sums, zeros  # older Triton takes apart whatever is returned
+
+
+@gluon.jit(do_not_specialize=["num_rows"])
+def _int4_streamed(
+    vectors,
+    matrix,
+    groups,
+    bias,
+    out,
+    parts,
+    turns,
+    num_rows,
+    num_outputs,
+    num_inputs,
+    HAS_BIAS: gl.constexpr,
+    IS_GATED: gl.constexpr,
+    ROWS: gl.constexpr,
+    OUTPUTS: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    STAGES: gl.constexpr,
+    EARLY: gl.constexpr,
+    SHARES: gl.constexpr,
+    WARPS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
+    type: gl.constexpr = vectors.dtype
+    chunks: gl.constexpr = STAGES * CHUNKS
+    xs = gl.allocate_shared_memory(type, [chunks, ROWS, _CHUNK], vectors.layout)
+    ws = gl.allocate_shared_memory(gl.int16, [chunks, OUTPUTS, _WORDS], matrix.layout)
+    gs = gl.allocate_shared_memory(gl.int32, [chunks, 1, OUTPUTS], groups.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(STAGES):
+        mbarrier.init(full.index(index), count=1)
+        mbarrier.init(empty.index(index), count=1)
+    fence_async_shared()
+    let_next_in(PDL)
+    tile, share = gl.program_id(0), gl.program_id(1)
+    num_steps = num_inputs // (_CHUNK * CHUNKS)
+    first, last = num_steps * share // SHARES, num_steps * (share + 1) // SHARES
+    begin, count = first * CHUNKS, last - first
+    sums = gl.zeros((OUTPUTS, ROWS), gl.float32, layout)
+    sums, _ = gl.warp_specialize(
+        [
+            (_multiply, (xs, ws, gs, full, empty, count, sums, CHUNKS)),
+            (
+                _fill,
+                (
+                    vectors,
+                    matrix,
+                    groups,
+                    xs,
+                    ws,
+                    gs,
+                    full,
+                    empty,
+                    num_outputs,
+                    begin,
+                    count,
+                    CHUNKS,
+                    EARLY,
+                    PDL,
+                ),
+            ),
+        ],
+        [1],
+        [_PRODUCER_REGISTERS],
+    )
+    if SHARES > 1:
+        of_tile: gl.constexpr = OUTPUTS * ROWS
+        outputs = gl.arange(0, OUTPUTS, gl.SliceLayout(1, layout))
+        rows = gl.arange(0, ROWS, gl.SliceLayout(0, layout))
+        at = parts + tile * of_tile + outputs[:, None] * ROWS + rows[None, :]
+        of_share = gl.num_programs(0).to(gl.int64) * of_tile
+        gl.store(at + share * of_share, sums)
+        _barrier()  # what all threads have stored is there before the turn is taken
+        if gl.atomic_add(turns + tile, 1, sem="acq_rel") == SHARES - 1:
+            gl.store(turns + tile, 0)
+            sums = gl.zeros((OUTPUTS, ROWS), gl.float32, layout)
+            for index in gl.static_range(SHARES):
+                sums += gl.load(at + index * of_share, cache_modifier=".cg")
+            _store(sums, bias, out, tile, num_rows, num_outputs, HAS_BIAS, IS_GATED)
+    else:
+        _store(sums, bias, out, tile, num_rows, num_outputs, HAS_BIAS, IS_GATED)
+
+
+@gluon.jit
+def _store(
+    sums, bias, out, tile, num_rows, num_outputs, HAS_BIAS: gl.constexpr, IS_GATED: gl.constexpr
+):
+    """sums [outputs, rows]; of a gated one, gates are in front of what they multiply."""
+    type: gl.constexpr = out.dtype.element_ty
+    layout: gl.constexpr = sums.type.layout
+    OUTPUTS: gl.constexpr = sums.shape[0]
+    ROWS: gl.constexpr = sums.shape[1]
+    width = num_outputs
+    if HAS_BIAS:
+        of_tile = gl.arange(0, OUTPUTS, gl.SliceLayout(1, layout))
+        outputs = tile * OUTPUTS + of_tile
+        if IS_GATED:
+            is_up = of_tile // (OUTPUTS // 2)
+            outputs = (tile - is_up) * (OUTPUTS // 2) + of_tile + is_up * (num_outputs // 2)
+        sums += gl.load(bias + outputs, mask=outputs < num_outputs, other=0.0).to(gl.float32)[:, None]
+    if IS_GATED:  # the products rounded as if they had been stored
+        width = num_outputs // 2
+        across: gl.constexpr = OUTPUTS // 2
+        pairs = sums.to(type).reshape((2, across, ROWS)).permute((2, 1, 0))
+        columns: gl.constexpr = min(across // 4, 32)
+        both: gl.constexpr = gl.BlockedLayout(
+            [1, 4, 2], [32 // columns, columns, 1], [gl.num_warps(), 1, 1], [2, 1, 0]
+        )
+        gate, up = gl.split(gl.convert_layout(pairs, both))
+        gate = gate.to(gl.float32)
+        gated = (gate / (1.0 + gl.exp(-gate))).to(type).to(gl.float32)
+        _store_tile((gated * up.to(gl.float32)).to(type), out, tile, num_rows, width)
+    else:
+        columns: gl.constexpr = min(OUTPUTS // 4, 32)
+        of_rows: gl.constexpr = gl.BlockedLayout(
+            [1, 4], [32 // columns, columns], [gl.num_warps(), 1], [1, 0]
+        )
+        turned = gl.convert_layout(sums.to(type).permute((1, 0)), of_rows)
+        _store_tile(turned, out, tile, num_rows, width)
+
+
+@gluon.jit
+def _store_tile(values, out, tile, num_rows, width):
+    """values [rows, outputs]"""
+    layout: gl.constexpr = values.type.layout
+    COLUMNS: gl.constexpr = values.shape[1]
+    rows = gl.arange(0, values.shape[0], gl.SliceLayout(1, layout))
+    columns = tile * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    at = out + rows[:, None] * width + columns[None, :]
+    gl.store(at, values, mask=(rows < num_rows)[:, None] & (columns < width)[None, :])
