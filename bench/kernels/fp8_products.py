@@ -42,7 +42,7 @@ from ..floors.figures import ROOT, Figure, machine, table, write
 from ..floors.gpu_shapes import BYTES_PER_S, FP8_BLOCK_FLOPS, FP8_FLOPS, SHAPES, Shape
 from .products import products_of
 
-_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_ROWS = (1, 16, 32, 64, 128, 256, 512)
 _WEIGHT_BYTES = 300 << 20  # of all weights of a graph: more than the L2 cache has
 _MOST_WEIGHTS = 16
 _REPEATS = 5
@@ -55,9 +55,9 @@ _TILINGS = [Fp8Tiling(*one) for one in itertools.product((64, 128), (4, 6))]
 _STAGES = [
     Fp8Stages(outputs, chunks, count, early)
     for outputs, chunks, count, early in itertools.product(
-        (32, 64, 128), (1, 2), (3, 4, 6, 8), (3,)
+        (32, 64, 128), (1, 2), (3, 4, 6, 8), (3, 6)
     )
-    if outputs * chunks <= 128 and outputs * chunks * count >= 192
+    if outputs * chunks <= 128 and outputs * chunks * count >= 192 and early <= count
 ]
 
 

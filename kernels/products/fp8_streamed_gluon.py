@@ -36,6 +36,7 @@ _TILE_ROWS = gl.constexpr(64)  # which a warp group multiplies
 _GROUP = gl.constexpr(BLOCK)
 _WARPS = 4
 _PRODUCER_REGISTERS = gl.constexpr(24)
+_STAGES_AHEAD = gl.constexpr(3)
 _ask = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # as of old
 
 
@@ -139,11 +140,11 @@ def _fill(
 
 @gluon.jit
 def _scales(x_scale, scale, group, num_groups, room: gl.constexpr, rows):
-    """Of a chunk's products: [64], that of each row times that of the block."""
+    """Of a chunk's products: of the rows [64], and of the block."""
     is_there = group < num_groups
     at = x_scale + group * room + rows
     of_rows = gl.load(at, mask=(rows < room) & is_there, other=0.0)
-    return of_rows * gl.load(scale + group, mask=is_there, other=0.0)
+    return of_rows, gl.load(scale + group, mask=is_there, other=0.0)
 
 
 @gluon.jit
@@ -167,22 +168,19 @@ def _multiply(
     layout: gl.constexpr = sums.type.layout
     rows = gl.arange(0, _TILE_ROWS, gl.SliceLayout(1, layout))
     zeros = gl.zeros((_TILE_ROWS, sums.shape[1]), gl.float32, layout)
-    first_scale = gl.full([_TILE_ROWS], 1.0, gl.float32, gl.SliceLayout(1, layout))
-    second_scale = first_scale
+    near = ()  # scales of the next stages: a load takes as long as some of them
     if IS_BLOCKED:
         wait_for_previous(PDL)  # these warps read what other kernels wrote, too
-        first_scale = _scales(x_scale, scale, 0, num_groups, ROWS, rows)
-        if CHUNKS == 2:
-            second_scale = _scales(x_scale, scale, 1, num_groups, ROWS, rows)
+        for chunk in gl.static_range(_STAGES_AHEAD * CHUNKS):
+            near = near + (_scales(x_scale, scale, chunk, num_groups, ROWS, rows),)
     for step in range(num_steps):
         stage = step % STAGES
-        # Those of the next step: they are there by then.
-        next_first, next_second = first_scale, second_scale
+        mine = near
         if IS_BLOCKED:
-            group = (step + 1) * CHUNKS
-            next_first = _scales(x_scale, scale, group, num_groups, ROWS, rows)
-            if CHUNKS == 2:
-                next_second = _scales(x_scale, scale, group + 1, num_groups, ROWS, rows)
+            near = near[CHUNKS:]
+            group = (step + _STAGES_AHEAD) * CHUNKS
+            for chunk in gl.static_range(CHUNKS):
+                near = near + (_scales(x_scale, scale, group + chunk, num_groups, ROWS, rows),)
         mbarrier.wait(full.index(stage), step // STAGES & 1)
         x, tile = xs.index(stage * CHUNKS), ws.index(stage * CHUNKS).permute((1, 0))
         first = warpgroup_mma(x, tile, zeros, use_acc=False, is_async=True)
@@ -192,17 +190,15 @@ def _multiply(
             first, second = warpgroup_mma_wait(0, deps=(first, second))
             mbarrier.arrive(empty.index(stage), count=1)
             if IS_BLOCKED:
-                sums += first * first_scale[:, None] + second * second_scale[:, None]
-            else:
-                sums += first + second
+                second *= (mine[1][0] * mine[1][1])[:, None]
         else:
             first = warpgroup_mma_wait(0, deps=(first,))
             mbarrier.arrive(empty.index(stage), count=1)
-            if IS_BLOCKED:
-                sums += first * first_scale[:, None]
-            else:
-                sums += first
-        first_scale, second_scale = next_first, next_second
+        if IS_BLOCKED:
+            first *= (mine[0][0] * mine[0][1])[:, None]
+        sums += first
+        if CHUNKS == 2:
+            sums += second
     return sums, rows  # older Triton takes apart whatever is returned
 
 
