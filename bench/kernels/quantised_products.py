@@ -31,7 +31,7 @@ from torch import Tensor
 from baton.kernels.layers.ops_triton import TritonOps
 from baton.kernels.products import fp8_product, int4_product
 from baton.kernels.products.fp8_product import MAX_FEW_ROWS, ScaledMm, multiply_by
-from baton.kernels.products.fp8_triton import Fp8Stages, Fp8Tiling, GemvTiling, fp8_gemv
+from baton.kernels.products.fp8_triton import Fp8Stages, Fp8Tiling
 from baton.kernels.products.int4_product import Dequantised
 from baton.kernels.products.int4_triton import Int4Stages, Int4Tiling
 from baton.kernels.products.int4_weights import Int4Weight
@@ -44,12 +44,13 @@ from baton.kernels.products.weights import (
     Fp8Weight,
     RowScaled,
 )
+from baton.kernels.row_room import ROWS_AT_ONCE, room_of
 
 from ..floors.figures import ROOT, Figure, machine, table, write
 from ..floors.gpu_shapes import BYTES_PER_S, FLOPS, FP8_BLOCK_FLOPS, FP8_FLOPS, SHAPES
 from .products import products_of
 
-_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_ROWS = (1, 16, 32, 64, 128, 256, 512)
 _WEIGHT_BYTES = 300 << 20  # of all weights of a graph: more than the L2 cache has
 _MOST_WEIGHTS = 16
 _REPEATS = 5
@@ -63,23 +64,27 @@ _WAYS = fp8_product.WAYS | int4_product.WAYS
 Int4Way: TypeAlias = int4_product.Way
 AnyWay: TypeAlias = fp8_product.Way | Int4Way
 
-_GEMVS = [
-    GemvTiling(*one)
-    for one in itertools.product((1, 2, 4), (1024, 2048, 4096), (2, 4, 8))
-    if 512 <= one[0] * one[1] // one[2] <= 2048  # a load of 16 bytes for each thread, to four
-]
 _TILINGS = [Fp8Tiling(*one) for one in itertools.product((64, 128), (4, 6))]
 _STAGES = [
     Fp8Stages(outputs, chunks, count, early)
     for outputs, chunks, count, early in itertools.product(
-        (32, 64, 128), (1, 2), (3, 4, 6, 8), (3,)
+        (32, 64, 128), (1, 2), (3, 4, 6, 8), (3, 6)
     )
-    if outputs * chunks <= 128 and outputs * chunks * count >= 192
+    if outputs * chunks <= 128 and outputs * chunks * count >= 192 and early <= count
 ]
 _INT4_TILINGS = [
     Int4Tiling(*one)
-    for one in itertools.product((64, 128, 256), (1, 2, 4, 8, 16), (3, 4, 6, 8), (4, 8))
+    for one in itertools.product((64, 128, 256), (1, 2, 4, 8, 16), (4, 6), (4, 8))
     if (one[0], one[3]) not in ((64, 8), (256, 4))
+]
+_INT4_STAGES = [
+    Int4Stages(outputs, shares, *one)
+    for outputs, shares, one in itertools.product(
+        (64, 128, 256),
+        (1, 2, 4, 8),
+        ((1, 6, 4, 4), (2, 4, 3, 4), (2, 4, 4, 4), (4, 3, 2, 4), (1, 4, 3, 8), (2, 4, 3, 8)),
+    )
+    if (outputs == 64) == (one[3] == 4)
 ]
 
 
@@ -111,15 +116,12 @@ class Chain:
         shape = (math.ceil(num_outputs / 128), math.ceil(num_inputs / 128))
         return BlockScaled(data, torch.rand(shape, device="cuda") + 0.5)
 
-    def product(self, weight: Fp8Weight | Int4Weight, way: AnyWay, *, is_gated: bool) -> Tensor:
+    def product(self, weight: Fp8Weight | Int4Weight, way: AnyWay) -> Tensor:
         """A norm and a product."""
         x = self.norm(weight)
         if isinstance(weight, Int4Weight):
             assert isinstance(way, Int4Way) and isinstance(x, Tensor)
             return int4_product.multiply_by(way, x, weight, None)
-        if isinstance(way, GemvTiling):
-            assert isinstance(x, Tensor)
-            return fp8_gemv(x, weight, None, way, is_gated=is_gated)
         assert isinstance(x, Fp8Rows) and not isinstance(way, Int4Way)
         return multiply_by(way, x, weight, None)
 
@@ -147,16 +149,13 @@ class Chain:
             samples.append(begin.elapsed_time(end) / len(self.weights) * 1e3)
         return tuple(samples)
 
-    def check(self, way: AnyWay, *, is_gated: bool) -> None:
+    def check(self, way: AnyWay) -> None:
         """Raises AssertionError if a way gives something else than floats do."""
         weight = self.weights[0]
-        found = self.product(weight, way, is_gated=is_gated).float()
+        found = self.product(weight, way).float()
         x = self.norm(weight)
         floats = x.float() if isinstance(x, Tensor) else x.dequantised(torch.float32)
         expected = floats @ weight.dequantised(torch.float32).t()
-        if is_gated:
-            gate, up = expected.chunk(2, dim=-1)
-            expected = torch.nn.functional.silu(gate) * up
         difference = (found - expected).norm() / expected.norm()
         # torch has rows' products added up in 14 bits.
         limit = 5e-2 if isinstance(way, ScaledMm) else 1e-2
@@ -167,8 +166,6 @@ def ways_of(kind: str, num_rows: int, num_outputs: int, num_inputs: int) -> list
     """Those that fit into shared memory and registers, and are enough programs, not too many."""
     if kind == "int4":
         return _int4_ways(num_rows, num_outputs, num_inputs)
-    if num_rows == 1:
-        return [*_GEMVS]
     if num_rows > MAX_FEW_ROWS:
         return [ScaledMm()]
     room = max(16, 1 << (num_rows - 1).bit_length())
@@ -183,43 +180,45 @@ def ways_of(kind: str, num_rows: int, num_outputs: int, num_inputs: int) -> list
 
 
 def _int4_ways(num_rows: int, num_outputs: int, num_inputs: int) -> list[AnyWay]:
-    room = min(128, max(16, 1 << (num_rows - 1).bit_length()))
-
-    def fits(way: Int4Tiling) -> bool:
+    def fits(way: Int4Tiling | Int4Stages, chunks: int, room: int, most_programs: int) -> bool:
         step = way.outputs * 68 + room * 256  # bytes of a chunk: words, groups, vectors
         sums = way.outputs * room // (32 * way.warps)  # registers of a thread, twice
         programs = way.shares * math.ceil(num_outputs / way.outputs)
-        chunks = num_inputs // _GROUP // way.shares
-        is_enough = programs >= 60 and (way.shares == 1 or programs <= 1100)
-        return step * way.stages <= _SHARED_BYTES and sums <= 64 and is_enough and chunks >= 4
+        is_enough = programs >= 60 and (way.shares == 1 or programs <= most_programs)
+        of_share = num_inputs // _GROUP // way.shares
+        return step * chunks <= _SHARED_BYTES and sums <= 64 and is_enough and of_share >= 4
 
-    few = [way for way in _INT4_TILINGS if num_rows <= int4_product.MAX_FEW_ROWS and fits(way)]
-    return [*few, *([Dequantised()] if num_rows >= 32 else [])]
+    ways: list[AnyWay] = []
+    if num_rows <= int4_product.MAX_FEW_ROWS:
+        room = min(128, max(16, room_of(num_rows)))
+        ways += [way for way in _INT4_TILINGS if fits(way, way.stages, room, 1100)]
+    if num_rows <= ROWS_AT_ONCE:
+        room = room_of(num_rows)
+        ways += [way for way in _INT4_STAGES if fits(way, way.chunks * way.count, room, 530)]
+    return [*ways, *([Dequantised()] if num_rows >= 32 else [])]
 
 
 def compile_all(rows: list[int], kinds: list[str], sizes: list[tuple[int, int]]) -> None:
     """Into Triton's cache, in many processes at once."""
-    rooms = sorted({max(16, 1 << (n - 1).bit_length()) for n in rows if 1 < n <= MAX_FEW_ROWS})
+    rooms = sorted({max(16, 1 << (n - 1).bit_length()) for n in rows if n <= MAX_FEW_ROWS})
     in_fp8 = [kind for kind in kinds if kind != "int4"]
-    todo: list[tuple[AnyWay, int, str, bool]] = [
-        (way, num_rows, kind, False)
+    todo: list[tuple[AnyWay, int, str]] = [
+        (way, num_rows, kind)
         for num_rows, kind in itertools.product(rooms, in_fp8)
         for way in ways_of(kind, num_rows, 1 << 20, 4096)
     ]
-    if 1 in rows:
-        todo += [(w, 1, k, g) for w, k, g in itertools.product(_GEMVS, in_fp8, (False, True))]
     if "int4" in kinds:
-        few = {min(128, max(16, 1 << (n - 1).bit_length())) for n in rows}
+        few = {min(128, room_of(n)) for n in rows}
         found = {(w, n) for n, size in itertools.product(few, sizes) for w in _int4_ways(n, *size)}
-        todo += [(way, num_rows, "int4", False) for way, num_rows in found]
+        todo += [(way, num_rows, "int4") for way, num_rows in found]
     spawned = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(_COMPILERS, mp_context=spawned) as pool:
         list(pool.map(_compile, *zip(*todo, strict=True), chunksize=4))
 
 
-def _compile(way: AnyWay, num_rows: int, kind: str, is_gated: bool) -> None:
+def _compile(way: AnyWay, num_rows: int, kind: str) -> None:
     chain = Chain(num_rows, 256, 4096, kind)
-    chain.check(way, is_gated=is_gated)
+    chain.check(way)
 
 
 def measure(
@@ -231,12 +230,11 @@ def measure(
     for kind, (name, (num_outputs, num_inputs)) in itertools.product(kinds, products.items()):
         for num_rows in rows:
             chain = Chain(num_rows, num_outputs, num_inputs, kind)
-            is_gated = name == "gate_up" and num_rows == 1 and kind != "int4"
             title = f"{kind}, {name} {num_outputs} x {num_inputs}, {num_rows} rows"
             found: list[tuple[Figure, AnyWay]] = []
             for way in ways_of(kind, num_rows, num_outputs, num_inputs):
-                chain.check(way, is_gated=is_gated)
-                product = partial(chain.product, way=way, is_gated=is_gated)
+                chain.check(way)
+                product = partial(chain.product, way=way)
                 found.append((chain.figure(f"{title}: {way}", product), way))
             found.sort(key=lambda pair: pair[0].median)
             for way_name, way_type in _WAYS.items():

@@ -24,8 +24,8 @@ from torch import Tensor
 from ...core.errors import StartupFailed
 from ...kernels.products.int4_weights import Int4Weight, dequantise, quantise_groups
 from ...kernels.products.weights import BLOCK, quantise_blocks, quantise_rows, spread
-from .int4_files import check_scale, checks_of, module_of, read_int4
-from .int4_layout import Int4
+from .int4.int4_files import Read, check_scale, checks_of, module_of, read_int4
+from .int4.int4_layout import Int4
 from .layers import Quantised, Target
 from .quantization import BLOCK_SCALED, ROW_SCALED
 from .weight_files import weight_files
@@ -63,23 +63,22 @@ def load_weights(
             for tensor in file.keys():  # noqa: SIM118 (a handle, not a dict)
                 if (name := read_from.get(tensor)) is None:
                     continue
+                target = targets[name]
                 if name == tensor:
-                    _copy(file, name, targets[name], scales)
-                else:
-                    _unpack(name, targets[name], _reader(file, path, locations, device))
+                    _copy(file, name, target, scales)
+                elif target.int4 is not None:
+                    read = _reader(file, path, locations, device)
+                    _unpack(name, target, target.int4, read)
                 progress.add(name)
 
 
 def _first_tensor(name: str, target: Target) -> str:
-    quantised = target.quantised
-    if quantised is None or quantised.int4 is None or quantised.scale_name is None:
+    if target.int4 is None or target.int4.layout_name is None:
         return name
-    return module_of(name) + quantised.int4.layout.numbers.suffix
+    return module_of(name) + target.int4.layout.numbers.suffix
 
 
-def _reader(
-    file: Any, path: Path, locations: Mapping[str, Path], device: torch.device
-) -> Callable[[str, tuple[slice, ...]], Tensor]:
+def _reader(file: Any, path: Path, locations: Mapping[str, Path], device: torch.device) -> Read:
     """Reads a part of any tensor; `file` is the open one at `path`."""
 
     def read(name: str, wanted: tuple[slice, ...]) -> Tensor:
@@ -153,28 +152,25 @@ def fill_dummy_weights(
     """
     progress = _Progress(targets, on_progress)
     for name, target in targets.items():
-        tensor = target.tensor
-        if len(tensor.shape) == 2 and tensor.numel():
+        shape = target.tensor.shape
+        if len(shape) == 2 and shape.numel():
             digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
-            generator = torch.Generator(tensor.device).manual_seed(int.from_bytes(digest))
-            whole = torch.randn(target.full_shape, generator=generator, device=tensor.device)
+            device = target.tensor.device
+            generator = torch.Generator(device).manual_seed(int.from_bytes(digest))
+            whole = torch.randn(target.full_shape, generator=generator, device=device)
             if target.quantised is None:
-                assert isinstance(tensor, Tensor)
                 for part, wanted in target.parts():
                     part.copy_(whole[wanted])
-                tensor.mul_(stds.get(name, std))
-            elif target.quantised.int4 is not None:
-                _quantise_groups(
-                    target, target.quantised.int4, whole.mul_(std)[_wanted_rows(target)]
-                )
+                target.floats.mul_(stds.get(name, std))
+            elif target.int4 is not None:
+                _quantise_groups(target, target.int4, whole.mul_(std)[_wanted_rows(target)])
             else:
                 is_blocked = target.quantised.scaling == BLOCK_SCALED
                 data, scale = (quantise_blocks if is_blocked else quantise_rows)(whole.mul_(std))
                 scaling = BLOCK_SCALED if is_blocked else ROW_SCALED
                 _store(target, target.quantised, data[_wanted(target)], scale, scaling)
         else:
-            assert isinstance(tensor, Tensor)
-            tensor.fill_(0.0 if name.endswith(".bias") else 1.0)
+            target.floats.fill_(0.0 if name.endswith(".bias") else 1.0)
         progress.add(name)
 
 
@@ -283,8 +279,7 @@ def _copy(file: Any, name: str, target: Target, scales: Mapping[str, Tensor]) ->
     is_whole = target.cut is None or tuple(target.tensor.shape) == target.full_shape
     source = file.get_slice(name)
     if quantised is None and is_whole:
-        assert isinstance(target.tensor, Tensor)
-        target.tensor.copy_(file.get_tensor(name))
+        target.floats.copy_(file.get_tensor(name))
     elif quantised is None:
         for part, wanted in target.parts():
             part.copy_(source[wanted])
@@ -303,14 +298,13 @@ def _quantise(target: Target, quantised: Quantised, floats: Tensor) -> None:
     if quantised.int4 is not None:
         _quantise_groups(target, quantised.int4, floats)
         return
-    assert isinstance(target.tensor, Tensor)
     num_rows, width = target.tensor.shape
     columns = slice(target.first[1], target.first[1] + width)
     for rows in _rows_at_once(num_rows, floats.shape[1]):
         data, scale = quantise_rows(floats[rows])
         part = None if quantised.scale is None else quantised.scale[rows]
         chunk = Quantised(ROW_SCALED, None, part)
-        _store(Target(target.tensor[rows]), chunk, data[:, columns], scale, ROW_SCALED)
+        _store(Target(target.floats[rows]), chunk, data[:, columns], scale, ROW_SCALED)
 
 
 def _quantise_groups(target: Target, int4: Int4, floats: Tensor) -> None:
@@ -327,12 +321,11 @@ def _quantise_groups(target: Target, int4: Int4, floats: Tensor) -> None:
             target.tensor[rows].copy_(dequantise(numbers, scale, zero, size)[:, columns])
 
 
-def _unpack(name: str, target: Target, read: Callable[[str, tuple[slice, ...]], Tensor]) -> None:
+def _unpack(name: str, target: Target, int4: Int4, read: Read) -> None:
     """Fill a target from a checkpoint's weight of four bits."""
     if not target.tensor.numel():
         return
-    assert target.quantised is not None and target.quantised.int4 is not None
-    int4, (num_rows, width) = target.quantised.int4, target.tensor.shape
+    num_rows, width = target.tensor.shape
     wanted = tuple(
         slice(first, first + size)
         for first, size in zip(target.first, (num_rows, width), strict=True)
@@ -354,7 +347,6 @@ def _rows_at_once(num_rows: int, width: int) -> Iterator[slice]:
 
 def _store(target: Target, quantised: Quantised, data: Tensor, scale: Tensor, scaling: str) -> None:
     """Fill the target with `data` [outputs, inputs], e4m3: its part of a weight with `scale`."""
-    assert isinstance(target.tensor, Tensor)
     (num_rows, width), (first_row, first_column) = data.shape, target.first
 
     def of_rows(first: int, count: int) -> Tensor:
@@ -367,9 +359,9 @@ def _store(target: Target, quantised: Quantised, data: Tensor, scale: Tensor, sc
     if quantised.scale is None:
         for rows in _rows_at_once(num_rows, width):
             some = data[rows].float()
-            target.tensor[rows].copy_(some * of_rows(rows.start, len(some)))
+            target.floats[rows].copy_(some * of_rows(rows.start, len(some)))
         return
-    target.tensor.copy_(data)
+    target.floats.copy_(data)
     if scaling == BLOCK_SCALED:
         rows, columns = (
             slice(start // BLOCK, -(-(start + size) // BLOCK))

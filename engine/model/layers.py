@@ -36,7 +36,7 @@ from ...kernels.products.weights import (
     Weight,
 )
 from .communicator import Communicator, Summand
-from .int4_layout import Int4
+from .int4.int4_layout import Int4
 from .quantization import BLOCK_SCALED, GROUP_SCALED, Quantization
 from .rope_config import DynamicScaling, LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 
@@ -85,16 +85,15 @@ class Target:
 
     def parts(self) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
         """Views of `tensor`, of floats, each with the slices of the checkpoint's tensor."""
-        cut = self.cut
-        assert isinstance(self.tensor, Tensor)
+        cut, tensor = self.cut, self.floats
         if cut is None:
-            yield self.tensor, (slice(None),)
+            yield tensor, (slice(None),)
             return
-        count = self.tensor.shape[cut.dim] // cut.pieces
+        count = tensor.shape[cut.dim] // cut.pieces
         for piece in range(cut.pieces):
             start = piece * (cut.full // cut.pieces) + cut.start
             wanted = (*[slice(None)] * cut.dim, slice(start, start + count))
-            yield self.tensor.narrow(cut.dim, piece * count, count), wanted
+            yield tensor.narrow(cut.dim, piece * count, count), wanted
 
     @property
     def first(self) -> tuple[int, int]:
@@ -102,6 +101,16 @@ class Target:
         if self.cut is None:
             return 0, 0
         return (self.cut.start, 0) if self.cut.dim == 0 else (0, self.cut.start)
+
+    @property
+    def floats(self) -> Tensor:
+        """`tensor`, where it is not packed."""
+        assert isinstance(self.tensor, Tensor)
+        return self.tensor
+
+    @property
+    def int4(self) -> Int4 | None:
+        return None if self.quantised is None else self.quantised.int4
 
     @property
     def nbytes(self) -> int:

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .config_fields import Fields
-from .int4_layout import Int4
+from .int4.int4_layout import Int4
 
 FP8_KERNELS = "BATON_FP8_KERNELS"  # in the environment
 BLOCK = 128

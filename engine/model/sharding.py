@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...core.errors import StartupFailed
-from .int4_layout import NUMBERS_OF_WORD
+from .int4.int4_layout import NUMBERS_OF_WORD
 from .model_config import ModelConfig
 from .quantization import BLOCK, BLOCK_SCALED
 

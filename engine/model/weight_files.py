@@ -14,7 +14,7 @@ from pathlib import Path
 from ...core.config import EngineConfig
 from ...core.errors import StartupFailed
 from ...core.model_dir import read_json, resolve_model_dir
-from .int4_layout import NUMBERS_OF_WORD, Layout
+from .int4.int4_layout import NUMBERS_OF_WORD, Layout
 from .model_config import ModelConfig, read_model_config
 from .quantization import Quantization, stays_packed
 

@@ -20,6 +20,8 @@ from torch import Tensor
 CHUNK = 128  # inputs; groups are as many, half or a quarter
 PER_WORD = 4
 ZERO = 8  # of what is symmetric
+_LEAST_MAXIMUM = 1e-10  # of what is scaled by its largest number: zeros stay zeros
+_OF_LARGEST = (1.0, 0.92, 0.84)  # scales that are tried
 GROUP_SIZES = (32, 64, 128)
 _WORDS = CHUNK // PER_WORD
 _LEAST_OUTPUTS = 16  # of a program of a kernel
@@ -112,12 +114,21 @@ def dequantise(numbers: Tensor, scale: Tensor, zero: Tensor, group_size: int) ->
 def quantise_groups(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Floats [outputs, inputs] -> numbers, scales and zeros of symmetric groups, to the nearest.
 
-    The last group may have fewer inputs.
+    Of a few scales a group has that of the least squared error: its largest number may not be
+    reached. The last group may have fewer inputs.
     """
     outputs, inputs = weight.shape
     floats = torch.nn.functional.pad(weight.float(), (0, -inputs % group_size))
     grouped = floats.view(outputs, -1, group_size)
-    scale = grouped.abs().amax(dim=2).clamp_(min=1e-10) / 7.5
-    numbers = (grouped / scale[:, :, None]).round_().add_(ZERO).clamp_(0, 15)
-    numbers = numbers.view(outputs, -1)[:, :inputs].to(torch.uint8)
-    return numbers, scale, torch.full_like(scale, ZERO, dtype=torch.uint8)
+    largest = grouped.abs().amax(dim=2, keepdim=True).clamp_(min=_LEAST_MAXIMUM) / 7.5
+    scale, least = largest, torch.full_like(largest, torch.inf)
+    for share in _OF_LARGEST:
+        error = _rounded(grouped, largest * share).mul_(largest * share).sub_(grouped)
+        error = error.square_().sum(dim=2, keepdim=True)
+        scale, least = torch.where(error < least, largest * share, scale), least.minimum(error)
+    numbers = _rounded(grouped, scale).add_(ZERO).to(torch.uint8).view(outputs, -1)[:, :inputs]
+    return numbers, scale[:, :, 0], torch.full_like(scale[:, :, 0], ZERO, dtype=torch.uint8)
+
+
+def _rounded(grouped: Tensor, scale: Tensor) -> Tensor:
+    return (grouped / scale).round_().clamp_(-ZERO, 15 - ZERO)

@@ -120,10 +120,13 @@ def test_quantised_to_the_nearest() -> None:
     assert numbers.shape == weight.shape and scale.shape == zero.shape == (20, 3)
     found = dequantise(numbers, scale, zero, 128)
     each = scale[:, torch.arange(300, device=DEVICE) // 128]
-    # The largest number of a sign is half a step short.
-    assert ((found - weight).abs() <= each * 0.5001).all()
+    is_reached = weight.abs() <= 7.5 * each
+    assert ((found - weight).abs() <= each * 0.5001)[is_reached].all()
     assert not found[3, :128].any()
-    assert (found - weight).norm() / weight.norm() < 0.12
+    step = weight[:, :128].abs().amax(1, keepdim=True).clamp(min=1e-9) / 7.5
+    plain = (weight[:, :128] / step).round().clamp(-8, 7) * step
+    errors = [(one[:, :128] - weight[:, :128]).norm(dim=1) for one in (found, plain)]
+    assert (errors[0] <= errors[1] * 1.001).all() and errors[0].sum() < 0.99 * errors[1].sum()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -222,10 +225,10 @@ def test_the_usual_tiling_keeps_a_card_busy(rows: int, outputs: int, inputs: int
     assert inputs // 128 // tiling.shares >= 8
 
 
-ALL_CASES = tuple(str(number) for number in range(13, 19))
+ALL_CASES = tuple(str(number) for number in range(11, 17))
 
 
-@pytest.mark.parametrize("cases", [("13", "14"), pytest.param(ALL_CASES, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [("11", "12"), pytest.param(ALL_CASES, marks=pytest.mark.slow)])
 def test_the_kernels_compile_without_a_gpu(cases: tuple[str, ...]) -> None:
     program = Path(__file__).with_name("compile_quantised.py")
     environment = {**os.environ, "TRITON_INTERPRET": "0"}

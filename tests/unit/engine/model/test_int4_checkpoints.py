@@ -184,9 +184,9 @@ def test_quantised_at_load_to_the_nearest_alike_on_all_ranks(tmp_path: Path) -> 
     for place, weight in found.items():
         expected = expected_of(state, place)
         largest = expected.unflatten(1, (-1, 128)).abs().amax(2).repeat_interleave(128, 1)
-        # A step is a 7.5th of the largest; the largest itself may be half a step too large.
-        assert ((weight - expected).abs() <= largest / 15 * 1.001).all()
-        assert not torch.equal(weight, expected)
+        # The largest may be out of reach, of a scale that is better for all others.
+        assert ((weight - expected).abs() <= largest * 0.22).all()
+        assert 0.05 < (weight - expected).norm() / expected.norm() < 0.11
     assert torch.equal(model.lm_head.weight, state["lm_head.weight"])
     floats = loaded(tmp_path, placement_of(tmp_path, "int4", stays_quantised=False))
     torch.testing.assert_close(weights_of(floats), found, rtol=2**-15, atol=0)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.errors import StartupFailed
+from ....core.errors import StartupFailed
+from ..layers import Target
 from .int4_layout import NUMBERS_OF_WORD, Int4, Piece
-from .layers import Target
 
 _BITS = 4
 _ZERO = 8
