@@ -99,10 +99,14 @@ def int4_streamed_product(
 
 
 def registers(stages: Int4Stages, room: int) -> int:
-    """Of a thread on average, the fewer the more programs are on a multiprocessor: of those that
-    multiply, and of a warp that does not, which Triton rounds up to four."""
+    """Of a thread on average: the fewer, the more programs are on a multiprocessor.
+
+    With fewer for those that multiply, ptxas has each wgmma waited for. What does not multiply is
+    a warp, which Triton rounds up to four.
+    """
     sums = stages.outputs * room // (32 * stages.warps)
-    wanted = min(240, 80 + sums * (2 if stages.chunks == 1 else 3))
+    tiles = stages.outputs // (16 * stages.warps)
+    wanted = min(240, 24 * (1 + tiles) + 16 * stages.chunks + (1 + stages.chunks) * sums)
     average = (wanted * stages.warps + 4 * 24) // (stages.warps + 4)
     return -(-average // 8) * 8
 
@@ -131,7 +135,16 @@ def layout_of(box: tuple[int, int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
 
 @gluon.jit
 def _ask_weight(
-    matrix, groups, num_outputs, chunk, full, ws, gs, stage, CHUNKS: gl.constexpr, ROWS: gl.constexpr
+    matrix,
+    groups,
+    num_outputs,
+    chunk,
+    full,
+    ws,
+    gs,
+    stage,
+    CHUNKS: gl.constexpr,
+    ROWS: gl.constexpr,
 ):
     """Begin to fill a stage with its part of the weight; `full` waits for the vectors too."""
     BOX: gl.constexpr = matrix.block_shape[0]
@@ -190,49 +203,43 @@ def _fill(
 
 
 @gluon.jit
-def _multiply_chunk(x, words, both, zeros):
-    """The sum of a chunk, on its way: four tiles, each of a number of every word."""
-    of_sums: gl.constexpr = zeros.type.layout
-    layout: gl.constexpr = gl.DotOperandLayout(0, of_sums, 2)
-    of_zeros = both.load(gl.SliceLayout(1, layout))
-    packed = words.load(layout)
-    zero = gl.expand_dims(of_zeros & 0xFF, 1)
-    zero, packed = gl.broadcast(zero, packed)
-    part = zeros
-    for number in gl.static_range(_PER_WORD):
-        values, packed = _unpacked(packed, zero, True, x.dtype)
-        piece = x.slice(number * _WORDS, _WORDS, 1).permute((1, 0))
-        part = warpgroup_mma(values, piece, part, use_acc=number > 0, is_async=True)
-    return part
-
-
-@gluon.jit
-def _scaled(part, both):
-    layout: gl.constexpr = part.type.layout
+def _add_scaled(sums, part, both):
+    layout: gl.constexpr = sums.type.layout
     scale = (both.load(gl.SliceLayout(1, layout)) & -256).to(gl.float32, bitcast=True)
-    return part * scale[:, None]
+    return sums + part * scale[:, None]
 
 
 @gluon.jit
 def _multiply(xs, ws, gs, full, empty, num_steps, sums, CHUNKS: gl.constexpr):
     """All warps but one: add up stage after stage, as they become full."""
     STAGES: gl.constexpr = xs.shape[0] // CHUNKS
-    layout: gl.constexpr = sums.type.layout
-    zeros = gl.zeros((sums.shape[0], sums.shape[1]), gl.float32, layout)
+    of_sums: gl.constexpr = sums.type.layout
+    layout: gl.constexpr = gl.DotOperandLayout(0, of_sums, 2)
+    zeros = gl.zeros((sums.shape[0], sums.shape[1]), gl.float32, of_sums)
     for step in range(num_steps):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), step // STAGES & 1)
-        both = gs.index(stage * CHUNKS).reshape((gs.shape[2],))
-        part = _multiply_chunk(xs.index(stage * CHUNKS), ws.index(stage * CHUNKS), both, zeros)
-        for index in gl.static_range(1, CHUNKS):
+        part = zeros
+        for index in gl.static_range(CHUNKS):
             at = stage * CHUNKS + index
-            next_both = gs.index(at).reshape((gs.shape[2],))
-            next_part = _multiply_chunk(xs.index(at), ws.index(at), next_both, zeros)
-            part = warpgroup_mma_wait(_PER_WORD, deps=(part,))
-            sums += _scaled(part, both)
-            part, both = next_part, next_both
+            x = xs.index(at)
+            packed = ws.index(at).load(layout)
+            both = gs.index(at).reshape((gs.shape[2],))
+            of_zeros = both.load(gl.SliceLayout(1, layout))
+            zero, packed = gl.broadcast(gl.expand_dims(of_zeros & 0xFF, 1), packed)
+            before = part
+            part = zeros
+            for number in gl.static_range(_PER_WORD):  # four tiles, each of a number of every word
+                values, packed = _unpacked(packed, zero, True, x.dtype)
+                piece = x.slice(number * _WORDS, _WORDS, 1).permute((1, 0))
+                part = warpgroup_mma(values, piece, part, use_acc=number > 0, is_async=True)
+                if index > 0 and number == _PER_WORD // 2 - 1:  # the chunk before is multiplied
+                    before = warpgroup_mma_wait(_PER_WORD // 2, deps=(before,))
+                    of_before = gs.index(at - 1).reshape((gs.shape[2],))
+                    sums = _add_scaled(sums, before, of_before)
         part = warpgroup_mma_wait(0, deps=(part,))
-        sums += _scaled(part, both)
+        last = gs.index(stage * CHUNKS + CHUNKS - 1).reshape((gs.shape[2],))
+        sums = _add_scaled(sums, part, last)
         mbarrier.arrive(empty.index(stage), count=1)
     return sums, zeros  # older Triton takes apart whatever is returned
 
@@ -338,7 +345,9 @@ def _store(
         if IS_GATED:
             is_up = of_tile // (OUTPUTS // 2)
             outputs = (tile - is_up) * (OUTPUTS // 2) + of_tile + is_up * (num_outputs // 2)
-        sums += gl.load(bias + outputs, mask=outputs < num_outputs, other=0.0).to(gl.float32)[:, None]
+        sums += gl.load(bias + outputs, mask=outputs < num_outputs, other=0.0).to(gl.float32)[
+            :, None
+        ]
     if IS_GATED:  # the products rounded as if they had been stored
         width = num_outputs // 2
         across: gl.constexpr = OUTPUTS // 2

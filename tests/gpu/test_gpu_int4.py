@@ -22,12 +22,14 @@ from baton.engine.execution.runner import ModelRunner
 from baton.engine.local import LocalEngine
 from baton.kernels.products.int4_product import (
     Dequantised,
+    Way,
     choose,
     multiply_by,
     usual_tiling,
 )
-from baton.kernels.products.int4_triton import Int4Tiling, dequantised
+from baton.kernels.products.int4_triton import Int4Stages, Int4Tiling, dequantised
 from baton.kernels.products.int4_weights import Int4Weight
+from baton.kernels.row_room import empty_rows, room_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,6 +45,23 @@ SHAPES = {
     "gate_up": (28_672, 4096),
     "down": (4096, 14_336),
 }
+
+
+STREAMED = [
+    Int4Stages(64, 1, 1, 6, 4),
+    Int4Stages(64, 4, 2, 4, 4),
+    Int4Stages(64, 8, 2, 4, 3),
+    Int4Stages(64, 2, 4, 2, 1),
+    Int4Stages(128, 2, 2, 3, 2, 8),
+    Int4Stages(256, 4, 1, 4, 3, 8),
+]
+
+
+def rows_of(rows: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
+    """With room, which holds anything."""
+    x = empty_rows((rows, inputs), torch.empty(0, device="cuda", dtype=dtype))
+    torch.as_strided(x, (room_of(rows), inputs), x.stride()).fill_(torch.nan)
+    return x.normal_()
 
 
 def weight_of(outputs: int, inputs: int, group_size: int = 128) -> Int4Weight:
@@ -61,12 +80,13 @@ def test_products_of_an_8b_model(name: str, rows: int, dtype: torch.dtype) -> No
     torch.manual_seed(0)
     outputs, inputs = SHAPES[name]
     weight = weight_of(outputs, inputs)
-    x = torch.randn(rows, inputs, device="cuda", dtype=dtype)
+    x = rows_of(rows, inputs, dtype)
     floats = weight.dequantised(torch.float64)
     expected = x.double() @ floats.t()
-    ways = {choose(rows, weight), usual_tiling(rows, outputs, inputs), Dequantised()}
+    ways: set[Way] = {choose(x, weight), usual_tiling(rows, outputs, inputs), Dequantised()}
     if rows <= 64:
         ways |= {Int4Tiling(64, 16, 6), Int4Tiling(256, 4, 3, 8), Int4Tiling(128, 2, 4, 8)}
+        ways |= set(STREAMED)
     for way in ways:
         for _ in range(3):  # what adds up shares of the inputs leaves nothing behind
             found = multiply_by(way, x, weight, None).double()
@@ -76,12 +96,42 @@ def test_products_of_an_8b_model(name: str, rows: int, dtype: torch.dtype) -> No
     assert not weight.turns.any()
 
 
-@pytest.mark.parametrize("way", [Int4Tiling(64, 8, 6), Int4Tiling(128, 4, 4, 8), Dequantised()])
-def test_products_replay_in_a_graph(way: Int4Tiling | Dequantised) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 16, 31, 33, 64])
+@pytest.mark.parametrize("way", STREAMED, ids=str)
+def test_streamed_products(way: Int4Stages, rows: int, has_bias: bool, dtype: torch.dtype) -> None:
+    """Gated and not, of outputs that fill no tile, and of chunks that fill no stage."""
+    torch.manual_seed(0)
+    outputs, inputs = 1000, 128 * 9
+    weight, x = weight_of(outputs, inputs), rows_of(rows, inputs, dtype).div_(30)
+    bias = torch.randn(outputs, device="cuda", dtype=dtype) if has_bias else None
+    expected = x.double() @ weight.dequantised(torch.float64).t()
+    if bias is not None:
+        expected += bias.double()
+    gate, up = expected.chunk(2, dim=-1)
+    gated = torch.nn.functional.silu(gate) * up
+    for _ in range(3):
+        for is_gated, of in ((False, expected), (True, gated)):
+            found = multiply_by(way, x, weight, bias, is_gated=is_gated)
+            assert found.shape == of.shape
+            difference = (found.double() - of).norm() / of.norm()
+            assert difference < (1e-2 if is_gated else 4e-3), f"gated {is_gated}: {difference:.1e}"
+    assert not weight.turns.any()
+    few = rows_of(max(1, rows - 1), inputs, dtype).copy_(x[: max(1, rows - 1)])
+    if room_of(len(few)) == room_of(rows):  # a row's do not depend on the others
+        whole = multiply_by(way, x, weight, bias)
+        assert torch.equal(multiply_by(way, few, weight, bias), whole[: len(few)])
+
+
+@pytest.mark.parametrize(
+    "way", [Int4Tiling(64, 8, 6), Int4Tiling(128, 4, 4, 8), *STREAMED, Dequantised()], ids=str
+)
+def test_products_replay_in_a_graph(way: Way) -> None:
     """One behind the other, with weights and without memory of their own, to the same bits."""
     torch.manual_seed(0)
     weights = [weight_of(4096, 4096) for _ in range(4)]
-    x = torch.randn(16, 4096, device="cuda", dtype=torch.bfloat16) / 300
+    x = rows_of(16, 4096, torch.bfloat16).div_(300)
     multiply_by(way, x, weights[0], None)
     torch.cuda.synchronize()
     graph, outputs = torch.cuda.CUDAGraph(), []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -14,7 +15,14 @@ from baton.kernels.layers.ops_triton import _add_rms_norm
 from baton.kernels.layers.quantise_triton import _quantise
 from baton.kernels.products.fp8_streamed_gluon import _WARPS, _fp8_streamed, registers
 from baton.kernels.products.fp8_triton import Fp8Stages, _fp8_few_rows
-from baton.kernels.products.int4_triton import Int4Tiling, _dequantise, _int4_product
+from baton.kernels.products.int4_streamed_gluon import _int4_streamed, layout_of
+from baton.kernels.products.int4_streamed_gluon import registers as int4_registers
+from baton.kernels.products.int4_triton import (
+    Int4Stages,
+    Int4Tiling,
+    _dequantise,
+    _int4_product,
+)
 
 TARGET = GPUTarget("cuda", 90, 32)
 POINTERS = {
@@ -132,6 +140,43 @@ def dequantise() -> None:
     compiled(_dequantise, constants, {}, {"num_warps": 4})
 
 
+def int4_boxes(num_rows: int, num_columns: int, kind: torch.dtype, name: str) -> str:
+    layout = layout_of((num_rows, num_columns), kind)
+    return f"tensordesc<{name}[{num_rows}, {num_columns}],{layout!r}>"
+
+
+def int4_streamed(
+    stages: Int4Stages, rows: int, kind: str = "bf16", *, is_gated: bool = False
+) -> None:
+    constants = {
+        "HAS_BIAS": True,
+        "IS_GATED": is_gated,
+        "ROWS": rows,
+        "OUTPUTS": stages.outputs,
+        "CHUNKS": stages.chunks,
+        "STAGES": stages.count,
+        "EARLY": stages.early,
+        "SHARES": stages.shares,
+        "WARPS": stages.warps,
+        "PDL": True,
+    }
+    box = stages.outputs // 2 if is_gated else stages.outputs
+    types = {
+        "vectors": int4_boxes(rows, 128, torch.float16 if kind == "fp16" else torch.bfloat16, kind),
+        "matrix": int4_boxes(box, 32, torch.int16, "i16"),
+        "groups": int4_boxes(1, box, torch.int32, "i32"),
+        "bias": f"*{kind}",
+        "out": f"*{kind}",
+    }
+    options = {"num_warps": stages.warps, "maxnreg": int4_registers(stages, rows)}
+    ptx = compiled(_int4_streamed, constants, types, options, GluonASTSource)
+    weight_asked, waited = ptx.index("cp.async.bulk.tensor"), ptx.rindex("griddepcontrol.wait")
+    assert weight_asked < waited, "the weight waits for what is in front"
+    of = kind.replace("fp", "f")
+    assert f"wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.{of}.{of}" in ptx
+    assert "ldmatrix.sync.aligned.m8n8.x4" in ptx, "words are not where wgmma takes them"
+
+
 CASES = [
     lambda: streamed(Fp8Stages(32, 2, 4, 3), 64, False),
     lambda: streamed(Fp8Stages(64, 1, 6, 3), 16, True),
@@ -150,6 +195,10 @@ CASES = [
     lambda: int4(16, Int4Tiling(64, 1, 6), 32),
     lambda: int4(128, Int4Tiling(128, 2, 3, 8), 128),
     lambda: int4(32, Int4Tiling(64, 2, 4), 128, "fp16"),
+    lambda: int4_streamed(Int4Stages(64, 4, 2, 4, 3), 8),
+    lambda: int4_streamed(Int4Stages(256, 2, 1, 4, 3, 8), 64, is_gated=True),
+    lambda: int4_streamed(Int4Stages(128, 1, 2, 4, 3, 8), 64),
+    lambda: int4_streamed(Int4Stages(64, 2, 4, 3, 2), 16, "fp16"),
 ]
 
 if __name__ == "__main__":

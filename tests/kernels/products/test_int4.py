@@ -211,8 +211,8 @@ def test_operations_are_those_of_the_reference(rows: int, has_bias: bool) -> Non
 
 def test_many_rows_go_by_floats() -> None:
     weight = weight_of(64, 128)
-    assert isinstance(choose(4096, weight), Dequantised)
-    assert isinstance(choose(64, weight), Int4Tiling)
+    assert isinstance(choose(randn(4096, 128), weight), Dequantised)
+    assert isinstance(choose(randn(64, 128), weight), Int4Tiling)
     x = randn(3, 128)
     close(multiply_by(Dequantised(), x, weight, None), product(x, weight, None), 1e-5)
 
@@ -225,10 +225,12 @@ def test_the_usual_tiling_keeps_a_card_busy(rows: int, outputs: int, inputs: int
     assert inputs // 128 // tiling.shares >= 8
 
 
-ALL_CASES = tuple(str(number) for number in range(11, 17))
+ALL_CASES = tuple(str(number) for number in range(11, 21))
 
 
-@pytest.mark.parametrize("cases", [("11", "12"), pytest.param(ALL_CASES, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "cases", [("11", "12", "17"), pytest.param(ALL_CASES, marks=pytest.mark.slow)]
+)
 def test_the_kernels_compile_without_a_gpu(cases: tuple[str, ...]) -> None:
     program = Path(__file__).with_name("compile_quantised.py")
     environment = {**os.environ, "TRITON_INTERPRET": "0"}

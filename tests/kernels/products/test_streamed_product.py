@@ -23,7 +23,7 @@ from baton.kernels.peer_reduce_triton import (
     prepare_exchange,
 )
 from baton.kernels.products.streamed_product import Stages, choose_stages
-from baton.kernels.row_room import ROWS_AT_ONCE, empty_rows, has_room
+from baton.kernels.row_room import ROWS_AT_ONCE, empty_rows, has_room, room_of
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
@@ -59,13 +59,17 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert difference < 1e-2, f"{difference:.2e}"
 
 
-@pytest.mark.parametrize("num_rows", [1, 32, 33, 40, 63, 64, 65])
-def test_33_rows_and_more_have_room_for_64(num_rows: int) -> None:
+@pytest.mark.parametrize(
+    ("num_rows", "room"),
+    [(1, 8), (8, 8), (9, 16), (17, 32), (32, 32), (33, 64), (40, 64), (64, 64), (65, 65)],
+)
+def test_few_rows_have_room_for_more(num_rows: int, room: int) -> None:
     x = empty_rows((num_rows, 3, 8), torch.empty(0))
     assert x.shape == (num_rows, 3, 8) and x.is_contiguous()
-    assert has_room(x.view(num_rows, -1)) == (num_rows > 32)
-    if num_rows > 1:
-        assert not has_room(empty_rows((64, 8), x)[1:])
+    assert room_of(num_rows) == room and x.untyped_storage().nbytes() == room * 3 * 8 * 4
+    assert has_room(x.view(num_rows, -1))
+    assert not has_room(empty_rows((64, 8), x)[1:63])
+    assert has_room(empty_rows((64, 8), x)[1:33])
 
 
 @pytest.mark.parametrize("num_outputs", [1024, 2560, 4096, 6144, 14_336, 28_672])
