@@ -72,7 +72,7 @@ def int4_streamed_product(
         parts = torch.empty(size, dtype=torch.float32, device=x.device)
     box = stages.outputs // 2 if is_gated else stages.outputs
     _int4_streamed[(num_tiles, shares)](
-        _boxes(torch.as_strided(x, (room, num_inputs), x.stride()), room, CHUNK),
+        _boxes(torch.as_strided(x, (room, num_inputs), (num_inputs, 1)), room, CHUNK),
         _boxes(weight.data.view(-1, CHUNK // PER_WORD), box, CHUNK // PER_WORD),
         _boxes(weight.groups, 1, box),
         out if bias is None else bias,
@@ -352,9 +352,9 @@ def _store(
         width = num_outputs // 2
         across: gl.constexpr = OUTPUTS // 2
         pairs = sums.to(type).reshape((2, across, ROWS)).permute((2, 1, 0))
-        columns: gl.constexpr = min(across // 4, 32)
+        threads: gl.constexpr = min(across // 4, 32)
         both: gl.constexpr = gl.BlockedLayout(
-            [1, 4, 2], [32 // columns, columns, 1], [gl.num_warps(), 1, 1], [2, 1, 0]
+            [1, 4, 2], [32 // threads, threads, 1], [gl.num_warps(), 1, 1], [2, 1, 0]
         )
         gate, up = gl.split(gl.convert_layout(pairs, both))
         gate = gate.to(gl.float32)

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
+from ..row_room import empty_rows
 from .gemv_triton import _prefetch
 from .int4_weights import CHUNK, PER_WORD, Int4Weight
 
@@ -87,7 +88,7 @@ def int4_product(
     num_rows, num_inputs = x.shape
     num_outputs = len(weight)
     width = num_outputs // 2 if is_gated else num_outputs
-    out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
+    out = empty_rows((num_rows, width), x)
     rows = min(128, max(16, triton.next_power_of_2(num_rows)))
     tiles = (triton.cdiv(num_outputs, tiling.outputs), triton.cdiv(num_rows, rows))
     shares = min(tiling.shares, num_inputs // CHUNK)
