@@ -81,6 +81,7 @@ class ReportedLoad:
     step_tokens: int = 0
     is_promise_withdrawn: bool = False
     promise_epoch: int = 0
+    promise_leader: str = ""
     decode_step_p99_s: float = 0.0
     expert_ranks: int = 0
     waiting_by_caller: Mapping[int, int] = field(default_factory=dict)
