@@ -104,7 +104,10 @@ def test_no_plan_is_better_than_the_chosen_one(engines: list[EngineState], seed:
 
 def idle(name: str, role: Role, num_requests: int = 0) -> EngineState:
     links = frozenset(SOURCES) if role is Role.DECODE else frozenset[str]()
-    return EngineState(*(name, role, "f", 16, num_requests, 0, 1000, 1000), links=links, speed=IDLE)
+    blocks = {"free_blocks": 1000, "credit_blocks": 1000}
+    return EngineState(
+        name, role, "f", 16, **blocks, num_requests=num_requests, links=links, speed=IDLE
+    )
 
 
 def drawn_plans(engines: Sequence[EngineState], count: int) -> Counter[Plan]:
