@@ -175,9 +175,10 @@ class GpuSteps:
 
     @property
     def mixed_rows(self) -> tuple[int, ...]:
-        """Sizes of the graphs of decodes and prompts, ascending."""
-        kinds = (graphs.sizes for room, graphs in self.prefill_graphs.items() if room)
-        return tuple(sorted({size for sizes in kinds for size in sizes}))
+        """Sizes of the graphs of decodes and prompts, ascending: of those with room for all
+        decodes. Those with room for fewer have the same, and another largest one."""
+        most = max(self.prefill_graphs)
+        return tuple(self.prefill_graphs[most].sizes) if most else ()
 
     def count_in(self, count: CudaStepCount) -> None:
         """From now on `count` has the number of the last step that has written its KV."""

@@ -115,6 +115,13 @@ def drawn_plans(engines: Sequence[EngineState], count: int) -> Counter[Plan]:
     return Counter(choose_plan(engines, NUM_TOKENS, chance=chance) for _ in range(count))
 
 
+def test_what_is_cached_beyond_the_request_is_worth_no_more() -> None:
+    """As by a mirror that is behind. No estimate is below zero: nothing would be like the best."""
+    engines = [idle(SOURCES[0], Role.PREFILL), idle(PULLERS[0], Role.DECODE)]
+    engines = [engine._replace(cached_tokens=10 * NUM_TOKENS) for engine in engines]
+    assert drawn_plans(engines, 3) == {Plan(SOURCES[0], PULLERS[0]): 3}
+
+
 def test_plans_that_are_alike_are_drawn_evenly() -> None:
     """Gateways that know the same do not all send to one engine."""
     engines = [idle(name, Role.PREFILL) for name in SOURCES]
