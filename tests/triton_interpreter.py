@@ -10,6 +10,7 @@ does in vain, which was half of its time.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -56,6 +57,7 @@ def _replace_language_once_a_launch() -> None:
     replaced: set[frozenset[int]] = set()
     is_nested = False
 
+    @functools.cache
     def modules_of(function: Callable[..., Any]) -> frozenset[int]:
         modules = (language, language.core)
         return frozenset(
