@@ -43,7 +43,7 @@ from .cuda_graphs import (
 )
 from .step_parts import Extras, Int64s, compute_extras, flatten, metadata_of
 
-# Of graphs for prompts alone: longer ones are better off with FA3, in graphs that have room for both.
+# Of graphs for prompts alone: longer ones are better off with FA3, in graphs with room for both.
 _MAX_PROMPT_TOKENS, _MAX_PROMPT_CONTEXT = 512, 4096
 _FEW_DECODES = 64  # beside prompts: room for more takes a percent of a step
 _PADDING_SLICE = SequenceSlice(token_ids=(0,), start=0, block_table=(PADDING_BLOCK,), sample=None)
