@@ -4,9 +4,9 @@ python -m baton.bench.kernels.experts [--mixtures NAME...] [--tokens N,N] [--tp 
                                       [--out FILE]
 
 Each product is measured by itself in a CUDA graph, over several routings (uniform, so that no cache
-holds the weights); then the whole layer with the best cuts of each tile size, by single pairs, and
-by torch's grouped product. Floor: reading the weights of the experts that are touched, or
-multiplying. Every plan's output is compared with torch's.
+holds the weights); then the whole layer with the best cuts of each tile size, and by single pairs.
+Floor: reading the weights of the experts that are touched, or multiplying. Every plan's output is
+compared with plain torch's.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ import triton
 from torch import Tensor
 
 from baton.kernels.experts.experts import ExpertWeights, Mixture
-from baton.kernels.experts.experts_triton import by_library, compute_experts, sizes_of
+from baton.kernels.experts.experts_triton import compute_experts, sizes_of
 from baton.kernels.experts.grouped_triton import down_products, gated_products
 from baton.kernels.experts.routing_triton import Choice, Order, choose_and_order, router_logits
-from baton.kernels.experts.tiles import TABLE, Cut, Few, Library, Plan, Tiles, as_json, choose_plan
+from baton.kernels.experts.tiles import TABLE, Cut, Few, Plan, Tiles, as_json, choose_plan
+from baton.kernels.layers.ops import Ops
 
 from ..floors.figures import commit
 from ..floors.gpu_shapes import BYTES_PER_S, FLOPS
@@ -43,7 +44,6 @@ _ROUTINGS = 4
 _COMPILERS = 14
 _SHARED_BYTES = 227 << 10
 _MAX_FEW_TOKENS = 16
-_MIN_LIBRARY_TOKENS = 256
 _TOLERANCE = 2e-2  # relative, in the norm: of bf16
 
 
@@ -171,15 +171,6 @@ def _or_inf(measure: Callable[[Cut], float], cut: Cut) -> float:
         return float("inf")
 
 
-def library_us(layer: Layer, xs: list[Tensor]) -> float:
-    """Infinite where this torch cannot capture it."""
-    try:
-        return plan_us(layer, xs, Library())
-    except RuntimeError as error:
-        print(f"  library: {error}")
-        return float("inf")
-
-
 def best_tiles(layer: Layer, xs: list[Tensor], rows: int) -> Tiles:
     mixture, k = layer.mixture, layer.mixture.num_chosen
     routed = [layer.route(x, rows) for x in xs]
@@ -213,8 +204,7 @@ def best_tiles(layer: Layer, xs: list[Tensor], rows: int) -> Tiles:
 def plan_us(layer: Layer, xs: list[Tensor], plan: Plan) -> float:
     """Of the whole layer; infinite if its output is wrong."""
     found = compute_experts(xs[0], layer.mixture, None, plan).float()
-    choice, order = layer.route(xs[0], 128)
-    expected = by_library(xs[0], layer.mixture, choice, order).float()
+    expected = Ops().experts(xs[0], layer.mixture, None).float()
     error = ((found - expected).norm() / expected.norm()).item()
     if not error < _TOLERANCE:
         print(f"  WRONG by {error:.1e}: {plan}")
@@ -237,13 +227,8 @@ def measure(layer: Layer, num_tokens: int) -> Plan:
     ]
     if num_tokens <= _MAX_FEW_TOKENS:
         plans += _FEW
-    plans.append(Library())
-    times = {plan: plan_us(layer, xs, plan) for plan in plans[:-1]}
-    times[plans[-1]] = library_us(layer, xs)
-    allowed = [
-        plan for plan in plans if not isinstance(plan, Library) or num_tokens >= _MIN_LIBRARY_TOKENS
-    ]
-    best = min(allowed, key=times.__getitem__)
+    times = {plan: plan_us(layer, xs, plan) for plan in plans}
+    best = min(plans, key=times.__getitem__)
     if times[best] == float("inf"):
         raise SystemExit(f"no plan has the right output for {num_tokens} tokens")
     before = choose_plan(sizes_of(mixture), num_tokens, 2)
@@ -258,7 +243,7 @@ def measure(layer: Layer, num_tokens: int) -> Plan:
         f"{num_tokens:6d} tokens, {touched:5.1f} experts: best {best_us:8.1f} us, "
         f"floor {floor_us:8.1f}, {read:4.2f} TB/s, {rate:5.0f} TFLOP/s; "
         f"in {layer.sizes.layers} layers {best_us * layer.sizes.layers / 1e3:6.2f} ms\n"
-        f"       tiles {by_rows}; single pairs {few_us:.0f}; library {times[Library()]:.0f}; "
+        f"       tiles {by_rows}; single pairs {few_us:.0f}; "
         f"routing alone {routing_us(layer, xs, best):.1f}; "
         f"as before {plan_us(layer, xs, before):.0f}\n       {best}",
         flush=True,

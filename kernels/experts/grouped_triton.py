@@ -50,29 +50,9 @@ def down_products(
     return out
 
 
-def gate_rows(gate_up: Tensor, order: Order, choice: Choice) -> Tensor:
-    """silu(gate) * up times the pair's weight: [pairs by expert, 2 * inner] -> [.., inner]."""
-    num_rows, width = gate_up.shape
-    out = torch.empty((num_rows, width // 2), dtype=gate_up.dtype, device=gate_up.device)
-    _gate_rows[(num_rows, triton.cdiv(width // 2, _SUM_BLOCK))](
-        gate_up,
-        order.pairs,
-        choice.weights,
-        out,
-        width // 2,
-        BLOCK=min(_SUM_BLOCK, triton.next_power_of_2(width // 2)),
-        num_warps=4,
-        **launch_options(gate_up.device),
-    )
-    return out
-
-
-def sum_pairs(
-    products: Tensor, choice: Choice, first: int, num_local: int, places: Tensor | None = None
-) -> Tensor:
+def sum_pairs(products: Tensor, choice: Choice, first: int, num_local: int) -> Tensor:
     """[tokens * k, hidden] -> [tokens, hidden]: of each token's pairs with this rank's experts, in
-    the order of its choices. `places` [tokens * k] int32: the row of each pair, if not its number.
-    """
+    the order of its choices."""
     num_tokens, k = choice.chosen.shape
     hidden = products.shape[1]
     out = torch.empty((num_tokens, hidden), dtype=products.dtype, device=products.device)
@@ -80,12 +60,10 @@ def sum_pairs(
     _sum_pairs[(num_tokens, triton.cdiv(hidden, block))](
         products,
         choice.chosen,
-        choice.chosen if places is None else places,
         out,
         hidden,
         first,
         num_local,
-        HAS_PLACES=places is not None,
         K=k,
         BLOCK=block,
         num_warps=4,
@@ -228,30 +206,14 @@ def _add_product(sums, values, some, IS_TURNED: tl.constexpr, PRECISION: tl.cons
     return sums
 
 
-@triton.jit
-def _gate_rows(gate_up, pairs, shares, out, inner, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = cols < inner
-    let_next_in(PDL)
-    wait_for_previous(PDL)
-    share = tl.load(shares + tl.load(pairs + row))
-    gate = tl.load(gate_up + row * 2 * inner + cols, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * inner + inner + cols, mask=mask, other=0.0).to(tl.float32)
-    gated = gate / (1.0 + tl.exp(-gate)) * up * share
-    tl.store(out + row * inner + cols, gated.to(out.dtype.element_ty), mask=mask)
-
-
 @triton.jit(do_not_specialize=["first", "num_local"])
 def _sum_pairs(
     products,
     chosen,
-    places,
     out,
     hidden,
     first,
     num_local,
-    HAS_PLACES: tl.constexpr,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -266,9 +228,6 @@ def _sum_pairs(
         expert = tl.load(chosen + token * K + index)
         is_local = (expert >= first) & (expert < first + num_local)
         is_there = cols < tl.where(is_local, hidden, 0)
-        row = token * K + index
-        if HAS_PLACES:
-            row = tl.load(places + row).to(tl.int64)
-        at = products + row * hidden + cols
+        at = products + (token * K + index) * hidden + cols
         sums += tl.load(at, mask=is_there, other=0.0).to(tl.float32)
     tl.store(out + token * hidden + cols, sums.to(out.dtype.element_ty), mask=mask)

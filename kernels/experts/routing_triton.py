@@ -39,15 +39,14 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Pairs by expert: `pairs` [tokens * k] int32; those of local expert n end at `ends[n]`.
+    """Pairs by expert: `pairs` [tokens * k] int32.
 
-    `tiles` [3, most tiles] int32: expert, first row and end of each tile. A tile has rows of one
-    expert; of one that is not needed the expert is beyond the last. Rows behind the last expert's
-    (experts of other ranks) are not written.
+    `tiles` [3, most tiles] int32: expert, first row of each tile and end of the expert's rows. A
+    tile has rows of one expert; of one that is not needed the expert is beyond the last. Rows
+    behind the last expert's (experts of other ranks) are not written.
     """
 
     pairs: Tensor
-    ends: Tensor
     tiles: Tensor
 
 
@@ -122,10 +121,8 @@ def _choose_and_order(
     chosen = torch.empty((num_tokens, k), dtype=torch.int32, device=device)
     is_ordered = tile_rows is not None
     num_tiles = most_tiles(num_tokens * k, mixture.num_local, tile_rows) if is_ordered else 0
-    # Pairs, ends, tiles, and how often each block of tokens has chosen each expert.
-    pairs, ends, tiles, counts = _int32s(
-        device, num_tokens * k, mixture.num_local, 3 * num_tiles, num_blocks * padded
-    )
+    # Pairs, tiles, and how often each block of tokens has chosen each expert.
+    pairs, tiles, counts = _int32s(device, num_tokens * k, 3 * num_tiles, num_blocks * padded)
     slots = None if loads is None else loads.whole.slots
     common = {
         "EXPERTS": padded,
@@ -141,7 +138,6 @@ def _choose_and_order(
         chosen,
         counts,
         pairs,
-        ends,
         tiles,
         counts if loads is None else loads.tokens,
         counts if slots is None else slots,
@@ -160,7 +156,6 @@ def _choose_and_order(
             chosen,
             counts,
             pairs,
-            ends,
             tiles,
             *bounds,
             num_blocks,
@@ -168,7 +163,7 @@ def _choose_and_order(
             num_warps=_choosing_warps(block, padded, is_ordered=True),
             **common,
         )
-    order = Order(pairs, ends, tiles.view(3, num_tiles)) if is_ordered else None
+    order = Order(pairs, tiles.view(3, num_tiles)) if is_ordered else None
     return Choice(weights, chosen), order
 
 
@@ -270,7 +265,6 @@ def _choose(
     chosen,
     counts,
     pairs,
-    ends,
     tiles,
     loads,
     slots,
@@ -322,7 +316,8 @@ def _choose(
     is_stored = is_token[:, None] & (places < K)[None, :]
     tl.store(weights + to, values / total[:, None], mask=is_stored)
     tl.store(chosen + to, numbers, mask=is_stored)
-    is_chosen = ((place >= 0) & is_token[:, None]).to(tl.int32)
+    place = tl.where(is_token[:, None], place, -1)
+    is_chosen = (place >= 0).to(tl.int32)
     if IS_COUNTED:
         counted = is_chosen
         if HAS_SLOTS:
@@ -334,21 +329,19 @@ def _choose(
         )
     numbers_of = tl.sum(is_chosen, axis=0)
     if IS_ORDERED:
-        is_local = (experts >= first_local) & (experts < first_local + num_local)
-        sizes = tl.where(is_local, numbers_of, 0)
-        starts = tl.cumsum(sizes, axis=0) - sizes
-        _put_pairs(pairs, place, is_chosen, is_local, starts, tokens, K)
-        tl.store(ends + experts - first_local, starts + sizes, mask=is_local)
-        _cut_tiles(
+        _put_in_order(
+            pairs,
             tiles,
+            place,
+            numbers_of,
+            tl.zeros_like(numbers_of),
+            tokens,
             experts,
-            sizes,
-            starts,
             first_local,
+            num_local,
             num_tiles,
             tile_rows,
-            0,
-            1,
+            K,
             EXPERTS,
             TILE_BLOCK,
         )
@@ -361,7 +354,6 @@ def _order(
     chosen,
     counts,
     pairs,
-    ends,
     tiles,
     num_tokens,
     num_experts,
@@ -392,58 +384,61 @@ def _order(
         some = tl.load(at, mask=(rows < num_blocks)[:, None], other=0)
         sizes += tl.sum(some, axis=0)
         before += tl.sum(tl.where((rows < program)[:, None], some, 0), axis=0)
-    is_local = (experts >= first_local) & (experts < first_local + num_local)
-    sizes = tl.where(is_local, sizes, 0)
-    starts = tl.cumsum(sizes, axis=0) - sizes
     place = tl.full((TOKENS, EXPERTS), -1, tl.int32)
     for index in range(K):
         number = tl.load(chosen + tokens * K + index, mask=is_token, other=-1)
         place = tl.where(experts[None, :] == number[:, None], index, place)
-    is_chosen = (place >= 0).to(tl.int32)
-    _put_pairs(pairs, place, is_chosen, is_local, starts + before, tokens, K)
-    if program == 0:
-        tl.store(ends + experts - first_local, starts + sizes, mask=is_local)
-    _cut_tiles(
+    _put_in_order(
+        pairs,
         tiles,
-        experts,
+        place,
         sizes,
-        starts,
+        before,
+        tokens,
+        experts,
         first_local,
+        num_local,
         num_tiles,
         tile_rows,
-        program,
-        num_blocks,
+        K,
         EXPERTS,
         TILE_BLOCK,
     )
 
 
 @triton.jit
-def _put_pairs(pairs, place, is_chosen, is_local, starts, tokens, K: tl.constexpr):
-    """A block's pairs to their rows, of each expert from `starts` on."""
-    rows = starts[None, :] + tl.cumsum(is_chosen, axis=0) - is_chosen
-    mask = (is_chosen > 0) & is_local[None, :]
-    tl.store(pairs + rows, tokens[:, None] * K + place, mask=mask)
-
-
-@triton.jit
-def _cut_tiles(
+def _put_in_order(
+    pairs,
     tiles,
-    experts,
+    place,
     sizes,
-    starts,
+    before,
+    tokens,
+    experts,
     first_local,
+    num_local,
     num_tiles,
     tile_rows,
-    program,
-    num_programs,
+    K: tl.constexpr,
     EXPERTS: tl.constexpr,
     TILE_BLOCK: tl.constexpr,
 ):
-    """This program's share of the tiles."""
+    """A block's pairs to their rows, and the program's share of the tiles.
+
+    `place` [tokens, experts]: which of a token's choices an expert is, or -1. `sizes` and `before`
+    [experts]: how often each is chosen by all tokens, and by those in front of the block.
+    """
+    is_local = (experts >= first_local) & (experts < first_local + num_local)
+    sizes = tl.where(is_local, sizes, 0)
+    starts = tl.cumsum(sizes, axis=0) - sizes
+    is_chosen = (place >= 0).to(tl.int32)
+    to = (starts + before)[None, :] + tl.cumsum(is_chosen, axis=0) - is_chosen
+    is_stored = (is_chosen > 0) & is_local[None, :]
+    tl.store(pairs + to, tokens[:, None] * K + place, mask=is_stored)
     num_of = (sizes + tile_rows - 1) // tile_rows
     behind = tl.cumsum(num_of, axis=0)  # the tile behind the expert's last
-    for first in range(program * TILE_BLOCK, num_tiles, num_programs * TILE_BLOCK):
+    step = tl.num_programs(0) * TILE_BLOCK
+    for first in range(tl.program_id(0) * TILE_BLOCK, num_tiles, step):
         numbers = first + tl.arange(0, TILE_BLOCK)
         # A tile belongs to the first expert whose tiles end behind it.
         owner = tl.sum((behind[None, :] <= numbers[:, None]).to(tl.int32), axis=1)

@@ -1,8 +1,7 @@
 """How the products of a mixture of experts are cut up, by its sizes and the tokens of a step.
 
-    few      a program has some outputs of one pair, and multiplies without the matrix units
-    tiles    a program has some outputs of a tile of rows of one expert
-    library  torch's grouped product over the same order of rows
+    few    a program has some outputs of one pair, and multiplies without the matrix units
+    tiles  a program has some outputs of a tile of rows of one expert
 
 tiles.json has what was fastest on an H200: `python -m baton.bench.kernels.experts` writes it. A
 mixture that is not in it gets a default by its rows an expert.
@@ -52,12 +51,7 @@ class Tiles:
     down: Cut
 
 
-@dataclass(frozen=True, slots=True)
-class Library:
-    """torch._grouped_mm."""
-
-
-Plan = Few | Tiles | Library
+Plan = Few | Tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +68,14 @@ class Sizes:
         return f"{self.num_experts} experts, {self.num_chosen} chosen, {self.hidden} x {self.inner}"
 
 
-def choose_plan(sizes: Sizes, num_tokens: int, itemsize: int, *, has_library: bool = True) -> Plan:
-    """What is fastest for so many tokens; of weights of `itemsize` bytes.
-
-    Without `has_library` the best plan that is none of the library: a rank that lacks experts has
-    rows that belong to none of its own.
-    """
+def choose_plan(sizes: Sizes, num_tokens: int, itemsize: int) -> Plan:
+    """What is fastest for so many tokens; of weights of `itemsize` bytes."""
     if itemsize != 2:
         return _EXACT
     steps = _table().get(sizes.key) or _DEFAULTS
     if steps is _DEFAULTS:
         # By rows an expert, as a mixture of 128 experts and 8 choices has them.
         num_tokens = max(1, num_tokens * sizes.num_chosen * 16 // sizes.num_experts)
-    if not has_library:
-        steps = [step for step in steps if not isinstance(step[1], Library)] or _DEFAULTS
     return next((plan for most, plan in steps if num_tokens <= most), steps[-1][1])
 
 
@@ -103,8 +91,6 @@ def from_json(values: Mapping[str, Any]) -> Plan:
             return Few(**rest)
         case {"kind": "tiles", "rows": rows, "gated": gated, "down": down}:
             return Tiles(rows, Cut(**gated), Cut(**down))
-        case {"kind": "library"}:
-            return Library()
     raise KeyError(f"no plan: {values!r}")
 
 
@@ -128,9 +114,3 @@ _DEFAULTS: list[tuple[int, Plan]] = [
     (1024, Tiles(64, Cut(128, 64, 3, 8), Cut(128, 64, 4, 4))),
     (1 << 30, Tiles(128, Cut(128, 64, 4, 8, 4), Cut(256, 64, 4, 8, 4))),
 ]
-
-
-def all_plans() -> list[Plan]:
-    """Every plan that is taken for weights of 2 bytes."""
-    steps = [*_DEFAULTS, *(step for steps in _table().values() for step in steps)]
-    return [plan for _, plan in steps]

@@ -20,15 +20,15 @@ from triton.compiler import ASTSource
 from triton.knobs import nvidia
 
 from baton.kernels.experts.few_tokens_triton import _down, _gated
-from baton.kernels.experts.grouped_triton import _gate_rows, _grouped_product, _sum_pairs
+from baton.kernels.experts.grouped_triton import _grouped_product, _sum_pairs
 from baton.kernels.experts.routing_triton import _choose, _logits, _logits_of_few, _order
-from baton.kernels.experts.tiles import Cut, Few, Tiles, all_plans
+from baton.kernels.experts.tiles import Cut, Few, Sizes, Tiles, choose_plan
 
 MAX_SHARED_BYTES = 227 << 10
 PTX_VERSION = 87  # that the ptxas of every Triton since 3.6 knows
 POINTERS = {
-    **dict.fromkeys(("x", "weights", "out", "router", "gated", "gate_up", "products"), "*bf16"),
-    **dict.fromkeys(("pairs", "places", "tiles", "chosen", "counts", "ends"), "*i32"),
+    **dict.fromkeys(("x", "weights", "out", "router", "gated", "products"), "*bf16"),
+    **dict.fromkeys(("pairs", "tiles", "chosen", "counts"), "*i32"),
     **dict.fromkeys(("logits", "shares"), "*fp32"),
     **dict.fromkeys(("slots", "loads"), "*i64"),
 }
@@ -95,9 +95,7 @@ def few_cases(plan: Few) -> list[Case]:
 def routing_cases() -> list[Case]:
     cases = [
         Case("logits of few", _logits_of_few, {"EXPERTS": 4, "COLS": 2048}, 4, types=_LOGITS),
-        Case("sum", _sum_pairs, {"K": 8, "BLOCK": 1024, "HAS_PLACES": False}, 4),
-        Case("sum by place", _sum_pairs, {"K": 8, "BLOCK": 1024, "HAS_PLACES": True}, 4),
-        Case("gate", _gate_rows, {"BLOCK": 1024}, 4),
+        Case("sum", _sum_pairs, {"K": 8, "BLOCK": 1024}, 4),
     ]
     for tokens, experts in ((16, 16), (16, 64), (64, 64)):
         constants = {"TOKENS": tokens, "EXPERTS": experts, "COLS": 128, "PRECISION": "tf32"}
@@ -143,15 +141,19 @@ def is_good(case: Case) -> bool:
     return good
 
 
+MIXTURES = (Sizes(128, 8, 2048, 768), Sizes(8, 2, 4096, 14_336))
+
+
 if __name__ == "__main__":
+    plans = {choose_plan(sizes, 2**n, 2) for sizes in MIXTURES for n in range(15)}
     products = {
         (plan.rows, cut, is_gated)
-        for plan in all_plans()
+        for plan in plans
         if isinstance(plan, Tiles)
         for cut, is_gated in ((plan.gated, True), (plan.down, False))
     }
     cases = [product_case(*product) for product in sorted(products, key=str)]
-    for few in {plan for plan in all_plans() if isinstance(plan, Few)}:
+    for few in {plan for plan in plans if isinstance(plan, Few)}:
         cases += few_cases(few)
     with ThreadPoolExecutor(2) as pool:
         sys.exit(0 if all(list(pool.map(is_good, cases + routing_cases()))) else 1)
