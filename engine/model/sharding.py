@@ -69,7 +69,7 @@ def _why_not(config: ModelConfig, size: int, has_expert_parallel: bool) -> str:
     if size > 1 and config.quantization and config.quantization.scaling == BLOCK_SCALED:
         heads = {"heads": config.num_heads // size, "KV heads": max(1, kv_heads // size)}
         parts = {name: count * config.head_dim for name, count in heads.items()}
-        # Experts are dequantised, whose blocks any rank may cut.
+        # Experts that are dequantised may be cut anywhere; those that are not see to it themselves.
         parts |= {name: count // size for name, count in inners.items()}
         for name, count in parts.items():
             if count % BLOCK:

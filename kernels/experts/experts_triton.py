@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .experts import LayerLoads, Mixture
+from .experts import Fp8Groups, LayerLoads, Mixture
 from .few_tokens_triton import experts_of_few
 from .grouped_triton import down_products, gated_products, sum_pairs
-from .routing_triton import Choice, Order, choose, choose_and_order, router_logits
-from .tiles import Few, Plan, Sizes, Tiles, choose_plan
+from .routing_triton import choose, choose_and_order, router_logits
+from .tiles import Few, Plan, Sizes, choose_plan
 
 
 def compute_experts(
@@ -22,21 +22,18 @@ def compute_experts(
     A token's result depends on the plan, hence on the number of tokens, and not on the others.
     """
     plan = plan or choose_plan(sizes_of(mixture), len(x), x.itemsize)
-    logits = router_logits(x, mixture.router)
-    match plan:
-        case Few():
-            return experts_of_few(x, mixture, choose(logits, mixture, loads), plan)
-        case Tiles():
-            choice, order = choose_and_order(logits, mixture, loads, plan.rows)
-            return _by_tiles(x, mixture, choice, order, plan)
+    if isinstance(plan, Few):
+        logits = router_logits(x, mixture.router)
+        return experts_of_few(x, mixture, choose(logits, mixture, loads), plan)
+    quantised = Fp8Groups.empty(len(x), mixture.hidden, x.device) if plan.has_fp8_rows else None
+    logits = router_logits(x, mixture.router, quantised)
+    k, rows = mixture.num_chosen, plan.rows
+    choice, order = choose_and_order(logits, mixture, loads, rows)
+    gated = gated_products(quantised or x, mixture.gate_up, order, k, rows, plan.gated)
+    products = down_products(gated, mixture.down, order, choice, rows, plan.down, x.dtype)
+    return sum_pairs(products, choice, mixture.first, mixture.num_local)
 
 
 def sizes_of(mixture: Mixture) -> Sizes:
-    return Sizes(mixture.num_local, mixture.num_chosen, mixture.hidden, mixture.inner)
-
-
-def _by_tiles(x: Tensor, mixture: Mixture, choice: Choice, order: Order, plan: Tiles) -> Tensor:
-    k, rows = mixture.num_chosen, plan.rows
-    gated = gated_products(x, mixture.gate_up, order, k, rows, plan.gated)
-    products = down_products(gated, mixture.down, order, choice, rows, plan.down)
-    return sum_pairs(products, choice, mixture.first, mixture.num_local)
+    weights = ("", "fp8", "fp8-block")[mixture.gate_up.scaling]
+    return Sizes(mixture.num_local, mixture.num_chosen, mixture.hidden, mixture.inner, weights)

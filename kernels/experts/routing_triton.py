@@ -19,7 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
-from .experts import LayerLoads, Mixture
+from ..products.weights import BLOCK, FP8_MAX, LEAST_MAXIMUM
+from .experts import Fp8Groups, LayerLoads, Mixture
 
 _MAX_GEMV_TOKENS = 16
 _GEMV_EXPERTS = 4
@@ -27,6 +28,7 @@ _BLOCK_ELEMENTS = 4096  # tokens times experts that a program has in registers
 _MAX_BLOCK_TOKENS = 32
 _TILE_BLOCK = 64
 _ALIGNED = 32  # elements
+_LARGEST, _LEAST = tl.constexpr(FP8_MAX), tl.constexpr(LEAST_MAXIMUM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +58,15 @@ def most_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
     return (num_pairs + touched * (tile_rows - 1)) // tile_rows
 
 
-def router_logits(x: Tensor, router: Tensor) -> Tensor:
-    """x [tokens, hidden] @ router [experts, hidden]^T -> float32, whatever the type of `x`."""
+def router_logits(x: Tensor, router: Tensor, quantised: Fp8Groups | None = None) -> Tensor:
+    """x [tokens, hidden] @ router [experts, hidden]^T -> float32, whatever the type of `x`.
+
+    `quantised`: to be filled with x, which is read here anyway.
+    """
     num_tokens, hidden = x.shape
     num_experts = len(router)
     out = torch.empty((num_tokens, num_experts), dtype=torch.float32, device=x.device)
-    if num_tokens <= _MAX_GEMV_TOKENS:
+    if num_tokens <= _MAX_GEMV_TOKENS and quantised is None:
         _logits_of_few[(num_tokens, triton.cdiv(num_experts, _GEMV_EXPERTS))](
             x,
             router,
@@ -81,12 +86,15 @@ def router_logits(x: Tensor, router: Tensor) -> Tensor:
         x,
         router,
         out,
+        out if quantised is None else quantised.data,
+        out if quantised is None else quantised.scale,
         num_tokens,
         num_experts,
         hidden,
         TOKENS=tile_tokens,
         EXPERTS=tile_experts,
-        COLS=128 if x.itemsize == 2 else 32,
+        COLS=BLOCK if x.itemsize == 2 or quantised is not None else 32,
+        QUANTISES=quantised is not None,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=4,
         num_stages=4 if x.itemsize == 2 else 2,
@@ -231,12 +239,15 @@ def _logits(
     x,
     router,
     out,
+    quantised,
+    scale,
     num_tokens,
     num_experts,
     hidden,
     TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,
     COLS: tl.constexpr,
+    QUANTISES: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -254,6 +265,16 @@ def _logits(
         values = tl.load(vectors + first, mask=is_token & is_col, other=0.0)
         tile = tl.load(matrix + first, mask=is_expert[:, None] & is_col, other=0.0)
         sums = tl.dot(values, tile.T, sums, input_precision=PRECISION)
+        if QUANTISES:
+            # The programs of other experts compute the same, and store nothing.
+            is_mine = (tokens < tl.where(tl.program_id(1) == 0, num_tokens, 0))[:, None]
+            wide = values.to(tl.float32)
+            largest = tl.maximum(tl.max(tl.abs(wide), axis=1, keep_dims=True), _LEAST)
+            of_group = scale + tokens[:, None] * tl.cdiv(hidden, COLS) + first // COLS
+            tl.store(of_group, largest / _LARGEST, mask=is_mine)
+            to = quantised + tokens.to(tl.int64)[:, None] * hidden + first + cols
+            scaled = (wide * (_LARGEST / largest)).to(quantised.dtype.element_ty)
+            tl.store(to, scaled, mask=is_mine & is_col)
     at = out + tokens[:, None] * num_experts + experts[None, :]
     tl.store(at, sums, mask=is_token & is_expert[None, :])
 

@@ -44,11 +44,16 @@ class Few:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Rows of a tile, and the two products over them."""
+    """Rows of a tile, and the two products over them.
+
+    `has_fp8_rows`: of weights in FP8; they are multiplied with activations in FP8. Then 128 outputs
+    of a gated product have one scale, and are a program's.
+    """
 
     rows: int
     gated: Cut
     down: Cut
+    has_fp8_rows: bool = False
 
 
 Plan = Few | Tiles
@@ -62,18 +67,21 @@ class Sizes:
     num_chosen: int
     hidden: int
     inner: int
+    weights: str = ""  # fp8: with a scale for each output; fp8-block: for 128 x 128; else floats
 
     @property
     def key(self) -> str:
-        return f"{self.num_experts} experts, {self.num_chosen} chosen, {self.hidden} x {self.inner}"
+        key = f"{self.num_experts} experts, {self.num_chosen} chosen, {self.hidden} x {self.inner}"
+        return f"{key}, {self.weights}" if self.weights else key
 
 
 def choose_plan(sizes: Sizes, num_tokens: int, itemsize: int) -> Plan:
-    """What is fastest for so many tokens; of weights of `itemsize` bytes."""
+    """What is fastest for so many tokens, which have numbers of `itemsize` bytes."""
     if itemsize != 2:
         return _EXACT
-    steps = _table().get(sizes.key) or _DEFAULTS
-    if steps is _DEFAULTS:
+    steps = _table().get(sizes.key)
+    if steps is None:
+        steps = _FP8_DEFAULTS if sizes.weights else _DEFAULTS
         # By rows an expert, as a mixture of 128 experts and 8 choices has them.
         num_tokens = max(1, num_tokens * sizes.num_chosen * 16 // sizes.num_experts)
     return next((plan for most, plan in steps if num_tokens <= most), steps[-1][1])
@@ -89,8 +97,8 @@ def from_json(values: Mapping[str, Any]) -> Plan:
     match values:
         case {"kind": "few", **rest}:
             return Few(**rest)
-        case {"kind": "tiles", "rows": rows, "gated": gated, "down": down}:
-            return Tiles(rows, Cut(**gated), Cut(**down))
+        case {"kind": "tiles", "gated": gated, "down": down, **rest}:
+            return Tiles(gated=Cut(**gated), down=Cut(**down), **rest)
     raise KeyError(f"no plan: {values!r}")
 
 
@@ -113,4 +121,13 @@ _DEFAULTS: list[tuple[int, Plan]] = [
     (512, Tiles(32, Cut(64, 128, 3, 4), Cut(128, 128, 3, 4))),
     (1024, Tiles(64, Cut(128, 64, 3, 8), Cut(128, 64, 4, 4))),
     (1 << 30, Tiles(128, Cut(128, 64, 4, 8, 4), Cut(256, 64, 4, 8, 4))),
+]
+_TURNED = Cut(128, 128, 4, 4, is_turned=True)
+_FP8_DEFAULTS: list[tuple[int, Plan]] = [
+    (4, Few(1, 2, 4, 2048)),
+    (16, Tiles(16, _TURNED, _TURNED)),
+    (256, Tiles(16, _TURNED, _TURNED, has_fp8_rows=True)),
+    (512, Tiles(32, _TURNED, _TURNED, has_fp8_rows=True)),
+    (1024, Tiles(64, Cut(128, 128, 3, 8), Cut(128, 128, 4, 4), has_fp8_rows=True)),
+    (1 << 30, Tiles(128, Cut(128, 128, 3, 8, 4), Cut(128, 128, 4, 8, 4), has_fp8_rows=True)),
 ]
