@@ -1,6 +1,6 @@
 """Which experts each token goes to, and all tokens in the order of experts, on the device alone.
 
-    logits    x, router              ─► [tokens, experts] float32
+    logits    x, router              ─► [parts, tokens, experts] float32, to be added up
     choose    softmax, the best      ─► weights, chosen [tokens, k]; how often, by block of tokens
     order     those counts           ─► pairs by expert, and the tiles of rows that cover them
 
@@ -24,6 +24,7 @@ from .experts import Fp8Groups, LayerLoads, Mixture
 
 _MAX_GEMV_TOKENS = 16
 _GEMV_EXPERTS = 4
+_PARTS = 4  # of the inputs, for few tokens
 _BLOCK_ELEMENTS = 4096  # tokens times experts that a program has in registers
 _MAX_BLOCK_TOKENS = 32
 _TILE_BLOCK = 64
@@ -59,14 +60,16 @@ def most_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
 
 
 def router_logits(x: Tensor, router: Tensor, quantised: Fp8Groups | None = None) -> Tensor:
-    """x [tokens, hidden] @ router [experts, hidden]^T -> float32, whatever the type of `x`.
+    """x [tokens, hidden] @ router [experts, hidden]^T -> float32, whatever the type of `x`: as
+    summands [parts, tokens, experts], each of some of the inputs.
 
     `quantised`: to be filled with x, which is read here anyway.
     """
     num_tokens, hidden = x.shape
     num_experts = len(router)
-    out = torch.empty((num_tokens, num_experts), dtype=torch.float32, device=x.device)
+    options = {"dtype": torch.float32, "device": x.device}
     if num_tokens <= _MAX_GEMV_TOKENS and quantised is None:
+        out = torch.empty((1, num_tokens, num_experts), **options)
         _logits_of_few[(num_tokens, triton.cdiv(num_experts, _GEMV_EXPERTS))](
             x,
             router,
@@ -80,8 +83,14 @@ def router_logits(x: Tensor, router: Tensor, quantised: Fp8Groups | None = None)
         )
         return out
     tile_tokens = 16 if num_tokens <= 1024 else 64
-    tile_experts = min(16 if num_tokens <= 256 else 64, max(16, _padded(num_experts)))
-    grid = (triton.cdiv(num_tokens, tile_tokens), triton.cdiv(num_experts, tile_experts))
+    tile_experts = 16 if num_tokens <= 256 else 64 if num_tokens <= 4096 else 128
+    tile_experts = min(tile_experts, max(16, _padded(num_experts)))
+    # Few tiles: more programs with fewer steps each.
+    num_parts = _PARTS if num_tokens <= 1024 else 1
+    columns = triton.cdiv(hidden, num_parts * BLOCK) * BLOCK
+    num_parts = triton.cdiv(hidden, columns)
+    out = torch.empty((num_parts, num_tokens, num_experts), **options)
+    grid = (triton.cdiv(num_tokens, tile_tokens), triton.cdiv(num_experts, tile_experts), num_parts)
     _logits[grid](
         x,
         router,
@@ -91,6 +100,7 @@ def router_logits(x: Tensor, router: Tensor, quantised: Fp8Groups | None = None)
         num_tokens,
         num_experts,
         hidden,
+        columns,
         TOKENS=tile_tokens,
         EXPERTS=tile_experts,
         COLS=BLOCK if x.itemsize == 2 or quantised is not None else 32,
@@ -104,7 +114,8 @@ def router_logits(x: Tensor, router: Tensor, quantised: Fp8Groups | None = None)
 
 
 def choose(logits: Tensor, mixture: Mixture, loads: LayerLoads | None) -> Choice:
-    """`experts.choose_experts`; of equal logits the first expert is chosen."""
+    """`experts.choose_experts` of the sum of [parts, tokens, experts]; of equal logits the first
+    expert is chosen."""
     return _choose_and_order(logits, mixture, loads, None)[0]
 
 
@@ -120,7 +131,7 @@ def choose_and_order(
 def _choose_and_order(
     logits: Tensor, mixture: Mixture, loads: LayerLoads | None, tile_rows: int | None
 ) -> tuple[Choice, Order | None]:
-    num_tokens, num_experts = logits.shape
+    num_parts, num_tokens, num_experts = logits.shape
     k, device = mixture.num_chosen, logits.device
     padded = _padded(num_experts)
     block = _block_tokens(num_tokens, padded)
@@ -151,12 +162,13 @@ def _choose_and_order(
         counts if slots is None else slots,
         0 if loads is None else loads.whole.first_slot,
         *bounds,
+        PARTS=num_parts,
         K_PADDED=triton.next_power_of_2(k),
         IS_NORMED=mixture.has_normed_weights,
         IS_COUNTED=loads is not None,
         HAS_SLOTS=slots is not None,
         IS_ORDERED=is_ordered and num_blocks == 1,
-        num_warps=_choosing_warps(block, padded, is_ordered=is_ordered),
+        num_warps=_warps(block, is_ordered=is_ordered),
         **common,
     )
     if is_ordered and num_blocks > 1:
@@ -168,7 +180,7 @@ def _choose_and_order(
             *bounds,
             num_blocks,
             COUNT_BLOCK=max(1, min(32, _BLOCK_ELEMENTS // padded)),
-            num_warps=_choosing_warps(block, padded, is_ordered=True),
+            num_warps=_warps(block, is_ordered=True),
             **common,
         )
     order = Order(pairs, tiles.view(3, num_tiles)) if is_ordered else None
@@ -196,11 +208,10 @@ def _block_tokens(num_tokens: int, padded: int) -> int:
     return min(most, 16) if num_tokens <= 2048 else most
 
 
-def _choosing_warps(block: int, padded: int, *, is_ordered: bool) -> int:
-    """As few as hold the values: a row within one warp has no barrier in its reductions."""
-    if is_ordered:
-        return 4 if block * padded <= 2048 else 8
-    return int(max(1, min(8, block * padded // 512)))
+def _warps(block: int, *, is_ordered: bool) -> int:
+    """One for each token: its choices follow each other, and have no barrier within a warp. What
+    cuts tiles needs some more."""
+    return min(16, max(block, 4 if is_ordered else 1))
 
 
 @triton.jit
@@ -244,6 +255,7 @@ def _logits(
     num_tokens,
     num_experts,
     hidden,
+    columns,
     TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,
     COLS: tl.constexpr,
@@ -260,7 +272,8 @@ def _logits(
     vectors = x + tokens.to(tl.int64)[:, None] * hidden + cols
     matrix = router + experts[:, None] * hidden + cols
     sums = tl.zeros((TOKENS, EXPERTS), tl.float32)
-    for first in range(0, hidden, COLS):
+    part = tl.program_id(2)
+    for first in range(part * columns, tl.minimum((part + 1) * columns, hidden), COLS):
         is_col = cols < hidden - first
         values = tl.load(vectors + first, mask=is_token & is_col, other=0.0)
         tile = tl.load(matrix + first, mask=is_expert[:, None] & is_col, other=0.0)
@@ -275,7 +288,7 @@ def _logits(
             to = quantised + tokens.to(tl.int64)[:, None] * hidden + first + cols
             scaled = (wide * (_LARGEST / largest)).to(quantised.dtype.element_ty)
             tl.store(to, scaled, mask=is_mine & is_col)
-    at = out + tokens[:, None] * num_experts + experts[None, :]
+    at = out + (part * num_tokens + tokens)[:, None] * num_experts + experts[None, :]
     tl.store(at, sums, mask=is_token & is_expert[None, :])
 
 
@@ -296,6 +309,7 @@ def _choose(
     num_local,
     num_tiles,
     tile_rows,
+    PARTS: tl.constexpr,
     K: tl.constexpr,
     K_PADDED: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -314,7 +328,10 @@ def _choose(
     let_next_in(PDL)
     wait_for_previous(PDL)
     at = tokens[:, None] * num_experts + experts[None, :]
-    found = tl.load(logits + at, mask=is_token[:, None] & is_expert[None, :], other=0.0)
+    is_logit = is_token[:, None] & is_expert[None, :]
+    found = tl.load(logits + at, mask=is_logit, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        found += tl.load(logits + part * num_tokens * num_experts + at, mask=is_logit, other=0.0)
     # Whatever is loaded, every choice is an expert and none is made twice: addresses depend on it.
     found = tl.maximum(tl.where(found == found, found, -3.0e38), -3.0e38)
     left = tl.where(is_expert[None, :], found, float("-inf"))
@@ -397,14 +414,15 @@ def _order(
     is_token = tokens < num_tokens
     let_next_in(PDL)
     wait_for_previous(PDL)
-    sizes = tl.zeros((EXPERTS,), tl.int32)
-    before = tl.zeros((EXPERTS,), tl.int32)
+    counted = tl.zeros((COUNT_BLOCK, EXPERTS), tl.int32)
+    in_front = tl.zeros((COUNT_BLOCK, EXPERTS), tl.int32)
     for first in range(0, num_blocks, COUNT_BLOCK):
         rows = first + blocks
         at = counts + rows[:, None] * EXPERTS + experts[None, :]
         some = tl.load(at, mask=(rows < num_blocks)[:, None], other=0)
-        sizes += tl.sum(some, axis=0)
-        before += tl.sum(tl.where((rows < program)[:, None], some, 0), axis=0)
+        counted += some
+        in_front += tl.where((rows < program)[:, None], some, 0)
+    sizes, before = tl.sum(counted, axis=0), tl.sum(in_front, axis=0)
     place = tl.full((TOKENS, EXPERTS), -1, tl.int32)
     for index in range(K):
         number = tl.load(chosen + tokens * K + index, mask=is_token, other=-1)

@@ -258,13 +258,13 @@ def meant(rows: Fp8Groups) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("num_tokens", [3, 20])
-@pytest.mark.parametrize("hidden", [128, 200])
+@pytest.mark.parametrize("hidden", [128, 700])
 def test_the_router_quantises_what_it_reads(num_tokens: int, hidden: int) -> None:
     mixture = make_mixture(20, 2, hidden)
     x = torch.randn(num_tokens, hidden, device=DEVICE)
     x[1] = 0
     found, expected = Fp8Groups.empty(num_tokens, hidden, x.device), groups_of(x)
-    logits = router_logits(x, mixture.router, found)
+    logits = router_logits(x, mixture.router, found).sum(0)
     torch.testing.assert_close(logits, x @ mixture.router.t(), atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(found.scale, expected.scale, rtol=1e-6, atol=0)
     assert difference(meant(found), x.double()) < FP8_NOISE
@@ -273,12 +273,13 @@ def test_the_router_quantises_what_it_reads(num_tokens: int, hidden: int) -> Non
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 17, 70])
 def test_choices(num_tokens: int) -> None:
-    for num_experts, num_chosen in ((7, 3), (8, 8)):
-        mixture = make_mixture(num_experts, num_chosen, hidden=50, is_normed=num_chosen == 3)
-        x = torch.randn(num_tokens, 50, device=DEVICE)
-        logits = router_logits(x, mixture.router)
+    for num_experts, num_chosen, hidden in ((7, 3, 50), (8, 8, 300)):
+        mixture = make_mixture(num_experts, num_chosen, hidden, is_normed=num_chosen == 3)
+        x = torch.randn(num_tokens, hidden, device=DEVICE)
+        parts = router_logits(x, mixture.router)
+        logits = parts.sum(0)
         torch.testing.assert_close(logits, x @ mixture.router.t(), atol=1e-4, rtol=1e-4)
-        found, (weights, chosen) = choose(logits, mixture, None), choose_experts(logits, mixture)
+        found, (weights, chosen) = choose(parts, mixture, None), choose_experts(logits, mixture)
         assert torch.equal(found.chosen.long(), chosen)
         torch.testing.assert_close(found.weights, weights)
 
@@ -287,7 +288,7 @@ def test_whatever_the_logits_are_each_choice_is_an_expert_of_its_own() -> None:
     mixture = make_mixture(6, 4)
     logits = torch.full((3, 6), float("nan"), device=DEVICE)
     logits[1], logits[2] = float("-inf"), 0.0
-    chosen = choose(logits, mixture, None).chosen
+    chosen = choose(logits[None], mixture, None).chosen
     assert all(len({n for n in row if 0 <= n < 6}) == 4 for row in chosen.tolist())
 
 
@@ -298,7 +299,7 @@ def test_order(num_tokens: int, tile_rows: int) -> None:
     mixture = make_mixture(6, 2)
     logits = torch.randn(num_tokens, 6, device=DEVICE)
     logits[:, 2] = -9.0  # nobody's
-    choice, order = choose_and_order(logits, mixture, None, tile_rows)
+    choice, order = choose_and_order(logits[None], mixture, None, tile_rows)
     flat = choice.chosen.flatten().tolist()
     wanted = sorted(range(len(flat)), key=lambda pair: (flat[pair], pair))
     assert order.pairs.tolist() == wanted
@@ -319,8 +320,8 @@ def test_loads_leave_padding_out() -> None:
     for slots in (None, torch.arange(40, device=DEVICE)):
         whole = ExpertLoads(2, 6, 10, DEVICE)
         whole.slots, loads = slots, LayerLoads(whole, 1)
-        choice, _ = choose_and_order(logits, mixture, loads, 16)
-        choose(logits, mixture, loads)
+        choice, _ = choose_and_order(logits[None], mixture, loads, 16)
+        choose(logits[None], mixture, loads)
         chosen = choice.chosen if slots is None else choice.chosen[10:]
         once = torch.bincount(chosen.flatten().long(), minlength=6)
         assert torch.equal(loads.tokens, 2 * once)
