@@ -87,15 +87,14 @@ def cuts(rows: int, weights: str, *, is_gated: bool, has_fp8_rows: bool = False)
         ]
     elif weights:
         found = [
-            Cut(outputs, 128, stages, warps, 1, is_turned)
+            Cut(outputs, 128, stages, warps)
             for outputs in ((128,) if is_gated else (64, 128))
             for stages, warps in itertools.product((2, 3, 4), (4, 8))
-            for is_turned in (False, True)
             if rows * outputs * (3 if is_gated else 2) // (warps * 32) <= 192  # sums of a thread
             and (warps == 4 or rows * outputs >= 128 * 64)
         ]
     elif rows <= 32:
-        sizes = [(32, 128), (32, 256), (64, 64), (64, 128), (64, 256), (128, 64), (128, 128)]
+        sizes = [(32, 128), (64, 128), (128, 64), (128, 128)]
         found = [
             Cut(outputs, inputs, stages, 4, 1, is_turned)
             for (outputs, inputs), stages in itertools.product(sizes, (3, 4, 5))
@@ -115,6 +114,8 @@ def cuts(rows: int, weights: str, *, is_gated: bool, has_fp8_rows: bool = False)
     def shared_bytes(cut: Cut) -> int:
         return (rows * of_row + halves * cut.outputs * of_weight) * cut.inputs * cut.stages
 
+    if rows >= 64 or has_fp8_rows:
+        found += [replace(cut, has_descriptor=True) for cut in found]
     return [cut for cut in found if shared_bytes(cut) <= _SHARED_BYTES]
 
 
@@ -294,7 +295,8 @@ def measure(layer: Layer, num_tokens: int) -> Plan:
         f"floor {floor_us:8.1f}, {read:4.2f} TB/s, {rate:5.0f} TFLOP/s; "
         f"in {layer.sizes.layers} layers {best_us * layer.sizes.layers / 1e3:6.2f} ms\n"
         f"       tiles {by_rows}; single pairs {few_us:.0f}; "
-        f"routing alone {routing_us(layer, xs, best):.1f}; "
+        f"routing alone {routing_us(layer, xs, best):.1f}, of which the router "
+        f"{time_us([lambda x=x: router_logits(x, mixture.router) for x in xs]):.1f}; "
         f"as before {plan_us(layer, xs, before, expected):.0f}\n       {best}",
         flush=True,
     )

@@ -24,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
 from ..products.weights import BLOCK, FP8_MAX, LEAST_MAXIMUM
@@ -111,10 +112,15 @@ def _launch(
         assert BLOCK % cut.inputs == 0, "a step of the loop has one scale"
         assert weights.scaling == BY_ROW or BLOCK % cut.outputs == 0, "and so has a program"
     data, scale = (x.data, x.scale) if isinstance(x, Fp8Groups) else (x, x)
+    matrices: Tensor | TensorDescriptor = weights.values
+    has_descriptor = cut.has_descriptor and num_inputs * weights.values.itemsize % 16 == 0
+    if has_descriptor:
+        rows_of_all = weights.values.view(-1, num_inputs)
+        matrices = TensorDescriptor.from_tensor(rows_of_all, [cut.outputs, cut.inputs])
     _grouped_product[(num_tiles * triton.cdiv(num_outputs, cut.outputs),)](
         data,
         scale,
-        weights.values,
+        matrices,
         weights.values if weights.scale is None else weights.scale,
         order.pairs,
         order.tiles,
@@ -134,6 +140,7 @@ def _launch(
         OUTPUTS=cut.outputs,
         INPUTS=cut.inputs,
         IS_TURNED=cut.is_turned,
+        HAS_DESCRIPTOR=has_descriptor,
         IS_WHOLE=num_outputs % cut.outputs == 0 and num_inputs % cut.inputs == 0,
         PRECISION="ieee" if data.dtype == torch.float32 else "tf32",
         num_warps=cut.warps,
@@ -166,6 +173,7 @@ def _grouped_product(
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     IS_TURNED: tl.constexpr,
+    HAS_DESCRIPTOR: tl.constexpr,
     IS_WHOLE: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
@@ -193,9 +201,11 @@ def _grouped_product(
     num_groups = tl.cdiv(num_inputs, _BLOCK)
     of_sources = x_scale + sources * num_groups
     num_rows = num_outputs * 2 if IS_GATED else num_outputs  # of an expert's matrix
-    matrix = weights + expert.to(tl.int64) * num_rows * num_inputs
-    matrix += outputs.to(tl.int64)[:, None] * num_inputs + cols[None, :]
-    up_at = num_outputs.to(tl.int64) * num_inputs
+    first_row = expert * num_rows + first_output
+    if not HAS_DESCRIPTOR:
+        matrix = weights + first_row.to(tl.int64) * num_inputs
+        matrix += tl.arange(0, OUTPUTS).to(tl.int64)[:, None] * num_inputs + cols[None, :]
+        up_at = num_outputs.to(tl.int64) * num_inputs
     of_blocks = scale + expert.to(tl.int64) * tl.cdiv(num_rows, _BLOCK) * num_groups
     of_blocks += first_output // _BLOCK * num_groups
     up_blocks_at = num_outputs // _BLOCK * num_groups
@@ -208,12 +218,16 @@ def _grouped_product(
     ones = tl.full((ROWS,), 1.0, tl.float32)
     IS_SCALED: tl.constexpr = HAS_FP8_ROWS or SCALING == 2
     for first in range(0, num_inputs, INPUTS):
+        is_col = (cols < num_inputs - first)[None, :]
         if IS_WHOLE:
             values = tl.load(vectors + first)
+        else:
+            values = tl.load(vectors + first, mask=is_col, other=0.0)
+        if HAS_DESCRIPTOR:  # behind the last output are others', which are not stored
+            some = weights.load([first_row, first])
+        elif IS_WHOLE:
             some = tl.load(matrix + first)
         else:
-            is_col = (cols < num_inputs - first)[None, :]
-            values = tl.load(vectors + first, mask=is_col, other=0.0)
             some = tl.load(matrix + first, mask=is_output[:, None] & is_col, other=0.0)
         # Read in front of both products, and so while they are computed.
         of_rows = tl.load(of_sources + first // _BLOCK) if HAS_FP8_ROWS else ones
@@ -224,10 +238,11 @@ def _grouped_product(
                 up_by = of_rows * tl.load(of_blocks + up_blocks_at + first // _BLOCK)
         sums = _add_product(sums, values, some, by, IS_SCALED, IS_TURNED, PRECISION)
         if IS_GATED:
-            if IS_WHOLE:
+            if HAS_DESCRIPTOR:
+                some = weights.load([first_row + num_outputs, first])
+            elif IS_WHOLE:
                 some = tl.load(matrix + up_at + first)
             else:
-                is_col = (cols < num_inputs - first)[None, :]
                 mask = is_output[:, None] & is_col
                 some = tl.load(matrix + up_at + first, mask=mask, other=0.0)
             up_sums = _add_product(up_sums, values, some, up_by, IS_SCALED, IS_TURNED, PRECISION)

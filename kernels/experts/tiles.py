@@ -30,6 +30,7 @@ class Cut:
     warps: int
     group: int = 1
     is_turned: bool = False  # outputs are the rows of the product: full tiles of the matrix units
+    has_descriptor: bool = False  # weights are copied by the tensor memory accelerator
 
 
 @dataclass(frozen=True, slots=True)

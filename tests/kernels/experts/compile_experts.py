@@ -81,6 +81,7 @@ def product_case(rows: int, cut: Cut, is_gated: bool, scaling: int, has_fp8_rows
         "OUTPUTS": cut.outputs,
         "INPUTS": cut.inputs,
         "IS_TURNED": cut.is_turned,
+        "HAS_DESCRIPTOR": cut.has_descriptor,
         "IS_WHOLE": True,
         "PRECISION": "tf32",
     }
@@ -90,6 +91,9 @@ def product_case(rows: int, cut: Cut, is_gated: bool, scaling: int, has_fp8_rows
     if has_fp8_rows:
         types |= {"x": "*fp8e4nv", "x_scale": "*fp32"}
         types |= {"out": "*fp8e4nv", "out_scale": "*fp32"} if is_gated else {}
+    if cut.has_descriptor:
+        element = "fp8e4nv" if scaling else "bf16"
+        types["weights"] = f"tensordesc<{element}[{cut.outputs}, {cut.inputs}]>"
     has_wgmma = rows >= 64 or (cut.is_turned and cut.outputs >= 64)
     name = f"{'gated' if is_gated else 'down'} {rows} rows, {cut}, {SCALINGS[scaling]}"
     name += ", rows in FP8" if has_fp8_rows else ""

@@ -56,7 +56,9 @@ TURNED = Tiles(
     dataclasses.replace(SMALL, is_turned=True, group=4),
     dataclasses.replace(SMALL, is_turned=True),
 )
-PLANS: list[Plan] = [Few(1, 1) if HAS_GPU else Few(8, 4), Few(4, 2), TILES, TURNED]
+BY_TMA = dataclasses.replace(SMALL, has_descriptor=True)
+DESCRIBED = Tiles(16, BY_TMA, dataclasses.replace(BY_TMA, is_turned=True, group=2))
+PLANS: list[Plan] = [Few(1, 1) if HAS_GPU else Few(8, 4), Few(4, 2), TILES, TURNED, DESCRIBED]
 
 
 @pytest.fixture(autouse=True)
@@ -186,6 +188,12 @@ FP8_PLANS: list[Plan] = [
     TURNED,
     Tiles(16, WIDE, WIDE, has_fp8_rows=True),
     Tiles(32, WIDE_TURNED, dataclasses.replace(WIDE, is_turned=True), has_fp8_rows=True),
+    Tiles(
+        16,
+        dataclasses.replace(WIDE, has_descriptor=True),
+        dataclasses.replace(WIDE_TURNED, has_descriptor=True),
+        has_fp8_rows=True,
+    ),
 ]
 # Of weights that are exact; three bits of activations, twice. The interpreter halves a number that
 # is rounded up to a power of two.
