@@ -67,9 +67,8 @@ def router_logits(x: Tensor, router: Tensor, quantised: Fp8Groups | None = None)
     """
     num_tokens, hidden = x.shape
     num_experts = len(router)
-    options = {"dtype": torch.float32, "device": x.device}
     if num_tokens <= _MAX_GEMV_TOKENS and quantised is None:
-        out = torch.empty((1, num_tokens, num_experts), **options)
+        out = torch.empty((1, num_tokens, num_experts), dtype=torch.float32, device=x.device)
         _logits_of_few[(num_tokens, triton.cdiv(num_experts, _GEMV_EXPERTS))](
             x,
             router,
@@ -89,7 +88,8 @@ def router_logits(x: Tensor, router: Tensor, quantised: Fp8Groups | None = None)
     num_parts = _PARTS if num_tokens <= 1024 else 1
     columns = triton.cdiv(hidden, num_parts * BLOCK) * BLOCK
     num_parts = triton.cdiv(hidden, columns)
-    out = torch.empty((num_parts, num_tokens, num_experts), **options)
+    sizes = (num_parts, num_tokens, num_experts)
+    out = torch.empty(sizes, dtype=torch.float32, device=x.device)
     grid = (triton.cdiv(num_tokens, tile_tokens), triton.cdiv(num_experts, tile_experts), num_parts)
     _logits[grid](
         x,

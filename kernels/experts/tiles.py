@@ -130,5 +130,5 @@ _FP8_DEFAULTS: list[tuple[int, Plan]] = [
     (256, Tiles(16, _TURNED, _TURNED, has_fp8_rows=True)),
     (512, Tiles(32, _TURNED, _TURNED, has_fp8_rows=True)),
     (1024, Tiles(64, Cut(128, 128, 3, 8), Cut(128, 128, 4, 4), has_fp8_rows=True)),
-    (1 << 30, Tiles(128, Cut(128, 128, 3, 8, 4), Cut(128, 128, 4, 8, 4), has_fp8_rows=True)),
+    (1 << 30, Tiles(64, Cut(128, 128, 3, 8, 4), Cut(128, 128, 4, 4, 4), has_fp8_rows=True)),
 ]

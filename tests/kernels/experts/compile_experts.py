@@ -170,7 +170,7 @@ if __name__ == "__main__":
         for scaling, name in enumerate(SCALINGS)
     }
     products = {
-        (plan.rows, cut, is_gated, scaling, plan.has_fp8_rows)
+        (plan.rows, replace(cut, group=1), is_gated, scaling, plan.has_fp8_rows)
         for plan, scaling in plans
         if isinstance(plan, Tiles)
         for cut, is_gated in ((plan.gated, True), (plan.down, False))

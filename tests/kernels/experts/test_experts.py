@@ -352,6 +352,7 @@ def test_plans() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_the_products_compile_without_a_gpu() -> None:
     """Whatever plan is in the table: no registers are spilled and shared memory suffices."""
     program = Path(__file__).with_name("compile_experts.py")
@@ -361,7 +362,7 @@ def test_the_products_compile_without_a_gpu() -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=390,
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr[-2000:]
