@@ -15,9 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...core.errors import StartupFailed
-from ...kernels.experts.experts import BY_BLOCK, LayerLoads, Mixture
-from ...kernels.products.weights import BLOCK, Activations
+from ...kernels.experts.experts import LayerLoads, Mixture
+from ...kernels.products.weights import Activations
 from .layers import Cut, FloatLinear, Outputs, Placement, Product, Targets
 from .mlp import MLP
 from .model_config import ExpertsConfig
@@ -61,12 +60,6 @@ class Experts:
         gate_up = placement.expert_weights(
             self._names(0) + self._names(1), self._count, 2 * self._inner, hidden
         )
-        if gate_up.scaling == BY_BLOCK and self._inner % BLOCK:
-            raise StartupFailed(
-                f"{prefix}.experts: the scales are of blocks of {BLOCK}, and a rank would have "
-                f"{self._inner} of each expert's inner dimension",
-                hint="--enable-expert-parallel shares whole experts; --dtype float32 dequantises",
-            )
         self.mixture = Mixture(
             self.router.weight,
             gate_up,

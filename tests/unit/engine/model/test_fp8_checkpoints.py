@@ -346,10 +346,28 @@ def test_engines_of_different_quantisation_have_different_fingerprints(tmp_path:
 def test_a_tensor_parallel_size_that_cuts_blocks_is_refused(tmp_path: Path) -> None:
     write_fp8_checkpoint(tmp_path, "block", **ALIGNED)
     with pytest.raises(StartupFailed, match="blocks of 128") as caught:
-        communicator = Communicator()
-        communicator.size = 2
-        ModelRunner(config_of(tmp_path, tensor_parallel_size=2), None, communicator)
+        check_divisible(read_model_config(tmp_path), 2, has_fp8=True)
     assert "--tp 1" in caught.value.hint
+
+
+def test_ranks_cut_blocks_where_they_are_dequantised(tmp_path: Path) -> None:
+    write_fp8_checkpoint(tmp_path, "block", **ALIGNED)
+    whole = dict(loaded(tmp_path, placement_of(tmp_path, has_fp8=False)).targets())
+    for rank in range(2):
+        communicator = Communicator()
+        communicator.rank, communicator.size = rank, 2
+        config = config_of(tmp_path, tensor_parallel_size=2)
+        runner = ModelRunner(config, None, communicator)
+        parts = dict(runner.model.targets())
+        assert parts.keys() == whole.keys()
+        for name, part in parts.items():
+            expected = whole[name].tensor
+            if part.cut is not None:
+                size = part.tensor.shape[part.cut.dim]
+                expected = expected.narrow(part.cut.dim, part.cut.start, size)
+            assert torch.equal(part.tensor, expected), name
+        assert parts["model.layers.0.mlp.down_proj.weight"].tensor.shape[1] == 192
+        runner.close()
 
 
 def test_merged_parts_that_share_a_block_are_refused_where_fp8_stays(tmp_path: Path) -> None:
@@ -436,7 +454,8 @@ def test_experts_are_those_of_the_file(tmp_path: Path, name: str, has_fp8: bool)
 def test_ranks_share_experts(tmp_path: Path, name: str, has_fp8: bool, is_whole: bool) -> None:
     """Whole ones, or a part of each."""
     write_fp8_checkpoint(tmp_path, name, **MIXTURE)
-    check_divisible(read_model_config(tmp_path), 2, has_expert_parallel=is_whole)
+    config = read_model_config(tmp_path)
+    check_divisible(config, 2, has_expert_parallel=is_whole, has_fp8=has_fp8)
     whole = experts_of(loaded(tmp_path, placement_of(tmp_path)))
     _check_parts(tmp_path, whole, None, is_whole=is_whole, has_fp8=has_fp8)
 
@@ -465,14 +484,11 @@ def _check_parts(
 
 def test_blocks_of_experts_that_ranks_would_cut_are_refused(tmp_path: Path) -> None:
     write_fp8_checkpoint(tmp_path, "block", **(MIXTURE | {"moe_intermediate_size": 128}))
-    communicator = Communicator()
-    communicator.size = 2
-    with pytest.raises(StartupFailed, match="have 64 of") as caught:
-        loaded(tmp_path, placement_of(tmp_path, communicator=communicator))
-    assert "--enable-expert-parallel" in caught.value.hint
-    changes = {"communicator": communicator, "has_expert_parallel": True}
-    loaded(tmp_path, placement_of(tmp_path, **changes))
-    loaded(tmp_path, placement_of(tmp_path, communicator=communicator, has_fp8=False))
+    config = read_model_config(tmp_path)
+    with pytest.raises(StartupFailed, match="blocks of 128: 64 of the moe_intermediate_size"):
+        check_divisible(config, 2, has_fp8=True)
+    check_divisible(config, 2, has_fp8=True, has_expert_parallel=True)
+    check_divisible(config, 2)
 
 
 @pytest.mark.parametrize("is_merged", [False, True])
