@@ -52,9 +52,12 @@ def check_divisible(
         raise StartupFailed(f"--enable-expert-parallel: {config.architecture} has no experts")
 
     def why_not(size: int) -> str:
-        if why := _why_not_even(config, size, has_expert_parallel):
+        why = _why_not_even(config, size, has_expert_parallel)
+        if why or size == 1:
             return why
-        return _why_not_quantised(config, size, stays_quantised) if size > 1 else ""
+        return _why_not_quantised(
+            config, size, has_expert_parallel=has_expert_parallel, stays_quantised=stays_quantised
+        )
 
     if why := why_not(size):
         others = " or ".join(str(n) for n in range(1, size) if not why_not(n))
@@ -78,7 +81,9 @@ def _why_not_even(config: ModelConfig, size: int, has_expert_parallel: bool) -> 
     return ""
 
 
-def _why_not_quantised(config: ModelConfig, size: int, stays_quantised: bool) -> str:
+def _why_not_quantised(
+    config: ModelConfig, size: int, *, has_expert_parallel: bool, stays_quantised: bool
+) -> str:
     """Empty if no rank's part cuts a block of weights with one scale, or of int4 in a checkpoint a
     group or word."""
     quantization, inners = config.quantization, _inner_sizes(config)
@@ -87,14 +92,13 @@ def _why_not_quantised(config: ModelConfig, size: int, stays_quantised: bool) ->
     what, unit, unit_of_outputs = "blocks", BLOCK, BLOCK
     if quantization.int4 is not None and quantization.scale_suffix is not None:
         what, unit, unit_of_outputs = "groups", quantization.int4.unit, NUMBERS_OF_WORD
-        if config.experts is not None:
-            inners["moe_intermediate_size"] = config.experts.intermediate_size
     elif quantization.scaling != BLOCK_SCALED or not stays_quantised:
         return ""
+    if config.experts is not None and not has_expert_parallel:
+        inners["moe_intermediate_size"] = config.experts.intermediate_size
     heads = config.num_heads // size * config.head_dim
     kv_heads = max(1, config.num_kv_heads // size) * config.head_dim
     parts = {"heads": (heads, unit), "KV heads": (kv_heads, unit_of_outputs)}
-    # Experts in FP8 are dequantised, whose blocks any rank may cut.
     parts |= {name: (count // size, unit) for name, count in inners.items()}
     for name, (count, divisor) in parts.items():
         if count % divisor:
