@@ -11,8 +11,8 @@ Eviction (`take`), until there are as many free blocks as are wanted:
 1. position: a block goes before those that it continues. So only the end of a family can go, down
    to where another one branches off.
 2. age: candidates are the `NUM_OLDEST` families, of those whose end can go, that were used longest
-   ago; none of the chain that room is wanted for. Looking a block up and writing one behind it are uses of its family and of those it
-   branches off from.
+   ago; none of the chain that room is wanted for. To load a block and to write one behind it are
+   uses of its family and of those it branches off from.
 3. size: of the candidates the largest loses its end, as much of it as is wanted and can go; of
    equally large ones the oldest.
 
@@ -58,9 +58,8 @@ class _Family:
 class HostBlocks:
     """`num_blocks` blocks, of which `num_free` hold nothing and wait for nothing."""
 
-    def __init__(self, on_evict: Callable[[list[BlockHash]], None] = lambda hashes: None) -> None:
-        """`on_evict` is called with what is given up."""
-        self._on_evict = on_evict
+    def __init__(self) -> None:
+        self._on_evict: Callable[[list[BlockHash]], None] | None = None
         self._block_of: dict[BlockHash, int] = {}
         self._hash_of: list[BlockHash | None] = []
         self._generations: list[int] = []
@@ -73,7 +72,7 @@ class HostBlocks:
         """Blocks that can be found."""
         return len(self._block_of)
 
-    def __contains__(self, block_hash: BlockHash) -> bool:
+    def __contains__(self, block_hash: object) -> bool:
         return block_hash in self._block_of
 
     @property
@@ -83,6 +82,11 @@ class HostBlocks:
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    def on_evict(self, listener: Callable[[list[BlockHash]], None]) -> None:
+        """Call `listener(hashes)` with what was given up."""
+        assert self._on_evict is None, "the blocks have a listener already"
+        self._on_evict = listener
 
     def grow(self, num_blocks: int) -> None:
         """There are so many blocks now, no fewer than before."""
@@ -95,9 +99,6 @@ class HostBlocks:
     def generation(self, block: int) -> int:
         """Another one once its content was given up."""
         return self._generations[block]
-
-    def holds(self, block: int, block_hash: BlockHash) -> bool:
-        return self._hash_of[block] == block_hash
 
     def match(self, hashes: Iterable[BlockHash]) -> list[int]:
         """The blocks of the longest beginning of `hashes` that is here."""
@@ -132,19 +133,20 @@ class HostBlocks:
         """Those that were taken, and not entered."""
         self._free += reversed(blocks)
 
-    def enter(self, block: int, block_hash: BlockHash, parent: BlockHash | None) -> bool:
-        """A block that was taken holds this, the continuation of `parent`. False, and it is free
-        again, if another one does already."""
-        if block_hash in self._block_of:
-            self._free.append(block)
-            return False
-        self._block_of[block_hash] = block
-        self._hash_of[block] = block_hash
+    def enter(
+        self, blocks: Sequence[int], hashes: Sequence[BlockHash], parent: BlockHash | None
+    ) -> None:
+        """Blocks that were taken hold these, which are not here yet: each the continuation of the
+        one before it, the first of `parent`."""
+        assert self._block_of.keys().isdisjoint(hashes), "a block is here twice"
         family = self._family_behind(parent)
-        self._places[block] = family, len(family.blocks)
-        family.blocks.append(block)
+        first = len(family.blocks)
+        self._block_of.update(zip(hashes, blocks, strict=True))
+        family.blocks += blocks
+        for position, (block, block_hash) in enumerate(zip(blocks, hashes, strict=True), first):
+            self._hash_of[block] = block_hash
+            self._places[block] = family, position
         self._use([family])
-        return True
 
     # -- families --------------------------------------------------------------------------------
 
@@ -160,7 +162,8 @@ class HostBlocks:
             family.branches[position] += 1
         self._num_families += 1
         self._num_numbers += 1
-        return _Family(self._num_numbers, *(above or (None, 0)), self._now)
+        parent_family, position = above or (None, 0)
+        return _Family(self._num_numbers, parent_family, position, self._now)
 
     def _use(self, families: Iterable[_Family]) -> None:
         self._now += 1
@@ -197,7 +200,7 @@ class HostBlocks:
             n -= num_gone
         for entry in spared:
             heapq.heappush(self._queue, entry)
-        if evicted:
+        if evicted and self._on_evict is not None:
             self._on_evict(evicted)
 
     def _oldest(

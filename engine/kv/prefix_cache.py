@@ -2,16 +2,18 @@
 
 A block is entered once it is full and computed, and never rewritten while it is in here. The pool
 decides when an unreferenced one is evicted. Knows no request and holds no reference: whoever
-matches acquires.
+matches acquires. What is in host memory beside is in host_blocks.py; here both are known, and the
+observer is told of the two as one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Protocol
 
 from ...core.request.token_ids import BlockHash
 from .block_pool import BlockPool
+from .host_blocks import HostBlocks
 
 
 class CacheObserver(Protocol):
@@ -26,9 +28,19 @@ class PrefixCache:
     """The only listener of `pool`'s evictions. Switched off, it matches and stores nothing."""
 
     def __init__(
-        self, pool: BlockPool, *, is_enabled: bool = True, observer: CacheObserver | None = None
+        self,
+        pool: BlockPool,
+        *,
+        is_enabled: bool = True,
+        observer: CacheObserver | None = None,
+        host: HostBlocks | None = None,
     ) -> None:
+        """Switched off, there is no `host` either."""
         self.is_enabled = is_enabled
+        self._host: Container[BlockHash] = ()
+        if host is not None:
+            self._host = host
+            host.on_evict(self._left_host)
         self._pool = pool
         self._observer = observer
         self._block_of: dict[BlockHash, int] = {}
@@ -68,11 +80,20 @@ class PrefixCache:
         self._block_of |= entered
         self._hash_of |= hash_of
         if self._observer is not None:
-            self._observer.stored(entered)
+            self._observer.stored([each for each in entered if each not in self._host])
+
+    def entered_host(self, block_hashes: Iterable[BlockHash]) -> None:
+        """They are in host memory now, and were not before."""
+        if self._observer is not None:
+            self._observer.stored([each for each in block_hashes if each not in self._block_of])
+
+    def _left_host(self, block_hashes: Iterable[BlockHash]) -> None:
+        if self._observer is not None:
+            self._observer.removed([each for each in block_hashes if each not in self._block_of])
 
     def _remove(self, block_ids: Iterable[int]) -> None:
         removed = [self._hash_of.pop(block_id) for block_id in block_ids]
         for block_hash in removed:
             del self._block_of[block_hash]
         if self._observer is not None:
-            self._observer.removed(removed)
+            self._observer.removed([each for each in removed if each not in self._host])

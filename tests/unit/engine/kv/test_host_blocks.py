@@ -7,9 +7,9 @@ import time
 from dataclasses import dataclass, field
 
 import pytest
+from effort import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from effort import examples
 
 from baton.core.request.token_ids import BlockHash
 from baton.engine.kv.host_blocks import NUM_OLDEST, HostBlocks
@@ -92,7 +92,7 @@ def write(blocks: HostBlocks, prefix: Prefix) -> None:
     missing = [n for n, each in enumerate(chain) if each not in blocks]
     taken = blocks.take(len(missing), chain)
     for n, block in zip(missing, taken, strict=False):
-        assert blocks.enter(block, chain[n], chain[n - 1] if n else None)
+        blocks.enter([block], [chain[n]], chain[n - 1] if n else None)
 
 
 prefixes = st.lists(st.integers(0, 2), min_size=1, max_size=8).map(tuple)
@@ -103,14 +103,13 @@ prefixes = st.lists(st.integers(0, 2), min_size=1, max_size=8).map(tuple)
     num_blocks=st.integers(1, 25),
     actions=st.lists(st.tuples(st.booleans(), prefixes), max_size=60),
 )
-def test_eviction_follows_the_rule(
-    num_blocks: int, actions: list[tuple[bool, Prefix]]
-) -> None:
+def test_eviction_follows_the_rule(num_blocks: int, actions: list[tuple[bool, Prefix]]) -> None:
     evicted: set[BlockHash] = set()
-    blocks, oracle = HostBlocks(evicted.update), Oracle(num_blocks)
+    blocks, oracle = HostBlocks(), Oracle(num_blocks)
+    blocks.on_evict(evicted.update)
     blocks.grow(num_blocks)
     for is_write, prefix in actions:
-        before = {each for each in oracle.prefixes}
+        before = set(oracle.prefixes)
         evicted.clear()
         if is_write:
             write(blocks, prefix)
@@ -131,9 +130,8 @@ def test_a_block_that_is_taken_anew_has_another_generation() -> None:
     write(blocks, (1,))
     [block] = blocks.match(chain_of((1,)))
     generation = blocks.generation(block)
-    assert blocks.holds(block, key((1,)))
     write(blocks, (2,))
-    assert blocks.generation(block) != generation and not blocks.holds(block, key((1,)))
+    assert blocks.generation(block) != generation and blocks.match([key((2,))]) == [block]
 
 
 def test_a_chain_longer_than_all_memory_keeps_its_beginning() -> None:
@@ -155,15 +153,6 @@ def test_memory_that_comes_later_is_used() -> None:
     assert len(blocks) == 2
 
 
-def test_a_double_gives_its_block_back() -> None:
-    blocks = HostBlocks()
-    blocks.grow(2)
-    first, second = blocks.take(2)
-    assert blocks.enter(first, key((1,)), None)
-    assert not blocks.enter(second, key((1,)), None)
-    assert blocks.num_free == 1
-
-
 @pytest.mark.parametrize("num_chats", [2000])
 def test_writing_takes_microseconds_a_block(num_chats: int) -> None:
     """32,768 blocks of 2 MiB are 64 GiB; every chat displaces others."""
@@ -175,7 +164,6 @@ def test_writing_takes_microseconds_a_block(num_chats: int) -> None:
         root = rng.randbytes(12)
         chain = [BlockHash(root + n.to_bytes(4)) for n in range(rng.randrange(1, 120))]
         taken = blocks.take(len(chain), chain)
-        for block, each, parent in zip(taken, chain, [None, *chain], strict=False):
-            blocks.enter(block, each, parent)
+        blocks.enter(taken, chain[: len(taken)], None)
         num_written += len(chain)
-    assert (time.perf_counter() - began_s) / num_written < 100e-6
+    assert (time.perf_counter() - began_s) / num_written < 30e-6
