@@ -250,7 +250,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step could do anything: False also while all that is left waits for memory."""
-        if self._in_flight is not None or (self._host is not None and self._host.is_loading):
+        if self._in_flight is not None or (self._host is not None and self._host.has_work):
             return True
         is_stalled = self._stalled_at == self._scheduler.opportunities
         return bool(self._scheduler.running or self._scheduler.waiting) and not is_stalled
@@ -283,7 +283,7 @@ class Engine:
             self._collect(previous, output)
         elif step is None:
             self._stalled_at = self._scheduler.opportunities
-            if meanwhile is not None and self._host is not None and self._host.is_loading:
+            if meanwhile is not None and self._host is not None and self._host.has_work:
                 meanwhile()
         if step is not None and not self._runner.runs_ahead:
             self._collect(step, output)

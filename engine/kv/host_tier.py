@@ -120,9 +120,10 @@ class HostTier:
         return len(self._on_their_way)
 
     @property
-    def is_loading(self) -> bool:
-        """Whether somebody waits for blocks on their way in."""
-        return bool(self._loads)
+    def has_work(self) -> bool:
+        """Whether it is to be polled soon: somebody waits for blocks, or copies out are to be
+        started."""
+        return bool(self._loads) or any(write.waiting for write in self._writes)
 
     # -- out -------------------------------------------------------------------------------------
 
@@ -205,6 +206,7 @@ class HostTier:
         self, hashes: Sequence[BlockHash], host_blocks: Sequence[int], block_ids: Sequence[int]
     ) -> Load:
         """Copy host blocks, which have these hashes, to `block_ids`, which somebody holds."""
+        assert self._blocks.match(hashes) == host_blocks, "what was found is not here any more"
         self._blocks.use(hashes)
         generations = [*map(self._blocks.generation, host_blocks)]
         fence = self._pool.open_fence(block_ids)

@@ -125,8 +125,6 @@ class BlockTables:
         self.num_hit_tokens += sequence.num_cached_tokens
         sequence.num_computed_tokens = sequence.num_cached_tokens
         sequence.num_launched_tokens = sequence.num_cached_tokens
-        if self._host is not None and matched:
-            self._host.write(sequence.block_hashes(len(matched), self._block_size), matched)
         return True
 
     def load(self, sequence: Sequence, host_blocks: list[int]) -> Load:
@@ -148,7 +146,10 @@ class BlockTables:
         self.store(sequence)
 
     def write(self, sequence: Sequence) -> None:
-        """Copy what it has in the prefix cache to host memory: it ends."""
+        """Copy what it has in the prefix cache to host memory: it ends, or they have a second use.
+
+        Others may leave host memory for it: what is to be loaded from there is loading already.
+        """
         if self._host is not None and sequence.num_stored_blocks:
             self._host.write(*self._stored(sequence))
 

@@ -104,6 +104,7 @@ class Scheduler:
         if not self._tables.take(sequence, matched):
             return False
         self.reserved.append(sequence)
+        self._tables.write(sequence)  # a second use of what was matched
         return True
 
     def start(self, sequence: Sequence) -> None:
@@ -342,9 +343,11 @@ class Scheduler:
             if in_host:
                 sequence.state = SequenceState.LOADING
                 self.loading[sequence] = self._tables.load(sequence, in_host)
-                continue
-            self._run(sequence)
-            schedule.plan(sequence, is_in_queue=self._is_in_queue(sequence))
+            else:
+                self._run(sequence)
+                schedule.plan(sequence, is_in_queue=self._is_in_queue(sequence))
+            if matched:
+                self._tables.write(sequence)  # their second use
 
     def _may_pass(self, sequence: Sequence, prefill: Sequence, num_tokens: int) -> bool:
         """Whether a waiting prompt with so many tokens to compute goes before a running prefill.
