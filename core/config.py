@@ -135,6 +135,8 @@ class EngineConfig:
             raise StartupFailed("--mixed-graph-tokens must be 0 or lie in [64, 1024]")
         if self.block_size & (self.block_size - 1):
             raise StartupFailed("--block-size must be a power of two", hint="16 suits most models")
+        if self.swap_space is not None and not 0 <= self.swap_space < math.inf:
+            raise StartupFailed("--swap-space must be 0 or more")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise StartupFailed("--gpu-memory-utilization must lie in (0, 1]")
 

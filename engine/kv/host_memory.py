@@ -61,7 +61,8 @@ class HostMemory:
             self.memory = mmap.mmap(-1, max(1, self.num_wanted * block_bytes))
         except OSError as error:
             self._degrade(str(error))
-            return
+            self.num_wanted = 0
+            self.memory = mmap.mmap(-1, mmap.PAGESIZE)
         with contextlib.suppress(OSError):
             self.memory.madvise(mmap.MADV_HUGEPAGE)  # pinned in a hundredth of the time
         self.address: int = np.frombuffer(self.memory, np.uint8).ctypes.data
