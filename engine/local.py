@@ -48,7 +48,7 @@ class LocalEngine:
             fingerprint=fingerprint.short(runner.fingerprint),
             eos_token_ids=runner.eos_token_ids,
             enable_prefix_caching=config.enable_prefix_caching,
-            host_copier=runner.host_copier if followers is None else None,
+            host_copier=runner.host_copier,
             grammars=Grammars(
                 runner.model_dir, runner.model_config.vocab_size, runner.eos_token_ids
             ),

@@ -26,9 +26,8 @@ import torch
 from ...core.config import EngineConfig
 from ...core.errors import EngineFailed
 from ...core.step_cost import StepCost, StepShape, pairs_of
-from . import cuda_copies
-from .cuda_copies import Ids
-from .cuda_memory import describe_error, forget_error
+from . import cuda_memory
+from .cuda_memory import Ids, describe_error, forget_error
 from .host_memory import HostMemory, cuda_pin, cuda_unpin
 from .kv_memory import CpuKvMemory, CudaKvMemory
 
@@ -148,7 +147,7 @@ class CudaCopier:
         self._address = kv.address
         self._memory = memory
         self._device = device
-        self._has_batches = cuda_copies.has_batches()
+        self._has_batches = cuda_memory.has_batches()
         streams = [torch.cuda.Stream(device) for _ in Direction]  # type: ignore[no-untyped-call]
         self._streams = dict(zip(Direction, streams, strict=True))
 
@@ -173,10 +172,10 @@ class CudaCopier:
 
     def _submit(self, sources: Ids, targets: Ids, lengths: Ids, stream: torch.cuda.Stream) -> None:
         if self._has_batches:
-            statuses = [cuda_copies.batch_copy(sources, targets, lengths, stream)()]
+            statuses = [cuda_memory.batch_copy(sources, targets, lengths, stream)()]
         else:
             pieces = np.stack([sources, targets, lengths], axis=1).tolist()
-            statuses = [cuda_copies.copy_piece(a, b, n, stream) for a, b, n in pieces]
+            statuses = [cuda_memory.copy_piece(a, b, n, stream) for a, b, n in pieces]
         if any(statuses):
             forget_error()
             raise EngineFailed(f"a copy was refused: {describe_error(max(statuses))}")

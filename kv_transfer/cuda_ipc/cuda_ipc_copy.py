@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ...core.errors import HandoffFailed
-from ...engine.kv import cuda_copies
+from ...engine.kv import cuda_memory
 from ...engine.kv.cuda_memory import describe_error, forget_error, runtime
 from ...engine.kv.kv_memory import CudaKvMemory
 from ...kernels.kv.kv_blocks_triton import pull_blocks, pull_heads
@@ -97,7 +97,7 @@ class EngineCopy:
     @staticmethod
     def is_available() -> bool:
         """Whether this CUDA runtime has the batched call in the form that we know."""
-        return cuda_copies.has_batches()
+        return cuda_memory.has_batches()
 
     def prepare(self, ids: Ids, pool: Tensor, stream: torch.cuda.Stream) -> Callable[[], None]:
         cut = BlockCut.of(self._piece, 2 * pool.shape[1], pool[0].nbytes)
@@ -121,7 +121,7 @@ def copy_piece(source: int, target: int, num_bytes: int, stream: torch.cuda.Stre
 
     Raises HandoffFailed.
     """
-    _check(cuda_copies.copy_piece(source, target, num_bytes, stream))
+    _check(cuda_memory.copy_piece(source, target, num_bytes, stream))
 
 
 def batch_copy(
@@ -171,7 +171,7 @@ def copy_2d(
 
 
 def _batch_copy(from_: Ids, to: Ids, lengths: Ids, stream: torch.cuda.Stream) -> Callable[[], None]:
-    copy = cuda_copies.batch_copy(from_, to, lengths, stream)
+    copy = cuda_memory.batch_copy(from_, to, lengths, stream)
     return lambda: _check(copy())
 
 

@@ -191,7 +191,7 @@ def _serve(
         enable_prefix_caching=engine_config.enable_prefix_caching,
         cache_observer=outbox,
         grammars=grammars,
-        host_copier=runner.host_copier if ranks.followers is None else None,
+        host_copier=runner.host_copier,
     )
     engine.tbt_target_s = engine_config.tbt_target_s
     engine.count_experts = runner.expert_tokens

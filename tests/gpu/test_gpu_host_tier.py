@@ -37,7 +37,7 @@ def end(copy: host_copies.HostCopy) -> float:
 @pytest.mark.parametrize("has_batches", [True, False])
 def test_copies_go_where_they_belong(has_batches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not has_batches:
-        monkeypatch.setattr(host_copies.cuda_copies, "has_batches", lambda: False)
+        monkeypatch.setattr(host_copies.cuda_memory, "has_batches", lambda: False)
     kv = CudaKvMemory(LAYOUT, 4000, DEVICE)
     kv.tensor.view(torch.int16).random_(-(2**15), 2**15)
     before = kv.tensor.view(torch.int16).clone()
