@@ -96,6 +96,11 @@ class CpuCopier:
     def num_blocks(self) -> int:
         return self._memory.num_blocks
 
+    @property
+    def most_blocks(self) -> int:
+        """That there may come to be."""
+        return self._memory.num_wanted
+
     def start(
         self, direction: Direction, block_ids: Sequence[int], host_blocks: Sequence[int]
     ) -> DoneCopy:
@@ -154,6 +159,11 @@ class CudaCopier:
     @property
     def num_blocks(self) -> int:
         return self._memory.num_blocks
+
+    @property
+    def most_blocks(self) -> int:
+        """That there may come to be."""
+        return self._memory.num_wanted
 
     def start(
         self, direction: Direction, block_ids: Sequence[int], host_blocks: Sequence[int]

@@ -34,10 +34,12 @@ _MOST_WRITTEN = 4096  # blocks that are to be copied out, or are on their way
 class HostCounts:
     """Counted since the tier was made, but for `num_blocks`, which hold something now.
 
-    `num_lost_blocks` were not what they had been when a copy of them ended.
+    `num_lost_blocks` were not what they had been when a copy of them ended. `block_s`: what the
+    last copies took for each block; 0: there were none.
     """
 
     num_blocks: int = 0
+    block_s: float = 0.0
     bytes_out: int = 0
     bytes_in: int = 0
     num_lost_blocks: int = 0
@@ -109,6 +111,7 @@ class HostTier:
     def counts(self) -> HostCounts:
         return HostCounts(
             len(self._blocks),
+            self._copier.block_bytes / rate if (rate := self.cost.bytes_per_s) else 0.0,
             self._bytes[Direction.OUT],
             self._bytes[Direction.IN],
             self._num_lost_blocks,

@@ -322,6 +322,7 @@ def _welcome(
         eos_token_ids=runner.eos_token_ids,
         max_num_seqs=limits.max_num_seqs,
         tbt_target_s=engine.tbt_target_s or 0.0,
+        num_host_blocks=0 if runner.host_copier is None else runner.host_copier.most_blocks,
     )
 
 

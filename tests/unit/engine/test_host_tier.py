@@ -16,7 +16,7 @@ from fakes.host_copier import FakeCopier
 from fakes.runner import FakeRunner, expected_tokens
 
 from baton.core.request.request import Request, SamplingParams
-from baton.core.request.token_ids import BlockHash
+from baton.core.request.token_ids import BlockHash, Tier
 from baton.engine.engine import Engine
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
 from baton.engine.kv.generations import LocalGenerations
@@ -45,15 +45,14 @@ class Observer:
     """What an index is told: never twice the same."""
 
     def __init__(self) -> None:
-        self.hashes: set[BlockHash] = set()
+        self.tiers: dict[BlockHash, Tier] = {}
 
-    def stored(self, block_hashes: list[BlockHash]) -> None:
-        assert self.hashes.isdisjoint(block_hashes)
-        self.hashes.update(block_hashes)
-
-    def removed(self, block_hashes: list[BlockHash]) -> None:
-        assert self.hashes.issuperset(block_hashes)
-        self.hashes.difference_update(block_hashes)
+    def moved(self, block_hashes: list[BlockHash], was: Tier, now: Tier) -> None:
+        assert was is not now
+        for block_hash in block_hashes:
+            assert self.tiers.pop(block_hash, Tier.NOWHERE) is was
+            if now is not Tier.NOWHERE:
+                self.tiers[block_hash] = now
 
 
 @dataclass
@@ -219,9 +218,9 @@ def test_an_aborted_loads_blocks_are_free_when_its_copy_has_ended(runs_ahead: bo
     rig.engine.abort(key)
     rig.engine.check_integrity()
     assert rig.engine.pool.counts.held == 5 and rig.engine.has_work  # fenced
-    num_cached = len(rig.observer.hashes)
+    known = dict(rig.observer.tiers)
     rig.run()
-    assert rig.engine.pool.counts.held == 0 and len(rig.observer.hashes) == num_cached
+    assert rig.engine.pool.counts.held == 0 and rig.observer.tiers == known
     assert rig.serve([*PROMPT, 7]) == 20
 
 
@@ -356,10 +355,11 @@ def play(seed: int) -> Counter[str]:
 
 
 def check_observer(rig: Rig) -> None:
-    """The index knows what is on the device or in host memory, each once."""
+    """The index knows what is on the device, and what is in host memory alone."""
     assert rig.engine._host is not None
     cache, blocks = rig.engine._tables._cache, rig.engine._host._blocks
-    assert rig.observer.hashes == cache._block_of.keys() | blocks._block_of.keys()
+    expected = dict.fromkeys(blocks._block_of, Tier.HOST)
+    assert rig.observer.tiers == expected | dict.fromkeys(cache._block_of, Tier.DEVICE)
 
 
 def test_tokens_are_the_same_in_any_schedule() -> None:
