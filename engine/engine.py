@@ -104,12 +104,14 @@ class Engine:
         self._estimator = estimator or OutputLengthEstimator()
         self._constraints = None if grammars is None else Constraints(grammars)
         self._step_costs = StepCostEstimator()
-        host_blocks = HostBlocks()
+        if not enable_prefix_caching:
+            host_copier = None
+        host_blocks = None if host_copier is None else HostBlocks()
         cache = PrefixCache(
             self.pool, is_enabled=enable_prefix_caching, observer=cache_observer, host=host_blocks
         )
         self._host: HostTier | None = None
-        if host_copier is not None and enable_prefix_caching:
+        if host_copier is not None and host_blocks is not None:
             self._host = HostTier(
                 host_copier,
                 host_blocks,

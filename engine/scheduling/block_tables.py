@@ -82,7 +82,7 @@ class BlockTables:
         if self._host is None or sequence.owes_prompt_logprobs:
             return []
         matched = self._match(sequence, num_matched, num_tokens, self._host.match)
-        return matched if self._host.pays(len(matched), num_matched) else []
+        return matched if matched and self._host.pays(len(matched), num_matched) else []
 
     def _match(
         self,

@@ -379,6 +379,12 @@ def test_tokens_are_the_same_in_thousands_of_schedules() -> None:
 # -- the rule -------------------------------------------------------------------------------------
 
 
+def test_with_the_rule_as_it_is_tokens_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    totals = sum((play(seed) for seed in range(60)), Counter[str]())
+    assert totals["host_hits"], "steps take the fake clock's milliseconds, copies less"
+
+
 def test_copying_pays_where_it_takes_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     cost, step_cost = CopyCost(), linear_cost(0.01, 1e-4)
