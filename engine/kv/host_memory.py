@@ -27,7 +27,7 @@ from .cuda_memory import describe_error, forget_error, runtime
 
 _log = logging.getLogger(__name__)
 
-_SLICE_BYTES = 256 << 20
+_SLICE_BYTES = 64 << 20  # while one is pinned, launches may wait
 _SPARE_BYTES = 2 << 30  # of the host's memory, for all else
 _PORTABLE = 1  # cudaHostRegisterPortable
 

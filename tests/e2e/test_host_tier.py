@@ -6,8 +6,10 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from deployments import running
 
-from baton.core.config import EngineConfig
+from baton.client import Client
+from baton.core.config import EngineConfig, UpConfig
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.kv.host_copies import CopyCost
@@ -73,3 +75,28 @@ def test_tokens_of_swapped_requests_are_the_same() -> None:
     assert totals.num_swaps and totals.host_hit_tokens
     tight.close()
     cold.close()
+
+
+def test_a_deployments_prompt_is_found_in_host_memory() -> None:
+    """On the prefill node, after others have displaced it; the gateway knows that it is there."""
+    config = EngineConfig(
+        device="cpu",
+        max_model_len=512,
+        num_kv_blocks=36,
+        max_num_batched_tokens=64,
+        swap_space=0.1,
+    )
+    params = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+    cold = engine_of("auto", 400, 0)
+    expected = [generate(cold, [prompt], 8)[0] for prompt in CHATS]
+    cold.close()
+    with (
+        running(config, up=UpConfig(num_decode_nodes=1)) as system,
+        Client(system.address) as client,
+    ):
+        for _ in range(2):
+            results = [client.generate(prompt_token_ids=chat, **params).result for chat in CHATS]
+            assert [list(one.token_ids) for one in results] == expected
+        assert [one.cached_tokens for one in results] == [
+            (len(chat) - 1) // 16 * 16 for chat in CHATS
+        ]
