@@ -17,6 +17,7 @@ from .kv.limits import EngineLimits
 from .model import fingerprint
 from .parallel.parallel_runner import ParallelRunner
 from .parallel.rank_processes import Ranks, start_ranks
+from .parallel.ranked_copies import host_copier_of
 
 _FOLLOWER_MODULE = "baton.engine.parallel.rank_worker"
 
@@ -48,7 +49,7 @@ class LocalEngine:
             fingerprint=fingerprint.short(runner.fingerprint),
             eos_token_ids=runner.eos_token_ids,
             enable_prefix_caching=config.enable_prefix_caching,
-            host_copier=runner.host_copier,
+            host_copier=host_copier_of(runner, followers),
             grammars=Grammars(
                 runner.model_dir, runner.model_config.vocab_size, runner.eos_token_ids
             ),

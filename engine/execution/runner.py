@@ -138,11 +138,7 @@ class ModelRunner:
             self._steps: CpuSteps | GpuSteps = CpuSteps(model, attention, config.block_size)
         else:
             self._start_gpu(model, layout)
-        self.host_copier = None
-        if communicator.size == 1:
-            self.host_copier = make_host_copier(config, self.kv, self._placement.device)
-        elif config.swap_space:
-            self.startup_notes.append("--swap-space: not with --tensor-parallel-size above 1")
+        self.host_copier = make_host_copier(config, self.kv, self._placement.device)
 
     def _load(self, on_progress: OnProgress | None) -> tuple[Decoder, str]:
         """The model, its weights filled, and what identifies them."""

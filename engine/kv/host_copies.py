@@ -101,6 +101,10 @@ class CpuCopier:
         """That there may come to be."""
         return self._memory.num_wanted
 
+    def wait(self) -> None:
+        """Until there are as many as there will be."""
+        self._memory.wait()
+
     def start(
         self, direction: Direction, block_ids: Sequence[int], host_blocks: Sequence[int]
     ) -> DoneCopy:
@@ -164,6 +168,10 @@ class CudaCopier:
     def most_blocks(self) -> int:
         """That there may come to be."""
         return self._memory.num_wanted
+
+    def wait(self) -> None:
+        """Until there are as many as there will be."""
+        self._memory.wait()
 
     def start(
         self, direction: Direction, block_ids: Sequence[int], host_blocks: Sequence[int]

@@ -42,6 +42,7 @@ from ...engine.model import fingerprint
 from ...engine.parallel.parallel_runner import ParallelRunner
 from ...engine.parallel.rank_group import RankGroup
 from ...engine.parallel.rank_processes import Ranks, start_ranks
+from ...engine.parallel.ranked_copies import host_copier_of
 from ...kv_transfer.export.pool_address import PoolPart
 from ...kv_transfer.protocol.events import Hello
 from ...kv_transfer.window.network_address import PoolAccess
@@ -191,7 +192,7 @@ def _serve(
         enable_prefix_caching=engine_config.enable_prefix_caching,
         cache_observer=outbox,
         grammars=grammars,
-        host_copier=runner.host_copier,
+        host_copier=host_copier_of(runner, ranks.followers),
     )
     engine.tbt_target_s = engine_config.tbt_target_s
     engine.count_experts = runner.expert_tokens

@@ -77,6 +77,25 @@ def test_tokens_of_swapped_requests_are_the_same() -> None:
     cold.close()
 
 
+def test_tokens_of_two_ranks_are_the_same() -> None:
+    cold = engine_of("auto", 400, 0)
+    config = EngineConfig(
+        device="cpu",
+        tensor_parallel_size=2,
+        max_model_len=512,
+        num_kv_blocks=36,
+        max_num_batched_tokens=64,
+        swap_space=0.1,
+    )
+    tight = LocalEngine.load(config, print)
+    for prompts in (CHATS, LONGER):
+        for prompt in prompts:
+            assert generate(tight, [prompt], 8) == generate(cold, [prompt], 8)
+    assert tight.engine.totals().host_hit_tokens > sum(map(len, CHATS)) // 2
+    tight.close()
+    cold.close()
+
+
 def test_a_deployments_prompt_is_found_in_host_memory() -> None:
     """On the prefill node, after others have displaced it; the gateway knows that it is there."""
     config = EngineConfig(

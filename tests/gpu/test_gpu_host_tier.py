@@ -45,7 +45,7 @@ def test_copies_go_where_they_belong(has_batches: bool, monkeypatch: pytest.Monk
     config = EngineConfig(swap_space=num_host * LAYOUT.block_bytes / 2**30)
     copier = make_host_copier(config, kv, DEVICE)
     assert isinstance(copier, CudaCopier)
-    copier._memory.wait()
+    copier.wait()
     assert copier.num_blocks == num_host
     rng = random.Random(0)
     out, host = rng.sample(range(4000), 1500), rng.sample(range(num_host), 1500)
@@ -101,7 +101,7 @@ def test_tokens_are_the_same_from_host_memory(monkeypatch: pytest.MonkeyPatch) -
     configs = (config_of(num_kv_blocks=400, swap_space=0), config_of(num_kv_blocks=36))
     cold, tight = (LocalEngine(config, ModelRunner(config)) for config in configs)
     assert tight.runner.host_copier is not None
-    tight.runner.host_copier._memory.wait()  # type: ignore[union-attr]
+    tight.runner.host_copier.wait()
     for prompts in (chats, longer, chats):
         assert [generate(tight, each) for each in prompts] == [
             generate(cold, each) for each in prompts
