@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ...core.request.token_ids import BlockHash
@@ -109,6 +109,11 @@ class HostBlocks:
                 break
             matched.append(block)
         return matched
+
+    def missing(self, hashes: Sequence[BlockHash], but: Container[BlockHash] = ()) -> list[int]:
+        """Positions of those that are not here, `but` for some."""
+        here = self._block_of
+        return [n for n, each in enumerate(hashes) if each not in here and each not in but]
 
     def use(self, hashes: Iterable[BlockHash]) -> None:
         """Those of them that are here are used now."""

@@ -65,7 +65,8 @@ class _Write:
 
     waiting: list[_Slice] = field(default_factory=list)
     started: deque[_Slice] = field(default_factory=deque)
-    ended: list[_Slice] = field(default_factory=list)
+    ended: deque[_Slice] = field(default_factory=deque)
+    is_whole: bool = True  # of those that were entered nothing was lost
 
 
 @dataclass(slots=True)
@@ -125,8 +126,8 @@ class HostTier:
     @property
     def has_work(self) -> bool:
         """Whether it is to be polled soon: somebody waits for blocks, or copies out are to be
-        started."""
-        return bool(self._loads) or any(write.waiting for write in self._writes)
+        started or entered."""
+        return bool(self._loads) or any(one.waiting or one.ended for one in self._writes)
 
     # -- out -------------------------------------------------------------------------------------
 
@@ -135,7 +136,7 @@ class HostTier:
         the first blocks first."""
         self._blocks.grow(self._copier.num_blocks)
         self._blocks.use(hashes)
-        missing = self._missing(hashes)
+        missing = self._blocks.missing(hashes, self._on_their_way)
         del missing[max(0, _MOST_WRITTEN - self.num_writing) :]
         self._write(hashes, block_ids, missing)
 
@@ -143,7 +144,7 @@ class HostTier:
         """The same for the blocks of a preempted sequence: all or none. Whether they are here, or
         will be; not if to compute them again takes less than to copy them twice."""
         self._blocks.grow(self._copier.num_blocks)
-        missing = self._missing(hashes)
+        missing = self._blocks.missing(hashes, self._on_their_way)
         num_bytes = (len(hashes) + len(missing)) * self._copier.block_bytes
         num_tokens = len(hashes) * self._block_size
         if not hashes or len(hashes) > self._blocks.num_blocks:
@@ -152,10 +153,6 @@ class HostTier:
             return False
         self._blocks.use(hashes)
         return self._write(hashes, block_ids, missing, is_whole=True)
-
-    def _missing(self, hashes: Sequence[BlockHash]) -> list[int]:
-        blocks, on_their_way = self._blocks, self._on_their_way
-        return [n for n, h in enumerate(hashes) if h not in blocks and h not in on_their_way]
 
     def _write(
         self,
@@ -223,8 +220,14 @@ class HostTier:
     def poll(self) -> bool:
         """Take note of copies that have ended; whether a load was among them. Never waits. Raises
         EngineFailed when the device is lost."""
-        while self._writes and self._end_slices(self._writes[0]):
-            self._enter(self._writes.popleft())
+        num_entered = 0
+        while self._writes and self._end_slices(write := self._writes[0]):
+            while write.ended and num_entered < _MOST_COPIES:
+                self._enter(write, write.ended.popleft())
+                num_entered += 1
+            if write.ended:
+                break  # a step waits: the others in front of the next one
+            self._writes.popleft()
         self._start_writes()
         has_loaded = False
         while self._loads and self._end_load(self._loads[0]):
@@ -243,21 +246,19 @@ class HostTier:
             now = map(self._generations.read, one.block_ids)
             is_same = [*map(operator.eq, now, one.generations), False]
             one.num_good = is_same.index(False)
-            write.ended.insert(0, write.started.popleft())
+            write.ended.appendleft(write.started.popleft())
         return not write.waiting
 
-    def _enter(self, write: _Write) -> None:
-        """What is the same from the chain's beginning on; what lies behind a loss is of no use."""
-        is_whole = True
-        for one in write.ended:
-            self._on_their_way.difference_update(one.hashes)
-            n = one.num_good if is_whole else 0
-            is_whole &= n == len(one.hashes)
-            self._num_lost_blocks += len(one.hashes) - n
-            self._blocks.give_back(one.host_blocks[n:])
-            if n:
-                self._blocks.enter(one.host_blocks[:n], one.hashes[:n], one.parent)
-                self._cache.entered_host(one.hashes[:n])
+    def _enter(self, write: _Write, one: _Slice) -> None:
+        """What of it is the same; nothing behind a loss, which is of no use."""
+        n = one.num_good if write.is_whole else 0
+        write.is_whole &= n == len(one.hashes)
+        self._on_their_way.difference_update(one.hashes)
+        self._num_lost_blocks += len(one.hashes) - n
+        self._blocks.give_back(one.host_blocks[n:])
+        if n:
+            self._blocks.enter(one.host_blocks[:n], one.hashes[:n], one.parent)
+            self._cache.entered_host(one.hashes[:n])
 
     def _end_load(self, load: Load) -> bool:
         if (seconds := load.copy.seconds()) is None:
