@@ -34,6 +34,7 @@ class LocalEngine:
         self.ranks = ranks
         followers = None if ranks is None else ranks.followers
         self.steps: Runner = runner if followers is None else ParallelRunner(runner, followers)
+        host_copier = host_copier_of(runner, followers)
         self.engine = Engine(
             self.steps,
             EngineLimits(
@@ -49,12 +50,14 @@ class LocalEngine:
             fingerprint=fingerprint.short(runner.fingerprint),
             eos_token_ids=runner.eos_token_ids,
             enable_prefix_caching=config.enable_prefix_caching,
-            host_copier=host_copier_of(runner, followers),
+            host_copier=host_copier,
             grammars=Grammars(
                 runner.model_dir, runner.model_config.vocab_size, runner.eos_token_ids
             ),
         )
         self.engine.tbt_target_s = config.tbt_target_s
+        if host_copier is not None:
+            host_copier.begin()
 
     @classmethod
     def load(cls, config: EngineConfig, report: Callable[[str], None]) -> LocalEngine:

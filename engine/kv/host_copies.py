@@ -63,6 +63,10 @@ class HostCopier(Protocol):
         """Host blocks that there are by now: it grows while memory is pinned."""
         ...
 
+    def begin(self) -> None:
+        """Let there be blocks; call once. Returns at once."""
+        ...
+
     def start(
         self, direction: Direction, block_ids: Sequence[int], host_blocks: Sequence[int]
     ) -> HostCopy:
@@ -101,8 +105,12 @@ class CpuCopier:
         """That there may come to be."""
         return self._memory.num_wanted
 
+    def begin(self) -> None:
+        """See `HostCopier`."""
+        self._memory.begin()
+
     def wait(self) -> None:
-        """Until there are as many as there will be."""
+        """Behind `begin`: until there are as many as there will be."""
         self._memory.wait()
 
     def start(
@@ -169,8 +177,12 @@ class CudaCopier:
         """That there may come to be."""
         return self._memory.num_wanted
 
+    def begin(self) -> None:
+        """See `HostCopier`."""
+        self._memory.begin()
+
     def wait(self) -> None:
-        """Until there are as many as there will be."""
+        """Behind `begin`: until there are as many as there will be."""
         self._memory.wait()
 
     def start(

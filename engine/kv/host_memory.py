@@ -5,8 +5,9 @@ on the device, so that copy engines move a block at once, and blocks that lie si
          └ usable ────────────┘ num_blocks
 
 Nobody waits for it: blocks are usable as soon as their slice is pinned. Where memory is refused or
-short, it ends there, with one message, and what is pinned by then is used. On a CPU nothing is to
-be pinned, and the system gives pages as they are first written. Knows no block's content.
+short, it ends there, with one message, and what is pinned by then is used. Pages are written first,
+which takes longest: while they are pinned, launches on the device may wait. On a CPU nothing is to
+be pinned, and the system gives pages as they are needed. Knows no block's content.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .cuda_memory import describe_error, forget_error, runtime
 
 _log = logging.getLogger(__name__)
 
-_SLICE_BYTES = 64 << 20  # while one is pinned, launches may wait
+_SLICE_BYTES = 64 << 20
 _SPARE_BYTES = 2 << 30  # of the host's memory, for all else
 _PORTABLE = 1  # cudaHostRegisterPortable
 
@@ -35,8 +36,8 @@ Pin = Callable[[int, int], str | None]
 
 
 class HostMemory:
-    """`num_blocks` grows up to `num_wanted`. No copy may cross from one slice of `blocks_per_slice`
-    to the next."""
+    """`num_blocks` grows up to `num_wanted`, from `begin` on. No copy may cross from one slice of
+    `blocks_per_slice` to the next."""
 
     def __init__(
         self,
@@ -66,7 +67,10 @@ class HostMemory:
         with contextlib.suppress(OSError):
             self.memory.madvise(mmap.MADV_HUGEPAGE)  # pinned in a hundredth of the time
         self.address: int = np.frombuffer(self.memory, np.uint8).ctypes.data
-        if pin is None:
+
+    def begin(self) -> None:
+        """Pin it, or as much of it as there is; returns at once."""
+        if self._pin is None:
             self._fill()
         else:
             self._thread = threading.Thread(target=self._fill, name="pin-host-kv", daemon=True)
@@ -81,6 +85,7 @@ class HostMemory:
                 self._degrade("the host has no more memory to spare")
                 return
             if self._pin is not None:
+                ctypes.memset(first, 0, num_bytes)
                 if (refusal := self._pin(first, num_bytes)) is not None:
                     self._degrade(refusal)
                     return

@@ -44,8 +44,12 @@ class RankedCopier:
         self._mine = mine
         self._followers = followers
         self._theirs = 0  # written by the watch thread, once
-        payloads = [b""] * followers.num_ranks
-        followers.order(MessageKind.HOST_MEMORY, payloads, self._is_pinned)
+
+    def begin(self) -> None:
+        """All ranks."""
+        payloads = [b""] * self._followers.num_ranks
+        self._followers.order(MessageKind.HOST_MEMORY, payloads, self._is_pinned)
+        self._mine.begin()
 
     def _is_pinned(self, answers: list[bytes]) -> None:
         self._theirs = min(_NUM_BLOCKS.unpack(answer)[0] for answer in answers)
@@ -93,6 +97,7 @@ class HostOrders:
 
     def pin(self, message: RankMessage) -> None:
         order = message.order
+        self._copier.begin()
 
         def answer() -> None:
             self._copier.wait()

@@ -183,6 +183,7 @@ def _serve(
     links = EngineLinks(inbox, welcome, node_config, settings.keys, tls, is_source=is_source)
     all_links.append(links)
     outbox = Outbox(frames.send, links.channels)
+    host_copier = host_copier_of(runner, ranks.followers)
     engine = Engine(
         runner if ranks.followers is None else ParallelRunner(runner, ranks.followers),
         limits,
@@ -192,7 +193,7 @@ def _serve(
         enable_prefix_caching=engine_config.enable_prefix_caching,
         cache_observer=outbox,
         grammars=grammars,
-        host_copier=host_copier_of(runner, ranks.followers),
+        host_copier=host_copier,
     )
     engine.tbt_target_s = engine_config.tbt_target_s
     engine.count_experts = runner.expert_tokens
@@ -203,6 +204,8 @@ def _serve(
         took_s = engine.measure_first_steps(BUDGET_S)
         runner.forget_expert_tokens()
         report.line(f"first steps measured in {took_s:.1f} s")
+    if host_copier is not None:
+        host_copier.begin()  # no sooner: steps would take longer beside it
     name = node_config.name or plan.name.value
     requests = RequestIO(outbox, clock, name, runner.model_config.vocab_size)
     role = plan.build(

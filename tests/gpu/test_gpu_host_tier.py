@@ -45,6 +45,7 @@ def test_copies_go_where_they_belong(has_batches: bool, monkeypatch: pytest.Monk
     config = EngineConfig(swap_space=num_host * LAYOUT.block_bytes / 2**30)
     copier = make_host_copier(config, kv, DEVICE)
     assert isinstance(copier, CudaCopier)
+    copier.begin()
     copier.wait()
     assert copier.num_blocks == num_host
     rng = random.Random(0)
@@ -68,6 +69,7 @@ def test_memory_that_cannot_be_pinned_degrades(
     assert pin(1 << 40, 4096) is not None, "nobody's memory"
     torch.ones(3, device=DEVICE).sum().item()  # the error is not found by the next call
     memory = HostMemory(4096, 1 << 20, lambda address, num_bytes: pin(1 << 40, 4096), cuda_unpin)
+    memory.begin()
     memory.wait()
     assert memory.num_blocks == 0 and "cannot be pinned" in caplog.text
     memory.close()

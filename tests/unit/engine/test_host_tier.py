@@ -127,7 +127,7 @@ class Rig:
 
     def settle(self) -> None:
         """Let all copies end: an engine looks at them when it has a step to launch."""
-        for _ in range(8):
+        for _ in range(60):
             self.engine._poll_host()
 
     @property
@@ -251,11 +251,11 @@ def test_host_blocks_that_are_evicted_during_a_load_are_computed() -> None:
 
 
 def test_a_block_that_is_rewritten_on_its_way_out_is_not_entered() -> None:
-    rig = Rig(num_looks=range(60, 61))
+    rig = Rig(num_looks=range(500, 501))
     rig.serve(PROMPT)
     fill(rig)  # the copy out of PROMPT's blocks has not ended
     rig.num_looks = range(1)
-    for _ in range(300):
+    for _ in range(1500):
         rig.engine._poll_host()
     assert rig.totals["lost"] > 0
     assert rig.serve([*PROMPT, 7]) < 20
@@ -347,6 +347,9 @@ def play(seed: int) -> Counter[str]:
     for key in rig.requests:
         rig.check(key)
     rig.settle()
+    host = rig.engine._host
+    assert host is not None and not host.num_writing
+    assert host._blocks.num_free + len(host._blocks) == host._blocks.num_blocks
     rig.engine.check_integrity()
     assert rig.engine.pool.counts.held == 0 and not rig.engine.pool.open_fences
     assert rig.engine.ledger()["requests"] == {}

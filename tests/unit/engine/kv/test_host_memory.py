@@ -50,6 +50,7 @@ def test_nobody_waits_for_pinning() -> None:
     pins = Pins()
     pins.may_go_on.clear()
     memory = HostMemory(BLOCK, 10 * BLOCK, pins.pin, pins.unpin, lambda: PLENTY)
+    memory.begin()
     assert memory.num_blocks == 0 and memory.num_wanted == 10
     pins.may_go_on.set()
     memory.wait()
@@ -68,6 +69,7 @@ def test_an_end_during_pinning_waits_for_no_more_than_a_slice() -> None:
     pins = Pins()
     pins.may_go_on.clear()
     memory = HostMemory(BLOCK, 10 * BLOCK, pins.pin, pins.unpin, lambda: PLENTY)
+    memory.begin()
     threading.Timer(0.05, pins.may_go_on.set).start()
     memory.close()
     assert memory.num_blocks <= 4 and not pins.pinned
@@ -86,6 +88,7 @@ def test_what_is_refused_degrades_with_one_message(
 ) -> None:
     pins = Pins(num_fine)
     memory = HostMemory(BLOCK, 10 * BLOCK, pins.pin, pins.unpin, lambda: available)
+    memory.begin()
     memory.wait()
     assert memory.num_blocks == num_blocks
     [record] = caplog.records
@@ -95,6 +98,7 @@ def test_what_is_refused_degrades_with_one_message(
 
 def test_address_space_that_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     memory = HostMemory(BLOCK, 1 << 62)
+    memory.begin()
     assert memory.num_blocks == 0 and len(caplog.records) == 1
     memory.close()
 
@@ -103,6 +107,7 @@ def test_without_pinning_what_is_promised_counts() -> None:
     """Pages are taken when they are first written: the system still reports them as free."""
     spare = host_memory._SPARE_BYTES
     memory = HostMemory(BLOCK, 100 * BLOCK, available_bytes=lambda: spare + 9 * BLOCK)
+    memory.begin()
     assert memory.num_blocks == 8
     memory.close()
 
@@ -129,7 +134,9 @@ def test_copies_go_where_they_belong(dtype: torch.dtype) -> None:
     copier = make_host_copier(
         EngineConfig(swap_space=8 * layout.block_bytes / 2**30), kv, torch.device("cpu")
     )
-    assert isinstance(copier, CpuCopier) and copier.num_blocks == 8
+    assert isinstance(copier, CpuCopier) and copier.num_blocks == 0
+    copier.begin()
+    assert copier.num_blocks == copier.most_blocks == 8
     copier.start(Direction.OUT, [2, 3, 7, 9], [4, 5, 6, 0])
     kv.tensor[2:] = 0
     assert copier.start(Direction.IN, [11, 2, 3, 5], [0, 4, 5, 6]).seconds() >= 0
