@@ -288,6 +288,44 @@ def test_without_host_memory_all_is_as_before() -> None:
     assert rig.serve([*PROMPT, 7]) == 0
 
 
+def test_memory_that_is_pinned_later_is_used_then() -> None:
+    rig = Rig()
+    rig.copier.num_blocks = 0
+    rig.serve(PROMPT)
+    fill(rig)
+    assert rig.serve([*PROMPT, 7]) == 0
+    rig.copier.num_blocks = 40
+    rig.serve([*PROMPT, 8])
+    fill(rig)
+    assert rig.serve([*PROMPT, 9]) == 20
+
+
+def test_while_only_blocks_are_waited_for_a_step_lets_others_act() -> None:
+    rig = Rig()
+    rig.serve(PROMPT)
+    fill(rig)
+    rig.num_looks = range(20, 21)
+    key = rig.add([*PROMPT, 7])
+    calls = 0
+
+    def meanwhile() -> bool:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            rig.add([5, 6], 1)
+        return False
+
+    num_steps = 0
+    while rig.engine.has_work:
+        output = rig.engine.step(meanwhile)
+        num_steps += 1
+        for token in output.tokens:
+            rig.tokens[token.key].append(token.token_id)
+    assert 10 < calls <= num_steps + 4
+    assert all(rig.tokens.values())
+    rig.check(key)
+
+
 def test_prompt_logprobs_are_computed() -> None:
     rig = Rig()
     rig.serve(PROMPT)
