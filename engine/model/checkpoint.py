@@ -26,7 +26,7 @@ from ...kernels.products.int4_weights import Int4Weight, dequantise, quantise_gr
 from ...kernels.products.weights import BLOCK, quantise_blocks, quantise_rows, spread
 from .int4.int4_files import Read, check_scale, checks_of, module_of, read_int4
 from .int4.int4_layout import Int4
-from .layers import Quantised, Target
+from .layers import Cut, Quantised, Target
 from .quantization import BLOCK_SCALED, ROW_SCALED
 from .weight_files import weight_files
 
@@ -283,6 +283,8 @@ def _copy(file: Any, name: str, target: Target, scales: Mapping[str, Tensor]) ->
     elif quantised is None:
         for part, wanted in target.parts():
             part.copy_(source[wanted])
+    elif len(target.tensor.shape) == 3:
+        _quantise_experts(target, quantised, source)
     elif quantised.scale_name is None:
         # An output's scales are made of all its inputs, on whichever rank.
         rows = _wanted_rows(target)
@@ -343,6 +345,21 @@ def _rows_at_once(num_rows: int, width: int) -> Iterator[slice]:
     step = max(1, _NUMBERS_AT_ONCE // width)
     for first in range(0, num_rows, step):
         yield slice(first, min(first + step, num_rows))
+
+
+def _quantise_experts(target: Target, quantised: Quantised, source: Any) -> None:
+    """`source` [experts, outputs, inputs] of floats, one expert after the other."""
+    cut = target.cut or Cut(0, 0, len(target.floats))
+    first = cut.start if cut.dim == 0 else 0
+    columns = Cut(1, cut.start, cut.full) if cut.dim == 2 else None
+    for expert, tensor in enumerate(target.floats):
+        floats = source[first + expert : first + expert + 1][0]
+        if cut.dim == 1:
+            count, step = len(tensor) // cut.pieces, cut.full // cut.pieces
+            starts = range(cut.start, cut.full, step)
+            floats = torch.cat([floats[start : start + count] for start in starts])
+        scale = None if quantised.scale is None else quantised.scale[expert]
+        _quantise(Target(tensor, columns), Quantised(ROW_SCALED, None, scale), floats)
 
 
 def _store(target: Target, quantised: Quantised, data: Tensor, scale: Tensor, scaling: str) -> None:

@@ -75,10 +75,10 @@ def stays_packed(quantization: Quantization | None, dtype: str) -> bool:
 
 # What --quantization asks for.
 _ROUTERS = ("mlp.gate", "block_sparse_moe.gate", "shared_expert_gate")
-_NEVER = ("lm_head", "experts", *_ROUTERS)
+_NEVER = ("lm_head", *_ROUTERS)
 AT_LOAD = {
     "fp8": Quantization(ROW_SCALED, None, _NEVER),
-    "int4": Quantization(GROUP_SCALED, None, _NEVER, int4=Int4(BLOCK)),
+    "int4": Quantization(GROUP_SCALED, None, ("experts", *_NEVER), int4=Int4(BLOCK)),
 }
 _GROUP_SIZES = (128, 64, 32, -1)
 _CHANNEL = -1  # a group of all inputs

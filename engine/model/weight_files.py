@@ -107,14 +107,16 @@ def _int4_layout(quantization: Quantization | None) -> Layout | None:
 
 def _is_quantised(name: str, num_dims: int, dtype: str, quantization: Quantization) -> bool:
     """Whether the tensor's weights may stay quantised."""
-    if ".layers." not in name or ".experts." in name or num_dims != 2:
+    is_expert = ".experts." in name
+    if ".layers." not in name or (is_expert and quantization.int4 is not None):
         return False
-    if quantization.scale_suffix is None:
-        is_weight = name.endswith(".weight")
-        return is_weight and quantization.covers(name.removesuffix(".weight"))
     if layout := _int4_layout(quantization):
         return name.endswith(layout.numbers.suffix)
-    return name.endswith(".weight") and dtype == _FP8
+    # Of three dimensions are all experts of a layer in one.
+    is_projection = num_dims == 3 or (num_dims == 2 and name.endswith(".weight"))
+    if quantization.scale_suffix is None:
+        return is_projection and quantization.covers(name.removesuffix(".weight"))
+    return is_projection and dtype == _FP8
 
 
 def _num_dummy_weights(model: ModelConfig, quantization: Quantization | None) -> tuple[int, int]:
@@ -122,18 +124,19 @@ def _num_dummy_weights(model: ModelConfig, quantization: Quantization | None) ->
     less than a thousandth."""
     width, experts = model.hidden_size, model.experts
     attention = 2 * width * model.head_dim * (model.num_heads + model.num_kv_heads)
-    embeddings = (1 if model.has_tied_embeddings else 2) * model.vocab_size * width
-    num_dense, routed, shared = model.num_layers, 0, 0
+    floats = (1 if model.has_tied_embeddings else 2) * model.vocab_size * width  # embeddings
+    inners = model.num_layers * model.intermediate_size  # of all MLPs and experts
     if experts is not None:
-        num_dense -= len(experts.layers)
-        one = 3 * width * experts.intermediate_size + width  # and its row of the router
-        routed = len(experts.layers) * experts.num_experts * one
-        shared = len(experts.layers) * 3 * width * (experts.shared_intermediate_size or 0)
-    mlps = num_dense * 3 * width * model.intermediate_size + shared
-    projections = model.num_layers * attention + mlps
-    if quantization is None:
-        return embeddings + routed + projections, 0
-    return embeddings + routed, projections  # experts stay floats
+        routed = len(experts.layers) * experts.num_experts * experts.intermediate_size
+        shared = experts.shared_intermediate_size or 0
+        inners += len(experts.layers) * (shared - model.intermediate_size)
+        if quantization is not None and quantization.int4 is not None:
+            floats += 3 * width * routed
+        else:
+            inners += routed
+        floats += len(experts.layers) * experts.num_experts * width  # routers
+    projections = model.num_layers * attention + 3 * width * inners
+    return (floats + projections, 0) if quantization is None else (floats, projections)
 
 
 def _is_plain_file_name(name: object) -> bool:
