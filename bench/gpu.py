@@ -1,7 +1,7 @@
 """What one GPU gives through the real engine: scheduler, runner and sampler, beside its floors.
 
 python -m baton.bench.gpu [--shape NAME] [--tp N] [--part-of N] [--only NAME...] [--growth] [--load]
-                          [--quantization fp8|fp8-block] [--kv-cache-dtype fp8]
+                          [--quantization fp8|fp8-block|int4] [--kv-cache-dtype fp8]
 
 A decode's context is reserved and started as a hand-off would do it, over KV of random numbers, so
 no prefill is waited for. A step is timed by the wall in steady state, its time on the GPU by
@@ -67,7 +67,7 @@ _TARGETS_OF_SEVERAL = {
     ("llama-3.1-8b", 2): {"decode 64 x 4096": 7.2},
     ("llama-3.1-70b", 4): {"decode 64 x 2048": 14.5, "prefill 1 x 8192": 620.0},
 }
-# With weights in FP8 on one H200, by shape.
+# With quantised weights on one H200, by shape.
 _TARGETS_OF_EXPERTS_IN_FP8 = {
     "decode 1 x 1024": 2.2,
     "decode 64 x 4096": 15.8,
@@ -76,7 +76,8 @@ _TARGETS_OF_EXPERTS_IN_FP8 = {
     "prefill 1 x 8192": 110.0,
     "prefill 16 x 512": 80.0,
 }
-_TARGETS_OF_FP8 = {
+_TARGETS_OF_QUANTISED = {
+    ("llama-3.1-8b", "int4"): {"decode 1 x 1024": 1.8, "decode 64 x 4096": 10.6},
     ("llama-3.1-8b", "fp8"): {
         "decode 1 x 1024": 2.6,
         "decode 64 x 4096": 10.9,
@@ -296,7 +297,7 @@ class Bench:
             targets = _TARGETS_OF_SEVERAL.get((self._shape.name, self._num_gpus), {})
         if self._shape.quantization is not None:
             kind = (self._shape.name, self._shape.quantization)
-            targets = _TARGETS_OF_FP8.get(kind, {}) if self._num_gpus == 1 else {}
+            targets = _TARGETS_OF_QUANTISED.get(kind, {}) if self._num_gpus == 1 else {}
         floor_ms /= self._num_gpus
         floor_ms += self._shape.sums_floor_ms(num_tokens, self._num_gpus)
         bound = "bytes and operations" + (", links" if self._num_gpus > 1 else "")
@@ -315,7 +316,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--tp", type=int, default=1, help="GPUs of the engine")
     parser.add_argument("--part-of", type=int, default=1, help="a rank's part of so many, alone")
-    parser.add_argument("--quantization", choices=("fp8", "fp8-block"), help="of the weights")
+    parser.add_argument(
+        "--quantization", choices=("fp8", "fp8-block", "int4"), help="of the weights"
+    )
     parser.add_argument("--only", nargs="*", default=[], help="cases, as 'decode 64 x 4096'; mixed")
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--mixed-graph-tokens", type=int, default=1024)
@@ -338,7 +341,7 @@ def main(argv: list[str]) -> int:
         model=str(folder),
         device="cuda",
         load_format="dummy",
-        quantization="fp8" if arguments.quantization == "fp8" else None,
+        quantization=None if arguments.quantization == "fp8-block" else arguments.quantization,
         max_num_batched_tokens=8192,
         enable_prefix_caching=False,
         attention_backend=arguments.attention_backend,

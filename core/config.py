@@ -58,9 +58,9 @@ class EngineConfig:
     )
     quantization: str | None = flag(
         None,
-        "fp8: quantise the weights of projections as they are loaded; a checkpoint that is "
+        "fp8, int4: quantise the weights of projections as they are loaded; a checkpoint that is "
         "quantised needs no flag",
-        choices=("fp8",),
+        choices=("fp8", "int4"),
     )
     seed: int = flag(0, "seed of dummy weights")
     tensor_parallel_size: int = flag(1, "GPUs per engine", aliases=("tp",))

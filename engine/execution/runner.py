@@ -104,7 +104,7 @@ class ModelRunner:
             self.model_config,
             communicator.size,
             has_expert_parallel=has_expert_parallel,
-            has_fp8=placement.has_fp8,
+            stays_quantised=placement.stays_quantised,
         )
         self.heads = heads_of_rank(self.model_config, communicator.rank, communicator.size)
         self._placement = dataclasses.replace(
@@ -179,7 +179,7 @@ class ModelRunner:
             f"{num_bytes / seconds / 1e9:.1f} GB/s"
         )
         if quantization := self.model_config.quantization:
-            stays = "" if self._placement.has_fp8 else ", dequantised as they were loaded"
+            stays = "" if self._placement.stays_quantised else ", dequantised as they were loaded"
             self.startup_notes.append(f"{quantization.name}{stays}")
         return model, identity
 

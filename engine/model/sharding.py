@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...core.errors import StartupFailed
+from .int4.int4_layout import NUMBERS_OF_WORD
 from .model_config import ModelConfig
 from .quantization import BLOCK, BLOCK_SCALED
 
@@ -36,21 +37,27 @@ def heads_of_rank(config: ModelConfig, rank: int, size: int) -> Heads:
 
 
 def check_divisible(
-    config: ModelConfig, size: int, *, has_expert_parallel: bool = False, has_fp8: bool = False
+    config: ModelConfig,
+    size: int,
+    *,
+    has_expert_parallel: bool = False,
+    stays_quantised: bool = False,
 ) -> None:
     """Raise StartupFailed, naming both numbers, if `size` ranks cannot share the model.
 
-    `has_expert_parallel`: each is to have some of its experts whole. `has_fp8`: weights in FP8 stay
-    so, and are not dequantised as they are loaded.
+    `has_expert_parallel`: each is to have some of its experts whole. `stays_quantised`:
+    weights are not dequantised as they are loaded.
     """
     if has_expert_parallel and config.experts is None:
         raise StartupFailed(f"--enable-expert-parallel: {config.architecture} has no experts")
 
     def why_not(size: int) -> str:
         why = _why_not_even(config, size, has_expert_parallel)
-        if why or not has_fp8 or size == 1:
+        if why or size == 1:
             return why
-        return _why_not_blocks(config, size, has_expert_parallel)
+        return _why_not_quantised(
+            config, size, has_expert_parallel=has_expert_parallel, stays_quantised=stays_quantised
+        )
 
     if why := why_not(size):
         others = " or ".join(str(n) for n in range(1, size) if not why_not(n))
@@ -74,18 +81,28 @@ def _why_not_even(config: ModelConfig, size: int, has_expert_parallel: bool) -> 
     return ""
 
 
-def _why_not_blocks(config: ModelConfig, size: int, has_expert_parallel: bool) -> str:
-    """Empty if no rank's part cuts a block of weights with one scale."""
-    if config.quantization is None or config.quantization.scaling != BLOCK_SCALED:
+def _why_not_quantised(
+    config: ModelConfig, size: int, *, has_expert_parallel: bool, stays_quantised: bool
+) -> str:
+    """Empty if no rank's part cuts a block of weights with one scale, or of int4 in a checkpoint a
+    group or word."""
+    quantization, inners = config.quantization, _inner_sizes(config)
+    if quantization is None:
         return ""
-    heads = {"heads": config.num_heads // size, "KV heads": max(1, config.num_kv_heads // size)}
-    parts = {name: count * config.head_dim for name, count in heads.items()}
-    parts |= {name: count // size for name, count in _inner_sizes(config).items()}
+    what, unit, unit_of_outputs = "blocks", BLOCK, BLOCK
+    if quantization.int4 is not None and quantization.scale_suffix is not None:
+        what, unit, unit_of_outputs = "groups", quantization.int4.unit, NUMBERS_OF_WORD
+    elif quantization.scaling != BLOCK_SCALED or not stays_quantised:
+        return ""
     if config.experts is not None and not has_expert_parallel:
-        parts["moe_intermediate_size"] = config.experts.intermediate_size // size
-    for name, count in parts.items():
-        if count % BLOCK:
-            return f"cuts the weights' blocks of {BLOCK}: {count} of the {name} a rank"
+        inners["moe_intermediate_size"] = config.experts.intermediate_size
+    heads = config.num_heads // size * config.head_dim
+    kv_heads = max(1, config.num_kv_heads // size) * config.head_dim
+    parts = {"heads": (heads, unit), "KV heads": (kv_heads, unit_of_outputs)}
+    parts |= {name: (count // size, unit) for name, count in inners.items()}
+    for name, (count, divisor) in parts.items():
+        if count % divisor:
+            return f"cuts the weights' {what} of {divisor}: {count} of the {name} a rank"
     return ""
 
 

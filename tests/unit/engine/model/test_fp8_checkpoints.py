@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ import pytest
 import torch
 from checkpoints import VARIANTS, write_checkpoint
 from fp8_checkpoints import FORMATS, FP8, write_fp8_checkpoint
+from live_bytes import LiveBytes
 from safetensors.torch import load_file, save_file
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton.core.config import EngineConfig
 from baton.core.errors import StartupFailed
@@ -49,7 +48,7 @@ def placement_of(folder: Path, quantization: str | None = None, **changes: Any) 
         "device": torch.device("cpu"),
         "dtype": torch.float32,
         "quantization": found,
-        "has_fp8": True,
+        "stays_quantised": True,
     }
     return Placement(**(settings | changes))
 
@@ -125,8 +124,8 @@ def test_weights_stay_as_they_are_in_the_file(tmp_path: Path, name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["block", "compressed, channel", "tensor, static activations"])
-@pytest.mark.parametrize("has_fp8", [False, True])
-def test_each_rank_has_its_part(tmp_path: Path, name: str, has_fp8: bool) -> None:
+@pytest.mark.parametrize("stays_quantised", [False, True])
+def test_each_rank_has_its_part(tmp_path: Path, name: str, stays_quantised: bool) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128}
     write_fp8_checkpoint(tmp_path, name, **sizes)
     whole = weights_of(loaded(tmp_path, placement_of(tmp_path)))
@@ -134,7 +133,9 @@ def test_each_rank_has_its_part(tmp_path: Path, name: str, has_fp8: bool) -> Non
     for rank in range(2):
         communicator = Communicator()
         communicator.rank, communicator.size = rank, 2
-        placement = placement_of(tmp_path, communicator=communicator, has_fp8=has_fp8)
+        placement = placement_of(
+            tmp_path, communicator=communicator, stays_quantised=stays_quantised
+        )
         parts.append(weights_of(loaded(tmp_path, placement)))
     for key in ("0.out", "1.down"):
         assert torch.equal(torch.cat([part[key] for part in parts], dim=1), whole[key])
@@ -159,37 +160,8 @@ def test_quantised_at_load_by_row_alike_on_all_ranks(tmp_path: Path) -> None:
     assert isinstance(of_rank, RowScaled)
     assert torch.equal(of_rank.scale, down.scale)
     assert torch.equal(of_rank.data.float(), down.data[:, 192:].float())
-    floats = loaded(tmp_path, placement_of(tmp_path, "fp8", has_fp8=False))
+    floats = loaded(tmp_path, placement_of(tmp_path, "fp8", stays_quantised=False))
     assert torch.equal(weights_of(floats)["1.down"], down.dequantised(torch.float32))
-
-
-class LiveBytes(TorchDispatchMode):
-    """The most bytes that tensors made in here had at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self._storages: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(tensor, torch.Tensor):
-                self._count(tensor.untyped_storage())
-        return out
-
-    def _count(self, storage: Any) -> None:
-        address, size = storage.data_ptr(), storage.nbytes()
-        if not size or address in self._storages:
-            return
-        self._storages.add(address)
-        self.now += size
-        self.most = max(self.most, self.now)
-        weakref.finalize(storage, self._forget, address, size)
-
-    def _forget(self, address: int, size: int) -> None:
-        self._storages.discard(address)
-        self.now -= size
 
 
 def test_quantising_at_load_holds_the_result_and_a_layer(tmp_path: Path) -> None:
@@ -209,8 +181,10 @@ def test_quantising_at_load_holds_the_result_and_a_layer(tmp_path: Path) -> None
 def test_dummy_weights_are_the_same_with_or_without_fp8(tmp_path: Path, name: str) -> None:
     write_fp8_checkpoint(tmp_path, name, **ALIGNED)
     found = []
-    for has_fp8 in (False, True):
-        model = Decoder(read_model_config(tmp_path), placement_of(tmp_path, has_fp8=has_fp8))
+    for stays_quantised in (False, True):
+        model = Decoder(
+            read_model_config(tmp_path), placement_of(tmp_path, stays_quantised=stays_quantised)
+        )
         fill_dummy_weights(dict(model.targets()), std=0.02, seed=3)
         found.append(weights_of(model))
     assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
@@ -293,7 +267,7 @@ GROUP = CHANNELS["config_groups"]["group_0"]
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"quant_method": "awq"}, "quant_method 'awq'"),
+        ({"quant_method": "hqq"}, "quant_method 'hqq'"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
         ({"bits": 4}, "quant_method None"),
         (BLOCKS | {"weight_block_size": [64, 64]}, r"weight_block_size \[64, 64\]"),
@@ -301,7 +275,7 @@ GROUP = CHANNELS["config_groups"]["group_0"]
         (BLOCKS | {"fmt": "e5m2"}, "e5m2"),
         (BLOCKS | {"activation_scheme": "block"}, "activation_scheme 'block'"),
         (BLOCKS | {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert"),
-        (CHANNELS | {"format": "pack-quantized"}, "pack-quantized"),
+        (CHANNELS | {"format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized"),
         (CHANNELS | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         (CHANNELS | {"config_groups": {"a": GROUP, "b": GROUP}}, "2 config_groups"),
         (CHANNELS | {"config_groups": {}}, "0 config_groups"),
@@ -346,13 +320,13 @@ def test_engines_of_different_quantisation_have_different_fingerprints(tmp_path:
 def test_a_tensor_parallel_size_that_cuts_blocks_is_refused(tmp_path: Path) -> None:
     write_fp8_checkpoint(tmp_path, "block", **ALIGNED)
     with pytest.raises(StartupFailed, match="blocks of 128") as caught:
-        check_divisible(read_model_config(tmp_path), 2, has_fp8=True)
+        check_divisible(read_model_config(tmp_path), 2, stays_quantised=True)
     assert "--tp 1" in caught.value.hint
 
 
 def test_ranks_cut_blocks_where_they_are_dequantised(tmp_path: Path) -> None:
     write_fp8_checkpoint(tmp_path, "block", **ALIGNED)
-    whole = dict(loaded(tmp_path, placement_of(tmp_path, has_fp8=False)).targets())
+    whole = dict(loaded(tmp_path, placement_of(tmp_path, stays_quantised=False)).targets())
     for rank in range(2):
         communicator = Communicator()
         communicator.rank, communicator.size = rank, 2
@@ -410,7 +384,7 @@ def test_the_bytes_of_weights_that_are_quantised_at_load(
 
 
 def _floats_bytes(folder: Path) -> int:
-    model = Decoder(read_model_config(folder), placement_of(folder, has_fp8=False))
+    model = Decoder(read_model_config(folder), placement_of(folder, stays_quantised=False))
     return sum(target.nbytes for _, target in model.targets())
 
 
@@ -435,29 +409,31 @@ def experts_of(model: Decoder) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["block", "compressed, channel", "compressed, tensor"])
-@pytest.mark.parametrize("has_fp8", [False, True])
-def test_experts_are_those_of_the_file(tmp_path: Path, name: str, has_fp8: bool) -> None:
+@pytest.mark.parametrize("stays_quantised", [False, True])
+def test_experts_are_those_of_the_file(tmp_path: Path, name: str, stays_quantised: bool) -> None:
     theirs = write_fp8_checkpoint(tmp_path, name, **MIXTURE).state_dict()
-    model = loaded(tmp_path, placement_of(tmp_path, has_fp8=has_fp8))
+    model = loaded(tmp_path, placement_of(tmp_path, stays_quantised=stays_quantised))
     mixture = model.layers[0].mlp.mixture
     assert isinstance(mixture.router, torch.Tensor)
     for weights in (mixture.gate_up, mixture.down):
-        assert weights.values.dtype == (FP8 if has_fp8 else torch.float32)
-        assert weights.scaling == (0 if not has_fp8 else 2 if name == "block" else 1)
+        assert weights.values.dtype == (FP8 if stays_quantised else torch.float32)
+        assert weights.scaling == (0 if not stays_quantised else 2 if name == "block" else 1)
     for part, found in zip(("gate_up", "down"), experts_of(model), strict=True):
         assert torch.equal(found, theirs[f"model.layers.0.mlp.experts.{part}_proj"])
 
 
 @pytest.mark.parametrize("name", ["block", "compressed, channel"])
-@pytest.mark.parametrize("has_fp8", [False, True])
+@pytest.mark.parametrize("stays_quantised", [False, True])
 @pytest.mark.parametrize("is_whole", [True, False])
-def test_ranks_share_experts(tmp_path: Path, name: str, has_fp8: bool, is_whole: bool) -> None:
+def test_ranks_share_experts(
+    tmp_path: Path, name: str, stays_quantised: bool, is_whole: bool
+) -> None:
     """Whole ones, or a part of each."""
     write_fp8_checkpoint(tmp_path, name, **MIXTURE)
     config = read_model_config(tmp_path)
-    check_divisible(config, 2, has_expert_parallel=is_whole, has_fp8=has_fp8)
+    check_divisible(config, 2, has_expert_parallel=is_whole, stays_quantised=stays_quantised)
     whole = experts_of(loaded(tmp_path, placement_of(tmp_path)))
-    _check_parts(tmp_path, whole, None, is_whole=is_whole, has_fp8=has_fp8)
+    _check_parts(tmp_path, whole, None, is_whole=is_whole, stays_quantised=stays_quantised)
 
 
 def _check_parts(
@@ -466,14 +442,14 @@ def _check_parts(
     quantization: str | None,
     *,
     is_whole: bool,
-    has_fp8: bool,
+    stays_quantised: bool,
 ) -> None:
     parts = []
     for rank in range(2):
         communicator = Communicator()
         communicator.rank, communicator.size = rank, 2
         changes = {"communicator": communicator, "has_expert_parallel": is_whole}
-        placement = placement_of(folder, quantization, has_fp8=has_fp8, **changes)
+        placement = placement_of(folder, quantization, stays_quantised=stays_quantised, **changes)
         parts.append(experts_of(loaded(folder, placement)))
     gate_ups, downs = zip(*parts, strict=True)
     assert torch.equal(torch.cat(downs, dim=0 if is_whole else 2), whole[1])
@@ -486,8 +462,8 @@ def test_blocks_of_experts_that_ranks_would_cut_are_refused(tmp_path: Path) -> N
     write_fp8_checkpoint(tmp_path, "block", **(MIXTURE | {"moe_intermediate_size": 128}))
     config = read_model_config(tmp_path)
     with pytest.raises(StartupFailed, match="blocks of 128: 64 of the moe_intermediate_size"):
-        check_divisible(config, 2, has_fp8=True)
-    check_divisible(config, 2, has_fp8=True, has_expert_parallel=True)
+        check_divisible(config, 2, stays_quantised=True)
+    check_divisible(config, 2, stays_quantised=True, has_expert_parallel=True)
     check_divisible(config, 2)
 
 
@@ -506,14 +482,14 @@ def test_experts_are_quantised_at_load(tmp_path: Path, is_merged: bool) -> None:
 
 
 @pytest.mark.parametrize("is_merged", [False, True])
-@pytest.mark.parametrize("has_fp8", [False, True])
+@pytest.mark.parametrize("stays_quantised", [False, True])
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_ranks_quantise_their_experts_alike(
-    tmp_path: Path, is_merged: bool, has_fp8: bool, is_whole: bool
+    tmp_path: Path, is_merged: bool, stays_quantised: bool, is_whole: bool
 ) -> None:
     write_checkpoint(tmp_path, **MIXTURE, save_original_format=not is_merged)
     whole = experts_of(loaded(tmp_path, placement_of(tmp_path, "fp8")))
-    _check_parts(tmp_path, whole, "fp8", is_whole=is_whole, has_fp8=has_fp8)
+    _check_parts(tmp_path, whole, "fp8", is_whole=is_whole, stays_quantised=stays_quantised)
 
 
 def test_experts_in_one_tensor_of_fp8_are_refused(tmp_path: Path) -> None:
