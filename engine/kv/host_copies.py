@@ -1,7 +1,8 @@
 """Copies of blocks between the device's pool and host memory, and what they cost.
 
-On a GPU the copy engines make them, on a stream of their own for each direction: the caller only
-submits, in one call for all blocks. No event of a step is waited for:
+On a GPU the copy engines make them, on a stream of their own for each direction, slice by slice:
+the next one is submitted when one has ended, since a step's small copies go by the same engines,
+behind whatever was submitted before. No event of a step is waited for:
 
     out   the blocks are computed, as the host has seen; if one gets new content meanwhile, its
           generation has moved, and the copy is discarded
@@ -16,8 +17,9 @@ from __future__ import annotations
 import enum
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -27,12 +29,14 @@ from ...core.config import EngineConfig
 from ...core.errors import EngineFailed
 from ...core.step_cost import StepCost, StepShape, pairs_of
 from . import cuda_memory
-from .cuda_memory import Ids, describe_error, forget_error
+from .cuda_memory import describe_error, forget_error
 from .host_memory import HostMemory, cuda_pin, cuda_unpin
 from .kv_memory import CpuKvMemory, CudaKvMemory
 
 _NOTICE_S = 0.0005  # from the end of a copy to the launch of a step behind it
 _NUM_MEASURED = 16
+_SLICE_BYTES = 8 << 20  # 0.15 ms
+_MOST_SUBMITTED = 2  # slices of a direction
 
 
 class Direction(enum.IntEnum):
@@ -134,26 +138,55 @@ class CpuCopier:
 class CudaCopy:
     """A copy by the copy engines."""
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+    def __init__(self, lane: _Lane) -> None:
         """Its begin."""
-        self._stream = stream
-        self._begin, self._end = (
+        self._lane = lane
+        self._begin, self.end = (
             torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             for _ in range(2)
         )
-        self._begin.record(stream)
-
-    def ends(self) -> None:
-        """All of it was submitted."""
-        self._end.record(self._stream)
+        self._begin.record(lane.stream)
+        self.num_waiting = 0  # of its slices
 
     def seconds(self) -> float | None:
         try:
-            if not self._end.query():  # type: ignore[no-untyped-call]
+            self._lane.advance()
+            if self.num_waiting or not self.end.query():  # type: ignore[no-untyped-call]
                 return None
-            return float(self._begin.elapsed_time(self._end)) / 1e3
+            return float(self._begin.elapsed_time(self.end)) / 1e3
         except RuntimeError as error:
             raise EngineFailed(f"a copy to or from host memory failed: {error}") from error
+
+
+class _Lane:
+    """The copies of one direction, slice by slice: a step's own small copies go by the same copy
+    engines, behind whatever was submitted before them."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+        self._waiting: deque[tuple[CudaCopy, Callable[[], None]]] = deque()
+        self._submitted: deque[torch.cuda.Event] = deque()
+
+    def add(self, slices: Sequence[Callable[[], None]]) -> CudaCopy:
+        copy = CudaCopy(self)
+        copy.num_waiting = len(slices)
+        self._waiting += [(copy, each) for each in slices]
+        self.advance()
+        return copy
+
+    def advance(self) -> None:
+        """Submit the next slices, if some that were submitted have ended."""
+        while self._submitted and self._submitted[0].query():  # type: ignore[no-untyped-call]
+            self._submitted.popleft()
+        while self._waiting and len(self._submitted) < _MOST_SUBMITTED:
+            copy, submit = self._waiting.popleft()
+            submit()
+            copy.num_waiting -= 1
+            ended = copy.end
+            if copy.num_waiting:
+                ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ended.record(self.stream)
+            self._submitted.append(ended)
 
 
 class CudaCopier:
@@ -166,7 +199,7 @@ class CudaCopier:
         self._device = device
         self._has_batches = cuda_memory.has_batches()
         streams = [torch.cuda.Stream(device) for _ in Direction]  # type: ignore[no-untyped-call]
-        self._streams = dict(zip(Direction, streams, strict=True))
+        self._lanes = dict(zip(Direction, map(_Lane, streams), strict=True))
 
     @property
     def num_blocks(self) -> int:
@@ -188,19 +221,24 @@ class CudaCopier:
     def start(
         self, direction: Direction, block_ids: Sequence[int], host_blocks: Sequence[int]
     ) -> CudaCopy:
+        lane = self._lanes[direction]
+        n = max(1, _SLICE_BYTES // self.block_bytes)
+        slices = [
+            partial(self._submit, direction, block_ids[i : i + n], host_blocks[i : i + n])
+            for i in range(0, len(block_ids), n)
+        ]
+        with torch.cuda.device(self._device):
+            return lane.add(slices)
+
+    def _submit(
+        self, direction: Direction, block_ids: Sequence[int], host_blocks: Sequence[int]
+    ) -> None:
         runs = _runs(block_ids, host_blocks, self._memory.blocks_per_slice)
         blocks, hosts, lengths = (np.array(column) * self.block_bytes for column in runs)
         sources, targets = blocks + self._address, hosts + self._memory.address
         if direction is Direction.IN:
             sources, targets = targets, sources
-        stream = self._streams[direction]
-        with torch.cuda.device(self._device):
-            copy = CudaCopy(stream)
-            self._submit(sources, targets, lengths, stream)
-            copy.ends()
-        return copy
-
-    def _submit(self, sources: Ids, targets: Ids, lengths: Ids, stream: torch.cuda.Stream) -> None:
+        stream = self._lanes[direction].stream
         if self._has_batches:
             statuses = [cuda_memory.batch_copy(sources, targets, lengths, stream)()]
         else:
@@ -212,8 +250,8 @@ class CudaCopier:
 
     def close(self) -> None:
         """No copy any more."""
-        for stream in self._streams.values():
-            stream.synchronize()
+        for lane in self._lanes.values():
+            lane.stream.synchronize()
         self._memory.close()
 
 

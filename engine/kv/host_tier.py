@@ -125,9 +125,8 @@ class HostTier:
 
     @property
     def has_work(self) -> bool:
-        """Whether it is to be polled soon: somebody waits for blocks, or copies out are to be
-        started or entered."""
-        return bool(self._loads) or any(one.waiting or one.ended for one in self._writes)
+        """Whether it is to be polled soon: copies go on as they are polled."""
+        return bool(self._loads or self._writes)
 
     # -- out -------------------------------------------------------------------------------------
 

@@ -252,8 +252,11 @@ def test_host_blocks_that_are_evicted_during_a_load_are_computed() -> None:
 
 def test_a_block_that_is_rewritten_on_its_way_out_is_not_entered() -> None:
     rig = Rig(num_looks=range(500, 501))
-    rig.serve(PROMPT)
-    fill(rig)  # the copy out of PROMPT's blocks has not ended
+    for prompt in (PROMPT, [9] * (4 * rig.capacity - 1)):  # which takes all blocks
+        key = rig.add(prompt)
+        while not rig.tokens[key]:
+            rig.step()
+    assert not len(rig.engine._host._blocks)  # the copy out of PROMPT's blocks has not ended
     rig.num_looks = range(1)
     for _ in range(1500):
         rig.engine._poll_host()
