@@ -57,7 +57,7 @@ _MOST_WEIGHTS = 16
 _REPEATS = 5
 _NUM_TOLD = 3
 _COMPILERS = 14
-_SHARED_BYTES = 220 << 10
+_LEAST_SHARED_BYTES, _SHARED_BYTES = 32 << 10, 220 << 10
 _RATES = {"row": FP8_FLOPS, "block": FP8_BLOCK_FLOPS, "int4": FLOPS}
 _GROUP = 128  # of int4
 _WAYS = fp8_product.WAYS | int4_product.WAYS
@@ -83,7 +83,10 @@ _INT4_STAGES = [
     for outputs, shares, one in itertools.product(
         (64, 128, 256),
         (1, 2, 4, 8),
-        ((1, 6, 4, 4), (2, 4, 3, 4), (2, 4, 4, 4), (4, 3, 2, 4), (1, 4, 3, 8), (2, 4, 3, 8)),
+        (
+            *((1, 3, 2, 4), (1, 6, 4, 4), (2, 4, 3, 4), (2, 4, 4, 4), (4, 3, 2, 4)),
+            *((1, 4, 3, 8), (2, 4, 3, 8)),
+        ),
     )
     if (outputs == 64) == (one[3] == 4)
 ]
@@ -167,12 +170,13 @@ def ways_of(kind: str, num_rows: int, num_outputs: int, num_inputs: int) -> list
 
 def _int4_ways(num_rows: int, num_outputs: int, num_inputs: int) -> list[AnyWay]:
     def fits(way: Int4Tiling | Int4Stages, chunks: int, room: int, most_programs: int) -> bool:
-        step = way.outputs * 68 + room * 256  # bytes of a chunk: words, groups, vectors
+        num_bytes = chunks * (way.outputs * 68 + room * 256)  # words, groups, vectors
         sums = way.outputs * room // (32 * way.warps)  # registers of a thread, twice
         programs = way.shares * math.ceil(num_outputs / way.outputs)
         is_enough = programs >= 60 and (way.shares == 1 or programs <= most_programs)
         of_share = num_inputs // _GROUP // way.shares
-        return step * chunks <= _SHARED_BYTES and sums <= 64 and is_enough and of_share >= 4
+        has_memory = _LEAST_SHARED_BYTES <= num_bytes <= _SHARED_BYTES
+        return has_memory and sums <= 64 and is_enough and of_share >= 4
 
     ways: list[AnyWay] = []
     if num_rows <= int4_product.MAX_FEW_ROWS:
@@ -180,7 +184,8 @@ def _int4_ways(num_rows: int, num_outputs: int, num_inputs: int) -> list[AnyWay]
         ways += [way for way in _INT4_TILINGS if fits(way, way.stages, room, 1100)]
     if num_rows <= ROWS_AT_ONCE:
         room = room_of(num_rows)
-        ways += [way for way in _INT4_STAGES if fits(way, way.chunks * way.count, room, 530)]
+        stages = [way for way in _INT4_STAGES if way.chunks * room <= 64]
+        ways += [way for way in stages if fits(way, way.chunks * way.count, room, 530)]
     return [*ways, *([Dequantised()] if num_rows >= 32 else [])]
 
 

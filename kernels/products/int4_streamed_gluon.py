@@ -101,13 +101,13 @@ def int4_streamed_product(
 def registers(stages: Int4Stages, room: int) -> int:
     """Of a thread on average: the fewer, the more programs are on a multiprocessor.
 
-    With fewer for those that multiply, ptxas has each wgmma waited for. What does not multiply is
-    a warp, which Triton rounds up to four.
+    So few as ptxas needs to have products in flight (found by trying), for those that multiply.
+    What does not is a warp, which Triton rounds up to four.
     """
     sums = stages.outputs * room // (32 * stages.warps)
-    tiles = stages.outputs // (16 * stages.warps)
-    wanted = min(240, 24 * (1 + tiles) + 16 * stages.chunks + (1 + stages.chunks) * sums)
-    average = (wanted * stages.warps + 4 * 24) // (stages.warps + 4)
+    tiles = stages.outputs // (16 * stages.warps)  # of 64 outputs
+    wanted = 46 * tiles + 38 * stages.chunks - 42 + (1 + stages.chunks) * sums
+    average = (min(240, max(72, wanted)) * stages.warps + 4 * 24) // (stages.warps + 4)
     return -(-average // 8) * 8
 
 
