@@ -36,6 +36,7 @@ from baton.kernels.experts.tiles import TABLE, Cut, Few, Library, Plan, Tiles, a
 
 from ..floors.figures import commit
 from ..floors.gpu_shapes import BYTES_PER_S, FLOPS
+from .graph_times import graph_times_us
 
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 _REPEATS = 5
@@ -134,23 +135,7 @@ class Layer:
 
 def time_us(calls: list[Callable[[], object]]) -> float:
     """Of one of the calls, all in a CUDA graph."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    samples = []
-    for _ in range(_REPEATS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        samples.append(begin.elapsed_time(end) / len(calls) * 1e3)
-    return statistics.median(samples)
+    return statistics.median(graph_times_us(calls, _REPEATS))
 
 
 def best_cut(measure: Callable[[Cut], float], found: list[Cut], groups: tuple[int, ...]) -> Cut:

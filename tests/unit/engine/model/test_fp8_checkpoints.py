@@ -344,10 +344,28 @@ def test_engines_of_different_quantisation_have_different_fingerprints(tmp_path:
 def test_a_tensor_parallel_size_that_cuts_blocks_is_refused(tmp_path: Path) -> None:
     write_fp8_checkpoint(tmp_path, "block", **ALIGNED)
     with pytest.raises(StartupFailed, match="blocks of 128") as caught:
-        communicator = Communicator()
-        communicator.size = 2
-        ModelRunner(config_of(tmp_path, tensor_parallel_size=2), None, communicator)
+        check_divisible(read_model_config(tmp_path), 2, has_fp8=True)
     assert "--tp 1" in caught.value.hint
+
+
+def test_ranks_cut_blocks_where_they_are_dequantised(tmp_path: Path) -> None:
+    write_fp8_checkpoint(tmp_path, "block", **ALIGNED)
+    whole = dict(loaded(tmp_path, placement_of(tmp_path, has_fp8=False)).targets())
+    for rank in range(2):
+        communicator = Communicator()
+        communicator.rank, communicator.size = rank, 2
+        config = config_of(tmp_path, tensor_parallel_size=2)
+        runner = ModelRunner(config, None, communicator)
+        parts = dict(runner.model.targets())
+        assert parts.keys() == whole.keys()
+        for name, part in parts.items():
+            expected = whole[name].tensor
+            if part.cut is not None:
+                size = part.tensor.shape[part.cut.dim]
+                expected = expected.narrow(part.cut.dim, part.cut.start, size)
+            assert torch.equal(part.tensor, expected), name
+        assert parts["model.layers.0.mlp.down_proj.weight"].tensor.shape[1] == 192
+        runner.close()
 
 
 def test_merged_parts_that_share_a_block_are_refused_where_fp8_stays(tmp_path: Path) -> None:
@@ -419,7 +437,7 @@ def test_ranks_share_experts_that_are_dequantised(
 ) -> None:
     """Whole ones, or a part of each that cuts blocks."""
     write_fp8_checkpoint(tmp_path, name, **EXPERTS_IN_BLOCKS)
-    check_divisible(read_model_config(tmp_path), 2, has_expert_parallel=is_whole)
+    check_divisible(read_model_config(tmp_path), 2, has_expert_parallel=is_whole, has_fp8=True)
     whole = loaded(tmp_path, placement_of(tmp_path, has_fp8=False)).layers[0].mlp.mixture
     parts = []
     for rank in range(2):
