@@ -4,7 +4,8 @@
     python -m baton.bench.baselines --model DIR --load-format dummy --scale 1 --out baselines_8b
 
 Each scheme is played twice over the same requests: all at once, which gives requests/s, and by
-Poisson arrivals at a rate that the last scheme keeps up with, which gives TTFT and TBT.
+Poisson arrivals at a rate that the last scheme keeps up with, which gives TTFT and TBT. Who is
+admitted matters where outputs are longer than prompts: prompts are a sixth there, outputs thrice.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from baton.core import flags
@@ -33,12 +34,13 @@ _LOAD = 0.7  # of what the last scheme can do
 
 def main(argv: Sequence[str]) -> int:
     """Measure, print, write."""
-    arguments = _parser().parse_args(argv)
+    arguments, measured = _parser().parse_args(argv), commit()
     config = flags.parse(EngineConfig, arguments)
     runner = ModelRunner(config)
     is_gpu = not isinstance(runner.kv, CpuKvMemory)
     shape = WorkShape(
         arguments.num_requests,
+        arguments.scale,
         arguments.scale,
         arguments.longest,
         arguments.most_outputs,
@@ -56,11 +58,14 @@ def main(argv: Sequence[str]) -> int:
     for scheme, row in zip(schemes, rows, strict=True):
         row |= _latencies(player.play(scheme, jobs, arrivals_s))
         _show(row)
-    admissions = [_at_once(player, scheme, jobs) for scheme in ADMISSIONS]
+    chats = make_jobs(
+        replace(shape, prompt_scale=shape.prompt_scale * 6, output_scale=shape.output_scale / 3)
+    )
+    admissions = [_at_once(player, scheme, chats) for scheme in ADMISSIONS]
     for row in admissions:
         _show(row)
     result = {
-        "commit": commit(),
+        "commit": measured,
         "command": command_line("baselines", argv),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": machine(),
@@ -69,8 +74,8 @@ def main(argv: Sequence[str]) -> int:
         "shape": asdict(shape),
         "pool_tokens": (num_blocks - 2) * config.block_size,
         "chunk_tokens": arguments.chunk_tokens,
-        "mean_prompt": sum(job.num_prompt for job in jobs) / len(jobs),
-        "mean_output": sum(job.num_outputs for job in jobs) / len(jobs),
+        **_means(jobs),
+        "chats": _means(chats),
         "rate_per_s": rate_per_s,
         "schemes": rows,
         "admissions": admissions,
@@ -97,6 +102,13 @@ def _parser() -> argparse.ArgumentParser:
     flags.add_flags(parser, EngineConfig)
     parser.set_defaults(block_size=8)  # lengths are scaled, so blocks are
     return parser
+
+
+def _means(jobs: Sequence[Job]) -> dict[str, float]:
+    return {
+        "mean_prompt": sum(job.num_prompt for job in jobs) / len(jobs),
+        "mean_output": sum(job.num_outputs for job in jobs) / len(jobs),
+    }
 
 
 def _at_once(player: Player, scheme: Scheme, jobs: Sequence[Job]) -> dict[str, Any]:

@@ -22,10 +22,11 @@ _FIRST_ID = 10  # above special tokens
 
 @dataclass(frozen=True, slots=True)
 class WorkShape:
-    """`scale` divides all lengths; `max_len` is the longest prompt and output together."""
+    """Lengths are divided by the scales; `max_len` is the longest prompt and output together."""
 
     num_requests: int
-    scale: float
+    prompt_scale: float
+    output_scale: float
     max_len: int
     max_tokens: int
     system_tokens: int
@@ -53,9 +54,9 @@ def make_jobs(shape: WorkShape) -> list[Job]:
     systems = [_ids(chance, shape, shape.system_tokens) for _ in range(_NUM_SYSTEM_PROMPTS)]
     jobs = []
     for number, (prompt, output) in enumerate(chance.choices(pairs, k=shape.num_requests)):
-        num_outputs = min(max(2, round(output / shape.scale)), shape.max_tokens)
+        num_outputs = min(max(2, round(output / shape.output_scale)), shape.max_tokens)
         most = shape.max_len - shape.max_tokens
-        num_prompt = min(max(shape.system_tokens + 1, round(prompt / shape.scale)), most)
+        num_prompt = min(max(shape.system_tokens + 1, round(prompt / shape.prompt_scale)), most)
         ids = chance.choice(systems) + _ids(chance, shape, num_prompt - shape.system_tokens)
         sampling = SamplingParams(max_tokens=shape.max_tokens, temperature=0.0, seed=number)
         jobs.append(Job(Request(f"{number:032x}", 0, ids, sampling), num_outputs))

@@ -42,7 +42,12 @@ def admissions() -> str:
         for row in load("baselines")["admissions"]
     ]
     head = ("admitted by", "requests/s", "run at once", "preemptions")
-    return f"{table(head, rows)}\n{source('baselines')}"
+    chats = load("baselines")["chats"]
+    setting = (
+        f"Prompts of {chats['mean_prompt']:.0f} and outputs of {chats['mean_output']:.0f} tokens "
+        "on average, all there at once.\n"
+    )
+    return f"{table(head, rows)}\n{setting}\n{source('baselines')}"
 
 
 def _ms(p50_s: float, p99_s: float) -> str:

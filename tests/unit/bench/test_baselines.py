@@ -14,7 +14,13 @@ from baton.core.config import EngineConfig
 from baton.engine.execution.runner import ModelRunner
 
 SHAPE = WorkShape(
-    num_requests=8, scale=60, max_len=96, max_tokens=32, system_tokens=16, vocab_size=4000
+    num_requests=8,
+    prompt_scale=60,
+    output_scale=60,
+    max_len=96,
+    max_tokens=32,
+    system_tokens=16,
+    vocab_size=4000,
 )
 
 

@@ -127,7 +127,7 @@ def test_chats_by_the_models_template(llm: LLM) -> None:
         ("", SamplingParams(), InvalidRequest, "prompt"),
         ("x", SamplingParams(temperature=3.0), InvalidRequest, "temperature"),
         ("x", SamplingParams(max_tokens="12"), InvalidRequest, "max_tokens"),  # type: ignore[arg-type]
-        ([10**6], SamplingParams(), InvalidRequest, "prompt"),
+        ([10**6], SamplingParams(), InvalidRequest, "prompt[0]"),
         ("x", SamplingParams(max_tokens=10**6), ContextLengthExceeded, "max_tokens"),
         ({"text": "x"}, SamplingParams(), InvalidRequest, "prompt"),
         ("x", [SamplingParams()] * 2, InvalidRequest, "sampling_params"),
