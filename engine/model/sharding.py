@@ -48,7 +48,9 @@ def check_divisible(
 
     def why_not(size: int) -> str:
         why = _why_not_even(config, size, has_expert_parallel)
-        return why or (_why_not_blocks(config, size) if has_fp8 and size > 1 else "")
+        if why or not has_fp8 or size == 1:
+            return why
+        return _why_not_blocks(config, size, has_expert_parallel)
 
     if why := why_not(size):
         others = " or ".join(str(n) for n in range(1, size) if not why_not(n))
@@ -72,14 +74,15 @@ def _why_not_even(config: ModelConfig, size: int, has_expert_parallel: bool) -> 
     return ""
 
 
-def _why_not_blocks(config: ModelConfig, size: int) -> str:
+def _why_not_blocks(config: ModelConfig, size: int, has_expert_parallel: bool) -> str:
     """Empty if no rank's part cuts a block of weights with one scale."""
     if config.quantization is None or config.quantization.scaling != BLOCK_SCALED:
         return ""
     heads = {"heads": config.num_heads // size, "KV heads": max(1, config.num_kv_heads // size)}
     parts = {name: count * config.head_dim for name, count in heads.items()}
-    # Experts are dequantised, whose blocks any rank may cut.
     parts |= {name: count // size for name, count in _inner_sizes(config).items()}
+    if config.experts is not None and not has_expert_parallel:
+        parts["moe_intermediate_size"] = config.experts.intermediate_size // size
     for name, count in parts.items():
         if count % BLOCK:
             return f"cuts the weights' blocks of {BLOCK}: {count} of the {name} a rank"
