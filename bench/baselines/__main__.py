@@ -5,7 +5,8 @@
 
 Each scheme is played twice over the same requests: all at once, which gives requests/s, and by
 Poisson arrivals at a rate that the last scheme keeps up with, which gives TTFT and TBT. Who is
-admitted matters where outputs are longer than prompts: prompts are a sixth there, outputs thrice.
+admitted matters where outputs outgrow the pool: there prompts are a sixth, outputs thrice as long,
+and the pool is half.
 """
 
 from __future__ import annotations
@@ -49,7 +50,11 @@ def main(argv: Sequence[str]) -> int:
     )
     jobs = make_jobs(shape)
     num_blocks = min(runner.kv.num_blocks, arguments.pool_tokens // config.block_size + 2)
-    player = Player(runner, num_blocks, config.block_size, shape.max_len, arguments.chunk_tokens)
+    num_few = num_blocks // 2  # for admission: a pool that outputs outgrow
+    player, tight = (
+        Player(runner, num, config.block_size, shape.max_len, arguments.chunk_tokens)
+        for num in (num_blocks, num_few)
+    )
     warm_up(player, jobs, SCHEMES[-1])
     schemes = [*SCHEMES, *(ON_GPUS if is_gpu else ())]
     rows = [_at_once(player, scheme, jobs) for scheme in schemes]
@@ -61,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
     chats = make_jobs(
         replace(shape, prompt_scale=shape.prompt_scale * 6, output_scale=shape.output_scale / 3)
     )
-    admissions = [_at_once(player, scheme, chats) for scheme in ADMISSIONS]
+    admissions = [_at_once(tight, scheme, chats) for scheme in ADMISSIONS]
     for row in admissions:
         _show(row)
     result = {
@@ -75,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
         "pool_tokens": (num_blocks - 2) * config.block_size,
         "chunk_tokens": arguments.chunk_tokens,
         **_means(jobs),
-        "chats": _means(chats),
+        "chats": _means(chats) | {"pool_tokens": (num_few - 2) * config.block_size},
         "rate_per_s": rate_per_s,
         "schemes": rows,
         "admissions": admissions,

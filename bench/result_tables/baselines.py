@@ -45,7 +45,7 @@ def admissions() -> str:
     chats = load("baselines")["chats"]
     setting = (
         f"Prompts of {chats['mean_prompt']:.0f} and outputs of {chats['mean_output']:.0f} tokens "
-        "on average, all there at once.\n"
+        f"on average, all there at once, over a pool of {chats['pool_tokens']} tokens.\n"
     )
     return f"{table(head, rows)}\n{setting}\n{source('baselines')}"
 
