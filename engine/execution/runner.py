@@ -30,6 +30,7 @@ from ...kernels.sampling.sampling import sample
 from ..kv.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS, PADDING_BLOCK, canary_bytes
 from ..kv.cuda_step_count import CudaStepCount, count_steps
 from ..kv.generations import SharedGenerations
+from ..kv.host_copies import make_host_copier
 from ..kv.kv_memory import (
     CpuKvMemory,
     CudaKvMemory,
@@ -140,6 +141,7 @@ class ModelRunner:
             self._steps: CpuSteps | GpuSteps = CpuSteps(model, attention, config.block_size)
         else:
             self._start_gpu(model, layout)
+        self.host_copier = make_host_copier(config, self.kv, self._placement.device)
 
     def _load(self, on_progress: OnProgress | None) -> tuple[Decoder, str]:
         """The model, its weights filled, and what identifies them."""
@@ -345,6 +347,8 @@ class ModelRunner:
 
     def close(self) -> None:
         """Give the KV memory back; no step may be in flight."""
+        if self.host_copier is not None:
+            self.host_copier.close()
         if self._count is not None:
             self._count.close()
         del self._steps

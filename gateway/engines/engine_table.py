@@ -81,7 +81,8 @@ class EngineTable:
         """The engine's link is up."""
         engine.released = self.released
         self.engines[engine.incarnation] = engine
-        self.mirror.add(engine.incarnation, engine.member.num_blocks)
+        num_blocks = engine.member.num_blocks + engine.num_host_blocks
+        self.mirror.add(engine.incarnation, num_blocks)
 
     def remove(self, incarnation: str) -> None:
         """The engine's link is down."""

@@ -45,6 +45,10 @@ class EngineCounters:
     num_kept_steps: int = 0
     num_refusals: int = 0
     expert_tokens: tuple[int, ...] = ()
+    num_swaps: int = 0
+    host_hit_tokens: int = 0
+    host_bytes_out: int = 0
+    host_bytes_in: int = 0
 
     def expert_imbalance(self, num_parts: int) -> float | None:
         """Of so many equal parts of the experts, in their order: tokens of the part with most of
@@ -84,6 +88,8 @@ class ReportedLoad:
     promise_leader: str = ""
     decode_step_p99_s: float = 0.0
     expert_ranks: int = 0
+    host_blocks: int = 0
+    host_block_s: float = 0.0  # to copy one of them back; 0: not known
     waiting_by_caller: Mapping[int, int] = field(default_factory=dict)
 
     @property
@@ -143,7 +149,8 @@ class LinkedEngine:
     """One engine behind a live link.
 
     `max_num_seqs`: sequences that it runs at once; 0: it does not say. `own_target_s`: the promise
-    that it began with; 0: none, and it is to have none. `released`: callers of which
+    that it began with; 0: none, and it is to have none. `num_host_blocks`: that its host memory may
+    come to have beside its pool. `released`: callers of which
     something ended here, or was answered, so that what waits may find a place; whoever dispatches
     what waits clears it. `num_index_hits`: dispatches for which the index promised cached tokens;
     `num_stale_hits`: those of them that found fewer.
@@ -158,6 +165,7 @@ class LinkedEngine:
     clock: Clock = field(default_factory=SystemClock)
     max_num_seqs: int = 0
     own_target_s: float = 0.0
+    num_host_blocks: int = 0
     released: set[int] = field(default_factory=set)
     backlog: PrefillBacklog = field(init=False)
     places: DecodePlaces = field(init=False)
