@@ -18,6 +18,7 @@ from ...core.step_cost import LEAST_PROMPT_TOKENS, PromptSpeed, StepCost, StepSh
 from ..request.engine_link import Demand, EngineOutput, PlainToken, Work
 from .decode_places import DecodePlaces, Key
 from .prefill_backlog import Backlog, PrefillBacklog
+from .prefix_sources import Fetch
 from .routing import EngineState
 
 _RESERVED_BLOCKS = 2  # padding and canary
@@ -45,6 +46,11 @@ class EngineCounters:
     num_kept_steps: int = 0
     num_refusals: int = 0
     expert_tokens: tuple[int, ...] = ()
+    num_fetches: int = 0
+    fetched_blocks: int = 0
+    fetched_bytes: int = 0
+    fetch_s: float = 0.0
+    failed_fetches: Mapping[str, int] = field(default_factory=dict)  # by error code
 
     def expert_imbalance(self, num_parts: int) -> float | None:
         """Of so many equal parts of the experts, in their order: tokens of the part with most of
@@ -141,7 +147,8 @@ class EngineSender(Protocol):
 class LinkedEngine:
     """One engine behind a live link.
 
-    `max_num_seqs`: sequences that it runs at once; 0: it does not say. `own_target_s`: the promise
+    `max_num_seqs`: sequences that it runs at once, `block_bytes`: of one of its KV blocks; 0: it
+    does not say. `own_target_s`: the promise
     that it began with; 0: none, and it is to have none. `released`: callers of which
     something ended here, or was answered, so that what waits may find a place; whoever dispatches
     what waits clears it. `num_index_hits`: dispatches for which the index promised cached tokens;
@@ -156,6 +163,7 @@ class LinkedEngine:
     num_stale_hits: int = 0
     clock: Clock = field(default_factory=SystemClock)
     max_num_seqs: int = 0
+    block_bytes: int = 0
     own_target_s: float = 0.0
     released: set[int] = field(default_factory=set)
     backlog: PrefillBacklog = field(init=False)
@@ -279,6 +287,7 @@ class LinkedEngine:
         caller_id: int,
         cached_tokens: int,
         others_cost: StepCost | None = None,
+        fetch: Fetch | None = None,
     ) -> EngineState:
         """For routing one request of this caller, of which so much should be cached here.
 
@@ -310,6 +319,7 @@ class LinkedEngine:
             takes_prompt=demand.is_retry or self.backlog.takes_more_of(caller_id),
             has_place=self.places.has_place(demand.num_sequences, num_blocks)
             and self._keeps_promise_with(load, demand),
+            fetch=fetch,
         )
 
     def _keeps_promise_with(self, load: ReportedLoad, demand: Demand) -> bool:

@@ -43,6 +43,7 @@ class PromptRouter:
                 caller_id=self.caller_id,
                 cached_tokens=cached_tokens,
                 is_constrained=self.is_constrained,
+                may_fetch=not self.computes_all,
             )
         except Unavailable:
             decisions["unavailable"] += 1
