@@ -1,6 +1,9 @@
 """Whether a prompt's prefix is worth fetching from another engine's cache, and what that takes.
 
-    seconds = FETCH_S + bytes / link's rate (+ OPEN_S, if the pair has pulled nothing yet)
+    seconds = FETCH_S + bytes / link's rate
+
+The first pull of a pair opens the source's pool, which takes longer once, or even too long: then
+that one prompt is computed.
 
 Pure: what engines have cached and how they are linked is given. routing.py weighs the seconds
 against computing those tokens.
@@ -13,7 +16,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 FETCH_S = 0.004  # messages both ways between two steps, whatever is fetched
-OPEN_S = 0.3  # to open the source's pool
 _MOST_HOLDERS = 3  # that are considered for one prompt
 _LEAST_LIMIT_S = 0.25
 _LIMIT_RATIO = 4.0  # of the estimate: then it is computed
@@ -63,12 +65,11 @@ class Holders:
             if source == target:
                 continue
             rate = self.rates.get(target, {}).get(source)
-            opening_s = 0.0 if rate else OPEN_S
             rate = rate or self.rates.get(source, {}).get(target) or self.usual_rate
             if not rate:
                 continue
             pull_s = (num_tokens - cached_tokens) * token_bytes / (rate * 1e9)
-            fetch = Fetch(source, num_tokens, FETCH_S + opening_s + pull_s)
+            fetch = Fetch(source, num_tokens, FETCH_S + pull_s)
             if best is None or fetch.seconds < best.seconds:
                 best = fetch
         return best
