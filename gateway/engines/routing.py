@@ -103,7 +103,7 @@ class EngineState(NamedTuple):
 
     def decode_seconds(self, num_tokens: int) -> float:
         """What its other requests, and the pull, cost a request that is decoded there."""
-        num_pulled = max(0, num_tokens - self.cached_tokens)
+        num_pulled = num_tokens - self.cached_tokens
         return self.num_requests * REQUEST_S + num_pulled * PULL_TOKEN_S
 
 
