@@ -30,7 +30,7 @@ def test_an_answer_is_not_computed_again(system: Running) -> None:
     oracle = GreedyOracle(BUNDLED)
     cached = []
     with Client(system.address) as client:
-        for seed in range(3):
+        for seed in range(2):
             prompt = prompt_of(40, VOCAB_SIZE, seed)
             greedy = {"temperature": 0.0, "ignore_eos": True}
             first = generate(client, prompt, max_tokens=NUM_ANSWER_TOKENS, **greedy)
