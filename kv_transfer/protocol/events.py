@@ -23,7 +23,7 @@ from ..window.transport import BlockPairs, PullOutcome
 
 # ---- what source and puller send each other: the same names as in proto/v1/handoff.proto
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 
 @dataclass(frozen=True, slots=True)
