@@ -35,14 +35,14 @@ from baton.kernels.products.fp8_product import (
     Way,
     multiply_by,
 )
-from baton.kernels.products.fp8_triton import Fp8Stages, Fp8Tiling, GemvTiling, fp8_gemv
+from baton.kernels.products.fp8_triton import Fp8Stages, Fp8Tiling
 from baton.kernels.products.weights import FP8, BlockScaled, Fp8Rows, Fp8Weight, RowScaled
 
 from ..floors.figures import ROOT, Figure, machine, table, write
 from ..floors.gpu_shapes import BYTES_PER_S, FP8_BLOCK_FLOPS, FP8_FLOPS, SHAPES, Shape
 from .products import products_of
 
-_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_ROWS = (1, 16, 32, 64, 128, 256, 512)
 _WEIGHT_BYTES = 300 << 20  # of all weights of a graph: more than the L2 cache has
 _MOST_WEIGHTS = 16
 _REPEATS = 5
@@ -51,18 +51,13 @@ _COMPILERS = 14
 _SHARED_BYTES = 220 << 10
 _KINDS: dict[str, type[Fp8Weight]] = {"row": RowScaled, "block": BlockScaled}
 
-_GEMVS = [
-    GemvTiling(*one)
-    for one in itertools.product((1, 2, 4), (1024, 2048, 4096), (2, 4, 8))
-    if 512 <= one[0] * one[1] // one[2] <= 2048  # a load of 16 bytes for each thread, to four
-]
 _TILINGS = [Fp8Tiling(*one) for one in itertools.product((64, 128), (4, 6))]
 _STAGES = [
     Fp8Stages(outputs, chunks, count, early)
     for outputs, chunks, count, early in itertools.product(
-        (32, 64, 128), (1, 2), (3, 4, 6, 8), (3,)
+        (32, 64, 128), (1, 2), (3, 4, 6, 8), (3, 6)
     )
-    if outputs * chunks <= 128 and outputs * chunks * count >= 192
+    if outputs * chunks <= 128 and outputs * chunks * count >= 192 and early <= count
 ]
 
 
@@ -88,12 +83,9 @@ class Chain:
             shape = (math.ceil(num_outputs / 128), math.ceil(num_inputs / 128))
         return _KINDS[kind](data, torch.rand(shape, device="cuda") + 0.5)
 
-    def product(self, weight: Fp8Weight, way: Way, *, is_gated: bool) -> Tensor:
+    def product(self, weight: Fp8Weight, way: Way) -> Tensor:
         """A norm and a product."""
         x = TritonOps().rms_norm(self.x, self._scales, 1e-5, weight)
-        if isinstance(way, GemvTiling):
-            assert isinstance(x, Tensor)
-            return fp8_gemv(x, weight, None, way, is_gated=is_gated)
         assert isinstance(x, Fp8Rows)
         return multiply_by(way, x, weight, None)
 
@@ -120,16 +112,13 @@ class Chain:
             samples.append(begin.elapsed_time(end) / len(self.weights) * 1e3)
         return tuple(samples)
 
-    def check(self, way: Way, *, is_gated: bool) -> None:
+    def check(self, way: Way) -> None:
         """Raises AssertionError if a way gives something else than floats do."""
         weight = self.weights[0]
-        found = self.product(weight, way, is_gated=is_gated).float()
+        found = self.product(weight, way).float()
         x = TritonOps().rms_norm(self.x, self._scales, 1e-5, weight)
-        floats = x.float() if isinstance(x, Tensor) else x.dequantised(torch.float32)
-        expected = floats @ weight.dequantised(torch.float32).t()
-        if is_gated:
-            gate, up = expected.chunk(2, dim=-1)
-            expected = torch.nn.functional.silu(gate) * up
+        assert isinstance(x, Fp8Rows)
+        expected = x.dequantised(torch.float32) @ weight.dequantised(torch.float32).t()
         difference = (found - expected).norm() / expected.norm()
         # torch has rows' products added up in 14 bits.
         limit = 5e-2 if isinstance(way, ScaledMm) else 1e-2
@@ -138,8 +127,6 @@ class Chain:
 
 def ways_of(num_rows: int, num_outputs: int) -> list[Way]:
     """Those that fit into shared memory, and are enough programs."""
-    if num_rows == 1:
-        return [*_GEMVS]
     if num_rows > MAX_FEW_ROWS:
         return [ScaledMm()]
     room = max(16, 1 << (num_rows - 1).bit_length())
@@ -155,22 +142,20 @@ def ways_of(num_rows: int, num_outputs: int) -> list[Way]:
 
 def compile_all(rows: list[int]) -> None:
     """Into Triton's cache, in many processes at once."""
-    rooms = sorted({max(16, 1 << (n - 1).bit_length()) for n in rows if 1 < n <= MAX_FEW_ROWS})
-    todo: list[tuple[Way, int, str, bool]] = [
-        (way, num_rows, kind, False)
+    rooms = sorted({max(16, 1 << (n - 1).bit_length()) for n in rows if n <= MAX_FEW_ROWS})
+    todo = [
+        (way, num_rows, kind)
         for num_rows, kind in itertools.product(rooms, _KINDS)
         for way in ways_of(num_rows, 1 << 20)
     ]
-    if 1 in rows:
-        todo += [(w, 1, k, g) for w, k, g in itertools.product(_GEMVS, _KINDS, (False, True))]
     spawned = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(_COMPILERS, mp_context=spawned) as pool:
         list(pool.map(_compile, *zip(*todo, strict=True), chunksize=4))
 
 
-def _compile(way: Way, num_rows: int, kind: str, is_gated: bool) -> None:
+def _compile(way: Way, num_rows: int, kind: str) -> None:
     chain = Chain(num_rows, 256, 4096, kind)
-    chain.check(way, is_gated=is_gated)
+    chain.check(way)
 
 
 def measure(shape: Shape, tp: int, rows: list[int]) -> tuple[list[Figure], list[dict[str, object]]]:
@@ -181,12 +166,11 @@ def measure(shape: Shape, tp: int, rows: list[int]) -> tuple[list[Figure], list[
     for kind, (name, (num_outputs, num_inputs)) in itertools.product(_KINDS, products.items()):
         for num_rows in rows:
             chain = Chain(num_rows, num_outputs, num_inputs, kind)
-            is_gated = name == "gate_up" and num_rows == 1
             title = f"{kind}, {name} {num_outputs} x {num_inputs}, {num_rows} rows"
             found: list[tuple[Figure, Way]] = []
             for way in ways_of(num_rows, num_outputs):
-                chain.check(way, is_gated=is_gated)
-                product = partial(chain.product, way=way, is_gated=is_gated)
+                chain.check(way)
+                product = partial(chain.product, way=way)
                 found.append((chain.figure(f"{title}: {way}", product), way))
             found.sort(key=lambda pair: pair[0].median)
             for way_name, way_type in WAYS.items():

@@ -6,7 +6,7 @@
                                     last sampled tokens, by slice ◄───┘  never leave the device
 
 A step of decodes alone is replayed from a CUDA graph of the next larger size. So is the model of a
-short prefill, and of decodes with some tokens of prompts behind them:
+short prefill, and of any decodes with some tokens of prompts behind them:
 
     tokens of such a graph:  | decodes | tokens of prompts | a prompt of padding |
 
@@ -43,7 +43,7 @@ from .cuda_graphs import (
 )
 from .step_parts import Extras, Int64s, compute_extras, flatten, metadata_of
 
-# Prompts without decodes: longer ones are better off with FA3, and hide what launching costs.
+# Of graphs for prompts alone: longer ones are better off with FA3, in graphs that have room for both.
 _MAX_PROMPT_TOKENS, _MAX_PROMPT_CONTEXT = 512, 4096
 _FEW_DECODES = 64  # beside prompts: room for more takes a percent of a step
 _PADDING_SLICE = SequenceSlice(token_ids=(0,), start=0, block_table=(PADDING_BLOCK,), sample=None)
@@ -268,18 +268,15 @@ class GpuSteps:
         lens = [piece.num_scheduled_tokens for piece in batch]
         num_decodes = next((i for i, length in enumerate(lens) if length > 1), len(lens))
         num_tokens = sum(lens)
-        room = min((room for room in self.prefill_graphs if room >= num_decodes), default=None)
-        if not 0 < len(batch) - num_decodes < MAX_GRAPH_SLICES or room is None:
+        if not 0 < len(batch) - num_decodes < MAX_GRAPH_SLICES:
             return None
-        if num_tokens - num_decodes > (self._mixed_tokens if room else _MAX_PROMPT_TOKENS):
-            return None
-        if (
-            not room
-            and max(one.start + one.num_scheduled_tokens for one in batch) > _MAX_PROMPT_CONTEXT
-        ):
-            return None
-        graph = self.prefill_graphs[room].find(num_tokens)
-        return None if graph is None else (num_decodes, room, graph)
+        is_long = max(one.start + one.num_scheduled_tokens for one in batch) > _MAX_PROMPT_CONTEXT
+        for room in sorted(room for room in self.prefill_graphs if room >= num_decodes):
+            most = self._mixed_tokens if room else 0 if is_long else _MAX_PROMPT_TOKENS
+            graph = self.prefill_graphs[room].find(num_tokens)
+            if graph is not None and num_tokens - num_decodes <= most:
+                return num_decodes, room, graph
+        return None
 
     def _padding(self, num_tokens: int) -> SequenceSlice:
         table = (PADDING_BLOCK,) * -(-num_tokens // self._block_size)

@@ -40,7 +40,7 @@ from .attention_triton import LOG2_E, dot_precision, piece_elements
 # A decode's programs are small, so that many of them keep loads in flight on each multiprocessor.
 _TILE_KEYS = 64
 _WARPS = 2
-_STAGES, _STAGES_8BIT = 3, 5  # with 5 two tiles are loaded ahead: of 8 bits as many bytes as one
+_STAGES = 3
 _PROGRAMS_WANTED = 1320  # twice what an H200 holds at once: uneven shares even out
 _JOINS_AT_MOST = 2048  # programs
 _JOINED_AT_ONCE = tl.constexpr(32)
@@ -150,7 +150,7 @@ class TritonDecode:
             IS_8BIT=is_8bit(layer_pool),
             HAS_PTX=q.is_cuda,
             num_warps=_WARPS,
-            num_stages=_STAGES_8BIT if is_8bit(layer_pool) else _STAGES,
+            num_stages=_STAGES,
             **launch_options(device),
         )
         # Where there are many sequences most have one share, and nothing to join.

@@ -23,16 +23,14 @@ class Ops:
     def linear(self, x: Activations, weight: Weight, bias: Tensor | None) -> Tensor:
         """x @ weight^T + bias; weight [outputs, inputs].
 
-        With a weight in FP8 x is quantised for it too, unless it is a single row.
+        With a weight in FP8 x is quantised for it too.
         """
         if isinstance(weight, Tensor):
             assert isinstance(x, Tensor)
             return F.linear(x, weight, bias)
-        if isinstance(x, Tensor) and len(x) > 1:
+        if isinstance(x, Tensor):
             x = quantise_activations(x, weight)
-        if not isinstance(x, Tensor):
-            x = x.dequantised(x.dtype)
-        return F.linear(x, weight.dequantised(x.dtype), bias)
+        return F.linear(x.dequantised(x.dtype), weight.dequantised(x.dtype), bias)
 
     def gated_linear(
         self,

@@ -1,7 +1,7 @@
 """`ops.Ops` for GPUs: Triton where fusing or few rows pay, cuBLAS for all other products.
 
 The products are in products/, the kernels of norms and of the gated activation here. For weights in
-FP8 norms and activations quantise what they compute, but for a single row, which stays in floats.
+FP8 norms and activations quantise what they compute.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from ..dependent_launch import launch_options, let_next_in, wait_for_previous
 from ..experts.experts import LayerLoads, Mixture
 from ..experts.experts_triton import compute_experts
 from ..peer_reduce_triton import Exchange
-from ..products.fp8_product import choose, multiply
-from ..products.fp8_triton import GemvTiling, fp8_gemv
+from ..products.fp8_product import multiply
 from ..products.gemv_triton import few_rows_product, few_rows_tiling, gemv
 from ..products.streamed_product import choose_stages
 from ..products.weights import BLOCK, Activations, Fp8Rows, Fp8Weight, Weight
@@ -67,9 +66,7 @@ class TritonOps(Ops):
 
     def linear(self, x: Activations, weight: Weight, bias: Tensor | None) -> Tensor:
         if not isinstance(weight, Tensor):
-            if isinstance(x, Tensor) and len(x) > 1:
-                x = quantise(x, weight)
-            return multiply(x, weight, bias)
+            return multiply(quantise(x, weight) if isinstance(x, Tensor) else x, weight, bias)
         assert isinstance(x, Tensor)
         if len(x) == 1:
             return gemv(x, weight, bias)
@@ -89,10 +86,6 @@ class TritonOps(Ops):
         reader: Fp8Weight | None = None,
     ) -> Activations:
         if not isinstance(weight, Tensor):
-            if isinstance(x, Tensor) and len(x) == 1:
-                tiling = choose(x, weight, is_gated=True)
-                assert isinstance(tiling, GemvTiling)
-                return fp8_gemv(x, weight, bias, tiling, is_gated=True)
             product = self.linear(x, weight, bias)
             return silu_and_mul_quantised(product, reader) if reader else silu_and_mul(product)
         assert isinstance(x, Tensor)
@@ -153,7 +146,7 @@ def _launch_norm(
     num_tokens, dim = x.shape
     block = triton.next_power_of_2(dim)
     out: Activations
-    if reader is None or num_tokens == 1:
+    if reader is None:
         out, way, room = empty_rows(x.shape, x), 0, 0
         data = scale = out
     else:

@@ -1,8 +1,7 @@
 """Which kernel multiplies with a weight in FP8, by shape and rows.
 
-    1 row             of floats, in Triton
-    2 to 64 rows      in FP8: streamed (Hopper), else Triton
-    more              torch's _scaled_mm, where it has the shape and type
+    up to 64 rows     streamed (Hopper), else Triton
+    more              torch's _scaled_mm, where it has the shape and type, else Triton
 
 What is fastest was measured (`python -m baton.bench.kernels.fp8_products`): fp8_table.json has it
 for the shapes that were, and what is none of them takes the nearest.
@@ -23,15 +22,15 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from .fp8_triton import Fp8Stages, Fp8Tiling, GemvTiling, fp8_few_rows, fp8_gemv
+from .fp8_triton import Fp8Stages, Fp8Tiling, fp8_few_rows
 from .weights import BLOCK, BlockScaled, Fp8Rows, Fp8Weight
 
 log = logging.getLogger(__name__)
 
 TABLE = Path(__file__).with_name("fp8_table.json")
 MAX_FEW_ROWS = 64
-_BLOCKS_APART = 4
 _ALIGNED = 16  # outputs and inputs of what _scaled_mm takes
+_BLOCKS_ALIGNED = 4 * BLOCK  # cuBLAS steps over rows of scales by multiples of 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,25 +38,17 @@ class ScaledMm:
     """torch._scaled_mm."""
 
 
-Way: TypeAlias = GemvTiling | Fp8Tiling | Fp8Stages | ScaledMm
+Way: TypeAlias = Fp8Tiling | Fp8Stages | ScaledMm
 WAYS: dict[str, type[Way]] = {
-    "gemv": GemvTiling,
     "triton": Fp8Tiling,
     "streamed": Fp8Stages,
     "scaled_mm": ScaledMm,
 }
 
 
-def multiply(x: Tensor | Fp8Rows, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
-    """x [rows, inputs] @ weight [outputs, inputs]^T + bias -> [rows, outputs].
-
-    x in FP8, or a single row of floats.
-    """
-    way = choose(x, weight)
-    if isinstance(x, Tensor):
-        assert isinstance(way, GemvTiling)
-        return fp8_gemv(x, weight, bias, way)
-    return multiply_by(way, x, weight, bias)
+def multiply(x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
+    """x [rows, inputs] @ weight [outputs, inputs]^T + bias -> [rows, outputs]."""
+    return multiply_by(choose(x, weight), x, weight, bias)
 
 
 def multiply_by(way: Way, x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
@@ -70,14 +61,10 @@ def multiply_by(way: Way, x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None) ->
     return fp8_few_rows(x, weight, bias, way if isinstance(way, Fp8Tiling) else _tiling(len(x)))
 
 
-def choose(x: Tensor | Fp8Rows, weight: Fp8Weight, *, is_gated: bool = False) -> Way:
+def choose(x: Fp8Rows, weight: Fp8Weight) -> Way:
     """What is fastest on an H200 of what this device can."""
     num_outputs, num_inputs = weight.shape
     kind = "block" if isinstance(weight, BlockScaled) else "row"
-    if isinstance(x, Tensor):
-        return _look_up(kind, 1, num_outputs, num_inputs, ("gemv",)) or GemvTiling(
-            1 if num_outputs > 8192 else 2, 2048, 4
-        )
     num_rows, device = len(x), x.data.device
     kinds = [
         name
@@ -116,8 +103,11 @@ def can_stream(x: Fp8Rows, weight: Fp8Weight) -> bool:
 
 def can_scale(x: Fp8Rows, weight: Fp8Weight) -> bool:
     """Whether _scaled_mm can compute it."""
-    step = BLOCK if isinstance(weight, BlockScaled) else _ALIGNED
-    is_whole = not any(size % step for size in weight.shape)
+    num_outputs, num_inputs = weight.shape
+    if isinstance(weight, BlockScaled):
+        is_whole = num_outputs % BLOCK == 0 and num_inputs % _BLOCKS_ALIGNED == 0
+    else:
+        is_whole = num_outputs % _ALIGNED == 0 and num_inputs % _ALIGNED == 0
     return x.data.is_cuda and x.dtype == torch.bfloat16 and is_whole
 
 
@@ -126,11 +116,7 @@ def scaled_mm(x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
     num_rows = len(x)
     if isinstance(weight, BlockScaled):
         data, scale = x.with_room  # in multiples of 16: strides must be aligned
-        of_weight, is_fast = weight.scale, False
-        if over := weight.scale.shape[1] % _BLOCKS_APART:  # cuBLAS steps over that many blocks
-            padded = torch.nn.functional.pad(weight.scale, (0, _BLOCKS_APART - over))
-            of_weight = padded[:, : weight.scale.shape[1]]
-        of_weight = of_weight.t()
+        of_weight, is_fast = weight.scale.t(), False
     else:
         data, scale = x.data, x.scale.as_strided((num_rows, 1), (1, 1))
         of_weight, is_fast = weight.scale[None], True

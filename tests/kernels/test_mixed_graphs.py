@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 
 from baton.core.config import EngineConfig
 from baton.core.request.request import SamplingParams
+from baton.engine.execution import gpu_steps
 from baton.engine.execution.batch import SampledToken, SequenceSlice
 from baton.engine.execution.cuda_graphs import ProductTimes
 from baton.engine.execution.gpu_steps import GpuSteps
@@ -106,6 +107,23 @@ def test_other_steps_have_no_such_graph(runner: ModelRunner) -> None:
     assert not fits(SequenceSlice([5] * 65, 0, range(2, 7), None)), "more tokens than captured"
     assert not fits(*[SequenceSlice([5] * 2, 0, [2], None)] * 16), "as many as with padding"
     assert list(steps_of(runner, has_graphs=False).prefill_graphs) == [0]
+
+
+def test_prompts_alone_that_are_long_take_the_graphs_for_both(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = steps_of(runner, has_graphs=True)
+
+    def room(start: int, num_tokens: int) -> int | None:
+        table = range(2, 3 + (start + num_tokens) // 16)
+        found = steps._find_prefill_graph([SequenceSlice([5] * num_tokens, start, table, None)])
+        return None if found is None else found[1]
+
+    assert room(0, 60) == 0
+    assert room(gpu_steps._MAX_PROMPT_CONTEXT, 60) == MAX_NUM_SEQS
+    monkeypatch.setattr(gpu_steps, "_MAX_PROMPT_TOKENS", 50)
+    assert room(0, 60) == MAX_NUM_SEQS
+    assert room(0, 65) is None
 
 
 def test_the_largest_graph_of_a_kind_stays_where_more_rows_are_faster(runner: ModelRunner) -> None:

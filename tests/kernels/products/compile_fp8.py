@@ -13,7 +13,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from baton.kernels.layers.ops_triton import _add_rms_norm
 from baton.kernels.layers.quantise_triton import _quantise
 from baton.kernels.products.fp8_streamed_gluon import _WARPS, _fp8_streamed, registers
-from baton.kernels.products.fp8_triton import Fp8Stages, _fp8_few_rows, _fp8_gemv
+from baton.kernels.products.fp8_triton import Fp8Stages, _fp8_few_rows
 
 TARGET = GPUTarget("cuda", 90, 32)
 POINTERS = {
@@ -81,20 +81,6 @@ def few_rows(outputs: int, rows: int, is_blocked: bool) -> str:
     return str(ptx)
 
 
-def gemv(outputs: int, is_blocked: bool, is_gated: bool) -> str:
-    constants = {
-        "HAS_BIAS": False,
-        "IS_GATED": is_gated,
-        "IS_BLOCKED": is_blocked,
-        "OUTPUTS": outputs,
-        "COLS": 2048,
-        "PDL": True,
-    }
-    ptx = compiled(_fp8_gemv, constants, {"x": "*bf16"}, {"num_warps": 4})
-    assert "ld.global.v4" in ptx or "ld.global.L1::evict_first.v4" in ptx
-    return str(ptx)
-
-
 def quantise(way: int, is_gated: bool) -> str:
     constants = {"IS_GATED": is_gated, "WAY": way, "COLS": 1024, "PDL": True}
     return str(compiled(_quantise, constants, {"x": "*bf16", "out": "*fp8e4nv"}, {"num_warps": 4}))
@@ -114,8 +100,6 @@ CASES = [
     lambda: streamed(Fp8Stages(128, 1, 4, 2), 64, True),
     lambda: few_rows(64, 16, False),
     lambda: few_rows(64, 64, True),
-    lambda: gemv(2, False, False),
-    lambda: gemv(1, True, True),
     lambda: quantise(1, False),
     lambda: quantise(2, True),
     lambda: norm(1),

@@ -30,14 +30,15 @@ from baton.kernels.layers import ops
 from baton.kernels.layers.ops_triton import TritonOps
 from baton.kernels.layers.quantise_triton import quantise, silu_and_mul_quantised
 from baton.kernels.products import fp8_product
-from baton.kernels.products.fp8_product import ScaledMm, choose, multiply, multiply_by, scaled_mm
-from baton.kernels.products.fp8_triton import (
-    Fp8Stages,
-    Fp8Tiling,
-    GemvTiling,
-    fp8_few_rows,
-    fp8_gemv,
+from baton.kernels.products.fp8_product import (
+    ScaledMm,
+    can_scale,
+    choose,
+    multiply,
+    multiply_by,
+    scaled_mm,
 )
+from baton.kernels.products.fp8_triton import Fp8Stages, Fp8Tiling, fp8_few_rows
 from baton.kernels.products.weights import (
     FP8,
     BlockScaled,
@@ -60,11 +61,6 @@ FP8_NOISE = 0.045
 KERNEL_NOISE = FP8_NOISE if HAS_GPU else 0.1
 
 
-TILINGS = [GemvTiling(32, 256, 4), GemvTiling(16, 128, 2)]  # the interpreter runs each program
-if HAS_GPU:
-    TILINGS += [GemvTiling(1, 2048, 4), GemvTiling(2, 1024, 8), GemvTiling(4, 4096, 4)]
-
-
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
@@ -85,7 +81,7 @@ def weight_of(kind: type[Fp8Weight], outputs: int, inputs: int) -> Fp8Weight:
 def activations(kind: type[Fp8Weight], rows: int, inputs: int, dtype: torch.dtype) -> Fp8Rows:
     """Quantised by torch, with room as kernels have it."""
     weight = kind(torch.empty(1, inputs, dtype=FP8, device=DEVICE), torch.empty(0))
-    x = randn(rows, inputs, dtype=dtype) * torch.exp(randn(rows, 1))
+    x = (randn(rows, inputs) * torch.exp(randn(rows, 1))).to(dtype)
     made, out = quantise_activations(x, weight), Fp8Rows.empty(rows, weight, x)
     data, scale = out.with_room
     data.copy_(torch.full(data.shape, torch.nan))  # nobody's rows
@@ -121,39 +117,7 @@ def test_references_mean_what_they_quantise(kind: type[Fp8Weight]) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tiling", TILINGS, ids=str)
-@pytest.mark.parametrize(
-    ("outputs", "inputs", "has_bias"), [(256, 384, False), (128, 100, True), (130, 640, True)]
-)
-def test_gemv(
-    outputs: int,
-    inputs: int,
-    tiling: GemvTiling,
-    kind: type[Fp8Weight],
-    has_bias: bool,
-    dtype: torch.dtype,
-) -> None:
-    weight, x = weight_of(kind, outputs, inputs), randn(1, inputs, dtype=dtype)
-    bias = randn(outputs, dtype=dtype) if has_bias else None
-    close(fp8_gemv(x, weight, bias, tiling), product(x, weight, bias))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tiling", TILINGS, ids=str)
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_gated_gemv(
-    tiling: GemvTiling, kind: type[Fp8Weight], has_bias: bool, dtype: torch.dtype
-) -> None:
-    weight, x = weight_of(kind, 2 * 256, 384), randn(1, 384, dtype=dtype) / 100
-    bias = randn(512, dtype=dtype) if has_bias else None
-    expected = ops.silu_and_mul(product(x, weight, bias))
-    close(fp8_gemv(x, weight, bias, tiling, is_gated=True), expected, 1e-2 if HAS_GPU else 1e-5)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows", [2, 17, 70, *((33, 64, 130) if HAS_GPU else ())])
+@pytest.mark.parametrize("rows", [1, 17, 70, *((2, 33, 64, 130) if HAS_GPU else ())])
 @pytest.mark.parametrize(("outputs", "inputs", "has_bias"), [(128, 256, False), (65, 200, True)])
 def test_few_rows(
     outputs: int,
@@ -202,8 +166,8 @@ def test_norms_quantise_as_if_behind(dim: int, kind: type[Fp8Weight], dtype: tor
     assert torch.equal(residual, summed)
     assert torch.equal(fused.data.view(torch.uint8), apart.data.view(torch.uint8))
     assert torch.equal(fused.scale, apart.scale)
-    one = triton_ops.rms_norm(x[:1], scales[0], 1e-5, reader)
-    assert isinstance(one, torch.Tensor) and one.dtype == dtype
+    one = triton_ops.rms_norm(summed[:1], scales[0], 1e-5, reader)
+    assert isinstance(one, Fp8Rows) and torch.equal(one.scale, apart.scale[:1])
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # by numpy, in the interpreter
@@ -212,8 +176,8 @@ def test_norms_quantise_as_if_behind(dim: int, kind: type[Fp8Weight], dtype: tor
 def test_what_is_no_number_stays_in_its_row(kind: type[Fp8Weight], rows: int) -> None:
     """A broken request must be seen to be broken, and break no other."""
     weight, x = weight_of(kind, 128, 256), randn(rows, 256)
-    is_kept = HAS_GPU or rows == 1  # the interpreter makes a number of what is none
-    for broken in (torch.inf, torch.nan) if is_kept else (torch.inf,):
+    # The interpreter makes a number of what is none.
+    for broken in (torch.inf, torch.nan) if HAS_GPU else (torch.inf,):
         x[rows - 1, 130] = broken
         found = TritonOps().linear(x, weight, None)
         assert not found[rows - 1].isfinite().any()
@@ -229,12 +193,12 @@ def test_operations_are_those_of_the_reference(
     """From floats to floats: what is quantised on the way is quantised alike."""
     x, triton_ops, reference = randn(rows, 256, dtype=dtype), TritonOps(), ops.Ops()
     gate_up, down = weight_of(kind, 256, 256), weight_of(kind, 96, 128)
-    limit = 1e-2 if HAS_GPU or rows == 1 else KERNEL_NOISE
+    limit = 1e-2 if HAS_GPU else KERNEL_NOISE if rows > 1 else 0.4  # of one number halved
     found = triton_ops.linear(x, gate_up, None)
     close(found, reference.linear(x, gate_up, None).double(), limit)
     x = x / 50
     gated = triton_ops.gated_linear(x, gate_up, None, down)
-    assert isinstance(gated, torch.Tensor) == (rows == 1)
+    assert isinstance(gated, Fp8Rows)
     expected = reference.linear(reference.gated_linear(x, gate_up, None, down), down, None)
     close(triton_ops.linear(gated, down, None), expected.double(), 3 * limit)
 
@@ -263,7 +227,7 @@ def test_a_model_computes_what_its_reference_does(tmp_path: Path, name: str) -> 
             attention.plan(AttentionMetadata([len(ids)], [len(ids)], [[1]], 16 + positions))
             hidden = model.forward(ids, positions, 16 + positions, attention)
             outputs.append(torch.nn.functional.linear(hidden, model.lm_head.weight))
-        limit = 1e-4 if len(ids) == 1 else 0.05 if HAS_GPU else 0.3  # what is wrong is above 1
+        limit = 0.05 if HAS_GPU else 0.3  # what is wrong is above 1
         close(outputs[1], outputs[0].double(), limit)
 
 
@@ -287,7 +251,6 @@ def test_what_was_measured_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     stages = {"outputs": 32, "chunks": 2, "count": 6, "early": 3}
     rows = [
-        row(4096, 1, "gemv", 4.0, outputs=4, columns=1024, warps=2),
         row(4096, 16, "scaled_mm", 9.0),
         row(4096, 16, "streamed", 7.0, **stages),
         row(28_672, 16, "scaled_mm", 20.0),
@@ -305,11 +268,9 @@ def test_what_was_measured_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert look_up("row", 17, 20_000, 4096, every) == ScaledMm()
     assert look_up("row", 500, 20_000, 4096, every) == ScaledMm()
     assert look_up("block", 9, 4096, 4096, every) is None
-    weight = weight_of(RowScaled, 128, 128)
-    assert choose(randn(1, 128), weight) == GemvTiling(4, 1024, 2)
 
 
-ALL_CASES = tuple(str(number) for number in range(13))
+ALL_CASES = tuple(str(number) for number in range(11))
 
 
 @pytest.mark.parametrize(
@@ -334,7 +295,7 @@ STAGES = [Fp8Stages(32, 2, 4, 3), Fp8Stages(64, 1, 6, 6), Fp8Stages(64, 2, 3, 0)
 @needs_hopper
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stages", [*STAGES, Fp8Stages(128, 1, 4, 2)], ids=str)
-@pytest.mark.parametrize("rows", [2, 16, 17, 33, 64])
+@pytest.mark.parametrize("rows", [1, 16, 17, 33, 64])
 @pytest.mark.parametrize(("outputs", "inputs"), [(128, 128), (160, 640), (4096, 4096)])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_streamed(
@@ -349,10 +310,10 @@ def test_streamed(
     bias = randn(outputs, dtype=torch.bfloat16) if has_bias else None
     together = multiply_by(stages, x, weight, bias)
     close(together, product(x.dequantised(torch.float64), weight, bias))
-    alone = Fp8Rows.empty(2, weight, together)
-    alone.data.copy_(x.data[:2])
-    alone.scale.copy_(x.scale[:2])
-    assert torch.equal(multiply_by(stages, alone, weight, bias), together[:2])
+    alone = Fp8Rows.empty(1, weight, together)
+    alone.data.copy_(x.data[:1])
+    alone.scale.copy_(x.scale[:1])
+    assert torch.equal(multiply_by(stages, alone, weight, bias), together[:1])
 
 
 @pytest.mark.gpu
@@ -382,13 +343,14 @@ def test_chains_in_a_graph_follow_their_inputs(kind: type[Fp8Weight], rows: int)
         torch.manual_seed(seed)
         x.normal_()
         graph.replay()
-        close(found, run(ops.Ops()).double(), 0.03)  # bfloat16's rounding, requantised six times
+        assert torch.equal(found, run(triton_ops))
+        close(found, run(ops.Ops()).double(), 0.1)  # bfloat16's rounding, requantised six times
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows", [2, 16, 33, 64, 65, 127, 256, 1000])
+@pytest.mark.parametrize("rows", [1, 16, 33, 64, 65, 127, 256, 1000])
 @pytest.mark.parametrize(("outputs", "inputs"), [(256, 384), (4096, 4096), (6144, 4096)])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_all_ways_on_a_gpu(
@@ -398,6 +360,7 @@ def test_all_ways_on_a_gpu(
     bias = randn(outputs, dtype=torch.bfloat16) if has_bias else None
     expected = product(x.dequantised(torch.float64), weight, bias)
     limit = 3e-2  # of 14 bits, in which torch has rows' products added up
-    close(scaled_mm(x, weight, bias), expected, limit)
+    if can_scale(x, weight):
+        close(scaled_mm(x, weight, bias), expected, limit)
     close(multiply(x, weight, bias), expected, limit)
     assert choose(x, weight) is not None
