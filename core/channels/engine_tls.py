@@ -99,8 +99,12 @@ class EngineTls:
 
 
 def _names(connection: ssl.SSLSocket) -> frozenset[str]:
-    """The DNS names in the other end's certificate."""
-    found = (connection.getpeercert() or {}).get("subjectAltName", ())
+    """The DNS names in the other end's certificate. Raises OSError if that is gone."""
+    try:
+        found = (connection.getpeercert() or {}).get("subjectAltName", ())
+    except (OSError, ValueError) as error:
+        connection.close()
+        raise ConnectionError("the other end hung up") from error
     return frozenset(str(each[1]) for each in found if each[0] == "DNS")
 
 

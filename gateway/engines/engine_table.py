@@ -22,7 +22,7 @@ from ..request.suspects import Suspects
 from ..validation.validation import ModelLimits
 from .linked_engine import MEASURED_ROWS, LinkedEngine
 from .plan_record import PlanRecord
-from .prefix_sources import Fetch, Holders
+from ...prefix_index.prefix_sources import Fetch, Holders
 from .routing import choose_plan
 
 _NOTHING_CACHED: Mapping[str, int] = MappingProxyType({})

@@ -18,7 +18,7 @@ from ...core.step_cost import LEAST_PROMPT_TOKENS, PromptSpeed, StepCost, StepSh
 from ..request.engine_link import Demand, EngineOutput, PlainToken, Work
 from .decode_places import DecodePlaces, Key
 from .prefill_backlog import Backlog, PrefillBacklog
-from .prefix_sources import Fetch
+from ...prefix_index.prefix_sources import Fetch
 from .routing import EngineState
 
 _RESERVED_BLOCKS = 2  # padding and canary

@@ -34,7 +34,7 @@ from ...core.errors import Unavailable
 from ...core.membership import Role
 from ...core.step_cost import PromptSpeed, pairs_of
 from ..request.engine_link import Avoid, Blocked, MustWait
-from .prefix_sources import Fetch
+from ...prefix_index.prefix_sources import Fetch
 
 # What one more request on an engine weighs: it makes every step to come a little longer.
 REQUEST_S = 0.0014

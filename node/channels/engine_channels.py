@@ -124,7 +124,8 @@ class EngineChannels:
             self.remove(link)
 
     def _links(self) -> list[Link]:
-        return [link for links in self._by_kind.values() for link in links.values()]
+        # Each kind's at once: another thread may look while links come and go.
+        return [link for links in self._by_kind.values() for link in [*links.values()]]
 
     @property
     def _gateways(self) -> dict[str, Link]:

@@ -5,7 +5,7 @@
 The first pull of a pair opens the source's pool, which takes longer once, or even too long: then
 that one prompt is computed.
 
-Pure: what engines have cached and how they are linked is given. routing.py weighs the seconds
+Pure: what engines have cached and how they are linked is given. Gateways weigh the seconds
 against computing those tokens.
 """
 
