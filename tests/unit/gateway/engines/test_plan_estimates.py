@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from baton.core.errors import Unavailable
 from baton.core.membership import Role
 from baton.core.step_cost import PromptSpeed
-from baton.prefix_index.prefix_sources import Fetch
 from baton.gateway.engines.routing import ALIKE, REQUEST_S, EngineState, Plan, choose_plan
 from baton.gateway.request.engine_link import MustWait
+from baton.prefix_index.prefix_sources import Fetch
 
 SOURCES = [f"p{index}" for index in range(4)]
 PULLERS = [f"d{index}" for index in range(4)]

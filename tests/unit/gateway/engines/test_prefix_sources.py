@@ -14,9 +14,9 @@ from baton.core.step_cost import StepCost
 from baton.gateway.engines.engine_table import EngineTable
 from baton.gateway.engines.linked_engine import LinkedEngine, ReportedLoad
 from baton.gateway.engines.plan_record import PlanRecord
-from baton.prefix_index.prefix_sources import FETCH_S, Fetch, Holders
 from baton.gateway.request.engine_link import Avoid, Demand, Route, Work
 from baton.prefix_index.mirror import PrefixMirror
+from baton.prefix_index.prefix_sources import FETCH_S, Fetch, Holders
 
 P, Q, D = "aa" * 16, "bb" * 16, "dd" * 16
 TOKEN_BYTES = 1e6
