@@ -67,9 +67,17 @@ _TARGETS_OF_SEVERAL = {
     ("llama-3.1-8b", 2): {"decode 64 x 4096": 7.2},
     ("llama-3.1-70b", 4): {"decode 64 x 2048": 14.5, "prefill 1 x 8192": 620.0},
 }
-# With weights in FP8 on one H200.
+# With weights in FP8 on one H200, by shape.
+_TARGETS_OF_EXPERTS_IN_FP8 = {
+    "decode 1 x 1024": 2.2,
+    "decode 64 x 4096": 15.8,
+    "decode 256 x 1024": 17.0,
+    "prefill 1 x 1024": 28.0,
+    "prefill 1 x 8192": 110.0,
+    "prefill 16 x 512": 80.0,
+}
 _TARGETS_OF_FP8 = {
-    "fp8": {
+    ("llama-3.1-8b", "fp8"): {
         "decode 1 x 1024": 2.6,
         "decode 64 x 4096": 10.9,
         "decode 256 x 1024": 12.5,
@@ -77,7 +85,7 @@ _TARGETS_OF_FP8 = {
         "prefill 1 x 8192": 128.0,
         "prefill 16 x 512": 100.0,
     },
-    "fp8-block": {
+    ("llama-3.1-8b", "fp8-block"): {
         "decode 1 x 1024": 2.6,
         "decode 64 x 4096": 10.9,
         "decode 256 x 1024": 12.7,
@@ -85,6 +93,8 @@ _TARGETS_OF_FP8 = {
         "prefill 1 x 8192": 139.0,
         "prefill 16 x 512": 110.0,
     },
+    ("qwen3-30b-a3b", "fp8"): _TARGETS_OF_EXPERTS_IN_FP8,
+    ("qwen3-30b-a3b", "fp8-block"): _TARGETS_OF_EXPERTS_IN_FP8,
 }
 _DECODES = [(1, 1024), (64, 2048), (64, 4096), (256, 1024)]
 _PREFILLS = [(1, 128), (1, 512), (1, 1024), (1, 8192), (16, 512)]
@@ -285,8 +295,8 @@ class Bench:
         if self._num_gpus > 1:
             targets = _TARGETS_OF_SEVERAL.get((self._shape.name, self._num_gpus), {})
         if self._shape.quantization is not None:
-            is_8b = self._shape.name == "llama-3.1-8b" and self._num_gpus == 1
-            targets = _TARGETS_OF_FP8[self._shape.quantization] if is_8b else {}
+            kind = (self._shape.name, self._shape.quantization)
+            targets = _TARGETS_OF_FP8.get(kind, {}) if self._num_gpus == 1 else {}
         floor_ms /= self._num_gpus
         floor_ms += self._shape.sums_floor_ms(num_tokens, self._num_gpus)
         bound = "bytes and operations" + (", links" if self._num_gpus > 1 else "")

@@ -167,6 +167,7 @@ class Shape:
                 "quant_method": "fp8",
                 "activation_scheme": "dynamic",
                 "weight_block_size": [128, 128],
+                "modules_to_not_convert": ["mlp.gate"],
             }
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config))

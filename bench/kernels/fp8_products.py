@@ -40,6 +40,7 @@ from baton.kernels.products.weights import FP8, BlockScaled, Fp8Rows, Fp8Weight,
 
 from ..floors.figures import ROOT, Figure, machine, table, write
 from ..floors.gpu_shapes import BYTES_PER_S, FP8_BLOCK_FLOPS, FP8_FLOPS, SHAPES, Shape
+from .graph_times import graph_times_us
 from .products import products_of
 
 _ROWS = (1, 16, 32, 64, 128, 256, 512)
@@ -93,24 +94,9 @@ class Chain:
         TritonOps().rms_norm(self.x, self._scales, 1e-5, weight)
 
     def figure(self, name: str, product: Callable[[Fp8Weight], object]) -> Figure:
-        return Figure(name, "us", self._time_us(product), self._floor_us, "reading or operations")
-
-    def _time_us(self, product: Callable[[Fp8Weight], object]) -> tuple[float, ...]:
-        product(self.weights[0])
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for weight in self.weights:
-                product(weight)
-        graph.replay()
-        samples = []
-        for _ in range(_REPEATS):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            samples.append(begin.elapsed_time(end) / len(self.weights) * 1e3)
-        return tuple(samples)
+        calls = [partial(product, weight) for weight in self.weights]
+        times_us = graph_times_us(calls, _REPEATS)
+        return Figure(name, "us", times_us, self._floor_us, "reading or operations")
 
     def check(self, way: Way) -> None:
         """Raises AssertionError if a way gives something else than floats do."""

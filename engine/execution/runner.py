@@ -98,11 +98,14 @@ class ModelRunner:
         self._count: CudaStepCount | None = None
         self._communicator = communicator
         has_expert_parallel = config.enable_expert_parallel
+        placement = choose_placement(config, self.model_config)
         check_divisible(
-            self.model_config, communicator.size, has_expert_parallel=has_expert_parallel
+            self.model_config,
+            communicator.size,
+            has_expert_parallel=has_expert_parallel,
+            has_fp8=placement.has_fp8,
         )
         self.heads = heads_of_rank(self.model_config, communicator.rank, communicator.size)
-        placement = choose_placement(config, self.model_config)
         self._placement = dataclasses.replace(
             placement, communicator=communicator, has_expert_parallel=has_expert_parallel
         )

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...core.errors import StartupFailed
 from ...kernels.products.weights import BLOCK, quantise_blocks, quantise_rows, spread
-from .layers import Quantised, Target
+from .layers import Cut, Quantised, Target
 from .quantization import BLOCK_SCALED, ROW_SCALED
 from .weight_files import weight_files
 
@@ -250,6 +250,9 @@ def _copy(file: Any, name: str, target: Target, scales: Mapping[str, Tensor]) ->
             part.copy_(source[wanted])
     if quantised is None:
         return
+    if target.tensor.ndim == 3:
+        _quantise_experts(target, quantised, source)
+        return
     read = file.get_tensor(name) if is_whole else source[_wanted(target)]
     if quantised.scale_name is None:
         _quantise(target, quantised, read)
@@ -269,6 +272,21 @@ def _quantise(target: Target, quantised: Quantised, floats: Tensor) -> None:
         part = None if quantised.scale is None else quantised.scale[rows]
         chunk = Quantised(ROW_SCALED, None, part)
         _store(Target(target.tensor[rows]), chunk, data[:, columns], scale, ROW_SCALED)
+
+
+def _quantise_experts(target: Target, quantised: Quantised, source: Any) -> None:
+    """`source` [experts, outputs, inputs] of floats, one expert after the other."""
+    cut = target.cut or Cut(0, 0, len(target.tensor))
+    first = cut.start if cut.dim == 0 else 0
+    columns = Cut(1, cut.start, cut.full) if cut.dim == 2 else None
+    for expert, tensor in enumerate(target.tensor):
+        floats = source[first + expert : first + expert + 1][0]
+        if cut.dim == 1:
+            count, step = len(tensor) // cut.pieces, cut.full // cut.pieces
+            starts = range(cut.start, cut.full, step)
+            floats = torch.cat([floats[start : start + count] for start in starts])
+        scale = None if quantised.scale is None else quantised.scale[expert]
+        _quantise(Target(tensor, columns), Quantised(ROW_SCALED, None, scale), floats)
 
 
 def _store(target: Target, quantised: Quantised, data: Tensor, scale: Tensor, scaling: str) -> None:

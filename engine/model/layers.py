@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...core.errors import StartupFailed
+from ...kernels.experts.experts import ExpertWeights
 from ...kernels.kv.kv_blocks import rope_angles
 from ...kernels.layers.ops import Ops
 from ...kernels.products.weights import (
@@ -58,7 +59,7 @@ class Quantised:
 
     scaling: str  # as Quantization's
     scale_name: str | None  # of the checkpoint's tensor; None: quantised as it is loaded
-    scale: Tensor | None  # [outputs] or [blocks, blocks] to fill; None: the target is of floats
+    scale: Tensor | None  # as the weight's, to be filled; None: the target is of floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,7 @@ class Placement:
             return torch.empty(num_inputs, num_outputs, dtype=self.dtype).t()
         return torch.empty(num_outputs, num_inputs, dtype=self.dtype, device=self.device)
 
-    def matrices(self, count: int, num_outputs: int, num_inputs: int) -> Tensor:
+    def _matrices(self, count: int, num_outputs: int, num_inputs: int) -> Tensor:
         """[count, num_outputs, num_inputs]: as many of `matrix`, behind each other."""
         if self.device.type == "cpu":
             return torch.empty(count, num_inputs, num_outputs, dtype=self.dtype).transpose(1, 2)
@@ -148,6 +149,31 @@ class Placement:
                 data, self._scales(-(-num_outputs // BLOCK), -(-num_inputs // BLOCK))
             )
         return RowScaled(data, self._scales(num_outputs))
+
+    def expert_weights(
+        self, names: Sequence[str], count: int, num_outputs: int, num_inputs: int
+    ) -> ExpertWeights:
+        """`count` uninitialised ones of the checkpoint's projections `names`, behind each other."""
+        scaling = self._scaling_of(names)
+        if scaling is None or not self.has_fp8:
+            return ExpertWeights(self._matrices(count, num_outputs, num_inputs))
+        values = torch.empty(count, num_outputs, num_inputs, dtype=FP8, device=self.device)
+        if scaling == BLOCK_SCALED:
+            blocks = (-(-num_outputs // BLOCK), -(-num_inputs // BLOCK))
+            return ExpertWeights(values, self._scales(count, *blocks))
+        return ExpertWeights(values, self._scales(count, num_outputs))
+
+    def merged_target(self, names: Sequence[str], weights: ExpertWeights, cut: Cut) -> Target:
+        """All of `weights`, made for `names`, where one tensor of the checkpoint has them."""
+        quantization = self.quantization
+        if self._scaling_of(names) is None or quantization is None:
+            return Target(weights.values, cut)
+        if quantization.scale_suffix is not None:
+            raise StartupFailed(
+                f"{names[0]} and others are one tensor in FP8, which is not supported",
+                hint="a checkpoint with a tensor for each expert is",
+            )
+        return Target(weights.values, cut, Quantised(quantization.scaling, None, weights.scale))
 
     def target(self, name: str, weight: Weight, cut: Cut, first: int, count: int) -> Target:
         """Rows [first, first + count) of `weight`, made for the checkpoint's projection `name`."""

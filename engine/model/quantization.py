@@ -56,7 +56,7 @@ def stays_fp8() -> bool:
 
 
 # What --quantization asks for.
-_NEVER = ("lm_head", "experts", "mlp.gate", "block_sparse_moe.gate", "shared_expert_gate")
+_NEVER = ("lm_head", "mlp.gate", "block_sparse_moe.gate", "shared_expert_gate")
 AT_LOAD = {"fp8": Quantization(ROW_SCALED, None, _NEVER)}
 
 

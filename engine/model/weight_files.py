@@ -91,8 +91,9 @@ def _num_weights(path: Path, quantization: Quantization | None) -> tuple[int, in
 
 
 def _stays_fp8(name: str, num_dims: int, dtype: str, quantization: Quantization) -> bool:
-    is_projection = ".layers." in name and num_dims == 2 and name.endswith(".weight")
-    is_projection &= ".experts." not in name
+    is_projection = num_dims == 2 and name.endswith(".weight")
+    is_projection |= num_dims == 3  # all experts of a layer in one
+    is_projection &= ".layers." in name
     if quantization.scale_suffix is None:
         return is_projection and quantization.covers(name.removesuffix(".weight"))
     return is_projection and dtype == _FP8
@@ -103,18 +104,15 @@ def _num_dummy_weights(model: ModelConfig, quantization: Quantization | None) ->
     thousandth."""
     width, experts = model.hidden_size, model.experts
     attention = 2 * width * model.head_dim * (model.num_heads + model.num_kv_heads)
-    embeddings = (1 if model.has_tied_embeddings else 2) * model.vocab_size * width
-    num_dense, routed, shared = model.num_layers, 0, 0
+    floats = (1 if model.has_tied_embeddings else 2) * model.vocab_size * width  # embeddings
+    inners = model.num_layers * model.intermediate_size  # of all MLPs and experts
     if experts is not None:
-        num_dense -= len(experts.layers)
-        one = 3 * width * experts.intermediate_size + width  # and its row of the router
-        routed = len(experts.layers) * experts.num_experts * one
-        shared = len(experts.layers) * 3 * width * (experts.shared_intermediate_size or 0)
-    mlps = num_dense * 3 * width * model.intermediate_size + shared
-    projections = model.num_layers * attention + mlps
-    if quantization is None:
-        return embeddings + routed + projections, 0
-    return embeddings + routed, projections  # experts stay floats
+        each = experts.num_experts * experts.intermediate_size
+        each += experts.shared_intermediate_size or 0
+        inners += len(experts.layers) * (each - model.intermediate_size)
+        floats += len(experts.layers) * experts.num_experts * width  # routers
+    projections = model.num_layers * attention + 3 * width * inners
+    return (floats + projections, 0) if quantization is None else (floats, projections)
 
 
 def _is_plain_file_name(name: object) -> bool:

@@ -324,6 +324,7 @@ class EngineLoop:
             step_tokens=self._engine.limits.prompt_step_tokens,
             is_promise_withdrawn=not self._engine.is_promising,
             promise_epoch=self._orders.epoch,
+            promise_leader=self._orders.leader,
             decode_step_p99_s=self._engine.decode_step_p99_s,
             waiting_by_caller=[
                 node_pb2.CallerTokens(caller_id=caller_id, num_tokens=num_tokens)

@@ -169,12 +169,10 @@ def test_control_plane_never_imports_torch(face: str) -> None:
     assert run_python(program) == "[]"
 
 
-@pytest.mark.parametrize("node", ["prefill_node", "decode_node"])
-def test_engine_processes_never_import_grpc(node: str) -> None:
+def test_engine_processes_never_import_grpc() -> None:
     """Its threads would take turns at the interpreter with the engine's loop."""
-    program = (
-        f"import sys, baton.{node}.engine_main; print([m for m in sys.modules if 'grpc' in m])"
-    )
+    faces = "baton.prefill_node.engine_main, baton.decode_node.engine_main"
+    program = f"import sys, {faces}; print([m for m in sys.modules if 'grpc' in m])"
     assert run_python(program) == "[]"
 
 
