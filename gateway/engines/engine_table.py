@@ -17,12 +17,12 @@ from ...core.membership import Role
 from ...core.request.request import PrefixSource, Request, Ticket
 from ...core.step_cost import StepCost
 from ...prefix_index.mirror import PrefixMirror
+from ...prefix_index.prefix_sources import Fetch, Holders
 from ..request.engine_link import Avoid, Demand, MustWait, Route, Work
 from ..request.suspects import Suspects
 from ..validation.validation import ModelLimits
 from .linked_engine import MEASURED_ROWS, LinkedEngine
 from .plan_record import PlanRecord
-from ...prefix_index.prefix_sources import Fetch, Holders
 from .routing import choose_plan
 
 _NOTHING_CACHED: Mapping[str, int] = MappingProxyType({})
@@ -126,12 +126,8 @@ class EngineTable:
                 demand,
                 caller_id,
                 cached_tokens.get(engine.incarnation, 0),
-<<<<<<< HEAD
-                costs.get(engine.fingerprint),
-                self._fetch(engine, holders, cached_tokens),
-=======
                 costs.get(engine.fingerprint) if costs else None,
->>>>>>> main
+                self._fetch(engine, holders, cached_tokens) if holders else None,
             )
             for engine in self.engines.values()
             if engine.load is not None and (engine.member.can_constrain or not is_constrained)

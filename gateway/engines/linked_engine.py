@@ -15,10 +15,10 @@ from ...core.membership import Member, Role
 from ...core.ports import Clock, SystemClock
 from ...core.request.request import Request, Ticket
 from ...core.step_cost import LEAST_PROMPT_TOKENS, PromptSpeed, StepCost, StepShape
+from ...prefix_index.prefix_sources import Fetch
 from ..request.engine_link import Demand, EngineOutput, PlainToken, Work
 from .decode_places import DecodePlaces, Key
 from .prefill_backlog import Backlog, PrefillBacklog
-from ...prefix_index.prefix_sources import Fetch
 from .routing import EngineState
 
 _RESERVED_BLOCKS = 2  # padding and canary
@@ -315,31 +315,9 @@ class LinkedEngine:
             (
                 *known,
                 *(self.places.num_requests, self.num_dispatched, waiting_tokens, cached_tokens),
-                *(speed, takes_prompt, has_place),
+                *(speed, takes_prompt, has_place, fetch),
             )
         )
-<<<<<<< HEAD
-        return EngineState(
-            incarnation=self.member.incarnation,
-            role=self.member.role,
-            fingerprint=self.member.fingerprint,
-            block_size=self.member.block_size,
-            num_requests=self.places.num_requests,
-            waiting_tokens=self.backlog.tokens_ahead,
-            free_blocks=load.free_blocks,
-            credit_blocks=load.credit_blocks,
-            is_draining=load.is_draining,
-            links=load.links,
-            link_gbytes_per_s=load.link_gbytes_per_s,
-            num_dispatched=self.num_dispatched,
-            cached_tokens=cached_tokens,
-            speed=speed,
-            keeps_promise=load.takes_whole,
-            takes_prompt=demand.is_retry or self.backlog.takes_more_of(caller_id),
-            has_place=self.places.has_place(demand.num_sequences, num_blocks)
-            and self._keeps_promise_with(load, demand),
-            fetch=fetch,
-=======
 
     def _known_of(self, load: ReportedLoad) -> tuple[object, ...]:
         """The first fields of an EngineState: those that its heartbeat decides."""
@@ -348,7 +326,6 @@ class LinkedEngine:
             *(member.incarnation, member.role, member.fingerprint, member.block_size),
             *(load.free_blocks, load.credit_blocks, load.is_draining),
             *(load.links, load.link_gbytes_per_s, load.takes_whole),
->>>>>>> main
         )
 
     def _has_place(self, load: ReportedLoad, demand: Demand, cached_tokens: int) -> bool:
