@@ -55,7 +55,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         *("ranks", "protocol", "", "nccl", "network"),
         *("cuda_ipc", "shm", "export", "window"),
     ),
-    "node": ("engine_process", "requests", "supervisor", "channels", ""),
+    "node": ("engine_process", "requests", "peers", "supervisor", "channels", ""),
     "gateway": (
         *("process", "grpc", "http", "admission", "telemetry", "security", "engines", "request"),
         *("validation", "text", ""),
