@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import random
 import statistics
 import sys
@@ -30,7 +29,6 @@ from baton.core.request.request import Request, SamplingParams
 from baton.engine.execution.batch import SequenceSlice
 from baton.engine.execution.cuda_graphs import StepGraph
 from baton.engine.local import LocalEngine
-from baton.engine.model.quantization import FP8_KERNELS
 from baton.kernels.sampling.sample_spec import SampleSpec
 
 from .floors.figures import ROOT, Figure, command_line, commit, machine, table
@@ -335,7 +333,6 @@ def main(argv: list[str]) -> int:
         quantization=arguments.quantization,
         is_kv_8bit=arguments.kv_cache_dtype != "auto",
     )
-    os.environ[FP8_KERNELS] = "1"
     folder = shape.write_config(Path(tempfile.mkdtemp(prefix="baton-shape-")))
     config = EngineConfig(
         model=str(folder),

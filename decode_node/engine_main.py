@@ -14,20 +14,12 @@ import sys
 if __name__ == "__main__":
     gc.disable()  # while modules load, of which nothing is garbage: a sixth of the start
 
-from ..core.channels.addresses import host_id
 from ..core.config import EngineConfig
 from ..core.membership import Role
 from ..engine.kv.limits import seqs_for_pool
-from ..engine.model import fingerprint
-from ..kv_transfer.device_transports import transports, wrapping
-from ..kv_transfer.protocol.puller import Puller
-from ..kv_transfer.ranks.ranked import RankedTransport
-from ..kv_transfer.window.network_address import Routes
 from ..node.engine_process.engine_process import EngineParts, RolePlan, main
 from .role import DecodeRole
-from .windows import Windows
 
-LINK_WAIT_S = 5.0  # how long an intent waits for a pair that is being set up
 MAX_NUM_BATCHED_TOKENS = 512
 MIN_PROMPT_TOKENS = 128  # of a step, however many decode
 
@@ -45,19 +37,14 @@ def adjust(config: EngineConfig) -> EngineConfig:
 
 
 def build(parts: EngineParts) -> DecodeRole:
-    mine = transports(parts.runner.kv, parts.config, parts.tls)
-    routes = Routes(host_id(), parts.hello.incarnation)
-    ranked = RankedTransport(mine, parts.pool_parts, parts.followers, routes, wrapping(parts.tls))
     return DecodeRole(
         parts.engine,
         parts.requests,
-        parts.outbox,
-        Puller(parts.hello, parts.clock, LINK_WAIT_S),
-        Windows([ranked], parts.post),
-        routes,
+        parts.source,
+        parts.puller,
         parts.clock,
-        fingerprint=fingerprint.short(parts.hello.fingerprint),
-        block_bytes=parts.runner.kv.block_bytes * len(parts.pool_parts),
+        fingerprint=parts.fingerprint,
+        block_bytes=parts.block_bytes,
     )
 
 
@@ -66,7 +53,6 @@ PLAN = RolePlan(
     adjust=adjust,
     max_held_blocks=lambda config, capacity: None,
     build=build,
-    is_source=False,
 )
 
 if __name__ == "__main__":

@@ -1,17 +1,15 @@
 """The puller's role: waits for KV, pulls it into reserved blocks, decodes.
 
-    Dispatch ─► Intended            manifests ─► Puller        step ─► tokens to the gateway
-    Puller ─► Reserve, StartPull ─► Complete ─► engine.start
+    Dispatch ─► Intended ─► PullerSide            step ─► tokens to the gateway
+    PullerSide ─► reserve ─► complete ─► engine.start
 
 Glue alone: the engine decides about blocks, `kv_transfer.protocol.puller` about transfers.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import assert_never
+from dataclasses import dataclass, replace
 
 from ..core.errors import BatonError, Cancelled, HandoffFailed
 from ..core.ports import Clock
@@ -20,41 +18,20 @@ from ..core.request.timeline import Event
 from ..core.request.token_ids import BlockHash, block_hashes, root_hash
 from ..engine.engine import Engine
 from ..engine.scheduling.outputs import Reservation, StepOutput, TokenOutput
-from ..kv_transfer.protocol import wire
 from ..kv_transfer.protocol.events import (
-    CancelPull,
-    ClosePeer,
-    CloseWindow,
     Complete,
-    DropReservation,
     Failed,
-    Hello,
     Intended,
     IntentCancelled,
     MemoryFreed,
-    OpenWindow,
-    PeerMessage,
-    PullEnded,
-    PullerEffect,
-    PullerEvent,
-    Reserve,
     Reserved,
     ReserveRefused,
-    Send,
-    StartPull,
-    WindowFailed,
-    WindowOpened,
 )
-from ..kv_transfer.protocol.puller import Puller
-from ..kv_transfer.window.network_address import Routes
-from ..kv_transfer.window.transport import PullOutcome
-from ..node.channels.mailboxes import Outbox
+from ..node.peers.puller_side import PullerSide
+from ..node.peers.source_side import SourceSide
 from ..node.requests.request_io import Entry, RequestIO
 from ..node.requests.request_role import EngineRole, Vitals
-from ..proto.v1 import handoff_pb2, node_pb2
-from .windows import Windows
-
-log = logging.getLogger(__name__)
+from ..proto.v1 import node_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,20 +52,15 @@ class DecodeRole(EngineRole):
         self,
         engine: Engine,
         request_io: RequestIO,
-        outbox: Outbox,
-        puller: Puller,
-        windows: Windows,
-        routes: Routes,
+        source: SourceSide,
+        puller: PullerSide,
         clock: Clock,
         *,
         fingerprint: str,
         block_bytes: int,
     ) -> None:
-        super().__init__(engine, request_io, puller, clock)
-        self._outbox = outbox
-        self._puller = puller
-        self._windows = windows
-        self._routes = routes
+        super().__init__(engine, request_io, source, puller, clock)
+        puller.handoffs = self
         self._fingerprint = fingerprint
         self._block_bytes = block_bytes
         self._intents: dict[str, _Intent] = {}  # by each sample's key, until their KV is here
@@ -100,7 +72,7 @@ class DecodeRole(EngineRole):
 
     @property
     def _num_coming(self) -> int:
-        return len(self._intents)
+        return super()._num_coming + len(self._intents)
 
     def _take_up(self, entry: Entry, ticket: Ticket, samples: Sequence[Request]) -> None:
         self._engine.limits.check(entry.request)
@@ -110,7 +82,7 @@ class DecodeRole(EngineRole):
         intent = _Intent(ticket, tuple(samples), hashes)
         self._intents.update((sample.key, intent) for sample in samples)
         num_blocks = limits.blocks_for(request.num_known_tokens)
-        self._feed(
+        self._puller.feed(
             Intended(ticket, entry.key, hashes, num_blocks, entry.deadline_s, request.caller_id)
         )
 
@@ -122,7 +94,7 @@ class DecodeRole(EngineRole):
         elif not any(self._request_io.book.get(sample.key) for sample in intent.samples):
             self._forget(intent)
             # Its reservation stays until the last copy into it has ended: DropReservation.
-            self._feed(IntentCancelled(intent.ticket.transfer_id))
+            self._puller.feed(IntentCancelled(intent.ticket.transfer_id))
 
     def _forget(self, intent: _Intent) -> None:
         for sample in intent.samples:
@@ -152,98 +124,45 @@ class DecodeRole(EngineRole):
         if token.finish_reason is not None:
             self._request_io.end(token.key, None)
 
-    # -- sources -------------------------------------------------------------------------------
+    # -- hand-offs -----------------------------------------------------------------------------
 
-    def peer_linked(self, incarnation: str, host: str) -> None:
-        self._routes.linked(incarnation, host)
-        super().peer_linked(incarnation, host)
+    def failed(self, failed: Failed) -> None:
+        self._counts.failed(failed.transfer_id, failed.error)
+        if intent := self._intents.get(failed.key):
+            self._forget(intent)
+            for sample in intent.samples:
+                self._request_io.end(sample.key, failed.error)
 
-    def peer_message(self, incarnation: str, message: handoff_pb2.PeerMessage) -> None:
-        decoded = wire.from_wire(message)
-        if isinstance(decoded, Hello):
-            self._routes.set_access(incarnation, decoded.access)
-        self._feed(PeerMessage(incarnation, decoded))
+    def dropped(self, transfer_id: str) -> None:
+        self._counts.dropped(transfer_id)
+        self._engine.drop(self._reservations.pop(transfer_id))
 
-    def peer_lost(self, incarnation: str) -> None:
-        self._routes.lost(incarnation)
-        super().peer_lost(incarnation)
-
-    def _feed(self, event: PullerEvent) -> None:
-        """A `Reserve` comes last: its answer may be fed."""
-        for effect in self._puller.handle(event):
-            self._apply(effect)
-
-    def _apply(self, effect: PullerEffect) -> None:
-        match effect:
-            case Send(incarnation, message):
-                self._outbox.to_peer(incarnation, wire.to_wire(message))
-            case Reserve(transfer_id, key):
-                self._reserve(transfer_id, key)
-            case StartPull():
-                self._start_pull(effect)
-            case CancelPull(transfer_id):
-                self._windows.cancel_pulls(transfer_id)
-            case Complete():
-                self._start(effect)
-            case Failed(transfer_id, key, error):
-                self._counts.failed(transfer_id, error)
-                if intent := self._intents.get(key):
-                    self._forget(intent)
-                    for sample in intent.samples:
-                        self._request_io.end(sample.key, error)
-            case DropReservation(transfer_id):
-                self._counts.dropped(transfer_id)
-                self._engine.drop(self._reservations.pop(transfer_id))
-            case OpenWindow(incarnation, link):
-                self._open_window(incarnation, link)
-            case CloseWindow(incarnation):
-                self._windows.close(incarnation)
-            case ClosePeer(incarnation, error):
-                log.warning("refused source %s: %s", incarnation, error.message)
-                self._outbox.close_peer(incarnation, error)
-            case _:
-                assert_never(effect)
-
-    def _open_window(self, incarnation: str, link: int) -> None:
-        def opened(error: BatonError | None) -> None:
-            if error is None:
-                sees_steps = self._windows.sees_steps(incarnation)
-                self._feed(WindowOpened(incarnation, link, sees_steps))
-            else:
-                self._feed(WindowFailed(incarnation, link, error))
-
-        self._windows.open(incarnation, opened)
-
-    def _reserve(self, transfer_id: str, key: str) -> None:
+    def reserve(self, transfer_id: str, key: str) -> None:
         intent = self._intents.get(key)
         assert intent is not None, "the puller reserves for a request that is over"
         try:
             reservation = self._engine.reserve(intent.samples[0], intent.block_hashes)
         except BatonError as error:
-            self._feed(ReserveRefused(transfer_id))
+            self._puller.feed(ReserveRefused(transfer_id))
             self._fail_samples(intent, error)
             return
         self._is_memory_short = reservation is None
         if reservation is None:
-            self._feed(ReserveRefused(transfer_id))
+            self._puller.feed(ReserveRefused(transfer_id))
             return
         self._reservations[transfer_id] = reservation
         self._counts.began(transfer_id)
         self._stamp(intent, Event.TRANSFER_STARTED)
-        self._feed(Reserved(transfer_id, reservation.num_cached_blocks, reservation.block_ids))
+        self._puller.feed(
+            Reserved(transfer_id, reservation.num_cached_blocks, reservation.block_ids)
+        )
 
     def _stamp(self, intent: _Intent, event: Event) -> None:
         for sample in intent.samples:
             if entry := self._request_io.book.get(sample.key):
                 self._request_io.stamp(entry, event)
 
-    def _start_pull(self, pull: StartPull) -> None:
-        def ended(outcome: PullOutcome) -> None:
-            self._feed(PullEnded(pull.transfer_id, pull.seq, outcome))
-
-        self._windows.start_pull(pull, ended)
-
-    def _start(self, complete: Complete) -> None:
+    def complete(self, complete: Complete) -> None:
         """All KV is in place: decode. The next output carries what the hand-off took."""
         reservation = self._reservations.pop(complete.transfer_id)
         intent, state = self._intents[complete.key], complete.state
@@ -251,7 +170,7 @@ class DecodeRole(EngineRole):
         summary = node_pb2.TransferInfo(
             bytes=complete.num_pulled_blocks * self._block_bytes,
             cached_tokens=reservation.num_cached_blocks * self._engine.limits.block_size,
-            transport=self._windows.transport_of(intent.ticket.source_incarnation),
+            transport=self._puller.windows.transport_of(intent.ticket.source_incarnation),
         )
         self._counts.completed(complete.transfer_id, summary.bytes)
         first, *forks = intent.samples
@@ -291,13 +210,10 @@ class DecodeRole(EngineRole):
 
     # -- time and looking in -------------------------------------------------------------------
 
-    def poll(self) -> bool:
-        """Begin the pulls of what sources have finished."""
-        return self._windows.poll()
-
     def tick(self) -> float | None:
         if self._is_memory_short:
-            self._feed(MemoryFreed())  # perhaps; the engine knows without asking its pool again
+            # Perhaps; the engine knows without asking its pool again.
+            self._puller.feed(MemoryFreed())
         return super().tick()
 
     def vitals(self) -> Vitals:
@@ -306,15 +222,14 @@ class DecodeRole(EngineRole):
             for key, intent in self._intents.items()
             if key == intent.samples[0].key and intent.ticket.transfer_id not in self._reservations
         )
-        return Vitals(
-            num_pending=len(self._intents),
-            pending=tuple(pending),
-            links=self._windows.links(),
-            counters=self._counts.wire,
-        )
+        counters = node_pb2.Counters()
+        counters.CopyFrom(self._counts.wire)
+        vitals = self._vitals(counters, tuple(pending))
+        num_pending = len(self._intents) + len(self._puller.fetches.requests)
+        return replace(vitals, num_pending=num_pending)
 
     def is_idle(self) -> bool:
-        return not (self._request_io.book or self._reservations or self._windows.num_pulls)
+        return super().is_idle() and not self._reservations
 
 
 class TransferCounts:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Sequence as Row
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -30,11 +31,12 @@ from .engine_ledger import check_owners, engine_ledger
 from .execution.batch import LaunchedStep, Runner, SampledToken
 from .execution.constraints import Constraints, Mask
 from .first_steps import measure_first_steps
-from .kv.block_pool import BlockPool, BlockRef
+from .kv.block_pool import BlockPool, BlockRef, Fence
 from .kv.generations import Generations
 from .kv.host_blocks import HostBlocks
 from .kv.host_copies import HostCopier
 from .kv.host_tier import HostCounts, HostTier
+from .kv.lent_prefixes import BorrowedPrefix, LentPrefixes
 from .kv.limits import EngineLimits
 from .kv.prefix_cache import CacheObserver, PrefixCache
 from .scheduling.admission import OutputLengthEstimator
@@ -122,6 +124,8 @@ class Engine:
                 limits.block_size,
             )
         self._tables = BlockTables(self.pool, cache, generations, limits.block_size, self._host)
+        self._lent = LentPrefixes(self.pool, cache)
+        self._generations = generations
         self._step_record = StepRecord()
         self.count_experts: Callable[[], tuple[int, ...]] = tuple  # see Totals.expert_tokens
         self.num_expert_ranks = 1  # that have experts whole, each as many
@@ -221,6 +225,48 @@ class Engine:
         if self._finish_reason(request, token_id, num_outputs) is not None:
             raise HandoffFailed(f"{request.key} ended with its first token: no hand-off")
         self._fork(parent, request, token_id)
+
+    # -- prefixes from and for other engines ------------------------------------------------------
+
+    def lend(self, block_hashes: Row[BlockHash]) -> tuple[Fence, tuple[BlockRef, ...]] | None:
+        """Hold the cached blocks of these hashes, which are computed, for somebody who copies them;
+        None if one is missing, or if what runs here will need the memory. See `give_back`."""
+        block_ids = self._lent.match(block_hashes)
+        if len(block_ids) < len(block_hashes) or not self._has_room(block_ids, 0):
+            return None
+        columns = enumerate(zip(block_ids, block_hashes, strict=True))
+        refs = tuple(
+            BlockRef(index, block_id, self._generations.read(block_id), each)
+            for index, (block_id, each) in columns
+        )
+        return self._lent.lend(block_ids), refs
+
+    def give_back(self, lent: Fence) -> None:
+        """Nobody copies what was lent any more."""
+        self._lent.give_back(lent)
+
+    def borrow(self, block_hashes: Row[BlockHash]) -> BorrowedPrefix | None:
+        """Room for the blocks of these hashes, to be filled by a copy, all or none; None if what
+        runs here will need the memory, or if all are here. See `keep_prefix` and `drop_prefix`."""
+        cached = self._lent.match(block_hashes)
+        num_fresh = len(block_hashes) - len(cached)
+        if not num_fresh or not self._has_room(cached, num_fresh):
+            return None
+        return self._lent.borrow(block_hashes)
+
+    def _has_room(self, cached: Row[int], num_fresh: int) -> bool:
+        """Whether these can be held, and so many more, beside the peak of all that has blocks."""
+        num_taken = self._lent.num_unheld(cached) + num_fresh + self._lent.num_blocks
+        return num_taken <= self._scheduler.room_beside_running()
+
+    def keep_prefix(self, prefix: BorrowedPrefix) -> None:
+        """The copy has filled them: they are in the prefix cache, for the next step to use."""
+        self._lent.keep(prefix)
+        self._lent.drop(prefix)
+
+    def drop_prefix(self, prefix: BorrowedPrefix) -> None:
+        """The copy failed, and nothing writes to them any more."""
+        self._lent.drop(prefix)
 
     # -- requests out -----------------------------------------------------------------------------
 

@@ -20,7 +20,6 @@ if __name__ == "__main__":
 
 from ..core.config import EngineConfig, NodeConfig
 from ..core.membership import Role
-from ..kv_transfer.protocol.source import Source
 from ..node.engine_process.engine_process import EngineParts, RolePlan, main
 from .role import PrefillRole
 
@@ -41,10 +40,8 @@ def max_held_blocks(config: NodeConfig, capacity: int) -> int:
 
 
 def build(parts: EngineParts) -> PrefillRole:
-    source = Source(parts.hello, parts.clock, parts.config.lease_s)
-    assert parts.access is not None
     return PrefillRole(
-        parts.engine, parts.requests, parts.outbox, source, parts.clock, parts.access
+        parts.engine, parts.requests, parts.outbox, parts.source, parts.puller, parts.clock
     )
 
 
@@ -53,7 +50,6 @@ PLAN = RolePlan(
     adjust=adjust,
     max_held_blocks=max_held_blocks,
     build=build,
-    is_source=True,
 )
 
 if __name__ == "__main__":

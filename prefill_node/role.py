@@ -1,7 +1,7 @@
 """The source's role: computes prompts, emits first tokens, keeps the KV until it is fetched.
 
-    Dispatch ─► engine.add(hold) + Offered      Attach, Renew, Release ─► Source
-    step ─► first token to the gateway          Source ─► manifests, release or abort
+    Dispatch ─► engine.add(hold) + Offered      Attach, Renew, Release ─► SourceSide
+    step ─► first token to the gateway          SourceSide ─► manifests, release or abort
          └► ChunkAnnounced, ChunkReady with the blocks
 
 Glue alone: the engine decides about blocks, `kv_transfer.protocol.source` about leases.
@@ -9,10 +9,8 @@ Glue alone: the engine decides about blocks, `kv_transfer.protocol.source` about
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import assert_never
+from dataclasses import dataclass
 
 from ..core.errors import BatonError, Cancelled, LeaseExpired
 from ..core.ports import Clock
@@ -21,27 +19,19 @@ from ..core.request.timeline import Event
 from ..engine.engine import Engine
 from ..engine.kv.block_pool import BlockRef
 from ..engine.scheduling.outputs import ChunkDone, ChunkLaunched, StepOutput, TokenOutput
-from ..kv_transfer.protocol import wire
 from ..kv_transfer.protocol.events import (
     ChunkAnnounced,
     ChunkReady,
-    ClosePeer,
     HandoffState,
-    Hello,
     Offered,
-    ReleaseBlocks,
-    Send,
-    SourceEvent,
     Withdrawn,
 )
-from ..kv_transfer.protocol.source import Source
-from ..kv_transfer.window.network_address import PoolAccess
 from ..node.channels.mailboxes import Outbox
+from ..node.peers.puller_side import PullerSide
+from ..node.peers.source_side import SourceSide
 from ..node.requests.request_io import Entry, RequestIO
 from ..node.requests.request_role import EngineRole, Vitals
 from ..proto.v1 import node_pb2
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -67,15 +57,13 @@ class PrefillRole(EngineRole):
         engine: Engine,
         request_io: RequestIO,
         outbox: Outbox,
-        source: Source,
+        source: SourceSide,
+        puller: PullerSide,
         clock: Clock,
-        access: PoolAccess,
     ) -> None:
-        """`access`: how the engine's pools are reached; pullers' keys are made from its key."""
-        super().__init__(engine, request_io, source, clock)
+        super().__init__(engine, request_io, source, puller, clock)
+        source.on_release = self._release
         self._outbox = outbox
-        self._source = source
-        self._access = access
         self._offers: dict[str, _Offer] = {}  # by each of its keys
         self._num_expired_leases = 0
 
@@ -85,7 +73,7 @@ class PrefillRole(EngineRole):
         self._engine.add(entry.request, hold=True)
         offer = _Offer(ticket, tuple(sample.key for sample in samples))
         self._offers.update(dict.fromkeys(offer.keys, offer))
-        self._feed(Offered(ticket, entry.key, entry.deadline_s))
+        self._source.feed(Offered(ticket, entry.key, entry.deadline_s))
 
     def _end(self, key: str, error: BatonError | None) -> None:
         self._request_io.end(key, error)
@@ -94,7 +82,7 @@ class PrefillRole(EngineRole):
             self._engine.abort(key)
         elif not self._is_wanted(offer):
             reason = error or Cancelled("the request was cancelled")
-            self._feed(Withdrawn(offer.ticket.transfer_id, reason))
+            self._source.feed(Withdrawn(offer.ticket.transfer_id, reason))
             self._engine.abort(offer.keys[0])
 
     def _is_wanted(self, offer: _Offer) -> bool:
@@ -131,7 +119,7 @@ class PrefillRole(EngineRole):
             self._request_io.end(token.key, None)
             if offer is not None and not self._is_wanted(offer):
                 ended = Cancelled("the request ended with its first token")
-                self._feed(Withdrawn(offer.ticket.transfer_id, ended))
+                self._source.feed(Withdrawn(offer.ticket.transfer_id, ended))
 
     def _on_chunk(self, chunk: ChunkDone, first_tokens: Mapping[str, int]) -> None:
         """Offer the blocks that the chunk completed, unless they were when it was launched."""
@@ -143,7 +131,7 @@ class PrefillRole(EngineRole):
         if chunk.is_last:
             first_token_id, *fork_token_ids = (first_tokens[key] for key in offer.keys)
             state = HandoffState(offer.num_offered_blocks, first_token_id, tuple(fork_token_ids))
-        self._feed(ChunkReady(offer.ticket.transfer_id, blocks, num_tokens, state))
+        self._source.feed(ChunkReady(offer.ticket.transfer_id, blocks, num_tokens, state))
 
     def _on_launched(self, chunk: ChunkLaunched) -> None:
         offer = self._offers.get(chunk.key)
@@ -152,7 +140,7 @@ class PrefillRole(EngineRole):
         blocks = self._next_blocks(chunk.key, offer, chunk.num_tokens, is_last=chunk.is_last)
         if blocks:
             transfer_id = offer.ticket.transfer_id
-            self._feed(ChunkAnnounced(transfer_id, blocks, chunk.num_tokens, chunk.step))
+            self._source.feed(ChunkAnnounced(transfer_id, blocks, chunk.num_tokens, chunk.step))
 
     def _next_blocks(
         self, key: str, offer: _Offer, num_tokens: int, *, is_last: bool
@@ -166,21 +154,6 @@ class PrefillRole(EngineRole):
 
     # -- pullers -------------------------------------------------------------------------------
 
-    def _feed(self, event: SourceEvent) -> None:
-        for effect in self._source.handle(event):
-            match effect:
-                case Send(incarnation, message):
-                    if isinstance(message, Hello):
-                        message = replace(message, access=self._access.of_puller(incarnation))
-                    self._outbox.to_peer(incarnation, wire.to_wire(message))
-                case ClosePeer(incarnation, error):
-                    log.warning("refused puller %s: %s", incarnation, error.message)
-                    self._outbox.close_peer(incarnation, error)
-                case ReleaseBlocks(_, key, error):
-                    self._release(key, error)
-                case _:
-                    assert_never(effect)
-
     def _release(self, key: str, error: BatonError | None) -> None:
         """The hand-off is over. Behind the first token its outcome is the puller's to report."""
         self._num_expired_leases += isinstance(error, LeaseExpired)
@@ -192,7 +165,8 @@ class PrefillRole(EngineRole):
     # -- looking in ----------------------------------------------------------------------------
 
     def vitals(self) -> Vitals:
-        return Vitals(counters=node_pb2.Counters(num_expired_leases=self._num_expired_leases))
+        counters = node_pb2.Counters(num_expired_leases=self._num_expired_leases)
+        return self._vitals(counters)
 
     def is_idle(self) -> bool:
-        return not self._request_io.book and not self._offers
+        return super().is_idle() and not self._offers

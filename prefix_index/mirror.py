@@ -176,12 +176,13 @@ class PrefixMirror:
         fresh = self._fresh(incarnations)
         return {incarnation: _length_in(cached, hashes) for incarnation, cached in fresh}
 
-    def host_blocks(self, incarnation: str, hashes: Sequence[BlockHash]) -> int:
-        """How many of `hashes` this engine has in host memory alone: to be copied before use."""
+    def lendable_blocks(self, incarnation: str, hashes: Sequence[BlockHash]) -> int:
+        """How many of `hashes`, which this engine has, it could lend: those in front of the first
+        that is in host memory alone."""
         copy = self._copies.get(incarnation)
-        if copy is None or not copy.in_host:
-            return 0
-        return sum(map(copy.in_host.__contains__, hashes))
+        if copy is None or copy.in_host.isdisjoint(hashes):
+            return len(hashes)
+        return next(i for i, each in enumerate(hashes) if each in copy.in_host)
 
     def _fresh(self, incarnations: Iterable[str]) -> Iterable[tuple[str, set[BlockHash]]]:
         """The copies of these engines that are worth a look: not empty, not stale."""

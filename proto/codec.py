@@ -20,6 +20,7 @@ from ..core.request.request import (
     Constraint,
     ConstraintKind,
     FinishReason,
+    PrefixSource,
     Request,
     SamplingParams,
     Ticket,
@@ -155,6 +156,17 @@ def dispatch_to_wire(
         fork_request_ids=request.fork_ids,
         caller_id=request.caller_id,
         may_refuse=request.may_refuse,
+        prefix_source=_prefix_source_to_wire(request.prefix_source),
+    )
+
+
+def _prefix_source_to_wire(source: PrefixSource | None) -> node_pb2.PrefixSource | None:
+    if source is None:
+        return None
+    return node_pb2.PrefixSource(
+        incarnation=source.incarnation,
+        num_blocks=source.num_blocks,
+        limit_us=max(0, int(source.limit_s * 1e6)),
     )
 
 
@@ -173,6 +185,13 @@ def request_from_wire(wire: node_pb2.Dispatch) -> Request:
         fork_ids=tuple(wire.fork_request_ids),
         caller_id=wire.caller_id,
         may_refuse=wire.may_refuse,
+        prefix_source=PrefixSource(
+            wire.prefix_source.incarnation,
+            wire.prefix_source.num_blocks,
+            wire.prefix_source.limit_us / 1e6,
+        )
+        if wire.HasField("prefix_source")
+        else None,
     )
 
 

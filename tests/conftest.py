@@ -34,7 +34,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 HERE = Path(__file__).parent
 # Its fixture is the session's.
-SHARE_THE_DEMO = ("e2e/test_http.py", "e2e/test_structured.py", "e2e/test_tokens.py")
+SHARE_THE_DEMO = (
+    *("e2e/test_http.py", "e2e/test_offline.py", "e2e/test_structured.py", "e2e/test_tokens.py"),
+)
 sys.path.insert(0, str(HERE))
 pytest.register_assert_rewrite(
     *{path.name for path in HERE.iterdir() if path.is_dir()},

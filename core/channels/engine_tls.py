@@ -49,8 +49,13 @@ class EngineTls:
     chain: str
     key: str
     gateway_name: str
-    source_name: str
-    puller_name: str
+    prefill_name: str
+    decode_name: str
+
+    @property
+    def engine_names(self) -> frozenset[str]:
+        """Any engine may pull from any other."""
+        return frozenset((self.prefill_name, self.decode_name))
 
     def accept(self) -> Callable[[socket.socket], Secured]:
         """For ends that were connected to: raises OSError unless the other is of this cluster."""
@@ -58,32 +63,49 @@ class EngineTls:
 
         def secure(connection: socket.socket) -> Secured:
             secured = contexts.newest().wrap_socket(connection, server_side=True)
-            names = (secured.getpeercert() or {}).get("subjectAltName", ())
-            return Secured(secured, frozenset(str(each[1]) for each in names if each[0] == "DNS"))
+            return Secured(secured, _names(secured))
 
         return secure
 
     def source_wrap(self) -> WrapSocket:
-        """For a source's ends: raises OSError unless the other end is a puller of this cluster."""
+        """For a source's ends: raises OSError unless the other end is an engine of this cluster."""
         accept = self.accept()
 
         def wrap(connection: socket.socket) -> socket.socket:
             secured = accept(connection)
-            if self.puller_name not in secured.names:
-                secured.connection.close()
-                raise ConnectionError(f"the certificate is not that of {self.puller_name}")
+            self._require_engine(secured.connection, secured.names)
             return secured.connection
 
         return wrap
 
     def puller_wrap(self) -> Callable[[socket.socket], ssl.SSLSocket]:
-        """For a puller's ends: raises OSError unless the other end is a source of this cluster."""
+        """For a puller's ends: raises OSError unless the other end is an engine of this cluster."""
         contexts = TlsContexts(self.ca, self.chain, self.key, ssl.PROTOCOL_TLS_CLIENT)
 
         def wrap(connection: socket.socket) -> ssl.SSLSocket:
-            return contexts.newest().wrap_socket(connection, server_hostname=self.source_name)
+            context = contexts.newest()
+            context.check_hostname = False  # either of two names: below
+            secured = context.wrap_socket(connection)
+            self._require_engine(secured, _names(secured))
+            return secured
 
         return wrap
+
+    def _require_engine(self, connection: ssl.SSLSocket, names: frozenset[str]) -> None:
+        if names.isdisjoint(self.engine_names):
+            connection.close()
+            wanted = " or ".join(sorted(self.engine_names))
+            raise ConnectionError(f"the certificate is not that of {wanted}")
+
+
+def _names(connection: ssl.SSLSocket) -> frozenset[str]:
+    """The DNS names in the other end's certificate. Raises OSError if that is gone."""
+    try:
+        found = (connection.getpeercert() or {}).get("subjectAltName", ())
+    except (OSError, ValueError) as error:
+        connection.close()
+        raise ConnectionError("the other end hung up") from error
+    return frozenset(str(each[1]) for each in found if each[0] == "DNS")
 
 
 class TlsContexts:

@@ -188,6 +188,16 @@ OPTIONS = parameters_of(RequestOptions)
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixSource:
+    """The engine that is likely to have a prompt's first `num_blocks` blocks in its cache: they are
+    pulled from there, for `limit_s` at most, before the rest is computed."""
+
+    incarnation: str
+    num_blocks: int
+    limit_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """A request as a node receives it.
 
@@ -200,7 +210,7 @@ class Request:
     samples, of the indices that follow: they share this one's prompt and its blocks until their
     first tokens are sampled, and are requests of their own from then on. `caller_id`: whose it is;
     queues are fair between callers. `may_refuse`: an engine whose promise it would break sends it
-    back.
+    back. `prefix_source`: for whoever computes the prompt.
     """
 
     request_id: str
@@ -213,6 +223,7 @@ class Request:
     fork_ids: tuple[str, ...] = ()
     caller_id: int = 0
     may_refuse: bool = False
+    prefix_source: PrefixSource | None = None
 
     @property
     def forks(self) -> tuple[Request, ...]:

@@ -55,6 +55,11 @@ CACHED = f"{rate('prompt_tokens_cached_total')} / {rate('prompt_tokens_total')}"
 PULL_SPEED = " / ".join(node_rate(f"kv_pull_{what}_total")[0][0] for what in ("bytes", "seconds"))
 PULL_FAILURES = f"rate(baton_kv_transfer_failed_total{OF_NODES}[$__rate_interval])"
 FAILURES_BY_NODE = [(f"max by (node, reason) ({PULL_FAILURES})", "{{node}} {{reason}}")]
+FETCH_SPEED = " / ".join(
+    node_rate(f"prefix_{what}_total")[0][0] for what in ("fetched_bytes", "fetch_seconds")
+)
+FETCH_FAILURES = f"rate(baton_prefix_fetch_failed_total{OF_NODES}[$__rate_interval])"
+FETCH_FAILURES_BY_NODE = [(f"max by (node, reason) ({FETCH_FAILURES})", "{{node}} {{reason}}")]
 EXPERT_RATE = (
     f"max by (role, node, expert) (rate(baton_expert_tokens_total{OF_NODES}[$__rate_interval]))"
 )
@@ -186,6 +191,10 @@ ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]], str]]] = {
         ("Prompt tokens saved", "percentunit", [(CACHED, "share")], "timeseries"),
         ("Decisions", "ops", by("router_decisions_total", "reason"), "timeseries"),
         ("Index look-up", "s", quantiles("index_lookup_seconds"), "timeseries"),
+        ("Prefixes fetched/s", "ops", node_rate("prefix_fetches_total"), "timeseries"),
+        ("Blocks of them/s", "ops", node_rate("prefix_fetched_blocks_total"), "timeseries"),
+        ("Speed while fetching", "Bps", [(FETCH_SPEED, "{{role}} {{node}}")], "timeseries"),
+        ("Not fetched, by code", "ops", FETCH_FAILURES_BY_NODE, "timeseries"),
         ("Stale hits", "percentunit", [(STALE, "share")], "timeseries"),
         ("Index up", "short", INDEX_UP, "timeseries"),
     ],

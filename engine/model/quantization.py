@@ -13,7 +13,6 @@ is rejected by name.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from dataclasses import dataclass
 from .config_fields import Fields
 from .int4.int4_layout import Int4
 
-FP8_KERNELS = "BATON_FP8_KERNELS"  # in the environment
 BLOCK = 128
 TENSOR_SCALED, ROW_SCALED, BLOCK_SCALED, GROUP_SCALED = "tensor", "row", "block", "group"
 _STRATEGIES = {"tensor": TENSOR_SCALED, "channel": ROW_SCALED, "block": BLOCK_SCALED}
@@ -64,13 +62,12 @@ class Quantization:
 
 
 def stays_packed(quantization: Quantization | None, dtype: str) -> bool:
-    """Whether GPUs multiply with weights as they are quantised, in models of `dtype`. The kernels
-    of FP8 have not passed their tests there yet."""
+    """Whether GPUs multiply with weights as they are quantised, in models of `dtype`."""
     if quantization is None:
         return False
     if quantization.int4 is not None:
         return dtype in ("bfloat16", "float16")
-    return dtype == "bfloat16" and os.environ.get(FP8_KERNELS, "") == "1"
+    return dtype == "bfloat16"
 
 
 # What --quantization asks for.

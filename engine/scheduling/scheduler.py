@@ -263,6 +263,10 @@ class Scheduler:
         num_held_blocks = self._pool.counts.held
         return self._admission.room(chain(self._owners(), self.waiting), pending, num_held_blocks)
 
+    def room_beside_running(self) -> int:
+        """Blocks beside the estimated peak of all that has blocks."""
+        return self._admission.room(self._owners(), (), self._pool.counts.held)
+
     def _plan_prefills(self, schedule: Schedule, *, may_pass: bool) -> None:
         """The next chunks of running prefills, and before each the waiting prompts that pass it."""
         is_passed = False

@@ -118,6 +118,7 @@ class ClusterView:
                 link,
                 clock=self._clock,
                 max_num_seqs=link.max_num_seqs,
+                block_bytes=link.block_bytes,
                 own_target_s=link.own_target_s,
                 num_host_blocks=link.num_host_blocks,
             )

@@ -90,7 +90,7 @@ class EngineConnection(asyncio.Protocol):
         tls: ClusterTls | None = None,
     ) -> None:
         self.member = member
-        self.max_num_seqs = 0  # by its Welcome
+        self.max_num_seqs = self.block_bytes = 0  # by its Welcome
         self.own_target_s = 0.0
         self.num_host_blocks = 0
         self._secret = secret
@@ -345,7 +345,7 @@ class EngineConnection(asyncio.Protocol):
                 self._end(f"{field} is {getattr(welcome, field)!r}, announced was {expected!r}")
                 return
         if not self._welcome.done():
-            self.max_num_seqs = welcome.max_num_seqs
+            self.max_num_seqs, self.block_bytes = welcome.max_num_seqs, welcome.block_bytes
             self.own_target_s = welcome.tbt_target_s
             self.num_host_blocks = welcome.num_host_blocks
             self._is_linked = True

@@ -8,15 +8,16 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 
 from ...core.errors import Unavailable
 from ...core.membership import Role
-from ...core.request.request import Request, Ticket
+from ...core.request.request import PrefixSource, Request, Ticket
 from ...core.step_cost import StepCost
 from ...prefix_index.mirror import PrefixMirror
+from ...prefix_index.prefix_sources import Fetch, Holders
 from ..request.engine_link import Avoid, Demand, MustWait, Route, Work
 from ..request.suspects import Suspects
 from ..validation.validation import ModelLimits
@@ -30,10 +31,14 @@ _NOTHING_HELD: Mapping[int, int] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class ChosenEngine:
-    """An engine as the request sees it that it was chosen for (engine_link.EngineLink)."""
+    """An engine as the request sees it that it was chosen for (engine_link.EngineLink).
+
+    `fetch`: what it is to get from another's cache, before it computes the prompt.
+    """
 
     engine: LinkedEngine
     cached_tokens: int
+    fetch: Fetch | None = None
 
     @property
     def incarnation(self) -> str:
@@ -50,7 +55,13 @@ class ChosenEngine:
     def dispatch(
         self, request: Request, work: Work, ticket: Ticket | None, deadline_remaining_s: float
     ) -> None:
-        self.engine.dispatch(request, work, ticket, deadline_remaining_s, self.cached_tokens)
+        cached_tokens, fetch = self.cached_tokens, self.fetch
+        if fetch is not None and work is not Work.DECODE:
+            cached_tokens = fetch.num_tokens
+            num_blocks = cached_tokens // self.engine.member.block_size
+            source = PrefixSource(fetch.source, num_blocks, fetch.limit_s)
+            request = replace(request, prefix_source=source)
+        self.engine.dispatch(request, work, ticket, deadline_remaining_s, cached_tokens)
 
     def cancel(self, request_id: str, attempt: int) -> None:
         self.engine.cancel(request_id, attempt)
@@ -98,16 +109,19 @@ class EngineTable:
         caller_id: int = 0,
         cached_tokens: Mapping[str, int] = _NOTHING_CACHED,
         is_constrained: bool = False,
+        lendable_tokens: Mapping[str, int] = _NOTHING_CACHED,
         is_noted: bool = True,
     ) -> Route:
         """See engine_link.Router. An engine counts from its first heartbeat on; one where a suspect
         is on trial comes after all others.
 
         `cached_tokens`: by incarnation, what engines are likely to have of the request.
-        `is_constrained`: it is for engines alone that take constraints. `is_noted`: for a request,
-        not to know whether there is a plan.
+        `lendable_tokens`: of them, those that others could fetch. `is_constrained`: it is for
+        engines alone that take constraints. `is_noted`: for a request, not to know whether there is
+        a plan.
         """
         costs = self._costs()
+        holders = self._holders(demand.num_tokens, lendable_tokens, avoid)
         states = [
             engine.state(
                 engine.load,
@@ -115,6 +129,7 @@ class EngineTable:
                 caller_id,
                 cached_tokens.get(engine.incarnation, 0),
                 costs.get(engine.fingerprint) if costs else None,
+                self._fetch(engine, holders, cached_tokens) if holders else None,
             )
             for engine in self.engines.values()
             if engine.load is not None and (engine.member.can_constrain or not is_constrained)
@@ -129,12 +144,46 @@ class EngineTable:
             if clear == avoid:
                 raise
             prefill, decode = choose(avoid=avoid)
+        state = next(state for state in states if state.incarnation == prefill)
+        fetch = state.worth_fetching(demand.num_tokens)
         if self.plans is not None and is_noted:
-            self.plans.note(states, demand.num_tokens, prefill, decode)
+            prefix_from = "" if fetch is None else self.engines[fetch.source].name
+            self.plans.note(states, demand.num_tokens, prefill, decode, prefix_from)
         return Route(
-            ChosenEngine(self.engines[prefill], cached_tokens.get(prefill, 0)),
-            ChosenEngine(self.engines[decode], cached_tokens.get(decode, 0)),
+            ChosenEngine(self.engines[prefill], cached_tokens.get(prefill, 0), fetch),
+            ChosenEngine(self.engines[decode], cached_tokens.get(decode, 0), fetch),
         )
+
+    def _holders(
+        self, num_tokens: int, cached_tokens: Mapping[str, int], avoid: Avoid
+    ) -> Mapping[str, Holders]:
+        """By fingerprint, who could lend the prompt's full blocks; one token is always computed."""
+        found: dict[str, dict[str, int]] = {}
+        for name, num_cached in cached_tokens.items():
+            engine = self.engines.get(name)
+            if engine and engine.load is not None and name not in avoid.incarnations:
+                size = engine.member.block_size
+                most = (num_tokens - 1) // size * size
+                found.setdefault(engine.fingerprint, {})[name] = min(num_cached, most)
+        if not found:
+            return {}
+        rates = {
+            name: engine.load.link_gbytes_per_s
+            for name, engine in self.engines.items()
+            if engine.load is not None
+        }
+        return {fingerprint: Holders.of(cached, rates) for fingerprint, cached in found.items()}
+
+    @staticmethod
+    def _fetch(
+        engine: LinkedEngine, holders: Mapping[str, Holders], cached_tokens: Mapping[str, int]
+    ) -> Fetch | None:
+        of_its_kind = holders.get(engine.fingerprint)
+        if of_its_kind is None or not engine.block_bytes or not engine.takes_prompts:
+            return None
+        token_bytes = engine.block_bytes / engine.member.block_size
+        own_tokens = cached_tokens.get(engine.incarnation, 0)
+        return of_its_kind.best_fetch(engine.incarnation, own_tokens, token_bytes)
 
     def _costs(self) -> Mapping[str, StepCost]:
         """By fingerprint, the cost that was measured on the largest steps, where some engine is to

@@ -15,6 +15,7 @@ from ...core.membership import Member, Role
 from ...core.ports import Clock, SystemClock
 from ...core.request.request import Request, Ticket
 from ...core.step_cost import LEAST_PROMPT_TOKENS, PromptSpeed, StepCost, StepShape
+from ...prefix_index.prefix_sources import Fetch
 from ..request.engine_link import Demand, EngineOutput, PlainToken, Work
 from .decode_places import DecodePlaces, Key
 from .prefill_backlog import Backlog, PrefillBacklog
@@ -49,6 +50,11 @@ class EngineCounters:
     host_hit_tokens: int = 0
     host_bytes_out: int = 0
     host_bytes_in: int = 0
+    num_fetches: int = 0
+    fetched_blocks: int = 0
+    fetched_bytes: int = 0
+    fetch_s: float = 0.0
+    failed_fetches: Mapping[str, int] = field(default_factory=dict)  # by error code
 
     def expert_imbalance(self, num_parts: int) -> float | None:
         """Of so many equal parts of the experts, in their order: tokens of the part with most of
@@ -148,12 +154,12 @@ class EngineSender(Protocol):
 class LinkedEngine:
     """One engine behind a live link.
 
-    `max_num_seqs`: sequences that it runs at once; 0: it does not say. `own_target_s`: the promise
-    that it began with; 0: none, and it is to have none. `num_host_blocks`: that its host memory may
-    come to have beside its pool. `released`: callers of which
-    something ended here, or was answered, so that what waits may find a place; whoever dispatches
-    what waits clears it. `num_index_hits`: dispatches for which the index promised cached tokens;
-    `num_stale_hits`: those of them that found fewer.
+    `max_num_seqs`: sequences that it runs at once, `block_bytes`: of one of its KV blocks; 0: it
+    does not say. `own_target_s`: the promise that it began with; 0: none, and it is to have none.
+    `num_host_blocks`: that its host memory may come to have beside its pool. `released`: callers of
+    which something ended here, or was answered, so that what waits may find a place; whoever
+    dispatches what waits clears it. `num_index_hits`: dispatches for which the index promised
+    cached tokens; `num_stale_hits`: those of them that found fewer.
     """
 
     member: Member
@@ -164,6 +170,7 @@ class LinkedEngine:
     num_stale_hits: int = 0
     clock: Clock = field(default_factory=SystemClock)
     max_num_seqs: int = 0
+    block_bytes: int = 0
     own_target_s: float = 0.0
     num_host_blocks: int = 0
     released: set[int] = field(default_factory=set)
@@ -289,6 +296,7 @@ class LinkedEngine:
         caller_id: int,
         cached_tokens: int,
         others_cost: StepCost | None = None,
+        fetch: Fetch | None = None,
     ) -> EngineState:
         """For routing one request of this caller, of which so much should be cached here.
 
@@ -314,7 +322,7 @@ class LinkedEngine:
             (
                 *known,
                 *(self.places.num_requests, self.num_dispatched, waiting_tokens, cached_tokens),
-                *(speed, takes_prompt, has_place),
+                *(speed, takes_prompt, has_place, fetch),
             )
         )
 

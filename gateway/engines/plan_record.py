@@ -3,7 +3,7 @@ take: for people who look. Decides nothing."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -25,6 +25,7 @@ class _Sums:
     chosen_s: float = 0.0
     num_next: int = 0
     next_s: float = 0.0
+    prefixes_from: Counter[str] = field(default_factory=Counter)  # by the source's name
 
 
 @dataclass(eq=False)
@@ -36,15 +37,23 @@ class PlanRecord:
     _estimated_s: float = -1.0
 
     def note(
-        self, engines: Sequence[EngineState], num_tokens: int, prefill: str, decode: str
+        self,
+        engines: Sequence[EngineState],
+        num_tokens: int,
+        prefill: str,
+        decode: str,
+        prefix_from: str = "",
     ) -> None:
-        """A request of so many tokens goes to these, of those engines."""
+        """A request of so many tokens goes to these, of those engines, after it got a prefix from
+        the engine of that name, if any."""
         now_s = self.clock.monotonic_s()
         if not self._seconds or self._seconds[-1][0] != int(now_s):
             self._seconds.append((int(now_s), {PAIR: _Sums(), ALONE: _Sums()}))
             self._forget(now_s)
         sums = self._seconds[-1][1][ALONE if prefill == decode else PAIR]
         sums.num += 1
+        if prefix_from:
+            sums.prefixes_from[prefix_from] += 1
         if now_s >= self._estimated_s + _ESTIMATE_EVERY_S:
             self._estimated_s = now_s
             chosen_s, next_s = estimates(engines, num_tokens, prefill, decode)
@@ -53,7 +62,8 @@ class PlanRecord:
                 sums.num_next, sums.next_s = sums.num_next + 1, sums.next_s + next_s
 
     def rows(self) -> list[dict[str, object]]:
-        """For JSON, one a kind: how many a second, and means of the estimates in seconds."""
+        """For JSON, one a kind: how many a second, means of the estimates in seconds, and how many
+        a second got their prefix from which engine."""
         now_s = self.clock.monotonic_s()
         self._forget(now_s)
         span_s = max(SPAN_S, now_s - self._seconds[0][0] if self._seconds else 0.0)
@@ -72,6 +82,10 @@ class PlanRecord:
                     if num_estimated
                     else None,
                     "next_s": sum(one.next_s for one in sums) / num_next if num_next else None,
+                    "prefixes_from": {
+                        name: num / span_s
+                        for name, num in sum((one.prefixes_from for one in sums), Counter()).items()
+                    },
                 }
             )
         return found

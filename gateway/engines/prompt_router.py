@@ -43,6 +43,7 @@ class PromptRouter:
                 caller_id=self.caller_id,
                 cached_tokens=cached_tokens,
                 is_constrained=self.is_constrained,
+                lendable_tokens={} if self.computes_all else self._lendable(cached_tokens),
             )
         except Unavailable:
             decisions["unavailable"] += 1
@@ -56,6 +57,16 @@ class PromptRouter:
         else:
             decisions["least_loaded"] += 1
         return route
+
+    def _lendable(self, cached_tokens: Mapping[str, int]) -> dict[str, int]:
+        """Of them, what other engines could fetch."""
+        lendable: dict[str, int] = {}
+        for incarnation, num_tokens in cached_tokens.items():
+            engine = self.table.engines[incarnation]
+            size = engine.member.block_size
+            chain = self.hashes[engine.fingerprint][: num_tokens // size]
+            lendable[incarnation] = self.table.mirror.lendable_blocks(incarnation, chain) * size
+        return lendable
 
     def cached_tokens(self, num_tokens: int) -> dict[str, int]:
         """By incarnation, how many tokens each engine is likely to have."""

@@ -15,7 +15,8 @@ How long a prompt takes follows from what its engine measured (core/step_cost.py
 promise to its decodes (`tbt_target_s`) takes prompts beside them, a little a step; without decodes
 it is as fast as one without a promise. An engine without a promise does what its role says.
 
-What an engine has cached of the prompt costs nothing. A prefill engine without credit for the
+What an engine has cached of the prompt costs nothing; what another has, a pull, if that is quicker
+than to compute it (prefix_sources.py). A prefill engine without credit for the
 request comes after every one that has it, but is not left out. A decode engine without a place for
 it, and a prefill engine that has enough of its caller's prompts, are: the request waits here, where
 its queue is fair and a place that becomes free anywhere is the next one's.
@@ -23,6 +24,7 @@ its queue is fair and a place that becomes free anywhere is the next one's.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -31,6 +33,7 @@ from typing import NamedTuple, TypeAlias
 from ...core.errors import Unavailable
 from ...core.membership import Role
 from ...core.step_cost import PromptSpeed, pairs_of
+from ...prefix_index.prefix_sources import Fetch
 from ..request.engine_link import Avoid, Blocked, MustWait
 
 # What one more request on an engine weighs: it makes every step to come a little longer.
@@ -53,8 +56,9 @@ class EngineState(NamedTuple):
     to the one that was asked less). `link_gbytes_per_s`: what a decode engine's links gave when
     they were opened, by source. `speed`: at which it computes prompts now; None: not known.
     `keeps_promise`: it takes whole requests, whatever its role.
-    Of the request that is routed: `cached_tokens`, as far as we know; `takes_prompt`: it may have
-    another prompt of its caller; `has_place`: for its decodes.
+    Of the request that is routed: `cached_tokens`, as far as we know; `fetch`: how it could get
+    more of it from another engine; `takes_prompt`: it may have another prompt of its caller;
+    `has_place`: for its decodes.
     """
 
     incarnation: str
@@ -75,10 +79,25 @@ class EngineState(NamedTuple):
     speed: PromptSpeed | None = None
     takes_prompt: bool = True
     has_place: bool = True
+    fetch: Fetch | None = None
 
     def prompt_seconds(self, num_tokens: int) -> float:
         """Until it has computed the request's prompt, behind all that waits there."""
-        speed, num_cached = self.speed or _UNMEASURED, min(self.cached_tokens, num_tokens - 1)
+        alone_s = self._seconds_behind(self.cached_tokens, num_tokens)
+        return min(alone_s, self._fetching_seconds(num_tokens))
+
+    def worth_fetching(self, num_tokens: int) -> Fetch | None:
+        """The fetch, if its prompt is computed sooner by it."""
+        alone_s = self._seconds_behind(self.cached_tokens, num_tokens)
+        return self.fetch if self._fetching_seconds(num_tokens) < alone_s else None
+
+    def _fetching_seconds(self, num_tokens: int) -> float:
+        if self.fetch is None:
+            return math.inf
+        return self.fetch.seconds + self._seconds_behind(self.fetch.num_tokens, num_tokens)
+
+    def _seconds_behind(self, cached_tokens: int, num_tokens: int) -> float:
+        speed, num_cached = self.speed or _UNMEASURED, min(cached_tokens, num_tokens - 1)
         num_left = num_tokens - num_cached
         pairs_s = speed.pair_s * pairs_of(num_left, num_cached)
         return speed.step_s + (self.waiting_tokens + num_left) * speed.token_s + pairs_s

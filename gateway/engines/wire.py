@@ -26,7 +26,8 @@ from .linked_engine import EngineCounters, ReportedLoad
 
 def load_from_wire(wire: node_pb2.Heartbeat) -> ReportedLoad:
     counters = codec.same_fields(wire.counters, EngineCounters)
-    counters["failed_transfers"] = dict(wire.counters.failed_transfers)
+    for name in ("failed_transfers", "failed_fetches"):
+        counters[name] = dict(counters[name])
     counters["expert_tokens"] = tuple(wire.counters.expert_tokens)
     fields = codec.same_fields(wire, ReportedLoad) | {
         "links": frozenset(link.incarnation for link in wire.links),

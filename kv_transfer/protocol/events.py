@@ -23,7 +23,7 @@ from ..window.transport import BlockPairs, PullOutcome
 
 # ---- what source and puller send each other: the same names as in proto/v1/handoff.proto
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,13 @@ class Attach:
     """Puller to source: send me this transfer's manifests, I hold the ticket.
 
     `sees_steps`: also of chunks whose step you have launched, I see when it has completed.
+    `block_hashes`: where given, there is no ticket: all blocks of these hashes are wanted, out of
+    your prefix cache.
     """
 
     transfer_id: str
     sees_steps: bool = False
+    block_hashes: tuple[BlockHash, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,7 @@ class HandoffState:
     """What the puller needs to go on as if it had computed the prompt itself."""
 
     num_blocks: int  # of the whole sequence
-    first_token_id: int
+    first_token_id: int = 0  # of a prompt; a prefix has none
     fork_token_ids: tuple[int, ...] = ()  # the first tokens of the dispatch's further samples
 
 
@@ -110,9 +113,13 @@ Message: TypeAlias = Hello | Attach | Renew | Release | CancelTransfer | Manifes
 
 @dataclass(frozen=True, slots=True)
 class PeerLinked:
-    """The stream to this peer is open. On a peer that is linked already: the old stream is gone."""
+    """The stream to this peer is open. On a peer that is linked already: the old stream is gone.
+
+    `opens_late`: of a source whose window is opened for its first transfer, not at once.
+    """
 
     incarnation: str
+    opens_late: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +201,8 @@ class Intended:
     """A dispatch announced that this request's KV will come. Takes no memory.
 
     `block_hashes` are those of the known tokens' full blocks; `num_blocks` counts the partial last
-    one too. Waiting for memory is fair between callers.
+    one too. Waiting for memory is fair between callers. A prefix out of the source's cache has its
+    memory already, which is `reserved`: it never waits for any while the source holds blocks.
     """
 
     ticket: Ticket
@@ -203,6 +211,7 @@ class Intended:
     num_blocks: int
     deadline_s: float
     caller_id: int = 0
+    reserved: Reserved | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +302,16 @@ class ReleaseBlocks:
     error: BatonError | None = field(compare=False)
 
 
+@dataclass(frozen=True, slots=True)
+class PinPrefix:
+    """A puller wants these blocks out of the prefix cache. Hold all of them, offer them under the
+    transfer's id and announce them as computed; or withdraw it. Never wait."""
+
+    transfer_id: str
+    puller: str
+    block_hashes: tuple[BlockHash, ...]
+
+
 # ---- effects of the puller
 
 
@@ -371,7 +390,7 @@ class DropReservation:
 SourceEvent: TypeAlias = (
     PeerLinked | PeerLost | PeerMessage | Tick | Offered | ChunkAnnounced | ChunkReady | Withdrawn
 )
-SourceEffect: TypeAlias = Send | ClosePeer | ReleaseBlocks
+SourceEffect: TypeAlias = Send | ClosePeer | ReleaseBlocks | PinPrefix
 
 PullerEvent: TypeAlias = (
     PeerLinked | PeerLost | PeerMessage | Tick

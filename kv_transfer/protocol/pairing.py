@@ -29,9 +29,13 @@ class PairState(enum.Enum):
 
 @dataclass(slots=True)
 class Pair:
-    """`link`: the number of its present stream; an answer about an earlier one is void."""
+    """`link`: the number of its present stream; an answer about an earlier one is void.
+
+    `opens_late`: no window is wanted yet.
+    """
 
     link: int
+    opens_late: bool = False
     state: PairState = PairState.LINKED
     sees_steps: bool = False  # its count of steps can be read from here
 
@@ -44,10 +48,10 @@ class Pairs:
         self._num_links = 0  # streams opened so far, to all peers
         self._pairs: dict[str, Pair] = {}
 
-    def add(self, incarnation: str) -> None:
+    def add(self, incarnation: str, *, opens_late: bool = False) -> None:
         """A stream to this peer is open; it has come no further."""
         self._num_links += 1
-        self._pairs[incarnation] = Pair(self._num_links)
+        self._pairs[incarnation] = Pair(self._num_links, opens_late)
 
     def remove(self, incarnation: str) -> Pair | None:
         """Forget the peer; returns how far it had come."""

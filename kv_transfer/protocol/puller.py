@@ -102,10 +102,11 @@ class Puller:
                 self._on_reserved(event)
             case ReserveRefused(transfer_id):
                 self._queue.answered(transfer_id, was_granted=False)
-            case PeerLinked(incarnation):
+            case PeerLinked(incarnation, opens_late):
                 if self._pairs.get(incarnation) is not None:
                     self._drop_peer(incarnation, NodeLost("the stream to the source was replaced"))
-                self._pairs.add(incarnation)
+                is_waited_for = any(t.source == incarnation for t in self._transfers.values())
+                self._pairs.add(incarnation, opens_late=opens_late and not is_waited_for)
                 self._send(incarnation, self._pairs.hello)
             case PeerLost(incarnation):
                 self._drop_peer(incarnation, NodeLost("the stream to the source ended"))
@@ -117,6 +118,10 @@ class Puller:
                     self._refuse(incarnation, error)
             case _:
                 assert_never(event)
+
+    def is_linked(self, source: str) -> bool:
+        """Whether a stream to it is open."""
+        return self._pairs.get(source) is not None
 
     def next_deadline(self) -> float | None:
         """When the next `Tick` is due, on the monotonic clock."""
@@ -145,6 +150,8 @@ class Puller:
         refusal = self._refusal(intent)
         if refusal is not None:
             self._effects.append(Failed(transfer_id, intent.key, refusal))
+            if intent.reserved is not None:
+                self._effects.append(DropReservation(transfer_id))
             return
         link_by_s = self._clock.monotonic_s() + self._link_wait_s
         transfer = PullerTransfer(
@@ -152,11 +159,18 @@ class Puller:
             ManifestSequence(intent.block_hashes, intent.num_blocks),
             PullerState.WAITING,
             expires_s=min(link_by_s, intent.deadline_s),
+            reservation=intent.reserved,
         )
         self._transfers[transfer_id] = transfer
         pair = self._pairs.get(transfer.source)
-        if pair is not None and pair.state is PairState.READY:
+        if pair is None:
+            return
+        if pair.state is PairState.READY:
             self._attach(transfer, pair)
+        elif pair.opens_late:
+            pair.opens_late = False
+            if pair.state is PairState.MATCHED:
+                self._effects.append(OpenWindow(transfer.source, pair.link))
 
     def _refusal(self, intent: Intended) -> BatonError | None:
         if intent.ticket.puller_incarnation != self._pairs.hello.incarnation:
@@ -168,7 +182,9 @@ class Puller:
     def _attach(self, transfer: PullerTransfer, pair: Pair) -> None:
         transfer.state = PullerState.ATTACHED
         transfer.expires_s = transfer.intent.deadline_s
-        self._send(transfer.source, Attach(transfer.intent.ticket.transfer_id, pair.sees_steps))
+        intent = transfer.intent
+        wanted = () if intent.reserved is None else tuple(intent.block_hashes)
+        self._send(transfer.source, Attach(intent.ticket.transfer_id, pair.sees_steps, wanted))
 
     def _on_reserved(self, reserved: Reserved) -> None:
         self._queue.answered(reserved.transfer_id, was_granted=True)
@@ -236,7 +252,8 @@ class Puller:
 
     def _on_hello(self, source: str, hello: Hello) -> None:
         try:
-            if pair := self._pairs.match(source, hello):
+            pair = self._pairs.match(source, hello)
+            if pair is not None and not pair.opens_late:
                 self._effects.append(OpenWindow(source, pair.link))
         except HandoffFailed as error:
             self._refuse(source, error)
@@ -273,6 +290,7 @@ class Puller:
         now_s = self._clock.monotonic_s()
         self._renewals.start(source, transfer_id, manifest.lease_remaining_s, now_s)
         if transfer.reservation is not None:
+            transfer.state = PullerState.PULLING
             self._start_pull(transfer, transfer.reservation, manifest)
             self._complete_if_done(transfer)
             return

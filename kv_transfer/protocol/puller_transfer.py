@@ -75,6 +75,7 @@ class PullerState(enum.Enum):
 
     Intended     pair ready     first manifest    Reserved     all is pulled
     ───────► WAITING ────► ATTACHED ────► QUEUED ────► PULLING ────► Complete
+                              └─ of a prefix: reserved before ─►┘
                 │              │             │            │
                 └──────────────┴─────────────┴────────────┤ given up: Failed at once,
                                                           │ or silence if it was cancelled

@@ -35,6 +35,7 @@ from .events import (
     PeerLinked,
     PeerLost,
     PeerMessage,
+    PinPrefix,
     Release,
     ReleaseBlocks,
     Renew,
@@ -222,8 +223,8 @@ class Source:
         match message:
             case Hello():
                 self._on_hello(puller, message)
-            case Attach(transfer_id, sees_steps):
-                self._on_attach(puller, transfer_id, sees_steps=sees_steps)
+            case Attach():
+                self._on_attach(puller, message)
             case Renew(transfer_ids):
                 for transfer_id in transfer_ids:
                     self._on_renew(puller, transfer_id)
@@ -244,10 +245,13 @@ class Source:
         except HandoffFailed as error:
             self._refuse(puller, error)
 
-    def _on_attach(self, puller: str, transfer_id: str, *, sees_steps: bool) -> None:
+    def _on_attach(self, puller: str, attach: Attach) -> None:
+        transfer_id, sees_steps = attach.transfer_id, attach.sees_steps
         transfer = self._transfers.get(transfer_id)
         if transfer is None:
-            self._await_offer(puller, transfer_id, sees_steps=sees_steps)
+            is_awaited = self._await_offer(puller, transfer_id, sees_steps=sees_steps)
+            if is_awaited and attach.block_hashes:
+                self._effects.append(PinPrefix(transfer_id, puller, attach.block_hashes))
         elif transfer.puller != puller:
             self._revoke(puller, transfer_id, _not_yours())
         else:
@@ -256,11 +260,12 @@ class Source:
             self._renew(transfer)
             self._flush(transfer)
 
-    def _await_offer(self, puller: str, transfer_id: str, *, sees_steps: bool) -> None:
+    def _await_offer(self, puller: str, transfer_id: str, *, sees_steps: bool) -> bool:
+        """Returns whether an offer would be taken: the transfer is not over."""
         epitaph = self._tombstones.get(transfer_id)
         if epitaph is not None:
             self._revoke(puller, transfer_id, epitaph)
-            return
+            return False
         self._transfers[transfer_id] = _Transfer(
             puller,
             SourceState.AWAITED,
@@ -268,6 +273,7 @@ class Source:
             sees_steps=sees_steps,
             expires_s=self._clock.monotonic_s() + self._lease_s,
         )
+        return True
 
     def _on_renew(self, puller: str, transfer_id: str) -> None:
         transfer = self._owned(puller, transfer_id)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, assert_never
 
 from ...core.channels.addresses import HOST_ID_BYTES
 from ...core.errors import HandoffFailed
+from ...core.request.token_ids import BlockHash
 from ...engine.kv.block_pool import BlockRef
 from ...proto import codec
 from ...proto.v1 import handoff_pb2 as pb
@@ -50,8 +51,9 @@ def to_wire(message: Message) -> pb.PeerMessage:
     match message:
         case Hello():
             return pb.PeerMessage(hello=_hello_to_wire(message))
-        case Attach(transfer_id, sees_steps):
-            attach = pb.Attach(transfer_id=transfer_id, sees_steps=sees_steps)
+        case Attach(transfer_id, sees_steps, block_hashes):
+            wanted = b"".join(block_hashes)
+            attach = pb.Attach(transfer_id=transfer_id, sees_steps=sees_steps, block_hashes=wanted)
             return pb.PeerMessage(attach=attach)
         case Renew(transfer_ids):
             return pb.PeerMessage(renew=pb.Renew(transfer_ids=transfer_ids))
@@ -128,6 +130,16 @@ def _access(wire: pb.PoolAccess) -> PoolAccess:
     return PoolAccess(wire.host_id, wire.port, wire.key)
 
 
+def _attach(wire: pb.Attach) -> Attach:
+    return Attach(_id(wire.transfer_id), wire.sees_steps, tuple(_hashes(wire.block_hashes)))
+
+
+def _hashes(packed: bytes) -> list[BlockHash]:
+    if len(packed) % _HASH_BYTES or len(packed) > MAX_BLOCKS * _HASH_BYTES:
+        raise HandoffFailed(f"a peer sent {len(packed)} bytes of hashes")
+    return [each for (each,) in _HASH.iter_unpack(packed)]
+
+
 def _renew(wire: pb.Renew) -> Renew:
     return Renew(tuple(_id(each) for each in _at_most(MAX_RENEWALS, wire.transfer_ids)))
 
@@ -193,7 +205,7 @@ def _at_most(limit: int, items: _T) -> _T:
 
 _DECODERS: dict[str, Callable[[Any], Message]] = {
     "hello": _hello,
-    "attach": lambda wire: Attach(_id(wire.transfer_id), wire.sees_steps),
+    "attach": _attach,
     "renew": _renew,
     "release": lambda wire: Release(_id(wire.transfer_id)),
     "cancel": lambda wire: CancelTransfer(_id(wire.transfer_id)),

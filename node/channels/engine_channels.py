@@ -4,13 +4,13 @@
     gateways, peers  ── frames ────► inbox ──► From*        heartbeats come from one of their own
     loop ── to_gateway, to_peer ──► frames
 
-A pair of engines has one channel: a newer one takes the place of an older. What belongs to a
-channel that was closed meanwhile is dropped by whoever handles the items. Knows no request.
+A pair of engines has a channel for each direction of pulls: a newer one takes the place of an
+older. What belongs to a channel that was closed meanwhile is dropped by whoever handles the items.
+Knows no request.
 """
 
 from __future__ import annotations
 
-import enum
 import logging
 import select
 import threading
@@ -26,26 +26,19 @@ from ...core.channels.channel import BrokenStream, Channel, ChannelBroken
 from ...core.errors import BatonError, HandoffFailed, InvalidRequest, NodeLost
 from ...proto import codec
 from ...proto.v1 import engine_pb2, handoff_pb2, node_pb2
-from .mailboxes import Inbox
+from .mailboxes import Inbox, Kind
 
 log = logging.getLogger(__name__)
 
 _END_S = 0.3
 
 
-class Kind(enum.Enum):
-    """Who is at the other end."""
-
-    GATEWAY = "gateway"
-    PULLER = "puller"
-    SOURCE = "source"
-
-
 @dataclass(slots=True, eq=False)
 class Link:
     """One channel. `name`: a gateway's id or a peer's incarnation; `host`: where it was dialled.
 
-    `ended_by`: why it is over, for people.
+    `ended_by`: why it is over, for people. `opens_late`: of a source that hands nothing off to us,
+    whose pool need not be opened before something is pulled.
     """
 
     kind: Kind
@@ -53,6 +46,7 @@ class Link:
     channel: Channel
     host: str = ""
     ended_by: str = ""
+    opens_late: bool = False
     is_watched: bool = field(default=False, repr=False)
 
 
@@ -123,22 +117,23 @@ class EngineChannels:
         self._welcome = node_pb2.NodeMessage(welcome=welcome).SerializeToString()
         self._heartbeat: bytes | None = None  # the last one
         self._beating = threading.Lock()  # a new gateway gets Welcome first, and no older numbers
-        self._gateways: dict[str, Link] = {}
-        self._peers: dict[str, Link] = {}
+        self._by_kind: dict[Kind, dict[str, Link]] = {kind: {} for kind in Kind}
 
     def close(self) -> None:
         for link in self._links():
             self.remove(link)
 
     def _links(self) -> list[Link]:
-        return [*self._gateways.values(), *self._peers.values()]
+        # Each kind's at once: another thread may look while links come and go.
+        return [link for links in self._by_kind.values() for link in [*links.values()]]
+
+    @property
+    def _gateways(self) -> dict[str, Link]:
+        return self._by_kind[Kind.GATEWAY]
 
     def ledger(self) -> dict[str, object]:
         """Who is linked, by kind."""
-        by_kind: dict[str, list[str]] = {kind.value: [] for kind in Kind}
-        for link in self._links():
-            by_kind[link.kind.value].append(link.name)
-        return {"links": by_kind}
+        return {"links": {kind.value: [*links] for kind, links in self._by_kind.items()}}
 
     @property
     def has_unsent(self) -> bool:
@@ -147,7 +142,7 @@ class EngineChannels:
 
     def add(self, link: Link) -> Link | None:
         """A link stands; returns the older one of the same pair, which is over."""
-        links = self._gateways if link.kind is Kind.GATEWAY else self._peers
+        links = self._by_kind[link.kind]
         older = links.get(link.name)
         if older is not None:
             self.remove(older)
@@ -165,7 +160,7 @@ class EngineChannels:
         """End a link. A second time does nothing."""
         if link.channel.is_closed:
             return
-        links = self._gateways if link.kind is Kind.GATEWAY else self._peers
+        links = self._by_kind[link.kind]
         if links.get(link.name) is link:
             del links[link.name]
         if link.is_watched:
@@ -191,9 +186,9 @@ class EngineChannels:
         if (link := self._gateways.get(name)) is not None:
             self._send(link, message.SerializeToString())
 
-    def to_peer(self, incarnation: str, message: handoff_pb2.PeerMessage) -> None:
+    def to_peer(self, kind: Kind, incarnation: str, message: handoff_pb2.PeerMessage) -> None:
         """Goes nowhere if the peer is gone."""
-        if (link := self._peers.get(incarnation)) is not None:
+        if (link := self._by_kind[kind].get(incarnation)) is not None:
             self._send(link, message.SerializeToString())
 
     def refuse(self, link: Link, error: BatonError) -> None:
@@ -204,9 +199,9 @@ class EngineChannels:
         else:
             self._send(link, handoff_pb2.PeerMessage(refused=wire).SerializeToString())
 
-    def end_peer(self, incarnation: str, error: BatonError) -> None:
+    def end_peer(self, kind: Kind, incarnation: str, error: BatonError) -> None:
         """Refuse a peer, and end its link once the loop comes to it."""
-        if (link := self._peers.get(incarnation)) is not None:
+        if (link := self._by_kind[kind].get(incarnation)) is not None:
             self.refuse(link, error)
             self._inbox.put(LinkOver(link, error))
 
@@ -231,7 +226,9 @@ class EngineChannels:
         now_s = time.monotonic()
         stood_still = now_s - self._last_beat_s > self._silence_s / 2
         self._last_beat_s = now_s
-        for link in list(self._peers.values()):
+        for link in self._links():
+            if link.kind is Kind.GATEWAY:
+                continue
             if stood_still:
                 link.channel.forgive()
             elif link.channel.is_silent(self._silence_s):

@@ -12,6 +12,7 @@ changed in the cache goes last, to the supervisor's prefix index. Knows no reque
 
 from __future__ import annotations
 
+import enum
 import os
 import select
 from collections import deque
@@ -28,14 +29,22 @@ from ...proto.v1 import engine_pb2, handoff_pb2, node_pb2
 Send = Callable[[engine_pb2.EngineOutput], None]
 
 
+class Kind(enum.Enum):
+    """Who is at the other end of a channel."""
+
+    GATEWAY = "gateway"
+    PULLER = "puller"  # it pulls from us
+    SOURCE = "source"  # we pull from it
+
+
 class Recipients(Protocol):
     """Who gets what (engine_channels.EngineChannels). What is for somebody who is gone is lost."""
 
     def to_gateway(self, name: str, message: node_pb2.NodeMessage) -> None: ...
 
-    def to_peer(self, incarnation: str, message: handoff_pb2.PeerMessage) -> None: ...
+    def to_peer(self, kind: Kind, incarnation: str, message: handoff_pb2.PeerMessage) -> None: ...
 
-    def end_peer(self, incarnation: str, error: BatonError) -> None: ...
+    def end_peer(self, kind: Kind, incarnation: str, error: BatonError) -> None: ...
 
 
 @dataclass(slots=True)
@@ -63,7 +72,7 @@ class Outbox:
         self._send = send
         self._channels = channels
         self._steps: dict[str, _Step] = {}  # by gateway
-        self._to_peers: list[tuple[str, handoff_pb2.PeerMessage | BatonError]] = []
+        self._to_peers: list[tuple[Kind, str, handoff_pb2.PeerMessage | BatonError]] = []
         self._cache_changes = NetChanges()
 
     def to_gateway(self, gateway: str, output: node_pb2.RequestOutput) -> None:
@@ -81,21 +90,22 @@ class Outbox:
             step = self._steps[gateway] = _Step()
         return step
 
-    def to_peer(self, incarnation: str, message: handoff_pb2.PeerMessage) -> None:
+    def to_peer(self, kind: Kind, incarnation: str, message: handoff_pb2.PeerMessage) -> None:
         """Queue a message of the hand-off."""
-        self._to_peers.append((incarnation, message))
+        self._to_peers.append((kind, incarnation, message))
 
-    def close_peer(self, incarnation: str, error: BatonError) -> None:
+    def close_peer(self, kind: Kind, incarnation: str, error: BatonError) -> None:
         """Queue the end of the pair's channel, behind what was queued before."""
-        self._to_peers.append((incarnation, error))
+        self._to_peers.append((kind, incarnation, error))
 
     def forget_gateway(self, gateway: str) -> None:
         """It is gone."""
         self._steps.pop(gateway, None)
 
-    def forget_peer(self, incarnation: str) -> None:
+    def forget_peer(self, kind: Kind, incarnation: str) -> None:
         """Its channel is gone: what is queued was meant for that one, not for the next."""
-        self._to_peers = [queued for queued in self._to_peers if queued[0] != incarnation]
+        gone = (kind, incarnation)
+        self._to_peers = [queued for queued in self._to_peers if queued[:2] != gone]
 
     def moved(self, block_hashes: Iterable[BlockHash], was: Tier, now: Tier) -> None:
         """The engine has these blocks elsewhere now, or no longer."""
@@ -112,11 +122,11 @@ class Outbox:
         """Send everything queued."""
         self.flush_gateways()
         to_peers, self._to_peers = self._to_peers, []
-        for incarnation, message in to_peers:
+        for kind, incarnation, message in to_peers:
             if isinstance(message, BatonError):
-                self._channels.end_peer(incarnation, message)
+                self._channels.end_peer(kind, incarnation, message)
             else:
-                self._channels.to_peer(incarnation, message)
+                self._channels.to_peer(kind, incarnation, message)
         if self._cache_changes:
             removed, in_host, stored = map(b"".join, Changes.of(self._cache_changes.take()))
             changes = engine_pb2.CacheChanges(removed=removed, stored=stored, in_host=in_host)

@@ -1,7 +1,7 @@
 """What the directory's list of engines, as the supervisor sends it, means for an engine's channels:
 who may dial it (`MemberList`), and whom a puller dials, and dials again (`SourceDialer`).
 
-    members ─► sources of the same model ─► a thread each: dial, wait for the end, back off
+    members ─► engines of the same model ─► a thread each: dial, wait for the end, back off
 
 A source that leaves the list keeps its channel, since the list is a hint, but is not dialled again.
 One whose fingerprint differs is dialled once: the engines compare field by field, and the one that
@@ -24,7 +24,8 @@ from ...core.channels.engine_tls import plain_end
 from ...core.errors import BatonError, HandoffFailed
 from ...core.membership import Role
 from ...proto.v1 import engine_pb2
-from .engine_channels import Kind, Link
+from .engine_channels import Link
+from .mailboxes import Kind
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,10 @@ STEADY_S = 1.0  # a link that stood so long was fine: its end begins a new serie
 
 @dataclass(frozen=True, slots=True)
 class Puller:
-    """Who dials: `key` is what it proves; `secure` begins TLS with a source, raises OSError."""
+    """Who dials: `key` is what it proves; `secure` begins TLS with a source, raises OSError.
+
+    `awaits_handoffs`: prefill engines hand off to it.
+    """
 
     incarnation: str
     model: str
@@ -44,6 +48,7 @@ class Puller:
     host_id: bytes
     key: bytes
     secure: Callable[[socket.socket], ssl.SSLSocket] | None
+    awaits_handoffs: bool = True
 
 
 class SourceDialer:
@@ -85,7 +90,8 @@ class SourceDialer:
                 self._changed.notify_all()
 
     def _is_source(self, engine: engine_pb2.ListedEngine) -> bool:
-        return engine.role == Role.PREFILL.value and engine.model == self._puller.model
+        puller = self._puller
+        return engine.incarnation != puller.incarnation and engine.model == puller.model
 
     def _keep_linked(self, incarnation: str) -> None:
         """Dial one source for as long as it is listed."""
@@ -131,7 +137,11 @@ class SourceDialer:
         if isinstance(connection, ssl.SSLSocket):
             connection = plain_end(connection)
         host = host_of(source.address)
-        link = Link(Kind.SOURCE, source.incarnation, Channel(connection), host)
+        is_handing_off = puller.awaits_handoffs and source.role == Role.PREFILL.value
+        link = Link(
+            *(Kind.SOURCE, source.incarnation, Channel(connection), host),
+            opens_late=not is_handing_off,
+        )
         with self._changed:
             if self._is_closed:
                 link.channel.close()

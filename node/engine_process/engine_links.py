@@ -1,4 +1,4 @@
-"""Where the links of an engine come from: its listener, and a puller's dialer."""
+"""Where the links of an engine come from: its listener, and its dialer of sources."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from ...core.channels.engine_tls import EngineTls, wait_for_pumps
 from ...core.channels.handshake import Opening
 from ...core.config import NodeConfig
 from ...core.errors import BatonError, PermissionDenied, StartupFailed
+from ...core.membership import Role
 from ...proto.v1 import engine_pb2, node_pb2
-from ..channels.engine_channels import Connected, EngineChannels, Follower, Kind, Link
-from ..channels.mailboxes import Inbox
+from ..channels.engine_channels import Connected, EngineChannels, Follower, Link
+from ..channels.mailboxes import Inbox, Kind
 from ..channels.source_dialer import MemberList, Puller, SourceDialer
 
 log = logging.getLogger(__name__)
@@ -45,30 +46,25 @@ class EngineLinks:
         node: NodeConfig,
         keys: Keys,
         tls: EngineTls | None,
-        *,
-        is_source: bool,
     ) -> None:
         """Raises StartupFailed if nobody could connect."""
         self._inbox = inbox
         self._members = MemberList()
         self._tls = tls
-        self._dialer: SourceDialer | None = None
-        followers: list[Follower] = [self._members]
-        if not is_source:
-            puller = Puller(
-                incarnation=welcome.incarnation,
-                model=welcome.model,
-                fingerprint=welcome.fingerprint,
-                host_id=host_id(),
-                key=keys.dialing,
-                secure=None if tls is None else tls.puller_wrap(),
-            )
-            self._dialer = SourceDialer(puller, self._connected)
-            followers.append(self._dialer)
+        puller = Puller(
+            incarnation=welcome.incarnation,
+            model=welcome.model,
+            fingerprint=welcome.fingerprint,
+            host_id=host_id(),
+            key=keys.dialing,
+            secure=None if tls is None else tls.puller_wrap(),
+            awaits_handoffs=welcome.role == Role.DECODE.value,
+        )
+        self._dialer = SourceDialer(puller, self._connected)
+        followers: list[Follower] = [self._members, self._dialer]
         silence_s = max(LOST_S, _HEARTBEATS_MISSED * node.heartbeat_s)
         self.channels = EngineChannels(inbox, welcome, followers, silence_s)
-        purposes = (GATEWAY, PULLER) if is_source else (GATEWAY,)
-        admission = Admission(keys.accepted, purposes, self._check)
+        admission = Admission(keys.accepted, (GATEWAY, PULLER), self._check)
         self._listener = _listen(welcome.incarnation, node, admission, tls)
 
     def ready(self, welcome: node_pb2.Welcome) -> engine_pb2.Ready:
@@ -86,8 +82,7 @@ class EngineLinks:
     def close(self) -> None:
         """Nobody receives from the inbox any more."""
         self._listener.close()
-        if self._dialer is not None:
-            self._dialer.close()
+        self._dialer.close()
         for item in self._inbox.receive(0):
             if isinstance(item, Connected):  # too late
                 item.link.channel.close()
@@ -98,9 +93,10 @@ class EngineLinks:
         """Raises PermissionDenied."""
         is_gateway = opening.purpose == GATEWAY
         if self._tls is not None and names is not None:
-            wanted = self._tls.gateway_name if is_gateway else self._tls.puller_name
-            if wanted not in names:
-                raise PermissionDenied(f"this needs the certificate of {wanted}")
+            wanted = {self._tls.gateway_name} if is_gateway else self._tls.engine_names
+            if names.isdisjoint(wanted):
+                either = " or ".join(sorted(wanted))
+                raise PermissionDenied(f"this needs the certificate of {either}")
         if not is_gateway and not self._members.has(opening.dialer):
             raise PermissionDenied(f"engine {opening.dialer} is not in the directory")
 

@@ -32,11 +32,10 @@ from ..channels.engine_channels import (
     FromGateway,
     FromPeer,
     HasUnsent,
-    Kind,
     Link,
     LinkOver,
 )
-from ..channels.mailboxes import Inbox, Outbox, Send
+from ..channels.mailboxes import Inbox, Kind, Outbox, Send
 from ..requests.request_io import RequestIO
 from ..requests.request_role import EngineRole
 from .grammar_gate import CompiledDispatch, GrammarGate
@@ -226,7 +225,7 @@ class EngineLoop:
         if older is not None:
             self._lost(older)
         if link.kind is not Kind.GATEWAY:
-            self._role.peer_linked(link.name, link.host)
+            self._role.peer_linked(link)
 
     def _end(self, link: Link, error: BatonError) -> None:
         if not link.channel.is_closed:
@@ -240,8 +239,8 @@ class EngineLoop:
             self._gate.gateway_lost(link.name)
             self._role.gateway_lost(link.name)
             return
-        self._role.peer_lost(link.name)
-        self._outbox.forget_peer(link.name)
+        self._role.peer_lost(link)
+        self._outbox.forget_peer(link.kind, link.name)
 
     def _from_peer(self, link: Link, message: handoff_pb2.PeerMessage) -> None:
         """A message that cannot be taken ends its pair, and nothing else."""
@@ -249,7 +248,7 @@ class EngineLoop:
             self._end(link, codec.error_from_wire(message.refused))
             return
         try:
-            self._role.peer_message(link.name, message)
+            self._role.peer_message(link, message)
         except EngineFailed:
             raise
         except Exception as error:

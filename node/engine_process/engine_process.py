@@ -25,6 +25,7 @@ from google.protobuf.message import DecodeError
 
 from ...constraints.grammars import Grammars
 from ...core import flags
+from ...core.channels.addresses import host_id
 from ...core.channels.channel import BrokenStream, FrameSocket
 from ...core.channels.engine_tls import EngineTls
 from ...core.config import EngineConfig, NodeConfig
@@ -40,15 +41,21 @@ from ...engine.kv.generations import SharedGenerations
 from ...engine.kv.limits import EngineLimits
 from ...engine.model import fingerprint
 from ...engine.parallel.parallel_runner import ParallelRunner
-from ...engine.parallel.rank_group import RankGroup
 from ...engine.parallel.rank_processes import Ranks, start_ranks
 from ...engine.parallel.ranked_copies import host_copier_of
-from ...kv_transfer.export.pool_address import PoolPart
+from ...kv_transfer.device_transports import transports, wrapping
 from ...kv_transfer.protocol.events import Hello
-from ...kv_transfer.window.network_address import PoolAccess
+from ...kv_transfer.protocol.puller import Puller
+from ...kv_transfer.protocol.source import Source
+from ...kv_transfer.ranks.ranked import RankedTransport
+from ...kv_transfer.window.network_address import Routes
 from ...proto import codec
 from ...proto.v1 import engine_pb2, node_pb2
 from ..channels.mailboxes import Inbox, Outbox
+from ..peers.prefix_fetches import PrefixFetches
+from ..peers.puller_side import PullerSide
+from ..peers.source_side import SourceSide
+from ..peers.windows import Windows
 from ..requests.request_io import RequestIO
 from ..requests.request_role import EngineRole
 from .engine_links import EngineLinks, Keys
@@ -59,6 +66,7 @@ from .promise_orders import PromiseOrders
 
 log = logging.getLogger(__name__)
 
+LINK_WAIT_S = 5.0  # how long an intent waits for a pair that is being set up
 _SWITCH_S = 0.0005
 _NUM_YOUNG = 20_000  # objects that a collection waits for: one takes a ms, and steps wait for it
 _FOLLOWER_MODULE = "baton.node.engine_process.rank_process"
@@ -68,21 +76,17 @@ _FOLLOWER_MODULE = "baton.node.engine_process.rank_process"
 class EngineParts:
     """What a role is built from: everything that its engine process has made.
 
-    `runner` is this rank's; `pool_parts` are the pools of all ranks, and `followers` the others.
+    `block_bytes`: of all ranks.
     """
 
     engine: Engine
-    runner: ModelRunner
-    pool_parts: tuple[PoolPart, ...]
-    followers: RankGroup | None
     requests: RequestIO
     outbox: Outbox
+    source: SourceSide
+    puller: PullerSide
     clock: Clock
-    hello: Hello
-    access: PoolAccess | None  # of a source: how its pools are reached; holds the engine's key
-    config: NodeConfig
-    tls: EngineTls | None  # around data connections
-    post: Callable[[Callable[[], None]], None]  # run it on the loop's thread
+    fingerprint: str
+    block_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +97,6 @@ class RolePlan:
     adjust: Callable[[EngineConfig], EngineConfig]
     max_held_blocks: Callable[[NodeConfig, int], int | None]
     build: Callable[[EngineParts], EngineRole]
-    is_source: bool  # others pull from it
 
 
 def main(plan: RolePlan) -> int:
@@ -160,7 +163,7 @@ def _serve(
         report.line(note)
     clock, incarnation = SystemClock(), SystemEntropy().new_id()
     generations = SharedGenerations(runner.kv.num_blocks, incarnation)
-    if plan.is_source:
+    if plan.name is RoleName.PREFILL:  # its chunks are announced when they are launched
         runner.count_steps(generations)
     parts = pool_parts(runner, engine_config.tensor_parallel_size, incarnation, SystemEntropy())
     offered = contextlib.ExitStack()
@@ -172,15 +175,14 @@ def _serve(
             parts,
             node_config,
             tls,
-            is_source=plan.is_source,
         )
     )
     limits = _limits(plan, engine_config, node_config, runner)
     grammars = Grammars(runner.model_dir, runner.model_config.vocab_size, runner.eos_token_ids)
     welcome = _welcome(plan, engine_config, node_config, runner, limits, incarnation)
     welcome.can_constrain = grammars.refusal is None
-    is_source = plan.is_source
-    links = EngineLinks(inbox, welcome, node_config, settings.keys, tls, is_source=is_source)
+    block_bytes = welcome.block_bytes = runner.kv.block_bytes * len(parts)
+    links = EngineLinks(inbox, welcome, node_config, settings.keys, tls)
     all_links.append(links)
     outbox = Outbox(frames.send, links.channels)
     host_copier = host_copier_of(runner, ranks.followers)
@@ -208,20 +210,35 @@ def _serve(
         host_copier.begin()  # no sooner: steps would take longer beside it
     name = node_config.name or plan.name.value
     requests = RequestIO(outbox, clock, name, runner.model_config.vocab_size)
+    mine, hello = transports(runner.kv, node_config, tls), Hello(incarnation, runner.fingerprint)
+    routes = Routes(host_id(), incarnation)
+    ranked = RankedTransport(mine, parts, ranks.followers, routes, wrapping(tls))
+    fetches = PrefixFetches(
+        engine,
+        clock,
+        SystemEntropy(),
+        incarnation=incarnation,
+        fingerprint=fingerprint.short(runner.fingerprint),
+        block_bytes=block_bytes,
+    )
     role = plan.build(
         EngineParts(
             engine=engine,
-            runner=runner,
-            pool_parts=parts,
-            followers=ranks.followers,
             requests=requests,
             outbox=outbox,
+            source=SourceSide(
+                Source(hello, clock, node_config.lease_s), engine, outbox, incarnation, access
+            ),
+            puller=PullerSide(
+                Puller(hello, clock, LINK_WAIT_S),
+                Windows([ranked], lambda run: inbox.put(Callback(run))),
+                routes,
+                outbox,
+                fetches,
+            ),
             clock=clock,
-            hello=Hello(incarnation, runner.fingerprint),
-            access=access,
-            config=node_config,
-            tls=tls,
-            post=lambda run: inbox.put(Callback(run)),
+            fingerprint=fingerprint.short(runner.fingerprint),
+            block_bytes=block_bytes,
         )
     )
     inbox.watch(frames, lambda: _read(frames))

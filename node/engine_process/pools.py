@@ -1,7 +1,7 @@
 """The KV pools of an engine's ranks as others find them: named, described, exported.
 
-Rank 0 draws the names and the key, and owns the generations; each rank of a source exports its own
-pool to this host, and serves it to other hosts on a port of its own, if that can be needed.
+Rank 0 draws the names and the key, and owns the generations; each rank exports its own pool to
+this host, and serves it to other hosts on a port of its own, if that can be needed.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _BY_MEMORY = frozenset({"auto", "shm", "cuda_ipc", "cuda_staged"})
 
 @dataclass(frozen=True, slots=True)
 class ExportOrder:
-    """What rank 0 sends another rank; `key`: of the engine, None: nobody pulls from it."""
+    """What rank 0 sends another rank; `key`: of the engine."""
 
     pool: str
     parts: tuple[PoolPart, ...]
     node: NodeConfig
     tls: EngineTls | None
-    key: bytes | None
+    key: bytes
 
 
 def pool_parts(
@@ -66,14 +66,12 @@ def exported(
     parts: Sequence[PoolPart],
     node: NodeConfig,
     tls: EngineTls | None,
-    *,
-    is_source: bool,
-) -> Iterator[PoolAccess | None]:
-    """Rank 0: offer a source's pools, of all ranks, in the ways that `--kv-transport` can take.
+) -> Iterator[PoolAccess]:
+    """Rank 0: offer the pools of all ranks, in the ways that `--kv-transport` can take.
 
     Raises StartupFailed.
     """
-    key = secrets.token_bytes(KEY_BYTES) if is_source else None
+    key = secrets.token_bytes(KEY_BYTES)
     with contextlib.ExitStack() as offered:
         mine = Offer(runner, node, tls, key)
         offered.callback(mine.close)
@@ -87,23 +85,23 @@ def exported(
             ports += [int(answer) for answer in answers]
         known = [replace(part, port=port) for part, port in zip(parts, ports, strict=True)]
         mine.begin(parts[0].pool, generations_fd, known)
-        yield None if key is None else PoolAccess(host_id(), mine.port, key)
+        yield PoolAccess(host_id(), mine.port, key)
 
 
 class Offer:
-    """One rank's pool as others reach it: by its memory, over a network, both, or not at all."""
+    """One rank's pool as others reach it: by its memory, over a network, or both."""
 
     def __init__(
-        self, runner: ModelRunner, node: NodeConfig, tls: EngineTls | None, key: bytes | None
+        self, runner: ModelRunner, node: NodeConfig, tls: EngineTls | None, key: bytes
     ) -> None:
-        """Listen for other hosts, if that can be needed; nobody answers yet. `key` None: never."""
+        """Listen for other hosts, if that can be needed; nobody answers yet."""
         self._runner = runner
         self._key = key
-        self._by_memory = key is not None and node.kv_transport in _BY_MEMORY
+        self._by_memory = node.kv_transport in _BY_MEMORY
         self._exporter: PoolExporter | None = None
         self._server: DataServer | None = None
         self._is_serving = False
-        if key is not None and _needs_port(runner, node):
+        if _needs_port(runner, node):
             names = [host_of(address) for address in engine_addresses_of(node, 0)]
             wrap = {} if tls is None else {"wrap": tls.source_wrap()}
             self._server = DataServer(node.host, names, outlets(runner.kv), **wrap)
@@ -117,12 +115,12 @@ class Offer:
         """Answer, from now on: the ports of all ranks are known."""
         runner, key = self._runner, self._key
         runner.write_canary(name)
-        if key is not None and self._by_memory:
+        if self._by_memory:
             if isinstance(runner.kv, CpuKvMemory):
                 self._exporter = export_host_pool(name, runner.kv, generations_fd, key, parts)
             else:
                 self._exporter = export_cuda_pool(name, runner.kv, generations_fd, key, parts)
-        if key is not None and self._server is not None:
+        if self._server is not None:
             kv = runner.kv
             described = PoolDescription(name, kv.block_bytes, kv.num_blocks, parts=tuple(parts))
             generations = GenerationsReader(generations_fd, kv.num_blocks, parts[0].pool)

@@ -3,8 +3,9 @@
     Dispatch ─► filed ─► local: engine.add, one a sample    step ─► stamps, prompt's scores, tokens
                     └──► with a ticket: _take_up            Cancel, loss, error ─► _end
 
-All of it runs on the engine loop's thread and none of it blocks. Here is what source and puller
-have in common; `prefill_node/role.py` and `decode_node/role.py` are the two.
+A prompt whose prefix another engine has waits for that first. All of it runs on the engine loop's
+thread and none of it blocks. Here is what the roles have in common; `prefill_node/role.py` and
+`decode_node/role.py` are the two.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ...core.errors import BatonError, DeadlineExceeded, InvalidRequest, PromiseRefused
 from ...core.ports import Clock
@@ -19,11 +21,11 @@ from ...core.request.request import Request, Ticket
 from ...core.request.timeline import Event
 from ...engine.engine import Engine
 from ...engine.scheduling.outputs import StepOutput, TokenOutput
-from ...kv_transfer.protocol import wire
-from ...kv_transfer.protocol.events import PeerLinked, PeerLost, PeerMessage, Tick
-from ...kv_transfer.protocol.puller import Puller
-from ...kv_transfer.protocol.source import Source
 from ...proto.v1 import handoff_pb2, node_pb2
+from ..channels.engine_channels import Link
+from ..channels.mailboxes import Kind
+from ..peers.puller_side import PullerSide
+from ..peers.source_side import SourceSide
 from .request_io import Entry, RequestIO
 
 
@@ -44,11 +46,17 @@ class EngineRole(ABC):
     ticket_work: node_pb2.Work  # that this role does with a ticket
 
     def __init__(
-        self, engine: Engine, request_io: RequestIO, handoff: Source | Puller, clock: Clock
+        self,
+        engine: Engine,
+        request_io: RequestIO,
+        source: SourceSide,
+        puller: PullerSide,
+        clock: Clock,
     ) -> None:
         self._engine = engine
         self._request_io = request_io
-        self._handoff = handoff
+        self._source = source
+        self._puller = puller
         self._clock = clock
 
     def dispatch(self, gateway: str, dispatch: node_pb2.Dispatch) -> None:
@@ -67,40 +75,66 @@ class EngineRole(ABC):
             if work == node_pb2.WORK_LOCAL and not self._engine.is_promising:
                 raise PromiseRefused("this engine promises nothing now")
             self._engine.check_promise(entry.request, self._num_coming)
-        if work == node_pb2.WORK_LOCAL:
-            for sample in samples:
-                self._engine.add(replace(sample, fork_ids=()))
-        elif work == self.ticket_work and entry.ticket is not None:
-            self._take_up(entry, entry.ticket, samples)
-        else:
+        is_half = work == self.ticket_work and entry.ticket is not None
+        if work != node_pb2.WORK_LOCAL and not is_half:
             name = node_pb2.Work.Name(self.ticket_work)
             raise InvalidRequest(f"this engine takes WORK_LOCAL, or {name} with a ticket")
+        has_prompt = work != node_pb2.WORK_DECODE
+        if has_prompt and self._puller.fetch(
+            entry.request, lambda: self._begin_behind_prefix(entry, samples)
+        ):
+            return
+        self._begin_work(entry, samples)
+
+    def _begin_behind_prefix(self, entry: Entry, samples: Sequence[Request]) -> None:
+        """The prefix is here, or will not come."""
+        try:
+            self._begin_work(entry, samples)
+        except BatonError as error:
+            for sample in samples:
+                self.fail(sample.key, error)
+
+    def _begin_work(self, entry: Entry, samples: Sequence[Request]) -> None:
+        if entry.ticket is not None:
+            self._take_up(entry, entry.ticket, samples)
+            return
+        for sample in samples:
+            if self._request_io.book.get(sample.key) is not None:
+                self._engine.add(replace(sample, fork_ids=()))
 
     @property
     def _num_coming(self) -> int:
         """Requests that will decode here, and that the engine does not have yet."""
-        return 0
+        return len(self._puller.fetches.requests)
 
     def cancel(self, key: str) -> None:
         """The gateway wants no more of it; not answered. Unknown keys leave a tombstone."""
         self._end(key, None)
+        self._puller.forget(key, self._is_open)
 
     def fail(self, key: str, error: BatonError) -> None:
         """End a request in any state and report to its gateway why."""
         self._end(key, error)
+        self._puller.forget(key, self._is_open)
+
+    def _is_open(self, key: str) -> bool:
+        return self._request_io.book.get(key) is not None
 
     def gateway_lost(self, gateway: str) -> None:
         for key in self._request_io.forget_gateway(gateway):
             self.cancel(key)
 
-    def peer_linked(self, incarnation: str, host: str) -> None:
-        self._feed(PeerLinked(incarnation))
+    def peer_linked(self, link: Link) -> None:
+        self._side(link).linked(link)
 
-    def peer_message(self, incarnation: str, message: handoff_pb2.PeerMessage) -> None:
-        self._feed(PeerMessage(incarnation, wire.from_wire(message)))
+    def peer_message(self, link: Link, message: handoff_pb2.PeerMessage) -> None:
+        self._side(link).message(link.name, message)
 
-    def peer_lost(self, incarnation: str) -> None:
-        self._feed(PeerLost(incarnation))
+    def peer_lost(self, link: Link) -> None:
+        self._side(link).lost(link.name)
+
+    def _side(self, link: Link) -> SourceSide | PullerSide:
+        return self._puller if link.kind is Kind.SOURCE else self._source
 
     @abstractmethod
     def after_step(self, output: StepOutput) -> None: ...
@@ -123,11 +157,12 @@ class EngineRole(ABC):
         book = self._request_io.book
         for key in book.overdue():
             self.fail(key, DeadlineExceeded("the request's deadline passed"))
-        due_s = self._handoff.next_deadline()
-        if due_s is not None and due_s <= self._clock.monotonic_s():
-            self._feed(Tick())
-            due_s = self._handoff.next_deadline()
-        deadlines = (due_s, book.next_deadline_s())
+        for side in (self._source, self._puller):
+            due_s = side.next_deadline()
+            if due_s is not None and due_s <= self._clock.monotonic_s():
+                side.tick()
+        sides = (self._source.next_deadline(), self._puller.next_deadline())
+        deadlines = (*sides, book.next_deadline_s())
         return min((d for d in deadlines if d is not None), default=None)
 
     def poll(self) -> bool:
@@ -135,20 +170,32 @@ class EngineRole(ABC):
         message.
 
         Returns whether there is something to watch: then it is called again within a moment.
+        Begins the pulls of what sources have finished.
         """
-        return False
+        return self._puller.windows.poll()
 
     @abstractmethod
     def vitals(self) -> Vitals: ...
 
-    @abstractmethod
+    def _vitals(self, counters: node_pb2.Counters, handed: Sequence[Request] = ()) -> Vitals:
+        """With what waits for a prefix. `handed`: what waits for KV, of which `counters` are."""
+        counters.MergeFrom(self._puller.fetches.counts)
+        pending = (*handed, *self._puller.fetches.requests)
+        return Vitals(
+            num_pending=sum(1 + len(request.fork_ids) for request in pending),
+            pending=pending,
+            links=self._puller.windows.links(),
+            counters=counters,
+        )
+
     def is_idle(self) -> bool:
         """No request, no lease, no pull: the process may end without loss."""
+        return not self._request_io.book and self._source.is_idle and self._puller.is_idle
 
     def ledger(self) -> dict[str, object]:
         """Blocks, requests and transfers as JSON: what `baton fsck` and the tests look at."""
         name = {"node": self._request_io.node_name}
-        return name | self._engine.ledger() | self._handoff.ledger()
+        return name | self._engine.ledger() | _both(self._source.ledger(), self._puller.ledger())
 
     @abstractmethod
     def _take_up(self, entry: Entry, ticket: Ticket, samples: Sequence[Request]) -> None:
@@ -165,6 +212,9 @@ class EngineRole(ABC):
     @abstractmethod
     def _on_token(self, token: TokenOutput) -> None: ...
 
-    @abstractmethod
-    def _feed(self, event: PeerLinked | PeerLost | PeerMessage | Tick) -> None:
-        """Pass an event to the hand-off, and carry out its effects."""
+
+def _both(source: dict[str, Any], puller: dict[str, Any]) -> dict[str, object]:
+    """The ledgers of both sides: their transfers, their peers, and how many are over."""
+    return {name: source[name] | puller[name] for name in ("transfers", "peers")} | {
+        "num_tombstones": source["num_tombstones"] + puller["num_tombstones"]
+    }

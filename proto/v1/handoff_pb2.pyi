@@ -56,12 +56,14 @@ class PoolAccess(_message.Message):
     def __init__(self, host_id: _Optional[bytes] = ..., port: _Optional[int] = ..., key: _Optional[bytes] = ...) -> None: ...
 
 class Attach(_message.Message):
-    __slots__ = ("transfer_id", "sees_steps")
+    __slots__ = ("transfer_id", "sees_steps", "block_hashes")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     SEES_STEPS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     sees_steps: bool
-    def __init__(self, transfer_id: _Optional[str] = ..., sees_steps: bool = ...) -> None: ...
+    block_hashes: bytes
+    def __init__(self, transfer_id: _Optional[str] = ..., sees_steps: bool = ..., block_hashes: _Optional[bytes] = ...) -> None: ...
 
 class Renew(_message.Message):
     __slots__ = ("transfer_ids",)

@@ -365,8 +365,9 @@ async def join_with_other_makes(scene: Scene) -> None:
             result = stream.result
             assert (result.prefill_node in PREFILLS, result.decode_node in DECODES) == (True, True)
         for name in DECODES:
-            assert set((await scene.ledger(name))["peers"].values()) == {"ready"}
-            assert len((await scene.ledger(name))["peers"]) == len(PREFILLS)
+            peers = (await scene.ledger(name))["peers"]
+            assert {peers[scene.incarnation(source)] for source in PREFILLS} == {"ready"}
+            assert len(peers) == len(PREFILLS) + len(DECODES) - 1
     finally:
         for process in misfits.values():
             process.process.send_signal(signal.SIGINT)

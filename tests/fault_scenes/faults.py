@@ -336,7 +336,7 @@ class Scene:
             return False
         num_sources = len(self.cluster.nodes("prefill"))
         links = [list(ledger.get("peers", {}).values()) for ledger in pullers]
-        return all(states.count("ready") == num_sources for states in links)
+        return all(states.count("ready") >= num_sources for states in links)
 
     async def wait_idle(self, *names: str, timeout_s: float = 5.0) -> float:
         """Wait until these nodes hold nothing for anybody; returns how long that took."""

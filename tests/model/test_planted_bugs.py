@@ -21,7 +21,6 @@ from fakes.handoff.handoff_checks import search
 from fakes.handoff.memory_transport import MemoryPull
 
 from baton.core.request import token_ids
-from baton.decode_node.windows import Windows
 from baton.engine.kv.block_pool import BlockPool
 from baton.engine.kv.prefix_cache import PrefixCache
 from baton.engine.scheduling import sequence
@@ -32,6 +31,7 @@ from baton.kv_transfer.protocol.puller import Puller
 from baton.kv_transfer.protocol.puller_transfer import ManifestSequence, Renewals, ReserveQueue
 from baton.kv_transfer.protocol.source import Source, _Transfer
 from baton.kv_transfer.shm.shm import _SourceMapping
+from baton.node.peers.windows import Windows
 
 Check = Callable[[], None]
 Edit = tuple[str, str]

@@ -39,7 +39,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "decode_node": {"core", "proto", "engine", "kv_transfer", "node"},
     "gateway": {"core", "proto", "constraints", "cluster", "prefix_index"},
     "client": {"core", "proto"},
-    "cli": {"core", "proto", "cluster", "prefix_index", "node", "gateway", "client", "engine"},
+    "offline": {"core", "proto", "engine", "gateway", "client"},
+    "cli": {
+        *("core", "proto", "cluster", "prefix_index", "node", "gateway", "client", "engine"),
+        "offline",
+    },
 }
 
 # folder -> its rooms from the top, "" for its own files: a file may import from below
@@ -51,7 +55,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         *("ranks", "protocol", "", "nccl", "network"),
         *("cuda_ipc", "shm", "export", "window"),
     ),
-    "node": ("engine_process", "requests", "supervisor", "channels", ""),
+    "node": ("engine_process", "requests", "peers", "supervisor", "channels", ""),
     "gateway": (
         *("process", "grpc", "http", "admission", "telemetry", "security", "engines", "request"),
         *("validation", "text", ""),
@@ -161,7 +165,13 @@ def run_python(program: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "face", ["baton.gateway.process.server", "baton.client", "baton.node.supervisor.supervisor"]
+    "face",
+    [
+        "baton",
+        "baton.client",
+        "baton.gateway.process.server",
+        "baton.node.supervisor.supervisor",
+    ],
 )
 def test_control_plane_never_imports_torch(face: str) -> None:
     heavy = ("torch", "transformers")

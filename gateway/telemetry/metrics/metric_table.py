@@ -222,6 +222,17 @@ PULL_FAILURES = Metric(
     "Hand-offs that failed at a decode engine, by error code.",
     (*_NODE, "reason"),
 )
+FETCHES = Metric(
+    "prefix_fetches_total", "Prefixes that were pulled from other engines' caches.", _NODE
+)
+FETCHED_BLOCKS = Metric("prefix_fetched_blocks_total", "KV blocks of them.", _NODE)
+FETCHED_BYTES = Metric("prefix_fetched_bytes_total", "Bytes of them.", _NODE)
+FETCH_SECONDS = Metric("prefix_fetch_seconds_total", "Time of them, added up.", _NODE)
+FETCH_FAILURES = Metric(
+    "prefix_fetch_failed_total",
+    "Prefixes that did not come and were computed, by error code.",
+    (*_NODE, "reason"),
+)
 EXPERT_TOKENS = Metric(
     "expert_tokens_total",
     "Tokens that chose each expert of a mixture, over all its layers.",
@@ -252,6 +263,7 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
         *(HOST_BLOCKS, HOST_HITS, SWAPS, HOST_BYTES_OUT, HOST_BYTES_IN),
         *(PROMISED_STEPS, KEPT_STEPS, PROMISE_REFUSALS),
         *(PULLS, PULL_BYTES, PULL_SECONDS, PULL_FAILURES),
+        *(FETCHES, FETCHED_BLOCKS, FETCHED_BYTES, FETCH_SECONDS, FETCH_FAILURES),
         *(EXPERT_TOKENS, EXPERT_IMBALANCE, EXPERT_RANK_IMBALANCE),
     ),
     "Certificates": (CERTIFICATE_EXPIRES,),

@@ -41,6 +41,14 @@ _COUNTERS: tuple[tuple[Metric, Callable[[EngineCounters], float]], ...] = (
     (table.PULLS, lambda c: c.num_transfers),
     (table.PULL_BYTES, lambda c: c.transfer_bytes),
     (table.PULL_SECONDS, lambda c: c.transfer_s),
+    (table.FETCHES, lambda c: c.num_fetches),
+    (table.FETCHED_BLOCKS, lambda c: c.fetched_blocks),
+    (table.FETCHED_BYTES, lambda c: c.fetched_bytes),
+    (table.FETCH_SECONDS, lambda c: c.fetch_s),
+)
+_FAILURES: tuple[tuple[Metric, Callable[[EngineCounters], Mapping[str, int]]], ...] = (
+    (table.PULL_FAILURES, lambda c: c.failed_transfers),
+    (table.FETCH_FAILURES, lambda c: c.failed_fetches),
 )
 _GAUGES: tuple[tuple[Metric, Callable[[LinkedEngine, ReportedLoad], float | None]], ...] = (
     (table.NODE_DRAINING, lambda engine, load: load.is_draining),
@@ -159,10 +167,11 @@ class Exporter:
         for metric, count in _COUNTERS:
             more = count(load.counters) - count(before)
             self._store.add(metric, *name, value=more)
-        failed, failed_before = load.counters.failed_transfers, before.failed_transfers
-        for reason in failed:
-            more = failed[reason] - failed_before.get(reason, 0)
-            self._store.add(table.PULL_FAILURES, *name, reason, value=more)
+        for metric, failures in _FAILURES:
+            failed_before = failures(before)
+            for reason, num in failures(load.counters).items():
+                more = num - failed_before.get(reason, 0)
+                self._store.add(metric, *name, reason, value=more)
         pairs = zip_longest(load.counters.expert_tokens, before.expert_tokens, fillvalue=0)
         for expert, (tokens, tokens_before) in enumerate(pairs):
             more = tokens - tokens_before
@@ -179,7 +188,7 @@ class Exporter:
     def _forget(self, name: _NodeName) -> None:
         del self._last_known_s[name]
         for metric in (
-            table.PULL_FAILURES,
+            *(metric for metric, _ in _FAILURES),
             table.EXPERT_TOKENS,
             *(metric for metric, _ in _COUNTERS),
         ):

@@ -15,7 +15,6 @@ from fakes.handoff.memory_transport import MemoryPool, MemoryTransport
 
 from baton.core.errors import HandoffFailed
 from baton.core.request.request import Request, SamplingParams
-from baton.decode_node.windows import Windows
 from baton.engine.engine import Engine
 from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS, BlockPool, BlockRef
 from baton.engine.kv.generations import LocalGenerations
@@ -47,6 +46,7 @@ from baton.kv_transfer.protocol.source import Source
 from baton.kv_transfer.shm.shm import _SourceMapping
 from baton.kv_transfer.window.head_ranges import BlockCut
 from baton.kv_transfer.window.transport import BlockPair, BlockPairs, PullOutcome
+from baton.node.peers.windows import Windows
 
 from ..clock import FakeClock
 from ..host_pool import HostPool
@@ -81,7 +81,7 @@ def what_a_step_writes_is_not_copied_before() -> None:
     for _ in range(10):  # copies take no time: too early is too early
         world.turn(world.prefill)
         world.turn(world.decode)
-        for pull in [pull for window in world.transport.windows for pull in window.pulls]:
+        for pull in [pull for window in world.windows for pull in window.pulls]:
             pull.finish()
     world.settle()
     assert world.tokens(one) == expected_tokens(one.prompt_token_ids, one.sampling.max_tokens)

@@ -17,7 +17,6 @@ from fakes.handoff.memory_transport import MemoryPool, MemoryTransport, MemoryWi
 from baton.core.channels.addresses import HOST_ID_BYTES
 from baton.core.request.request import FinishReason, Request, SamplingParams, Ticket
 from baton.decode_node.role import DecodeRole
-from baton.decode_node.windows import Windows
 from baton.engine.engine import Engine
 from baton.engine.kv.limits import EngineLimits
 from baton.kv_transfer.protocol.events import Hello
@@ -29,12 +28,16 @@ from baton.node.channels.engine_channels import Connected, EngineChannels, Kind,
 from baton.node.channels.mailboxes import Outbox
 from baton.node.engine_process.engine_loop import Callback, EngineLoop, HeartbeatSender
 from baton.node.engine_process.promise_orders import PromiseOrders
+from baton.node.peers.prefix_fetches import PrefixFetches
+from baton.node.peers.puller_side import PullerSide
+from baton.node.peers.source_side import SourceSide
+from baton.node.peers.windows import Windows
 from baton.node.requests.request_io import RequestIO
 from baton.prefill_node.role import PrefillRole
 from baton.proto import codec
 from baton.proto.v1 import engine_pb2, handoff_pb2, node_pb2
 
-from ..clock import FakeClock
+from ..clock import FakeClock, FakeEntropy
 from ..gateway.step_outputs import outputs_of
 from ..runner import FakeRunner
 from .channel_pairs import AnyChannel, MakePair, PlayedChannel, played_pair, socket_pair
@@ -138,6 +141,21 @@ class Node:
     def _count(self, step: int) -> None:
         self.pool.num_steps = step
 
+    def sides(self, transport: MemoryTransport, lease_s: float) -> tuple[SourceSide, PullerSide]:
+        """What it lends to its peers and pulls from them."""
+        hello, name = self.hello, self.incarnation
+        source = Source(hello, self.clock, lease_s)
+        fetches = PrefixFetches(
+            self.engine, self.clock, FakeEntropy(int(name[:2], 16)), incarnation=name,
+            fingerprint="toy", block_bytes=self.pool.block_bytes,
+        )  # fmt: skip
+        windows = Windows([transport], self.post, run_aside=lambda run: run())
+        puller = Puller(hello, self.clock, LINK_WAIT_S)
+        return (
+            SourceSide(source, self.engine, self.outbox, name, ACCESS),
+            PullerSide(puller, windows, Routes(HERE, name), self.outbox, fetches),
+        )
+
     def start(self, role: PrefillRole | DecodeRole) -> None:
         pulse = HeartbeatSender(lambda numbers: None, 1.0, self.clock)
         self.role = role
@@ -162,9 +180,11 @@ class Node:
             channel.on_send = lambda payload: self.sent.append(message.FromString(payload))
         return Link(kind, name, channel)
 
-    def join(self, kind: Kind, name: str, channel: AnyChannel) -> None:
+    def join(self, kind: Kind, name: str, channel: AnyChannel, *, opens_late: bool = False) -> None:
         """A link stands from the next turn on."""
-        self.inbox.put(Connected(self.link(kind, name, channel)))
+        link = self.link(kind, name, channel)
+        link.opens_late = opens_late
+        self.inbox.put(Connected(link))
 
     def connect(self, name: str) -> AnyChannel:
         """A gateway's end of a new channel, which is the caller's."""
@@ -222,9 +242,11 @@ def _outputs(payloads: Iterable[bytes]) -> Iterator[node_pb2.RequestOutput]:
 class _Transport(MemoryTransport):
     """Remembers its windows: the test turns their cranks."""
 
-    def __init__(self, pool: MemoryPool, sources: dict[str, MemoryPool]) -> None:
+    def __init__(
+        self, pool: MemoryPool, sources: dict[str, MemoryPool], windows: list[MemoryWindow]
+    ) -> None:
         super().__init__(pool, sources)
-        self.windows: list[MemoryWindow] = []
+        self.windows = windows
 
     def connect(
         self, incarnation: str, piece: HeadPiece | None = None, remote: RemotePool | None = None
@@ -257,18 +279,17 @@ class NodeWorld:
             self.clock, SOURCE, prefill_blocks, chunk_tokens, counts_steps, *of_prefill
         )
         self.decode = Node(self.clock, PULLER, decode_blocks, 64, False, *of_decode)
-        self.transport = _Transport(self.decode.pool, {SOURCE: self.prefill.pool})
-        self.ends: tuple[AnyChannel, ...] = ()  # of the pair's channel: the source's, the puller's
         p, d = self.prefill, self.decode
-        source = Source(p.hello, self.clock, LEASE_S)
-        p.start(PrefillRole(p.engine, p.desk, p.outbox, source, self.clock, ACCESS))
+        pools = {node.incarnation: node.pool for node in (p, d)}
+        self.windows: list[MemoryWindow] = []  # of both
+        self.ends: tuple[AnyChannel, ...] = ()  # of the pair's channel: the source's, the puller's
+        self.back_ends: tuple[AnyChannel, ...] = ()  # of the other one, by which prefill pulls
+        to_p, to_d = (_Transport(node.pool, pools, self.windows) for node in (p, d))
+        p.start(PrefillRole(p.engine, p.desk, p.outbox, *p.sides(to_p, LEASE_S), self.clock))
         d.start(
             DecodeRole(
-                d.engine, d.desk, d.outbox,
-                Puller(d.hello, self.clock, LINK_WAIT_S),
-                Windows([self.transport], d.post, run_aside=lambda run: run()),
-                Routes(HERE, PULLER),
-                self.clock, fingerprint="toy", block_bytes=d.pool.block_bytes,
+                d.engine, d.desk, *d.sides(to_d, LEASE_S), self.clock,
+                fingerprint="toy", block_bytes=d.pool.block_bytes,
             )
         )  # fmt: skip
 
@@ -284,9 +305,17 @@ class NodeWorld:
         self.prefill.join(Kind.PULLER, PULLER, self.ends[0])
         self.decode.join(Kind.SOURCE, SOURCE, self.ends[1])
 
+    def link_back(self) -> None:
+        """Open the channel by which the prefill engine pulls; its window is opened when needed."""
+        self.back_ends = self._make_pair()
+        self.decode.join(Kind.PULLER, SOURCE, self.back_ends[0])
+        self.prefill.join(Kind.SOURCE, PULLER, self.back_ends[1], opens_late=True)
+
     def unlink(self) -> None:
-        """Break the channel: both sides find it over, behind what came before."""
-        self.ends[0].cut()
+        """Break the channels: both sides find them over, behind what came before."""
+        for ends in (self.ends, self.back_ends):
+            if ends and not ends[0].is_closed:
+                ends[0].cut()
 
     def hear_peer(self, node: Node, message: handoff_pb2.PeerMessage) -> None:
         """`node` gets this from its peer, if they are linked."""
@@ -335,13 +364,13 @@ class NodeWorld:
 
     def pull(self) -> None:
         """Advance the oldest pull in flight by a block."""
-        for window in self.transport.windows:
+        for window in self.windows:
             if window.pulls:
                 window.pulls[0].advance(window.source.block_bytes)
                 return
 
     def num_pulls(self) -> int:
-        return sum(len(window.pulls) for window in self.transport.windows)
+        return sum(len(window.pulls) for window in self.windows)
 
     def settle(self) -> None:
         """Let everything happen that happens without time passing."""

@@ -330,8 +330,8 @@ async def test_ledger_of_both_nodes_names_the_peer(gateway: Gateway, nodes: Node
 async def test_ledger_of_both_nodes_names_who_is_linked(gateway: Gateway, nodes: Nodes) -> None:
     (source,) = await ledgers(nodes.prefill.address)
     (puller,) = await ledgers(nodes.decode.address)
-    assert source["links"]["puller"] == [gateway.puller] and not source["links"]["source"]
-    assert puller["links"]["source"] == [gateway.source] and not puller["links"]["puller"]
+    assert source["links"]["puller"] == source["links"]["source"] == [gateway.puller]
+    assert puller["links"]["source"] == puller["links"]["puller"] == [gateway.source]
     assert len(source["links"]["gateway"]) == len(puller["links"]["gateway"]) == 1
 
 

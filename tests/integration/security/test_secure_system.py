@@ -338,13 +338,14 @@ def test_an_engine_takes_the_right_role_alone(secured: Secured) -> None:
         for shown, expected in (("server", role), ("gateway", "gateway"), (None, role)):
             told = refusal(secured, node, PURPOSE_GATEWAY, shown, expected)
             assert told == "nothing but an end"
-    for shown in ("gateway", "prefill"):
-        told = refusal(secured, "prefill-0", PULLER, shown, "prefill", puller)
-        assert told == f"this needs the certificate of {role_name('decode')}"
-    told = refusal(secured, "prefill-0", PULLER, "decode", "prefill", stranger)
-    assert told == f"engine {stranger} is not in the directory"
-    told = refusal(secured, "decode-0", PULLER, "decode", "decode", puller)
-    assert told == "nothing but an end"  # nobody pulls from it
+    either = " or ".join(map(role_name, ("decode", "prefill")))
+    for node in ("prefill-0", "decode-0"):  # any engine pulls from any other
+        role = node.partition("-")[0]
+        told = refusal(secured, node, PULLER, "gateway", role, puller)
+        assert told == f"this needs the certificate of {either}"
+        for shown in ("prefill", "decode"):
+            told = refusal(secured, node, PULLER, shown, role, stranger)
+            assert told == f"engine {stranger} is not in the directory"
 
 
 def test_plain_text_finds_nobody(secured: Secured) -> None:

@@ -502,7 +502,7 @@ def test_certificates_of_another_cluster_are_none(
 
 
 def test_a_dialer_wants_a_source_s_certificate(certs: Path) -> None:
-    engine = Engine(secure=tls_of(certs, "decode").accept())
+    engine = Engine(secure=tls_of(certs, "gateway").accept())
     with pytest.raises(OSError, match="certificate"):
         engine.dial(is_local=False, secure=tls_of(certs, "decode").puller_wrap())
     engine.close()

@@ -26,7 +26,6 @@ from baton.engine.model.decoder import Decoder
 from baton.engine.model.experts import is_merged_name
 from baton.engine.model.layers import Placement
 from baton.engine.model.model_config import read_model_config
-from baton.engine.model.quantization import FP8_KERNELS
 from baton.engine.model.sharding import check_divisible
 from baton.engine.model.weight_files import weights_bytes
 from baton.kernels.products.weights import BlockScaled, RowScaled, quantise_rows
@@ -351,10 +350,7 @@ def test_merged_parts_that_share_a_block_are_refused_where_fp8_stays(tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["block", "compressed, channel"])
-def test_the_bytes_of_weights_are_known_before_they_are_read(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(FP8_KERNELS, "1")
+def test_the_bytes_of_weights_are_known_before_they_are_read(tmp_path: Path, name: str) -> None:
     write_fp8_checkpoint(tmp_path, name, **ALIGNED)
     placement = placement_of(tmp_path, dtype=torch.bfloat16)
     model = Decoder(read_model_config(tmp_path), placement)
@@ -363,16 +359,11 @@ def test_the_bytes_of_weights_are_known_before_they_are_read(
     assert weights_bytes(config) == pytest.approx(num_bytes, rel=1e-2)
     dummy = dataclasses.replace(config, load_format="dummy")
     assert weights_bytes(dummy) == pytest.approx(num_bytes, rel=2e-2)
-    monkeypatch.delenv(FP8_KERNELS)
-    assert weights_bytes(config) == pytest.approx(_floats_bytes(tmp_path) / 2, rel=2e-2)
     floats = EngineConfig(model=str(tmp_path), dtype="float32")
     assert weights_bytes(floats) == pytest.approx(_floats_bytes(tmp_path), rel=2e-2)
 
 
-def test_the_bytes_of_weights_that_are_quantised_at_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(FP8_KERNELS, "1")
+def test_the_bytes_of_weights_that_are_quantised_at_load(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, **ALIGNED)
     placement = placement_of(tmp_path, "fp8", dtype=torch.bfloat16)
     model = Decoder(read_model_config(tmp_path, "fp8"), placement)
@@ -516,10 +507,7 @@ def test_tokens_of_experts_in_fp8(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["block", "compressed, channel", None])
-def test_the_bytes_of_experts_are_known(
-    tmp_path: Path, name: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(FP8_KERNELS, "1")
+def test_the_bytes_of_experts_are_known(tmp_path: Path, name: str | None) -> None:
     quantization = None
     if name is None:
         write_checkpoint(tmp_path, **MIXTURE, save_original_format=False)

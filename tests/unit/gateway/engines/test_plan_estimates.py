@@ -14,12 +14,14 @@ from baton.core.membership import Role
 from baton.core.step_cost import PromptSpeed
 from baton.gateway.engines.routing import ALIKE, REQUEST_S, EngineState, Plan, choose_plan
 from baton.gateway.request.engine_link import MustWait
+from baton.prefix_index.prefix_sources import Fetch
 
 SOURCES = [f"p{index}" for index in range(4)]
 PULLERS = [f"d{index}" for index in range(4)]
 NUM_TOKENS = 1000
 IDLE = PromptSpeed(0.005, 20e-6, 1e-9)
 
+fetches = st.builds(Fetch, st.just("x"), st.sampled_from([512, 992]), st.floats(0, 0.1))
 speeds = st.builds(PromptSpeed, st.floats(0, 0.02), st.floats(1e-6, 1e-4), st.floats(0, 1e-8))
 
 
@@ -47,6 +49,7 @@ def engines_of(names: Sequence[str], role: Role) -> st.SearchStrategy[list[Engin
             keeps_promise=st.booleans(),
             takes_prompt=st.sampled_from([True, True, False]),
             has_place=st.sampled_from([True, True, False]),
+            fetch=st.none() | fetches,
         )
         for name in names
     ]  # fmt: skip

@@ -60,7 +60,7 @@ def test_counts_and_means_of_the_last_seconds() -> None:
     clock = FakeClock()
     record = PlanRecord(clock)
     engines = [engine("p", Role.PREFILL, 0, 0, True), engine("d", Role.DECODE, 0, 10, True)]
-    empty = {"per_s": 0.0, "chosen_s": None, "next_s": None}
+    empty = {"per_s": 0.0, "chosen_s": None, "next_s": None, "prefixes_from": {}}
     assert record.rows() == [{"plan": PAIR} | empty, {"plan": ALONE} | empty]
     for _ in range(40):
         clock.advance(0.1)
@@ -71,6 +71,19 @@ def test_counts_and_means_of_the_last_seconds() -> None:
     assert float(str(alone["next_s"])) > 0.044
     clock.advance(SPAN_S + 2.0)
     assert record.rows()[1] == {"plan": ALONE} | empty
+
+
+def test_prefixes_are_counted_by_the_engine_that_they_come_from() -> None:
+    clock = FakeClock()
+    record = PlanRecord(clock)
+    engines = [engine("p", Role.PREFILL, 0, 0, True), engine("d", Role.DECODE, 0, 10, True)]
+    for number in range(SPAN_S):
+        clock.advance(1.0)
+        record.note(engines, NUM_TOKENS, "p", "d", "decode-0")
+        record.note(engines, NUM_TOKENS, "p", "d", "decode-1" if number % 2 else "")
+    pair, alone = record.rows()
+    assert pair["prefixes_from"] == pytest.approx({"decode-0": 1.0, "decode-1": 0.5})
+    assert alone["prefixes_from"] == {}
 
 
 def test_nothing_but_what_was_chosen() -> None:

@@ -165,7 +165,11 @@ def test_calls() -> None:
 
 def test_engines_are_read_from_their_heartbeats() -> None:
     world = World()
-    counters = EngineCounters(2, 100, 60, 4, 4000, 0.5, 1, {"stale_blocks": 3})
+    counters = EngineCounters(
+        *(2, 100, 60, 4, 4000, 0.5, 1, {"stale_blocks": 3}),
+        num_fetches=6, fetched_blocks=60, fetched_bytes=600, fetch_s=0.25,
+        failed_fetches={"node_lost": 7},
+    )  # fmt: skip
     engine = world.link("1", "d0", replace(LOAD, counters=counters))
     engine.num_index_hits, engine.num_stale_hits = 5, 2
     world.table.decisions["cached_prefix"] += 5
@@ -182,6 +186,11 @@ def test_engines_are_read_from_their_heartbeats() -> None:
     assert world.value("baton_kv_pull_seconds_total", **node) == 0.5
     assert world.value("baton_kv_expired_leases_total", **node) == 1
     assert world.value("baton_kv_transfer_failed_total", **node, reason="stale_blocks") == 3
+    assert world.value("baton_prefix_fetches_total", **node) == 6
+    assert world.value("baton_prefix_fetched_blocks_total", **node) == 60
+    assert world.value("baton_prefix_fetched_bytes_total", **node) == 600
+    assert world.value("baton_prefix_fetch_seconds_total", **node) == 0.25
+    assert world.value("baton_prefix_fetch_failed_total", **node, reason="node_lost") == 7
     assert world.value("baton_router_decisions_total", reason="cached_prefix") == 5
     assert world.value("baton_index_hits_total") == 5
     assert world.value("baton_index_stale_hits_total") == 2

@@ -8,12 +8,12 @@ import pytest
 from fakes.handoff.memory_transport import MemoryPool, MemoryTransport, MemoryWindow
 
 from baton.core.errors import HandoffFailed
-from baton.decode_node.windows import Windows
 from baton.engine.kv.block_pool import BlockRef
 from baton.kv_transfer.protocol.events import StartPull
 from baton.kv_transfer.window.head_ranges import HeadPiece
 from baton.kv_transfer.window.network_address import RemotePool
 from baton.kv_transfer.window.transport import BlockPair, BlockPairs, PullOutcome, Starter
+from baton.node.peers.windows import Windows
 
 SOURCE = "a" * 32
 

@@ -233,7 +233,8 @@ def test_what_is_said_both_ways_comes_in_order(engine: Engine) -> None:
     steps = [step(n) for n in range(50)]
     for message in steps:
         engine.channels.to_gateway("g", message)
-        engine.channels.to_peer("p", attach(f"{message.outputs.outputs[0].first_index}"))
+        index = message.outputs.outputs[0].first_index
+        engine.channels.to_peer(Kind.SOURCE, "p", attach(f"{index}"))
     assert gateway.hear() == steps
     assert peer.hear() == [attach(f"{n}") for n in range(50)]
 
@@ -246,8 +247,8 @@ def test_what_is_for_somebody_else_goes_nowhere(engine: Engine) -> None:
     for name in ("p", "x"):
         engine.channels.to_gateway(name, step(0))
     for name in ("g", "x"):
-        engine.channels.to_peer(name, attach())
-        engine.channels.end_peer(name, HandoffFailed("no"))
+        engine.channels.to_peer(Kind.PULLER, name, attach())
+        engine.channels.end_peer(Kind.PULLER, name, HandoffFailed("no"))
     engine.turn()
     assert not gateway.hear() and not peer.hear() and not engine.ended
 
@@ -274,7 +275,7 @@ def test_a_newer_link_of_a_pair_replaces_the_older_and_what_came_late(
     if kind is Kind.GATEWAY:
         engine.channels.to_gateway("g", step(1))
     else:
-        engine.channels.to_peer("g", attach())
+        engine.channels.to_peer(kind, "g", attach())
     assert len(other.hear()) == 1
     assert engine.channels.ledger()["links"][kind.value] == ["g"]
 
@@ -347,8 +348,8 @@ def test_what_cannot_be_read_ends_its_link_alone_which_is_told_why(
 def test_a_peer_that_is_refused_is_told_why_behind_the_rest(engine: Engine) -> None:
     link, far = engine.link(Kind.PULLER, "p")
     engine.turn()
-    engine.channels.to_peer("p", attach())
-    engine.channels.end_peer("p", HandoffFailed("dtype: 'a' here, 'b' there"))
+    engine.channels.to_peer(Kind.PULLER, "p", attach())
+    engine.channels.end_peer(Kind.PULLER, "p", HandoffFailed("dtype: 'a' here, 'b' there"))
     engine.turn()
     said, refused = far.hear()
     assert said == attach() and refused.refused.message == "dtype: 'a' here, 'b' there"
@@ -359,12 +360,12 @@ def test_a_peer_that_is_refused_is_told_why_behind_the_rest(engine: Engine) -> N
 def test_the_end_of_a_peer_does_not_end_its_next_link(engine: Engine) -> None:
     engine.link(Kind.PULLER, "p")
     engine.turn()
-    engine.channels.end_peer("p", HandoffFailed("of another make"))
+    engine.channels.end_peer(Kind.PULLER, "p", HandoffFailed("of another make"))
     newer, far = engine.link(Kind.PULLER, "p")
     engine.channels.add(newer)
     items = engine.inbox.receive(0)
     assert [item.link is newer for item in items if isinstance(item, LinkOver)] == [False]
-    engine.channels.to_peer("p", attach())
+    engine.channels.to_peer(Kind.PULLER, "p", attach())
     assert far.hear() == [attach()]
 
 
@@ -464,7 +465,7 @@ def test_sending_to_who_is_gone_ends_the_link(engine: Engine) -> None:
     link, far = engine.link(Kind.PULLER, "p")
     engine.turn()
     far.raw.close()
-    engine.channels.to_peer("p", attach())
+    engine.channels.to_peer(Kind.PULLER, "p", attach())
     engine.turn()
     assert [ended for ended, _ in engine.ended] == [link]
 

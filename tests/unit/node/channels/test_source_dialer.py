@@ -148,16 +148,16 @@ def play(secure: object) -> Iterator[World]:
 
 
 @pytest.mark.parametrize("where", [host_id(), ELSEWHERE], ids=["this host", "another host"])
-def test_every_source_of_the_model_is_dialled(world: World, where: bytes) -> None:
-    ours = [world.source(host_id=where) for _ in range(3)]
-    others = [world.source(role="decode"), world.source(model="another")]
+def test_every_engine_of_the_model_is_dialled(world: World, where: bytes) -> None:
+    ours = [world.source(host_id=where) for _ in range(3)] + [world.source(role="decode")]
+    others = [world.source(model="another")]
     world.list(*ours, *others)
-    links = {world.came.get(timeout=10.0).name for _ in ours}
-    assert links == {source.listed.incarnation for source in ours}
+    links = {link.name: link.opens_late for link in (world.came.get(timeout=10.0) for _ in ours)}
+    assert links == {s.listed.incarnation: s.listed.role == "decode" for s in ours}
     world.list(*ours, *others)
     time.sleep(0.05)
-    assert world.came.empty() and [source.num_asked for source in world.sources] == [1, 1, 1, 0, 0]
-    assert world.num_threads() == 3
+    assert world.came.empty() and [source.num_asked for source in world.sources] == [1, 1, 1, 1, 0]
+    assert world.num_threads() == 4
 
 
 def test_what_is_sent_arrives(world: World) -> None:

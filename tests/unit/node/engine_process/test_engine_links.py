@@ -21,7 +21,7 @@ from baton.core.channels.channel import Channel, FrameBuffer
 from baton.core.channels.engine_tls import EngineTls
 from baton.core.channels.handshake import key_id
 from baton.core.config import NodeConfig
-from baton.core.errors import EngineFailed, NodeLost, PermissionDenied
+from baton.core.errors import EngineFailed, PermissionDenied
 from baton.node.channels import source_dialer
 from baton.node.channels.engine_channels import Connected, Kind, LinkOver
 from baton.node.channels.mailboxes import Inbox
@@ -36,11 +36,12 @@ CALLER = "c" * 32
 class Engine:
     """Its links, the test being its loop."""
 
-    def __init__(self, tls: EngineTls | None = None, *, is_source: bool = True, **node: Any):
+    def __init__(self, tls: EngineTls | None = None, *, role: str = "prefill", **node: Any):
         self.inbox: Inbox[Any] = Inbox()
-        self.welcome = node_pb2.Welcome(incarnation=os.urandom(16).hex(), model="m")
+        name = os.urandom(16).hex()
+        self.welcome = node_pb2.Welcome(incarnation=name, model="m", role=role)
         config = NodeConfig(host="127.0.0.1", **node)
-        self.links = EngineLinks(self.inbox, self.welcome, config, KEYS, tls, is_source=is_source)
+        self.links = EngineLinks(self.inbox, self.welcome, config, KEYS, tls)
         self.ready = self.links.ready(self.welcome)
         self.links.start()
 
@@ -116,16 +117,10 @@ def test_a_gateway_needs_the_key_alone_and_a_puller_its_entry(
         assert (link.kind, link.name) == (Kind.PULLER, CALLER)
 
 
-def test_nobody_pulls_from_a_puller() -> None:
-    engine = Engine(is_source=False)
-    engine.list(CALLER)
-    with pytest.raises(NodeLost):
-        engine.dial(PULLER)
-    engine.close()
-
-
-def test_a_puller_dials_who_is_listed(source: Engine) -> None:
-    puller = Engine(is_source=False)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_engine_dials_who_is_listed(source: Engine, role: str) -> None:
+    """Of those that hand off to it, it opens the pools at once."""
+    puller = Engine(role=role)
     source.list(puller.welcome.incarnation)
     listed = engine_pb2.ListedEngine(
         incarnation=source.welcome.incarnation,
@@ -138,7 +133,7 @@ def test_a_puller_dials_who_is_listed(source: Engine) -> None:
     there, here = source.add_next().link, puller.add_next().link
     assert (there.kind, there.name) == (Kind.PULLER, puller.welcome.incarnation)
     assert (here.kind, here.name) == (Kind.SOURCE, source.welcome.incarnation)
-    assert here.host == "127.0.0.1"
+    assert here.host == "127.0.0.1" and here.opens_late == (role == "prefill")
     puller.close()
 
 
@@ -185,7 +180,7 @@ def test_certificates_say_who_may_do_what(
         with secured.dial(purpose, is_local=False, secure=secure):
             secured.add_next()
     else:
-        wanted = "gateway" if purpose == GATEWAY else "decode"
+        wanted = "gateway" if purpose == GATEWAY else "decode.baton.internal or prefill"
         with pytest.raises(PermissionDenied, match=f"{wanted}.baton.internal"):
             secured.dial(purpose, is_local=False, secure=secure)
     with secured.dial(purpose):  # on the host itself the user counts
@@ -238,7 +233,7 @@ def test_who_was_accepted_too_late_is_closed() -> None:
 
 def test_nothing_is_left_open() -> None:
     before = len(os.listdir("/proc/self/fd"))
-    source, puller = Engine(), Engine(is_source=False)
+    source, puller = Engine(), Engine(role="decode")
     with source.dial() as gateway, puller.dial(is_local=False) as other:
         for engine in (source, puller):
             engine.add_next()

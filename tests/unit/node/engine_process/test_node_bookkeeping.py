@@ -20,7 +20,7 @@ from baton.core.request.request import Request, SamplingParams
 from baton.decode_node import engine_main as decode_main
 from baton.engine.kv.limits import EngineLimits
 from baton.gateway.engines.wire import tokens_from_wire
-from baton.node.channels.mailboxes import Outbox
+from baton.node.channels.mailboxes import Kind, Outbox
 from baton.node.engine_process.engine_loop import STALL_S, HeartbeatSender
 from baton.node.engine_process.engine_process import describe_pool
 from baton.node.requests.request_io import TOMBSTONE_S, Entry, RequestTable
@@ -87,10 +87,10 @@ class Recipients:
         assert not self.peers, "gateways come first"
         self.steps.append((name, message.outputs))
 
-    def to_peer(self, incarnation: str, message: handoff_pb2.PeerMessage) -> None:
+    def to_peer(self, kind: Kind, incarnation: str, message: handoff_pb2.PeerMessage) -> None:
         self.peers.append((incarnation, message))
 
-    def end_peer(self, incarnation: str, error: BatonError) -> None:
+    def end_peer(self, kind: Kind, incarnation: str, error: BatonError) -> None:
         self.peers.append((incarnation, error))
 
 
@@ -101,9 +101,9 @@ def never(_: engine_pb2.EngineOutput) -> None:
 def test_outbox_batches_by_gateway_and_speaks_to_peers_last() -> None:
     to = Recipients()
     outbox = Outbox(never, to)
-    outbox.to_peer("peer", handoff_pb2.PeerMessage())
+    outbox.to_peer(Kind.SOURCE, "peer", handoff_pb2.PeerMessage())
     error = HandoffFailed("of another make")
-    outbox.close_peer("peer", error)
+    outbox.close_peer(Kind.SOURCE, "peer", error)
     for request_id, gateway in (("a", "x"), ("b", "y"), ("c", "x"), ("d", "gone")):
         outbox.to_gateway(gateway, node_pb2.RequestOutput(request_id=request_id))
     outbox.forget_gateway("gone")
@@ -118,12 +118,12 @@ def test_outbox_batches_by_gateway_and_speaks_to_peers_last() -> None:
 def test_what_was_meant_for_a_channel_that_is_gone_is_not_said_on_the_next() -> None:
     to = Recipients()
     outbox = Outbox(never, to)
-    outbox.to_peer("a", handoff_pb2.PeerMessage())
-    outbox.close_peer("a", HandoffFailed("of another make"))
-    outbox.to_peer("b", handoff_pb2.PeerMessage())
-    outbox.forget_peer("a")
+    outbox.to_peer(Kind.SOURCE, "a", handoff_pb2.PeerMessage())
+    outbox.close_peer(Kind.SOURCE, "a", HandoffFailed("of another make"))
+    outbox.to_peer(Kind.SOURCE, "b", handoff_pb2.PeerMessage())
+    outbox.forget_peer(Kind.SOURCE, "a")
     hello = handoff_pb2.PeerMessage(hello=handoff_pb2.Hello(incarnation="a"))
-    outbox.to_peer("a", hello)
+    outbox.to_peer(Kind.SOURCE, "a", hello)
     outbox.flush()
     assert to.peers == [("b", handoff_pb2.PeerMessage()), ("a", hello)]
 

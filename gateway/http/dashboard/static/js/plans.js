@@ -7,7 +7,7 @@ const NAMES = {
   pair: ["Handed off", "a prefill and a decode engine"],
   alone: ["Whole", "one engine that promises something"],
 };
-const COLUMNS = ["Plan", "Chosen", "Estimated", "Next best"];
+const COLUMNS = ["Plan", "Chosen", "Estimated", "Next best", "Prefix from"];
 
 export class Plans {
   constructor(place) {
@@ -24,9 +24,11 @@ export class Plans {
 
   update(state) {
     this.place.hidden = state.plans.length === 0;
-    for (const { plan, per_s: perSecond, chosen_s: chosen, next_s: next } of state.plans) {
-      const texts = [rate(perSecond, "/s"), duration(chosen), duration(next)];
-      this.rows[plan]?.cells.forEach((cell, index) => setText(cell, joined(texts[index])));
+    for (const { plan, per_s: perSecond, chosen_s: chosen, next_s: next, prefixes_from: from } of state.plans) {
+      const texts = [rate(perSecond, "/s"), duration(chosen), duration(next)].map(joined);
+      const sources = Object.entries(from).map(([name, count]) => `${name} ${joined(rate(count, "/s"))}`);
+      texts.push(sources.join(", ") || "–");
+      this.rows[plan]?.cells.forEach((cell, index) => setText(cell, texts[index]));
     }
   }
 }

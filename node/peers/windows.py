@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ..core.errors import BatonError, HandoffFailed
-from ..kv_transfer.protocol.events import StartPull
-from ..kv_transfer.window.transport import (
+from ...core.errors import BatonError, HandoffFailed
+from ...kv_transfer.protocol.events import StartPull
+from ...kv_transfer.window.transport import (
     PoolWindow,
     PullHandle,
     PullOutcome,
@@ -26,7 +26,7 @@ from ..kv_transfer.window.transport import (
     Transport,
     open_window,
 )
-from ..proto.v1 import node_pb2
+from ...proto.v1 import node_pb2
 
 log = logging.getLogger(__name__)
 

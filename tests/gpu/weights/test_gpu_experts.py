@@ -21,7 +21,6 @@ from baton.core.config import EngineConfig
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.local import LocalEngine
-from baton.engine.model.quantization import FP8_KERNELS
 from baton.kernels.experts.experts import (
     ExpertLoads,
     ExpertWeights,
@@ -233,11 +232,8 @@ NEAR_TIE = 0.2  # of the spread of a position's logits: see test_gpu_fp8.py
 
 
 @pytest.mark.parametrize("name", ["block", "compressed, channel", "compressed, tensor", None])
-def test_tokens_of_an_engine_with_experts_in_fp8(
-    tmp_path: Path, name: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_of_an_engine_with_experts_in_fp8(tmp_path: Path, name: str | None) -> None:
     """Of a checkpoint in FP8, or quantised as it is loaded."""
-    monkeypatch.setenv(FP8_KERNELS, "1")
     if name is None:
         theirs = write_checkpoint(tmp_path, seed=4, **MODEL)
     else:

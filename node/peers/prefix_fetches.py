@@ -1,0 +1,127 @@
+"""Prefixes that come out of other engines' caches before their prompts are computed here.
+
+    begin ─► borrow room ─► Intended ─► source pins ─► copies ─┬─► in the cache ──┬─► `on_over`:
+      └─ no room, all here, no link ─► False                   └─► lacks, dies, ──┘   compute
+                                                                   hangs, refuses
+
+A fetch is never waited for beyond its limit, and fails no request. Its room is taken before the
+source is requested anything, so nobody holds another's blocks while waiting for memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ...core.errors import BatonError, NodeLost
+from ...core.ports import Clock, Entropy
+from ...core.request.request import Request, Ticket
+from ...core.request.token_ids import block_hashes, root_hash
+from ...engine.engine import Engine
+from ...engine.kv.lent_prefixes import BorrowedPrefix
+from ...kv_transfer.protocol.events import Complete, Intended, Reserved
+from ...proto.v1 import node_pb2
+
+
+@dataclass(slots=True)
+class _Fetch:
+    request: Request
+    prefix: BorrowedPrefix
+    began_s: float
+    on_over: Callable[[], None] | None  # None: it was called
+
+
+class PrefixFetches:
+    """One engine's. `counts`: since its incarnation began."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        clock: Clock,
+        entropy: Entropy,
+        *,
+        incarnation: str,
+        fingerprint: str,
+        block_bytes: int,
+    ) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._entropy = entropy
+        self._incarnation = incarnation
+        self._fingerprint = fingerprint
+        self._block_bytes = block_bytes
+        self._fetches: dict[str, _Fetch] = {}  # by transfer, until its blocks are given back
+        self.counts = node_pb2.Counters()
+
+    def __contains__(self, transfer_id: str) -> bool:
+        return transfer_id in self._fetches
+
+    def __len__(self) -> int:
+        return len(self._fetches)
+
+    @property
+    def requests(self) -> list[Request]:
+        """Those that wait for their prefix."""
+        return [fetch.request for fetch in self._fetches.values() if fetch.on_over is not None]
+
+    def plan(self, request: Request, on_over: Callable[[], None]) -> Intended | None:
+        """The transfer for the prefix that the request names, whose room is taken; None: it is to
+        be computed at once. `on_over` is called once the prefix is here, or will not come."""
+        source, size = request.prefix_source, self._engine.limits.block_size
+        if source is None or request.sampling.prompt_logprobs is not None:
+            return None
+        tokens = request.known_token_ids
+        num_blocks = min(source.num_blocks, (len(tokens) - 1) // size)
+        root = root_hash(self._fingerprint, request.cache_salt)
+        hashes = block_hashes(root, tokens[: num_blocks * size], size)
+        prefix = self._engine.borrow(hashes)
+        if prefix is None:
+            return None
+        now_s = self._clock.monotonic_s()
+        ticket = Ticket(self._entropy.new_id(), source.incarnation, self._incarnation)
+        self._fetches[ticket.transfer_id] = _Fetch(request, prefix, now_s, on_over)
+        return Intended(
+            ticket,
+            request.key,
+            hashes,
+            num_blocks,
+            now_s + source.limit_s,
+            request.caller_id,
+            Reserved(ticket.transfer_id, prefix.num_cached_blocks, prefix.block_ids),
+        )
+
+    def abandoned_by(self, key: str, is_open: Callable[[str], bool]) -> str | None:
+        """The transfer for which nobody waits any more, since this request was the last to."""
+        for transfer_id, fetch in self._fetches.items():
+            keys = [sample.key for sample in (fetch.request, *fetch.request.forks)]
+            if fetch.on_over is not None and key in keys and not any(map(is_open, keys)):
+                fetch.on_over = None
+                return transfer_id
+        return None
+
+    def complete(self, complete: Complete) -> None:
+        fetch = self._fetches.pop(complete.transfer_id)
+        self._engine.keep_prefix(fetch.prefix)
+        self.counts.num_fetches += 1
+        self.counts.fetched_blocks += complete.num_pulled_blocks
+        self.counts.fetched_bytes += complete.num_pulled_blocks * self._block_bytes
+        self.counts.fetch_s += self._clock.monotonic_s() - fetch.began_s
+        self._over(fetch)
+
+    def failed(self, transfer_id: str, error: BatonError) -> None:
+        """Its room stays until nothing writes to it: `dropped`."""
+        self.counts.failed_fetches[error.code] += 1
+        self._over(self._fetches[transfer_id])
+
+    def dropped(self, transfer_id: str) -> None:
+        self._engine.drop_prefix(self._fetches.pop(transfer_id).prefix)
+
+    def not_linked(self) -> None:
+        """The source that a request names is none of ours."""
+        self.counts.failed_fetches[NodeLost.code] += 1
+
+    @staticmethod
+    def _over(fetch: _Fetch) -> None:
+        on_over, fetch.on_over = fetch.on_over, None
+        if on_over is not None:
+            on_over()

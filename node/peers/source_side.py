@@ -1,0 +1,114 @@
+"""What others pull from this engine: prompts computed for them, and prefixes out of its cache.
+
+    Attach, Renew, Release ─► Source ─┬─► manifests          the role's: `feed`, `on_release`
+                                      └─► PinPrefix ─► lent  prefixes: answered here, at once
+
+Glue: the engine decides about blocks, `kv_transfer.protocol.source` about leases.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import assert_never
+
+from ...core.errors import BatonError, StaleBlocks
+from ...core.request.request import Ticket
+from ...engine.engine import Engine
+from ...engine.kv.block_pool import Fence
+from ...kv_transfer.protocol import wire
+from ...kv_transfer.protocol.events import (
+    ChunkReady,
+    ClosePeer,
+    HandoffState,
+    Hello,
+    Offered,
+    PeerLinked,
+    PeerLost,
+    PeerMessage,
+    PinPrefix,
+    ReleaseBlocks,
+    Send,
+    SourceEvent,
+    Tick,
+    Withdrawn,
+)
+from ...kv_transfer.protocol.source import Source
+from ...kv_transfer.window.network_address import PoolAccess
+from ...proto.v1 import handoff_pb2
+from ..channels.engine_channels import Link
+from ..channels.mailboxes import Kind, Outbox
+
+log = logging.getLogger(__name__)
+
+
+class SourceSide:
+    """`on_release` gets the key of each request whose hand-off is over, and why, if it failed."""
+
+    def __init__(
+        self, source: Source, engine: Engine, outbox: Outbox, incarnation: str, access: PoolAccess
+    ) -> None:
+        """`access`: how the engine's pools are reached; pullers' keys are made from its key."""
+        self._source = source
+        self._engine = engine
+        self._outbox = outbox
+        self._incarnation = incarnation
+        self._access = access
+        self._lent: dict[str, Fence] = {}  # by transfer
+        self.on_release: Callable[[str, BatonError | None], None] = lambda key, error: None
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._lent
+
+    def linked(self, link: Link) -> None:
+        self.feed(PeerLinked(link.name))
+
+    def message(self, incarnation: str, message: handoff_pb2.PeerMessage) -> None:
+        self.feed(PeerMessage(incarnation, wire.from_wire(message)))
+
+    def lost(self, incarnation: str) -> None:
+        self.feed(PeerLost(incarnation))
+
+    def tick(self) -> None:
+        self.feed(Tick())
+
+    def next_deadline(self) -> float | None:
+        return self._source.next_deadline()
+
+    def ledger(self) -> dict[str, object]:
+        return self._source.ledger()
+
+    def feed(self, event: SourceEvent) -> None:
+        for effect in self._source.handle(event):
+            match effect:
+                case Send(incarnation, message):
+                    if isinstance(message, Hello):
+                        message = replace(message, access=self._access.of_puller(incarnation))
+                    self._outbox.to_peer(Kind.PULLER, incarnation, wire.to_wire(message))
+                case ClosePeer(incarnation, error):
+                    log.warning("refused puller %s: %s", incarnation, error.message)
+                    self._outbox.close_peer(Kind.PULLER, incarnation, error)
+                case PinPrefix():
+                    self._lend(effect)
+                case ReleaseBlocks(transfer_id, key, error):
+                    if (fence := self._lent.pop(transfer_id, None)) is not None:
+                        self._engine.give_back(fence)
+                    else:
+                        self.on_release(key, error)
+                case _:
+                    assert_never(effect)
+
+    def _lend(self, pin: PinPrefix) -> None:
+        """All of them, or none: nobody waits here for memory or for a step."""
+        transfer_id, lent = pin.transfer_id, self._engine.lend(pin.block_hashes)
+        if lent is None:
+            self.feed(Withdrawn(transfer_id, StaleBlocks("the prefix cannot be lent")))
+            return
+        self._lent[transfer_id], refs = lent
+        ticket = Ticket(transfer_id, self._incarnation, pin.puller)
+        self.feed(Offered(ticket, key="", deadline_s=math.inf))
+        num_tokens = len(refs) * self._engine.limits.block_size
+        self.feed(ChunkReady(transfer_id, refs, num_tokens, HandoffState(len(refs))))

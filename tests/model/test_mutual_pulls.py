@@ -1,0 +1,26 @@
+"""Two engines that fetch from each other: none waits for ever, and no block is wrong. The pools are
+so small that to make room for the other's prefix may evict what the other one wants."""
+
+from __future__ import annotations
+
+import pytest
+from fakes.handoff.mutual_pulls import search
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "max_faults", "min_states"),
+    [
+        (4, 0, 104),
+        (3, 0, 50),
+        pytest.param(3, 1, 1400, marks=pytest.mark.slow),
+        pytest.param(4, 1, 3100, marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
+    ],
+)
+def test_no_story_of_two_fetches_ends_badly(
+    num_blocks: int, max_faults: int, min_states: int
+) -> None:
+    found = search(num_blocks, max_faults)
+    print(found)
+    assert found.num_states >= min_states
+    assert any("fetched" in ends for ends in found.ends)
+    assert (("fetched", "fetched") in found.ends) == (num_blocks == 4)

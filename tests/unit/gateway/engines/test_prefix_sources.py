@@ -1,0 +1,138 @@
+"""Fetch or compute: what a fetch is estimated to take, and when it is chosen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from fakes.clock import FakeClock
+from fakes.gateway.engine_link import FakeLink
+
+from baton.core.membership import Member, Role
+from baton.core.request.request import Request, SamplingParams, Ticket
+from baton.core.step_cost import StepCost
+from baton.gateway.engines.engine_table import EngineTable
+from baton.gateway.engines.linked_engine import LinkedEngine, ReportedLoad
+from baton.gateway.engines.plan_record import PlanRecord
+from baton.gateway.request.engine_link import Avoid, Demand, Route, Work
+from baton.prefix_index.mirror import PrefixMirror
+from baton.prefix_index.prefix_sources import FETCH_S, Fetch, Holders
+
+P, Q, D = "aa" * 16, "bb" * 16, "dd" * 16
+TOKEN_BYTES = 1e6
+
+
+def fetch(cached: dict[str, int], rates: dict[str, dict[str, float]], own: int = 0) -> Fetch | None:
+    return Holders.of(cached, rates).best_fetch(P, own, TOKEN_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("rates", "source", "rate"),
+    [
+        ({P: {D: 10.0, Q: 100.0}}, Q, 100.0),  # of equals the fastest
+        ({P: {D: 10.0}, Q: {}}, D, 10.0),  # the other's link is taken to be like it: no faster
+        ({P: {}, D: {P: 20.0}}, D, 20.0),  # the wire of the other direction
+        ({P: {}, D: {Q: 5.0}}, Q, 5.0),  # as any that was measured
+    ],
+)
+def test_a_fetch_takes_its_bytes_time_over_the_best_link(
+    rates: dict[str, dict[str, float]], source: str, rate: float
+) -> None:
+    found = fetch({D: 1600, Q: 1600, P: 160}, rates, own=160)
+    assert found is not None and found.num_tokens == 1600
+    assert found.seconds == pytest.approx(FETCH_S + 1440 * TOKEN_BYTES / (rate * 1e9))
+    if source == D or rate > 10:
+        assert found.source == source
+    assert found.limit_s > found.seconds
+
+
+def test_nothing_is_fetched_that_is_here_or_unreachable() -> None:
+    rates = {P: {D: 10.0}}
+    assert fetch({D: 160, P: 160}, rates, own=160) is None
+    assert fetch({P: 160}, rates) is None, "from itself"
+    assert fetch({D: 160}, {}) is None, "no link was ever measured"
+    most = fetch({D: 320, Q: 160}, rates)
+    assert most is not None and most.source == D
+
+
+COST = StepCost(0.001, (2e-5, 0.0, 0.0, 0.0, 0.0, 0.0), max_rows=4096)  # 50,000 tokens/s
+LOAD = ReportedLoad(
+    0, 0, 0, 4096, 4096, False, frozenset(), room_blocks=4096, step_cost=COST, step_tokens=2048
+)
+
+
+class World:
+    def __init__(self, gbytes_per_s: float, *, block_bytes: int = 1 << 20) -> None:
+        self.plans = PlanRecord(FakeClock())
+        self.table = EngineTable(PrefixMirror(FakeClock()), plans=self.plans)
+        self.links: dict[str, FakeLink] = {}
+        for name, role in ((P, Role.PREFILL), (Q, Role.PREFILL), (D, Role.DECODE)):
+            member = Member(name, role, name[:2], "h:1", "m", "fp", 9999, 16, 5000)
+            self.links[name] = FakeLink(name)
+            engine = LinkedEngine(member, self.links[name], FakeClock(), block_bytes=block_bytes)
+            self.table.add(engine)
+            load = LOAD
+            if role is Role.DECODE:
+                rates = {P: gbytes_per_s, Q: gbytes_per_s}
+                load = replace(LOAD, links=frozenset(rates), link_gbytes_per_s=rates)
+            engine.receive_heartbeat(load)
+
+    def route(
+        self, cached: dict[str, int], num_tokens: int = 4001, *, can_lend: bool = True
+    ) -> Route:
+        return self.table.choose(
+            Demand(num_tokens),
+            avoid=Avoid(),
+            fingerprint=None,
+            cached_tokens=cached,
+            lendable_tokens=cached if can_lend else {},
+        )
+
+    def sent(self, route: Route) -> tuple[Request, Request]:
+        one = Request("e" * 32, 0, (1,) * 4001, SamplingParams())
+        ticket = Ticket("f" * 32, route.prefill.incarnation, route.decode.incarnation)
+        route.prefill.dispatch(one, Work.PREFILL, ticket, 1.0)
+        route.decode.dispatch(one, Work.DECODE, ticket, 1.0)
+        prefill, decode = (self.links[link.incarnation] for link in (route.prefill, route.decode))
+        return prefill.dispatched[-1][0], decode.dispatched[-1][0]
+
+
+def test_a_prefix_is_fetched_where_the_link_is_faster_than_the_computation() -> None:
+    world = World(100.0)
+    prefill, decode = world.sent(world.route({D: 4001}))
+    source = prefill.prefix_source
+    assert source is not None and (source.incarnation, source.num_blocks) == (D, 250)
+    assert decode.prefix_source is None, "who decodes pulls from who has computed it"
+    assert world.plans.rows()[0]["prefixes_from"] == {"dd": pytest.approx(0.1)}
+
+
+def test_it_is_computed_where_the_link_is_slower() -> None:
+    prefill, _ = (world := World(1.0)).sent(world.route({D: 4001}))
+    assert prefill.prefix_source is None
+
+
+@pytest.mark.parametrize("block_bytes", [0, 1 << 20])
+def test_nothing_is_fetched_for_a_prompt_that_is_scored_or_of_unknown_size(
+    block_bytes: int,
+) -> None:
+    world = World(100.0, block_bytes=block_bytes)
+    prefill, _ = world.sent(world.route({D: 4001}, can_lend=not block_bytes))
+    assert prefill.prefix_source is None
+
+
+def test_an_idle_engine_fetches_rather_than_that_a_prompt_waits_where_its_prefix_is() -> None:
+    world = World(100.0)
+    busy = replace(LOAD, waiting_tokens=50_000)
+    world.table.engines[P].receive_heartbeat(busy)
+    route = world.route({P: 3200})
+    assert route.prefill.incarnation == Q
+    prefill, _ = world.sent(route)
+    assert prefill.prefix_source is not None and prefill.prefix_source.incarnation == P
+
+
+def test_an_engine_that_failed_the_request_is_no_source_for_it() -> None:
+    world = World(100.0)
+    avoid = Avoid(frozenset({Q}))
+    route = world.table.choose(Demand(4001), avoid=avoid, fingerprint=None, cached_tokens={Q: 4000})
+    prefill, _ = world.sent(route)
+    assert prefill.prefix_source is None
