@@ -245,6 +245,14 @@ class GatewayConfig:
         "how the model writes tool calls; auto: by its chat template",
         choices=("auto", "hermes", "llama3_json"),
     )
+    reasoning_parser: str = flag(
+        "auto",
+        "how the model marks its reasoning; auto: by its chat template; none: it is text as other",
+        choices=(
+            *("auto", "none", "deepseek_r1", "deepseek_v3", "glm45", "kimi_k2", "minimax_m2"),
+            *("mistral", "qwen3", "seed_oss"),
+        ),
+    )
     max_num_requests: int = flag(1024, "most requests in flight; more get RESOURCE_EXHAUSTED")
     max_queue_s: float | None = flag(
         None,

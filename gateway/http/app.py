@@ -46,7 +46,10 @@ def build_app(parts: AppState, access: Access) -> web.Application:
     app[APP_STATE] = parts
     app[BURST] = Burst()
     app[ACCESS] = access
-    app[CHAT_MODEL] = ChatModel.load(parts.door.model.model_dir, parts.config.tool_call_parser)
+    config = parts.config
+    app[CHAT_MODEL] = ChatModel.load(
+        parts.door.model, config.tool_call_parser, config.reasoning_parser
+    )
     app.on_response_prepare.append(echo_request_id)
     for routes in ROUTE_GROUPS:
         app.add_routes(routes)
