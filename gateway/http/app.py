@@ -11,7 +11,7 @@ from ...core.errors import StartupFailed
 from ...core.ports import SystemClock
 from . import login, openapi, server_info, tokenization
 from .chat import chat
-from .chat.chat import CHAT_MODEL, ChatModel
+from .chat.chat_model import CHAT_MODEL, ChatModel
 from .dashboard.routes import add_dashboard, feed_of
 from .generate import completions
 from .protocol.access import ACCESS, Access, check_access

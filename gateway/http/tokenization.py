@@ -10,7 +10,7 @@ from msgspec import UNSET
 
 from ...core.errors import InvalidRequest
 from ...core.request.json_fields import BOOLEAN, STRING, TOKEN_IDS, FieldKind
-from .chat.chat import prepare
+from .chat.chat_model import prepare
 from .chat.chat_template import VARIABLES
 from .chat.messages import MESSAGES
 from .chat.tools import TOOLS

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from baton.core.errors import InvalidRequest
 from baton.core.model_dir import resolve_model_dir
 from baton.core.request.request import FinishReason, TokenLogprobs
-from baton.gateway.http.chat.chat import ChatSample, chat_logprobs
+from baton.gateway.http.chat.chat_sample import ChatSample, chat_logprobs
 from baton.gateway.http.chat.chat_template import ChatTemplate
 from baton.gateway.http.chat.tool_formats import HERMES
 from baton.gateway.http.generate.completions import (
