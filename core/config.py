@@ -253,6 +253,10 @@ class GatewayConfig:
             *("mistral", "qwen3", "seed_oss"),
         ),
     )
+    response_store_mib: int = flag(
+        64, "memory for conversations of /v1/responses (previous_response_id); 0: none is kept"
+    )
+    response_store_s: float = flag(3600.0, "how long each of them is kept at most")
     max_num_requests: int = flag(1024, "most requests in flight; more get RESOURCE_EXHAUSTED")
     max_queue_s: float | None = flag(
         None,
@@ -303,6 +307,8 @@ class GatewayConfig:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*:?", self.metrics_prefix):
             raise StartupFailed("--metrics-prefix must be letters, digits and underscores")
+        if self.response_store_mib < 0 or self.response_store_s <= 0:
+            raise StartupFailed("--response-store-mib and --response-store-s must not be negative")
         if self.num_gateways < 1:
             raise StartupFailed("--num-gateways must be at least 1")
         if self.log_prompts and not self.log_json:

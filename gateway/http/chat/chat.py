@@ -96,23 +96,24 @@ class Chat(Response):
         self._prompt_ids: Sequence[int] = ()
 
     async def samples(self, calls: Sequence[RunningCall]) -> Sequence[Sample]:
-        found, prepared, model = self._found, self._prepared, self.app[CHAT_MODEL]
         self._prompt_ids = calls[0].request.prompt_token_ids
-        if found.get("return_token_ids"):
+        if self._found.get("return_token_ids"):
             self.extra["prompt_token_ids"] = list(self._prompt_ids)
+        return [self.new_sample(index) for index in range(self.num_samples)]
+
+    def new_sample(self, index: int) -> ChatSample:
+        """Its text is read as the served model writes it."""
+        prepared, model = self._prepared, self.app[CHAT_MODEL]
         tags = model.reasoning
-        return [
-            ChatSample(
-                index,
-                found,
-                self._token_of,
-                model.entropy.new_id,
-                parser=None if prepared.tool_format is None else prepared.tool_format.parser(),
-                opening=prepared.opening,
-                reasoning=None if tags is None else ReasoningParser(tags, prepared.start),
-            )
-            for index in range(self.num_samples)
-        ]
+        return ChatSample(
+            index,
+            self._found,
+            self._token_of,
+            model.entropy.new_id,
+            parser=None if prepared.tool_format is None else prepared.tool_format.parser(),
+            opening=prepared.opening,
+            reasoning=None if tags is None else ReasoningParser(tags, prepared.start),
+        )
 
     def first_chunk(self, prompt_index: int, chunk: OutputChunk) -> None:
         if "prompt_logprobs" in self._found:

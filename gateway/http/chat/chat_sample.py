@@ -52,7 +52,7 @@ class ChatSample(Sample):
         super().__init__(index, found, token_of)
         self._has_logprobs: bool = found.get("logprobs", False)
         self._max_calls = math.inf if found.get("parallel_tool_calls", True) else 1
-        self._new_id = new_id
+        self.new_id = new_id
         self._parser = parser
         self._opening = opening
         self._num_calls = 0
@@ -179,7 +179,7 @@ class ChatSample(Sample):
             choice.stop_reason = result.matched_stop
 
     def _new_call(self, name: str, arguments: str) -> ToolCall:
-        call_id = f"call_{self._new_id()[:24]}"
+        call_id = f"call_{self.new_id()[:24]}"
         return ToolCall(Function(arguments, name), id=call_id, type="function")
 
 

@@ -29,10 +29,11 @@ def _messages(value: Any, name: str) -> list[Message]:
         raise InvalidRequest(
             f"{name} has more than {MAX_MESSAGES} messages", name, "array_too_long"
         )
-    return [_message(item, f"{name}[{i}]") for i, item in enumerate(value)]
+    return [read_message(item, f"{name}[{i}]") for i, item in enumerate(value)]
 
 
-def _message(value: Any, name: str) -> Message:
+def read_message(value: Any, name: str) -> Message:
+    """One of OpenAI's, as templates take it; raises InvalidRequest."""
     if not isinstance(value, dict):
         raise invalid(name, "an object")
     role = value.get("role")

@@ -169,6 +169,14 @@ REASONING: Mapping[str, FieldKind] = {
 }
 
 
+def followed(template: ChatTemplate, grammar: ReasoningGrammar | None) -> frozenset[str]:
+    """Which fields of REASONING have an effect with this template; `grammar`: for a budget."""
+    found = {_EFFORT} & template.reads
+    if any(name in template.reads for name in _SWITCHES):
+        found |= {"enable_thinking"}
+    return frozenset(found | ({"thinking_token_budget"} if grammar else set()))
+
+
 def template_variables(
     found: Mapping[str, Any], template: ChatTemplate, reasoning: ReasoningFormat | None
 ) -> dict[str, Any]:

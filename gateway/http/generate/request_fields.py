@@ -152,7 +152,11 @@ INTERNAL = frozenset(
 _MAX_LOGGED = 16
 
 
-def read_fields(body: Mapping[str, Any], known: Mapping[str, FieldKind]) -> dict[str, Any]:
+def read_fields(
+    body: Mapping[str, Any],
+    known: Mapping[str, FieldKind],
+    unsupported: Mapping[str, Sequence[Any]] = UNSUPPORTED,
+) -> dict[str, Any]:
     """The fields that are there, read; raises InvalidRequest for what cannot be served."""
     found: dict[str, Any] = {}
     ignored: list[str] = []
@@ -163,8 +167,8 @@ def read_fields(body: Mapping[str, Any], known: Mapping[str, FieldKind]) -> dict
             found[name] = kind.read(value, name)
         elif name in INTERNAL:
             raise InvalidRequest(f"there is no parameter {name}", name, "unknown_parameter")
-        elif name in UNSUPPORTED:
-            _check_harmless(name, value)
+        elif name in unsupported:
+            _check_harmless(name, value, unsupported[name])
         else:
             ignored.append(name[:64])
     if ignored:
@@ -172,18 +176,21 @@ def read_fields(body: Mapping[str, Any], known: Mapping[str, FieldKind]) -> dict
     return found
 
 
-def _check_harmless(name: str, value: Any) -> None:
-    if not any(type(value) is type(h) and value == h for h in UNSUPPORTED[name]):
+def _check_harmless(name: str, value: Any, harmless: Sequence[Any]) -> None:
+    if not any(type(value) is type(h) and value == h for h in harmless):
         instead = f": {INSTEAD[name]}" if name in INSTEAD else ""
         message = f"{name} is not supported here{instead}"
         raise InvalidRequest(message, name, "unsupported_parameter")
 
 
 async def read_body(
-    request: web.Request, known: Mapping[str, FieldKind], required: Sequence[str]
+    request: web.Request,
+    known: Mapping[str, FieldKind],
+    required: Sequence[str],
+    unsupported: Mapping[str, Sequence[Any]] = UNSUPPORTED,
 ) -> dict[str, Any]:
     """The fields of a body; a required text is not empty. Raises InvalidRequest, Refusal."""
-    found = read_fields(await read_object(request), known)
+    found = read_fields(await read_object(request), known, unsupported)
     for name in required:
         require({} if found.get(name) == "" else found, name)
     return found

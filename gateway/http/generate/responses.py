@@ -203,7 +203,7 @@ class Response(ABC):
             ) as call:
                 yield call
         except BatonError as error:
-            _rename(error, self.names_of(prompt_index))
+            rename(error, self.names_of(prompt_index))
             raise
 
     def _trace(self, header: str) -> str:
@@ -298,11 +298,15 @@ class Response(ABC):
         choices = [one.choice(merged(self._chunks[i])) for i, one in enumerate(self._samples)]
         own = {"choices": choices, "usage": self._usage()} | self.extra
         body = self.answer_type(**self._envelope | own)
+        return answer(body, headers=self.node_headers())
+
+    def node_headers(self) -> dict[str, str]:
+        """Of a whole answer: the nodes that served it."""
         nodes = {f"x-{key.replace('_', '-')}": _ascii(name) for key, name in self._nodes.items()}
-        return answer(body, headers=nodes | {"x-cached-tokens": str(self._counts.num_cached)})
+        return nodes | {"x-cached-tokens": str(self._counts.num_cached)}
 
 
-def _rename(error: BatonError, names: Mapping[str, str]) -> None:
+def rename(error: BatonError, names: Mapping[str, str]) -> None:
     """Name the field as the client wrote it."""
     for ours, theirs in names.items():
         if error.param is not None and re.match(rf"{re.escape(ours)}(?=\[|\Z)", error.param):

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bad_input.cases.fronts import GOOD, GOOD_CHAT
+from bad_input.cases.fronts import GOOD, GOOD_CHAT, GOOD_OF
 
 from baton.proto.v1 import inference_pb2
 
@@ -50,7 +50,7 @@ class Row:
     def body(self) -> bytes:
         if self.raw is not None:
             return self.raw
-        good = GOOD_CHAT if self.path == _CHAT else GOOD
+        good = GOOD_OF.get(self.path, GOOD)
         body = {k: v for k, v in (good | dict(self.change)).items() if v is not ABSENT}
         return json.dumps(body).encode()
 
