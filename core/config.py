@@ -243,7 +243,10 @@ class GatewayConfig:
     tool_call_parser: str = flag(
         "auto",
         "how the model writes tool calls; auto: by its chat template",
-        choices=("auto", "hermes", "llama3_json"),
+        choices=(
+            *("auto", "deepseek_v3", "deepseek_v31", "hermes", "kimi_k2", "llama3_json"),
+            *("mistral", "pythonic", "qwen3_coder"),
+        ),
     )
     reasoning_parser: str = flag(
         "auto",

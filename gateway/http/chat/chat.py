@@ -104,13 +104,13 @@ class Chat(Response):
     def new_sample(self, index: int) -> ChatSample:
         """Its text is read as the served model writes it."""
         prepared, model = self._prepared, self.app[CHAT_MODEL]
-        tags = model.reasoning
+        tags, calls = model.reasoning, prepared.tool_format
         return ChatSample(
             index,
             self._found,
             self._token_of,
             model.entropy.new_id,
-            parser=None if prepared.tool_format is None else prepared.tool_format.parser(),
+            parser=None if calls is None else calls.parser(self._found.get("tools", [])),
             opening=prepared.opening,
             reasoning=None if tags is None else ReasoningParser(tags, prepared.start),
         )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -19,7 +19,7 @@ from .reasoning import FORMATS as REASONING_FORMATS
 from .reasoning import ReasoningFormat, ReasoningGrammar, Start, template_variables
 from .reasoning import format_of_template as reasoning_of_template
 from .tool_formats import FORMATS, ToolFormat, format_of_template
-from .tools import call_grammar, chosen, shown_tools
+from .tools import Tool, ToolChoice, call_grammar, chosen, shown_tools, strict_grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,33 +97,49 @@ async def prepare(app: web.Application, found: Mapping[str, Any]) -> Prepared:
     start = Start.CLOSED if model.reasoning is None else model.reasoning.start(prompt.text)
     if not choice.is_offered or model.tool_format is None:
         return Prepared(prompt, "", None, start=start)
+    calls = _calls_grammar(app, model.tool_format, tools, choice)
     if not choice.is_forced:
-        return Prepared(prompt, "", model.tool_format, start=start)
-    if refusal is not None and any(tool.get("strict") for tool in choice.wanted(tools)):
+        return Prepared(prompt, "", model.tool_format, calls, start)
+    is_constrained = calls is not None
+    if not is_constrained and any(tool.get("strict") for tool in choice.wanted(tools)):
+        reason = refusal or "calls of this model's format are no JSON"
         raise InvalidRequest(
-            f"a strict tool cannot be forced: {refusal}", "tools", "unsupported_parameter"
+            f"a strict tool cannot be forced: {reason}", "tools", "unsupported_parameter"
         )
-    opening = model.tool_format.opening(choice.function, is_constrained=refusal is None)
-    grammar = None
-    if refusal is None:
-        grammar = call_grammar(tools, choice, model.tool_format.arguments_name)
+    opening = model.tool_format.opening(choice.function, is_constrained=is_constrained)
     ended = ""
     if start is Start.OPEN and model.reasoning is not None:
-        if grammar is not None and model.reasoning_grammar is not None:
-            grammar = f"start: {_literal(app, opening)} %lark {{\n{grammar}\n}}"
-            return Prepared(prompt, "", model.tool_format, grammar, start)
+        if calls is not None and model.reasoning_grammar is not None:
+            begin = model.tool_format.literal(opening, _token_id(app))
+            whole = f"start: {begin} call\ncall: %lark {{\n{calls}\n}}"
+            return Prepared(prompt, "", model.tool_format, whole, start)
         ended = f"\n{model.reasoning.end}\n\n"
     prompt = model.template.opened(prompt, ended + opening)
-    return Prepared(prompt, opening, model.tool_format, grammar)
+    return Prepared(prompt, opening, model.tool_format, calls)
 
 
-def _literal(app: web.Application, text: str) -> str:
-    """A text in Lark; a grammar knows a tag that is one token by its id alone."""
-    tag, found, rest = text.partition(">")
-    token_id = app[APP_STATE].door.model.tokenizer.token_id(tag + found)
-    if not found or token_id is None:
-        return json.dumps(text)
-    return f"<[{token_id}]> {json.dumps(rest)}"
+def _token_id(app: web.Application) -> Callable[[str], int | None]:
+    return app[APP_STATE].door.model.tokenizer.token_id
+
+
+def _calls_grammar(
+    app: web.Application, one: ToolFormat, tools: Sequence[Tool], choice: ToolChoice
+) -> str | None:
+    """Of the call that is forced, behind its opening; else, where tools are strict, of an answer
+    with any number of calls. None: the output is free."""
+    door, token_id = app[APP_STATE].door, _token_id(app)
+    if not one.is_json or door.constraint_refusal is not None:
+        return None
+    literal = partial(one.literal, token_id=token_id)
+    calls = call_grammar(tools, choice, one.middle, one.end, literal)
+    if choice.is_forced:
+        return calls
+    tag, rest = one.begin_tag()
+    tag_id = token_id(tag) if tag else None
+    if tag_id is None or not any(tool.get("strict") for tool in tools):
+        return None
+    no_tag = ",".join(map(str, sorted({tag_id, *door.model.eos_token_ids})))
+    return strict_grammar(f"<[{tag_id}]>", f"<[^{no_tag}]>", literal(rest), calls)
 
 
 def constraint_behind(

@@ -23,7 +23,7 @@ from ..protocol.answers import (
 )
 from ..protocol.event_stream import TextEvent
 from .reasoning import ReasoningParser
-from .tool_formats import Content, Delta, ToolCallParser, ToolDelta
+from .tool_call_parsers import Content, Delta, ToolCallParser, ToolDelta
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from baton.gateway.http.chat.reasoning import (
     format_of_template,
     template_variables,
 )
+from baton.gateway.http.chat.tool_formats import HERMES
+from baton.gateway.http.chat.tools import TOOLS, ToolChoice, call_grammar, strict_grammar
 from baton.gateway.http.generate.request_fields import read_fields
 from baton.gateway.http.generate.structured import constraint_of, lark_of
 
@@ -160,7 +163,8 @@ async def test_variables_reach_the_template_and_forge_no_token(tmp_path: Path) -
 @pytest.fixture(scope="module")
 def vocabulary() -> Tokenizer:
     found = Tokenizer.from_file(str(DEMO))
-    found.add_tokens([AddedToken(tag, normalized=False) for tag in ("<think>", "</think>")])
+    tags = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+    found.add_tokens([AddedToken(tag, normalized=False) for tag in tags])
     return found
 
 
@@ -219,3 +223,24 @@ def test_a_budget_ends_reasoning_and_nothing_else(vocabulary: Tokenizer) -> None
     plain = grammar.of(UNDECIDED, None, 3)
     assert follow(vocabulary, plain, words * 9) == (words * 9, True)
     assert follow(vocabulary, plain, "") == ("", True)
+
+
+def test_strict_tools_bound_each_call_and_no_text(vocabulary: Tokenizer) -> None:
+    schema = {"properties": {"zone": {"enum": ["UTC"]}}, "required": ["zone"]}
+    function = {"name": "now", "parameters": schema, "strict": True}
+    tools = TOOLS.read([{"type": "function", "function": function}], "tools")
+    literal = partial(HERMES.literal, token_id=vocabulary.token_to_id)
+    calls = call_grammar(tools, ToolChoice(True), HERMES.middle, HERMES.end, literal)
+    tag, rest = HERMES.begin_tag()
+    tag_id = vocabulary.token_to_id(tag)
+    text = strict_grammar(f"<[{tag_id}]>", f"<[^{tag_id},0]>", literal(rest), calls)
+    call = '<tool_call>\n{"name": "now", "arguments": {"zone": "UTC"}}\n</tool_call>'
+    for whole in ("hi {", call, f"so {call}\n{call} and {{"):
+        assert follow(vocabulary, text, whole) == (whole, True)
+    for bad in (call.replace("UTC", "CET"), call.replace("now", "then"), "<tool_call>no"):
+        assert not follow(vocabulary, text, bad)[1]
+    ids = vocabulary.token_to_id("<think>"), vocabulary.token_to_id("</think>")
+    behind = ReasoningGrammar(*ids, (0,)).of(OPEN, lark_of({"grammar": text}, "tools"), 50)
+    whole = f"<tool_call>? yes</think>\n\nso {call}"
+    assert follow(vocabulary, behind, whole) == (whole, True)
+    assert not follow(vocabulary, behind, whole.replace("UTC", "CET"))[1]
