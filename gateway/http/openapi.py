@@ -88,6 +88,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "/v1/models": Operation(answers.ModelList),
     "/v1/models/{model}": Operation(answers.Model),
     "/server_info": Operation(answers.ServerInfo),
+    "/load": Operation(answers.Load),
     "/live": Operation(answers.Status, statuses=(421,)),
     "/ready": Operation(answers.Status, statuses=(421,)),
     "/health": Operation(answers.Status, statuses=(421,)),

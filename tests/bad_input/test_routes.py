@@ -7,7 +7,7 @@ from bad_input.cases.fronts import LEAKS, Target, read_answer
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest, ServerReflectionResponse
 
 ROUTES = {
-    "/live": "GET", "/ready": "GET", "/health": "GET", "/version": "GET",
+    "/live": "GET", "/ready": "GET", "/load": "GET", "/health": "GET", "/version": "GET",
     "/v1/models": "GET", "/v1/models/{model}": "GET", "/server_info": "GET",
     "/v1/completions": "POST", "/v1/chat/completions": "POST",
     "/v1/responses": "POST", "/v1/messages": "POST", "/v1/messages/count_tokens": "POST",
@@ -64,7 +64,9 @@ def test_absent_paths(target: Target, path: str) -> None:
         ("/v1/messages/batches", "no files"),
         ("/messages", "the path is /v1/messages"),
         ("/api/chat", "POST /v1/chat/completions"),
-        ("/v1/embeddings", "generates text"),
+        ("/v1/embeddings", "no embeddings"),
+        ("/v1/score", "no scores"),
+        ("/rerank", "no scores"),
         ("/v1/audio/speech", "generates text"),
         ("/v1/threads/x/runs", "nothing is kept"),
         ("/v1/batches", "no files"),

@@ -32,6 +32,7 @@ _SCOPE_OF = {  # by the path's first part; a route that is not listed here is an
     "detokenize": INFER,
     "openapi.json": INFER,
     "metrics": METRICS,
+    "load": METRICS,
     "server_info": METRICS,
     "dashboard": METRICS,
     "api": METRICS,

@@ -211,6 +211,15 @@ class Status(Struct):
     reason: str | UnsetType = UNSET
 
 
+class Load(Struct):
+    """`server_load`: calls in flight at this gateway; the rest is the whole deployment's."""
+
+    server_load: int
+    num_requests_running: int
+    num_requests_waiting: int
+    kv_cache_usage_perc: float
+
+
 class Version(Struct):
     version: str
 

@@ -45,6 +45,10 @@ _MAX_SHOWN_PATH = 200
 _CHAT = "use POST /v1/chat/completions"
 _TEXT = "use POST /v1/completions"
 _TEXT_ALONE = "this server generates text and nothing else"
+_NO_VECTORS = (
+    "there are no embeddings and no scores here: the deployment passes the KV of decoders from "
+    "prefill to decode, and what pools hidden states needs no decode; run an embedding server"
+)
 _STATELESS = "nothing is kept between requests: send the whole chat to POST /v1/chat/completions"
 _NO_FILES = "no files are taken: send requests one by one"
 _OPERATED = "a deployment is operated with `baton` and its nodes' own flags, not over HTTP"
@@ -56,13 +60,14 @@ _INSTEAD: Mapping[str, str] = {
     "responses": "a response cannot be read, cancelled or deleted again: only POST /v1/responses",
     **dict.fromkeys(("complete", "generate", "generate_stream", "invocations", "infer"), _TEXT),
     **dict.fromkeys(("api/generate", "engines", "inference"), _TEXT),
-    **dict.fromkeys(("embeddings", "embed", "api/embed", "api/embeddings"), _TEXT_ALONE),
-    **dict.fromkeys(("pooling", "score", "rerank", "classify", "moderations"), _TEXT_ALONE),
+    **dict.fromkeys(("embeddings", "embed", "api/embed", "api/embeddings"), _NO_VECTORS),
+    **dict.fromkeys(("pooling", "score", "rerank", "classify"), _NO_VECTORS),
+    "moderations": _TEXT_ALONE,
     **dict.fromkeys(("audio", "images", "videos", "realtime"), _TEXT_ALONE),
     **dict.fromkeys(("assistants", "threads", "conversations", "vector_stores"), _STATELESS),
     **dict.fromkeys(("files", "uploads", "batches", "fine_tuning"), _NO_FILES),
     **dict.fromkeys(("api/tags", "api/show", "get_model_info"), "use GET /v1/models"),
-    **dict.fromkeys(("info", "get_server_info", "load"), "use GET /server_info"),
+    **dict.fromkeys(("info", "get_server_info", "get_load"), "use GET /server_info"),
     **dict.fromkeys(("ping", "healthz", "livez"), "use GET /live"),
     **dict.fromkeys(("readyz", "health_generate"), "use GET /ready"),
     **dict.fromkeys(("docs", "redoc", "swagger"), "use GET /openapi.json"),
@@ -79,6 +84,7 @@ _RENAMED: Mapping[str, str] = {  # ours, without /v1 or with one too many
     "tokenize": "/tokenize",
     "detokenize": "/detokenize",
     "metrics": "/metrics",
+    "load": "/load",
     "health": "/health",
 }
 _ROUTES = (
