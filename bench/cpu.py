@@ -10,11 +10,20 @@ import time
 from collections.abc import Callable, Sequence
 
 from . import front
-from .cpu_families import scheduling, shm_pull, small_model, structured, telemetry, whole_system
+from .cpu_families import (
+    routing,
+    scheduling,
+    shm_pull,
+    small_model,
+    structured,
+    telemetry,
+    whole_system,
+)
 from .floors.figures import ROOT, Figure, machine, table, write
 
 FAMILIES: dict[str, Callable[[], list[Figure]]] = {
     "scheduling": scheduling.measure,
+    "routing": routing.measure,
     "shm": shm_pull.measure,
     "model": small_model.measure,
     "gateway": front.throughput,

@@ -1,7 +1,7 @@
 """What one GPU gives through the real engine: scheduler, runner and sampler, beside its floors.
 
 python -m baton.bench.gpu [--shape NAME] [--tp N] [--part-of N] [--only NAME...] [--growth] [--load]
-                          [--quantization fp8|fp8-block] [--kv-cache-dtype fp8]
+                          [--quantization fp8|fp8-block|int4] [--kv-cache-dtype fp8]
 
 A decode's context is reserved and started as a hand-off would do it, over KV of random numbers, so
 no prefill is waited for. A step is timed by the wall in steady state, its time on the GPU by
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import random
 import statistics
 import sys
@@ -30,7 +29,6 @@ from baton.core.request.request import Request, SamplingParams
 from baton.engine.execution.batch import SequenceSlice
 from baton.engine.execution.cuda_graphs import StepGraph
 from baton.engine.local import LocalEngine
-from baton.engine.model.quantization import FP8_KERNELS
 from baton.kernels.sampling.sample_spec import SampleSpec
 
 from .floors.figures import ROOT, Figure, command_line, commit, machine, table
@@ -67,9 +65,18 @@ _TARGETS_OF_SEVERAL = {
     ("llama-3.1-8b", 2): {"decode 64 x 4096": 7.2},
     ("llama-3.1-70b", 4): {"decode 64 x 2048": 14.5, "prefill 1 x 8192": 620.0},
 }
-# With weights in FP8 on one H200.
-_TARGETS_OF_FP8 = {
-    "fp8": {
+# With quantised weights on one H200, by shape.
+_TARGETS_OF_EXPERTS_IN_FP8 = {
+    "decode 1 x 1024": 2.2,
+    "decode 64 x 4096": 15.8,
+    "decode 256 x 1024": 17.0,
+    "prefill 1 x 1024": 28.0,
+    "prefill 1 x 8192": 110.0,
+    "prefill 16 x 512": 80.0,
+}
+_TARGETS_OF_QUANTISED = {
+    ("llama-3.1-8b", "int4"): {"decode 1 x 1024": 1.8, "decode 64 x 4096": 10.6},
+    ("llama-3.1-8b", "fp8"): {
         "decode 1 x 1024": 2.6,
         "decode 64 x 4096": 10.9,
         "decode 256 x 1024": 12.5,
@@ -77,7 +84,7 @@ _TARGETS_OF_FP8 = {
         "prefill 1 x 8192": 128.0,
         "prefill 16 x 512": 100.0,
     },
-    "fp8-block": {
+    ("llama-3.1-8b", "fp8-block"): {
         "decode 1 x 1024": 2.6,
         "decode 64 x 4096": 10.9,
         "decode 256 x 1024": 12.7,
@@ -85,6 +92,8 @@ _TARGETS_OF_FP8 = {
         "prefill 1 x 8192": 139.0,
         "prefill 16 x 512": 110.0,
     },
+    ("qwen3-30b-a3b", "fp8"): _TARGETS_OF_EXPERTS_IN_FP8,
+    ("qwen3-30b-a3b", "fp8-block"): _TARGETS_OF_EXPERTS_IN_FP8,
 }
 _DECODES = [(1, 1024), (64, 2048), (64, 4096), (256, 1024)]
 _PREFILLS = [(1, 128), (1, 512), (1, 1024), (1, 8192), (16, 512)]
@@ -285,8 +294,8 @@ class Bench:
         if self._num_gpus > 1:
             targets = _TARGETS_OF_SEVERAL.get((self._shape.name, self._num_gpus), {})
         if self._shape.quantization is not None:
-            is_8b = self._shape.name == "llama-3.1-8b" and self._num_gpus == 1
-            targets = _TARGETS_OF_FP8[self._shape.quantization] if is_8b else {}
+            kind = (self._shape.name, self._shape.quantization)
+            targets = _TARGETS_OF_QUANTISED.get(kind, {}) if self._num_gpus == 1 else {}
         floor_ms /= self._num_gpus
         floor_ms += self._shape.sums_floor_ms(num_tokens, self._num_gpus)
         bound = "bytes and operations" + (", links" if self._num_gpus > 1 else "")
@@ -305,7 +314,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--tp", type=int, default=1, help="GPUs of the engine")
     parser.add_argument("--part-of", type=int, default=1, help="a rank's part of so many, alone")
-    parser.add_argument("--quantization", choices=("fp8", "fp8-block"), help="of the weights")
+    parser.add_argument(
+        "--quantization", choices=("fp8", "fp8-block", "int4"), help="of the weights"
+    )
     parser.add_argument("--only", nargs="*", default=[], help="cases, as 'decode 64 x 4096'; mixed")
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--mixed-graph-tokens", type=int, default=1024)
@@ -322,13 +333,12 @@ def main(argv: list[str]) -> int:
         quantization=arguments.quantization,
         is_kv_8bit=arguments.kv_cache_dtype != "auto",
     )
-    os.environ[FP8_KERNELS] = "1"
     folder = shape.write_config(Path(tempfile.mkdtemp(prefix="baton-shape-")))
     config = EngineConfig(
         model=str(folder),
         device="cuda",
         load_format="dummy",
-        quantization="fp8" if arguments.quantization == "fp8" else None,
+        quantization=None if arguments.quantization == "fp8-block" else arguments.quantization,
         max_num_batched_tokens=8192,
         enable_prefix_caching=False,
         attention_backend=arguments.attention_backend,

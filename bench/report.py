@@ -1,4 +1,4 @@
-"""The tables in README.md and docs/, made from bench/results/*.json.
+"""The tables in README.md and docs/, and pictures of docs/, made from bench/results/*.json.
 
     python -m baton.bench.report        (or `make docs`)
 
@@ -15,10 +15,16 @@ from pathlib import Path
 
 from baton.cli.reference import refresh_parts
 
-from .result_tables import goodput, gpu, host, serving
+from .result_tables import baselines, goodput, gpu, host, serving
 from .result_tables.results import ROOT
 
-PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "why.md")
+
+PICTURES: Mapping[Path, Callable[[], str]] = {
+    ROOT / "docs" / "images" / "why-memory.svg": baselines.memory_picture,
+    ROOT / "docs" / "images" / "why-throughput.svg": baselines.throughput_picture,
+    ROOT / "docs" / "images" / "why-gaps.svg": baselines.gaps_picture,
+}
 
 TABLES: Mapping[str, Callable[[], str]] = {
     "gpu summary": gpu.summary,
@@ -35,6 +41,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "two prefill": serving.two_prefill,
     "overload": serving.overload,
     "faults": serving.faults,
+    "schemes": baselines.schemes,
+    "admissions": baselines.admissions,
     "goodput": goodput.highest,
     "goodput by rate": goodput.by_rate,
     "front": host.front,
@@ -61,7 +69,9 @@ def refreshed(page: Path) -> str:
 
 
 def main() -> int:
-    """Write the pages."""
+    """Write the pages and pictures."""
+    for path, picture in PICTURES.items():
+        path.write_text(picture())
     for page in PAGES:
         page.write_text(refreshed(page))
     return 0

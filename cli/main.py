@@ -26,8 +26,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     for add in (
-        *(_add_up, _add_demo, _add_generate, _add_chat, _add_doctor, _add_fsck),
-        *(_add_keys, _add_certs),
+        *(_add_up, _add_demo, _add_generate, _add_run_batch, _add_chat, _add_doctor),
+        *(_add_fsck, _add_keys, _add_certs),
     ):
         add(commands)
     return parser
@@ -94,6 +94,43 @@ def _generate(arguments: argparse.Namespace) -> int:
             seed=arguments.sampling_seed,
         )
     )
+
+
+def _add_run_batch(commands: _Commands) -> None:
+    parser = _add(
+        commands, "run-batch", _run_batch, "requests of a file, in OpenAI's batch format, to a file"
+    )
+    parser.add_argument("-i", "--input", required=True, help="requests, one a line")
+    parser.add_argument(
+        "-o",
+        "--output",
+        required=True,
+        help="results, one a line; those that it has are not redone",
+    )
+    parser.add_argument(
+        "--url",
+        help="a deployment's HTTP, its key in BATON_API_KEY; without one, --model runs here",
+    )
+    parser.add_argument(
+        "--max-concurrent", type=int, default=256, help="most lines at the same time (256)"
+    )
+    flags.add_flags(parser, EngineConfig)
+
+
+def _run_batch(arguments: argparse.Namespace) -> int:
+    from ..offline import batch
+
+    if arguments.max_concurrent < 1:
+        print("error: --max-concurrent must be at least 1", file=sys.stderr)
+        return 2
+    config = batch.BatchConfig(
+        Path(arguments.input),
+        Path(arguments.output),
+        arguments.url,
+        os.environ.get("BATON_API_KEY"),
+        arguments.max_concurrent,
+    )
+    return run_reporting(lambda: batch.run(config, flags.parse(EngineConfig, arguments)))
 
 
 def _add_chat(commands: _Commands) -> None:

@@ -5,9 +5,10 @@ each holder.
     baton:{cluster}:{name}:epoch    that of the last holder
 
 Who was paused may believe in it for longer than it lasts, and a Redis that lost its data grants it
-again at once: what is ordered under a lease carries its epoch, and whoever obeys refuses an older
-one. A writer of Redis without the secret can keep everybody from having it, and no more: orders go
-over authenticated links.
+again at once, perhaps with an epoch that another holder has: what is ordered under a lease carries
+its epoch, and whoever obeys refuses an older one, or the same of another holder. A holder that sees
+one of these names an epoch above it (`take`). A writer of Redis without the secret can keep
+everybody from having it, and no more: orders go over authenticated links.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from .redis_client import REDIS_ERRORS, connect, key_prefix, reply
 log = logging.getLogger(__name__)
 
 _MAX_EPOCH = 1 << 53  # what Lua's numbers count to
-# Take it, or keep it. `ARGV[3]`: the newest epoch that anybody has seen: a new one is above.
+# Take it with a new epoch, or keep it. `ARGV[3]`: the least epoch that will do.
 _TAKE = """
 local holder = redis.call('GET', KEYS[1])
 if holder and holder ~= ARGV[1] then return 0 end
 local epoch = tonumber(redis.call('GET', KEYS[2]) or '0') or 0
-local seen = tonumber(ARGV[3])
-if not holder or epoch < seen then
-  epoch = math.max(epoch, seen) + 1
+local least = tonumber(ARGV[3])
+if not holder or epoch < least then
+  epoch = math.max(epoch + 1, least)
   redis.call('SET', KEYS[2], string.format('%.0f', epoch))
 end
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
@@ -58,14 +59,14 @@ class RedisLease:
         """While it is held, for all that this process can know; else None."""
         return self._epoch if self._clock.monotonic_s() < self._until_s else None
 
-    async def take(self, seen_epoch: int) -> int | None:
-        """Take it or renew it: its epoch, above `seen_epoch` if it is new; None: somebody else has
-        it, or Redis does not answer. It lasts from when it was asked for."""
+    async def take(self, least_epoch: int) -> int | None:
+        """Take it or renew it: its epoch, `least_epoch` at least; None: somebody else has it, or
+        Redis does not answer. It lasts from when it was asked for."""
         asked_s = self._clock.monotonic_s()
-        ttl_ms, seen = int(self._ttl_s * 1000), min(seen_epoch, _MAX_EPOCH)
+        ttl_ms, least = int(self._ttl_s * 1000), min(least_epoch, _MAX_EPOCH)
         try:
             answer = await reply(
-                self._redis.eval(_TAKE, 2, *self._keys, self._holder, ttl_ms, seen)
+                self._redis.eval(_TAKE, 2, *self._keys, self._holder, ttl_ms, least)
             )
         except REDIS_ERRORS as error:
             log.debug("the lease was not renewed: %s", error)

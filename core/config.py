@@ -27,6 +27,7 @@ def flag(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+GPU_SWAP_GIB = 4.0  # as vLLM's default
 TBT_TARGET_MS = 25.0  # of engines that take whole requests, unless the operator says otherwise
 
 
@@ -57,9 +58,9 @@ class EngineConfig:
     )
     quantization: str | None = flag(
         None,
-        "fp8: quantise the weights of projections as they are loaded; a checkpoint that is "
+        "fp8, int4: quantise the weights of projections as they are loaded; a checkpoint that is "
         "quantised needs no flag",
-        choices=("fp8",),
+        choices=("fp8", "int4"),
     )
     seed: int = flag(0, "seed of dummy weights")
     tensor_parallel_size: int = flag(1, "GPUs per engine", aliases=("tp",))
@@ -75,6 +76,11 @@ class EngineConfig:
     block_size: int = flag(16, "tokens per KV block")
     num_kv_blocks: int | None = flag(None, "size of the KV pool in blocks; default: by memory")
     cpu_kv_bytes: int = flag(256 << 20, "KV pool on a CPU in bytes")
+    swap_space: float | None = flag(
+        None,
+        "GiB of host memory for each GPU: KV blocks that leave its pool go there and come back, "
+        "those of preempted requests too; 0: none; default: 4 on a GPU, 0 on a CPU",
+    )
     gpu_memory_utilization: float = flag(
         0.9,
         "share of GPU memory for this engine: weights, KV, work",
@@ -129,12 +135,23 @@ class EngineConfig:
             raise StartupFailed("--mixed-graph-tokens must be 0 or lie in [64, 1024]")
         if self.block_size & (self.block_size - 1):
             raise StartupFailed("--block-size must be a power of two", hint="16 suits most models")
+        if self.swap_space is not None and not 0 <= self.swap_space < math.inf:
+            raise StartupFailed("--swap-space must be 0 or more")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise StartupFailed("--gpu-memory-utilization must lie in (0, 1]")
 
     @property
     def tbt_target_s(self) -> float | None:
         return None if self.tbt_target_ms is None else self.tbt_target_ms / 1000
+
+    def swap_bytes(self, device_type: str) -> int:
+        """Of host memory for KV blocks, on "cuda" or "cpu"; without prefix caching none."""
+        if not self.enable_prefix_caching:
+            return 0
+        gib = self.swap_space
+        if gib is None:
+            gib = GPU_SWAP_GIB if device_type == "cuda" else 0.0
+        return int(gib * 2**30)
 
 
 @dataclass(frozen=True, slots=True)

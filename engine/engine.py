@@ -32,6 +32,9 @@ from .execution.constraints import Constraints, Mask
 from .first_steps import measure_first_steps
 from .kv.block_pool import BlockPool, BlockRef
 from .kv.generations import Generations
+from .kv.host_blocks import HostBlocks
+from .kv.host_copies import HostCopier
+from .kv.host_tier import HostCounts, HostTier
 from .kv.limits import EngineLimits
 from .kv.prefix_cache import CacheObserver, PrefixCache
 from .scheduling.admission import OutputLengthEstimator
@@ -89,8 +92,10 @@ class Engine:
         estimator: OutputLengthEstimator | None = None,
         grammars: Grammars | None = None,
         clock: Clock | None = None,
+        host_copier: HostCopier | None = None,
     ) -> None:
-        """Without `grammars` no request may have a constraint."""
+        """Without `grammars` no request may have a constraint; `host_copier`: to host memory, where
+        the prefix cache goes on."""
         self.limits = limits
         self.pool = BlockPool(limits.num_blocks, generations)
         self._runner = runner
@@ -98,9 +103,25 @@ class Engine:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._estimator = estimator or OutputLengthEstimator()
         self._constraints = None if grammars is None else Constraints(grammars)
-        cache = PrefixCache(self.pool, is_enabled=enable_prefix_caching, observer=cache_observer)
-        self._tables = BlockTables(self.pool, cache, generations, limits.block_size)
         self._step_costs = StepCostEstimator()
+        if not enable_prefix_caching:
+            host_copier = None
+        host_blocks = None if host_copier is None else HostBlocks()
+        cache = PrefixCache(
+            self.pool, is_enabled=enable_prefix_caching, observer=cache_observer, host=host_blocks
+        )
+        self._host: HostTier | None = None
+        if host_copier is not None and host_blocks is not None:
+            self._host = HostTier(
+                host_copier,
+                host_blocks,
+                self.pool,
+                cache,
+                generations,
+                self._step_costs.estimate,
+                limits.block_size,
+            )
+        self._tables = BlockTables(self.pool, cache, generations, limits.block_size, self._host)
         self._step_record = StepRecord()
         self.count_experts: Callable[[], tuple[int, ...]] = tuple  # see Totals.expert_tokens
         self.num_expert_ranks = 1  # that have experts whole, each as many
@@ -231,7 +252,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step could do anything: False also while all that is left waits for memory."""
-        if self._in_flight is not None:
+        if self._in_flight is not None or (self._host is not None and self._host.has_work):
             return True
         is_stalled = self._stalled_at == self._scheduler.opportunities
         return bool(self._scheduler.running or self._scheduler.waiting) and not is_stalled
@@ -256,7 +277,7 @@ class Engine:
             step = self._launch(previous, output)
         if previous is not None:
             while meanwhile is not None and not previous.launched.has_completed():
-                has_news = meanwhile()
+                has_news = meanwhile() | self._poll_host()
                 is_due = step is None and self._clock.monotonic_s() >= due_s
                 if is_due and (has_news or not has_tried):
                     has_tried = True
@@ -264,6 +285,8 @@ class Engine:
             self._collect(previous, output)
         elif step is None:
             self._stalled_at = self._scheduler.opportunities
+            if meanwhile is not None and self._host is not None and self._host.has_work:
+                meanwhile()
         if step is not None and not self._runner.runs_ahead:
             self._collect(step, output)
         else:
@@ -284,6 +307,7 @@ class Engine:
         self, previous: _StepInFlight | None, output: StepOutputBuilder
     ) -> _StepInFlight | None:
         """Schedule and launch a step behind `previous`; None if there is nothing to do."""
+        self._poll_host()
         schedule = self._scheduler.schedule()
         for sequence, error in schedule.failed:
             del self._sequences[sequence.key]
@@ -316,6 +340,14 @@ class Engine:
         if step.launched.number:
             output.launched += launched_chunks(planned, step.launched.number)
         return step
+
+    def _poll_host(self) -> bool:
+        """Take note of what was copied to or from host memory; whether a prompt can go on."""
+        if self._host is None or not self._host.poll():
+            return False
+        self._scheduler.finish_loads()
+        self._stalled_at = None
+        return True
 
     def _masks(
         self, planned: list[ScheduledSequence], output: StepOutputBuilder
@@ -457,6 +489,9 @@ class Engine:
             num_kept_steps=self._step_record.num_kept_steps,
             num_refusals=self._num_refusals,
             expert_tokens=self.count_experts(),
+            num_swaps=self._scheduler.num_swaps,
+            host_hit_tokens=self._tables.num_host_hit_tokens,
+            host=HostCounts() if self._host is None else self._host.counts,
         )
 
     @property

@@ -17,6 +17,7 @@ from .kv.limits import EngineLimits
 from .model import fingerprint
 from .parallel.parallel_runner import ParallelRunner
 from .parallel.rank_processes import Ranks, start_ranks
+from .parallel.ranked_copies import host_copier_of
 
 _FOLLOWER_MODULE = "baton.engine.parallel.rank_worker"
 
@@ -33,6 +34,7 @@ class LocalEngine:
         self.ranks = ranks
         followers = None if ranks is None else ranks.followers
         self.steps: Runner = runner if followers is None else ParallelRunner(runner, followers)
+        host_copier = host_copier_of(runner, followers)
         self.engine = Engine(
             self.steps,
             EngineLimits(
@@ -48,11 +50,14 @@ class LocalEngine:
             fingerprint=fingerprint.short(runner.fingerprint),
             eos_token_ids=runner.eos_token_ids,
             enable_prefix_caching=config.enable_prefix_caching,
+            host_copier=host_copier,
             grammars=Grammars(
                 runner.model_dir, runner.model_config.vocab_size, runner.eos_token_ids
             ),
         )
         self.engine.tbt_target_s = config.tbt_target_s
+        if host_copier is not None:
+            host_copier.begin()
 
     @classmethod
     def load(cls, config: EngineConfig, report: Callable[[str], None]) -> LocalEngine:

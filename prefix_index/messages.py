@@ -12,12 +12,13 @@ Memory is bounded by the engine's pool, whoever does not listen.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
-from typing import Annotated, TypeAlias
+from collections.abc import Iterable, Iterator
+from operator import itemgetter
+from typing import Annotated, NamedTuple, TypeAlias
 
 import msgspec
 
-from ..core.request.token_ids import BlockHash
+from ..core.request.token_ids import BlockHash, Tier
 
 HASH_BYTES = 16
 MAX_HASHES = 3600  # in one message
@@ -45,12 +46,14 @@ class Head(msgspec.Struct, frozen=True, array_like=True, tag="head 2"):
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, tag="delta 2"):
-    """The change number `seq` of an engine's cache. An incarnation begins empty, at 0."""
+    """The change number `seq` of an engine's cache. An incarnation begins empty, at 0. `stored` are
+    on its device now, `in_host` in its host memory alone, wherever they were before."""
 
     incarnation: Incarnation
     seq: Count
     removed: Hashes = ()
     stored: Hashes = ()
+    in_host: Hashes = ()
 
 
 class Snapshot(msgspec.Struct, frozen=True, array_like=True, tag="snapshot 2"):
@@ -62,12 +65,13 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True, tag="snapshot 2"):
 
 
 class SnapshotChunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk 2"):
-    """One piece of a snapshot, of at most MAX_HASHES."""
+    """One piece of a snapshot, of at most MAX_HASHES, those in host memory alone apart."""
 
     incarnation: Incarnation
     seq: Count
     index: Count
     hashes: Hashes
+    in_host: Hashes = ()
 
     @property
     def place(self) -> tuple[str, int, int]:
@@ -98,35 +102,46 @@ def split_hashes(joined: bytes) -> tuple[BlockHash, ...]:
 
 
 class NetChanges:
-    """What changed in a set of hashes since the last `take`.
+    """Which hashes have moved to another tier since the last `take`.
 
-    Each hash is stored and removed in turn, so a second change takes the first one back: never more
-    hashes than the set had then and has now.
+    What moved back has not: never more hashes than there were then and are now.
     """
 
     def __init__(self) -> None:
-        self._is_stored: dict[BlockHash, bool] = {}
+        self._moves: dict[BlockHash, tuple[Tier, Tier]] = {}  # from where, to where
 
     def __len__(self) -> int:
-        return len(self._is_stored)
+        return len(self._moves)
 
-    def stored(self, block_hashes: Iterable[BlockHash]) -> None:
-        self._note(block_hashes, True)
-
-    def removed(self, block_hashes: Iterable[BlockHash]) -> None:
-        self._note(block_hashes, False)
-
-    def _note(self, block_hashes: Iterable[BlockHash], is_stored: bool) -> None:
-        changes = self._is_stored
+    def moved(self, block_hashes: Iterable[BlockHash], was: Tier, now: Tier) -> None:
+        moves = self._moves
         for block_hash in block_hashes:
-            if changes.setdefault(block_hash, is_stored) is not is_stored:
-                del changes[block_hash]
+            first, _ = moves.setdefault(block_hash, (was, now))
+            if first is now:
+                del moves[block_hash]
+            else:
+                moves[block_hash] = (first, now)
 
-    def take(self) -> tuple[list[BlockHash], list[BlockHash]]:
-        """(removed, stored) since the last call."""
-        changes, self._is_stored = self._is_stored, {}
-        removed = [h for h, is_stored in changes.items() if not is_stored]
-        return removed, [h for h, is_stored in changes.items() if is_stored]
+    def take(self) -> list[tuple[BlockHash, Tier]]:
+        """Since the last call, what is no longer anywhere first."""
+        moves, self._moves = self._moves, {}
+        ends = [(block_hash, now) for block_hash, (_, now) in moves.items()]
+        return sorted(ends, key=itemgetter(1))
+
+
+class Changes(NamedTuple):
+    """Hashes by the `Tier` that they are in now."""
+
+    removed: list[BlockHash]
+    in_host: list[BlockHash]
+    stored: list[BlockHash]  # on the device
+
+    @classmethod
+    def of(cls, moves: Iterable[tuple[BlockHash, Tier]]) -> Changes:
+        changes = cls([], [], [])
+        for block_hash, now in moves:
+            changes[now].append(block_hash)
+        return changes
 
 
 class CacheJournal:
@@ -136,32 +151,38 @@ class CacheJournal:
         self.incarnation = incarnation
         self.seq = 0  # of the last delta that was taken
         self.changed = asyncio.Event()
-        self._hashes: set[BlockHash] = set()
+        self._tiers: dict[BlockHash, Tier] = {}  # of all that is somewhere
         self._unpublished = NetChanges()
 
-    def record(self, removed: Iterable[BlockHash], stored: Iterable[BlockHash]) -> None:
+    def record(
+        self,
+        removed: Iterable[BlockHash],
+        stored: Iterable[BlockHash],
+        in_host: Iterable[BlockHash] = (),
+    ) -> None:
         """What the engine reports of its cache, in order. A change that is none is no error."""
-        hashes = self._hashes
-        gone = [each for each in removed if each in hashes]
-        hashes.difference_update(gone)
-        self._unpublished.removed(gone)
-        new = [each for each in stored if each not in hashes]
-        hashes.update(new)
-        self._unpublished.stored(new)
+        tiers = self._tiers
+        for now, hashes in ((Tier.NOWHERE, removed), (Tier.HOST, in_host), (Tier.DEVICE, stored)):
+            for block_hash in hashes:
+                was = tiers.get(block_hash, Tier.NOWHERE)
+                if was is now:
+                    continue
+                if now is Tier.NOWHERE:
+                    del tiers[block_hash]
+                else:
+                    tiers[block_hash] = now
+                self._unpublished.moved((block_hash,), was, now)
         if self._unpublished:
             self.changed.set()
 
     def take(self) -> list[Delta]:
         """Number what changed since the last call. A delta that is then lost shows as a gap."""
-        removed, stored = self._unpublished.take()
+        moves = self._unpublished.take()
         deltas = []
-        for start in range(0, len(removed) + len(stored), MAX_HASHES):
-            end = start + MAX_HASHES
-            some_stored = stored[max(0, start - len(removed)) : max(0, end - len(removed))]
+        for part in _pieces(moves):
             self.seq += 1
-            deltas.append(
-                Delta(self.incarnation, self.seq, tuple(removed[start:end]), tuple(some_stored))
-            )
+            removed, in_host, stored = map(tuple, Changes.of(part))
+            deltas.append(Delta(self.incarnation, self.seq, removed, stored, in_host))
         return deltas
 
     def head(self) -> Head:
@@ -170,9 +191,14 @@ class CacheJournal:
     def snapshot(self) -> tuple[list[SnapshotChunk], Snapshot]:
         """The cache behind the deltas taken so far; take first."""
         assert not self._unpublished, "the cache is ahead of its deltas"
-        hashes = list(self._hashes)
-        chunks = [
-            SnapshotChunk(self.incarnation, self.seq, index, tuple(hashes[start:][:MAX_HASHES]))
-            for index, start in enumerate(range(0, len(hashes), MAX_HASHES))
-        ]
+        chunks = []
+        for index, part in enumerate(_pieces([*self._tiers.items()])):
+            _, in_host, stored = map(tuple, Changes.of(part))
+            chunks.append(SnapshotChunk(self.incarnation, self.seq, index, stored, in_host))
         return chunks, Snapshot(self.incarnation, self.seq, len(chunks))
+
+
+def _pieces(moves: list[tuple[BlockHash, Tier]]) -> Iterator[list[tuple[BlockHash, Tier]]]:
+    """Of as many as a message has."""
+    for start in range(0, len(moves), MAX_HASHES):
+        yield moves[start : start + MAX_HASHES]

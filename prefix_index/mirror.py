@@ -52,12 +52,14 @@ class ReadSnapshot:
 
 @dataclass(slots=True)
 class _Copy:
-    """One engine's cache as we know it. `seq` is None while the copy is inexact."""
+    """One engine's cache as we know it: `in_host` are those of `hashes` that are in host memory
+    alone. `seq` is None while the copy is inexact."""
 
     max_hashes: int
     received_s: float
     seq: int | None = 0
     hashes: set[BlockHash] = field(default_factory=set)
+    in_host: set[BlockHash] = field(default_factory=set)
     may_request_s: float = 0.0
 
 
@@ -75,7 +77,7 @@ class PrefixMirror:
         self.num_gaps = 0
 
     def add(self, incarnation: str, num_blocks: int) -> None:
-        """Begin to mirror an engine that can cache at most `num_blocks` blocks."""
+        """Begin to mirror an engine that can cache at most `num_blocks` blocks, in all tiers."""
         self._copies[incarnation] = _Copy(num_blocks, self._clock.monotonic_s())
 
     def remove(self, incarnation: str) -> None:
@@ -115,10 +117,17 @@ class PrefixMirror:
                 self._note_gap(copy)
             else:
                 copy.seq = delta.seq
+        if copy.in_host:
+            copy.in_host.difference_update(delta.removed, delta.stored)
         copy.hashes.difference_update(delta.removed)
         copy.hashes.update(delta.stored)
+        if delta.in_host:
+            copy.hashes.difference_update(delta.in_host)  # so that both have the same object
+            copy.hashes.update(delta.in_host)
+            copy.in_host.update(delta.in_host)
         if len(copy.hashes) > copy.max_hashes:  # lost removals, or lies
             copy.hashes.clear()
+            copy.in_host.clear()
             self._note_gap(copy)
 
     def _note_gap(self, copy: _Copy) -> None:
@@ -141,15 +150,18 @@ class PrefixMirror:
             return None
         return ReadSnapshot(snapshot)
 
-    def install(self, snapshot: Snapshot, hashes: set[BlockHash]) -> None:
-        """Replace the copy by a snapshot that was read whole; `hashes` is ours from now on."""
+    def install(
+        self, snapshot: Snapshot, hashes: set[BlockHash], in_host: Iterable[BlockHash] = ()
+    ) -> None:
+        """Replace the copy by a snapshot that was read whole; `hashes` is ours from now on. Those
+        `in_host`, which are among them, are in host memory alone."""
         copy = self._copies.get(snapshot.incarnation)
         if copy is None:
             return
         if len(hashes) > copy.max_hashes:
             self.num_bad_messages += 1
             return
-        copy.hashes, copy.seq = hashes, snapshot.seq
+        copy.hashes, copy.in_host, copy.seq = hashes, set(in_host), snapshot.seq
 
     # -- questions -----------------------------------------------------------------------------
 
@@ -163,6 +175,13 @@ class PrefixMirror:
         """How many blocks of the chain `hashes` each of these engines has, from the first on."""
         fresh = self._fresh(incarnations)
         return {incarnation: _length_in(cached, hashes) for incarnation, cached in fresh}
+
+    def host_blocks(self, incarnation: str, hashes: Sequence[BlockHash]) -> int:
+        """How many of `hashes` this engine has in host memory alone: to be copied before use."""
+        copy = self._copies.get(incarnation)
+        if copy is None or not copy.in_host:
+            return 0
+        return sum(map(copy.in_host.__contains__, hashes))
 
     def _fresh(self, incarnations: Iterable[str]) -> Iterable[tuple[str, set[BlockHash]]]:
         """The copies of these engines that are worth a look: not empty, not stale."""
@@ -205,18 +224,24 @@ class Follower:
                 case RequestSnapshot(incarnation):
                     await self._link.request_snapshot(incarnation)
                 case ReadSnapshot(snapshot):
-                    self._mirror.install(snapshot, await read_snapshot(self._link, snapshot))
+                    hashes, in_host = await read_snapshot(self._link, snapshot)
+                    self._mirror.install(snapshot, hashes, in_host)
         except (BadMessage, IndexAway):
             return
 
 
-async def read_snapshot(link: RedisIndexLink, snapshot: Snapshot) -> set[BlockHash]:
-    """Its hashes. Raises IndexAway, BadMessage if a chunk is gone or is not what it should be."""
+async def read_snapshot(
+    link: RedisIndexLink, snapshot: Snapshot
+) -> tuple[set[BlockHash], set[BlockHash]]:
+    """Its hashes, and those of them that are in host memory alone. Raises IndexAway, BadMessage if
+    a chunk is gone or is not what it should be."""
     hashes: set[BlockHash] = set()
+    in_host: set[BlockHash] = set()
     for index in range(snapshot.num_chunks):
         wanted = (snapshot.incarnation, snapshot.seq, index)
         chunk = decode(await link.read_chunk(snapshot.incarnation, index))
         if not isinstance(chunk, SnapshotChunk) or chunk.place != wanted:
             raise BadMessage("no chunk of this snapshot")
-        hashes.update(chunk.hashes)
-    return hashes
+        hashes.update(chunk.hashes, chunk.in_host)
+        in_host.update(chunk.in_host)
+    return hashes, in_host

@@ -12,6 +12,7 @@ has in the engines that tests start. What is compiled is kept: tests start hundr
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -33,7 +34,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 HERE = Path(__file__).parent
 # Its fixture is the session's.
-SHARE_THE_DEMO = ("e2e/test_http.py", "e2e/test_structured.py", "e2e/test_tokens.py")
+SHARE_THE_DEMO = (
+    *("e2e/test_http.py", "e2e/test_offline.py", "e2e/test_structured.py", "e2e/test_tokens.py"),
+)
 sys.path.insert(0, str(HERE))
 pytest.register_assert_rewrite(
     *{path.name for path in HERE.iterdir() if path.is_dir()},
@@ -88,21 +91,9 @@ def pytest_collection() -> Generator[None, Any, Any]:
         gc.freeze()
 
 
-def _repair_interpreter() -> None:
-    """Triton 3.6 calls int() on arrays of one element, which numpy 2.4 no longer allows."""
-    try:
-        from triton.runtime import interpreter
-    except ImportError:
-        return
-    patch = interpreter._patch_lang_tensor
-
-    def patch_with_index(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = patch_with_index
-
-
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    _repair_interpreter()
+    with contextlib.suppress(ImportError):
+        import triton_interpreter
+
+        triton_interpreter.prepare()

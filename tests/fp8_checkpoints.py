@@ -7,6 +7,7 @@ Independent of the code under test: scales and numbers are computed here.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,19 @@ def write_fp8_checkpoint(
         save_file(tensors | scales, file)
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(settings | {"quantization_config": config}))
-    known = model.state_dict()  # without experts, which transformers stacks
-    model.load_state_dict({key: meant[key] for key in meant if key in known}, strict=False)
+    known = model.state_dict()
+    for key, weight in meant.items():
+        if ".experts." in key:
+            _expert_of(known, key).copy_(weight)
+        else:
+            known[key].copy_(weight)
     return model
+
+
+def _expert_of(known: dict[str, Tensor], key: str) -> Tensor:
+    """Where transformers has it: in a stack of all experts, gate and up in one."""
+    layer, number, name = re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)_proj\.weight", key).groups()
+    if name == "down":
+        return known[f"{layer}.down_proj"][int(number)]
+    halves = known[f"{layer}.gate_up_proj"][int(number)].chunk(2)
+    return halves[0] if name == "gate" else halves[1]

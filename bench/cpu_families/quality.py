@@ -1,10 +1,11 @@
-"""What weights in FP8 cost in quality: perplexity of the bundled model on this repository's text.
+"""What weights in FP8 and int4 cost in quality: the bundled model's perplexity on this repository.
 
 python -m baton.bench.cpu_families.quality [--windows N] [--out FILE]
 
 Computed in float32 on a CPU, in windows, each token from those before it in its window. "Weights"
 are dequantised as a CPU engine does it; with "activations" these are quantised too, as on a GPU.
-The text is the Python of core/, of the kind that the model was made of, and none of it.
+The text is the Python of core/, of the kind that the model was made of, and none of it. GPTQ sees
+that of engine/.
 """
 
 from __future__ import annotations
@@ -25,36 +26,52 @@ from baton.core.model_dir import resolve_model_dir
 from baton.engine.model.checkpoint import load_weights
 from baton.engine.model.decoder import Decoder
 from baton.engine.model.layers import Placement
-from baton.engine.model.model_config import read_model_config
+from baton.engine.model.model_config import ModelConfig, read_model_config
 from baton.kernels.attention.attention import AttentionMetadata, TorchAttention
+from baton.kernels.layers.ops import Ops
 from baton.kernels.products.weights import FP8, FP8_MAX, quantise_blocks
 
 from ..floors.figures import ROOT, Figure, machine, table, write
+from .gptq import RecordingOps, quantise, write_checkpoint
 
 _WINDOW, _BLOCK = 512, 16
-MAX_RATIO = 1.005  # of the perplexity of the weights as they are
+_CALIBRATION_WINDOWS = 32
+MAX_RATIO, MAX_RATIO_INT4 = 1.005, 1.04  # of the perplexity of the weights as they are
 _BY_BLOCK = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 _BY_TENSOR = {"quant_method": "fp8"}
 
 
-def text_windows(count: int) -> torch.Tensor:
-    """Token ids [count, window + 1]."""
-    texts = [path.read_text() for path in sorted((ROOT / "core").rglob("*.py"))]
+def text_windows(count: int, part: str = "core") -> torch.Tensor:
+    """Token ids [count, window + 1] of a folder's Python."""
+    texts = [path.read_text() for path in sorted((ROOT / part).rglob("*.py"))]
     tokenizer = Tokenizer.from_file(str(resolve_model_dir("demo") / "tokenizer.json"))
     ids = torch.tensor(tokenizer.encode("\n".join(texts)).ids)
     return ids.unfold(0, _WINDOW + 1, _WINDOW)[:count]
 
 
-def perplexity(
-    folder: Path, windows: torch.Tensor, quantization: str | None = None, *, has_fp8: bool = False
-) -> float:
-    """Of the model in `folder`; `has_fp8`: activations are quantised too."""
+def load(
+    folder: Path,
+    quantization: str | None = None,
+    *,
+    stays_quantised: bool = False,
+    ops: Ops | None = None,
+) -> tuple[ModelConfig, Decoder]:
+    """The model in `folder`; with `stays_quantised` in FP8 activations are quantised too."""
     config = read_model_config(folder, quantization)
     placement = Placement(
-        torch.device("cpu"), torch.float32, quantization=config.quantization, has_fp8=has_fp8
+        torch.device("cpu"),
+        torch.float32,
+        ops or Ops(),
+        quantization=config.quantization,
+        stays_quantised=stays_quantised,
     )
     model = Decoder(config, placement)
     load_weights(folder, dict(model.targets()))
+    return config, model
+
+
+def perplexity(config: ModelConfig, model: Decoder, windows: torch.Tensor) -> float:
+    """Of each token from those before it in its window."""
     num_blocks = _WINDOW // _BLOCK
     shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, _BLOCK, config.head_dim)
     attention = TorchAttention(torch.zeros(shape), [None] * config.num_layers)
@@ -93,15 +110,29 @@ def write_fp8(
     return folder
 
 
+def write_gptq(folder: Path) -> Path:
+    """The bundled model as a checkpoint of GPTQ."""
+    demo, ops = resolve_model_dir("demo"), RecordingOps()
+    config, model = load(demo, ops=ops)
+    windows = text_windows(_CALIBRATION_WINDOWS, "engine")
+    made = quantise(model, ops, lambda: perplexity(config, model, windows))
+    return write_checkpoint(folder, demo, made)
+
+
 def measure(num_windows: int) -> list[Figure]:
     """The weights as they are, then each way to quantise them."""
     windows, demo = text_windows(num_windows), resolve_model_dir("demo")
-    plain = perplexity(demo, windows)
+
+    def of(
+        folder: Path, quantization: str | None = None, *, stays_quantised: bool = False
+    ) -> float:
+        loaded = load(folder, quantization, stays_quantised=stays_quantised)
+        return perplexity(*loaded, windows)
+
+    plain = of(demo)
     found = {
-        "--quantization fp8, weights": perplexity(demo, windows, "fp8"),
-        "--quantization fp8, weights and activations": perplexity(
-            demo, windows, "fp8", has_fp8=True
-        ),
+        "--quantization fp8, weights": of(demo, "fp8"),
+        "--quantization fp8, weights and activations": of(demo, "fp8", stays_quantised=True),
     }
     formats = {
         "by block": (_BY_BLOCK, "weight_scale_inv", quantise_blocks),
@@ -110,14 +141,18 @@ def measure(num_windows: int) -> list[Figure]:
     for name, form in formats.items():
         with tempfile.TemporaryDirectory(prefix="baton-fp8-") as folder:
             path = write_fp8(Path(folder), *form)
-            found[f"{name}, weights"] = perplexity(path, windows)
-            found[f"{name}, weights and activations"] = perplexity(path, windows, has_fp8=True)
-    limit = plain * MAX_RATIO
+            found[f"{name}, weights"] = of(path)
+            found[f"{name}, weights and activations"] = of(path, stays_quantised=True)
+    in_int4 = {"--quantization int4, to the nearest": of(demo, "int4")}
+    with tempfile.TemporaryDirectory(prefix="baton-gptq-") as folder:
+        in_int4["int4 by GPTQ"] = of(write_gptq(Path(folder)))
+    limits = (plain * MAX_RATIO, plain * MAX_RATIO_INT4)
     return [
         Figure("weights as they are", "per token", (plain,)),
         *(
             Figure(f"{name}: {value / plain - 1:+.2%}", "per token", (value,), target=limit)
-            for name, value in found.items()
+            for limit, values in zip(limits, (found, in_int4), strict=True)
+            for name, value in values.items()
         ),
     ]
 

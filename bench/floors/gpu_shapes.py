@@ -7,8 +7,8 @@ bytes: all weights but the input embedding once, of experts those that uniform r
 for a decode the KV of all positions; a prefill computes the LM head for the last position of each
 prompt only; operations: 2 a weight and token, and 4 a head, dimension, query and key it sees.
 Bandwidth and rate are what an H200 gave for a large copy and a large product, not its data sheet.
-Weights in FP8 are a byte each, without the LM head, whose products are in bf16; scales are not
-counted.
+Weights in FP8 are a byte each, scales not counted, in int4 half a byte with their scales, without
+the LM head. Its products are in bf16, as all are with weights in int4.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ FLOPS = 790e12
 FP8_FLOPS, FP8_BLOCK_FLOPS = 1400e12, 1100e12  # with a scale for each row, for each block
 LINK_BYTES_PER_S = 450e9  # NVLink of one GPU, each way
 _BF16 = 2
+_INT4 = 0.5 + 4 / 128
 _SCALE = 4  # of a token, head, K or V, beside values of a byte each
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -45,7 +46,8 @@ class Shape:
     is_tied: bool = False
     has_qk_norm: bool = False  # Qwen3's, else Llama's architecture
     is_kv_8bit: bool = False
-    quantization: str | None = None  # fp8: by row; fp8-block: by block, as a checkpoint has it
+    # fp8: by row; fp8-block: by block, as a checkpoint has it; int4: in groups of 128
+    quantization: str | None = None
     experts: int = 0  # Qwen3-MoE's, each of `inner`; 0: one MLP
     chosen: int = 0  # experts a token
 
@@ -84,14 +86,17 @@ class Shape:
         return "qwen3" if self.has_qk_norm else "llama"
 
     @property
-    def _weight_bytes(self) -> int:
+    def _weight_bytes(self) -> float:
         """Of a weight of a layer."""
+        if self.quantization == "int4":
+            return _INT4
         return 1 if self.quantization else _BF16
 
     @property
     def _layer_flops(self) -> float:
         """Operations a second of products in layers."""
-        return {None: FLOPS, "fp8": FP8_FLOPS, "fp8-block": FP8_BLOCK_FLOPS}[self.quantization]
+        rates = {"fp8": FP8_FLOPS, "fp8-block": FP8_BLOCK_FLOPS}
+        return rates.get(self.quantization or "", FLOPS)
 
     def part(self, count: int) -> Shape:
         """What one of `count` ranks has, as a model of its own: fewer GPUs can run it."""
@@ -167,6 +172,7 @@ class Shape:
                 "quant_method": "fp8",
                 "activation_scheme": "dynamic",
                 "weight_block_size": [128, 128],
+                "modules_to_not_convert": ["mlp.gate"],
             }
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config))

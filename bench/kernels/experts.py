@@ -1,12 +1,12 @@
 """Mixtures of experts on a GPU: which plan is fastest for how many tokens; writes the table.
 
-python -m baton.bench.kernels.experts [--mixtures NAME...] [--tokens N,N] [--tp N] [--dry]
-                                      [--out FILE]
+python -m baton.bench.kernels.experts [--mixtures NAME...] [--weights bf16|fp8|fp8-block]
+                                      [--tokens N,N] [--tp N] [--dry] [--out FILE]
 
 Each product is measured by itself in a CUDA graph, over several routings (uniform, so that no cache
-holds the weights); then the whole layer with the best cuts of each tile size, by single pairs, and
-by torch's grouped product. Floor: reading the weights of the experts that are touched, or
-multiplying. Every plan's output is compared with torch's.
+holds the weights); then the whole layer with the best cuts of each tile size, and by single pairs.
+Floor: reading the weights of the experts that are touched, or multiplying. Every plan's output is
+compared with plain torch's.
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ import torch
 import triton
 from torch import Tensor
 
-from baton.kernels.experts.experts import ExpertWeights, Mixture
-from baton.kernels.experts.experts_triton import by_library, compute_experts, sizes_of
+from baton.kernels.experts.experts import ExpertInputs, ExpertWeights, Fp8Groups, Mixture
+from baton.kernels.experts.experts_triton import compute_experts, sizes_of
 from baton.kernels.experts.grouped_triton import down_products, gated_products
 from baton.kernels.experts.routing_triton import Choice, Order, choose_and_order, router_logits
-from baton.kernels.experts.tiles import TABLE, Cut, Few, Library, Plan, Tiles, as_json, choose_plan
+from baton.kernels.experts.tiles import TABLE, Cut, Few, Plan, Tiles, as_json, choose_plan
+from baton.kernels.layers.ops import Ops
+from baton.kernels.products.weights import quantise_blocks, quantise_rows
 
 from ..floors.figures import commit
-from ..floors.gpu_shapes import BYTES_PER_S, FLOPS
+from ..floors.gpu_shapes import BYTES_PER_S, FLOPS, FP8_BLOCK_FLOPS, FP8_FLOPS
+from .graph_times import graph_times_us
 
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 _REPEATS = 5
@@ -43,8 +46,9 @@ _ROUTINGS = 4
 _COMPILERS = 14
 _SHARED_BYTES = 227 << 10
 _MAX_FEW_TOKENS = 16
-_MIN_LIBRARY_TOKENS = 256
-_TOLERANCE = 2e-2  # relative, in the norm: of bf16
+# Relative, in the norm: of bf16, and of activations in FP8, which plain torch has of all rows.
+_TOLERANCE, _FP8_TOLERANCE = 2e-2, 8e-2
+_QUANTISE = {"fp8": quantise_rows, "fp8-block": quantise_blocks}
 
 
 @dataclass(frozen=True)
@@ -63,17 +67,35 @@ MIXTURES = {
     "mixtral-8x7b": Sizes(8, 2, 4096, 14_336, 32),
 }
 
-_FEW = [
-    Few(*outputs, warps, inputs)
-    for outputs in ((1, 1), (2, 2), (4, 4))
-    for warps, inputs in ((2, 512), (4, 1024), (4, 256), (8, 1024))
-]
+
+def few_plans(weights: str) -> list[Few]:
+    """The candidates for single pairs; of FP8 as many bytes are in flight with more inputs."""
+    sizes = [(2, 512), (4, 1024), (4, 256), (8, 1024)]
+    if weights:
+        sizes = [(2, 1024), (4, 1024), (4, 2048), (4, 512)]
+    outputs = ((1, 1), (2, 2), (4, 4))
+    return [Few(*of_both, *size) for of_both in outputs for size in sizes]
 
 
-def cuts(rows: int, *, is_gated: bool) -> list[Cut]:
+def cuts(rows: int, weights: str, *, is_gated: bool, has_fp8_rows: bool = False) -> list[Cut]:
     """The candidates that fit into shared memory."""
-    if rows <= 32:
-        sizes = [(32, 128), (32, 256), (64, 64), (64, 128), (64, 256), (128, 64), (128, 128)]
+    if weights and rows <= 32:
+        sizes = [(128, 128)] if is_gated and has_fp8_rows else [(64, 128), (128, 128)]
+        found = [
+            Cut(outputs, inputs, stages, 4, 1, is_turned)
+            for (outputs, inputs), stages in itertools.product(sizes, (3, 4, 5))
+            for is_turned in ((True,) if has_fp8_rows else (False, True))
+        ]
+    elif weights:
+        found = [
+            Cut(outputs, 128, stages, warps)
+            for outputs in ((128,) if is_gated else (64, 128))
+            for stages, warps in itertools.product((2, 3, 4), (4, 8))
+            if rows * outputs * (3 if is_gated else 2) // (warps * 32) <= 192  # sums of a thread
+            and (warps == 4 or rows * outputs >= 128 * 64)
+        ]
+    elif rows <= 32:
+        sizes = [(32, 128), (64, 128), (128, 64), (128, 128)]
         found = [
             Cut(outputs, inputs, stages, 4, 1, is_turned)
             for (outputs, inputs), stages in itertools.product(sizes, (3, 4, 5))
@@ -88,12 +110,21 @@ def cuts(rows: int, *, is_gated: bool) -> list[Cut]:
             if rows * outputs * (2 if is_gated else 1) // (warps * 32) <= 128  # sums of a thread
             and (warps == 4 or rows * outputs >= 128 * 64)
         ]
-    halves = 2 if is_gated else 1
-    return [
-        cut
-        for cut in found
-        if (rows + halves * cut.outputs) * cut.inputs * 2 * cut.stages <= _SHARED_BYTES
-    ]
+    halves, of_row, of_weight = 2 if is_gated else 1, 1 if has_fp8_rows else 2, 1 if weights else 2
+
+    def shared_bytes(cut: Cut) -> int:
+        return (rows * of_row + halves * cut.outputs * of_weight) * cut.inputs * cut.stages
+
+    if rows >= 64 or has_fp8_rows:
+        found += [replace(cut, has_descriptor=True) for cut in found]
+    return [cut for cut in found if shared_bytes(cut) <= _SHARED_BYTES]
+
+
+def kinds_of_rows(rows: int, weights: str) -> tuple[bool, ...]:
+    """Whether activations are tried in FP8, or not."""
+    if not weights:
+        return (False,)
+    return (False, True) if rows == 16 else (True,)
 
 
 def tile_rows(num_pairs: int, num_experts: int) -> list[int]:
@@ -106,15 +137,18 @@ def tile_rows(num_pairs: int, num_experts: int) -> list[int]:
 class Layer:
     """One mixture with random weights, and inputs of several routings."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: Sizes, weights: str) -> None:
         options = {"device": "cuda", "dtype": torch.bfloat16}
         experts, hidden, inner = sizes.num_experts, sizes.hidden, sizes.inner
         gate_up = torch.empty(experts, 2 * inner, hidden, **options).normal_(0, hidden**-0.5)
         down = torch.empty(experts, hidden, inner, **options).normal_(0, inner**-0.5)
         router = torch.randn(experts, hidden, **options)
-        weights = (ExpertWeights(gate_up), ExpertWeights(down))
-        self.mixture = Mixture(router, *weights, sizes.num_chosen, True)
-        self.sizes = sizes
+        parts = [ExpertWeights(gate_up), ExpertWeights(down)]
+        if weights:
+            made = [zip(*map(_QUANTISE[weights], one.values), strict=True) for one in parts]
+            parts = [ExpertWeights(*map(torch.stack, one)) for one in made]
+        self.mixture = Mixture(router, *parts, sizes.num_chosen, True)
+        self.sizes, self.weights = sizes, weights
 
     def inputs(self, num_tokens: int) -> list[Tensor]:
         hidden = self.sizes.hidden
@@ -125,32 +159,23 @@ class Layer:
         logits = router_logits(x, self.mixture.router)
         return choose_and_order(logits, self.mixture, None, rows)
 
+    def in_fp8(self, x: Tensor) -> Fp8Groups:
+        """As kernels quantise it; its router's product is thrown away."""
+        quantised = Fp8Groups.empty(*x.shape, x.device)
+        router_logits(x, torch.empty(1, x.shape[1], device=x.device, dtype=x.dtype), quantised)
+        return quantised
+
     def floor_us(self, num_tokens: int, touched: float) -> float:
         one = 3 * self.sizes.hidden * self.sizes.inner
-        num_bytes = 2 * one * touched
+        num_bytes = (1 if self.weights else 2) * one * touched
         operations = 2 * one * num_tokens * self.sizes.num_chosen
-        return max(num_bytes / BYTES_PER_S, operations / FLOPS) * 1e6
+        flops = {"fp8": FP8_FLOPS, "fp8-block": FP8_BLOCK_FLOPS}.get(self.weights, FLOPS)
+        return max(num_bytes / BYTES_PER_S, operations / flops) * 1e6
 
 
 def time_us(calls: list[Callable[[], object]]) -> float:
     """Of one of the calls, all in a CUDA graph."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    samples = []
-    for _ in range(_REPEATS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        samples.append(begin.elapsed_time(end) / len(calls) * 1e3)
-    return statistics.median(samples)
+    return statistics.median(graph_times_us(calls, _REPEATS))
 
 
 def best_cut(measure: Callable[[Cut], float], found: list[Cut], groups: tuple[int, ...]) -> Cut:
@@ -171,52 +196,46 @@ def _or_inf(measure: Callable[[Cut], float], cut: Cut) -> float:
         return float("inf")
 
 
-def library_us(layer: Layer, xs: list[Tensor]) -> float:
-    """Infinite where this torch cannot capture it."""
-    try:
-        return plan_us(layer, xs, Library())
-    except RuntimeError as error:
-        print(f"  library: {error}")
-        return float("inf")
-
-
-def best_tiles(layer: Layer, xs: list[Tensor], rows: int) -> Tiles:
+def best_tiles(layer: Layer, xs: list[Tensor], rows: int, *, has_fp8_rows: bool) -> Tiles:
     mixture, k = layer.mixture, layer.mixture.num_chosen
     routed = [layer.route(x, rows) for x in xs]
     groups = (4, 8) if len(xs[0]) * k > rows * mixture.num_experts else ()
-    gated = [torch.randn(len(o.pairs), mixture.inner, device="cuda").bfloat16() for _, o in routed]
+    inner = [torch.randn(len(o.pairs), mixture.inner, device="cuda").bfloat16() for _, o in routed]
+    inputs: list[ExpertInputs] = [layer.in_fp8(x) for x in xs] if has_fp8_rows else [*xs]
+    gated: list[ExpertInputs] = [layer.in_fp8(h) for h in inner] if has_fp8_rows else [*inner]
 
     def gated_us(cut: Cut) -> float:
         one = gated_products
         return time_us(
             [
                 lambda x=x, o=o: one(x, mixture.gate_up, o, k, rows, cut)
-                for x, (_, o) in zip(xs, routed, strict=True)
+                for x, (_, o) in zip(inputs, routed, strict=True)
             ]
         )
 
     def down_us(cut: Cut) -> float:
+        one, dtype = down_products, torch.bfloat16
         return time_us(
             [
-                lambda h=h, c=c, o=o: down_products(h, mixture.down, o, c, rows, cut)
+                lambda h=h, c=c, o=o: one(h, mixture.down, o, c, rows, cut, dtype)
                 for h, (c, o) in zip(gated, routed, strict=True)
             ]
         )
 
+    kind = {"weights": layer.weights, "has_fp8_rows": has_fp8_rows}
     return Tiles(
         rows,
-        best_cut(gated_us, cuts(rows, is_gated=True), groups),
-        best_cut(down_us, cuts(rows, is_gated=False), groups),
+        best_cut(gated_us, cuts(rows, is_gated=True, **kind), groups),
+        best_cut(down_us, cuts(rows, is_gated=False, **kind), groups),
+        has_fp8_rows,
     )
 
 
-def plan_us(layer: Layer, xs: list[Tensor], plan: Plan) -> float:
+def plan_us(layer: Layer, xs: list[Tensor], plan: Plan, expected: Tensor) -> float:
     """Of the whole layer; infinite if its output is wrong."""
     found = compute_experts(xs[0], layer.mixture, None, plan).float()
-    choice, order = layer.route(xs[0], 128)
-    expected = by_library(xs[0], layer.mixture, choice, order).float()
     error = ((found - expected).norm() / expected.norm()).item()
-    if not error < _TOLERANCE:
+    if not error < (_FP8_TOLERANCE if layer.weights else _TOLERANCE):
         print(f"  WRONG by {error:.1e}: {plan}")
         return float("inf")
     return time_us([lambda x=x: compute_experts(x, layer.mixture, None, plan) for x in xs])
@@ -233,17 +252,15 @@ def measure(layer: Layer, num_tokens: int) -> Plan:
     mixture = layer.mixture
     num_pairs = num_tokens * mixture.num_chosen
     plans: list[Plan] = [
-        best_tiles(layer, xs, rows) for rows in tile_rows(num_pairs, mixture.num_experts)
+        best_tiles(layer, xs, rows, has_fp8_rows=has_fp8_rows)
+        for rows in tile_rows(num_pairs, mixture.num_experts)
+        for has_fp8_rows in kinds_of_rows(rows, layer.weights)
     ]
     if num_tokens <= _MAX_FEW_TOKENS:
-        plans += _FEW
-    plans.append(Library())
-    times = {plan: plan_us(layer, xs, plan) for plan in plans[:-1]}
-    times[plans[-1]] = library_us(layer, xs)
-    allowed = [
-        plan for plan in plans if not isinstance(plan, Library) or num_tokens >= _MIN_LIBRARY_TOKENS
-    ]
-    best = min(allowed, key=times.__getitem__)
+        plans += few_plans(layer.weights)
+    expected = Ops().experts(xs[0], mixture, None).float()
+    times = {plan: plan_us(layer, xs, plan, expected) for plan in plans}
+    best = min(plans, key=times.__getitem__)
     if times[best] == float("inf"):
         raise SystemExit(f"no plan has the right output for {num_tokens} tokens")
     before = choose_plan(sizes_of(mixture), num_tokens, 2)
@@ -253,53 +270,61 @@ def measure(layer: Layer, num_tokens: int) -> Plan:
     rate = 6 * mixture.hidden * mixture.inner * num_pairs / best_us / 1e6
     read = 6 * mixture.hidden * mixture.inner * touched / best_us / 1e6
     few_us = min((times[plan] for plan in plans if isinstance(plan, Few)), default=float("nan"))
-    by_rows = ", ".join(f"{p.rows}: {times[p]:.0f}" for p in plans if isinstance(p, Tiles))
+    by_rows = ", ".join(
+        f"{plan.rows}{' in FP8' if plan.has_fp8_rows else ''}: {times[plan]:.0f}"
+        for plan in plans
+        if isinstance(plan, Tiles)
+    )
     print(
         f"{num_tokens:6d} tokens, {touched:5.1f} experts: best {best_us:8.1f} us, "
         f"floor {floor_us:8.1f}, {read:4.2f} TB/s, {rate:5.0f} TFLOP/s; "
         f"in {layer.sizes.layers} layers {best_us * layer.sizes.layers / 1e3:6.2f} ms\n"
-        f"       tiles {by_rows}; single pairs {few_us:.0f}; library {times[Library()]:.0f}; "
-        f"routing alone {routing_us(layer, xs, best):.1f}; "
-        f"as before {plan_us(layer, xs, before):.0f}\n       {best}",
+        f"       tiles {by_rows}; single pairs {few_us:.0f}; "
+        f"routing alone {routing_us(layer, xs, best):.1f}, of which the router "
+        f"{time_us([lambda x=x: router_logits(x, mixture.router) for x in xs]):.1f}; "
+        f"as before {plan_us(layer, xs, before, expected):.0f}\n       {best}",
         flush=True,
     )
     return best
 
 
-def compile_all() -> None:
+def compile_all(mixtures: list[Sizes], weights: str, tokens: list[int]) -> None:
     """Into Triton's cache, in many processes at once."""
     todo: list[Callable[[], None]] = [
-        partial(_compile_product, rows, cut, is_gated)
+        partial(_compile_product, rows, cut, weights, is_gated, has_fp8_rows)
         for rows, is_gated in itertools.product((128, 64, 32, 16), (True, False))
-        for cut in cuts(rows, is_gated=is_gated)
+        for has_fp8_rows in kinds_of_rows(rows, weights)
+        for cut in cuts(rows, weights, is_gated=is_gated, has_fp8_rows=has_fp8_rows)
     ]
-    for whole in MIXTURES.values():
+    for whole in mixtures:
         # The same kernels as for the whole sizes: multiples of 16, and no narrower steps.
         sizes = replace(whole, hidden=2048, inner=1024)
-        todo += [partial(_compile_plan, sizes, 1, plan) for plan in _FEW]
-        any_plan = Tiles(16, *[Cut(32, 128, 3, 4)] * 2)
-        todo += [partial(_compile_plan, sizes, num_tokens, any_plan) for num_tokens in _TOKENS]
+        plans: list[Plan] = [*few_plans(weights)] if min(tokens) <= _MAX_FEW_TOKENS else []
+        todo += [partial(_compile_plan, sizes, weights, 1, plan) for plan in plans]
+        any_plan = Tiles(16, *[Cut(128, 128, 3, 4, is_turned=True)] * 2, bool(weights))
+        todo += [partial(_compile_plan, sizes, weights, count, any_plan) for count in tokens]
     spawned = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(_COMPILERS, mp_context=spawned) as pool:
         for done in [pool.submit(one) for one in todo]:
             done.result()
 
 
-def _compile_plan(sizes: Sizes, num_tokens: int, plan: Plan) -> None:
-    layer = Layer(sizes)
+def _compile_plan(sizes: Sizes, weights: str, num_tokens: int, plan: Plan) -> None:
+    layer = Layer(sizes, weights)
     compute_experts(layer.inputs(num_tokens)[0], layer.mixture, None, plan)
     torch.cuda.synchronize()
 
 
-def _compile_product(rows: int, cut: Cut, is_gated: bool) -> None:
-    layer = Layer(Sizes(2, 1, 512, 512, 1))
+def _compile_product(rows: int, cut: Cut, weights: str, is_gated: bool, has_fp8_rows: bool) -> None:
+    layer = Layer(Sizes(2, 1, 512, 512, 1), weights)
     x = torch.randn(4, 512, device="cuda").bfloat16()
     choice, order = layer.route(x, rows)
+    inputs = layer.in_fp8(x) if has_fp8_rows else x
     try:
         if is_gated:
-            gated_products(x, layer.mixture.gate_up, order, 1, rows, cut)
+            gated_products(inputs, layer.mixture.gate_up, order, 1, rows, cut)
         else:
-            down_products(x, layer.mixture.down, order, choice, rows, cut)
+            down_products(inputs, layer.mixture.down, order, choice, rows, cut, x.dtype)
     except triton.runtime.errors.OutOfResources:
         pass  # told where it is measured
 
@@ -308,13 +333,16 @@ def main(argv: list[str]) -> int:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mixtures", nargs="*", choices=MIXTURES, default=list(MIXTURES))
+    parser.add_argument("--weights", choices=("bf16", *_QUANTISE), default="bf16")
     parser.add_argument("--tokens", default=",".join(map(str, _TOKENS)))
     parser.add_argument("--tp", type=int, default=1, help="ranks that share the inner dimension")
     parser.add_argument("--dry", action="store_true", help="do not write the table")
     parser.add_argument("--out", type=Path, default=TABLE)
     arguments = parser.parse_args(argv)
     began_s = time.perf_counter()
-    compile_all()
+    weights = "" if arguments.weights == "bf16" else arguments.weights
+    tokens = list(map(int, arguments.tokens.split(",")))
+    compile_all([MIXTURES[name] for name in arguments.mixtures], weights, tokens)
     print(f"compiled in {time.perf_counter() - began_s:.0f} s", flush=True)
     table = json.loads(TABLE.read_text()) if TABLE.is_file() else {"mixtures": {}}
     table |= {
@@ -325,11 +353,11 @@ def main(argv: list[str]) -> int:
     }
     for name in arguments.mixtures:
         whole = MIXTURES[name]
-        layer = Layer(replace(whole, inner=whole.inner // arguments.tp))
+        layer = Layer(replace(whole, inner=whole.inner // arguments.tp), weights)
         key = sizes_of(layer.mixture).key
-        print(f"{name}: {key}, bf16", flush=True)
+        print(f"{name}: {key}", flush=True)
         steps = []
-        for num_tokens in map(int, arguments.tokens.split(",")):
+        for num_tokens in tokens:
             plan = measure(layer, num_tokens)
             steps.append({"tokens": num_tokens, "plan": as_json(plan)})
         table["mixtures"][key] = steps

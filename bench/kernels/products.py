@@ -14,6 +14,7 @@ import multiprocessing
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -35,6 +36,7 @@ from baton.kernels.row_room import LEAST_ROWS, ROWS_AT_ONCE, empty_rows
 
 from ..floors.figures import ROOT, Figure, machine, table, write
 from ..floors.gpu_shapes import BYTES_PER_S, SHAPES, Shape
+from .graph_times import graph_times_us
 
 _WEIGHT_BYTES = 400 << 20  # of all weights of a graph: more than the L2 cache has
 _MOST_WEIGHTS = 40
@@ -91,24 +93,10 @@ class Chain:
         return Figure(name, "us", self._time_us(product), floor_us, "reading")
 
     def _time_us(self, product: Product) -> tuple[float, ...]:
-        self._run(product)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._run(product)
-        graph.replay()
-        samples = []
-        for _ in range(_REPEATS):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            samples.append(begin.elapsed_time(end) / len(self.weights) * 1e3)
-        return tuple(samples)
-
-    def _run(self, product: Product) -> None:
-        for weight in self.weights:
+        def run(weight: Tensor) -> None:
             product(TritonOps().rms_norm(self.x, self._scales, 1e-5), weight)
+
+        return graph_times_us([partial(run, weight) for weight in self.weights], _REPEATS)
 
     def check(self, cut: Cut, is_gated: bool) -> None:
         """Raises AssertionError if a way gives something else than cuBLAS."""

@@ -201,7 +201,8 @@ async def _take(
         message = decode(raw)
         if not isinstance(message, Snapshot) or message.incarnation not in incarnations:
             return
-        counts[message.incarnation] = len(await read_snapshot(link, message))
+        hashes, _ = await read_snapshot(link, message)
+        counts[message.incarnation] = len(hashes)
     except (BadMessage, IndexAway):  # e.g. a newer snapshot is being written
         return
 

@@ -13,6 +13,7 @@ A hash covers everything its block's KV depends on. 128 bits, stable across proc
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import struct
 import sys
@@ -21,6 +22,15 @@ from collections.abc import Iterable
 from typing import NewType, cast
 
 BlockHash = NewType("BlockHash", bytes)
+
+
+class Tier(enum.IntEnum):
+    """Where an engine has the KV of a block, the best place last."""
+
+    NOWHERE = 0
+    HOST = 1  # in host memory alone
+    DEVICE = 2
+
 
 NUM_BYTES = 4  # of an id
 _HASH_BYTES = 16

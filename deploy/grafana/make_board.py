@@ -132,6 +132,7 @@ ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]], str]]] = {
         ("Waiting", "short", of_nodes("num_requests_waiting"), "timeseries"),
         ("Tokens waiting", "short", of_nodes("num_tokens_waiting"), "timeseries"),
         ("Preemptions/s", "short", node_rate("num_preemptions_total"), "timeseries"),
+        ("Swaps/s", "short", node_rate("num_swaps_total"), "timeseries"),
         ("Draining", "short", of_nodes("node_draining"), "timeseries"),
         ("Longest step promised", "s", of_nodes("engine_tbt_target_seconds"), "timeseries"),
         (
@@ -157,6 +158,15 @@ ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]], str]]] = {
         ("Free blocks", "short", of_nodes("kv_free_blocks"), "timeseries"),
         ("Leased blocks", "short", of_nodes("kv_leased_blocks"), "timeseries"),
         ("Credit", "short", of_nodes("kv_credit_blocks"), "timeseries"),
+        ("Blocks in host memory", "short", of_nodes("kv_host_blocks"), "timeseries"),
+        (
+            "Tokens/s from host memory",
+            "short",
+            node_rate("prefix_cache_host_hits_total"),
+            "timeseries",
+        ),
+        ("To host memory", "Bps", node_rate("kv_host_bytes_out_total"), "timeseries"),
+        ("From host memory", "Bps", node_rate("kv_host_bytes_in_total"), "timeseries"),
     ],
     "KV transfer": [
         ("One hand-off", "s", quantiles("kv_transfer_seconds"), "timeseries"),

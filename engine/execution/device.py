@@ -13,11 +13,12 @@ from ...kernels.attention.attention import AttentionBackend, TorchAttention
 from ...kernels.kv.kv_8bit import SCALE_BYTES
 from ..model.layers import Placement
 from ..model.model_config import ModelConfig
-from ..model.quantization import stays_fp8
+from ..model.quantization import Quantization, stays_packed
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 _FP8_CAPABILITY = (8, 9)  # from which on a GPU knows FP8
+_INT4_CAPABILITY = (8, 0)  # from which on it multiplies bfloat16
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)
 
 
@@ -61,12 +62,15 @@ def choose_placement(config: EngineConfig, model: ModelConfig) -> Placement:
         _DTYPES[dtype],
         TritonOps(),
         quantization=model.quantization,
-        has_fp8=dtype == "bfloat16" and _has_fp8(device),
+        stays_quantised=_has_kernels(device, model.quantization, dtype),
     )
 
 
-def _has_fp8(device: torch.device) -> bool:
-    return stays_fp8() and torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY
+def _has_kernels(device: torch.device, quantization: Quantization | None, dtype: str) -> bool:
+    """For weights that are quantised so, in models of `dtype`."""
+    needed = _INT4_CAPABILITY if quantization and quantization.int4 else _FP8_CAPABILITY
+    is_able = torch.cuda.get_device_capability(device) >= needed
+    return stays_packed(quantization, dtype) and is_able
 
 
 def _check_gpu(device: str, num_gpus: int) -> None:

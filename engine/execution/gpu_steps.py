@@ -43,7 +43,7 @@ from .cuda_graphs import (
 )
 from .step_parts import Extras, Int64s, compute_extras, flatten, metadata_of
 
-# Of graphs for prompts alone: longer ones are better off with FA3, in graphs that have room for both.
+# Of graphs for prompts alone: longer ones are better off with FA3, in graphs with room for both.
 _MAX_PROMPT_TOKENS, _MAX_PROMPT_CONTEXT = 512, 4096
 _FEW_DECODES = 64  # beside prompts: room for more takes a percent of a step
 _PADDING_SLICE = SequenceSlice(token_ids=(0,), start=0, block_table=(PADDING_BLOCK,), sample=None)
@@ -175,9 +175,10 @@ class GpuSteps:
 
     @property
     def mixed_rows(self) -> tuple[int, ...]:
-        """Sizes of the graphs of decodes and prompts, ascending."""
-        kinds = (graphs.sizes for room, graphs in self.prefill_graphs.items() if room)
-        return tuple(sorted({size for sizes in kinds for size in sizes}))
+        """Sizes of the graphs of decodes and prompts, ascending: of those with room for all
+        decodes. Those with room for fewer have the same, and another largest one."""
+        most = max(self.prefill_graphs)
+        return tuple(self.prefill_graphs[most].sizes) if most else ()
 
     def count_in(self, count: CudaStepCount) -> None:
         """From now on `count` has the number of the last step that has written its KV."""

@@ -30,6 +30,7 @@ from ...kernels.sampling.sampling import sample
 from ..kv.block_pool import CANARY_BLOCK, NUM_RESERVED_BLOCKS, PADDING_BLOCK, canary_bytes
 from ..kv.cuda_step_count import CudaStepCount, count_steps
 from ..kv.generations import SharedGenerations
+from ..kv.host_copies import make_host_copier
 from ..kv.kv_memory import (
     CpuKvMemory,
     CudaKvMemory,
@@ -98,11 +99,14 @@ class ModelRunner:
         self._count: CudaStepCount | None = None
         self._communicator = communicator
         has_expert_parallel = config.enable_expert_parallel
+        placement = choose_placement(config, self.model_config)
         check_divisible(
-            self.model_config, communicator.size, has_expert_parallel=has_expert_parallel
+            self.model_config,
+            communicator.size,
+            has_expert_parallel=has_expert_parallel,
+            stays_quantised=placement.stays_quantised,
         )
         self.heads = heads_of_rank(self.model_config, communicator.rank, communicator.size)
-        placement = choose_placement(config, self.model_config)
         self._placement = dataclasses.replace(
             placement, communicator=communicator, has_expert_parallel=has_expert_parallel
         )
@@ -137,6 +141,7 @@ class ModelRunner:
             self._steps: CpuSteps | GpuSteps = CpuSteps(model, attention, config.block_size)
         else:
             self._start_gpu(model, layout)
+        self.host_copier = make_host_copier(config, self.kv, self._placement.device)
 
     def _load(self, on_progress: OnProgress | None) -> tuple[Decoder, str]:
         """The model, its weights filled, and what identifies them."""
@@ -174,7 +179,7 @@ class ModelRunner:
             f"{num_bytes / seconds / 1e9:.1f} GB/s"
         )
         if quantization := self.model_config.quantization:
-            stays = "" if self._placement.has_fp8 else ", dequantised as they were loaded"
+            stays = "" if self._placement.stays_quantised else ", dequantised as they were loaded"
             self.startup_notes.append(f"{quantization.name}{stays}")
         return model, identity
 
@@ -342,6 +347,8 @@ class ModelRunner:
 
     def close(self) -> None:
         """Give the KV memory back; no step may be in flight."""
+        if self.host_copier is not None:
+            self.host_copier.close()
         if self._count is not None:
             self._count.close()
         del self._steps

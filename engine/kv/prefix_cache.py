@@ -2,33 +2,45 @@
 
 A block is entered once it is full and computed, and never rewritten while it is in here. The pool
 decides when an unreferenced one is evicted. Knows no request and holds no reference: whoever
-matches acquires.
+matches acquires. What is in host memory beside is in host_blocks.py; here both are known, and the
+observer is told of the two as one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Protocol
 
-from ...core.request.token_ids import BlockHash
+from ...core.request.token_ids import BlockHash, Tier
 from .block_pool import BlockPool
+from .host_blocks import HostBlocks
 
 
 class CacheObserver(Protocol):
     """Receives what this engine could serve from its cache: a cluster-wide index is made of it."""
 
-    def stored(self, block_hashes: Iterable[BlockHash]) -> None: ...
-
-    def removed(self, block_hashes: Iterable[BlockHash]) -> None: ...
+    def moved(self, block_hashes: Iterable[BlockHash], was: Tier, now: Tier) -> None:
+        """The best place that each is in; `was` and `now` differ."""
+        ...
 
 
 class PrefixCache:
     """The only listener of `pool`'s evictions. Switched off, it matches and stores nothing."""
 
     def __init__(
-        self, pool: BlockPool, *, is_enabled: bool = True, observer: CacheObserver | None = None
+        self,
+        pool: BlockPool,
+        *,
+        is_enabled: bool = True,
+        observer: CacheObserver | None = None,
+        host: HostBlocks | None = None,
     ) -> None:
+        """Switched off, there is no `host` either."""
         self.is_enabled = is_enabled
+        self._host: Container[BlockHash] = ()
+        if host is not None:
+            self._host = host
+            host.on_evict(self._left_host)
         self._pool = pool
         self._observer = observer
         self._block_of: dict[BlockHash, int] = {}
@@ -67,12 +79,33 @@ class PrefixCache:
         self._pool.keep(hash_of)
         self._block_of |= entered
         self._hash_of |= hash_of
-        if self._observer is not None:
-            self._observer.stored(entered)
+        self._notify_device(entered, is_there=True)
+
+    def entered_host(self, block_hashes: Iterable[BlockHash]) -> None:
+        """They are in host memory now, and were not before."""
+        self._notify_host(block_hashes, Tier.NOWHERE, Tier.HOST)
+
+    def _left_host(self, block_hashes: Iterable[BlockHash]) -> None:
+        self._notify_host(block_hashes, Tier.HOST, Tier.NOWHERE)
 
     def _remove(self, block_ids: Iterable[int]) -> None:
         removed = [self._hash_of.pop(block_id) for block_id in block_ids]
         for block_hash in removed:
             del self._block_of[block_hash]
-        if self._observer is not None:
-            self._observer.removed(removed)
+        self._notify_device(removed, is_there=False)
+
+    def _notify_host(self, block_hashes: Iterable[BlockHash], was: Tier, now: Tier) -> None:
+        alone = [each for each in block_hashes if each not in self._block_of]
+        if self._observer is not None and alone:
+            self._observer.moved(alone, was, now)
+
+    def _notify_device(self, block_hashes: Iterable[BlockHash], *, is_there: bool) -> None:
+        if self._observer is None:
+            return
+        by_other: dict[Tier, list[BlockHash]] = {Tier.NOWHERE: [], Tier.HOST: []}
+        for each in block_hashes:
+            by_other[Tier.HOST if each in self._host else Tier.NOWHERE].append(each)
+        for other, hashes in by_other.items():
+            if hashes:
+                was, now = (other, Tier.DEVICE) if is_there else (Tier.DEVICE, other)
+                self._observer.moved(hashes, was, now)

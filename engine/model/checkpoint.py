@@ -22,8 +22,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...core.errors import StartupFailed
+from ...kernels.products.int4_weights import Int4Weight, dequantise, quantise_groups
 from ...kernels.products.weights import BLOCK, quantise_blocks, quantise_rows, spread
-from .layers import Quantised, Target
+from .int4.int4_files import Read, check_scale, checks_of, module_of, read_int4
+from .int4.int4_layout import Int4
+from .layers import Cut, Quantised, Target
 from .quantization import BLOCK_SCALED, ROW_SCALED
 from .weight_files import weight_files
 
@@ -51,12 +54,42 @@ def load_weights(
     """
     scales = check_weights(model_dir, targets, ignored=ignored)
     progress = _Progress(targets, on_progress)
-    for path in weight_files(model_dir):
-        with _open(path, next(iter(targets.values())).tensor.device) as file:
-            for name in file.keys():  # noqa: SIM118 (a handle, not a dict)
-                if name in targets:
-                    _copy(file, name, targets[name], scales)
-                    progress.add(name)
+    files, device = weight_files(model_dir), next(iter(targets.values())).tensor.device
+    locations = {name: path for path in files for name in _tensor_names(path)}
+    # By the tensors that have most of the bytes.
+    read_from = {_first_tensor(name, target): name for name, target in targets.items()}
+    for path in files:
+        with _open(path, device) as file:
+            for tensor in file.keys():  # noqa: SIM118 (a handle, not a dict)
+                if (name := read_from.get(tensor)) is None:
+                    continue
+                target = targets[name]
+                if name == tensor:
+                    _copy(file, name, target, scales)
+                elif target.int4 is not None:
+                    read = _reader(file, path, locations, device)
+                    _unpack(name, target, target.int4, read)
+                progress.add(name)
+
+
+def _first_tensor(name: str, target: Target) -> str:
+    if target.int4 is None or target.int4.layout_name is None:
+        return name
+    return module_of(name) + target.int4.layout.numbers.suffix
+
+
+def _reader(file: Any, path: Path, locations: Mapping[str, Path], device: torch.device) -> Read:
+    """Reads a part of any tensor; `file` is the open one at `path`."""
+
+    def read(name: str, wanted: tuple[slice, ...]) -> Tensor:
+        if locations[name] == path:
+            found: Tensor = file.get_slice(name)[wanted]
+            return found
+        with _open(locations[name], device) as other:
+            found = other.get_slice(name)[wanted]
+            return found
+
+    return read
 
 
 def check_weights(
@@ -71,14 +104,19 @@ def check_weights(
     scaled = {
         target.quantised.scale_name: (name, target.quantised.scaling)
         for name, target in targets.items()
-        if target.quantised is not None and target.quantised.scale_name is not None
+        if target.quantised is not None
+        and target.quantised.scale_name is not None
+        and target.quantised.int4 is None
     }
     files = weight_files(model_dir)
     locations = {name: path for path in files for name in _tensor_names(path)}
-    for name in (*targets, *scaled):
-        if name not in locations:
+    checks = checks_of(targets, locations)
+    plain = {name for name, target in targets.items() if _first_tensor(name, target) == name}
+    known = plain | scaled.keys() | checks.keys()
+    for name in (*targets, *scaled, *checks):
+        if name in known and name not in locations:
             raise StartupFailed(f"{model_dir} lacks the tensor {name}")
-    for name in sorted(locations.keys() - targets.keys() - scaled.keys() - ignored):
+    for name in sorted(locations.keys() - known - ignored):
         if not name.endswith(_DERIVED_SUFFIXES):
             raise StartupFailed(
                 f"{model_dir} has the tensor {name}, which its architecture does not know",
@@ -88,8 +126,10 @@ def check_weights(
     for path in files:
         with _open(path) as file:
             for name in file.keys():  # noqa: SIM118
-                if name in targets:
+                if name in plain:
                     _check(path, file, name, targets[name])
+                elif name in checks:
+                    checks[name](path, file, name)
                 elif name in scaled:
                     weight, scaling = scaled[name]
                     shape = targets[weight].full_shape
@@ -112,22 +152,25 @@ def fill_dummy_weights(
     """
     progress = _Progress(targets, on_progress)
     for name, target in targets.items():
-        tensor = target.tensor
-        if tensor.ndim == 2 and tensor.numel():
+        shape = target.tensor.shape
+        if len(shape) == 2 and shape.numel():
             digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
-            generator = torch.Generator(tensor.device).manual_seed(int.from_bytes(digest))
-            whole = torch.randn(target.full_shape, generator=generator, device=tensor.device)
+            device = target.tensor.device
+            generator = torch.Generator(device).manual_seed(int.from_bytes(digest))
+            whole = torch.randn(target.full_shape, generator=generator, device=device)
             if target.quantised is None:
                 for part, wanted in target.parts():
                     part.copy_(whole[wanted])
-                tensor.mul_(stds.get(name, std))
+                target.floats.mul_(stds.get(name, std))
+            elif target.int4 is not None:
+                _quantise_groups(target, target.int4, whole.mul_(std)[_wanted_rows(target)])
             else:
                 is_blocked = target.quantised.scaling == BLOCK_SCALED
                 data, scale = (quantise_blocks if is_blocked else quantise_rows)(whole.mul_(std))
                 scaling = BLOCK_SCALED if is_blocked else ROW_SCALED
                 _store(target, target.quantised, data[_wanted(target)], scale, scaling)
         else:
-            tensor.fill_(0.0 if name.endswith(".bias") else 1.0)
+            target.floats.fill_(0.0 if name.endswith(".bias") else 1.0)
         progress.add(name)
 
 
@@ -224,51 +267,99 @@ def _read_scale(
     if dtype not in _DTYPES:
         raise StartupFailed(f"{name} in {path} is of type {dtype}, not a plain float")
     scale: Tensor = file.get_tensor(name).float()
-    wrong = scale[~(scale.isfinite() & (scale > 0))]
-    if len(wrong):
-        raise StartupFailed(
-            f"{name} in {path} has {len(wrong)} scales that are no finite numbers above 0, such as "
-            f"{wrong[0].item()}",
-            hint="download the file again",
-        )
+    check_scale(path, name, scale)
     return scale if scaling == BLOCK_SCALED else scale.flatten()
 
 
 def _copy(file: Any, name: str, target: Target, scales: Mapping[str, Tensor]) -> None:
+    """What is one tensor in the file, with scales or without."""
     if not target.tensor.numel():
         return
     quantised = target.quantised
     is_whole = target.cut is None or tuple(target.tensor.shape) == target.full_shape
-    if quantised is not None and quantised.scale_name is None and target.cut is not None:
-        # An output's scale is that of all its inputs, on whichever rank.
-        is_whole = is_whole or target.cut.dim == 1
     source = file.get_slice(name)
     if quantised is None and is_whole:
-        target.tensor.copy_(file.get_tensor(name))
+        target.floats.copy_(file.get_tensor(name))
     elif quantised is None:
         for part, wanted in target.parts():
             part.copy_(source[wanted])
-    if quantised is None:
-        return
-    read = file.get_tensor(name) if is_whole else source[_wanted(target)]
-    if quantised.scale_name is None:
-        _quantise(target, quantised, read)
+    elif len(target.tensor.shape) == 3:
+        _quantise_experts(target, quantised, source)
+    elif quantised.scale_name is None:
+        # An output's scales are made of all its inputs, on whichever rank.
+        rows = _wanted_rows(target)
+        _quantise(target, quantised, file.get_tensor(name) if is_whole else source[rows])
     else:
+        read = file.get_tensor(name) if is_whole else source[_wanted(target)]
         scale = scales[quantised.scale_name].to(target.tensor.device)
         _store(target, quantised, read, scale, quantised.scaling)
 
 
 def _quantise(target: Target, quantised: Quantised, floats: Tensor) -> None:
     """`floats` [outputs, inputs]: all inputs of the target's outputs."""
+    if quantised.int4 is not None:
+        _quantise_groups(target, quantised.int4, floats)
+        return
     num_rows, width = target.tensor.shape
     columns = slice(target.first[1], target.first[1] + width)
-    step = max(1, _NUMBERS_AT_ONCE // floats.shape[1])
-    for first in range(0, num_rows, step):
-        rows = slice(first, min(first + step, num_rows))
+    for rows in _rows_at_once(num_rows, floats.shape[1]):
         data, scale = quantise_rows(floats[rows])
         part = None if quantised.scale is None else quantised.scale[rows]
         chunk = Quantised(ROW_SCALED, None, part)
-        _store(Target(target.tensor[rows]), chunk, data[:, columns], scale, ROW_SCALED)
+        _store(Target(target.floats[rows]), chunk, data[:, columns], scale, ROW_SCALED)
+
+
+def _quantise_groups(target: Target, int4: Int4, floats: Tensor) -> None:
+    """The same in four bits."""
+    (num_rows, width), first = target.tensor.shape, target.first[1]
+    columns, size = slice(first, first + width), int4.group_size or floats.shape[1]
+    for rows in _rows_at_once(num_rows, floats.shape[1]):
+        numbers, scale, zero = quantise_groups(floats[rows], size)
+        if isinstance(target.tensor, Int4Weight):
+            groups = slice(first // size, -(-(first + width) // size))
+            part = target.tensor.part(rows.start, rows.stop - rows.start)
+            part.fill(numbers[:, columns], scale[:, groups], zero[:, groups])
+        else:
+            target.tensor[rows].copy_(dequantise(numbers, scale, zero, size)[:, columns])
+
+
+def _unpack(name: str, target: Target, int4: Int4, read: Read) -> None:
+    """Fill a target from a checkpoint's weight of four bits."""
+    if not target.tensor.numel():
+        return
+    num_rows, width = target.tensor.shape
+    wanted = tuple(
+        slice(first, first + size)
+        for first, size in zip(target.first, (num_rows, width), strict=True)
+    )
+    numbers, scale, zero = read_int4(read, module_of(name), int4, *wanted)
+    if isinstance(target.tensor, Int4Weight):
+        target.tensor.fill(numbers, scale, zero)
+        return
+    for rows in _rows_at_once(num_rows, width):
+        floats = dequantise(numbers[rows], scale[rows], zero[rows], int4.group_size or width)
+        target.tensor[rows].copy_(floats)
+
+
+def _rows_at_once(num_rows: int, width: int) -> Iterator[slice]:
+    step = max(1, _NUMBERS_AT_ONCE // width)
+    for first in range(0, num_rows, step):
+        yield slice(first, min(first + step, num_rows))
+
+
+def _quantise_experts(target: Target, quantised: Quantised, source: Any) -> None:
+    """`source` [experts, outputs, inputs] of floats, one expert after the other."""
+    cut = target.cut or Cut(0, 0, len(target.floats))
+    first = cut.start if cut.dim == 0 else 0
+    columns = Cut(1, cut.start, cut.full) if cut.dim == 2 else None
+    for expert, tensor in enumerate(target.floats):
+        floats = source[first + expert : first + expert + 1][0]
+        if cut.dim == 1:
+            count, step = len(tensor) // cut.pieces, cut.full // cut.pieces
+            starts = range(cut.start, cut.full, step)
+            floats = torch.cat([floats[start : start + count] for start in starts])
+        scale = None if quantised.scale is None else quantised.scale[expert]
+        _quantise(Target(tensor, columns), Quantised(ROW_SCALED, None, scale), floats)
 
 
 def _store(target: Target, quantised: Quantised, data: Tensor, scale: Tensor, scaling: str) -> None:
@@ -283,12 +374,11 @@ def _store(target: Target, quantised: Quantised, data: Tensor, scale: Tensor, sc
         return (scale[start : start + count] if scaling == ROW_SCALED else scale)[:, None]
 
     if quantised.scale is None:
-        step = max(1, _NUMBERS_AT_ONCE // width)
-        for first in range(0, num_rows, step):
-            some = data[first : first + step].float()
-            target.tensor[first : first + len(some)].copy_(some * of_rows(first, len(some)))
+        for rows in _rows_at_once(num_rows, width):
+            some = data[rows].float()
+            target.floats[rows].copy_(some * of_rows(rows.start, len(some)))
         return
-    target.tensor.copy_(data)
+    target.floats.copy_(data)
     if scaling == BLOCK_SCALED:
         rows, columns = (
             slice(start // BLOCK, -(-(start + size) // BLOCK))
@@ -297,6 +387,11 @@ def _store(target: Target, quantised: Quantised, data: Tensor, scale: Tensor, sc
         quantised.scale.copy_(scale[rows, columns])
     else:
         quantised.scale.copy_(of_rows(0, num_rows)[:, 0])
+
+
+def _wanted_rows(target: Target) -> tuple[slice, ...]:
+    """All inputs of the target's outputs."""
+    return _wanted(target)[:1] if target.cut is not None and target.cut.dim == 0 else (slice(None),)
 
 
 def _wanted(target: Target) -> tuple[slice, ...]:

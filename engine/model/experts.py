@@ -15,9 +15,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...kernels.experts.experts import ExpertWeights, LayerLoads, Mixture
+from ...kernels.experts.experts import LayerLoads, Mixture
 from ...kernels.products.weights import Activations
-from .layers import Cut, FloatLinear, Outputs, Placement, Product, Target, Targets
+from .layers import Cut, FloatLinear, Outputs, Placement, Product, Targets
 from .mlp import MLP
 from .model_config import ExpertsConfig
 
@@ -57,10 +57,13 @@ class Experts:
         self.router = FloatLinear(
             [Outputs.whole(f"{prefix}.gate", config.num_experts)], hidden, placement
         )
+        gate_up = placement.expert_weights(
+            self._names(0) + self._names(1), self._count, 2 * self._inner, hidden
+        )
         self.mixture = Mixture(
             self.router.weight,
-            ExpertWeights(placement.matrices(self._count, 2 * self._inner, hidden)),
-            ExpertWeights(placement.matrices(self._count, hidden, self._inner)),
+            gate_up,
+            placement.expert_weights(self._names(2), self._count, hidden, self._inner),
             config.num_experts_per_token,
             config.has_normed_weights,
             self._first,
@@ -88,35 +91,28 @@ class Experts:
         """None that go by a library: see DecoderLayer."""
         return []
 
+    def _names(self, projection: int) -> list[str]:
+        """Of gate, up or down of all experts in published checkpoints."""
+        part, name = f"{self._layer}.{self._config.part}", self._config.projections[projection]
+        return [f"{part}.experts.{expert}.{name}" for expert in range(self._config.num_experts)]
+
     def targets(self) -> Targets:
         """Under the names of published checkpoints: three matrices of each expert."""
         yield from self._targets_of_all(f"{self._layer}.{self._config.part}")
-        gate_name, up_name, down_name = self._config.projections
         inner, first, full = self._inner, self._first_inner, self._config.intermediate_size
-        gate_up, down = self.mixture.gate_up.values, self.mixture.down.values
-        for expert in range(self._config.num_experts):
-            prefix = f"{self._layer}.{self._config.part}.experts.{expert}"
+        rows, columns = Cut(0, first, full), Cut(1, first, full)
+        for expert, names in enumerate(zip(*map(self._names, range(3)), strict=True)):
             local = expert - self._first
-            if 0 <= local < self._count:
-                gate, up = gate_up[local, :inner], gate_up[local, inner:]
-                rows, cols = Cut(0, first, full), Cut(1, first, full)
-                parts = (
-                    (gate_name, gate, rows),
-                    (up_name, up, rows),
-                    (down_name, down[local], cols),
-                )
-                for name, part, cut in parts:
-                    target = self._placement.target(f"{prefix}.{name}", part, cut, 0, len(part))
-                    yield f"{prefix}.{name}.weight", target
-            else:  # another rank's, of which nothing is read
-                for name, part, full_rows in (
-                    (gate_name, gate_up[0, :0], full),
-                    (up_name, gate_up[0, :0], full),
-                    (down_name, down[0, :0], down.shape[1]),
-                ):
-                    nothing = Cut(0, 0, full_rows)
-                    target = self._placement.target(f"{prefix}.{name}", part, nothing, 0, 0)
-                    yield f"{prefix}.{name}.weight", target
+            is_mine = 0 <= local < self._count
+            of_it = local if is_mine else 0
+            gate_up, down = self.mixture.gate_up.of(of_it), self.mixture.down.of(of_it)
+            parts = ((gate_up, rows, 0), (gate_up, rows, inner), (down, columns, 0))
+            for name, (weight, cut, start) in zip(names, parts, strict=True):
+                num_rows = inner if weight is gate_up else len(down)
+                if not is_mine:  # another rank's, of which nothing is read
+                    cut, start, num_rows = Cut(0, 0, num_rows), 0, 0
+                target = self._placement.target(name, weight, cut, start, num_rows)
+                yield f"{name}.weight", target
 
     def merged_targets(self) -> Targets:
         """Under the names of transformers 5: two tensors of all experts."""
@@ -126,8 +122,11 @@ class Experts:
         gate_up_cut, down_cut = Cut(1, first, 2 * full, pieces=2), Cut(2, first, full)
         if self._count < self._config.num_experts:
             gate_up_cut = down_cut = Cut(0, self._first, self._config.num_experts)
-        yield f"{prefix}.{_MERGED_GATE_UP}", Target(self.mixture.gate_up.values, gate_up_cut)
-        yield f"{prefix}.{_MERGED_DOWN}", Target(self.mixture.down.values, down_cut)
+        for name, names, weights, cut in (
+            (_MERGED_GATE_UP, self._names(0), self.mixture.gate_up, gate_up_cut),
+            (_MERGED_DOWN, self._names(2), self.mixture.down, down_cut),
+        ):
+            yield f"{prefix}.{name}", self._placement.merged_target(names, weights, cut)
 
     def _targets_of_all(self, prefix: str) -> Targets:
         """What is no expert of the many."""

@@ -23,8 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...core.errors import StartupFailed
+from ...kernels.experts.experts import ExpertWeights
 from ...kernels.kv.kv_blocks import rope_angles
 from ...kernels.layers.ops import Ops
+from ...kernels.products.int4_weights import CHUNK, Int4Weight
 from ...kernels.products.weights import (
     BLOCK,
     FP8,
@@ -35,7 +37,8 @@ from ...kernels.products.weights import (
     Weight,
 )
 from .communicator import Communicator, Summand
-from .quantization import BLOCK_SCALED, Quantization
+from .int4.int4_layout import Int4
+from .quantization import BLOCK_SCALED, GROUP_SCALED, Quantization
 from .rope_config import DynamicScaling, LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 
 
@@ -58,14 +61,18 @@ class Quantised:
 
     scaling: str  # as Quantization's
     scale_name: str | None  # of the checkpoint's tensor; None: quantised as it is loaded
-    scale: Tensor | None  # [outputs] or [blocks, blocks] to fill; None: the target is of floats
+    scale: Tensor | None  # as the weight's, to be filled; None: the target has none
+    int4: Int4 | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a checkpoint's tensor goes, or with `cut` as much of it as `tensor` has room for."""
+    """Where a checkpoint's tensor goes, or with `cut` as much of it as `tensor` has room for.
 
-    tensor: Tensor
+    One in int4 goes by the name that its weight has in floats, X.weight.
+    """
+
+    tensor: Tensor | Int4Weight
     cut: Cut | None = None
     quantised: Quantised | None = None
 
@@ -78,16 +85,16 @@ class Target:
         return tuple(shape)
 
     def parts(self) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
-        """Views of `tensor`, each with the slices of the checkpoint's tensor that it is."""
-        cut = self.cut
+        """Views of `tensor`, of floats, each with the slices of the checkpoint's tensor."""
+        cut, tensor = self.cut, self.floats
         if cut is None:
-            yield self.tensor, (slice(None),)
+            yield tensor, (slice(None),)
             return
-        count = self.tensor.shape[cut.dim] // cut.pieces
+        count = tensor.shape[cut.dim] // cut.pieces
         for piece in range(cut.pieces):
             start = piece * (cut.full // cut.pieces) + cut.start
             wanted = (*[slice(None)] * cut.dim, slice(start, start + count))
-            yield self.tensor.narrow(cut.dim, piece * count, count), wanted
+            yield tensor.narrow(cut.dim, piece * count, count), wanted
 
     @property
     def first(self) -> tuple[int, int]:
@@ -95,6 +102,16 @@ class Target:
         if self.cut is None:
             return 0, 0
         return (self.cut.start, 0) if self.cut.dim == 0 else (0, self.cut.start)
+
+    @property
+    def floats(self) -> Tensor:
+        """`tensor`, where it is not packed."""
+        assert isinstance(self.tensor, Tensor)
+        return self.tensor
+
+    @property
+    def int4(self) -> Int4 | None:
+        return None if self.quantised is None else self.quantised.int4
 
     @property
     def nbytes(self) -> int:
@@ -116,7 +133,7 @@ class Placement:
     communicator: Communicator = field(default_factory=Communicator)
     has_expert_parallel: bool = False  # each rank has some experts whole
     quantization: Quantization | None = None
-    has_fp8: bool = False  # else quantised weights become `dtype` as they are loaded
+    stays_quantised: bool = False  # else quantised weights become `dtype` as they are loaded
 
     def vector(self, size: int) -> Tensor:
         return torch.empty(size, dtype=self.dtype, device=self.device)
@@ -131,7 +148,7 @@ class Placement:
             return torch.empty(num_inputs, num_outputs, dtype=self.dtype).t()
         return torch.empty(num_outputs, num_inputs, dtype=self.dtype, device=self.device)
 
-    def matrices(self, count: int, num_outputs: int, num_inputs: int) -> Tensor:
+    def _matrices(self, count: int, num_outputs: int, num_inputs: int) -> Tensor:
         """[count, num_outputs, num_inputs]: as many of `matrix`, behind each other."""
         if self.device.type == "cpu":
             return torch.empty(count, num_inputs, num_outputs, dtype=self.dtype).transpose(1, 2)
@@ -140,8 +157,14 @@ class Placement:
     def weight(self, names: Sequence[str], num_outputs: int, num_inputs: int) -> Weight:
         """An uninitialised weight of the checkpoint's projections `names`, one behind the other."""
         scaling = self._scaling_of(names)
-        if scaling is None or not self.has_fp8:
+        if scaling is None or not self.stays_quantised:
             return self.matrix(num_outputs, num_inputs)
+        if scaling == GROUP_SCALED:
+            if num_inputs % CHUNK:  # in no kernel's layout
+                return self.matrix(num_outputs, num_inputs)
+            assert self.quantization is not None and self.quantization.int4 is not None
+            group_size = self.quantization.int4.group_size or CHUNK
+            return Int4Weight.empty(num_outputs, num_inputs, group_size, self.device)
         data = torch.empty(num_outputs, num_inputs, dtype=FP8, device=self.device)
         if scaling == BLOCK_SCALED:
             return BlockScaled(
@@ -149,12 +172,41 @@ class Placement:
             )
         return RowScaled(data, self._scales(num_outputs))
 
+    def expert_weights(
+        self, names: Sequence[str], count: int, num_outputs: int, num_inputs: int
+    ) -> ExpertWeights:
+        """`count` uninitialised ones of the checkpoint's projections `names`, behind each other."""
+        scaling = self._scaling_of(names)
+        if scaling in (None, GROUP_SCALED) or not self.stays_quantised:
+            return ExpertWeights(self._matrices(count, num_outputs, num_inputs))
+        values = torch.empty(count, num_outputs, num_inputs, dtype=FP8, device=self.device)
+        if scaling == BLOCK_SCALED:
+            blocks = (-(-num_outputs // BLOCK), -(-num_inputs // BLOCK))
+            return ExpertWeights(values, self._scales(count, *blocks))
+        return ExpertWeights(values, self._scales(count, num_outputs))
+
+    def merged_target(self, names: Sequence[str], weights: ExpertWeights, cut: Cut) -> Target:
+        """All of `weights`, made for `names`, where one tensor of the checkpoint has them."""
+        quantization = self.quantization
+        if self._scaling_of(names) is None or quantization is None:
+            return Target(weights.values, cut)
+        if quantization.scale_suffix is not None:
+            raise StartupFailed(
+                f"{names[0]} and others are one tensor in FP8, which is not supported",
+                hint="a checkpoint with a tensor for each expert is",
+            )
+        return Target(weights.values, cut, Quantised(quantization.scaling, None, weights.scale))
+
     def target(self, name: str, weight: Weight, cut: Cut, first: int, count: int) -> Target:
         """Rows [first, first + count) of `weight`, made for the checkpoint's projection `name`."""
         scaling, quantization = self._scaling_of([name]), self.quantization
         if scaling is None or quantization is None:
             assert isinstance(weight, Tensor)
             return Target(weight[first : first + count], cut)
+        scale_name, int4 = quantization.scale_of(name), quantization.int4
+        if isinstance(weight, Int4Weight):
+            packed = weight.part(first, count)
+            return Target(packed, cut, Quantised(scaling, scale_name, None, int4))
         if isinstance(weight, Tensor):
             scale, matrix = None, weight
         elif isinstance(weight, RowScaled):
@@ -168,7 +220,7 @@ class Placement:
                 )
             rows = slice(first // BLOCK, -(-(first + count) // BLOCK))
             scale, matrix = weight.scale[rows], weight.data
-        quantised = Quantised(scaling, quantization.scale_of(name), scale)
+        quantised = Quantised(scaling, scale_name, scale, int4)
         return Target(matrix[first : first + count], cut, quantised)
 
     def _scaling_of(self, names: Sequence[str]) -> str | None:
@@ -228,7 +280,7 @@ class Linear:
 
     @property
     def fp8_weight(self) -> Fp8Weight | None:
-        return None if isinstance(self.weight, Tensor) else self.weight
+        return self.weight if isinstance(self.weight, Fp8Weight) else None
 
     def __call__(self, x: Activations) -> Tensor:
         return self._ops.linear(x, self.weight, self.bias)
@@ -254,7 +306,7 @@ class FloatLinear(Linear):
     weight: Tensor
 
     def __init__(self, outputs: Sequence[Outputs], num_inputs: int, placement: Placement) -> None:
-        super().__init__(outputs, num_inputs, replace(placement, has_fp8=False))
+        super().__init__(outputs, num_inputs, replace(placement, stays_quantised=False))
 
 
 class RowLinear:
@@ -278,7 +330,7 @@ class RowLinear:
 
     @property
     def fp8_weight(self) -> Fp8Weight | None:
-        return None if isinstance(self.weight, Tensor) else self.weight
+        return self.weight if isinstance(self.weight, Fp8Weight) else None
 
     def __call__(self, x: Activations) -> Summand:
         """For the next RMSNorm.add."""

@@ -4,33 +4,36 @@
     fp8                   128 x 128, weight_block_size        modules_to_not_convert, ignored_layers
     fp8                   one a tensor                        the same
     compressed-tensors    channel, tensor or block            ignore
+    gptq, awq             groups of inputs, or channel        modules_to_not_convert
+    compressed-tensors    groups of inputs, or channel        ignore
 
-Standard library only. What is not e4m3 with such scales is rejected by name.
+The first three are of e4m3, the others of four bits. Standard library only. What is none of these
+is rejected by name.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .config_fields import Fields
+from .int4.int4_layout import Int4
 
-FP8_KERNELS = "BATON_FP8_KERNELS"  # in the environment
 BLOCK = 128
-TENSOR_SCALED, ROW_SCALED, BLOCK_SCALED = "tensor", "row", "block"
+TENSOR_SCALED, ROW_SCALED, BLOCK_SCALED, GROUP_SCALED = "tensor", "row", "block", "group"
 _STRATEGIES = {"tensor": TENSOR_SCALED, "channel": ROW_SCALED, "block": BLOCK_SCALED}
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """Which projections have weights in FP8, and how their scales lie in the checkpoint."""
+    """Which projections have weights in FP8 or int4, and how their scales lie in the checkpoint."""
 
-    scaling: str  # TENSOR_SCALED, ROW_SCALED or BLOCK_SCALED
+    scaling: str  # TENSOR_SCALED, ROW_SCALED or BLOCK_SCALED; of int4 GROUP_SCALED
     scale_suffix: str | None  # behind a projection's name; None: quantised as it is loaded
     unconverted: tuple[str, ...] = ()  # names, parts of names between dots, and re: patterns
     has_input_scales: bool = False  # in the checkpoint; activations are scaled by themselves here
+    int4: Int4 | None = None
 
     def covers(self, name: str) -> bool:
         """Whether the projection `name` is quantised."""
@@ -45,19 +48,37 @@ class Quantization:
         return frozenset(f"{name}.input_scale" for name in names if self.has_input_scales)
 
     @property
+    def bytes_per_weight(self) -> float:
+        """In memory, where it stays quantised; scales with it in int4."""
+        return 1 if self.int4 is None else 0.5 + 4 / (self.int4.group_size or BLOCK)
+
+    @property
     def name(self) -> str:
         """For people."""
+        if self.int4 is not None:
+            size = self.int4.group_size
+            return "int4 weights, a scale for each " + (f"{size} inputs" if size else "output")
         return f"FP8 weights, a scale for each {self.scaling}"
 
 
-def stays_fp8() -> bool:
-    """Whether GPUs are to multiply in FP8: their kernels have not passed their tests there yet."""
-    return os.environ.get(FP8_KERNELS, "") == "1"
+def stays_packed(quantization: Quantization | None, dtype: str) -> bool:
+    """Whether GPUs multiply with weights as they are quantised, in models of `dtype`."""
+    if quantization is None:
+        return False
+    if quantization.int4 is not None:
+        return dtype in ("bfloat16", "float16")
+    return dtype == "bfloat16"
 
 
 # What --quantization asks for.
-_NEVER = ("lm_head", "experts", "mlp.gate", "block_sparse_moe.gate", "shared_expert_gate")
-AT_LOAD = {"fp8": Quantization(ROW_SCALED, None, _NEVER)}
+_ROUTERS = ("mlp.gate", "block_sparse_moe.gate", "shared_expert_gate")
+_NEVER = ("lm_head", *_ROUTERS)
+AT_LOAD = {
+    "fp8": Quantization(ROW_SCALED, None, _NEVER),
+    "int4": Quantization(GROUP_SCALED, None, ("experts", *_NEVER), int4=Int4(BLOCK)),
+}
+_GROUP_SIZES = (128, 64, 32, -1)
+_CHANNEL = -1  # a group of all inputs
 
 
 def _matches(entry: str, name: str) -> bool:
@@ -76,10 +97,14 @@ def read_quantization(fields: Fields) -> Quantization | None:
         found = _read_fp8(section)
     elif method == "compressed-tensors":
         found = _read_compressed(section)
+    elif method == "gptq":
+        found = _read_gptq(section)
+    elif method == "awq":
+        found = _read_awq(section)
     else:
         raise section.error(
             f"quantization_config: quant_method {method!r} is not supported",
-            hint="FP8 checkpoints are: quant_method fp8 and compressed-tensors",
+            hint="supported are: fp8, compressed-tensors, gptq, awq",
         )
     for entry in found.unconverted:
         try:
@@ -106,8 +131,60 @@ def _read_fp8(section: Fields) -> Quantization:
     return Quantization(BLOCK_SCALED, ".weight_scale_inv", unconverted, has_input_scales)
 
 
+def _read_gptq(section: Fields) -> Quantization:
+    group_size = _group_size(section)
+    version = _one_of(section, "checkpoint_format", ("gptq", "gptq_v2"))
+    for name in ("dynamic", "modules_in_block_to_quantize"):
+        if section.get(name):
+            raise section.error(f"quantization_config: {name} is not supported")
+    unconverted = _ROUTERS if section.flag("lm_head") else ("lm_head", *_ROUTERS)
+    int4 = Int4(
+        group_size,
+        "gptq",
+        has_zeros=True,
+        zero_offset=1 if version == "gptq" else 0,
+        is_ordered=section.flag("desc_act"),
+    )
+    return _in_int4(int4, (*unconverted, *_strings(section, "modules_to_not_convert")))
+
+
+def _read_awq(section: Fields) -> Quantization:
+    group_size = _group_size(section)
+    if str(section.get("version", "gemm")).lower() != "gemm":
+        raise section.error(
+            f"quantization_config: version {section.get('version')!r} is not supported",
+            hint="supported are: gemm",
+        )
+    if not section.flag("zero_point", True):
+        raise section.error("quantization_config: zero_point false is not supported")
+    unconverted = ("lm_head", *_ROUTERS, *_strings(section, "modules_to_not_convert"))
+    return _in_int4(Int4(group_size, "awq", has_zeros=True), unconverted)
+
+
+def _in_int4(int4: Int4, unconverted: tuple[str, ...]) -> Quantization:
+    return Quantization(GROUP_SCALED, int4.layout.scales.suffix, unconverted, int4=int4)
+
+
+def _group_size(section: Fields) -> int | None:
+    """Of weights of four bits; None for a scale of all inputs."""
+    if section.get("bits") != 4:
+        raise section.error(
+            f"quantization_config: bits {section.get('bits')!r} is not supported, only 4"
+        )
+    return _checked_group_size(section, section.get("group_size", _GROUP_SIZES[0]))
+
+
+def _checked_group_size(section: Fields, size: object) -> int | None:
+    if isinstance(size, bool) or size not in _GROUP_SIZES:
+        raise section.error(
+            f"quantization_config: group_size {size!r} is not supported",
+            hint=f"supported are: {', '.join(map(str, _GROUP_SIZES))}",
+        )
+    return None if size == _CHANNEL else int(str(size))
+
+
 def _read_compressed(section: Fields) -> Quantization:
-    _one_of(section, "format", ("float-quantized",))
+    form = _one_of(section, "format", ("float-quantized", "pack-quantized"))
     if section.get("kv_cache_scheme") is not None:
         raise section.error("quantization_config: kv_cache_scheme is not supported")
     groups = section.section("config_groups")
@@ -118,6 +195,8 @@ def _read_compressed(section: Fields) -> Quantization:
     if _strings(group, "targets") != ("Linear",):
         raise section.error("quantization_config: targets other than Linear are not supported")
     weights, inputs = group.section("weights"), group.section("input_activations")
+    if form == "pack-quantized":
+        return _read_packed(section, weights, inputs)
     for part in (weights, inputs):
         if part and (part.get("num_bits"), part.get("type")) != (8, "float"):
             raise section.error("quantization_config: only floats of 8 bits are supported")
@@ -130,6 +209,24 @@ def _read_compressed(section: Fields) -> Quantization:
         unconverted=_strings(section, "ignore"),
         has_input_scales=bool(inputs) and not inputs.flag("dynamic"),
     )
+
+
+def _read_packed(section: Fields, weights: Fields, inputs: Fields) -> Quantization:
+    if (weights.get("num_bits"), weights.get("type")) != (4, "int"):
+        raise section.error("quantization_config: only integers of 4 bits are packed")
+    if inputs:
+        raise section.error("quantization_config: input_activations with int4 are not supported")
+    is_whole = _one_of(weights, "strategy", ("group", "channel")) == "channel"
+    order = weights.get("actorder")
+    if order not in (None, False, "weight", "static", "group", True):
+        raise section.error(f"quantization_config: actorder {order!r} is not supported")
+    int4 = Int4(
+        None if is_whole else _checked_group_size(section, weights.get("group_size")),
+        "compressed",
+        has_zeros=not weights.flag("symmetric", True),
+        is_ordered=order in ("group", True),
+    )
+    return _in_int4(int4, _strings(section, "ignore"))
 
 
 def _one_of(section: Fields, name: str, supported: tuple[str, ...]) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...core.errors import StartupFailed
+from .int4.int4_layout import NUMBERS_OF_WORD
 from .model_config import ModelConfig
 from .quantization import BLOCK, BLOCK_SCALED
 
@@ -35,43 +36,79 @@ def heads_of_rank(config: ModelConfig, rank: int, size: int) -> Heads:
     return Heads(rank * num_heads, num_heads, first_kv_head, num_kv_heads)
 
 
-def check_divisible(config: ModelConfig, size: int, *, has_expert_parallel: bool = False) -> None:
+def check_divisible(
+    config: ModelConfig,
+    size: int,
+    *,
+    has_expert_parallel: bool = False,
+    stays_quantised: bool = False,
+) -> None:
     """Raise StartupFailed, naming both numbers, if `size` ranks cannot share the model.
 
-    `has_expert_parallel`: each is to have some of its experts whole.
+    `has_expert_parallel`: each is to have some of its experts whole. `stays_quantised`:
+    weights are not dequantised as they are loaded.
     """
     if has_expert_parallel and config.experts is None:
         raise StartupFailed(f"--enable-expert-parallel: {config.architecture} has no experts")
-    if why := _why_not(config, size, has_expert_parallel):
-        others = " or ".join(
-            str(n) for n in range(1, size) if not _why_not(config, n, has_expert_parallel)
+
+    def why_not(size: int) -> str:
+        why = _why_not_even(config, size, has_expert_parallel)
+        if why or size == 1:
+            return why
+        return _why_not_quantised(
+            config, size, has_expert_parallel=has_expert_parallel, stays_quantised=stays_quantised
         )
+
+    if why := why_not(size):
+        others = " or ".join(str(n) for n in range(1, size) if not why_not(n))
         raise StartupFailed(f"--tensor-parallel-size {size} {why}", hint=f"--tp {others}")
 
 
-def _why_not(config: ModelConfig, size: int, has_expert_parallel: bool) -> str:
-    """Empty if `size` ranks can share the model."""
-    inners, experts = {"intermediate_size": config.intermediate_size}, config.experts
-    counts = {"num_attention_heads": config.num_heads}
+def _why_not_even(config: ModelConfig, size: int, has_expert_parallel: bool) -> str:
+    """Empty if `size` ranks can have even parts of the model."""
+    counts, experts = {"num_attention_heads": config.num_heads}, config.experts
     if experts is not None:
         if has_expert_parallel:
             counts["num_experts"] = experts.num_experts
         else:
             counts["moe_intermediate_size"] = experts.intermediate_size
-        if experts.shared_intermediate_size is not None:
-            inners["shared_expert_intermediate_size"] = experts.shared_intermediate_size
-    for name, count in {**counts, **inners}.items():
+    for name, count in (counts | _inner_sizes(config)).items():
         if count % size:
             return f"does not divide the model's {name} of {count}"
     kv_heads = config.num_kv_heads
     if kv_heads % size and size % kv_heads:
         return f"neither divides the model's {kv_heads} KV heads nor is divided"
-    if size > 1 and config.quantization and config.quantization.scaling == BLOCK_SCALED:
-        heads = {"heads": config.num_heads // size, "KV heads": max(1, kv_heads // size)}
-        parts = {name: count * config.head_dim for name, count in heads.items()}
-        # Experts are dequantised, whose blocks any rank may cut.
-        parts |= {name: count // size for name, count in inners.items()}
-        for name, count in parts.items():
-            if count % BLOCK:
-                return f"cuts the weights' blocks of {BLOCK}: {count} of the {name} a rank"
     return ""
+
+
+def _why_not_quantised(
+    config: ModelConfig, size: int, *, has_expert_parallel: bool, stays_quantised: bool
+) -> str:
+    """Empty if no rank's part cuts a block of weights with one scale, or of int4 in a checkpoint a
+    group or word."""
+    quantization, inners = config.quantization, _inner_sizes(config)
+    if quantization is None:
+        return ""
+    what, unit, unit_of_outputs = "blocks", BLOCK, BLOCK
+    if quantization.int4 is not None and quantization.scale_suffix is not None:
+        what, unit, unit_of_outputs = "groups", quantization.int4.unit, NUMBERS_OF_WORD
+    elif quantization.scaling != BLOCK_SCALED or not stays_quantised:
+        return ""
+    if config.experts is not None and not has_expert_parallel:
+        inners["moe_intermediate_size"] = config.experts.intermediate_size
+    heads = config.num_heads // size * config.head_dim
+    kv_heads = max(1, config.num_kv_heads // size) * config.head_dim
+    parts = {"heads": (heads, unit), "KV heads": (kv_heads, unit_of_outputs)}
+    parts |= {name: (count // size, unit) for name, count in inners.items()}
+    for name, (count, divisor) in parts.items():
+        if count % divisor:
+            return f"cuts the weights' {what} of {divisor}: {count} of the {name} a rank"
+    return ""
+
+
+def _inner_sizes(config: ModelConfig) -> dict[str, int]:
+    """Of what is no expert that is chosen."""
+    sizes, experts = {"intermediate_size": config.intermediate_size}, config.experts
+    if experts is not None and experts.shared_intermediate_size is not None:
+        sizes["shared_expert_intermediate_size"] = experts.shared_intermediate_size
+    return sizes

@@ -14,8 +14,9 @@ from pathlib import Path
 from ...core.config import EngineConfig
 from ...core.errors import StartupFailed
 from ...core.model_dir import read_json, resolve_model_dir
+from .int4.int4_layout import NUMBERS_OF_WORD, Layout
 from .model_config import ModelConfig, read_model_config
-from .quantization import Quantization, stays_fp8
+from .quantization import Quantization, stays_packed
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -55,66 +56,87 @@ def weights_bytes(config: EngineConfig) -> int:
     """What the weights of `config.model` take on GPUs, over all ranks, in the type that `--dtype`
     means there. Raises StartupFailed where there are none, or none that can be read.
 
-    Weights in FP8 become floats but where `stays_fp8` and in engines of bfloat16.
+    Quantised weights become floats but where `stays_packed`.
     """
     folder = resolve_model_dir(config.model)
     model = read_model_config(folder, config.quantization)
     dtype = model.dtype if config.dtype == "auto" else config.dtype
-    quantization = model.quantization if dtype == "bfloat16" and stays_fp8() else None
+    quantization = model.quantization
     if config.load_format == "dummy":
         counts = [_num_dummy_weights(model, quantization)]
     else:
         counts = [_num_weights(path, quantization) for path in weight_files(folder)]
     num_bytes = _BYTES_OF.get(dtype, 2)
-    return sum(num_floats * num_bytes + num_fp8 for num_floats, num_fp8 in counts)
+    is_packed = quantization is not None and stays_packed(quantization, dtype)
+    of_quantised = quantization.bytes_per_weight if quantization and is_packed else num_bytes
+    return sum(int(floats * num_bytes + quantised * of_quantised) for floats, quantised in counts)
 
 
 def _num_weights(path: Path, quantization: Quantization | None) -> tuple[int, int]:
-    """(floats, weights in FP8), by the file's header."""
+    """(floats, weights that may stay quantised), by the file's header."""
     try:
         with path.open("rb") as file:
             (num_bytes,) = struct.unpack("<Q", file.read(8))
             if num_bytes > _MAX_HEADER_BYTES:
                 raise ValueError(f"a header of {num_bytes} bytes")
             header = json.loads(file.read(num_bytes))
-        num_floats = num_fp8 = 0
+        num_floats = num_quantised = 0
+        layout = _int4_layout(quantization)
         for name in header.keys() - {"__metadata__"}:
             shape, dtype = header[name]["shape"], header[name]["dtype"]
-            if quantization is not None and _stays_fp8(name, len(shape), dtype, quantization):
-                num_fp8 += math.prod(shape)
+            if layout is not None and name.endswith(layout.besides):
+                continue
+            is_word = layout is not None and name.endswith(layout.numbers.suffix)
+            count = math.prod(shape) * (NUMBERS_OF_WORD if is_word else 1)
+            if quantization is not None and _is_quantised(name, len(shape), dtype, quantization):
+                num_quantised += count
             else:
-                num_floats += math.prod(shape)
-        return num_floats, num_fp8
+                num_floats += count
+        return num_floats, num_quantised
     except _UNREADABLE as error:
         hint = "is it whole? download it again"
         raise StartupFailed(f"cannot read {path}: {error}", hint=hint) from error
 
 
-def _stays_fp8(name: str, num_dims: int, dtype: str, quantization: Quantization) -> bool:
-    is_projection = ".layers." in name and num_dims == 2 and name.endswith(".weight")
-    is_projection &= ".experts." not in name
+def _int4_layout(quantization: Quantization | None) -> Layout | None:
+    """None unless the checkpoint has weights of four bits."""
+    if quantization is None or quantization.int4 is None or quantization.scale_suffix is None:
+        return None
+    return quantization.int4.layout
+
+
+def _is_quantised(name: str, num_dims: int, dtype: str, quantization: Quantization) -> bool:
+    """Whether the tensor's weights may stay quantised."""
+    is_expert = ".experts." in name
+    if ".layers." not in name or (is_expert and quantization.int4 is not None):
+        return False
+    if layout := _int4_layout(quantization):
+        return name.endswith(layout.numbers.suffix)
+    # Of three dimensions are all experts of a layer in one.
+    is_projection = num_dims == 3 or (num_dims == 2 and name.endswith(".weight"))
     if quantization.scale_suffix is None:
         return is_projection and quantization.covers(name.removesuffix(".weight"))
     return is_projection and dtype == _FP8
 
 
 def _num_dummy_weights(model: ModelConfig, quantization: Quantization | None) -> tuple[int, int]:
-    """(floats, weights in FP8) of the matrices alone: what else there is takes less than a
-    thousandth."""
+    """(floats, weights that may stay quantised) of the matrices alone: what else there is takes
+    less than a thousandth."""
     width, experts = model.hidden_size, model.experts
     attention = 2 * width * model.head_dim * (model.num_heads + model.num_kv_heads)
-    embeddings = (1 if model.has_tied_embeddings else 2) * model.vocab_size * width
-    num_dense, routed, shared = model.num_layers, 0, 0
+    floats = (1 if model.has_tied_embeddings else 2) * model.vocab_size * width  # embeddings
+    inners = model.num_layers * model.intermediate_size  # of all MLPs and experts
     if experts is not None:
-        num_dense -= len(experts.layers)
-        one = 3 * width * experts.intermediate_size + width  # and its row of the router
-        routed = len(experts.layers) * experts.num_experts * one
-        shared = len(experts.layers) * 3 * width * (experts.shared_intermediate_size or 0)
-    mlps = num_dense * 3 * width * model.intermediate_size + shared
-    projections = model.num_layers * attention + mlps
-    if quantization is None:
-        return embeddings + routed + projections, 0
-    return embeddings + routed, projections  # experts stay floats
+        routed = len(experts.layers) * experts.num_experts * experts.intermediate_size
+        shared = experts.shared_intermediate_size or 0
+        inners += len(experts.layers) * (shared - model.intermediate_size)
+        if quantization is not None and quantization.int4 is not None:
+            floats += 3 * width * routed
+        else:
+            inners += routed
+        floats += len(experts.layers) * experts.num_experts * width  # routers
+    projections = model.num_layers * attention + 3 * width * inners
+    return (floats + projections, 0) if quantization is None else (floats, projections)
 
 
 def _is_plain_file_name(name: object) -> bool:

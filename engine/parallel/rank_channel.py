@@ -33,6 +33,8 @@ class MessageKind(enum.IntEnum):
     PULL = 7  # kv_transfer/ranks/ranked.py
     CANCEL_PULL = 8
     CLOSE_WINDOW = 9
+    HOST_MEMORY = 10  # ranked_copies.py
+    COPY_HOST = 11
     # the others to rank 0
     ANSWER = 20
     LINE = 21  # text for people

@@ -30,6 +30,7 @@ from ..model.checkpoint import OnProgress
 from .parallel_runner import decode
 from .rank_channel import MessageKind, RankChannel, RankMessage
 from .rank_group import RankProgress, pack_failure
+from .ranked_copies import HostOrders
 from .torch_communicator import connect_store, make_communicator
 
 log = logging.getLogger(__name__)
@@ -90,7 +91,10 @@ def _follow(channel: RankChannel, build_handlers: BuildHandlers) -> None:
     runner = ModelRunner(config, _progress_to(channel), communicator)
     for note in runner.startup_notes:
         channel.send(MessageKind.LINE, note.encode())
-    handlers = build_handlers(runner, channel)
+    handlers = {**build_handlers(runner, channel)}
+    if runner.host_copier is not None:
+        host = HostOrders(runner.host_copier, channel)
+        handlers |= {MessageKind.HOST_MEMORY: host.pin, MessageKind.COPY_HOST: host.copy}
     try:
         _serve(channel, runner, handlers, lambda: progress.add(rank))
     finally:

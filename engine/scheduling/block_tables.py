@@ -1,16 +1,20 @@
 """Gives blocks to sequences and takes them back: the one writer of `Sequence.block_ids`.
 
-Joins pool and prefix cache: an admission takes cached blocks first, a computed full block becomes a
-cached one, and a block that a step on the device still touches stays fenced. Decides nothing.
+Joins pool, prefix cache and host memory: an admission takes cached blocks first, a computed full
+block becomes a cached one, and a block that a step on the device still touches stays fenced. Blocks
+go to host memory when a sequence ends, when a second one uses them, and when one is preempted.
+Decides nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain, count, repeat
 
+from ...core.request.token_ids import BlockHash
 from ..kv.block_pool import BlockPool, BlockRef, Fence
 from ..kv.generations import Generations
+from ..kv.host_tier import HostTier, Load
 from ..kv.prefix_cache import PrefixCache
 from .sequence import Sequence
 
@@ -46,15 +50,22 @@ class BlockTables:
     """Block tables of all sequences of one engine."""
 
     def __init__(
-        self, pool: BlockPool, cache: PrefixCache, generations: Generations, block_size: int
+        self,
+        pool: BlockPool,
+        cache: PrefixCache,
+        generations: Generations,
+        block_size: int,
+        host: HostTier | None = None,
     ) -> None:
         self._pool = pool
+        self._host = host
         self._cache = cache
         self._generations = generations
         self._block_size = block_size
         self._steps: list[StepFence] = []
         self.num_queried_tokens = 0  # of all that was given blocks
-        self.num_hit_tokens = 0  # of them, those in matched blocks
+        self.num_hit_tokens = 0  # of them, those in matched blocks, loaded ones too
+        self.num_host_hit_tokens = 0  # of these, those that were loaded
 
     def match(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """Cached blocks that hold the beginning of the sequence's first `num_tokens` tokens.
@@ -63,19 +74,38 @@ class BlockTables:
         """
         if not self._cache.is_enabled or sequence.owes_prompt_logprobs:
             return []
+        return self._match(sequence, 0, num_tokens, self._cache.match)
+
+    def match_host(self, sequence: Sequence, num_tokens: int, num_matched: int) -> list[int]:
+        """Host blocks that go on behind `num_matched` cached ones, if it pays to copy them; limits
+        as of `match`."""
+        if self._host is None or sequence.owes_prompt_logprobs:
+            return []
+        matched = self._match(sequence, num_matched, num_tokens, self._host.match)
+        return matched if matched and self._host.pays(len(matched), num_matched) else []
+
+    def _match(
+        self,
+        sequence: Sequence,
+        first: int,
+        num_tokens: int,
+        match: Callable[[list[BlockHash]], list[int]],
+    ) -> list[int]:
+        """What `match` finds from block `first` on."""
         num_blocks, matched = num_tokens // self._block_size, list[int]()
-        for start in range(0, num_blocks, _SLICE_BLOCKS):
+        for start in range(first, num_blocks, _SLICE_BLOCKS):
             end = min(start + _SLICE_BLOCKS, num_blocks)
             hashes = sequence.block_hashes(end, self._block_size)
-            matched += self._cache.match(hashes[start:])
-            if len(matched) < end:
+            matched += match(hashes[start:])
+            if first + len(matched) < end:
                 break  # the hashes behind can wait until a step is on the device
         return matched
 
     def num_to_compute(self, sequence: Sequence) -> int:
         """Tokens that an empty-handed sequence would have to compute, by what is cached now."""
-        matched = self.match(sequence, sequence.num_tokens - 1)
-        return sequence.num_tokens - len(matched) * self._block_size
+        num_matched = len(self.match(sequence, sequence.num_tokens - 1))
+        num_matched += len(self.match_host(sequence, sequence.num_tokens - 1, num_matched))
+        return sequence.num_tokens - num_matched * self._block_size
 
     def take(self, sequence: Sequence, matched: list[int]) -> bool:
         """Give an empty-handed sequence blocks for all its slots, or none.
@@ -96,6 +126,40 @@ class BlockTables:
         sequence.num_computed_tokens = sequence.num_cached_tokens
         sequence.num_launched_tokens = sequence.num_cached_tokens
         return True
+
+    def load(self, sequence: Sequence, host_blocks: list[int]) -> Load:
+        """Begin to copy what goes on behind its cached blocks; its blocks are taken."""
+        assert self._host is not None
+        first = sequence.num_stored_blocks
+        last = first + len(host_blocks)
+        hashes = sequence.block_hashes(last, self._block_size)
+        return self._host.load(hashes[first:], host_blocks, sequence.block_ids[first:last])
+
+    def loaded(self, sequence: Sequence, num_blocks: int) -> None:
+        """The copy has ended: so many blocks count as computed beside the cached ones."""
+        num_tokens = num_blocks * self._block_size
+        sequence.num_cached_tokens += num_tokens
+        sequence.num_computed_tokens += num_tokens
+        sequence.num_launched_tokens += num_tokens
+        self.num_hit_tokens += num_tokens
+        self.num_host_hit_tokens += num_tokens
+        self.store(sequence)
+
+    def write(self, sequence: Sequence) -> None:
+        """Copy what it has in the prefix cache to host memory: it ends, or they have a second use.
+
+        Others may leave host memory for it: what is to be loaded from there is loading already.
+        """
+        if self._host is not None and sequence.num_stored_blocks:
+            self._host.write(*self._stored(sequence))
+
+    def swap_out(self, sequence: Sequence) -> bool:
+        """The same where it is preempted: all of it, or nothing if that cannot be or costs more."""
+        return self._host is not None and self._host.swap_out(*self._stored(sequence))
+
+    def _stored(self, sequence: Sequence) -> tuple[list[BlockHash], list[int]]:
+        n = sequence.num_stored_blocks
+        return sequence.block_hashes(n, self._block_size), sequence.block_ids[:n]
 
     def fork(self, parent: Sequence, child: Sequence) -> list[tuple[int, int]] | None:
         """Give an empty-handed child its computed tokens' blocks, and room for the token behind.
@@ -159,7 +223,7 @@ class BlockTables:
                 step.fence_off(sequence, self._pool.open_fence(sequence.block_ids))
         self._pool.release(sequence.block_ids)
         sequence.block_ids = []
-        sequence.num_computed_tokens = 0
+        sequence.num_stored_blocks = sequence.num_computed_tokens = 0
         sequence.num_launched_tokens = sequence.num_awaited_tokens = 0
 
     def open_step(self, sequences: Iterable[Sequence]) -> StepFence:

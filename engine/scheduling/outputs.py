@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from ...core.errors import BatonError
 from ...core.request.request import FinishReason, TokenLogprobs
 from ...core.step_cost import StepShape
+from ..kv.host_tier import HostCounts
 from .sequence import Sequence
 
 
@@ -118,11 +119,12 @@ class Totals:
     """Counted since the engine was made; none of them ever falls.
 
     `prefix_query_tokens` are the known tokens of all that was given blocks, `prefix_hit_tokens`
-    those of them that the prefix cache held. What was preempted counts again. `num_prompts` came to
-    be computed here, of which steps have had `num_prompt_tokens`. `num_promised_steps` had decodes
-    that were promised something, `num_kept_steps` of them took no longer; `num_refusals` requests
-    would have broken it. `expert_tokens` are those that chose each expert, over all layers; empty
-    without experts, and a little behind.
+    those of them that the prefix cache held, `host_hit_tokens` those of these that host memory did.
+    What was preempted counts again; of `num_swaps` preempted requests the KV went to host memory.
+    `num_prompts` came to be computed here, of which steps have had `num_prompt_tokens`.
+    `num_promised_steps` had decodes that were promised something, `num_kept_steps` of them took no
+    longer; `num_refusals` requests would have broken it. `expert_tokens` are those that chose each
+    expert, over all layers; empty without experts, and a little behind.
     """
 
     num_preemptions: int
@@ -135,6 +137,9 @@ class Totals:
     num_kept_steps: int = 0
     num_refusals: int = 0
     expert_tokens: tuple[int, ...] = ()
+    num_swaps: int = 0
+    host_hit_tokens: int = 0
+    host: HostCounts = HostCounts()  # noqa: RUF009 (frozen)
 
 
 @dataclass(slots=True)

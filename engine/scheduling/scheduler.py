@@ -13,8 +13,10 @@ Memory:
 
 - an admission takes all blocks of the known tokens at once, if the peak estimate says that it fits;
   if not, it stays the head of the queue, and nobody passes it;
+- an admission whose prompt goes on in host memory waits apart while that is copied;
 - a decode takes a block when it crosses into one; if there is none, the latest arrival is preempted
-  (tokens kept, KV recomputed later), never the oldest, so that something always gets on;
+  (tokens kept, KV swapped to host memory or recomputed later, whichever takes less), never the
+  oldest, so that something always gets on;
 - a held sequence takes all it will ever need at admission, and is never preempted.
 
 With a promise to its decodes (`tbt_target_s`) a step has no more tokens of prompts than leave it as
@@ -35,6 +37,7 @@ from ...core.fair_queue import FairQueue
 from ...core.request.request import Request
 from ...core.step_cost import LEAST_PROMPT_TOKENS, StepShape
 from ..kv.block_pool import BlockPool
+from ..kv.host_tier import Load
 from ..kv.limits import EngineLimits
 from .admission import Admission, OutputLengthEstimator, distinct_blocks
 from .block_tables import BlockTables
@@ -63,9 +66,11 @@ class Scheduler:
         self._admission = Admission(limits, estimator)
         self.waiting: FairQueue[Sequence] = FairQueue()
         self.running: list[Sequence] = []  # by arrival
+        self.loading: dict[Sequence, Load] = {}
         self.reserved: list[Sequence] = []
         self.held: list[Sequence] = []  # computed, waiting to be released
         self.num_preemptions = 0
+        self.num_swaps = 0  # of them, those whose KV went to host memory
         self._num_holds = 0
         self._refused_at: int | None = None  # `opportunities` when the head did not fit
         self._is_long_due = False  # a long prompt had nothing of the last step because of others
@@ -99,6 +104,7 @@ class Scheduler:
         if not self._tables.take(sequence, matched):
             return False
         self.reserved.append(sequence)
+        self._tables.write(sequence)  # a second use of what was matched
         return True
 
     def start(self, sequence: Sequence) -> None:
@@ -142,9 +148,21 @@ class Scheduler:
             SequenceState.RESERVED: self.reserved,
             SequenceState.HELD: self.held,
         }
-        queues[sequence.state].remove(sequence)
+        if sequence.state is SequenceState.LOADING:
+            del self.loading[sequence]
+        else:
+            queues[sequence.state].remove(sequence)
         sequence.state = SequenceState.ENDED
+        self._tables.write(sequence)
         self._tables.give_back(sequence)
+
+    def finish_loads(self) -> None:
+        """Let those run whose blocks have come from host memory; what has not come is computed."""
+        ended = [(one, n) for one, load in self.loading.items() if (n := load.num_good) is not None]
+        for sequence, num_blocks in ended:
+            del self.loading[sequence]
+            self._tables.loaded(sequence, num_blocks)
+            self._run(sequence)
 
     def schedule(self) -> Schedule:
         """Plan a step; sequences that are not in it wait for budget or memory."""
@@ -212,7 +230,7 @@ class Scheduler:
     def step_with(self, request: Request, num_coming: int) -> StepShape:
         """A step of all that will decode here once their prompts are computed, with this request,
         its forks, and `num_coming` more like it that the engine does not have yet."""
-        others = chain(self.waiting, self.running)
+        others = chain(self.waiting, self.loading, self.running)
         lengths = [one.num_tokens for one in others if not one.is_held]
         num_more = 1 + len(request.fork_ids) + num_coming
         keys = sum(lengths) + num_more * request.num_known_tokens
@@ -221,7 +239,8 @@ class Scheduler:
     @property
     def has_prefills(self) -> bool:
         """Whether a prompt that runs is not computed whole."""
-        return any(one.num_computed_tokens < one.num_prefill_tokens for one in self.running)
+        computed = (one.num_computed_tokens >= one.num_prefill_tokens for one in self.running)
+        return bool(self.loading) or not all(computed)
 
     def waiting_tokens(self) -> Counter[int]:
         """Prompt tokens that are not computed yet, those of steps in flight too, by caller id.
@@ -233,6 +252,10 @@ class Scheduler:
             num_tokens = sequence.num_prefill_tokens - sequence.num_computed_tokens
             if num_tokens > 0:
                 waiting[sequence.request.caller_id] += num_tokens
+        for sequence, load in self.loading.items():
+            num_loaded = len(load.host_blocks) * self._limits.block_size
+            num_tokens = sequence.num_tokens - sequence.num_computed_tokens - num_loaded
+            waiting[sequence.request.caller_id] += num_tokens
         return waiting
 
     def room_blocks(self, pending: Iterable[Request]) -> int:
@@ -296,7 +319,9 @@ class Scheduler:
                 return  # as far as can be told without a look into the prefix cache
             # At least one token must be computed, or there would be no logits to sample from.
             matched = self._tables.match(sequence, sequence.num_tokens - 1)
-            num_tokens = sequence.num_tokens - len(matched) * self._limits.block_size
+            in_host = self._tables.match_host(sequence, sequence.num_tokens - 1, len(matched))
+            num_matched = len(matched) + len(in_host)
+            num_tokens = sequence.num_tokens - num_matched * self._limits.block_size
             if schedule.would_stretch(sequence.request.caller_id, num_tokens):
                 if before is None:
                     self._is_long_due = True
@@ -315,8 +340,14 @@ class Scheduler:
                 return
             self.waiting.pop(num_tokens)
             sequence.num_prefill_tokens = sequence.num_tokens
-            self._run(sequence)
-            schedule.plan(sequence, is_in_queue=self._is_in_queue(sequence))
+            if in_host:
+                sequence.state = SequenceState.LOADING
+                self.loading[sequence] = self._tables.load(sequence, in_host)
+            else:
+                self._run(sequence)
+                schedule.plan(sequence, is_in_queue=self._is_in_queue(sequence))
+            if matched:
+                self._tables.write(sequence)  # their second use
 
     def _may_pass(self, sequence: Sequence, prefill: Sequence, num_tokens: int) -> bool:
         """Whether a waiting prompt with so many tokens to compute goes before a running prefill.
@@ -340,15 +371,17 @@ class Scheduler:
     def _owners(self) -> Iterator[Sequence]:
         """All that have blocks."""
         yield from self.running
+        yield from self.loading
         yield from self.reserved
         yield from self.held
 
     def _holders(self) -> Iterator[Sequence]:
         yield from self.held
-        yield from (s for s in self.running if s.is_held)
+        yield from (s for s in chain(self.running, self.loading) if s.is_held)
 
     def _has_slot(self) -> bool:
-        return len(self.running) + len(self.reserved) < self._limits.max_num_seqs
+        num_seqs = len(self.running) + len(self.loading) + len(self.reserved)
+        return num_seqs < self._limits.max_num_seqs
 
     def _run(self, sequence: Sequence) -> None:
         sequence.state = SequenceState.RUNNING
@@ -376,6 +409,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._tables.store(sequence)  # what was pulled for it may not be there yet
+        self.num_swaps += self._tables.swap_out(sequence)
         self._tables.give_back(sequence)
         sequence.state = SequenceState.WAITING
         self._come_back(sequence)

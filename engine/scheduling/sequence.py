@@ -4,9 +4,11 @@
        │          admit          start        │
        ▼      ──────────►      ◄────────      ▼
     WAITING               RUNNING         RESERVED
-              ◄──────────    │
-                preempt      │ first token of a held request
-                             ▼
+       │      ◄──────────    │ ▲
+       │        preempt      │ │ copied
+       └────────────► LOADING ─┘ first token of a held request
+         admit, with host    │
+         memory's blocks     ▼
                            HELD       any state ──► ENDED: finish, release, drop, abort, failure
 
 Plain bookkeeping: decides nothing, allocates nothing.
@@ -28,6 +30,7 @@ class SequenceState(enum.Enum):
     """Where a sequence is in its life."""
 
     WAITING = "waiting"  # holds no block
+    LOADING = "loading"  # holds blocks, some of which host memory fills
     RUNNING = "running"  # scheduled step by step
     HELD = "held"  # computed; keeps its blocks for a puller until released
     RESERVED = "reserved"  # holds blocks that a pull fills

@@ -119,6 +119,7 @@ class ClusterView:
                 clock=self._clock,
                 max_num_seqs=link.max_num_seqs,
                 own_target_s=link.own_target_s,
+                num_host_blocks=link.num_host_blocks,
             )
         )
 

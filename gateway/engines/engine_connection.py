@@ -92,6 +92,7 @@ class EngineConnection(asyncio.Protocol):
         self.member = member
         self.max_num_seqs = 0  # by its Welcome
         self.own_target_s = 0.0
+        self.num_host_blocks = 0
         self._secret = secret
         self._events = events
         self._clock = clock
@@ -346,6 +347,7 @@ class EngineConnection(asyncio.Protocol):
         if not self._welcome.done():
             self.max_num_seqs = welcome.max_num_seqs
             self.own_target_s = welcome.tbt_target_s
+            self.num_host_blocks = welcome.num_host_blocks
             self._is_linked = True
             self._events.linked(self)
             self._welcome.set_result(None)

@@ -81,7 +81,8 @@ class EngineTable:
         """The engine's link is up."""
         engine.released = self.released
         self.engines[engine.incarnation] = engine
-        self.mirror.add(engine.incarnation, engine.member.num_blocks)
+        num_blocks = engine.member.num_blocks + engine.num_host_blocks
+        self.mirror.add(engine.incarnation, num_blocks)
 
     def remove(self, incarnation: str) -> None:
         """The engine's link is down."""
@@ -113,7 +114,7 @@ class EngineTable:
                 demand,
                 caller_id,
                 cached_tokens.get(engine.incarnation, 0),
-                costs.get(engine.fingerprint),
+                costs.get(engine.fingerprint) if costs else None,
             )
             for engine in self.engines.values()
             if engine.load is not None and (engine.member.can_constrain or not is_constrained)
@@ -138,15 +139,16 @@ class EngineTable:
     def _costs(self) -> Mapping[str, StepCost]:
         """By fingerprint, the cost that was measured on the largest steps, where some engine is to
         borrow one."""
-        loads = [(e.fingerprint, e.load) for e in self.engines.values() if e.load is not None]
-        costs = [load.step_cost for _, load in loads]
-        if all(cost is not None and cost.max_rows >= MEASURED_ROWS for cost in costs):
+        engines = self.engines.values()
+        loads = [engine.load for engine in engines if engine.load is not None]
+        if min((load.max_rows for load in loads), default=MEASURED_ROWS) >= MEASURED_ROWS:
             return {}
         found: dict[str, StepCost] = {}
-        for fingerprint, load in loads:
-            cost, best = load.step_cost, found.get(fingerprint)
+        for engine in engines:
+            cost = None if engine.load is None else engine.load.step_cost
+            best = found.get(engine.fingerprint)
             if cost is not None and (best is None or cost.max_rows > best.max_rows):
-                found[fingerprint] = cost
+                found[engine.fingerprint] = cost
         return found
 
     def why_not_ready(self) -> str:

@@ -45,6 +45,10 @@ class EngineCounters:
     num_kept_steps: int = 0
     num_refusals: int = 0
     expert_tokens: tuple[int, ...] = ()
+    num_swaps: int = 0
+    host_hit_tokens: int = 0
+    host_bytes_out: int = 0
+    host_bytes_in: int = 0
 
     def expert_imbalance(self, num_parts: int) -> float | None:
         """Of so many equal parts of the experts, in their order: tokens of the part with most of
@@ -81,8 +85,11 @@ class ReportedLoad:
     step_tokens: int = 0
     is_promise_withdrawn: bool = False
     promise_epoch: int = 0
+    promise_leader: str = ""
     decode_step_p99_s: float = 0.0
     expert_ranks: int = 0
+    host_blocks: int = 0
+    host_block_s: float = 0.0  # to copy one of them back; 0: not known
     waiting_by_caller: Mapping[int, int] = field(default_factory=dict)
 
     @property
@@ -142,7 +149,8 @@ class LinkedEngine:
     """One engine behind a live link.
 
     `max_num_seqs`: sequences that it runs at once; 0: it does not say. `own_target_s`: the promise
-    that it began with; 0: none, and it is to have none. `released`: callers of which
+    that it began with; 0: none, and it is to have none. `num_host_blocks`: that its host memory may
+    come to have beside its pool. `released`: callers of which
     something ended here, or was answered, so that what waits may find a place; whoever dispatches
     what waits clears it. `num_index_hits`: dispatches for which the index promised cached tokens;
     `num_stale_hits`: those of them that found fewer.
@@ -157,6 +165,7 @@ class LinkedEngine:
     clock: Clock = field(default_factory=SystemClock)
     max_num_seqs: int = 0
     own_target_s: float = 0.0
+    num_host_blocks: int = 0
     released: set[int] = field(default_factory=set)
     backlog: PrefillBacklog = field(init=False)
     places: DecodePlaces = field(init=False)
@@ -164,6 +173,7 @@ class LinkedEngine:
     _callers: dict[Key, int] = field(default_factory=dict)  # of what is open
     _num_promised: int = _MANY  # decodes of a step that keeps its promise
     _has_refused: bool = False  # since its last heartbeat
+    _known: tuple[ReportedLoad | None, tuple[object, ...]] = (None, ())  # by heartbeat, for `state`
 
     def __post_init__(self) -> None:
         self.backlog = PrefillBacklog(self.clock)
@@ -283,34 +293,46 @@ class LinkedEngine:
         """For routing one request of this caller, of which so much should be cached here.
 
         `others_cost`: of engines like it, for one that had no prompts to measure: it would never be
-        given any.
+        given any. What is about prompts is left out where it takes none, and what is about decodes
+        where it has none.
         """
-        speed = self.backlog.speed
-        if others_cost is not None and load.max_rows < MEASURED_ROWS:
-            speed = load.prompt_speed_by(others_cost)
-        num_blocks = self.blocks_for(
-            demand.num_tokens - cached_tokens, demand.max_output_tokens, demand.num_sequences
+        known_load, known = self._known
+        if known_load is not load:
+            known = self._known_of(load)
+            self._known = load, known
+        is_prefill, waiting_tokens, speed = self.member.role is Role.PREFILL, 0, None
+        takes_prompt = has_place = False
+        if is_prefill or load.takes_whole:
+            backlog = self.backlog
+            waiting_tokens, speed = backlog.tokens_ahead, backlog.speed
+            if others_cost is not None and load.max_rows < MEASURED_ROWS:
+                speed = load.prompt_speed_by(others_cost)
+            takes_prompt = demand.is_retry or backlog.takes_more_of(caller_id)
+        if not is_prefill or load.takes_whole:
+            has_place = self._has_place(load, demand, cached_tokens)
+        return EngineState._make(
+            (
+                *known,
+                *(self.places.num_requests, self.num_dispatched, waiting_tokens, cached_tokens),
+                *(speed, takes_prompt, has_place),
+            )
         )
-        return EngineState(
-            incarnation=self.member.incarnation,
-            role=self.member.role,
-            fingerprint=self.member.fingerprint,
-            block_size=self.member.block_size,
-            num_requests=self.places.num_requests,
-            waiting_tokens=self.backlog.tokens_ahead,
-            free_blocks=load.free_blocks,
-            credit_blocks=load.credit_blocks,
-            is_draining=load.is_draining,
-            links=load.links,
-            link_gbytes_per_s=load.link_gbytes_per_s,
-            num_dispatched=self.num_dispatched,
-            cached_tokens=cached_tokens,
-            speed=speed,
-            keeps_promise=load.takes_whole,
-            takes_prompt=demand.is_retry or self.backlog.takes_more_of(caller_id),
-            has_place=self.places.has_place(demand.num_sequences, num_blocks)
-            and self._keeps_promise_with(load, demand),
+
+    def _known_of(self, load: ReportedLoad) -> tuple[object, ...]:
+        """The first fields of an EngineState: those that its heartbeat decides."""
+        member = self.member
+        return (
+            *(member.incarnation, member.role, member.fingerprint, member.block_size),
+            *(load.free_blocks, load.credit_blocks, load.is_draining),
+            *(load.links, load.link_gbytes_per_s, load.takes_whole),
         )
+
+    def _has_place(self, load: ReportedLoad, demand: Demand, cached_tokens: int) -> bool:
+        num_sequences = demand.num_sequences
+        num_tokens = demand.num_tokens - cached_tokens
+        num_blocks = self.blocks_for(num_tokens, demand.max_output_tokens, num_sequences)
+        has_place = self.places.has_place(num_sequences, num_blocks)
+        return has_place and self._keeps_promise_with(load, demand)
 
     def _keeps_promise_with(self, load: ReportedLoad, demand: Demand) -> bool:
         """Whether its steps would, with these sequences too; theirs counts if it is stricter."""

@@ -87,11 +87,12 @@ class PromiseDecider:
     _since: dict[str, tuple[bool, float]] = field(default_factory=dict)  # by incarnation
     _wanted: dict[str, tuple[int, int]] = field(default_factory=dict)  # how many, how often
 
-    @property
-    def newest_epoch(self) -> int:
-        """Of all orders that engines have followed."""
+    def least_epoch(self, leader: str) -> int:
+        """Of which all engines would follow an order of this leader: above those of others that
+        they have followed, which Redis may have given twice."""
         loads = [e.load for e in self.table.engines.values() if e.load is not None]
-        return max((load.promise_epoch for load in loads), default=0)
+        epochs = (load.promise_epoch + (load.promise_leader != leader) for load in loads)
+        return max(epochs, default=0)
 
     def look(self) -> None:
         """Take over what the heartbeats show now."""

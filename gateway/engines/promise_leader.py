@@ -25,7 +25,7 @@ class Lease(Protocol):
     @property
     def epoch(self) -> int | None: ...
 
-    async def take(self, seen_epoch: int) -> int | None: ...
+    async def take(self, least_epoch: int) -> int | None: ...
 
     async def close(self) -> None: ...
 
@@ -38,10 +38,6 @@ class PromiseLeader:
         self._lease = lease
         self._name = name
         self._is_leading = False
-
-    @property
-    def is_leading(self) -> bool:
-        return self._is_leading
 
     async def run(self) -> None:
         """Until cancelled, or until a turn fails: then another gateway is to decide."""
@@ -63,7 +59,7 @@ class PromiseLeader:
         engines = self._decider.table.engines
         if not any(engine.own_target_s for engine in engines.values()):
             return  # nobody could be ordered anything
-        epoch = await self._lease.take(self._decider.newest_epoch)
+        epoch = await self._lease.take(self._decider.least_epoch(self._name))
         if self._is_leading != (epoch is not None):
             self._is_leading = epoch is not None
             log.info(

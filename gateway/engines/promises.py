@@ -17,8 +17,8 @@ that chance in what arrives moves nothing to and fro.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from ...core.step_cost import LEAST_PROMPT_TOKENS, StepCost, StepShape
 
@@ -27,6 +27,7 @@ HEAVIER = 1.3
 _WELL, _LEAST_LOSS = 0.95, 0.01  # what is as good as all promising with that much more
 HOLD_S = 5.0  # a promise stays at least so long
 _MANY_DECODES = 1 << 16
+_MANY_COUNTS = 12  # of engines: more are not all tried, each takes 0.1 ms
 _LATE = 0.2  # what a request counts that is served, but too late
 
 
@@ -51,19 +52,54 @@ class Target:
     chunk: int
 
 
-def good_share(cost: StepCost, mix: Mix, target: Target, num_pure: int, num_mixed: int) -> float:
-    """The estimated share of good requests with so many engines that compute prompts alone, and so
-    many that promise something; those that are served too late count a little."""
-    most = num_mixed * _decodes_within(cost, mix.context, target.tbt_s)
-    running = mix.output_tokens_per_s * _decode_step_s(cost, mix, target, num_mixed)
-    spread = math.sqrt(max(running, 1.0))  # arrivals are not even
-    decodes_share = 0.5 * (1 + math.erf((most - running) / spread / math.sqrt(2)))
-    pure_per_s = num_pure * _pure_tokens_per_s(cost, mix, target)
-    mixed_per_s = num_mixed * _mixed_tokens_per_s(cost, mix, target, num_mixed)
-    prompts_share = _within_ttft(cost, mix, target, pure_per_s, mixed_per_s, num_pure)
-    served = min(1.0, (pure_per_s + mixed_per_s) / max(mix.prompt_tokens_per_s, 1.0))
-    served = min(served, most / max(running, 1.0))
-    return (1 - _LATE) * decodes_share * prompts_share + _LATE * served
+class GoodShares:
+    """The estimated share of good requests of `num_engines`, by how many compute prompts alone."""
+
+    def __init__(self, cost: StepCost, mix: Mix, target: Target, num_engines: int) -> None:
+        self._cost, self._mix, self._target = cost, mix, target
+        self._num_engines = num_engines
+        self._decodes_each = _decodes_within(cost, mix.context, target.tbt_s)
+        self._pure_each_per_s = _pure_tokens_per_s(cost, mix, target)
+        speed = cost.prompt_speed(target.chunk, StepShape(), None)
+        self._alone_s = speed.prompt_seconds(max(1, int(mix.prompt_tokens)), 0)
+        self._mixed: dict[int, tuple[float, float]] = {}
+
+    def share(self, num_pure: int, times: float = 1.0) -> float:
+        """With so many `times` the prompts. Requests that are served too late count a little."""
+        num_mixed = self._num_engines - num_pure
+        running, mixed_per_s = self._mixed_engines(num_mixed)
+        most = num_mixed * self._decodes_each
+        spread = math.sqrt(max(running, 1.0))  # arrivals are not even
+        decodes_share = 0.5 * (1 + math.erf((most - running) / spread / math.sqrt(2)))
+        pure_per_s = num_pure * self._pure_each_per_s
+        wanted_per_s = times * self._mix.prompt_tokens_per_s
+        prompts_share = self._within_ttft(pure_per_s, mixed_per_s, wanted_per_s)
+        served = min(1.0, (pure_per_s + mixed_per_s) / max(wanted_per_s, 1.0))
+        served = min(served, most / max(running, 1.0))
+        return (1 - _LATE) * decodes_share * prompts_share + _LATE * served
+
+    def _mixed_engines(self, num: int) -> tuple[float, float]:
+        """Decodes that run on so many, and prompt tokens that these compute in a second."""
+        if (known := self._mixed.get(num)) is None:
+            of = self._cost, self._mix, self._target, num
+            running = self._mix.output_tokens_per_s * _decode_step_s(*of)
+            known = self._mixed[num] = running, num * _mixed_tokens_per_s(*of)
+        return known
+
+    def _within_ttft(self, pure_per_s: float, mixed_per_s: float, wanted_per_s: float) -> float:
+        """The share of first tokens that come in time: a queue of Poisson arrivals in front of all
+        engines, whose prompts take equally long (M/D/k: the tail of waits is exponential)."""
+        total_per_s = pure_per_s + mixed_per_s
+        load, alone_s = wanted_per_s / total_per_s, self._alone_s
+        if load >= 1:
+            return 0.0
+        if not pure_per_s:  # beside decodes
+            alone_s *= max(1.0, self._pure_each_per_s / max(mixed_per_s, 1.0))
+        left_s = self._target.ttft_s - alone_s
+        if left_s <= 0:
+            return 0.0
+        prompts_per_s = total_per_s / max(self._mix.prompt_tokens, 1.0)
+        return 1 - load * math.exp(-2 * (1 - load) * prompts_per_s * left_s)
 
 
 def _decodes_within(cost: StepCost, context: float, seconds: float) -> int:
@@ -108,31 +144,6 @@ def _mixed_tokens_per_s(cost: StepCost, mix: Mix, target: Target, num_mixed: int
     return LEAST_PROMPT_TOKENS / cost.seconds(beside.with_prompt(LEAST_PROMPT_TOKENS, context))
 
 
-def _within_ttft(
-    cost: StepCost,
-    mix: Mix,
-    target: Target,
-    pure_per_s: float,
-    mixed_per_s: float,
-    num_pure: int,
-) -> float:
-    """The share of first tokens that come in time: a queue of Poisson arrivals in front of all
-    engines, whose prompts take equally long (M/D/k: the tail of waits is exponential)."""
-    total_per_s = pure_per_s + mixed_per_s
-    load = mix.prompt_tokens_per_s / total_per_s
-    if load >= 1:
-        return 0.0
-    speed = cost.prompt_speed(target.chunk, StepShape(), None)
-    alone_s = speed.prompt_seconds(max(1, int(mix.prompt_tokens)), 0)
-    if not num_pure:  # beside decodes
-        alone_s *= max(1.0, _pure_tokens_per_s(cost, mix, target) / max(mixed_per_s, 1.0))
-    left_s = target.ttft_s - alone_s
-    if left_s <= 0:
-        return 0.0
-    prompts_per_s = total_per_s / max(mix.prompt_tokens, 1.0)
-    return 1 - load * math.exp(-2 * (1 - load) * prompts_per_s * left_s)
-
-
 def choose_num_pure(
     cost: StepCost, mix: Mix, target: Target, num_movable: int, num_others: int, now: int
 ) -> int:
@@ -140,15 +151,31 @@ def choose_num_pure(
     always promise: where there are none, all do."""
     if not num_others or not num_movable:
         return 0
-    total, now = num_movable + num_others, min(now, num_movable)
-    shares = [good_share(cost, mix, target, n, total - n) for n in range(num_movable + 1)]
-    best = max(range(num_movable + 1), key=lambda count: (shares[count], -count))
-    if shares[best] >= shares[now] + LEAST_GAIN:
+    now = min(now, num_movable)
+    shares = GoodShares(cost, mix, target, num_movable + num_others)
+    best = _best_count(shares.share, num_movable)
+    if shares.share(best) >= shares.share(now) + LEAST_GAIN:
         return best
-    heavier = replace(mix, prompt_tokens_per_s=HEAVIER * mix.prompt_tokens_per_s)
-    loaded = [good_share(cost, heavier, target, n, total - n) for n in range(now + 1)]
-    least = max(_WELL, loaded[now] - _LEAST_LOSS)
-    return next((count for count in range(now) if loaded[count] >= least), now)
+    least = max(_WELL, shares.share(now, HEAVIER) - _LEAST_LOSS)
+    fine = (count for count in _some_counts(now) if shares.share(count, HEAVIER) >= least)
+    return next(fine, now)
+
+
+def _best_count(share: Callable[[int], float], most: int) -> int:
+    """0 to `most`: of some, and then of those around the best of them."""
+    tried = _some_counts(most)
+    best = max(tried, key=lambda count: (share(count), -count))
+    step = tried[1] - tried[0] if most else 1
+    while step > 1:
+        step = -(-step // 2)
+        around = (max(0, best - step), best, min(most, best + step))
+        best = max(around, key=lambda count: (share(count), -count))
+    return best
+
+
+def _some_counts(most: int) -> list[int]:
+    """0 to `most`, all of them if they are few."""
+    return sorted({*range(0, most + 1, max(1, most // _MANY_COUNTS)), most})
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,17 +61,18 @@ class EngineState(NamedTuple):
     role: Role
     fingerprint: str
     block_size: int
-    num_requests: int = 0
-    waiting_tokens: int = 0
     free_blocks: int = 0
     credit_blocks: int = 0
     is_draining: bool = False
     links: frozenset[str] = frozenset()
     link_gbytes_per_s: Mapping[str, float] = _NO_RATES
+    keeps_promise: bool = False
+    # What is above changes with heartbeats alone.
+    num_requests: int = 0
     num_dispatched: int = 0
+    waiting_tokens: int = 0
     cached_tokens: int = 0
     speed: PromptSpeed | None = None
-    keeps_promise: bool = False
     takes_prompt: bool = True
     has_place: bool = True
 
@@ -84,7 +85,7 @@ class EngineState(NamedTuple):
 
     def decode_seconds(self, num_tokens: int) -> float:
         """What its other requests, and the pull, cost a request that is decoded there."""
-        num_pulled = num_tokens - self.cached_tokens
+        num_pulled = max(0, num_tokens - self.cached_tokens)
         return self.num_requests * REQUEST_S + num_pulled * PULL_TOKEN_S
 
 

@@ -6,19 +6,31 @@ Also the reference of the choice, in plain torch. Knows no layer and no checkpoi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
+
+from ..products.weights import BLOCK, FP8, BlockScaled, RowScaled, Weight
+
+BY_ROW, BY_BLOCK = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
     """One matrix of each expert of this rank, behind each other.
 
-    All that multiplies takes them as this, so that a type with scales has one place to be added.
+    `scale`: of weights in FP8, float32: [experts, outputs], or [experts, ceil(outputs / 128),
+    ceil(inputs / 128)].
     """
 
-    values: Tensor  # [experts, outputs, inputs]
+    values: Tensor  # [experts, outputs, inputs], floats or e4m3
+    scale: Tensor | None = None
+
+    @property
+    def scaling(self) -> int:
+        """BY_ROW, BY_BLOCK, or 0 of floats."""
+        return 0 if self.scale is None else self.scale.ndim - 1
 
     @property
     def num_experts(self) -> int:
@@ -32,9 +44,35 @@ class ExpertWeights:
     def num_inputs(self) -> int:
         return self.values.shape[2]
 
-    def of(self, expert: int) -> Tensor:
-        """[outputs, inputs] of one expert."""
-        return self.values[expert]
+    def of(self, expert: int) -> Weight:
+        """[outputs, inputs] of one expert: views."""
+        values = self.values[expert]
+        if self.scale is None:
+            return values
+        kind = RowScaled if self.scaling == BY_ROW else BlockScaled
+        return kind(values, self.scale[expert])
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Groups:
+    """Activations that experts in FP8 read: data[row, input] * scale[row, input // 128].
+
+    A scale for 128 inputs also where a weight has one for each output: it is the more exact, and
+    what computes a tile of a row can quantise it without knowing the rest.
+    """
+
+    data: Tensor  # [rows, inputs], e4m3
+    scale: Tensor  # [rows, ceil(inputs / 128)], float32
+
+    @classmethod
+    def empty(cls, num_rows: int, num_inputs: int, device: torch.device) -> Fp8Groups:
+        """Uninitialised."""
+        data = torch.empty((num_rows, num_inputs), dtype=FP8, device=device)
+        groups = -(-num_inputs // BLOCK)
+        return cls(data, torch.empty((num_rows, groups), dtype=torch.float32, device=device))
+
+
+ExpertInputs: TypeAlias = Tensor | Fp8Groups
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Which experts each token goes to, and all tokens in the order of experts, on the device alone.
 
-    logits    x, router              ─► [tokens, experts] float32
+    logits    x, router              ─► [parts, tokens, experts] float32, to be added up
     choose    softmax, the best      ─► weights, chosen [tokens, k]; how often, by block of tokens
     order     those counts           ─► pairs by expert, and the tiles of rows that cover them
 
@@ -19,14 +19,17 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dependent_launch import launch_options, let_next_in, wait_for_previous
-from .experts import LayerLoads, Mixture
+from ..products.weights import BLOCK, FP8_MAX, LEAST_MAXIMUM
+from .experts import Fp8Groups, LayerLoads, Mixture
 
 _MAX_GEMV_TOKENS = 16
 _GEMV_EXPERTS = 4
+_PARTS = 4  # of the inputs, for few tokens
 _BLOCK_ELEMENTS = 4096  # tokens times experts that a program has in registers
 _MAX_BLOCK_TOKENS = 32
 _TILE_BLOCK = 64
 _ALIGNED = 32  # elements
+_LARGEST, _LEAST = tl.constexpr(FP8_MAX), tl.constexpr(LEAST_MAXIMUM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +42,14 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Pairs by expert: `pairs` [tokens * k] int32; those of local expert n end at `ends[n]`.
+    """Pairs by expert: `pairs` [tokens * k] int32.
 
-    `tiles` [3, most tiles] int32: expert, first row and end of each tile. A tile has rows of one
-    expert; of one that is not needed the expert is beyond the last. Rows behind the last expert's
-    (experts of other ranks) are not written.
+    `tiles` [3, most tiles] int32: expert, first row of each tile and end of the expert's rows. A
+    tile has rows of one expert; of one that is not needed the expert is beyond the last. Rows
+    behind the last expert's (experts of other ranks) are not written.
     """
 
     pairs: Tensor
-    ends: Tensor
     tiles: Tensor
 
 
@@ -57,12 +59,16 @@ def most_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
     return (num_pairs + touched * (tile_rows - 1)) // tile_rows
 
 
-def router_logits(x: Tensor, router: Tensor) -> Tensor:
-    """x [tokens, hidden] @ router [experts, hidden]^T -> float32, whatever the type of `x`."""
+def router_logits(x: Tensor, router: Tensor, quantised: Fp8Groups | None = None) -> Tensor:
+    """x [tokens, hidden] @ router [experts, hidden]^T -> float32, whatever the type of `x`: as
+    summands [parts, tokens, experts], each of some of the inputs.
+
+    `quantised`: to be filled with x, which is read here anyway.
+    """
     num_tokens, hidden = x.shape
     num_experts = len(router)
-    out = torch.empty((num_tokens, num_experts), dtype=torch.float32, device=x.device)
-    if num_tokens <= _MAX_GEMV_TOKENS:
+    if num_tokens <= _MAX_GEMV_TOKENS and quantised is None:
+        out = torch.empty((1, num_tokens, num_experts), dtype=torch.float32, device=x.device)
         _logits_of_few[(num_tokens, triton.cdiv(num_experts, _GEMV_EXPERTS))](
             x,
             router,
@@ -76,18 +82,29 @@ def router_logits(x: Tensor, router: Tensor) -> Tensor:
         )
         return out
     tile_tokens = 16 if num_tokens <= 1024 else 64
-    tile_experts = min(16 if num_tokens <= 256 else 64, max(16, _padded(num_experts)))
-    grid = (triton.cdiv(num_tokens, tile_tokens), triton.cdiv(num_experts, tile_experts))
+    tile_experts = 16 if num_tokens <= 256 else 64 if num_tokens <= 4096 else 128
+    tile_experts = min(tile_experts, max(16, _padded(num_experts)))
+    # Few tiles: more programs with fewer steps each.
+    num_parts = _PARTS if num_tokens <= 1024 else 1
+    columns = triton.cdiv(hidden, num_parts * BLOCK) * BLOCK
+    num_parts = triton.cdiv(hidden, columns)
+    sizes = (num_parts, num_tokens, num_experts)
+    out = torch.empty(sizes, dtype=torch.float32, device=x.device)
+    grid = (triton.cdiv(num_tokens, tile_tokens), triton.cdiv(num_experts, tile_experts), num_parts)
     _logits[grid](
         x,
         router,
         out,
+        out if quantised is None else quantised.data,
+        out if quantised is None else quantised.scale,
         num_tokens,
         num_experts,
         hidden,
+        columns,
         TOKENS=tile_tokens,
         EXPERTS=tile_experts,
-        COLS=128 if x.itemsize == 2 else 32,
+        COLS=BLOCK if x.itemsize == 2 or quantised is not None else 32,
+        QUANTISES=quantised is not None,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=4,
         num_stages=4 if x.itemsize == 2 else 2,
@@ -97,7 +114,8 @@ def router_logits(x: Tensor, router: Tensor) -> Tensor:
 
 
 def choose(logits: Tensor, mixture: Mixture, loads: LayerLoads | None) -> Choice:
-    """`experts.choose_experts`; of equal logits the first expert is chosen."""
+    """`experts.choose_experts` of the sum of [parts, tokens, experts]; of equal logits the first
+    expert is chosen."""
     return _choose_and_order(logits, mixture, loads, None)[0]
 
 
@@ -113,7 +131,7 @@ def choose_and_order(
 def _choose_and_order(
     logits: Tensor, mixture: Mixture, loads: LayerLoads | None, tile_rows: int | None
 ) -> tuple[Choice, Order | None]:
-    num_tokens, num_experts = logits.shape
+    num_parts, num_tokens, num_experts = logits.shape
     k, device = mixture.num_chosen, logits.device
     padded = _padded(num_experts)
     block = _block_tokens(num_tokens, padded)
@@ -122,10 +140,8 @@ def _choose_and_order(
     chosen = torch.empty((num_tokens, k), dtype=torch.int32, device=device)
     is_ordered = tile_rows is not None
     num_tiles = most_tiles(num_tokens * k, mixture.num_local, tile_rows) if is_ordered else 0
-    # Pairs, ends, tiles, and how often each block of tokens has chosen each expert.
-    pairs, ends, tiles, counts = _int32s(
-        device, num_tokens * k, mixture.num_local, 3 * num_tiles, num_blocks * padded
-    )
+    # Pairs, tiles, and how often each block of tokens has chosen each expert.
+    pairs, tiles, counts = _int32s(device, num_tokens * k, 3 * num_tiles, num_blocks * padded)
     slots = None if loads is None else loads.whole.slots
     common = {
         "EXPERTS": padded,
@@ -141,18 +157,18 @@ def _choose_and_order(
         chosen,
         counts,
         pairs,
-        ends,
         tiles,
         counts if loads is None else loads.tokens,
         counts if slots is None else slots,
         0 if loads is None else loads.whole.first_slot,
         *bounds,
+        PARTS=num_parts,
         K_PADDED=triton.next_power_of_2(k),
         IS_NORMED=mixture.has_normed_weights,
         IS_COUNTED=loads is not None,
         HAS_SLOTS=slots is not None,
         IS_ORDERED=is_ordered and num_blocks == 1,
-        num_warps=_choosing_warps(block, padded, is_ordered=is_ordered),
+        num_warps=_warps(block, is_ordered=is_ordered),
         **common,
     )
     if is_ordered and num_blocks > 1:
@@ -160,15 +176,14 @@ def _choose_and_order(
             chosen,
             counts,
             pairs,
-            ends,
             tiles,
             *bounds,
             num_blocks,
             COUNT_BLOCK=max(1, min(32, _BLOCK_ELEMENTS // padded)),
-            num_warps=_choosing_warps(block, padded, is_ordered=True),
+            num_warps=_warps(block, is_ordered=True),
             **common,
         )
-    order = Order(pairs, ends, tiles.view(3, num_tiles)) if is_ordered else None
+    order = Order(pairs, tiles.view(3, num_tiles)) if is_ordered else None
     return Choice(weights, chosen), order
 
 
@@ -193,11 +208,10 @@ def _block_tokens(num_tokens: int, padded: int) -> int:
     return min(most, 16) if num_tokens <= 2048 else most
 
 
-def _choosing_warps(block: int, padded: int, *, is_ordered: bool) -> int:
-    """As few as hold the values: a row within one warp has no barrier in its reductions."""
-    if is_ordered:
-        return 4 if block * padded <= 2048 else 8
-    return int(max(1, min(8, block * padded // 512)))
+def _warps(block: int, *, is_ordered: bool) -> int:
+    """One for each token: its choices follow each other, and have no barrier within a warp. What
+    cuts tiles needs some more."""
+    return min(16, max(block, 4 if is_ordered else 1))
 
 
 @triton.jit
@@ -236,12 +250,16 @@ def _logits(
     x,
     router,
     out,
+    quantised,
+    scale,
     num_tokens,
     num_experts,
     hidden,
+    columns,
     TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,
     COLS: tl.constexpr,
+    QUANTISES: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -254,12 +272,23 @@ def _logits(
     vectors = x + tokens.to(tl.int64)[:, None] * hidden + cols
     matrix = router + experts[:, None] * hidden + cols
     sums = tl.zeros((TOKENS, EXPERTS), tl.float32)
-    for first in range(0, hidden, COLS):
+    part = tl.program_id(2)
+    for first in range(part * columns, tl.minimum((part + 1) * columns, hidden), COLS):
         is_col = cols < hidden - first
         values = tl.load(vectors + first, mask=is_token & is_col, other=0.0)
         tile = tl.load(matrix + first, mask=is_expert[:, None] & is_col, other=0.0)
         sums = tl.dot(values, tile.T, sums, input_precision=PRECISION)
-    at = out + tokens[:, None] * num_experts + experts[None, :]
+        if QUANTISES:
+            # The programs of other experts compute the same, and store nothing.
+            is_mine = (tokens < tl.where(tl.program_id(1) == 0, num_tokens, 0))[:, None]
+            wide = values.to(tl.float32)
+            largest = tl.maximum(tl.max(tl.abs(wide), axis=1, keep_dims=True), _LEAST)
+            of_group = scale + tokens[:, None] * tl.cdiv(hidden, COLS) + first // COLS
+            tl.store(of_group, largest / _LARGEST, mask=is_mine)
+            to = quantised + tokens.to(tl.int64)[:, None] * hidden + first + cols
+            scaled = (wide * (_LARGEST / largest)).to(quantised.dtype.element_ty)
+            tl.store(to, scaled, mask=is_mine & is_col)
+    at = out + (part * num_tokens + tokens)[:, None] * num_experts + experts[None, :]
     tl.store(at, sums, mask=is_token & is_expert[None, :])
 
 
@@ -270,7 +299,6 @@ def _choose(
     chosen,
     counts,
     pairs,
-    ends,
     tiles,
     loads,
     slots,
@@ -281,6 +309,7 @@ def _choose(
     num_local,
     num_tiles,
     tile_rows,
+    PARTS: tl.constexpr,
     K: tl.constexpr,
     K_PADDED: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -299,7 +328,10 @@ def _choose(
     let_next_in(PDL)
     wait_for_previous(PDL)
     at = tokens[:, None] * num_experts + experts[None, :]
-    found = tl.load(logits + at, mask=is_token[:, None] & is_expert[None, :], other=0.0)
+    is_logit = is_token[:, None] & is_expert[None, :]
+    found = tl.load(logits + at, mask=is_logit, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        found += tl.load(logits + part * num_tokens * num_experts + at, mask=is_logit, other=0.0)
     # Whatever is loaded, every choice is an expert and none is made twice: addresses depend on it.
     found = tl.maximum(tl.where(found == found, found, -3.0e38), -3.0e38)
     left = tl.where(is_expert[None, :], found, float("-inf"))
@@ -322,7 +354,8 @@ def _choose(
     is_stored = is_token[:, None] & (places < K)[None, :]
     tl.store(weights + to, values / total[:, None], mask=is_stored)
     tl.store(chosen + to, numbers, mask=is_stored)
-    is_chosen = ((place >= 0) & is_token[:, None]).to(tl.int32)
+    place = tl.where(is_token[:, None], place, -1)
+    is_chosen = (place >= 0).to(tl.int32)
     if IS_COUNTED:
         counted = is_chosen
         if HAS_SLOTS:
@@ -334,21 +367,19 @@ def _choose(
         )
     numbers_of = tl.sum(is_chosen, axis=0)
     if IS_ORDERED:
-        is_local = (experts >= first_local) & (experts < first_local + num_local)
-        sizes = tl.where(is_local, numbers_of, 0)
-        starts = tl.cumsum(sizes, axis=0) - sizes
-        _put_pairs(pairs, place, is_chosen, is_local, starts, tokens, K)
-        tl.store(ends + experts - first_local, starts + sizes, mask=is_local)
-        _cut_tiles(
+        _put_in_order(
+            pairs,
             tiles,
+            place,
+            numbers_of,
+            tl.zeros_like(numbers_of),
+            tokens,
             experts,
-            sizes,
-            starts,
             first_local,
+            num_local,
             num_tiles,
             tile_rows,
-            0,
-            1,
+            K,
             EXPERTS,
             TILE_BLOCK,
         )
@@ -361,7 +392,6 @@ def _order(
     chosen,
     counts,
     pairs,
-    ends,
     tiles,
     num_tokens,
     num_experts,
@@ -384,66 +414,70 @@ def _order(
     is_token = tokens < num_tokens
     let_next_in(PDL)
     wait_for_previous(PDL)
-    sizes = tl.zeros((EXPERTS,), tl.int32)
-    before = tl.zeros((EXPERTS,), tl.int32)
+    counted = tl.zeros((COUNT_BLOCK, EXPERTS), tl.int32)
+    in_front = tl.zeros((COUNT_BLOCK, EXPERTS), tl.int32)
     for first in range(0, num_blocks, COUNT_BLOCK):
         rows = first + blocks
         at = counts + rows[:, None] * EXPERTS + experts[None, :]
         some = tl.load(at, mask=(rows < num_blocks)[:, None], other=0)
-        sizes += tl.sum(some, axis=0)
-        before += tl.sum(tl.where((rows < program)[:, None], some, 0), axis=0)
-    is_local = (experts >= first_local) & (experts < first_local + num_local)
-    sizes = tl.where(is_local, sizes, 0)
-    starts = tl.cumsum(sizes, axis=0) - sizes
+        counted += some
+        in_front += tl.where((rows < program)[:, None], some, 0)
+    sizes, before = tl.sum(counted, axis=0), tl.sum(in_front, axis=0)
     place = tl.full((TOKENS, EXPERTS), -1, tl.int32)
     for index in range(K):
         number = tl.load(chosen + tokens * K + index, mask=is_token, other=-1)
         place = tl.where(experts[None, :] == number[:, None], index, place)
-    is_chosen = (place >= 0).to(tl.int32)
-    _put_pairs(pairs, place, is_chosen, is_local, starts + before, tokens, K)
-    if program == 0:
-        tl.store(ends + experts - first_local, starts + sizes, mask=is_local)
-    _cut_tiles(
+    _put_in_order(
+        pairs,
         tiles,
-        experts,
+        place,
         sizes,
-        starts,
+        before,
+        tokens,
+        experts,
         first_local,
+        num_local,
         num_tiles,
         tile_rows,
-        program,
-        num_blocks,
+        K,
         EXPERTS,
         TILE_BLOCK,
     )
 
 
 @triton.jit
-def _put_pairs(pairs, place, is_chosen, is_local, starts, tokens, K: tl.constexpr):
-    """A block's pairs to their rows, of each expert from `starts` on."""
-    rows = starts[None, :] + tl.cumsum(is_chosen, axis=0) - is_chosen
-    mask = (is_chosen > 0) & is_local[None, :]
-    tl.store(pairs + rows, tokens[:, None] * K + place, mask=mask)
-
-
-@triton.jit
-def _cut_tiles(
+def _put_in_order(
+    pairs,
     tiles,
-    experts,
+    place,
     sizes,
-    starts,
+    before,
+    tokens,
+    experts,
     first_local,
+    num_local,
     num_tiles,
     tile_rows,
-    program,
-    num_programs,
+    K: tl.constexpr,
     EXPERTS: tl.constexpr,
     TILE_BLOCK: tl.constexpr,
 ):
-    """This program's share of the tiles."""
+    """A block's pairs to their rows, and the program's share of the tiles.
+
+    `place` [tokens, experts]: which of a token's choices an expert is, or -1. `sizes` and `before`
+    [experts]: how often each is chosen by all tokens, and by those in front of the block.
+    """
+    is_local = (experts >= first_local) & (experts < first_local + num_local)
+    sizes = tl.where(is_local, sizes, 0)
+    starts = tl.cumsum(sizes, axis=0) - sizes
+    is_chosen = (place >= 0).to(tl.int32)
+    to = (starts + before)[None, :] + tl.cumsum(is_chosen, axis=0) - is_chosen
+    is_stored = (is_chosen > 0) & is_local[None, :]
+    tl.store(pairs + to, tokens[:, None] * K + place, mask=is_stored)
     num_of = (sizes + tile_rows - 1) // tile_rows
     behind = tl.cumsum(num_of, axis=0)  # the tile behind the expert's last
-    for first in range(program * TILE_BLOCK, num_tiles, num_programs * TILE_BLOCK):
+    step = tl.num_programs(0) * TILE_BLOCK
+    for first in range(tl.program_id(0) * TILE_BLOCK, num_tiles, step):
         numbers = first + tl.arange(0, TILE_BLOCK)
         # A tile belongs to the first expert whose tiles end behind it.
         owner = tl.sum((behind[None, :] <= numbers[:, None]).to(tl.int32), axis=1)

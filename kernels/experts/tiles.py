@@ -1,8 +1,7 @@
 """How the products of a mixture of experts are cut up, by its sizes and the tokens of a step.
 
-    few      a program has some outputs of one pair, and multiplies without the matrix units
-    tiles    a program has some outputs of a tile of rows of one expert
-    library  torch's grouped product over the same order of rows
+    few    a program has some outputs of one pair, and multiplies without the matrix units
+    tiles  a program has some outputs of a tile of rows of one expert
 
 tiles.json has what was fastest on an H200: `python -m baton.bench.kernels.experts` writes it. A
 mixture that is not in it gets a default by its rows an expert.
@@ -31,6 +30,7 @@ class Cut:
     warps: int
     group: int = 1
     is_turned: bool = False  # outputs are the rows of the product: full tiles of the matrix units
+    has_descriptor: bool = False  # weights are copied by the tensor memory accelerator
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +45,19 @@ class Few:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Rows of a tile, and the two products over them."""
+    """Rows of a tile, and the two products over them.
+
+    `has_fp8_rows`: of weights in FP8; they are multiplied with activations in FP8. Then 128 outputs
+    of a gated product have one scale, and are a program's.
+    """
 
     rows: int
     gated: Cut
     down: Cut
+    has_fp8_rows: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Library:
-    """torch._grouped_mm."""
-
-
-Plan = Few | Tiles | Library
+Plan = Few | Tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,26 +68,23 @@ class Sizes:
     num_chosen: int
     hidden: int
     inner: int
+    weights: str = ""  # fp8: with a scale for each output; fp8-block: for 128 x 128; else floats
 
     @property
     def key(self) -> str:
-        return f"{self.num_experts} experts, {self.num_chosen} chosen, {self.hidden} x {self.inner}"
+        key = f"{self.num_experts} experts, {self.num_chosen} chosen, {self.hidden} x {self.inner}"
+        return f"{key}, {self.weights}" if self.weights else key
 
 
-def choose_plan(sizes: Sizes, num_tokens: int, itemsize: int, *, has_library: bool = True) -> Plan:
-    """What is fastest for so many tokens; of weights of `itemsize` bytes.
-
-    Without `has_library` the best plan that is none of the library: a rank that lacks experts has
-    rows that belong to none of its own.
-    """
+def choose_plan(sizes: Sizes, num_tokens: int, itemsize: int) -> Plan:
+    """What is fastest for so many tokens, which have numbers of `itemsize` bytes."""
     if itemsize != 2:
         return _EXACT
-    steps = _table().get(sizes.key) or _DEFAULTS
-    if steps is _DEFAULTS:
+    steps = _table().get(sizes.key)
+    if steps is None:
+        steps = _FP8_DEFAULTS if sizes.weights else _DEFAULTS
         # By rows an expert, as a mixture of 128 experts and 8 choices has them.
         num_tokens = max(1, num_tokens * sizes.num_chosen * 16 // sizes.num_experts)
-    if not has_library:
-        steps = [step for step in steps if not isinstance(step[1], Library)] or _DEFAULTS
     return next((plan for most, plan in steps if num_tokens <= most), steps[-1][1])
 
 
@@ -101,10 +98,8 @@ def from_json(values: Mapping[str, Any]) -> Plan:
     match values:
         case {"kind": "few", **rest}:
             return Few(**rest)
-        case {"kind": "tiles", "rows": rows, "gated": gated, "down": down}:
-            return Tiles(rows, Cut(**gated), Cut(**down))
-        case {"kind": "library"}:
-            return Library()
+        case {"kind": "tiles", "gated": gated, "down": down, **rest}:
+            return Tiles(gated=Cut(**gated), down=Cut(**down), **rest)
     raise KeyError(f"no plan: {values!r}")
 
 
@@ -128,9 +123,12 @@ _DEFAULTS: list[tuple[int, Plan]] = [
     (1024, Tiles(64, Cut(128, 64, 3, 8), Cut(128, 64, 4, 4))),
     (1 << 30, Tiles(128, Cut(128, 64, 4, 8, 4), Cut(256, 64, 4, 8, 4))),
 ]
-
-
-def all_plans() -> list[Plan]:
-    """Every plan that is taken for weights of 2 bytes."""
-    steps = [*_DEFAULTS, *(step for steps in _table().values() for step in steps)]
-    return [plan for _, plan in steps]
+_TURNED = Cut(128, 128, 4, 4, is_turned=True)
+_FP8_DEFAULTS: list[tuple[int, Plan]] = [
+    (4, Few(1, 2, 4, 2048)),
+    (16, Tiles(16, _TURNED, _TURNED)),
+    (256, Tiles(16, _TURNED, _TURNED, has_fp8_rows=True)),
+    (512, Tiles(32, _TURNED, _TURNED, has_fp8_rows=True)),
+    (1024, Tiles(64, Cut(128, 128, 3, 8), Cut(128, 128, 4, 4), has_fp8_rows=True)),
+    (1 << 30, Tiles(64, Cut(128, 128, 3, 8, 4), Cut(128, 128, 4, 4, 4), has_fp8_rows=True)),
+]

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..experts.experts import LayerLoads, Mixture, choose_experts
+from ..products.int4_weights import Int4Weight
 from ..products.weights import Activations, Fp8Weight, Weight, quantise_activations
 
 
@@ -28,6 +29,9 @@ class Ops:
         if isinstance(weight, Tensor):
             assert isinstance(x, Tensor)
             return F.linear(x, weight, bias)
+        if isinstance(weight, Int4Weight):
+            assert isinstance(x, Tensor)
+            return F.linear(x, weight.dequantised(x.dtype), bias)
         if isinstance(x, Tensor):
             x = quantise_activations(x, weight)
         return F.linear(x.dequantised(x.dtype), weight.dequantised(x.dtype), bias)

@@ -22,6 +22,10 @@ from ..experts.experts_triton import compute_experts
 from ..peer_reduce_triton import Exchange
 from ..products.fp8_product import multiply
 from ..products.gemv_triton import few_rows_product, few_rows_tiling, gemv
+from ..products.int4_product import choose as choose_int4
+from ..products.int4_product import multiply_by as multiply_int4
+from ..products.int4_triton import Int4Tiling, int4_product
+from ..products.int4_weights import Int4Weight
 from ..products.streamed_product import choose_stages
 from ..products.weights import BLOCK, Activations, Fp8Rows, Fp8Weight, Weight
 from ..row_room import empty_rows
@@ -65,6 +69,9 @@ class TritonOps(Ops):
     """Ops in Triton and cuBLAS."""
 
     def linear(self, x: Activations, weight: Weight, bias: Tensor | None) -> Tensor:
+        if isinstance(weight, Int4Weight):
+            assert isinstance(x, Tensor)
+            return multiply_int4(choose_int4(len(x), weight), x, weight, bias)
         if not isinstance(weight, Tensor):
             return multiply(quantise(x, weight) if isinstance(x, Tensor) else x, weight, bias)
         assert isinstance(x, Tensor)
@@ -85,6 +92,12 @@ class TritonOps(Ops):
         bias: Tensor | None,
         reader: Fp8Weight | None = None,
     ) -> Activations:
+        if isinstance(weight, Int4Weight):
+            assert isinstance(x, Tensor)
+            way = choose_int4(len(x), weight)
+            if isinstance(way, Int4Tiling):
+                return int4_product(x, weight, bias, way, is_gated=True)
+            return silu_and_mul(multiply_int4(way, x, weight, bias))
         if not isinstance(weight, Tensor):
             product = self.linear(x, weight, bias)
             return silu_and_mul_quantised(product, reader) if reader else silu_and_mul(product)

@@ -3,31 +3,27 @@
     up to 64 rows     streamed (Hopper), else Triton
     more              torch's _scaled_mm, where it has the shape and type, else Triton
 
-What is fastest was measured (`python -m baton.bench.kernels.fp8_products`): fp8_table.json has it
-for the shapes that were, and what is none of them takes the nearest.
+What is fastest was measured (`python -m baton.bench.kernels.quantised_products`): see way_table.py.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from .fp8_triton import Fp8Stages, Fp8Tiling, fp8_few_rows
+from .way_table import look_up
 from .weights import BLOCK, BlockScaled, Fp8Rows, Fp8Weight
 
 log = logging.getLogger(__name__)
 
-TABLE = Path(__file__).with_name("fp8_table.json")
 MAX_FEW_ROWS = 64
 _ALIGNED = 16  # outputs and inputs of what _scaled_mm takes
 _BLOCKS_ALIGNED = 4 * BLOCK  # cuBLAS steps over rows of scales by multiples of 4
@@ -144,44 +140,8 @@ def streamed(device: torch.device) -> ModuleType | None:
     return fp8_streamed_gluon
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What was fastest of its kind for a product."""
-
-    weight: str  # "row" or "block"
-    rows: int
-    outputs: int
-    inputs: int
-    kind: str  # of WAYS
-    way: Way
-    us: float
-
-
-@functools.cache
-def measured() -> tuple[Measured, ...]:
-    """The table; empty without its file."""
-    if not TABLE.is_file():
-        return ()
-    rows: list[dict[str, Any]] = json.loads(TABLE.read_text())
-    return tuple(Measured(**{**row, "way": WAYS[row["kind"]](**row["way"])}) for row in rows)
-
-
-@functools.cache
-def _look_up_cached(
-    weight: str, num_rows: int, num_outputs: int, num_inputs: int, kinds: tuple[str, ...]
-) -> Way | None:
-    found = [one for one in measured() if one.weight == weight and one.kind in kinds]
-    sizes = sorted({one.rows for one in found})
-    at = next((size for size in sizes if size >= num_rows), sizes[-1] if sizes else 0)
-    found = [one for one in found if one.rows == at]
-
-    def distance(one: Measured) -> float:
-        return abs(math.log(one.outputs / num_outputs)) + abs(math.log(one.inputs / num_inputs))
-
-    return min(found, key=lambda one: (round(distance(one), 6), one.us)).way if found else None
-
-
 def _look_up(
     weight: str, num_rows: int, num_outputs: int, num_inputs: int, kinds: Sequence[str]
 ) -> Way | None:
-    return _look_up_cached(weight, num_rows, num_outputs, num_inputs, tuple(kinds))
+    found = look_up(weight, num_rows, num_outputs, num_inputs, kinds)
+    return None if found is None else WAYS[found.kind](**found.way)

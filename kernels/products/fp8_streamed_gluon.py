@@ -173,7 +173,7 @@ def _multiply(
     if IS_BLOCKED:
         wait_for_previous(PDL)  # these warps read what other kernels wrote, too
         for chunk in gl.static_range(AT_ONCE * CHUNKS):
-            near += (_scales(x_scale, scale, chunk, num_groups, ROWS, rows),)
+            near += (_scales(x_scale, scale, chunk, num_groups, ROWS, rows),)  # type: ignore[assignment]
     for begin in range(0, num_steps, AT_ONCE):
         for index in gl.static_range(AT_ONCE):
             step = begin + index
@@ -189,13 +189,13 @@ def _multiply(
                 first = warpgroup_mma_wait(0, deps=(first,))
             mbarrier.arrive(empty.index(stage), count=1)
             if IS_BLOCKED:
-                first *= (near[0][0] * near[0][1])[:, None]
+                first *= (near[0][0] * near[0][1])[:, None]  # type: ignore[misc]
                 if CHUNKS == 2:
-                    second *= (near[1][0] * near[1][1])[:, None]
-                near = near[CHUNKS:]
+                    second *= (near[1][0] * near[1][1])[:, None]  # type: ignore[misc]
+                near = near[CHUNKS:]  # type: ignore[assignment]
                 group = (step + AT_ONCE) * CHUNKS
                 for chunk in gl.static_range(CHUNKS):
-                    near += (_scales(x_scale, scale, group + chunk, num_groups, ROWS, rows),)
+                    near += (_scales(x_scale, scale, group + chunk, num_groups, ROWS, rows),)  # type: ignore[assignment]
             sums += first
             if CHUNKS == 2:
                 sums += second

@@ -16,6 +16,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from .int4_weights import Int4Weight
+
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 BLOCK = 128
@@ -61,7 +63,7 @@ class BlockScaled:
 
 
 Fp8Weight: TypeAlias = RowScaled | BlockScaled
-Weight: TypeAlias = Tensor | Fp8Weight
+Weight: TypeAlias = Tensor | Fp8Weight | Int4Weight
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ...core.errors import HandoffFailed
+from ...engine.kv import cuda_memory
 from ...engine.kv.cuda_memory import describe_error, forget_error, runtime
 from ...engine.kv.kv_memory import CudaKvMemory
 from ...kernels.kv.kv_blocks_triton import pull_blocks, pull_heads
@@ -33,8 +34,6 @@ from ..window.transport import Ids, Runs, find_runs
 
 MAX_BLOCKS = 1024  # of one launch
 _ANY_DIRECTION = 4  # cudaMemcpyDefault
-_STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
-_BATCH_SINCE = 13  # the major version of the runtime whose cudaMemcpyBatchAsync we call
 _KERNEL_MUST_BE_FASTER_BY = 1.1  # or decode steps keep all their multiprocessors
 _NUM_SLOTS = 4
 _SLOT_BYTES = 8 << 20
@@ -98,9 +97,7 @@ class EngineCopy:
     @staticmethod
     def is_available() -> bool:
         """Whether this CUDA runtime has the batched call in the form that we know."""
-        version = ctypes.c_int()
-        runtime().cudaRuntimeGetVersion(ctypes.byref(version))
-        return version.value // 1000 >= _BATCH_SINCE
+        return cuda_memory.has_batches()
 
     def prepare(self, ids: Ids, pool: Tensor, stream: torch.cuda.Stream) -> Callable[[], None]:
         cut = BlockCut.of(self._piece, 2 * pool.shape[1], pool[0].nbytes)
@@ -124,14 +121,7 @@ def copy_piece(source: int, target: int, num_bytes: int, stream: torch.cuda.Stre
 
     Raises HandoffFailed.
     """
-    status = runtime().cudaMemcpyAsync(
-        ctypes.c_void_p(target),
-        ctypes.c_void_p(source),
-        ctypes.c_size_t(num_bytes),
-        _ANY_DIRECTION,
-        ctypes.c_void_p(stream.cuda_stream),
-    )
-    _check(status)
+    _check(cuda_memory.copy_piece(source, target, num_bytes, stream))
 
 
 def batch_copy(
@@ -181,18 +171,8 @@ def copy_2d(
 
 
 def _batch_copy(from_: Ids, to: Ids, lengths: Ids, stream: torch.cuda.Stream) -> Callable[[], None]:
-    arrays = [each.astype(np.uint64) for each in (to, from_, lengths)]
-    attributes = _CopyAttributes(srcAccessOrder=_STREAM_ORDER)
-    first = ctypes.c_size_t(0)  # the attributes hold from the first piece on
-    arguments = (
-        *(array.ctypes.data_as(ctypes.c_void_p) for array in arrays),  # which keeps it alive
-        ctypes.c_size_t(len(lengths)),
-        ctypes.byref(attributes),
-        ctypes.byref(first),
-        ctypes.c_size_t(1),
-        ctypes.c_void_p(stream.cuda_stream),
-    )
-    return lambda: _check(runtime().cudaMemcpyBatchAsync(*arguments))
+    copy = cuda_memory.batch_copy(from_, to, lengths, stream)
+    return lambda: _check(copy())
 
 
 def _check(status: int) -> None:
@@ -284,20 +264,3 @@ class StagedCopy:
             source = slot + index * cut.piece_bytes
             target = pool + block_id * cut.num_rows * cut.pitch + cut.offset
             copy_2d(source, cut.width, target, cut.pitch, cut.width, cut.num_rows, stream)
-
-
-class _Location(ctypes.Structure):
-    """cudaMemLocation."""
-
-    _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
-
-
-class _CopyAttributes(ctypes.Structure):
-    """cudaMemcpyAttributes; the hints are for managed memory alone."""
-
-    _fields_ = [
-        ("srcAccessOrder", ctypes.c_int),
-        ("srcLocHint", _Location),
-        ("dstLocHint", _Location),
-        ("flags", ctypes.c_uint),
-    ]

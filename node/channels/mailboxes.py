@@ -21,8 +21,8 @@ from typing import Generic, Protocol, TypeVar
 
 from ...core.channels.channel import Channel, FrameSocket
 from ...core.errors import BatonError
-from ...core.request.token_ids import BlockHash
-from ...prefix_index.messages import NetChanges
+from ...core.request.token_ids import BlockHash, Tier
+from ...prefix_index.messages import Changes, NetChanges
 from ...proto.v1 import engine_pb2, handoff_pb2, node_pb2
 
 Send = Callable[[engine_pb2.EngineOutput], None]
@@ -97,13 +97,9 @@ class Outbox:
         """Its channel is gone: what is queued was meant for that one, not for the next."""
         self._to_peers = [queued for queued in self._to_peers if queued[0] != incarnation]
 
-    def stored(self, block_hashes: Iterable[BlockHash]) -> None:
-        """The engine's cache has these blocks now."""
-        self._cache_changes.stored(block_hashes)
-
-    def removed(self, block_hashes: Iterable[BlockHash]) -> None:
-        """The engine's cache has these blocks no longer."""
-        self._cache_changes.removed(block_hashes)
+    def moved(self, block_hashes: Iterable[BlockHash], was: Tier, now: Tier) -> None:
+        """The engine has these blocks elsewhere now, or no longer."""
+        self._cache_changes.moved(block_hashes, was, now)
 
     def flush_gateways(self) -> None:
         """Send what is queued for gateways, if there is still work to do for the rest."""
@@ -122,8 +118,8 @@ class Outbox:
             else:
                 self._channels.to_peer(incarnation, message)
         if self._cache_changes:
-            removed, stored = map(b"".join, self._cache_changes.take())
-            changes = engine_pb2.CacheChanges(removed=removed, stored=stored)
+            removed, in_host, stored = map(b"".join, Changes.of(self._cache_changes.take()))
+            changes = engine_pb2.CacheChanges(removed=removed, stored=stored, in_host=in_host)
             self._send(engine_pb2.EngineOutput(cache_changes=changes))
 
 

@@ -294,6 +294,10 @@ class EngineLoop:
             num_kept_steps=totals.num_kept_steps,
             num_refusals=totals.num_refusals,
             expert_tokens=totals.expert_tokens,
+            num_swaps=totals.num_swaps,
+            host_hit_tokens=totals.host_hit_tokens,
+            host_bytes_out=totals.host.bytes_out,
+            host_bytes_in=totals.host.bytes_in,
         )
         counters.MergeFrom(vitals.counters)
         step_cost = None
@@ -325,7 +329,10 @@ class EngineLoop:
             step_tokens=self._engine.limits.prompt_step_tokens,
             is_promise_withdrawn=not self._engine.is_promising,
             promise_epoch=self._orders.epoch,
+            promise_leader=self._orders.leader,
             decode_step_p99_s=self._engine.decode_step_p99_s,
+            host_blocks=totals.host.num_blocks,
+            host_block_s=totals.host.block_s,
             waiting_by_caller=[
                 node_pb2.CallerTokens(caller_id=caller_id, num_tokens=num_tokens)
                 for caller_id, num_tokens in largest

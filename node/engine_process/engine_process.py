@@ -42,6 +42,7 @@ from ...engine.model import fingerprint
 from ...engine.parallel.parallel_runner import ParallelRunner
 from ...engine.parallel.rank_group import RankGroup
 from ...engine.parallel.rank_processes import Ranks, start_ranks
+from ...engine.parallel.ranked_copies import host_copier_of
 from ...kv_transfer.export.pool_address import PoolPart
 from ...kv_transfer.protocol.events import Hello
 from ...kv_transfer.window.network_address import PoolAccess
@@ -182,6 +183,7 @@ def _serve(
     links = EngineLinks(inbox, welcome, node_config, settings.keys, tls, is_source=is_source)
     all_links.append(links)
     outbox = Outbox(frames.send, links.channels)
+    host_copier = host_copier_of(runner, ranks.followers)
     engine = Engine(
         runner if ranks.followers is None else ParallelRunner(runner, ranks.followers),
         limits,
@@ -191,6 +193,7 @@ def _serve(
         enable_prefix_caching=engine_config.enable_prefix_caching,
         cache_observer=outbox,
         grammars=grammars,
+        host_copier=host_copier,
     )
     engine.tbt_target_s = engine_config.tbt_target_s
     engine.count_experts = runner.expert_tokens
@@ -201,6 +204,8 @@ def _serve(
         took_s = engine.measure_first_steps(BUDGET_S)
         runner.forget_expert_tokens()
         report.line(f"first steps measured in {took_s:.1f} s")
+    if host_copier is not None:
+        host_copier.begin()  # no sooner: steps would take longer beside it
     name = node_config.name or plan.name.value
     requests = RequestIO(outbox, clock, name, runner.model_config.vocab_size)
     role = plan.build(
@@ -321,6 +326,7 @@ def _welcome(
         eos_token_ids=runner.eos_token_ids,
         max_num_seqs=limits.max_num_seqs,
         tbt_target_s=engine.tbt_target_s or 0.0,
+        num_host_blocks=0 if runner.host_copier is None else runner.host_copier.most_blocks,
     )
 
 

@@ -19,27 +19,25 @@ log = logging.getLogger(__name__)
 class PromiseOrders:
     """One engine's; on the loop's thread. Without a promise of its own it follows none.
 
-    `epoch`: of the newest order that was followed; 0: there was none.
+    `epoch`, `leader`: of the newest order that was followed; 0: there was none.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.epoch = 0
-        self.num_refused = 0
-        self._leader = ""
+        self.leader = ""
         self._engine = engine
         self._can_promise = engine.tbt_target_s is not None
 
     def take(self, order: node_pb2.SetPromise) -> bool:
         """Whether it is followed: from the next step on, and for what comes from now on. What
         decodes was promised something, and the scheduler keeps to it until it ends."""
-        is_known = (order.epoch, order.leader) == (self.epoch, self._leader)
+        is_known = (order.epoch, order.leader) == (self.epoch, self.leader)
         has_target = order.HasField("tbt_target_s")
         is_sound = not has_target or 0 < order.tbt_target_s < math.inf
         if not self._can_promise or not is_sound or not (is_known or order.epoch > self.epoch):
-            self.num_refused += 1
             log.info("refused the order of epoch %d about the promise", order.epoch)
             return False
-        self.epoch, self._leader = order.epoch, order.leader
+        self.epoch, self.leader = order.epoch, order.leader
         if has_target:
             self._engine.tbt_target_s = order.tbt_target_s
         if has_target != self._engine.is_promising:

@@ -119,8 +119,8 @@ class EngineHandle:
                     future.set_result(message.ledger.json)
             case "cache_changes":
                 changes = message.cache_changes
-                removed, stored = split_hashes(changes.removed), split_hashes(changes.stored)
-                self.cache_journal.record(removed, stored)
+                lists = (changes.removed, changes.stored, changes.in_host)
+                self.cache_journal.record(*map(split_hashes, lists))
             case "failed":
                 self._failure = codec.error_from_wire(message.failed)
 

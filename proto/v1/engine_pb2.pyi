@@ -74,12 +74,14 @@ class Ready(_message.Message):
     def __init__(self, welcome: _Optional[_Union[_node_pb2.Welcome, _Mapping]] = ..., port: _Optional[int] = ..., host_id: _Optional[bytes] = ...) -> None: ...
 
 class CacheChanges(_message.Message):
-    __slots__ = ("removed", "stored")
+    __slots__ = ("removed", "stored", "in_host")
     REMOVED_FIELD_NUMBER: _ClassVar[int]
     STORED_FIELD_NUMBER: _ClassVar[int]
+    IN_HOST_FIELD_NUMBER: _ClassVar[int]
     removed: bytes
     stored: bytes
-    def __init__(self, removed: _Optional[bytes] = ..., stored: _Optional[bytes] = ...) -> None: ...
+    in_host: bytes
+    def __init__(self, removed: _Optional[bytes] = ..., stored: _Optional[bytes] = ..., in_host: _Optional[bytes] = ...) -> None: ...
 
 class Ledger(_message.Message):
     __slots__ = ("query", "json")

@@ -101,7 +101,7 @@ class NodeMessage(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., outputs: _Optional[_Union[StepOutputs, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., engine_ended: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., refused: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("incarnation", "role", "name", "model", "fingerprint", "max_model_len", "block_size", "num_blocks", "vocab_size", "eos_token_ids", "can_constrain", "max_num_seqs", "tbt_target_s")
+    __slots__ = ("incarnation", "role", "name", "model", "fingerprint", "max_model_len", "block_size", "num_blocks", "vocab_size", "eos_token_ids", "can_constrain", "max_num_seqs", "tbt_target_s", "num_host_blocks")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -115,6 +115,7 @@ class Welcome(_message.Message):
     CAN_CONSTRAIN_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
     TBT_TARGET_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     role: str
     name: str
@@ -128,7 +129,8 @@ class Welcome(_message.Message):
     can_constrain: bool
     max_num_seqs: int
     tbt_target_s: float
-    def __init__(self, incarnation: _Optional[str] = ..., role: _Optional[str] = ..., name: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., can_constrain: bool = ..., max_num_seqs: _Optional[int] = ..., tbt_target_s: _Optional[float] = ...) -> None: ...
+    num_host_blocks: int
+    def __init__(self, incarnation: _Optional[str] = ..., role: _Optional[str] = ..., name: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., can_constrain: bool = ..., max_num_seqs: _Optional[int] = ..., tbt_target_s: _Optional[float] = ..., num_host_blocks: _Optional[int] = ...) -> None: ...
 
 class StepOutputs(_message.Message):
     __slots__ = ("outputs", "tokens")
@@ -197,7 +199,7 @@ class TransferInfo(_message.Message):
     def __init__(self, bytes: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("num_steps", "num_running", "num_waiting", "free_blocks", "num_blocks", "credit_blocks", "waiting_tokens", "is_draining", "links", "held_blocks", "counters", "num_requests", "room_blocks", "step_cost", "waiting_by_caller", "output_tokens", "num_decodes", "decode_keys", "tbt_target_s", "step_tokens", "is_promise_withdrawn", "promise_epoch", "decode_step_p99_s", "expert_ranks")
+    __slots__ = ("num_steps", "num_running", "num_waiting", "free_blocks", "num_blocks", "credit_blocks", "waiting_tokens", "is_draining", "links", "held_blocks", "counters", "num_requests", "room_blocks", "step_cost", "waiting_by_caller", "output_tokens", "num_decodes", "decode_keys", "tbt_target_s", "step_tokens", "is_promise_withdrawn", "promise_epoch", "decode_step_p99_s", "expert_ranks", "promise_leader", "host_blocks", "host_block_s")
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -222,6 +224,9 @@ class Heartbeat(_message.Message):
     PROMISE_EPOCH_FIELD_NUMBER: _ClassVar[int]
     DECODE_STEP_P99_S_FIELD_NUMBER: _ClassVar[int]
     EXPERT_RANKS_FIELD_NUMBER: _ClassVar[int]
+    PROMISE_LEADER_FIELD_NUMBER: _ClassVar[int]
+    HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HOST_BLOCK_S_FIELD_NUMBER: _ClassVar[int]
     num_steps: int
     num_running: int
     num_waiting: int
@@ -246,7 +251,10 @@ class Heartbeat(_message.Message):
     promise_epoch: int
     decode_step_p99_s: float
     expert_ranks: int
-    def __init__(self, num_steps: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., credit_blocks: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., is_draining: bool = ..., links: _Optional[_Iterable[_Union[PeerLink, _Mapping]]] = ..., held_blocks: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., num_requests: _Optional[int] = ..., room_blocks: _Optional[int] = ..., step_cost: _Optional[_Union[StepCost, _Mapping]] = ..., waiting_by_caller: _Optional[_Iterable[_Union[CallerTokens, _Mapping]]] = ..., output_tokens: _Optional[int] = ..., num_decodes: _Optional[int] = ..., decode_keys: _Optional[int] = ..., tbt_target_s: _Optional[float] = ..., step_tokens: _Optional[int] = ..., is_promise_withdrawn: bool = ..., promise_epoch: _Optional[int] = ..., decode_step_p99_s: _Optional[float] = ..., expert_ranks: _Optional[int] = ...) -> None: ...
+    promise_leader: str
+    host_blocks: int
+    host_block_s: float
+    def __init__(self, num_steps: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., credit_blocks: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., is_draining: bool = ..., links: _Optional[_Iterable[_Union[PeerLink, _Mapping]]] = ..., held_blocks: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., num_requests: _Optional[int] = ..., room_blocks: _Optional[int] = ..., step_cost: _Optional[_Union[StepCost, _Mapping]] = ..., waiting_by_caller: _Optional[_Iterable[_Union[CallerTokens, _Mapping]]] = ..., output_tokens: _Optional[int] = ..., num_decodes: _Optional[int] = ..., decode_keys: _Optional[int] = ..., tbt_target_s: _Optional[float] = ..., step_tokens: _Optional[int] = ..., is_promise_withdrawn: bool = ..., promise_epoch: _Optional[int] = ..., decode_step_p99_s: _Optional[float] = ..., expert_ranks: _Optional[int] = ..., promise_leader: _Optional[str] = ..., host_blocks: _Optional[int] = ..., host_block_s: _Optional[float] = ...) -> None: ...
 
 class StepCost(_message.Message):
     __slots__ = ("base_s", "row_s", "pair_s", "key_s", "max_rows", "relative_error")
@@ -273,7 +281,7 @@ class CallerTokens(_message.Message):
     def __init__(self, caller_id: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class Counters(_message.Message):
-    __slots__ = ("num_preemptions", "prefix_query_tokens", "prefix_hit_tokens", "num_transfers", "transfer_bytes", "transfer_s", "failed_transfers", "num_expired_leases", "num_prompts", "num_prompt_tokens", "num_decode_tokens", "num_promised_steps", "num_kept_steps", "num_refusals", "expert_tokens")
+    __slots__ = ("num_preemptions", "prefix_query_tokens", "prefix_hit_tokens", "num_transfers", "transfer_bytes", "transfer_s", "failed_transfers", "num_expired_leases", "num_prompts", "num_prompt_tokens", "num_decode_tokens", "num_promised_steps", "num_kept_steps", "num_refusals", "expert_tokens", "num_swaps", "host_hit_tokens", "host_bytes_out", "host_bytes_in")
     class FailedTransfersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -296,6 +304,10 @@ class Counters(_message.Message):
     NUM_KEPT_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_REFUSALS_FIELD_NUMBER: _ClassVar[int]
     EXPERT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SWAPS_FIELD_NUMBER: _ClassVar[int]
+    HOST_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HOST_BYTES_OUT_FIELD_NUMBER: _ClassVar[int]
+    HOST_BYTES_IN_FIELD_NUMBER: _ClassVar[int]
     num_preemptions: int
     prefix_query_tokens: int
     prefix_hit_tokens: int
@@ -311,7 +323,11 @@ class Counters(_message.Message):
     num_kept_steps: int
     num_refusals: int
     expert_tokens: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, num_preemptions: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., num_transfers: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_s: _Optional[float] = ..., failed_transfers: _Optional[_Mapping[str, int]] = ..., num_expired_leases: _Optional[int] = ..., num_prompts: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_decode_tokens: _Optional[int] = ..., num_promised_steps: _Optional[int] = ..., num_kept_steps: _Optional[int] = ..., num_refusals: _Optional[int] = ..., expert_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+    num_swaps: int
+    host_hit_tokens: int
+    host_bytes_out: int
+    host_bytes_in: int
+    def __init__(self, num_preemptions: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., num_transfers: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_s: _Optional[float] = ..., failed_transfers: _Optional[_Mapping[str, int]] = ..., num_expired_leases: _Optional[int] = ..., num_prompts: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_decode_tokens: _Optional[int] = ..., num_promised_steps: _Optional[int] = ..., num_kept_steps: _Optional[int] = ..., num_refusals: _Optional[int] = ..., expert_tokens: _Optional[_Iterable[int]] = ..., num_swaps: _Optional[int] = ..., host_hit_tokens: _Optional[int] = ..., host_bytes_out: _Optional[int] = ..., host_bytes_in: _Optional[int] = ...) -> None: ...
 
 class PeerLink(_message.Message):
     __slots__ = ("incarnation", "transport", "gbytes_per_s")

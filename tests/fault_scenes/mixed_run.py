@@ -11,11 +11,12 @@ import asyncio
 import random
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from fault_scenes.fault_cluster import Cluster
-from fault_scenes.faults import Scene, Stream
+from fault_scenes.faults import Ledger, Scene, Stream
 from node_driver import CLUSTER, SECRET
 
 from baton.cli.cluster.fsck import examine
@@ -73,17 +74,33 @@ def draw(num_requests: int, seed: int, *, max_prompt_tokens: int) -> list[Asked]
     return asked
 
 
-async def run(cluster: Cluster, scene: Scene, asked: list[Asked], kills: dict[int, str]) -> Outcome:
-    """Send everything, a bounded number at a time; `kills`: by request, the node to kill then.
+def decodes(ledger: Ledger) -> bool:
+    """Whether the engine decodes something: on one with the prefill role, a whole request."""
+    requests = ledger.get("requests", {}).values()
+    return any(0 < one["num_computed_tokens"] == one["num_tokens"] - 1 for one in requests)
+
+
+async def run(
+    cluster: Cluster,
+    scene: Scene,
+    asked: list[Asked],
+    kills: dict[int, str],
+    is_due: Callable[[Ledger], bool] | None = None,
+) -> Outcome:
+    """Send everything, a bounded number at a time; `kills`: by request, the node to kill then, or
+    after the next ones, as soon as `is_due` of its ledger.
 
     A killed node is started again at once, as an operator's service manager does it.
     """
     places = asyncio.Semaphore(IN_FLIGHT)
     outcome = Outcome()
-    followers = []
+    followers: list[asyncio.Task[None]] = []
+    due: list[str] = []
     for number, one in enumerate(asked):
         await places.acquire()
-        if name := kills.get(number):
+        due += [kills[number]] if number in kills else []
+        if due and (is_due is None or is_due(await scene.ledger(due[0]))):
+            name = due.pop(0)
             cluster.kill(name)
             await asyncio.to_thread(cluster.processes[name].process.wait)
             cluster.restart_dead()
@@ -96,6 +113,7 @@ async def run(cluster: Cluster, scene: Scene, asked: list[Asked], kills: dict[in
         )
         followers.append(asyncio.create_task(_follow(stream, one, places, outcome)))
     await asyncio.gather(*followers)
+    assert not due, f"{due} were never as they are to be killed"
     finished = [stream for stream in scene.streams if stream.error is None]
     gaps = [gap for stream in finished for gap in stream.result.times.gaps_s]
     ttfts = [stream.result.times.ttft_s or 0.0 for stream in finished]

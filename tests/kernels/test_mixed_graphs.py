@@ -135,6 +135,19 @@ def test_the_largest_graph_of_a_kind_stays_where_more_rows_are_faster(runner: Mo
         assert [graphs.inputs(size).shape[1] for size in graphs.sizes] == graphs.sizes
 
 
+def test_a_step_that_fills_a_graph_is_padded_by_no_kind(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of few decodes, and of as many as there may be: their largest graphs differ."""
+    monkeypatch.setattr(gpu_steps, "_FEW_DECODES", 8)
+    steps = steps_of(runner, has_graphs=True)
+    few, many = (steps.prefill_graphs[room].sizes for room in (8, MAX_NUM_SEQS))
+    assert few[-1] == 72 and many[-1] == 88
+    assert set(steps.mixed_rows) <= set(many)
+    assert {size for size in steps.mixed_rows if size <= few[-1]} <= set(few)
+    assert steps_of(runner, has_graphs=False).mixed_rows == ()
+
+
 @pytest.mark.parametrize("max_model_len", [16, 100])
 def test_padding_alone_has_a_place_in_its_arrays(runner: ModelRunner, max_model_len: int) -> None:
     """As in a capture: a single slice of all tokens, be it longer than any request."""

@@ -112,6 +112,11 @@ def test_tables_of_results_are_fresh(page: Path) -> None:
     assert report.refreshed(page) == page.read_text(), STALE
 
 
+@pytest.mark.parametrize("path", report.PICTURES, ids=lambda path: path.name)
+def test_pictures_of_results_are_fresh(path: Path) -> None:
+    assert report.PICTURES[path]() == path.read_text(), STALE
+
+
 def test_every_table_is_on_a_page_and_every_result_in_a_table() -> None:
     used = [
         name

@@ -152,7 +152,7 @@ _MAX_GONE = 64
 _OF_MEMBER = ("incarnation", "name", "address", "device", "block_size", "num_blocks")
 _OF_LOAD = (
     *("free_blocks", "credit_blocks", "num_running", "num_waiting", "waiting_tokens"),
-    *("tbt_target_s", "is_promise_withdrawn"),
+    *("host_blocks", "tbt_target_s", "is_promise_withdrawn"),
 )
 _KEPT_OVER = 30  # looks, of which there is one a second
 

@@ -205,6 +205,15 @@ CACHE_QUERIES = Metric(
     "prefix_cache_queries_total", "Known tokens of what was given KV blocks.", _NODE
 )
 CACHE_HITS = Metric("prefix_cache_hits_total", "Of them, those that the prefix cache held.", _NODE)
+HOST_BLOCKS = Metric("kv_host_blocks", "Cached KV blocks in host memory.", _NODE)
+HOST_HITS = Metric(
+    "prefix_cache_host_hits_total", "Of the hits, those that host memory held.", _NODE
+)
+SWAPS = Metric(
+    "num_swaps_total", "Preempted requests whose KV went to host memory, to come back.", _NODE
+)
+HOST_BYTES_OUT = Metric("kv_host_bytes_out_total", "Bytes copied to host memory.", _NODE)
+HOST_BYTES_IN = Metric("kv_host_bytes_in_total", "Bytes copied from host memory.", _NODE)
 PROMISED_STEPS = Metric(
     "promised_steps_total", "Steps with decodes that were promised something.", _NODE
 )
@@ -250,6 +259,7 @@ GROUPS: Mapping[str, Sequence[Metric]] = {
         *(NODE_UP, NODE_DRAINING, RUNNING, WAITING, WAITING_TOKENS),
         *(TBT_TARGET, STEP_COST_ERROR, KV_USAGE, KV_FREE, KV_LEASED, KV_CREDIT),
         *(PREEMPTIONS, CACHE_QUERIES, CACHE_HITS, EXPIRED_LEASES),
+        *(HOST_BLOCKS, HOST_HITS, SWAPS, HOST_BYTES_OUT, HOST_BYTES_IN),
         *(PROMISED_STEPS, KEPT_STEPS, PROMISE_REFUSALS),
         *(PULLS, PULL_BYTES, PULL_SECONDS, PULL_FAILURES),
         *(EXPERT_TOKENS, EXPERT_IMBALANCE, EXPERT_RANK_IMBALANCE),

@@ -31,6 +31,10 @@ _COUNTERS: tuple[tuple[Metric, Callable[[EngineCounters], float]], ...] = (
     (table.PREEMPTIONS, lambda c: c.num_preemptions),
     (table.CACHE_QUERIES, lambda c: c.prefix_query_tokens),
     (table.CACHE_HITS, lambda c: c.prefix_hit_tokens),
+    (table.HOST_HITS, lambda c: c.host_hit_tokens),
+    (table.SWAPS, lambda c: c.num_swaps),
+    (table.HOST_BYTES_OUT, lambda c: c.host_bytes_out),
+    (table.HOST_BYTES_IN, lambda c: c.host_bytes_in),
     (table.EXPIRED_LEASES, lambda c: c.num_expired_leases),
     (table.PROMISED_STEPS, lambda c: c.num_promised_steps),
     (table.KEPT_STEPS, lambda c: c.num_kept_steps),
@@ -50,6 +54,7 @@ _GAUGES: tuple[tuple[Metric, Callable[[LinkedEngine, ReportedLoad], float | None
     (table.KV_FREE, lambda engine, load: load.free_blocks),
     (table.KV_LEASED, lambda engine, load: load.held_blocks),
     (table.KV_CREDIT, lambda engine, load: load.credit_blocks),
+    (table.HOST_BLOCKS, lambda engine, load: load.host_blocks),
     (
         table.EXPERT_IMBALANCE,
         lambda engine, load: load.counters.expert_imbalance(len(load.counters.expert_tokens)),

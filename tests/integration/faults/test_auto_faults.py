@@ -1,4 +1,8 @@
-"""Nodes are killed under requests of all plans: handed off, and whole on either kind of engine."""
+"""Nodes are killed under requests of all plans: handed off, and whole on either kind of engine.
+
+Which plan a request gets is drawn, so each node is killed once it decodes: what a prefill node
+decodes is there as a whole.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ async def test_a_mix_of_requests_while_nodes_are_killed(tmp_path: Path) -> None:
     config = EngineConfig(model=str(reference.model_dir), load_format="dummy", device="cpu")
     with cluster(reference.model_dir, "gateway-0", *NODES, **flags) as system:
         async with Scene(system, reference) as scene:
-            outcome = await mixed_run.run(system, scene, asked, kills)
+            outcome = await mixed_run.run(system, scene, asked, kills, mixed_run.decodes)
             await scene.heal()
             await scene.wait_idle()
             await mixed_run.assert_fsck_is_clean(system)
@@ -39,6 +43,6 @@ async def test_a_mix_of_requests_while_nodes_are_killed(tmp_path: Path) -> None:
     assert outcome.ended["finished"] + outcome.ended["cancelled"] == NUM_MIXED
     assert outcome.ended["finished"] > 0.8 * NUM_MIXED
     assert not outcome.near_ties
-    # Of either kind one at least: what a node that is killed soon has finished by then is chance.
+    assert any(one.attempts > 1 for one in results)
     kinds = {first.partition("-")[0] for first, then in plans if first == then}
     assert kinds == {"prefill", "decode"}

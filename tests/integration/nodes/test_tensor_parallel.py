@@ -7,9 +7,11 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from checkpoints import write_checkpoint
+from int4_checkpoints import write_int4_checkpoint
 
 from baton.core.config import EngineConfig
 from baton.core.errors import EngineFailed, StartupFailed
@@ -110,6 +112,21 @@ def test_each_rank_has_the_scales_of_its_heads(config: EngineConfig) -> None:
     tokens = []
     for size in (1, 2):
         engine = load(config, size, kv_cache_dtype="fp8")
+        try:
+            tokens.append(run(engine)[0])
+        finally:
+            engine.close()
+    assert tokens[0] == tokens[1]
+
+
+def test_ranks_share_weights_in_int4(tmp_path: Path) -> None:
+    """Words of eight outputs, and groups of inputs, each on its rank."""
+    sizes = {"num_attention_heads": 8, "head_dim": 16, "intermediate_size": 192}
+    write_int4_checkpoint(tmp_path, "awq, groups of 32", num_hidden_layers=1, **sizes)
+    config = EngineConfig(model=str(tmp_path), device="cpu", num_kv_blocks=60)
+    tokens = []
+    for size in (1, 2):
+        engine = load(config, size)
         try:
             tokens.append(run(engine)[0])
         finally:

@@ -116,6 +116,12 @@ def running(
 
 
 @pytest.fixture(scope="module")
+def plain(wire: Wire, model_dir: Path) -> Iterator[Cluster]:
+    with running(wire, model_dir, sizes=(1, 1)) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
 def reference(model_dir: Path) -> LocalEngine:
     config = EngineConfig(
         model=str(model_dir), load_format="dummy", device="cpu", num_kv_blocks=300
@@ -123,36 +129,44 @@ def reference(model_dir: Path) -> LocalEngine:
     return LocalEngine(config, ModelRunner(config))
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), pytest.param((2, 1), marks=pytest.mark.slow)], ids=str)
-async def test_tokens_are_those_of_one_process(
-    wire: Wire, model_dir: Path, reference: LocalEngine, sizes: tuple[int, int]
+async def test_tokens_are_those_of_one_process(plain: Cluster, reference: LocalEngine) -> None:
+    await check_tokens(plain, reference)
+
+
+@pytest.mark.slow
+async def test_tokens_of_two_ranks_are_those_of_one_process(
+    wire: Wire, model_dir: Path, reference: LocalEngine
 ) -> None:
-    with running(wire, model_dir, sizes=sizes) as cluster:
-        assert cluster.prefill.address.startswith(HERE)
-        assert cluster.decode.address.startswith(THERE)
-        await wait_idle(cluster.prefill.address, cluster.decode.address)
-        with Client(cluster.gateway.address) as client:
-            for length, params in (
-                (1, {"temperature": 0.0}),
-                (700, {"temperature": 0.0}),
-                (90, {"temperature": 0.8, "seed": 5}),
-            ):
-                prompt = [(7 * i * i + length) % VOCAB_SIZE for i in range(length)]
-                generation = client.generate(
-                    prompt_token_ids=prompt, max_tokens=12, ignore_eos=True, **params
-                )
-                found = list(generation.result.token_ids)
-                request = Request(
-                    secrets.token_hex(16),
-                    0,
-                    tuple(prompt),
-                    SamplingParams(max_tokens=12, ignore_eos=True, **params),
-                )
-                assert found == reference.generate([request])[request.key]
-        opened = [line for line in cluster.decode.said if "reads from source" in line]
-        assert len(opened) == 1
-        assert "over tcp at" in opened[0]
-        await wait_idle(cluster.prefill.address, cluster.decode.address)
+    with running(wire, model_dir, sizes=(2, 1)) as cluster:
+        await check_tokens(cluster, reference)
+
+
+async def check_tokens(cluster: Cluster, reference: LocalEngine) -> None:
+    assert cluster.prefill.address.startswith(HERE)
+    assert cluster.decode.address.startswith(THERE)
+    await wait_idle(cluster.prefill.address, cluster.decode.address)
+    with Client(cluster.gateway.address) as client:
+        for length, params in (
+            (1, {"temperature": 0.0}),
+            (700, {"temperature": 0.0}),
+            (90, {"temperature": 0.8, "seed": 5}),
+        ):
+            prompt = [(7 * i * i + length) % VOCAB_SIZE for i in range(length)]
+            generation = client.generate(
+                prompt_token_ids=prompt, max_tokens=12, ignore_eos=True, **params
+            )
+            found = list(generation.result.token_ids)
+            request = Request(
+                secrets.token_hex(16),
+                0,
+                tuple(prompt),
+                SamplingParams(max_tokens=12, ignore_eos=True, **params),
+            )
+            assert found == reference.generate([request])[request.key]
+    opened = [line for line in cluster.decode.said if "reads from source" in line]
+    assert len(opened) == 1
+    assert "over tcp at" in opened[0]
+    await wait_idle(cluster.prefill.address, cluster.decode.address)
 
 
 # --- the wire breaks ------------------------------------------------------------------------------
@@ -189,12 +203,13 @@ def cut(wire: Wire) -> Iterator[None]:
     [pytest.param(False, id="plain"), pytest.param(True, id="tls", marks=pytest.mark.slow)],
 )
 async def test_a_partition_is_noticed_on_both_sides_and_heals(
-    wire: Wire, model_dir: Path, tmp_path: Path, has_tls: bool
+    wire: Wire, model_dir: Path, tmp_path: Path, plain: Cluster, has_tls: bool
 ) -> None:
-    certs = tmp_path / "certs" if has_tls else None
-    if certs is not None:
-        make_certificates(certs)
-    with running(wire, model_dir, sizes=(1, 1), certs=certs) as cluster:
+    with contextlib.ExitStack() as stack:
+        cluster, certs = plain, tmp_path / "certs"
+        if has_tls:
+            make_certificates(certs)
+            cluster = stack.enter_context(running(wire, model_dir, sizes=(1, 1), certs=certs))
         await until_linked(cluster)
         async with AsyncClient(cluster.gateway.address) as client:
             request = {"prompt_token_ids": [5, 6, 7], "ignore_eos": True, "temperature": 0.0}
@@ -222,5 +237,5 @@ async def test_a_partition_is_noticed_on_both_sides_and_heals(
             await until_linked(cluster)
             result = await client.generate(max_tokens=8, **request).finish()
             assert result.token_ids == expected
-        if certs is None:
+        if not has_tls:
             await wait_idle(cluster.prefill.address, cluster.decode.address)

@@ -6,11 +6,12 @@ there is.
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +21,24 @@ from triton.compiler import ASTSource
 from triton.knobs import nvidia
 
 from baton.kernels.experts.few_tokens_triton import _down, _gated
-from baton.kernels.experts.grouped_triton import _gate_rows, _grouped_product, _sum_pairs
+from baton.kernels.experts.grouped_triton import _grouped_product, _sum_pairs
 from baton.kernels.experts.routing_triton import _choose, _logits, _logits_of_few, _order
-from baton.kernels.experts.tiles import Cut, Few, Tiles, all_plans
+from baton.kernels.experts.tiles import Cut, Few, Sizes, Tiles, choose_plan
 
 MAX_SHARED_BYTES = 227 << 10
 PTX_VERSION = 87  # that the ptxas of every Triton since 3.6 knows
+SCALINGS = ("", "fp8", "fp8-block")  # as Sizes.weights
+_FLOATS = (
+    *("x", "x_scale", "weights", "scale", "out", "out_scale", "router", "quantised"),
+    *("gated", "products"),
+)
 POINTERS = {
-    **dict.fromkeys(("x", "weights", "out", "router", "gated", "gate_up", "products"), "*bf16"),
-    **dict.fromkeys(("pairs", "places", "tiles", "chosen", "counts", "ends"), "*i32"),
+    **dict.fromkeys(_FLOATS, "*bf16"),
+    **dict.fromkeys(("pairs", "tiles", "chosen", "counts"), "*i32"),
     **dict.fromkeys(("logits", "shares"), "*fp32"),
     **dict.fromkeys(("slots", "loads"), "*i64"),
 }
-MULTIPLES = ("num_outputs", "num_inputs", "hidden", "inner")  # of 16, as in all models
+MULTIPLES = ("num_outputs", "num_inputs", "hidden", "inner", "columns")  # of 16, as in all models
 
 
 @dataclass(frozen=True)
@@ -66,56 +72,66 @@ class Case:
         return made.asm["ptx"], made.metadata.shared
 
 
-def product_case(rows: int, cut: Cut, is_gated: bool) -> Case:
+def product_case(rows: int, cut: Cut, is_gated: bool, scaling: int, has_fp8_rows: bool) -> Case:
     constants = {
         "IS_GATED": is_gated,
+        "SCALING": scaling,
+        "HAS_FP8_ROWS": has_fp8_rows,
         "ROWS": rows,
         "OUTPUTS": cut.outputs,
         "INPUTS": cut.inputs,
         "IS_TURNED": cut.is_turned,
+        "HAS_DESCRIPTOR": cut.has_descriptor,
         "IS_WHOLE": True,
         "PRECISION": "tf32",
     }
     types = {"shares": "*i32"} if is_gated else {}
+    if scaling:
+        types |= {"weights": "*fp8e4nv", "scale": "*fp32"}
+    if has_fp8_rows:
+        types |= {"x": "*fp8e4nv", "x_scale": "*fp32"}
+        types |= {"out": "*fp8e4nv", "out_scale": "*fp32"} if is_gated else {}
+    if cut.has_descriptor:
+        element = "fp8e4nv" if scaling else "bf16"
+        types["weights"] = f"tensordesc<{element}[{cut.outputs}, {cut.inputs}]>"
     has_wgmma = rows >= 64 or (cut.is_turned and cut.outputs >= 64)
-    name = f"{'gated' if is_gated else 'down'} {rows} rows, {cut}"
+    name = f"{'gated' if is_gated else 'down'} {rows} rows, {cut}, {SCALINGS[scaling]}"
+    name += ", rows in FP8" if has_fp8_rows else ""
     return Case(name, _grouped_product, constants, cut.warps, cut.stages, types, has_wgmma)
 
 
-def few_cases(plan: Few) -> list[Case]:
-    shared = {"K": 8, "COLS": 1024}
-    gated = {**shared, "OUTPUTS": plan.gated}
-    down = {**shared, "OUTPUTS": plan.down, "K_PADDED": 8}
+def few_cases(plan: Few, scaling: int) -> list[Case]:
+    shared = {"K": 8, "SCALING": scaling}
+    gated = {**shared, "OUTPUTS": plan.gated, "COLS": min(2048, plan.inputs)}
+    down = {**shared, "OUTPUTS": plan.down, "K_PADDED": 8, "COLS": min(1024, plan.inputs)}
+    types = {"weights": "*fp8e4nv", "scale": "*fp32"} if scaling else {}
     return [
-        Case(f"gated {plan}", _gated, gated, plan.warps),
-        Case(f"down {plan}", _down, down, plan.warps),
+        Case(f"gated {plan}, {SCALINGS[scaling]}", _gated, gated, plan.warps, types=types),
+        Case(f"down {plan}, {SCALINGS[scaling]}", _down, down, plan.warps, types=types),
     ]
 
 
 def routing_cases() -> list[Case]:
     cases = [
         Case("logits of few", _logits_of_few, {"EXPERTS": 4, "COLS": 2048}, 4, types=_LOGITS),
-        Case("sum", _sum_pairs, {"K": 8, "BLOCK": 1024, "HAS_PLACES": False}, 4),
-        Case("sum by place", _sum_pairs, {"K": 8, "BLOCK": 1024, "HAS_PLACES": True}, 4),
-        Case("gate", _gate_rows, {"BLOCK": 1024}, 4),
+        Case("sum", _sum_pairs, {"K": 8, "BLOCK": 1024}, 4),
     ]
-    for tokens, experts in ((16, 16), (16, 64), (64, 64)):
+    for (tokens, experts), quantises in itertools.product(
+        ((16, 16), (16, 64), (64, 64), (64, 128)), (False, True)
+    ):
         constants = {"TOKENS": tokens, "EXPERTS": experts, "COLS": 128, "PRECISION": "tf32"}
-        cases.append(Case(f"logits {tokens} x {experts}", _logits, constants, 4, 4, _LOGITS))
-    for tokens, warps in ((1, 1), (4, 1), (8, 2)):
-        flags = {"IS_NORMED": True, "IS_COUNTED": True, "HAS_SLOTS": True, "IS_ORDERED": False}
-        sizes = {"K": 8, "K_PADDED": 8, "EXPERTS": 128, "TOKENS": tokens, "TILE_BLOCK": 64}
-        name = f"choose {tokens}, unordered"
-        cases.append(Case(name, _choose, sizes | flags, warps, types={"weights": "*fp32"}))
-    for tokens in (1, 16, 32):
+        types = _LOGITS | ({"quantised": "*fp8e4nv", "scale": "*fp32"} if quantises else _LOGITS)
+        name = f"logits {tokens} x {experts}{', quantising' if quantises else ''}"
+        cases.append(Case(name, _logits, constants | {"QUANTISES": quantises}, 4, 4, types))
+    flags = {"IS_NORMED": True, "IS_COUNTED": True, "HAS_SLOTS": True}
+    for tokens, is_ordered in itertools.product((1, 4, 16, 32), (False, True)):
         sizes = {"K": 8, "EXPERTS": 128, "TOKENS": tokens, "TILE_BLOCK": 64}
-        flags = {"IS_NORMED": True, "IS_COUNTED": True, "HAS_SLOTS": True, "IS_ORDERED": True}
-        warps = 4 if tokens <= 16 else 8
-        constants = sizes | flags | {"K_PADDED": 8}
-        cases.append(
-            Case(f"choose {tokens}", _choose, constants, warps, types={"weights": "*fp32"})
-        )
-        cases.append(Case(f"order {tokens}", _order, sizes | {"COUNT_BLOCK": 32}, warps))
+        constants = sizes | flags | {"K_PADDED": 8, "PARTS": 4, "IS_ORDERED": is_ordered}
+        name = f"choose {tokens}{', ordered' if is_ordered else ''}"
+        warps = min(16, max(tokens, 4 if is_ordered else 1))
+        cases.append(Case(name, _choose, constants, warps, types={"weights": "*fp32"}))
+        if is_ordered:
+            cases.append(Case(f"order {tokens}", _order, sizes | {"COUNT_BLOCK": 32}, warps))
     return cases
 
 
@@ -137,21 +153,30 @@ def spills(ptx: str) -> str:
 def is_good(case: Case) -> bool:
     ptx, shared = case.compile()
     said = spills(ptx)
-    good = shared <= MAX_SHARED_BYTES and "0 bytes spill stores" in said
+    good = shared <= MAX_SHARED_BYTES and ", 0 bytes spill stores" in said
     good &= "wgmma" in ptx or not case.has_wgmma
     print("ok " if good else "BAD", case.name, f"{shared} bytes shared,", said)
     return good
 
 
+MIXTURES = (Sizes(128, 8, 2048, 768), Sizes(8, 2, 4096, 14_336))
+
+
 if __name__ == "__main__":
+    plans = {
+        (choose_plan(replace(sizes, weights=name), 2**n, 2), scaling)
+        for sizes in MIXTURES
+        for n in range(15)
+        for scaling, name in enumerate(SCALINGS)
+    }
     products = {
-        (plan.rows, cut, is_gated)
-        for plan in all_plans()
+        (plan.rows, replace(cut, group=1), is_gated, scaling, plan.has_fp8_rows)
+        for plan, scaling in plans
         if isinstance(plan, Tiles)
         for cut, is_gated in ((plan.gated, True), (plan.down, False))
     }
     cases = [product_case(*product) for product in sorted(products, key=str)]
-    for few in {plan for plan in all_plans() if isinstance(plan, Few)}:
-        cases += few_cases(few)
+    for few, scaling in plans:
+        cases += few_cases(few, scaling) if isinstance(few, Few) else []
     with ThreadPoolExecutor(2) as pool:
         sys.exit(0 if all(list(pool.map(is_good, cases + routing_cases()))) else 1)

@@ -17,11 +17,13 @@ pytest.importorskip("triton")
 from baton.kernels.experts.experts import (
     ExpertLoads,
     ExpertWeights,
+    Fp8Groups,
     LayerLoads,
     Mixture,
     choose_experts,
 )
 from baton.kernels.experts.experts_triton import compute_experts, sizes_of
+from baton.kernels.experts.grouped_triton import down_products, gated_products
 from baton.kernels.experts.routing_triton import (
     choose,
     choose_and_order,
@@ -31,12 +33,18 @@ from baton.kernels.experts.routing_triton import (
 from baton.kernels.experts.tiles import (
     Cut,
     Few,
-    Library,
     Plan,
     Tiles,
     as_json,
     choose_plan,
     from_json,
+)
+from baton.kernels.products.weights import (
+    BlockScaled,
+    quantise_activations,
+    quantise_blocks,
+    quantise_rows,
+    spread,
 )
 
 HAS_GPU = torch.cuda.is_available()
@@ -48,9 +56,9 @@ TURNED = Tiles(
     dataclasses.replace(SMALL, is_turned=True, group=4),
     dataclasses.replace(SMALL, is_turned=True),
 )
-PLANS: list[Plan] = [Few(1, 1) if HAS_GPU else Few(8, 4), Few(4, 2), TILES, TURNED]
-# torch's grouped product takes float32 on a CPU alone; tests/gpu/ have it in bf16.
-ALL_PLANS: list[Plan] = PLANS if HAS_GPU else [*PLANS, Library()]
+BY_TMA = dataclasses.replace(SMALL, has_descriptor=True)
+DESCRIBED = Tiles(16, BY_TMA, dataclasses.replace(BY_TMA, is_turned=True, group=2))
+PLANS: list[Plan] = [Few(1, 1) if HAS_GPU else Few(8, 4), Few(4, 2), TILES, TURNED, DESCRIBED]
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +86,15 @@ def make_mixture(
     )
 
 
+def exact(weights: ExpertWeights, expert: int) -> torch.Tensor:
+    """What an expert's weights mean, in float64."""
+    values = weights.values[expert].double()
+    if weights.scale is None:
+        return values
+    scale = weights.scale[expert].double()
+    return values * (scale[:, None] if scale.ndim == 1 else spread(scale, values.shape))
+
+
 def expected_of(x: torch.Tensor, mixture: Mixture) -> torch.Tensor:
     """One expert after the other, in float64."""
     x = x.double()
@@ -85,8 +102,8 @@ def expected_of(x: torch.Tensor, mixture: Mixture) -> torch.Tensor:
     out = torch.zeros_like(x)
     for expert in range(mixture.num_local):
         tokens, places = torch.where(chosen == mixture.first + expert)
-        gate, up = F.linear(x[tokens], mixture.gate_up.of(expert).double()).chunk(2, dim=1)
-        product = F.linear(F.silu(gate) * up, mixture.down.of(expert).double())
+        gate, up = F.linear(x[tokens], exact(mixture.gate_up, expert)).chunk(2, dim=1)
+        product = F.linear(F.silu(gate) * up, exact(mixture.down, expert))
         out.index_add_(0, tokens, product * weights[tokens, places, None].double())
     return out
 
@@ -102,7 +119,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("plan", ALL_PLANS, ids=str)
+@pytest.mark.parametrize("plan", PLANS, ids=str)
 @pytest.mark.parametrize(
     ("num_experts", "num_chosen", "num_tokens"),
     [(6, 2, 1), (6, 1, 5), (3, 3, 3), (5, 3, 18)],
@@ -161,14 +178,116 @@ def test_a_row_has_the_same_bits_whatever_the_others_hold(plan: Plan) -> None:
     assert torch.equal(found[1], compute_experts(other, mixture, None, plan)[1])
 
 
+SIZES_IN_FP8 = [("row", 144, 72), ("row", 128, 128), ("block", 144, 128), ("block", 128, 256)]
+BY = {"row": quantise_rows, "block": quantise_blocks}
+WIDE = Cut(128, 64, 2, 4)
+WIDE_TURNED = dataclasses.replace(WIDE, inputs=128, is_turned=True, group=2)
+FP8_PLANS: list[Plan] = [
+    Few(1, 2) if HAS_GPU else Few(64, 64, inputs=128),
+    TILES,
+    TURNED,
+    Tiles(16, WIDE, WIDE, has_fp8_rows=True),
+    Tiles(32, WIDE_TURNED, dataclasses.replace(WIDE, is_turned=True), has_fp8_rows=True),
+    Tiles(
+        16,
+        dataclasses.replace(WIDE, has_descriptor=True),
+        dataclasses.replace(WIDE_TURNED, has_descriptor=True),
+        has_fp8_rows=True,
+    ),
+]
+# Of weights that are exact; three bits of activations, twice. The interpreter halves a number that
+# is rounded up to a power of two.
+FP8_NOISE = 0.05 if HAS_GPU else 0.15
+
+
+def quantised(weights: ExpertWeights, by: str) -> ExpertWeights:
+    """In FP8; rows, columns and experts differ in size so much that a misplaced scale shows."""
+    made = []
+    for matrix in weights.values:
+        rows, columns = (torch.exp(torch.randn(n, device=DEVICE)) for n in matrix.shape)
+        sized = matrix * rows[:, None] * columns
+        made.append(BY[by](sized / sized.norm(dim=1).max() * (1 + rows[0])))
+    values, scales = zip(*made, strict=True)
+    return ExpertWeights(torch.stack(values), torch.stack(scales))
+
+
+def make_fp8_mixture(by: str, hidden: int = 272, inner: int = 128) -> Mixture:
+    mixture = make_mixture(5, 2, hidden, inner)
+    parts = {name: quantised(getattr(mixture, name), by) for name in ("gate_up", "down")}
+    return dataclasses.replace(mixture, **parts)
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("plan", FP8_PLANS, ids=str)
+@pytest.mark.parametrize(("by", "hidden", "inner"), SIZES_IN_FP8)
+def test_weights_in_fp8(by: str, hidden: int, inner: int, plan: Plan) -> None:
+    mixture = make_fp8_mixture(by, hidden, inner)
+    x = torch.randn(1 if isinstance(plan, Few) else 19, hidden, device=DEVICE)
+    found, expected = compute_experts(x, mixture, None, plan), expected_of(x, mixture)
+    has_fp8_rows = isinstance(plan, Tiles) and plan.has_fp8_rows
+    assert difference(found, expected) < (FP8_NOISE if has_fp8_rows else 1e-5)
+
+
+def groups_of(x: torch.Tensor) -> Fp8Groups:
+    """Quantised by torch."""
+    like = BlockScaled(torch.empty(1, x.shape[1]), torch.empty(0))
+    made = quantise_activations(x, like)
+    return Fp8Groups(made.data, made.scale.contiguous())
+
+
+@pytest.mark.parametrize("plan", FP8_PLANS[3:], ids=str)
+@pytest.mark.parametrize("by", BY)
+def test_products_of_rows_in_fp8_are_those_of_what_they_mean(by: str, plan: Tiles) -> None:
+    mixture = make_fp8_mixture(by, 272, 256)
+    x = torch.randn(19, 272, device=DEVICE) * torch.exp(torch.randn(19, 1, device=DEVICE))
+    choice, order = choose_and_order(router_logits(x, mixture.router), mixture, None, plan.rows)
+    pairs = order.pairs.long()
+    experts = choice.chosen.flatten()[pairs].tolist()
+    groups, rows = groups_of(x), groups_of(torch.randn(38, 256, device=DEVICE))
+    gated = gated_products(groups, mixture.gate_up, order, 2, plan.rows, plan.gated)
+    assert isinstance(gated, Fp8Groups)
+    down = down_products(rows, mixture.down, order, choice, plan.rows, plan.down, x.dtype)
+    for row, (pair, expert) in enumerate(zip(pairs.tolist(), experts, strict=True)):
+        product = meant(rows)[row] @ exact(mixture.down, expert).t()
+        share = choice.weights.flatten()[pair].double()
+        torch.testing.assert_close(down[pair].double(), product * share, atol=1e-3, rtol=1e-4)
+        gate, up = (meant(groups)[pair // 2] @ exact(mixture.gate_up, expert).t()).chunk(2)
+        assert difference(meant(gated)[row], F.silu(gate) * up) < FP8_NOISE
+        largest = (F.silu(gate) * up).view(2, 128).abs().amax(1) / 448
+        torch.testing.assert_close(gated.scale[row].double(), largest, atol=1e-7, rtol=1e-4)
+
+
+def meant(rows: Fp8Groups) -> torch.Tensor:
+    scale = rows.scale.double().repeat_interleave(128, dim=1)
+    return rows.data.double() * scale[:, : rows.data.shape[1]]
+
+
+@pytest.mark.parametrize("num_tokens", [3, 20])
+@pytest.mark.parametrize("hidden", [128, 700])
+def test_the_router_quantises_what_it_reads(num_tokens: int, hidden: int) -> None:
+    mixture = make_mixture(20, 2, hidden)
+    x = torch.randn(num_tokens, hidden, device=DEVICE)
+    x[1] = 0
+    found, expected = Fp8Groups.empty(num_tokens, hidden, x.device), groups_of(x)
+    logits = router_logits(x, mixture.router, found).sum(0)
+    torch.testing.assert_close(logits, x @ mixture.router.t(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found.scale, expected.scale, rtol=1e-6, atol=0)
+    assert difference(meant(found), x.double()) < FP8_NOISE
+    assert not meant(found)[1].any()
+
+
 @pytest.mark.parametrize("num_tokens", [1, 16, 17, 70])
 def test_choices(num_tokens: int) -> None:
-    for num_experts, num_chosen in ((7, 3), (8, 8)):
-        mixture = make_mixture(num_experts, num_chosen, hidden=50, is_normed=num_chosen == 3)
-        x = torch.randn(num_tokens, 50, device=DEVICE)
-        logits = router_logits(x, mixture.router)
+    for num_experts, num_chosen, hidden in ((7, 3, 50), (8, 8, 300)):
+        mixture = make_mixture(num_experts, num_chosen, hidden, is_normed=num_chosen == 3)
+        x = torch.randn(num_tokens, hidden, device=DEVICE)
+        parts = router_logits(x, mixture.router)
+        logits = parts.sum(0)
         torch.testing.assert_close(logits, x @ mixture.router.t(), atol=1e-4, rtol=1e-4)
-        found, (weights, chosen) = choose(logits, mixture, None), choose_experts(logits, mixture)
+        found, (weights, chosen) = choose(parts, mixture, None), choose_experts(logits, mixture)
         assert torch.equal(found.chosen.long(), chosen)
         torch.testing.assert_close(found.weights, weights)
 
@@ -177,7 +296,7 @@ def test_whatever_the_logits_are_each_choice_is_an_expert_of_its_own() -> None:
     mixture = make_mixture(6, 4)
     logits = torch.full((3, 6), float("nan"), device=DEVICE)
     logits[1], logits[2] = float("-inf"), 0.0
-    chosen = choose(logits, mixture, None).chosen
+    chosen = choose(logits[None], mixture, None).chosen
     assert all(len({n for n in row if 0 <= n < 6}) == 4 for row in chosen.tolist())
 
 
@@ -188,17 +307,16 @@ def test_order(num_tokens: int, tile_rows: int) -> None:
     mixture = make_mixture(6, 2)
     logits = torch.randn(num_tokens, 6, device=DEVICE)
     logits[:, 2] = -9.0  # nobody's
-    choice, order = choose_and_order(logits, mixture, None, tile_rows)
+    choice, order = choose_and_order(logits[None], mixture, None, tile_rows)
     flat = choice.chosen.flatten().tolist()
     wanted = sorted(range(len(flat)), key=lambda pair: (flat[pair], pair))
     assert order.pairs.tolist() == wanted
     sizes = [flat.count(expert) for expert in range(6)]
-    assert order.ends.tolist() == [sum(sizes[: n + 1]) for n in range(6)]
     assert order.tiles.shape[1] == most_tiles(len(flat), 6, tile_rows)
     rows = []
     for expert, first, end in order.tiles.t().tolist():
         if expert < 6:
-            assert end == order.ends[expert] and first < end
+            assert end == sum(sizes[: expert + 1]) and first < end
             rows += range(first, min(first + tile_rows, end))
             assert all(flat[wanted[row]] == expert for row in (first, end - 1))
     assert rows == list(range(len(flat)))
@@ -210,8 +328,8 @@ def test_loads_leave_padding_out() -> None:
     for slots in (None, torch.arange(40, device=DEVICE)):
         whole = ExpertLoads(2, 6, 10, DEVICE)
         whole.slots, loads = slots, LayerLoads(whole, 1)
-        choice, _ = choose_and_order(logits, mixture, loads, 16)
-        choose(logits, mixture, loads)
+        choice, _ = choose_and_order(logits[None], mixture, loads, 16)
+        choose(logits[None], mixture, loads)
         chosen = choice.chosen if slots is None else choice.chosen[10:]
         once = torch.bincount(chosen.flatten().long(), minlength=6)
         assert torch.equal(loads.tokens, 2 * once)
@@ -224,11 +342,17 @@ def test_plans() -> None:
     sizes = sizes_of(make_mixture(128, 8, 32, 16))
     kinds = [type(choose_plan(sizes, n, 2)).__name__ for n in (1, 8, 64, 100_000)]
     assert kinds[0] == "Few" and set(kinds[1:]) == {"Tiles"}
-    for plan in PLANS:
+    for plan in [*PLANS, *FP8_PLANS]:
         assert from_json(as_json(plan)) == plan
+    for by in BY:
+        sizes = dataclasses.replace(sizes_of(make_fp8_mixture(by)), num_experts=128, num_chosen=8)
+        plans = [choose_plan(sizes, n, 2) for n in (1, 20, 100_000)]
+        assert isinstance(plans[0], Few) and all(isinstance(plan, Tiles) for plan in plans[1:])
+        assert plans[2].has_fp8_rows
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_the_products_compile_without_a_gpu() -> None:
     """Whatever plan is in the table: no registers are spilled and shared memory suffices."""
     program = Path(__file__).with_name("compile_experts.py")
@@ -238,7 +362,7 @@ def test_the_products_compile_without_a_gpu() -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=390,
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr[-2000:]

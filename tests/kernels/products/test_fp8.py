@@ -29,7 +29,7 @@ from baton.kernels.attention.attention import AttentionMetadata, TorchAttention
 from baton.kernels.layers import ops
 from baton.kernels.layers.ops_triton import TritonOps
 from baton.kernels.layers.quantise_triton import quantise, silu_and_mul_quantised
-from baton.kernels.products import fp8_product
+from baton.kernels.products import fp8_product, way_table
 from baton.kernels.products.fp8_product import (
     ScaledMm,
     can_scale,
@@ -216,7 +216,11 @@ def test_a_model_computes_what_its_reference_does(tmp_path: Path, name: str) -> 
         outputs = []
         for operations in (ops.Ops(), TritonOps()):
             placement = Placement(
-                DEVICE, torch.float32, operations, quantization=config.quantization, has_fp8=True
+                DEVICE,
+                torch.float32,
+                operations,
+                quantization=config.quantization,
+                stays_quantised=True,
             )
             model = Decoder(config, placement)
             load_weights(tmp_path, dict(model.targets()))
@@ -233,7 +237,7 @@ def test_a_model_computes_what_its_reference_does(tmp_path: Path, name: str) -> 
 
 @pytest.fixture
 def no_table_is_kept() -> Iterator[None]:
-    kept = (fp8_product.measured, fp8_product._look_up_cached)
+    kept = (way_table.measured, way_table._look_up)
     for one in kept:
         one.cache_clear()
     yield
@@ -259,7 +263,7 @@ def test_what_was_measured_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ]
     table = tmp_path / "table.json"
     table.write_text(json.dumps(rows))
-    monkeypatch.setattr(fp8_product, "TABLE", table)
+    monkeypatch.setattr(way_table, "TABLE", table)
     every = ("triton", "streamed", "scaled_mm")
     look_up = fp8_product._look_up
     assert look_up("row", 9, 5000, 4096, every) == Fp8Stages(**stages)
@@ -278,7 +282,7 @@ ALL_CASES = tuple(str(number) for number in range(11))
 )
 def test_the_kernels_compile_without_a_gpu(cases: tuple[str, ...]) -> None:
     """With whatever Triton is installed: Gluon's interface is not settled."""
-    program = Path(__file__).with_name("compile_fp8.py")
+    program = Path(__file__).with_name("compile_quantised.py")
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     command = [sys.executable, str(program), *cases]
     ended = subprocess.run(

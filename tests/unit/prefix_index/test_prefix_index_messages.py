@@ -29,9 +29,9 @@ incarnations = st.binary(min_size=16, max_size=16).map(bytes.hex)
 hash_lists = st.lists(st.binary(min_size=16, max_size=16), max_size=5).map(tuple)
 messages: st.SearchStrategy[Message] = st.one_of(
     st.builds(Head, incarnations, seqs),
-    st.builds(Delta, incarnations, seqs, hash_lists, hash_lists),
+    st.builds(Delta, incarnations, seqs, hash_lists, hash_lists, hash_lists),
     st.builds(Snapshot, incarnations, seqs, counts),
-    st.builds(SnapshotChunk, incarnations, seqs, counts, hash_lists),
+    st.builds(SnapshotChunk, incarnations, seqs, counts, hash_lists, hash_lists),
 )
 
 
@@ -42,7 +42,14 @@ def test_what_is_written_can_be_read(message: Message) -> None:
 
 def test_the_layout_is_messagepack_as_documented() -> None:
     raw = encode(Delta(A, 7, (b"r" * 16,), (b"s" * 16, b"t" * 16)))
-    assert msgspec.msgpack.decode(raw) == ["delta 2", A, 7, [b"r" * 16], [b"s" * 16, b"t" * 16]]
+    fields = ["delta 2", A, 7, [b"r" * 16], [b"s" * 16, b"t" * 16], []]
+    assert msgspec.msgpack.decode(raw) == fields
+
+
+def test_a_message_without_the_host_tier_is_read() -> None:
+    for message in (Delta(A, 7, (b"r" * 16,)), SnapshotChunk(A, 7, 0, (b"r" * 16,))):
+        fields = msgspec.msgpack.decode(encode(message))[:-1]
+        assert decode(msgspec.msgpack.encode(fields)) == message
 
 
 def test_the_fullest_message_is_within_the_limit() -> None:

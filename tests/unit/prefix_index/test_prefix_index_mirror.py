@@ -11,7 +11,7 @@ from fakes.clock import FakeClock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core.request.token_ids import BlockHash, block_hashes, root_hash
+from baton.core.request.token_ids import BlockHash, Tier, block_hashes, root_hash
 from baton.prefix_index.messages import (
     MAX_HASHES,
     CacheJournal,
@@ -211,20 +211,56 @@ def test_large_caches_travel_in_pieces() -> None:
     assert len({x for chunk in chunks for x in chunk.hashes}) == 3 * MAX_HASHES - 5
 
 
-@given(st.lists(st.integers(0, 4)), st.lists(st.integers(0, 4)))
-def test_net_changes_lead_from_one_set_to_the_other(first: list[int], second: list[int]) -> None:
-    changes, cache = NetChanges(), set[BlockHash]()
+moves = st.lists(st.tuples(st.integers(0, 4), st.sampled_from(Tier)))
 
-    def toggle(numbers: list[int]) -> None:
-        for number in numbers:
-            (changes.removed if h(number) in cache else changes.stored)([h(number)])
-            cache.symmetric_difference_update({h(number)})
 
-    toggle(first)
+@given(moves, moves)
+def test_net_changes_lead_from_one_state_to_the_other(
+    first: list[tuple[int, Tier]], second: list[tuple[int, Tier]]
+) -> None:
+    changes, tiers = NetChanges(), dict.fromkeys(range(5), Tier.NOWHERE)
+
+    def move(steps: list[tuple[int, Tier]]) -> None:
+        for number, now in steps:
+            if tiers[number] is not now:
+                changes.moved([h(number)], tiers[number], now)
+                tiers[number] = now
+
+    move(first)
     changes.take()
-    before = set(cache)
-    toggle(second)
-    assert len(changes) == len(before ^ cache)
-    removed, stored = changes.take()
-    assert (set(removed), set(stored)) == (before - cache, cache - before)
+    before = dict(tiers)
+    move(second)
+    expected = {(h(n), tier) for n, tier in tiers.items() if tier is not before[n]}
+    assert len(changes) == len(expected)
+    taken = changes.take()
+    assert set(taken) == expected and len(taken) == len(expected)
     assert not changes
+
+
+def test_the_mirror_knows_what_is_in_host_memory_alone() -> None:
+    journal, mirror = CacheJournal(A), PrefixMirror(FakeClock())
+    mirror.add(A, 10)
+    chain = [h(n) for n in range(4)]
+
+    def publish(**changes: list[BlockHash]) -> None:
+        journal.record(**({"removed": [], "stored": []} | changes))
+        for delta in journal.take():
+            mirror.take(encode(delta))
+
+    def found() -> tuple[int, int]:
+        return mirror.cached_blocks([A], chain).get(A, 0), mirror.host_blocks(A, chain)
+
+    publish(stored=chain)
+    assert found() == (4, 0)
+    publish(in_host=chain[2:])
+    assert found() == (4, 2)
+    chunks, snapshot = journal.snapshot()
+    publish(stored=chain[2:3], removed=chain[3:])
+    assert found() == (3, 0)
+    mirror._copies[A].seq = None
+    hashes = {each for chunk in chunks for each in (*chunk.hashes, *chunk.in_host)}
+    mirror.install(snapshot, hashes, {each for chunk in chunks for each in chunk.in_host})
+    assert found() == (4, 2)
+    assert mirror.host_blocks("bb" * 16, chain) == 0
+    publish(in_host=[h(n) for n in range(100, 120)])
+    assert found() == (0, 0), "more than there can be: lies"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton.core.request.request import Request, SamplingParams
-from baton.core.request.token_ids import BlockHash, block_hashes, root_hash
+from baton.core.request.token_ids import BlockHash, Tier, block_hashes, root_hash
 from baton.engine.kv.block_pool import BlockPool
 from baton.engine.kv.generations import LocalGenerations
 from baton.engine.kv.prefix_cache import PrefixCache
@@ -31,14 +31,11 @@ class SetObserver:
     def __init__(self) -> None:
         self.hashes: set[BlockHash] = set()
 
-    def stored(self, block_hashes: Iterable[BlockHash]) -> None:
+    def moved(self, block_hashes: Iterable[BlockHash], was: Tier, now: Tier) -> None:
+        assert {was, now} == {Tier.NOWHERE, Tier.DEVICE}
         for block_hash in block_hashes:
-            assert block_hash not in self.hashes
-            self.hashes.add(block_hash)
-
-    def removed(self, block_hashes: Iterable[BlockHash]) -> None:
-        for block_hash in block_hashes:
-            self.hashes.remove(block_hash)
+            assert (block_hash in self.hashes) == (was is Tier.DEVICE)
+            self.hashes.symmetric_difference_update((block_hash,))
 
 
 def prefixes(tokens: Prefix) -> list[Prefix]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,20 @@ import pytest
 import torch
 from checkpoints import VARIANTS, write_checkpoint
 from fp8_checkpoints import FORMATS, FP8, write_fp8_checkpoint
+from live_bytes import LiveBytes
 from safetensors.torch import load_file, save_file
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton.core.config import EngineConfig
 from baton.core.errors import StartupFailed
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.local import LocalEngine
-from baton.engine.model.checkpoint import fill_dummy_weights, load_weights
+from baton.engine.model.checkpoint import fill_dummy_weights, load_weights, tensor_names
 from baton.engine.model.communicator import Communicator
 from baton.engine.model.decoder import Decoder
+from baton.engine.model.experts import is_merged_name
 from baton.engine.model.layers import Placement
 from baton.engine.model.model_config import read_model_config
-from baton.engine.model.quantization import FP8_KERNELS
 from baton.engine.model.sharding import check_divisible
 from baton.engine.model.weight_files import weights_bytes
 from baton.kernels.products.weights import BlockScaled, RowScaled, quantise_rows
@@ -48,14 +47,15 @@ def placement_of(folder: Path, quantization: str | None = None, **changes: Any) 
         "device": torch.device("cpu"),
         "dtype": torch.float32,
         "quantization": found,
-        "has_fp8": True,
+        "stays_quantised": True,
     }
     return Placement(**(settings | changes))
 
 
 def loaded(folder: Path, placement: Placement) -> Decoder:
     model = Decoder(read_model_config(folder), placement)
-    targets = dict(model.targets())
+    is_merged = any(map(is_merged_name, tensor_names(folder)))
+    targets = dict(model.targets(has_merged_experts=is_merged))
     quantised = [name.removesuffix(".weight") for name, t in targets.items() if t.quantised]
     assert placement.quantization is not None
     ignored = placement.quantization.ignored(quantised)
@@ -123,8 +123,8 @@ def test_weights_stay_as_they_are_in_the_file(tmp_path: Path, name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["block", "compressed, channel", "tensor, static activations"])
-@pytest.mark.parametrize("has_fp8", [False, True])
-def test_each_rank_has_its_part(tmp_path: Path, name: str, has_fp8: bool) -> None:
+@pytest.mark.parametrize("stays_quantised", [False, True])
+def test_each_rank_has_its_part(tmp_path: Path, name: str, stays_quantised: bool) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128}
     write_fp8_checkpoint(tmp_path, name, **sizes)
     whole = weights_of(loaded(tmp_path, placement_of(tmp_path)))
@@ -132,7 +132,9 @@ def test_each_rank_has_its_part(tmp_path: Path, name: str, has_fp8: bool) -> Non
     for rank in range(2):
         communicator = Communicator()
         communicator.rank, communicator.size = rank, 2
-        placement = placement_of(tmp_path, communicator=communicator, has_fp8=has_fp8)
+        placement = placement_of(
+            tmp_path, communicator=communicator, stays_quantised=stays_quantised
+        )
         parts.append(weights_of(loaded(tmp_path, placement)))
     for key in ("0.out", "1.down"):
         assert torch.equal(torch.cat([part[key] for part in parts], dim=1), whole[key])
@@ -157,37 +159,8 @@ def test_quantised_at_load_by_row_alike_on_all_ranks(tmp_path: Path) -> None:
     assert isinstance(of_rank, RowScaled)
     assert torch.equal(of_rank.scale, down.scale)
     assert torch.equal(of_rank.data.float(), down.data[:, 192:].float())
-    floats = loaded(tmp_path, placement_of(tmp_path, "fp8", has_fp8=False))
+    floats = loaded(tmp_path, placement_of(tmp_path, "fp8", stays_quantised=False))
     assert torch.equal(weights_of(floats)["1.down"], down.dequantised(torch.float32))
-
-
-class LiveBytes(TorchDispatchMode):
-    """The most bytes that tensors made in here had at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self._storages: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(tensor, torch.Tensor):
-                self._count(tensor.untyped_storage())
-        return out
-
-    def _count(self, storage: Any) -> None:
-        address, size = storage.data_ptr(), storage.nbytes()
-        if not size or address in self._storages:
-            return
-        self._storages.add(address)
-        self.now += size
-        self.most = max(self.most, self.now)
-        weakref.finalize(storage, self._forget, address, size)
-
-    def _forget(self, address: int, size: int) -> None:
-        self._storages.discard(address)
-        self.now -= size
 
 
 def test_quantising_at_load_holds_the_result_and_a_layer(tmp_path: Path) -> None:
@@ -207,8 +180,10 @@ def test_quantising_at_load_holds_the_result_and_a_layer(tmp_path: Path) -> None
 def test_dummy_weights_are_the_same_with_or_without_fp8(tmp_path: Path, name: str) -> None:
     write_fp8_checkpoint(tmp_path, name, **ALIGNED)
     found = []
-    for has_fp8 in (False, True):
-        model = Decoder(read_model_config(tmp_path), placement_of(tmp_path, has_fp8=has_fp8))
+    for stays_quantised in (False, True):
+        model = Decoder(
+            read_model_config(tmp_path), placement_of(tmp_path, stays_quantised=stays_quantised)
+        )
         fill_dummy_weights(dict(model.targets()), std=0.02, seed=3)
         found.append(weights_of(model))
     assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
@@ -291,7 +266,7 @@ GROUP = CHANNELS["config_groups"]["group_0"]
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"quant_method": "awq"}, "quant_method 'awq'"),
+        ({"quant_method": "hqq"}, "quant_method 'hqq'"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
         ({"bits": 4}, "quant_method None"),
         (BLOCKS | {"weight_block_size": [64, 64]}, r"weight_block_size \[64, 64\]"),
@@ -299,7 +274,7 @@ GROUP = CHANNELS["config_groups"]["group_0"]
         (BLOCKS | {"fmt": "e5m2"}, "e5m2"),
         (BLOCKS | {"activation_scheme": "block"}, "activation_scheme 'block'"),
         (BLOCKS | {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert"),
-        (CHANNELS | {"format": "pack-quantized"}, "pack-quantized"),
+        (CHANNELS | {"format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized"),
         (CHANNELS | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         (CHANNELS | {"config_groups": {"a": GROUP, "b": GROUP}}, "2 config_groups"),
         (CHANNELS | {"config_groups": {}}, "0 config_groups"),
@@ -344,10 +319,28 @@ def test_engines_of_different_quantisation_have_different_fingerprints(tmp_path:
 def test_a_tensor_parallel_size_that_cuts_blocks_is_refused(tmp_path: Path) -> None:
     write_fp8_checkpoint(tmp_path, "block", **ALIGNED)
     with pytest.raises(StartupFailed, match="blocks of 128") as caught:
-        communicator = Communicator()
-        communicator.size = 2
-        ModelRunner(config_of(tmp_path, tensor_parallel_size=2), None, communicator)
+        check_divisible(read_model_config(tmp_path), 2, stays_quantised=True)
     assert "--tp 1" in caught.value.hint
+
+
+def test_ranks_cut_blocks_where_they_are_dequantised(tmp_path: Path) -> None:
+    write_fp8_checkpoint(tmp_path, "block", **ALIGNED)
+    whole = dict(loaded(tmp_path, placement_of(tmp_path, stays_quantised=False)).targets())
+    for rank in range(2):
+        communicator = Communicator()
+        communicator.rank, communicator.size = rank, 2
+        config = config_of(tmp_path, tensor_parallel_size=2)
+        runner = ModelRunner(config, None, communicator)
+        parts = dict(runner.model.targets())
+        assert parts.keys() == whole.keys()
+        for name, part in parts.items():
+            expected = whole[name].tensor
+            if part.cut is not None:
+                size = part.tensor.shape[part.cut.dim]
+                expected = expected.narrow(part.cut.dim, part.cut.start, size)
+            assert torch.equal(part.tensor, expected), name
+        assert parts["model.layers.0.mlp.down_proj.weight"].tensor.shape[1] == 192
+        runner.close()
 
 
 def test_merged_parts_that_share_a_block_are_refused_where_fp8_stays(tmp_path: Path) -> None:
@@ -357,10 +350,7 @@ def test_merged_parts_that_share_a_block_are_refused_where_fp8_stays(tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["block", "compressed, channel"])
-def test_the_bytes_of_weights_are_known_before_they_are_read(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(FP8_KERNELS, "1")
+def test_the_bytes_of_weights_are_known_before_they_are_read(tmp_path: Path, name: str) -> None:
     write_fp8_checkpoint(tmp_path, name, **ALIGNED)
     placement = placement_of(tmp_path, dtype=torch.bfloat16)
     model = Decoder(read_model_config(tmp_path), placement)
@@ -369,16 +359,11 @@ def test_the_bytes_of_weights_are_known_before_they_are_read(
     assert weights_bytes(config) == pytest.approx(num_bytes, rel=1e-2)
     dummy = dataclasses.replace(config, load_format="dummy")
     assert weights_bytes(dummy) == pytest.approx(num_bytes, rel=2e-2)
-    monkeypatch.delenv(FP8_KERNELS)
-    assert weights_bytes(config) == pytest.approx(_floats_bytes(tmp_path) / 2, rel=2e-2)
     floats = EngineConfig(model=str(tmp_path), dtype="float32")
     assert weights_bytes(floats) == pytest.approx(_floats_bytes(tmp_path), rel=2e-2)
 
 
-def test_the_bytes_of_weights_that_are_quantised_at_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(FP8_KERNELS, "1")
+def test_the_bytes_of_weights_that_are_quantised_at_load(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, **ALIGNED)
     placement = placement_of(tmp_path, "fp8", dtype=torch.bfloat16)
     model = Decoder(read_model_config(tmp_path, "fp8"), placement)
@@ -390,58 +375,149 @@ def test_the_bytes_of_weights_that_are_quantised_at_load(
 
 
 def _floats_bytes(folder: Path) -> int:
-    model = Decoder(read_model_config(folder), placement_of(folder, has_fp8=False))
+    model = Decoder(read_model_config(folder), placement_of(folder, stays_quantised=False))
     return sum(target.nbytes for _, target in model.targets())
 
 
-def test_experts_are_dequantised(tmp_path: Path) -> None:
-    write_fp8_checkpoint(tmp_path, "block", **VARIANTS["qwen3-moe, a dense layer"])
-    model = loaded(tmp_path, placement_of(tmp_path, has_fp8=False))
-    file = load_file(tmp_path / "model.safetensors")
-    name = "model.layers.0.mlp.experts.3.down_proj.weight"
-    assert file[f"{name}_scale_inv"].shape == (1, 1)
-    expected = file[name].float() * file[f"{name}_scale_inv"]
-    assert torch.equal(dict(model.targets())[name].tensor, expected)
-    assert torch.equal(model.layers[0].mlp.router.weight, file["model.layers.0.mlp.gate.weight"])
-
-
-EXPERTS_IN_BLOCKS = VARIANTS["qwen3-moe, a dense layer"] | {
+MIXTURE = VARIANTS["qwen3-moe, a dense layer"] | {
     "num_key_value_heads": 4,
+    "hidden_size": 256,
     "head_dim": 64,
     "intermediate_size": 512,
+    "moe_intermediate_size": 256,
 }
 
 
+def experts_of(model: Decoder) -> tuple[torch.Tensor, torch.Tensor]:
+    """(gate_up, down) of the first layer, as floats: [experts, outputs, inputs]."""
+    mixture = model.layers[0].mlp.mixture
+    found = []
+    for weights in (mixture.gate_up, mixture.down):
+        each = [weights.of(expert) for expert in range(weights.num_experts)]
+        plain = [w if isinstance(w, torch.Tensor) else w.dequantised(torch.float32) for w in each]
+        found.append(torch.stack(plain))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("name", ["block", "compressed, channel", "compressed, tensor"])
+@pytest.mark.parametrize("stays_quantised", [False, True])
+def test_experts_are_those_of_the_file(tmp_path: Path, name: str, stays_quantised: bool) -> None:
+    theirs = write_fp8_checkpoint(tmp_path, name, **MIXTURE).state_dict()
+    model = loaded(tmp_path, placement_of(tmp_path, stays_quantised=stays_quantised))
+    mixture = model.layers[0].mlp.mixture
+    assert isinstance(mixture.router, torch.Tensor)
+    for weights in (mixture.gate_up, mixture.down):
+        assert weights.values.dtype == (FP8 if stays_quantised else torch.float32)
+        assert weights.scaling == (0 if not stays_quantised else 2 if name == "block" else 1)
+    for part, found in zip(("gate_up", "down"), experts_of(model), strict=True):
+        assert torch.equal(found, theirs[f"model.layers.0.mlp.experts.{part}_proj"])
+
+
 @pytest.mark.parametrize("name", ["block", "compressed, channel"])
+@pytest.mark.parametrize("stays_quantised", [False, True])
 @pytest.mark.parametrize("is_whole", [True, False])
-def test_ranks_share_experts_that_are_dequantised(
-    tmp_path: Path, name: str, is_whole: bool
+def test_ranks_share_experts(
+    tmp_path: Path, name: str, stays_quantised: bool, is_whole: bool
 ) -> None:
-    """Whole ones, or a part of each that cuts blocks."""
-    write_fp8_checkpoint(tmp_path, name, **EXPERTS_IN_BLOCKS)
-    check_divisible(read_model_config(tmp_path), 2, has_expert_parallel=is_whole)
-    whole = loaded(tmp_path, placement_of(tmp_path, has_fp8=False)).layers[0].mlp.mixture
+    """Whole ones, or a part of each."""
+    write_fp8_checkpoint(tmp_path, name, **MIXTURE)
+    config = read_model_config(tmp_path)
+    check_divisible(config, 2, has_expert_parallel=is_whole, stays_quantised=stays_quantised)
+    whole = experts_of(loaded(tmp_path, placement_of(tmp_path)))
+    _check_parts(tmp_path, whole, None, is_whole=is_whole, stays_quantised=stays_quantised)
+
+
+def _check_parts(
+    folder: Path,
+    whole: tuple[torch.Tensor, torch.Tensor],
+    quantization: str | None,
+    *,
+    is_whole: bool,
+    stays_quantised: bool,
+) -> None:
     parts = []
     for rank in range(2):
         communicator = Communicator()
         communicator.rank, communicator.size = rank, 2
         changes = {"communicator": communicator, "has_expert_parallel": is_whole}
-        parts.append(loaded(tmp_path, placement_of(tmp_path, **changes)).layers[0].mlp.mixture)
-    down = torch.cat([part.down.values for part in parts], dim=0 if is_whole else 2)
-    assert torch.equal(down, whole.down.values)
-    if is_whole:
-        gate_up = torch.cat([part.gate_up.values for part in parts])
-        assert torch.equal(gate_up, whole.gate_up.values)
+        placement = placement_of(folder, quantization, stays_quantised=stays_quantised, **changes)
+        parts.append(experts_of(loaded(folder, placement)))
+    gate_ups, downs = zip(*parts, strict=True)
+    assert torch.equal(torch.cat(downs, dim=0 if is_whole else 2), whole[1])
+    if not is_whole:  # gates of all ranks, then what goes up
+        gate_ups = [half for n in range(2) for half in (one.chunk(2, 1)[n] for one in gate_ups)]
+    assert torch.equal(torch.cat(gate_ups, dim=0 if is_whole else 1), whole[0])
 
 
-def test_the_bytes_of_dummy_experts_are_those_of_floats(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_blocks_of_experts_that_ranks_would_cut_are_refused(tmp_path: Path) -> None:
+    write_fp8_checkpoint(tmp_path, "block", **(MIXTURE | {"moe_intermediate_size": 128}))
+    config = read_model_config(tmp_path)
+    with pytest.raises(StartupFailed, match="blocks of 128: 64 of the moe_intermediate_size"):
+        check_divisible(config, 2, stays_quantised=True)
+    check_divisible(config, 2, stays_quantised=True, has_expert_parallel=True)
+    check_divisible(config, 2)
+
+
+@pytest.mark.parametrize("is_merged", [False, True])
+def test_experts_are_quantised_at_load(tmp_path: Path, is_merged: bool) -> None:
+    state = write_checkpoint(tmp_path, **MIXTURE, save_original_format=not is_merged).state_dict()
+    found = loaded(tmp_path, placement_of(tmp_path, "fp8"))
+    assert found.layers[0].mlp.mixture.down.scaling == 1
+    whole = experts_of(found)
+    for part, experts in zip(("gate_up", "down"), whole, strict=True):
+        for expert, weight in zip(
+            experts, state[f"model.layers.0.mlp.experts.{part}_proj"], strict=True
+        ):
+            data, scale = quantise_rows(weight)
+            assert torch.equal(expert, data.float() * scale[:, None])
+
+
+@pytest.mark.parametrize("is_merged", [False, True])
+@pytest.mark.parametrize("stays_quantised", [False, True])
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_ranks_quantise_their_experts_alike(
+    tmp_path: Path, is_merged: bool, stays_quantised: bool, is_whole: bool
 ) -> None:
-    monkeypatch.setenv(FP8_KERNELS, "1")
-    write_fp8_checkpoint(tmp_path, "block", **EXPERTS_IN_BLOCKS)
-    model = Decoder(read_model_config(tmp_path), placement_of(tmp_path, dtype=torch.bfloat16))
+    write_checkpoint(tmp_path, **MIXTURE, save_original_format=not is_merged)
+    whole = experts_of(loaded(tmp_path, placement_of(tmp_path, "fp8")))
+    _check_parts(tmp_path, whole, "fp8", is_whole=is_whole, stays_quantised=stays_quantised)
+
+
+def test_experts_in_one_tensor_of_fp8_are_refused(tmp_path: Path) -> None:
+    write_fp8_checkpoint(tmp_path, "block", **MIXTURE)
+    model = Decoder(read_model_config(tmp_path), placement_of(tmp_path))
+    with pytest.raises(StartupFailed, match=r"experts\.0\.gate_proj and others are one tensor"):
+        dict(model.targets(has_merged_experts=True))
+
+
+@pytest.mark.parametrize("name", ["block", "compressed, channel"])
+def test_tokens_of_experts_in_fp8(tmp_path: Path, name: str) -> None:
+    theirs = write_fp8_checkpoint(tmp_path, name, seed=2, **MIXTURE)
+    config = config_of(tmp_path)
+    engine = LocalEngine(config, ModelRunner(config))
+    prompt = tuple(random.Random(1).choices(range(3, 320), k=40))
+    sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    request = Request(f"{1:032x}", 0, prompt, sampling)
+    tokens = engine.generate([request])[request.key]
+    with torch.inference_mode():
+        logits = theirs(torch.tensor([[*prompt, *tokens]])).logits[0]
+    for token, row in zip(tokens, logits[len(prompt) - 1 : -1], strict=True):
+        assert float(row.max() - row[token]) < NEAR_TIE
+    engine.runner.close()
+
+
+@pytest.mark.parametrize("name", ["block", "compressed, channel", None])
+def test_the_bytes_of_experts_are_known(tmp_path: Path, name: str | None) -> None:
+    quantization = None
+    if name is None:
+        write_checkpoint(tmp_path, **MIXTURE, save_original_format=False)
+        quantization = "fp8"
+    else:
+        write_fp8_checkpoint(tmp_path, name, **MIXTURE)
+    placement = placement_of(tmp_path, quantization, dtype=torch.bfloat16)
+    model = Decoder(read_model_config(tmp_path, quantization), placement)
     num_bytes = sum(target.nbytes for _, target in model.targets())
-    config = EngineConfig(model=str(tmp_path), dtype="bfloat16")
-    assert weights_bytes(config) == pytest.approx(num_bytes, rel=1e-2)
+    config = EngineConfig(model=str(tmp_path), dtype="bfloat16", quantization=quantization)
+    assert weights_bytes(config) == pytest.approx(num_bytes, rel=2e-2)
     dummy = dataclasses.replace(config, load_format="dummy")
     assert weights_bytes(dummy) == pytest.approx(num_bytes, rel=2e-2)

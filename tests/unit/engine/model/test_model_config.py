@@ -82,7 +82,7 @@ def test_old_rope_scaling(tmp_path: Path, type_field: str) -> None:
         ({"architectures": ["FooForCausalLM"]}, "FooForCausalLM"),
         ({"architectures": None}, "not supported"),
         ({"auto_map": {"AutoModel": "evil.py"}}, "auto_map"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "hqq"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor"),

@@ -104,12 +104,22 @@ def test_no_plan_is_better_than_the_chosen_one(engines: list[EngineState], seed:
 
 def idle(name: str, role: Role, num_requests: int = 0) -> EngineState:
     links = frozenset(SOURCES) if role is Role.DECODE else frozenset[str]()
-    return EngineState(*(name, role, "f", 16, num_requests, 0, 1000, 1000), links=links, speed=IDLE)
+    blocks = {"free_blocks": 1000, "credit_blocks": 1000}
+    return EngineState(
+        name, role, "f", 16, **blocks, num_requests=num_requests, links=links, speed=IDLE
+    )
 
 
 def drawn_plans(engines: Sequence[EngineState], count: int) -> Counter[Plan]:
     chance = random.Random(3)
     return Counter(choose_plan(engines, NUM_TOKENS, chance=chance) for _ in range(count))
+
+
+def test_what_is_cached_beyond_the_request_is_worth_no_more() -> None:
+    """As by a mirror that is behind. No estimate is below zero: nothing would be like the best."""
+    engines = [idle(SOURCES[0], Role.PREFILL), idle(PULLERS[0], Role.DECODE)]
+    engines = [engine._replace(cached_tokens=10 * NUM_TOKENS) for engine in engines]
+    assert drawn_plans(engines, 3) == {Plan(SOURCES[0], PULLERS[0]): 3}
 
 
 def test_plans_that_are_alike_are_drawn_evenly() -> None:

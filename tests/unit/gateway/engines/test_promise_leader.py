@@ -28,11 +28,11 @@ class FakeLease:
 
     granted: int | None = 1
     epoch: int | None = None
-    seen: int = 0
+    least: int = 0
     is_closed: bool = False
 
-    async def take(self, seen_epoch: int) -> int | None:
-        self.seen, self.epoch = seen_epoch, self.granted
+    async def take(self, least_epoch: int) -> int | None:
+        self.least, self.epoch = least_epoch, self.granted
         return self.epoch
 
     async def close(self) -> None:
@@ -87,10 +87,13 @@ class World:
                 engine.load = replace(engine.load, counters=counters, decodes=decodes)
             await self.leader.turn()
             for name, engine in engines.items():
-                for epoch, _, target_s in self.links[name].promises[-1:]:
+                for epoch, leader, target_s in self.links[name].promises[-1:]:
                     assert engine.load is not None
                     engine.load = replace(
-                        engine.load, is_promise_withdrawn=target_s is None, promise_epoch=epoch
+                        engine.load,
+                        is_promise_withdrawn=target_s is None,
+                        promise_epoch=epoch,
+                        promise_leader=leader,
                     )
 
     def orders(self, name: str) -> list[float | None]:
@@ -126,14 +129,26 @@ def test_without_a_lease_nothing_is_ordered_and_promises_stay() -> None:
     world = World()
     world.lease.granted = None
     world.play(20, LONG)
-    assert not world.orders("p0") and not world.leader.is_leading
+    assert not world.orders("p0") and world.lease.least == 1
     world.lease.granted = 4
     world.play(1, LONG)
     assert world.links["p0"].promises == [(4, "us", None)], "it knows the last seconds"
     world.orders("p0")
     world.lease.granted = None  # Redis is away
     world.play(20, SHORT)
-    assert not world.orders("p0") and world.lease.seen == 4
+    assert not world.orders("p0") and world.lease.least == 4
+
+
+def test_an_epoch_that_another_gateway_used_will_not_do() -> None:
+    world = World(num_prefill=2)
+    ours, others = (world.table.engines[name] for name in ("p0", "p1"))
+    assert ours.load is not None and others.load is not None
+    ours.load = replace(ours.load, promise_epoch=4, promise_leader="us")
+    world.play(PERIOD_S, SHORT)
+    assert world.lease.least == 4
+    others.load = replace(others.load, promise_epoch=4, promise_leader="them")
+    world.play(PERIOD_S, SHORT)
+    assert world.lease.least == 5
 
 
 def test_the_last_decode_engine_dies_and_another_decodes_at_once() -> None:
@@ -183,7 +198,7 @@ async def test_a_leader_that_ends_leaves_the_lease() -> None:
     running = asyncio.create_task(world.leader.run())
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert world.leader.is_leading
+    assert world.lease.epoch is not None
     running.cancel()
     await asyncio.wait({running})
     await world.leader.close()

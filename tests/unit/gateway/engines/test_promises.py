@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from baton.core.step_cost import StepCost
 from baton.gateway.engines.promises import (
     HEAVIER,
     HOLD_S,
+    LEAST_GAIN,
     EnginePromise,
+    GoodShares,
     Mix,
     Target,
     choose_num_pure,
-    good_share,
     plan_moves,
 )
 
@@ -69,7 +70,7 @@ loads = st.builds(
 
 @given(loads, st.integers(1, 6), st.integers(1, 6), st.integers(0, 6))
 def test_any_load_is_answered(load: Mix, num_movable: int, num_others: int, now: int) -> None:
-    share = good_share(COST, load, TARGET, min(now, num_movable), num_others)
+    share = GoodShares(COST, load, TARGET, num_movable + num_others).share(min(now, num_movable))
     assert 0 <= share <= 1
     chosen = choose_num_pure(COST, load, TARGET, num_movable, num_others, now)
     assert 0 <= chosen <= num_movable
@@ -80,8 +81,25 @@ def test_any_load_is_answered(load: Mix, num_movable: int, num_others: int, now:
 
 @given(loads, st.integers(1, 4))
 def test_more_engines_are_no_worse(load: Mix, num_mixed: int) -> None:
-    fewer = good_share(COST, load, TARGET, 0, num_mixed)
-    assert good_share(COST, load, TARGET, 0, num_mixed + 1) >= fewer - 0.01
+    fewer = GoodShares(COST, load, TARGET, num_mixed).share(0)
+    assert GoodShares(COST, load, TARGET, num_mixed + 1).share(0) >= fewer - 0.01
+
+
+many_loads = st.builds(
+    mix, st.floats(64, 20_000), st.floats(16, 2000), st.floats(1, 4000)
+)  # fmt: skip
+
+
+@given(many_loads, st.integers(24, 80), st.integers(1, 80), st.integers(0, 80))
+@example(mix(8192, 256, 448.0), 64, 64, 0)
+def test_of_many_engines_not_all_numbers_are_tried(
+    load: Mix, num_movable: int, num_others: int, now: int
+) -> None:
+    shares, now = GoodShares(COST, load, TARGET, num_movable + num_others), min(now, num_movable)
+    best = max(shares.share(count) for count in range(num_movable + 1))
+    chosen = choose_num_pure(COST, load, TARGET, num_movable, num_others, now)
+    if best >= shares.share(now) + LEAST_GAIN + 0.01:
+        assert shares.share(chosen) >= best - 0.01
 
 
 def promise(name: str, *, promises: bool, age_s: float = 60.0, decodes: int = 0) -> EnginePromise:

@@ -83,7 +83,8 @@ function updateEngine(card, engine, state) {
     setText(value, factText(engine, key));
   }
   const used = engine.free_blocks === null ? null : 1 - engine.free_blocks / engine.num_blocks;
-  setText(parts.fillText, used === null ? "unknown" : joined(percent(Math.max(0, used))));
+  const inHost = engine.host_blocks ? `, and ${count(engine.host_blocks)} blocks in host memory` : "";
+  setText(parts.fillText, used === null ? "unknown" : joined(percent(Math.max(0, used))) + inHost);
   setStyle(parts.fill, "--share", (used ?? 0).toFixed(4));
   setAttribute(parts.fill, "data-tone", used > 0.98 ? "bad" : used > 0.9 ? "fair" : "plain");
   if (engine.role === "decode") updateLinks(parts.links, engine, state);

@@ -24,7 +24,6 @@ from baton.core.errors import StartupFailed
 from baton.core.request.request import Request, SamplingParams
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.local import LocalEngine
-from baton.engine.model.quantization import FP8_KERNELS
 from baton.kernels.products.weights import BlockScaled, RowScaled
 
 pytestmark = [
@@ -35,11 +34,6 @@ pytestmark = [
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128, "vocab_size": 320}
 NEAR_TIE, NEAR_TIE_IN_FLOATS = 0.2, 0.01  # of the spread of a position's logits
 LENS = (1, 2, 17, 40, 130, 200)  # prefill of one row, of few and of many
-
-
-@pytest.fixture(autouse=True)
-def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(FP8_KERNELS, "1")
 
 
 def engine_of(folder: Path, **changes: Any) -> LocalEngine:

@@ -1,4 +1,4 @@
-"""Compiles the products with weights in FP8 for Hopper, on any machine: python THIS CASE..."""
+"""Compiles the products with quantised weights for Hopper, on any machine: python THIS CASE..."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from baton.kernels.layers.ops_triton import _add_rms_norm
 from baton.kernels.layers.quantise_triton import _quantise
 from baton.kernels.products.fp8_streamed_gluon import _WARPS, _fp8_streamed, registers
 from baton.kernels.products.fp8_triton import Fp8Stages, _fp8_few_rows
+from baton.kernels.products.int4_triton import Int4Tiling, _dequantise, _int4_product
 
 TARGET = GPUTarget("cuda", 90, 32)
 POINTERS = {
@@ -26,6 +27,10 @@ POINTERS = {
     "out_scale": "*fp32",
     "residual": "*bf16",
     "eps": "fp32",
+    "words": "*i16",
+    "groups": "*i32",
+    "parts": "*fp32",
+    "turns": "*i32",
 }
 NUMBERS = ("num_rows", "room", "num_ahead")  # which nothing is known of
 
@@ -92,6 +97,41 @@ def norm(way: int) -> str:
     return str(compiled(_add_rms_norm, constants, types, {"num_warps": 8}))
 
 
+def int4(
+    rows: int,
+    tiling: Int4Tiling,
+    group_size: int,
+    kind: str = "bf16",
+    *,
+    is_gated: bool = False,
+) -> None:
+    constants = {
+        "HAS_BIAS": True,
+        "IS_GATED": is_gated,
+        "IS_WHOLE": True,
+        "GROUP": group_size,
+        "ROWS": rows,
+        "OUTPUTS": tiling.outputs,
+        "SHARES": tiling.shares,
+        "HAS_ASM": True,
+        "PDL": True,
+    }
+    types = POINTERS | dict.fromkeys(("x", "bias", "out"), f"*{kind}")
+    options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
+    ptx = compiled(_int4_product, constants, types, options)
+    assert "cp.async.cg.shared.global" in ptx, "words are loaded a few bytes at a time"
+    assert "lop3.b32" in ptx and "cp.async.bulk.prefetch.L2" in ptx
+    if tiling.outputs >= 64:
+        of = kind.replace("fp", "f")
+        wide = f"wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.{of}.{of}"
+        assert wide in ptx or tiling.warps == 8, "the matrix units multiply something else"
+
+
+def dequantise() -> None:
+    constants = {"GROUP": 128, "OUTPUTS": 32, "PDL": True}
+    compiled(_dequantise, constants, {}, {"num_warps": 4})
+
+
 CASES = [
     lambda: streamed(Fp8Stages(32, 2, 4, 3), 64, False),
     lambda: streamed(Fp8Stages(64, 1, 6, 3), 16, True),
@@ -104,6 +144,12 @@ CASES = [
     lambda: quantise(2, True),
     lambda: norm(1),
     lambda: norm(2),
+    lambda: int4(16, Int4Tiling(64, 4, 6), 128),
+    dequantise,
+    lambda: int4(64, Int4Tiling(128, 4, 4, 8), 128, is_gated=True),
+    lambda: int4(16, Int4Tiling(64, 1, 6), 32),
+    lambda: int4(128, Int4Tiling(128, 2, 3, 8), 128),
+    lambda: int4(32, Int4Tiling(64, 2, 4), 128, "fp16"),
 ]
 
 if __name__ == "__main__":

@@ -1,0 +1,197 @@
+"""One scheme over the engine: requests by their arrivals, tokens with their times.
+
+On a CPU time is what this process computed, so that others on the machine do not count; on a GPU it
+is the clock's. Pauses without a request are skipped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+from baton.core.metrics import TokenTimes
+from baton.engine.engine import Engine
+from baton.engine.execution.batch import CompletedStep, LaunchedStep, SampledToken, SequenceSlice
+from baton.engine.execution.runner import ModelRunner
+from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.kv_memory import CpuKvMemory
+from baton.engine.kv.limits import EngineLimits
+
+from .schemes import Scheme
+from .workload import Job
+
+
+class EndingRunner:
+    """A runner whose outputs end where the jobs say, and nowhere else; its prompts are known by
+    the seed of their parameters. `runs_ahead` False: each step is waited for."""
+
+    def __init__(
+        self, runner: ModelRunner, jobs: Sequence[Job], eos: int, *, runs_ahead: bool
+    ) -> None:
+        self.runs_ahead = runs_ahead and runner.runs_ahead
+        self._runner = runner
+        self._ends = [job.num_prompt + job.num_outputs for job in jobs]
+        self._eos = eos
+
+    def launch(self, batch: Sequence[SequenceSlice]) -> LaunchedStep:
+        step: Any = _EndingStep(self._runner.launch(batch), self._judge, batch)
+        return step if self.runs_ahead else CompletedStep(step.collect())
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._runner.copy_blocks(pairs)
+
+    def _judge(self, one: SequenceSlice, token: SampledToken | None) -> SampledToken | None:
+        if token is None or one.sample is None:
+            return token
+        num_tokens = one.start + one.num_scheduled_tokens + 1
+        if num_tokens >= self._ends[one.sample.params.seed]:
+            return token._replace(token_id=self._eos)
+        return token._replace(token_id=token.token_id if token.token_id != self._eos else 1)
+
+
+class _EndingStep:
+    def __init__(self, step: LaunchedStep, judge: Any, batch: Sequence[SequenceSlice]) -> None:
+        self._step, self._judge, self._batch = step, judge, batch
+        self.number = step.number
+
+    def has_completed(self) -> bool:
+        return self._step.has_completed()
+
+    def collect(self) -> list[SampledToken | None]:
+        return list(map(self._judge, self._batch, self._step.collect()))
+
+    def prompt_logprobs(self) -> Mapping[int, Any]:
+        return {}
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one scheme did. `used`, `reserved`: tokens of KV, and slots set aside for them, summed
+    over steps."""
+
+    times: list[TokenTimes]
+    duration_s: float
+    num_preemptions: int
+    used: int = 0
+    reserved: int = 0
+    num_running: list[int] = field(default_factory=list)
+
+    @property
+    def waste(self) -> float:
+        """The share of memory set aside that holds nothing."""
+        return 1 - self.used / self.reserved
+
+
+class Player:
+    """Plays schemes over one loaded model. `chunk_tokens`: the budget of a step with chunking."""
+
+    def __init__(
+        self, runner: ModelRunner, num_blocks: int, block_size: int, max_len: int, chunk_tokens: int
+    ) -> None:
+        self._runner = runner
+        self._num_blocks, self._block_size = num_blocks, block_size
+        self._max_len, self._chunk_tokens = max_len, chunk_tokens
+        self._is_cpu = isinstance(runner.kv, CpuKvMemory)
+        self._clock: Callable[[], float] = time.process_time if self._is_cpu else time.monotonic
+
+    def _engine(self, scheme: Scheme, jobs: Sequence[Job]) -> Engine:
+        runner, eos = self._runner, self._runner.eos_token_ids[0]
+        budget = self._chunk_tokens if scheme.is_chunked else 1 << 20
+        limits = EngineLimits(
+            self._num_blocks,
+            self._block_size,
+            self._max_len,
+            max_num_seqs=runner.max_num_seqs,
+            max_num_batched_tokens=budget,
+            graph_rows=runner.graph_rows if scheme.has_graphs else (),
+        )
+        return Engine(
+            EndingRunner(runner, jobs, eos, runs_ahead=scheme.runs_ahead),
+            limits,
+            LocalGenerations(self._num_blocks),
+            fingerprint=scheme.name,
+            eos_token_ids=[eos],
+            enable_prefix_caching=scheme.has_prefix_cache,
+            estimator=scheme.estimator(),
+        )
+
+    def play(self, scheme: Scheme, jobs: Sequence[Job], arrivals_s: Sequence[float]) -> Outcome:
+        """All jobs to their ends."""
+        if self._is_cpu or scheme.has_graphs:
+            return self._play(scheme, jobs, arrivals_s)
+        from baton.engine.execution.cuda_graphs import StepGraphs
+
+        with mock.patch.object(StepGraphs, "find", return_value=None):  # no size is captured
+            return self._play(scheme, jobs, arrivals_s)
+
+    def _play(self, scheme: Scheme, jobs: Sequence[Job], arrivals_s: Sequence[float]) -> Outcome:
+        engine, clock = self._engine(scheme, jobs), self._clock
+        capacity = engine.limits.capacity * self._block_size
+        coming = deque(zip(arrivals_s, jobs, strict=True))
+        waiting: deque[Job] = deque()
+        running: dict[str, Job] = {}
+        token_s: dict[str, list[float]] = {job.request.key: [] for job in jobs}
+        skipped_s, began_s = 0.0, clock()
+        outcome = Outcome([], 0.0, 0)
+        while coming or waiting or running:
+            now_s = clock() - began_s + skipped_s
+            while coming and coming[0][0] <= now_s:
+                waiting.append(coming.popleft()[1])
+            self._admit(scheme, engine, waiting, running, capacity)
+            if not running:
+                skipped_s += max(0.0, coming[0][0] - now_s)  # nobody waits out a pause
+                continue
+            step = engine.step()
+            assert not step.failed, step.failed
+            now_s = clock() - began_s + skipped_s
+            for token in step.tokens:
+                token_s[token.key].append(now_s)
+                if token.finish_reason is not None:
+                    del running[token.key]
+            self._observe(scheme, engine, running, outcome)
+        outcome.duration_s = clock() - began_s + skipped_s
+        outcome.num_preemptions = engine.totals().num_preemptions
+        outcome.times = [
+            TokenTimes(at_s, tuple(token_s[job.request.key]))
+            for at_s, job in zip(arrivals_s, jobs, strict=True)
+        ]
+        return outcome
+
+    def _admit(
+        self,
+        scheme: Scheme,
+        engine: Engine,
+        waiting: deque[Job],
+        running: dict[str, Job],
+        capacity: int,
+    ) -> None:
+        if scheme.is_batched and running:
+            return
+        reserved = sum(scheme.reserved_tokens(job, self._max_len) for job in running.values())
+        while waiting:
+            reserved += scheme.reserved_tokens(waiting[0], self._max_len)
+            if reserved > capacity:
+                return
+            job = waiting.popleft()
+            running[job.request.key] = job
+            engine.add(job.request)
+
+    def _observe(
+        self, scheme: Scheme, engine: Engine, running: Mapping[str, Job], outcome: Outcome
+    ) -> None:
+        """Of those that have memory: tokens in it, and what is set aside."""
+        sequences = engine._scheduler.running
+        outcome.num_running.append(len(sequences))
+        for sequence in sequences:
+            outcome.used += sequence.num_computed_tokens
+            own = scheme.reserved_tokens(running[sequence.key], self._max_len)
+            outcome.reserved += own or len(sequence.block_ids) * self._block_size
+
+
+def warm_up(player: Player, jobs: Sequence[Job], scheme: Scheme) -> None:
+    """What only first steps take."""
+    player.play(scheme, jobs[:4], [0.0] * 4)

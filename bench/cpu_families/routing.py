@@ -1,0 +1,116 @@
+"""Decisions of a gateway: which engines a request goes to, of 16 and of 256."""
+
+from __future__ import annotations
+
+import random
+
+from baton.core.membership import Member, Role
+from baton.core.ports import SystemClock
+from baton.core.request.request import Request, SamplingParams, Ticket
+from baton.core.step_cost import StepCost, StepShape
+from baton.gateway.engines.engine_table import EngineTable
+from baton.gateway.engines.linked_engine import LinkedEngine, ReportedLoad
+from baton.gateway.request.engine_link import Avoid, Demand, Work
+from baton.prefix_index.mirror import PrefixMirror
+
+from ..floors.figures import Figure, time_s
+
+_NUM_TOKENS, _NUM_OUTPUTS = 1024, 256
+_NUM_OPEN = 200  # requests, of which the oldest ends when one more is sent
+_NUM_DECISIONS, _NUM_SAMPLES = 200, 9
+_WANTED_PER_S = {16: 5000.0, 256: 1000.0}
+_COST = StepCost(0.0046, (0.0, 0.0, 7.2e-6, 13.4e-6, 0.0, 0.0), 9e-10, 3.2e-8, max_rows=8192)
+
+
+class _Nowhere:
+    """Where the engines' messages go."""
+
+    def dispatch(
+        self, request: Request, work: Work, ticket: Ticket | None, deadline_remaining_s: float
+    ) -> None: ...
+
+    def cancel(self, request_id: str, attempt: int) -> None: ...
+
+    def set_promise(self, epoch: int, leader: str, tbt_target_s: float | None) -> None: ...
+
+
+class _Gateway:
+    """Half of its engines prefill, half decode; all have some requests, and all are linked."""
+
+    def __init__(self, num_engines: int) -> None:
+        clock = SystemClock()
+        self._table = EngineTable(PrefixMirror(clock), random.Random(1))
+        sources = [f"p{index}" for index in range(num_engines // 2)]
+        for name in sources:
+            self._add(name, Role.PREFILL, ReportedLoad(**_load(name), links=frozenset()))
+        for index in range(num_engines // 2):
+            rates = dict.fromkeys(sources, 100.0)
+            load = ReportedLoad(
+                **_load(f"d{index}"), links=frozenset(sources), link_gbytes_per_s=rates
+            )
+            self._add(f"d{index}", Role.DECODE, load)
+        self._engines = list(self._table.engines.values())
+        self._open: list[tuple[LinkedEngine, LinkedEngine, str]] = []
+        self._count = 0
+
+    def _add(self, name: str, role: Role, load: ReportedLoad) -> None:
+        member = Member(name, role, name, "h:1", "demo", "fp", 1 << 17, 16, 1 << 15)
+        engine = LinkedEngine(member, _Nowhere(), max_num_seqs=256)
+        self._table.add(engine)
+        engine.receive_heartbeat(load)
+
+    def decide(self) -> None:
+        """One request is sent, the oldest ends, and an engine sends a heartbeat."""
+        demand = Demand(_NUM_TOKENS, 1, _NUM_OUTPUTS)
+        route = self._table.choose(demand, avoid=Avoid(), fingerprint=None, caller_id=self._count)
+        sampling = SamplingParams(max_tokens=_NUM_OUTPUTS)
+        request = Request(f"{self._count:032x}", 0, (1,) * _NUM_TOKENS, sampling)
+        route.prefill.dispatch(request, Work.PREFILL, None, 10.0)
+        route.decode.dispatch(request, Work.DECODE, None, 10.0)
+        names = route.prefill.incarnation, route.decode.incarnation
+        prefill, decode = (self._table.engines[name] for name in names)
+        self._open.append((prefill, decode, request.request_id))
+        if len(self._open) > _NUM_OPEN:
+            *engines, request_id = self._open.pop(0)
+            for engine in engines:
+                engine.cancel(request_id, 0)
+        self._count += 1
+        engine = self._engines[self._count % len(self._engines)]
+        assert engine.load is not None
+        engine.receive_heartbeat(engine.load)
+
+
+def _load(name: str) -> dict[str, object]:
+    """Of the engine of this name, whose number is behind the letter of its role."""
+    num_waiting = int(name[1:]) % 7 if name[0] == "p" else 0
+    return {
+        "num_running": 20,
+        "num_waiting": num_waiting,
+        "waiting_tokens": 300 * num_waiting,
+        "free_blocks": 30_000,
+        "credit_blocks": 1 << 14,
+        "is_draining": False,
+        "num_requests": 20 + num_waiting,
+        "room_blocks": 20_000,
+        "output_tokens": _NUM_OUTPUTS,
+        "step_cost": _COST,
+        "step_tokens": 2048,
+        "decodes": StepShape(num_decodes=20, keys=20_000),
+    }
+
+
+def measure() -> list[Figure]:
+    """Decisions a second, with what sending and heartbeats change in between."""
+    figures = []
+    for num_engines, wanted_per_s in _WANTED_PER_S.items():
+        gateway = _Gateway(num_engines)
+
+        def decide(gateway: _Gateway = gateway) -> None:
+            for _ in range(_NUM_DECISIONS):
+                gateway.decide()
+
+        decide()
+        samples = tuple(_NUM_DECISIONS / time_s(decide) for _ in range(_NUM_SAMPLES))
+        name = f"decisions of a gateway with {num_engines} engines"
+        figures.append(Figure(name, "1/s", samples, target=wanted_per_s))
+    return figures

@@ -1,0 +1,256 @@
+"""Which host block holds the KV of which prefix, and which one goes when there is no room.
+
+A **family** is a run of blocks, each the continuation of the one before it. A block that continues
+another one than the last of a family begins a family of its own, which branches off there:
+
+    family 1   [ a0 | a1 | a2 | a3 | a4 ]
+    family 2             └─[ b2 | b3 ]            a prompt that differs from block 2 on
+
+Eviction (`take`), until there are as many free blocks as are wanted:
+
+1. position: a block goes before those that it continues. So only the end of a family can go, down
+   to where another one branches off.
+2. age: candidates are the `NUM_OLDEST` families, of those whose end can go, that were used longest
+   ago; none of the chain that room is wanted for. To load a block and to write one behind it are
+   uses of its family and of those it branches off from.
+3. size: of the candidates the largest loses its end, as much of it as is wanted and can go; of
+   equally large ones the oldest.
+
+What is taken is nobody's until it is entered: it can be written. Generations move when a block is
+taken, before it can be overwritten. Knows no memory and no device.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ...core.request.token_ids import BlockHash
+
+NUM_OLDEST = 4
+
+
+@dataclass(slots=True, eq=False)
+class _Family:
+    """`branches`: how many families branch off behind each of its blocks, by position. `queued`:
+    the age under which it is in the queue of those whose end can go."""
+
+    number: int
+    parent: _Family | None
+    position: int  # of the parent's block that it continues
+    used: int
+    blocks: list[int] = field(default_factory=list)
+    branches: Counter[int] = field(default_factory=Counter)
+    queued: int | None = None
+
+    @property
+    def num_fixed(self) -> int:
+        """Its first blocks that others continue."""
+        return max(self.branches, default=-1) + 1
+
+    @property
+    def can_shrink(self) -> bool:
+        return len(self.blocks) > self.num_fixed
+
+
+class HostBlocks:
+    """`num_blocks` blocks, of which `num_free` hold nothing and wait for nothing."""
+
+    def __init__(self) -> None:
+        self._on_evict: Callable[[list[BlockHash]], None] | None = None
+        self._block_of: dict[BlockHash, int] = {}
+        self._hash_of: list[BlockHash | None] = []
+        self._generations: list[int] = []
+        self._places: list[tuple[_Family, int] | None] = []
+        self._free: list[int] = []
+        self._queue: list[tuple[int, int, _Family]] = []  # by age, some of them out of date
+        self._num_families = self._num_numbers = self._now = 0
+
+    def __len__(self) -> int:
+        """Blocks that can be found."""
+        return len(self._block_of)
+
+    def __contains__(self, block_hash: object) -> bool:
+        return block_hash in self._block_of
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._hash_of)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def on_evict(self, listener: Callable[[list[BlockHash]], None]) -> None:
+        """Call `listener(hashes)` with what was given up."""
+        assert self._on_evict is None, "the blocks have a listener already"
+        self._on_evict = listener
+
+    def grow(self, num_blocks: int) -> None:
+        """There are so many blocks now, no fewer than before."""
+        fresh = range(self.num_blocks, num_blocks)
+        self._free = [*reversed(fresh), *self._free]
+        self._hash_of += [None] * len(fresh)
+        self._places += [None] * len(fresh)
+        self._generations += [0] * len(fresh)
+
+    def generation(self, block: int) -> int:
+        """Another one once its content was given up."""
+        return self._generations[block]
+
+    def match(self, hashes: Iterable[BlockHash]) -> list[int]:
+        """The blocks of the longest beginning of `hashes` that is here."""
+        matched: list[int] = []
+        for block_hash in hashes:
+            block = self._block_of.get(block_hash)
+            if block is None:
+                break
+            matched.append(block)
+        return matched
+
+    def missing(self, hashes: Sequence[BlockHash], but: Container[BlockHash] = ()) -> list[int]:
+        """Positions of those that are not here, `but` for some."""
+        here = self._block_of
+        return [n for n, each in enumerate(hashes) if each not in here and each not in but]
+
+    def use(self, hashes: Iterable[BlockHash]) -> None:
+        """Those of them that are here are used now."""
+        families: set[_Family] = set()
+        for block_hash in hashes:
+            block = self._block_of.get(block_hash)
+            if block is not None and (place := self._places[block]) is not None:
+                families.add(place[0])
+        self._use(families)
+
+    def take(self, n: int, chain: Collection[BlockHash] = ()) -> list[int]:
+        """`n` blocks to write to, or fewer: families of `chain` lose nothing for them."""
+        if n > len(self._free):
+            self._evict(n - len(self._free), chain)
+        taken = self._free[: -n - 1 : -1] if n else []
+        del self._free[len(self._free) - len(taken) :]
+        for block in taken:
+            self._generations[block] += 1
+        return taken
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """Those that were taken, and not entered."""
+        self._free += reversed(blocks)
+
+    def enter(
+        self, blocks: Sequence[int], hashes: Sequence[BlockHash], parent: BlockHash | None
+    ) -> None:
+        """Blocks that were taken hold these, which are not here yet: each the continuation of the
+        one before it, the first of `parent`."""
+        assert self._block_of.keys().isdisjoint(hashes), "a block is here twice"
+        family = self._family_behind(parent)
+        first = len(family.blocks)
+        self._block_of.update(zip(hashes, blocks, strict=True))
+        family.blocks += blocks
+        for position, (block, block_hash) in enumerate(zip(blocks, hashes, strict=True), first):
+            self._hash_of[block] = block_hash
+            self._places[block] = family, position
+        self._use([family])
+
+    # -- families --------------------------------------------------------------------------------
+
+    def _family_behind(self, parent: BlockHash | None) -> _Family:
+        """The one that a continuation of `parent` joins."""
+        above: tuple[_Family, int] | None = None
+        if parent is not None and (block := self._block_of.get(parent)) is not None:
+            above = self._places[block]
+        if above is not None:
+            family, position = above
+            if position == len(family.blocks) - 1 and not family.branches[position]:
+                return family
+            family.branches[position] += 1
+        self._num_families += 1
+        self._num_numbers += 1
+        parent_family, position = above or (None, 0)
+        return _Family(self._num_numbers, parent_family, position, self._now)
+
+    def _use(self, families: Iterable[_Family]) -> None:
+        self._now += 1
+        for family in families:
+            each: _Family | None = family
+            while each is not None and each.used != self._now:
+                each.used = self._now
+                self._enqueue(each)
+                each = each.parent
+
+    def _enqueue(self, family: _Family) -> None:
+        if family.queued != family.used and family.can_shrink:
+            family.queued = family.used
+            heapq.heappush(self._queue, (family.used, family.number, family))
+            if len(self._queue) > 4 * self._num_families + 64:
+                self._queue = [entry for entry in self._queue if _is_valid(entry)]
+                heapq.heapify(self._queue)
+
+    def _evict(self, n: int, chain: Collection[BlockHash]) -> None:
+        own = {
+            place[0]
+            for each in chain
+            if (block := self._block_of.get(each)) is not None
+            and (place := self._places[block]) is not None
+        }
+        spared: list[tuple[int, int, _Family]] = []
+        evicted: list[BlockHash] = []
+        while n > 0 and (candidates := self._oldest(own, spared)):
+            largest = max(candidates, key=lambda entry: len(entry[2].blocks))
+            for entry in candidates:
+                heapq.heappush(self._queue, entry)
+            num_gone = min(n, len(largest[2].blocks) - largest[2].num_fixed)
+            evicted += self._shrink(largest[2], num_gone)
+            n -= num_gone
+        for entry in spared:
+            heapq.heappush(self._queue, entry)
+        if evicted and self._on_evict is not None:
+            self._on_evict(evicted)
+
+    def _oldest(
+        self, own: set[_Family], spared: list[tuple[int, int, _Family]]
+    ) -> list[tuple[int, int, _Family]]:
+        """Taken out of the queue: up to NUM_OLDEST, the oldest first. Those that are `own` go to
+        `spared`."""
+        found: list[tuple[int, int, _Family]] = []
+        while self._queue and len(found) < NUM_OLDEST:
+            entry = heapq.heappop(self._queue)
+            if not _is_valid(entry):
+                continue
+            if entry[2] in own:
+                spared.append(entry)
+            else:
+                found.append(entry)
+        return found
+
+    def _shrink(self, family: _Family, n: int) -> list[BlockHash]:
+        """Give up its last `n` blocks; returns what they held."""
+        gone = family.blocks[len(family.blocks) - n :]
+        del family.blocks[len(family.blocks) - n :]
+        hashes = []
+        for block in gone:
+            block_hash = self._hash_of[block]
+            assert block_hash is not None
+            del self._block_of[block_hash]
+            self._hash_of[block] = self._places[block] = None
+            hashes.append(block_hash)
+        self._free += reversed(gone)  # to be taken in ascending order: one run to copy
+        if not family.blocks:
+            self._num_families -= 1
+            if (parent := family.parent) is not None:
+                parent.branches[family.position] -= 1
+                if not parent.branches[family.position]:
+                    del parent.branches[family.position]
+                self._enqueue(parent)
+        return hashes
+
+
+def _is_valid(entry: tuple[int, int, _Family]) -> bool:
+    """Whether the queue's entry holds; if not, its family may get another."""
+    used, _, family = entry
+    if family.used == used and family.can_shrink:
+        return True
+    if family.queued == used:
+        family.queued = None
+    return False

@@ -1,0 +1,319 @@
+"""Copies of blocks between the device's pool and host memory, and what they cost.
+
+On a GPU the copy engines make them, on a stream of their own for each direction, slice by slice:
+the next one is submitted when one has ended, since a step's small copies go by the same engines,
+behind whatever was submitted before. No event of a step is waited for:
+
+    out   the blocks are computed, as the host has seen; if one gets new content meanwhile, its
+          generation has moved, and the copy is discarded
+    in    the blocks were free, so no step on the device touches them, and they are fenced; the
+          steps that read them are launched once the host has seen the copy complete
+
+On a CPU a copy is over when it was started.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from ...core.config import EngineConfig
+from ...core.errors import EngineFailed
+from ...core.step_cost import StepCost, StepShape, pairs_of
+from . import cuda_memory
+from .cuda_memory import describe_error, forget_error
+from .host_memory import HostMemory, cuda_pin, cuda_unpin
+from .kv_memory import CpuKvMemory, CudaKvMemory
+
+_NOTICE_S = 0.0005  # from the end of a copy to the launch of a step behind it
+_NUM_MEASURED = 16
+_SLICE_BYTES = 8 << 20  # 0.15 ms
+_MOST_SUBMITTED = 2  # slices of a direction
+
+
+class Direction(enum.IntEnum):
+    """As the device's pool has it."""
+
+    OUT = 0
+    IN = 1
+
+
+class HostCopy(Protocol):
+    """One copy."""
+
+    def seconds(self) -> float | None:
+        """How long it took; None: it is not over. Raises EngineFailed when the device is lost."""
+        ...
+
+
+class HostCopier(Protocol):
+    """Belongs to the engine's thread. Copies of one direction end in the order of their starts."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block, of all ranks."""
+        ...
+
+    @property
+    def num_blocks(self) -> int:
+        """Host blocks that there are by now: it grows while memory is pinned."""
+        ...
+
+    def begin(self) -> None:
+        """Let there be blocks; call once. Returns at once."""
+        ...
+
+    def start(
+        self, direction: Direction, block_ids: Sequence[int], host_blocks: Sequence[int]
+    ) -> HostCopy:
+        """Copy blocks, parallel to each other. Raises EngineFailed."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DoneCopy:
+    """A copy that was over when it was started."""
+
+    took_s: float
+
+    def seconds(self) -> float:
+        return self.took_s
+
+
+class CpuCopier:
+    """A pool in host memory, and more of that."""
+
+    def __init__(self, kv: CpuKvMemory, memory: HostMemory) -> None:
+        self.block_bytes = kv.block_bytes
+        self._pool = kv.tensor.view(kv.num_blocks, -1).view(torch.uint8)
+        self._memory = memory
+        flat = torch.frombuffer(memory.memory, dtype=torch.uint8)[
+            : memory.num_wanted * self.block_bytes
+        ]
+        self._host = flat.view(memory.num_wanted, self.block_bytes)
+
+    @property
+    def num_blocks(self) -> int:
+        return self._memory.num_blocks
+
+    @property
+    def most_blocks(self) -> int:
+        """That there may come to be."""
+        return self._memory.num_wanted
+
+    def begin(self) -> None:
+        """See `HostCopier`."""
+        self._memory.begin()
+
+    def wait(self) -> None:
+        """Behind `begin`: until there are as many as there will be."""
+        self._memory.wait()
+
+    def start(
+        self, direction: Direction, block_ids: Sequence[int], host_blocks: Sequence[int]
+    ) -> DoneCopy:
+        began_s = time.monotonic()
+        for block, host, n in zip(*_runs(block_ids, host_blocks, 0), strict=True):
+            device, memory = self._pool[block : block + n], self._host[host : host + n]
+            if direction is Direction.OUT:
+                memory.copy_(device)
+            else:
+                device.copy_(memory)
+        return DoneCopy(time.monotonic() - began_s)
+
+    def close(self) -> None:
+        """No copy any more."""
+        del self._host, self._pool
+        self._memory.close()
+
+
+class CudaCopy:
+    """A copy by the copy engines."""
+
+    def __init__(self, lane: _Lane) -> None:
+        """Its begin."""
+        self._lane = lane
+        self._begin, self.end = (
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
+        self._begin.record(lane.stream)
+        self.num_waiting = 0  # of its slices
+
+    def seconds(self) -> float | None:
+        try:
+            self._lane.advance()
+            if self.num_waiting or not self.end.query():  # type: ignore[no-untyped-call]
+                return None
+            return float(self._begin.elapsed_time(self.end)) / 1e3
+        except RuntimeError as error:
+            raise EngineFailed(f"a copy to or from host memory failed: {error}") from error
+
+
+class _Lane:
+    """The copies of one direction, slice by slice: a step's own small copies go by the same copy
+    engines, behind whatever was submitted before them."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+        self._waiting: deque[tuple[CudaCopy, Callable[[], None]]] = deque()
+        self._submitted: deque[torch.cuda.Event] = deque()
+
+    def add(self, slices: Sequence[Callable[[], None]]) -> CudaCopy:
+        copy = CudaCopy(self)
+        copy.num_waiting = len(slices)
+        self._waiting += [(copy, each) for each in slices]
+        self.advance()
+        return copy
+
+    def advance(self) -> None:
+        """Submit the next slices, if some that were submitted have ended."""
+        while self._submitted and self._submitted[0].query():  # type: ignore[no-untyped-call]
+            self._submitted.popleft()
+        while self._waiting and len(self._submitted) < _MOST_SUBMITTED:
+            copy, submit = self._waiting.popleft()
+            submit()
+            copy.num_waiting -= 1
+            ended = copy.end
+            if copy.num_waiting:
+                ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ended.record(self.stream)
+            self._submitted.append(ended)
+
+
+class CudaCopier:
+    """A GPU's pool, and pinned memory."""
+
+    def __init__(self, kv: CudaKvMemory, memory: HostMemory, device: torch.device) -> None:
+        self.block_bytes = kv.block_bytes
+        self._address = kv.address
+        self._memory = memory
+        self._device = device
+        self._has_batches = cuda_memory.has_batches()
+        streams = [torch.cuda.Stream(device) for _ in Direction]  # type: ignore[no-untyped-call]
+        self._lanes = dict(zip(Direction, map(_Lane, streams), strict=True))
+
+    @property
+    def num_blocks(self) -> int:
+        return self._memory.num_blocks
+
+    @property
+    def most_blocks(self) -> int:
+        """That there may come to be."""
+        return self._memory.num_wanted
+
+    def begin(self) -> None:
+        """See `HostCopier`."""
+        self._memory.begin()
+
+    def wait(self) -> None:
+        """Behind `begin`: until there are as many as there will be."""
+        self._memory.wait()
+
+    def start(
+        self, direction: Direction, block_ids: Sequence[int], host_blocks: Sequence[int]
+    ) -> CudaCopy:
+        lane = self._lanes[direction]
+        n = max(1, _SLICE_BYTES // self.block_bytes)
+        slices = [
+            partial(self._submit, direction, block_ids[i : i + n], host_blocks[i : i + n])
+            for i in range(0, len(block_ids), n)
+        ]
+        with torch.cuda.device(self._device):
+            return lane.add(slices)
+
+    def _submit(
+        self, direction: Direction, block_ids: Sequence[int], host_blocks: Sequence[int]
+    ) -> None:
+        runs = _runs(block_ids, host_blocks, self._memory.blocks_per_slice)
+        blocks, hosts, lengths = (np.array(column) * self.block_bytes for column in runs)
+        sources, targets = blocks + self._address, hosts + self._memory.address
+        if direction is Direction.IN:
+            sources, targets = targets, sources
+        stream = self._lanes[direction].stream
+        if self._has_batches:
+            statuses = [cuda_memory.batch_copy(sources, targets, lengths, stream)()]
+        else:
+            pieces = np.stack([sources, targets, lengths], axis=1).tolist()
+            statuses = [cuda_memory.copy_piece(a, b, n, stream) for a, b, n in pieces]
+        if any(statuses):
+            forget_error()
+            raise EngineFailed(f"a copy was refused: {describe_error(max(statuses))}")
+
+    def close(self) -> None:
+        """No copy any more."""
+        for lane in self._lanes.values():
+            lane.stream.synchronize()
+        self._memory.close()
+
+
+def make_host_copier(
+    config: EngineConfig, kv: CpuKvMemory | CudaKvMemory, device: torch.device
+) -> CpuCopier | CudaCopier | None:
+    """By `--swap-space`; None: there is to be no host memory for blocks."""
+    num_bytes = config.swap_bytes(device.type)
+    if num_bytes < kv.block_bytes:
+        return None
+    if isinstance(kv, CpuKvMemory):
+        return CpuCopier(kv, HostMemory(kv.block_bytes, num_bytes))
+    return CudaCopier(
+        kv, HostMemory(kv.block_bytes, num_bytes, cuda_pin(device), cuda_unpin), device
+    )
+
+
+def _runs(
+    block_ids: Sequence[int], host_blocks: Sequence[int], blocks_per_slice: int
+) -> tuple[list[int], list[int], list[int]]:
+    """Where pieces begin that lie side by side on both sides, and their lengths, in blocks; none
+    crosses from one slice of host memory to the next."""
+    blocks, hosts = np.array(block_ids, np.int64), np.array(host_blocks, np.int64)
+    is_break = (np.diff(blocks) != 1) | (np.diff(hosts) != 1)
+    if blocks_per_slice:
+        is_break |= hosts[1:] % blocks_per_slice == 0
+    starts = np.flatnonzero(np.concatenate(([True], is_break)))
+    lengths = np.diff(np.append(starts, len(blocks)))
+    return blocks[starts].tolist(), hosts[starts].tolist(), lengths.tolist()
+
+
+class CopyCost:
+    """What copies to and from host memory take, by the last ones: bytes at a rate, and a little
+    until the step behind is launched."""
+
+    def __init__(self) -> None:
+        self._measured: deque[tuple[int, float]] = deque(maxlen=_NUM_MEASURED)
+
+    def observe(self, num_bytes: int, seconds: float) -> None:
+        self._measured.append((num_bytes, seconds))
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """None: there was none yet."""
+        seconds = sum(seconds for _, seconds in self._measured)
+        return sum(num_bytes for num_bytes, _ in self._measured) / seconds if seconds else None
+
+    def seconds(self, num_bytes: int) -> float:
+        """Of a copy, behind no other."""
+        rate = self.bytes_per_s
+        return _NOTICE_S + (0.0 if rate is None else num_bytes / rate)
+
+    def pays(
+        self, num_bytes: int, num_tokens: int, context: int, step_cost: StepCost | None
+    ) -> bool:
+        """Whether to copy so many bytes takes less than to compute `num_tokens` tokens of a prompt
+        behind `context`. The one rule for hits in host memory, whose bytes are copied once, and for
+        preempted requests, whose bytes are copied twice. True while nothing is measured."""
+        if step_cost is None:
+            return True
+        chunk = min(num_tokens, max(1, 2 * step_cost.max_rows))  # as far as steps were measured
+        num_steps = num_tokens / chunk
+        pairs = int(pairs_of(num_tokens, context) / num_steps)
+        step_s = step_cost.seconds(StepShape(num_prompt_tokens=chunk, pairs=pairs))
+        return self.seconds(num_bytes) < num_steps * step_s

@@ -1,0 +1,286 @@
+"""Blocks go to host memory while they are good, so that nothing is lost when the device's pool
+evicts them, and come back when they are cheaper copied than computed.
+
+    write   a copy out of blocks that somebody holds or that are cached; nothing waits for it. A
+            block that got new content before the copy's end, by its generation, is not entered
+    load    a copy in, to blocks that a sequence has taken. At its end those count whose host block
+            has the generation that it had before; a fence keeps the targets until then
+
+Writes are made from the end of a chain, as the device's pool evicts: what is about to go is copied
+first. Belongs to the engine's thread; knows no request.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ...core.request.token_ids import BlockHash
+from ...core.step_cost import StepCost
+from .block_pool import BlockPool, Fence
+from .generations import Generations
+from .host_blocks import HostBlocks
+from .host_copies import CopyCost, Direction, HostCopier, HostCopy
+from .prefix_cache import PrefixCache
+
+SLICE_BLOCKS = 64  # of one copy out
+_MOST_COPIES = 4  # out, on the device at a time: to submit one takes a tenth of a millisecond
+_MOST_WRITTEN = 4096  # blocks that are to be copied out, or are on their way
+
+
+@dataclass(frozen=True, slots=True)
+class HostCounts:
+    """Counted since the tier was made, but for `num_blocks`, which hold something now.
+
+    `num_lost_blocks` were not what they had been when a copy of them ended. `block_s`: what the
+    last copies took for each block; 0: there were none.
+    """
+
+    num_blocks: int = 0
+    block_s: float = 0.0
+    bytes_out: int = 0
+    bytes_in: int = 0
+    num_lost_blocks: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Slice:
+    """A run of a chain's blocks to be copied out. `parent`: the hash before the first; `copy`: None
+    before it is started; `num_good`: how many of the first were still the same at its end."""
+
+    parent: BlockHash | None
+    hashes: list[BlockHash]
+    block_ids: list[int]
+    generations: list[int]
+    host_blocks: list[int]
+    copy: HostCopy | None = None
+    num_good: int = 0
+
+
+@dataclass(slots=True)
+class _Write:
+    """Slices of one chain: `waiting` the deepest last, `ended` the deepest last."""
+
+    waiting: list[_Slice] = field(default_factory=list)
+    started: deque[_Slice] = field(default_factory=deque)
+    ended: deque[_Slice] = field(default_factory=deque)
+    is_whole: bool = True  # of those that were entered nothing was lost
+
+
+@dataclass(slots=True)
+class Load:
+    """Blocks on their way in. `num_good`: how many of the first are in place once it has ended;
+    None: it has not."""
+
+    host_blocks: Sequence[int]
+    generations: list[int]
+    fence: Fence
+    copy: HostCopy
+    num_good: int | None = None
+
+
+class HostTier:
+    """One engine's. `cost`: what copies take, as measured."""
+
+    def __init__(
+        self,
+        copier: HostCopier,
+        blocks: HostBlocks,
+        pool: BlockPool,
+        cache: PrefixCache,
+        generations: Generations,
+        step_cost: Callable[[], StepCost | None],
+        block_size: int,
+    ) -> None:
+        self.cost = CopyCost()
+        self._copier = copier
+        self._blocks = blocks
+        self._pool = pool
+        self._cache = cache
+        self._generations = generations
+        self._step_cost = step_cost
+        self._block_size = block_size
+        self._writes: deque[_Write] = deque()
+        self._loads: deque[Load] = deque()
+        self._on_their_way: set[BlockHash] = set()
+        self._bytes = dict.fromkeys(Direction, 0)
+        self._num_lost_blocks = 0
+
+    @property
+    def counts(self) -> HostCounts:
+        return HostCounts(
+            len(self._blocks),
+            self._copier.block_bytes / rate if (rate := self.cost.bytes_per_s) else 0.0,
+            self._bytes[Direction.OUT],
+            self._bytes[Direction.IN],
+            self._num_lost_blocks,
+        )
+
+    @property
+    def num_writing(self) -> int:
+        """Blocks on their way out."""
+        return len(self._on_their_way)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether it is to be polled soon: copies go on as they are polled."""
+        return bool(self._loads or self._writes)
+
+    # -- out -------------------------------------------------------------------------------------
+
+    def write(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> None:
+        """Copy what is not here of a chain of full, computed blocks, as much as there is room for,
+        the first blocks first."""
+        self._blocks.grow(self._copier.num_blocks)
+        self._blocks.use(hashes)
+        missing = self._blocks.missing(hashes, self._on_their_way)
+        del missing[max(0, _MOST_WRITTEN - self.num_writing) :]
+        self._write(hashes, block_ids, missing)
+
+    def swap_out(self, hashes: Sequence[BlockHash], block_ids: Sequence[int]) -> bool:
+        """The same for the blocks of a preempted sequence: all or none. Whether they are here, or
+        will be; not if to compute them again takes less than to copy them twice."""
+        self._blocks.grow(self._copier.num_blocks)
+        missing = self._blocks.missing(hashes, self._on_their_way)
+        num_bytes = (len(hashes) + len(missing)) * self._copier.block_bytes
+        num_tokens = len(hashes) * self._block_size
+        if not hashes or len(hashes) > self._blocks.num_blocks:
+            return False
+        if not self.cost.pays(num_bytes, num_tokens, 0, self._step_cost()):
+            return False
+        self._blocks.use(hashes)
+        return self._write(hashes, block_ids, missing, is_whole=True)
+
+    def _write(
+        self,
+        hashes: Sequence[BlockHash],
+        block_ids: Sequence[int],
+        missing: list[int],
+        *,
+        is_whole: bool = False,
+    ) -> bool:
+        taken = self._blocks.take(len(missing), hashes)
+        if is_whole and len(taken) < len(missing):
+            self._blocks.give_back(taken)
+            return False
+        write = _Write()
+        for positions, host_blocks in _slices(missing, taken):
+            first, last = positions[0], positions[-1] + 1
+            ids = [*block_ids[first:last]]
+            read = [*map(self._generations.read, ids)]
+            parent = hashes[first - 1] if first else None
+            write.waiting.append(_Slice(parent, [*hashes[first:last]], ids, read, host_blocks))
+            self._on_their_way.update(hashes[first:last])
+        if taken:
+            self._writes.append(write)
+            self._start_writes()
+        return True
+
+    def _start_writes(self) -> None:
+        """As many as may be on the device."""
+        num_started = sum(len(write.started) for write in self._writes)
+        for write in self._writes:
+            while write.waiting:
+                if num_started >= _MOST_COPIES:
+                    return
+                one = write.waiting.pop()
+                one.copy = self._copier.start(Direction.OUT, one.block_ids, one.host_blocks)
+                write.started.append(one)
+                num_started += 1
+
+    # -- in --------------------------------------------------------------------------------------
+
+    def match(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """The host blocks of the longest beginning of `hashes`."""
+        return self._blocks.match(hashes)
+
+    def pays(self, num_blocks: int, num_before: int) -> bool:
+        """Whether to copy so many blocks takes less than to compute them behind others."""
+        num_bytes, size = num_blocks * self._copier.block_bytes, self._block_size
+        return self.cost.pays(num_bytes, num_blocks * size, num_before * size, self._step_cost())
+
+    def load(
+        self, hashes: Sequence[BlockHash], host_blocks: Sequence[int], block_ids: Sequence[int]
+    ) -> Load:
+        """Copy host blocks, which have these hashes, to `block_ids`, which somebody holds."""
+        assert self._blocks.match(hashes) == host_blocks, "what was found is not here any more"
+        self._blocks.use(hashes)
+        generations = [*map(self._blocks.generation, host_blocks)]
+        fence = self._pool.open_fence(block_ids)
+        copy = self._copier.start(Direction.IN, block_ids, host_blocks)
+        load = Load(host_blocks, generations, fence, copy)
+        self._loads.append(load)
+        return load
+
+    # -- ends ------------------------------------------------------------------------------------
+
+    def poll(self) -> bool:
+        """Take note of copies that have ended; whether a load was among them. Never waits. Raises
+        EngineFailed when the device is lost."""
+        num_entered = 0
+        while self._writes and self._end_slices(write := self._writes[0]):
+            while write.ended and num_entered < _MOST_COPIES:
+                self._enter(write, write.ended.popleft())
+                num_entered += 1
+            if write.ended:
+                break  # a step waits: the others in front of the next one
+            self._writes.popleft()
+        self._start_writes()
+        has_loaded = False
+        while self._loads and self._end_load(self._loads[0]):
+            self._loads.popleft()
+            has_loaded = True
+        return has_loaded
+
+    def _end_slices(self, write: _Write) -> bool:
+        """Whether all of them have ended."""
+        while write.started:
+            one = write.started[0]
+            assert one.copy is not None
+            if (seconds := one.copy.seconds()) is None:
+                return False
+            self._count(Direction.OUT, len(one.block_ids), seconds)
+            now = map(self._generations.read, one.block_ids)
+            is_same = [*map(operator.eq, now, one.generations), False]
+            one.num_good = is_same.index(False)
+            write.ended.appendleft(write.started.popleft())
+        return not write.waiting
+
+    def _enter(self, write: _Write, one: _Slice) -> None:
+        """What of it is the same; nothing behind a loss, which is of no use."""
+        n = one.num_good if write.is_whole else 0
+        write.is_whole &= n == len(one.hashes)
+        self._on_their_way.difference_update(one.hashes)
+        self._num_lost_blocks += len(one.hashes) - n
+        self._blocks.give_back(one.host_blocks[n:])
+        if n:
+            self._blocks.enter(one.host_blocks[:n], one.hashes[:n], one.parent)
+            self._cache.entered_host(one.hashes[:n])
+
+    def _end_load(self, load: Load) -> bool:
+        if (seconds := load.copy.seconds()) is None:
+            return False
+        self._count(Direction.IN, len(load.host_blocks), seconds)
+        load.fence.close()
+        now = map(self._blocks.generation, load.host_blocks)
+        is_same = [*map(operator.eq, now, load.generations), False]
+        load.num_good = is_same.index(False)
+        self._num_lost_blocks += len(load.host_blocks) - load.num_good
+        return True
+
+    def _count(self, direction: Direction, num_blocks: int, seconds: float) -> None:
+        num_bytes = num_blocks * self._copier.block_bytes
+        self._bytes[direction] += num_bytes
+        self.cost.observe(num_bytes, seconds)
+
+
+def _slices(positions: list[int], host_blocks: list[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """Of as many positions as there are blocks: those that lie side by side, up to SLICE_BLOCKS."""
+    num, start = len(host_blocks), 0
+    for end in range(1, num + 1):
+        is_last = end == num or positions[end] != positions[end - 1] + 1
+        if is_last or end - start == SLICE_BLOCKS:
+            yield positions[start:end], host_blocks[start:end]
+            start = end

@@ -1,0 +1,1 @@
+"""Weights of four bits as checkpoints have them."""

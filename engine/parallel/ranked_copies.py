@@ -1,0 +1,137 @@
+"""Copies to host memory and back by all ranks of an engine: each has memory of its own, and copies
+its heads of the same blocks to the same places.
+
+    HOST_MEMORY   (empty)                            answer, once all is pinned: | blocks: uint64 |
+    COPY_HOST     | direction: int64 | ids: int64 [n] | host blocks: int64 [n] |
+                                                     answer, once it is over: | seconds: float64 |
+
+No rank has blocks before all have them. A copy lasts as long as the slowest rank's.
+"""
+
+from __future__ import annotations
+
+import queue
+import struct
+import threading
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from ...core.errors import BatonError
+from ..execution.runner import ModelRunner
+from ..kv.host_copies import CpuCopier, CudaCopier, Direction, HostCopier, HostCopy
+from .rank_channel import MessageKind, RankChannel, RankMessage
+from .rank_group import RankGroup, pack_failure
+
+_NUM_BLOCKS = struct.Struct("<Q")
+_SECONDS = struct.Struct("<d")
+_LOOK_S = 0.0002  # how long a copy may have ended before its rank sees it
+
+
+def host_copier_of(runner: ModelRunner, followers: RankGroup | None) -> HostCopier | None:
+    """That of the engine whose rank 0 this is; None without host memory."""
+    if runner.host_copier is None or followers is None:
+        return runner.host_copier
+    return RankedCopier(runner.host_copier, followers)
+
+
+class RankedCopier:
+    """Rank 0's, in front of all."""
+
+    def __init__(self, mine: HostCopier, followers: RankGroup) -> None:
+        self.block_bytes = mine.block_bytes * (1 + followers.num_ranks)
+        self._mine = mine
+        self._followers = followers
+        self._theirs = 0  # written by the watch thread, once
+
+    def begin(self) -> None:
+        """All ranks."""
+        payloads = [b""] * self._followers.num_ranks
+        self._followers.order(MessageKind.HOST_MEMORY, payloads, self._is_pinned)
+        self._mine.begin()
+
+    def _is_pinned(self, answers: list[bytes]) -> None:
+        self._theirs = min(_NUM_BLOCKS.unpack(answer)[0] for answer in answers)
+
+    @property
+    def num_blocks(self) -> int:
+        return min(self._theirs, self._mine.num_blocks)
+
+    def start(
+        self, direction: Direction, block_ids: Sequence[int], host_blocks: Sequence[int]
+    ) -> _RankedCopy:
+        copy = _RankedCopy()
+        payload = np.array([direction, *block_ids, *host_blocks], np.int64).tobytes()
+        payloads = [payload] * self._followers.num_ranks
+        self._followers.order(MessageKind.COPY_HOST, payloads, copy.answered)
+        copy.mine = self._mine.start(direction, block_ids, host_blocks)
+        return copy
+
+
+class _RankedCopy:
+    """A copy of all ranks."""
+
+    mine: HostCopy
+
+    def __init__(self) -> None:
+        self._theirs: float | None = None
+
+    def answered(self, answers: list[bytes]) -> None:
+        """All others' have ended; on the watch thread."""
+        self._theirs = max(_SECONDS.unpack(answer)[0] for answer in answers)
+
+    def seconds(self) -> float | None:
+        mine = self.mine.seconds()
+        return None if mine is None or self._theirs is None else max(mine, self._theirs)
+
+
+class HostOrders:
+    """Another rank's: it starts copies as they are ordered, and a thread answers when they end."""
+
+    def __init__(self, copier: CpuCopier | CudaCopier, channel: RankChannel) -> None:
+        self._copier = copier
+        self._channel = channel
+        self._started: queue.SimpleQueue[tuple[int, HostCopy]] = queue.SimpleQueue()
+        threading.Thread(target=self._watch, name="host-copies", daemon=True).start()
+
+    def pin(self, message: RankMessage) -> None:
+        order = message.order
+        self._copier.begin()
+
+        def answer() -> None:
+            self._copier.wait()
+            self._answer(order, _NUM_BLOCKS.pack(self._copier.num_blocks))
+
+        threading.Thread(target=answer, name="await-pinning", daemon=True).start()
+
+    def copy(self, message: RankMessage) -> None:
+        direction, *ids = np.frombuffer(message.payload, np.int64).tolist()
+        blocks, hosts = ids[: len(ids) // 2], ids[len(ids) // 2 :]
+        copy = self._copier.start(Direction(direction), blocks, hosts)
+        self._started.put((message.order, copy))
+
+    def _watch(self) -> None:
+        try:
+            self._answer_ends()
+        except OSError:
+            return  # rank 0 is gone
+        except BatonError as error:
+            self._channel.send(MessageKind.FAILED, pack_failure(error))
+
+    def _answer_ends(self) -> None:
+        started: list[tuple[int, HostCopy]] = []
+        while True:
+            if not started:
+                started.append(self._started.get())
+            while not self._started.empty():
+                started.append(self._started.get())
+            for one in [*started]:
+                order, copy = one
+                if (seconds := copy.seconds()) is not None:
+                    started.remove(one)
+                    self._answer(order, _SECONDS.pack(seconds))
+            time.sleep(_LOOK_S)
+
+    def _answer(self, order: int, payload: bytes) -> None:
+        self._channel.send(MessageKind.ANSWER, payload, order=order)

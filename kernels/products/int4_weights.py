@@ -1,0 +1,134 @@
+"""Weights of four bits each, in groups with a scale and a zero, as kernels read them.
+
+    weight = (number - zero) * scale          numbers 0 to 15, zeros 0 to 16
+
+Numbers lie in words of 16 bits, chunk of 128 inputs by chunk, each output's 32 words together:
+
+    word j of a chunk     inputs j │ 32 + j │ 64 + j │ 96 + j, from the lowest four bits on
+
+A group's scale is a float32 whose last byte is its zero: scales of two bytes are exact so.
+What is here is plain torch, the reference of the kernels. Knows no file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+CHUNK = 128  # inputs; groups are as many, half or a quarter
+PER_WORD = 4
+ZERO = 8  # of what is symmetric
+_LEAST_MAXIMUM = 1e-10  # of what is scaled by its largest number: zeros stay zeros
+_OF_LARGEST = (1.0, 0.92, 0.84)  # scales that are tried
+GROUP_SIZES = (32, 64, 128)
+_WORDS = CHUNK // PER_WORD
+_LEAST_OUTPUTS = 16  # of a program of a kernel
+_SHIFTS = tuple(4 * number for number in range(PER_WORD))
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Weight:
+    """Packed; of a number of inputs that is a multiple of 128."""
+
+    data: Tensor  # [chunks, outputs, 32] int16
+    groups: Tensor  # [groups, outputs] int32: scales and zeros
+    turns: Tensor  # zeros, int32: what programs that add up count by; as many as may ever be
+
+    @classmethod
+    def empty(
+        cls, num_outputs: int, num_inputs: int, group_size: int, device: torch.device
+    ) -> Int4Weight:
+        """Uninitialised."""
+        assert num_inputs % CHUNK == 0 and group_size in GROUP_SIZES
+        data = (num_inputs // CHUNK, num_outputs, _WORDS)
+        groups = (num_inputs // group_size, num_outputs)
+        return cls(
+            torch.empty(data, dtype=torch.int16, device=device),
+            torch.empty(groups, dtype=torch.int32, device=device),
+            torch.zeros(-(-num_outputs // _LEAST_OUTPUTS), dtype=torch.int32, device=device),
+        )
+
+    def __len__(self) -> int:
+        return self.data.shape[1]
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self), self.data.shape[0] * CHUNK))
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + self.groups.nbytes
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    @property
+    def group_size(self) -> int:
+        return self.shape[1] // len(self.groups)
+
+    def part(self, first: int, count: int) -> Int4Weight:
+        """A view of outputs [first, first + count)."""
+        data, groups = (one.narrow(1, first, count) for one in (self.data, self.groups))
+        return Int4Weight(data, groups, self.turns)
+
+    def fill(self, numbers: Tensor, scale: Tensor, zero: Tensor) -> None:
+        """numbers [outputs, inputs] uint8; scale and zero [outputs, groups], or of one group."""
+        each = numbers.view(len(self), -1, PER_WORD, _WORDS)
+        words = each[:, :, 0].short()
+        for index, shift in enumerate(_SHIFTS[1:], start=1):
+            words |= each[:, :, index].short() << shift
+        self.data.copy_(words.transpose(0, 1))
+        self.groups.copy_(_joined(scale, zero).t().expand_as(self.groups))
+
+    def numbers(self) -> Tensor:
+        """[outputs, inputs] uint8."""
+        words = self.data.transpose(0, 1)[:, :, None].int()  # [outputs, chunks, 1, 32]
+        shifts = torch.tensor(_SHIFTS, device=words.device)[:, None]
+        return ((words >> shifts) & 0xF).to(torch.uint8).reshape(self.shape)
+
+    def dequantised(self, dtype: torch.dtype) -> Tensor:
+        """[outputs, inputs]"""
+        groups = self.groups.t()
+        scale = (groups & ~0xFF).contiguous().view(torch.float32)
+        return dequantise(self.numbers(), scale, groups & 0xFF, self.group_size).to(dtype)
+
+
+def _joined(scale: Tensor, zero: Tensor) -> Tensor:
+    """Scales rounded to the nearest of 15 bits behind the first, with zeros in their last byte."""
+    bits = scale.float().contiguous().view(torch.int32)
+    return ((bits + 0x80) & ~0xFF) | zero.int()
+
+
+def dequantise(numbers: Tensor, scale: Tensor, zero: Tensor, group_size: int) -> Tensor:
+    """numbers [outputs, inputs], scale and zero [outputs, groups] -> float32 [outputs, inputs]."""
+    each = torch.arange(numbers.shape[1], device=numbers.device) // group_size
+    return (numbers.float() - zero.float()[:, each]) * scale.float()[:, each]
+
+
+def quantise_groups(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Floats [outputs, inputs] -> numbers, scales and zeros of symmetric groups, to the nearest.
+
+    Of a few scales a group has that of the least squared error: its largest number may not be
+    reached. The last group may have fewer inputs.
+    """
+    outputs, inputs = weight.shape
+    floats = torch.nn.functional.pad(weight.float(), (0, -inputs % group_size))
+    grouped = floats.view(outputs, -1, group_size)
+    largest = grouped.abs().amax(dim=2, keepdim=True).clamp_(min=_LEAST_MAXIMUM) / 7.5
+    scale, least = largest, torch.full_like(largest, torch.inf)
+    for share in _OF_LARGEST:
+        error = _rounded(grouped, largest * share).mul_(largest * share).sub_(grouped)
+        error = error.square_().sum(dim=2, keepdim=True)
+        scale, least = torch.where(error < least, largest * share, scale), least.minimum(error)
+    numbers = _rounded(grouped, scale).add_(ZERO).to(torch.uint8).view(outputs, -1)[:, :inputs]
+    return numbers, scale[:, :, 0], torch.full_like(scale[:, :, 0], ZERO, dtype=torch.uint8)
+
+
+def _rounded(grouped: Tensor, scale: Tensor) -> Tensor:
+    return (grouped / scale).round_().clamp_(-ZERO, 15 - ZERO)

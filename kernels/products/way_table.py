@@ -1,0 +1,61 @@
+"""What was measured to be fastest for a product with a quantised weight: ways.json.
+
+`python -m baton.bench.kernels.quantised_products` writes it, for the shapes of some models; what is
+none of them takes the nearest. Knows no way itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TABLE = Path(__file__).with_name("ways.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was fastest of its kind for a product."""
+
+    weight: str  # "row" or "block", in FP8, or "int4"
+    rows: int
+    outputs: int
+    inputs: int
+    kind: str
+    way: dict[str, int]  # the fields of what the kind stands for
+    us: float
+
+
+@functools.cache
+def measured() -> tuple[Measured, ...]:
+    """The table; empty without its file."""
+    if not TABLE.is_file():
+        return ()
+    rows: list[dict[str, Any]] = json.loads(TABLE.read_text())
+    return tuple(Measured(**row) for row in rows)
+
+
+def look_up(
+    weight: str, num_rows: int, num_outputs: int, num_inputs: int, kinds: Sequence[str]
+) -> Measured | None:
+    """The fastest of these kinds, for as many rows or more; None if none was measured."""
+    return _look_up(weight, num_rows, num_outputs, num_inputs, tuple(kinds))
+
+
+@functools.cache
+def _look_up(
+    weight: str, num_rows: int, num_outputs: int, num_inputs: int, kinds: tuple[str, ...]
+) -> Measured | None:
+    found = [one for one in measured() if one.weight == weight and one.kind in kinds]
+    sizes = sorted({one.rows for one in found})
+    at = next((size for size in sizes if size >= num_rows), sizes[-1] if sizes else 0)
+    found = [one for one in found if one.rows == at]
+
+    def distance(one: Measured) -> float:
+        return abs(math.log(one.outputs / num_outputs)) + abs(math.log(one.inputs / num_inputs))
+
+    return min(found, key=lambda one: (round(distance(one), 6), one.us)) if found else None

@@ -1,0 +1,148 @@
+"""`baton run-batch`: the requests of a file to results in a file, by an engine in this process or
+a running deployment.
+
+Runs again, or on after a kill, do what has no result yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from tqdm import tqdm
+
+from ..core.config import EngineConfig, GatewayConfig
+from ..core.errors import Unavailable
+from .batch_endpoints import serving
+from .batch_file import BatchLine, ResultFile, check_ids, read_lines
+from .local_calls import LocalCalls
+
+log = logging.getLogger(__name__)
+
+SOME_FAILED = 3
+_BUSY = (429, 503)
+_MAX_TRIES = 30
+_MAX_RETRY_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class BatchConfig:
+    """`url` None: an engine in this process; else a deployment's HTTP, asked with `api_key`."""
+
+    requests: Path
+    results: Path
+    url: str | None = None
+    api_key: str | None = None
+    max_concurrent: int = 256
+
+
+async def run(batch: BatchConfig, engine: EngineConfig) -> int:
+    """Returns 0, or SOME_FAILED where a result is an error. Raises StartupFailed, Unavailable."""
+    num_lines = check_ids(batch.requests)
+    results = ResultFile(batch.results)
+    try:
+        todo = [line.number for line in read_lines(batch.requests) if line.key not in results.done]
+        if todo:
+            print(f"{len(todo)} of {num_lines} lines to do", file=sys.stderr)
+            async with _endpoints(batch, engine) as session:
+                with tqdm(total=len(todo), desc="Processed lines", disable=None) as bar:
+                    await _Run(batch, session, results, bar).run()
+    finally:
+        results.close()
+    num_answers = len(results.done) - results.num_errors
+    print(f"{num_answers} answers, {results.num_errors} errors: {batch.results}", file=sys.stderr)
+    return SOME_FAILED if results.num_errors else 0
+
+
+@asynccontextmanager
+async def _endpoints(
+    batch: BatchConfig, engine: EngineConfig
+) -> AsyncIterator[aiohttp.ClientSession]:
+    patience = aiohttp.ClientTimeout(total=None)
+    if batch.url is not None:
+        headers = {"Authorization": f"Bearer {batch.api_key}"} if batch.api_key else {}
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(
+            batch.url, connector=connector, timeout=patience, headers=headers
+        ) as session:
+            yield session
+        return
+    front = GatewayConfig(model=engine.model, served_model_name=engine.served_model_name)
+    calls = LocalCalls.load(engine, front, lambda line: print(line, file=sys.stderr, flush=True))
+    try:
+        calls.begin()
+        async with (
+            serving(calls, front) as path,
+            aiohttp.ClientSession(
+                "http://batch",
+                connector=aiohttp.UnixConnector(str(path), limit=0),
+                timeout=patience,
+            ) as session,
+        ):
+            yield session
+    finally:
+        await calls.stop()
+        calls.close()
+
+
+class _Run:
+    """One run's workers: each takes the next line that has no result."""
+
+    def __init__(
+        self, batch: BatchConfig, session: aiohttp.ClientSession, results: ResultFile, bar: Any
+    ) -> None:
+        self._batch = batch
+        self._session = session
+        self._results = results
+        self._bar = bar
+        self._lines = self._todo()
+        self._finished: list[str] = []
+        self._writing = asyncio.Lock()
+
+    async def run(self) -> None:
+        """To the end of the file; what was finished until an interruption is kept."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(self._batch.max_concurrent):
+                    tasks.create_task(self._work())
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+        finally:
+            self._results.append(self._finished)
+
+    def _todo(self) -> Iterator[BatchLine]:
+        done = frozenset(self._results.done)
+        return (line for line in read_lines(self._batch.requests) if line.key not in done)
+
+    async def _work(self) -> None:
+        for line in self._lines:
+            result = line.refusal() if line.error else await self._answer(line)
+            self._finished.append(result)
+            async with self._writing:  # those that wait here find theirs written with the first's
+                if self._finished:
+                    finished, self._finished = self._finished, []
+                    await asyncio.shield(asyncio.to_thread(self._results.append, finished))
+            self._bar.update()
+
+    async def _answer(self, line: BatchLine) -> str:
+        """Of the endpoint; one that is busy is asked again."""
+        for number in range(1, _MAX_TRIES + 1):
+            try:
+                async with self._session.post(line.url, json=line.body) as response:
+                    is_busy = response.status in _BUSY and number < _MAX_TRIES
+                    wait_s = float(response.headers.get("Retry-After", 1))
+                    if not is_busy:
+                        body = json.loads(await response.read())
+                        return line.result(response.status, body.get("id", ""), body)
+            except (aiohttp.ClientError, ValueError, AttributeError, OSError) as error:
+                raise Unavailable(f"no answer of {self._batch.url}: {error}") from error
+            await asyncio.sleep(min(wait_s, _MAX_RETRY_S))
+        raise AssertionError("the last try returns")

@@ -1,0 +1,98 @@
+"""The gateway's endpoints that generate, over the engine of this process: a private Unix socket in
+place of a port, so that lines of a batch are answered as a server answers them, byte for byte."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from aiohttp import web
+
+from ..core.config import GatewayConfig
+from ..gateway.admission.admission import LoopPacing
+from ..gateway.http.chat import chat
+from ..gateway.http.chat.chat import CHAT_MODEL, ChatModel
+from ..gateway.http.generate import completions
+from ..gateway.http.protocol.app_state import APP_STATE, CALLER, AppState
+from ..gateway.http.protocol.errors import Handler, answering
+from ..gateway.http.protocol.event_stream import BURST, Burst
+from ..gateway.security.tenancy import INFER, Caller
+from ..gateway.text.special_tokens import Spans
+from ..gateway.validation.validation import ModelLimits, ServedModel
+from ..proto.v1 import inference_pb2
+from .local_calls import LocalCall, LocalCalls
+
+_CALLER = Caller("", frozenset({INFER}), "batch")
+
+
+@dataclass(eq=False)
+class _Door:
+    """What the endpoints use of a FrontDoor."""
+
+    _calls: LocalCalls
+    is_draining: bool = False
+    arrivals: LoopPacing = field(default_factory=LoopPacing)
+    large_bodies: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def model(self) -> ServedModel:
+        return self._calls.model
+
+    @property
+    def limits(self) -> ModelLimits:
+        return self._calls.limits
+
+    @property
+    def constraint_refusal(self) -> str | None:
+        return self.model.constraints.refusal
+
+    @asynccontextmanager
+    async def generate(
+        self,
+        wire: inference_pb2.GenerateRequest,
+        caller: Caller,
+        *,
+        special_at: Spans | None = None,
+        **traces: str,
+    ) -> AsyncIterator[LocalCall]:
+        call = self._calls.start(await self._calls.prepare(wire, special_at))
+        try:
+            yield call
+        finally:
+            self._calls.forget(call)
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    door: _Door
+
+
+@web.middleware
+async def _as_nobody(request: web.Request, handler: Handler) -> web.StreamResponse:
+    request[CALLER] = _CALLER
+    return await handler(request)
+
+
+@asynccontextmanager
+async def serving(calls: LocalCalls, config: GatewayConfig) -> AsyncIterator[Path]:
+    """Answer on the Unix socket that it yields, for as long as the block lasts."""
+    app = web.Application(middlewares=[answering, _as_nobody])
+    app[APP_STATE] = cast(AppState, cast(Any, _State(_Door(calls))))
+    app[BURST] = Burst()
+    app[CHAT_MODEL] = ChatModel.load(calls.model.model_dir, config.tool_call_parser)
+    app.add_routes(completions.ROUTES)
+    app.add_routes(chat.ROUTES)
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.2)
+    await runner.setup()
+    with tempfile.TemporaryDirectory(prefix="baton-batch-") as folder:
+        path = Path(folder) / "http"
+        try:
+            await web.UnixSite(runner, str(path)).start()
+            yield path
+        finally:
+            await runner.cleanup()

@@ -1,0 +1,234 @@
+"""LLM: prompts in, texts out, in this process: no server, no Redis.
+
+    from baton import LLM, SamplingParams
+
+    with LLM(model="demo") as llm:
+        for output in llm.generate(["def fib(n):"], SamplingParams(max_tokens=32)):
+            print(output.outputs[0].text)
+
+Calls run one after the other; each is one continuous batch of all its prompts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from ..client.messages import GenerateParams, build_request
+from ..core.config import EngineConfig, GatewayConfig
+from ..core.errors import BatonError, InvalidRequest
+from ..core.flags import from_json
+from ..gateway.http.chat.chat_template import ChatPrompt, ChatTemplate
+from ..gateway.http.chat.messages import MESSAGES
+from ..gateway.http.chat.tools import TOOLS, shown_tools
+from ..gateway.text.special_tokens import Spans
+from ..gateway.validation.validation import ValidatedRequest
+from .local_calls import LocalCalls
+from .loop_thread import LoopThread
+from .outputs import RequestOutput, request_output
+from .sampling_params import SamplingParams
+
+log = logging.getLogger(__name__)
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Params = SamplingParams | Sequence[SamplingParams] | None
+_ALIASES = {
+    alias.replace("-", "_"): field.name
+    for field in dataclasses.fields(EngineConfig)
+    for alias in field.metadata.get("aliases", ())
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A prompt that may run."""
+
+    text: str | None
+    request: ValidatedRequest
+
+
+class LLM:
+    """A model, loaded once. Not for several threads at a time.
+
+    `close` it, or use it as a context manager: GPUs and other ranks are given back then, at the
+    latest when the process ends.
+    """
+
+    def __init__(
+        self, model: str = "demo", *, skip_tokenizer_init: bool = False, **engine: Any
+    ) -> None:
+        """`engine`: EngineConfig's fields, by the names of their flags: tensor_parallel_size (or
+        tp), max_model_len, gpu_memory_utilization, ... With `skip_tokenizer_init` prompts are token
+        ids, and outputs have no text.
+
+        Raises StartupFailed.
+        """
+        named = {_ALIASES.get(name, name): value for name, value in engine.items()}
+        config = from_json(EngineConfig, {"model": model, **named})
+        front = GatewayConfig(model=model, skip_tokenizer_init=skip_tokenizer_init)
+        self._thread = LoopThread("baton-engine")
+        try:
+            self._calls = self._thread.run(_load(config, front))
+        except BaseException:
+            self._thread.close()
+            raise
+        self._template = ChatTemplate.load(self._calls.model.model_dir)
+        self._close = weakref.finalize(self, self._thread.close, self._calls.close)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all ranks and give all memory back; any further call raises BatonError."""
+        self._close()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue each prompt: a text, token ids, {"prompt": ...} or {"prompt_token_ids": ...}.
+
+        `sampling_params`: of all, or one for each. Outputs are in the order of the prompts. Nothing
+        runs if one of them cannot: raises InvalidRequest and its kin; EngineFailed.
+        """
+        listed = _as_list(prompts)
+        params = _params_of(sampling_params, len(listed))
+        return self._run(
+            [_generate_params(p, s) for p, s in zip(listed, params, strict=True)], None, use_tqdm
+        )
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: Params = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer a chat, or each of several, as `generate` does, by the model's chat template.
+
+        `tools` are shown to the model; what it calls stands in the text as the model writes it.
+        """
+        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        chats: Sequence[Any] = [messages] if is_one else messages
+        params = _params_of(sampling_params, len(chats))
+        template = self._template
+        if template is None:
+            message = "this model has no chat template: use generate"
+            raise InvalidRequest(message, "messages", "unsupported_parameter")
+        shown = shown_tools(TOOLS.read(list(tools), "tools")) if tools else ()
+
+        async def render() -> list[ChatPrompt]:
+            return [
+                await template.render(MESSAGES.read([dict(one) for one in chat], "messages"), shown)
+                for chat in chats
+            ]
+
+        rendered = self._thread.run(render())
+        requests: list[tuple[str | None, GenerateParams]] = [
+            (prompt.text, {**one.as_params(), "add_special_tokens": False})
+            for prompt, one in zip(rendered, params, strict=True)
+        ]
+        return self._run(requests, [prompt.special_at for prompt in rendered], use_tqdm)
+
+    def _run(
+        self,
+        requests: Sequence[tuple[str | None, GenerateParams]],
+        special_at: Sequence[Spans] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        if not self._close.alive:
+            raise BatonError("this LLM is closed")
+        spans: Sequence[Spans | None] = special_at or [None] * len(requests)
+        bar = tqdm(
+            total=len(requests), desc="Processed prompts", dynamic_ncols=True, disable=not use_tqdm
+        )
+        with bar:
+            return self._thread.run(_run_all(self._calls, requests, spans, bar))
+
+
+async def _load(config: EngineConfig, front: GatewayConfig) -> LocalCalls:
+    calls = LocalCalls.load(config, front, log.info)
+    try:
+        await asyncio.sleep(0)  # whoever wanted it may have been interrupted
+    except asyncio.CancelledError:
+        calls.close()
+        raise
+    calls.begin()
+    return calls
+
+
+async def _run_all(
+    calls: LocalCalls,
+    requests: Sequence[tuple[str | None, GenerateParams]],
+    special_at: Sequence[Spans | None],
+    bar: Any,
+) -> list[RequestOutput]:
+    prepared = []
+    for index, ((text, params), spans) in enumerate(zip(requests, special_at, strict=True)):
+        try:
+            wire, _ = build_request(text, params)
+            prepared.append(_Prepared(text, await calls.prepare(wire, spans)))
+        except BatonError as error:
+            error.add_note(f"prompt {index} of {len(requests)}")
+            raise
+
+    async def run(one: _Prepared) -> RequestOutput:
+        call = calls.start(one.request)
+        try:
+            samples = [chunk async for chunk in call.chunks()]
+        finally:
+            calls.forget(call)
+        bar.update()
+        token_of = calls.model.tokenizer.token
+        return request_output(call.call_id, one.text, one.request, samples, token_of)
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(run(one)) for one in prepared]
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from None
+    return [task.result() for task in running]
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Token ids are one prompt, whatever holds them."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    listed: list[Any] = list(prompts)
+    return [listed] if listed and isinstance(listed[0], int) else listed
+
+
+def _params_of(params: Params, num_prompts: int) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    if len(params) != num_prompts:
+        message = f"{len(params)} sampling_params for {num_prompts} prompts: give one or one each"
+        raise InvalidRequest(message, "sampling_params")
+    return params
+
+
+def _generate_params(prompt: Prompt, sampling: SamplingParams) -> tuple[str | None, GenerateParams]:
+    params = sampling.as_params()
+    if isinstance(prompt, Mapping):
+        if unknown := set(prompt) - {"prompt", "prompt_token_ids"}:
+            raise InvalidRequest(f"a prompt cannot have {', '.join(sorted(unknown))}", "prompt")
+        if "prompt_token_ids" in prompt:
+            params["prompt_token_ids"] = prompt["prompt_token_ids"]
+        return prompt.get("prompt"), params
+    if isinstance(prompt, str):
+        return prompt, params
+    params["prompt_token_ids"] = prompt
+    return None, params

@@ -1,0 +1,292 @@
+"""Calls on an engine in this process: what a gateway does with them, without a wire or a second
+engine.
+
+    GenerateRequest ─► prepare: checked, tokenised ─► start: sessions ─► engine ─┐
+                       chunks ◄─ text, stop strings ◄─ sessions ◄─ step's tokens ┘
+The engine's steps are taken on the event loop that all else happens on; between two of them the
+others have a turn. Knows neither users' types nor files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import math
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+
+from ..core.config import EngineConfig, GatewayConfig
+from ..core.errors import BatonError, Cancelled, EngineFailed, InvalidRequest, StartupFailed
+from ..core.ports import SystemClock, SystemEntropy
+from ..core.request.request import Request, Ticket, TokenLogprobs
+from ..core.request.timeline import Event, Stamp
+from ..engine.local import LocalEngine
+from ..engine.scheduling.outputs import StepOutput, TokenOutput
+from ..gateway.request.engine_link import Avoid, Demand, EngineOutput, Route, Work
+from ..gateway.request.output_chunk import ChunkQueue, OutputChunk, merged
+from ..gateway.request.session import GATEWAY, Session, SessionLimits
+from ..gateway.text.special_tokens import Spans
+from ..gateway.text.text_stream import TextStream
+from ..gateway.validation.validation import (
+    ModelLimits,
+    ServedModel,
+    ValidatedRequest,
+    check_request,
+    complete_request,
+)
+from ..proto.v1 import inference_pb2
+
+log = logging.getLogger(__name__)
+
+_LIMITS = SessionLimits(max_attempts=1)  # there is no other engine to try
+_NAME = "local"
+
+
+@dataclass(frozen=True, slots=True)
+class CallRecord:
+    """What is known of a call when it begins."""
+
+    model: str
+    prompt_tokens: int
+    arrived_unix_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCall:
+    """A running call. `chunks` may be iterated once."""
+
+    call_id: str
+    record: CallRecord
+    request: ValidatedRequest
+    _sessions: Sequence[Session]
+    _queue: ChunkQueue
+
+    async def chunks(self) -> AsyncIterator[OutputChunk]:
+        """Each sample whole, as one chunk with a result, as they end. Raises the first error."""
+        parts: list[list[OutputChunk]] = [[] for _ in self._sessions]
+
+        def keep(chunk: OutputChunk) -> bool:
+            parts[chunk.sample_index].append(chunk)
+            return True
+
+        self._queue.push = keep
+        for _ in range(len(parts)):
+            while (chunk := await self._queue.next()).result is None:
+                keep(chunk)
+            keep(chunk)
+            yield merged(parts[chunk.sample_index])
+
+
+class LocalCalls:
+    """Belongs to the event loop that `begin` is called on."""
+
+    def __init__(self, local: LocalEngine, model: ServedModel) -> None:
+        self.model = model
+        self._local = local
+        self._clock, self._entropy = SystemClock(), SystemEntropy()
+        self._sessions: dict[str, Session] = {}
+        self._refused: list[EngineOutput] = []
+        self._has_news = asyncio.Event()
+        self._broken: BatonError | None = None
+        self._stepping: asyncio.Task[None] | None = None
+        engine_limits = local.engine.limits
+        num_pool_tokens = engine_limits.capacity * engine_limits.block_size
+        self.limits: ModelLimits = dataclasses.replace(
+            model.limits,
+            max_model_len=engine_limits.max_model_len,
+            max_prompt_tokens=num_pool_tokens,
+            max_total_tokens=num_pool_tokens,
+        )
+
+    @classmethod
+    def load(
+        cls, engine: EngineConfig, front: GatewayConfig, report: Callable[[str], None]
+    ) -> LocalCalls:
+        """Load tokenizer and model, on all ranks; raises StartupFailed."""
+        if engine.tbt_target_ms is not None:
+            raise StartupFailed("tbt_target_ms: without a server nobody waits between two tokens")
+        model = ServedModel.load(front)
+        try:
+            return cls(LocalEngine.load(engine, report), model)
+        except BaseException:
+            model.close()
+            raise
+
+    def begin(self) -> None:
+        """Take steps from now on, until the task is cancelled."""
+        self._stepping = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        """The opposite of `begin`."""
+        if self._stepping is not None:
+            self._stepping.cancel()
+            await asyncio.wait([self._stepping])
+
+    def close(self) -> None:
+        """End the other ranks and give all memory back. No step may be taken any more."""
+        self._local.close()
+        self.model.close()
+
+    async def prepare(
+        self, wire: inference_pb2.GenerateRequest, special_at: Spans | None = None
+    ) -> ValidatedRequest:
+        """Check and tokenise; `special_at`: see Tokenizer.encode. Raises InvalidRequest kin."""
+        request = check_request(wire, self.limits)
+        if request.sampling.constraint is not None:
+            await self.model.constraints.check(request.sampling.constraint)
+        prompt = await self.model.prompt_token_ids(
+            request, wire.text, self.limits.max_model_len, special_at
+        )
+        seed = self._entropy.new_seed()
+        return complete_request(request, wire, prompt, self.limits, drawn_seed=seed)
+
+    def start(self, request: ValidatedRequest) -> LocalCall:
+        """Give it to the engine. Raises EngineFailed where that has ended."""
+        if self._broken is not None:
+            raise self._broken
+        queue = ChunkQueue(_do_nothing)
+        arrived = Stamp(Event.ARRIVED, self._clock.unix_ns(), GATEWAY)
+        sessions: list[Session] = []
+        for index in reversed(range(request.options.n)):  # the first dispatches for all
+            sessions.insert(0, self._session(request, queue, arrived, index, tuple(sessions)))
+        self._sessions |= {session.request_id: session for session in sessions}
+        sessions[0].try_dispatch()
+        self._has_news.set()
+        num_tokens = len(request.prompt_token_ids)
+        record = CallRecord(self.model.limits.model, num_tokens, arrived.unix_ns)
+        return LocalCall(sessions[0].call_id, record, request, sessions, queue)
+
+    def _session(
+        self,
+        request: ValidatedRequest,
+        queue: ChunkQueue,
+        arrived: Stamp,
+        index: int,
+        siblings: Sequence[Session],
+    ) -> Session:
+        options, sampling = request.options, request.sampling
+        detokenizer = self.model.tokenizer.detokenizer(
+            request.prompt_token_ids, skips_special_tokens=options.skip_special_tokens
+        )
+        text = TextStream(
+            detokenizer,
+            sampling.stop,
+            min_tokens=sampling.min_tokens,
+            includes_stop=options.include_stop_str_in_output,
+        )
+        return Session(
+            self._entropy.new_id(),
+            request,
+            deadline_s=math.inf,
+            arrived=arrived,
+            text=text,
+            sink=queue,
+            router=self,
+            clock=self._clock,
+            entropy=self._entropy,
+            limits=_LIMITS,
+            sample_index=index,
+            siblings=siblings if index == 0 else (),
+        )
+
+    # --- the engine as sessions see it ------------------------------------------------------------
+
+    incarnation = name = fingerprint = _NAME
+
+    def choose(self, demand: Demand, *, avoid: Avoid, fingerprint: str | None) -> Route:
+        """The one engine, for both phases."""
+        return Route(self, self)
+
+    def dispatch(
+        self, request: Request, work: Work, ticket: Ticket | None, deadline_remaining_s: float
+    ) -> None:
+        try:
+            self._local.engine.add(request)
+        except InvalidRequest as error:
+            outputs = (request, *request.forks)
+            self._refused += [EngineOutput(r.request_id, r.attempt, error=error) for r in outputs]
+
+    def cancel(self, request_id: str, attempt: int) -> None:
+        self._local.engine.abort(f"{request_id}/{attempt}")
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        """Step for as long as there is work, until cancelled. A step that fails ends all calls."""
+        engine = self._local.engine
+        try:
+            while True:
+                refused, self._refused = self._refused, []
+                for output in refused:
+                    self._take(output)
+                if engine.has_work:
+                    self._deliver(engine.step())
+                    await asyncio.sleep(0)
+                else:
+                    self._has_news.clear()
+                    await self._has_news.wait()
+        except Exception as error:  # this loop's one: nobody would be answered any more
+            log.exception("the engine failed")
+            self._broken = error if isinstance(error, BatonError) else EngineFailed(str(error))
+            for session in [*self._sessions.values()]:
+                session.cancel(self._broken)
+
+    def _deliver(self, step: StepOutput) -> None:
+        for key, num_cached in step.started.items():
+            self._take(_output(key, cached_tokens=num_cached))
+        for scores in step.prompt_logprobs:
+            self._take(
+                _output(
+                    scores.key,
+                    first_prompt_index=scores.first_index,
+                    prompt_logprobs=scores.logprobs,
+                )
+            )
+        for token in step.tokens:
+            self._take_token(token)
+        for key, error in step.failed:
+            self._take(_output(key, error=error))
+
+    def _take_token(self, token: TokenOutput) -> None:
+        request_id, _, attempt = token.key.partition("/")
+        session = self._sessions.get(request_id)
+        if session is None:
+            return
+        has_scores = session.request.sampling.logprobs is not None
+        is_plain = token.finish_reason is None and not has_scores
+        if is_plain and session.next_token(_NAME, int(attempt), token.index, token.token_id):
+            return
+        scores = (TokenLogprobs(token.logprob, token.top),) if has_scores else ()
+        self._take(
+            EngineOutput(
+                request_id,
+                int(attempt),
+                token.index,
+                (token.token_id,),
+                token.finish_reason,
+                logprobs=scores,
+            )
+        )
+
+    def _take(self, output: EngineOutput) -> None:
+        session = self._sessions.get(output.request_id)
+        if session is not None:
+            session.engine_output(_NAME, output)
+            if session.is_over:
+                del self._sessions[output.request_id]
+
+    def forget(self, call: LocalCall) -> None:
+        """End a call, whatever is left of it."""
+        for session in call._sessions:
+            session.cancel(Cancelled("the call was given up"))
+            self._sessions.pop(session.request_id, None)
+
+
+def _output(key: str, **fields: object) -> EngineOutput:
+    request_id, _, attempt = key.partition("/")
+    return EngineOutput(request_id, int(attempt), **fields)  # type: ignore[arg-type]
+
+
+def _do_nothing() -> None:
+    """Whoever reads a call's chunks is woken by its queue."""

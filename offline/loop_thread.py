@@ -1,0 +1,50 @@
+"""An event loop in a thread of its own, for callers who have none, or one of theirs (notebooks).
+
+A Ctrl-C reaches the caller's thread alone: what runs here is cancelled between two steps of the
+event loop, never in the middle of one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """Runs coroutines for other threads until `close`."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """What it returns or raises; if the caller is interrupted meanwhile, it is cancelled."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self, last: Callable[[], None] | None = None) -> None:
+        """Cancel what runs, call `last` once it has ended, and wait for the thread's end."""
+        try:
+            asyncio.run_coroutine_threadsafe(_end_others(last), self._loop).result()
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+
+async def _end_others(last: Callable[[], None] | None) -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    if last is not None:
+        last()

@@ -1,0 +1,52 @@
+"""How to sample, by the names that vLLM's users know; checked when it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ..client.messages import GenerateParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Ranges, defaults and meanings are in docs/sampling.md; None is what an absent field is there,
+    but for `max_tokens`: what is left of the context.
+
+    One of `json_schema` (a schema or its text), `regex`, `choice` and `grammar` (Lark's) says what
+    the whole output must look like.
+    """
+
+    n: int = 1
+    max_tokens: int | None = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    json_schema: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    cache_salt: str | None = None
+
+    def as_params(self) -> GenerateParams:
+        """Keyword arguments of the client's `generate`: what is not None."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        given["top_k"] = max(0, self.top_k)  # vLLM's -1: no limit
+        found: Any = {name: value for name, value in given.items() if value is not None}
+        params: GenerateParams = found
+        return params

@@ -1,0 +1,121 @@
+"""With host memory behind the KV pool: tokens are those of a pool in which nothing is displaced."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from deployments import running
+
+from baton.client import Client
+from baton.core.config import EngineConfig, UpConfig
+from baton.core.request.request import Request, SamplingParams
+from baton.engine.execution.runner import ModelRunner
+from baton.engine.kv.host_copies import CopyCost
+from baton.engine.local import LocalEngine
+from baton.engine.scheduling.admission import OutputLengthEstimator
+
+Prompts = Sequence[tuple[int, ...]]
+GENERATOR = random.Random(7)
+CHATS = [tuple(GENERATOR.choices(range(3, 4096), k=n)) for n in (250, 17, 100, 400, 330)]
+LONGER = [(*chat, 5, 6, 7, *chat[:9]) for chat in CHATS]
+GROWING = [tuple(GENERATOR.choices(range(3, 4096), k=100)) for _ in range(4)]
+
+
+@pytest.fixture(autouse=True)
+def copying_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model so small that to compute it takes no longer."""
+    monkeypatch.setattr(CopyCost, "pays", lambda self, num_bytes, *others: num_bytes > 0)
+
+
+class Optimist(OutputLengthEstimator):
+    """Lets in more than fits."""
+
+    def estimate(self, num_generated: int, max_tokens: int) -> int:
+        return 1
+
+
+def engine_of(kind: str, num_kv_blocks: int, swap_space: float) -> LocalEngine:
+    config = EngineConfig(
+        device="cpu",
+        kv_cache_dtype=kind,
+        max_model_len=512,
+        num_kv_blocks=num_kv_blocks,
+        max_num_batched_tokens=64,
+        swap_space=swap_space,
+    )
+    return LocalEngine(config, ModelRunner(config))
+
+
+def generate(engine: LocalEngine, prompts: Prompts, num_tokens: int) -> list[list[int]]:
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    requests = [Request(f"{n:032x}", 0, prompt, sampling) for n, prompt in enumerate(prompts)]
+    outputs = engine.generate(requests)
+    engine.engine.check_integrity()
+    return [outputs[request.key] for request in requests]
+
+
+@pytest.mark.parametrize("kind", ["auto", "int8"])
+def test_tokens_are_the_same_from_host_memory(kind: str) -> None:
+    cold, tight = engine_of(kind, 400, 0), engine_of(kind, 36, 0.1)
+    for prompts in (CHATS, LONGER, CHATS):
+        expected = [generate(cold, [prompt], 8)[0] for prompt in prompts]
+        assert [generate(tight, [prompt], 8)[0] for prompt in prompts] == expected
+    assert tight.engine.totals().host_hit_tokens > sum(map(len, CHATS))
+    tight.close()
+    cold.close()
+
+
+def test_tokens_of_swapped_requests_are_the_same() -> None:
+    cold, tight = engine_of("auto", 400, 0), engine_of("auto", 36, 0.1)
+    tight.engine._estimator.__class__ = Optimist
+    assert generate(tight, GROWING, 60) == generate(cold, GROWING, 60)
+    totals = tight.engine.totals()
+    assert totals.num_swaps and totals.host_hit_tokens
+    tight.close()
+    cold.close()
+
+
+def test_tokens_of_two_ranks_are_the_same() -> None:
+    cold = engine_of("auto", 400, 0)
+    config = EngineConfig(
+        device="cpu",
+        tensor_parallel_size=2,
+        max_model_len=512,
+        num_kv_blocks=36,
+        max_num_batched_tokens=64,
+        swap_space=0.1,
+    )
+    tight = LocalEngine.load(config, print)
+    for prompts in (CHATS, LONGER):
+        for prompt in prompts:
+            assert generate(tight, [prompt], 8) == generate(cold, [prompt], 8)
+    assert tight.engine.totals().host_hit_tokens > sum(map(len, CHATS)) // 2
+    tight.close()
+    cold.close()
+
+
+def test_a_deployments_prompt_is_found_in_host_memory() -> None:
+    """On the prefill node, after others have displaced it; the gateway knows that it is there."""
+    config = EngineConfig(
+        device="cpu",
+        max_model_len=512,
+        num_kv_blocks=36,
+        max_num_batched_tokens=64,
+        swap_space=0.1,
+    )
+    params = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+    cold = engine_of("auto", 400, 0)
+    expected = [generate(cold, [prompt], 8)[0] for prompt in CHATS]
+    cold.close()
+    with (
+        running(config, up=UpConfig(num_decode_nodes=1)) as system,
+        Client(system.address) as client,
+    ):
+        for _ in range(2):
+            results = [client.generate(prompt_token_ids=chat, **params).result for chat in CHATS]
+            assert [list(one.token_ids) for one in results] == expected
+        assert [one.cached_tokens for one in results] == [
+            (len(chat) - 1) // 16 * 16 for chat in CHATS
+        ]

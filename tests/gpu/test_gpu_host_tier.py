@@ -1,0 +1,114 @@
+"""Pinned host memory behind a GPU's pool: copies go where they belong, tokens are the same."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from baton.core.config import EngineConfig
+from baton.core.model_dir import resolve_model_dir
+from baton.core.request.request import Request, SamplingParams
+from baton.engine.execution.runner import ModelRunner
+from baton.engine.kv import host_copies
+from baton.engine.kv.host_copies import CopyCost, CudaCopier, Direction, make_host_copier
+from baton.engine.kv.host_memory import HostMemory, cuda_pin, cuda_unpin
+from baton.engine.kv.kv_memory import CudaKvMemory, KvLayout
+from baton.engine.local import LocalEngine
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DEVICE = torch.device("cuda:0")
+LAYOUT = KvLayout(4, 8, 16, 128, torch.bfloat16)  # 256 KiB
+
+
+def end(copy: host_copies.HostCopy) -> float:
+    deadline_s = time.monotonic() + 20
+    while (seconds := copy.seconds()) is None:
+        assert time.monotonic() < deadline_s
+    return seconds
+
+
+@pytest.mark.parametrize("has_batches", [True, False])
+def test_copies_go_where_they_belong(has_batches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_batches:
+        monkeypatch.setattr(host_copies.cuda_memory, "has_batches", lambda: False)
+    kv = CudaKvMemory(LAYOUT, 4000, DEVICE)
+    kv.tensor.view(torch.int16).random_(-(2**15), 2**15)
+    before = kv.tensor.view(torch.int16).clone()
+    num_host = 3000  # three slices, the last of them not full
+    config = EngineConfig(swap_space=num_host * LAYOUT.block_bytes / 2**30)
+    copier = make_host_copier(config, kv, DEVICE)
+    assert isinstance(copier, CudaCopier)
+    copier.begin()
+    copier.wait()
+    assert copier.num_blocks == num_host
+    rng = random.Random(0)
+    out, host = rng.sample(range(4000), 1500), rng.sample(range(num_host), 1500)
+    out[:700] = range(100, 800)
+    host[:700] = [h for h in range(num_host) if h not in set(host[700:])][:700]
+    assert end(copier.start(Direction.OUT, out, host)) > 0
+    kv.tensor.zero_()
+    torch.cuda.synchronize()
+    into = rng.sample(range(4000), 1500)
+    end(copier.start(Direction.IN, into, host))
+    assert torch.equal(kv.tensor.view(torch.int16)[into], before[out])
+    copier.close()
+    kv.close()
+
+
+def test_memory_that_cannot_be_pinned_degrades(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pin = cuda_pin(DEVICE)
+    assert pin(1 << 40, 4096) is not None, "nobody's memory"
+    torch.ones(3, device=DEVICE).sum().item()  # the error is not found by the next call
+    memory = HostMemory(4096, 1 << 20, lambda address, num_bytes: pin(1 << 40, 4096), cuda_unpin)
+    memory.begin()
+    memory.wait()
+    assert memory.num_blocks == 0 and "cannot be pinned" in caplog.text
+    memory.close()
+
+
+def config_of(**changes: Any) -> EngineConfig:
+    settings = {
+        "model": str(resolve_model_dir("demo")),
+        "device": "cuda",
+        "dtype": "float32",
+        "max_model_len": 512,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 128,
+    }
+    return EngineConfig(**(settings | changes))
+
+
+def generate(engine: LocalEngine, prompt: tuple[int, ...]) -> list[int]:
+    sampling = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    request = Request("a" * 32, 0, prompt, sampling)
+    tokens = engine.generate([request])[request.key]
+    engine.engine.check_integrity()
+    return tokens
+
+
+def test_tokens_are_the_same_from_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CopyCost, "pays", lambda self, num_bytes, *others: num_bytes > 0)
+    rng = random.Random(7)
+    chats = [tuple(rng.choices(range(3, 4096), k=n)) for n in (250, 17, 100, 400, 330)]
+    longer = [(*chat, 5, 6, 7, *chat[:9]) for chat in chats]
+    configs = (config_of(num_kv_blocks=400, swap_space=0), config_of(num_kv_blocks=36))
+    cold, tight = (LocalEngine(config, ModelRunner(config)) for config in configs)
+    assert tight.runner.host_copier is not None
+    tight.runner.host_copier.wait()
+    for prompts in (chats, longer, chats):
+        assert [generate(tight, each) for each in prompts] == [
+            generate(cold, each) for each in prompts
+        ]
+    totals = tight.engine.totals()
+    assert totals.host_hit_tokens > sum(map(len, chats)), totals
+    tight.close()
+    cold.close()

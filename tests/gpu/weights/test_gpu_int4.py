@@ -1,0 +1,179 @@
+"""Models with weights in int4 on a GPU, and their products at the shapes of Llama-3.1-8B.
+
+The oracle of models is transformers in float32 with the weights that the file means; that of
+products is an explicit dequantisation in float64.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import write_checkpoint
+from int4_checkpoints import FORMATS, write_int4_checkpoint
+
+from baton.core.config import EngineConfig
+from baton.core.request.request import Request, SamplingParams
+from baton.engine.execution.runner import ModelRunner
+from baton.engine.local import LocalEngine
+from baton.kernels.products.int4_product import (
+    Dequantised,
+    choose,
+    multiply_by,
+    usual_tiling,
+)
+from baton.kernels.products.int4_triton import Int4Tiling, dequantised
+from baton.kernels.products.int4_weights import Int4Weight
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128, "vocab_size": 320}
+NEAR_TIE, NEAR_TIE_IN_FLOATS = 0.02, 0.01  # of the spread of a position's logits
+LENS = (1, 2, 17, 40, 130, 200, 300)  # prefill of one row, of few and of many
+SHAPES = {
+    "qkv": (6144, 4096),
+    "out": (4096, 4096),
+    "gate_up": (28_672, 4096),
+    "down": (4096, 14_336),
+}
+
+
+def weight_of(outputs: int, inputs: int, group_size: int = 128) -> Int4Weight:
+    weight = Int4Weight.empty(outputs, inputs, group_size, torch.device("cuda"))
+    groups = (outputs, inputs // group_size)
+    numbers = torch.randint(0, 16, (outputs, inputs), device="cuda", dtype=torch.uint8)
+    zero = torch.randint(0, 17, groups, device="cuda", dtype=torch.uint8)
+    weight.fill(numbers, torch.rand(groups, device="cuda").bfloat16() + 0.1, zero)
+    return weight
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 64, 128, 200, 512])
+@pytest.mark.parametrize("name", SHAPES)
+def test_products_of_an_8b_model(name: str, rows: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    outputs, inputs = SHAPES[name]
+    weight = weight_of(outputs, inputs)
+    x = torch.randn(rows, inputs, device="cuda", dtype=dtype)
+    floats = weight.dequantised(torch.float64)
+    expected = x.double() @ floats.t()
+    ways = {choose(rows, weight), usual_tiling(rows, outputs, inputs), Dequantised()}
+    if rows <= 64:
+        ways |= {Int4Tiling(64, 16, 6), Int4Tiling(256, 4, 3, 8), Int4Tiling(128, 2, 4, 8)}
+    for way in ways:
+        for _ in range(3):  # what adds up shares of the inputs leaves nothing behind
+            found = multiply_by(way, x, weight, None).double()
+            difference = (found - expected).norm() / expected.norm()
+            assert difference < 4e-3, f"{way}: {difference:.1e}"
+    assert torch.equal(dequantised(weight, dtype), floats.to(dtype))
+    assert not weight.turns.any()
+
+
+@pytest.mark.parametrize("way", [Int4Tiling(64, 8, 6), Int4Tiling(128, 4, 4, 8), Dequantised()])
+def test_products_replay_in_a_graph(way: Int4Tiling | Dequantised) -> None:
+    """One behind the other, with weights and without memory of their own, to the same bits."""
+    torch.manual_seed(0)
+    weights = [weight_of(4096, 4096) for _ in range(4)]
+    x = torch.randn(16, 4096, device="cuda", dtype=torch.bfloat16) / 300
+    multiply_by(way, x, weights[0], None)
+    torch.cuda.synchronize()
+    graph, outputs = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        outputs = [multiply_by(way, x, weight, None) for weight in weights]
+    graph.replay()
+    before = [one.clone() for one in outputs]
+    for _ in range(50):
+        graph.replay()
+    assert all(torch.equal(one, other) for one, other in zip(before, outputs, strict=True))
+    for found, weight in zip(outputs, weights, strict=True):
+        expected = x.double() @ weight.dequantised(torch.float64).t()
+        assert (found.double() - expected).norm() / expected.norm() < 4e-3
+
+
+def engine_of(folder: Path, **changes: Any) -> LocalEngine:
+    settings = {"device": "cuda", "num_kv_blocks": 300, "max_num_seqs": 8, "dtype": "bfloat16"}
+    config = EngineConfig(model=str(folder), **(settings | changes))
+    return LocalEngine(config, ModelRunner(config))
+
+
+def gaps(engine: LocalEngine, theirs: Any) -> list[float]:
+    """How far each token is below the oracle's best, in spreads of the position's logits."""
+    rng = random.Random(3)
+    sampling = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
+    requests = [
+        Request(f"{n:032x}", 0, tuple(rng.choices(range(3, SIZES["vocab_size"]), k=n)), sampling)
+        for n in LENS
+    ]
+    outputs, found = engine.generate(requests), []
+    for request in requests:
+        tokens, prompt = outputs[request.key], request.prompt_token_ids
+        with torch.inference_mode():
+            logits = theirs(torch.tensor([[*prompt, *tokens]])).logits[0]
+        for token, row in zip(tokens, logits[len(prompt) - 1 : -1], strict=True):
+            found.append(float((row.max() - row[token]) / row.std()))
+    engine.runner.close()
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_greedy_tokens_are_those_of_the_dequantised_model(
+    tmp_path: Path, name: str, dtype: str
+) -> None:
+    theirs = write_int4_checkpoint(tmp_path, name, seed=4, **SIZES)
+    engine = engine_of(tmp_path, dtype=dtype)
+    assert isinstance(engine.runner.model.layers[0].attention.qkv.weight, Int4Weight)
+    found = gaps(engine, theirs)
+    same = sum(gap == 0 for gap in found) / len(found)
+    print(f"{name}: {same:.0%} of tokens equal, gaps of {mean(found):.4f}, most {max(found):.3f}")
+    assert mean(found) < NEAR_TIE
+    assert same > 0.9
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "compressed, zeros"])
+def test_an_engine_in_float32_dequantises(tmp_path: Path, name: str) -> None:
+    theirs = write_int4_checkpoint(tmp_path, name, seed=4, **SIZES)
+    engine = engine_of(tmp_path, dtype="float32")
+    assert isinstance(engine.runner.model.layers[0].attention.qkv.weight, torch.Tensor)
+    assert max(gaps(engine, theirs)) < NEAR_TIE_IN_FLOATS
+
+
+def test_quantised_at_load_as_on_a_cpu(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, seed=4, **SIZES)
+    weights = []
+    for device in ("cuda", "cpu"):
+        engine = engine_of(tmp_path, quantization="int4", device=device, dtype="bfloat16")
+        weight = engine.runner.model.layers[1].mlp.down.weight
+        is_packed = isinstance(weight, Int4Weight)
+        assert is_packed == (device == "cuda")
+        weights.append(weight.dequantised(torch.bfloat16).cpu() if is_packed else weight)
+        engine.runner.close()
+    torch.testing.assert_close(weights[0], weights[1], rtol=2**-7, atol=0)
+
+
+def test_biases_and_sizes_that_are_no_multiples(tmp_path: Path) -> None:
+    """Outputs that fill no tile, and inputs that no kernel's layout has, which become floats."""
+    sizes = SIZES | {"head_dim": 64, "num_key_value_heads": 1, "intermediate_size": 160}
+    variant = {"architecture": "Qwen2ForCausalLM", "has_varied_vectors": True}
+    name = "compressed, zeros"
+    theirs = write_int4_checkpoint(tmp_path, name, seed=4, **(sizes | variant))
+    engine = engine_of(tmp_path)
+    mlp = engine.runner.model.layers[0].mlp
+    assert isinstance(mlp.gate_up.weight, Int4Weight)
+    assert isinstance(mlp.down.weight, torch.Tensor)
+    assert mean(gaps(engine, theirs)) < NEAR_TIE
+
+
+def test_a_zero_in_the_wrong_place_is_seen(tmp_path: Path) -> None:
+    theirs = write_int4_checkpoint(tmp_path, "awq", seed=4, **SIZES)
+    engine = engine_of(tmp_path)
+    groups = engine.runner.model.layers[0].mlp.down.weight.groups
+    groups.add_((torch.rand(groups.shape, device="cuda") < 0.5).int())
+    assert mean(gaps(engine, theirs)) > 2 * NEAR_TIE

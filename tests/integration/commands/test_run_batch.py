@@ -1,0 +1,146 @@
+"""`baton run-batch` as a process: answers of a server, kills in the middle, exit codes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from baton import LLM, SamplingParams
+
+NUM_LINES = 40
+
+
+def body(number: int) -> dict[str, Any]:
+    return {
+        "model": "demo",
+        "prompt": f"def function_{number}(",
+        "max_tokens": 24,
+        "seed": number,
+        "temperature": number % 2,
+        "ignore_eos": True,
+    }
+
+
+@pytest.fixture
+def requests(tmp_path: Path) -> Path:
+    path = tmp_path / "in.jsonl"
+    with path.open("w") as file:
+        for number in range(NUM_LINES):
+            line = {"custom_id": f"r{number}", "method": "POST", "url": "/v1/completions"}
+            file.write(json.dumps(line | {"body": body(number)}) + "\n")
+    return path
+
+
+def command(requests: Path, results: Path, *more: str) -> list[str]:
+    flags = ["--cpu-kv-bytes", str(16 << 20), "--max-concurrent", "4", *more]
+    files = ["-i", str(requests), "-o", str(results)]
+    return [sys.executable, "-m", "baton", "run-batch", *files, *flags]
+
+
+def results_of(path: Path) -> dict[str, Any]:
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    by_id = {one["custom_id"]: one for one in found}
+    assert len(by_id) == len(found), "a line was done twice"
+    return by_id
+
+
+@pytest.fixture(scope="module")
+def expected() -> Iterator[dict[str, str]]:
+    bodies = [body(number) for number in range(NUM_LINES)]
+    with LLM(cpu_kv_bytes=16 << 20) as llm:
+        params = [
+            SamplingParams(**{k: v for k, v in b.items() if k not in ("model", "prompt")})
+            for b in bodies
+        ]
+        outputs = llm.generate([b["prompt"] for b in bodies], params, use_tqdm=False)
+    yield {f"r{number}": one.outputs[0].text for number, one in enumerate(outputs)}
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_was_ended_goes_on(
+    requests: Path, expected: dict[str, str], number: signal.Signals
+) -> None:
+    results = requests.with_name("out.jsonl")
+    process = subprocess.Popen(command(requests, results), stderr=subprocess.PIPE)
+    while not results.exists() or results.read_bytes().count(b"\n") < 6:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    assert process.returncode == (130 if number == signal.SIGINT else -number)
+    with results.open("ab") as file:
+        file.write(b'{"id": "batch_req_')  # as a kill within a write leaves it
+    before = results.read_bytes()
+    done = subprocess.run(command(requests, results), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert results.read_bytes().startswith(before[: before.rindex(b"\n") + 1])
+    found = results_of(results)
+    texts = {name: one["response"]["body"]["choices"][0]["text"] for name, one in found.items()}
+    assert texts == expected
+
+
+def test_bad_lines_are_errors_and_the_exit_code_tells(tmp_path: Path) -> None:
+    requests, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    chat = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+    lines = [
+        {"custom_id": "chat", "method": "POST", "url": "/v1/chat/completions", "body": chat},
+        {"custom_id": "no", "method": "POST", "url": "/v1/completions", "body": {"model": "demo"}},
+    ]
+    requests.write_text("\n".join([*map(json.dumps, lines), "nonsense"]))
+    done = subprocess.run(command(requests, results), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3, done.stderr
+    found = results_of(results)
+    assert found["chat"]["response"]["body"]["object"] == "chat.completion"
+    assert found["chat"]["response"]["body"]["usage"]["completion_tokens"] == 3
+    refused = found["no"]["response"]
+    assert (refused["status_code"], refused["body"]["error"]["param"]) == (400, "prompt")
+    assert found[None]["error"]["code"] == "invalid_json"
+    missing = command(tmp_path / "none.jsonl", results)
+    done = subprocess.run(missing, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.startswith("error: cannot read")
+
+
+async def test_a_deployment_that_is_busy_is_asked_again(requests: Path) -> None:
+    """By its URL, with a key; one that is gone ends the run."""
+    results = requests.with_name("out.jsonl")
+    seen: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        seen.append(request.headers["Authorization"])
+        if len(seen) == 1:
+            return web.json_response({}, status=429, headers={"Retry-After": "0"})
+        if len(seen) > 20:
+            assert request.transport is not None
+            request.transport.abort()
+        return web.json_response({"id": "x", "prompt": (await request.json())["prompt"]})
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    host, port = runner.addresses[0][:2]
+    process = await asyncio.create_subprocess_exec(
+        *command(requests, results, "--url", f"http://{host}:{port}"),
+        env=os.environ | {"BATON_API_KEY": "secret"},
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, errors = await process.communicate()
+    await runner.cleanup()
+    assert process.returncode == 1 and b"error: no answer of http://" in errors
+    assert set(seen) == {"Bearer secret"}
+    found = results_of(results)
+    assert 10 <= len(found) <= 19
+    assert all(one["response"]["body"]["id"] == "x" for one in found.values())

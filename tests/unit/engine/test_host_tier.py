@@ -1,0 +1,442 @@
+"""The engine with host memory behind its pool: whatever goes out, comes back or is lost on its way,
+the tokens are the oracle's. Copies are torn (fakes/host_copier.py), so a block that was used though
+it was overwritten would show."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+from fakes.clock import TickingClock
+from fakes.gateway.step_costs import linear_cost
+from fakes.host_copier import FakeCopier
+from fakes.runner import FakeRunner, expected_tokens
+
+from baton.core.request.request import Request, SamplingParams
+from baton.core.request.token_ids import BlockHash, Tier
+from baton.engine.engine import Engine
+from baton.engine.kv.block_pool import NUM_RESERVED_BLOCKS
+from baton.engine.kv.generations import LocalGenerations
+from baton.engine.kv.host_copies import CopyCost, Direction
+from baton.engine.kv.limits import EngineLimits
+from baton.engine.scheduling.admission import OutputLengthEstimator
+
+BLOCK_SIZE = 4
+VOCAB_SIZE = 50
+
+
+class Optimist(OutputLengthEstimator):
+    """Memory runs out, and requests are preempted."""
+
+    def estimate(self, num_generated: int, max_tokens: int) -> int:
+        return 1
+
+
+@pytest.fixture(autouse=True)
+def copying_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the clock says; the tests of the rule ask for it by name."""
+    monkeypatch.setattr(CopyCost, "pays", lambda self, num_bytes, *others: num_bytes > 0)
+
+
+class Observer:
+    """What an index is told: never twice the same."""
+
+    def __init__(self) -> None:
+        self.tiers: dict[BlockHash, Tier] = {}
+
+    def moved(self, block_hashes: list[BlockHash], was: Tier, now: Tier) -> None:
+        assert was is not now
+        for block_hash in block_hashes:
+            assert self.tiers.pop(block_hash, Tier.NOWHERE) is was
+            if now is not Tier.NOWHERE:
+                self.tiers[block_hash] = now
+
+
+@dataclass
+class Rig:
+    """An engine of `capacity` blocks over a fake runner, with `num_host` blocks of host memory."""
+
+    capacity: int = 12
+    num_host: int = 40
+    runs_ahead: bool = False
+    budget: int = 64
+    num_looks: range = range(3)
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def __post_init__(self) -> None:
+        num_blocks = self.capacity + NUM_RESERVED_BLOCKS
+        runner = FakeRunner(
+            num_blocks, BLOCK_SIZE, vocab_size=VOCAB_SIZE, runs_ahead=self.runs_ahead, num_looks=1
+        )
+        self.copier = FakeCopier(runner, self.num_host, lambda: self.rng.choice(self.num_looks))
+        self.observer = Observer()
+        self.engine = Engine(
+            runner,
+            EngineLimits(num_blocks, BLOCK_SIZE, 200, max_num_batched_tokens=self.budget),
+            LocalGenerations(num_blocks),
+            fingerprint="f",
+            eos_token_ids=(),
+            estimator=Optimist(),
+            clock=TickingClock(),
+            cache_observer=self.observer,
+            host_copier=self.copier,
+        )
+        self.tokens: dict[str, list[int]] = {}
+        self.requests: dict[str, Request] = {}
+        self.cached: dict[str, int] = {}
+
+    def add(self, prompt: list[int], max_tokens: int = 1, *, hold: bool = False) -> str:
+        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)
+        request = Request(f"r{len(self.requests)}", 0, tuple(prompt), params)
+        self.engine.add(request, hold=hold)
+        self.requests[request.key], self.tokens[request.key] = request, []
+        return request.key
+
+    def step(self) -> None:
+        output = self.engine.step()
+        assert not output.failed
+        self.cached.update(output.started)
+        for token in output.tokens:
+            self.tokens[token.key].append(token.token_id)
+
+    def run(self) -> None:
+        for _ in range(3000):
+            if not self.engine.has_work:
+                return
+            self.step()
+        raise AssertionError("no end")
+
+    def serve(self, prompt: list[int], max_tokens: int = 1) -> int:
+        """Its tokens, as they should be; returns how many were cached."""
+        key = self.add(prompt, max_tokens)
+        self.run()
+        self.check(key)
+        self.settle()
+        return self.cached[key]
+
+    def check(self, key: str) -> None:
+        request = self.requests[key]
+        expected = expected_tokens(
+            request.prompt_token_ids, request.sampling.max_tokens, vocab_size=VOCAB_SIZE
+        )
+        found = self.tokens[key]
+        assert found == expected[: len(found)]
+
+    def settle(self) -> None:
+        """Let all copies end: an engine looks at them when it has a step to launch."""
+        for _ in range(60):
+            self.engine._poll_host()
+
+    @property
+    def totals(self) -> Counter[str]:
+        totals = self.engine.totals()
+        return Counter(
+            swaps=totals.num_swaps,
+            host_hits=totals.host_hit_tokens,
+            preemptions=totals.num_preemptions,
+            lost=totals.host.num_lost_blocks,
+        )
+
+
+PROMPT = [1, 2, 3, 4] * 5  # five blocks
+
+
+def fill(rig: Rig) -> None:
+    """Displace all that the device has cached."""
+    rig.serve([9] * (4 * rig.capacity - 1))
+
+
+def test_what_was_evicted_comes_back() -> None:
+    rig = Rig()
+    assert rig.serve(PROMPT, 3) == 0
+    fill(rig)
+    assert rig.serve([*PROMPT, 7, 8], 3) == 20
+    assert rig.totals["host_hits"] == 20
+    rig.settle()
+    rig.engine.check_integrity()
+    assert not rig.engine.pool.open_fences
+
+
+def test_the_last_token_is_always_computed() -> None:
+    rig = Rig()
+    rig.serve(PROMPT)
+    fill(rig)
+    assert rig.serve(PROMPT) == 16
+
+
+def test_behind_cached_blocks_host_memory_goes_on() -> None:
+    rig = Rig()
+    rig.serve([*PROMPT, 5, 5, 5, 5])
+    rig.serve([8] * 36)  # nine of twelve blocks: the chain's end is evicted, its beginning stays
+    key = rig.add([*PROMPT, 5, 5, 5, 5, 6])
+    rig.run()
+    rig.check(key)
+    assert rig.cached[key] == 24 and 0 < rig.totals["host_hits"] < 24
+
+
+def test_a_second_use_goes_to_host_memory_while_both_run() -> None:
+    rig = Rig(capacity=30)
+    first = rig.add(PROMPT, 40)
+    rig.step()
+    rig.add([*PROMPT, 3], 40)
+    rig.step()
+    assert rig.copier.num_copied[Direction.OUT] == 5
+    rig.run()
+    rig.check(first)
+
+
+def test_others_go_on_while_blocks_come() -> None:
+    rig = Rig(capacity=20, num_looks=range(2, 3))
+    rig.serve(PROMPT)
+    rig.serve([9] * 72)
+    rig.num_looks = range(50, 51)
+    slow = rig.add([*PROMPT, 7])
+    rig.step()
+    assert rig.engine.load().num_running == 0 and rig.engine.has_prompts
+    quick = rig.add([5, 6, 7], 2)
+    for _ in range(4):
+        rig.step()
+    assert len(rig.tokens[quick]) == 2 and not rig.tokens[slow]
+    assert rig.engine.load().waiting_tokens == 1  # the rest is being copied
+    rig.run()
+    rig.check(slow)
+    assert rig.cached[slow] == 20
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_an_aborted_loads_blocks_are_free_when_its_copy_has_ended(runs_ahead: bool) -> None:
+    rig = Rig(runs_ahead=runs_ahead)
+    rig.serve(PROMPT)
+    fill(rig)
+    rig.num_looks = range(20, 21)
+    key = rig.add([*PROMPT, 7])
+    rig.step()
+    rig.step()
+    rig.engine.abort(key)
+    rig.engine.check_integrity()
+    assert rig.engine.pool.counts.held == 5 and rig.engine.has_work  # fenced
+    known = dict(rig.observer.tiers)
+    rig.run()
+    assert rig.engine.pool.counts.held == 0 and rig.observer.tiers == known
+    assert rig.serve([*PROMPT, 7]) == 20
+
+
+def test_host_blocks_that_are_evicted_during_a_load_are_computed() -> None:
+    rig = Rig()
+    rig.serve(PROMPT)
+    fill(rig)
+    assert rig.engine._host is not None
+    blocks = rig.engine._host._blocks
+    rig.num_looks = range(10, 11)
+    key = rig.add([*PROMPT, 7])
+    for _ in range(5):
+        if rig.engine._scheduler.loading:
+            break
+        rig.step()
+    [load] = rig.engine._scheduler.loading.values()
+    last = load.host_blocks[-1]
+    taken: list[int] = []
+    while last not in taken:  # the family that was used longest ago first, then of its own the end
+        taken += blocks.take(1)
+    evicted = taken[-1]
+    assert load.host_blocks[-2] not in taken
+    rig.copier.memory[evicted] = bytes(rig.copier.block_bytes)
+    rig.run()
+    rig.check(key)
+    assert rig.cached[key] == 4 * (len(load.host_blocks) - 1)
+    assert rig.totals["lost"] > 0
+
+
+def test_a_block_that_is_rewritten_on_its_way_out_is_not_entered() -> None:
+    rig = Rig(num_looks=range(500, 501))
+    for prompt in (PROMPT, [9] * (4 * rig.capacity - 1)):  # which takes all blocks
+        key = rig.add(prompt)
+        while not rig.tokens[key]:
+            rig.step()
+    assert not len(rig.engine._host._blocks)  # the copy out of PROMPT's blocks has not ended
+    rig.num_looks = range(1)
+    for _ in range(1500):
+        rig.engine._poll_host()
+    assert rig.totals["lost"] > 0
+    assert rig.serve([*PROMPT, 7]) < 20
+
+
+def test_a_preempted_request_is_swapped() -> None:
+    rig = Rig(capacity=12, num_host=60, num_looks=range(1))
+    keys = [rig.add([n] * 9, 30) for n in range(3)]
+    rig.run()
+    for key in keys:
+        rig.check(key)
+        assert len(rig.tokens[key]) == 30
+    totals = rig.totals
+    assert totals["preemptions"] and totals["swaps"] and totals["host_hits"]
+
+
+def test_swapping_is_all_or_nothing() -> None:
+    rig = Rig(capacity=12, num_host=2)
+    keys = [rig.add([n] * 9, 30) for n in range(3)]
+    rig.run()
+    for key in keys:
+        rig.check(key)
+    assert rig.totals["preemptions"] and not rig.totals["swaps"]
+
+
+def test_without_host_memory_all_is_as_before() -> None:
+    rig = Rig(num_host=0)
+    rig.serve(PROMPT)
+    fill(rig)
+    assert rig.serve([*PROMPT, 7]) == 0
+
+
+def test_memory_that_is_pinned_later_is_used_then() -> None:
+    rig = Rig()
+    rig.copier.num_blocks = 0
+    rig.serve(PROMPT)
+    fill(rig)
+    assert rig.serve([*PROMPT, 7]) == 0
+    rig.copier.num_blocks = 40
+    rig.serve([*PROMPT, 8])
+    fill(rig)
+    assert rig.serve([*PROMPT, 9]) == 20
+
+
+def test_while_only_blocks_are_waited_for_a_step_lets_others_act() -> None:
+    rig = Rig()
+    rig.serve(PROMPT)
+    fill(rig)
+    rig.num_looks = range(20, 21)
+    key = rig.add([*PROMPT, 7])
+    calls = 0
+
+    def meanwhile() -> bool:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            rig.add([5, 6], 1)
+        return False
+
+    num_steps = 0
+    while rig.engine.has_work:
+        output = rig.engine.step(meanwhile)
+        num_steps += 1
+        for token in output.tokens:
+            rig.tokens[token.key].append(token.token_id)
+    assert 10 < calls <= num_steps + 4
+    assert all(rig.tokens.values())
+    rig.check(key)
+
+
+def test_prompt_logprobs_are_computed() -> None:
+    rig = Rig()
+    rig.serve(PROMPT)
+    fill(rig)
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    rig.engine.add(Request("p", 0, tuple(PROMPT), params))
+    rig.tokens["p/0"] = []
+    rig.run()
+    assert rig.cached["p/0"] == 0
+
+
+# -- thousands of schedules -----------------------------------------------------------------------
+
+
+def schedules(rng: random.Random) -> Iterator[Rig]:
+    yield Rig(
+        capacity=rng.randrange(11, 20),
+        num_host=rng.choice([0, 3, 8, 40]),
+        runs_ahead=rng.random() < 0.5,
+        budget=rng.choice([4, 16, 64]),
+        num_looks=range(rng.choice([1, 3, 12])),
+        rng=rng,
+    )
+
+
+def play(seed: int) -> Counter[str]:
+    """One schedule: chats that share beginnings, aborts, holds; ends with an idle engine."""
+    rng = random.Random(seed)
+    [rig] = schedules(rng)
+    chats = [[rng.randrange(3) for _ in range(rng.randrange(1, 24))] for _ in range(4)]
+    held: list[str] = []
+    for _ in range(rng.randrange(4, 30)):
+        match rng.randrange(6):
+            case 0 | 1:
+                chat = rng.choice(chats)
+                if len(chat) > 26:
+                    del chat[rng.randrange(1, 20) :]
+                is_held = rng.random() < 0.2
+                key = rig.add([*chat], rng.randrange(1, 12), hold=is_held)
+                held += [key] * is_held
+                chat += [rng.randrange(3) for _ in range(rng.randrange(6))]
+            case 2:
+                if rig.requests:
+                    rig.engine.abort(rng.choice([*rig.requests]))
+            case _:
+                for _ in range(rng.randrange(1, 8)):
+                    if rig.engine.has_work:
+                        rig.step()
+        rig.engine.check_integrity()
+    for _ in range(4000):
+        if rig.engine.has_work:
+            rig.step()
+        elif held:
+            rig.engine.abort(held.pop())
+        else:
+            break
+    for key in rig.requests:
+        rig.check(key)
+    rig.settle()
+    host = rig.engine._host
+    assert host is not None and not host.num_writing
+    assert host._blocks.num_free + len(host._blocks) == host._blocks.num_blocks
+    rig.engine.check_integrity()
+    assert rig.engine.pool.counts.held == 0 and not rig.engine.pool.open_fences
+    assert rig.engine.ledger()["requests"] == {}
+    check_observer(rig)
+    return rig.totals
+
+
+def check_observer(rig: Rig) -> None:
+    """The index knows what is on the device, and what is in host memory alone."""
+    assert rig.engine._host is not None
+    cache, blocks = rig.engine._tables._cache, rig.engine._host._blocks
+    expected = dict.fromkeys(blocks._block_of, Tier.HOST)
+    assert rig.observer.tiers == expected | dict.fromkeys(cache._block_of, Tier.DEVICE)
+
+
+def test_tokens_are_the_same_in_any_schedule() -> None:
+    totals: Counter[str] = Counter()
+    for seed in range(400):
+        totals += play(seed)
+    assert all(totals[each] > 20 for each in ("swaps", "host_hits", "lost")), totals
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_tokens_are_the_same_in_thousands_of_schedules() -> None:
+    for seed in range(1000, 6000):
+        play(seed)
+
+
+# -- the rule -------------------------------------------------------------------------------------
+
+
+def test_with_the_rule_as_it_is_tokens_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    totals = sum((play(seed) for seed in range(60)), Counter[str]())
+    assert totals["host_hits"], "steps take the fake clock's milliseconds, copies less"
+
+
+def test_copying_pays_where_it_takes_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    cost, step_cost = CopyCost(), linear_cost(0.01, 1e-4)
+    assert cost.pays(1 << 30, 100, 0, None), "nothing is measured yet"
+    assert cost.pays(1 << 40, 100, 0, step_cost), "no copy is measured yet"
+    cost.observe(1 << 30, 0.02)
+    for num_tokens in (1, 100, 10_000):
+        compute_s = 0.01 + 1e-4 * num_tokens
+        num_bytes = int((compute_s - 0.0005) / 0.02 * (1 << 30))
+        assert cost.pays(int(num_bytes * 0.99), num_tokens, 0, step_cost)
+        assert not cost.pays(int(num_bytes * 1.01), num_tokens, 0, step_cost)

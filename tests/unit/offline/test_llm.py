@@ -1,0 +1,208 @@
+"""LLM over the bundled model: tokens are those of a LocalEngine, whatever the shape of the call."""
+
+from __future__ import annotations
+
+import math
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+import baton
+from baton import LLM, SamplingParams
+from baton.core.config import EngineConfig
+from baton.core.errors import (
+    BatonError,
+    ContextLengthExceeded,
+    EngineFailed,
+    InvalidRequest,
+    StartupFailed,
+)
+from baton.core.request.request import Request
+from baton.core.request.request import SamplingParams as EngineSampling
+from baton.engine.local import LocalEngine
+
+POOL = 16 << 20
+PROMPTS = ["def fib(n):", "import os\n", "class Reader:\n    def __init__(self"]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(cpu_kv_bytes=POOL) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def local() -> Iterator[LocalEngine]:
+    local = LocalEngine.load(EngineConfig(cpu_kv_bytes=POOL), print)
+    yield local
+    local.close()
+
+
+def tokens_of(local: LocalEngine, prompt: list[int], sampling: EngineSampling) -> tuple[int, ...]:
+    request = Request(f"{random.getrandbits(128):032x}", 0, tuple(prompt), sampling)
+    return tuple(local.generate([request])[request.key])
+
+
+def test_greedy_and_seeded_tokens_are_the_engines(llm: LLM, local: LocalEngine) -> None:
+    params = [
+        SamplingParams(max_tokens=12, temperature=0.0),
+        SamplingParams(max_tokens=9, seed=3, top_k=20, temperature=0.9),
+        SamplingParams(max_tokens=5, seed=4, top_k=-1),
+    ]
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    assert [output.prompt for output in outputs] == PROMPTS
+    samplings = [
+        EngineSampling(max_tokens=12, temperature=0.0),
+        EngineSampling(max_tokens=9, seed=3, top_k=20, temperature=0.9),
+        EngineSampling(max_tokens=5, seed=4),
+    ]
+    for output, sampling in zip(outputs, samplings, strict=True):
+        (sample,) = output.outputs
+        assert sample.token_ids == tokens_of(local, output.prompt_token_ids, sampling)
+        assert sample.finish_reason == "length" and sample.logprobs is None
+
+
+def test_all_shapes_of_a_prompt_are_the_same(llm: LLM) -> None:
+    greedy = SamplingParams(max_tokens=6, temperature=0.0)
+    (first,) = llm.generate(PROMPTS[0], greedy, use_tqdm=False)
+    ids = first.prompt_token_ids
+    shapes = [ids, [ids], {"prompt": PROMPTS[0]}, {"prompt_token_ids": ids}, tuple(ids)]
+    for shape in shapes:
+        (output,) = llm.generate(shape, greedy, use_tqdm=False)
+        assert output.outputs[0].token_ids == first.outputs[0].token_ids
+        assert output.prompt_token_ids == ids
+    assert llm.generate([], use_tqdm=False) == []
+
+
+def test_samples_scores_and_stops(llm: LLM) -> None:
+    params = SamplingParams(n=3, max_tokens=8, seed=1, logprobs=2, prompt_logprobs=1)
+    (output,) = llm.generate(PROMPTS[0], params, use_tqdm=False)
+    assert [sample.index for sample in output.outputs] == [0, 1, 2]
+    assert len({sample.token_ids for sample in output.outputs}) == 3
+    for sample in output.outputs:
+        assert sample.logprobs is not None and len(sample.logprobs) == len(sample.token_ids)
+        own = [found[i].logprob for found, i in zip(sample.logprobs, sample.token_ids, strict=True)]
+        assert sample.cumulative_logprob is not None
+        assert math.isclose(sample.cumulative_logprob, sum(own))
+        assert all(1 in {one.rank for one in found.values()} for found in sample.logprobs)
+    scores = output.prompt_logprobs
+    assert scores is not None and scores[0] is None and len(scores) == len(output.prompt_token_ids)
+
+    (whole,) = llm.generate("def f(", SamplingParams(max_tokens=20, temperature=0), use_tqdm=False)
+    text, ids = whole.outputs[0].text, whole.outputs[0].token_ids
+    stop = text[5:9]
+    cut = SamplingParams(max_tokens=20, temperature=0, stop=stop)
+    (sample,) = llm.generate("def f(", cut, use_tqdm=False)[0].outputs
+    assert sample.text == text[: text.index(stop)]
+    assert (sample.finish_reason, sample.stop_reason) == ("stop", stop)
+    by_id = SamplingParams(max_tokens=20, temperature=0, stop_token_ids=[ids[2]])
+    (sample,) = llm.generate("def f(", by_id, use_tqdm=False)[0].outputs
+    assert sample.token_ids[-1] == sample.stop_reason == ids[2]
+
+
+def test_a_constrained_output_matches(llm: LLM) -> None:
+    pytest.importorskip("llguidance")
+    params = SamplingParams(max_tokens=8, temperature=0.0, choice=["yes", "no"])
+    (output,) = llm.generate("Is it? ", params, use_tqdm=False)
+    assert output.outputs[0].text in ("yes", "no")
+
+
+def test_chats_by_the_models_template(llm: LLM) -> None:
+    chat = [{"role": "user", "content": "Write a function that adds."}]
+    params = SamplingParams(max_tokens=6, temperature=0.0)
+    (one,) = llm.chat(chat, params, use_tqdm=False)
+    two = llm.chat([chat, chat], params, use_tqdm=False)
+    assert one.prompt is not None and "Write a function" in one.prompt
+    assert [output.outputs[0].token_ids for output in two] == [one.outputs[0].token_ids] * 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "error", "param"),
+    [
+        ("", SamplingParams(), InvalidRequest, "prompt"),
+        ("x", SamplingParams(temperature=3.0), InvalidRequest, "temperature"),
+        ("x", SamplingParams(max_tokens="12"), InvalidRequest, "max_tokens"),  # type: ignore[arg-type]
+        ([10**6], SamplingParams(), InvalidRequest, "prompt[0]"),
+        ("x", SamplingParams(max_tokens=10**6), ContextLengthExceeded, "max_tokens"),
+        ({"text": "x"}, SamplingParams(), InvalidRequest, "prompt"),
+        ("x", [SamplingParams()] * 2, InvalidRequest, "sampling_params"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_name(
+    llm: LLM, prompt: object, params: object, error: type[BatonError], param: str
+) -> None:
+    with pytest.raises(error) as refused:
+        llm.generate(prompt, params, use_tqdm=False)  # type: ignore[arg-type]
+    assert refused.value.param == param
+    llm._calls._local.engine.check_integrity()
+
+
+def test_flags_have_the_names_of_the_command_line() -> None:
+    with pytest.raises(StartupFailed, match="enforce_eager"):
+        LLM(enforce_eager=True)
+    with pytest.raises(StartupFailed, match="tensor-parallel-size"):
+        LLM(tp=0)
+    with pytest.raises(StartupFailed):
+        LLM(model="/nowhere")
+    assert not [t for t in threading.enumerate() if t.name == "baton-engine" and t.is_alive()][1:]
+
+
+def test_without_a_tokenizer_ids_are_served() -> None:
+    with LLM(skip_tokenizer_init=True, cpu_kv_bytes=POOL) as llm:
+        params = SamplingParams(max_tokens=3)
+        (output,) = llm.generate([5, 6], params, use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 3 and output.outputs[0].text == ""
+        with pytest.raises(InvalidRequest):
+            llm.generate("text", params, use_tqdm=False)
+    with pytest.raises(BatonError, match="closed"):
+        llm.generate([5, 6], use_tqdm=False)
+
+
+def test_an_engine_that_fails_ends_the_call_and_all_later_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with LLM(cpu_kv_bytes=POOL) as llm:
+
+        def step() -> None:
+            raise EngineFailed("the device is lost")
+
+        monkeypatch.setattr(llm._calls._local.engine, "step", step)
+        for _ in range(2):
+            with pytest.raises(EngineFailed, match="the device is lost"):
+                llm.generate(["a", "b"], use_tqdm=False)
+
+
+_INTERRUPTED = """
+import os, signal, threading
+from baton import LLM, SamplingParams
+with LLM(cpu_kv_bytes=1 << 24) as llm:
+    interrupt = threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT))
+    interrupt.start()
+    try:
+        llm.generate("def f(", SamplingParams(max_tokens=None, ignore_eos=True), use_tqdm=False)
+    except KeyboardInterrupt:
+        pass
+    print(len(llm.generate("x", SamplingParams(max_tokens=2), use_tqdm=False)))
+    llm._calls._local.engine.check_integrity()
+    print(llm._calls._local.engine.load().num_running)
+"""
+
+
+def test_a_ctrl_c_ends_the_call_and_the_llm_goes_on() -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", _INTERRUPTED], capture_output=True, text=True, timeout=60
+    )
+    assert found.stdout.split() == ["1", "0"], found.stderr
+    assert found.returncode == 0
+
+
+def test_the_package_has_what_it_names() -> None:
+    assert all(getattr(baton, name).__name__ == name for name in baton.__all__)
+    with pytest.raises(AttributeError):
+        _ = baton.nothing
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
