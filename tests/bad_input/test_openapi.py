@@ -24,14 +24,6 @@ _GENERATING = (
 _READING = (
     *("/v1/models", "/v1/models/{model}", "/server_info", "/load", "/version", "/live", "/ready"),
 )
-    "/v1/models",
-    "/v1/models/{model}",
-    "/server_info",
-    "/load",
-    "/version",
-    "/live",
-    "/ready",
-)
 _CHECKS = (
     checks.not_a_server_error,
     specs.status_code_conformance,

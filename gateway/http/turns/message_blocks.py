@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 StopReason = Annotated[
     str,
@@ -21,7 +21,7 @@ class ContentBlock(Struct, kw_only=True):
     signature: str | UnsetType = UNSET
     id: str | UnsetType = UNSET
     name: str | UnsetType = UNSET
-    input: dict[str, Any] | UnsetType = UNSET
+    input: Raw | UnsetType = UNSET
 
 
 class ThinkingDetails(Struct):

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from aiohttp import web
-from msgspec import Struct
+from msgspec import Raw, Struct
 
 from ....core.errors import BatonError
 from ....core.request.request import FinishReason
@@ -173,5 +173,5 @@ def _content(block: Block) -> ContentBlock:
         type="tool_use",
         id=f"toolu_{block.id[:24]}",
         name=block.name,
-        input=call_arguments(block.text),
+        input=Raw(block.text.encode() if call_arguments(block.text) else b"{}"),
     )

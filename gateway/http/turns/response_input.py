@@ -172,7 +172,7 @@ _ITEM = {"type": "object"}
 _TOOL = record({"type": {"const": "function"}, "name": STRING.schema})
 FIELDS: Mapping[str, FieldKind] = {
     **{name: FRONT[name] for name in ("model", "stream", "user", "metadata")},
-    **SAMPLING,
+    **{name: kind for name, kind in SAMPLING.items() if name != "prompt_logprobs"},
     **{name: kind for name, kind in GENERATION.items() if name != "n"},
     "input": FieldKind(
         {"anyOf": [STRING.schema, {"type": "array", "items": _ITEM, "minItems": 1}]}, _input
@@ -206,8 +206,11 @@ NOT_SUPPORTED: Mapping[str, Sequence[Any]] = {
     "conversation": (),
     "max_tokens": (),
     "max_tool_calls": (),
+    "logprobs": (False,),
     "n": (1,),
+    "prompt_logprobs": (),
     "response_format": (),
+    "return_token_ids": (False,),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 Status = Annotated[
     str, Meta(extra_json_schema={"enum": ["in_progress", "completed", "incomplete"]})
 ]
 
 
-class OutputText(Struct, kw_only=True):
-    text: str
-    type: Literal["output_text"] = "output_text"
-    annotations: tuple[()] = ()
-    logprobs: tuple[()] = ()
+class Part(Struct, kw_only=True):
+    """`output_text`, which alone has annotations and log-probabilities; or `reasoning_text`."""
 
-
-class ReasoningText(Struct, kw_only=True):
     text: str
-    type: Literal["reasoning_text"] = "reasoning_text"
+    type: Literal["output_text", "reasoning_text"]
+    annotations: tuple[()] | UnsetType = UNSET
+    logprobs: tuple[()] | UnsetType = UNSET
 
 
 class Item(Struct, kw_only=True):
@@ -30,7 +27,7 @@ class Item(Struct, kw_only=True):
     type: str
     status: Status
     role: Literal["assistant"] | UnsetType = UNSET
-    content: list[OutputText | ReasoningText] | UnsetType = UNSET
+    content: list[Part] | UnsetType = UNSET
     summary: tuple[()] | UnsetType = UNSET
     call_id: str | UnsetType = UNSET
     name: str | UnsetType = UNSET
@@ -59,7 +56,7 @@ class Incomplete(Struct):
 
 
 class ResponseBody(Struct, kw_only=True):
-    """What was asked for stands in it again."""
+    """What was asked for stands in it again; some as JSON, whose numbers may be of any size."""
 
     id: str
     object: Literal["response"] = "response"
@@ -77,9 +74,9 @@ class ResponseBody(Struct, kw_only=True):
     reasoning: dict[str, Any]
     store: bool
     temperature: float
-    text: dict[str, Any]
-    tool_choice: Any
-    tools: list[dict[str, Any]]
+    text: Raw
+    tool_choice: Raw
+    tools: Raw
     top_p: float
     truncation: Literal["disabled"] = "disabled"
     usage: ResponseUsage | None = None
@@ -113,7 +110,7 @@ class PartEvent(Event, kw_only=True):
     item_id: str
     output_index: int
     content_index: int = 0
-    part: OutputText | ReasoningText
+    part: Part
 
 
 class TextEvent(Event, kw_only=True):

@@ -7,11 +7,10 @@ In this process's memory alone: no other gateway knows them, and a restart forge
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import msgspec
 
 from ....core.errors import ResponseNotFound
 from ....core.ports import Clock
@@ -49,7 +48,7 @@ class ResponseStore:
         """Keep a conversation; one that is larger than all of the store is not kept."""
         now_s = self._clock.monotonic_s()
         self._drop_expired(now_s)
-        entry = _Entry(msgspec.json.encode(messages), now_s + self._ttl_s)
+        entry = _Entry(json.dumps(messages).encode(), now_s + self._ttl_s)
         if entry.num_bytes > self._max_bytes:
             return
         while self.num_bytes + entry.num_bytes > self._max_bytes:
@@ -67,7 +66,7 @@ class ResponseStore:
                 "another gateway has it; send the whole conversation as input",
                 param="previous_response_id",
             )
-        found: list[Message] = msgspec.json.decode(entry.data)
+        found: list[Message] = json.loads(entry.data)
         return found
 
     def _drop_expired(self, now_s: float) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aiohttp import web
-from msgspec import Struct
+from msgspec import Raw, Struct
 
 from ....core.errors import BatonError
 from ....core.request.request import FinishReason, SamplingParams
@@ -24,10 +25,9 @@ from .response_items import (
     Incomplete,
     Item,
     ItemEvent,
-    OutputText,
+    Part,
     PartEvent,
     ReasoningDetails,
-    ReasoningText,
     ResponseBody,
     ResponseEvent,
     ResponseUsage,
@@ -176,9 +176,9 @@ class _Response(Turn):
             reasoning={"effort": found.get("reasoning_effort"), "summary": None},
             store=found.get("store", True),
             temperature=found.get("temperature", _DEFAULTS.temperature),
-            text={"format": text.get("format") or {"type": "text"}},
-            tool_choice=asked.get("tool_choice") or "auto",
-            tools=asked.get("tools") or [],
+            text=_raw({"format": text.get("format") or {"type": "text"}}),
+            tool_choice=_raw(asked.get("tool_choice") or "auto"),
+            tools=_raw(asked.get("tools") or []),
             top_p=found.get("top_p", _DEFAULTS.top_p),
             user=asked.get("user"),
         )
@@ -201,6 +201,10 @@ class _Response(Turn):
         store.put(caller_of(self._request).tenant, self._envelope["id"], messages)
 
 
+def _raw(value: Any) -> Raw:
+    return Raw(json.dumps(value).encode())
+
+
 def _id(block: Block) -> str:
     return _ID_PREFIX[block.kind] + block.id
 
@@ -219,10 +223,10 @@ def _item(block: Block, status: str) -> Item:
     return item
 
 
-def _content(block: Block) -> OutputText | ReasoningText:
+def _content(block: Block) -> Part:
     if block.kind is BlockKind.TEXT:
-        return OutputText(text=block.text)
-    return ReasoningText(text=block.text)
+        return Part(text=block.text, type="output_text", annotations=(), logprobs=())
+    return Part(text=block.text, type="reasoning_text")
 
 
 def _call_id(block: Block) -> str:

@@ -91,7 +91,8 @@ TURNS: list[Row] = [
          "missing_required", "text.format.json_schema"),
     *[row for name, value in (
         ("background", True), ("conversation", "x"), ("max_tool_calls", 1), ("prompt", {"id": "x"}),
-        ("truncation", "auto"), ("top_logprobs", 3), ("n", 2), ("messages", []), ("max_tokens", 5),
+        ("truncation", "auto"), ("top_logprobs", 3), ("prompt_logprobs", 1), ("logprobs", True),
+        ("return_token_ids", True), ("n", 2), ("messages", []), ("max_tokens", 5),
         ("response_format", {"type": "text"}))
       for row in _values(_RESPONSES, name, [value], "unsupported_parameter")],
     *_values(_RESPONSES, "bootstrap_room", [1], "unknown_parameter"),
