@@ -253,15 +253,16 @@ class XmlScanner:
         if match := self._END.match(self._text):
             self._arguments.append("}" if self._num_parameters else "{}")
             self.is_done = True
+            self._text = self._text[match.end() :]
         elif match := self._PARAMETER.match(self._text):
             self._key = match[1]
+            self._text = self._text[match.end() :]
         else:
             tag = self._text.lstrip()
             if any(one.startswith(tag[: len(one)]) for one in ("</function>", "<parameter=")):
                 return False
-            match = re.match(r"\s*.[^<]*", self._text, re.DOTALL)  # what belongs to no tag
-            assert match is not None, "an empty text begins every tag"
-        self._text = self._text[match.end() :]
+            _, found, behind = tag[1:].partition("<")  # what belongs to no tag is dropped
+            self._text = found + behind
         return True
 
     def _read_value(self) -> bool:

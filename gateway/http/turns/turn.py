@@ -127,11 +127,11 @@ class Turn(Chat):
         return await self._stream.end()
 
     def _whole(self) -> web.Response:
-        chunk = merged(self._chunks[0])
-        assert chunk.result is not None, "the last chunk has it"
-        for delta in self.sample.deltas(chunk):
+        chunks = self._chunks[0]
+        for delta in self.sample.deltas(merged(chunks)):
             self._grow(delta)
-        return answer(self.body(chunk.result), headers=self.node_headers())
+        (result,) = (chunk.result for chunk in chunks if chunk.result is not None)
+        return answer(self.body(result), headers=self.node_headers())
 
 
 def _kind_of(delta: Delta | Reasoning) -> BlockKind:
