@@ -106,9 +106,7 @@ class ModelNotFound(BatonError, code="model_not_found", grpc="NOT_FOUND", http=4
     """This deployment does not serve the requested model."""
 
 
-class ResponseNotFound(
-    BatonError, code="previous_response_not_found", grpc="NOT_FOUND", http=404
-):
+class ResponseNotFound(BatonError, code="previous_response_not_found", grpc="NOT_FOUND", http=404):
     """No such response is kept for this caller: it never was, expired, or is another gateway's."""
 
 
